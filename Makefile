@@ -1,0 +1,53 @@
+# `make` alone lists the targets.
+.DEFAULT_GOAL := help
+.PHONY: help run repro ui stop test check lock clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: .venv/.installed  ## run the pipeline: data to picked engines; ARGS="debug=smoke" overrides values
+	@python -m flows.optimize $(ARGS)
+
+repro: .venv/.installed  ## the same pipeline by DVC
+	dvc repro
+
+ui: .venv/.installed  ## open the Prefect and MLflow pages on 127.0.0.1 (Ctrl-C ends MLflow)
+	@python -m flows.local_server
+	@echo "MLflow: http://127.0.0.1:5000"
+	@mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port 5000
+
+stop: .venv/.installed  ## end the local Prefect server that a run started
+	@python -m flows.local_server --stop
+
+test: .venv/.installed-dev  ## run all tests
+	@python -m pytest
+
+check: .venv/.installed-dev  ## formatting, lint, types, who may import whom
+	ruff format --check .
+	ruff check .
+	mypy
+	lint-imports
+
+lock: .venv/.installed-dev  ## write requirements.lock from what is installed
+	python -m pip freeze --exclude-editable | sed -e 's/+cpu$$//' \
+		| grep -v -i -E '^(nvidia-c(u|ublas|uda|udnn|ufft|ufile|urand|usolver|usparse|usparselt)|nvidia-n(ccl|vjitlink|vshmem|vtx)|triton|cuda-)' \
+		> requirements.lock
+
+clean: stop  ## remove outputs, caches and tracking data (keeps .venv)
+	rm -rf artifacts .dvc/cache .dvc/tmp .prefect mlflow.db* mlartifacts mlruns
+
+# torch first and alone: where an index offers a CPU build, pip then takes it instead of the CUDA one.
+.venv/.installed: requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet "$$(grep -E '^torch==' requirements.lock)" --constraint requirements.lock
+	$(BIN)/python -m pip install --quiet --editable . --constraint requirements.lock
+	touch $@
+
+.venv/.installed-dev: .venv/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[dev]" --constraint requirements.lock
+	touch $@

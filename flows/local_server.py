@@ -1,0 +1,151 @@
+"""One local Prefect server for this checkout: found, or started in the background on 127.0.0.1.
+
+``python -m flows.local_server`` prints its address; with ``--stop`` it ends the server.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from tasks.core.errors import EnginewrightError
+
+HOME = Path(".prefect").resolve()
+_PREFERRED_PORT = 4200
+_START_TIMEOUT_S = 90.0
+
+
+class ServerUnavailable(EnginewrightError):
+    """No Prefect server answers and none could be started."""
+
+
+def prepare_environment() -> None:
+    """Set what Prefect reads at import; values that the user set stay.
+
+    Home and results stay inside the checkout, nothing calls home, the console shows the pipeline's own lines.
+    """
+    HOME.mkdir(mode=0o700, exist_ok=True)
+    HOME.chmod(0o700)  # stored results are code to whoever can write them
+    defaults = {
+        "PREFECT_HOME": str(HOME),
+        "DO_NOT_TRACK": "1",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        "PREFECT_CLI_PROMPT": "false",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def begin_start() -> None:
+    """Start the server without waiting, unless PREFECT_API_URL names one or ours already answers."""
+    if "PREFECT_API_URL" in os.environ:
+        return
+    record = _read_record()
+    if record is None or not _answers(str(record["url"])):
+        _start()
+
+
+def wait_until_ready() -> str:
+    """Wait for the server, set PREFECT_API_URL and return it.
+
+    Raises ServerUnavailable when nothing answers in time.
+    """
+    url = os.environ.get("PREFECT_API_URL")
+    if url is None:
+        record = _read_record()
+        assert record is not None, "begin_start comes first"
+        url = str(record["url"])
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not _answers(url) and time.monotonic() < deadline:
+            time.sleep(0.2)
+    if not _answers(url):
+        raise ServerUnavailable(
+            f"No Prefect server answers at {url}. Unset PREFECT_API_URL to use a local one, or start yours; "
+            f"the log of the local server is {HOME / 'server.log'}."
+        )
+    os.environ["PREFECT_API_URL"] = url
+    return url
+
+
+def stop() -> bool:
+    """End the server that this checkout started; tell whether there was one."""
+    record = _read_record()
+    if record is None:
+        return False
+    _record_file().unlink()
+    if not _answers(str(record["url"])):
+        return False
+    os.kill(int(record["pid"]), signal.SIGTERM)
+    return True
+
+
+def _start() -> None:
+    port = _free_port()
+    environment = {**os.environ, "PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
+    with (HOME / "server.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    record = {"url": environment["PREFECT_API_URL"], "pid": process.pid}
+    _record_file().write_text(json.dumps(record), encoding="utf-8")
+
+
+def _record_file() -> Path:
+    return HOME / "server.json"
+
+
+def _read_record() -> dict[str, str | int] | None:
+    try:
+        record = json.loads(_record_file().read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _free_port() -> int:
+    for port in (_PREFERRED_PORT, 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise ServerUnavailable("No free port on 127.0.0.1 for a Prefect server.")
+
+
+def main(arguments: list[str]) -> int:
+    """Print the server's address, or stop it."""
+    parser = argparse.ArgumentParser(prog="python -m flows.local_server", description=__doc__)
+    parser.add_argument("--stop", action="store_true", help="end the server of this checkout")
+    if parser.parse_args(arguments).stop:
+        print("stopped the Prefect server" if stop() else "no Prefect server was running")
+        return 0
+    prepare_environment()
+    begin_start()
+    print(f"Prefect: {wait_until_ready().removesuffix('/api')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

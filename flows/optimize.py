@@ -1,0 +1,184 @@
+"""The flow ``optimize``: from a data set to one picked engine per target.
+
+``python -m flows.optimize [hydra override ...]``, for example ``python -m flows.optimize debug=smoke``.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from flows import local_server
+from flows.params import compose_params, write_params
+from flows.pipeline import run_pipeline
+from tasks.core.errors import EnginewrightError, WorkspaceBusy
+from tasks.core.execute import ARTIFACTS
+
+
+class CommitFailed(EnginewrightError):
+    """DVC did not take over the outputs of the flow."""
+
+
+def optimize(params: dict[str, Any]) -> Path:
+    """Run the pipeline as a Prefect flow and return the folder of ``select_engine``."""
+    from prefect import flow
+
+    from flows.stage_task import StageRunner
+
+    stage = StageRunner(params, _count_calls(params))
+
+    @flow(name="optimize", log_prints=False, validate_parameters=False)
+    def run() -> Path:
+        return run_pipeline(stage, params)
+
+    folder = run()
+    print(f"stages run: {stage.num_executed} of {stage.num_calls}, {stage.executed_s:.0f} s")
+    return folder
+
+
+def _count_calls(params: dict[str, Any]) -> int:
+    addresses: list[str] = []
+
+    def record(address: str, **_: Path) -> Path:
+        addresses.append(address)
+        return ARTIFACTS.joinpath(*address.split("."))
+
+    run_pipeline(record, params)
+    return len(addresses)
+
+
+def commit_outputs() -> None:
+    """Tell DVC about the outputs, so that ``dvc status`` is clean and ``dvc repro`` runs nothing.
+
+    Skipped while dvc.lock and the keys of all outputs are those of the latest commit.
+
+    Raises CommitFailed with DVC's own words.
+    """
+    stamp = ARTIFACTS / ".committed"
+    content = _commit_stamp()
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == content:
+        return
+    result = subprocess.run(
+        [sys.executable, "-m", "dvc", "commit", "--force", "--quiet"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode != 0:
+        raise CommitFailed(
+            f"`dvc commit` failed: {result.stderr.strip()}. The outputs are kept; run it again."
+        )
+    stamp.write_text(_commit_stamp(), encoding="utf-8")
+
+
+def _commit_stamp() -> str:
+    keys = {
+        path.parent.relative_to(ARTIFACTS).as_posix(): json.loads(path.read_text(encoding="utf-8"))["key"]
+        for path in sorted(ARTIFACTS.glob("[!.]*/**/key.json"))
+    }
+    lock = Path("dvc.lock")
+    return json.dumps({"keys": keys, "lock": lock.read_text(encoding="utf-8") if lock.is_file() else None})
+
+
+@contextlib.contextmanager
+def hold_workspace() -> Iterator[None]:
+    """Let one flow at a time work in this checkout; a second one waits.
+
+    Raises WorkspaceBusy when the folder artifacts/ cannot be written.
+    """
+    path = ARTIFACTS / ".locks" / "flow"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise WorkspaceBusy(
+            f"{path} cannot be written: {error.strerror}. Make {ARTIFACTS.resolve()} writable."
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            print(
+                f"Another flow (process {file.read()}) works in this folder; waiting until it ends.",
+                flush=True,
+            )
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def print_result(folder: Path) -> None:
+    """Print every engine, the pick of each target, and where to look further."""
+    from rich.console import Console
+    from rich.table import Table
+
+    engines = json.loads((folder / "engines.json").read_text(encoding="utf-8"))
+    picks = json.loads((folder / "picks.json").read_text(encoding="utf-8"))
+    table = Table("target", "variant", "mIoU", "loss %", "p50 ms", "p99 ms", "x eager", "MB", "verdict")
+    for row in sorted(engines, key=lambda row: (row["target"], row["latency_ms_p50"] or float("inf"))):
+        picked = picks.get(row["target"], {}).get("variant") == row["variant"]
+        loss = row["miou_rel_loss"]
+        table.add_row(
+            row["target"],
+            row["variant"],
+            _number(row["miou"], 4),
+            _number(loss * 100 if loss is not None else None, 2),
+            _number(row["latency_ms_p50"], 3),
+            _number(row["latency_ms_p99"], 3),
+            _number(row["speedup_vs_eager"], 1),
+            _number(row["size_bytes"] / 1e6 if row["size_bytes"] else None, 2),
+            f"{row['verdict']}{'  <- pick' if picked else ''}",
+            style="bold green" if picked else None,
+        )
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    for target, row in picks.items():
+        console.print(
+            f"{target}: {row.get('variant') or 'no pick'}. {row.get('reason', '')}", highlight=False
+        )
+    console.print(f"report: {(folder / 'report.html').resolve()}", highlight=False, soft_wrap=True)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def main(overrides: Sequence[str]) -> int:
+    """Run the flow and return the exit code: 0 done, 1 a problem that the user can mend, 130 interrupted."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    started = time.perf_counter()
+    try:
+        params = compose_params(overrides)
+        local_server.prepare_environment()
+        with hold_workspace():
+            local_server.begin_start()
+            write_params(params)
+            url = local_server.wait_until_ready()
+            folder = optimize(params)
+            commit_outputs()
+        print_result(folder)
+    except EnginewrightError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted. Finished stages are kept; run again to go on.", file=sys.stderr)
+        return 130
+    tracking = params["select_engine"]["tracking"]["uri"]
+    print(f"MLflow: {tracking} (`make ui` opens it on http://127.0.0.1:5000)")
+    print(f"Prefect: {url.removesuffix('/api')} (`make stop` ends this local server)")
+    print(f"total: {time.perf_counter() - started:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

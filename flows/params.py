@@ -1,0 +1,124 @@
+"""Compose conf/ into params.yaml: the single Hydra entry.
+
+``python -m flows.params [override ...]`` writes params.yaml, which DVC and the stages read. Every section is
+checked against the ``Config`` of its stage before anything is written.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tasks.core.config import PARAMS_FILE, find_section, typed_config
+from tasks.core.errors import ConfigError, EnginewrightError
+from tasks.core.execute import load_stage
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+_HEADER = (
+    "# Written from conf/ by `python -m flows.params [override ...]`. Edit conf/ instead of this file.\n"
+)
+
+SINGLE_CALLS = (
+    "prepare_data",
+    "train.teacher",
+    "train.baseline",
+    "distill",
+    "prune",
+    "finetune",
+    "export_onnx",
+    "quantize_ptq",
+    "quantize_aware_train",
+    "validate",
+    "benchmark",
+    "diff_layers",
+    "select_engine",
+)
+"""The sections that every run reads; build_engine has one for each target."""
+
+
+def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Compose conf/ with Hydra overrides into the content of params.yaml, checked.
+
+    Raises ConfigError for an unknown group or key, a wrong type or an impossible value.
+    """
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            composed = compose("config", overrides=list(overrides))
+        params: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_first_lines(error)) from error
+    variants, targets = params.pop("variants"), params.pop("target")
+    params["build_engine"] = targets
+    params["engines"] = dict(_engines(variants, targets))
+    params["select_engine"]["engines"] = [
+        {"variant": engine["variant"], "target": engine["target"]} for engine in params["engines"].values()
+    ]
+    check_params(params)
+    return params
+
+
+def check_params(params: dict[str, Any]) -> None:
+    """Build the typed ``Config`` of every stage.
+
+    Raises ConfigError at the first section that is not valid.
+    """
+    calls = [*SINGLE_CALLS, *(f"build_engine.{target}" for target in params["build_engine"])]
+    for address in calls:
+        name, section = find_section(params, address)
+        typed_config(load_stage(address)[1], section, name)
+    unknown = set(params) - {call.split(".")[0] for call in calls} - {"engines"}
+    if unknown:
+        raise ConfigError(
+            f"{sorted(unknown)[0]} is no section of the configuration. Found: {', '.join(params)}."
+        )
+
+
+def write_params(params: dict[str, Any], path: Path = PARAMS_FILE) -> None:
+    """Write params.yaml unless it already holds this content."""
+    text = _HEADER + yaml.safe_dump(params, sort_keys=False, allow_unicode=True)
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+def _engines(variants: dict[str, Any], targets: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield every engine as its DVC name and its inputs; eager PyTorch runs checkpoints, so floats only."""
+    for variant, files in variants.items():
+        for target, options in targets.items():
+            model = files["checkpoint"] if options["runtime"] == "torch" else files["graph"]
+            if model is not None:
+                yield (
+                    f"{variant}-{target}",
+                    {
+                        "variant": variant,
+                        "target": target,
+                        "model": model,
+                        "float_graph": files["float_graph"],
+                    },
+                )
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3]) + " Look at conf/config.yaml for the groups and keys there are."
+
+
+def main(overrides: Sequence[str]) -> int:
+    """Write params.yaml and return the exit code."""
+    try:
+        write_params(compose_params(overrides))
+    except EnginewrightError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {PARAMS_FILE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

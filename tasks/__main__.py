@@ -1,0 +1,73 @@
+"""``python -m tasks <address> name=path ...``: run one stage, the command of every DVC stage and Prefect
+task."""
+
+import argparse
+import ctypes
+import errno
+import logging
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from tasks.core.config import PARAMS_FILE, read_params
+from tasks.core.errors import ConfigError, EnginewrightError
+from tasks.core.execute import execute, execute_as_follower, prepare_call
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> int:
+    """Run one stage and return the exit code: 0 done or fresh, 1 a problem that the user can mend."""
+    parser = argparse.ArgumentParser(prog="python -m tasks", description="Run one stage of the pipeline.")
+    parser.add_argument("address", help="for example export_onnx.pruned")
+    parser.add_argument("inputs", nargs="*", metavar="name=path", help="input files of the stage")
+    parser.add_argument("--params", type=Path, default=PARAMS_FILE, help="default: params.yaml")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
+    _die_with_parent()
+    try:
+        call = prepare_call(options.address, _parse_inputs(options.inputs), read_params(options.params))
+        if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+            execute_as_follower(call)
+        else:
+            execute(call)
+    except EnginewrightError as error:
+        print(f"{options.address}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        free_mib = shutil.disk_usage(Path.cwd()).free >> 20
+        print(
+            f"{options.address}: cannot write {error.filename or 'an output'}: {error.strerror} "
+            f"({free_mib} MiB free). Free space or mend the permissions; finished stages are kept.",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def _parse_inputs(arguments: list[str]) -> dict[str, Path]:
+    inputs: dict[str, Path] = {}
+    for argument in arguments:
+        name, separator, path = argument.partition("=")
+        if not separator or not name.isidentifier() or not path:
+            raise ConfigError(f"{argument!r} is no input. Expected name=path, for example data=artifacts/...")
+        inputs[name] = Path(path)
+    return inputs
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent dies (Linux), and end tidily on SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            sys.exit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

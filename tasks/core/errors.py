@@ -1,0 +1,55 @@
+"""Errors that a user of the pipeline can act upon.
+
+Each text says what was found, what was expected, what to do, and which config key to touch.
+
+    EnginewrightError
+    ├── ConfigError           a value in conf/ or params.yaml is unknown, of the wrong type or impossible
+    ├── DataError             the data set is incomplete or contradicts itself
+    ├── ArtifactError         a checkpoint, ONNX file, engine or output folder is missing, damaged or of another kind
+    ├── TrainingDiverged      the loss became NaN or infinite
+    ├── GateFailed            a measured number breaks the limit that was set for it
+    ├── BuildFailed           a runtime cannot make an engine from a graph
+    ├── TargetMismatch        this machine is not the one that a target declares
+    ├── TrackingUnavailable   MLflow does not answer
+    └── WorkspaceBusy         another run holds the same output folder or workspace
+"""
+
+
+class EnginewrightError(Exception):
+    """Root of all errors raised on purpose; the command line prints it without a traceback."""
+
+
+class ConfigError(EnginewrightError):
+    """A configuration value is unknown, of the wrong type or impossible."""
+
+
+class DataError(EnginewrightError):
+    """The data set is incomplete or contradicts itself."""
+
+
+class ArtifactError(EnginewrightError):
+    """A checkpoint, ONNX file, engine or output folder is missing, damaged or of another kind."""
+
+
+class TrainingDiverged(EnginewrightError):
+    """The loss became NaN or infinite."""
+
+
+class GateFailed(EnginewrightError):
+    """A measured number breaks the limit that was set for it."""
+
+
+class BuildFailed(EnginewrightError):
+    """A runtime cannot make an engine from a graph."""
+
+
+class TargetMismatch(EnginewrightError):
+    """This machine is not the one that a target declares."""
+
+
+class TrackingUnavailable(EnginewrightError):
+    """MLflow does not answer."""
+
+
+class WorkspaceBusy(EnginewrightError):
+    """Another run holds the same output folder or workspace."""

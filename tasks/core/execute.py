@@ -1,0 +1,272 @@
+"""The single door to every stage: is the output fresh, or else run into a draft and publish it whole.
+
+An address names one stage call in all places: ``build_engine.pruned_qat.cpu_openvino`` is the function
+``tasks.build_engine.build_engine``, its section of params.yaml, and the folder
+``artifacts/build_engine/pruned_qat/cpu_openvino``.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.core.config import find_section, typed_config
+from tasks.core.errors import ArtifactError, ConfigError, WorkspaceBusy
+from tasks.core.fingerprint import SCHEMA_VERSION, digest, stage_key
+
+logger = logging.getLogger(__name__)
+
+ARTIFACTS = Path("artifacts")
+KEY_FILE = "key.json"
+REPORT_FILE = "report.json"
+RESUME_FOLDER = "resume"
+"""What a stage keeps in ``out/resume`` survives a kill, and is not published."""
+
+_ADDRESS = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One stage call, with everything that its key covers."""
+
+    address: str
+    function: Callable[..., Any]
+    config: Any
+    inputs: Mapping[str, Path]
+    key: str
+
+    @property
+    def folder(self) -> Path:
+        """Where the output is published, relative to the workspace."""
+        return ARTIFACTS.joinpath(*self.address.split("."))
+
+    @property
+    def draft(self) -> Path:
+        """Where the stage writes before its output is published."""
+        return ARTIFACTS / ".drafts" / f"{self.address}-{self.key[:12]}"
+
+
+def load_stage(address: str) -> tuple[Callable[..., Any], type[Any]]:
+    """Return the function and the ``Config`` class of an address.
+
+    Raises ConfigError when there is no such stage.
+    """
+    if not _ADDRESS.fullmatch(address):
+        raise ConfigError(f"{address!r} is no address. Expected lower-case words joined by dots.")
+    stage = address.split(".")[0]
+    try:
+        module = importlib.import_module(f"tasks.{stage}")
+        return getattr(module, stage), module.Config
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name != f"tasks.{stage}":
+            raise
+        raise ConfigError(
+            f"{address}: there is no stage tasks/{stage}.py with a function {stage}."
+        ) from error
+
+
+def prepare_call(address: str, inputs: Mapping[str, Path], params: Mapping[str, Any]) -> Call:
+    """Resolve an address into a call: typed configuration, checked inputs, key.
+
+    Raises ConfigError for a bad section, ArtifactError for a missing or damaged input.
+    """
+    function, config_class = load_stage(address)
+    name, section = find_section(params, address)
+    config = typed_config(config_class, section, name)
+    for path in inputs.values():
+        _check_input(path)
+    key = stage_key(address.split(".")[0], dataclasses.asdict(config), inputs)
+    return Call(address, function, config, dict(inputs), key)
+
+
+def is_fresh(call: Call) -> bool:
+    """Tell whether the published output was made by this very call and is still whole.
+
+    Every published file is compared with its recorded md5: neither DVC nor Prefect checks its cache.
+    """
+    record = _read_record(call.folder)
+    if record is None or record["key"] != call.key:
+        return False
+    damaged = _damaged_files(call.folder, record)
+    if damaged:
+        logger.warning(
+            "%s: %s was changed or lost after it was made; running again", call.address, damaged[0]
+        )
+    return not damaged
+
+
+def execute(call: Call) -> Path:
+    """Run a call unless its output is fresh, and return the output folder.
+
+    The stage writes into a draft folder; report and key are added and the draft is renamed into place, so that a
+    killed run leaves the previous output whole. Only one process at a time works on one address.
+
+    Raises WorkspaceBusy when another process is making the same output with another key.
+    """
+    with _lock(call):
+        if is_fresh(call):
+            logger.info("%s: fresh, nothing to run", call.address)
+            return call.folder
+        if _is_complete(call):
+            _publish(call)
+            return call.folder
+        _clear_drafts(call)
+        started = time.perf_counter()
+        logger.info("%s: started", call.address)
+        try:
+            report = call.function(call.config, **call.inputs, out=call.draft)
+            _finish_draft(call, report)
+        except BaseException:
+            _keep_only_resume(call.draft)
+            raise
+        _publish(call)
+        logger.info("%s: finished in %.2f s", call.address, time.perf_counter() - started)
+    return call.folder
+
+
+def execute_as_follower(call: Call) -> None:
+    """Run the stage function only, into the draft of the process that launched this one.
+
+    Lightning's launcher starts the same command once per further rank; rank 0 holds the lock and publishes.
+    """
+    call.function(call.config, **call.inputs, out=call.draft)
+
+
+def _check_input(path: Path) -> None:
+    """Compare an input that a stage published with the digest in its record."""
+    if not path.exists():
+        raise ArtifactError(f"{path} does not exist. Run the stage that makes it first, or `dvc repro`.")
+    for folder in path.parents:
+        record = _read_record(folder)
+        if record is not None:
+            inside = path.relative_to(folder).as_posix()
+            damaged = [
+                name
+                for name in _damaged_files(folder, record)
+                if name == inside or name.startswith(f"{inside}/")
+            ]
+            if damaged:
+                raise ArtifactError(
+                    f"{folder / damaged[0]} is not the file that its stage wrote (md5 differs, or it is gone). "
+                    f"Remove {folder} and run the pipeline again."
+                )
+            return
+
+
+def _read_record(folder: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads((folder / KEY_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return record if isinstance(record, dict) and record.get("schema") == SCHEMA_VERSION else None
+
+
+def _damaged_files(folder: Path, record: Mapping[str, Any]) -> list[str]:
+    return [
+        name
+        for name, md5 in record["files"].items()
+        if not (folder / name).is_file() or digest(folder / name) != md5
+    ]
+
+
+def _is_complete(call: Call) -> bool:
+    """Tell whether a killed run had finished this call's draft and only its rename is missing."""
+    record = _read_record(call.draft)
+    return record is not None and record["key"] == call.key and not _damaged_files(call.draft, record)
+
+
+def _clear_drafts(call: Call) -> None:
+    """Remove what killed runs left for this address, but keep what this very call can resume from."""
+    for leftover in call.draft.parent.glob(f"{call.address}-*"):
+        if leftover != call.draft:
+            shutil.rmtree(leftover)
+    _keep_only_resume(call.draft)
+    call.draft.mkdir(parents=True, exist_ok=True)
+
+
+def _keep_only_resume(draft: Path) -> None:
+    if not draft.is_dir():
+        return
+    for path in draft.iterdir():
+        if path.is_dir() and path.name != RESUME_FOLDER:
+            shutil.rmtree(path)
+        elif path.is_file():
+            path.unlink()
+    with contextlib.suppress(OSError):  # not empty: there is something to resume from
+        draft.rmdir()
+
+
+def _finish_draft(call: Call, report: Any) -> None:
+    shutil.rmtree(call.draft / RESUME_FOLDER, ignore_errors=True)
+    _write_json(call.draft / REPORT_FILE, dataclasses.asdict(report))
+    names = sorted(
+        path.relative_to(call.draft).as_posix() for path in call.draft.rglob("*") if path.is_file()
+    )
+    for name in names:
+        _sync(call.draft / name)
+    record = {
+        "schema": SCHEMA_VERSION,
+        "address": call.address,
+        "key": call.key,
+        "files": {name: digest(call.draft / name) for name in names},
+    }
+    _write_json(call.draft / KEY_FILE, record)
+    _sync(call.draft / KEY_FILE)
+
+
+def _publish(call: Call) -> None:
+    """Put a finished draft in place of the previous output.
+
+    A kill between the two renames leaves a complete draft, which the next run publishes without running.
+    """
+    call.folder.parent.mkdir(parents=True, exist_ok=True)
+    replaced = call.draft.with_name(f"{call.address}-replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if call.folder.exists():
+        call.folder.rename(replaced)
+    call.draft.rename(call.folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _lock(call: Call) -> Iterator[None]:
+    """Hold the address; the kernel lets go of it when this process dies, however it dies."""
+    path = ARTIFACTS / ".locks" / call.address
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder, _, key = file.read().partition(" ")
+            if key and key != call.key:
+                raise WorkspaceBusy(
+                    f"{call.address} is being made by process {holder} from another configuration. "
+                    "Wait until it ends, or stop it, then run again."
+                ) from None
+            logger.info("%s: waiting for process %s, which is making the same output", call.address, holder)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(f"{os.getpid()} {call.key}")
+        file.flush()
+        yield
+
+
+def _write_json(path: Path, content: Any) -> None:
+    text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

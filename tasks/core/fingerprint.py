@@ -1,0 +1,112 @@
+"""Digests of files, of code, and the key that says whether a stage's output is fresh.
+
+The digests equal DVC's (md5 of a file; md5 of the sorted JSON listing with the ending ``.dir`` for a folder),
+so that both drivers of the pipeline see the same change.
+"""
+
+import ast
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tasks.core.errors import ArtifactError
+
+SCHEMA_VERSION = 1
+"""Part of every key: raise it when the meaning of an output folder changes, and old outputs are made again."""
+
+SOURCE_ROOT = Path(__file__).resolve().parents[2]
+"""The folder that holds the package ``tasks``."""
+
+_CHUNK_BYTES = 1 << 20
+
+
+def digest(path: Path) -> str:
+    """Return DVC's md5 of a file or folder.
+
+    Data added with ``dvc add`` is not read again: the digest is taken from its pointer file ``<path>.dvc``.
+    A folder skips ``__pycache__``, as ``.dvcignore`` does.
+
+    Raises ArtifactError when nothing exists at ``path``.
+    """
+    pointer = path.with_name(path.name + ".dvc")
+    if pointer.is_file():
+        return str(yaml.safe_load(pointer.read_text(encoding="utf-8"))["outs"][0]["md5"])
+    if path.is_dir():
+        listing = [
+            {"md5": _file_md5(file), "relpath": file.relative_to(path).as_posix()} for file in _files(path)
+        ]
+        listing.sort(key=lambda entry: entry["relpath"])
+        return hashlib.md5(json.dumps(listing, sort_keys=True).encode()).hexdigest() + ".dir"
+    if path.is_file():
+        return _file_md5(path)
+    raise ArtifactError(f"{path} does not exist. Run the stage that makes it first, or `dvc repro`.")
+
+
+def stage_key(stage: str, config: Mapping[str, Any], inputs: Mapping[str, Path]) -> str:
+    """Return the key of one stage call: equal keys mean equal outputs.
+
+    Covers the schema version, the stage's name, its resolved configuration, the source of its module and of
+    every ``tasks`` module that it imports, and the content of its inputs.
+    """
+    content = {
+        "schema": SCHEMA_VERSION,
+        "stage": stage,
+        "config": config,
+        "code": code_digests(f"tasks.{stage}"),
+        "inputs": {name: digest(path) for name, path in sorted(inputs.items())},
+    }
+    return hashlib.md5(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@functools.cache
+def code_digests(module: str) -> dict[str, str]:
+    """Return ``{file relative to the repository: md5}`` of a module and the ``tasks`` modules it imports.
+
+    Imports are found by ``ast``, at any depth of the file, so that a helper cannot be forgotten. Package
+    ``__init__`` files are left out: they hold a docstring.
+    """
+    found: dict[str, str] = {}
+    waiting = [module]
+    while waiting:
+        file = SOURCE_ROOT.joinpath(*waiting.pop().split(".")).with_suffix(".py")
+        name = file.relative_to(SOURCE_ROOT).as_posix()
+        if name in found or not file.is_file():
+            continue
+        found[name] = _file_md5(file)
+        waiting += _imported_task_modules(file)
+    return dict(sorted(found.items()))
+
+
+def _imported_task_modules(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("tasks."))
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tasks":
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        yield from (Path(parent, name) for name in names)
+
+
+def _file_md5(path: Path) -> str:
+    status = path.stat()
+    return _md5_of_version(str(path.resolve()), status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=65536)
+def _md5_of_version(path: str, _inode: int, _mtime_ns: int, _size: int) -> str:
+    md5 = hashlib.md5()
+    with Path(path).open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            md5.update(chunk)
+    return md5.hexdigest()

@@ -1,0 +1,335 @@
+"""Log measured candidates to MLflow, once: the only code that talks to it.
+
+One parent run stands for the pipeline, one child run for each candidate; the chosen candidates become
+versions of registered models. Every run carries a digest of its content, so that logging the same content
+again adds nothing and a killed logging is continued. MLflow is imported in functions: it takes seconds.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import ConfigError, TrackingUnavailable
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from mlflow.tracking import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+PICK_ALIAS = "pick"
+"""The alias of the version of a registered model that is to be deployed."""
+
+ENGINE_FOLDER = "engine"
+"""The folder of a candidate's run that a registered version hands out."""
+
+UNKNOWN_COMMIT = "unknown"
+
+_DIGEST_TAG = "content_digest"
+_PARENT_TAG = "mlflow.parentRunId"
+_MAX_TAG_CHARS = 5000
+_MAX_METRICS_PER_BATCH = 900
+_DATABASE_TIMEOUT_S = 5
+_SQLITE = "sqlite:///"
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+_ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "4",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_SQLALCHEMYSTORE_POOL_PRE_PING": "true",
+    "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "GIT_PYTHON_REFRESH": "quiet",
+}
+"""A server that is gone blocks one call for four minutes with the defaults, under ten seconds with these."""
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """Where runs are logged."""
+
+    enabled: bool
+    """Off: nothing is logged, and MLflow is not needed."""
+    uri: str
+    """``sqlite:///mlflow.db`` is a file in the working directory; a server is ``http://host:port``."""
+    experiment: str
+    """The experiment that gets the runs; made when it does not exist."""
+
+    def __post_init__(self) -> None:
+        if not self.uri.startswith((_SQLITE, "http://", "https://", "postgresql")):
+            raise ConfigError(
+                f"select_engine.tracking.uri is {mask_credentials(self.uri)!r}, expected sqlite:///<file>, "
+                "http://<host>:<port>, https://... or postgresql://..."
+            )
+        if not self.experiment.strip():
+            raise ConfigError(
+                "select_engine.tracking.experiment is empty, expected the name of an experiment."
+            )
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What one run in MLflow is to hold."""
+
+    name: str
+    metrics: Mapping[str, float]
+    tags: Mapping[str, str]
+    artifacts: tuple[tuple[str, Path], ...]
+    """Pairs of (folder inside the run, file)."""
+
+    def content_digest(self) -> str:
+        """Return a digest of everything in the record, the files' bytes included."""
+        content = {
+            "name": self.name,
+            "metrics": dict(self.metrics),
+            "tags": dict(self.tags),
+            "artifacts": [[folder, file.name, _sha256(file)] for folder, file in self.artifacts],
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """What a call of ``log_pipeline`` found and added."""
+
+    parent_run_id: str
+    num_runs_added: int
+    num_versions_added: int
+
+
+def log_pipeline(
+    config: TrackingConfig,
+    *,
+    pipeline: RunRecord,
+    candidates: Sequence[RunRecord],
+    picks: Mapping[str, str | None],
+) -> Tracked:
+    """Log the pipeline, its candidates and the chosen ones, unless the same content is there already.
+
+    ``picks`` maps the name of a registered model to the name of the chosen candidate. Without a chosen
+    candidate the alias is taken from the model, so that nobody deploys what no longer passes.
+
+    Raises TrackingUnavailable when MLflow does not answer, within about ten seconds.
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    with _explained(config):
+        _quieten()
+        client = _connect(config)
+        experiment_id = _experiment(client, config)
+        digests = {record.name: record.content_digest() for record in candidates}
+        whole = hashlib.sha256("\n".join([pipeline.content_digest(), *sorted(digests.values())]).encode())
+        parent, is_new = _parent_run(client, experiment_id, pipeline, whole.hexdigest())
+        children = _child_runs(client, experiment_id, parent)
+        missing = [record for record in candidates if digests[record.name] not in children]
+        for record in missing:
+            child = _log_candidate(client, experiment_id, parent, record, digests[record.name])
+            children[digests[record.name]] = child
+        num_versions = sum(
+            _point_alias(client, model, None if name is None else children[digests[name]])
+            for model, name in picks.items()
+        )
+        if parent.info.status != "FINISHED":
+            _log_scalars(client, parent, pipeline)
+            client.set_terminated(parent.info.run_id, "FINISHED")
+    return Tracked(parent.info.run_id, len(missing) + is_new, num_versions)
+
+
+@functools.cache
+def git_commit() -> str:
+    """Return the commit of the checkout that this code lies in, or "unknown"."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return UNKNOWN_COMMIT
+    return done.stdout.strip()
+
+
+def mask_credentials(uri: str) -> str:
+    """Replace user and password of a URI, for texts that are shown or logged."""
+    return _CREDENTIALS.sub("***@", uri)
+
+
+@contextlib.contextmanager
+def _explained(config: TrackingConfig) -> Iterator[None]:
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        cause = mask_credentials(str(error)).splitlines()[0][:300]
+        raise TrackingUnavailable(
+            f"MLflow at {mask_credentials(config.uri)} does not take the runs: {cause} "
+            "Start it (`make ui`), mend select_engine.tracking.uri, or go without it: "
+            "select_engine.tracking.enabled=false."
+        ) from error
+
+
+def _quieten() -> None:
+    for name in ("mlflow.store.db.utils", "alembic", "mlflow.tracking", "mlflow.store.model_registry"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _connect(config: TrackingConfig) -> "MlflowClient":
+    from mlflow.tracking import MlflowClient
+
+    if config.uri.startswith(_SQLITE):
+        Path(config.uri.removeprefix(_SQLITE)).resolve().parent.mkdir(parents=True, exist_ok=True)
+        _probe_database(config.uri, {"timeout": _DATABASE_TIMEOUT_S}, "BEGIN IMMEDIATE")
+    elif config.uri.startswith("postgresql"):
+        _probe_database(config.uri, {"connect_timeout": _DATABASE_TIMEOUT_S}, "SELECT 1")
+    return MlflowClient(tracking_uri=config.uri, registry_uri=config.uri)
+
+
+def _probe_database(uri: str, options: dict[str, int], statement: str) -> None:
+    """Fail now if a database is closed, locked or damaged: MLflow would try for a hundred seconds."""
+    import sqlalchemy
+
+    engine = sqlalchemy.create_engine(uri, connect_args=options)
+    try:
+        with engine.connect() as connection:
+            connection.exec_driver_sql(statement)
+            connection.rollback()
+    finally:
+        engine.dispose()
+
+
+def _experiment(client: "MlflowClient", config: TrackingConfig) -> str:
+    experiment = client.get_experiment_by_name(config.experiment)
+    if experiment is None:
+        return str(client.create_experiment(config.experiment, artifact_location=_artifact_location(config)))
+    if experiment.lifecycle_stage != "active":
+        client.restore_experiment(experiment.experiment_id)
+    return str(experiment.experiment_id)
+
+
+def _artifact_location(config: TrackingConfig) -> str | None:
+    """Keep the files beside a local database; a server decides for itself."""
+    if not config.uri.startswith(_SQLITE):
+        return None
+    return (Path(config.uri.removeprefix(_SQLITE)).resolve().parent / "mlruns").as_uri()
+
+
+def _parent_run(
+    client: "MlflowClient", experiment_id: str, record: RunRecord, digest: str
+) -> tuple["Run", bool]:
+    """Return the run of this content, and whether it had to be made."""
+    found = client.search_runs([experiment_id], f"tags.{_DIGEST_TAG} = '{digest}'", max_results=1)
+    if found:
+        return found[0], False
+    tags = {**record.tags, "git_commit": git_commit(), _DIGEST_TAG: digest}
+    return client.create_run(experiment_id, run_name=record.name, tags=_fitting(tags)), True
+
+
+def _child_runs(client: "MlflowClient", experiment_id: str, parent: "Run") -> dict[str, "Run"]:
+    """Return the finished children by content digest; what a killed logging left half done is deleted."""
+    children: dict[str, Run] = {}
+    for run in client.search_runs([experiment_id], f"tags.`{_PARENT_TAG}` = '{parent.info.run_id}'"):
+        if run.info.status == "FINISHED":
+            children[run.data.tags[_DIGEST_TAG]] = run
+        else:
+            client.delete_run(run.info.run_id)
+    return children
+
+
+def _log_candidate(
+    client: "MlflowClient", experiment_id: str, parent: "Run", record: RunRecord, digest: str
+) -> "Run":
+    tags = {
+        **record.tags,
+        "git_commit": git_commit(),
+        _DIGEST_TAG: digest,
+        _PARENT_TAG: parent.info.run_id,
+    }
+    run = client.create_run(experiment_id, run_name=record.name, tags=_fitting(tags))
+    _log_scalars(client, run, record, model_id=_external_model(client, experiment_id, run, record))
+    client.set_terminated(run.info.run_id, "FINISHED")
+    return run
+
+
+def _external_model(client: "MlflowClient", experiment_id: str, run: "Run", record: RunRecord) -> str:
+    """Make the entry that MLflow's model table sorts by its metrics; the files stay in the run."""
+    model = client.create_logged_model(
+        experiment_id,
+        name=re.sub(r"[/:.%\"']", "-", record.name),
+        source_run_id=run.info.run_id,
+        tags={**_fitting(record.tags), "mlflow.model.isExternal": "true"},
+        model_type="engine",
+    )
+    client.finalize_logged_model(model.model_id, "READY")
+    return str(model.model_id)
+
+
+def _log_scalars(client: "MlflowClient", run: "Run", record: RunRecord, model_id: str | None = None) -> None:
+    from mlflow.entities import Metric
+
+    now_ms = int(time.time() * 1000)
+    metrics = [
+        Metric(name, value, now_ms, 0, model_id=model_id) for name, value in sorted(record.metrics.items())
+    ]
+    for start in range(0, len(metrics), _MAX_METRICS_PER_BATCH):
+        client.log_batch(run.info.run_id, metrics=metrics[start : start + _MAX_METRICS_PER_BATCH])
+    for folder, file in record.artifacts:
+        client.log_artifact(run.info.run_id, str(file), folder or None)
+
+
+def _point_alias(client: "MlflowClient", model: str, run: "Run | None") -> bool:
+    """Let the alias of a registered model show to a run's engine; return whether a version was added."""
+    known = next(iter(client.search_registered_models(f"name = '{model}'")), None)
+    current = known.aliases.get(PICK_ALIAS) if known else None
+    if run is None:
+        if current is not None:
+            client.delete_registered_model_alias(model, PICK_ALIAS)
+        return False
+    if known is None:
+        client.create_registered_model(model, tags={"kind": "engine"})
+    version, is_new = _version(client, model, run)
+    if str(current) != version:
+        client.set_registered_model_alias(model, PICK_ALIAS, version)
+    return is_new
+
+
+def _version(client: "MlflowClient", model: str, run: "Run") -> tuple[str, bool]:
+    """Return the version that holds a run's engine, and whether it had to be made."""
+    tags = client.get_run(run.info.run_id).data.tags
+    for version in client.search_model_versions(f"name = '{model}'"):
+        if version.tags.get(_DIGEST_TAG) == tags[_DIGEST_TAG]:
+            return str(version.version), False
+    shown = {name: value for name, value in tags.items() if not name.startswith("mlflow.")}
+    version = client.create_model_version(
+        model,
+        source=f"{run.info.artifact_uri}/{ENGINE_FOLDER}",
+        run_id=run.info.run_id,
+        tags=shown,
+        description=shown.get("reason"),
+    )
+    return str(version.version), True
+
+
+def _fitting(tags: Mapping[str, str]) -> dict[str, str]:
+    return {name: value[:_MAX_TAG_CHARS] for name, value in tags.items()}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

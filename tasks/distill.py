@@ -1,0 +1,65 @@
+"""Train a student from a frozen teacher: knowledge distillation."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.parts.distillation import DistillationConfig
+from tasks.parts.networks.config import NetworkConfig
+from tasks.parts.trainer_config import TrainerConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which student, which losses, and how it is trained."""
+
+    network: NetworkConfig
+    """Architecture of the student, from conf/network/."""
+    distillation: DistillationConfig
+    """Terms of the loss."""
+    trainer: TrainerConfig
+    """Schedule, optimizer and devices."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What distillation reached."""
+
+    val_miou: float
+    """Of the kept epoch."""
+    best_epoch: int
+    """Counted from 1."""
+    num_epochs: int
+    """Epochs that were run."""
+    num_parameters: int
+    """Trainable weights of the student."""
+
+
+def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> Report:
+    """Train the student from random weights and write ``model.safetensors`` and ``history.csv``.
+
+    Raises ArtifactError when teacher and data have other classes, TrainingDiverged when the loss is not
+    finite.
+    """
+    import torch
+
+    from tasks.parts.checkpoint import ModelCard, save_checkpoint
+    from tasks.parts.data import read_manifest
+    from tasks.parts.distillation_objective import build_objective
+    from tasks.parts.networks.build import build_network
+    from tasks.parts.training import train_network
+
+    manifest = read_manifest(data)
+    torch.manual_seed(cfg.trainer.seed)
+    student = build_network(cfg.network, len(manifest.classes))
+    objective = build_objective(cfg.distillation, student=student, teacher=teacher, classes=manifest.classes)
+    result = train_network(student, objective, data=data, config=cfg.trainer, out=out)
+    card = ModelCard(
+        cfg.network, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width
+    )
+    save_checkpoint(out / "model.safetensors", student, card)
+    num_parameters = sum(parameter.numel() for parameter in student.parameters())
+    logger.info("%s: val mIoU %.4f at epoch %d", cfg.network.name, result.val_miou, result.best_epoch)
+    return Report(result.val_miou, result.best_epoch, result.num_epochs, num_parameters)

@@ -1,0 +1,139 @@
+"""Export a trained network as one ONNX file that names module and line of code of each node."""
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import ConfigError, GateFailed
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+    from torch import nn
+
+    from tasks.parts.checkpoint import ModelCard
+    from tasks.parts.export import Difference
+
+logger = logging.getLogger(__name__)
+
+_MIN_OPSET, _MAX_OPSET = 18, 23
+
+
+@dataclass(frozen=True)
+class Config:
+    """How to export, and how far ONNX Runtime may differ from torch."""
+
+    opset: int
+    """ONNX operator set, 18 to 23. Higher: newer operators, fewer runtimes that read it."""
+    batch_sizes: list[int]
+    """Batches on which torch and ONNX Runtime are compared; two or more prove that the batch is dynamic."""
+    max_abs_difference: float
+    """Gate: largest absolute difference of a logit."""
+    min_sqnr_db: float
+    """Gate: least signal to noise ratio of the logits, dB. Float32 reaches more than 100."""
+    seed: int
+    """Of the random images that are compared."""
+
+    def __post_init__(self) -> None:
+        if not _MIN_OPSET <= self.opset <= _MAX_OPSET:
+            raise ConfigError(f"export_onnx.opset is {self.opset}, expected {_MIN_OPSET}..{_MAX_OPSET}.")
+        if not self.batch_sizes or min(self.batch_sizes) < 1 or max(self.batch_sizes) > 1024:
+            raise ConfigError(
+                f"export_onnx.batch_sizes is {list(self.batch_sizes)}, expected one or more sizes of 1..1024."
+            )
+        if not (math.isfinite(self.max_abs_difference) and self.max_abs_difference > 0):
+            raise ConfigError(
+                f"export_onnx.max_abs_difference is {self.max_abs_difference}, expected a number above 0."
+            )
+        if not 0 <= self.min_sqnr_db < 200:
+            raise ConfigError(f"export_onnx.min_sqnr_db is {self.min_sqnr_db}, expected 0 <= value < 200.")
+        if self.seed < 0:
+            raise ConfigError(f"export_onnx.seed is {self.seed}, expected at least 0.")
+
+
+@dataclass(frozen=True)
+class BatchDifference:
+    """How far ONNX Runtime is from torch on one batch."""
+
+    batch_size: int
+    """Images."""
+    max_abs: float
+    """Largest absolute difference of a logit."""
+    sqnr_db: float
+    """Signal to noise power ratio; 200 stands for "equal"."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was exported."""
+
+    num_nodes: int
+    """After simplification."""
+    num_parameters: int
+    """Of the network, BatchNorm included."""
+    size_bytes: int
+    """Of model.onnx."""
+    opset: int
+    """ONNX operator set."""
+    differences: tuple[BatchDifference, ...]
+    """Torch against ONNX Runtime, one per batch size."""
+
+
+def export_onnx(cfg: Config, *, checkpoint: Path, out: Path) -> Report:
+    """Write ``model.onnx`` from a checkpoint.
+
+    Raises ArtifactError for weights that are not finite, GateFailed when ONNX Runtime differs from torch.
+    """
+    from tasks.parts.checkpoint import load_checkpoint
+    from tasks.parts.export import export_graph
+    from tasks.parts.onnx_graph import write_graph
+
+    network, card = load_checkpoint(checkpoint)
+    logger.info("exporting %s (%s, %dx%d)", checkpoint, card.network.name, card.height, card.width)
+    graph = export_graph(network, card, height=card.height, width=card.width, opset=cfg.opset)
+    differences = tuple(_compare(cfg, network, graph, card))
+    path = out / "model.onnx"
+    write_graph(graph, path)
+    report = Report(
+        num_nodes=len(graph.graph.node),
+        num_parameters=sum(parameter.numel() for parameter in network.parameters()),
+        size_bytes=path.stat().st_size,
+        opset=cfg.opset,
+        differences=tuple(BatchDifference(d.batch_size, d.max_abs, d.sqnr_db) for d in differences),
+    )
+    logger.info(
+        "%s: %d nodes, %d bytes, at most %.2g from torch",
+        path,
+        report.num_nodes,
+        report.size_bytes,
+        max(found.max_abs for found in differences),
+    )
+    return report
+
+
+def _compare(cfg: Config, network: "nn.Module", graph: "ModelProto", card: "ModelCard") -> "list[Difference]":
+    """Compare logits batch size by batch size; raise GateFailed at the first that is too far."""
+    import torch
+
+    from tasks.parts.export import INPUT_NAME, difference
+    from tasks.parts.onnx_predict import open_session
+
+    session = open_session(graph)
+    generator = torch.Generator().manual_seed(cfg.seed)
+    found = []
+    for batch_size in cfg.batch_sizes:
+        images_NCHW = torch.randn(batch_size, 3, card.height, card.width, generator=generator)
+        with torch.no_grad():
+            expected_NCHW = network.eval()(images_NCHW).numpy()
+        logits_NCHW = session.run(None, {INPUT_NAME: images_NCHW.numpy()})[0]
+        result = difference(expected_NCHW, logits_NCHW)
+        if not (result.max_abs <= cfg.max_abs_difference and result.sqnr_db >= cfg.min_sqnr_db):
+            raise GateFailed(
+                f"batch of {batch_size}: ONNX Runtime differs from torch by {result.max_abs:.3g} (SQNR "
+                f"{result.sqnr_db:.1f} dB), allowed are {cfg.max_abs_difference} "
+                f"(export_onnx.max_abs_difference) and {cfg.min_sqnr_db} dB (export_onnx.min_sqnr_db). Look "
+                "for an operator that the exporter changed."
+            )
+        found.append(result)
+    return found

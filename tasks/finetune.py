@@ -1,0 +1,53 @@
+"""Recover the accuracy of a pruned network by training it further, with or without the teacher."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.parts.distillation import DistillationConfig
+from tasks.parts.trainer_config import TrainerConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which losses, and how the network is trained further."""
+
+    distillation: DistillationConfig
+    """Terms of the loss; label_weight alone fine-tunes without the teacher."""
+    trainer: TrainerConfig
+    """Schedule, optimizer and devices."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What fine-tuning recovered."""
+
+    val_miou: float
+    """Of the kept epoch."""
+    best_epoch: int
+    """Counted from 1."""
+    num_epochs: int
+    """Epochs that were run."""
+
+
+def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: Path) -> Report:
+    """Train a checkpoint further and write ``model.safetensors`` and ``history.csv``.
+
+    Raises ArtifactError when checkpoint, teacher and data differ in their classes, TrainingDiverged when the
+    loss is not finite.
+    """
+    from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
+    from tasks.parts.data import read_manifest
+    from tasks.parts.distillation_objective import build_objective
+    from tasks.parts.training import check_same_classes, train_network
+
+    manifest = read_manifest(data)
+    network, card = load_checkpoint(checkpoint)
+    check_same_classes(manifest.classes, card.classes, "distill")
+    objective = build_objective(cfg.distillation, student=network, teacher=teacher, classes=manifest.classes)
+    result = train_network(network, objective, data=data, config=cfg.trainer, out=out)
+    save_checkpoint(out / "model.safetensors", network, card)
+    logger.info("%s: val mIoU %.4f at epoch %d", card.network.name, result.val_miou, result.best_epoch)
+    return Report(result.val_miou, result.best_epoch, result.num_epochs)

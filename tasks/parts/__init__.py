@@ -1,0 +1,1 @@
+"""Nouns that two or more stages share."""

@@ -1,0 +1,249 @@
+"""The canonical data set layout: what `prepare_data` writes and every later stage reads.
+
+    dataset/manifest.json          Manifest
+    dataset/<split>_images.npy     uint8 [N, H, W, 3], RGB
+    dataset/<split>_masks.npy      uint8 [N, H, W], class index or IGNORE_INDEX
+
+Shape letters: N images, H height, W width, C channels (in images) or classes (in histograms).
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.core.errors import ArtifactError, DataError
+
+IGNORE_INDEX = 255
+"""Mask value of pixels that count neither in a loss nor in a metric."""
+
+MIN_STD = 1 / 255
+"""Floor of the standard deviation of a channel, for images of one flat colour."""
+
+SPLITS = ("train", "val", "test", "calibration")
+
+Batch = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+"""images_NHWC and masks_NHW of some consecutive images of a split."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a data set holds, as numbers."""
+
+    classes: tuple[str, ...]
+    height: int
+    width: int
+    counts: dict[str, int]
+    """Images per split."""
+    pixel_share: dict[str, tuple[float, ...]]
+    """Per split: the share of each class among the pixels that are not ignored (all 0 if all are)."""
+    mean: tuple[float, float, float]
+    """RGB mean of the train split, on a 0..1 scale."""
+    std: tuple[float, float, float]
+    """RGB standard deviation of the train split, on a 0..1 scale; at least MIN_STD."""
+    files: dict[str, str]
+    """File name in the data set folder -> sha256."""
+    source: str
+
+
+@dataclass(frozen=True)
+class SplitBatches:
+    """The content of one split, as a stream, so that no split has to fit into memory."""
+
+    num_images: int
+    batches: Iterable[Batch]
+
+
+def read_manifest(dataset: Path) -> Manifest:
+    """Read `dataset/manifest.json`; raise ArtifactError if it is missing or damaged."""
+    path = dataset / "manifest.json"
+    if not path.is_file():
+        raise ArtifactError(
+            f"{path}: not found. Expected the output of prepare_data. Run prepare_data first."
+        )
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return Manifest(
+            classes=tuple(str(name) for name in fields["classes"]),
+            height=int(fields["height"]),
+            width=int(fields["width"]),
+            counts={str(split): int(count) for split, count in fields["counts"].items()},
+            pixel_share={str(split): tuple(map(float, s)) for split, s in fields["pixel_share"].items()},
+            mean=_three(fields["mean"]),
+            std=_three(fields["std"]),
+            files={str(name): str(digest) for name, digest in fields["files"].items()},
+            source=str(fields["source"]),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(
+            f"{path}: damaged or of another version ({error!r}). Run prepare_data again."
+        ) from error
+
+
+def open_split(dataset: Path, split: str) -> Batch:
+    """Map images_NHWC and masks_NHW of one split into memory, read-only; raise ArtifactError if damaged."""
+    manifest = read_manifest(dataset)
+    if split not in manifest.counts:
+        raise ArtifactError(f"{dataset}: no split '{split}'. Found: {', '.join(manifest.counts)}.")
+    shape_NHW = (manifest.counts[split], manifest.height, manifest.width)
+    images_NHWC = _map_array(dataset / f"{split}_images.npy", (*shape_NHW, 3))
+    masks_NHW = _map_array(dataset / f"{split}_masks.npy", shape_NHW)
+    return images_NHWC, masks_NHW
+
+
+def normalise(
+    images_NHWC: NDArray[np.uint8], mean: tuple[float, ...], std: tuple[float, ...]
+) -> NDArray[np.float32]:
+    """Turn uint8 RGB images into the float32 NCHW input of every network: (value / 255 - mean) / std."""
+    # One multiply and one add per pixel, in place, so that a batch is touched as little as possible.
+    scale_C = (1.0 / (255.0 * np.asarray(std, np.float64))).astype(np.float32)
+    shift_C = (-np.asarray(mean, np.float64) / np.asarray(std, np.float64)).astype(np.float32)
+    images_NCHW = np.ascontiguousarray(np.moveaxis(images_NHWC, -1, 1), dtype=np.float32)
+    images_NCHW *= scale_C[:, None, None]
+    images_NCHW += shift_C[:, None, None]
+    return images_NCHW
+
+
+def write_dataset(
+    dataset: Path,
+    *,
+    classes: tuple[str, ...],
+    height: int,
+    width: int,
+    source: str,
+    splits: Mapping[str, SplitBatches],
+) -> Manifest:
+    """Write all splits and the manifest into a new folder; mean and std come from the split `train`."""
+    if len(classes) > IGNORE_INDEX:
+        raise DataError(f"{len(classes)} classes; masks are uint8 and hold at most {IGNORE_INDEX}.")
+    dataset.mkdir(parents=True)
+    files: dict[str, str] = {}
+    shares: dict[str, tuple[float, ...]] = {}
+    train_colours = np.zeros((3, 256), np.int64)
+    for split, content in splits.items():
+        statistics = _write_split(dataset, split, content, height=height, width=width)
+        files |= statistics.files
+        shares[split] = _pixel_share(statistics.labels, len(classes), split)
+        if split == "train":
+            train_colours = statistics.colours
+    mean, std = _mean_and_std(train_colours)
+    counts = {split: content.num_images for split, content in splits.items()}
+    manifest = Manifest(classes, height, width, counts, shares, mean, std, files, source)
+    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False)
+    (dataset / "manifest.json").write_text(text + "\n", encoding="utf-8")
+    return manifest
+
+
+@dataclass(frozen=True)
+class _SplitStatistics:
+    labels: NDArray[np.int64]
+    """Pixels per mask value, 256 values."""
+    colours: NDArray[np.int64]
+    """Pixels per channel and value, [3, 256]."""
+    files: dict[str, str]
+
+
+def _write_split(
+    dataset: Path, split: str, content: SplitBatches, *, height: int, width: int
+) -> _SplitStatistics:
+    labels = np.zeros(256, np.int64)
+    colours = np.zeros((3, 256), np.int64)
+    shape_NHW = (content.num_images, height, width)
+    images_path, masks_path = dataset / f"{split}_images.npy", dataset / f"{split}_masks.npy"
+    with images_path.open("wb") as images_file, masks_path.open("wb") as masks_file:
+        images = _NpyStream(images_file, (*shape_NHW, 3))
+        masks = _NpyStream(masks_file, shape_NHW)
+        for images_NHWC, masks_NHW in content.batches:
+            images.append(images_NHWC)
+            masks.append(masks_NHW)
+            labels += np.bincount(masks_NHW.ravel(), minlength=256)
+            for channel in range(3):
+                colours[channel] += np.bincount(images_NHWC[..., channel].ravel(), minlength=256)
+        digests = {images_path.name: images.finish(), masks_path.name: masks.finish()}
+    return _SplitStatistics(labels, colours, digests)
+
+
+class _NpyStream:
+    """Write a .npy file piece by piece; plain writes, because a memory map turns a full disk into SIGBUS."""
+
+    def __init__(self, file: BinaryIO, shape: tuple[int, ...]) -> None:
+        self._file, self._shape, self._num_rows, self._sha256 = file, shape, 0, hashlib.sha256()
+        header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(_Tee(file, self._sha256), header)
+
+    def append(self, rows: NDArray[np.uint8]) -> None:
+        if rows.shape[1:] != self._shape[1:] or rows.dtype != np.uint8:
+            raise ValueError(f"batch is {rows.dtype} {rows.shape}, expected uint8 [n, *{self._shape[1:]}]")
+        content = np.ascontiguousarray(rows).data
+        self._file.write(content)
+        self._sha256.update(content)
+        self._num_rows += len(rows)
+
+    def finish(self) -> str:
+        if self._num_rows != self._shape[0]:
+            raise ValueError(f"{self._num_rows} images were written, {self._shape[0]} announced")
+        return self._sha256.hexdigest()
+
+
+class _Tee:
+    """The part of a file that numpy's header writer needs, hashed on the way."""
+
+    def __init__(self, file: BinaryIO, sha256: "hashlib._Hash") -> None:
+        self._file, self._sha256 = file, sha256
+
+    def write(self, content: bytes) -> None:
+        self._file.write(content)
+        self._sha256.update(content)
+
+
+def batches_of(
+    images_NHWC: NDArray[np.uint8], masks_NHW: NDArray[np.uint8], size: int = 256
+) -> Iterator[Batch]:
+    """Cut arrays that are in memory into batches for `write_dataset`."""
+    for start in range(0, len(images_NHWC), size):
+        yield images_NHWC[start : start + size], masks_NHW[start : start + size]
+
+
+def _pixel_share(labels: NDArray[np.int64], num_classes: int, split: str) -> tuple[float, ...]:
+    outside = [int(v) for v in np.flatnonzero(labels) if num_classes <= v != IGNORE_INDEX]
+    if outside:
+        raise DataError(f"split '{split}': labels {outside} outside the {num_classes} classes.")
+    total = int(labels[:num_classes].sum())
+    return tuple(float(count / total) if total else 0.0 for count in labels[:num_classes])
+
+
+def _mean_and_std(
+    colours: NDArray[np.int64],
+) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    values = np.arange(256, dtype=np.float64) / 255
+    num_pixels = np.maximum(colours.sum(axis=1), 1)
+    mean_C = colours @ values / num_pixels
+    variance_C = [
+        (hist * (values - mean) ** 2).sum() / n
+        for hist, mean, n in zip(colours, mean_C, num_pixels, strict=True)
+    ]
+    return _three(mean_C), _three(np.maximum(np.sqrt(variance_C), MIN_STD))
+
+
+def _three(values: Iterable[float]) -> tuple[float, float, float]:
+    red, green, blue = (float(value) for value in values)
+    return red, green, blue
+
+
+def _map_array(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ArtifactError(f"{path}: cannot be read ({error}). Run prepare_data again.") from error
+    if array.shape != shape or array.dtype != np.uint8:
+        raise ArtifactError(
+            f"{path}: holds {array.dtype} {array.shape}, the manifest says uint8 {shape}. "
+            "Run prepare_data again."
+        )
+    return array  # type: ignore[no-any-return]

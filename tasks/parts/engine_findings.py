@@ -1,0 +1,134 @@
+"""What a reader of the engine report wants to know, in an order and with numbers fit to be read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tasks.parts.engine_row import EngineRow
+
+NOTHING = "–"  # noqa: RUF001
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What one technique gave on one target."""
+
+    miou_change: float
+    speed_factor: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All rows and what they are held against."""
+
+    rows: Sequence[EngineRow]
+    without_pick: dict[str, str]
+    """Target -> why no engine of it passes."""
+    techniques: Sequence[tuple[str, str, str]]
+    """Name, variant before, variant after."""
+    reference: str
+    """The engine whose mIoU counts as 100 %."""
+    reference_miou: float
+    max_miou_rel_loss: float
+
+    @property
+    def miou_gate(self) -> float:
+        """The mIoU that an accepted engine has at least."""
+        return self.reference_miou * (1 - self.max_miou_rel_loss)
+
+    @property
+    def targets(self) -> list[str]:
+        """Targets in the order of the rows."""
+        return list(dict.fromkeys(row.target for row in self.rows))
+
+    @property
+    def picks(self) -> list[EngineRow]:
+        """The picked rows, fastest first."""
+        return sorted((row for row in self.rows if row.picked), key=lambda row: row.latency_ms_p50 or 0)
+
+    @property
+    def ordered(self) -> list[EngineRow]:
+        """Picks, then by latency, then what has no engine."""
+        return sorted(
+            self.rows,
+            key=lambda row: (not row.picked, row.latency_ms_p50 is None, row.latency_ms_p50 or 0, row.name),
+        )
+
+    def row(self, variant: str, target: str) -> EngineRow | None:
+        """Return one engine's row."""
+        return next((row for row in self.rows if (row.variant, row.target) == (variant, target)), None)
+
+    def gain(self, before: str, after: str, target: str) -> Gain | None:
+        """Compare two variants on one target; None unless both were measured there."""
+        old, new = self.row(before, target), self.row(after, target)
+        if old is None or new is None:
+            return None
+        if old.miou is None or new.miou is None or not old.speedup_vs_eager or not new.speedup_vs_eager:
+            return None
+        return Gain(new.miou - old.miou, new.speedup_vs_eager / old.speedup_vs_eager)
+
+    def conditions(self) -> dict[str, dict[str, str]]:
+        """Return target -> condition -> its value, or the range of values over the target's engines."""
+        return {
+            target: {name: _span(values) for name, values in _collect(self.rows, target).items()}
+            for target in self.targets
+            if _collect(self.rows, target)
+        }
+
+
+def _collect(rows: Sequence[EngineRow], target: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row.target == target:
+            for name, value in row.conditions.items():
+                found.setdefault(name, []).append(value)
+            if row.aa_ratio_spread is not None:
+                found.setdefault("A/A spread", []).append(f"{100 * row.aa_ratio_spread:.1f} %")
+    return found
+
+
+def _span(values: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(values))
+    if len(distinct) == 1:
+        return distinct[0]
+    try:
+        ordered = sorted(distinct, key=lambda value: float(value.removesuffix(" %")))
+    except ValueError:
+        return ", ".join(distinct)
+    return f"{ordered[0].removesuffix(' %')} to {ordered[-1]}"
+
+
+def number(value: float | None, spec: str) -> str:
+    """Format a number, or say that there is none."""
+    return NOTHING if value is None else format(value, spec)
+
+
+def milliseconds(value: float | None) -> str:
+    """Format with three digits: ``0.663``, ``18.6``, ``252``."""
+    if value is None:
+        return NOTHING
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def times(value: float | None) -> str:
+    """Format a factor: ``0.98x``, ``28.2x``."""
+    return NOTHING if value is None else f"{value:.{2 if value < 10 else 1}f}×"  # noqa: RUF001
+
+
+def percent_change(loss: float | None) -> str:
+    """Format a relative loss as a change: a loss of 0.012 is ``-1.2 %``."""
+    if loss is None:
+        return NOTHING
+    text = f"{-100 * loss:+.1f}"
+    return "0.0 %" if text in ("+0.0", "-0.0") else f"{text.replace('-', '−')} %"  # noqa: RUF001
+
+
+def signed(value: float) -> str:
+    """Format a change of mIoU: ``+0.0123``."""
+    return f"{value:+.4f}".replace("-", "−")  # noqa: RUF001
+
+
+def megabytes(size_bytes: int | None) -> str:
+    """Format a file size in MB (1e6 bytes)."""
+    if size_bytes is None:
+        return NOTHING
+    return f"{size_bytes / 1e6:.2f}" if size_bytes < 10e6 else f"{size_bytes / 1e6:.1f}"

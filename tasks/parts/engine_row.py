@@ -1,0 +1,78 @@
+"""One engine with everything that was measured about it and the verdict: a row of engines.json."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    """What becomes of an engine."""
+
+    ACCEPT = "ACCEPT"
+    TOO_LOSSY = "TOO_LOSSY"
+    NOT_FASTER = "NOT_FASTER"
+    BUILD_FAILED = "BUILD_FAILED"
+    PRECISION_MISMATCH = "PRECISION_MISMATCH"
+    SKIPPED = "SKIPPED"
+
+
+@dataclass(frozen=True)
+class GuiltyLayer:
+    """A layer that differs from the float graph, with the way back to its source."""
+
+    kind: str
+    """How it is guilty: the first to collapse, or the one with the largest own drop."""
+    node: str
+    module: str
+    source: str
+    """``file:line`` of the module's call."""
+    sqnr_db: float | None
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """Numbers are None where there is no engine."""
+
+    variant: str
+    target: str
+    verdict: Verdict
+    reason: str
+    pareto: bool
+    """No other sound engine of the target is as fast and as accurate, and better in one of the two."""
+    picked: bool
+    """The fastest accepted engine of its target."""
+    precision: str
+    miou: float | None
+    miou_rel_loss: float | None
+    """Share of the float reference's mIoU that is lost; negative: better than the reference."""
+    pixel_accuracy: float | None
+    iou: dict[str, float | None]
+    """Per class; None for a class that neither truth nor prediction shows."""
+    latency_ms_p50: float | None
+    latency_ms_p90: float | None
+    latency_ms_p99: float | None
+    throughput_per_s: float | None
+    """Images per second at batch 1, like every number of time that names no batch."""
+    throughput_per_s_batched: float | None
+    """Images per second at benchmark.batch_size."""
+    speedup_vs_eager: float | None
+    """Over the reference engine, measured in pairs with it."""
+    speedup_low: float | None
+    speedup_high: float | None
+    """Bounds of the bootstrap interval."""
+    aa_ratio_spread: float | None
+    """What the A/A control differs by: no smaller difference means anything."""
+    inconclusive: bool
+    memory_mib: float | None
+    size_bytes: int | None
+    engine_sha256: str | None
+    """The file that accuracy and latency were measured on."""
+    reference_sha256: str | None
+    """The eager engine that the speed-up is over."""
+    guilty_layers: tuple[GuiltyLayer, ...]
+    conditions: dict[str, str]
+    """How the latency was measured."""
+
+    @property
+    def name(self) -> str:
+        """The engine in one word, as in the DVC stage names."""
+        return f"{self.variant}-{self.target}"

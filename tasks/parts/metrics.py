@@ -1,0 +1,61 @@
+"""Segmentation accuracy from a confusion matrix. N images, H height, W width, C classes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.core.errors import DataError
+
+
+@dataclass(frozen=True)
+class Scores:
+    """None where a number is undefined, never 0 or NaN."""
+
+    miou: float | None
+    """Mean of the defined class IoUs, 0..1."""
+    iou: tuple[float | None, ...]
+    """Intersection over union per class; None for a class that neither truth nor prediction shows."""
+    pixel_accuracy: float | None
+    """Share of right pixels among those that are not ignored."""
+
+
+def confusion_matrix(
+    prediction_NHW: NDArray[Any], mask_NHW: NDArray[Any], num_classes: int, ignore_index: int = 255
+) -> NDArray[np.int64]:
+    """Count pixels by (true class, predicted class) as [C, C]; matrices of several batches add up.
+
+    Raises:
+        DataError: the shapes differ, or a counted value is no class (bincount would grow silently).
+    """
+    if prediction_NHW.shape != mask_NHW.shape:
+        raise DataError(
+            f"predictions have shape {prediction_NHW.shape}, masks {mask_NHW.shape}: both must be [N, H, W]. "
+            "Run validate on the data set that the engine was built for."
+        )
+    is_counted = mask_NHW != ignore_index
+    truth = mask_NHW[is_counted].astype(np.int64)
+    prediction = prediction_NHW[is_counted].astype(np.int64)
+    for name, values in (("masks", truth), ("predictions", prediction)):
+        if values.size and (values.min() < 0 or values.max() >= num_classes):
+            raise DataError(
+                f"{name} hold labels from {values.min()} to {values.max()}, expected 0 to {num_classes - 1}. "
+                "Model and data set must have the same classes."
+            )
+    counts = np.bincount(truth * num_classes + prediction, minlength=num_classes**2)
+    return counts.reshape(num_classes, num_classes)
+
+
+def scores(confusion_CC: NDArray[np.int64]) -> Scores:
+    """Compute IoU per class, their mean and the pixel accuracy (rows of the matrix are the truth)."""
+    hits_C = np.diag(confusion_CC)
+    union_C = confusion_CC.sum(axis=0) + confusion_CC.sum(axis=1) - hits_C
+    iou = tuple(float(hit / area) if area else None for hit, area in zip(hits_C, union_C, strict=True))
+    defined = [value for value in iou if value is not None]
+    total = int(confusion_CC.sum())
+    return Scores(
+        miou=sum(defined) / len(defined) if defined else None,
+        iou=iou,
+        pixel_accuracy=float(hits_C.sum() / total) if total else None,
+    )

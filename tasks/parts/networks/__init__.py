@@ -1,0 +1,1 @@
+"""Segmentation networks, one architecture a file."""

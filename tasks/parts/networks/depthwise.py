@@ -1,0 +1,43 @@
+"""Depthwise-separable form of any network's plain convolutions."""
+
+from collections import OrderedDict
+
+from torch import nn
+
+MIN_IN_CHANNELS = 8  # an RGB stem would be filtered to three channels: it saves little and loses colour
+
+
+class DepthwiseSeparable(nn.Sequential):
+    """A KxK filter on each channel (`depthwise`), then a 1x1 convolution over the channels (`pointwise`)."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        channels = conv.in_channels
+        depthwise = nn.Conv2d(
+            channels,
+            channels,
+            (conv.kernel_size[0], conv.kernel_size[1]),
+            stride=(conv.stride[0], conv.stride[1]),
+            padding=conv.padding if isinstance(conv.padding, str) else (conv.padding[0], conv.padding[1]),
+            dilation=(conv.dilation[0], conv.dilation[1]),
+            groups=channels,
+            bias=False,
+        )
+        pointwise = nn.Conv2d(channels, conv.out_channels, 1, bias=conv.bias is not None)
+        super().__init__(OrderedDict(depthwise=depthwise, pointwise=pointwise))
+
+
+def to_depthwise_separable(module: nn.Module) -> nn.Module:
+    """Replace, in place, each plain convolution of 3x3 or more; return `module`.
+
+    Plain: one group, at least 8 input channels. New weights are torch's fresh ones, so convert before
+    training. MACs of a converted layer shrink to 1 / out_channels + 1 / kernel^2 of what they were
+    (Howard et al., "MobileNets", 2017, arXiv:1704.04861, section 3.1).
+    """
+    for name, child in module.named_children():
+        if isinstance(child, nn.Conv2d):
+            is_plain = child.groups == 1 and child.in_channels >= MIN_IN_CHANNELS
+            if is_plain and min(child.kernel_size) >= 3:
+                setattr(module, name, DepthwiseSeparable(child))
+        elif not isinstance(child, DepthwiseSeparable):
+            to_depthwise_separable(child)
+    return module

@@ -1,0 +1,41 @@
+"""Run an ONNX graph with ONNX Runtime over the images of a split: what quantization stages judge graphs by.
+
+Engines that are deployed run through tasks.parts.runners. N images, C classes, H rows, W columns.
+"""
+
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+from onnx import ModelProto
+
+from tasks.parts.data import normalise
+from tasks.parts.onnx_graph import read_card_of_graph
+
+
+def open_session(model: ModelProto) -> onnxruntime.InferenceSession:
+    """Load a graph into ONNX Runtime on the CPU."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+
+
+def predict_classes(model: ModelProto, images_NHWC: NDArray[Any], *, batch_size: int) -> NDArray[np.uint8]:
+    """Return the class of each pixel, [N, H, W], for images uint8 [N, H, W, 3]."""
+    card = read_card_of_graph(model)
+    session = open_session(model)
+    name = session.get_inputs()[0].name
+    predictions = []
+    for start in range(0, len(images_NHWC), batch_size):
+        images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
+        logits_NCHW = session.run(None, {name: images_NCHW})[0]
+        predictions.append(logits_NCHW.argmax(axis=1).astype(np.uint8))
+    return np.concatenate(predictions)
+
+
+def agreement(left_NHW: NDArray[Any], right_NHW: NDArray[Any]) -> float:
+    """Share of pixels with the same class, 0..1."""
+    return float((left_NHW == right_NHW).mean())

@@ -1,0 +1,211 @@
+"""INT8 as explicit Q/DQ in an ONNX graph: given the ranges of tensors, insert the pairs.
+
+Scheme S8S8: activations int8 with one symmetric scale per tensor, weights int8 with one symmetric scale per
+output channel, biases float. TensorRT reads exactly this, OpenVINO too; for ONNX Runtime see
+`onnx_graph.activations_to_uint8`.
+
+Own insertion and not onnxruntime.quantization's: that one either puts a pair between a convolution and its
+ReLU (no runtime can fuse them then) or leaves the inputs of poolings, Resize and Concat in float; here one
+rule serves PTQ and QAT, and node names and sources stay.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.onnx_graph import node_sources, set_node_source
+
+INT8_MAX = 127
+
+
+_STAY_IN_RANGE = frozenset({"AveragePool", "GlobalAveragePool", "MaxPool", "Resize", "Relu"})
+_ALL_INPUTS_ARE_MAPS = frozenset({"Add", "Mul", "Concat"})
+
+
+@dataclass(frozen=True)
+class TensorRange:
+    """Smallest and largest value of a tensor that INT8 shall represent."""
+
+    low: float
+    high: float
+
+    @property
+    def amax(self) -> float:
+        """Largest magnitude: what the highest INT8 level stands for."""
+        return max(abs(self.low), abs(self.high))
+
+
+def quantizable_tensors(model: ModelProto, op_types: Sequence[str]) -> list[str]:
+    """Names of the activations that nodes of these types read, in graph order.
+
+    The node that makes a graph output (the last Resize) reads float, so that logits keep their precision; a
+    convolution there is quantized like the others.
+    """
+    constants = {tensor.name for tensor in model.graph.initializer}
+    outputs = {value.name for value in model.graph.output}
+    names: dict[str, None] = {}
+    for node in model.graph.node:
+        if node.op_type in op_types and (node.op_type == "Conv" or not outputs & set(node.output)):
+            inputs = node.input if node.op_type in _ALL_INPUTS_ARE_MAPS else node.input[:1]
+            names.update(dict.fromkeys(name for name in inputs if name and name not in constants))
+    return list(names)
+
+
+def insert_qdq(
+    model: ModelProto, ranges: Mapping[str, TensorRange], *, op_types: Sequence[str]
+) -> ModelProto:
+    """Return a copy with Q/DQ on each activation that `op_types` read, and int8 weights in convolutions.
+
+    All readers of such an activation read it quantized: one that stayed in float would keep the layer before
+    from running in integers. Raises ArtifactError for a tensor that has no usable range (a quantizer that saw
+    no data).
+    """
+    quantized = ModelProto()
+    quantized.CopyFrom(model)
+    graph = quantized.graph
+    sources = node_sources(model)
+    made_by = {name: node for node in graph.node for name in node.output}
+    outputs = {value.name for value in graph.output}
+    names = [name for name in quantizable_tensors(model, op_types) if name not in outputs]
+    check_ranges({name: ranges.get(name) for name in names})
+    readers: dict[str, list[NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    after: dict[str, list[NodeProto]] = {}
+    before: dict[str, list[NodeProto]] = {}
+    for name in names:
+        scale = np.float32(ranges[name].amax / INT8_MAX)
+        pair = _activation_pair(quantized, name, scale)
+        owner = made_by.get(name) or readers[name][0]
+        for node in pair:
+            _copy_source(sources, owner, node)
+        after.setdefault(name, []).extend(pair)
+        for reader in readers[name]:
+            reader.input[:] = [pair[1].output[0] if found == name else found for found in reader.input]
+    if "Conv" in op_types:
+        for node in graph.node:
+            if node.op_type == "Conv":
+                dequantize = _quantize_weight(quantized, node)
+                _copy_source(sources, node, dequantize)
+                before[node.name] = [dequantize]
+    _rewrite_nodes(quantized, after, before)
+    return quantized
+
+
+def inherit_ranges(model: ModelProto, ranges: Mapping[str, TensorRange]) -> dict[str, TensorRange]:
+    """Give outputs of pooling and resizing without a range that of their input: averages stay inside it.
+
+    For a network exported at another image size, whose graph may resize where the calibrated one need not.
+    """
+    complete = dict(ranges)
+    for node in model.graph.node:
+        if node.op_type in _STAY_IN_RANGE and node.input[0] in complete:
+            complete.setdefault(node.output[0], complete[node.input[0]])
+    return complete
+
+
+def write_ranges(path: Path, calibrator: str, ranges: Mapping[str, TensorRange]) -> None:
+    """Write `{"calibrator": name, "ranges": {tensor: [low, high]}}`."""
+    content = {
+        "calibrator": calibrator,
+        "ranges": {name: [found.low, found.high] for name, found in ranges.items()},
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_ranges(path: Path) -> dict[str, TensorRange]:
+    """Read what write_ranges wrote; ArtifactError for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {name: TensorRange(float(low), float(high)) for name, (low, high) in content["ranges"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(
+            f"{path}: no readable tensor ranges ({error!r}), expected JSON with 'ranges'. Run quantize_ptq "
+            "again."
+        ) from error
+
+
+def check_ranges(ranges: Mapping[str, TensorRange | None]) -> None:
+    """Raise ArtifactError unless each tensor has a finite range that is more than the point 0."""
+    for name, found in ranges.items():
+        if found is None or not np.isfinite([found.low, found.high]).all() or found.amax <= 0:
+            text = "no range" if found is None else f"range [{found.low}, {found.high}]"
+            raise ArtifactError(
+                f"tensor '{name}': {text}, expected a finite one that is not all zero; its quantizer saw no "
+                "data or a dead layer. Check the calibration images (quantize_ptq.num_images) and the "
+                "weights before it."
+            )
+
+
+def _activation_pair(model: ModelProto, name: str, scale: np.float32) -> list[NodeProto]:
+    scale_name, zero_name = f"{name}:scale", f"{name}:zero_point"
+    model.graph.initializer.extend(
+        [
+            numpy_helper.from_array(np.array(scale, dtype=np.float32), scale_name),
+            numpy_helper.from_array(np.array(0, dtype=np.int8), zero_name),
+        ]
+    )
+    levels, real = f"{name}/QuantizeLinear", f"{name}/DequantizeLinear"
+    return [
+        helper.make_node("QuantizeLinear", [name, scale_name, zero_name], [levels], name=levels),
+        helper.make_node("DequantizeLinear", [levels, scale_name, zero_name], [real], name=real),
+    ]
+
+
+def _quantize_weight(model: ModelProto, conv: NodeProto) -> NodeProto:
+    """Replace the float weight of a convolution by int8 with one scale per output channel."""
+    weight = next((item for item in model.graph.initializer if item.name == conv.input[1]), None)
+    if weight is None or weight.data_type != TensorProto.FLOAT:
+        raise ArtifactError(
+            f"node '{conv.name}': its weight '{conv.input[1]}' is no float constant, expected a float graph "
+            "from export_onnx. Do not quantize a graph twice."
+        )
+    values_OIHW = numpy_helper.to_array(weight)
+    scales_O = weight_scales(values_OIHW)
+    levels_OIHW = np.clip(np.rint(values_OIHW / scales_O[:, None, None, None]), -INT8_MAX, INT8_MAX)
+    name, levels, real = conv.input[1], f"{conv.input[1]}:int8", f"{conv.input[1]}/DequantizeLinear"
+    scale_name, zero_name = f"{name}:scale", f"{name}:zero_point"
+    model.graph.initializer.remove(weight)
+    model.graph.initializer.extend(
+        [
+            numpy_helper.from_array(levels_OIHW.astype(np.int8), levels),
+            numpy_helper.from_array(scales_O, scale_name),
+            numpy_helper.from_array(np.zeros(len(scales_O), dtype=np.int8), zero_name),
+        ]
+    )
+    conv.input[1] = real
+    return helper.make_node("DequantizeLinear", [levels, scale_name, zero_name], [real], name=real, axis=0)
+
+
+def weight_scales(values_OIHW: np.ndarray) -> np.ndarray:
+    """Largest magnitude per output channel / 127; a channel of zeros gets 1 / 127."""
+    amax_O = np.abs(values_OIHW).reshape(len(values_OIHW), -1).max(axis=1)
+    scales_O: np.ndarray = (np.where(amax_O > 0, amax_O, 1.0) / INT8_MAX).astype(np.float32)
+    return scales_O
+
+
+def _copy_source(sources: Mapping[str, tuple[str, str]], owner: NodeProto, node: NodeProto) -> None:
+    if owner.name in sources:
+        set_node_source(node, *sources[owner.name])
+
+
+def _rewrite_nodes(
+    model: ModelProto, after: Mapping[str, list[NodeProto]], before: Mapping[str, list[NodeProto]]
+) -> None:
+    """Put the new nodes where the graph stays in topological order."""
+    graph = model.graph
+    nodes = [node for value in graph.input for node in after.get(value.name, [])]
+    for node in graph.node:
+        nodes.extend(before.get(node.name, []))
+        kept = NodeProto()
+        kept.CopyFrom(node)
+        nodes.append(kept)
+        nodes.extend(new for name in node.output for new in after.get(name, []))
+    del graph.node[:]
+    graph.node.extend(nodes)

@@ -1,0 +1,1 @@
+"""One small runner per runtime, all with one contract."""

@@ -1,0 +1,227 @@
+"""An engine in a process of its own, that runs bursts of inferences on command.
+
+Each engine of a benchmark gets a process: its memory is its own, and no thread pool of another runtime spins
+beside it. The parent holds `BurstProcess`; the child is `python -m tasks.parts.runners.burst_process
+<engine>`.
+They talk in JSON lines over the child's stdin and stdout. The child dies with its parent.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from tasks.core.errors import ArtifactError, EnginewrightError
+
+_SOURCE_ROOT = Path(__file__).resolve().parents[3]
+_PR_SET_PDEATHSIG = 1
+_MIB = 1 << 20
+_SETTLE_SECONDS = 0.003
+"""Pause before a burst, in which the thread pools of the engine that ran before go to sleep."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident memory of an engine's process, in MiB."""
+
+    engine: float
+    """After warm-up, less what Python needed before the runtime was imported: runtime + weights + buffers."""
+    total: float
+    """Peak of the whole process."""
+
+
+class BurstProcess:
+    """The parent's end of one engine process; use it in a `with` block."""
+
+    def __init__(self, engine: Path, *, num_threads: int, timeout_s: float) -> None:
+        self._engine, self._timeout_s = engine, timeout_s
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join([str(_SOURCE_ROOT), environment.get("PYTHONPATH", "")])
+        environment["OMP_NUM_THREADS"] = str(num_threads)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tasks.parts.runners.burst_process", str(engine), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        self._unread = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=1.0 if kind is None else 0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    def wait_until_loaded(self) -> dict[str, Any]:
+        """Return the runner's description; raise the child's error if the engine does not load."""
+        return self._answer()
+
+    def warm_up(self, batch: int, *, seconds: float) -> Memory:
+        """Run until `seconds` are over, at least three times."""
+        answer = self._ask({"do": "warm_up", "batch": batch, "seconds": seconds})
+        return Memory(answer["engine_mib"], answer["total_mib"])
+
+    def burst(self, batch: int, *, seconds: float, min_calls: int) -> list[int]:
+        """Return the latency of each call in nanoseconds, after one call that does not count."""
+        answer = self._ask({"do": "burst", "batch": batch, "seconds": seconds, "min_calls": min_calls})
+        latencies_ns: list[int] = answer["latencies_ns"]
+        return latencies_ns
+
+    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._death() from error
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._read_line()
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ArtifactError(f"{self._engine}: {answer['error']}")
+        return answer
+
+    def _read_line(self) -> bytes:
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + self._timeout_s
+        while b"\n" not in self._unread:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+                raise ArtifactError(
+                    f"{self._engine}: its process gave no answer for {self._timeout_s:g} s. The engine "
+                    f"hangs or the "
+                    "machine is overloaded; run it alone, or raise benchmark.timeout_s."
+                )
+            chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                raise self._death()
+            self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _death(self) -> ArtifactError:
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            code = 0
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return ArtifactError(
+            f"{self._engine}: the process that ran it died ({how}). Its own output is above. SIGKILL "
+            f"often means that "
+            "the machine ran out of memory, SIGILL that the engine was built for another CPU."
+        )
+
+
+def serve(engine: Path, commands: IO[str], answers: IO[str]) -> None:
+    """Load the engine, then answer one command a line until `commands` ends."""
+    import numpy as np
+
+    from tasks.parts.runners.contract import FloatArray, InputCard
+    from tasks.parts.runners.open_engine import open_engine
+
+    def draw(card: InputCard, batch: int) -> FloatArray:
+        from tasks.parts.data import normalise
+
+        images_NHWC = np.random.default_rng(0).integers(0, 256, (batch, card.height, card.width, 3), np.uint8)
+        return normalise(images_NHWC, card.mean, card.std)
+
+    rss_before_mib = _rss_mib()
+    with open_engine(engine) as runner:
+        description = runner.describe()
+        _send(answers, vars(description))
+        images: dict[int, FloatArray] = {}
+        gc.disable()
+        for line in commands:
+            command = json.loads(line)
+            batch = command["batch"]
+            if batch not in images:
+                images[batch] = draw(runner.manifest.card, batch)
+            if command["do"] == "warm_up":
+                runner.infer(images[batch])
+                _time_calls(runner.run, images[batch], command["seconds"], min_calls=2)
+                _send(answers, {"engine_mib": _rss_mib() - rss_before_mib, "total_mib": _peak_mib()})
+            else:
+                time.sleep(_SETTLE_SECONDS)
+                runner.run(images[batch])
+                latencies = _time_calls(runner.run, images[batch], command["seconds"], command["min_calls"])
+                _send(answers, {"latencies_ns": latencies})
+
+
+def _time_calls(run: Any, images_NCHW: Any, seconds: float, min_calls: int) -> list[int]:
+    latencies_ns: list[int] = []
+    clock = time.perf_counter_ns
+    end = clock() + int(seconds * 1e9)
+    while clock() < end or len(latencies_ns) < min_calls:
+        start = clock()
+        run(images_NCHW)
+        latencies_ns.append(clock() - start)
+    return latencies_ns
+
+
+def _rss_mib() -> float:
+    import psutil
+
+    return float(psutil.Process().memory_info().rss) / _MIB
+
+
+def _peak_mib() -> float:
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak) / (_MIB if sys.platform == "darwin" else 1024)
+
+
+def _send(answers: IO[str], answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask Linux to kill this process when its parent dies, and leave at once if that has happened already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(1)
+
+
+def main(engine: str, parent_pid: str) -> None:
+    """Be the child: answers go to the first stdout; whatever a library prints goes to stderr."""
+    die_with_parent(int(parent_pid))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+        try:
+            serve(Path(engine), sys.stdin, answers)
+        except EnginewrightError as error:
+            _send(answers, {"error": str(error)})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,94 @@
+"""From an engine folder to the runner of its runtime, without asking the caller which runtime that is."""
+
+from pathlib import Path
+
+from tasks.core.errors import ArtifactError, TargetMismatch
+from tasks.parts.runners import onnxruntime, openvino, torch_eager
+from tasks.parts.runners.contract import EngineManifest, Runner, read_engine_manifest, sha256_of
+from tasks.parts.target import Runtime, check_runtime_version, missing_cpu_flags, read_isa
+
+
+def open_engine(engine: Path) -> Runner:
+    """Check an engine folder from its manifest and return its runner, not yet loaded.
+
+    Engines are native code: nothing of the file is loaded before its sha256 matches the manifest.
+    Raises ArtifactError for an absent, damaged or foreign file, TargetMismatch for another machine or
+    version.
+    """
+    manifest = read_engine_manifest(engine)
+    check_machine(manifest)
+    file = _checked_file(engine, manifest)
+    match manifest.target.runtime:
+        case Runtime.torch:
+            return torch_eager.TorchEagerRunner(file, manifest)
+        case Runtime.onnxruntime:
+            return onnxruntime.OnnxruntimeRunner(file, manifest)
+        case Runtime.openvino:
+            return openvino.OpenvinoRunner(file, manifest)
+
+
+def installed_version(runtime: Runtime) -> str:
+    """Return the installed version of a runtime without importing it."""
+    match runtime:
+        case Runtime.torch:
+            return torch_eager.installed_version()
+        case Runtime.onnxruntime:
+            return onnxruntime.installed_version()
+        case Runtime.openvino:
+            return openvino.installed_version()
+
+
+def check_machine(manifest: EngineManifest) -> None:
+    """Raise TargetMismatch unless this machine can run the engine that the manifest describes."""
+    target = manifest.target
+    installed = installed_version(target.runtime)
+    check_runtime_version(target, installed)
+    missing = missing_cpu_flags(target)
+    if missing:
+        raise TargetMismatch(
+            f"Target {target.name} needs the CPU flags {', '.join(target.cpu_flags)}; this machine lacks "
+            f"{', '.join(missing)}. Run it on a worker of pool '{target.work_pool}' "
+            f"(target.{target.name}.cpu_flags)."
+        )
+    if target.runtime is not Runtime.openvino:
+        return
+    if installed != manifest.runtime_version:
+        raise TargetMismatch(
+            f"Engine {manifest.file} of target {target.name} was compiled by OpenVINO "
+            f"{manifest.runtime_version}, "
+            f"this machine has {installed}; blobs load only in the version that made them. Build it again "
+            f"here "
+            f"(build_engine for target {target.name}), or install that version."
+        )
+    if read_isa() != manifest.isa:
+        raise TargetMismatch(
+            f"Engine {manifest.file} of target {target.name} was compiled for a CPU with "
+            f"{', '.join(manifest.isa)}, "
+            f"this one has {', '.join(read_isa())}. Build it again here (build_engine for target "
+            f"{target.name}), or "
+            f"run it on a worker of pool '{target.work_pool}'."
+        )
+
+
+def _checked_file(engine: Path, manifest: EngineManifest) -> Path:
+    if not manifest.is_built:
+        raise ArtifactError(
+            f"{engine}: holds no engine, the build was {manifest.status} ({manifest.reason}). Mend the "
+            f"cause and run "
+            "build_engine again."
+        )
+    if not manifest.file or Path(manifest.file).name != manifest.file:
+        raise ArtifactError(
+            f"{engine}: the manifest names the file {manifest.file!r}, expected a plain file name."
+        )
+    file = engine / manifest.file
+    if not file.is_file():
+        raise ArtifactError(f"{file}: not found, expected the engine. Run build_engine again.")
+    found = sha256_of(file)
+    if found != manifest.sha256:
+        raise ArtifactError(
+            f"{file}: sha256 {found[:12]}..., the manifest says {manifest.sha256[:12]}...; the file was "
+            f"changed or "
+            "truncated and is not loaded. Run build_engine again, or fetch it again from the remote."
+        )
+    return file

@@ -1,0 +1,149 @@
+"""What a target declares: a runtime and its version, a device, and the options of a build.
+
+A target is declared in `conf/target/<name>.yaml` and never detected, so that the key of an engine does not
+depend on the machine that asks for it. The machine is only held against the declaration.
+"""
+
+import functools
+import os
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from tasks.core.errors import ConfigError, TargetMismatch
+
+ANY_VERSION = "any"
+
+ISA_FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+"""Flags of /proc/cpuinfo that change which kernels a runtime picks."""
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_VERSION = re.compile(r"\d+(\.\d+)*|" + ANY_VERSION)
+
+
+class Runtime(StrEnum):
+    """The library that runs an engine."""
+
+    torch = "torch"
+    onnxruntime = "onnxruntime"
+    openvino = "openvino"
+
+
+class Precision(StrEnum):
+    """What unquantized layers compute in; Q/DQ layers are int8 in either case."""
+
+    f32 = "f32"
+    bf16 = "bf16"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A runtime on a declared device with declared options."""
+
+    name: str
+    """Last part of the addresses of this target's engines."""
+    runtime: Runtime
+    runtime_version: str
+    """Leading parts of the version that must be installed, such as "2026.4", or "any"."""
+    device: str
+    """Only "cpu" so far."""
+    cpu_flags: list[str]
+    """Flags of /proc/cpuinfo without which this target makes no sense: the build is skipped there, with
+    the reason."""
+    precision: Precision
+    num_threads: int
+    """Threads of one inference. More than free cores makes latency worse and noisy."""
+    max_batch: int
+    """Largest batch that the engine accepts. OpenVINO compiles for 1..max_batch."""
+    uint8_activations: bool
+    """Re-encode int8 activations of Q/DQ graphs as uint8, losslessly.
+
+    ONNX Runtime is faster with it on CPUs with VNNI. OpenVINO 2026.4 needs it: with int8 activations it gives the
+    output of a convolution on a 1x1 map (the image branch of a pyramid) a wrong scale.
+    """
+    opsets: list[int]
+    """Lowest and highest ONNX opset that this runtime takes. Empty for runtime torch, which reads no ONNX."""
+    min_agreement_db: float
+    """A build fails if the engine's logits keep less signal-to-noise (dB) against the unoptimised graph."""
+    min_agreement_int8_db: float
+    """The same floor for Q/DQ graphs. Two right int8 engines differ by about the noise of quantization itself."""
+    work_pool: str
+    """Where the engines of this target are built and measured."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values that no machine could satisfy."""
+        self._require(bool(_NAME.fullmatch(self.name)), "name", self.name, "lower-case letters, digits, _")
+        version_ok = bool(_VERSION.fullmatch(self.runtime_version))
+        self._require(
+            version_ok, "runtime_version", self.runtime_version, 'a prefix such as "1.31", or "any"'
+        )
+        self._require(self.device == "cpu", "device", self.device, '"cpu"')
+        self._require(1 <= self.num_threads <= 1024, "num_threads", self.num_threads, "1..1024")
+        self._require(1 <= self.max_batch <= 4096, "max_batch", self.max_batch, "1..4096")
+        self._require(bool(self.work_pool), "work_pool", self.work_pool, "the name of a work pool")
+        for floor in ("min_agreement_db", "min_agreement_int8_db"):
+            self._require(getattr(self, floor) >= 0, floor, getattr(self, floor), "0 dB or more")
+        if self.runtime is Runtime.torch:
+            self._require(not self.opsets, "opsets", self.opsets, "[] for runtime torch")
+        else:
+            opsets_ok = len(self.opsets) == 2 and self.opsets[0] <= self.opsets[1]
+            self._require(opsets_ok, "opsets", self.opsets, "[lowest, highest]")
+        if self.precision is Precision.bf16:
+            bf16_ok = self.runtime is Runtime.openvino
+            self._require(bf16_ok, "precision", self.precision, f"f32 for runtime {self.runtime}")
+
+    def _require(self, is_met: bool, field: str, found: object, allowed: str) -> None:
+        if not is_met:
+            shown = str(found) if isinstance(found, StrEnum) else repr(found)
+            raise ConfigError(f"target.{self.name}.{field} is {shown}, allowed: {allowed}.")
+
+
+@functools.cache
+def read_cpu_flags() -> frozenset[str]:
+    """Return the flags of this machine's CPU; empty where the system does not tell (no Linux)."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return frozenset()
+    for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith(("flags", "Features")):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def read_isa() -> tuple[str, ...]:
+    """Return those flags of this CPU that change which kernels a runtime picks."""
+    return tuple(flag for flag in ISA_FLAGS if flag in read_cpu_flags())
+
+
+def read_cpu_model() -> str:
+    """Return the CPU's name as the system gives it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()} ({os.cpu_count()} logical cores)"
+    return f"unknown ({os.cpu_count()} logical cores)"
+
+
+def missing_cpu_flags(target: Target) -> list[str]:
+    """Return the CPU flags that the target asks for and this machine lacks."""
+    return [flag for flag in target.cpu_flags if flag not in read_cpu_flags()]
+
+
+def check_runtime_version(target: Target, installed: str) -> None:
+    """Raise TargetMismatch when the installed runtime is not of the declared version."""
+    declared = target.runtime_version
+    if (
+        declared == ANY_VERSION
+        or installed == declared
+        or installed.startswith((declared + ".", declared + "+"))
+    ):
+        return
+    raise TargetMismatch(
+        f"Target {target.name} declares {target.runtime} {declared}, this machine has {installed}. Run it "
+        f"on a "
+        f"worker of pool '{target.work_pool}', or declare "
+        f"target.{target.name}.runtime_version={installed} and "
+        "build again."
+    )

@@ -1,0 +1,84 @@
+"""How a network is trained: the part of the configuration that train, distill and finetune share."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tasks.core.errors import ConfigError
+
+
+class Precision(StrEnum):
+    """Numeric precision of training."""
+
+    fp32 = "fp32"
+    bf16_mixed = "bf16_mixed"
+    fp16_mixed = "fp16_mixed"
+
+
+class Accelerator(StrEnum):
+    """Where training runs."""
+
+    auto = "auto"
+    cpu = "cpu"
+    gpu = "gpu"
+
+
+class Strategy(StrEnum):
+    """How training is spread over devices."""
+
+    auto = "auto"
+    ddp = "ddp"
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Schedule, optimizer, augmentation and devices of one training."""
+
+    seed: int
+    """Fixes initial weights, order of the images and augmentation."""
+    max_epochs: int
+    """Passes over the training split; fewer when early stopping ends it."""
+    batch_size: int
+    """Images per step and device."""
+    learning_rate: float
+    """Peak of the one-cycle schedule (Smith and Topin, 2018), for AdamW."""
+    weight_decay: float
+    """AdamW's decoupled weight decay."""
+    patience_epochs: int
+    """Stop after so many epochs without a better validation mIoU."""
+    horizontal_flip: float
+    """Probability of mirroring an image; 0 where left and right differ in meaning, as in digits."""
+    brightness: float
+    """Images are scaled by a random factor in 1 ± this."""
+    precision: Precision
+    """bf16_mixed and fp16_mixed train with automatic mixed precision."""
+    gradient_checkpointing: bool
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    accelerator: Accelerator
+    """auto takes a GPU where there is one."""
+    num_devices: int
+    """Processes per node, one device each."""
+    num_nodes: int
+    """Machines; each starts the same command with the environment of its cluster."""
+    strategy: Strategy
+    """ddp when num_devices * num_nodes > 1."""
+    num_workers: int
+    """Processes that load images; 0 loads in the training process."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_epochs", "batch_size", "patience_epochs", "num_devices", "num_nodes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"trainer.{name} is {getattr(self, name)}, expected at least 1.")
+        for name in ("seed", "num_workers", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"trainer.{name} is {getattr(self, name)}, expected at least 0.")
+        if not 0 < self.learning_rate < 10:
+            raise ConfigError(f"trainer.learning_rate is {self.learning_rate}, expected 0 < value < 10.")
+        if not 0 <= self.horizontal_flip <= 1:
+            raise ConfigError(f"trainer.horizontal_flip is {self.horizontal_flip}, expected 0 to 1.")
+        if not 0 <= self.brightness < 1:
+            raise ConfigError(f"trainer.brightness is {self.brightness}, expected 0 <= value < 1.")
+        if self.strategy is Strategy.auto and self.num_devices * self.num_nodes > 1:
+            raise ConfigError(
+                f"trainer.strategy is auto with {self.num_devices} devices on {self.num_nodes} nodes. "
+                "Set trainer.strategy=ddp."
+            )

@@ -1,0 +1,223 @@
+"""Bring a data set into the canonical layout, after checking every file of it."""
+
+import logging
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import ConfigError
+from tasks.parts.digit_scenes import ScenesConfig
+from tasks.parts.folder_data import FolderConfig
+
+if TYPE_CHECKING:
+    from tasks.parts.data import Manifest, SplitBatches
+
+logger = logging.getLogger(__name__)
+
+_SHEET_SPLITS = ("train", "val", "test")
+_SCENES_PER_SPLIT_ON_SHEET = 8
+
+
+class Source(StrEnum):
+    """Where the images come from."""
+
+    digit_scenes = "digit_scenes"
+    """Made from scans and photos that scikit-learn ships: tasks/parts/digit_scenes.py."""
+    folder = "folder"
+    """Images and index masks of a user: tasks/parts/folder_data.py."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which data set, and the one size that all its images get."""
+
+    source: Source
+    """Loader that reads `root`."""
+    root: str
+    """Folder with classes.yaml (and a user's images), relative to the repository."""
+    seed: int
+    """Decides scans, scenes and, where a folder has no lists, the splits; 0 to 4294967295."""
+    height: int
+    """Rows of every image and mask after this stage, 16 to 8192; latency grows with height x width."""
+    width: int
+    """Columns of every image and mask after this stage, 16 to 8192."""
+    scenes: ScenesConfig | None
+    """Only for source digit_scenes."""
+    folder: FolderConfig | None
+    """Only for source folder."""
+
+    def __post_init__(self) -> None:
+        path = PurePath(self.root)
+        if not self.root or path.is_absolute() or ".." in path.parts or "\0" in self.root:
+            raise ConfigError(
+                f"prepare_data.root = {self.root!r}: must be a folder inside the repository, without '..'. "
+                "Put the data set there, for example under data/."
+            )
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"prepare_data.seed = {self.seed}: must be from 0 to {2**32 - 1}.")
+        for key in ("height", "width"):
+            if not 16 <= getattr(self, key) <= 8192:
+                raise ConfigError(
+                    f"prepare_data.{key} = {getattr(self, key)}: must be from 16 to 8192 pixels."
+                )
+        needed = {Source.digit_scenes: ("scenes", self.scenes), Source.folder: ("folder", self.folder)}
+        section, value = needed[self.source]
+        if value is None:
+            raise ConfigError(
+                f"prepare_data.{section} is missing, and source is {self.source}. "
+                f"Choose the file conf/data/{self.source}.yaml with data={self.source}."
+            )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the data set holds."""
+
+    source: str
+    classes: tuple[str, ...]
+    height: int
+    width: int
+    num_images: dict[str, int]
+    """Per split."""
+    pixel_share: dict[str, dict[str, float]]
+    """Split -> class -> share of the pixels that are not ignored."""
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    size_bytes: int
+    """Of all arrays together."""
+    num_bad_images: int
+    """Unreadable files that were skipped."""
+    num_duplicates: int
+    """Images of val or test that also occur in another split."""
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A source that passed its checks; nothing is written yet."""
+
+    classes: tuple[str, ...]
+    splits: "dict[str, SplitBatches]"
+    num_bad_images: int
+    num_duplicates: int
+    warnings: tuple[str, ...]
+
+
+def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
+    """Write `dataset/` (see tasks/parts/data.py) and `contact_sheet.png`.
+
+    Raises:
+        DataError: a file of the source is missing, damaged or contradicts another; nothing is written then.
+        ConfigError: more classes are configured than classes.yaml lists.
+    """
+    from tasks.parts.data import write_dataset
+
+    logger.info("%s from %s, %d x %d pixels", cfg.source, root, cfg.height, cfg.width)
+    loaded = _load_scenes(cfg, root) if cfg.source is Source.digit_scenes else _load_folder(cfg, root)
+    manifest = write_dataset(
+        out / "dataset",
+        classes=loaded.classes,
+        height=cfg.height,
+        width=cfg.width,
+        source=str(cfg.source),
+        splits=loaded.splits,
+    )
+    _draw_samples(out)
+    warnings = (*loaded.warnings, *_absent_class_warnings(manifest), *_flat_image_warnings(manifest))
+    for warning in warnings:
+        logger.warning("%s", warning)
+    size_bytes = sum((out / "dataset" / name).stat().st_size for name in manifest.files)
+    logger.info("%d images, %.1f MB, in %s", sum(manifest.counts.values()), size_bytes / 1e6, out / "dataset")
+    return Report(
+        source=manifest.source,
+        classes=manifest.classes,
+        height=manifest.height,
+        width=manifest.width,
+        num_images=manifest.counts,
+        pixel_share={
+            split: dict(zip(manifest.classes, shares, strict=True))
+            for split, shares in manifest.pixel_share.items()
+        },
+        mean=manifest.mean,
+        std=manifest.std,
+        size_bytes=size_bytes,
+        num_bad_images=loaded.num_bad_images,
+        num_duplicates=loaded.num_duplicates,
+        warnings=warnings,
+    )
+
+
+def _load_scenes(cfg: Config, root: Path) -> _Loaded:
+    from tasks.parts.class_list import read_class_list
+    from tasks.parts.data import SPLITS, SplitBatches
+    from tasks.parts.digit_scenes import draw_scenes
+
+    scenes = cfg.scenes
+    assert scenes is not None
+    names = read_class_list(root).names
+    if scenes.num_digits > len(names) - 1:
+        raise ConfigError(
+            f"prepare_data.scenes.num_digits = {scenes.num_digits}: {root / 'classes.yaml'} lists the "
+            f"background and {len(names) - 1} digits. Lower the number or add names."
+        )
+    splits = {
+        split: SplitBatches(
+            scenes.num_scenes(split),
+            draw_scenes(split, scenes, height=cfg.height, width=cfg.width, seed=cfg.seed),
+        )
+        for split in SPLITS
+    }
+    return _Loaded(names[: scenes.num_digits + 1], splits, 0, 0, ())
+
+
+def _load_folder(cfg: Config, root: Path) -> _Loaded:
+    from tasks.parts.data import SplitBatches
+    from tasks.parts.folder_data import read_batches, scan_folder
+
+    folder = cfg.folder
+    assert folder is not None
+    content = scan_folder(root, folder, seed=cfg.seed)
+    splits = {
+        split: SplitBatches(
+            len(pairs), read_batches(pairs, content.class_list, folder, height=cfg.height, width=cfg.width)
+        )
+        for split, pairs in content.splits.items()
+    }
+    return _Loaded(
+        content.class_list.names, splits, content.num_bad_images, content.num_duplicates, content.warnings
+    )
+
+
+def _draw_samples(out: Path) -> None:
+    from tasks.parts.contact_sheet import draw_contact_sheet
+    from tasks.parts.data import open_split, read_manifest
+
+    samples = {}
+    for split in _SHEET_SPLITS:
+        images_NHWC, masks_NHW = open_split(out / "dataset", split)
+        samples[split] = images_NHWC[:_SCENES_PER_SPLIT_ON_SHEET], masks_NHW[:_SCENES_PER_SPLIT_ON_SHEET]
+    draw_contact_sheet(
+        out / "contact_sheet.png", classes=read_manifest(out / "dataset").classes, samples=samples
+    )
+
+
+def _flat_image_warnings(manifest: "Manifest") -> tuple[str, ...]:
+    from tasks.parts.data import MIN_STD
+
+    if max(manifest.std) > MIN_STD:
+        return ()
+    return ("all pixels of the train images have one colour: check the export of the images.",)
+
+
+def _absent_class_warnings(manifest: "Manifest") -> tuple[str, ...]:
+    """Say which classes a split does not show at all."""
+    warnings = []
+    for split, shares in manifest.pixel_share.items():
+        absent = [name for name, share in zip(manifest.classes, shares, strict=True) if share == 0]
+        if absent:
+            effect = {"train": "cannot be learned", "calibration": "is not seen by quantizers"}.get(
+                split, "is left out of the mean IoU"
+            )
+            warnings.append(f"split {split} has no pixel of {', '.join(absent)}: what is absent {effect}.")
+    return tuple(warnings)

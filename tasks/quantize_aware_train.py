@@ -1,0 +1,176 @@
+"""Train a float network in simulated INT8 for a short time, from calibrated ranges, and export it."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+from tasks.parts.distillation import DistillationConfig
+from tasks.parts.trainer_config import TrainerConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from onnx import ModelProto
+    from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which losses, how long, and what runs in INT8."""
+
+    distillation: DistillationConfig
+    """Terms of the loss; label_weight alone trains without the teacher."""
+    trainer: TrainerConfig
+    """Schedule: about 10 % of the original epochs at 1 % of the learning rate, falling as a cosine."""
+    op_types: list[str]
+    """ONNX operators whose inputs become INT8; as in quantize_ptq, whose ranges are used."""
+    opset: int
+    """ONNX operator set; as in export_onnx."""
+    min_agreement: float
+    """Gate: share of validation pixels on which INT8 graph and trained network give the same class."""
+
+    def __post_init__(self) -> None:
+        if "Conv" not in self.op_types:
+            raise ConfigError(
+                f"quantize_aware_train.op_types is {list(self.op_types)}, expected Conv and others."
+            )
+        if not 18 <= self.opset <= 23:
+            raise ConfigError(f"quantize_aware_train.opset is {self.opset}, expected 18..23.")
+        if not 0 <= self.min_agreement <= 1:
+            raise ConfigError(f"quantize_aware_train.min_agreement is {self.min_agreement}, expected 0 to 1.")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What training in simulated INT8 gave."""
+
+    val_miou_before: float
+    """Of the INT8 graph with the weights as they came, through ONNX Runtime."""
+    val_miou: float
+    """Of the written INT8 graph, through ONNX Runtime."""
+    best_epoch: int
+    """The written epoch; 0 where no epoch was better than the weights as they came."""
+    num_epochs: int
+    """Epochs that were run."""
+    agreement: float
+    """Share of validation pixels on which the written graph gives the class of the simulated network."""
+
+
+def quantize_aware_train(
+    cfg: Config, *, checkpoint: Path, teacher: Path, model: Path, ranges: Path, data: Path, out: Path
+) -> Report:
+    """Write ``model.onnx`` (S8S8 Q/DQ) and ``history.csv``; ``model`` is the float graph of ``checkpoint``.
+
+    BatchNorm is folded before training, so that the network trains what the INT8 graph computes.
+
+    Raises ArtifactError when the inputs do not belong together, TrainingDiverged when the loss is not finite,
+    GateFailed when the graph does not compute what was trained.
+    """
+    import torch
+
+    from tasks.parts.checkpoint import load_checkpoint
+    from tasks.parts.data import read_manifest
+    from tasks.parts.distillation_objective import build_objective
+    from tasks.parts.export import export_graph, fold_batchnorm
+    from tasks.parts.fake_quantization import fake_quantize, float_weights
+    from tasks.parts.onnx_graph import read_graph, write_graph
+    from tasks.parts.onnx_qdq import insert_qdq, read_ranges
+    from tasks.parts.training import check_same_classes, train_network
+
+    network, card = load_checkpoint(checkpoint)
+    manifest = read_manifest(data)
+    check_same_classes(manifest.classes, card.classes, "train")
+    float_graph, tensor_ranges = read_graph(model), read_ranges(ranges)
+    folded = fold_batchnorm(network, torch.zeros(2, 3, card.height, card.width))
+    _check_graph_of(folded, float_graph, model)
+    before = insert_qdq(float_graph, tensor_ranges, op_types=cfg.op_types)
+    miou_before = _measure_miou(before, data, cfg.trainer.batch_size)
+    logger.info("%s: val mIoU %.4f in INT8 before training", model, miou_before)
+
+    start = {name: value.clone() for name, value in folded.state_dict().items()}
+    simulated = fake_quantize(folded, float_graph, tensor_ranges, op_types=cfg.op_types)
+    objective = build_objective(cfg.distillation, student=simulated, teacher=teacher, classes=card.classes)
+    result = train_network(simulated, objective, data=data, config=cfg.trainer, out=out)
+
+    plain = fold_batchnorm(network, torch.zeros(2, 3, card.height, card.width))
+    plain.load_state_dict(float_weights(simulated))
+    trained = export_graph(plain, card, height=card.height, width=card.width, opset=cfg.opset)
+    graph, best_epoch = insert_qdq(trained, tensor_ranges, op_types=cfg.op_types), result.best_epoch
+    miou = _measure_miou(graph, data, cfg.trainer.batch_size)
+    if miou < miou_before:
+        graph, best_epoch, miou = before, 0, miou_before
+        simulated.load_state_dict(start, strict=False)
+    agreement = check_agreement(cfg, simulated, graph, data)
+    write_graph(graph, out / "model.onnx")
+    logger.info("epoch %d kept: val mIoU %.4f (before %.4f)", best_epoch, miou, miou_before)
+    return Report(miou_before, miou, best_epoch, result.num_epochs, agreement)
+
+
+def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path) -> None:
+    """Refuse a graph that is no export of this network."""
+    from onnx import numpy_helper
+
+    constants = {tensor.name: tensor for tensor in graph.graph.initializer}
+    weights = folded.state_dict()
+    for node in graph.graph.node:
+        if node.op_type != "Conv":
+            continue
+        name = f"{node.name.partition('/')[0]}.weight"
+        found = numpy_helper.to_array(constants[node.input[1]]) if node.input[1] in constants else None
+        if name not in weights or found is None or found.shape != tuple(weights[name].shape):
+            raise ArtifactError(
+                f"{path}: node '{node.name}' has no twin of the same shape in the checkpoint, expected the "
+                "float graph that export_onnx made from it. Export this checkpoint and calibrate its graph."
+            )
+
+
+def _measure_miou(graph: "ModelProto", data: Path, batch_size: int) -> float:
+    """Validation mIoU of a graph as it runs in ONNX Runtime: with uint8 activations."""
+    from tasks.parts.data import open_split, read_manifest
+    from tasks.parts.metrics import confusion_matrix, scores
+    from tasks.parts.onnx_graph import activations_to_uint8
+    from tasks.parts.onnx_predict import predict_classes
+
+    images_NHWC, masks_NHW = open_split(data, "val")
+    classes_NHW = predict_classes(activations_to_uint8(graph), images_NHWC, batch_size=batch_size)
+    miou = scores(confusion_matrix(classes_NHW, masks_NHW, len(read_manifest(data).classes))).miou
+    return 0.0 if miou is None else miou
+
+
+def check_agreement(cfg: Config, simulated: "nn.Module", graph: "ModelProto", data: Path) -> float:
+    """Compare the graph with the network that was trained; raise GateFailed where they differ too often."""
+    from tasks.parts.data import open_split
+    from tasks.parts.onnx_predict import agreement, predict_classes
+
+    images_NHWC = open_split(data, "val")[0]
+    expected_NHW = _predict_simulated(simulated, images_NHWC, data, cfg.trainer.batch_size)
+    found = agreement(predict_classes(graph, images_NHWC, batch_size=cfg.trainer.batch_size), expected_NHW)
+    if found < cfg.min_agreement:
+        raise GateFailed(
+            f"the INT8 graph gives the class of the trained network for {found:.4f} of the validation "
+            f"pixels, expected at least {cfg.min_agreement} (quantize_aware_train.min_agreement). Look for "
+            "an operator that is INT8 in the graph and float in training."
+        )
+    return found
+
+
+def _predict_simulated(
+    simulated: "nn.Module", images_NHWC: "NDArray[np.uint8]", data: Path, batch_size: int
+) -> "NDArray[np.uint8]":
+    import numpy as np
+    import torch
+
+    from tasks.parts.data import normalise, read_manifest
+
+    manifest = read_manifest(data)
+    predictions = []
+    for start in range(0, len(images_NHWC), batch_size):
+        images_NCHW = normalise(images_NHWC[start : start + batch_size], manifest.mean, manifest.std)
+        with torch.no_grad():
+            logits_NCHW = simulated.eval()(torch.from_numpy(images_NCHW))
+        predictions.append(logits_NCHW.argmax(dim=1).to(torch.uint8).numpy())
+    return np.concatenate(predictions)

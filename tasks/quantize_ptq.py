@@ -1,0 +1,247 @@
+"""Quantize a float graph to INT8 without training: try calibrators, keep the best by measured mIoU."""
+
+import csv
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.core.errors import ArtifactError, ConfigError, DataError, GateFailed
+from tasks.parts.calibrator import Calibrator
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from onnx import ModelProto
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which images, which calibrators, and what runs in INT8."""
+
+    calibrators: list[Calibrator]
+    """Each is tried; the first of the best is kept."""
+    percentile: float
+    """For `percentile`: % of the magnitudes of a tensor in its range. Lower: finer steps, more clipping."""
+    num_images: int
+    """Images of the calibration split, from its start."""
+    batch_size: int
+    """Images at once; changes memory and speed only."""
+    num_val_images: int
+    """Validation images that calibrators are judged on; 0 takes all."""
+    max_abs_input: float
+    """Refuse calibration images whose normalised values go beyond this."""
+    min_agreement: float
+    """Gate: share of validation pixels on which the kept graph and the float graph agree, 0..1."""
+    op_types: list[str]
+    """ONNX operators whose inputs become INT8. Fewer: more conversions between layers, slower."""
+
+    def __post_init__(self) -> None:
+        if not self.calibrators or len(set(self.calibrators)) < len(self.calibrators):
+            raise ConfigError(
+                f"quantize_ptq.calibrators is {[str(name) for name in self.calibrators]}, expected one or "
+                f"more different ones of {[name.value for name in Calibrator]}."
+            )
+        if not 50 < self.percentile <= 100:
+            raise ConfigError(f"quantize_ptq.percentile is {self.percentile}, expected 50 < value <= 100.")
+        for name in ("num_images", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"quantize_ptq.{name} is {getattr(self, name)}, expected at least 1.")
+        if self.num_val_images < 0:
+            raise ConfigError(
+                f"quantize_ptq.num_val_images is {self.num_val_images}, expected at least 0 (0: all)."
+            )
+        if not 0 < self.max_abs_input < 1e6:
+            raise ConfigError(
+                f"quantize_ptq.max_abs_input is {self.max_abs_input}, expected 0 < value < 1e6."
+            )
+        if not 0 <= self.min_agreement <= 1:
+            raise ConfigError(f"quantize_ptq.min_agreement is {self.min_agreement}, expected 0 to 1.")
+        if "Conv" not in self.op_types:
+            raise ConfigError(f"quantize_ptq.op_types is {list(self.op_types)}, expected Conv and others.")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one calibrator reached."""
+
+    calibrator: str
+    """Name."""
+    miou: float
+    """On the validation images, through ONNX Runtime."""
+    agreement: float
+    """Share of pixels with the class that the float graph gives."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was tried, and what was kept."""
+
+    calibrator: str
+    """The kept one."""
+    miou: float
+    """Of the kept graph on the validation images."""
+    float_miou: float
+    """Of the float graph on the same images."""
+    agreement: float
+    """Of the kept graph with the float graph, share of pixels."""
+    num_images: int
+    """Calibration images used; fewer than configured where the split has no more."""
+    num_images_in_test: int
+    """Calibration images that are also in the test split; the measured accuracy is then too good."""
+    num_quantized_tensors: int
+    """Activations with a Q/DQ pair."""
+    trials: tuple[Trial, ...]
+    """All calibrators in the configured order."""
+
+
+def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
+    """Write ``model.onnx`` (S8S8 Q/DQ), ``ranges.json`` and ``calibrators.csv``.
+
+    Raises DataError for calibration images that would spoil the ranges, GateFailed when the best graph
+    disagrees with the float graph.
+    """
+    from tasks.parts.calibration import choose_range, collect_statistics
+    from tasks.parts.data import open_split
+    from tasks.parts.onnx_graph import is_quantized, read_graph, write_graph
+    from tasks.parts.onnx_qdq import insert_qdq, quantizable_tensors, write_ranges
+
+    graph = read_graph(model)
+    if is_quantized(graph):
+        raise ArtifactError(f"{model}: already has Q/DQ, expected the float graph of export_onnx.")
+    images_NHWC = open_split(data, "calibration")[0][: cfg.num_images]
+    num_images_in_test = _check_calibration_set(cfg, images_NHWC, open_split(data, "test")[0])
+    logger.info("calibrating %s on %d images", model, len(images_NHWC))
+    names = quantizable_tensors(graph, cfg.op_types)
+    statistics = collect_statistics(graph, lambda: _batches(cfg, graph, images_NHWC), names)
+    judge = _open_judge(cfg, graph, data)
+    trials, candidates = [], []
+    for calibrator in cfg.calibrators:
+        ranges = {
+            name: choose_range(found, calibrator, percentile=cfg.percentile)
+            for name, found in statistics.items()
+        }
+        candidates.append((insert_qdq(graph, ranges, op_types=cfg.op_types), ranges))
+        trials.append(judge.judge(calibrator, candidates[-1][0]))
+    best = max(range(len(trials)), key=lambda index: trials[index].miou)
+    _check_agreement(cfg, trials[best])
+    write_graph(candidates[best][0], out / "model.onnx")
+    write_ranges(out / "ranges.json", trials[best].calibrator, candidates[best][1])
+    _write_trials(out / "calibrators.csv", trials)
+    kept = trials[best]
+    logger.info("%s kept: val mIoU %.4f (float %.4f)", kept.calibrator, kept.miou, judge.float_miou)
+    return Report(
+        calibrator=kept.calibrator,
+        miou=kept.miou,
+        float_miou=judge.float_miou,
+        agreement=kept.agreement,
+        num_images=len(images_NHWC),
+        num_images_in_test=num_images_in_test,
+        num_quantized_tensors=len(names),
+        trials=tuple(trials),
+    )
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """Validation images (NHWC) and masks (NHW), and the classes (NHW) that the float graph gives them."""
+
+    images: "NDArray[Any]"
+    masks: "NDArray[Any]"
+    float_classes: "NDArray[np.uint8]"
+    num_classes: int
+    batch_size: int
+
+    @property
+    def float_miou(self) -> float:
+        return self._miou(self.float_classes)
+
+    def judge(self, calibrator: Calibrator, quantized: "ModelProto") -> Trial:
+        """Measure the graph as it runs in ONNX Runtime: with uint8 activations."""
+        from tasks.parts.onnx_graph import activations_to_uint8
+        from tasks.parts.onnx_predict import agreement, predict_classes
+
+        encoded = activations_to_uint8(quantized)
+        classes_NHW = predict_classes(encoded, self.images, batch_size=self.batch_size)
+        trial = Trial(calibrator.value, self._miou(classes_NHW), agreement(classes_NHW, self.float_classes))
+        logger.info("%s: val mIoU %.4f, agreement %.4f", trial.calibrator, trial.miou, trial.agreement)
+        return trial
+
+    def _miou(self, classes_NHW: "NDArray[np.uint8]") -> float:
+        from tasks.parts.metrics import confusion_matrix, scores
+
+        miou = scores(confusion_matrix(classes_NHW, self.masks, self.num_classes)).miou
+        return 0.0 if miou is None else miou
+
+
+def _open_judge(cfg: Config, graph: "ModelProto", data: Path) -> _Judge:
+    from tasks.parts.data import open_split, read_manifest
+    from tasks.parts.onnx_graph import read_card_of_graph
+    from tasks.parts.onnx_predict import predict_classes
+
+    classes, card = read_manifest(data).classes, read_card_of_graph(graph)
+    if classes != card.classes:
+        raise ArtifactError(
+            f"the graph knows the classes {list(card.classes)}, the data {list(classes)}. Export a network "
+            "that was trained on this data set."
+        )
+    images_NHWC, masks_NHW = open_split(data, "val")
+    count = cfg.num_val_images or len(images_NHWC)
+    float_classes_NHW = predict_classes(graph, images_NHWC[:count], batch_size=cfg.batch_size)
+    return _Judge(images_NHWC[:count], masks_NHW[:count], float_classes_NHW, len(classes), cfg.batch_size)
+
+
+def _check_calibration_set(cfg: Config, images_NHWC: "NDArray[Any]", test_images_NHWC: "NDArray[Any]") -> int:
+    """Refuse an empty set, warn of a small one, return how many images are also in the test split."""
+    if not len(images_NHWC):
+        raise DataError("the calibration split is empty, expected images. Run prepare_data with some.")
+    if len(images_NHWC) < cfg.num_images:
+        logger.warning(
+            "the calibration split has %d images, quantize_ptq.num_images asks for %d: ranges may be "
+            "unsteady",
+            len(images_NHWC),
+            cfg.num_images,
+        )
+    tested = {image.tobytes() for image in test_images_NHWC}
+    num_in_test = sum(image.tobytes() in tested for image in images_NHWC)
+    if num_in_test:
+        logger.warning(
+            "%d calibration images are also in the test split: the measured accuracy is too good", num_in_test
+        )
+    return num_in_test
+
+
+def _batches(
+    cfg: Config, graph: "ModelProto", images_NHWC: "NDArray[Any]"
+) -> Iterator["NDArray[np.float32]"]:
+    from tasks.parts.calibration import check_images
+    from tasks.parts.data import normalise
+    from tasks.parts.onnx_graph import read_card_of_graph
+
+    card = read_card_of_graph(graph)
+    for start in range(0, len(images_NHWC), cfg.batch_size):
+        images_NCHW = normalise(images_NHWC[start : start + cfg.batch_size], card.mean, card.std)
+        check_images(images_NCHW, cfg.max_abs_input)
+        yield images_NCHW
+
+
+def _check_agreement(cfg: Config, trial: Trial) -> None:
+    if trial.agreement < cfg.min_agreement:
+        raise GateFailed(
+            f"the best INT8 graph ({trial.calibrator}) gives the class of the float graph for "
+            f"{trial.agreement:.4f} of the pixels, expected at least {cfg.min_agreement} "
+            "(quantize_ptq.min_agreement). Look for outliers in the calibration images, or use more of them "
+            "(quantize_ptq.num_images)."
+        )
+
+
+def _write_trials(path: Path, trials: list[Trial]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([field.name for field in fields(Trial)])
+        writer.writerows(
+            [trial.calibrator, f"{trial.miou:.6f}", f"{trial.agreement:.6f}"] for trial in trials
+        )

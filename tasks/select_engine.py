@@ -1,0 +1,403 @@
+"""Judge every engine, draw the Pareto front of each target, pick one engine per target, and log all to
+MLflow.
+
+``engines.json`` lists every engine; ``picks.json`` maps a target to its picked row. A target of which no
+engine
+passes is absent from ``picks.json``; the stage's report and both readable reports say why.
+"""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.tracking import ENGINE_FOLDER, RunRecord, TrackingConfig, log_pipeline
+from tasks.parts.engine_row import EngineRow, Verdict
+from tasks.parts.pareto import pareto_front
+
+if TYPE_CHECKING:
+    from tasks.parts.engine_evidence import EvidenceFolders
+
+logger = logging.getLogger(__name__)
+
+REGISTERED_PREFIX = "enginewright-"
+"""A registered model's name is this and the target."""
+
+_SCALARS = (
+    "miou",
+    "miou_rel_loss",
+    "pixel_accuracy",
+    "latency_ms_p50",
+    "latency_ms_p90",
+    "latency_ms_p99",
+    "throughput_per_s",
+    "throughput_per_s_batched",
+    "speedup_vs_eager",
+    "speedup_low",
+    "speedup_high",
+    "aa_ratio_spread",
+    "memory_mib",
+    "size_bytes",
+)
+
+
+@dataclass(frozen=True)
+class EngineName:
+    """One engine: a variant built for a target."""
+
+    variant: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Technique:
+    """A compression step, seen as the variant before it and the variant after it."""
+
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Config:
+    """The gates, and which engines they are for."""
+
+    float_reference: EngineName
+    """The engine whose mIoU counts as 100 %. It must be in ``engines``."""
+    max_miou_rel_loss: float
+    """Share of the reference's mIoU that an accepted engine may lose, 0..1."""
+    float_variant: str
+    """The variant that guarded ones must beat in speed on the same target."""
+    guarded: list[str]
+    """Variants that exist only to be faster than ``float_variant``."""
+    min_speedup_factor: float
+    """How many times as fast as ``float_variant`` they must be, at least 1."""
+    techniques: list[Technique]
+    """What the report compares."""
+    engines: list[EngineName]
+    """Every engine that was built, without repeats."""
+    tracking: TrackingConfig
+    """Where the runs are logged."""
+
+    def __post_init__(self) -> None:
+        names = [(engine.variant, engine.target) for engine in self.engines]
+        twice = sorted(
+            {f"{variant}-{target}" for variant, target in names if names.count((variant, target)) > 1}
+        )
+        if not names or twice:
+            raise ConfigError(
+                f"select_engine.engines {'repeats ' + ', '.join(twice) if twice else 'is empty'}, "
+                "expected every built {variant, target} once."
+            )
+        wanted = (self.float_reference.variant, self.float_reference.target)
+        if wanted not in names:
+            raise ConfigError(
+                f"select_engine.float_reference is {'-'.join(wanted)}, allowed is one of "
+                f"select_engine.engines: "
+                f"{', '.join('-'.join(name) for name in names)}."
+            )
+        if not 0 <= self.max_miou_rel_loss < 1:
+            raise ConfigError(
+                f"select_engine.max_miou_rel_loss is {self.max_miou_rel_loss}, allowed: 0 up to, not with, 1."
+            )
+        if not 1 <= self.min_speedup_factor <= 1000:
+            raise ConfigError(
+                f"select_engine.min_speedup_factor is {self.min_speedup_factor}, allowed: 1 to 1000 "
+                "(1.02 is two per cent faster)."
+            )
+        if self.float_variant in self.guarded:
+            raise ConfigError(
+                f"select_engine.guarded holds {self.float_variant!r}, which is select_engine.float_variant: "
+                "it cannot be faster than itself."
+            )
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The engine to deploy on a target."""
+
+    variant: str
+    target: str
+    latency_ms_p50: float
+    miou: float
+    miou_rel_loss: float
+    speedup_vs_eager: float
+    engine_sha256: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome in short; ``engines.json`` has every number."""
+
+    num_engines: int
+    num_accepted: int
+    picks: dict[str, Pick]
+    """By target."""
+    without_pick: dict[str, str]
+    """Why a target has none."""
+    best: Pick | None
+    """The fastest of the picks."""
+
+
+def select_engine(
+    cfg: Config, *, builds: Path, validations: Path, benchmarks: Path, diffs: Path, out: Path
+) -> Report:
+    """Write engines.json, picks.json, report.md, report.html and pareto.png, and log them to MLflow.
+
+    Raises ArtifactError when a report is missing or accuracy and latency come from different files, and
+    TrackingUnavailable when MLflow does not answer; then nothing is published, and the next run tries again.
+    """
+    from tasks.parts.engine_evidence import EvidenceFolders, read_row
+    from tasks.parts.engine_findings import Findings
+    from tasks.parts.engine_markdown import render_markdown
+    from tasks.parts.engine_page import render_page
+    from tasks.parts.engine_plots import draw_pareto
+
+    logger.info("select_engine: %d engines from %s", len(cfg.engines), builds)
+    folders = EvidenceFolders(builds, validations, benchmarks, diffs)
+    rows = judge_all(cfg, [read_row(folders, engine.variant, engine.target) for engine in cfg.engines])
+    findings = Findings(
+        rows=rows,
+        without_pick=targets_without_pick(rows),
+        techniques=[(technique.name, technique.before, technique.after) for technique in cfg.techniques],
+        reference=f"{cfg.float_reference.variant} on {cfg.float_reference.target}",
+        reference_miou=_reference_miou(cfg, rows),
+        max_miou_rel_loss=cfg.max_miou_rel_loss,
+    )
+    _write_json(out / "engines.json", [_row_json(row) for row in rows])
+    _write_json(out / "picks.json", {row.target: _row_json(row) for row in rows if row.picked})
+    draw_pareto(rows, miou_gate=findings.miou_gate, file=out / "pareto.png")
+    (out / "report.md").write_text(render_markdown(findings), encoding="utf-8")
+    (out / "report.html").write_text(render_page(findings), encoding="utf-8")
+    if cfg.tracking.enabled:
+        _track(cfg, folders, rows, out)
+    report = _report(rows, findings.without_pick)
+    logger.info("select_engine: %d of %d accepted, best %s", report.num_accepted, len(rows), report.best)
+    return report
+
+
+def judge_all(cfg: Config, rows: Sequence[EngineRow]) -> list[EngineRow]:
+    """Give every row its verdict, its place on the front of its target, and the picks.
+
+    Raises ArtifactError when the reference engine has no accuracy, or when the speed-ups have several
+    references.
+    """
+    reference_miou = _reference_miou(cfg, rows)
+    references = sorted({row.reference_sha256 for row in rows if row.reference_sha256})
+    if len(references) > 1:
+        raise ArtifactError(
+            f"The benchmarks compare with {len(references)} different reference engines "
+            f"({', '.join(references)}), "
+            "expected one. Run all of them again: dvc repro benchmark."
+        )
+    floats = {row.target: row for row in rows if row.variant == cfg.float_variant}
+    judged = [_judge(cfg, row, reference_miou, floats.get(row.target)) for row in rows]
+    return _mark_picks(_mark_front(judged))
+
+
+def targets_without_pick(rows: Sequence[EngineRow]) -> dict[str, str]:
+    """Say for each target without a pick what became of its engines; equal reasons are said once."""
+    picked = {row.target for row in rows if row.picked}
+    left: dict[str, dict[str, list[str]]] = {}
+    for row in rows:
+        if row.target not in picked:
+            fate = f"{row.verdict}, {row.reason}"
+            left.setdefault(row.target, {}).setdefault(fate, []).append(row.variant)
+    return {
+        target: "; ".join(f"{', '.join(variants)}: {fate}" for fate, variants in fates.items())
+        for target, fates in left.items()
+    }
+
+
+def _judge(cfg: Config, row: EngineRow, reference_miou: float, rival: EngineRow | None) -> EngineRow:
+    """Apply the gates in order; the first that fails gives the verdict."""
+    if row.verdict in (Verdict.SKIPPED, Verdict.BUILD_FAILED):
+        return row
+    if row.miou is None or row.latency_ms_p50 is None or row.speedup_vs_eager is None:
+        raise ArtifactError(
+            f"{row.name} was built, but has no mIoU or no latency. Run it again: "
+            f"dvc repro validate@{row.name} benchmark@{row.name}."
+        )
+    loss, speedup = 1 - row.miou / reference_miou, row.speedup_vs_eager
+    row = dataclasses.replace(row, miou_rel_loss=loss)
+    accuracy = f"mIoU {row.miou:.4f}, {_loss_text(loss)} {cfg.float_reference.variant} ({reference_miou:.4f})"
+    if row.verdict is Verdict.PRECISION_MISMATCH:
+        return _with(row, Verdict.PRECISION_MISMATCH, row.reason, accuracy)
+    if loss > cfg.max_miou_rel_loss:
+        return _with(
+            row, Verdict.TOO_LOSSY, f"{accuracy}, allowed are {100 * cfg.max_miou_rel_loss:g} %", _speed(row)
+        )
+    if row.variant in cfg.guarded and rival is not None and rival.speedup_vs_eager:
+        factor = speedup / rival.speedup_vs_eager
+        compared = f"{factor:.2f}x as fast as {rival.variant} on this target{_doubt(row, factor)}"
+        if factor < cfg.min_speedup_factor:
+            wanted = f"{compared}, expected {cfg.min_speedup_factor:g}x or more"
+            return _with(row, Verdict.NOT_FASTER, wanted, accuracy)
+        return _with(row, Verdict.ACCEPT, accuracy, _speed(row), compared)
+    return _with(row, Verdict.ACCEPT, accuracy, _speed(row))
+
+
+def _with(row: EngineRow, verdict: Verdict, *reasons: str) -> EngineRow:
+    said = list(reasons)
+    if row.inconclusive and row.aa_ratio_spread is not None:
+        said.append(
+            f"latency inconclusive: two processes of the same engine differ by "
+            f"{100 * row.aa_ratio_spread:.1f} %"
+        )
+    return dataclasses.replace(row, verdict=verdict, reason="; ".join(said))
+
+
+def _loss_text(loss: float) -> str:
+    if abs(loss) < 5e-5:
+        return "equal to"
+    return f"{100 * abs(loss):.2f} % {'below' if loss > 0 else 'above'}"
+
+
+def _speed(row: EngineRow) -> str:
+    return f"p50 {row.latency_ms_p50:.3g} ms, {row.speedup_vs_eager:.3g}x the speed of eager"
+
+
+def _doubt(row: EngineRow, factor: float) -> str:
+    """A difference smaller than the A/A control's may not be claimed."""
+    if row.aa_ratio_spread is None or abs(factor - 1) > row.aa_ratio_spread:
+        return ""
+    return f" (within the A/A spread of {100 * row.aa_ratio_spread:.1f} %)"
+
+
+def _reference_miou(cfg: Config, rows: Sequence[EngineRow]) -> float:
+    for row in rows:
+        if (row.variant, row.target) == (cfg.float_reference.variant, cfg.float_reference.target):
+            if row.miou:
+                return row.miou
+            raise ArtifactError(
+                f"The float reference {row.name} has mIoU {row.miou} ({row.verdict}: {row.reason}), "
+                f"expected more "
+                "than 0: no loss can be told without it. Mend its build or its training, or choose another "
+                "select_engine.float_reference."
+            )
+    raise AssertionError("Config checks that the reference is among the engines")
+
+
+def _mark_front(rows: Sequence[EngineRow]) -> list[EngineRow]:
+    """Mark the front of each target; an engine that is not what it claims has no place on it."""
+    marked = {row.name: row for row in rows}
+    for target in dict.fromkeys(row.target for row in rows):
+        sound = [
+            (row, (row.latency_ms_p50, row.miou))
+            for row in rows
+            if row.target == target
+            and row.verdict is not Verdict.PRECISION_MISMATCH
+            and row.latency_ms_p50 is not None
+            and row.miou is not None
+        ]
+        front = pareto_front(
+            [(latency, miou) for _, (latency, miou) in sound if latency and miou is not None]
+        )
+        for (row, _), is_on_front in zip(sound, front, strict=True):
+            marked[row.name] = dataclasses.replace(row, pareto=is_on_front)
+    return [marked[row.name] for row in rows]
+
+
+def _mark_picks(rows: Sequence[EngineRow]) -> list[EngineRow]:
+    """Mark the fastest accepted engine of each target; between equals the more accurate, then the smaller
+    one."""
+    picks: dict[str, EngineRow] = {}
+    for row in rows:
+        if row.verdict is Verdict.ACCEPT and (
+            row.target not in picks or _rank(row) < _rank(picks[row.target])
+        ):
+            picks[row.target] = row
+    return [dataclasses.replace(row, picked=picks.get(row.target) is row) for row in rows]
+
+
+def _rank(row: EngineRow) -> tuple[float, float, int, str]:
+    assert row.latency_ms_p50 is not None and row.miou is not None and row.size_bytes is not None
+    return row.latency_ms_p50, -row.miou, row.size_bytes, row.variant
+
+
+def _report(rows: Sequence[EngineRow], without_pick: dict[str, str]) -> Report:
+    picked = sorted((row for row in rows if row.picked), key=_rank)
+    picks = {row.target: _pick(row) for row in picked}
+    return Report(
+        num_engines=len(rows),
+        num_accepted=sum(row.verdict is Verdict.ACCEPT for row in rows),
+        picks=picks,
+        without_pick=without_pick,
+        best=picks[picked[0].target] if picked else None,
+    )
+
+
+def _pick(row: EngineRow) -> Pick:
+    assert row.latency_ms_p50 is not None and row.miou is not None and row.miou_rel_loss is not None
+    assert row.speedup_vs_eager is not None and row.engine_sha256 is not None
+    return Pick(
+        variant=row.variant,
+        target=row.target,
+        latency_ms_p50=row.latency_ms_p50,
+        miou=row.miou,
+        miou_rel_loss=row.miou_rel_loss,
+        speedup_vs_eager=row.speedup_vs_eager,
+        engine_sha256=row.engine_sha256,
+    )
+
+
+def _track(cfg: Config, folders: "EvidenceFolders", rows: Sequence[EngineRow], out: Path) -> None:
+    picked = {row.target: row.name for row in rows if row.picked}
+    report = _report(rows, {})
+    pages = ("report.html", "report.md", "pareto.png", "engines.json", "picks.json")
+    pipeline = RunRecord(
+        name="pipeline",
+        metrics={"num_engines": float(report.num_engines), "num_accepted": float(report.num_accepted)}
+        | ({f"best_{name}": value for name, value in _numbers(report.best).items()} if report.best else {}),
+        tags={"best": f"{report.best.variant}-{report.best.target}" if report.best else "none"},
+        artifacts=tuple(("", out / page) for page in pages),
+    )
+    tracked = log_pipeline(
+        cfg.tracking,
+        pipeline=pipeline,
+        candidates=[_record(folders, row) for row in rows],
+        picks={REGISTERED_PREFIX + row.target: picked.get(row.target) for row in rows},
+    )
+    logger.info(
+        "select_engine: MLflow has %d new runs and %d new versions",
+        tracked.num_runs_added,
+        tracked.num_versions_added,
+    )
+
+
+def _record(folders: "EvidenceFolders", row: EngineRow) -> RunRecord:
+    from tasks.parts.engine_evidence import engine_file, evidence_files, stage_keys
+
+    artifacts = evidence_files(folders, row)
+    if row.engine_sha256 is not None:
+        artifacts = ((ENGINE_FOLDER, engine_file(folders, row)), *artifacts)
+    keys = {f"key_{stage}": key for stage, key in stage_keys(folders, row).items()}
+    tags = {
+        "variant": row.variant,
+        "target": row.target,
+        "precision": row.precision,
+        "pareto": str(row.pareto).lower(),
+        "picked": str(row.picked).lower(),
+        "verdict": row.verdict,
+        "reason": row.reason,
+        "engine_sha256": row.engine_sha256 or "",
+    }
+    metrics = {name: float(value) for name in _SCALARS if (value := getattr(row, name)) is not None}
+    return RunRecord(name=row.name, metrics=metrics, tags=tags | keys, artifacts=artifacts)
+
+
+def _numbers(pick: Pick) -> dict[str, float]:
+    return {name: value for name, value in dataclasses.asdict(pick).items() if isinstance(value, float)}
+
+
+def _row_json(row: EngineRow) -> dict[str, Any]:
+    return dataclasses.asdict(row)
+
+
+def _write_json(file: Path, content: Any) -> None:
+    text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,59 @@
+"""Train a network on labelled images: the teacher, and the baseline that a distilled student has to beat."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.parts.networks.config import NetworkConfig
+from tasks.parts.trainer_config import TrainerConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which network, and how it is trained."""
+
+    network: NetworkConfig
+    """Architecture, from conf/network/."""
+    trainer: TrainerConfig
+    """Schedule, optimizer and devices."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What training reached."""
+
+    val_miou: float
+    """Of the kept epoch."""
+    best_epoch: int
+    """Counted from 1."""
+    num_epochs: int
+    """Epochs that were run."""
+    num_parameters: int
+    """Trainable weights of the network."""
+
+
+def train(cfg: Config, *, data: Path, out: Path) -> Report:
+    """Train from random weights and write ``model.safetensors`` and ``history.csv``.
+
+    Raises DataError for an unusable data set, TrainingDiverged when the loss is not finite.
+    """
+    import torch
+
+    from tasks.parts.checkpoint import ModelCard, save_checkpoint
+    from tasks.parts.data import read_manifest
+    from tasks.parts.networks.build import build_network
+    from tasks.parts.training import CrossEntropy, train_network
+
+    manifest = read_manifest(data)
+    torch.manual_seed(cfg.trainer.seed)
+    network = build_network(cfg.network, len(manifest.classes))
+    result = train_network(network, CrossEntropy(), data=data, config=cfg.trainer, out=out)
+    card = ModelCard(
+        cfg.network, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width
+    )
+    save_checkpoint(out / "model.safetensors", network, card)
+    num_parameters = sum(parameter.numel() for parameter in network.parameters())
+    logger.info("%s: val mIoU %.4f at epoch %d", cfg.network.name, result.val_miou, result.best_epoch)
+    return Report(result.val_miou, result.best_epoch, result.num_epochs, num_parameters)

@@ -1,0 +1,134 @@
+"""Measure the accuracy of an engine: every image of the test split goes through the deployed file itself."""
+
+import csv
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+
+if TYPE_CHECKING:
+    from tasks.parts.runners.contract import EngineManifest, Runner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What `validate` reads from params.yaml."""
+
+    split: str
+    """Split of the data set that is measured. Decisions about training use val, so that test stays unseen."""
+    batch_size: int
+    """Images per inference, at most the target's max_batch. Larger: faster, more memory; same result."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for impossible values."""
+        if self.split not in ("train", "val", "test"):
+            raise ConfigError(f"validate.split is {self.split!r}, allowed: train, val, test.")
+        if self.batch_size < 1:
+            raise ConfigError(f"validate.batch_size is {self.batch_size}, allowed: 1 or more.")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Accuracy of one engine file."""
+
+    status: str
+    """"built", or why there was nothing to measure: "skipped", "failed"."""
+    reason: str
+    engine_sha256: str
+    """The file that was measured; empty without one."""
+    split: str
+    num_images: int
+    miou: float | None
+    """Mean IoU over the classes that occur in truth or prediction; None without engine."""
+    iou: dict[str, float | None]
+    """Class name -> IoU; None for a class that occurs in neither."""
+    pixel_accuracy: float | None
+
+
+def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
+    """Write `confusion.csv` (rows: truth, columns: prediction, in pixels) and return the scores of `engine`.
+
+    An engine that was skipped or failed gives a report with that status. Raises ArtifactError when engine and
+    data set differ in their classes, GateFailed for logits that are not finite.
+    """
+    from tasks.parts.data import read_manifest
+    from tasks.parts.metrics import scores
+    from tasks.parts.runners.contract import read_engine_manifest
+    from tasks.parts.runners.open_engine import open_engine
+
+    manifest = read_engine_manifest(engine)
+    if not manifest.is_built:
+        logger.warning("validate: %s has no engine: %s", engine, manifest.reason)
+        return Report(manifest.status, manifest.reason, "", cfg.split, 0, None, {}, None)
+    _check_classes(manifest, engine, read_manifest(data).classes, data)
+    logger.info("validate: %s of target %s, split %s", manifest.file, manifest.target.name, cfg.split)
+    with open_engine(engine) as runner:
+        confusion_CC, num_images = _count_confusion(runner, data, cfg)
+    _write_confusion(confusion_CC, manifest.card.classes, out / "confusion.csv")
+    result = scores(confusion_CC)
+    logger.info("validate: mIoU %s on %d images", result.miou, num_images)
+    return Report(
+        status=manifest.status,
+        reason="",
+        engine_sha256=manifest.sha256,
+        split=cfg.split,
+        num_images=num_images,
+        miou=result.miou,
+        iou=dict(zip(manifest.card.classes, result.iou, strict=True)),
+        pixel_accuracy=result.pixel_accuracy,
+    )
+
+
+def _check_classes(manifest: "EngineManifest", engine: Path, classes: tuple[str, ...], data: Path) -> None:
+    if manifest.card.classes != classes:
+        raise ArtifactError(
+            f"{engine}: the engine knows {len(manifest.card.classes)} classes "
+            f"({', '.join(manifest.card.classes)}), "
+            f"{data} has {len(classes)} ({', '.join(classes)}); names and order must be equal. Train on "
+            f"this data "
+            "set, or validate with the data set that the engine was trained on."
+        )
+
+
+def _count_confusion(runner: "Runner", data: Path, cfg: Config) -> tuple[Any, int]:
+    import numpy as np
+    from rich.console import Console
+    from rich.progress import track
+
+    from tasks.parts.data import normalise, open_split
+    from tasks.parts.metrics import confusion_matrix
+
+    images_NHWC, masks_NHW = open_split(data, cfg.split)
+    card = runner.manifest.card
+    batch_size = min(cfg.batch_size, runner.manifest.target.max_batch)
+    confusion_CC = np.zeros((len(card.classes), len(card.classes)), np.int64)
+    console = Console(stderr=True)
+    starts = range(0, len(images_NHWC), batch_size)
+    for start in track(starts, "validate", console=console, disable=not console.is_terminal, transient=True):
+        images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
+        logits_NCHW = runner.infer(images_NCHW)
+        if not np.isfinite(logits_NCHW).all():
+            bad = int(np.flatnonzero(~np.isfinite(logits_NCHW).all(axis=(1, 2, 3)))[0])
+            raise GateFailed(
+                f"Engine {runner.manifest.file} of target {runner.manifest.target.name}: NaN or infinity "
+                f"in the "
+                f"logits of image {start + bad} of split '{cfg.split}' (validate.split), expected finite "
+                f"values. "
+                "The engine overflows; build the variant for a target with a wider precision."
+            )
+        prediction_NHW = logits_NCHW.argmax(axis=1)
+        confusion_CC += confusion_matrix(
+            prediction_NHW, masks_NHW[start : start + batch_size], len(card.classes)
+        )
+    return confusion_CC, len(images_NHWC)
+
+
+def _write_confusion(confusion_CC: Any, classes: tuple[str, ...], path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["truth \\ prediction", *classes])
+        writer.writerows([name, *map(int, row)] for name, row in zip(classes, confusion_CC, strict=True))

@@ -1,0 +1,101 @@
+"""Fixtures that several test files share: real workspaces in temporary folders."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+SMOKE = ("debug=smoke", "target=[cpu_torch,cpu_onnxruntime]")
+"""The true program, small enough for a test."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A copy of the repository to run commands in."""
+
+    path: Path
+
+    def run(
+        self, *command: str, timeout_s: float = 900, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end; ``python`` is the interpreter of the tests."""
+        return subprocess.run(
+            self._command(command),
+            cwd=self.path,
+            env=self._environment(environment),
+            text=True,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
+        """Start a command without waiting."""
+        return subprocess.Popen(
+            self._command(command),
+            cwd=self.path,
+            env=self._environment(environment),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def flow(self, *overrides: str) -> subprocess.CompletedProcess[str]:
+        """Run the flow in the smoke configuration."""
+        return self.run("python", "-m", "flows.optimize", *SMOKE, *overrides)
+
+    @staticmethod
+    def _command(command: Sequence[str]) -> list[str]:
+        return [sys.executable if command[0] == "python" else command[0], *command[1:]]
+
+    @staticmethod
+    def _environment(extra: dict[str, str]) -> dict[str, str]:
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))
+        }
+        binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return {**kept, "PATH": binaries, **extra}
+
+
+def copy_repository(target: Path) -> Workspace:
+    """Copy what git tracks or would track, as it is in the working tree, into a new git repository."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        source = REPOSITORY / name
+        if source.is_file() and name != "dvc.lock":
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name)
+    subprocess.run(["git", "init", "-q"], cwd=target, check=True)
+    return Workspace(target)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    """A copy of the repository in which nothing has run."""
+    folder = tmp_path / "workspace"
+    folder.mkdir()
+    return copy_repository(folder)
+
+
+@pytest.fixture(scope="session")
+def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Workspace, str]]:
+    """A workspace in which the whole flow ran once, small, and what it printed."""
+    space = copy_repository(tmp_path_factory.mktemp("smoke"))
+    finished = space.flow()
+    try:
+        assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-8000:]
+        yield space, finished.stdout + finished.stderr
+    finally:
+        space.run("python", "-m", "flows.local_server", "--stop")

@@ -1,0 +1,76 @@
+"""Digests and keys."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasks.core.errors import ArtifactError
+from tasks.core.fingerprint import code_digests, digest, stage_key
+
+
+@pytest.fixture
+def dvc_folder(tmp_path: Path) -> Path:
+    subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_digest_of_a_file_and_a_folder_equal_dvc(dvc_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = dvc_folder / "data"
+    for name in ("b.txt", "a/z.txt", "a.txt", "a/ä.txt", "A/1.bin"):
+        path = data / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode() * 1000 + b"\r\n")
+    single = dvc_folder / "single.bin"
+    single.write_bytes(b"\x00\r\n" * 5000)
+    ours = {path: digest(path) for path in (data, single)}
+    subprocess.run(
+        [sys.executable, "-m", "dvc", "add", "-q", "data", "single.bin"], cwd=dvc_folder, check=True
+    )
+    for path, found in ours.items():
+        pointer = path.with_name(path.name + ".dvc").read_text()
+        assert f"md5: {found}\n" in pointer
+
+
+def test_added_data_is_not_read_again(dvc_folder: Path) -> None:
+    data = dvc_folder / "data.bin"
+    data.write_bytes(b"large")
+    expected = digest(data)
+    subprocess.run([sys.executable, "-m", "dvc", "add", "-q", "data.bin"], cwd=dvc_folder, check=True)
+    data.unlink()
+    assert digest(data) == expected
+
+
+def test_missing_path_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="Run the stage that makes it"):
+        digest(tmp_path / "nothing")
+
+
+def test_a_changed_file_changes_the_digest_even_at_equal_size(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"one")
+    first = digest(path)
+    path.write_bytes(b"two")
+    assert digest(path) != first
+
+
+def test_code_of_a_stage_covers_imports_inside_functions() -> None:
+    found = code_digests("tasks.train")
+    assert "tasks/train.py" in found
+    assert "tasks/parts/training.py" in found  # imported inside the function
+    assert "tasks/parts/networks/fast_scnn.py" in found  # imported by an import
+    assert "tasks/distill.py" not in found
+
+
+def test_key_depends_on_config_inputs_and_stage_but_not_on_names_of_folders(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.bin", tmp_path / "elsewhere" / "two.bin"
+    two.parent.mkdir()
+    one.write_bytes(b"same")
+    two.write_bytes(b"same")
+    key = stage_key("prune", {"ratio": 0.5}, {"checkpoint": one})
+    assert key == stage_key("prune", {"ratio": 0.5}, {"checkpoint": two})
+    assert key != stage_key("prune", {"ratio": 0.6}, {"checkpoint": one})
+    assert key != stage_key("finetune", {"ratio": 0.5}, {"checkpoint": one})
+    two.write_bytes(b"other")
+    assert key != stage_key("prune", {"ratio": 0.5}, {"checkpoint": two})

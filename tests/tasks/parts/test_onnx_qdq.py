@@ -1,0 +1,116 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_networks as tiny
+from onnx import ModelProto, TensorProto, numpy_helper
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.calibration import choose_range, collect_statistics
+from tasks.parts.calibrator import Calibrator
+from tasks.parts.export import export_graph
+from tasks.parts.onnx_graph import node_sources
+from tasks.parts.onnx_qdq import (
+    TensorRange,
+    inherit_ranges,
+    insert_qdq,
+    quantizable_tensors,
+    read_ranges,
+    weight_scales,
+    write_ranges,
+)
+
+Calibrated = tuple[ModelProto, dict[str, TensorRange]]
+
+
+def calibrate(network_type: type) -> Calibrated:
+    graph = export_graph(tiny.make(network_type), tiny.card(), height=tiny.SIZE, width=tiny.SIZE, opset=20)
+    images_NCHW = tiny.images(8).numpy()
+    statistics = collect_statistics(graph, lambda: [images_NCHW], quantizable_tensors(graph, tiny.OP_TYPES))
+    return graph, {
+        name: choose_range(found, Calibrator.minmax, percentile=100.0) for name, found in statistics.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def branched() -> Calibrated:
+    return calibrate(tiny.Branched)
+
+
+def test_scheme_is_s8s8_symmetric_with_one_weight_scale_per_channel(branched: Calibrated) -> None:
+    quantized = insert_qdq(branched[0], branched[1], op_types=tiny.OP_TYPES)
+    constants = {item.name: item for item in quantized.graph.initializer}
+    for node in quantized.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            zero_point = constants[node.input[2]]
+            assert zero_point.data_type == TensorProto.INT8
+            assert not numpy_helper.to_array(zero_point).any()
+        if node.op_type == "Conv":
+            assert node.input[1].endswith("/DequantizeLinear")
+            assert constants[node.input[2]].data_type == TensorProto.FLOAT
+    levels = numpy_helper.to_array(constants["stem.0/Conv:weight:int8"])
+    assert levels.dtype == np.int8
+    np.testing.assert_array_equal(np.abs(levels).reshape(8, -1).max(axis=1), 127)
+
+
+def test_logits_stay_float_and_everything_else_is_read_quantized(branched: Calibrated) -> None:
+    quantized = insert_qdq(branched[0], branched[1], op_types=tiny.OP_TYPES)
+    made_by = {name: node.op_type for node in quantized.graph.node for name in node.output}
+    for node in quantized.graph.node:
+        if "logits" in node.output:
+            assert made_by[node.input[0]] == "Conv"
+        elif node.op_type in tiny.OP_TYPES:
+            maps = node.input if node.op_type in ("Add", "Mul", "Concat") else node.input[:1]
+            assert {made_by[name] for name in maps} == {"DequantizeLinear"}
+
+
+def test_names_and_sources_of_the_float_graph_stay(branched: Calibrated) -> None:
+    quantized = insert_qdq(branched[0], branched[1], op_types=tiny.OP_TYPES)
+    before, after = node_sources(branched[0]), node_sources(quantized)
+    assert before.items() <= after.items()
+    assert after.keys() == {node.name for node in quantized.graph.node}
+    assert after["stem.0/Conv:weight/DequantizeLinear"] == before["stem.0/Conv"]
+
+
+def test_a_quantizer_that_saw_no_data_is_named(branched: Calibrated) -> None:
+    graph, ranges = branched
+    name = "block.2.0/Conv"
+    for broken in (None, TensorRange(0.0, 0.0), TensorRange(np.inf, -np.inf), TensorRange(0.0, np.nan)):
+        changed = {key: value for key, value in ranges.items() if key != name}
+        if broken is not None:
+            changed[name] = broken
+        with pytest.raises(ArtifactError, match=f"tensor '{name}'.*saw no data"):
+            insert_qdq(graph, changed, op_types=tiny.OP_TYPES)
+
+
+def test_a_graph_is_not_quantized_twice(branched: Calibrated) -> None:
+    quantized = insert_qdq(branched[0], branched[1], op_types=("Conv",))
+    more = {name: TensorRange(-1.0, 1.0) for name in quantizable_tensors(quantized, ("Conv",))}
+    with pytest.raises(ArtifactError, match="twice"):
+        insert_qdq(quantized, more, op_types=("Conv",))
+
+
+def test_weight_scale_of_a_dead_channel_is_finite() -> None:
+    weights_OIHW = np.zeros((2, 1, 1, 1), dtype=np.float32)
+    weights_OIHW[1] = -2.0
+    np.testing.assert_allclose(weight_scales(weights_OIHW), [1 / 127, 2 / 127], rtol=1e-6)
+
+
+def test_ranges_are_read_back_and_damaged_ones_refused(tmp_path: Path) -> None:
+    ranges = {"image": TensorRange(-1.5, 2.0), "a/Conv": TensorRange(-0.1, 0.3)}
+    write_ranges(tmp_path / "ranges.json", "entropy", ranges)
+    assert read_ranges(tmp_path / "ranges.json") == ranges
+    (tmp_path / "ranges.json").write_text('{"ranges": {"image": [1]}}', encoding="utf-8")
+    with pytest.raises(ArtifactError, match="Run quantize_ptq again"):
+        read_ranges(tmp_path / "ranges.json")
+
+
+def test_outputs_of_pooling_and_resizing_inherit_a_missing_range(branched: Calibrated) -> None:
+    graph, ranges = branched
+    known = {name: found for name, found in ranges.items() if not name.endswith(("Pool", "/Resize"))}
+    assert len(known) < len(ranges)
+    complete = inherit_ranges(graph, known)
+    insert_qdq(graph, complete, op_types=tiny.OP_TYPES)
+    for name in ranges.keys() - known.keys():
+        assert complete[name].low <= ranges[name].low
+        assert complete[name].high >= ranges[name].high

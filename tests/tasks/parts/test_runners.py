@@ -1,0 +1,201 @@
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, DataError, TargetMismatch
+from tasks.parts.data import normalise, open_split
+from tasks.parts.runners import open_engine as opening
+from tasks.parts.runners.contract import read_engine_manifest, write_engine_manifest
+from tasks.parts.runners.onnxruntime import open_session
+from tasks.parts.runners.open_engine import open_engine
+from tasks.parts.target import Precision, Runtime
+
+FLOAT_TARGETS = ["cpu_torch", "cpu_onnxruntime", "cpu_openvino"]
+
+
+@pytest.fixture(name="images_NCHW", scope="module")
+def draw_images(workshop):
+    card = read_engine_manifest(workshop.engine("float", "cpu_onnxruntime")).card
+    return normalise(open_split(workshop.data, "test")[0][:4], card.mean, card.std)
+
+
+def copy_of(engine: Path, folder: Path) -> Path:
+    copied = folder / "engine"
+    copied.mkdir()
+    for file in engine.iterdir():
+        (copied / file.name).write_bytes(file.read_bytes())
+    return copied
+
+
+@pytest.mark.parametrize("target", FLOAT_TARGETS)
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_all_runtimes_give_the_logits_of_the_checkpoint(workshop, images_NCHW, target, batch):
+    import torch
+
+    from tasks.parts.checkpoint import load_checkpoint
+
+    network, _ = load_checkpoint(workshop.checkpoint)
+    with torch.inference_mode():
+        expected = network(torch.from_numpy(images_NCHW[:batch])).numpy()
+    with open_engine(workshop.engine("float", target)) as runner:
+        logits_NCHW = runner.infer(images_NCHW[:batch])
+    assert logits_NCHW.shape == expected.shape
+    np.testing.assert_allclose(logits_NCHW, expected, atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("target", FLOAT_TARGETS)
+def test_infer_hands_out_memory_of_its_own(workshop, images_NCHW, target):
+    with open_engine(workshop.engine("float", target)) as runner:
+        first = runner.infer(images_NCHW[:1])
+        kept = first.copy()
+        runner.infer(images_NCHW[1:2])
+    np.testing.assert_array_equal(first, kept)
+
+
+@pytest.mark.parametrize("target", FLOAT_TARGETS)
+def test_description_and_profile_come_from_the_runtime(workshop, images_NCHW, target):
+    with open_engine(workshop.engine("float", target)) as runner:
+        description = runner.describe()
+        times = runner.profile(images_NCHW[:1], num_iterations=3)
+    assert description.runtime == runner.manifest.target.runtime
+    assert description.num_threads == runner.manifest.target.num_threads
+    assert description.provider == runner.manifest.provider
+    assert any("conv" in time.op_type.lower() for time in times)
+    assert times[0].milliseconds >= times[-1].milliseconds > 0 or times[-1].milliseconds == 0
+
+
+@pytest.mark.parametrize("target", FLOAT_TARGETS)
+def test_batch_that_does_not_fit_is_refused_with_both_shapes(workshop, images_NCHW, target):
+    with open_engine(workshop.engine("float", target)) as runner:
+        with pytest.raises(DataError, match=r"float64.*expected float32 \[1\.\.4, 3, 64, 96\]"):
+            runner.infer(images_NCHW.astype(np.float64))
+        with pytest.raises(DataError, match=r"\[1, 64, 96, 3\]"):
+            runner.infer(np.zeros((1, 64, 96, 3), np.float32))
+        with pytest.raises(DataError, match=rf"batch of 5.*target\.{target}\.max_batch"):
+            runner.infer(np.zeros((5, 3, 64, 96), np.float32))
+        with pytest.raises(DataError, match="batch of 0"):
+            runner.infer(np.zeros((0, 3, 64, 96), np.float32))
+
+
+def test_nan_in_an_image_is_refused_with_its_index(workshop, images_NCHW):
+    broken = images_NCHW.copy()
+    broken[2, 0, 5, 5] = np.nan
+    with (
+        open_engine(workshop.engine("float", "cpu_onnxruntime")) as runner,
+        pytest.raises(DataError, match="NaN or infinity in image 2"),
+    ):
+        runner.infer(broken)
+
+
+@pytest.mark.parametrize("target", FLOAT_TARGETS)
+def test_changed_or_truncated_engine_is_never_loaded(workshop, tmp_path, target, monkeypatch):
+    engine = copy_of(workshop.engine("float", target), tmp_path)
+    file = engine / read_engine_manifest(engine).file
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ArtifactError, match=r"sha256 .* the manifest says .* is not loaded"):
+        open_engine(engine)
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ArtifactError, match="sha256"):
+        open_engine(engine)
+    file.unlink()
+    with pytest.raises(ArtifactError, match="not found"):
+        open_engine(engine)
+
+
+def test_manifest_that_names_a_file_elsewhere_is_refused(workshop, tmp_path):
+    engine = copy_of(workshop.engine("float", "cpu_onnxruntime"), tmp_path)
+    manifest = read_engine_manifest(engine)
+    write_engine_manifest(engine, dataclasses.replace(manifest, file=f"../engine/{manifest.file}"))
+    with pytest.raises(ArtifactError, match="expected a plain file name"):
+        open_engine(engine)
+
+
+def test_damaged_manifest_is_named(tmp_path):
+    with pytest.raises(ArtifactError, match=r"manifest\.json: not found"):
+        read_engine_manifest(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"target": {}}', encoding="utf-8")
+    with pytest.raises(ArtifactError, match="damaged or of another version"):
+        read_engine_manifest(tmp_path)
+
+
+def test_engine_of_another_runtime_version_is_refused_before_its_file_is_read(workshop, tmp_path):
+    engine = copy_of(workshop.engine("float", "cpu_openvino"), tmp_path)
+    manifest = read_engine_manifest(engine)
+    (engine / manifest.file).write_bytes(b"never read")
+    write_engine_manifest(engine, dataclasses.replace(manifest, runtime_version="2025.1.0"))
+    with pytest.raises(TargetMismatch, match=r"compiled by OpenVINO 2025\.1\.0, this machine has 20\d\d"):
+        open_engine(engine)
+    declared = dataclasses.replace(manifest.target, runtime_version="2024.6")
+    write_engine_manifest(engine, dataclasses.replace(manifest, target=declared))
+    with pytest.raises(TargetMismatch, match=r"declares openvino 2024\.6.*worker of pool 'cpu'"):
+        open_engine(engine)
+
+
+def test_blob_of_another_cpu_is_refused(workshop, tmp_path):
+    engine = copy_of(workshop.engine("float", "cpu_openvino"), tmp_path)
+    manifest = read_engine_manifest(engine)
+    write_engine_manifest(engine, dataclasses.replace(manifest, isa=("avx2", "amx_imaginary")))
+    with pytest.raises(TargetMismatch, match=r"avx2, amx_imaginary.*Build it again here"):
+        open_engine(engine)
+
+
+def test_version_prefix_ends_at_a_dot(workshop):
+    from tasks.parts.target import check_runtime_version
+
+    target = workshop.target("cpu_onnxruntime", runtime_version="1.3")
+    check_runtime_version(target, "1.3.1")
+    check_runtime_version(target, "1.3")
+    with pytest.raises(TargetMismatch, match=r"declares onnxruntime 1\.3, this machine has 1\.31\.1"):
+        check_runtime_version(target, "1.31.1")
+
+
+def test_absent_provider_is_an_error_and_no_silent_fallback(workshop):
+    with pytest.raises(TargetMismatch, match=r"no provider CUDAExecutionProvider; .*: .*CPUEx"):
+        open_session(workshop.graph, provider="CUDAExecutionProvider", num_threads=1)
+
+
+def test_session_of_a_torn_graph_is_a_typed_error(workshop):
+    with pytest.raises(BuildFailed, match=r"ONNX Runtime .* refuses the graph"):
+        open_session(workshop.graph.read_bytes()[:-500], provider="CPUExecutionProvider", num_threads=1)
+
+
+def test_opening_an_engine_imports_no_other_runtime(workshop):
+    program = (
+        "import sys; from pathlib import Path; from tasks.parts.runners.open_engine import open_engine\n"
+        "with open_engine(Path(sys.argv[1])): pass\n"
+        "print([m for m in ('torch', 'onnx', 'onnxruntime', 'openvino', 'lightning') if m in sys.modules])"
+    )
+    root = Path(opening.__file__).resolve().parents[3]
+    for target, expected in (("cpu_onnxruntime", "['onnxruntime']"), ("cpu_openvino", "['openvino']")):
+        command = [sys.executable, "-c", program, str(workshop.engine("float", target))]
+        assert subprocess.check_output(command, cwd=root, text=True).strip() == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("name", "Cpu Torch", r"name is 'Cpu Torch', allowed: lower-case"),
+        ("runtime_version", "new", r"runtime_version is 'new'"),
+        ("device", "cuda", r"device is 'cuda', allowed: \"cpu\""),
+        ("num_threads", 0, r"num_threads is 0, allowed: 1\.\.1024"),
+        ("max_batch", -1, r"max_batch is -1"),
+        ("opsets", [20], r"opsets is \[20\], allowed: \[lowest, highest\]"),
+        ("min_agreement_db", -1.0, r"min_agreement_db is -1\.0"),
+        ("work_pool", "", "work_pool is ''"),
+        ("precision", Precision.bf16, r"precision is bf16, allowed: f32 for runtime onnxruntime"),
+    ],
+)
+def test_impossible_target_is_refused_with_its_key(workshop, field, value, message):
+    with pytest.raises(ConfigError, match=message):
+        workshop.target("cpu_onnxruntime", **{field: value})
+
+
+def test_every_declared_target_is_valid(workshop):
+    found = {name: workshop.target(name).runtime for name in (*FLOAT_TARGETS, "cpu_openvino_bf16")}
+    assert set(found.values()) == set(Runtime)

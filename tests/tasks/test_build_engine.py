@@ -1,0 +1,213 @@
+import json
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from tasks.build_engine import (
+    MAX_AGREEMENT_DB,
+    build_engine,
+    count_convs,
+    find_precision_fault,
+    signal_to_noise_db,
+)
+from tasks.core.errors import ArtifactError, TargetMismatch
+from tasks.parts.runners.contract import read_engine_manifest, sha256_of
+from tasks.parts.target import Precision, missing_cpu_flags
+
+
+def changed_graph(workshop, tmp_path, change):
+    graph = onnx.load(workshop.graph)
+    change(graph)
+    path = tmp_path / "changed.onnx"
+    path.write_bytes(graph.SerializeToString())
+    return path
+
+
+def built(target, model, tmp_path):
+    out = tmp_path / f"out-{target.name}"
+    out.mkdir()
+    return build_engine(target, model=model, out=out), out / "engine"
+
+
+@pytest.mark.parametrize("target", ["cpu_torch", "cpu_onnxruntime", "cpu_openvino"])
+def test_float_engine_is_one_file_with_its_digest(workshop, tmp_path, target):
+    model = workshop.checkpoint if target == "cpu_torch" else workshop.graph
+    report, engine = built(workshop.target(target), model, tmp_path)
+    manifest = read_engine_manifest(engine)
+    assert sorted(file.name for file in engine.iterdir()) == sorted(["manifest.json", report.file])
+    assert (report.status, report.reason, report.precision_ok, report.is_quantized) == (
+        "built",
+        "",
+        True,
+        False,
+    )
+    assert report.engine_sha256 == manifest.sha256 == sha256_of(engine / report.file)
+    assert report.size_bytes == manifest.size_bytes == (engine / report.file).stat().st_size
+    assert manifest.card.classes == ("background", "zero", "one")
+    if target != "cpu_torch":
+        assert report.agreement_db > 60
+
+
+@pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
+def test_quantized_engine_really_runs_int8(workshop, tmp_path, target):
+    report, _ = built(workshop.target(target), workshop.quantized, tmp_path)
+    _, num_quantized = count_convs(onnx.load(workshop.quantized))
+    assert report.is_quantized and report.precision_ok and not report.precision_note
+    assert report.num_convs_quantized == num_quantized > 10
+    assert report.num_convs_int8 > num_quantized / 2
+    assert report.agreement_db > 10
+
+
+def test_activations_of_the_onnxruntime_engine_are_uint8(workshop):
+    engine = workshop.engine("quantized", "cpu_onnxruntime")
+    graph = onnx.load(engine / "engine.onnx").graph
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    zero_points = {types[node.input[2]] for node in graph.node if node.op_type == "QuantizeLinear"}
+    assert zero_points == {TensorProto.UINT8}
+
+
+def test_int8_openvino_engine_without_uint8_encoding_is_refused_or_right(workshop, tmp_path):
+    """OpenVINO 2026.4 mis-scales convolutions on 1x1 maps with int8 activations; the check must notice that."""
+    target = workshop.target("cpu_openvino", uint8_activations=False, min_agreement_int8_db=10.0)
+    report, _ = built(target, workshop.quantized, tmp_path)
+    if report.status == "built":
+        assert report.agreement_db >= 10
+    else:
+        assert "(target.cpu_openvino.min_agreement_int8_db)" in report.reason
+
+
+def test_engine_bytes_depend_on_the_graph_alone(workshop, tmp_path):
+    report, _ = built(workshop.target("cpu_onnxruntime"), workshop.quantized, tmp_path)
+    again = read_engine_manifest(workshop.engine("quantized", "cpu_onnxruntime"))
+    assert report.engine_sha256 == again.sha256
+
+
+def test_bf16_target_runs_bf16_and_f32_target_does_not(workshop, tmp_path):
+    target = workshop.target("cpu_openvino_bf16")
+    if missing_cpu_flags(target):
+        pytest.skip(f"this CPU lacks {missing_cpu_flags(target)}")
+    report, engine = built(target, workshop.graph, tmp_path)
+    assert report.precision_ok and report.precisions["Convolution"].get("bf16", 0) > 10
+    assert "bf16" not in json.dumps(read_engine_manifest(workshop.engine("float", "cpu_openvino")).precisions)
+    assert report.agreement_db < MAX_AGREEMENT_DB
+    assert read_engine_manifest(engine).target.precision is Precision.bf16
+
+
+def test_cpu_without_a_declared_flag_ends_in_skipped_with_the_reason(workshop, tmp_path):
+    target = workshop.target("cpu_openvino_bf16", cpu_flags=["avx_imaginary"])
+    report, engine = built(target, workshop.graph, tmp_path)
+    assert report.status == "skipped"
+    assert report.reason == "this CPU lacks avx_imaginary (target.cpu_openvino_bf16.cpu_flags)"
+    assert [file.name for file in engine.iterdir()] == ["manifest.json"]
+
+
+def test_other_runtime_version_is_refused_with_the_place_to_run_it(workshop, tmp_path):
+    target = workshop.target("cpu_onnxruntime", runtime_version="1.2", work_pool="old-machines")
+    with pytest.raises(TargetMismatch, match=r"declares onnxruntime 1\.2, .* pool 'old-machines'"):
+        built(target, workshop.graph, tmp_path)
+
+
+@pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
+def test_custom_operator_is_named_before_the_build_and_fails_this_target_only(workshop, tmp_path, target):
+    def change(graph):
+        graph.opset_import.append(helper.make_opsetid("com.example", 1))
+        graph.graph.node.append(
+            helper.make_node("Magic", [graph.graph.output[0].name], ["unused"], "wand", domain="com.example")
+        )
+
+    report, engine = built(workshop.target(target), changed_graph(workshop, tmp_path, change), tmp_path)
+    assert report.status == "failed"
+    assert "com.example::Magic ('wand')" in report.reason and target in report.reason
+    assert [file.name for file in engine.iterdir()] == ["manifest.json"]
+
+
+def test_opset_outside_the_target_s_range_fails_with_the_key(workshop, tmp_path):
+    target = workshop.target("cpu_onnxruntime", opsets=[13, 14])
+    report, _ = built(target, workshop.graph, tmp_path)
+    assert report.status == "failed"
+    assert "opset 20, allowed are 13..14 (target.cpu_onnxruntime.opsets)" in report.reason
+
+
+def test_opset_from_the_future_is_refused(workshop, tmp_path):
+    def change(graph):
+        graph.opset_import[0].version = 99
+
+    with pytest.raises(ArtifactError, match="opset 99"):
+        built(workshop.target("cpu_onnxruntime"), changed_graph(workshop, tmp_path, change), tmp_path)
+
+
+@pytest.mark.parametrize("length", [0, 1000])
+def test_empty_or_torn_graph_is_refused(workshop, tmp_path, length):
+    path = tmp_path / "torn.onnx"
+    path.write_bytes(workshop.graph.read_bytes()[:length])
+    with pytest.raises(ArtifactError, match=r"torn\.onnx"):
+        built(workshop.target("cpu_openvino"), path, tmp_path)
+
+
+def test_nan_weight_is_refused_by_name(workshop, tmp_path):
+    names = []
+
+    def change(graph):
+        weight = next(tensor for tensor in graph.graph.initializer if len(tensor.dims) == 4)
+        values = numpy_helper.to_array(weight).copy()
+        values.flat[0] = np.nan
+        weight.CopyFrom(numpy_helper.from_array(values, weight.name))
+        names.append(weight.name)
+
+    with pytest.raises(ArtifactError, match="holds NaN or infinity") as caught:
+        built(workshop.target("cpu_onnxruntime"), changed_graph(workshop, tmp_path, change), tmp_path)
+    assert names[0] in str(caught.value)
+
+
+def test_card_with_other_number_of_classes_is_refused_with_both(workshop, tmp_path):
+    def change(graph):
+        entry = next(e for e in graph.metadata_props if e.key == "enginewright")
+        card = json.loads(entry.value)
+        card["classes"] = [*card["classes"], "two"]
+        entry.value = json.dumps(card)
+
+    with pytest.raises(ArtifactError, match=r"\[3, 64, 96\].*card says \[4, 64, 96\]"):
+        built(workshop.target("cpu_onnxruntime"), changed_graph(workshop, tmp_path, change), tmp_path)
+
+
+def test_engine_that_computes_something_else_fails(workshop, tmp_path):
+    target = workshop.target("cpu_openvino", min_agreement_db=149.0)
+    report, engine = built(target, workshop.graph, tmp_path)
+    assert report.status == "failed"
+    assert "expected 149 dB or more (target.cpu_openvino.min_agreement_db)" in report.reason
+    assert [file.name for file in engine.iterdir()] == ["manifest.json"]
+
+
+def test_torch_takes_no_onnx_graph(workshop, tmp_path):
+    with pytest.raises(ArtifactError, match=r"an ONNX graph, expected a \.safetensors checkpoint"):
+        built(workshop.target("cpu_torch"), workshop.quantized, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("precision", "precisions", "num_quantized", "fault"),
+    [
+        ("f32", {"Conv": {"f32": 10}}, 0, ""),
+        ("f32", {"Conv": {"f32": 10}}, 10, "runs only 0 of 10 in int8"),
+        ("f32", {"QLinearConv": {"int8": 9}, "Conv": {"f32": 1}}, 10, ""),
+        ("f32", {"QLinearConv": {"int8": 2}, "FusedConv": {"f32": 8}}, 10, "runs only 2 of 10 in int8"),
+        ("f32", {"QLinearConv": {"int8": 2}, "FusedConv": {"f32": 8}}, 2, ""),
+        ("f32", {"Convolution": {"f32": 9, "bf16": 1}}, 0, "declared is f32"),
+        ("bf16", {"Convolution": {"bf16": 10}}, 0, ""),
+        ("bf16", {"Convolution": {"f32": 10}}, 0, "declared is bf16"),
+        ("bf16", {"Convolution": {"int8": 10}}, 10, ""),
+    ],
+)
+def test_precision_in_use_is_held_against_the_declared_one(
+    workshop, precision, precisions, num_quantized, fault
+):
+    target = workshop.target("cpu_openvino", precision=Precision(precision))
+    found = find_precision_fault(target, precisions, num_convs=10, num_quantized=num_quantized)
+    assert fault in found if fault else found == ""
+
+
+def test_signal_to_noise_follows_its_formula():
+    expected = np.array([3.0, 4.0], np.float32)
+    assert signal_to_noise_db(expected, expected) == MAX_AGREEMENT_DB
+    assert signal_to_noise_db(expected, expected + np.array([0.5, 0], np.float32)) == pytest.approx(20.0)

@@ -1,0 +1,71 @@
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+from tasks.export_onnx import Config, export_onnx
+from tasks.parts.onnx_graph import node_sources, read_card_of_graph, read_graph
+
+CONFIG = Config(opset=20, batch_sizes=[1, 3], max_abs_difference=1e-3, min_sqnr_db=80.0, seed=0)
+
+
+@pytest.fixture(scope="module")
+def exported(workshop: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    out = tmp_path_factory.mktemp("export")
+    return export_onnx(CONFIG, checkpoint=workshop.checkpoint, out=out), out
+
+
+def test_report_and_file_agree(exported: tuple[Any, Path]) -> None:
+    report, out = exported
+    graph = read_graph(out / "model.onnx")
+    assert [path.name for path in out.iterdir()] == ["model.onnx"]
+    assert report.size_bytes == (out / "model.onnx").stat().st_size
+    assert report.num_nodes == len(graph.graph.node) == len(node_sources(graph))
+    assert [found.batch_size for found in report.differences] == [1, 3]
+    assert all(found.max_abs < 1e-4 and found.sqnr_db > 100 for found in report.differences)
+    assert read_card_of_graph(graph).classes == ("background", "zero", "one")
+
+
+def test_the_same_checkpoint_gives_the_same_bytes(
+    exported: tuple[Any, Path], workshop: Any, tmp_path: Path
+) -> None:
+    export_onnx(CONFIG, checkpoint=workshop.checkpoint, out=tmp_path)
+    assert (tmp_path / "model.onnx").read_bytes() == (exported[1] / "model.onnx").read_bytes()
+
+
+def test_gate_stops_an_export_that_differs_from_torch(workshop: Any, tmp_path: Path) -> None:
+    strict = replace(CONFIG, max_abs_difference=1e-12)
+    with pytest.raises(GateFailed, match=r"batch of 1: .*export_onnx.max_abs_difference"):
+        export_onnx(strict, checkpoint=workshop.checkpoint, out=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_checkpoint_with_nan_weights_is_refused(workshop: Any, tmp_path: Path) -> None:
+    import safetensors
+    import safetensors.torch
+
+    tensors = safetensors.torch.load_file(workshop.checkpoint)
+    with safetensors.safe_open(workshop.checkpoint, framework="pt") as file:
+        metadata = file.metadata()
+    tensors["classifier.weight"][0] = float("nan")
+    safetensors.torch.save_file(tensors, tmp_path / "nan.safetensors", metadata)
+    with pytest.raises(ArtifactError, match=r"classifier\.weight"):
+        export_onnx(CONFIG, checkpoint=tmp_path / "nan.safetensors", out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"opset": 99},
+        {"batch_sizes": []},
+        {"batch_sizes": [0]},
+        {"max_abs_difference": 0.0},
+        {"min_sqnr_db": -1.0},
+        {"seed": -1},
+    ],
+)
+def test_impossible_values_name_their_key(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"export_onnx\.{next(iter(change))} is .*expected"):
+        replace(CONFIG, **change)

@@ -1,0 +1,203 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks.core.config import typed_config
+from tasks.core.errors import ArtifactError, ConfigError, GateFailed, TrainingDiverged
+from tasks.parts.onnx_graph import is_quantized, node_sources, read_graph
+from tasks.quantize_aware_train import Config, check_agreement, quantize_aware_train
+
+VALUES: dict[str, Any] = {
+    "distillation": {
+        "label_weight": 1.0,
+        "soft_target_weight": 0.0,
+        "channel_wise_weight": 0.0,
+        "hint_weight": 0.0,
+        "temperature": 2.0,
+    },
+    "trainer": {
+        "seed": 0,
+        "max_epochs": 2,
+        "batch_size": 4,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.0,
+        "patience_epochs": 8,
+        "horizontal_flip": 0.0,
+        "brightness": 0.1,
+        "precision": "fp32",
+        "gradient_checkpointing": False,
+        "accelerator": "cpu",
+        "num_devices": 1,
+        "num_nodes": 1,
+        "strategy": "auto",
+        "num_workers": 0,
+    },
+    "op_types": ["Conv", "Add", "Concat", "AveragePool", "Resize"],
+    "opset": 20,
+    "min_agreement": 0.9,
+}
+
+
+def config(**trainer: Any) -> Config:
+    values = VALUES | {"trainer": VALUES["trainer"] | trainer}
+    typed: Config = typed_config(Config, values, "quantize_aware_train")
+    return typed
+
+
+@pytest.fixture(scope="module")
+def calibrated(workshop: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the inputs of the stage."""
+    from tasks.parts.calibrator import Calibrator
+    from tasks.quantize_ptq import Config as PtqConfig
+    from tasks.quantize_ptq import quantize_ptq
+
+    out = tmp_path_factory.mktemp("ptq")
+    ptq = PtqConfig([Calibrator.minmax], 100.0, 4, 4, 0, 20.0, 0.0, VALUES["op_types"])
+    quantize_ptq(ptq, model=workshop.graph, data=workshop.data, out=out)
+    return {
+        "checkpoint": workshop.checkpoint,
+        "teacher": workshop.checkpoint,
+        "model": workshop.graph,
+        "ranges": out / "ranges.json",
+        "data": workshop.data,
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(calibrated: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    out = tmp_path_factory.mktemp("qat")
+    return quantize_aware_train(config(), **calibrated, out=out), out
+
+
+def test_training_writes_a_graph_that_is_no_worse_and_computes_what_was_trained(
+    trained: tuple[Any, Path],
+) -> None:
+    report, out = trained
+    assert report.val_miou >= report.val_miou_before
+    assert report.num_epochs == 2
+    assert report.best_epoch in (0, 1, 2)
+    assert report.agreement >= 0.9
+    assert is_quantized(read_graph(out / "model.onnx"))
+
+
+def test_graph_has_the_nodes_of_the_calibrated_one_with_other_weights(
+    trained: tuple[Any, Path], calibrated: dict[str, Path]
+) -> None:
+    report, out = trained
+    assert report.best_epoch > 0, "this training improves the network; otherwise the test compares nothing"
+    before, after = read_graph(calibrated["model"]), read_graph(out / "model.onnx")
+    assert node_sources(before).items() <= node_sources(after).items()
+    assert all(module and source for module, source in node_sources(after).values())
+
+
+def test_killed_training_resumes_and_ends_with_the_same_bytes(
+    trained: tuple[Any, Path], calibrated: dict[str, Path], tmp_path: Path
+) -> None:
+    paths = {name: str(path) for name, path in calibrated.items()} | {"out": str(tmp_path)}
+    program = textwrap.dedent(
+        f"""
+        from pathlib import Path
+        from test_quantize_aware_train import config, quantize_aware_train
+        paths = {{name: Path(path) for name, path in {paths!r}.items()}}
+        quantize_aware_train(config(), **paths)
+        """
+    )
+    folders = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": folders}, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "resume" / "last.ckpt").exists() and process.poll() is None:
+        assert time.monotonic() < deadline, "no checkpoint was written"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    resumed = quantize_aware_train(config(), **calibrated, out=tmp_path)
+    assert resumed == trained[0]
+    assert (tmp_path / "model.onnx").read_bytes() == (trained[1] / "model.onnx").read_bytes()
+
+
+def test_a_diverging_training_says_step_and_learning_rate(
+    calibrated: dict[str, Path], tmp_path: Path
+) -> None:
+    loss = config().distillation
+    endless = replace(config(), distillation=replace(loss, label_weight=1e39))
+    with pytest.raises(TrainingDiverged, match=r"step \d+ \(learning rate"):
+        quantize_aware_train(endless, **calibrated, out=tmp_path)
+
+
+def test_weights_that_training_made_worse_are_not_written(
+    calibrated: dict[str, Path], tmp_path: Path
+) -> None:
+    before = _float_graph_that_is_already_right(calibrated, tmp_path)
+    (tmp_path / "out").mkdir()
+    report = quantize_aware_train(config(learning_rate=0.5, max_epochs=1), **before, out=tmp_path / "out")
+    assert (report.best_epoch, report.val_miou) == (0, report.val_miou_before)
+    assert report.agreement >= 0.9
+
+
+def test_gate_stops_a_graph_that_computes_something_else(calibrated: dict[str, Path]) -> None:
+    from onnx import numpy_helper
+
+    from tasks.parts.checkpoint import load_checkpoint
+
+    graph = read_graph(calibrated["model"])
+    for tensor in graph.graph.initializer:
+        if tensor.name == "classifier/Conv:weight":
+            tensor.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(tensor), tensor.name))
+    network = load_checkpoint(calibrated["checkpoint"])[0]
+    with pytest.raises(GateFailed, match=r"quantize_aware_train\.min_agreement"):
+        check_agreement(config(), network, graph, calibrated["data"])
+
+
+def test_a_graph_of_another_network_is_refused(calibrated: dict[str, Path], tmp_path: Path) -> None:
+    import onnx
+    from onnx import numpy_helper
+
+    graph = onnx.load(calibrated["model"])
+    for tensor in graph.graph.initializer:
+        if tensor.name == "classifier/Conv:weight":
+            wider = np.concatenate([numpy_helper.to_array(tensor)] * 2)
+            tensor.CopyFrom(numpy_helper.from_array(wider, tensor.name))
+    (tmp_path / "other.onnx").write_bytes(graph.SerializeToString())
+    with pytest.raises(ArtifactError, match="classifier/Conv"):
+        quantize_aware_train(config(), **(calibrated | {"model": tmp_path / "other.onnx"}), out=tmp_path)
+
+
+def test_missing_ranges_are_named(calibrated: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "ranges.json").write_text('{"ranges": {"image": [-1, 1]}}', encoding="utf-8")
+    with pytest.raises(ArtifactError, match="saw no data"):
+        quantize_aware_train(config(), **(calibrated | {"ranges": tmp_path / "ranges.json"}), out=tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"op_types": []}, {"opset": 3}, {"min_agreement": -0.1}])
+def test_impossible_values_name_their_key(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"quantize_aware_train\.{next(iter(change))} is .*expected"):
+        replace(config(), **change)
+
+
+def _float_graph_that_is_already_right(calibrated: dict[str, Path], folder: Path) -> dict[str, Path]:
+    """Return the inputs with a data set whose validation masks are what the calibrated graph predicts."""
+    import shutil
+
+    from tasks.parts.data import open_split
+    from tasks.parts.onnx_graph import activations_to_uint8
+    from tasks.parts.onnx_predict import predict_classes
+    from tasks.parts.onnx_qdq import insert_qdq, read_ranges
+
+    data = Path(shutil.copytree(calibrated["data"], folder / "dataset"))
+    graph = insert_qdq(
+        read_graph(calibrated["model"]), read_ranges(calibrated["ranges"]), op_types=VALUES["op_types"]
+    )
+    images_NHWC = open_split(data, "val")[0]
+    np.save(data / "val_masks.npy", predict_classes(activations_to_uint8(graph), images_NHWC, batch_size=4))
+    return calibrated | {"data": data}

@@ -1,0 +1,140 @@
+import csv
+import json
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks.core.errors import ArtifactError, ConfigError, DataError, GateFailed
+from tasks.parts.calibrator import Calibrator
+from tasks.parts.onnx_graph import is_quantized, node_sources, read_graph
+from tasks.quantize_ptq import Config, quantize_ptq
+
+CONFIG = Config(
+    calibrators=list(Calibrator),
+    percentile=99.99,
+    num_images=4,
+    batch_size=2,
+    num_val_images=0,
+    max_abs_input=20.0,
+    min_agreement=0.5,
+    op_types=["Conv", "Add", "Concat", "AveragePool", "Resize"],
+)
+
+
+@pytest.fixture(scope="module")
+def quantized(workshop: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    out = tmp_path_factory.mktemp("ptq")
+    return quantize_ptq(CONFIG, model=workshop.graph, data=workshop.data, out=out), out
+
+
+@pytest.fixture
+def data(workshop: Any, tmp_path: Path) -> Path:
+    """Return a copy of the data set that a test may spoil."""
+    return Path(shutil.copytree(workshop.data, tmp_path / "dataset"))
+
+
+def test_the_best_calibrator_is_kept_and_all_are_reported(quantized: tuple[Any, Path]) -> None:
+    report, out = quantized
+    assert [trial.calibrator for trial in report.trials] == ["minmax", "entropy", "percentile"]
+    best = max(report.trials, key=lambda trial: trial.miou)
+    assert (report.calibrator, report.miou, report.agreement) == (best.calibrator, best.miou, best.agreement)
+    with (out / "calibrators.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["calibrator"] for row in rows] == ["minmax", "entropy", "percentile"]
+    assert float(rows[0]["miou"]) == pytest.approx(report.trials[0].miou, abs=1e-6)
+
+
+def test_graph_and_ranges_belong_together(quantized: tuple[Any, Path], workshop: Any) -> None:
+    report, out = quantized
+    graph, before = read_graph(out / "model.onnx"), read_graph(workshop.graph)
+    assert is_quantized(graph)
+    assert node_sources(before).items() <= node_sources(graph).items()
+    content = json.loads((out / "ranges.json").read_text(encoding="utf-8"))
+    assert content["calibrator"] == report.calibrator
+    pairs = [node.input[0] for node in graph.graph.node if node.op_type == "QuantizeLinear"]
+    assert sorted(content["ranges"]) == sorted(pairs)
+    assert report.num_quantized_tensors == len(pairs)
+
+
+def test_the_same_inputs_give_the_same_bytes(
+    quantized: tuple[Any, Path], workshop: Any, tmp_path: Path
+) -> None:
+    quantize_ptq(CONFIG, model=workshop.graph, data=workshop.data, out=tmp_path)
+    for name in ("model.onnx", "ranges.json", "calibrators.csv"):
+        assert (tmp_path / name).read_bytes() == (quantized[1] / name).read_bytes()
+
+
+def test_a_wild_pixel_scale_is_refused_and_not_calibrated(workshop: Any, data: Path, tmp_path: Path) -> None:
+    import onnx
+
+    graph = onnx.load(workshop.graph)
+    card = json.loads(graph.metadata_props[0].value)
+    graph.metadata_props[0].value = json.dumps(card | {"std": [1e-6, 0.2, 0.2]})
+    onnx.save(graph, tmp_path / "wild.onnx")
+    with pytest.raises(DataError, match=r"quantize_ptq\.max_abs_input"):
+        quantize_ptq(CONFIG, model=tmp_path / "wild.onnx", data=data, out=tmp_path)
+
+
+def test_black_calibration_images_are_refused(workshop: Any, data: Path, tmp_path: Path) -> None:
+    images_NHWC = np.load(data / "calibration_images.npy")
+    images_NHWC[1:] = 114
+    np.save(data / "calibration_images.npy", images_NHWC)
+    with pytest.raises(DataError, match="1 of 2 calibration images hold one value only"):
+        quantize_ptq(replace(CONFIG, num_images=2), model=workshop.graph, data=data, out=tmp_path)
+
+
+def test_calibration_images_of_the_test_split_and_a_small_split_are_warned_of(
+    workshop: Any, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    images_NHWC = np.load(data / "calibration_images.npy")
+    images_NHWC[:2] = np.load(data / "test_images.npy")[:2]
+    np.save(data / "calibration_images.npy", images_NHWC)
+    config = replace(CONFIG, num_images=100, calibrators=[Calibrator.minmax])
+    with caplog.at_level(logging.WARNING):
+        report = quantize_ptq(config, model=workshop.graph, data=data, out=tmp_path)
+    assert (report.num_images, report.num_images_in_test) == (4, 2)
+    assert "has 4 images, quantize_ptq.num_images asks for 100" in caplog.text
+    assert "2 calibration images are also in the test split" in caplog.text
+
+
+def test_gate_stops_a_graph_that_disagrees_with_the_float_one(workshop: Any, tmp_path: Path) -> None:
+    config = replace(CONFIG, percentile=51.0, calibrators=[Calibrator.percentile], min_agreement=1.0)
+    with pytest.raises(GateFailed, match=r"\(percentile\).*quantize_ptq\.min_agreement"):
+        quantize_ptq(config, model=workshop.graph, data=workshop.data, out=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_quantized_graph_is_refused(workshop: Any, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="already has Q/DQ"):
+        quantize_ptq(CONFIG, model=workshop.quantized, data=workshop.data, out=tmp_path)
+
+
+def test_other_classes_are_refused(workshop: Any, data: Path, tmp_path: Path) -> None:
+    manifest = data / "manifest.json"
+    manifest.write_text(manifest.read_text(encoding="utf-8").replace('"zero"', '"nine"'), encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"zero.*nine"):
+        quantize_ptq(CONFIG, model=workshop.graph, data=data, out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"calibrators": []},
+        {"calibrators": [Calibrator.minmax, Calibrator.minmax]},
+        {"percentile": 101.0},
+        {"num_images": 0},
+        {"batch_size": 0},
+        {"num_val_images": -1},
+        {"max_abs_input": 0.0},
+        {"min_agreement": 1.5},
+        {"op_types": ["Add"]},
+    ],
+)
+def test_impossible_values_name_their_key(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"quantize_ptq\.{next(iter(change))} is .*expected"):
+        replace(CONFIG, **change)

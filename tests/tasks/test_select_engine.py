@@ -1,0 +1,537 @@
+"""Verdicts, fronts and picks from the reports of the earlier stages; the readable reports; MLflow."""
+
+import dataclasses
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tasks.core.config import typed_config
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.tracking import TrackingConfig
+from tasks.parts.pareto import pareto_front
+from tasks.parts.runners.contract import EngineManifest, EngineStatus, InputCard, write_engine_manifest
+from tasks.parts.target import Precision, Runtime, Target
+from tasks.select_engine import Config, EngineName, Report, Technique, select_engine
+
+CLASSES = ("background", "three", "<b>seven</b>")
+REFERENCE = EngineName("distilled", "cpu_torch")
+
+# (mIoU, p50 ms, speed-up over eager) of each engine; the speed-ups are 18.6 ms / p50, as in the field.
+MEASURED = {
+    ("teacher", "cpu_torch"): (0.68, 93.0, 0.2),
+    ("distilled", "cpu_torch"): (0.540, 18.6, 1.0),
+    ("distilled", "cpu_onnxruntime"): (0.540, 1.7, 10.9),
+    ("pruned", "cpu_onnxruntime"): (0.536, 1.2, 15.5),
+    ("pruned_ptq", "cpu_onnxruntime"): (0.510, 0.66, 28.2),
+    ("pruned_qat", "cpu_onnxruntime"): (0.533, 0.66, 28.2),
+}
+
+
+class Artifacts:
+    """The output folders of the four earlier stages, with whatever a test wants in them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.names: list[EngineName] = []
+        for stage in ("build_engine", "validate", "benchmark", "diff_layers"):
+            (root / stage).mkdir(parents=True)
+
+    def inputs(self) -> dict[str, Path]:
+        return {
+            "builds": self.root / "build_engine",
+            "validations": self.root / "validate",
+            "benchmarks": self.root / "benchmark",
+            "diffs": self.root / "diff_layers",
+        }
+
+    def change(self, stage: str, name: str, **fields: Any) -> None:
+        variant, target = name.split("-")
+        file = self.root / stage / variant / target / "report.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    def add(
+        self,
+        variant: str,
+        target: str,
+        miou: float,
+        latency_ms: float,
+        speedup: float,
+        *,
+        precision_ok: bool = True,
+        precision_note: str = "",
+        inconclusive: bool = False,
+        aa_ratio_spread: float = 0.01,
+    ) -> None:
+        content = f"{variant}{target}".encode()
+        sha256 = hashlib.sha256(content).hexdigest()
+        manifest = self._manifest(target, EngineStatus.built, "", sha256, len(content), precision_ok)
+        folder = self._build(variant, target, manifest, {"precision_note": precision_note})
+        (folder / "engine" / "model.engine").write_bytes(content)
+        self._report(
+            "validate",
+            variant,
+            target,
+            {
+                "miou": miou,
+                "pixel_accuracy": 0.9,
+                "iou": {"background": 0.95, "three": miou, "<b>seven</b>": None},
+                "engine_sha256": sha256,
+            },
+        )
+        self._report(
+            "benchmark",
+            variant,
+            target,
+            {
+                "latency_ms_p50": latency_ms,
+                "latency_ms_p90": latency_ms * 1.1,
+                "latency_ms_p99": latency_ms * 1.3,
+                "throughput_per_s": 1000 / latency_ms,
+                "throughput_per_s_batched": 1400 / latency_ms,
+                "speedup_vs_reference": speedup,
+                "speedup_vs_reference_low": speedup * 0.98,
+                "speedup_vs_reference_high": speedup * 1.02,
+                "aa_ratio_spread": aa_ratio_spread,
+                "inconclusive": inconclusive,
+                "memory_mib": 40.0,
+                "engine_sha256": sha256,
+                "reference_sha256": "reference",
+                "runtime": "onnxruntime",
+                "runtime_version": "1.31.1",
+                "provider": "CPUExecutionProvider",
+                "num_threads": 2,
+                "cpu_model": "A CPU",
+                "load_average_before": 0.4,
+            },
+        )
+        layer = {"node": "node_conv_3", "module": "head.conv", "source": "tasks/x.py:12", "sqnr_db": 7.5}
+        found = {"first_collapse": layer if "ptq" in variant else None, "largest_own_drop": layer}
+        self._report("diff_layers", variant, target, found)
+
+    def add_without_engine(self, variant: str, target: str, status: EngineStatus, reason: str) -> None:
+        manifest = self._manifest(target, status, reason, "", 0, False)
+        self._build(variant, target, manifest, {})
+
+    def _manifest(
+        self, target: str, status: EngineStatus, reason: str, sha256: str, size_bytes: int, precision_ok: bool
+    ) -> EngineManifest:
+        declared = Target(
+            name=target,
+            runtime=Runtime.onnxruntime,
+            runtime_version="any",
+            device="cpu",
+            cpu_flags=[],
+            precision=Precision.f32,
+            num_threads=2,
+            max_batch=8,
+            uint8_activations=True,
+            opsets=[17, 21],
+            min_agreement_db=40.0,
+            work_pool="cpu",
+        )
+        return EngineManifest(
+            target=declared,
+            status=status,
+            reason=reason,
+            file="model.engine" if status is EngineStatus.built else "",
+            sha256=sha256,
+            size_bytes=size_bytes,
+            runtime_version="1.31.1",
+            isa=(),
+            card=InputCard(CLASSES, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), 64, 64),
+            is_quantized=False,
+            precisions={"Conv": {"f32": 3, "int8": 5}},
+            precision_ok=precision_ok,
+            provider="CPUExecutionProvider",
+        )
+
+    def _build(self, variant: str, target: str, manifest: EngineManifest, report: dict[str, Any]) -> Path:
+        folder = self.root / "build_engine" / variant / target
+        (folder / "engine").mkdir(parents=True)
+        write_engine_manifest(folder / "engine", manifest)
+        (folder / "report.json").write_text(json.dumps(report))
+        (folder / "key.json").write_text(json.dumps({"key": f"key of {variant}"}))
+        self.names.append(EngineName(variant, target))
+        return folder
+
+    def _report(self, stage: str, variant: str, target: str, content: dict[str, Any]) -> None:
+        folder = self.root / stage / variant / target
+        folder.mkdir(parents=True)
+        (folder / "report.json").write_text(json.dumps(content))
+
+
+@pytest.fixture
+def artifacts(tmp_path: Path) -> Artifacts:
+    made = Artifacts(tmp_path / "artifacts")
+    for (variant, target), numbers in MEASURED.items():
+        made.add(variant, target, *numbers)
+    return made
+
+
+def config_for(artifacts: Artifacts, **changes: Any) -> Config:
+    config = Config(
+        float_reference=REFERENCE,
+        max_miou_rel_loss=0.02,
+        float_variant="distilled",
+        guarded=["pruned", "pruned_ptq", "pruned_qat"],
+        min_speedup_factor=1.02,
+        techniques=[
+            Technique("Pruning", "distilled", "pruned"),
+            Technique("Quantization-aware training", "pruned_ptq", "pruned_qat"),
+        ],
+        engines=artifacts.names,
+        tracking=TrackingConfig(enabled=False, uri="sqlite:///mlflow.db", experiment="engines"),
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def run(artifacts: Artifacts, out: Path, **changes: Any) -> tuple[Report, dict[str, dict[str, Any]]]:
+    out.mkdir(exist_ok=True)
+    report = select_engine(config_for(artifacts, **changes), **artifacts.inputs(), out=out)
+    rows = json.loads((out / "engines.json").read_text())
+    return report, {f"{row['variant']}-{row['target']}": row for row in rows}
+
+
+def test_the_fastest_engine_that_is_accurate_enough_is_picked(artifacts, tmp_path) -> None:
+    report, rows = run(artifacts, tmp_path / "out")
+
+    picks = json.loads((tmp_path / "out" / "picks.json").read_text())
+    assert picks["cpu_onnxruntime"] == rows["pruned_qat-cpu_onnxruntime"]
+    assert picks["cpu_torch"]["variant"] == "distilled"
+    assert report.best is not None
+    assert (report.best.variant, report.best.target) == ("pruned_qat", "cpu_onnxruntime")
+    assert (report.num_engines, report.num_accepted) == (6, 5)
+    assert report.without_pick == {}
+
+
+def test_a_relative_loss_over_the_gate_is_too_lossy_and_the_reason_has_the_numbers(
+    artifacts, tmp_path
+) -> None:
+    _, rows = run(artifacts, tmp_path / "out")
+
+    row = rows["pruned_ptq-cpu_onnxruntime"]
+    assert row["verdict"] == "TOO_LOSSY"
+    assert row["miou_rel_loss"] == pytest.approx(1 - 0.510 / 0.540)
+    for number in ("0.5100", "5.56 %", "0.5400", "2 %"):
+        assert number in row["reason"]
+
+
+def test_a_loss_of_exactly_the_gate_passes(artifacts, tmp_path) -> None:
+    loss = 1 - 0.510 / 0.540
+    _, rows = run(artifacts, tmp_path / "out", max_miou_rel_loss=loss)
+    assert rows["pruned_ptq-cpu_onnxruntime"]["verdict"] == "ACCEPT"
+
+
+def test_compression_without_speed_is_not_faster(artifacts, tmp_path) -> None:
+    artifacts.add("pruned", "cpu_torch", 0.539, 18.5, 1.01)
+    _, rows = run(artifacts, tmp_path / "out")
+
+    row = rows["pruned-cpu_torch"]
+    assert row["verdict"] == "NOT_FASTER"
+    assert "1.01x as fast as distilled on this target" in row["reason"]
+    assert "expected 1.02x" in row["reason"]
+
+
+def test_the_speed_gate_uses_paired_ratios_and_not_latencies_of_different_minutes(
+    artifacts, tmp_path
+) -> None:
+    artifacts.add("pruned", "cpu_torch", 0.539, 25.0, 1.30)  # measured while the machine was slow
+    _, rows = run(artifacts, tmp_path / "out")
+    assert rows["pruned-cpu_torch"]["verdict"] == "ACCEPT"
+
+
+def test_a_difference_within_the_control_is_said_to_be_none(artifacts, tmp_path) -> None:
+    artifacts.add("pruned", "cpu_torch", 0.539, 18.0, 1.03, aa_ratio_spread=0.04)
+    _, rows = run(artifacts, tmp_path / "out")
+    assert "within the A/A spread of 4.0 %" in rows["pruned-cpu_torch"]["reason"]
+
+
+def test_an_inconclusive_latency_is_said_in_the_reason(artifacts, tmp_path) -> None:
+    artifacts.add("pruned", "cpu_torch", 0.539, 12.0, 1.5, inconclusive=True, aa_ratio_spread=0.083)
+    _, rows = run(artifacts, tmp_path / "out")
+    assert "inconclusive" in rows["pruned-cpu_torch"]["reason"]
+    assert "8.3 %" in rows["pruned-cpu_torch"]["reason"]
+
+
+def test_teacher_and_baseline_need_no_speed_but_accuracy(artifacts, tmp_path) -> None:
+    artifacts.add("baseline", "cpu_torch", 0.50, 18.6, 1.0)
+    _, rows = run(artifacts, tmp_path / "out")
+    assert rows["teacher-cpu_torch"]["verdict"] == "ACCEPT"
+    assert rows["baseline-cpu_torch"]["verdict"] == "TOO_LOSSY"
+
+
+def test_an_engine_that_is_not_what_it_claims_is_neither_picked_nor_on_the_front(artifacts, tmp_path) -> None:
+    artifacts.add(
+        "pruned_qat", "cpu_openvino", 0.54, 0.1, 186.0, precision_ok=False, precision_note="no int8"
+    )
+    report, rows = run(artifacts, tmp_path / "out")
+
+    row = rows["pruned_qat-cpu_openvino"]
+    assert row["verdict"] == "PRECISION_MISMATCH"
+    assert row["reason"].startswith("no int8")
+    assert not row["pareto"]
+    assert "cpu_openvino" not in report.picks
+
+
+@pytest.mark.parametrize(
+    ("status", "verdict"), [(EngineStatus.skipped, "SKIPPED"), (EngineStatus.failed, "BUILD_FAILED")]
+)
+def test_without_an_engine_numbers_are_null_and_the_reason_is_kept(
+    artifacts, tmp_path, status, verdict
+) -> None:
+    artifacts.add_without_engine("pruned", "cpu_openvino_bf16", status, "this CPU lacks avx512_bf16")
+    report, rows = run(artifacts, tmp_path / "out")
+
+    row = rows["pruned-cpu_openvino_bf16"]
+    assert row["verdict"] == verdict
+    assert row["reason"] == "this CPU lacks avx512_bf16"
+    assert row["miou"] is row["latency_ms_p50"] is row["engine_sha256"] is row["size_bytes"] is None
+    assert "avx512_bf16" in report.without_pick["cpu_openvino_bf16"]
+    assert "cpu_openvino_bf16" not in json.loads((tmp_path / "out" / "picks.json").read_text())
+
+
+def test_a_target_whose_engines_all_fail_is_named_in_both_reports(artifacts, tmp_path) -> None:
+    artifacts.add("baseline", "cpu_openvino", 0.3, 1.0, 18.0)
+    run(artifacts, tmp_path / "out")
+    assert "cpu_openvino: no pick" in (tmp_path / "out" / "report.md").read_text()
+    assert "No pick" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_between_equally_fast_engines_the_more_accurate_is_picked(artifacts, tmp_path) -> None:
+    artifacts.add("pruned", "cpu_openvino", 0.535, 1.0, 18.6)
+    artifacts.add("pruned_qat", "cpu_openvino", 0.538, 1.0, 18.6)
+    report, _ = run(artifacts, tmp_path / "out")
+    assert report.picks["cpu_openvino"].variant == "pruned_qat"
+
+
+def test_the_front_is_drawn_for_each_target_by_itself(artifacts, tmp_path) -> None:
+    _, rows = run(artifacts, tmp_path / "out")
+    front = {name for name, row in rows.items() if row["pareto"]}
+    assert front == {
+        "teacher-cpu_torch",  # most accurate there
+        "distilled-cpu_torch",
+        "distilled-cpu_onnxruntime",
+        "pruned-cpu_onnxruntime",
+        "pruned_qat-cpu_onnxruntime",  # as fast as pruned_ptq and more accurate
+    }
+
+
+@pytest.mark.parametrize(
+    ("points", "front"),
+    [
+        ([], ()),
+        ([(1.0, 0.5)], (True,)),
+        ([(1.0, 0.5), (2.0, 0.6)], (True, True)),
+        ([(1.0, 0.5), (2.0, 0.5)], (True, False)),
+        ([(1.0, 0.5), (1.0, 0.4)], (True, False)),
+        ([(1.0, 0.5), (1.0, 0.5)], (True, True)),
+        ([(1.0, 0.5), (1.0, 0.5), (0.9, 0.5)], (False, False, True)),
+    ],
+)
+def test_pareto_front(points, front) -> None:
+    assert pareto_front(points) == front
+
+
+@pytest.mark.parametrize("stage", ["validate", "benchmark"])
+def test_accuracy_and_latency_of_another_file_are_refused(artifacts, tmp_path, stage) -> None:
+    artifacts.change(stage, "pruned-cpu_onnxruntime", engine_sha256="0" * 64)
+    with pytest.raises(ArtifactError, match=f"dvc repro {stage}@pruned-cpu_onnxruntime"):
+        run(artifacts, tmp_path / "out")
+
+
+def test_speedups_over_different_references_are_refused(artifacts, tmp_path) -> None:
+    artifacts.change("benchmark", "pruned-cpu_onnxruntime", reference_sha256="another")
+    with pytest.raises(ArtifactError, match="2 different reference engines"):
+        run(artifacts, tmp_path / "out")
+
+
+def test_a_missing_report_names_the_engine(artifacts, tmp_path) -> None:
+    (artifacts.root / "validate" / "pruned" / "cpu_onnxruntime" / "report.json").unlink()
+    with pytest.raises(ArtifactError, match=r"'pruned' on target 'cpu_onnxruntime'.*dvc repro"):
+        run(artifacts, tmp_path / "out")
+
+
+def test_a_damaged_report_is_named(artifacts, tmp_path) -> None:
+    file = artifacts.root / "benchmark" / "pruned" / "cpu_onnxruntime" / "report.json"
+    file.write_text('{"latency')
+    with pytest.raises(ArtifactError, match=re.escape(str(file))):
+        run(artifacts, tmp_path / "out")
+
+
+def test_a_report_of_an_older_version_is_refused(artifacts, tmp_path) -> None:
+    file = artifacts.root / "benchmark" / "pruned" / "cpu_onnxruntime" / "report.json"
+    report = json.loads(file.read_text())
+    del report["latency_ms_p99"]
+    file.write_text(json.dumps(report))
+    with pytest.raises(ArtifactError, match="latency_ms_p99"):
+        run(artifacts, tmp_path / "out")
+
+
+def test_a_reference_without_accuracy_is_refused(artifacts, tmp_path) -> None:
+    artifacts.change("validate", "distilled-cpu_torch", miou=0.0)
+    with pytest.raises(ArtifactError, match=r"select_engine\.float_reference"):
+        run(artifacts, tmp_path / "out")
+
+
+def test_the_same_inputs_give_the_same_bytes(artifacts, tmp_path) -> None:
+    run(artifacts, tmp_path / "one")
+    run(artifacts, tmp_path / "two")
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+
+
+class _Tags(HTMLParser):
+    """Collects what a browser would load or show as markup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        self.addresses += [str(value) for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_well_formed_loads_nothing_and_escapes_names(artifacts, tmp_path) -> None:
+    artifacts.add_without_engine("pruned", "cpu_openvino", EngineStatus.failed, "<script>alert(1)</script>")
+    run(artifacts, tmp_path / "out")
+
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    tags = _Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert tags.addresses == []
+    assert "&lt;b&gt;seven&lt;/b&gt;" in page
+    assert "<script>alert" not in page
+    assert "<b>seven" not in page
+    for name in MEASURED:
+        assert name[0] in page and name[1] in page
+
+
+def test_the_interactive_plot_is_valid_and_shows_every_measured_engine(artifacts, tmp_path) -> None:
+    import plotly.graph_objects as go
+
+    run(artifacts, tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    embedded = re.search(r'<script type="application/json" id="pareto-data">(.*?)</script>', page)
+    assert embedded is not None
+    figure = go.Figure(json.loads(embedded[1]))  # raises for an unknown property
+    shown = [x for trace in figure.data if trace.text for x in trace.x]
+    assert sorted(shown) == sorted(latency for _, latency, _ in MEASURED.values())
+
+
+def test_the_markdown_has_a_row_for_every_engine_and_no_broken_cell(artifacts, tmp_path) -> None:
+    artifacts.add_without_engine("pruned", "cpu_openvino", EngineStatus.failed, "a | b\nc <i>d</i>")
+    run(artifacts, tmp_path / "out")
+
+    text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    table = text.split("## All engines")[1].split("##")[0].strip().splitlines()
+    assert len(table) == 2 + 7
+    bars = {len(re.findall(r"(?<!\\)\|", line)) for line in table}
+    assert len(bars) == 1
+    assert "a \\| b c &lt;i&gt;d&lt;/i&gt;" in text
+
+
+def test_the_report_tells_what_each_technique_gave(artifacts, tmp_path) -> None:
+    run(artifacts, tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    line = next(line for line in text.splitlines() if line.startswith("| Quantization-aware training"))
+    assert "+0.0230" in line  # 0.533 - 0.510
+    assert "1.00" in line  # 28.2 / 28.2
+
+
+def test_the_picture_is_a_png_of_a_size_for_a_readme(artifacts, tmp_path) -> None:
+    from PIL import Image
+
+    run(artifacts, tmp_path / "out")
+    with Image.open(tmp_path / "out" / "pareto.png") as image:
+        assert image.format == "PNG"
+        assert image.width >= 1000
+
+
+def tracking_in(tmp_path: Path) -> TrackingConfig:
+    return TrackingConfig(enabled=True, uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="engines")
+
+
+def test_every_engine_is_one_run_however_often_it_is_logged(artifacts, tmp_path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    artifacts.add_without_engine("pruned", "cpu_openvino", EngineStatus.skipped, "no such CPU")
+    tracking = tracking_in(tmp_path)
+    run(artifacts, tmp_path / "one", tracking=tracking)
+    run(artifacts, tmp_path / "two", tracking=tracking)
+
+    client = MlflowClient(tracking.uri, tracking.uri)
+    experiment = client.get_experiment_by_name("engines")
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    assert len(client.search_runs([experiment.experiment_id])) == len(runs) == 1 + 7
+    best = runs["pruned_qat-cpu_onnxruntime"]
+    assert best.data.metrics["latency_ms_p50"] == 0.66
+    assert best.data.tags["verdict"] == "ACCEPT"
+    assert best.data.tags["pareto"] == "true"
+    assert best.data.tags["precision"] == "int8+f32"
+    assert best.data.tags["key_build_engine"] == "key of pruned_qat"
+    assert len(best.data.tags["engine_sha256"]) == 64
+    files = {file.path for file in client.list_artifacts(best.info.run_id, "engine")}
+    assert files == {"engine/manifest.json", "engine/model.engine"}
+    assert [file.path for file in client.list_artifacts(best.info.run_id, "benchmark")] == [
+        "benchmark/report.json"
+    ]
+    pages = {file.path for file in client.list_artifacts(runs["pipeline"].info.run_id)}
+    assert pages == {"report.html", "report.md", "pareto.png", "engines.json", "picks.json"}
+    version = client.get_model_version_by_alias("enginewright-cpu_onnxruntime", "pick")
+    assert version.run_id == best.info.run_id
+    assert len(client.search_model_versions("name = 'enginewright-cpu_onnxruntime'")) == 1
+    assert "latency_ms_p50" not in runs["pruned-cpu_openvino"].data.metrics
+
+
+def test_an_engine_file_changed_after_it_was_measured_is_not_handed_out(artifacts, tmp_path) -> None:
+    file = artifacts.root / "build_engine" / "pruned" / "cpu_onnxruntime" / "engine" / "model.engine"
+    file.write_bytes(b"other code")
+    with pytest.raises(ArtifactError, match="not the file that was measured"):
+        run(artifacts, tmp_path / "out", tracking=tracking_in(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"engines": []}, "engines is empty"),
+        ({"engines": [REFERENCE, REFERENCE]}, "engines repeats distilled-cpu_torch"),
+        ({"float_reference": EngineName("distilled", "gpu")}, "float_reference is distilled-gpu"),
+        ({"max_miou_rel_loss": 1.0}, "max_miou_rel_loss is 1.0"),
+        ({"max_miou_rel_loss": -0.1}, "max_miou_rel_loss is -0.1"),
+        ({"max_miou_rel_loss": float("nan")}, "max_miou_rel_loss is nan"),
+        ({"min_speedup_factor": 0.5}, "min_speedup_factor is 0.5"),
+        ({"guarded": ["distilled"]}, "guarded holds 'distilled'"),
+    ],
+)
+def test_impossible_values_are_refused_with_their_key(artifacts, changes, key) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"select_engine.{key}")):
+        config_for(artifacts, **changes)
+
+
+def test_the_default_values_in_conf_fit_the_config() -> None:
+    section = yaml.safe_load(Path("conf/select_engine/default.yaml").read_text(encoding="utf-8"))
+    section["engines"] = [{"variant": "distilled", "target": "cpu_torch"}]
+    config = typed_config(Config, section, "select_engine")
+    assert config.max_miou_rel_loss == 0.02
+    assert config.float_reference == REFERENCE
+    assert config.tracking.uri == "sqlite:///mlflow.db"
+
+
+def test_equal_reasons_of_a_target_without_a_pick_are_said_once(artifacts, tmp_path) -> None:
+    for variant in ("distilled", "pruned"):
+        artifacts.add_without_engine(variant, "cpu_openvino_bf16", EngineStatus.skipped, "no such CPU")
+    report, _ = run(artifacts, tmp_path / "out")
+    assert report.without_pick == {"cpu_openvino_bf16": "distilled, pruned: SKIPPED, no such CPU"}

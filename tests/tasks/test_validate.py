@@ -1,0 +1,106 @@
+import csv
+import dataclasses
+import shutil
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from tasks.build_engine import build_engine
+from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+from tasks.parts.data import normalise, open_split, read_manifest
+from tasks.parts.metrics import confusion_matrix, scores
+from tasks.parts.runners.contract import read_engine_manifest, sha256_of, write_engine_manifest
+from tasks.validate import Config, validate
+
+CONFIG = Config(split="test", batch_size=4)
+
+
+@pytest.mark.parametrize("target", ["cpu_torch", "cpu_onnxruntime", "cpu_openvino"])
+def test_scores_are_those_of_the_network_itself(workshop, tmp_path, target):
+    import torch
+
+    from tasks.parts.checkpoint import load_checkpoint
+
+    report = validate(CONFIG, engine=workshop.engine("float", target), data=workshop.data, out=tmp_path)
+    network, card = load_checkpoint(workshop.checkpoint)
+    images_NHWC, masks_NHW = open_split(workshop.data, "test")
+    with torch.inference_mode():
+        logits_NCHW = network(torch.from_numpy(normalise(images_NHWC, card.mean, card.std)))
+    expected = scores(confusion_matrix(logits_NCHW.argmax(1).numpy(), masks_NHW, 3))
+    assert report.miou == pytest.approx(expected.miou, abs=1e-3)
+    assert report.pixel_accuracy == pytest.approx(expected.pixel_accuracy, abs=1e-3)
+    assert list(report.iou) == ["background", "zero", "one"]
+    assert report.num_images == 6
+    assert report.engine_sha256 == read_engine_manifest(workshop.engine("float", target)).sha256
+
+
+def test_confusion_counts_every_pixel_once_whatever_the_batch(workshop, tmp_path):
+    engine = workshop.engine("quantized", "cpu_onnxruntime")
+    tables = []
+    for batch_size in (1, 4, 100):
+        validate(Config("test", batch_size), engine=engine, data=workshop.data, out=tmp_path)
+        with (tmp_path / "confusion.csv").open(encoding="utf-8") as file:
+            rows = list(csv.reader(file))
+        assert rows[0][1:] == [row[0] for row in rows[1:]] == ["background", "zero", "one"]
+        tables.append(np.array([row[1:] for row in rows[1:]], int))
+    assert tables[0].sum() == 6 * 64 * 96
+    np.testing.assert_array_equal(tables[0], tables[1])
+    np.testing.assert_array_equal(tables[0], tables[2])
+
+
+def test_engine_that_was_skipped_gives_a_report_with_the_reason(workshop, tmp_path):
+    (tmp_path / "build").mkdir()
+    target = workshop.target("cpu_openvino_bf16", cpu_flags=["avx_imaginary"])
+    build_engine(target, model=workshop.graph, out=tmp_path / "build")
+    report = validate(CONFIG, engine=tmp_path / "build" / "engine", data=workshop.data, out=tmp_path)
+    assert (report.status, report.miou, report.engine_sha256) == ("skipped", None, "")
+    assert "avx_imaginary" in report.reason
+    assert not (tmp_path / "confusion.csv").exists()
+
+
+def test_other_classes_are_refused_with_both_lists(workshop, tmp_path):
+    data = tmp_path / "dataset"
+    shutil.copytree(workshop.data, data)
+    manifest = read_manifest(data)
+    text = (data / "manifest.json").read_text(encoding="utf-8").replace('"zero"', '"seven"')
+    (data / "manifest.json").write_text(text, encoding="utf-8")
+    assert read_manifest(data).classes != manifest.classes
+    with pytest.raises(ArtifactError, match=r"background, zero, one.*background, seven, one"):
+        validate(CONFIG, engine=workshop.engine("float", "cpu_onnxruntime"), data=data, out=tmp_path)
+
+
+def test_nan_logits_fail_with_the_index_of_the_image(workshop, tmp_path):
+    engine = tmp_path / "engine"
+    shutil.copytree(workshop.engine("float", "cpu_onnxruntime"), engine)
+    graph = onnx.load(engine / "engine.onnx")
+    logits = graph.graph.output[0].name
+    graph.graph.node[-1].output[0] = "finite"
+    for name in ("ReduceMax", "ReduceMin"):
+        graph.graph.node.append(helper.make_node(name, ["image"], [name], keepdims=1))
+    # Reductions go over the whole batch: image by image, a constant image gives 0 / 0.
+    graph.graph.node.append(helper.make_node("Sub", ["ReduceMax", "ReduceMin"], ["range"]))
+    graph.graph.node.append(helper.make_node("Div", ["range", "range"], ["one_or_nan"]))
+    graph.graph.node.append(helper.make_node("Mul", ["finite", "one_or_nan"], [logits]))
+    (engine / "engine.onnx").write_bytes(graph.SerializeToString())
+    manifest = read_engine_manifest(engine)
+    write_engine_manifest(engine, dataclasses.replace(manifest, sha256=sha256_of(engine / "engine.onnx")))
+    data = tmp_path / "dataset"
+    shutil.copytree(workshop.data, data)
+    card = manifest.card
+    images_NHWC = np.load(data / "test_images.npy")
+    images_NHWC[4] = 0
+    np.save(data / "test_images.npy", images_NHWC)
+    same_mean = dataclasses.replace(card, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+    write_engine_manifest(
+        engine, dataclasses.replace(manifest, sha256=sha256_of(engine / "engine.onnx"), card=same_mean)
+    )
+    with pytest.raises(GateFailed, match="NaN or infinity in the logits of image 4 of split 'test'"):
+        validate(Config("test", 1), engine=engine, data=data, out=tmp_path)
+
+
+@pytest.mark.parametrize(("split", "batch_size"), [("calibration", 4), ("test", 0)])
+def test_impossible_config_is_refused(split, batch_size):
+    with pytest.raises(ConfigError, match=r"validate\.(split|batch_size) is .*allowed"):
+        Config(split, batch_size)

@@ -1,0 +1,96 @@
+"""The two drivers, the configuration and the digests say the same."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dvc.repo import Repo
+
+from flows.params import compose_params
+from flows.pipeline import run_pipeline
+from flows.stage_task import stage_command
+from tasks.core.config import find_section, read_params
+from tasks.core.fingerprint import code_digests, digest
+from tests.conftest import REPOSITORY, Workspace
+
+
+@pytest.fixture(scope="module")
+def params() -> dict[str, Any]:
+    return read_params(REPOSITORY / "params.yaml")
+
+
+@pytest.fixture(scope="module")
+def flow_calls(params: dict[str, Any]) -> dict[str, dict[str, Path]]:
+    calls: dict[str, dict[str, Path]] = {}
+
+    def record(address: str, **inputs: Path) -> Path:
+        assert address not in calls
+        calls[address] = inputs
+        return Path("artifacts", *address.split("."))
+
+    run_pipeline(record, params)
+    return calls
+
+
+@pytest.fixture(scope="module")
+def dvc_stages() -> Iterator[dict[str, Any]]:
+    """Every stage of dvc.yaml as DVC resolves it, by address."""
+    with Repo(str(REPOSITORY)) as repo:
+        yield {stage.cmd.split()[3]: stage for stage in repo.index.stages}
+
+
+def test_params_are_what_conf_composes(params: dict[str, Any]) -> None:
+    assert params == compose_params()
+
+
+def test_flow_and_dvc_have_the_same_commands(
+    flow_calls: dict[str, dict[str, Path]], dvc_stages: dict[str, Any]
+) -> None:
+    from_flow = {address: stage_command(address, inputs) for address, inputs in flow_calls.items()}
+    from_dvc = {address: stage.cmd.split() for address, stage in dvc_stages.items()}
+    assert from_flow == from_dvc
+
+
+def test_dvc_depends_on_the_inputs_and_on_the_imported_modules(
+    flow_calls: dict[str, dict[str, Path]], dvc_stages: dict[str, Any]
+) -> None:
+    for address, stage in dvc_stages.items():
+        paths = {
+            os.path.relpath(dep.fs_path, REPOSITORY) for dep in stage.deps if dep.def_path != "params.yaml"
+        }
+        inputs = {str(path) for path in flow_calls[address].values()}
+        assert inputs <= paths, address
+        assert set(_files(paths - inputs)) == set(code_digests(f"tasks.{address.split('.')[0]}")), address
+
+
+def test_dvc_outputs_and_params_follow_from_the_address(
+    params: dict[str, Any], dvc_stages: dict[str, Any]
+) -> None:
+    for address, stage in dvc_stages.items():
+        folder = Path("artifacts", *address.split("."))
+        assert [os.path.relpath(out.fs_path, REPOSITORY) for out in stage.outs] == [str(folder)]
+        sections = [section for dep in stage.deps if dep.def_path == "params.yaml" for section in dep.params]
+        assert sections == [find_section(params, address)[0]]
+
+
+def test_digests_are_those_in_dvc_lock(smoke_run: tuple[Workspace, str]) -> None:
+    space, _ = smoke_run
+    lock = yaml.safe_load((space.path / "dvc.lock").read_text())
+    compared = 0
+    for stage in lock["stages"].values():
+        for entry in [*stage["deps"], *stage["outs"]]:
+            assert digest(space.path / entry["path"]) == entry["md5"], entry["path"]
+            compared += 1
+    assert compared > 100
+
+
+def _files(paths: set[str]) -> Iterator[str]:
+    for path in paths:
+        if (REPOSITORY / path).is_dir():
+            found = (REPOSITORY / path).glob("*.py")
+            yield from (str(file.relative_to(REPOSITORY)) for file in found if file.name != "__init__.py")
+        else:
+            yield path

@@ -1,0 +1,181 @@
+"""The whole pipeline, small: what a newcomer does, by both drivers."""
+
+import json
+import re
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SMOKE, Workspace
+
+pytestmark = pytest.mark.slow
+
+
+def _executed(output: str) -> int:
+    found = re.search(r"stages run: (\d+) of \d+", output)
+    assert found, output[-3000:]
+    return int(found[1])
+
+
+def _started(output: str) -> list[str]:
+    return re.findall(r"\] (\S+): running", output)
+
+
+def test_first_run_prints_the_engines_and_ends_without_a_traceback(smoke_run: tuple[Workspace, str]) -> None:
+    _, output = smoke_run
+    assert "Traceback" not in output
+    assert "pruned_ptq" in output and "cpu_onnxruntime" in output and "report.html" in output
+
+
+def test_every_engine_has_a_row_with_its_numbers(smoke_run: tuple[Workspace, str]) -> None:
+    folder = smoke_run[0].path / "artifacts" / "select_engine"
+    rows = json.loads((folder / "engines.json").read_text())
+    picks = json.loads((folder / "picks.json").read_text())
+    assert {(row["variant"], row["target"]) for row in rows} == {
+        (variant, target)
+        for variant in ("teacher", "baseline", "distilled", "pruned", "pruned_ptq", "pruned_qat")
+        for target in ("cpu_torch", "cpu_onnxruntime")
+        if not (target == "cpu_torch" and variant in ("pruned_ptq", "pruned_qat"))
+    }
+    required = {
+        "variant",
+        "target",
+        "miou",
+        "miou_rel_loss",
+        "latency_ms_p50",
+        "latency_ms_p99",
+        "speedup_vs_eager",
+        "size_bytes",
+        "engine_sha256",
+        "pareto",
+        "verdict",
+        "reason",
+    }
+    for row in rows:
+        assert required <= set(row)
+        assert row["latency_ms_p50"] > 0 and row["size_bytes"] > 0 and row["reason"]
+    for target, row in picks.items():
+        assert row["target"] == target and row["verdict"] == "ACCEPT"
+
+
+def test_second_run_executes_nothing_and_dvc_agrees(smoke_run: tuple[Workspace, str]) -> None:
+    space, _ = smoke_run
+    again = space.flow()
+    assert again.returncode == 0, again.stderr
+    assert _executed(again.stdout) == 0
+    assert "Traceback" not in again.stdout + again.stderr
+    assert "up to date" in space.run("dvc", "status").stdout
+    repro = space.run("dvc", "repro")
+    assert repro.returncode == 0 and "Running stage" not in repro.stdout, repro.stdout
+
+
+def test_second_run_adds_no_runs_to_mlflow(smoke_run: tuple[Workspace, str]) -> None:
+    space, _ = smoke_run
+    with sqlite3.connect(space.path / "mlflow.db") as database:
+        (num_runs,) = database.execute("select count(*) from runs").fetchone()
+        engines = database.execute(
+            "select value, count(*) from tags where key = 'engine_sha256' group by run_uuid"
+        ).fetchall()
+    assert num_runs == 11  # the pipeline and ten engines
+    assert len(engines) >= 10
+    shutil.rmtree(space.path / "artifacts" / "select_engine")
+    assert _executed(space.flow().stdout) == 1
+    with sqlite3.connect(space.path / "mlflow.db") as database:
+        assert database.execute("select count(*) from runs").fetchone() == (num_runs,)
+
+
+def test_metrics_plots_and_graph_are_there_for_dvc_users(smoke_run: tuple[Workspace, str]) -> None:
+    space, _ = smoke_run
+    assert "artifacts/distill/report.json" in space.run("dvc", "metrics", "show").stdout
+    dag = space.run("dvc", "dag").stdout
+    assert "select_engine" in dag and "quantize_ptq" in dag
+    plots = space.run("dvc", "plots", "show")
+    assert plots.returncode == 0 and "index.html" in plots.stdout, plots.stderr
+
+
+def test_one_value_reruns_its_stage_and_what_depends_on_it(smoke_run: tuple[Workspace, str]) -> None:
+    space, _ = smoke_run
+    changed = "select_engine.max_miou_rel_loss=0.5"
+    assert _started(space.flow(changed).stdout) == ["select_engine"]
+    assert space.run("python", "-m", "flows.params", *SMOKE).returncode == 0
+    repro = space.run("dvc", "repro")
+    assert repro.returncode == 0
+    assert re.findall(r"Running stage '(\S+)'", repro.stdout) in (
+        ["select_engine"],
+        [],
+    )  # [] from DVC's run cache
+    assert _executed(space.flow().stdout) == 0
+
+
+def test_flow_after_dvc_repro_runs_nothing_though_prefect_has_no_record(
+    smoke_run: tuple[Workspace, str],
+) -> None:
+    space, _ = smoke_run
+    space.run("python", "-m", "flows.local_server", "--stop")
+    shutil.rmtree(space.path / ".prefect")
+    assert _executed(space.flow().stdout) == 0
+
+
+def test_comment_in_a_network_stops_where_the_bytes_are_the_same(smoke_run: tuple[Workspace, str]) -> None:
+    space, _ = smoke_run
+    network = space.path / "tasks" / "parts" / "networks" / "bisenetv2.py"
+    before = network.read_text()
+    network.write_text(before + "\n# a comment\n")
+    output = space.flow().stdout
+    network.write_text(before)
+    started = _started(output)
+    assert {"train.teacher", "train.baseline", "distill", "prune", "finetune", "export_onnx.pruned"} <= set(
+        started
+    )
+    assert "quantize_ptq" not in started, "the graph came out the same"
+    assert not [address for address in started if address.startswith(("validate", "benchmark"))]
+
+
+def test_damaged_artifact_is_made_again(smoke_run: tuple[Workspace, str]) -> None:
+    space, _ = smoke_run
+    space.flow()
+    engine = next((space.path / "artifacts/build_engine/pruned_ptq/cpu_onnxruntime/engine").glob("*.onnx"))
+    content = bytearray(engine.read_bytes())
+    content[len(content) // 2] ^= 1
+    engine.chmod(0o644)
+    engine.write_bytes(bytes(content))
+    finished = space.flow()
+    assert finished.returncode == 0, finished.stderr
+    assert _started(finished.stdout) == ["build_engine.pruned_ptq.cpu_onnxruntime"]
+    assert "was changed or lost" in finished.stderr
+
+
+def test_two_flows_at_once_take_turns(smoke_run: tuple[Workspace, str]) -> None:
+    space, _ = smoke_run
+    shutil.rmtree(space.path / "artifacts" / "diff_layers" / "pruned")
+    command = ("python", "-m", "flows.optimize", *SMOKE)
+    running = [space.start(*command), space.start(*command)]
+    outputs = [process.communicate(timeout=600)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], outputs
+    assert sorted(_executed(output) for output in outputs)[0] == 0
+    assert sum("waiting until it ends" in output for output in outputs) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.teacher.trainer.max_epoch=3", "max_epoch"),
+        ("train.teacher.trainer.max_epochs=0", "max_epochs is 0, expected at least 1"),
+        ("train.teacher.trainer.max_epochs=many", "train.teacher.trainer.max_epochs"),
+        ("prune.target_macs_ratio=1.5", "target_macs_ratio"),
+        ("network@train.baseline.network=resnet9000", "resnet9000"),
+        ("+quantise=x", "quantise"),
+        ("train.teacher.trainer.precision=fp8", "fp32, bf16_mixed, fp16_mixed"),
+        ("target=[cpu_tpu]", "cpu_tpu"),
+        ("prepare_data.root=../elsewhere", "prepare_data.root"),
+    ],
+)
+def test_config_mistake_fails_before_any_stage(workspace: Workspace, override: str, expected: str) -> None:
+    failed = workspace.run("python", "-m", "flows.optimize", override)
+    assert failed.returncode == 1
+    assert expected in failed.stderr and "ConfigError" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert not (workspace.path / "artifacts").exists()
+    assert not Path(workspace.path / ".prefect").exists()
