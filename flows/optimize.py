@@ -65,16 +65,11 @@ def commit_outputs() -> None:
     content = _commit_stamp()
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == content:
         return
-    result = subprocess.run(
-        [sys.executable, "-m", "dvc", "commit", "--force", "--quiet"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "dvc", "commit", "--force"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise CommitFailed(
-            f"`dvc commit` failed: {result.stderr.strip()}. The outputs are kept; run it again."
-        )
+        words = (result.stderr or result.stdout).strip()
+        raise CommitFailed(f"`dvc commit --force` failed. The outputs are kept; run it again. DVC says: {words}")
     stamp.write_text(_commit_stamp(), encoding="utf-8")
 
 
@@ -155,7 +150,7 @@ def _number(value: float | None, digits: int) -> str:
 
 def main(overrides: Sequence[str]) -> int:
     """Run the flow and return the exit code: 0 done, 1 a problem that the user can mend, 130 interrupted."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("tasks").addHandler(logging.StreamHandler())  # the root would print Prefect's records too
     started = time.perf_counter()
     try:
         params = compose_params(overrides)

@@ -54,7 +54,13 @@ def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> Report:
     manifest = read_manifest(data)
     torch.manual_seed(cfg.trainer.seed)
     student = build_network(cfg.network, len(manifest.classes))
-    objective = build_objective(cfg.distillation, student=student, teacher=teacher, classes=manifest.classes)
+    objective = build_objective(
+        cfg.distillation,
+        student=student,
+        teacher=teacher,
+        manifest=manifest,
+        class_balance=cfg.trainer.class_balance,
+    )
     result = train_network(student, objective, data=data, config=cfg.trainer, out=out)
     card = ModelCard(
         cfg.network, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width

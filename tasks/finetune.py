@@ -46,7 +46,13 @@ def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: P
     manifest = read_manifest(data)
     network, card = load_checkpoint(checkpoint)
     check_same_classes(manifest.classes, card.classes, "distill")
-    objective = build_objective(cfg.distillation, student=network, teacher=teacher, classes=manifest.classes)
+    objective = build_objective(
+        cfg.distillation,
+        student=network,
+        teacher=teacher,
+        manifest=manifest,
+        class_balance=cfg.trainer.class_balance,
+    )
     result = train_network(network, objective, data=data, config=cfg.trainer, out=out)
     save_checkpoint(out / "model.safetensors", network, card)
     logger.info("%s: val mIoU %.4f at epoch %d", card.network.name, result.val_miou, result.best_epoch)

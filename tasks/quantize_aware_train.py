@@ -93,7 +93,13 @@ def quantize_aware_train(
 
     start = {name: value.clone() for name, value in folded.state_dict().items()}
     simulated = fake_quantize(folded, float_graph, tensor_ranges, op_types=cfg.op_types)
-    objective = build_objective(cfg.distillation, student=simulated, teacher=teacher, classes=card.classes)
+    objective = build_objective(
+        cfg.distillation,
+        student=simulated,
+        teacher=teacher,
+        manifest=manifest,
+        class_balance=cfg.trainer.class_balance,
+    )
     result = train_network(simulated, objective, data=data, config=cfg.trainer, out=out)
 
     plain = fold_batchnorm(network, torch.zeros(2, 3, card.height, card.width))

@@ -43,13 +43,15 @@ def train(cfg: Config, *, data: Path, out: Path) -> Report:
 
     from tasks.parts.checkpoint import ModelCard, save_checkpoint
     from tasks.parts.data import read_manifest
+    from tasks.parts.losses import class_weights
     from tasks.parts.networks.build import build_network
     from tasks.parts.training import CrossEntropy, train_network
 
     manifest = read_manifest(data)
     torch.manual_seed(cfg.trainer.seed)
     network = build_network(cfg.network, len(manifest.classes))
-    result = train_network(network, CrossEntropy(), data=data, config=cfg.trainer, out=out)
+    objective = CrossEntropy(class_weights(manifest.pixel_share["train"], cfg.trainer.class_balance))
+    result = train_network(network, objective, data=data, config=cfg.trainer, out=out)
     card = ModelCard(
         cfg.network, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width
     )

@@ -114,7 +114,8 @@ def _tensor_reader(
     def run(images_NCHW: NDArray[np.float32]) -> Iterable[tuple[str, NDArray[Any]]]:
         if image in names:
             yield image, images_NCHW
-        yield from zip(inner, session.run(inner, {image: images_NCHW}), strict=True)
+        if inner:  # an empty list of names means all outputs to ONNX Runtime
+            yield from zip(inner, session.run(inner, {image: images_NCHW}), strict=True)
 
     return run
 

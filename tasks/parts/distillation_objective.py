@@ -6,16 +6,28 @@ import torch
 from torch import Tensor, nn
 
 from tasks.parts.checkpoint import load_checkpoint, read_card
+from tasks.parts.data import Manifest
 from tasks.parts.distillation import DistillationConfig
-from tasks.parts.losses import FeatureHint, channel_wise_loss, segmentation_loss, soft_target_loss
+from tasks.parts.losses import (
+    FeatureHint,
+    channel_wise_loss,
+    class_weights,
+    segmentation_loss,
+    soft_target_loss,
+)
 from tasks.parts.training import check_same_classes
 
 
 class DistillationObjective(nn.Module):
     """Weighted sum of the label, soft target, channel-wise and hint losses."""
 
-    def __init__(self, config: DistillationConfig, student: nn.Module, teacher: nn.Module | None) -> None:
+    weights_C: Tensor
+
+    def __init__(
+        self, config: DistillationConfig, student: nn.Module, teacher: nn.Module | None, weights_C: Tensor
+    ) -> None:
         super().__init__()
+        self.register_buffer("weights_C", weights_C, persistent=False)
         self._config = config
         self._student_feature = LayerOutput(student)
         self.hint: FeatureHint | None = None
@@ -31,7 +43,7 @@ class DistillationObjective(nn.Module):
         logits: Tensor = network(images_NCHW)
         loss: Tensor = logits.new_zeros(())
         if config.label_weight:
-            loss = loss + config.label_weight * segmentation_loss(logits, masks_NHW)
+            loss = loss + config.label_weight * segmentation_loss(logits, masks_NHW, self.weights_C)
         if not self._teacher:
             return loss
         with torch.no_grad():
@@ -52,16 +64,17 @@ class DistillationObjective(nn.Module):
 
 
 def build_objective(
-    config: DistillationConfig, *, student: nn.Module, teacher: Path, classes: tuple[str, ...]
+    config: DistillationConfig, *, student: nn.Module, teacher: Path, manifest: Manifest, class_balance: float
 ) -> nn.Module:
     """Make the training objective of a student; the teacher is loaded only where a term needs it.
 
     Raises ArtifactError when the teacher knows other classes than the data.
     """
+    weights_C = class_weights(manifest.pixel_share["train"], class_balance)
     if not config.needs_teacher:
-        return DistillationObjective(config, student, None)
-    check_same_classes(classes, read_card(teacher).classes, "train.teacher")
-    return DistillationObjective(config, student, load_checkpoint(teacher)[0])
+        return DistillationObjective(config, student, None, weights_C)
+    check_same_classes(manifest.classes, read_card(teacher).classes, "train.teacher")
+    return DistillationObjective(config, student, load_checkpoint(teacher)[0], weights_C)
 
 
 class LayerOutput:

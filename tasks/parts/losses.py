@@ -1,14 +1,32 @@
 """Training objectives. Shapes: N images, C classes or channels, H rows, W columns."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tasks.parts.data import IGNORE_INDEX
 
 
-def segmentation_loss(logits_NCHW: Tensor, masks_NHW: Tensor) -> Tensor:
+def class_weights(pixel_share: Sequence[float], power: float) -> Tensor:
+    """Return the weight of each class, share ** -power, scaled so that an average pixel weighs 1.
+
+    A class without a pixel gets the weight of the rarest one that has some.
+    """
+    shares_C = torch.tensor(pixel_share, dtype=torch.float64)
+    if not shares_C.any():
+        return torch.ones(len(pixel_share))
+    shares_C = shares_C.clamp(min=float(shares_C[shares_C > 0].min()))
+    weights_C = shares_C**-power
+    return (weights_C * shares_C.sum() / (weights_C * shares_C).sum()).float()
+
+
+def segmentation_loss(logits_NCHW: Tensor, masks_NHW: Tensor, weights_C: Tensor | None = None) -> Tensor:
     """Return the mean cross-entropy over the labelled pixels; 0 when all pixels are ignored."""
-    total = F.cross_entropy(logits_NCHW, masks_NHW, ignore_index=IGNORE_INDEX, reduction="sum")
+    total = F.cross_entropy(
+        logits_NCHW, masks_NHW, weight=weights_C, ignore_index=IGNORE_INDEX, reduction="sum"
+    )
     return total / (masks_NHW != IGNORE_INDEX).sum().clamp(min=1)
 
 

@@ -45,6 +45,8 @@ class TrainerConfig:
     """AdamW's decoupled weight decay."""
     patience_epochs: int
     """Stop after so many epochs without a better validation mIoU."""
+    class_balance: float
+    """A class counts by its pixel share to the power of minus this: 0 counts pixels, 1 counts classes."""
     horizontal_flip: float
     """Probability of mirroring an image; 0 where left and right differ in meaning, as in digits."""
     brightness: float
@@ -73,8 +75,9 @@ class TrainerConfig:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}, expected at least 0.")
         if not 0 < self.learning_rate < 10:
             raise ConfigError(f"trainer.learning_rate is {self.learning_rate}, expected 0 < value < 10.")
-        if not 0 <= self.horizontal_flip <= 1:
-            raise ConfigError(f"trainer.horizontal_flip is {self.horizontal_flip}, expected 0 to 1.")
+        for name in ("horizontal_flip", "class_balance"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"trainer.{name} is {getattr(self, name)}, expected 0 to 1.")
         if not 0 <= self.brightness < 1:
             raise ConfigError(f"trainer.brightness is {self.brightness}, expected 0 <= value < 1.")
         if self.strategy is Strategy.auto and self.num_devices * self.num_nodes > 1:

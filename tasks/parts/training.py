@@ -7,6 +7,7 @@ import csv
 import logging
 import math
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,9 +50,15 @@ class Objective(Protocol):
 class CrossEntropy(nn.Module):
     """Plain supervised segmentation."""
 
+    weights_C: Tensor
+
+    def __init__(self, weights_C: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weights_C", weights_C, persistent=False)
+
     def forward(self, network: nn.Module, images_NCHW: Tensor, masks_NHW: Tensor) -> Tensor:
         """Return the mean cross-entropy of one batch."""
-        return segmentation_loss(network(images_NCHW), masks_NHW)
+        return segmentation_loss(network(images_NCHW), masks_NHW, self.weights_C)
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,8 @@ def train_network(
 
     Raises TrainingDiverged when the loss is not finite.
     """
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its tips would bury the epochs
+    warnings.filterwarnings("ignore", message=r".*LeafSpec.*|.*does not have many workers.*")
     torch.use_deterministic_algorithms(True, warn_only=True)
     manifest = read_manifest(data)
     if config.gradient_checkpointing:
