@@ -33,9 +33,9 @@ check: .venv/.installed-dev  ## formatting, lint, types, who may import whom
 	lint-imports
 
 lock: .venv/.installed-dev  ## write requirements.lock from what is installed
-	python -m pip freeze --exclude-editable | sed -e 's/+cpu$$//' \
-		| grep -v -i -E '^(nvidia-c(u|ublas|uda|udnn|ufft|ufile|urand|usolver|usparse|usparselt)|nvidia-n(ccl|vjitlink|vshmem|vtx)|triton|cuda-)' \
-		> requirements.lock
+	@(echo '# Exact versions of every package, for `pip --constraint`; written by `make lock`. CUDA packages are left to torch.'; \
+		python -m pip freeze --exclude-editable | sed -e 's/+cpu$$//' \
+		| grep -v -i -E '^(nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx)|triton|cuda-)') > requirements.lock
 
 clean: stop  ## remove outputs, caches and tracking data (keeps .venv)
 	rm -rf artifacts .dvc/cache .dvc/tmp .prefect mlflow.db* mlartifacts mlruns

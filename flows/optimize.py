@@ -69,7 +69,9 @@ def commit_outputs() -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         words = (result.stderr or result.stdout).strip()
-        raise CommitFailed(f"`dvc commit --force` failed. The outputs are kept; run it again. DVC says: {words}")
+        raise CommitFailed(
+            f"`dvc commit --force` failed. The outputs are kept; run it again. DVC says: {words}"
+        )
     stamp.write_text(_commit_stamp(), encoding="utf-8")
 
 
@@ -150,7 +152,9 @@ def _number(value: float | None, digits: int) -> str:
 
 def main(overrides: Sequence[str]) -> int:
     """Run the flow and return the exit code: 0 done, 1 a problem that the user can mend, 130 interrupted."""
-    logging.getLogger("tasks").addHandler(logging.StreamHandler())  # the root would print Prefect's records too
+    logging.getLogger("tasks").addHandler(
+        logging.StreamHandler()
+    )  # the root would print Prefect's records too
     started = time.perf_counter()
     try:
         params = compose_params(overrides)

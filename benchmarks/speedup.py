@@ -1,0 +1,121 @@
+"""How much faster than eager PyTorch the pick is, at the size of the data and at a larger one.
+
+``python -m benchmarks.speedup`` after a run of the pipeline. Needs a quiet machine for tight intervals.
+
+The best pick of ``artifacts/select_engine`` is measured in interleaved rounds against two references: eager
+PyTorch of the float student (``distilled``) and of the ``teacher``. For the larger size the same weights get a
+larger input (latency only): the graphs resize by scale factors, so that only the declared input changes.
+Prints a table and writes ``benchmarks/results/speedup.json``.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import tempfile
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from tasks.benchmark import benchmark
+from tasks.build_engine import build_engine
+from tasks.core.config import find_section, read_params, typed_config
+from tasks.core.execute import load_stage
+from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
+from tasks.parts.onnx_graph import read_card_of_graph, read_graph, write_graph
+
+RESULTS = Path(__file__).parent / "results" / "speedup.json"
+REFERENCES = ("distilled", "teacher")
+CARD_KEY = "enginewright"
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", type=int, default=256, help="side of the larger input in pixels")
+    parser.add_argument("--budget-s", type=float, default=15.0, help="time for each pair of engines")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    params = read_params()
+    pick = json.loads(Path("artifacts/select_engine/report.json").read_text(encoding="utf-8"))["best"]
+    size = params["prepare_data"]["height"]
+    rows = [
+        row
+        for side in (size, options.size)
+        for row in measure_size(params, pick["variant"], pick["target"], side, options.budget_s)
+    ]
+    for row in rows:
+        print(
+            f"{row['size']:>4} px  {row['variant']} on {row['target']}: p50 {row['latency_ms_p50']:.3f} ms, "
+            f"{row['speedup']:.1f}x ({row['low']:.1f} to {row['high']:.1f}) eager {row['reference']} "
+            f"({row['reference_ms_p50']:.2f} ms), A/A spread {row['aa_spread']:.1%}"
+        )
+    RESULTS.parent.mkdir(exist_ok=True)
+    record = {"date": date.today().isoformat(), "python": platform.python_version(), "rows": rows}
+    RESULTS.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def measure_size(
+    params: dict[str, Any], variant: str, target: str, side: int, budget_s: float
+) -> list[dict[str, Any]]:
+    """Build the pick and both references for an input of ``side`` x ``side`` and measure the pairs."""
+    name, section = find_section(params, "benchmark")
+    config = replace(typed_config(load_stage("benchmark")[1], section, name), budget_s=budget_s, batch_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = build_resized(params, variant, target, side, Path(folder, "pick"))
+        rows = []
+        for reference in REFERENCES:
+            eager = build_resized(params, reference, "cpu_torch", side, Path(folder, reference))
+            out = Path(folder, f"against_{reference}")
+            out.mkdir()
+            report = benchmark(config, engine=engine, reference=eager, out=out)
+            rows.append(
+                {
+                    "size": side,
+                    "variant": variant,
+                    "target": target,
+                    "reference": reference,
+                    "latency_ms_p50": report.latency_ms_p50,
+                    "reference_ms_p50": report.batches[0].reference_latency_ms_p50,
+                    "speedup": report.speedup_vs_reference,
+                    "low": report.speedup_low,
+                    "high": report.speedup_high,
+                    "aa_spread": report.aa_ratio_spread,
+                    "num_threads": report.num_threads,
+                    "runtime_version": report.runtime_version,
+                    "cpu_model": report.cpu_model,
+                }
+            )
+    return rows
+
+
+def build_resized(params: dict[str, Any], variant: str, target: str, side: int, out: Path) -> Path:
+    """Build an engine of a variant for square inputs of another size and return its folder."""
+    out.mkdir()
+    model = Path(params["engines"][f"{variant}-{target}"]["model"])
+    resized = out / model.name
+    if model.suffix == ".onnx":
+        graph = read_graph(model)
+        card = replace(read_card_of_graph(graph), height=side, width=side)
+        shape = graph.graph.input[0].type.tensor_type.shape.dim
+        shape[2].dim_value = shape[3].dim_value = side
+        output = graph.graph.output[0].type.tensor_type.shape.dim
+        output[2].dim_value = output[3].dim_value = side
+        del graph.graph.value_info[:]
+        for entry in graph.metadata_props:
+            if entry.key == CARD_KEY:
+                entry.value = card.to_json()
+        write_graph(graph, resized)
+    else:
+        network, card = load_checkpoint(model)
+        save_checkpoint(resized, network, replace(card, height=side, width=side))
+    name, section = find_section(params, f"build_engine.{variant}.{target}")
+    build_engine(typed_config(load_stage("build_engine")[1], section, name), model=resized, out=out)
+    return out / "engine"
+
+
+if __name__ == "__main__":
+    main()
