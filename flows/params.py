@@ -57,6 +57,11 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     variants, targets = params.pop("variants"), params.pop("target")
     params["build_engine"] = targets
     params["engines"] = dict(_engines(variants, targets))
+    if "distilled-cpu_torch" not in params["engines"]:
+        raise ConfigError(
+            f"target is [{', '.join(targets)}]. It has to hold cpu_torch: eager PyTorch of the variant `distilled` "
+            "is the reference of every accuracy and speed-up."
+        )
     params["select_engine"]["engines"] = [
         {"variant": engine["variant"], "target": engine["target"]} for engine in params["engines"].values()
     ]

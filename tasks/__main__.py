@@ -33,6 +33,8 @@ def main(arguments: list[str]) -> int:
             execute_as_follower(call)
         else:
             execute(call)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except EnginewrightError as error:
         print(f"{options.address}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -1,13 +1,17 @@
 """The whole pipeline, small: what a newcomer does, by both drivers."""
 
 import json
+import random
 import re
 import shutil
+import signal
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
 
+from tasks.core.fingerprint import digest
 from tests.conftest import SMOKE, Workspace
 
 pytestmark = pytest.mark.slow
@@ -145,6 +149,55 @@ def test_damaged_artifact_is_made_again(smoke_run: tuple[Workspace, str]) -> Non
     assert finished.returncode == 0, finished.stderr
     assert _started(finished.stdout) == ["build_engine.pruned_ptq.cpu_onnxruntime"]
     assert "was changed or lost" in finished.stderr
+
+
+def test_engine_build_killed_at_random_moments_leaves_nothing_half_made(
+    smoke_run: tuple[Workspace, str],
+) -> None:
+    space, _ = smoke_run
+    space.flow()
+    folder = space.path / "artifacts/build_engine/pruned_ptq/cpu_onnxruntime"
+    undisturbed = digest(folder)
+    shutil.rmtree(folder)
+    command = "build_engine.pruned_ptq.cpu_onnxruntime", "model=artifacts/quantize_ptq/model.onnx"
+    generator = random.Random(0)
+    num_killed = 0
+    for _ in range(5):
+        process = space.start("python", "-m", "tasks", *command)
+        time.sleep(generator.uniform(0.1, 0.9))
+        process.kill()
+        process.communicate()
+        num_killed += process.returncode == -signal.SIGKILL
+        assert not folder.exists() or digest(folder) == undisturbed
+    assert num_killed >= 2
+    assert space.flow().returncode == 0
+    assert digest(folder) == undisturbed
+
+
+def test_flow_killed_in_a_training_resumes_and_repeats_no_finished_stage(workspace: Workspace) -> None:
+    """SIGKILL of the flow alone: its stage dies with it, and the next flow goes on where it was."""
+    epochs = "train.teacher.trainer.max_epochs=40"
+    flow = workspace.start("python", "-m", "flows.optimize", *SMOKE, epochs)
+    try:
+        checkpoint = "train.teacher-*/resume/last.ckpt"
+        while not list((workspace.path / "artifacts/.drafts").glob(checkpoint)):
+            assert flow.poll() is None
+            time.sleep(0.05)
+        flow.kill()
+        flow.wait()
+        again = workspace.start("python", "-m", "flows.optimize", *SMOKE, epochs)
+        assert again.stdout is not None
+        lines = []
+        for line in again.stdout:
+            lines.append(line)
+            if "resuming after epoch" in line:
+                break
+        again.kill()
+        again.wait()
+        assert "resuming after epoch" in lines[-1], "".join(lines[-30:])
+        assert not any("prepare_data: running" in line for line in lines)
+    finally:
+        workspace.run("python", "-m", "flows.local_server", "--stop")
 
 
 def test_two_flows_at_once_take_turns(smoke_run: tuple[Workspace, str]) -> None:

@@ -27,6 +27,7 @@ VALUES: dict[str, Any] = {
     "trainer": {
         "seed": 0,
         "max_epochs": 2,
+        "class_balance": 0.0,
         "batch_size": 4,
         "learning_rate": 1e-3,
         "weight_decay": 0.0,

@@ -1,0 +1,204 @@
+"""Training, distillation and fine-tuning on a tiny data set."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tasks import distill, finetune, train
+from tasks.core.errors import ArtifactError, ConfigError, TrainingDiverged
+from tasks.parts.checkpoint import ModelCard, load_checkpoint, save_checkpoint
+from tasks.parts.distillation import DistillationConfig
+from tasks.parts.losses import channel_wise_loss, class_weights, segmentation_loss, soft_target_loss
+from tasks.parts.networks.build import build_network
+from tasks.parts.networks.config import NetworkConfig, NetworkName
+from tasks.parts.trainer_config import Accelerator, Precision, Strategy, TrainerConfig
+from tasks.parts.training import enable_gradient_checkpointing
+from tests.tasks.conftest import Workshop
+
+TRAINER = TrainerConfig(
+    seed=0,
+    max_epochs=2,
+    batch_size=4,
+    learning_rate=0.003,
+    weight_decay=0.01,
+    patience_epochs=5,
+    class_balance=0.5,
+    horizontal_flip=0.5,
+    brightness=0.2,
+    precision=Precision.fp32,
+    gradient_checkpointing=False,
+    accelerator=Accelerator.cpu,
+    num_devices=1,
+    num_nodes=1,
+    strategy=Strategy.auto,
+    num_workers=0,
+)
+STUDENT = NetworkConfig(NetworkName.fast_scnn, 0.25, 1.0, False)
+TEACHER = NetworkConfig(NetworkName.deeplabv3plus, 0.25, 1.0, False)
+ALL_LOSSES = DistillationConfig(1.0, 1.0, 0.5, 0.5, 2.0)
+
+
+def run(stage: Any, config: Any, out: Path, **inputs: Path) -> Any:
+    out.mkdir()
+    return stage(config, **inputs, out=out)
+
+
+@pytest.fixture(scope="module")
+def teacher(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("teacher")
+    train.train(train.Config(TEACHER, TRAINER), data=workshop.data, out=out)
+    return out / "model.safetensors"
+
+
+def test_training_writes_weights_and_history(workshop: Workshop, tmp_path: Path) -> None:
+    report = run(train.train, train.Config(STUDENT, TRAINER), tmp_path / "a", data=workshop.data)
+    network, card = load_checkpoint(tmp_path / "a" / "model.safetensors")
+    assert card.network == STUDENT and not network.training
+    assert report.num_parameters == sum(p.numel() for p in network.parameters())
+    rows = list(csv.DictReader((tmp_path / "a" / "history.csv").open()))
+    assert [row["epoch"] for row in rows] == ["1", "2"]
+    assert report.val_miou == pytest.approx(max(float(row["val_miou"]) for row in rows), abs=1e-6)
+
+
+def test_equal_seeds_give_equal_bytes_and_other_seeds_do_not(workshop: Workshop, tmp_path: Path) -> None:
+    contents = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run(
+            train.train,
+            train.Config(STUDENT, replace(TRAINER, seed=seed)),
+            tmp_path / name,
+            data=workshop.data,
+        )
+        contents.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert contents[0] == contents[1] != contents[2]
+
+
+def test_early_stop_ends_before_the_last_epoch(workshop: Workshop, tmp_path: Path) -> None:
+    stubborn = replace(TRAINER, learning_rate=1e-12, max_epochs=9, patience_epochs=1, brightness=0.0)
+    report = run(train.train, train.Config(STUDENT, stubborn), tmp_path / "a", data=workshop.data)
+    assert report.num_epochs < 9
+
+
+def test_diverging_training_says_step_and_learning_rate(workshop: Workshop, tmp_path: Path) -> None:
+    wild = replace(TRAINER, learning_rate=9.9, max_epochs=40, weight_decay=1e30)
+    with pytest.raises(TrainingDiverged, match=r"at step \d+ \(learning rate .*Lower trainer\.learning_rate"):
+        run(train.train, train.Config(STUDENT, wild), tmp_path / "a", data=workshop.data)
+
+
+def test_mixed_precision_and_gradient_checkpointing_train(workshop: Workshop, tmp_path: Path) -> None:
+    trainer = replace(TRAINER, precision=Precision.bf16_mixed, gradient_checkpointing=True, max_epochs=1)
+    report = run(train.train, train.Config(TEACHER, trainer), tmp_path / "a", data=workshop.data)
+    assert report.num_epochs == 1
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    torch.manual_seed(0)
+    plain, frugal = build_network(STUDENT, 3).train(), build_network(STUDENT, 3).train()
+    frugal.load_state_dict(plain.state_dict())
+    enable_gradient_checkpointing(frugal)
+    images_NCHW = torch.randn(2, 3, 64, 64)
+    for network in (plain, frugal):
+        network(images_NCHW).square().mean().backward()
+    for (name, one), two in zip(plain.named_parameters(), frugal.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, msg=name)
+
+
+def test_all_losses_train_a_student(workshop: Workshop, teacher: Path, tmp_path: Path) -> None:
+    config = distill.Config(STUDENT, ALL_LOSSES, TRAINER)
+    before = teacher.read_bytes()
+    report = run(distill.distill, config, tmp_path / "a", teacher=teacher, data=workshop.data)
+    network, _ = load_checkpoint(tmp_path / "a" / "model.safetensors")
+    assert report.num_parameters == sum(p.numel() for p in network.parameters())  # no adapter, no teacher
+    assert teacher.read_bytes() == before
+
+
+def test_distillation_moves_the_student_towards_the_teacher(
+    workshop: Workshop, teacher: Path, tmp_path: Path
+) -> None:
+    """Trained on soft targets alone, the student agrees better with its teacher than trained on labels alone."""
+    trainer = replace(TRAINER, max_epochs=6)
+    divergences = []
+    for name, losses in (
+        ("labels", DistillationConfig(1.0, 0.0, 0.0, 0.0, 2.0)),
+        ("teacher", DistillationConfig(0.0, 1.0, 0.0, 0.0, 2.0)),
+    ):
+        config = distill.Config(STUDENT, losses, trainer)
+        run(distill.distill, config, tmp_path / name, teacher=teacher, data=workshop.data)
+        student, _ = load_checkpoint(tmp_path / name / "model.safetensors")
+        images_NCHW = torch.randn(4, 3, 64, 96, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            divergences.append(
+                soft_target_loss(student(images_NCHW), load_checkpoint(teacher)[0](images_NCHW), 1.0)
+            )
+    assert divergences[1] < divergences[0]
+
+
+def test_fine_tuning_keeps_the_card_and_starts_from_the_checkpoint(
+    workshop: Workshop, teacher: Path, tmp_path: Path
+) -> None:
+    losses = DistillationConfig(1.0, 0.0, 0.0, 0.0, 2.0)
+    frozen = finetune.Config(losses, replace(TRAINER, learning_rate=1e-12, weight_decay=0.0, max_epochs=1))
+    run(finetune.finetune, frozen, tmp_path / "a", checkpoint=teacher, teacher=teacher, data=workshop.data)
+    found, card = load_checkpoint(tmp_path / "a" / "model.safetensors")
+    expected, expected_card = load_checkpoint(teacher)
+    assert card == expected_card
+    for (name, one), two in zip(found.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, two, msg=name)
+
+
+def test_teacher_of_other_classes_is_refused_with_both_lists(workshop: Workshop, tmp_path: Path) -> None:
+    card = ModelCard(TEACHER, ("background", "one", "zero"), (0.5,) * 3, (0.2,) * 3, 64, 96)
+    save_checkpoint(tmp_path / "other.safetensors", build_network(TEACHER, 3), card)
+    with pytest.raises(
+        ArtifactError, match=r"\['background', 'one', 'zero'\].*\['background', 'zero', 'one'\]"
+    ):
+        run(
+            distill.distill,
+            distill.Config(STUDENT, ALL_LOSSES, TRAINER),
+            tmp_path / "a",
+            teacher=tmp_path / "other.safetensors",
+            data=workshop.data,
+        )
+
+
+def test_all_weights_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"All weights of distillation are 0"):
+        DistillationConfig(0.0, 0.0, 0.0, 0.0, 2.0)
+    with pytest.raises(ConfigError, match=r"temperature is 0"):
+        DistillationConfig(1.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_loss_of_an_unlabelled_batch_is_zero() -> None:
+    logits_NCHW = torch.randn(2, 3, 4, 4, requires_grad=True)
+    loss = segmentation_loss(logits_NCHW, torch.full((2, 4, 4), 255))
+    loss.backward()
+    assert loss.item() == 0 and torch.isfinite(logits_NCHW.grad).all()
+
+
+def test_soft_targets_at_temperature_one_equal_the_formula() -> None:
+    student, teacher = torch.randn(2, 5, 3, 3), torch.randn(2, 5, 3, 3)
+    p = F.softmax(teacher, 1)
+    expected = (p * (p.log() - F.log_softmax(student, 1))).sum(1).mean()
+    torch.testing.assert_close(soft_target_loss(student, teacher, 1.0), expected)
+    assert soft_target_loss(teacher, teacher, 4.0).abs() < 1e-6
+
+
+def test_channel_wise_loss_ignores_a_shift_of_a_whole_channel() -> None:
+    student, teacher = torch.randn(2, 5, 6, 6), torch.randn(2, 5, 6, 6)
+    shifted = teacher + torch.arange(5.0).view(1, 5, 1, 1)
+    torch.testing.assert_close(
+        channel_wise_loss(student, shifted, 2.0), channel_wise_loss(student, teacher, 2.0)
+    )
+
+
+def test_class_weights_keep_the_mean_and_bound_absent_classes() -> None:
+    share = (0.9, 0.1, 0.0)
+    weights = class_weights(share, 1.0)
+    assert float((weights[:2] * torch.tensor(share[:2])).sum() / 1.0) == pytest.approx(1.0, rel=0.2)
+    assert weights[2] == weights[1] and weights[1] / weights[0] == pytest.approx(9.0)
+    assert class_weights(share, 0.0).tolist() == pytest.approx([1.0, 1.0, 1.0])
