@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tasks.parts.distillation import DistillationConfig
 from tasks.parts.networks.config import NetworkConfig
-from tasks.parts.trainer_config import TrainerConfig
+from tasks.parts.trainer_config import TrainerConfig, TrainingReport
 
 logger = logging.getLogger(__name__)
 
@@ -23,21 +23,7 @@ class Config:
     """Schedule, optimizer and devices."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """What distillation reached."""
-
-    val_miou: float
-    """Of the kept epoch."""
-    best_epoch: int
-    """Counted from 1."""
-    num_epochs: int
-    """Epochs that were run."""
-    num_parameters: int
-    """Trainable weights of the student."""
-
-
-def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> Report:
+def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> TrainingReport:
     """Train the student from random weights and write ``model.safetensors`` and ``history.csv``.
 
     Raises ArtifactError when teacher and data have other classes, TrainingDiverged when the loss is not
@@ -61,11 +47,10 @@ def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> Report:
         manifest=manifest,
         class_balance=cfg.trainer.class_balance,
     )
-    result = train_network(student, objective, data=data, config=cfg.trainer, out=out)
+    report = train_network(student, objective, data=data, config=cfg.trainer, out=out)
     card = ModelCard(
         cfg.network, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width
     )
     save_checkpoint(out / "model.safetensors", student, card)
-    num_parameters = sum(parameter.numel() for parameter in student.parameters())
-    logger.info("%s: val mIoU %.4f at epoch %d", cfg.network.name, result.val_miou, result.best_epoch)
-    return Report(result.val_miou, result.best_epoch, result.num_epochs, num_parameters)
+    logger.info("%s: val mIoU %.4f at epoch %d", cfg.network.name, report.val_miou, report.best_epoch)
+    return report

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.parts.distillation import DistillationConfig
-from tasks.parts.trainer_config import TrainerConfig
+from tasks.parts.trainer_config import TrainerConfig, TrainingReport
 
 logger = logging.getLogger(__name__)
 
@@ -20,19 +20,7 @@ class Config:
     """Schedule, optimizer and devices."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """What fine-tuning recovered."""
-
-    val_miou: float
-    """Of the kept epoch."""
-    best_epoch: int
-    """Counted from 1."""
-    num_epochs: int
-    """Epochs that were run."""
-
-
-def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: Path) -> Report:
+def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: Path) -> TrainingReport:
     """Train a checkpoint further and write ``model.safetensors`` and ``history.csv``.
 
     Raises ArtifactError when checkpoint, teacher and data differ in their classes, TrainingDiverged when the
@@ -53,7 +41,7 @@ def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: P
         manifest=manifest,
         class_balance=cfg.trainer.class_balance,
     )
-    result = train_network(network, objective, data=data, config=cfg.trainer, out=out)
+    report = train_network(network, objective, data=data, config=cfg.trainer, out=out)
     save_checkpoint(out / "model.safetensors", network, card)
-    logger.info("%s: val mIoU %.4f at epoch %d", card.network.name, result.val_miou, result.best_epoch)
-    return Report(result.val_miou, result.best_epoch, result.num_epochs)
+    logger.info("%s: val mIoU %.4f at epoch %d", card.network.name, report.val_miou, report.best_epoch)
+    return report

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.parts.networks.config import NetworkConfig
-from tasks.parts.trainer_config import TrainerConfig
+from tasks.parts.trainer_config import TrainerConfig, TrainingReport
 
 logger = logging.getLogger(__name__)
 
@@ -20,21 +20,7 @@ class Config:
     """Schedule, optimizer and devices."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """What training reached."""
-
-    val_miou: float
-    """Of the kept epoch."""
-    best_epoch: int
-    """Counted from 1."""
-    num_epochs: int
-    """Epochs that were run."""
-    num_parameters: int
-    """Trainable weights of the network."""
-
-
-def train(cfg: Config, *, data: Path, out: Path) -> Report:
+def train(cfg: Config, *, data: Path, out: Path) -> TrainingReport:
     """Train from random weights and write ``model.safetensors`` and ``history.csv``.
 
     Raises DataError for an unusable data set, TrainingDiverged when the loss is not finite.
@@ -51,11 +37,10 @@ def train(cfg: Config, *, data: Path, out: Path) -> Report:
     torch.manual_seed(cfg.trainer.seed)
     network = build_network(cfg.network, len(manifest.classes))
     objective = CrossEntropy(class_weights(manifest.pixel_share["train"], cfg.trainer.class_balance))
-    result = train_network(network, objective, data=data, config=cfg.trainer, out=out)
+    report = train_network(network, objective, data=data, config=cfg.trainer, out=out)
     card = ModelCard(
         cfg.network, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width
     )
     save_checkpoint(out / "model.safetensors", network, card)
-    num_parameters = sum(parameter.numel() for parameter in network.parameters())
-    logger.info("%s: val mIoU %.4f at epoch %d", cfg.network.name, result.val_miou, result.best_epoch)
-    return Report(result.val_miou, result.best_epoch, result.num_epochs, num_parameters)
+    logger.info("%s: val mIoU %.4f at epoch %d", cfg.network.name, report.val_miou, report.best_epoch)
+    return report

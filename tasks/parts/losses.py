@@ -17,8 +17,7 @@ def class_weights(pixel_share: Sequence[float], power: float) -> Tensor:
     shares_C = torch.tensor(pixel_share, dtype=torch.float64)
     if not shares_C.any():
         return torch.ones(len(pixel_share))
-    shares_C = shares_C.clamp(min=float(shares_C[shares_C > 0].min()))
-    weights_C = shares_C**-power
+    weights_C = shares_C.clamp(min=float(shares_C[shares_C > 0].min())) ** -power
     return (weights_C * shares_C.sum() / (weights_C * shares_C).sum()).float()
 
 

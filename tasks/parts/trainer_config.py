@@ -1,4 +1,4 @@
-"""How a network is trained: the part of the configuration that train, distill and finetune share."""
+"""How a network is trained, and what came of it: what train, distill and finetune share."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -85,3 +85,17 @@ class TrainerConfig:
                 f"trainer.strategy is auto with {self.num_devices} devices on {self.num_nodes} nodes. "
                 "Set trainer.strategy=ddp."
             )
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """What a training reached."""
+
+    val_miou: float
+    """mIoU of the kept epoch on the validation split."""
+    best_epoch: int
+    """The kept epoch, counted from 1."""
+    num_epochs: int
+    """Epochs that were run, by all resumed runs together."""
+    num_parameters: int
+    """Trainable weights of the network."""

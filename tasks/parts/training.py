@@ -9,7 +9,6 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +26,7 @@ from tasks.core.errors import ArtifactError, TrainingDiverged
 from tasks.parts.data import Manifest, normalise, open_split, read_manifest
 from tasks.parts.losses import segmentation_loss
 from tasks.parts.metrics import scores
-from tasks.parts.trainer_config import Precision, Strategy, TrainerConfig
+from tasks.parts.trainer_config import Precision, Strategy, TrainerConfig, TrainingReport
 
 logger = logging.getLogger(__name__)
 
@@ -61,21 +60,9 @@ class CrossEntropy(nn.Module):
         return segmentation_loss(network(images_NCHW), masks_NHW, self.weights_C)
 
 
-@dataclass(frozen=True)
-class TrainingResult:
-    """What a training reached."""
-
-    val_miou: float
-    """mIoU of the kept epoch on the validation split."""
-    best_epoch: int
-    """The kept epoch, counted from 1."""
-    num_epochs: int
-    """Epochs that were run, by all resumed runs together."""
-
-
 def train_network(
     network: nn.Module, objective: nn.Module, *, data: Path, config: TrainerConfig, out: Path
-) -> TrainingResult:
+) -> TrainingReport:
     """Train a network in place and leave the weights of its best epoch in it.
 
     A checkpoint in ``out/resume`` continues a killed run, with the same result as an undisturbed one. Writes
@@ -93,6 +80,7 @@ def train_network(
         out / "resume", "best", monitor="val_miou", mode="max", enable_version_counter=False
     )
     last = ModelCheckpoint(out / "resume", "last", enable_version_counter=False)
+    network.train()  # a loaded checkpoint is in eval mode, and Lightning leaves modes as they are
     module = SegmentationModule(network, objective, data, manifest, config)
     module.to(memory_format=torch.channels_last)
     trainer = lightning.Trainer(
@@ -126,7 +114,12 @@ def train_network(
     network.to(device="cpu", memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     network.eval()
     assert best.best_model_score is not None
-    return TrainingResult(float(best.best_model_score), int(kept["epoch"]) + 1, trainer.current_epoch)
+    return TrainingReport(
+        val_miou=float(best.best_model_score),
+        best_epoch=int(kept["epoch"]) + 1,
+        num_epochs=trainer.current_epoch,
+        num_parameters=sum(parameter.numel() for parameter in network.parameters()),
+    )
 
 
 class SegmentationModule(lightning.LightningModule):
