@@ -1,13 +1,11 @@
 """Measure the latency of an engine file against a reference engine, so that the ratio survives a noisy
 machine.
 
-Three processes: the reference, the engine, and the engine once more (the A/A control). They run short
-bursts in
-rounds, in random order within a round. The speed-up is the median over the rounds of the ratio of burst
-medians,
-so that slow phases of the machine hit both sides. What the two equal processes differ by is the smallest
-difference that may be claimed. (Blocks one after the other differ by 10 % on a shared machine, rounds by
-1-2 %.)
+Three processes: the reference, the engine, and the engine once more (the A/A control). They run short bursts
+in rounds, in random order within a round. The speed-up is the median over the rounds of the ratio of burst
+medians, so that slow phases of the machine hit both sides. What the two equal processes differ by is the
+smallest difference that may be claimed. (Blocks one after the other differ by 10 % on a shared machine,
+rounds by 1-2 %.)
 """
 
 import csv
@@ -152,8 +150,7 @@ def benchmark(cfg: Config, *, engine: Path, reference: Path, out: Path) -> Repor
     """Write `latencies.csv` and return latency, throughput, memory and the speed-up over `reference`.
 
     An engine that was skipped or failed gives a report with that status. Raises ArtifactError when the
-    reference
-    was not built, when the two do not take the same images, or when a process dies.
+    reference was not built, when the two do not take the same images, or when a process dies.
     """
     from tasks.parts.runners.contract import read_engine_manifest
 

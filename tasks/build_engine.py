@@ -76,10 +76,8 @@ def build_engine(cfg: Config, *, model: Path, out: Path) -> Report:
     """Build `out/engine` from a variant's ONNX graph (for runtime torch: from its checkpoint).
 
     A CPU without a declared flag ends in status "skipped", a graph that the runtime refuses or computes
-    wrongly
-    in "failed", both with the reason, so that the other targets go on. Raises TargetMismatch on a machine
-    whose
-    runtime is not the declared one, ArtifactError for a damaged model.
+    wrongly in "failed", both with the reason, so that the other targets go on. Raises TargetMismatch on a
+    machine whose runtime is not the declared one, ArtifactError for a damaged model.
     """
     from tasks.parts.runners.open_engine import installed_version
 

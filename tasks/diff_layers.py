@@ -1,8 +1,7 @@
 """Find where an engine loses accuracy: every layer's output against the float graph's, on a few real images.
 
-SQNR of a layer is 10 log10(signal power / noise power) of its output, in dB; the noise of all layers
-before it is
-in it. What a layer adds itself is the rise of noise / signal over its noisiest input.
+SQNR of a layer is 10 log10(signal power / noise power) of its output, in dB; the noise of all layers before
+it is in it. What a layer adds itself is the rise of noise / signal over its noisiest input.
 """
 
 import csv

@@ -2,8 +2,7 @@
 MLflow.
 
 ``engines.json`` lists every engine; ``picks.json`` maps a target to its picked row. A target of which no
-engine
-passes is absent from ``picks.json``; the stage's report and both readable reports say why.
+engine passes is absent from ``picks.json``; the stage's report and both readable reports say why.
 """
 
 import dataclasses
