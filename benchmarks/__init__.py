@@ -1,0 +1,1 @@
+"""Scripts that measure what the README claims; each prints a table."""
