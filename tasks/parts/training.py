@@ -154,7 +154,9 @@ class SegmentationModule(lightning.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         """Seed the epoch, so that a resumed run draws the same random numbers as an undisturbed one."""
-        torch.manual_seed((self._config.seed << 16) + (self.current_epoch << 4) + self.global_rank)
+        seed = (self._config.seed << 24) + (self.current_epoch << 8) + self.global_rank
+        torch.manual_seed(seed)
+        self._random = torch.Generator(self.device).manual_seed(seed)
         self._losses = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
@@ -234,16 +236,17 @@ class SegmentationModule(lightning.LightningModule):
             multiprocessing_context="spawn" if config.num_workers else None,
             persistent_workers=config.num_workers > 0,
             collate_fn=_as_is,
+            generator=torch.Generator(),  # or else each epoch would take its seed from the global one
         )
 
     def _augment(self, images_NCHW: Tensor, masks_NHW: Tensor) -> tuple[Tensor, Tensor]:
         num_images = len(images_NCHW)
         if self._config.horizontal_flip:
-            mirrored = torch.rand(num_images, device=images_NCHW.device) < self._config.horizontal_flip
+            mirrored = self._draw(num_images) < self._config.horizontal_flip
             images_NCHW = torch.where(mirrored[:, None, None, None], images_NCHW.flip(3), images_NCHW)
             masks_NHW = torch.where(mirrored[:, None, None], masks_NHW.flip(2), masks_NHW)
         if self._config.brightness:
-            spread = torch.rand(num_images, 1, 1, 1, device=images_NCHW.device) * 2 - 1
+            spread = self._draw(num_images, 1, 1, 1) * 2 - 1
             mean, std = (
                 torch.tensor(value, device=images_NCHW.device).view(1, 3, 1, 1)
                 for value in (self._manifest.mean, self._manifest.std)
@@ -251,6 +254,9 @@ class SegmentationModule(lightning.LightningModule):
             gain = 1 + spread * self._config.brightness
             images_NCHW = images_NCHW * gain + mean / std * (gain - 1)
         return images_NCHW, masks_NHW
+
+    def _draw(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self._random, device=self.device)
 
     def _learning_rate(self) -> float:
         return float(self.trainer.optimizers[0].param_groups[0]["lr"])
