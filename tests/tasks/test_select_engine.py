@@ -133,6 +133,7 @@ class Artifacts:
             uint8_activations=True,
             opsets=[17, 21],
             min_agreement_db=40.0,
+            min_agreement_int8_db=10.0,
             work_pool="cpu",
         )
         return EngineManifest(

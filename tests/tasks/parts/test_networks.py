@@ -88,23 +88,24 @@ def tally_fast_scnn() -> Tally:
 
 def tally_deeplabv3plus() -> Tally:
     tally = Tally()
-    tally.conv(3, 32, 3, 32)
-    inputs = 32
-    for outputs, side in ((64, 16), (128, 8), (192, 8)):
+    tally.conv(3, 24, 3, 32)
+    tally.conv(24, 24, 3, 32)
+    inputs = 24
+    for outputs, side in ((48, 16), (96, 8), (192, 4)):
         tally.conv(inputs, outputs, 3, side)
         tally.conv(inputs, outputs, 1, side)
         for _ in range(3):
             tally.conv(outputs, outputs, 3, side)
         inputs = outputs
-    tally.conv(192, 128, 1, 8)
+    tally.conv(192, 96, 1, 4)
     for _ in range(3):
-        tally.conv(192, 128, 3, 8)
-    tally.conv(192, 128, 1, 1, norm=False)
-    tally.conv(5 * 128, 128, 1, 8)
-    tally.conv(32, 16, 1, 32)
-    tally.separable(128 + 16, 64, 32)
-    tally.separable(64, 64, 32)
-    tally.conv(64, NUM_CLASSES, 1, 32, norm=False)
+        tally.conv(192, 96, 3, 4)
+    tally.conv(192, 96, 1, 1, norm=False)
+    tally.conv(5 * 96, 96, 1, 4)
+    tally.conv(48, 32, 1, 16)
+    tally.separable(96 + 32, 96, 16)
+    tally.separable(96, 96, 16)
+    tally.conv(96, NUM_CLASSES, 1, 16, norm=False)
     return tally
 
 
