@@ -17,9 +17,13 @@ from typing import Any
 
 from flows import local_server
 from flows.params import compose_params, write_params
-from flows.pipeline import run_pipeline
+from flows.pipeline import RecordedStages, run_pipeline
 from tasks.core.errors import EnginewrightError, WorkspaceBusy
 from tasks.core.execute import ARTIFACTS
+
+
+_MAX_SIDE_BY_SIDE = 4
+"""Stages at once where they are independent; each loads libraries of up to a gigabyte."""
 
 
 class CommitFailed(EnginewrightError):
@@ -29,29 +33,23 @@ class CommitFailed(EnginewrightError):
 def optimize(params: dict[str, Any]) -> Path:
     """Run the pipeline as a Prefect flow and return the folder of ``select_engine``."""
     from prefect import flow
+    from prefect.task_runners import ThreadPoolTaskRunner
 
-    from flows.stage_task import StageRunner
+    from flows.stage_task import TaskStages
 
-    stage = StageRunner(params, _count_calls(params))
+    plan = RecordedStages()
+    run_pipeline(plan, params)
+    stages = TaskStages(params, len(plan.calls))
 
-    @flow(name="optimize", log_prints=False, validate_parameters=False)
+    runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(min(_MAX_SIDE_BY_SIDE, os.cpu_count() or 1))
+
+    @flow(name="optimize", validate_parameters=False, task_runner=runner)
     def run() -> Path:
-        return run_pipeline(stage, params)
+        return run_pipeline(stages, params)
 
     folder = run()
-    print(f"stages run: {stage.num_executed} of {stage.num_calls}, {stage.executed_s:.0f} s")
+    print(f"stages run: {stages.num_executed} of {stages.num_calls}")
     return folder
-
-
-def _count_calls(params: dict[str, Any]) -> int:
-    addresses: list[str] = []
-
-    def record(address: str, **_: Path) -> Path:
-        addresses.append(address)
-        return ARTIFACTS.joinpath(*address.split("."))
-
-    run_pipeline(record, params)
-    return len(addresses)
 
 
 def commit_outputs() -> None:

@@ -4,54 +4,88 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from tasks.core.execute import ARTIFACTS
 
-class Stage(Protocol):
-    """Runs one stage call and returns its output folder."""
-
-    def __call__(self, address: str, **inputs: Path) -> Path: ...
+Calls = Mapping[str, Mapping[str, Path]]
+"""Address -> inputs by name."""
 
 
-def run_pipeline(stage: Stage, params: Mapping[str, Any]) -> Path:
+class Stages(Protocol):
+    """Runs stage calls."""
+
+    def run(self, address: str, **inputs: Path) -> Path:
+        """Run one stage call and return its output folder."""
+        ...
+
+    def run_side_by_side(self, calls: Calls) -> None:
+        """Run stage calls that do not depend on each other."""
+        ...
+
+
+class RecordedStages:
+    """Runs nothing and remembers the calls."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, dict[str, Path]] = {}
+
+    def run(self, address: str, **inputs: Path) -> Path:
+        """Remember a call; return the folder that it would fill."""
+        assert address not in self.calls
+        self.calls[address] = inputs
+        return ARTIFACTS.joinpath(*address.split("."))
+
+    def run_side_by_side(self, calls: Calls) -> None:
+        """Remember several calls."""
+        for address, inputs in calls.items():
+            self.run(address, **inputs)
+
+
+def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
     """Call every stage in order and return the folder of ``select_engine``."""
-    data = stage("prepare_data", root=Path(params["prepare_data"]["root"])) / "dataset"
-    teacher = stage("train.teacher", data=data) / "model.safetensors"
-    baseline = stage("train.baseline", data=data) / "model.safetensors"
-    distilled = stage("distill", teacher=teacher, data=data) / "model.safetensors"
-    narrowed = stage("prune", checkpoint=distilled) / "model.safetensors"
-    pruned = stage("finetune", checkpoint=narrowed, teacher=teacher, data=data) / "model.safetensors"
+    data = stages.run("prepare_data", root=Path(params["prepare_data"]["root"])) / "dataset"
+    teacher = stages.run("train.teacher", data=data) / "model.safetensors"
+    baseline = stages.run("train.baseline", data=data) / "model.safetensors"
+    distilled = stages.run("distill", teacher=teacher, data=data) / "model.safetensors"
+    narrowed = stages.run("prune", checkpoint=distilled) / "model.safetensors"
+    pruned = stages.run("finetune", checkpoint=narrowed, teacher=teacher, data=data) / "model.safetensors"
 
-    stage("export_onnx.teacher", checkpoint=teacher)
-    stage("export_onnx.baseline", checkpoint=baseline)
-    stage("export_onnx.distilled", checkpoint=distilled)
-    graph = stage("export_onnx.pruned", checkpoint=pruned) / "model.onnx"
-    ranges = stage("quantize_ptq", model=graph, data=data) / "ranges.json"
-    stage("quantize_aware_train", checkpoint=pruned, teacher=teacher, model=graph, ranges=ranges, data=data)
+    checkpoints = {"teacher": teacher, "baseline": baseline, "distilled": distilled, "pruned": pruned}
+    stages.run_side_by_side(
+        {f"export_onnx.{variant}": {"checkpoint": path} for variant, path in checkpoints.items()}
+    )
+    graph = ARTIFACTS / "export_onnx" / "pruned" / "model.onnx"
+    ranges = stages.run("quantize_ptq", model=graph, data=data) / "ranges.json"
+    stages.run(
+        "quantize_aware_train", checkpoint=pruned, teacher=teacher, model=graph, ranges=ranges, data=data
+    )
+    return _run_engines(stages, params, data)
 
-    # Three loops, so that nothing else runs beside a measurement.
-    engines = params["engines"].values()
-    folders: dict[str, Path] = {}
-    for item in engines:
+
+def _run_engines(stages: Stages, params: Mapping[str, Any], data: Path) -> Path:
+    """Build, check and measure every engine; nothing else runs beside a measurement."""
+    builds, checks, measurements = {}, {}, {}
+    reference = ARTIFACTS / "build_engine" / "distilled" / "cpu_torch" / "engine"
+    for item in params["engines"].values():
         name = f"{item['variant']}.{item['target']}"
         model = Path(item["model"])
-        engine = folders[name] = stage(f"build_engine.{name}", model=model) / "engine"
-        stage(f"validate.{name}", engine=engine, data=data)
-    for item in engines:
-        name = f"{item['variant']}.{item['target']}"
-        stage(
-            f"diff_layers.{name}",
-            engine=folders[name],
-            model=Path(item["model"]),
-            float_graph=Path(item["float_graph"]),
-            data=data,
-        )
-    for item in engines:
-        name = f"{item['variant']}.{item['target']}"
-        stage(f"benchmark.{name}", engine=folders[name], reference=folders["distilled.cpu_torch"])
-    artifacts = Path("artifacts")
-    return stage(
+        engine = ARTIFACTS / "build_engine" / item["variant"] / item["target"] / "engine"
+        builds[f"build_engine.{name}"] = {"model": model}
+        checks[f"validate.{name}"] = {"engine": engine, "data": data}
+        checks[f"diff_layers.{name}"] = {
+            "engine": engine,
+            "model": model,
+            "float_graph": Path(item["float_graph"]),
+            "data": data,
+        }
+        measurements[f"benchmark.{name}"] = {"engine": engine, "reference": reference}
+    stages.run_side_by_side(builds)
+    stages.run_side_by_side(checks)
+    for address, inputs in measurements.items():
+        stages.run(address, **inputs)
+    return stages.run(
         "select_engine",
-        builds=artifacts / "build_engine",
-        validations=artifacts / "validate",
-        benchmarks=artifacts / "benchmark",
-        diffs=artifacts / "diff_layers",
+        builds=ARTIFACTS / "build_engine",
+        validations=ARTIFACTS / "validate",
+        benchmarks=ARTIFACTS / "benchmark",
+        diffs=ARTIFACTS / "diff_layers",
     )

@@ -10,7 +10,7 @@ import yaml
 from dvc.repo import Repo
 
 from flows.params import compose_params
-from flows.pipeline import run_pipeline
+from flows.pipeline import RecordedStages, run_pipeline
 from flows.stage_task import stage_command
 from tasks.core.config import find_section, read_params
 from tasks.core.fingerprint import code_digests, digest
@@ -24,15 +24,9 @@ def params() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def flow_calls(params: dict[str, Any]) -> dict[str, dict[str, Path]]:
-    calls: dict[str, dict[str, Path]] = {}
-
-    def record(address: str, **inputs: Path) -> Path:
-        assert address not in calls
-        calls[address] = inputs
-        return Path("artifacts", *address.split("."))
-
-    run_pipeline(record, params)
-    return calls
+    stages = RecordedStages()
+    run_pipeline(stages, params)
+    return stages.calls
 
 
 @pytest.fixture(scope="module")

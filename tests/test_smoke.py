@@ -24,7 +24,7 @@ def _executed(output: str) -> int:
 
 
 def _started(output: str) -> list[str]:
-    return re.findall(r"\] (\S+): running", output)
+    return re.findall(r"^(\S+): running", output, re.MULTILINE)
 
 
 def test_first_run_prints_the_engines_and_ends_without_a_traceback(smoke_run: tuple[Workspace, str]) -> None:
