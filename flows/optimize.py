@@ -21,7 +21,6 @@ from flows.pipeline import RecordedStages, run_pipeline
 from tasks.core.errors import EnginewrightError, WorkspaceBusy
 from tasks.core.execute import ARTIFACTS
 
-
 _MAX_SIDE_BY_SIDE = 4
 """Stages at once where they are independent; each loads libraries of up to a gigabyte."""
 
@@ -43,7 +42,7 @@ def optimize(params: dict[str, Any]) -> Path:
 
     runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(min(_MAX_SIDE_BY_SIDE, os.cpu_count() or 1))
 
-    @flow(name="optimize", validate_parameters=False, task_runner=runner)
+    @flow(name="optimize", validate_parameters=False, task_runner=runner)  # type: ignore[arg-type]  # invariant
     def run() -> Path:
         return run_pipeline(stages, params)
 
