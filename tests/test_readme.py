@@ -2,7 +2,7 @@
 
 import re
 import shlex
-import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,10 +25,7 @@ def ready(smoke_run: tuple[Workspace, str]) -> Iterator[Workspace]:
     """The workspace of the smoke run, with the environment that `make` expects and a small data set to bring."""
     space, _ = smoke_run
     if not (space.path / ".venv").exists():
-        environment = space.path / ".venv"
-        environment.mkdir()
-        (environment / "bin").symlink_to(Path(shutil.which("python") or "").parent)
-        (environment / ".installed").touch()
+        (space.path / ".venv").symlink_to(sys.prefix)
     make_folder_data(space.path / "data" / "cells")
     yield space
     space.flow()  # back to what the other tests of the session expect
