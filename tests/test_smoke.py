@@ -159,15 +159,17 @@ def test_engine_build_killed_at_random_moments_leaves_nothing_half_made(
 ) -> None:
     space, _ = smoke_run
     space.flow()
+    address = "build_engine.pruned_ptq.cpu_onnxruntime"
     folder = space.path / "artifacts/build_engine/pruned_ptq/cpu_onnxruntime"
     undisturbed = digest(folder)
-    shutil.rmtree(folder)
-    command = "build_engine.pruned_ptq.cpu_onnxruntime", "model=artifacts/quantize_ptq/model.onnx"
     generator = random.Random(0)
     num_killed = 0
-    for _ in range(5):
-        process = space.start("python", "-m", "tasks", *command)
-        time.sleep(generator.uniform(0.1, 0.9))
+    for _ in range(6):
+        shutil.rmtree(folder, ignore_errors=True)
+        process = space.start("python", "-m", "tasks", address, "model=artifacts/quantize_ptq/model.onnx")
+        while process.poll() is None and not list((space.path / "artifacts/.drafts").glob(f"{address}-*")):
+            time.sleep(0.002)
+        time.sleep(generator.uniform(0.0, 0.1))
         process.kill()
         process.communicate()
         num_killed += process.returncode == -signal.SIGKILL
