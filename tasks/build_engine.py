@@ -114,7 +114,7 @@ def _read_card(target: Target, model: Path) -> InputCard:
                 f"eager "
                 "PyTorch. Quantized variants have no such engine; take them out of this target's variants."
             )
-        from tasks.parts.checkpoint import read_card
+        from tasks.parts.model_card import read_card
 
         card = read_card(model)
     else:

@@ -31,9 +31,10 @@ def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> TrainingRep
     """
     import torch
 
-    from tasks.parts.checkpoint import ModelCard, save_checkpoint
+    from tasks.parts.checkpoint import save_checkpoint
     from tasks.parts.data import read_manifest
     from tasks.parts.distillation_objective import build_objective
+    from tasks.parts.model_card import ModelCard
     from tasks.parts.networks.build import build_network
     from tasks.parts.training import train_network
 

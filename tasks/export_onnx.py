@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from torch import nn
 
-    from tasks.parts.checkpoint import ModelCard
     from tasks.parts.export import Difference
+    from tasks.parts.model_card import ModelCard
 
 logger = logging.getLogger(__name__)
 

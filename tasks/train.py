@@ -27,9 +27,10 @@ def train(cfg: Config, *, data: Path, out: Path) -> TrainingReport:
     """
     import torch
 
-    from tasks.parts.checkpoint import ModelCard, save_checkpoint
+    from tasks.parts.checkpoint import save_checkpoint
     from tasks.parts.data import read_manifest
     from tasks.parts.losses import class_weights
+    from tasks.parts.model_card import ModelCard
     from tasks.parts.networks.build import build_network
     from tasks.parts.training import CrossEntropy, train_network
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.core.fingerprint import digest
-from tests.conftest import SMOKE, Workspace
+from tasks.core.fingerprint import code_digests, digest
+from tests.conftest import REPOSITORY, SMOKE, Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -122,22 +122,28 @@ def test_flow_after_dvc_repro_runs_nothing_though_prefect_has_no_record(
     assert _executed(space.flow().stdout) == 0
 
 
-def test_comment_in_a_module_reruns_its_importers_and_stops_where_the_bytes_are_the_same(
+def test_comment_in_a_network_reruns_its_importers_and_stops_where_the_bytes_are_the_same(
     smoke_run: tuple[Workspace, str],
 ) -> None:
     space, _ = smoke_run
-    module = space.path / "tasks" / "parts" / "losses.py"
-    before = module.read_text()
-    module.write_text(before + "\n# a comment\n")
-    output = space.flow().stdout
-    module.write_text(before)
-    assert set(_started(output)) == {
-        "train.teacher",
-        "train.baseline",
-        "distill",
-        "finetune",
-        "quantize_aware_train",
+    network = "tasks/parts/networks/fast_scnn.py"
+    before = (space.path / network).read_text()
+    graphs = {
+        path: digest(path) for path in sorted((space.path / "artifacts/export_onnx").glob("*/model.onnx"))
     }
+    (space.path / network).write_text(before + "\n# a comment\n")
+    output = space.flow().stdout
+    (space.path / network).write_text(before)
+    started = _started(output)
+    assert {path: digest(path) for path in graphs} == graphs and len(graphs) == 4
+    assert {"prepare_data", "quantize_ptq"}.isdisjoint(started)
+    stages = {address.split(".")[0] for address in started}
+    importers = {
+        path.stem
+        for path in (REPOSITORY / "tasks").glob("[!_]*.py")
+        if network in code_digests(f"tasks.{path.stem}")
+    }
+    assert stages == importers | {"select_engine"}  # which reads new latencies
 
 
 def test_damaged_artifact_is_made_again(smoke_run: tuple[Workspace, str]) -> None:

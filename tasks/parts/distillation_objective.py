@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tasks.parts.checkpoint import load_checkpoint, read_card
+from tasks.parts.checkpoint import load_checkpoint
 from tasks.parts.data import Manifest
 from tasks.parts.distillation import DistillationConfig
 from tasks.parts.losses import (
@@ -15,6 +15,7 @@ from tasks.parts.losses import (
     segmentation_loss,
     soft_target_loss,
 )
+from tasks.parts.model_card import read_card
 from tasks.parts.training import check_same_classes
 
 

@@ -27,7 +27,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.checkpoint import ModelCard
+from tasks.parts.model_card import ModelCard
 from tasks.parts.onnx_graph import CARD_KEY, set_node_source
 
 INPUT_NAME = "image"

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.checkpoint import ModelCard
+from tasks.parts.model_card import ModelCard
 
 CARD_KEY = "enginewright"
 MODULE_KEY = "module"

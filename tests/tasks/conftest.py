@@ -1,11 +1,13 @@
 """A tiny data set, its network and its engines: real files, built once per test run."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from tasks.parts.target import Target
@@ -47,15 +49,22 @@ class Workshop:
         return out / "engine"
 
 
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """Take back what a runner in this process set: sums of another number of threads differ in the last bit."""
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """Make data set, checkpoint, float graph and Q/DQ graph of a narrow Fast-SCNN with trained-like
     statistics."""
-    import torch
-
-    from tasks.parts.checkpoint import ModelCard, save_checkpoint
+    from tasks.parts.checkpoint import save_checkpoint
     from tasks.parts.data import SplitBatches, batches_of, normalise, open_split, write_dataset
     from tasks.parts.export import export_graph
+    from tasks.parts.model_card import ModelCard
     from tasks.parts.networks.build import build_network
     from tasks.parts.networks.config import NetworkConfig, NetworkName
     from tasks.parts.onnx_graph import write_graph

@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
-from tasks.parts.checkpoint import ModelCard, load_checkpoint, save_checkpoint
+from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
+from tasks.parts.model_card import ModelCard
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.prune import Config, Ranking, prune, prune_network
@@ -27,12 +27,9 @@ CLASSES = ("background", "a", "b", "c")
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread(threads_as_before: None) -> None:
     """On a busy machine two threads wait for each other longer than these small layers take."""
-    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def make_checkpoint(path: Path, name: NetworkName, *, width: float = 0.5, depthwise: bool = False) -> None:

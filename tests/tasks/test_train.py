@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from tasks import distill, finetune, train
 from tasks.core.errors import ArtifactError, ConfigError, TrainingDiverged
-from tasks.parts.checkpoint import ModelCard, load_checkpoint, save_checkpoint
+from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.distillation import DistillationConfig
 from tasks.parts.losses import channel_wise_loss, class_weights, segmentation_loss, soft_target_loss
+from tasks.parts.model_card import ModelCard
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.trainer_config import Accelerator, Precision, Strategy, TrainerConfig

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.checkpoint import CARD_KEY, ModelCard, load_checkpoint, read_card, save_checkpoint
+from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
+from tasks.parts.model_card import CARD_KEY, ModelCard, read_card
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 
@@ -87,7 +88,7 @@ def test_loading_leaves_the_random_state_alone(path: Path) -> None:
 
 def test_card_is_read_without_torch(path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from tasks.parts.checkpoint import read_card\n"
+        "import sys; from pathlib import Path; from tasks.parts.model_card import read_card\n"
         f"print(read_card(Path({str(path)!r})).network.name, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

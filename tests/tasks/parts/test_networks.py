@@ -6,7 +6,7 @@ networks. Flops come from torch's own counter (2 flops a MAC).
 
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,12 +28,9 @@ NUM_CLASSES = 6
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread(threads_as_before: None) -> None:
     """On a busy machine two threads wait for each other longer than these small layers take."""
-    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 class Tally:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tasks.parts.checkpoint import ModelCard
+from tasks.parts.model_card import ModelCard
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 
 OP_TYPES = (
