@@ -73,6 +73,8 @@ def train_network(
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its tips would bury the epochs
     warnings.filterwarnings("ignore", message=r".*LeafSpec.*|.*does not have many workers.*")
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # Its filling of fresh memory is a debugging aid and takes a tenth of a step.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     manifest = read_manifest(data)
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(network)
@@ -206,7 +208,10 @@ class SegmentationModule(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW with a one-cycle schedule over all steps."""
         optimizer = torch.optim.AdamW(
-            self.parameters(), lr=self._config.learning_rate, weight_decay=self._config.weight_decay
+            self.parameters(),
+            lr=self._config.learning_rate,
+            weight_decay=self._config.weight_decay,
+            fused=True,
         )
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer,
