@@ -1,12 +1,13 @@
 """What orchestration costs: first run, warm run, warm run without a server.
 
 ``python -m benchmarks.overhead [hydra override ...]`` clones the checkout into a temporary folder, runs the flow
-there, and prints a table. Overhead is the wall time of the flow minus the stages' own work; what a stage spends on
-importing libraries (``-X importtime``, its child processes counted as well) is overhead. Writes
-``benchmarks/results/overhead.json``.
+there, and prints a table. Overhead is the time of the first run in which no stage did work of its own: server,
+flow, process starts, digests, `dvc commit`, and every import (also those of a stage's child processes). Where stages
+run side by side, a second counts as work if one of them works. Writes ``benchmarks/results/overhead.json``.
 """
 
 import json
+import math
 import os
 import platform
 import re
@@ -14,15 +15,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from datetime import date
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "overhead.json"
 
-_STARTED = re.compile(r"tasks\.core\.execute (\S+): started")
+IMPORT_SPANS = Path(__file__).parent / "import_spans"
+
+_RUNNING = re.compile(r"tasks\.core\.execute (\S+): started")
 _FINISHED = re.compile(r"tasks\.core\.execute (\S+): finished in ([\d.]+) s")
-_IMPORT = re.compile(r"import time:\s+(\d+) \|")
+_PROCESS = re.compile(r"stage-process (\d+) (\S+)")
+_IMPORT = re.compile(r"import-span (\d+) (\d+) ([\d.]+) ([\d.]+)")
+
+Span = tuple[float, float]
+"""Start and end in seconds of the monotonic clock."""
 
 
 def main(overrides: list[str]) -> None:
@@ -31,8 +39,8 @@ def main(overrides: list[str]) -> None:
         subprocess.run(["git", "clone", "-q", str(REPOSITORY), folder], check=True)
         command = [sys.executable, "-m", "flows.optimize", *overrides]
         try:
-            wall_s, output = timed(command, folder, PYTHONPROFILEIMPORTTIME="1")
-            work_s, import_s = stage_seconds(output)
+            wall_s, lines = timed(command, folder, PYTHONPATH=str(IMPORT_SPANS))
+            work_s = seconds_of(stage_work(lines))
             warm_s = min(timed(command, folder)[0] for _ in range(3))
         finally:
             stop = [sys.executable, "-m", "flows.local_server", "--stop"]
@@ -44,9 +52,8 @@ def main(overrides: list[str]) -> None:
         "python": platform.python_version(),
         "overrides": overrides,
         "first_run_s": round(wall_s, 1),
-        "stage_work_s": round(work_s - import_s, 1),
-        "imports_in_stages_s": round(import_s, 1),
-        "overhead_share": round((wall_s - (work_s - import_s)) / wall_s, 4),
+        "stage_work_s": round(work_s, 1),
+        "overhead_share": round(1 - work_s / wall_s, 4),
         "warm_run_s": round(warm_s, 2),
         "warm_run_with_server_start_s": round(cold_s, 2),
     }
@@ -56,36 +63,66 @@ def main(overrides: list[str]) -> None:
     RESULTS.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def timed(command: list[str], folder: str, **environment: str) -> tuple[float, str]:
-    """Run a command and return its wall time in seconds and what it printed."""
-    started = time.perf_counter()
-    finished = subprocess.run(
+def timed(command: list[str], folder: str, **environment: str) -> tuple[float, list[tuple[float, str]]]:
+    """Run a command and return its wall time in seconds and the lines that it printed, with the time of each."""
+    started = time.monotonic()
+    process = subprocess.Popen(
         command,
         cwd=folder,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=False,
     )
-    seconds = time.perf_counter() - started
-    if finished.returncode != 0:
-        sys.exit(f"{' '.join(command)} failed:\n{finished.stdout[-3000:]}")
-    return seconds, finished.stdout
+    assert process.stdout is not None
+    lines = [(time.monotonic(), line) for line in process.stdout]
+    seconds = time.monotonic() - started
+    if process.wait() != 0:
+        sys.exit(f"{' '.join(command)} failed:\n{''.join(line for _, line in lines[-40:])}")
+    return seconds, lines
 
 
-def stage_seconds(output: str) -> tuple[float, float]:
-    """Return the seconds inside stage functions, and those of them that went into imports."""
-    work_s, import_us, is_inside = 0.0, 0, False
-    for line in output.splitlines():
-        if _STARTED.search(line):
-            is_inside = True
+def stage_work(lines: list[tuple[float, str]]) -> list[Span]:
+    """Return the spans in which stages did work of their own, one list for all.
+
+    A stage's span reaches from its "started" to its "finished", without what it and its child processes imported.
+    """
+    processes: dict[str, str] = {}
+    imports: dict[str, list[Span]] = defaultdict(list)
+    started: dict[str, float] = {}
+    work: list[Span] = []
+    for moment, line in lines:
+        if found := _PROCESS.search(line):
+            processes[found[2]] = found[1]
+        elif found := _IMPORT.search(line):
+            for process in (found[1], found[2]):
+                imports[process].append((float(found[3]), float(found[4])))
+        elif found := _RUNNING.search(line):
+            started[found[1]] = moment
         elif found := _FINISHED.search(line):
-            is_inside = False
-            work_s += float(found[2])
-        elif is_inside and (found := _IMPORT.match(line)):
-            import_us += int(found[1])
-    return work_s, import_us / 1e6
+            address = found[1]
+            work += without((started[address], moment), imports[processes[address]])
+    return work
+
+
+def without(span: Span, cuts: list[Span]) -> list[Span]:
+    """Return what is left of a span between the cuts."""
+    position, end = span
+    left = []
+    for cut_start, cut_end in sorted(cuts):
+        if position < min(cut_start, end):
+            left.append((position, min(cut_start, end)))
+        position = max(position, cut_end)
+    return [*left, (position, end)] if position < end else left
+
+
+def seconds_of(spans: list[Span]) -> float:
+    """Return the seconds that at least one of the spans covers."""
+    total, covered_until = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
+    return total
 
 
 if __name__ == "__main__":

@@ -284,7 +284,7 @@ def match_tensors(graph: "ModelProto", variant: "ModelProto") -> dict[str, str]:
 
     A tensor that the variant quantizes is compared behind its DequantizeLinear. An int8 convolution whose only
     readers are activations is left out, and the activation is judged: marking between the two would forbid the
-    fused int8 kernel, and on 1x1 maps it makes OpenVINO 2026.4 lose the scale.
+    fused int8 kernel.
     """
     readers: dict[str, list[Any]] = {}
     for node in variant.graph.node:

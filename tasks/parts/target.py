@@ -59,8 +59,8 @@ class Target:
     uint8_activations: bool
     """Re-encode int8 activations of Q/DQ graphs as uint8, losslessly.
 
-    ONNX Runtime is faster with it on CPUs with VNNI. OpenVINO 2026.4 needs it: with int8 activations it gives the
-    output of a convolution on a 1x1 map (the image branch of a pyramid) a wrong scale.
+    Both runtimes are faster with it on CPUs with VNNI, and OpenVINO 2026.4 follows the graph more closely
+    (benchmarks/encodings.py).
     """
     opsets: list[int]
     """Lowest and highest ONNX opset that this runtime takes. Empty for runtime torch, which reads no ONNX."""

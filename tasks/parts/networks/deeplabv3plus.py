@@ -8,8 +8,8 @@ With width 1, depth 1 and 6 classes: 2,165,774 parameters, 78.17 MMACs at 64x64.
 
 Departures, for images as small as 64x64:
 - the stem is two 3x3 convolutions, the first of stride 2, without max pooling;
-- three residual stages of strides 4, 8 and 16, all strided: a dilated last stage at stride 8 cost twice the
-  MACs and learned the default data slower;
+- three residual stages of strides 4, 8 and 16, all strided: a dilated last stage at stride 8 costs twice the
+  MACs;
 - atrous rates 1, 2, 3 instead of 6, 12, 18 (section 4.1): the map is 4x4, and their taps would fall on padding;
 - the image-pooling branch has a bias instead of BatchNorm, which is undefined on one value a channel.
 

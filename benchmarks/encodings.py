@@ -1,0 +1,172 @@
+"""Why INT8 activations are re-encoded as uint8: latency in both runtimes, agreement between them.
+
+``python -m benchmarks.encodings`` after a run of the pipeline. One quantized graph in three encodings that differ in
+the zero points of its activations only, beside the float graph: p50 of interleaved bursts at batch 1 on one thread,
+and how closely OpenVINO's logits follow those of ONNX Runtime on the same graph (SQNR in dB, test images). Once for
+the trained variant ``pruned_ptq``, once for a Fast-SCNN of width 0.5 with random weights, whose pooled branch counts
+for more. Prints a table and writes ``benchmarks/results/encodings.json``.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import openvino
+import torch
+from onnx import ModelProto, numpy_helper
+
+from tasks.core.config import find_section, read_params, typed_config
+from tasks.parts.calibrator import Calibrator
+from tasks.parts.data import normalise, open_split, read_manifest
+from tasks.parts.export import export_graph
+from tasks.parts.model_card import ModelCard
+from tasks.parts.networks.build import build_network
+from tasks.parts.networks.config import NetworkConfig, NetworkName
+from tasks.parts.onnx_graph import activations_to_uint8, read_graph, write_graph
+from tasks.parts.target import read_cpu_model
+from tasks.quantize_ptq import Config, quantize_ptq
+
+RESULTS = Path(__file__).parent / "results" / "encodings.json"
+ARTIFACTS = Path("artifacts")
+DATA = ARTIFACTS / "prepare_data" / "dataset"
+NUM_IMAGES = 16
+NUM_ROUNDS = 100
+BURST_S = 0.02
+
+Network = Callable[[np.ndarray], np.ndarray]
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    trained = ARTIFACTS / "export_onnx" / "pruned" / "model.onnx", ARTIFACTS / "quantize_ptq" / "model.onnx"
+    with tempfile.TemporaryDirectory() as folder:
+        random = random_graphs(Path(folder))
+        rows = [*measure("trained", *trained), *measure("random weights", *random)]
+    for row in rows:
+        print(
+            f"{row['network']:>15}  {row['encoding']:>30}  ONNX Runtime {row['onnxruntime_ms_p50']:.3f} ms, "
+            f"OpenVINO {row['openvino_ms_p50']:.3f} ms, {row['openvino_sqnr_db']:.1f} dB"
+        )
+    record = {
+        "date": date.today().isoformat(),
+        "cpu_model": read_cpu_model(),
+        "onnxruntime": onnxruntime.__version__,
+        "openvino": openvino.__version__,
+        "rows": rows,
+    }
+    RESULTS.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def measure(network: str, float_graph: Path, quantized_graph: Path) -> list[dict[str, Any]]:
+    """Return one row for each encoding of a graph."""
+    quantized = read_graph(quantized_graph)
+    uint8 = activations_to_uint8(quantized)
+    graphs = {
+        "float": read_graph(float_graph),
+        "int8": quantized,
+        "uint8, zero point 128": with_zero_point_128(uint8),
+        "uint8, 0 where never negative": uint8,
+    }
+    images_NCHW = images("test", NUM_IMAGES)
+    onnxruntimes = {name: in_onnxruntime(graph) for name, graph in graphs.items()}
+    openvinos = {name: in_openvino(graph) for name, graph in graphs.items()}
+    onnxruntime_ms, openvino_ms = (
+        interleaved_ms(networks, images_NCHW[:1]) for networks in (onnxruntimes, openvinos)
+    )
+    return [
+        {
+            "network": network,
+            "encoding": name,
+            "onnxruntime_ms_p50": round(float(np.median(onnxruntime_ms[name])), 4),
+            "openvino_ms_p50": round(float(np.median(openvino_ms[name])), 4),
+            "openvino_sqnr_db": round(
+                sqnr_db(onnxruntimes[name](images_NCHW), openvinos[name](images_NCHW)), 1
+            ),
+        }
+        for name in graphs
+    ]
+
+
+def random_graphs(folder: Path) -> tuple[Path, Path]:
+    """Make a Fast-SCNN that has seen the data but learned nothing; return its float and its quantized graph."""
+    manifest = read_manifest(DATA)
+    config = NetworkConfig(name=NetworkName.fast_scnn, width=0.5, depth=1.0, depthwise=False)
+    torch.manual_seed(0)
+    network = build_network(config, len(manifest.classes)).train()
+    with torch.no_grad():
+        for start in range(0, 320, NUM_IMAGES):  # running statistics of real images instead of 0 and 1
+            network(torch.from_numpy(images("train", NUM_IMAGES, start)))
+    card = ModelCard(config, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width)
+    graph = export_graph(network.eval(), card, height=manifest.height, width=manifest.width, opset=20)
+    write_graph(graph, folder / "float.onnx")
+    name, section = find_section(read_params(), "quantize_ptq")
+    cfg = replace(typed_config(Config, section, name), calibrators=[Calibrator.minmax], min_agreement=0.0)
+    quantize_ptq(cfg, model=folder / "float.onnx", data=DATA, out=folder)
+    return folder / "float.onnx", folder / "model.onnx"
+
+
+def images(split: str, count: int, start: int = 0) -> np.ndarray:
+    """Return normalised images_NCHW of a split."""
+    manifest = read_manifest(DATA)
+    return normalise(open_split(DATA, split)[0][start : start + count], manifest.mean, manifest.std)
+
+
+def with_zero_point_128(uint8: ModelProto) -> ModelProto:
+    """Return a copy in which every uint8 activation has zero point 128."""
+    shifted = ModelProto()
+    shifted.CopyFrom(uint8)
+    for tensor in shifted.graph.initializer:
+        if tensor.name.endswith(":uint8_zero_point"):
+            zero_point = np.full_like(numpy_helper.to_array(tensor), 128)
+            tensor.CopyFrom(numpy_helper.from_array(zero_point, tensor.name))
+    return shifted
+
+
+def in_onnxruntime(graph: ModelProto) -> Network:
+    """Load a graph in ONNX Runtime on one thread."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(
+        graph.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    name = session.get_inputs()[0].name
+    return lambda images_NCHW: session.run(None, {name: images_NCHW})[0]
+
+
+def in_openvino(graph: ModelProto) -> Network:
+    """Compile a graph in OpenVINO for float32 arithmetic where it is not quantized."""
+    core = openvino.Core()
+    model = core.read_model(graph.SerializeToString())
+    compiled: Any = core.compile_model(
+        model, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
+    )
+    return lambda images_NCHW: np.array(compiled([images_NCHW])[0])
+
+
+def interleaved_ms(networks: dict[str, Network], images_NCHW: np.ndarray) -> dict[str, list[float]]:
+    """Return the latencies of every network, in short bursts that take turns."""
+    latencies: dict[str, list[float]] = {name: [] for name in networks}
+    for _ in range(NUM_ROUNDS):
+        for name, network in networks.items():
+            network(images_NCHW)
+            end = time.perf_counter() + BURST_S
+            while (start := time.perf_counter()) < end:
+                network(images_NCHW)
+                latencies[name].append(1000 * (time.perf_counter() - start))
+    return latencies
+
+
+def sqnr_db(expected: np.ndarray, found: np.ndarray) -> float:
+    """Return the signal-to-noise ratio in dB."""
+    return float(10 * np.log10(np.square(expected).sum() / np.square(expected - found).sum()))
+
+
+if __name__ == "__main__":
+    main()
