@@ -181,15 +181,13 @@ def _check_comparable(
     if not base.is_built:
         raise ArtifactError(
             f"{reference}: the reference engine was {base.status} ({base.reason}); without it there is no "
-            f"speed-up. "
-            "Mend its build first."
+            "speed-up. Mend its build first."
         )
     found, expected = (manifest.card.height, manifest.card.width), (base.card.height, base.card.width)
     if found != expected:
         raise ArtifactError(
             f"{engine}: takes images of {found}, the reference {reference} of {expected} (height, width). "
-            f"Build both "
-            "from variants of the same data set."
+            "Build both from variants of the same data set."
         )
 
 

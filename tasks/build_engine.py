@@ -111,8 +111,8 @@ def _read_card(target: Target, model: Path) -> InputCard:
         if model.suffix == ".onnx":
             raise ArtifactError(
                 f"{model}: an ONNX graph, expected a .safetensors checkpoint: target {target.name} runs "
-                f"eager "
-                "PyTorch. Quantized variants have no such engine; take them out of this target's variants."
+                "eager PyTorch. Quantized variants have no such engine; take them out of this target's "
+                "variants."
             )
         from tasks.parts.model_card import read_card
 
@@ -213,9 +213,8 @@ def _check_weights(graph: "ModelProto", path: Path) -> None:
         values = numpy_helper.to_array(tensor)
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             raise ArtifactError(
-                f"{path}: weight '{tensor.name}' holds NaN or infinity, expected finite values. The "
-                f"training that "
-                "made it diverged: lower its learning rate and run it again."
+                f"{path}: weight '{tensor.name}' holds NaN or infinity, expected finite values. The training "
+                "that made it diverged: lower its learning rate and run it again."
             )
 
 
@@ -305,16 +304,15 @@ def _check_logits(logits_NCHW: FloatArray, target: Target, card: InputCard) -> N
     expected = (len(card.classes), card.height, card.width)
     if logits_NCHW.shape[1:] != expected:
         raise ArtifactError(
-            f"Target {target.name}: the model answers with {list(logits_NCHW.shape[1:])} (classes, "
-            f"height, width), its "
-            f"card says {list(expected)} ({len(card.classes)} classes). Train or export it again for this "
-            f"data set."
+            f"Target {target.name}: the model answers with {list(logits_NCHW.shape[1:])} (classes, height, "
+            f"width), its card says {list(expected)} ({len(card.classes)} classes). Train or export it again "
+            "for this data set."
         )
     if not np.isfinite(logits_NCHW).all():
         raise BuildFailed(
             f"Target {target.name}: the engine answers with NaN or infinity to a plain image, expected "
-            f"finite logits. "
-            f"Values overflow in {target.precision}; use a wider precision (target.{target.name}.precision)."
+            f"finite logits. Values overflow in {target.precision}; use a wider precision "
+            f"(target.{target.name}.precision)."
         )
 
 

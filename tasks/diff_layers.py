@@ -37,15 +37,12 @@ _MARKING = {
     ),
     "openvino": (
         "The variant's graph is compiled again with the target's options and the compared tensors as "
-        "outputs. The "
-        "compiler cannot fuse over them; in Q/DQ regions only dequantised tensors are marked, so that "
-        "int8 stays. "
-        "marked_agreement_db tells how far this compilation is from the engine file."
+        "outputs. The compiler cannot fuse over them; in Q/DQ regions only dequantised tensors are marked, "
+        "so that int8 stays. marked_agreement_db tells how far this compilation is from the engine file."
     ),
     "torch": (
-        "Eager PyTorch fuses nothing; hooks read the output of each convolution, behind its BatchNorm "
-        "where the "
-        "graph has that folded."
+        "Eager PyTorch fuses nothing; hooks read the output of each convolution, behind its BatchNorm where "
+        "the graph has that folded."
     ),
 }
 
@@ -321,10 +318,8 @@ def match_tensors(graph: "ModelProto", variant: "ModelProto") -> dict[str, str]:
     if len(names) < 2:
         raise ArtifactError(
             f"The engine's graph '{variant.graph.name}' and the float graph '{graph.graph.name}' have no "
-            f"tensor names "
-            "in common but the logits, so layers cannot be compared. Give diff_layers the float graph "
-            "that this "
-            "variant was quantized from."
+            "tensor names in common but the logits, so layers cannot be compared. Give diff_layers the "
+            "float graph that this variant was quantized from."
         )
     return names
 

@@ -65,8 +65,8 @@ class Config:
         section, value = needed[self.source]
         if value is None:
             raise ConfigError(
-                f"prepare_data.{section} is missing, and source is {self.source}. "
-                f"Choose the file conf/data/{self.source}.yaml with data={self.source}."
+                f"prepare_data.{section} is missing, and source is {self.source}. Choose the file "
+                f"conf/data/{self.source}.yaml with data={self.source}."
             )
 
 

@@ -161,8 +161,8 @@ def prune_network(network: "nn.Module", cfg: Config, *, size: tuple[int, int]) -
         if widths[narrowest.root] < cfg.channel_multiple:
             raise ConfigError(
                 f"prune.channel_multiple is {cfg.channel_multiple}, but layer {narrowest.root!r} has only "
-                f"{widths[narrowest.root]} channels. Set prune.channel_multiple to at most that, "
-                "or train a wider network."
+                f"{widths[narrowest.root]} channels. Set prune.channel_multiple to at most that, or train a "
+                "wider network."
             )
         convs = measure_convs(network, size)
         limit = budget + (total_macs(original) - budget) * (1 - step / cfg.num_steps)

@@ -87,10 +87,9 @@ def _check_classes(manifest: "EngineManifest", engine: Path, classes: tuple[str,
     if manifest.card.classes != classes:
         raise ArtifactError(
             f"{engine}: the engine knows {len(manifest.card.classes)} classes "
-            f"({', '.join(manifest.card.classes)}), "
-            f"{data} has {len(classes)} ({', '.join(classes)}); names and order must be equal. Train on "
-            f"this data "
-            "set, or validate with the data set that the engine was trained on."
+            f"({', '.join(manifest.card.classes)}), {data} has {len(classes)} ({', '.join(classes)}); names "
+            "and order must be equal. Train on this data set, or validate with the data set that the engine "
+            "was trained on."
         )
 
 
@@ -114,11 +113,9 @@ def _count_confusion(runner: "Runner", data: Path, cfg: Config) -> tuple[Any, in
         if not np.isfinite(logits_NCHW).all():
             bad = int(np.flatnonzero(~np.isfinite(logits_NCHW).all(axis=(1, 2, 3)))[0])
             raise GateFailed(
-                f"Engine {runner.manifest.file} of target {runner.manifest.target.name}: NaN or infinity "
-                f"in the "
-                f"logits of image {start + bad} of split '{cfg.split}' (validate.split), expected finite "
-                f"values. "
-                "The engine overflows; build the variant for a target with a wider precision."
+                f"Engine {runner.manifest.file} of target {runner.manifest.target.name}: NaN or infinity in "
+                f"the logits of image {start + bad} of split '{cfg.split}' (validate.split), expected finite "
+                "values. The engine overflows; build the variant for a target with a wider precision."
             )
         prediction_NHW = logits_NCHW.argmax(axis=1)
         confusion_CC += confusion_matrix(

@@ -60,8 +60,8 @@ def check_relative_name(name: str, *, source: Path) -> None:
     is_outside = posix.is_absolute() or windows.is_absolute() or bool(windows.drive) or ".." in windows.parts
     if not name or is_outside or any(ord(character) < 32 for character in name):
         raise DataError(
-            f"{source}: {name!r} is refused. Allowed are names inside the folder: not absolute, "
-            "without '..', NUL or other control characters."
+            f"{source}: {name!r} is refused. Allowed are names inside the folder: not absolute, without "
+            "'..', NUL or other control characters."
         )
 
 
@@ -76,8 +76,8 @@ def _names_in_order(path: Path, content: Any) -> tuple[str, ...]:
         isinstance(index, bool) for index in content
     ):
         raise DataError(
-            f"{path}: indices are {_shortened(list(content))}, expected 0 to {len(content) - 1} without "
-            "a gap. Renumber the classes in it and in the masks."
+            f"{path}: indices are {_shortened(list(content))}, expected 0 to {len(content) - 1} without a "
+            "gap. Renumber the classes in it and in the masks."
         )
     if len(content) > MAX_CLASSES:
         raise DataError(f"{path}: {len(content)} classes, at most {MAX_CLASSES} are possible.")
@@ -105,8 +105,8 @@ def _check_ignore_index(path: Path, ignore_index: Any, num_classes: int) -> None
         raise DataError(f"{path}: ignore_index is {ignore_index!r}, expected a mask value from 0 to 65535.")
     if ignore_index < num_classes:
         raise DataError(
-            f"{path}: ignore_index {ignore_index} is also a class (there are {num_classes}). "
-            f"Choose a value from {num_classes} up, for example 255."
+            f"{path}: ignore_index {ignore_index} is also a class (there are {num_classes}). Choose a value "
+            f"from {num_classes} up, for example 255."
         )
 
 

@@ -243,7 +243,7 @@ def _map_array(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         raise ArtifactError(f"{path}: cannot be read ({error}). Run prepare_data again.") from error
     if array.shape != shape or array.dtype != np.uint8:
         raise ArtifactError(
-            f"{path}: holds {array.dtype} {array.shape}, the manifest says uint8 {shape}. "
-            "Run prepare_data again."
+            f"{path}: holds {array.dtype} {array.shape}, the manifest says uint8 {shape}. Run prepare_data "
+            "again."
         )
     return array  # type: ignore[no-any-return]

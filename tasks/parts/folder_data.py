@@ -70,13 +70,13 @@ class FolderConfig:
                 raise ConfigError(f"{section}.{key} = {getattr(self, key)}: must be above 0 and below 1.")
         if self.val_share + self.test_share >= 1:
             raise ConfigError(
-                f"{section}.val_share + {section}.test_share = {self.val_share + self.test_share:g}: "
-                "must be below 1, the rest is the train split."
+                f"{section}.val_share + {section}.test_share = {self.val_share + self.test_share:g}: must be "
+                "below 1, the rest is the train split."
             )
         if self.num_calibration < 1:
             raise ConfigError(
-                f"{section}.num_calibration = {self.num_calibration}: must be at least 1, "
-                "quantizers cannot be calibrated without images."
+                f"{section}.num_calibration = {self.num_calibration}: must be at least 1, quantizers cannot "
+                "be calibrated without images."
             )
         if not 0 < self.max_megapixels <= 100_000:
             raise ConfigError(
@@ -187,8 +187,8 @@ def _list_pairs(root: Path) -> list[Pair]:
     without_mask = [name for name in images if name not in masks]
     if without_mask:
         raise DataError(
-            f"{images[without_mask[0]]}: its mask {root / 'masks' / without_mask[0]}.png is missing"
-            f"{_further(without_mask, 'image')}. Add the mask, or remove the image."
+            f"{images[without_mask[0]]}: its mask {root / 'masks' / without_mask[0]}.png is "
+            f"missing{_further(without_mask, 'image')}. Add the mask, or remove the image."
         )
     without_image = [name for name in masks if name not in images]
     if without_image:
@@ -293,9 +293,9 @@ def _check_pair(pair: Pair, class_list: ClassList, max_pixels: int) -> _Check:
     fault: DataError | None = None
     if image_HWC.shape[:2] != mask_HW.shape:
         fault = _SizeMismatch(
-            f"{pair.image} is {image_HWC.shape[1]} x {image_HWC.shape[0]} (EXIF orientation applied), "
-            f"its mask {pair.mask} is {mask_HW.shape[1]} x {mask_HW.shape[0]}. "
-            "Export both at the same size and orientation."
+            f"{pair.image} is {image_HWC.shape[1]} x {image_HWC.shape[0]} (EXIF orientation applied), its "
+            f"mask {pair.mask} is {mask_HW.shape[1]} x {mask_HW.shape[0]}. Export both at the same size and "
+            "orientation."
         )
     elif outside:
         fault = _LabelOutside(_label_outside_text(pair, outside, class_list))

@@ -116,8 +116,8 @@ def _decoded(path: Path, max_pixels: int) -> Iterator[Image.Image]:
         with Image.open(path, formats=("PNG", "JPEG")) as image:
             if image.format not in formats:
                 raise UnreadableImage(
-                    f"{path}: the content is {image.format}, the name says {formats[0]}. "
-                    "Rename or convert it."
+                    f"{path}: the content is {image.format}, the name says {formats[0]}. Rename or convert "
+                    "it."
                 )
             if image.width * image.height > max_pixels:
                 raise OversizedImage(
@@ -128,8 +128,8 @@ def _decoded(path: Path, max_pixels: int) -> Iterator[Image.Image]:
             yield image
     except _DECODER_ERRORS as error:
         raise UnreadableImage(
-            f"{path}: cannot be decoded as {formats[0]} ({error}). "
-            "Restore the file, or remove it with its mask."
+            f"{path}: cannot be decoded as {formats[0]} ({error}). Restore the file, or remove it with its "
+            "mask."
         ) from error
 
 
@@ -172,8 +172,8 @@ def _colour_mask_text(path: Path, image: Image.Image) -> str:
         found = f"{len(colours)} colours, such as " + ", ".join(str(colour) for _, colour in most)
     return (
         f"{path}: a {image.mode} image with {found}; expected one channel with the class index of each "
-        "pixel. Map each colour to its index and save as 8-bit grey, for example "
-        "index[(mask == colour).all(axis=-1)] = class_index for every row of classes.yaml."
+        "pixel. Map each colour to its index and save as 8-bit grey, for example index[(mask == "
+        "colour).all(axis=-1)] = class_index for every row of classes.yaml."
     )
 
 

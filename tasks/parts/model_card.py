@@ -88,8 +88,8 @@ def read_card_and_keys(path: Path) -> tuple[ModelCard, list[str]]:
     metadata = header.pop("__metadata__", None)
     if not isinstance(metadata, dict) or CARD_KEY not in metadata:
         raise ArtifactError(
-            f"{path} is a safetensors file without a model card (metadata {CARD_KEY!r}), so the network "
-            "it belongs to is unknown. Expected a file written by a stage of this pipeline."
+            f"{path} is a safetensors file without a model card (metadata {CARD_KEY!r}), so the network it "
+            "belongs to is unknown. Expected a file written by a stage of this pipeline."
         )
     try:
         end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
@@ -97,8 +97,8 @@ def read_card_and_keys(path: Path) -> tuple[ModelCard, list[str]]:
         raise ArtifactError(f"{path} is damaged: its list of tensors cannot be read.") from error
     if end != size_bytes:
         raise ArtifactError(
-            f"{path} is torn: {size_bytes} bytes of weights found, {end} expected. Run the stage "
-            "that makes it again."
+            f"{path} is torn: {size_bytes} bytes of weights found, {end} expected. Run the stage that makes "
+            "it again."
         )
     try:
         return ModelCard.from_json(metadata[CARD_KEY]), list(header)
@@ -132,8 +132,8 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         header = json.loads(text)
     except ValueError as error:
         raise ArtifactError(
-            f"{path} is torn or no safetensors file: its header cannot be read. Run the stage that "
-            "makes it again."
+            f"{path} is torn or no safetensors file: its header cannot be read. Run the stage that makes it "
+            "again."
         ) from error
     if not isinstance(header, dict):
         raise ArtifactError(f"{path} is no safetensors file: its header is not a mapping.")

@@ -104,8 +104,8 @@ def activations_to_uint8(model: ModelProto) -> ModelProto:
     ONNX Runtime multiplies uint8 by int8 on VNNI; S8S8 is slower there than float. A tensor that may be
     negative gets zero point + 128, which is the same arithmetic. One that cannot be negative (after ReLU)
     keeps zero point 0: the same for every value in the calibrated range, and the ReLU then is the lower end
-    of uint8, so that ONNX Runtime drops it and runs the whole layer in integers (4 times faster: benchmarks/encodings.py).
-    What int8 would clip above its range is kept up to twice as far. An int8 tensor that something else than
+    of uint8, so that ONNX Runtime drops it and runs the whole layer in integers, 4 times faster
+    (benchmarks/encodings.py). What int8 would clip above its range is kept up to twice as far. An int8 tensor that something else than
     DequantizeLinear reads keeps its type.
     """
     encoded = ModelProto()

@@ -141,9 +141,7 @@ def check_runtime_version(target: Target, installed: str) -> None:
     ):
         return
     raise TargetMismatch(
-        f"Target {target.name} declares {target.runtime} {declared}, this machine has {installed}. Run it "
-        f"on a "
-        f"worker of pool '{target.work_pool}', or declare "
-        f"target.{target.name}.runtime_version={installed} and "
-        "build again."
+        f"Target {target.name} declares {target.runtime} {declared}, this machine has {installed}. Run it on "
+        f"a worker of pool '{target.work_pool}', or declare target.{target.name}.runtime_version={installed} "
+        "and build again."
     )

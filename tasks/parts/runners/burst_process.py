@@ -115,9 +115,8 @@ class BurstProcess:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
                 raise ArtifactError(
-                    f"{self._engine}: its process gave no answer for {self._timeout_s:g} s. The engine "
-                    f"hangs or the "
-                    "machine is overloaded; run it alone, or raise benchmark.timeout_s."
+                    f"{self._engine}: its process gave no answer for {self._timeout_s:g} s. The engine hangs "
+                    "or the machine is overloaded; run it alone, or raise benchmark.timeout_s."
                 )
             chunk = os.read(self._process.stdout.fileno(), 1 << 16)
             if not chunk:
@@ -133,9 +132,8 @@ class BurstProcess:
             code = 0
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return ArtifactError(
-            f"{self._engine}: the process that ran it died ({how}). Its own output is above. SIGKILL "
-            f"often means that "
-            "the machine ran out of memory, SIGILL that the engine was built for another CPU."
+            f"{self._engine}: the process that ran it died ({how}). Its own output is above. SIGKILL often "
+            "means that the machine ran out of memory, SIGILL that the engine was built for another CPU."
         )
 
 

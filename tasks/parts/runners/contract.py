@@ -138,9 +138,8 @@ def check_batch(images_NCHW: FloatArray, manifest: EngineManifest) -> None:
     expected = f"float32 [1..{target.max_batch}, 3, {card.height}, {card.width}], normalised, RGB"
     if images_NCHW.dtype != np.float32 or images_NCHW.shape[1:] != (3, card.height, card.width):
         raise DataError(
-            f"{who}: input is {images_NCHW.dtype} {list(images_NCHW.shape)}, expected {expected}. Resize "
-            f"the images, "
-            "or export the variant for that size (prepare_data) and build again."
+            f"{who}: input is {images_NCHW.dtype} {list(images_NCHW.shape)}, expected {expected}. Resize the "
+            "images, or export the variant for that size (prepare_data) and build again."
         )
     if not 1 <= len(images_NCHW) <= target.max_batch:
         raise DataError(
@@ -151,8 +150,7 @@ def check_batch(images_NCHW: FloatArray, manifest: EngineManifest) -> None:
         bad = [int(i) for i in np.flatnonzero(~np.isfinite(images_NCHW).all(axis=(1, 2, 3)))]
         raise DataError(
             f"{who}: NaN or infinity in image {bad[0]} of the batch ({len(bad)} in all), expected finite "
-            f"values. "
-            "Check the normalisation and the source of the images."
+            "values. Check the normalisation and the source of the images."
         )
 
 

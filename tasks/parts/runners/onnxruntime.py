@@ -71,9 +71,9 @@ def open_session(
     available = onnxruntime.get_available_providers()
     if provider not in available:
         raise TargetMismatch(
-            f"ONNX Runtime has no provider {provider}; available: {', '.join(available)}. Install the "
-            f"build of "
-            "onnxruntime that has it, or run on a worker of the target's work pool (target.<name>.device)."
+            f"ONNX Runtime has no provider {provider}; available: {', '.join(available)}. Install the build "
+            "of onnxruntime that has it, or run on a worker of the target's work pool "
+            "(target.<name>.device)."
         )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = num_threads, 1

@@ -55,27 +55,23 @@ def check_machine(manifest: EngineManifest) -> None:
     if installed != manifest.runtime_version:
         raise TargetMismatch(
             f"Engine {manifest.file} of target {target.name} was compiled by OpenVINO "
-            f"{manifest.runtime_version}, "
-            f"this machine has {installed}; blobs load only in the version that made them. Build it again "
-            f"here "
-            f"(build_engine for target {target.name}), or install that version."
+            f"{manifest.runtime_version}, this machine has {installed}; blobs load only in the version that "
+            f"made them. Build it again here (build_engine for target {target.name}), or install that "
+            "version."
         )
     if read_isa() != manifest.isa:
         raise TargetMismatch(
             f"Engine {manifest.file} of target {target.name} was compiled for a CPU with "
-            f"{', '.join(manifest.isa)}, "
-            f"this one has {', '.join(read_isa())}. Build it again here (build_engine for target "
-            f"{target.name}), or "
-            f"run it on a worker of pool '{target.work_pool}'."
+            f"{', '.join(manifest.isa)}, this one has {', '.join(read_isa())}. Build it again here "
+            f"(build_engine for target {target.name}), or run it on a worker of pool '{target.work_pool}'."
         )
 
 
 def _checked_file(engine: Path, manifest: EngineManifest) -> Path:
     if not manifest.is_built:
         raise ArtifactError(
-            f"{engine}: holds no engine, the build was {manifest.status} ({manifest.reason}). Mend the "
-            f"cause and run "
-            "build_engine again."
+            f"{engine}: holds no engine, the build was {manifest.status} ({manifest.reason}). Mend the cause "
+            "and run build_engine again."
         )
     if not manifest.file or Path(manifest.file).name != manifest.file:
         raise ArtifactError(
@@ -88,7 +84,7 @@ def _checked_file(engine: Path, manifest: EngineManifest) -> Path:
     if found != manifest.sha256:
         raise ArtifactError(
             f"{file}: sha256 {found[:12]}..., the manifest says {manifest.sha256[:12]}...; the file was "
-            f"changed or "
-            "truncated and is not loaded. Run build_engine again, or fetch it again from the remote."
+            "changed or truncated and is not loaded. Run build_engine again, or fetch it again from the "
+            "remote."
         )
     return file

@@ -125,8 +125,7 @@ class OpenvinoRunner:
         except RuntimeError as error:
             raise ArtifactError(
                 f"{self._file}: OpenVINO {installed_version()} cannot load it ({_cause(error)}). Run "
-                f"build_engine "
-                f"for target {self.manifest.target.name} again on this machine."
+                f"build_engine for target {self.manifest.target.name} again on this machine."
             ) from error
 
 
