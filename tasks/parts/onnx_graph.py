@@ -105,8 +105,8 @@ def activations_to_uint8(model: ModelProto) -> ModelProto:
     negative gets zero point + 128, which is the same arithmetic. One that cannot be negative (after ReLU)
     keeps zero point 0: the same for every value in the calibrated range, and the ReLU then is the lower end
     of uint8, so that ONNX Runtime drops it and runs the whole layer in integers, 4 times faster
-    (benchmarks/encodings.py). What int8 would clip above its range is kept up to twice as far. An int8 tensor that something else than
-    DequantizeLinear reads keeps its type.
+    (benchmarks/encodings.py). What int8 would clip above its range is kept up to twice as far. An int8 tensor
+    that something else than DequantizeLinear reads keeps its type.
     """
     encoded = ModelProto()
     encoded.CopyFrom(model)
