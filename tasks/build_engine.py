@@ -128,21 +128,7 @@ def _end_without_engine(
     target: Target, status: EngineStatus, reason: str, version: str, card: InputCard, engine: Path
 ) -> Report:
     logger.warning("build_engine: target %s %s: %s", target.name, status, reason)
-    manifest = EngineManifest(
-        target=target,
-        status=status,
-        reason=reason,
-        file="",
-        sha256="",
-        size_bytes=0,
-        runtime_version=version,
-        isa=read_isa(),
-        card=card,
-        is_quantized=False,
-        precisions={},
-        precision_ok=False,
-        provider="",
-    )
+    manifest = _manifest(target, version, card, status=status, reason=reason)
     write_engine_manifest(engine, manifest)
     return _report(manifest, num_convs_quantized=0, note="", agreement_db=None)
 
@@ -152,7 +138,7 @@ def _build_torch(target: Target, checkpoint: Path, card: InputCard, version: str
 
     file = engine / torch_eager.ENGINE_FILE
     shutil.copyfile(checkpoint, file)
-    manifest = _built(target, file, version, card)
+    manifest = _manifest(target, version, card, file=file)
     images_NCHW = draw_golden_images(card)
     with torch_eager.TorchEagerRunner(file, manifest) as runner:
         _check_logits(runner.infer(images_NCHW), target, card)
@@ -185,7 +171,7 @@ def _build_from_graph(target: Target, model: Path, card: InputCard, version: str
             file, provider=onnxruntime.PROVIDERS[target.device], num_threads=target.num_threads
         )
     num_convs, num_quantized = count_convs(graph)
-    manifest = _built(target, file, version, card)
+    manifest = _manifest(target, version, card, file=file)
     agreement_db, provider = _measure_agreement(graph, manifest, file)
     return _publish(
         manifest,
@@ -369,14 +355,23 @@ def _conv_precisions(precisions: Precisions) -> dict[str, int]:
     return used
 
 
-def _built(target: Target, file: Path, version: str, card: InputCard) -> EngineManifest:
+def _manifest(
+    target: Target,
+    version: str,
+    card: InputCard,
+    *,
+    status: EngineStatus = EngineStatus.built,
+    reason: str = "",
+    file: Path | None = None,
+) -> EngineManifest:
+    """Return what is known before the runtime was asked what it made of the graph."""
     return EngineManifest(
         target=target,
-        status=EngineStatus.built,
-        reason="",
-        file=file.name,
-        sha256=sha256_of(file),
-        size_bytes=file.stat().st_size,
+        status=status,
+        reason=reason,
+        file=file.name if file else "",
+        sha256=sha256_of(file) if file else "",
+        size_bytes=file.stat().st_size if file else 0,
         runtime_version=version,
         isa=read_isa(),
         card=card,
