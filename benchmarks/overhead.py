@@ -1,16 +1,20 @@
-"""What orchestration costs: first run, warm run, warm run without a server.
+"""What a newcomer waits for, and what orchestration takes of it.
 
-``python -m benchmarks.overhead [hydra override ...]`` clones the checkout into a temporary folder, runs the flow
-there, and prints a table. Overhead is the time of the first run in which no stage did work of its own: server,
-flow, process starts, digests, `dvc commit`, and every import (also those of a stage's child processes). Where stages
-run side by side, a second counts as work if one of them works. Writes ``benchmarks/results/overhead.json``.
+``python -m benchmarks.overhead [hydra override ...]`` clones the checkout, types ``make run`` there as a newcomer
+would (packages come from pip's cache where it has them), and prints a table: installation, first run, runs with
+nothing to do. Overhead is the time of the first run in which no stage did work of its own: server, flow, process
+starts, digests, ``dvc commit``, and every import (also those of a stage's child processes). Where stages run side by
+side, a second counts as work if one of them works. ``--workspace DIR`` keeps the clone. Writes
+``benchmarks/results/overhead.json``.
 """
 
+import argparse
 import json
 import math
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -18,6 +22,9 @@ import time
 from collections import defaultdict
 from datetime import date
 from pathlib import Path
+from typing import Any
+
+from tasks.parts.target import read_cpu_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "overhead.json"
@@ -33,49 +40,67 @@ Span = tuple[float, float]
 """Start and end in seconds of the monotonic clock."""
 
 
-def main(overrides: list[str]) -> None:
+def main() -> None:
     """Measure, print and write the table."""
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["git", "clone", "-q", str(REPOSITORY), folder], check=True)
-        command = [sys.executable, "-m", "flows.optimize", *overrides]
-        try:
-            wall_s, lines = timed(command, folder, PYTHONPATH=str(IMPORT_SPANS))
-            work_s = seconds_of(stage_work(lines))
-            warm_s = min(timed(command, folder)[0] for _ in range(3))
-        finally:
-            stop = [sys.executable, "-m", "flows.local_server", "--stop"]
-            subprocess.run(stop, cwd=folder, check=False, capture_output=True)
-        cold_s, _ = timed(command, folder)
-        subprocess.run(stop, cwd=folder, check=False, capture_output=True)
-    record = {
-        "date": date.today().isoformat(),
-        "python": platform.python_version(),
-        "overrides": overrides,
-        "first_run_s": round(wall_s, 1),
-        "stage_work_s": round(work_s, 1),
-        "overhead_share": round(1 - work_s / wall_s, 4),
-        "warm_run_s": round(warm_s, 2),
-        "warm_run_with_server_start_s": round(cold_s, 2),
-    }
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workspace", type=Path, help="a new folder for the clone, which is kept there")
+    parser.add_argument("overrides", nargs="*", help="as for flows.optimize")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        record = measure(options.workspace or Path(temporary, "clone"), options.overrides)
     for name, value in record.items():
         print(f"{name:>30}  {value}")
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def timed(command: list[str], folder: str, **environment: str) -> tuple[float, list[tuple[float, str]]]:
+def measure(workspace: Path, overrides: list[str]) -> dict[str, Any]:
+    """Clone, install, run once and then again with nothing to do."""
+    subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(workspace)], check=True)
+    run = ["make", "run", f"ARGS={shlex.join(overrides)}"]
+    try:
+        install_s, _ = timed(["make", ".venv/.installed"], workspace)
+        wall_s, lines = timed(run, workspace, PYTHONPATH=str(IMPORT_SPANS))
+        warm_s = min(timed(run, workspace)[0] for _ in range(3))
+        timed(["make", "stop"], workspace)
+        cold_s, _ = timed(run, workspace)
+    finally:
+        subprocess.run(["make", "stop"], cwd=workspace, check=False, capture_output=True)
+    work_s = seconds_of(stage_work(lines))
+    return {
+        "date": date.today().isoformat(),
+        "cpu_model": read_cpu_model(),
+        "python": platform.python_version(),
+        "overrides": overrides,
+        "install_s": round(install_s, 1),
+        "first_run_s": round(wall_s, 1),
+        "first_make_run_minutes": round((install_s + wall_s) / 60, 1),
+        "stage_work_s": round(work_s, 1),
+        "overhead_share": round(1 - work_s / wall_s, 4),
+        "warm_run_s": round(warm_s, 2),
+        "warm_run_with_server_start_s": round(cold_s, 2),
+    }
+
+
+def timed(command: list[str], workspace: Path, **environment: str) -> tuple[float, list[tuple[float, str]]]:
     """Run a command and return its wall time in seconds and the lines that it printed, with the time of each."""
     started = time.monotonic()
     process = subprocess.Popen(
         command,
-        cwd=folder,
+        cwd=workspace,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     assert process.stdout is not None
-    lines = [(time.monotonic(), line) for line in process.stdout]
+    lines = []
+    for line in process.stdout:
+        lines.append((time.monotonic(), line))
+        if not _PROCESS.match(line) and not _IMPORT.match(line):
+            print(line, end="", flush=True)
     seconds = time.monotonic() - started
     if process.wait() != 0:
         sys.exit(f"{' '.join(command)} failed:\n{''.join(line for _, line in lines[-40:])}")
@@ -126,4 +151,4 @@ def seconds_of(spans: list[Span]) -> float:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
