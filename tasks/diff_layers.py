@@ -4,9 +4,11 @@ SQNR of a layer is 10 log10(signal power / noise power) of its output, in dB; th
 it is in it. What a layer adds itself is the rise of noise / signal over its noisiest input.
 """
 
+import contextlib
 import csv
 import logging
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -250,7 +252,7 @@ def _compare(
     )
     comparison = _Comparison({name: _Sums() for name in names})
     feeds = [{image: one[None]} for one in images_NCHW]
-    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL), _torch_left_alone():
         for results in Comparator.run([float_runner, found_runner], data_loader=feeds, streaming=True):
             # Each runner's one iteration; reading by name loads the array.
             expected, found = (
@@ -260,6 +262,19 @@ def _compare(
             _add(comparison.sums, names, {**expected, image: feed[image]}, found)
             comparison.marked_logits.append(found[names[logits]].copy())
     return comparison
+
+
+@contextlib.contextmanager
+def _torch_left_alone() -> Iterator[None]:
+    """Keep Polygraphy from importing torch, for more than a second, only to ask whether an array is a tensor."""
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's own way to say: not importable
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def _add(
