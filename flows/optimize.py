@@ -18,11 +18,14 @@ from typing import Any
 from flows import local_server
 from flows.params import compose_params, write_params
 from flows.pipeline import RecordedStages, run_pipeline
-from tasks.core.errors import EnginewrightError, WorkspaceBusy
-from tasks.core.execute import ARTIFACTS
+from tasks.core.errors import EnginewrightError
+from tasks.core.execute import ARTIFACTS, check_writable, explained_full_disk, remove_leftovers
+from tasks.core.fingerprint import digest
 
 _MAX_SIDE_BY_SIDE = 4
 """Stages at once where they are independent; each loads libraries of up to a gigabyte."""
+
+_SQLITE = "sqlite:///"
 
 
 class CommitFailed(EnginewrightError):
@@ -36,9 +39,7 @@ def optimize(params: dict[str, Any]) -> Path:
 
     from flows.stage_task import TaskStages
 
-    plan = RecordedStages()
-    run_pipeline(plan, params)
-    stages = TaskStages(params, len(plan.calls))
+    stages = TaskStages(params, len(_outputs(params)))
 
     runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(min(_MAX_SIDE_BY_SIDE, os.cpu_count() or 1))
 
@@ -49,6 +50,37 @@ def optimize(params: dict[str, Any]) -> Path:
     folder = run()
     print(f"stages run: {stages.num_executed} of {stages.num_calls}")
     return folder
+
+
+def check_folders(params: dict[str, Any]) -> None:
+    """Check before the first stage that everything the flow writes can be written.
+
+    Raises DiskError.
+    """
+    outputs = _outputs(params)
+    check_writable(*outputs, *(output.parent for output in outputs))
+    check_writable(*(ARTIFACTS / name for name in (".drafts", ".locks")), local_server.HOME)
+    check_writable(*(Path(".dvc") / name for name in ("cache", "cache/files/md5", "tmp")))
+    tracking = params["select_engine"]["tracking"]
+    if tracking["enabled"] and tracking["uri"].startswith(_SQLITE):
+        database = Path(tracking["uri"].removeprefix(_SQLITE))
+        check_writable(database, database.parent, database.with_name("mlruns"))
+
+
+def send_pending_runs(params: dict[str, Any]) -> None:
+    """Log what MLflow did not take from earlier flows; the command says what became of it."""
+    if params["select_engine"]["tracking"]["enabled"] and _has_pending_runs():
+        subprocess.run([sys.executable, "-m", "tasks.core.tracking"], check=False)
+
+
+def _has_pending_runs() -> bool:
+    return any(ARTIFACTS.glob(".pending/*/record.json"))
+
+
+def _outputs(params: dict[str, Any]) -> list[Path]:
+    plan = RecordedStages()
+    run_pipeline(plan, params)
+    return [ARTIFACTS.joinpath(*address.split(".")) for address in plan.calls]
 
 
 def commit_outputs() -> None:
@@ -73,29 +105,17 @@ def commit_outputs() -> None:
 
 
 def _commit_stamp() -> str:
-    keys = {
-        path.parent.relative_to(ARTIFACTS).as_posix(): json.loads(path.read_text(encoding="utf-8"))["key"]
-        for path in sorted(ARTIFACTS.glob("[!.]*/**/key.json"))
-    }
+    keys = {path.as_posix(): digest(path) for path in sorted(ARTIFACTS.glob("[!.]*/**/key.json"))}
     lock = Path("dvc.lock")
     return json.dumps({"keys": keys, "lock": lock.read_text(encoding="utf-8") if lock.is_file() else None})
 
 
 @contextlib.contextmanager
 def hold_workspace() -> Iterator[None]:
-    """Let one flow at a time work in this checkout; a second one waits.
-
-    Raises WorkspaceBusy when the folder artifacts/ cannot be written.
-    """
+    """Let one flow at a time work in this checkout; a second one waits."""
     path = ARTIFACTS / ".locks" / "flow"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+", encoding="utf-8")
-    except OSError as error:
-        raise WorkspaceBusy(
-            f"{path} cannot be written: {error.strerror}. Make {ARTIFACTS.resolve()} writable."
-        ) from error
-    with file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -155,13 +175,16 @@ def main(overrides: Sequence[str]) -> int:
     started = time.perf_counter()
     try:
         params = compose_params(overrides)
-        local_server.prepare_environment()
-        with hold_workspace():
+        check_folders(params)
+        with explained_full_disk(ARTIFACTS), hold_workspace():
+            local_server.prepare_environment()
             local_server.begin_start()
             write_params(params)
+            send_pending_runs(params)
             url = local_server.wait_until_ready()
             folder = optimize(params)
             commit_outputs()
+            remove_leftovers()
         print_result(folder)
     except EnginewrightError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -171,6 +194,8 @@ def main(overrides: Sequence[str]) -> int:
         return 130
     tracking = params["select_engine"]["tracking"]["uri"]
     print(f"MLflow: {tracking} (`make ui` opens it on http://127.0.0.1:5000)")
+    if _has_pending_runs():
+        print("MLflow: runs are pending; the next flow sends them, or `python -m tasks.core.tracking`.")
     print(f"Prefect: {url.removesuffix('/api')} (`make stop` ends this local server)")
     print(f"total: {time.perf_counter() - started:.1f} s")
     return 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.core.tracking import ENGINE_FOLDER, RunRecord, TrackingConfig, log_pipeline
+from tasks.core.tracking import ENGINE_FOLDER, RunRecord, TrackingConfig, log_or_keep
 from tasks.parts.engine_row import EngineRow, Verdict
 from tasks.parts.pareto import pareto_front
 
@@ -147,8 +147,9 @@ def select_engine(
 ) -> Report:
     """Write engines.json, picks.json, report.md, report.html and pareto.png, and log them to MLflow.
 
-    Raises ArtifactError when a report is missing or accuracy and latency come from different files, and
-    TrackingUnavailable when MLflow does not answer; then nothing is published, and the next run tries again.
+    When MLflow does not answer, the runs stay pending on disk.
+
+    Raises ArtifactError when a report is missing or accuracy and latency come from different files.
     """
     from tasks.parts.engine_evidence import EvidenceFolders, read_row
     from tasks.parts.engine_findings import Findings
@@ -355,17 +356,18 @@ def _track(cfg: Config, folders: "EvidenceFolders", rows: Sequence[EngineRow], o
         tags={"best": f"{report.best.variant}-{report.best.target}" if report.best else "none"},
         artifacts=tuple(("", out / page) for page in pages),
     )
-    tracked = log_pipeline(
+    tracked = log_or_keep(
         cfg.tracking,
         pipeline=pipeline,
         candidates=[_record(folders, row) for row in rows],
         picks={REGISTERED_PREFIX + row.target: picked.get(row.target) for row in rows},
     )
-    logger.info(
-        "select_engine: MLflow has %d new runs and %d new versions",
-        tracked.num_runs_added,
-        tracked.num_versions_added,
-    )
+    if tracked is not None:
+        logger.info(
+            "select_engine: MLflow has %d new runs and %d new versions",
+            tracked.num_runs_added,
+            tracked.num_versions_added,
+        )
 
 
 def _record(folders: "EvidenceFolders", row: EngineRow) -> RunRecord:

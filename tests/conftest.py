@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,3 +99,22 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worksp
         yield space, finished.stdout + finished.stderr
     finally:
         space.run("python", "-m", "flows.local_server", "--stop")
+
+
+@pytest.fixture
+def mount_disk() -> Iterator[Callable[[Path, str], None]]:
+    """A function that mounts a small disk over a folder: ``size=1m``, or ``ro`` for one that cannot be written."""
+    mounted: list[Path] = []
+
+    def mount(folder: Path, options: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.geteuid() != 0:
+            pytest.skip("mounting a tmpfs needs root")
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=False)
+        if done.returncode != 0:
+            pytest.skip("this sandbox does not allow mounting a tmpfs")
+        mounted.append(folder)
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", folder], check=True)

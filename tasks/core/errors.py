@@ -7,10 +7,12 @@ Each text says what was found, what was expected, what to do, and which config k
     ├── DataError             the data set is incomplete or contradicts itself
     ├── ArtifactError         a checkpoint, ONNX file, engine or output folder is missing, damaged or of another kind
     ├── TrainingDiverged      the loss became NaN or infinite
+    ├── ProcessDied           a data worker or a rank of a training was killed or failed
     ├── GateFailed            a measured number breaks the limit that was set for it
     ├── BuildFailed           a runtime cannot make an engine from a graph
     ├── TargetMismatch        this machine is not the one that a target declares
     ├── TrackingUnavailable   MLflow does not answer
+    ├── DiskError             an output cannot be written: the disk is full, or its folder is read-only
     └── WorkspaceBusy         another run holds the same output folder or workspace
 """
 
@@ -53,3 +55,11 @@ class TrackingUnavailable(EnginewrightError):
 
 class WorkspaceBusy(EnginewrightError):
     """Another run holds the same output folder or workspace."""
+
+
+class DiskError(EnginewrightError):
+    """An output cannot be written: the disk is full, or its folder is read-only."""
+
+
+class ProcessDied(EnginewrightError):
+    """A data worker or a rank of a training was killed or failed."""

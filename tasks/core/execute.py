@@ -7,6 +7,7 @@ An address names one stage call in all places: ``build_engine.pruned_qat.cpu_ope
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import importlib
 import json
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.config import find_section, typed_config
-from tasks.core.errors import ArtifactError, ConfigError, WorkspaceBusy
+from tasks.core.errors import ArtifactError, ConfigError, DiskError, WorkspaceBusy
 from tasks.core.fingerprint import SCHEMA_VERSION, digest, stage_key
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,9 @@ RESUME_FOLDER = "resume"
 """What a stage keeps in ``out/resume`` survives a kill, and is not published."""
 
 _ADDRESS = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
+_REPLACED = "replaced"
+_LEFTOVER_AGE_S = 24 * 3600.0
+_DISK_IS_FULL = re.compile(r"no space left on device|quota exceeded|disk is full", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,11 @@ def execute(call: Call) -> Path:
     The stage writes into a draft folder; report and key are added and the draft is renamed into place, so that a
     killed run leaves the previous output whole. Only one process at a time works on one address.
 
-    Raises WorkspaceBusy when another process is making the same output with another key.
+    Raises WorkspaceBusy when another process is making the same output with another key, DiskError when the
+    output cannot be written.
     """
-    with _lock(call):
+    check_writable(call.folder, call.folder.parent, call.draft.parent)
+    with explained_full_disk(call.folder), _lock(call):
         if is_fresh(call):
             logger.info("%s: fresh, nothing to run", call.address)
             return call.folder
@@ -124,8 +130,9 @@ def execute(call: Call) -> Path:
         started = time.perf_counter()
         logger.info("%s: started", call.address)
         try:
-            report = call.function(call.config, **call.inputs, out=call.draft)
-            _finish_draft(call, report)
+            with explained_full_disk(call.draft):
+                report = call.function(call.config, **call.inputs, out=call.draft)
+                _finish_draft(call, report)
         except BaseException:
             _keep_only_resume(call.draft)
             raise
@@ -140,6 +147,53 @@ def execute_as_follower(call: Call) -> None:
     Lightning's launcher starts the same command once per further rank; rank 0 holds the lock and publishes.
     """
     call.function(call.config, **call.inputs, out=call.draft)
+
+
+def check_writable(*paths: Path) -> None:
+    """Check that these files and folders can be written, or made where they do not exist yet.
+
+    Raises DiskError with the first that cannot.
+    """
+    for path in paths:
+        place = _nearest_existing(path)
+        if not os.access(place, os.W_OK):
+            raise DiskError(
+                f"{path} cannot be written: {place.resolve()} is read-only or belongs to another user. Mount "
+                "it writable or mend its permissions, then run again."
+            )
+
+
+@contextlib.contextmanager
+def explained_full_disk(folder: Path) -> Iterator[None]:
+    """Tell how much a folder holds and how much is free when its disk is full.
+
+    Raises DiskError.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, DiskError) or not _is_full_disk(error):
+            raise
+        free_bytes = shutil.disk_usage(_nearest_existing(folder)).free
+        raise DiskError(
+            f"{folder}: the disk or its quota is full. The folder holds {_size_bytes(folder):,} bytes and needs "
+            f"more; {free_bytes:,} bytes are free. Free some space and run again: finished stages and the "
+            "previous output are kept."
+        ) from error
+
+
+def remove_leftovers() -> None:
+    """Remove drafts that a killed run left a day ago or earlier, unless a process is at work on their address."""
+    for leftover in sorted((ARTIFACTS / ".drafts").glob("*-*/")):
+        address, _, suffix = leftover.name.rpartition("-")
+        with (ARTIFACTS / ".locks" / address).open("a", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            if suffix == _REPLACED or _age_s(leftover) > _LEFTOVER_AGE_S:
+                logger.warning("removing %s, which a killed run left", leftover)
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _check_input(path: Path) -> None:
@@ -157,18 +211,29 @@ def _check_input(path: Path) -> None:
             ]
             if damaged:
                 raise ArtifactError(
-                    f"{folder / damaged[0]} is not the file that its stage wrote (md5 differs, or it is gone). "
-                    f"Remove {folder} and run the pipeline again."
+                    f"{folder / damaged[0]} is not the file that its stage wrote (md5 differs, or it is "
+                    f"gone). Remove {folder} and run the pipeline again."
                 )
             return
 
 
 def _read_record(folder: Path) -> dict[str, Any] | None:
+    file = folder / KEY_FILE
     try:
-        record = json.loads((folder / KEY_FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return record if isinstance(record, dict) and record.get("schema") == SCHEMA_VERSION else None
+    except ValueError:
+        record = None
+    if (
+        not isinstance(record, dict)
+        or record.get("schema") != SCHEMA_VERSION
+        or not isinstance(record.get("key"), str)
+        or not isinstance(record.get("files"), dict)
+    ):
+        logger.warning("ignoring %s, which is damaged or of another version", file)
+        return None
+    return record
 
 
 def _damaged_files(folder: Path, record: Mapping[str, Any]) -> list[str]:
@@ -230,12 +295,34 @@ def _publish(call: Call) -> None:
     A kill between the two renames leaves a complete draft, which the next run publishes without running.
     """
     call.folder.parent.mkdir(parents=True, exist_ok=True)
-    replaced = call.draft.with_name(f"{call.address}-replaced")
+    replaced = call.draft.with_name(f"{call.address}-{_REPLACED}")
     shutil.rmtree(replaced, ignore_errors=True)
     if call.folder.exists():
         call.folder.rename(replaced)
     call.draft.rename(call.folder)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _is_full_disk(error: BaseException | None) -> bool:
+    """Look through the causes as well; safetensors, Lightning and SQLite say it in words only."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _DISK_IS_FULL.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _nearest_existing(path: Path) -> Path:
+    return next(place for place in (path, *path.parents) if os.access(place, os.F_OK))
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _age_s(folder: Path) -> float:
+    """Return the time since anything in a folder was written."""
+    return time.time() - max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
 
 
 @contextlib.contextmanager
@@ -251,8 +338,8 @@ def _lock(call: Call) -> Iterator[None]:
             holder, _, key = file.read().partition(" ")
             if key and key != call.key:
                 raise WorkspaceBusy(
-                    f"{call.address} is being made by process {holder} from another configuration. "
-                    "Wait until it ends, or stop it, then run again."
+                    f"{call.address} is being made by process {holder} from another configuration. Wait "
+                    "until it ends, or stop it, then run again."
                 ) from None
             logger.info("%s: waiting for process %s, which is making the same output", call.address, holder)
             fcntl.flock(file, fcntl.LOCK_EX)

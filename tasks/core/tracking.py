@@ -3,23 +3,31 @@
 One parent run stands for the pipeline, one child run for each candidate; the chosen candidates become
 versions of registered models. Every run carries a digest of its content, so that logging the same content
 again adds nothing and a killed logging is continued. MLflow is imported in functions: it takes seconds.
+
+What MLflow does not take is kept in ``artifacts/.pending``; the next logging sends it first, and so does
+``python -m tasks.core.tracking``.
 """
 
 import contextlib
+import dataclasses
+import fcntl
 import functools
 import hashlib
 import json
 import logging
 import os
 import re
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.core.errors import ConfigError, TrackingUnavailable
+from tasks.core.config import find_section, read_params, typed_config
+from tasks.core.errors import ConfigError, EnginewrightError, TrackingUnavailable
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -34,6 +42,11 @@ ENGINE_FOLDER = "engine"
 """The folder of a candidate's run that a registered version hands out."""
 
 UNKNOWN_COMMIT = "unknown"
+
+PENDING = Path("artifacts/.pending")
+"""What MLflow did not take yet: one folder for each pipeline, with copies of the files."""
+
+_PENDING_RECORD = "record.json"
 
 _DIGEST_TAG = "content_digest"
 _PARENT_TAG = "mlflow.parentRunId"
@@ -79,6 +92,23 @@ class TrackingConfig:
             )
 
 
+@functools.cache
+def git_commit() -> str:
+    """Return the commit of the checkout that this code lies in, or "unknown"."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return UNKNOWN_COMMIT
+    return done.stdout.strip()
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """What one run in MLflow is to hold."""
@@ -88,6 +118,8 @@ class RunRecord:
     tags: Mapping[str, str]
     artifacts: tuple[tuple[str, Path], ...]
     """Pairs of (folder inside the run, file)."""
+    commit: str = field(default_factory=git_commit)
+    """The code that made it; no part of the content."""
 
     def content_digest(self) -> str:
         """Return a digest of everything in the record, the files' bytes included."""
@@ -107,6 +139,41 @@ class Tracked:
     parent_run_id: str
     num_runs_added: int
     num_versions_added: int
+
+
+def log_or_keep(
+    config: TrackingConfig,
+    *,
+    pipeline: RunRecord,
+    candidates: Sequence[RunRecord],
+    picks: Mapping[str, str | None],
+) -> Tracked | None:
+    """Log what is pending and then this pipeline; what MLflow does not take is kept on disk, and None returned."""
+    try:
+        send_pending(config)
+        return log_pipeline(config, pipeline=pipeline, candidates=candidates, picks=picks)
+    except TrackingUnavailable as error:
+        _keep((pipeline, *candidates), picks)
+        logger.warning("%s %s", error, _pending_text())
+        return None
+
+
+def send_pending(config: TrackingConfig) -> int:
+    """Log what is pending, oldest first, and forget it; return the number of runs that were added.
+
+    Raises TrackingUnavailable when MLflow does not answer; the rest stays pending.
+    """
+    num_added = 0
+    if not PENDING.is_dir():
+        return num_added
+    with _only_process():
+        for file, runs, picks in _read_pending():
+            num_added += log_pipeline(
+                config, pipeline=runs[0], candidates=runs[1:], picks=picks
+            ).num_runs_added
+            file.unlink()
+            shutil.rmtree(file.parent)
+    return num_added
 
 
 def log_pipeline(
@@ -147,26 +214,74 @@ def log_pipeline(
     return Tracked(parent.info.run_id, len(missing) + is_new, num_versions)
 
 
-@functools.cache
-def git_commit() -> str:
-    """Return the commit of the checkout that this code lies in, or "unknown"."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return UNKNOWN_COMMIT
-    return done.stdout.strip()
-
-
 def mask_credentials(uri: str) -> str:
     """Replace user and password of a URI, for texts that are shown or logged."""
     return _CREDENTIALS.sub("***@", uri)
+
+
+@contextlib.contextmanager
+def _only_process() -> Iterator[None]:
+    """Let one process at a time work in the folder of pending runs."""
+    PENDING.mkdir(parents=True, exist_ok=True)
+    folder = os.open(PENDING, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _keep(runs: Sequence[RunRecord], picks: Mapping[str, str | None]) -> None:
+    """Copy all that logging needs, since the next run replaces the originals; the record is written last."""
+    digest = hashlib.sha256("".join(run.content_digest() for run in runs).encode()).hexdigest()
+    content = {
+        "runs": [
+            dataclasses.asdict(run) | {"artifacts": [(folder, file.name) for folder, file in run.artifacts]}
+            for run in runs
+        ],
+        "picks": dict(picks),
+    }
+    kept = PENDING / digest[:12]
+    with _only_process():
+        shutil.rmtree(kept, ignore_errors=True)
+        try:
+            for number, run in enumerate(runs):
+                for folder, file in run.artifacts:
+                    copy = kept / str(number) / folder / file.name
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, copy)
+            (kept / "draft").write_text(json.dumps(content), encoding="utf-8")
+            (kept / "draft").rename(kept / _PENDING_RECORD)
+        except OSError:
+            shutil.rmtree(kept, ignore_errors=True)
+            raise
+
+
+def _read_pending() -> list[tuple[Path, list[RunRecord], dict[str, str | None]]]:
+    """Return the file, the runs and the picks of every pending pipeline, oldest first."""
+    found = []
+    for file in sorted(PENDING.glob(f"*/{_PENDING_RECORD}"), key=lambda file: file.stat().st_mtime_ns):
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            logger.warning("ignoring %s, which is damaged; remove %s", file, file.parent)
+            continue
+        runs = []
+        for number, run in enumerate(content["runs"]):
+            copies = (
+                (folder, file.parent / str(number) / folder / name) for folder, name in run["artifacts"]
+            )
+            runs.append(RunRecord(**(run | {"artifacts": tuple(copies)})))
+        found.append((file, runs, content["picks"]))
+    return found
+
+
+def _pending_text() -> str:
+    num_runs = sum(len(runs) for _, runs, _ in _read_pending())
+    return (
+        f"{num_runs} runs pending in {PENDING}: the next run sends them, and so does `python -m "
+        "tasks.core.tracking`."
+    )
 
 
 @contextlib.contextmanager
@@ -179,9 +294,8 @@ def _explained(config: TrackingConfig) -> Iterator[None]:
     except (MlflowException, SQLAlchemyError, OSError) as error:
         cause = mask_credentials(str(error)).splitlines()[0][:300]
         raise TrackingUnavailable(
-            f"MLflow at {mask_credentials(config.uri)} does not take the runs: {cause} "
-            "Start it (`make ui`), mend select_engine.tracking.uri, or go without it: "
-            "select_engine.tracking.enabled=false."
+            f"MLflow at {mask_credentials(config.uri)} does not take the runs: {cause} Start it (`make ui`), "
+            "mend select_engine.tracking.uri, or go without it: select_engine.tracking.enabled=false."
         ) from error
 
 
@@ -237,7 +351,7 @@ def _parent_run(
     found = client.search_runs([experiment_id], f"tags.{_DIGEST_TAG} = '{digest}'", max_results=1)
     if found:
         return found[0], False
-    tags = {**record.tags, "git_commit": git_commit(), _DIGEST_TAG: digest}
+    tags = {**record.tags, "git_commit": record.commit, _DIGEST_TAG: digest}
     return client.create_run(experiment_id, run_name=record.name, tags=_fitting(tags)), True
 
 
@@ -257,7 +371,7 @@ def _log_candidate(
 ) -> "Run":
     tags = {
         **record.tags,
-        "git_commit": git_commit(),
+        "git_commit": record.commit,
         _DIGEST_TAG: digest,
         _PARENT_TAG: parent.info.run_id,
     }
@@ -333,3 +447,23 @@ def _fitting(tags: Mapping[str, str]) -> dict[str, str]:
 def _sha256(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def main() -> int:
+    """Send what is pending to where params.yaml says; return the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        section = find_section(read_params(), "select_engine")[1]["tracking"]
+        num_added = send_pending(typed_config(TrackingConfig, section, "select_engine.tracking"))
+    except TrackingUnavailable as error:
+        logger.error("%s %s", error, _pending_text())
+        return 1
+    except EnginewrightError as error:
+        logger.error("%s", error)
+        return 1
+    logger.info("MLflow has %d runs that were pending", num_added)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ import yaml
 
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.core.tracking import TrackingConfig
+from tasks.core.tracking import TrackingConfig, send_pending
 from tasks.parts.pareto import pareto_front
 from tasks.parts.runners.contract import EngineManifest, EngineStatus, InputCard, write_engine_manifest
 from tasks.parts.target import Precision, Runtime, Target
@@ -495,6 +495,25 @@ def test_every_engine_is_one_run_however_often_it_is_logged(artifacts, tmp_path)
     assert version.run_id == best.info.run_id
     assert len(client.search_model_versions("name = 'enginewright-cpu_onnxruntime'")) == 1
     assert "latency_ms_p50" not in runs["pruned-cpu_openvino"].data.metrics
+
+
+def test_results_are_written_though_mlflow_does_not_answer(artifacts, tmp_path, monkeypatch, caplog) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.chdir(tmp_path)
+    database = tmp_path / "mlflow.db"
+    database.write_text("this is no database" * 100)
+    tracking = tracking_in(tmp_path)
+    report, _ = run(artifacts, tmp_path / "one", tracking=tracking)
+    assert report.best is not None and report.best.variant == "pruned_qat"
+    assert "7 runs pending" in caplog.text
+
+    database.unlink()
+    assert send_pending(tracking) == 7
+    run(artifacts, tmp_path / "two", tracking=tracking)
+    client = MlflowClient(tracking.uri, tracking.uri)
+    experiment = client.get_experiment_by_name("engines")
+    assert len(client.search_runs([experiment.experiment_id])) == 7
 
 
 def test_an_engine_file_changed_after_it_was_measured_is_not_handed_out(artifacts, tmp_path) -> None:

@@ -1,18 +1,26 @@
 """The single door: fresh outputs, drafts, locks, kills. All with real stages in real processes."""
 
+import contextlib
+import errno
 import json
 import os
 import random
+import re
+import shutil
 import signal
+import sqlite3
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tasks.core.config import find_section, typed_config
-from tasks.core.errors import ArtifactError, ConfigError
-from tasks.core.execute import execute, is_fresh, load_stage, prepare_call
+from tasks.core.errors import ArtifactError, ConfigError, DiskError
+from tasks.core.execute import Call, execute, is_fresh, load_stage, prepare_call, remove_leftovers
 from tasks.core.fingerprint import digest
 from tests.conftest import REPOSITORY, Workspace
 
@@ -20,6 +28,7 @@ TINY_SCENES = {"num_train": 24, "num_val": 8, "num_test": 8, "num_calibration": 
 PREPARE = ("python", "-m", "tasks", "prepare_data", "root=data/digit_scenes")
 TRAIN = ("python", "-m", "tasks", "train.baseline", "data=artifacts/prepare_data/dataset")
 WEIGHTS = Path("artifacts/train/baseline/model.safetensors")
+MountDisk = Callable[[Path, str], None]
 
 
 @pytest.fixture
@@ -218,26 +227,172 @@ def test_second_process_with_another_configuration_is_refused(tiny: Workspace) -
     assert first.returncode == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
-def test_full_disk_names_the_free_space_and_keeps_what_was_there(tiny: Workspace) -> None:
-    import subprocess
-
+def test_full_disk_names_the_free_space_keeps_what_was_there_and_goes_on_when_freed(
+    tiny: Workspace, mount_disk: MountDisk
+) -> None:
     artifacts = tiny.path / "artifacts"
-    artifacts.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", artifacts], check=False)
-    if mounted.returncode != 0:
-        pytest.skip("this sandbox does not allow mounting a tmpfs")
-    try:
-        assert tiny.run(*PREPARE).returncode == 0
-        before = digest(artifacts / "prepare_data" / "dataset")
-        change_params(tiny, **{"prepare_data.scenes.num_train": 2000})
-        failed = tiny.run(*PREPARE)
-        assert failed.returncode == 1
-        assert "MiB free" in failed.stderr and "No space left" in failed.stderr
-        assert digest(artifacts / "prepare_data" / "dataset") == before
-        assert not list((artifacts / ".drafts").glob("prepare_data-*"))
-    finally:
-        subprocess.run(["umount", artifacts], check=True)
+    mount_disk(artifacts, "size=3m")
+    assert tiny.run(*PREPARE).returncode == 0
+    before = digest(artifacts / "prepare_data" / "dataset")
+    change_params(tiny, **{"prepare_data.scenes.num_train": 1000})
+    failed = tiny.run(*PREPARE)
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    message = failed.stderr.splitlines()[-1]
+    assert "DiskError" in message and "artifacts/.drafts/prepare_data-" in message
+    needed, free = (
+        int(number.replace(",", "")) for number in re.findall(r"([\d,]+) bytes (?:and|are)", message)
+    )
+    assert needed > 1_000_000 > free
+    assert digest(artifacts / "prepare_data" / "dataset") == before
+    assert not list((artifacts / ".drafts").iterdir())
+
+    subprocess.run(["mount", "-o", "remount,size=64m", artifacts], check=True)
+    assert tiny.run(*PREPARE).returncode == 0
+    assert digest(artifacts / "prepare_data" / "dataset") != before
+
+
+def test_disk_full_in_a_checkpoint_keeps_the_other_one_to_resume_from(
+    tiny: Workspace, mount_disk: MountDisk
+) -> None:
+    artifacts = tiny.path / "artifacts"
+    mount_disk(artifacts, "size=64m")
+    change_params(tiny, **{"train.baseline.trainer.max_epochs": 2})
+    tiny.run(*PREPARE)
+    assert tiny.run(*TRAIN).returncode == 0
+    undisturbed = digest(tiny.path / WEIGHTS)
+    weights_bytes = (tiny.path / WEIGHTS).stat().st_size
+    shutil.rmtree(artifacts / "train")
+    filler = artifacts / "filler"
+    # A checkpoint holds the weights and two moments of each: there is room for one, but not for two.
+    filler.write_bytes(bytes(shutil.disk_usage(artifacts).free - int(4.5 * weights_bytes)))
+    failed = tiny.run(*TRAIN)
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert "DiskError" in failed.stderr.splitlines()[-1]
+    assert not (tiny.path / WEIGHTS).exists()
+
+    filler.unlink()
+    resumed = tiny.run(*TRAIN)
+    assert resumed.returncode == 0 and "resuming after epoch 1" in resumed.stderr, resumed.stderr
+    assert digest(tiny.path / WEIGHTS) == undisturbed
+
+
+def write_to_a_full_device(_: None, *, out: Path) -> None:
+    (out / "large").write_bytes(b"part")
+    Path("/dev/full").write_bytes(b"rest")
+
+
+def exceed_a_quota(_: None, *, out: Path) -> None:
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(out / "large"))
+
+
+def fill_a_database(_: None, *, out: Path) -> None:
+    with contextlib.closing(sqlite3.connect(out / "large.db")) as database:
+        database.execute("pragma max_page_count = 2")
+        database.executescript("create table a (b); create table c (d)")
+
+
+@pytest.mark.parametrize("function", [write_to_a_full_device, exceed_a_quota, fill_a_database])
+def test_full_disk_is_told_however_a_library_says_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: Callable[..., None]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    call = Call("prepare_data", function, None, {}, "0" * 32)
+    with pytest.raises(DiskError, match=r"prepare_data-0+: the disk or its quota is full.*bytes are free"):
+        execute(call)
+    assert not call.folder.exists() and not call.draft.exists()
+
+
+@pytest.mark.parametrize("place", ["artifacts", "artifacts/train"])
+def test_read_only_output_is_found_before_the_stage_runs(
+    tiny: Workspace, mount_disk: MountDisk, place: str
+) -> None:
+    tiny.run(*PREPARE)
+    data = tiny.path / "dataset"
+    shutil.copytree(tiny.path / "artifacts/prepare_data/dataset", data)
+    mount_disk(tiny.path / place, "ro")
+    failed = tiny.run(*TRAIN[:-1], "data=dataset")
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert "started" not in failed.stderr
+    assert "DiskError" in failed.stderr and f"{tiny.path / place} is read-only" in failed.stderr
+
+
+@pytest.fixture
+def made(tiny: Workspace, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """A call whose output is fresh."""
+    monkeypatch.chdir(tiny.path)
+    params = yaml.safe_load((tiny.path / "params.yaml").read_text())
+    call = prepare_call("prepare_data", {"root": Path("data/digit_scenes")}, params)
+    execute(call)
+    assert is_fresh(call)
+    return call
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 100])
+def test_truncated_record_is_named_and_the_stage_runs_again(
+    made: Call, caplog: pytest.LogCaptureFixture, num_bytes: int
+) -> None:
+    record = made.folder / "key.json"
+    before = record.read_bytes()
+    record.write_bytes(before[:num_bytes])
+    assert not is_fresh(made)
+    assert f"ignoring {record}, which is damaged" in caplog.text
+    execute(made)
+    assert record.read_bytes() == before
+
+
+def test_no_flipped_bit_of_a_record_passes_for_another_output(made: Call) -> None:
+    file = made.folder / "key.json"
+    before = file.read_bytes()
+    expected = json.loads(before)
+    num_fresh = 0
+    for position in range(8 * len(before)):
+        flipped = bytearray(before)
+        flipped[position // 8] ^= 1 << position % 8
+        file.write_bytes(flipped)
+        if is_fresh(made):
+            num_fresh += 1
+            record = json.loads(flipped)
+            assert (record["key"], record["files"]) == (expected["key"], expected["files"])
+    assert 0 < num_fresh < len(before)  # a few: in the address, which nothing reads, and in blanks
+    execute(made)
+    assert is_fresh(made)
+
+
+@pytest.mark.parametrize("name", ["key.json", "report.json", "dataset/val_masks.npy", "dataset", "."])
+def test_deleted_output_is_made_again(made: Call, name: str) -> None:
+    before = digest(made.folder)
+    path = made.folder / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert not is_fresh(made)
+    execute(made)
+    assert digest(made.folder) == before
+
+
+def test_old_leftovers_are_removed_unless_a_process_is_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    drafts = tmp_path / "artifacts/.drafts"
+    two_days_ago = time.time() - 2 * 86400
+    names = ("train.teacher-0", "train.baseline-0", "distill-0", "distill-replaced", "finetune-0", "prune-0")
+    for name in names:
+        (drafts / name / "resume").mkdir(parents=True)
+        checkpoint = drafts / name / "resume/last.ckpt"
+        checkpoint.write_text("a checkpoint")
+        if name not in ("distill-0", "distill-replaced"):
+            for path in (checkpoint, checkpoint.parent, drafts / name):
+                os.utime(path, (two_days_ago, two_days_ago))
+    os.utime(drafts / "finetune-0/resume/last.ckpt")  # the folder is old, what is in it is not
+    (tmp_path / "artifacts/.locks").mkdir()
+    hold = "import fcntl,sys; f=open(sys.argv[1],'a'); fcntl.flock(f,2); print('held',flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, "artifacts/.locks/train.teacher"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == "held\n"
+        remove_leftovers()
+        assert {path.name for path in drafts.iterdir()} == {"train.teacher-0", "distill-0", "finetune-0"}
+        owner.kill()
+    remove_leftovers()
+    assert {path.name for path in drafts.iterdir()} == {"distill-0", "finetune-0"}
 
 
 def test_unknown_stage_and_odd_addresses_are_refused() -> None:

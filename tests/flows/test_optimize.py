@@ -1,0 +1,61 @@
+"""What the flow finds before it starts, and what it does about the leftovers of other runs."""
+
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Workspace
+
+
+@pytest.mark.parametrize("place", ["artifacts", "artifacts/benchmark", ".dvc/cache", "tracking", ".prefect"])
+def test_read_only_folder_is_found_before_the_first_stage(
+    workspace: Workspace, mount_disk: Callable[[Path, str], None], place: str
+) -> None:
+    mount_disk(workspace.path / place, "ro")
+    failed = workspace.flow("select_engine.tracking.uri=sqlite:///tracking/mlflow.db")
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert "DiskError" in failed.stderr
+    assert f"{workspace.path / place} is read-only" in failed.stderr
+    assert failed.stdout == ""
+    assert not (workspace.path / ".prefect/server.json").exists()
+
+
+def test_full_disk_ends_the_flow_with_one_line(
+    workspace: Workspace, mount_disk: Callable[[Path, str], None]
+) -> None:
+    artifacts = workspace.path / "artifacts"
+    mount_disk(artifacts, "size=64k")
+    (artifacts / "filler").write_bytes(bytes(shutil.disk_usage(artifacts).free))
+    failed = workspace.flow()
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert failed.stderr.startswith("DiskError: artifacts: the disk or its quota is full")
+
+
+@pytest.mark.slow
+def test_flow_goes_on_without_mlflow_and_the_next_one_logs_once(smoke_run: tuple[Workspace, str]) -> None:
+    space, _ = smoke_run
+    assert space.flow().returncode == 0
+    database, leftover = space.path / "mlflow.db", space.path / "artifacts/.drafts/train.teacher-0123456789ab"
+    database.write_bytes(b"this is no database" * 100)
+    shutil.rmtree(space.path / "artifacts/select_engine")
+    leftover.mkdir()
+    os.utime(leftover, (time.time() - 2 * 86400,) * 2)
+    without = space.flow()
+    assert without.returncode == 0 and "stages run: 1 of" in without.stdout, without.stderr
+    assert "11 runs pending" in without.stderr and "MLflow: runs are pending" in without.stdout
+    assert (space.path / "artifacts/select_engine/report.html").is_file()
+    assert not leftover.exists()
+
+    database.unlink()
+    for is_first in (True, False):
+        finished = space.flow()
+        assert finished.returncode == 0 and "stages run: 0 of" in finished.stdout, finished.stderr
+        assert ("MLflow has 11 runs that were pending" in finished.stderr) is is_first
+        assert "are pending" not in finished.stdout
+        with sqlite3.connect(database) as opened:
+            assert opened.execute("select count(*) from runs").fetchone() == (11,)
