@@ -13,7 +13,8 @@ from pathlib import Path
 
 from tasks.core.config import PARAMS_FILE, read_params
 from tasks.core.errors import ConfigError, EnginewrightError
-from tasks.core.execute import execute, execute_as_follower, prepare_call
+from tasks.core.execute import execute, execute_as_follower, explained_full_disk, prepare_call
+from tasks.parts.ranks import SUPERVISOR, is_rank
 
 _PR_SET_PDEATHSIG = 1
 
@@ -26,15 +27,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--params", type=Path, default=PARAMS_FILE, help="default: params.yaml")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
+    _end_tidily_on_signals()
     _die_with_parent()
     try:
         call = prepare_call(options.address, _parse_inputs(options.inputs), read_params(options.params))
-        if int(os.environ.get("LOCAL_RANK", "0")) > 0:
-            execute_as_follower(call)
+        if is_rank() or int(os.environ.get("LOCAL_RANK", "0")) > 0:
+            with explained_full_disk(call.draft):
+                execute_as_follower(call)
         else:
             execute(call)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     except EnginewrightError as error:
         print(f"{options.address}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -61,12 +62,20 @@ def _parse_inputs(arguments: list[str]) -> dict[str, Path]:
     return inputs
 
 
+def _end_tidily_on_signals() -> None:
+    """Turn SIGTERM and Ctrl-C into an exit that runs every ``finally`` and has the exit code that shells expect."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
 def _die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent dies (Linux), and end tidily on SIGTERM."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """Ask the kernel to end this process when its parent dies (Linux).
+
+    A rank, which has nothing to tidy up, is killed: one that waits for another rank hears no other signal.
+    """
     if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        parent = int(os.environ.get(SUPERVISOR, os.getppid()))
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if is_rank() else signal.SIGTERM)
         if os.getppid() != parent:
             sys.exit(128 + signal.SIGTERM)
 

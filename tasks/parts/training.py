@@ -3,9 +3,13 @@
 Shapes: N images, C channels or classes, H rows, W columns.
 """
 
+import contextlib
 import csv
 import logging
 import math
+import multiprocessing
+import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,17 +19,20 @@ from typing import Any, Protocol
 import lightning
 import numpy as np
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.callbacks.progress.tqdm_progress import TQDMProgressBar
 from torch import Tensor, nn
+from torch.distributed import DistError
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from tasks.core.errors import ArtifactError, TrainingDiverged
+from tasks.core.errors import ArtifactError, ProcessDied, TrainingDiverged
 from tasks.parts.data import Manifest, normalise, open_split, read_manifest
 from tasks.parts.losses import segmentation_loss
 from tasks.parts.metrics import scores
+from tasks.parts.ranks import is_rank, run_ranks
 from tasks.parts.trainer_config import Precision, Strategy, TrainerConfig, TrainingReport
 
 logger = logging.getLogger(__name__)
@@ -36,6 +43,9 @@ _LIGHTNING_PRECISION = {
     Precision.fp16_mixed: "16-mixed",
 }
 _WARM_UP_SHARE = 0.15
+_DATA_WORKER_DIED = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? (\d+)[^)]*\) (?:is killed by signal: [\w ]+|exited unexpectedly)"
+)
 
 
 class Objective(Protocol):
@@ -68,23 +78,60 @@ def train_network(
     A checkpoint in ``out/resume`` continues a killed run, with the same result as an undisturbed one. Writes
     ``out/history.csv`` (epoch, loss, val_miou, learning_rate).
 
-    Raises TrainingDiverged when the loss is not finite.
+    Raises TrainingDiverged when the loss is not finite, ProcessDied when a data worker or a rank was killed.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its tips would bury the epochs
     warnings.filterwarnings("ignore", message=r".*LeafSpec.*|.*does not have many workers.*")
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Its filling of fresh memory is a debugging aid and takes a tenth of a step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    manifest = read_manifest(data)
-    if config.gradient_checkpointing:
-        enable_gradient_checkpointing(network)
     best = ModelCheckpoint(
         out / "resume", "best", monitor="val_miou", mode="max", enable_version_counter=False
     )
+    if config.num_devices > 1 and "LOCAL_RANK" not in os.environ:
+        cluster = LightningEnvironment()
+        run_ranks(config.num_devices, main_address=cluster.main_address, main_port=cluster.main_port)
+        writes_outputs = cluster.node_rank() == 0
+    else:
+        writes_outputs = _fit(network, objective, data, config, out, best) and not is_rank()
+    if not writes_outputs:
+        raise SystemExit(0)
+    last_state, best_state = (
+        torch.load(out / "resume" / name, map_location="cpu", weights_only=True)
+        for name in ("last.ckpt", "best.ckpt")
+    )
+    prefix = "network."
+    weights = {n.removeprefix(prefix): w for n, w in best_state["state_dict"].items() if n.startswith(prefix)}
+    network.load_state_dict(weights)
+    network.to(device="cpu", memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    network.eval()
+    return TrainingReport(
+        val_miou=float(last_state["callbacks"][best.state_key]["best_model_score"]),
+        best_epoch=int(best_state["epoch"]) + 1,
+        num_epochs=int(last_state["epoch"]) + 1,
+        num_parameters=sum(parameter.numel() for parameter in network.parameters()),
+    )
+
+
+def _fit(
+    network: nn.Module,
+    objective: nn.Module,
+    data: Path,
+    config: TrainerConfig,
+    out: Path,
+    best: ModelCheckpoint,
+) -> bool:
+    """Train in this process and tell whether it is the first one of all.
+
+    Raises ProcessDied when a data worker was killed.
+    """
+    if config.gradient_checkpointing:
+        enable_gradient_checkpointing(network)
     last = ModelCheckpoint(out / "resume", "last", enable_version_counter=False)
     network.train()  # a loaded checkpoint is in eval mode, and Lightning leaves modes as they are
-    module = SegmentationModule(network, objective, data, manifest, config)
+    module = SegmentationModule(network, objective, data, read_manifest(data), config)
     module.to(memory_format=torch.channels_last)
+    workers = WorkerMemory()
     trainer = lightning.Trainer(
         max_epochs=config.max_epochs,
         accelerator=config.accelerator.value,
@@ -96,6 +143,7 @@ def train_network(
         callbacks=[
             EarlyStopping("val_miou", mode="max", patience=config.patience_epochs, check_finite=False),
             History(out / "history.csv"),
+            workers,
             best,
             last,
             *([TQDMProgressBar()] if sys.stderr.isatty() else []),
@@ -106,22 +154,22 @@ def train_network(
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
     )
-    trainer.fit(module, ckpt_path=_resumable(out / "resume"), weights_only=True)
-    if not trainer.is_global_zero:
-        raise SystemExit(0)  # the other ranks end here: rank 0 alone writes outputs
-    kept = torch.load(best.best_model_path, map_location="cpu", weights_only=True)
-    prefix = "network."
-    weights = {n.removeprefix(prefix): w for n, w in kept["state_dict"].items() if n.startswith(prefix)}
-    network.load_state_dict(weights)
-    network.to(device="cpu", memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    network.eval()
-    assert best.best_model_score is not None
-    return TrainingReport(
-        val_miou=float(best.best_model_score),
-        best_epoch=int(kept["epoch"]) + 1,
-        num_epochs=trainer.current_epoch,
-        num_parameters=sum(parameter.numel() for parameter in network.parameters()),
-    )
+    try:
+        trainer.fit(module, ckpt_path=_resumable(out / "resume"), weights_only=True)
+    except RuntimeError as error:
+        killed = _DATA_WORKER_DIED.match(str(error))
+        if killed:
+            held_mib = workers.rss_mib.get(int(killed[1]), "an unknown number of")
+            raise ProcessDied(
+                f"{killed[0]}; it held {held_mib} MiB when last seen. Usually memory ran out. The same command, run "
+                "again, resumes from the last whole checkpoint; a lower trainer.num_workers (now "
+                f"{config.num_workers}) needs less memory and starts over."
+            ) from error
+        if is_rank() and (isinstance(error, DistError) or "by peer" in str(error)):
+            logger.warning("another rank is gone: %s", str(error).splitlines()[0])
+            raise SystemExit(1) from error
+        raise
+    return trainer.is_global_zero
 
 
 class SegmentationModule(lightning.LightningModule):
@@ -322,6 +370,21 @@ class History(Callback):
             writer = csv.DictWriter(file, list(row), lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.rows)
+
+
+class WorkerMemory(Callback):
+    """Remembers how much memory each data worker holds: one that was killed cannot be asked any more (Linux)."""
+
+    def __init__(self) -> None:
+        self.rss_mib: dict[int, int] = {}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Look at the workers that are alive."""
+        for worker in multiprocessing.active_children():
+            with contextlib.suppress(OSError):
+                num_pages = int(Path(f"/proc/{worker.pid}/statm").read_text(encoding="ascii").split()[1])
+                if num_pages and worker.pid:
+                    self.rss_mib[worker.pid] = num_pages * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
 def enable_gradient_checkpointing(network: nn.Module) -> None:
