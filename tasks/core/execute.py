@@ -144,7 +144,8 @@ def execute(call: Call) -> Path:
 def execute_as_follower(call: Call) -> None:
     """Run the stage function only, into the draft of the process that launched this one.
 
-    Lightning's launcher starts the same command once per further rank; rank 0 holds the lock and publishes.
+    A training on several devices starts this command once for each of them; the one that started them holds the
+    lock and publishes.
     """
     call.function(call.config, **call.inputs, out=call.draft)
 
