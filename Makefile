@@ -44,10 +44,10 @@ clean: stop  ## remove outputs, caches and tracking data (keeps .venv)
 .venv/.installed: requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile "$$(grep -E '^torch==' requirements.lock)" --constraint requirements.lock
-	$(BIN)/python -m pip install --quiet --no-compile --editable . --constraint requirements.lock
+	$(BIN)/python -m pip install --quiet "$$(grep -E '^torch==' requirements.lock)" --constraint requirements.lock
+	$(BIN)/python -m pip install --quiet --editable . --constraint requirements.lock
 	touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]" --constraint requirements.lock
+	$(BIN)/python -m pip install --quiet --editable ".[dev]" --constraint requirements.lock
 	touch $@

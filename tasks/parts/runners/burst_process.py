@@ -6,7 +6,6 @@ beside it. The parent holds `BurstProcess`; the child is `python -m tasks.parts.
 They talk in JSON lines over the child's stdin and stdout. The child dies with its parent.
 """
 
-import contextlib
 import ctypes
 import gc
 import json
@@ -63,13 +62,9 @@ class BurstProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=1.0 if kind is None else 0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()  # it has nothing to save, and some runtimes take long to unload
+        self._process.wait()
+        self._process.stdin.close()
         self._process.stdout.close()
 
     @property
