@@ -22,6 +22,7 @@ import openvino
 import torch
 from onnx import ModelProto, numpy_helper
 
+from tasks.build_engine import signal_to_noise_db
 from tasks.core.config import find_section, read_params, typed_config
 from tasks.parts.calibrator import Calibrator
 from tasks.parts.data import normalise, open_split, read_manifest
@@ -30,7 +31,9 @@ from tasks.parts.model_card import ModelCard
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.onnx_graph import activations_to_uint8, read_graph, write_graph
-from tasks.parts.target import read_cpu_model
+from tasks.parts.runners.onnxruntime import PROVIDERS, open_session
+from tasks.parts.runners.openvino import compile_graph
+from tasks.parts.target import Target, read_cpu_model
 from tasks.quantize_ptq import Config, quantize_ptq
 
 RESULTS = Path(__file__).parent / "results" / "encodings.json"
@@ -87,7 +90,7 @@ def measure(network: str, float_graph: Path, quantized_graph: Path) -> list[dict
             "onnxruntime_ms_p50": round(float(np.median(onnxruntime_ms[name])), 4),
             "openvino_ms_p50": round(float(np.median(openvino_ms[name])), 4),
             "openvino_sqnr_db": round(
-                sqnr_db(onnxruntimes[name](images_NCHW), openvinos[name](images_NCHW)), 1
+                signal_to_noise_db(onnxruntimes[name](images_NCHW), openvinos[name](images_NCHW)), 1
             ),
         }
         for name in graphs
@@ -130,23 +133,16 @@ def with_zero_point_128(uint8: ModelProto) -> ModelProto:
 
 
 def in_onnxruntime(graph: ModelProto) -> Network:
-    """Load a graph in ONNX Runtime on one thread."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(
-        graph.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    """Load a graph as the target ``cpu_onnxruntime`` does."""
+    session = open_session(graph.SerializeToString(), provider=PROVIDERS["cpu"], num_threads=1)
     name = session.get_inputs()[0].name
     return lambda images_NCHW: session.run(None, {name: images_NCHW})[0]
 
 
 def in_openvino(graph: ModelProto) -> Network:
-    """Compile a graph in OpenVINO for float32 arithmetic where it is not quantized."""
-    core = openvino.Core()
-    model = core.read_model(graph.SerializeToString())
-    compiled: Any = core.compile_model(
-        model, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
-    )
+    """Compile a graph as the target ``cpu_openvino`` does."""
+    name, section = find_section(read_params(), "build_engine.pruned_ptq.cpu_openvino")
+    compiled = compile_graph(graph.SerializeToString(), typed_config(Target, section, name))
     return lambda images_NCHW: np.array(compiled([images_NCHW])[0])
 
 
@@ -161,11 +157,6 @@ def interleaved_ms(networks: dict[str, Network], images_NCHW: np.ndarray) -> dic
                 network(images_NCHW)
                 latencies[name].append(1000 * (time.perf_counter() - start))
     return latencies
-
-
-def sqnr_db(expected: np.ndarray, found: np.ndarray) -> float:
-    """Return the signal-to-noise ratio in dB."""
-    return float(10 * np.log10(np.square(expected).sum() / np.square(expected - found).sum()))
 
 
 if __name__ == "__main__":

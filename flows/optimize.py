@@ -21,6 +21,7 @@ from flows.pipeline import RecordedStages, run_pipeline
 from tasks.core.errors import EnginewrightError
 from tasks.core.execute import ARTIFACTS, check_writable, explained_full_disk, remove_leftovers
 from tasks.core.fingerprint import digest
+from tasks.core.tracking import PENDING, mask_credentials
 
 _MAX_SIDE_BY_SIDE = 4
 """Stages at once where they are independent; each loads libraries of up to a gigabyte."""
@@ -74,7 +75,7 @@ def send_pending_runs(params: dict[str, Any]) -> None:
 
 
 def _has_pending_runs() -> bool:
-    return any(ARTIFACTS.glob(".pending/*/record.json"))
+    return any(PENDING.glob("*/record.json"))
 
 
 def _outputs(params: dict[str, Any]) -> list[Path]:
@@ -192,8 +193,8 @@ def main(overrides: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("Interrupted. Finished stages are kept; run again to go on.", file=sys.stderr)
         return 130
-    tracking = params["select_engine"]["tracking"]["uri"].rpartition("@")[2]  # without user and password
-    print(f"MLflow: {tracking} (`make ui` opens it on http://127.0.0.1:5000)")
+    tracking = params["select_engine"]["tracking"]["uri"]
+    print(f"MLflow: {mask_credentials(tracking)} (`make ui` opens it on http://127.0.0.1:5000)")
     if _has_pending_runs():
         print("MLflow: runs are pending; the next flow sends them, or `python -m tasks.core.tracking`.")
     print(f"Prefect: {url.removesuffix('/api')} (`make stop` ends this local server)")

@@ -6,7 +6,6 @@ import ctypes
 import errno
 import logging
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -40,12 +39,11 @@ def main(arguments: list[str]) -> int:
         print(f"{options.address}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        if error.errno not in (errno.EROFS, errno.EACCES):
             raise
-        free_mib = shutil.disk_usage(Path.cwd()).free >> 20
         print(
-            f"{options.address}: cannot write {error.filename or 'an output'}: {error.strerror} "
-            f"({free_mib} MiB free). Free space or mend the permissions; finished stages are kept.",
+            f"{options.address}: no access to {error.filename or 'a file'}: {error.strerror}. Mend the "
+            "permissions; finished stages are kept.",
             file=sys.stderr,
         )
         return 1

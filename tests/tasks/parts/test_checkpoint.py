@@ -88,8 +88,8 @@ def test_loading_leaves_the_random_state_alone(path: Path) -> None:
 
 def test_card_is_read_without_torch(path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from tasks.parts.model_card import "
-        f"read_card\nprint(read_card(Path({str(path)!r})).network.name, 'torch' in sys.modules)"
+        "import sys; from pathlib import Path; from tasks.parts.model_card import read_card\n"
+        f"print(read_card(Path({str(path)!r})).network.name, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["fast_scnn", "False"]

@@ -167,9 +167,9 @@ def test_session_of_a_torn_graph_is_a_typed_error(workshop):
 
 def test_opening_an_engine_imports_no_other_runtime(workshop):
     program = (
-        "import sys; from pathlib import Path; from tasks.parts.runners.open_engine import "
-        "open_engine\nwith open_engine(Path(sys.argv[1])): pass\nprint([m for m in ('torch', 'onnx', "
-        "'onnxruntime', 'openvino', 'lightning') if m in sys.modules])"
+        "import sys; from pathlib import Path; from tasks.parts.runners.open_engine import open_engine\n"
+        "with open_engine(Path(sys.argv[1])): pass\n"
+        "print([m for m in ('torch', 'onnx', 'onnxruntime', 'openvino', 'lightning') if m in sys.modules])"
     )
     root = Path(opening.__file__).resolve().parents[3]
     for target, expected in (("cpu_onnxruntime", "['onnxruntime']"), ("cpu_openvino", "['openvino']")):
