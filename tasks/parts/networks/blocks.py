@@ -133,10 +133,11 @@ def initialise(network: nn.Module) -> None:
 
     The fan is counted within a group: a depthwise filter has only its own 9 taps, not those of all channels.
     The classifier keeps small weights, so that training starts from nearly equal class probabilities.
+    On the meta device there is nothing to draw (and `normal_` there would import torch's compiler).
     """
     classifier = getattr(network, "classifier_layer", "")
     for name, module in network.named_modules():
-        if not isinstance(module, nn.Conv2d):
+        if not isinstance(module, nn.Conv2d) or module.weight.is_meta:
             continue
         fan_out = math.prod(module.kernel_size) * module.out_channels // module.groups
         nn.init.normal_(module.weight, std=0.01 if name == classifier else math.sqrt(2.0 / fan_out))
