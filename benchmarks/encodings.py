@@ -9,8 +9,6 @@ for more. Prints a table and writes ``benchmarks/results/encodings.json``.
 
 import json
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -22,6 +20,7 @@ import openvino
 import torch
 from onnx import ModelProto, numpy_helper
 
+from benchmarks.runtimes import in_onnxruntime, in_openvino, rounds_ms
 from tasks.build_engine import signal_to_noise_db
 from tasks.core.config import find_section, read_params, typed_config
 from tasks.parts.calibrator import Calibrator
@@ -31,9 +30,7 @@ from tasks.parts.model_card import ModelCard
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.onnx_graph import activations_to_uint8, read_graph, write_graph
-from tasks.parts.runners.onnxruntime import PROVIDERS, open_session
-from tasks.parts.runners.openvino import compile_graph
-from tasks.parts.target import Target, read_cpu_model
+from tasks.parts.target import read_cpu_model
 from tasks.quantize_ptq import Config, quantize_ptq
 
 RESULTS = Path(__file__).parent / "results" / "encodings.json"
@@ -41,9 +38,6 @@ ARTIFACTS = Path("artifacts")
 DATA = ARTIFACTS / "prepare_data" / "dataset"
 NUM_IMAGES = 16
 NUM_ROUNDS = 100
-BURST_S = 0.02
-
-Network = Callable[[np.ndarray], np.ndarray]
 
 
 def main() -> None:
@@ -81,7 +75,11 @@ def measure(network: str, float_graph: Path, quantized_graph: Path) -> list[dict
     onnxruntimes = {name: in_onnxruntime(graph) for name, graph in graphs.items()}
     openvinos = {name: in_openvino(graph) for name, graph in graphs.items()}
     onnxruntime_ms, openvino_ms = (
-        interleaved_ms(networks, images_NCHW[:1]) for networks in (onnxruntimes, openvinos)
+        {
+            name: np.concatenate(bursts)
+            for name, bursts in rounds_ms(networks, images_NCHW[:1], NUM_ROUNDS).items()
+        }
+        for networks in (onnxruntimes, openvinos)
     )
     return [
         {
@@ -130,33 +128,6 @@ def with_zero_point_128(uint8: ModelProto) -> ModelProto:
             zero_point = np.full_like(numpy_helper.to_array(tensor), 128)
             tensor.CopyFrom(numpy_helper.from_array(zero_point, tensor.name))
     return shifted
-
-
-def in_onnxruntime(graph: ModelProto) -> Network:
-    """Load a graph as the target ``cpu_onnxruntime`` does."""
-    session = open_session(graph.SerializeToString(), provider=PROVIDERS["cpu"], num_threads=1)
-    name = session.get_inputs()[0].name
-    return lambda images_NCHW: session.run(None, {name: images_NCHW})[0]
-
-
-def in_openvino(graph: ModelProto) -> Network:
-    """Compile a graph as the target ``cpu_openvino`` does."""
-    name, section = find_section(read_params(), "build_engine.pruned_ptq.cpu_openvino")
-    compiled = compile_graph(graph.SerializeToString(), typed_config(Target, section, name))
-    return lambda images_NCHW: np.array(compiled([images_NCHW])[0])
-
-
-def interleaved_ms(networks: dict[str, Network], images_NCHW: np.ndarray) -> dict[str, list[float]]:
-    """Return the latencies of every network, in short bursts that take turns."""
-    latencies: dict[str, list[float]] = {name: [] for name in networks}
-    for _ in range(NUM_ROUNDS):
-        for name, network in networks.items():
-            network(images_NCHW)
-            end = time.perf_counter() + BURST_S
-            while (start := time.perf_counter()) < end:
-                network(images_NCHW)
-                latencies[name].append(1000 * (time.perf_counter() - start))
-    return latencies
 
 
 if __name__ == "__main__":

@@ -1,0 +1,57 @@
+"""Graphs in the CPU runtimes, with the options of the targets, and latencies that may be compared."""
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from tasks.core.config import find_section, read_params, typed_config
+from tasks.parts.runners.onnxruntime import PROVIDERS, open_session
+from tasks.parts.runners.openvino import compile_graph
+from tasks.parts.target import Target
+
+BURST_S = 0.02
+Network = Callable[[np.ndarray], np.ndarray]
+"""From images [N, 3, H, W] to logits [N, classes, H, W]."""
+
+
+def in_onnxruntime(graph: ModelProto) -> Network:
+    """Load a graph as the target ``cpu_onnxruntime`` does."""
+    session = open_session(graph.SerializeToString(), provider=PROVIDERS["cpu"], num_threads=1)
+    name = session.get_inputs()[0].name
+    return lambda images_NCHW: session.run(None, {name: images_NCHW})[0]
+
+
+def in_openvino(graph: ModelProto) -> Network:
+    """Compile a graph as the target ``cpu_openvino`` does."""
+    compiled: Any = compile_graph(graph.SerializeToString(), openvino_target())
+    return lambda images_NCHW: np.array(compiled([images_NCHW])[0])
+
+
+def openvino_target() -> Target:
+    """Return the declared options of ``cpu_openvino``."""
+    name, section = find_section(read_params(), "build_engine.pruned_ptq.cpu_openvino")
+    target: Target = typed_config(Target, section, name)
+    return target
+
+
+def rounds_ms(
+    networks: dict[str, Network], images_NCHW: np.ndarray, num_rounds: int
+) -> dict[str, list[list[float]]]:
+    """Return the latencies of every network by round: short bursts that take turns in random order."""
+    shuffler, order = random.Random(0), list(networks)
+    latencies: dict[str, list[list[float]]] = {name: [] for name in networks}
+    for _ in range(num_rounds):
+        shuffler.shuffle(order)
+        for name in order:
+            networks[name](images_NCHW)
+            burst: list[float] = []
+            end = time.perf_counter() + BURST_S
+            while (start := time.perf_counter()) < end:
+                networks[name](images_NCHW)
+                burst.append(1000 * (time.perf_counter() - start))
+            latencies[name].append(burst)
+    return latencies
