@@ -34,6 +34,8 @@ SINGLE_CALLS = (
     "finetune",
     "export_onnx",
     "quantize_ptq",
+    "rank_layers",
+    "quantize_partial",
     "quantize_aware_train",
     "validate",
     "benchmark",

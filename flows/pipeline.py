@@ -55,6 +55,8 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
     )
     graph = ARTIFACTS / "export_onnx" / "pruned" / "model.onnx"
     ranges = stages.run("quantize_ptq", model=graph, data=data) / "ranges.json"
+    ranking = stages.run("rank_layers", model=graph, ranges=ranges, data=data) / "ranking.csv"
+    stages.run("quantize_partial", model=graph, ranges=ranges, ranking=ranking, data=data)
     stages.run(
         "quantize_aware_train", checkpoint=pruned, teacher=teacher, model=graph, ranges=ranges, data=data
     )

@@ -24,8 +24,8 @@ class Config:
 
     calibrators: list[Calibrator]
     """Each is tried; the first of the best is kept."""
-    percentile: float
-    """For `percentile`: % of the magnitudes of a tensor in its range. Lower: finer steps, more clipping."""
+    percentiles: list[float]
+    """What `percentile` tries: % of the magnitudes of a tensor in its range. Lower: finer steps, more clipping."""
     num_images: int
     """Images of the calibration split, from its start."""
     batch_size: int
@@ -45,8 +45,10 @@ class Config:
                 f"quantize_ptq.calibrators is {[str(name) for name in self.calibrators]}, expected one or "
                 f"more different ones of {[name.value for name in Calibrator]}."
             )
-        if not 50 < self.percentile <= 100:
-            raise ConfigError(f"quantize_ptq.percentile is {self.percentile}, expected 50 < value <= 100.")
+        if not self.percentiles or not all(50 < share <= 100 for share in self.percentiles):
+            raise ConfigError(
+                f"quantize_ptq.percentiles is {list(self.percentiles)}, expected one or more, each 50 < value <= 100."
+            )
         for name in ("num_images", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"quantize_ptq.{name} is {getattr(self, name)}, expected at least 1.")
@@ -69,7 +71,7 @@ class Trial:
     """What one calibrator reached."""
 
     calibrator: str
-    """Name."""
+    """Name, with the percentile if it has one."""
     miou: float
     """On the validation images, through ONNX Runtime."""
     agreement: float
@@ -95,7 +97,7 @@ class Report:
     num_quantized_tensors: int
     """Activations with a Q/DQ pair."""
     trials: tuple[Trial, ...]
-    """All calibrators in the configured order."""
+    """All in the configured order."""
 
 
 def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
@@ -106,6 +108,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     """
     from tasks.parts.calibration import choose_range, collect_statistics
     from tasks.parts.data import open_split
+    from tasks.parts.judge import open_judge
     from tasks.parts.onnx_graph import is_quantized, read_graph, write_graph
     from tasks.parts.onnx_qdq import insert_qdq, quantizable_tensors, write_ranges
 
@@ -117,15 +120,16 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     logger.info("calibrating %s on %d images", model, len(images_NHWC))
     names = quantizable_tensors(graph, cfg.op_types)
     statistics = collect_statistics(graph, lambda: _batches(cfg, graph, images_NHWC), names)
-    judge = _open_judge(cfg, graph, data)
+    judge = open_judge(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
     trials, candidates = [], []
-    for calibrator in cfg.calibrators:
+    for title, calibrator, percentile in _ways(cfg):
         ranges = {
-            name: choose_range(found, calibrator, percentile=cfg.percentile)
-            for name, found in statistics.items()
+            name: choose_range(seen, calibrator, percentile=percentile) for name, seen in statistics.items()
         }
         candidates.append((insert_qdq(graph, ranges, op_types=cfg.op_types), ranges))
-        trials.append(judge.judge(calibrator, candidates[-1][0]))
+        found = judge.judge(candidates[-1][0])
+        trials.append(Trial(title, found.miou, found.agreement))
+        logger.info("%s: val mIoU %.4f, agreement %.4f", title, found.miou, found.agreement)
     best = max(range(len(trials)), key=lambda index: trials[index].miou)
     _check_agreement(cfg, trials[best])
     write_graph(candidates[best][0], out / "model.onnx")
@@ -145,53 +149,13 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     )
 
 
-@dataclass(frozen=True)
-class _Judge:
-    """Validation images (NHWC) and masks (NHW), and the classes (NHW) that the float graph gives them."""
-
-    images: "NDArray[Any]"
-    masks: "NDArray[Any]"
-    float_classes: "NDArray[np.uint8]"
-    num_classes: int
-    batch_size: int
-
-    @property
-    def float_miou(self) -> float:
-        return self._miou(self.float_classes)
-
-    def judge(self, calibrator: Calibrator, quantized: "ModelProto") -> Trial:
-        """Measure the graph as it runs in ONNX Runtime: with uint8 activations."""
-        from tasks.parts.onnx_graph import activations_to_uint8
-        from tasks.parts.onnx_predict import agreement, predict_classes
-
-        encoded = activations_to_uint8(quantized)
-        classes_NHW = predict_classes(encoded, self.images, batch_size=self.batch_size)
-        trial = Trial(calibrator.value, self._miou(classes_NHW), agreement(classes_NHW, self.float_classes))
-        logger.info("%s: val mIoU %.4f, agreement %.4f", trial.calibrator, trial.miou, trial.agreement)
-        return trial
-
-    def _miou(self, classes_NHW: "NDArray[np.uint8]") -> float:
-        from tasks.parts.metrics import confusion_matrix, scores
-
-        miou = scores(confusion_matrix(classes_NHW, self.masks, self.num_classes)).miou
-        return 0.0 if miou is None else miou
-
-
-def _open_judge(cfg: Config, graph: "ModelProto", data: Path) -> _Judge:
-    from tasks.parts.data import open_split, read_manifest
-    from tasks.parts.onnx_graph import read_card_of_graph
-    from tasks.parts.onnx_predict import predict_classes
-
-    classes, card = read_manifest(data).classes, read_card_of_graph(graph)
-    if classes != card.classes:
-        raise ArtifactError(
-            f"the graph knows the classes {list(card.classes)}, the data {list(classes)}. Export a network "
-            "that was trained on this data set."
-        )
-    images_NHWC, masks_NHW = open_split(data, "val")
-    count = cfg.num_val_images or len(images_NHWC)
-    float_classes_NHW = predict_classes(graph, images_NHWC[:count], batch_size=cfg.batch_size)
-    return _Judge(images_NHWC[:count], masks_NHW[:count], float_classes_NHW, len(classes), cfg.batch_size)
+def _ways(cfg: Config) -> Iterator[tuple[str, Calibrator, float]]:
+    """Every way to choose ranges that the configuration names: title, calibrator, percentile."""
+    for calibrator in cfg.calibrators:
+        if calibrator is Calibrator.percentile:
+            yield from ((f"percentile {share:g}", calibrator, share) for share in cfg.percentiles)
+        else:
+            yield calibrator.value, calibrator, 100.0
 
 
 def _check_calibration_set(cfg: Config, images_NHWC: "NDArray[Any]", test_images_NHWC: "NDArray[Any]") -> int:

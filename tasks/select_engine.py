@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.tracking import ENGINE_FOLDER, RunRecord, TrackingConfig, log_or_keep
-from tasks.parts.engine_row import EngineRow, Verdict
+from tasks.parts.engine_row import EngineRow, Verdict, rungs
 from tasks.parts.pareto import pareto_front
 
 if TYPE_CHECKING:
@@ -69,12 +69,11 @@ class Config:
     """The engine whose mIoU counts as 100 %. It must be in ``engines``."""
     max_miou_rel_loss: float
     """Share of the reference's mIoU that an accepted engine may lose, 0..1."""
-    float_variant: str
-    """The variant that guarded ones must beat in speed on the same target."""
-    guarded: list[str]
-    """Variants that exist only to be faster than ``float_variant``."""
+    ladder: list[str]
+    """Variants from the float start to the last rung of compression. On each target a rung must be faster than the
+    last one below it that was accepted."""
     min_speedup_factor: float
-    """How many times as fast as ``float_variant`` they must be, at least 1."""
+    """How many times as fast as that one it must be, at least 1."""
     techniques: list[Technique]
     """What the report compares."""
     engines: list[EngineName]
@@ -108,10 +107,10 @@ class Config:
                 f"select_engine.min_speedup_factor is {self.min_speedup_factor}, allowed: 1 to 1000 "
                 "(1.02 is two per cent faster)."
             )
-        if self.float_variant in self.guarded:
+        if not self.ladder or len(set(self.ladder)) < len(self.ladder):
             raise ConfigError(
-                f"select_engine.guarded holds {self.float_variant!r}, which is select_engine.float_variant: "
-                "it cannot be faster than itself."
+                f"select_engine.ladder is [{', '.join(self.ladder)}], expected one or more different variants, the "
+                "float start first."
             )
 
 
@@ -163,6 +162,7 @@ def select_engine(
     findings = Findings(
         rows=rows,
         without_pick=targets_without_pick(rows),
+        ladder=cfg.ladder,
         techniques=[(technique.name, technique.before, technique.after) for technique in cfg.techniques],
         reference=f"{cfg.float_reference.variant} on {cfg.float_reference.target}",
         reference_miou=_reference_miou(cfg, rows),
@@ -194,9 +194,16 @@ def judge_all(cfg: Config, rows: Sequence[EngineRow]) -> list[EngineRow]:
             f"({', '.join(references)}), "
             "expected one. Run all of them again: dvc repro benchmark."
         )
-    floats = {row.target: row for row in rows if row.variant == cfg.float_variant}
-    judged = [_judge(cfg, row, reference_miou, floats.get(row.target)) for row in rows]
-    return _mark_picks(_mark_front(judged))
+    judged = {
+        row.name: _judge(cfg, row, reference_miou, None) for row in rows if row.variant not in cfg.ladder
+    }
+    for target in dict.fromkeys(row.target for row in rows):
+        below: EngineRow | None = None
+        for row in rungs(rows, cfg.ladder, target):
+            judged[row.name] = _judge(cfg, row, reference_miou, below)
+            if judged[row.name].verdict is Verdict.ACCEPT:
+                below = judged[row.name]
+    return _mark_picks(_mark_front([judged[row.name] for row in rows]))
 
 
 def targets_without_pick(rows: Sequence[EngineRow]) -> dict[str, str]:
@@ -213,8 +220,8 @@ def targets_without_pick(rows: Sequence[EngineRow]) -> dict[str, str]:
     }
 
 
-def _judge(cfg: Config, row: EngineRow, reference_miou: float, rival: EngineRow | None) -> EngineRow:
-    """Apply the gates in order; the first that fails gives the verdict."""
+def _judge(cfg: Config, row: EngineRow, reference_miou: float, below: EngineRow | None) -> EngineRow:
+    """Apply the gates in order; the first that fails gives the verdict. `below` is the accepted rung to beat."""
     if row.verdict in (Verdict.SKIPPED, Verdict.BUILD_FAILED):
         return row
     if row.miou is None or row.latency_ms_p50 is None or row.speedup_vs_eager is None:
@@ -231,9 +238,9 @@ def _judge(cfg: Config, row: EngineRow, reference_miou: float, rival: EngineRow 
         return _with(
             row, Verdict.TOO_LOSSY, f"{accuracy}, allowed are {100 * cfg.max_miou_rel_loss:g} %", _speed(row)
         )
-    if row.variant in cfg.guarded and rival is not None and rival.speedup_vs_eager:
-        factor = speedup / rival.speedup_vs_eager
-        compared = f"{factor:.2f}x as fast as {rival.variant} on this target{_doubt(row, factor)}"
+    if below is not None and below.speedup_vs_eager:
+        factor = speedup / below.speedup_vs_eager
+        compared = f"{factor:.2f}x as fast as {below.variant} on this target{_doubt(row, factor)}"
         if factor < cfg.min_speedup_factor:
             wanted = f"{compared}, expected {cfg.min_speedup_factor:g}x or more"
             return _with(row, Verdict.NOT_FASTER, wanted, accuracy)

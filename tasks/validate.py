@@ -95,19 +95,17 @@ def _check_classes(manifest: "EngineManifest", engine: Path, classes: tuple[str,
 
 def _count_confusion(runner: "Runner", data: Path, cfg: Config) -> tuple[Any, int]:
     import numpy as np
-    from rich.console import Console
-    from rich.progress import track
 
     from tasks.parts.data import normalise, open_split
     from tasks.parts.metrics import confusion_matrix
+    from tasks.parts.progress import tracked
 
     images_NHWC, masks_NHW = open_split(data, cfg.split)
     card = runner.manifest.card
     batch_size = min(cfg.batch_size, runner.manifest.target.max_batch)
     confusion_CC = np.zeros((len(card.classes), len(card.classes)), np.int64)
-    console = Console(stderr=True)
     starts = range(0, len(images_NHWC), batch_size)
-    for start in track(starts, "validate", console=console, disable=not console.is_terminal, transient=True):
+    for start in tracked(starts, "validate"):
         images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
         logits_NCHW = runner.infer(images_NCHW)
         if not np.isfinite(logits_NCHW).all():

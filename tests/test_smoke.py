@@ -16,6 +16,9 @@ from tests.conftest import REPOSITORY, SMOKE, Workspace
 
 pytestmark = pytest.mark.slow
 
+FLOAT_VARIANTS = ("teacher", "baseline", "distilled", "pruned")
+INT8_VARIANTS = ("pruned_ptq", "pruned_partial", "pruned_qat")
+
 
 def _executed(output: str) -> int:
     found = re.search(r"stages run: (\d+) of \d+", output)
@@ -39,9 +42,9 @@ def test_every_engine_has_a_row_with_its_numbers(smoke_run: tuple[Workspace, str
     picks = json.loads((folder / "picks.json").read_text())
     assert {(row["variant"], row["target"]) for row in rows} == {
         (variant, target)
-        for variant in ("teacher", "baseline", "distilled", "pruned", "pruned_ptq", "pruned_qat")
+        for variant in (*FLOAT_VARIANTS, *INT8_VARIANTS)
         for target in ("cpu_torch", "cpu_onnxruntime")
-        if not (target == "cpu_torch" and variant in ("pruned_ptq", "pruned_qat"))
+        if not (target == "cpu_torch" and variant in INT8_VARIANTS)
     }
     required = {
         "variant",

@@ -14,11 +14,11 @@ from onnx import ModelProto, TensorProto, helper
 from tasks.core.errors import ArtifactError, DataError
 from tasks.parts.calibrator import Calibrator
 from tasks.parts.onnx_predict import open_session
-from tasks.parts.onnx_qdq import TensorRange
+from tasks.parts.onnx_qdq import INT8_MAX, TensorRange
 
 NUM_BINS = 2048
 NUM_LEVELS = 128  # magnitudes that symmetric INT8 tells apart
-_ENTROPY_STEP = 8
+_BINS_PER_STEP = 8
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ def choose_range(statistics: TensorStatistics, calibrator: Calibrator, *, percen
             amax = _percentile_amax(statistics, percentile)
         case Calibrator.entropy:
             amax = _entropy_amax(statistics)
+        case Calibrator.mse:
+            amax = _mse_amax(statistics)
     return TensorRange(low=max(statistics.low, -amax), high=min(statistics.high, amax))
 
 
@@ -136,6 +138,23 @@ def _percentile_amax(statistics: TensorStatistics, percentile: float) -> float:
     return statistics.amax * min(index + 1, NUM_BINS) / NUM_BINS
 
 
+def _mse_amax(statistics: TensorStatistics) -> float:
+    """Threshold with the least mean squared error between the magnitudes and their INT8 levels.
+
+    Rounding grows with the threshold, clipping shrinks; each bin counts with its centre.
+    """
+    centres = (np.arange(NUM_BINS) + 0.5) * statistics.amax / NUM_BINS
+    best_amax, least_error = statistics.amax, np.inf
+    for num_kept in range(NUM_LEVELS, NUM_BINS + 1, _BINS_PER_STEP):
+        amax = statistics.amax * num_kept / NUM_BINS
+        scale = amax / INT8_MAX
+        levels = np.minimum(np.rint(centres / scale), INT8_MAX)
+        error = float(statistics.counts @ np.square(centres - levels * scale))
+        if error < least_error:
+            best_amax, least_error = amax, error
+    return best_amax
+
+
 def _entropy_amax(statistics: TensorStatistics) -> float:
     """Threshold whose INT8 histogram keeps most information of the float one (least KL divergence).
 
@@ -147,7 +166,7 @@ def _entropy_amax(statistics: TensorStatistics) -> float:
     if counts.sum() == 0:
         return statistics.amax
     best_amax, least_divergence = statistics.amax, np.inf
-    for num_kept in range(NUM_LEVELS, NUM_BINS + 1, _ENTROPY_STEP):
+    for num_kept in range(NUM_LEVELS, NUM_BINS + 1, _BINS_PER_STEP):
         divergence = _divergence(counts, num_kept)
         if divergence < least_divergence:
             best_amax, least_divergence = statistics.amax * num_kept / NUM_BINS, divergence

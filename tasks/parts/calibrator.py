@@ -9,3 +9,4 @@ class Calibrator(StrEnum):
     minmax = "minmax"
     entropy = "entropy"
     percentile = "percentile"
+    mse = "mse"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tasks.parts.engine_row import EngineRow
+from tasks.parts.engine_row import EngineRow, Verdict, rungs
 
 NOTHING = "–"  # noqa: RUF001
 
@@ -23,6 +23,8 @@ class Findings:
     rows: Sequence[EngineRow]
     without_pick: dict[str, str]
     """Target -> why no engine of it passes."""
+    ladder: Sequence[str]
+    """Variants from the float start to the last rung of compression."""
     techniques: Sequence[tuple[str, str, str]]
     """Name, variant before, variant after."""
     reference: str
@@ -56,6 +58,19 @@ class Findings:
     def row(self, variant: str, target: str) -> EngineRow | None:
         """Return one engine's row."""
         return next((row for row in self.rows if (row.variant, row.target) == (variant, target)), None)
+
+    def rungs(self, target: str) -> list[EngineRow]:
+        """Return the engines of a target in the order of the ladder."""
+        return rungs(self.rows, self.ladder, target)
+
+    def ladder_end(self, target: str) -> str:
+        """Say where the ladder of a target ends."""
+        accepted = [row.variant for row in self.rungs(target) if row.verdict is Verdict.ACCEPT]
+        if not accepted:
+            return "No rung is accepted for this model on this target."
+        if accepted == [self.ladder[0]]:
+            return f"No compression is worth it for this model on this target: {accepted[0]} stays."
+        return f"{accepted[-1]} is the last rung that is accepted."
 
     def gain(self, before: str, after: str, target: str) -> Gain | None:
         """Compare two variants on one target; None unless both were measured there."""

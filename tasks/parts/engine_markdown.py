@@ -24,6 +24,9 @@ def render_markdown(findings: Findings) -> str:
         "![Latency and accuracy of every engine](pareto.png)",
         "## All engines",
         _engines(findings),
+        "## The ladder of each target",
+        "A rung must be accurate enough and faster than the last accepted one below it.",
+        _ladders(findings),
         "## What each technique gave",
         "Change of mIoU and of speed on the same target.",
         _techniques(findings),
@@ -101,6 +104,25 @@ def _engines(findings: Findings) -> str:
         for row in findings.ordered
     ]
     return _table(head, rows)
+
+
+def _ladders(findings: Findings) -> str:
+    rows = [
+        [
+            row.target,
+            row.variant,
+            percent_change(row.miou_rel_loss),
+            milliseconds(row.latency_ms_p50),
+            times(row.speedup_vs_eager),
+            row.verdict,
+            row.reason,
+        ]
+        for target in findings.targets
+        for row in findings.rungs(target)
+    ]
+    table = _table(["target", "rung", "change", "p50 ms", "speed-up", "verdict", "why"], rows)
+    ends = [f"- {_safe(target)}: {_safe(findings.ladder_end(target))}" for target in findings.targets]
+    return table + "\n\n" + "\n".join(ends)
 
 
 def _techniques(findings: Findings) -> str:

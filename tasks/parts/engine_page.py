@@ -39,6 +39,7 @@ def render_page(findings: Findings) -> str:
         _picks(findings),
         _pareto(),
         _engines(findings),
+        _ladders(findings),
         _techniques(findings),
         _classes(findings),
         _layers(findings),
@@ -154,6 +155,27 @@ def _engine_line(row: EngineRow, colour: str) -> str:
     return f"<tr>{''.join(cells)}</tr>"
 
 
+def _ladders(findings: Findings) -> str:
+    lines = []
+    for target in findings.targets:
+        for row in findings.rungs(target):
+            label = row.verdict.lower().replace("_", " ")
+            lines.append(
+                f'<tr>{_name_cell(row)}<td class="num">{percent_change(row.miou_rel_loss)}</td>'
+                f'<td class="num">{milliseconds(row.latency_ms_p50)}</td>'
+                f'<td class="num">{times(row.speedup_vs_eager)}</td>'
+                f'<td class="name"><span class="chip {_CHIPS[row.verdict]}">{escape(label)}</span></td>'
+                f'<td class="why">{escape(row.reason)}</td></tr>'
+            )
+        lines.append(
+            f'<tr><td class="name"><b>{escape(target)}</b></td>'
+            f'<td class="why" colspan="5">{escape(findings.ladder_end(target))}</td></tr>'
+        )
+    text = "From float to the last rung: each must be accurate enough and faster than the last accepted one below it."
+    heads = ["Rung", "Change of mIoU", "p50 ms", "Speed-up", "Verdict", "Why"]
+    return _section("The ladder of each target", text, heads, [], lines)
+
+
 def _techniques(findings: Findings) -> str:
     lines = []
     for name, before, after in findings.techniques:
@@ -227,7 +249,10 @@ def _verdicts(findings: Findings) -> str:
             Verdict.TOO_LOSSY,
             f"loses more than {100 * findings.max_miou_rel_loss:g} % of the reference's mIoU",
         ),
-        (Verdict.NOT_FASTER, "accurate enough, but not faster than the float model on the same target"),
+        (
+            Verdict.NOT_FASTER,
+            "accurate enough, but not faster than the accepted rung below it on the same target",
+        ),
         (Verdict.PRECISION_MISMATCH, "the runtime does not compute in the declared precision"),
         (Verdict.BUILD_FAILED, "the runtime cannot make an engine from the graph"),
         (Verdict.SKIPPED, "this machine cannot run the target"),

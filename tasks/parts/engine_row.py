@@ -1,5 +1,6 @@
 """One engine with everything that was measured about it and the verdict: a row of engines.json."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -76,3 +77,9 @@ class EngineRow:
     def name(self) -> str:
         """The engine in one word, as in the DVC stage names."""
         return f"{self.variant}-{self.target}"
+
+
+def rungs(rows: Sequence[EngineRow], ladder: Sequence[str], target: str) -> list[EngineRow]:
+    """Return the engines of a target that are rungs of the ladder, in its order."""
+    found = {row.variant: row for row in rows if row.target == target}
+    return [found[variant] for variant in ladder if variant in found]

@@ -4,6 +4,7 @@ Words: a Q/DQ pair is QuantizeLinear followed by DequantizeLinear. "S8S8" means 
 weights, both with zero point 0; "U8S8" means uint8 activations and int8 weights.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +97,21 @@ def set_node_source(node: NodeProto, module: str, source: str) -> None:
 def is_quantized(model: ModelProto) -> bool:
     """Tell whether the graph carries Q/DQ."""
     return any(node.op_type == "QuantizeLinear" for node in model.graph.node)
+
+
+def conv_macs(model: ModelProto) -> dict[str, int]:
+    """Multiply-accumulates of each convolution for one image, by node name."""
+    inferred = onnx.shape_inference.infer_shapes(model)
+    sizes = {
+        value.name: [axis.dim_value for axis in value.type.tensor_type.shape.dim]
+        for value in [*inferred.graph.value_info, *inferred.graph.output]
+    }
+    weights = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
+    return {
+        node.name: math.prod(weights[node.input[1]]) * math.prod(sizes[node.output[0]][2:])
+        for node in model.graph.node
+        if node.op_type == "Conv"
+    }
 
 
 def activations_to_uint8(model: ModelProto) -> ModelProto:

@@ -10,7 +10,7 @@ rule serves PTQ and QAT, and node names and sources stay.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,30 +40,50 @@ class TensorRange:
         return max(abs(self.low), abs(self.high))
 
 
-def quantizable_tensors(model: ModelProto, op_types: Sequence[str]) -> list[str]:
-    """Names of the activations that nodes of these types read, in graph order.
+def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodeProto]:
+    """The nodes of these types, in graph order.
 
     The node that makes a graph output (the last Resize) reads float, so that logits keep their precision; a
     convolution there is quantized like the others.
     """
-    constants = {tensor.name for tensor in model.graph.initializer}
     outputs = {value.name for value in model.graph.output}
+    return [
+        node
+        for node in model.graph.node
+        if node.op_type in op_types and (node.op_type == "Conv" or not outputs & set(node.output))
+    ]
+
+
+def map_inputs(model: ModelProto, node: NodeProto) -> list[str]:
+    """Names of the activations that a node reads, without weights and other constants."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    inputs = node.input if node.op_type in _ALL_INPUTS_ARE_MAPS else node.input[:1]
+    return [name for name in inputs if name and name not in constants]
+
+
+def quantizable_tensors(
+    model: ModelProto, op_types: Sequence[str], *, float_nodes: Container[str] = ()
+) -> list[str]:
+    """Names of the activations that quantizable nodes read, in graph order, without those of `float_nodes`."""
     names: dict[str, None] = {}
-    for node in model.graph.node:
-        if node.op_type in op_types and (node.op_type == "Conv" or not outputs & set(node.output)):
-            inputs = node.input if node.op_type in _ALL_INPUTS_ARE_MAPS else node.input[:1]
-            names.update(dict.fromkeys(name for name in inputs if name and name not in constants))
+    for node in quantizable_nodes(model, op_types):
+        if node.name not in float_nodes:
+            names.update(dict.fromkeys(map_inputs(model, node)))
     return list(names)
 
 
 def insert_qdq(
-    model: ModelProto, ranges: Mapping[str, TensorRange], *, op_types: Sequence[str]
+    model: ModelProto,
+    ranges: Mapping[str, TensorRange],
+    *,
+    op_types: Sequence[str],
+    float_nodes: Container[str] = (),
 ) -> ModelProto:
     """Return a copy with Q/DQ on each activation that `op_types` read, and int8 weights in convolutions.
 
     All readers of such an activation read it quantized: one that stayed in float would keep the layer before
-    from running in integers. Raises ArtifactError for a tensor that has no usable range (a quantizer that saw
-    no data).
+    from running in integers. Only `float_nodes`, by name, read float activations and weights. Raises
+    ArtifactError for a tensor that has no usable range (a quantizer that saw no data).
     """
     quantized = ModelProto()
     quantized.CopyFrom(model)
@@ -71,12 +91,14 @@ def insert_qdq(
     sources = node_sources(model)
     made_by = {name: node for node in graph.node for name in node.output}
     outputs = {value.name for value in graph.output}
-    names = [name for name in quantizable_tensors(model, op_types) if name not in outputs]
+    wanted = quantizable_tensors(model, op_types, float_nodes=float_nodes)
+    names = [name for name in wanted if name not in outputs]
     check_ranges({name: ranges.get(name) for name in names})
     readers: dict[str, list[NodeProto]] = {}
     for node in graph.node:
         for name in node.input:
-            readers.setdefault(name, []).append(node)
+            if node.name not in float_nodes:
+                readers.setdefault(name, []).append(node)
     after: dict[str, list[NodeProto]] = {}
     before: dict[str, list[NodeProto]] = {}
     for name in names:
@@ -90,12 +112,59 @@ def insert_qdq(
             reader.input[:] = [pair[1].output[0] if found == name else found for found in reader.input]
     if "Conv" in op_types:
         for node in graph.node:
-            if node.op_type == "Conv":
+            if node.op_type == "Conv" and node.name not in float_nodes:
                 dequantize = _quantize_weight(quantized, node)
                 _copy_source(sources, node, dequantize)
                 before[node.name] = [dequantize]
     _rewrite_nodes(quantized, after, before)
     return quantized
+
+
+def add_quantized_twins(
+    model: ModelProto, ranges: Mapping[str, TensorRange], *, op_types: Sequence[str]
+) -> tuple[ModelProto, dict[str, str], dict[str, str]]:
+    """Return a copy that also computes each quantizable node from the quantized form of its exact inputs.
+
+    Its outputs are sums of squares: by node name, which output holds the noise (twin less original) and which
+    the signal. Raises ArtifactError like `insert_qdq`.
+    """
+    twinned = ModelProto()
+    twinned.CopyFrom(model)
+    graph = twinned.graph
+    nodes = quantizable_nodes(model, op_types)
+    tensors = quantizable_tensors(model, op_types)
+    check_ranges({name: ranges.get(name) for name in tensors})
+    added = []
+    for name in tensors:
+        added += _activation_pair(twinned, name, np.float32(ranges[name].amax / INT8_MAX))
+    del graph.output[:]
+    noise_of, signal_of = {}, {}
+    for node in nodes:
+        maps = set(map_inputs(model, node))
+        twin = NodeProto()
+        twin.CopyFrom(node)
+        twin.name = f"{node.name}:twin"
+        twin.output[:] = [f"{node.output[0]}:twin"]
+        twin.input[:] = [f"{name}/DequantizeLinear" if name in maps else name for name in node.input]
+        if node.op_type == "Conv":
+            levels_OIHW, scales_O = weight_levels(numpy_helper.to_array(float_weight(model, node)))
+            rounded_OIHW = levels_OIHW * scales_O[:, None, None, None]
+            twin.input[1] = f"{node.name}:rounded_weight"
+            graph.initializer.append(numpy_helper.from_array(rounded_OIHW, twin.input[1]))
+        noise, signal = f"{node.name}:noise", f"{node.name}:signal"
+        difference = f"{node.name}:difference"
+        added += [
+            twin,
+            helper.make_node("Sub", [node.output[0], twin.output[0]], [difference]),
+            helper.make_node("ReduceSumSquare", [difference], [noise], keepdims=0),
+            helper.make_node("ReduceSumSquare", [node.output[0]], [signal], keepdims=0),
+        ]
+        noise_of[node.name], signal_of[node.name] = noise, signal
+        graph.output.extend(
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in (noise, signal)
+        )
+    graph.node.extend(added)
+    return twinned, noise_of, signal_of
 
 
 def inherit_ranges(model: ModelProto, ranges: Mapping[str, TensorRange]) -> dict[str, TensorRange]:
@@ -160,27 +229,39 @@ def _activation_pair(model: ModelProto, name: str, scale: np.float32) -> list[No
 
 def _quantize_weight(model: ModelProto, conv: NodeProto) -> NodeProto:
     """Replace the float weight of a convolution by int8 with one scale per output channel."""
-    weight = next((item for item in model.graph.initializer if item.name == conv.input[1]), None)
-    if weight is None or weight.data_type != TensorProto.FLOAT:
-        raise ArtifactError(
-            f"node '{conv.name}': its weight '{conv.input[1]}' is no float constant, expected a float graph "
-            "from export_onnx. Do not quantize a graph twice."
-        )
-    values_OIHW = numpy_helper.to_array(weight)
-    scales_O = weight_scales(values_OIHW)
-    levels_OIHW = np.clip(np.rint(values_OIHW / scales_O[:, None, None, None]), -INT8_MAX, INT8_MAX)
+    weight = float_weight(model, conv)
+    levels_OIHW, scales_O = weight_levels(numpy_helper.to_array(weight))
     name, levels, real = conv.input[1], f"{conv.input[1]}:int8", f"{conv.input[1]}/DequantizeLinear"
     scale_name, zero_name = f"{name}:scale", f"{name}:zero_point"
     model.graph.initializer.remove(weight)
     model.graph.initializer.extend(
         [
-            numpy_helper.from_array(levels_OIHW.astype(np.int8), levels),
+            numpy_helper.from_array(levels_OIHW, levels),
             numpy_helper.from_array(scales_O, scale_name),
             numpy_helper.from_array(np.zeros(len(scales_O), dtype=np.int8), zero_name),
         ]
     )
     conv.input[1] = real
     return helper.make_node("DequantizeLinear", [levels, scale_name, zero_name], [real], name=real, axis=0)
+
+
+def float_weight(model: ModelProto, conv: NodeProto) -> TensorProto:
+    """Return the weight of a convolution; ArtifactError unless it is a float constant."""
+    found = (item for item in model.graph.initializer if item.name == conv.input[1])
+    weight: TensorProto | None = next(found, None)
+    if weight is None or weight.data_type != TensorProto.FLOAT:
+        raise ArtifactError(
+            f"node '{conv.name}': its weight '{conv.input[1]}' is no float constant, expected a float graph "
+            "from export_onnx. Do not quantize a graph twice."
+        )
+    return weight
+
+
+def weight_levels(values_OIHW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return int8 levels [O, I, H, W] and float32 scales [O]."""
+    scales_O = weight_scales(values_OIHW)
+    levels_OIHW = np.clip(np.rint(values_OIHW / scales_O[:, None, None, None]), -INT8_MAX, INT8_MAX)
+    return levels_OIHW.astype(np.int8), scales_O
 
 
 def weight_scales(values_OIHW: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ from tasks.parts.target import Target
 
 CLASSES = ("background", "zero", "one")
 HEIGHT, WIDTH = 64, 96
+OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -94,6 +95,79 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(
         root, root / "dataset", root / "model.safetensors", root / "float.onnx", root / "quantized.onnx"
     )
+
+
+@dataclass(frozen=True)
+class Unbalanced:
+    """A float graph that INT8 ruins in one layer, with data on which the float graph is right everywhere."""
+
+    graph: Path
+    ranges: Path
+    data: Path
+    node: str
+    """The convolution that reads the unbalanced activation."""
+
+
+@pytest.fixture(scope="session")
+def unbalanced(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Unbalanced:
+    """Scale one channel between two convolutions up and back again (Nagel et al. 2019, arXiv:1906.04721, figure 2).
+
+    In float nothing changes; in INT8 the range of that channel leaves no levels to the others.
+    """
+    import shutil
+
+    from onnx import numpy_helper
+
+    from tasks.parts.onnx_graph import read_graph, write_graph
+    from tasks.parts.onnx_predict import predict_classes
+    from tasks.quantize_ptq import Calibrator, quantize_ptq
+    from tasks.quantize_ptq import Config as QuantizeConfig
+
+    root = tmp_path_factory.mktemp("unbalanced")
+    graph = read_graph(workshop.graph)
+    readers: dict[str, list[Any]] = {}
+    for node in graph.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+
+    def only_reader(node: Any, op_type: str) -> Any:
+        found = readers.get(node.output[0], [])
+        return found[0] if len(found) == 1 and found[0].op_type == op_type else None
+
+    constants = {item.name: item for item in graph.graph.initializer}
+    pairs = [
+        (node, reader)
+        for node in graph.graph.node
+        if node.op_type == "Conv"
+        and (relu := only_reader(node, "Relu"))
+        and (reader := only_reader(relu, "Conv"))
+        if constants[reader.input[1]].dims[1] > 1
+    ]
+    before, after = pairs[len(pairs) // 2]
+    for name, values_of in (
+        (before.input[1], lambda values: values[0]),
+        (before.input[2], lambda values: values[:1]),
+        (after.input[1], lambda values: values[:, 0]),
+    ):
+        values = numpy_helper.to_array(constants[name]).copy()
+        values_of(values)[...] *= 1 / 1000 if name == after.input[1] else 1000
+        constants[name].CopyFrom(numpy_helper.from_array(values, name))
+    write_graph(graph, root / "float.onnx")
+    data = Path(shutil.copytree(workshop.data, root / "dataset"))
+    images_NHWC = np.load(data / "val_images.npy")
+    np.save(data / "val_masks.npy", predict_classes(graph, images_NHWC, batch_size=4))
+    config = QuantizeConfig(
+        calibrators=[Calibrator.minmax],
+        percentiles=[100.0],
+        num_images=4,
+        batch_size=4,
+        num_val_images=0,
+        max_abs_input=20.0,
+        min_agreement=0.0,
+        op_types=OP_TYPES,
+    )
+    quantize_ptq(config, model=root / "float.onnx", data=data, out=root)
+    return Unbalanced(root / "float.onnx", root / "ranges.json", data, after.name)
 
 
 def _smooth_images(random: np.random.Generator, count: int) -> np.ndarray:

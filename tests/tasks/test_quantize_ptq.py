@@ -16,7 +16,7 @@ from tasks.quantize_ptq import Config, quantize_ptq
 
 CONFIG = Config(
     calibrators=list(Calibrator),
-    percentile=99.99,
+    percentiles=[99.9, 99.99],
     num_images=4,
     batch_size=2,
     num_val_images=0,
@@ -24,6 +24,9 @@ CONFIG = Config(
     min_agreement=0.5,
     op_types=["Conv", "Add", "Concat", "AveragePool", "Resize"],
 )
+
+
+TITLES = ["minmax", "entropy", "percentile 99.9", "percentile 99.99", "mse"]
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +43,12 @@ def data(workshop: Any, tmp_path: Path) -> Path:
 
 def test_the_best_calibrator_is_kept_and_all_are_reported(quantized: tuple[Any, Path]) -> None:
     report, out = quantized
-    assert [trial.calibrator for trial in report.trials] == ["minmax", "entropy", "percentile"]
+    assert [trial.calibrator for trial in report.trials] == TITLES
     best = max(report.trials, key=lambda trial: trial.miou)
     assert (report.calibrator, report.miou, report.agreement) == (best.calibrator, best.miou, best.agreement)
     with (out / "calibrators.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [row["calibrator"] for row in rows] == ["minmax", "entropy", "percentile"]
+    assert [row["calibrator"] for row in rows] == TITLES
     assert float(rows[0]["miou"]) == pytest.approx(report.trials[0].miou, abs=1e-6)
 
 
@@ -103,8 +106,8 @@ def test_calibration_images_of_the_test_split_and_a_small_split_are_warned_of(
 
 
 def test_gate_stops_a_graph_that_disagrees_with_the_float_one(workshop: Any, tmp_path: Path) -> None:
-    config = replace(CONFIG, percentile=51.0, calibrators=[Calibrator.percentile], min_agreement=1.0)
-    with pytest.raises(GateFailed, match=r"\(percentile\).*quantize_ptq\.min_agreement"):
+    config = replace(CONFIG, percentiles=[51.0], calibrators=[Calibrator.percentile], min_agreement=1.0)
+    with pytest.raises(GateFailed, match=r"\(percentile 51\).*quantize_ptq\.min_agreement"):
         quantize_ptq(config, model=workshop.graph, data=workshop.data, out=tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -126,7 +129,8 @@ def test_other_classes_are_refused(workshop: Any, data: Path, tmp_path: Path) ->
     [
         {"calibrators": []},
         {"calibrators": [Calibrator.minmax, Calibrator.minmax]},
-        {"percentile": 101.0},
+        {"percentiles": [99.0, 101.0]},
+        {"percentiles": []},
         {"num_images": 0},
         {"batch_size": 0},
         {"num_val_images": -1},

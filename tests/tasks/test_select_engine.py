@@ -179,8 +179,7 @@ def config_for(artifacts: Artifacts, **changes: Any) -> Config:
     config = Config(
         float_reference=REFERENCE,
         max_miou_rel_loss=0.02,
-        float_variant="distilled",
-        guarded=["pruned", "pruned_ptq", "pruned_qat"],
+        ladder=["distilled", "pruned", "pruned_ptq", "pruned_partial", "pruned_qat"],
         min_speedup_factor=1.02,
         techniques=[
             Technique("Pruning", "distilled", "pruned"),
@@ -237,6 +236,34 @@ def test_compression_without_speed_is_not_faster(artifacts, tmp_path) -> None:
     assert row["verdict"] == "NOT_FASTER"
     assert "1.01x as fast as distilled on this target" in row["reason"]
     assert "expected 1.02x" in row["reason"]
+
+
+def test_a_rung_must_beat_the_last_accepted_one_below_it(artifacts, tmp_path) -> None:
+    artifacts.add("pruned_partial", "cpu_onnxruntime", 0.535, 0.80, 23.2)
+    artifacts.change("benchmark", "pruned_qat-cpu_onnxruntime", speedup_vs_reference=23.4)
+    _, rows = run(artifacts, tmp_path)
+    assert rows["pruned_ptq-cpu_onnxruntime"]["verdict"] == "TOO_LOSSY"
+    partial, trained = rows["pruned_partial-cpu_onnxruntime"], rows["pruned_qat-cpu_onnxruntime"]
+    assert partial["verdict"] == "ACCEPT"
+    assert "1.50x as fast as pruned on this target" in partial["reason"]
+    assert trained["verdict"] == "NOT_FASTER"
+    assert "1.01x as fast as pruned_partial on this target" in trained["reason"]
+
+
+def test_the_report_draws_the_ladder_of_each_target_and_says_where_it_ends(artifacts, tmp_path) -> None:
+    run(artifacts, tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    ladder = text.split("## The ladder of each target")[1].split("##")[0]
+    rungs = [line.split(" | ")[1] for line in ladder.splitlines() if line.startswith("| cpu_onnxruntime")]
+    assert rungs == ["distilled", "pruned", "pruned_ptq", "pruned_qat"]
+    assert "cpu_onnxruntime: pruned_qat is the last rung that is accepted." in ladder
+    assert "cpu_torch: No compression is worth it" in ladder
+    run(artifacts, tmp_path, max_miou_rel_loss=0.0)
+    ladder = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert (
+        "cpu_onnxruntime: No compression is worth it for this model on this target: distilled stays."
+        in ladder
+    )
 
 
 def test_the_speed_gate_uses_paired_ratios_and_not_latencies_of_different_minutes(
@@ -305,10 +332,10 @@ def test_a_target_whose_engines_all_fail_is_named_in_both_reports(artifacts, tmp
 
 
 def test_between_equally_fast_engines_the_more_accurate_is_picked(artifacts, tmp_path) -> None:
-    artifacts.add("pruned", "cpu_openvino", 0.535, 1.0, 18.6)
-    artifacts.add("pruned_qat", "cpu_openvino", 0.538, 1.0, 18.6)
+    artifacts.add("baseline", "cpu_openvino", 0.535, 1.0, 18.6)
+    artifacts.add("distilled", "cpu_openvino", 0.538, 1.0, 18.6)
     report, _ = run(artifacts, tmp_path / "out")
-    assert report.picks["cpu_openvino"].variant == "pruned_qat"
+    assert report.picks["cpu_openvino"].variant == "distilled"
 
 
 def test_the_front_is_drawn_for_each_target_by_itself(artifacts, tmp_path) -> None:
@@ -533,7 +560,8 @@ def test_an_engine_file_changed_after_it_was_measured_is_not_handed_out(artifact
         ({"max_miou_rel_loss": -0.1}, "max_miou_rel_loss is -0.1"),
         ({"max_miou_rel_loss": float("nan")}, "max_miou_rel_loss is nan"),
         ({"min_speedup_factor": 0.5}, "min_speedup_factor is 0.5"),
-        ({"guarded": ["distilled"]}, "guarded holds 'distilled'"),
+        ({"ladder": []}, "ladder is []"),
+        ({"ladder": ["pruned", "pruned"]}, "ladder is [pruned, pruned]"),
     ],
 )
 def test_impossible_values_are_refused_with_their_key(artifacts, changes, key) -> None:

@@ -62,6 +62,19 @@ def test_entropy_agrees_with_onnxruntime() -> None:
     assert found == pytest.approx(expected, rel=0.15)
 
 
+def test_mse_takes_the_threshold_with_the_least_error_of_the_levels() -> None:
+    values = np.random.default_rng(0).laplace(size=200_000)
+    found = choose_range(statistics_of(values), Calibrator.mse, percentile=100.0).amax
+
+    def error(amax: float) -> float:
+        scale = amax / 127
+        return float(np.square(values - np.clip(np.rint(values / scale), -127, 127) * scale).mean())
+
+    brute = min(np.linspace(1, np.abs(values).max(), 200), key=error)
+    assert found < 0.95 * np.abs(values).max()
+    assert error(found) <= 1.01 * error(brute)
+
+
 def test_range_of_a_relu_keeps_its_sign() -> None:
     values = np.maximum(np.random.default_rng(0).standard_normal(100_000), 0)
     found = choose_range(statistics_of(values), Calibrator.percentile, percentile=99.9)

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import tiny_networks as tiny
 from onnx import ModelProto, TensorProto, numpy_helper
@@ -10,10 +11,13 @@ from tasks.parts.calibration import choose_range, collect_statistics
 from tasks.parts.calibrator import Calibrator
 from tasks.parts.export import export_graph
 from tasks.parts.onnx_graph import node_sources
+from tasks.parts.onnx_predict import open_session
 from tasks.parts.onnx_qdq import (
     TensorRange,
+    add_quantized_twins,
     inherit_ranges,
     insert_qdq,
+    quantizable_nodes,
     quantizable_tensors,
     read_ranges,
     weight_scales,
@@ -114,3 +118,47 @@ def test_outputs_of_pooling_and_resizing_inherit_a_missing_range(branched: Calib
     for name in ranges.keys() - known.keys():
         assert complete[name].low <= ranges[name].low
         assert complete[name].high >= ranges[name].high
+
+
+def test_a_float_node_reads_float_activations_and_weights_and_the_others_do_not(branched: Calibrated) -> None:
+    graph, ranges = branched
+    kept = {"block.0.0/Conv", "classifier/Conv"}
+    quantized = insert_qdq(graph, ranges, op_types=tiny.OP_TYPES, float_nodes=kept)
+    onnx.checker.check_model(quantized, full_check=True)
+    made_by = {name: node.op_type for node in quantized.graph.node for name in node.output}
+    for node in quantized.graph.node:
+        if node.op_type == "Conv":
+            is_float = "DequantizeLinear" not in {made_by.get(name) for name in node.input}
+            assert is_float is (node.name in kept)
+
+
+def test_all_layers_in_float_are_the_float_graph(branched: Calibrated) -> None:
+    graph, ranges = branched
+    names = {node.name for node in quantizable_nodes(graph, tiny.OP_TYPES)}
+    assert insert_qdq(graph, ranges, op_types=tiny.OP_TYPES, float_nodes=names) == graph
+
+
+def test_noise_of_a_twin_is_that_of_the_layer_quantized_alone(branched: Calibrated) -> None:
+    """Marking the layer's output in a graph where it alone is quantized gives the same noise."""
+    graph, ranges = branched
+    images_NCHW = tiny.images(4).numpy()
+    twinned, noise_of, signal_of = add_quantized_twins(graph, ranges, op_types=tiny.OP_TYPES)
+    session = open_session(twinned)
+    layers = quantizable_nodes(graph, tiny.OP_TYPES)
+    assert list(noise_of) == [node.name for node in layers]
+    for node in layers:
+        others = {other.name for other in layers} - {node.name}
+        alone = insert_qdq(graph, ranges, op_types=tiny.OP_TYPES, float_nodes=others)
+        exact, quantized = (output_of(model, node.output[0], images_NCHW) for model in (graph, alone))
+        found = session.run([noise_of[node.name], signal_of[node.name]], {"image": images_NCHW})
+        assert found[0] == pytest.approx(np.square(exact - quantized).sum(), rel=1e-2, abs=1e-6)
+        assert found[1] == pytest.approx(np.square(exact).sum(), rel=1e-4)
+
+
+def output_of(model: ModelProto, name: str, images_NCHW: np.ndarray) -> np.ndarray:
+    marked = ModelProto()
+    marked.CopyFrom(model)
+    if name not in {value.name for value in model.graph.output}:
+        marked.graph.output.append(onnx.helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    output: np.ndarray = open_session(marked).run([name], {"image": images_NCHW})[0]
+    return output

@@ -1,0 +1,251 @@
+"""Keep the layers in float that cost too much accuracy in INT8, as few as the gate allows.
+
+Greedy search with step back, guided by the ranking of rank_layers (the scheme of NNCF's
+quantize_with_accuracy_control): while the INT8 graph loses more than the gate allows, the most promising layers are
+tried in float one by one, on the real metric, and the best of them stays in float. When the gate holds, each of
+them is tried in INT8 again, and stays there if the gate still holds.
+"""
+
+import csv
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import ArtifactError, ConfigError
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+    from tasks.parts.judge import Judge, Judgement
+    from tasks.parts.onnx_qdq import TensorRange
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The gate, and how far the search goes."""
+
+    op_types: list[str]
+    """ONNX operators whose inputs become INT8; those of quantize_ptq."""
+    max_miou_rel_loss: float
+    """Gate: share of the float graph's validation mIoU that may be lost, 0..1."""
+    num_candidates: int
+    """Layers tried in each step, from the top of the ranking. More: better choice, slower."""
+    max_float_layers: int
+    """The search gives up with so many layers in float; the best graph found is written all the same."""
+    keep_float: list[str]
+    """Nodes that stay in float whatever they cost, by name. Empty: the search earns every one."""
+    num_val_images: int
+    """Validation images that graphs are judged on; 0 takes all."""
+    batch_size: int
+    """Images at once; changes memory and speed only."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_miou_rel_loss < 1:
+            raise ConfigError(
+                f"quantize_partial.max_miou_rel_loss is {self.max_miou_rel_loss}, expected 0 up to, not with, 1."
+            )
+        for name, least in (
+            ("num_candidates", 1),
+            ("max_float_layers", 0),
+            ("num_val_images", 0),
+            ("batch_size", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"quantize_partial.{name} is {getattr(self, name)}, expected at least {least}."
+                )
+        if "Conv" not in self.op_types:
+            raise ConfigError(
+                f"quantize_partial.op_types is {list(self.op_types)}, expected Conv and others."
+            )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One graph that the search took."""
+
+    action: str
+    """``start``, ``float`` (a layer left INT8) or ``int8`` (it went back)."""
+    node: str
+    miou: float
+    """On the validation images."""
+    num_float_layers: int
+
+
+@dataclass(frozen=True)
+class FloatLayer:
+    """A layer that the search kept in float, and why."""
+
+    node: str
+    module: str
+    source: str
+    macs_share: float
+    """Of all multiply-accumulates of the graph, 0..1."""
+    miou_in_int8: float
+    """Of the final graph if this layer ran in INT8 too."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the search reached."""
+
+    gate_holds: bool
+    float_miou: float
+    miou: float
+    """Of the written graph, on the same validation images."""
+    miou_rel_loss: float
+    num_layers: int
+    """Quantizable ones."""
+    float_macs_share: float
+    """Share of the multiply-accumulates that run in float."""
+    num_judged: int
+    """Graphs that were run over the validation images."""
+    float_layers: tuple[FloatLayer, ...]
+    steps: tuple[Step, ...]
+
+
+def quantize_partial(
+    cfg: Config, *, model: Path, ranges: Path, ranking: Path, data: Path, out: Path
+) -> Report:
+    """Write ``model.onnx`` (S8S8 Q/DQ, some layers without) and ``steps.csv``.
+
+    `ranges` and `ranking` are the files of quantize_ptq and rank_layers for the same `model`. Raises ArtifactError
+    when they are not, ConfigError when `keep_float` names no layer.
+    """
+    from tasks.parts.judge import open_judge
+    from tasks.parts.onnx_graph import conv_macs, node_sources, read_graph, write_graph
+    from tasks.parts.onnx_qdq import insert_qdq, quantizable_nodes, read_ranges
+
+    graph, known = read_graph(model), read_ranges(ranges)
+    ranked = _read_ranking(ranking, [node.name for node in quantizable_nodes(graph, cfg.op_types)])
+    _check_kept(cfg, ranked)
+    judge = open_judge(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    search = _Search(cfg, graph, known, judge)
+    kept, steps = _choose_float_layers(cfg, search, ranked)
+    macs, sources = conv_macs(graph), node_sources(graph)
+    total = sum(macs.values())
+    layers = tuple(
+        FloatLayer(
+            node=node,
+            module=sources.get(node, ("", ""))[0],
+            source=sources.get(node, ("", ""))[1],
+            macs_share=macs.get(node, 0) / total,
+            miou_in_int8=search.miou(kept - {node}),
+            reason="quantize_partial.keep_float"
+            if node in cfg.keep_float
+            else f"in INT8 as well, validation mIoU would be {search.miou(kept - {node}):.4f}",
+        )
+        for node in ranked
+        if node in kept
+    )
+    write_graph(insert_qdq(graph, known, op_types=cfg.op_types, float_nodes=kept), out / "model.onnx")
+    _write_steps(out / "steps.csv", steps)
+    miou = search.miou(kept)
+    report = Report(
+        gate_holds=search.holds(kept),
+        float_miou=judge.float_miou,
+        miou=miou,
+        miou_rel_loss=search.loss(kept),
+        num_layers=len(ranked),
+        float_macs_share=sum(layer.macs_share for layer in layers),
+        num_judged=search.num_judged,
+        float_layers=layers,
+        steps=tuple(steps),
+    )
+    logger.info(
+        "quantize_partial: %d of %d layers in float, val mIoU %.4f (float %.4f)",
+        len(kept),
+        len(ranked),
+        miou,
+        judge.float_miou,
+    )
+    return report
+
+
+class _Search:
+    """Judges sets of float layers, each set once."""
+
+    def __init__(
+        self, cfg: Config, graph: "ModelProto", ranges: Mapping[str, "TensorRange"], judge: "Judge"
+    ) -> None:
+        self._cfg, self._graph, self._ranges, self._judge = cfg, graph, ranges, judge
+        self._known: dict[frozenset[str], Judgement] = {}
+
+    @property
+    def num_judged(self) -> int:
+        return len(self._known)
+
+    def miou(self, kept: Iterable[str]) -> float:
+        from tasks.parts.onnx_qdq import insert_qdq
+
+        names = frozenset(kept)
+        if names not in self._known:
+            candidate = insert_qdq(self._graph, self._ranges, op_types=self._cfg.op_types, float_nodes=names)
+            self._known[names] = self._judge.judge(candidate)
+        return self._known[names].miou
+
+    def loss(self, kept: Iterable[str]) -> float:
+        """Share of the float graph's mIoU that is lost."""
+        return 1 - self.miou(kept) / self._judge.float_miou if self._judge.float_miou else 0.0
+
+    def holds(self, kept: Iterable[str]) -> bool:
+        return self.loss(kept) <= self._cfg.max_miou_rel_loss
+
+
+def _choose_float_layers(cfg: Config, search: _Search, ranked: Sequence[str]) -> tuple[set[str], list[Step]]:
+    kept = set(cfg.keep_float)
+    steps = [Step("start", "", search.miou(kept), len(kept))]
+    while not search.holds(kept) and len(kept) < min(cfg.max_float_layers, len(ranked)):
+        candidates = [node for node in ranked if node not in kept][: cfg.num_candidates]
+        best = max(candidates, key=lambda node: search.miou(kept | {node}))
+        kept.add(best)
+        steps.append(Step("float", best, search.miou(kept), len(kept)))
+        logger.info("quantize_partial: %s stays in float, val mIoU %.4f", best, steps[-1].miou)
+    if search.holds(kept):
+        for node in [step.node for step in steps if step.action == "float"]:
+            if search.holds(kept - {node}):
+                kept.remove(node)
+                steps.append(Step("int8", node, search.miou(kept), len(kept)))
+    return kept, steps
+
+
+def _check_kept(cfg: Config, ranked: Sequence[str]) -> None:
+    unknown = sorted(set(cfg.keep_float) - set(ranked))
+    if unknown:
+        raise ConfigError(
+            f"quantize_partial.keep_float names {', '.join(unknown)}, expected layers of the graph: "
+            f"{', '.join(sorted(ranked))}."
+        )
+
+
+def _read_ranking(path: Path, layers: Sequence[str]) -> list[str]:
+    """Return the node names, most sensitive first; ArtifactError unless they are the layers of the graph."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            ranked = [row["node"] for row in csv.DictReader(file)]
+    except (OSError, UnicodeDecodeError, KeyError, csv.Error) as error:
+        raise ArtifactError(
+            f"{path}: no readable ranking ({error!r}), expected the ranking.csv of rank_layers. Run rank_layers "
+            "again."
+        ) from error
+    if sorted(ranked) != sorted(layers):
+        raise ArtifactError(
+            f"{path}: ranks {len(ranked)} layers that are not the {len(layers)} of the graph. Run rank_layers again "
+            "on this graph, with the same op_types."
+        )
+    return ranked
+
+
+def _write_steps(path: Path, steps: Sequence[Step]) -> None:
+    names = [field.name for field in fields(Step)]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows(
+            [step.action, step.node, f"{step.miou:.6f}", step.num_float_layers] for step in steps
+        )

@@ -1,0 +1,205 @@
+"""Rank the layers of a float graph by what INT8 costs in each of them, one layer quantized at a time.
+
+Two measures. The SQNR of the layer's own output when its inputs are exact: all layers are measured in one run of a
+graph that computes each of them twice. And what happens to the network's predictions when this layer alone runs in
+INT8: one pass over a subset of the validation images per layer. Both grow linearly with the number of layers.
+"""
+
+import csv
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import ArtifactError, ConfigError
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+    from tasks.parts.judge import Judge
+    from tasks.parts.onnx_qdq import TensorRange
+
+logger = logging.getLogger(__name__)
+
+MAX_SQNR_DB = 120.0
+"""Given where INT8 changes nothing, to the last bit of float32."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which layers, and on how many images."""
+
+    op_types: list[str]
+    """ONNX operators that are layers; those of quantize_ptq."""
+    num_images: int
+    """Calibration images for the SQNR."""
+    num_val_images: int
+    """Validation images for the predictions; 0 takes all. More: steadier, slower (one pass per layer)."""
+    batch_size: int
+    """Images at once; changes memory and speed only."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_images", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rank_layers.{name} is {getattr(self, name)}, expected at least 1.")
+        if self.num_val_images < 0:
+            raise ConfigError(
+                f"rank_layers.num_val_images is {self.num_val_images}, expected at least 0 (0: all)."
+            )
+        if "Conv" not in self.op_types:
+            raise ConfigError(f"rank_layers.op_types is {list(self.op_types)}, expected Conv and others.")
+
+
+@dataclass(frozen=True)
+class RankedLayer:
+    """What INT8 costs in one layer."""
+
+    node: str
+    """Name in the graph."""
+    op_type: str
+    module: str
+    """Dotted name in the torch network."""
+    source: str
+    """file:line in the network's code."""
+    macs_share: float
+    """Of all multiply-accumulates of the graph, 0..1."""
+    sqnr_db: float
+    """Of its own output, with exact inputs."""
+    miou_drop: float
+    """Of the network, when only this layer runs in INT8. Less than 0: it rose."""
+    disagreement: float
+    """Share of pixels whose class changes then, 0..1."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The ranking."""
+
+    float_miou: float
+    """On the same validation images."""
+    num_val_images: int
+    num_passes: int
+    """Passes over the validation images: one per layer, and one in float."""
+    layers: tuple[RankedLayer, ...]
+    """Most sensitive first: by disagreement, then by SQNR."""
+
+
+def rank_layers(cfg: Config, *, model: Path, ranges: Path, data: Path, out: Path) -> Report:
+    """Write ``ranking.csv`` and ``ranking.png`` for the float graph `model` and the ranges of quantize_ptq.
+
+    Raises ArtifactError when the graph is quantized already or a layer has no range.
+    """
+    from tasks.parts.judge import open_judge
+    from tasks.parts.onnx_graph import conv_macs, is_quantized, node_sources, read_graph
+    from tasks.parts.onnx_qdq import quantizable_nodes, read_ranges
+
+    graph, known = read_graph(model), read_ranges(ranges)
+    if is_quantized(graph):
+        raise ArtifactError(f"{model}: already has Q/DQ, expected the float graph of export_onnx.")
+    judge = open_judge(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    nodes = quantizable_nodes(graph, cfg.op_types)
+    logger.info("rank_layers: %d layers of %s", len(nodes), model)
+    sqnr_db = _own_sqnr_db(cfg, graph, known, data)
+    costs = _costs_alone(cfg, graph, known, judge)
+    macs, sources = conv_macs(graph), node_sources(graph)
+    layers = [
+        RankedLayer(
+            node=node.name,
+            op_type=node.op_type,
+            module=sources.get(node.name, ("", ""))[0],
+            source=sources.get(node.name, ("", ""))[1],
+            macs_share=macs.get(node.name, 0) / sum(macs.values()),
+            sqnr_db=sqnr_db[node.name],
+            miou_drop=costs[node.name][0],
+            disagreement=costs[node.name][1],
+        )
+        for node in nodes
+    ]
+    layers.sort(key=lambda layer: (-layer.disagreement, layer.sqnr_db, layer.node))
+    _write_ranking(out / "ranking.csv", layers)
+    _plot_ranking(out / "ranking.png", layers)
+    return Report(judge.float_miou, len(judge.images_NHWC), len(nodes) + 1, tuple(layers))
+
+
+def _own_sqnr_db(
+    cfg: Config, graph: "ModelProto", ranges: Mapping[str, "TensorRange"], data: Path
+) -> dict[str, float]:
+    """Run each layer twice on the same exact inputs, in float and in INT8, and compare inside the graph."""
+    import numpy as np
+
+    from tasks.parts.data import normalise, open_split
+    from tasks.parts.onnx_graph import read_card_of_graph
+    from tasks.parts.onnx_predict import open_session
+    from tasks.parts.onnx_qdq import add_quantized_twins
+
+    twinned, noise_of, signal_of = add_quantized_twins(graph, ranges, op_types=cfg.op_types)
+    session, card = open_session(twinned), read_card_of_graph(graph)
+    names = [*noise_of.values(), *signal_of.values()]
+    images_NHWC = open_split(data, "calibration")[0][: cfg.num_images]
+    energies = dict.fromkeys(names, 0.0)
+    for start in range(0, len(images_NHWC), cfg.batch_size):
+        images_NCHW = normalise(images_NHWC[start : start + cfg.batch_size], card.mean, card.std)
+        found = session.run(names, {graph.graph.input[0].name: images_NCHW})
+        for name, energy in zip(names, found, strict=True):
+            energies[name] += float(np.sum(energy))
+    return {node: _sqnr_db(energies[signal_of[node]], energies[noise_of[node]]) for node in noise_of}
+
+
+def _sqnr_db(signal: float, noise: float) -> float:
+    if noise <= signal * 10 ** (-MAX_SQNR_DB / 10):
+        return MAX_SQNR_DB
+    return 10 * math.log10(max(signal, 1e-30) / noise)
+
+
+def _costs_alone(
+    cfg: Config, graph: "ModelProto", ranges: Mapping[str, "TensorRange"], judge: "Judge"
+) -> dict[str, tuple[float, float]]:
+    """Per layer: mIoU drop and disagreement of the network when it alone runs in INT8."""
+    from tasks.parts.onnx_qdq import insert_qdq, quantizable_nodes
+    from tasks.parts.progress import tracked
+
+    names = [node.name for node in quantizable_nodes(graph, cfg.op_types)]
+    costs = {}
+    for name in tracked(names, "rank_layers"):
+        others = set(names) - {name}
+        found = judge.judge(insert_qdq(graph, ranges, op_types=cfg.op_types, float_nodes=others))
+        costs[name] = (judge.float_miou - found.miou, 1 - found.agreement)
+    return costs
+
+
+def _write_ranking(path: Path, layers: Sequence[RankedLayer]) -> None:
+    names = [field.name for field in fields(RankedLayer)]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(names)
+        for layer in layers:
+            values = [getattr(layer, name) for name in names]
+            writer.writerow([f"{value:.6f}" if isinstance(value, float) else value for value in values])
+
+
+def _plot_ranking(path: Path, layers: Sequence[RankedLayer]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(min(24, max(9, 0.16 * len(layers) + 3)), 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    positions = range(len(layers))
+    upper.bar(positions, [100 * layer.disagreement for layer in layers], color="#1f5fa8")
+    upper.set_ylabel("pixels that change class (%)")
+    upper.set_title("What INT8 costs, one layer quantized at a time: most sensitive layer first")
+    lower.bar(positions, [layer.sqnr_db for layer in layers], color="#9fb8d6")
+    lower.set_ylabel("SQNR of its own output (dB)")
+    step = max(1, math.ceil(len(layers) / 60))
+    shown = range(0, len(layers), step)
+    lower.set_xticks(
+        list(shown),
+        [(layers[index].module or layers[index].node)[-32:] for index in shown],
+        rotation=90,
+        fontsize=7,
+    )
+    for axes in (upper, lower):
+        axes.grid(axis="y", alpha=0.3)
+    figure.savefig(path, dpi=110, metadata={"Software": ""})

@@ -1,0 +1,151 @@
+import csv
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.judge import open_judge
+from tasks.parts.onnx_graph import read_graph
+from tasks.parts.onnx_qdq import insert_qdq, quantizable_nodes, read_ranges
+from tasks.quantize_partial import Config, Report, quantize_partial
+from tasks.rank_layers import Config as RankConfig
+from tasks.rank_layers import rank_layers
+
+OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
+CONFIG = Config(
+    op_types=OP_TYPES,
+    max_miou_rel_loss=0.35,  # random weights: INT8 costs a quarter even with every layer balanced
+    num_candidates=3,
+    max_float_layers=8,
+    keep_float=[],
+    num_val_images=0,
+    batch_size=4,
+)
+
+
+@pytest.fixture(scope="module")
+def ranking(unbalanced: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("ranking")
+    config = RankConfig(op_types=OP_TYPES, num_images=4, num_val_images=0, batch_size=4)
+    rank_layers(config, model=unbalanced.graph, ranges=unbalanced.ranges, data=unbalanced.data, out=out)
+    return out / "ranking.csv"
+
+
+def search(files: Any, ranking: Path, out: Path, **changes: Any) -> Report:
+    return quantize_partial(
+        replace(CONFIG, **changes),
+        model=files.graph,
+        ranges=files.ranges,
+        ranking=ranking,
+        data=files.data,
+        out=out,
+    )
+
+
+def test_only_the_layer_that_int8_ruins_stays_in_float(
+    unbalanced: Any, ranking: Path, tmp_path: Path
+) -> None:
+    report = search(unbalanced, ranking, tmp_path)
+    assert report.steps[0].action == "start"
+    assert 1 - report.steps[0].miou / report.float_miou > CONFIG.max_miou_rel_loss  # PTQ fails the gate
+    assert report.gate_holds
+    assert report.miou_rel_loss <= CONFIG.max_miou_rel_loss
+    assert [layer.node for layer in report.float_layers] == [unbalanced.node]
+    layer = report.float_layers[0]
+    assert 0 < layer.macs_share == report.float_macs_share < 0.5
+    assert layer.source.count(":") == 1
+    assert layer.miou_in_int8 < report.miou
+    with (tmp_path / "steps.csv").open(encoding="utf-8") as file:
+        assert [row["action"] for row in csv.DictReader(file)] == [step.action for step in report.steps]
+
+
+def test_the_written_graph_is_the_one_that_was_judged(unbalanced: Any, ranking: Path, tmp_path: Path) -> None:
+    report = search(unbalanced, ranking, tmp_path)
+    graph = read_graph(unbalanced.graph)
+    judge = open_judge(graph, unbalanced.data, num_images=0, batch_size=4)
+    written = read_graph(tmp_path / "model.onnx")
+    assert judge.judge(written).miou == report.miou
+    made_by = {name: node.op_type for node in written.graph.node for name in node.output}
+    in_float = [
+        node.name
+        for node in written.graph.node
+        if node.op_type == "Conv" and made_by.get(node.input[0]) != "DequantizeLinear"
+    ]
+    assert in_float == [unbalanced.node]
+
+
+def test_a_graph_that_passes_at_once_is_the_ptq_graph(unbalanced: Any, ranking: Path, tmp_path: Path) -> None:
+    report = search(unbalanced, ranking, tmp_path, max_miou_rel_loss=0.99)
+    assert report.float_layers == ()
+    assert len(report.steps) == 1
+    expected = insert_qdq(read_graph(unbalanced.graph), read_ranges(unbalanced.ranges), op_types=OP_TYPES)
+    assert read_graph(tmp_path / "model.onnx") == expected
+
+
+def test_layers_go_back_to_int8_where_the_gate_allows_it(
+    unbalanced: Any, ranking: Path, tmp_path: Path
+) -> None:
+    """A ranking that puts harmless layers first makes the search take them; the step back returns them."""
+    rows = list(csv.DictReader(ranking.open(encoding="utf-8")))
+    harmless_first = sorted(
+        rows, key=lambda row: (row["node"] == unbalanced.node, float(row["disagreement"]))
+    )
+    position = [row["node"] for row in harmless_first].index(unbalanced.node)
+    moved = harmless_first.pop(position)
+    harmless_first.insert(2, moved)
+    with (tmp_path / "ranking.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(harmless_first)
+    report = search(unbalanced, tmp_path / "ranking.csv", tmp_path, num_candidates=1)
+    assert [step.action for step in report.steps].count("float") == 3
+    assert {step.node for step in report.steps if step.action == "int8"}
+    assert [layer.node for layer in report.float_layers] == [unbalanced.node]
+
+
+def test_a_search_that_may_not_go_on_says_that_the_gate_does_not_hold(
+    unbalanced: Any, ranking: Path, tmp_path: Path
+) -> None:
+    report = search(unbalanced, ranking, tmp_path, max_float_layers=0)
+    assert not report.gate_holds
+    assert (tmp_path / "model.onnx").is_file()
+
+
+def test_the_preset_stays_in_float_and_is_named_as_such(
+    unbalanced: Any, ranking: Path, tmp_path: Path
+) -> None:
+    first = quantizable_nodes(read_graph(unbalanced.graph), OP_TYPES)[0].name
+    report = search(unbalanced, ranking, tmp_path, keep_float=[first], max_miou_rel_loss=0.99)
+    assert [(layer.node, layer.reason) for layer in report.float_layers] == [
+        (first, "quantize_partial.keep_float")
+    ]
+
+
+def test_an_unknown_preset_names_the_layers_there_are(unbalanced: Any, ranking: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quantize_partial\.keep_float names no/Conv.*/Conv"):
+        search(unbalanced, ranking, tmp_path, keep_float=["no/Conv"])
+
+
+@pytest.mark.parametrize("text", ["node,sqnr_db\nother/Conv,3\n", "a,b\n1,2\n", ""])
+def test_a_ranking_of_something_else_is_refused(unbalanced: Any, tmp_path: Path, text: str) -> None:
+    (tmp_path / "ranking.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(ArtifactError, match="Run rank_layers again"):
+        search(unbalanced, tmp_path / "ranking.csv", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_miou_rel_loss": 1.0},
+        {"num_candidates": 0},
+        {"max_float_layers": -1},
+        {"num_val_images": -1},
+        {"batch_size": 0},
+        {"op_types": ["Add"]},
+    ],
+)
+def test_impossible_values_name_their_key(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"quantize_partial\.{next(iter(change))} is .*expected"):
+        replace(CONFIG, **change)
