@@ -23,7 +23,7 @@ import numpy as np
 import openvino
 from onnxruntime.quantization import CalibrationDataReader, quantize_static
 
-from benchmarks.runtimes import Network, in_onnxruntime, in_openvino, openvino_target, rounds_ms
+from benchmarks.runtimes import Network, in_onnxruntime, in_openvino, openvino_target, requests_of, rounds_ms
 from tasks.benchmark import bootstrap_interval
 from tasks.core.config import read_params
 from tasks.parts.data import normalise, open_split, read_manifest
@@ -154,8 +154,7 @@ def compiled(model: Any) -> Network:
     shape = model.input(0).partial_shape
     shape[0] = openvino.Dimension(1, target.max_batch)
     model.reshape({0: shape})
-    network: Any = openvino.Core().compile_model(model, "CPU", compile_options(target))
-    return lambda images_NCHW: np.array(network([images_NCHW])[0])
+    return requests_of(openvino.Core().compile_model(model, "CPU", compile_options(target)))
 
 
 def images(split: str, count: int | None = None) -> np.ndarray:

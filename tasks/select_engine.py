@@ -199,10 +199,15 @@ def judge_all(cfg: Config, rows: Sequence[EngineRow]) -> list[EngineRow]:
     }
     for target in dict.fromkeys(row.target for row in rows):
         below: EngineRow | None = None
+        files: dict[str | None, str] = {}
         for row in rungs(rows, cfg.ladder, target):
-            judged[row.name] = _judge(cfg, row, reference_miou, below)
-            if judged[row.name].verdict is Verdict.ACCEPT:
-                below = judged[row.name]
+            found = _judge(cfg, row, reference_miou, below)
+            twin = files.setdefault(row.engine_sha256, row.variant)
+            if found.verdict is Verdict.ACCEPT and twin != row.variant:  # what differs is noise
+                found = _with(found, Verdict.NOT_FASTER, f"the same engine file as {twin}")
+            if found.verdict is Verdict.ACCEPT:
+                below = found
+            judged[row.name] = found
     return _mark_picks(_mark_front([judged[row.name] for row in rows]))
 
 

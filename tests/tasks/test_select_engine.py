@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,14 @@ class Artifacts:
         layer = {"node": "node_conv_3", "module": "head.conv", "source": "tasks/x.py:12", "sqnr_db": 7.5}
         found = {"first_collapse": layer if "ptq" in variant else None, "largest_own_drop": layer}
         self._report("diff_layers", variant, target, found)
+
+    def give_file(self, variant: str, owner: str, target: str) -> None:
+        """Make the engine of `variant` the file of another variant."""
+        folders = [self.root / "build_engine" / name / target for name in (owner, variant)]
+        shutil.copytree(folders[0] / "engine", folders[1] / "engine", dirs_exist_ok=True)
+        sha256 = hashlib.sha256(f"{owner}{target}".encode()).hexdigest()
+        for stage in ("validate", "benchmark"):
+            self.change(stage, f"{variant}-{target}", engine_sha256=sha256)
 
     def add_without_engine(self, variant: str, target: str, status: EngineStatus, reason: str) -> None:
         manifest = self._manifest(target, status, reason, "", 0, False)
@@ -248,6 +257,16 @@ def test_a_rung_must_beat_the_last_accepted_one_below_it(artifacts, tmp_path) ->
     assert "1.50x as fast as pruned on this target" in partial["reason"]
     assert trained["verdict"] == "NOT_FASTER"
     assert "1.01x as fast as pruned_partial on this target" in trained["reason"]
+
+
+def test_a_rung_that_is_the_same_file_as_a_lower_one_is_not_faster_by_noise(artifacts, tmp_path) -> None:
+    artifacts.change("validate", "pruned_ptq-cpu_onnxruntime", miou=0.535)
+    artifacts.change("benchmark", "pruned_qat-cpu_onnxruntime", speedup_vs_reference=30.0)
+    artifacts.give_file("pruned_qat", "pruned_ptq", "cpu_onnxruntime")
+    _, rows = run(artifacts, tmp_path)
+    assert rows["pruned_ptq-cpu_onnxruntime"]["verdict"] == "ACCEPT"
+    assert rows["pruned_qat-cpu_onnxruntime"]["verdict"] == "NOT_FASTER"
+    assert rows["pruned_qat-cpu_onnxruntime"]["reason"] == "the same engine file as pruned_ptq"
 
 
 def test_the_report_draws_the_ladder_of_each_target_and_says_where_it_ends(artifacts, tmp_path) -> None:
