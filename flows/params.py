@@ -35,6 +35,7 @@ SINGLE_CALLS = (
     "export_onnx",
     "quantize_ptq",
     "rank_layers",
+    "check_int8",
     "quantize_partial",
     "quantize_aware_train",
     "validate",

@@ -54,8 +54,18 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
         {f"export_onnx.{variant}": {"checkpoint": path} for variant, path in checkpoints.items()}
     )
     graph = ARTIFACTS / "export_onnx" / "pruned" / "model.onnx"
-    ranges = stages.run("quantize_ptq", model=graph, data=data) / "ranges.json"
+    ptq = stages.run("quantize_ptq", model=graph, data=data)
+    ranges = ptq / "ranges.json"
     ranking = stages.run("rank_layers", model=graph, ranges=ranges, data=data) / "ranking.csv"
+    stages.run(
+        "check_int8",
+        model=graph,
+        quantized=ptq / "model.onnx",
+        ranges=ranges,
+        trials=ptq / "calibrators.csv",
+        ranking=ranking,
+        data=data,
+    )
     stages.run("quantize_partial", model=graph, ranges=ranges, ranking=ranking, data=data)
     stages.run(
         "quantize_aware_train", checkpoint=pruned, teacher=teacher, model=graph, ranges=ranges, data=data

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tasks.parts.engine_row import EngineRow, Verdict, rungs
 
+INT8_CHECKLIST = "artifacts/check_int8/checklist.md"
 NOTHING = "–"  # noqa: RUF001
 
 
@@ -64,13 +65,16 @@ class Findings:
         return rungs(self.rows, self.ladder, target)
 
     def ladder_end(self, target: str) -> str:
-        """Say where the ladder of a target ends."""
+        """Say where the ladder of a target ends, and where to look if accuracy stopped it."""
         accepted = [row.variant for row in self.rungs(target) if row.verdict is Verdict.ACCEPT]
         if not accepted:
-            return "No rung is accepted for this model on this target."
-        if accepted == [self.ladder[0]]:
-            return f"No compression is worth it for this model on this target: {accepted[0]} stays."
-        return f"{accepted[-1]} is the last rung that is accepted."
+            end = "No rung is accepted for this model on this target."
+        elif accepted == [self.ladder[0]]:
+            end = f"No compression is worth it for this model on this target: {accepted[0]} stays."
+        else:
+            end = f"{accepted[-1]} is the last rung that is accepted."
+        is_lossy = any(row.verdict is Verdict.TOO_LOSSY for row in self.rungs(target))
+        return f"{end} What INT8 loses, and why: {INT8_CHECKLIST}." if is_lossy else end
 
     def gain(self, before: str, after: str, target: str) -> Gain | None:
         """Compare two variants on one target; None unless both were measured there."""

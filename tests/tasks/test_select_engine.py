@@ -276,6 +276,7 @@ def test_the_report_draws_the_ladder_of_each_target_and_says_where_it_ends(artif
     rungs = [line.split(" | ")[1] for line in ladder.splitlines() if line.startswith("| cpu_onnxruntime")]
     assert rungs == ["distilled", "pruned", "pruned_ptq", "pruned_qat"]
     assert "cpu_onnxruntime: pruned_qat is the last rung that is accepted." in ladder
+    assert "artifacts/check_int8/checklist.md" in ladder  # pruned_ptq is too lossy
     assert "cpu_torch: No compression is worth it" in ladder
     run(artifacts, tmp_path, max_miou_rel_loss=0.0)
     ladder = (tmp_path / "report.md").read_text(encoding="utf-8")

@@ -1,0 +1,327 @@
+"""Answer, by measurement, what one asks when INT8 costs too much accuracy.
+
+Do the image and the logits stand it? Which classes fell? Are there enough calibration images, and do they cover what
+the network sees in training? Does the batch size matter, or the calibrator? Which layers are guilty?
+"""
+
+import csv
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.core.errors import ArtifactError, ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from onnx import ModelProto
+
+    from tasks.parts.calibration import TensorStatistics
+    from tasks.parts.onnx_qdq import TensorRange
+
+logger = logging.getLogger(__name__)
+
+NUM_GUILTY = 3
+
+
+@dataclass(frozen=True)
+class Config:
+    """On how many images, and from where on an answer is suspect."""
+
+    op_types: list[str]
+    """ONNX operators whose inputs are INT8; those of quantize_ptq."""
+    num_images: int
+    """Calibration images, as in quantize_ptq."""
+    num_train_images: int
+    """Training images that the calibrated ranges are held against, evenly spread over the split."""
+    num_val_images: int
+    """Validation images that are judged; 0 takes all."""
+    batch_size: int
+    """Images at once, and what batch 1 is compared with."""
+    suspect_loss: float
+    """A loss of mIoU, or of the IoU of one class, from which on an answer is suspect, 0..1."""
+    suspect_clipped_share: float
+    """Share of a tensor's values beyond its range, more in training than in calibration, that is suspect, 0..1."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_images", 2),
+            ("num_train_images", 1),
+            ("num_val_images", 0),
+            ("batch_size", 2),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"check_int8.{name} is {getattr(self, name)}, expected at least {least}.")
+        for name in ("suspect_loss", "suspect_clipped_share"):
+            if not 0 < getattr(self, name) < 1:
+                raise ConfigError(f"check_int8.{name} is {getattr(self, name)}, expected between 0 and 1.")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One line of the checklist."""
+
+    question: str
+    is_suspect: bool
+    found: str
+    """With its numbers."""
+    advice: str
+    """What to change, with the config key."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The checklist."""
+
+    float_miou: float
+    miou: float
+    """Of the INT8 graph on the same validation images."""
+    num_suspect: int
+    answers: tuple[Answer, ...]
+
+
+def check_int8(
+    cfg: Config,
+    *,
+    model: Path,
+    quantized: Path,
+    ranges: Path,
+    trials: Path,
+    ranking: Path,
+    data: Path,
+    out: Path,
+) -> Report:
+    """Write ``checklist.md`` for the float graph `model` and the graph `quantized` that quantize_ptq made of it.
+
+    `ranges` and `trials` (calibrators.csv) are files of quantize_ptq, `ranking` is that of rank_layers. Raises
+    ArtifactError when they do not belong together.
+    """
+    from tasks.parts.judge import open_judge
+    from tasks.parts.metrics import confusion_matrix, scores
+    from tasks.parts.onnx_graph import activations_to_uint8, read_graph
+    from tasks.parts.onnx_predict import predict_classes
+    from tasks.parts.onnx_qdq import quantizable_nodes, read_ranges
+
+    graph, int8, known = read_graph(model), activations_to_uint8(read_graph(quantized)), read_ranges(ranges)
+    layers = _read_rows(ranking, "node")
+    convs = [node.name for node in quantizable_nodes(graph, cfg.op_types) if node.op_type == "Conv"]
+    if not set(convs) <= set(layers):
+        raise ArtifactError(
+            f"{ranking}: ranks the layers of another graph than {model}. Run rank_layers again."
+        )
+    judge = open_judge(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    classes_NHW = predict_classes(int8, judge.images_NHWC, batch_size=cfg.batch_size)
+    before, after = (
+        scores(confusion_matrix(found, judge.masks_NHW, judge.num_classes))
+        for found in (judge.float_classes_NHW, classes_NHW)
+    )
+    miou = after.miou or 0.0
+    statistics = _statistics(cfg, graph, list(known), data)
+    answers = (
+        _ends(cfg, convs, layers),
+        _classes(cfg, data, before.iou, after.iou),
+        _calibration_size(cfg, graph, ranges, data, judge, miou),
+        _coverage(cfg, known, statistics),
+        _batch(cfg, int8, judge.images_NHWC, classes_NHW),
+        _calibrators(cfg, trials),
+        _guilty(cfg, layers),
+    )
+    _write_checklist(out / "checklist.md", answers, judge.float_miou, miou)
+    report = Report(judge.float_miou, miou, sum(answer.is_suspect for answer in answers), answers)
+    logger.info("check_int8: %d of %d answers are suspect", report.num_suspect, len(answers))
+    return report
+
+
+def _ends(cfg: Config, convs: Sequence[str], layers: Mapping[str, Mapping[str, str]]) -> Answer:
+    """The first convolution reads the quantized image, the last one makes the logits."""
+    ends = [convs[0], convs[-1]]
+    drops = [float(layers[name]["miou_drop"]) for name in ends]
+    return Answer(
+        question="Do image and logits stand INT8?",
+        is_suspect=max(drops) > cfg.suspect_loss,
+        found="; ".join(
+            f"{name} alone in INT8: mIoU {-drop:+.4f}" for name, drop in zip(ends, drops, strict=True)
+        ),
+        advice=f"keep them in float: quantize_partial.keep_float=[{','.join(ends)}]",
+    )
+
+
+def _classes(
+    cfg: Config, data: Path, before: Sequence[float | None], after: Sequence[float | None]
+) -> Answer:
+    from tasks.parts.data import read_manifest
+
+    losses = {
+        name: old - (new or 0.0)
+        for name, old, new in zip(read_manifest(data).classes, before, after, strict=True)
+        if old is not None
+    }
+    order = sorted(losses, key=lambda name: -losses[name])
+    return Answer(
+        question="Which classes fell?",
+        is_suspect=losses[order[0]] > cfg.suspect_loss,
+        found="IoU " + ", ".join(f"{name} {-losses[name]:+.4f}" for name in order),
+        advice=f"see that the calibration split shows {order[0]!r}; else quantize_partial or quantize_aware_train",
+    )
+
+
+def _calibration_size(
+    cfg: Config, graph: "ModelProto", ranges: Path, data: Path, judge: Any, miou: float
+) -> Answer:
+    """Calibrate again, in the same way, on half of the images."""
+    from tasks.parts.calibration import choose_range
+    from tasks.parts.calibrator import Calibrator
+    from tasks.parts.data import open_split
+    from tasks.parts.onnx_qdq import insert_qdq, quantizable_tensors
+
+    title = str(json.loads(ranges.read_text(encoding="utf-8"))["calibrator"])
+    name, _, percentile = title.partition(" ")
+    images_NHWC = open_split(data, "calibration")[0][: cfg.num_images]
+    half = len(images_NHWC) // 2
+    seen = _collect(cfg, graph, images_NHWC[:half], quantizable_tensors(graph, cfg.op_types))
+    fewer = {
+        tensor: choose_range(found, Calibrator(name), percentile=float(percentile or 100))
+        for tensor, found in seen.items()
+    }
+    change = judge.judge(insert_qdq(graph, fewer, op_types=cfg.op_types)).miou - miou
+    return Answer(
+        question="Are there enough calibration images?",
+        is_suspect=abs(change) > cfg.suspect_loss,
+        found=f"with {half} of {len(images_NHWC)} images ({title}): mIoU {change:+.4f}",
+        advice="raise quantize_ptq.num_images until half of them changes nothing",
+    )
+
+
+def _coverage(
+    cfg: Config,
+    ranges: Mapping[str, "TensorRange"],
+    statistics: Mapping[str, tuple["TensorStatistics", "TensorStatistics"]],
+) -> Answer:
+    clipped = {
+        name: tuple(_share_beyond(found, ranges[name].amax) for found in pair)
+        for name, pair in statistics.items()
+    }
+    worst = max(clipped, key=lambda name: clipped[name][1] - clipped[name][0])
+    calibration, training = clipped[worst]
+    return Answer(
+        question="Does the calibration split cover what training shows?",
+        is_suspect=training - calibration > cfg.suspect_clipped_share,
+        found=f"most at '{worst}': {training:.2%} of its training values are beyond the range, {calibration:.2%} "
+        "of the calibration values",
+        advice="take calibration images like those of training: the split of prepare_data, quantize_ptq.num_images",
+    )
+
+
+def _batch(
+    cfg: Config, int8: "ModelProto", images_NHWC: "NDArray[Any]", classes_NHW: "NDArray[np.uint8]"
+) -> Answer:
+    from tasks.parts.onnx_predict import predict_classes
+
+    few = images_NHWC[: cfg.batch_size]
+    share = float((predict_classes(int8, few, batch_size=1) != classes_NHW[: len(few)]).mean())
+    return Answer(
+        question="Does the batch size change the predictions?",
+        is_suspect=share > cfg.suspect_loss,
+        found=f"{share:.2%} of the pixels change class between batch 1 and {cfg.batch_size}",
+        advice="the graph mixes images of a batch: look for a mean or a reshape over the batch axis",
+    )
+
+
+def _calibrators(cfg: Config, trials: Path) -> Answer:
+    mious = {name: float(row["miou"]) for name, row in _read_rows(trials, "calibrator").items()}
+    best, worst = max(mious, key=lambda name: mious[name]), min(mious, key=lambda name: mious[name])
+    spread = mious[best] - mious[worst]
+    return Answer(
+        question="Does the calibrator matter?",
+        is_suspect=spread > cfg.suspect_loss,
+        found=f"{len(mious)} tried: from {worst} {mious[worst]:.4f} to {best} {mious[best]:.4f}",
+        advice="ranges are delicate: try more quantize_ptq.percentiles, and look at the guilty layers",
+    )
+
+
+def _guilty(cfg: Config, layers: Mapping[str, Mapping[str, str]]) -> Answer:
+    first = list(layers.values())[:NUM_GUILTY]
+    return Answer(
+        question="Which layers are guilty?",
+        is_suspect=float(first[0]["miou_drop"]) > cfg.suspect_loss,
+        found="; ".join(
+            f"{row['node']} ({row['source']}): mIoU {-float(row['miou_drop']):+.4f}, {float(row['sqnr_db']):.1f} dB"
+            for row in first
+        ),
+        advice="quantize_partial keeps in float what it must; artifacts/diff_layers shows where the noise grows",
+    )
+
+
+def _statistics(
+    cfg: Config, graph: "ModelProto", names: Sequence[str], data: Path
+) -> dict[str, tuple["TensorStatistics", "TensorStatistics"]]:
+    """Per tensor: what calibration images and what training images made of it."""
+    import numpy as np
+
+    from tasks.parts.data import open_split
+
+    train_NHWC = open_split(data, "train")[0]
+    picked = np.unique(np.linspace(0, len(train_NHWC) - 1, cfg.num_train_images).astype(int))
+    calibration, training = (
+        _collect(cfg, graph, images_NHWC, names)
+        for images_NHWC in (open_split(data, "calibration")[0][: cfg.num_images], train_NHWC[picked])
+    )
+    return {name: (calibration[name], training[name]) for name in names}
+
+
+def _collect(
+    cfg: Config, graph: "ModelProto", images_NHWC: "NDArray[Any]", names: Sequence[str]
+) -> dict[str, "TensorStatistics"]:
+    from tasks.parts.calibration import collect_statistics
+    from tasks.parts.data import normalise
+    from tasks.parts.onnx_graph import read_card_of_graph
+
+    card = read_card_of_graph(graph)
+    starts = range(0, len(images_NHWC), cfg.batch_size)
+    return collect_statistics(
+        graph,
+        lambda: (
+            normalise(images_NHWC[start : start + cfg.batch_size], card.mean, card.std) for start in starts
+        ),
+        names,
+    )
+
+
+def _share_beyond(statistics: "TensorStatistics", amax: float) -> float:
+    """Share of the magnitudes over `amax`, to the width of a bin."""
+    import numpy as np
+
+    num_bins = len(statistics.counts)
+    lower_edges = np.arange(num_bins) * statistics.amax / num_bins
+    return float(statistics.counts[lower_edges >= amax].sum() / max(1, statistics.counts.sum()))
+
+
+def _read_rows(path: Path, key: str) -> dict[str, dict[str, str]]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = {row[key]: row for row in csv.DictReader(file)}
+    except (OSError, UnicodeDecodeError, KeyError, csv.Error) as error:
+        raise ArtifactError(
+            f"{path}: no readable table ({error!r}), expected a column '{key}'. Run its stage again."
+        ) from error
+    if not rows:
+        raise ArtifactError(f"{path}: no rows, expected at least one. Run its stage again.")
+    return rows
+
+
+def _write_checklist(path: Path, answers: Sequence[Answer], float_miou: float, miou: float) -> None:
+    lines = [
+        "# INT8 checklist",
+        "",
+        f"Validation mIoU {miou:.4f} in INT8, {float_miou:.4f} in float. Every answer is a measurement of this run.",
+        "",
+    ]
+    for answer in answers:
+        mark = "x" if not answer.is_suspect else " "
+        lines.append(f"- [{mark}] **{answer.question}** {answer.found}.")
+        if answer.is_suspect:
+            lines.append(f"  What to do: {answer.advice}.")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
