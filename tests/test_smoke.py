@@ -85,7 +85,7 @@ def test_second_run_adds_no_runs_to_mlflow(smoke_run: tuple[Workspace, str]) -> 
         engines = database.execute(
             "select value, count(*) from tags where key = 'engine_sha256' group by run_uuid"
         ).fetchall()
-    assert num_runs == 11  # the pipeline and ten engines
+    assert num_runs == 12  # the pipeline and eleven engines
     assert len(engines) >= 10
     shutil.rmtree(space.path / "artifacts" / "select_engine")
     assert _executed(space.flow().stdout) == 1
@@ -104,7 +104,7 @@ def test_metrics_plots_and_graph_are_there_for_dvc_users(smoke_run: tuple[Worksp
 
 def test_one_value_reruns_its_stage_and_what_depends_on_it(smoke_run: tuple[Workspace, str]) -> None:
     space, _ = smoke_run
-    changed = "select_engine.max_miou_rel_loss=0.5"
+    changed = "select_engine.min_speedup_factor=1.5"
     assert _started(space.flow(changed).stdout) == ["select_engine"]
     assert space.run("python", "-m", "flows.params", *SMOKE).returncode == 0
     repro = space.run("dvc", "repro")

@@ -104,6 +104,7 @@ class Unbalanced:
     graph: Path
     ranges: Path
     data: Path
+    ranking: Path
     node: str
     """The convolution that reads the unbalanced activation."""
 
@@ -122,6 +123,8 @@ def unbalanced(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> 
     from tasks.parts.onnx_predict import predict_classes
     from tasks.quantize_ptq import Calibrator, quantize_ptq
     from tasks.quantize_ptq import Config as QuantizeConfig
+    from tasks.rank_layers import Config as RankConfig
+    from tasks.rank_layers import rank_layers
 
     root = tmp_path_factory.mktemp("unbalanced")
     graph = read_graph(workshop.graph)
@@ -167,7 +170,14 @@ def unbalanced(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> 
         op_types=OP_TYPES,
     )
     quantize_ptq(config, model=root / "float.onnx", data=data, out=root)
-    return Unbalanced(root / "float.onnx", root / "ranges.json", data, after.name)
+    rank_layers(
+        RankConfig(op_types=OP_TYPES, num_images=4, num_val_images=0, batch_size=4),
+        model=root / "float.onnx",
+        ranges=root / "ranges.json",
+        data=data,
+        out=root,
+    )
+    return Unbalanced(root / "float.onnx", root / "ranges.json", data, root / "ranking.csv", after.name)
 
 
 def _smooth_images(random: np.random.Generator, count: int) -> np.ndarray:

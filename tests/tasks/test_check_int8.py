@@ -8,8 +8,6 @@ import pytest
 
 from tasks.check_int8 import Answer, Config, Report, check_int8
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.rank_layers import Config as RankConfig
-from tasks.rank_layers import rank_layers
 
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 CONFIG = Config(
@@ -23,21 +21,13 @@ CONFIG = Config(
 )
 
 
-@pytest.fixture(scope="module")
-def ranking(unbalanced: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("ranking")
-    config = RankConfig(op_types=OP_TYPES, num_images=4, num_val_images=0, batch_size=4)
-    rank_layers(config, model=unbalanced.graph, ranges=unbalanced.ranges, data=unbalanced.data, out=out)
-    return out / "ranking.csv"
-
-
-def check(files: Any, ranking: Path, out: Path, **changes: Any) -> Report:
+def check(files: Any, out: Path, **changes: Any) -> Report:
     inputs = {
         "model": files.graph,
         "quantized": files.graph.parent / "model.onnx",
         "ranges": files.ranges,
         "trials": files.graph.parent / "calibrators.csv",
-        "ranking": ranking,
+        "ranking": files.ranking,
         "data": files.data,
     }
     return check_int8(CONFIG, **(inputs | changes), out=out)
@@ -47,10 +37,8 @@ def answer(report: Report, word: str) -> Answer:
     return next(found for found in report.answers if word in found.question)
 
 
-def test_a_ruined_layer_is_named_and_what_is_sound_is_not_suspect(
-    unbalanced: Any, ranking: Path, tmp_path: Path
-) -> None:
-    report = check(unbalanced, ranking, tmp_path)
+def test_a_ruined_layer_is_named_and_what_is_sound_is_not_suspect(unbalanced: Any, tmp_path: Path) -> None:
+    report = check(unbalanced, tmp_path)
     assert report.float_miou == 1.0
     assert report.miou < 0.7
     guilty = answer(report, "guilty")
@@ -65,14 +53,12 @@ def test_a_ruined_layer_is_named_and_what_is_sound_is_not_suspect(
     assert sum(line.startswith("  What to do:") for line in lines) == report.num_suspect
 
 
-def test_calibration_images_unlike_those_of_training_are_found(
-    unbalanced: Any, ranking: Path, tmp_path: Path
-) -> None:
+def test_calibration_images_unlike_those_of_training_are_found(unbalanced: Any, tmp_path: Path) -> None:
     data = Path(shutil.copytree(unbalanced.data, tmp_path / "dataset"))
     images_NHWC = np.load(data / "train_images.npy")
     np.save(data / "train_images.npy", 255 * (images_NHWC > 127).astype(np.uint8))  # far more contrast
-    same = answer(check(unbalanced, ranking, tmp_path), "cover")
-    found = answer(check(unbalanced, ranking, tmp_path, data=data), "cover")
+    same = answer(check(unbalanced, tmp_path), "cover")
+    found = answer(check(unbalanced, tmp_path, data=data), "cover")
     assert not same.is_suspect
     assert found.is_suspect
     assert "of its training values are beyond the range" in found.found
@@ -81,14 +67,14 @@ def test_calibration_images_unlike_those_of_training_are_found(
 def test_a_ranking_of_another_graph_is_refused(unbalanced: Any, tmp_path: Path) -> None:
     (tmp_path / "ranking.csv").write_text("node,miou_drop\nother/Conv,0.1\n", encoding="utf-8")
     with pytest.raises(ArtifactError, match="Run rank_layers again"):
-        check(unbalanced, tmp_path / "ranking.csv", tmp_path)
+        check(unbalanced, tmp_path, ranking=tmp_path / "ranking.csv")
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n"])
-def test_a_damaged_table_is_refused(unbalanced: Any, ranking: Path, tmp_path: Path, text: str) -> None:
+def test_a_damaged_table_is_refused(unbalanced: Any, tmp_path: Path, text: str) -> None:
     (tmp_path / "calibrators.csv").write_text(text, encoding="utf-8")
     with pytest.raises(ArtifactError, match="Run its stage again"):
-        check(unbalanced, ranking, tmp_path, trials=tmp_path / "calibrators.csv")
+        check(unbalanced, tmp_path, trials=tmp_path / "calibrators.csv")
 
 
 @pytest.mark.parametrize(

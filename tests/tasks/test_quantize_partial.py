@@ -10,8 +10,6 @@ from tasks.parts.judge import open_judge
 from tasks.parts.onnx_graph import read_graph
 from tasks.parts.onnx_qdq import insert_qdq, quantizable_nodes, read_ranges
 from tasks.quantize_partial import Config, Report, quantize_partial
-from tasks.rank_layers import Config as RankConfig
-from tasks.rank_layers import rank_layers
 
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 CONFIG = Config(
@@ -25,29 +23,19 @@ CONFIG = Config(
 )
 
 
-@pytest.fixture(scope="module")
-def ranking(unbalanced: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("ranking")
-    config = RankConfig(op_types=OP_TYPES, num_images=4, num_val_images=0, batch_size=4)
-    rank_layers(config, model=unbalanced.graph, ranges=unbalanced.ranges, data=unbalanced.data, out=out)
-    return out / "ranking.csv"
-
-
-def search(files: Any, ranking: Path, out: Path, **changes: Any) -> Report:
+def search(files: Any, out: Path, ranking: Path | None = None, **changes: Any) -> Report:
     return quantize_partial(
         replace(CONFIG, **changes),
         model=files.graph,
         ranges=files.ranges,
-        ranking=ranking,
+        ranking=ranking or files.ranking,
         data=files.data,
         out=out,
     )
 
 
-def test_only_the_layer_that_int8_ruins_stays_in_float(
-    unbalanced: Any, ranking: Path, tmp_path: Path
-) -> None:
-    report = search(unbalanced, ranking, tmp_path)
+def test_only_the_layer_that_int8_ruins_stays_in_float(unbalanced: Any, tmp_path: Path) -> None:
+    report = search(unbalanced, tmp_path)
     assert report.steps[0].action == "start"
     assert 1 - report.steps[0].miou / report.float_miou > CONFIG.max_miou_rel_loss  # PTQ fails the gate
     assert report.gate_holds
@@ -61,8 +49,8 @@ def test_only_the_layer_that_int8_ruins_stays_in_float(
         assert [row["action"] for row in csv.DictReader(file)] == [step.action for step in report.steps]
 
 
-def test_the_written_graph_is_the_one_that_was_judged(unbalanced: Any, ranking: Path, tmp_path: Path) -> None:
-    report = search(unbalanced, ranking, tmp_path)
+def test_the_written_graph_is_the_one_that_was_judged(unbalanced: Any, tmp_path: Path) -> None:
+    report = search(unbalanced, tmp_path)
     graph = read_graph(unbalanced.graph)
     judge = open_judge(graph, unbalanced.data, num_images=0, batch_size=4)
     written = read_graph(tmp_path / "model.onnx")
@@ -76,19 +64,17 @@ def test_the_written_graph_is_the_one_that_was_judged(unbalanced: Any, ranking: 
     assert in_float == [unbalanced.node]
 
 
-def test_a_graph_that_passes_at_once_is_the_ptq_graph(unbalanced: Any, ranking: Path, tmp_path: Path) -> None:
-    report = search(unbalanced, ranking, tmp_path, max_miou_rel_loss=0.99)
+def test_a_graph_that_passes_at_once_is_the_ptq_graph(unbalanced: Any, tmp_path: Path) -> None:
+    report = search(unbalanced, tmp_path, max_miou_rel_loss=0.99)
     assert report.float_layers == ()
     assert len(report.steps) == 1
     expected = insert_qdq(read_graph(unbalanced.graph), read_ranges(unbalanced.ranges), op_types=OP_TYPES)
     assert read_graph(tmp_path / "model.onnx") == expected
 
 
-def test_layers_go_back_to_int8_where_the_gate_allows_it(
-    unbalanced: Any, ranking: Path, tmp_path: Path
-) -> None:
+def test_layers_go_back_to_int8_where_the_gate_allows_it(unbalanced: Any, tmp_path: Path) -> None:
     """A ranking that puts harmless layers first makes the search take them; the step back returns them."""
-    rows = list(csv.DictReader(ranking.open(encoding="utf-8")))
+    rows = list(csv.DictReader(unbalanced.ranking.open(encoding="utf-8")))
     harmless_first = sorted(
         rows, key=lambda row: (row["node"] == unbalanced.node, float(row["disagreement"]))
     )
@@ -99,40 +85,38 @@ def test_layers_go_back_to_int8_where_the_gate_allows_it(
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(harmless_first)
-    report = search(unbalanced, tmp_path / "ranking.csv", tmp_path, num_candidates=1)
+    report = search(unbalanced, tmp_path, tmp_path / "ranking.csv", num_candidates=1)
     assert [step.action for step in report.steps].count("float") == 3
     assert {step.node for step in report.steps if step.action == "int8"}
     assert [layer.node for layer in report.float_layers] == [unbalanced.node]
 
 
 def test_a_search_that_may_not_go_on_says_that_the_gate_does_not_hold(
-    unbalanced: Any, ranking: Path, tmp_path: Path
+    unbalanced: Any, tmp_path: Path
 ) -> None:
-    report = search(unbalanced, ranking, tmp_path, max_float_layers=0)
+    report = search(unbalanced, tmp_path, max_float_layers=0)
     assert not report.gate_holds
     assert (tmp_path / "model.onnx").is_file()
 
 
-def test_the_preset_stays_in_float_and_is_named_as_such(
-    unbalanced: Any, ranking: Path, tmp_path: Path
-) -> None:
+def test_the_preset_stays_in_float_and_is_named_as_such(unbalanced: Any, tmp_path: Path) -> None:
     first = quantizable_nodes(read_graph(unbalanced.graph), OP_TYPES)[0].name
-    report = search(unbalanced, ranking, tmp_path, keep_float=[first], max_miou_rel_loss=0.99)
+    report = search(unbalanced, tmp_path, keep_float=[first], max_miou_rel_loss=0.99)
     assert [(layer.node, layer.reason) for layer in report.float_layers] == [
         (first, "quantize_partial.keep_float")
     ]
 
 
-def test_an_unknown_preset_names_the_layers_there_are(unbalanced: Any, ranking: Path, tmp_path: Path) -> None:
+def test_an_unknown_preset_names_the_layers_there_are(unbalanced: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"quantize_partial\.keep_float names no/Conv.*/Conv"):
-        search(unbalanced, ranking, tmp_path, keep_float=["no/Conv"])
+        search(unbalanced, tmp_path, keep_float=["no/Conv"])
 
 
 @pytest.mark.parametrize("text", ["node,sqnr_db\nother/Conv,3\n", "a,b\n1,2\n", ""])
 def test_a_ranking_of_something_else_is_refused(unbalanced: Any, tmp_path: Path, text: str) -> None:
     (tmp_path / "ranking.csv").write_text(text, encoding="utf-8")
     with pytest.raises(ArtifactError, match="Run rank_layers again"):
-        search(unbalanced, tmp_path / "ranking.csv", tmp_path)
+        search(unbalanced, tmp_path, tmp_path / "ranking.csv")
 
 
 @pytest.mark.parametrize(
