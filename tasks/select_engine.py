@@ -203,7 +203,9 @@ def judge_all(cfg: Config, rows: Sequence[EngineRow]) -> list[EngineRow]:
         for row in rungs(rows, cfg.ladder, target):
             found = _judge(cfg, row, reference_miou, below)
             twin = files.setdefault(row.engine_sha256, row.variant)
-            if found.verdict is Verdict.ACCEPT and twin != row.variant:  # what differs is noise
+            if (
+                found.verdict in (Verdict.ACCEPT, Verdict.NOT_FASTER) and twin != row.variant
+            ):  # the rest is noise
                 found = _with(found, Verdict.NOT_FASTER, f"the same engine file as {twin}")
             if found.verdict is Verdict.ACCEPT:
                 below = found
@@ -245,7 +247,7 @@ def _judge(cfg: Config, row: EngineRow, reference_miou: float, below: EngineRow 
         )
     if below is not None and below.speedup_vs_eager:
         factor = speedup / below.speedup_vs_eager
-        compared = f"{factor:.2f}x as fast as {below.variant} on this target{_doubt(row, factor)}"
+        compared = f"{factor:.3f}x as fast as {below.variant} on this target{_doubt(row, factor)}"
         if factor < cfg.min_speedup_factor:
             wanted = f"{compared}, expected {cfg.min_speedup_factor:g}x or more"
             return _with(row, Verdict.NOT_FASTER, wanted, accuracy)
