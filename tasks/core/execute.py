@@ -200,7 +200,11 @@ def remove_leftovers() -> None:
 def _check_input(path: Path) -> None:
     """Compare an input that a stage published with the digest in its record."""
     if not path.exists():
-        raise ArtifactError(f"{path} does not exist. Run the stage that makes it first, or `dvc repro`.")
+        if ARTIFACTS in path.parents:
+            raise ArtifactError(f"{path} does not exist. Run the stage that makes it first, or `dvc repro`.")
+        raise ArtifactError(
+            f"{path} does not exist. Put your data there, or name another folder (prepare_data.root)."
+        )
     for folder in path.parents:
         record = _read_record(folder)
         if record is not None:

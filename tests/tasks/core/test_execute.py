@@ -91,6 +91,9 @@ def test_missing_input_names_the_way_out(tiny: Workspace) -> None:
     failed = tiny.run(*TRAIN)
     assert failed.returncode == 1
     assert "Run the stage that makes it first" in failed.stderr and "Traceback" not in failed.stderr
+    failed = tiny.run("python", "-m", "tasks", "prepare_data", "root=data/cells")
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert "data/cells does not exist" in failed.stderr and "prepare_data.root" in failed.stderr
 
 
 def test_training_killed_twice_ends_with_the_same_bytes_as_an_undisturbed_one(tiny: Workspace) -> None:
