@@ -4,7 +4,6 @@ Do the image and the logits stand it? Which classes fell? Are there enough calib
 the network sees in training? Does the batch size matter, or the calibrator? Which layers are guilty?
 """
 
-import csv
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
     from tasks.parts.calibration import TensorStatistics
+    from tasks.parts.judge import Judge
     from tasks.parts.onnx_qdq import TensorRange
 
 logger = logging.getLogger(__name__)
@@ -104,9 +104,10 @@ def check_int8(
     from tasks.parts.onnx_graph import activations_to_uint8, read_graph
     from tasks.parts.onnx_predict import predict_classes
     from tasks.parts.onnx_qdq import quantizable_nodes, read_ranges
+    from tasks.parts.tables import read_table
 
     graph, int8, known = read_graph(model), activations_to_uint8(read_graph(quantized)), read_ranges(ranges)
-    layers = _read_rows(ranking, "node")
+    layers = read_table(ranking, "node", stage="rank_layers")
     convs = [node.name for node in quantizable_nodes(graph, cfg.op_types) if node.op_type == "Conv"]
     if not set(convs) <= set(layers):
         raise ArtifactError(
@@ -123,7 +124,7 @@ def check_int8(
     answers = (
         _ends(cfg, convs, layers),
         _classes(cfg, data, before.iou, after.iou),
-        _calibration_size(cfg, graph, ranges, data, judge, miou),
+        _calibration_size(cfg, graph, ranges, known, data, judge, miou),
         _coverage(cfg, known, statistics),
         _batch(cfg, int8, judge.images_NHWC, classes_NHW),
         _calibrators(cfg, trials),
@@ -169,9 +170,15 @@ def _classes(
 
 
 def _calibration_size(
-    cfg: Config, graph: "ModelProto", ranges: Path, data: Path, judge: Any, miou: float
+    cfg: Config,
+    graph: "ModelProto",
+    ranges: Path,
+    known: Mapping[str, "TensorRange"],
+    data: Path,
+    judge: "Judge",
+    miou: float,
 ) -> Answer:
-    """Calibrate again, in the same way, on half of the images."""
+    """Calibrate again, in the same way, on half of the images; a tensor that is 0 on them keeps its range."""
     from tasks.parts.calibration import choose_range
     from tasks.parts.calibrator import Calibrator
     from tasks.parts.data import open_split
@@ -180,10 +187,12 @@ def _calibration_size(
     title = str(json.loads(ranges.read_text(encoding="utf-8"))["calibrator"])
     name, _, percentile = title.partition(" ")
     images_NHWC = open_split(data, "calibration")[0][: cfg.num_images]
-    half = len(images_NHWC) // 2
+    half = max(1, len(images_NHWC) // 2)
     seen = _collect(cfg, graph, images_NHWC[:half], quantizable_tensors(graph, cfg.op_types))
     fewer = {
         tensor: choose_range(found, Calibrator(name), percentile=float(percentile or 100))
+        if found.amax
+        else known[tensor]
         for tensor, found in seen.items()
     }
     change = judge.judge(insert_qdq(graph, fewer, op_types=cfg.op_types)).miou - miou
@@ -231,7 +240,10 @@ def _batch(
 
 
 def _calibrators(cfg: Config, trials: Path) -> Answer:
-    mious = {name: float(row["miou"]) for name, row in _read_rows(trials, "calibrator").items()}
+    from tasks.parts.tables import read_table
+
+    tried = read_table(trials, "calibrator", stage="quantize_ptq")
+    mious = {name: float(row["miou"]) for name, row in tried.items()}
     best, worst = max(mious, key=lambda name: mious[name]), min(mious, key=lambda name: mious[name])
     spread = mious[best] - mious[worst]
     return Answer(
@@ -297,19 +309,6 @@ def _share_beyond(statistics: "TensorStatistics", amax: float) -> float:
     num_bins = len(statistics.counts)
     lower_edges = np.arange(num_bins) * statistics.amax / num_bins
     return float(statistics.counts[lower_edges >= amax].sum() / max(1, statistics.counts.sum()))
-
-
-def _read_rows(path: Path, key: str) -> dict[str, dict[str, str]]:
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = {row[key]: row for row in csv.DictReader(file)}
-    except (OSError, UnicodeDecodeError, KeyError, csv.Error) as error:
-        raise ArtifactError(
-            f"{path}: no readable table ({error!r}), expected a column '{key}'. Run its stage again."
-        ) from error
-    if not rows:
-        raise ArtifactError(f"{path}: no rows, expected at least one. Run its stage again.")
-    return rows
 
 
 def _write_checklist(path: Path, answers: Sequence[Answer], float_miou: float, miou: float) -> None:

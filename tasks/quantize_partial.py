@@ -6,10 +6,9 @@ tried in float one by one, on the real metric, and the best of them stays in flo
 them is tried in INT8 again, and stays there if the gate still holds.
 """
 
-import csv
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,6 +119,7 @@ def quantize_partial(
     from tasks.parts.judge import open_judge
     from tasks.parts.onnx_graph import conv_macs, node_sources, read_graph, write_graph
     from tasks.parts.onnx_qdq import insert_qdq, quantizable_nodes, read_ranges
+    from tasks.parts.tables import write_table
 
     graph, known = read_graph(model), read_ranges(ranges)
     ranked = _read_ranking(ranking, [node.name for node in quantizable_nodes(graph, cfg.op_types)])
@@ -144,7 +144,7 @@ def quantize_partial(
         if node in kept
     )
     write_graph(insert_qdq(graph, known, op_types=cfg.op_types, float_nodes=kept), out / "model.onnx")
-    _write_steps(out / "steps.csv", steps)
+    write_table(out / "steps.csv", steps)
     miou = search.miou(kept)
     report = Report(
         gate_holds=search.holds(kept),
@@ -225,27 +225,12 @@ def _check_kept(cfg: Config, ranked: Sequence[str]) -> None:
 
 def _read_ranking(path: Path, layers: Sequence[str]) -> list[str]:
     """Return the node names, most sensitive first; ArtifactError unless they are the layers of the graph."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            ranked = [row["node"] for row in csv.DictReader(file)]
-    except (OSError, UnicodeDecodeError, KeyError, csv.Error) as error:
-        raise ArtifactError(
-            f"{path}: no readable ranking ({error!r}), expected the ranking.csv of rank_layers. Run rank_layers "
-            "again."
-        ) from error
+    from tasks.parts.tables import read_table
+
+    ranked = list(read_table(path, "node", stage="rank_layers"))
     if sorted(ranked) != sorted(layers):
         raise ArtifactError(
-            f"{path}: ranks {len(ranked)} layers that are not the {len(layers)} of the graph. Run rank_layers again "
-            "on this graph, with the same op_types."
+            f"{path}: ranks {len(ranked)} layers that are not the {len(layers)} of the graph. Run rank_layers "
+            "again on this graph, with the same op_types."
         )
     return ranked
-
-
-def _write_steps(path: Path, steps: Sequence[Step]) -> None:
-    names = [field.name for field in fields(Step)]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(names)
-        writer.writerows(
-            [step.action, step.node, f"{step.miou:.6f}", step.num_float_layers] for step in steps
-        )

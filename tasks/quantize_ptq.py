@@ -1,9 +1,8 @@
 """Quantize a float graph to INT8 without training: try calibrators, keep the best by measured mIoU."""
 
-import csv
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +110,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     from tasks.parts.judge import open_judge
     from tasks.parts.onnx_graph import is_quantized, read_graph, write_graph
     from tasks.parts.onnx_qdq import insert_qdq, quantizable_tensors, write_ranges
+    from tasks.parts.tables import write_table
 
     graph = read_graph(model)
     if is_quantized(graph):
@@ -134,7 +134,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     _check_agreement(cfg, trials[best])
     write_graph(candidates[best][0], out / "model.onnx")
     write_ranges(out / "ranges.json", trials[best].calibrator, candidates[best][1])
-    _write_trials(out / "calibrators.csv", trials)
+    write_table(out / "calibrators.csv", trials)
     kept = trials[best]
     logger.info("%s kept: val mIoU %.4f (float %.4f)", kept.calibrator, kept.miou, judge.float_miou)
     return Report(
@@ -199,13 +199,4 @@ def _check_agreement(cfg: Config, trial: Trial) -> None:
             f"{trial.agreement:.4f} of the pixels, expected at least {cfg.min_agreement} "
             "(quantize_ptq.min_agreement). Look for outliers in the calibration images, or use more of them "
             "(quantize_ptq.num_images)."
-        )
-
-
-def _write_trials(path: Path, trials: list[Trial]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([field.name for field in fields(Trial)])
-        writer.writerows(
-            [trial.calibrator, f"{trial.miou:.6f}", f"{trial.agreement:.6f}"] for trial in trials
         )

@@ -5,11 +5,10 @@ graph that computes each of them twice. And what happens to the network's predic
 INT8: one pass over a subset of the validation images per layer. Both grow linearly with the number of layers.
 """
 
-import csv
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,6 +93,7 @@ def rank_layers(cfg: Config, *, model: Path, ranges: Path, data: Path, out: Path
     from tasks.parts.judge import open_judge
     from tasks.parts.onnx_graph import conv_macs, is_quantized, node_sources, read_graph
     from tasks.parts.onnx_qdq import quantizable_nodes, read_ranges
+    from tasks.parts.tables import write_table
 
     graph, known = read_graph(model), read_ranges(ranges)
     if is_quantized(graph):
@@ -118,7 +118,7 @@ def rank_layers(cfg: Config, *, model: Path, ranges: Path, data: Path, out: Path
         for node in nodes
     ]
     layers.sort(key=lambda layer: (-layer.disagreement, layer.sqnr_db, layer.node))
-    _write_ranking(out / "ranking.csv", layers)
+    write_table(out / "ranking.csv", layers)
     _plot_ranking(out / "ranking.png", layers)
     return Report(judge.float_miou, len(judge.images_NHWC), len(nodes) + 1, tuple(layers))
 
@@ -167,16 +167,6 @@ def _costs_alone(
         found = judge.judge(insert_qdq(graph, ranges, op_types=cfg.op_types, float_nodes=others))
         costs[name] = (judge.float_miou - found.miou, 1 - found.agreement)
     return costs
-
-
-def _write_ranking(path: Path, layers: Sequence[RankedLayer]) -> None:
-    names = [field.name for field in fields(RankedLayer)]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(names)
-        for layer in layers:
-            values = [getattr(layer, name) for name in names]
-            writer.writerow([f"{value:.6f}" if isinstance(value, float) else value for value in values])
 
 
 def _plot_ranking(path: Path, layers: Sequence[RankedLayer]) -> None:

@@ -4,6 +4,7 @@ N images, H rows, W columns.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Judge:
     num_classes: int
     batch_size: int
 
-    @property
+    @cached_property
     def float_miou(self) -> float:
         """MIoU of the float graph on the same images."""
         return self._miou(self.float_classes_NHW)

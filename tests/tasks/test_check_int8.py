@@ -1,3 +1,4 @@
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,17 @@ def test_calibration_images_unlike_those_of_training_are_found(unbalanced: Any, 
     assert "of its training values are beyond the range" in found.found
 
 
+def test_one_calibration_image_is_enough_to_answer(unbalanced: Any, tmp_path: Path) -> None:
+    data = Path(shutil.copytree(unbalanced.data, tmp_path / "dataset"))
+    for kind in ("images", "masks"):
+        values = np.load(data / f"calibration_{kind}.npy")
+        np.save(data / f"calibration_{kind}.npy", values[:1])
+    manifest = json.loads((data / "manifest.json").read_text(encoding="utf-8"))
+    manifest["counts"]["calibration"] = 1
+    (data / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    assert "with 1 of 1 images" in answer(check(unbalanced, tmp_path, data=data), "enough").found
+
+
 def test_a_ranking_of_another_graph_is_refused(unbalanced: Any, tmp_path: Path) -> None:
     (tmp_path / "ranking.csv").write_text("node,miou_drop\nother/Conv,0.1\n", encoding="utf-8")
     with pytest.raises(ArtifactError, match="Run rank_layers again"):
@@ -73,7 +85,7 @@ def test_a_ranking_of_another_graph_is_refused(unbalanced: Any, tmp_path: Path) 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n"])
 def test_a_damaged_table_is_refused(unbalanced: Any, tmp_path: Path, text: str) -> None:
     (tmp_path / "calibrators.csv").write_text(text, encoding="utf-8")
-    with pytest.raises(ArtifactError, match="Run its stage again"):
+    with pytest.raises(ArtifactError, match="Run quantize_ptq again"):
         check(unbalanced, tmp_path, trials=tmp_path / "calibrators.csv")
 
 
