@@ -19,11 +19,10 @@ from dataclasses import replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
+from benchmarks.runtimes import DATA, stage_config
 from tasks.build_engine import build_engine
-from tasks.core.config import find_section, read_params, typed_config
-from tasks.core.execute import ARTIFACTS, load_stage
+from tasks.core.execute import ARTIFACTS
 from tasks.distill import distill
 from tasks.parts.target import read_cpu_model
 from tasks.train import train
@@ -31,7 +30,6 @@ from tasks.validate import validate
 
 RESULTS = Path(__file__).parent / "results" / "distillation.json"
 WORKSPACE = ARTIFACTS / "benchmarks" / "distillation"
-DATA = ARTIFACTS / "prepare_data" / "dataset"
 TEACHER = ARTIFACTS / "train" / "teacher" / "model.safetensors"
 
 METHODS: Mapping[str, Mapping[str, float]] = {
@@ -95,7 +93,7 @@ def trained(method: str, seed: int, train_into: Callable[[Path], int]) -> dict[s
         started = time.monotonic()
         num_epochs = train_into(folder)
         seconds = time.monotonic() - started
-        content = {"miou": test_miou(folder), "epochs": num_epochs, "seconds": round(seconds, 1)}
+        content = {"miou": measured_miou(folder), "epochs": num_epochs, "seconds": round(seconds, 1)}
         result.write_text(json.dumps(content), encoding="utf-8")
     content = json.loads(result.read_text(encoding="utf-8"))
     print(f"{method}, seed {seed}: mIoU {content['miou']:.4f}", flush=True)
@@ -104,7 +102,7 @@ def trained(method: str, seed: int, train_into: Callable[[Path], int]) -> dict[s
 
 def train_on_labels(seed: int, out: Path, factor: float = 1.0) -> int:
     """Train the student on labels for `factor` times the configured epochs; return their number."""
-    cfg = section("train.baseline")
+    cfg = stage_config("train.baseline")
     num_epochs = max(cfg.trainer.max_epochs, round(cfg.trainer.max_epochs * factor))
     trainer = replace(cfg.trainer, seed=seed, max_epochs=num_epochs, patience_epochs=num_epochs)
     train(replace(cfg, trainer=trainer), data=DATA, out=out)
@@ -113,7 +111,7 @@ def train_on_labels(seed: int, out: Path, factor: float = 1.0) -> int:
 
 def train_with_teacher(method: str, seed: int, out: Path) -> int:
     """Distil the student; return the number of epochs."""
-    cfg = section("distill")
+    cfg = stage_config("distill")
     off = {"soft_target_weight": 0.0, "channel_wise_weight": 0.0, "hint_weight": 0.0}
     losses = replace(cfg.distillation, label_weight=1.0, **(off | METHODS[method]))
     trainer = replace(cfg.trainer, seed=seed)
@@ -121,18 +119,14 @@ def train_with_teacher(method: str, seed: int, out: Path) -> int:
     return int(trainer.max_epochs)
 
 
-def test_miou(folder: Path) -> float:
+def measured_miou(folder: Path) -> float:
     """Measure a trained student as the pipeline does."""
-    build_engine(section("build_engine.distilled.cpu_torch"), model=folder / "model.safetensors", out=folder)
-    report = validate(section("validate"), engine=folder / "engine", data=DATA, out=folder)
+    build_engine(
+        stage_config("build_engine.distilled.cpu_torch"), model=folder / "model.safetensors", out=folder
+    )
+    report = validate(stage_config("validate"), engine=folder / "engine", data=DATA, out=folder)
     assert report.miou is not None
     return report.miou
-
-
-def section(address: str) -> Any:
-    """Return the typed configuration of a stage call."""
-    name, values = find_section(read_params(), address)
-    return typed_config(load_stage(address)[1], values, name)
 
 
 def summary(

@@ -20,22 +20,20 @@ import openvino
 import torch
 from onnx import ModelProto, numpy_helper
 
-from benchmarks.runtimes import in_onnxruntime, in_openvino, rounds_ms
+from benchmarks.runtimes import DATA, images, in_onnxruntime, in_openvino, rounds_ms, stage_config
 from tasks.build_engine import signal_to_noise_db
-from tasks.core.config import find_section, read_params, typed_config
+from tasks.core.execute import ARTIFACTS
 from tasks.parts.calibrator import Calibrator
-from tasks.parts.data import normalise, open_split, read_manifest
+from tasks.parts.data import read_manifest
 from tasks.parts.export import export_graph
 from tasks.parts.model_card import ModelCard
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.onnx_graph import activations_to_uint8, read_graph, write_graph
 from tasks.parts.target import read_cpu_model
-from tasks.quantize_ptq import Config, quantize_ptq
+from tasks.quantize_ptq import quantize_ptq
 
 RESULTS = Path(__file__).parent / "results" / "encodings.json"
-ARTIFACTS = Path("artifacts")
-DATA = ARTIFACTS / "prepare_data" / "dataset"
 NUM_IMAGES = 16
 NUM_ROUNDS = 100
 
@@ -107,16 +105,9 @@ def random_graphs(folder: Path) -> tuple[Path, Path]:
     card = ModelCard(config, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width)
     graph = export_graph(network.eval(), card, height=manifest.height, width=manifest.width, opset=20)
     write_graph(graph, folder / "float.onnx")
-    name, section = find_section(read_params(), "quantize_ptq")
-    cfg = replace(typed_config(Config, section, name), calibrators=[Calibrator.minmax], min_agreement=0.0)
+    cfg = replace(stage_config("quantize_ptq"), calibrators=[Calibrator.minmax], min_agreement=0.0)
     quantize_ptq(cfg, model=folder / "float.onnx", data=DATA, out=folder)
     return folder / "float.onnx", folder / "model.onnx"
-
-
-def images(split: str, count: int, start: int = 0) -> np.ndarray:
-    """Return normalised images_NCHW of a split."""
-    manifest = read_manifest(DATA)
-    return normalise(open_split(DATA, split)[0][start : start + count], manifest.mean, manifest.std)
 
 
 def with_zero_point_128(uint8: ModelProto) -> ModelProto:

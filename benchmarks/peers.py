@@ -23,18 +23,26 @@ import numpy as np
 import openvino
 from onnxruntime.quantization import CalibrationDataReader, quantize_static
 
-from benchmarks.runtimes import Network, in_onnxruntime, in_openvino, openvino_target, requests_of, rounds_ms
+from benchmarks.runtimes import (
+    DATA,
+    Network,
+    images,
+    in_onnxruntime,
+    in_openvino,
+    openvino_target,
+    requests_of,
+    rounds_ms,
+)
 from tasks.benchmark import bootstrap_interval
 from tasks.core.config import read_params
-from tasks.parts.data import normalise, open_split, read_manifest
+from tasks.core.execute import ARTIFACTS
+from tasks.parts.data import open_split, read_manifest
 from tasks.parts.metrics import confusion_matrix, scores
 from tasks.parts.onnx_graph import activations_to_uint8, is_quantized, read_graph
 from tasks.parts.runners.openvino import compile_options
 from tasks.parts.target import read_cpu_model
 
 RESULTS = Path(__file__).parent / "results" / "peers.json"
-ARTIFACTS = Path("artifacts")
-DATA = ARTIFACTS / "prepare_data" / "dataset"
 BATCH_SIZE = 32
 
 
@@ -126,7 +134,7 @@ def peers(float_graph: Path, images_NCHW: np.ndarray, max_rel_loss: float) -> di
     }
 
 
-class Reader(CalibrationDataReader):  # type: ignore[misc]
+class Reader(CalibrationDataReader):
     """Hands the calibration images to ONNX Runtime one by one."""
 
     def __init__(self, images_NCHW: np.ndarray) -> None:
@@ -155,12 +163,6 @@ def compiled(model: Any) -> Network:
     shape[0] = openvino.Dimension(1, target.max_batch)
     model.reshape({0: shape})
     return requests_of(openvino.Core().compile_model(model, "CPU", compile_options(target)))
-
-
-def images(split: str, count: int | None = None) -> np.ndarray:
-    """Return the first images of a split, normalised, float32 [N, 3, H, W]."""
-    manifest = read_manifest(DATA)
-    return normalise(open_split(DATA, split)[0][:count], manifest.mean, manifest.std)
 
 
 def miou(network: Network, split: str) -> float:

@@ -1,4 +1,4 @@
-"""Graphs in the CPU runtimes, with the options of the targets, and latencies that may be compared."""
+"""What the benchmarks share: configuration and data of the run, graphs in the CPU runtimes, comparable latencies."""
 
 import random
 import time
@@ -9,10 +9,13 @@ import numpy as np
 from onnx import ModelProto
 
 from tasks.core.config import find_section, read_params, typed_config
+from tasks.core.execute import ARTIFACTS, load_stage
+from tasks.parts.data import normalise, open_split, read_manifest
 from tasks.parts.runners.onnxruntime import PROVIDERS, open_session
 from tasks.parts.runners.openvino import compile_graph
 from tasks.parts.target import Target
 
+DATA = ARTIFACTS / "prepare_data" / "dataset"
 BURST_S = 0.02
 Network = Callable[[np.ndarray], np.ndarray]
 """From images [N, 3, H, W] to logits [N, classes, H, W]."""
@@ -36,11 +39,22 @@ def requests_of(compiled: Any) -> Network:
     return lambda images_NCHW: request.infer({0: images_NCHW}, share_inputs=True, share_outputs=True)[0]
 
 
+def stage_config(address: str) -> Any:
+    """Return the typed configuration of a stage call."""
+    name, section = find_section(read_params(), address)
+    return typed_config(load_stage(address)[1], section, name)
+
+
 def openvino_target() -> Target:
     """Return the declared options of ``cpu_openvino``."""
-    name, section = find_section(read_params(), "build_engine.pruned_ptq.cpu_openvino")
-    target: Target = typed_config(Target, section, name)
+    target: Target = stage_config("build_engine.pruned_ptq.cpu_openvino")
     return target
+
+
+def images(split: str, count: int | None = None, start: int = 0) -> np.ndarray:
+    """Return `count` images of a split, or all, from `start` on: normalised, float32 [N, 3, H, W]."""
+    manifest = read_manifest(DATA)
+    return normalise(open_split(DATA, split)[0][start:][:count], manifest.mean, manifest.std)
 
 
 def rounds_ms(

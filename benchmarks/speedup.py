@@ -18,10 +18,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.runtimes import stage_config
 from tasks.benchmark import benchmark
 from tasks.build_engine import build_engine
-from tasks.core.config import find_section, read_params, typed_config
-from tasks.core.execute import load_stage
+from tasks.core.config import read_params
 from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.onnx_graph import read_card_of_graph, read_graph, write_graph
 
@@ -62,8 +62,7 @@ def measure_size(
     params: dict[str, Any], variant: str, target: str, side: int, budget_s: float
 ) -> list[dict[str, Any]]:
     """Build the pick and both references for an input of ``side`` x ``side`` and measure the pairs."""
-    name, section = find_section(params, "benchmark")
-    config = replace(typed_config(load_stage("benchmark")[1], section, name), budget_s=budget_s, batch_size=1)
+    config = replace(stage_config("benchmark"), budget_s=budget_s, batch_size=1)
     with tempfile.TemporaryDirectory() as folder:
         engine = build_resized(params, variant, target, side, Path(folder, "pick"))
         rows = []
@@ -112,8 +111,7 @@ def build_resized(params: dict[str, Any], variant: str, target: str, side: int, 
     else:
         network, card = load_checkpoint(model)
         save_checkpoint(resized, network, replace(card, height=side, width=side))
-    name, section = find_section(params, f"build_engine.{variant}.{target}")
-    build_engine(typed_config(load_stage("build_engine")[1], section, name), model=resized, out=out)
+    build_engine(stage_config(f"build_engine.{variant}.{target}"), model=resized, out=out)
     return out / "engine"
 
 
