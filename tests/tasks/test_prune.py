@@ -10,11 +10,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+from tasks.parts.channel_pruning import Ranking, prune_channels
 from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.model_card import ModelCard
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
-from tasks.prune import Config, Ranking, prune, prune_network
+from tasks.prune import Config, prune
 
 CONFIG = Config(
     target_macs_ratio=0.6,
@@ -95,7 +96,7 @@ def test_target_is_met_by_an_independent_count(
 def test_file_gives_the_outputs_of_the_network_that_was_pruned(name: NetworkName, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "source", name)
     network, card = load_checkpoint(tmp_path / "source")
-    prune_network(network, CONFIG, size=(64, 64))
+    prune_channels(network, CONFIG, size=(64, 64))
     model, _ = run(CONFIG, tmp_path / "source", tmp_path / "out")
     loaded, loaded_card = load_checkpoint(model)
     images_NCHW = torch.randn(2, 3, 64, 64)
@@ -139,7 +140,7 @@ def test_the_smallest_filters_are_removed(tmp_path: Path) -> None:
             layer.weight[weak] *= 1e-3
         block.project.conv.weight[:, weak] *= 1e-3
     expected = block.expand.conv.weight[kept].clone()
-    prune_network(network, dataclasses.replace(CONFIG, target_macs_ratio=0.999, num_steps=1), size=(64, 64))
+    prune_channels(network, dataclasses.replace(CONFIG, target_macs_ratio=0.999, num_steps=1), size=(64, 64))
     assert torch.equal(block.expand.conv.weight, expected)
 
 
@@ -213,9 +214,9 @@ class Untraceable(nn.Module):
 
 def test_network_that_cannot_be_traced_is_refused() -> None:
     with pytest.raises(ArtifactError, match="cannot be traced for pruning"):
-        prune_network(Untraceable(hides_output=True), CONFIG, size=(32, 32))
+        prune_channels(Untraceable(hides_output=True), CONFIG, size=(32, 32))
 
 
 def test_network_traced_in_part_is_refused() -> None:
     with pytest.raises(ArtifactError, match=r"cannot be traced for pruning|does not run at 32x32"):
-        prune_network(Untraceable(hides_output=False), CONFIG, size=(32, 32))
+        prune_channels(Untraceable(hides_output=False), CONFIG, size=(32, 32))
