@@ -1,10 +1,10 @@
-"""Why INT8 activations are re-encoded as uint8: latency in both runtimes, agreement between them.
+"""What each encoding of a graph brings (tasks/parts/encoding.py): latency in both runtimes, agreement between them.
 
-``python -m benchmarks.encodings`` after a run of the pipeline. One quantized graph in three encodings that differ in
-the zero points of its activations only, beside the float graph: p50 of interleaved bursts at batch 1 on one thread,
-and how closely OpenVINO's logits follow those of ONNX Runtime on the same graph (SQNR in dB, test images). Once for
-the trained variant ``pruned_ptq``, once for a Fast-SCNN of width 0.5 with random weights, whose pooled branch counts
-for more. Prints a table and writes ``benchmarks/results/encodings.json``.
+``python -m benchmarks.encodings`` after a run of the pipeline. One quantized graph in encodings that differ in the
+zero points of its activations, then in the operators at its two ends, beside the float graph: p50 of interleaved
+bursts at batch 1 on one thread, and how closely OpenVINO's logits follow those of ONNX Runtime on the same graph
+(SQNR in dB, test images). Once for the trained variant ``pruned_ptq``, once for a Fast-SCNN of width 0.5 with random
+weights. Prints a table and writes ``benchmarks/results/encodings.json``.
 """
 
 import json
@@ -25,6 +25,7 @@ from tasks.build_engine import signal_to_noise_db
 from tasks.core.execute import ARTIFACTS
 from tasks.parts.calibrator import Calibrator
 from tasks.parts.data import read_manifest
+from tasks.parts.encoding import resize_as_matmul, stem_in_float
 from tasks.parts.export import export_graph
 from tasks.parts.model_card import ModelCard
 from tasks.parts.networks.build import build_network
@@ -68,6 +69,9 @@ def measure(network: str, float_graph: Path, quantized_graph: Path) -> list[dict
         "int8": quantized,
         "uint8, zero point 128": with_zero_point_128(uint8),
         "uint8, 0 where never negative": uint8,
+        "... and stem in float": stem_in_float(uint8),
+        "... and resize as matmul": resize_as_matmul(stem_in_float(uint8)),
+        "float, resize as matmul": resize_as_matmul(read_graph(float_graph)),
     }
     images_NCHW = images("test", NUM_IMAGES)
     onnxruntimes = {name: in_onnxruntime(graph) for name, graph in graphs.items()}

@@ -147,6 +147,7 @@ def _build_torch(target: Target, checkpoint: Path, card: InputCard, version: str
 
 
 def _build_from_graph(target: Target, model: Path, card: InputCard, version: str, engine: Path) -> Report:
+    from tasks.parts.encoding import encode_for
     from tasks.parts.onnx_graph import read_graph
 
     graph = read_graph(model)
@@ -182,13 +183,6 @@ def _build_from_graph(target: Target, model: Path, card: InputCard, version: str
         num_quantized=num_quantized,
         agreement_db=agreement_db,
     )
-
-
-def encode_for(target: Target, graph: "ModelProto") -> "ModelProto":
-    """Return the graph as the target wants its int8 activations encoded; the arithmetic stays the same."""
-    from tasks.parts.onnx_graph import activations_to_uint8, is_quantized
-
-    return activations_to_uint8(graph) if target.uint8_activations and is_quantized(graph) else graph
 
 
 def _check_weights(graph: "ModelProto", path: Path) -> None:

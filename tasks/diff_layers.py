@@ -221,7 +221,8 @@ def _compare(
     from polygraphy.comparator import Comparator
     from polygraphy.logger import G_LOGGER
 
-    from tasks.parts.onnx_graph import activations_to_uint8, read_graph
+    from tasks.parts.encoding import encode_for
+    from tasks.parts.onnx_graph import read_graph
     from tasks.parts.runners.onnxruntime import open_session
 
     image, logits = graph.graph.input[0].name, graph.graph.output[0].name
@@ -231,9 +232,9 @@ def _compare(
         found_runner = _torch_runner(engine / manifest.file, num_threads, image, logits, [*names.values()])
     else:
         is_onnx = manifest.target.runtime == "onnxruntime"
-        variant = read_graph(engine / manifest.file if is_onnx else model)
-        if manifest.target.uint8_activations:
-            variant = activations_to_uint8(variant)
+        variant = (
+            read_graph(engine / manifest.file) if is_onnx else encode_for(manifest.target, read_graph(model))
+        )
         names = match_tensors(graph, variant)
         marked = mark(variant, [name for name in names.values() if name != image])
         if is_onnx:

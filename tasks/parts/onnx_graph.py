@@ -157,7 +157,7 @@ def activations_to_uint8(model: ModelProto) -> ModelProto:
         if value.name in shifted:
             value.type.tensor_type.elem_type = TensorProto.UINT8
     graph.initializer.extend(new_zero_points.values())
-    _drop_unused_initializers(graph)
+    drop_unused(graph)
     return encoded
 
 
@@ -243,8 +243,15 @@ def _drop_attribute(node: NodeProto, name: str) -> None:
     node.attribute.extend(kept)
 
 
-def _drop_unused_initializers(graph: GraphProto) -> None:
-    used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+def drop_unused(graph: GraphProto) -> None:
+    """Take out nodes and constants that nothing reads."""
+    while True:
+        used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+        unread = [node for node in graph.node if not used & set(node.output)]
+        for node in unread:
+            graph.node.remove(node)
+        if not unread:
+            break
     kept = [tensor for tensor in graph.initializer if tensor.name in used]
     del graph.initializer[:]
     graph.initializer.extend(kept)

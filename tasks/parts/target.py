@@ -62,6 +62,10 @@ class Target:
     Both runtimes are faster with it on CPUs with VNNI, and OpenVINO 2026.4 follows the graph more closely
     (benchmarks/encodings.py).
     """
+    stem_in_float: bool
+    """Run convolutions that read the image in float even where the graph is quantized."""
+    resize_as_matmul: bool
+    """Interpolate the logits by two matrix products where they are small."""
     opsets: list[int]
     """Lowest and highest ONNX opset that this runtime takes. Empty for runtime torch, which reads no ONNX."""
     min_agreement_db: float

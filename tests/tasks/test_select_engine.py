@@ -140,6 +140,8 @@ class Artifacts:
             num_threads=2,
             max_batch=8,
             uint8_activations=True,
+            stem_in_float=False,
+            resize_as_matmul=False,
             opsets=[17, 21],
             min_agreement_db=40.0,
             min_agreement_int8_db=10.0,
