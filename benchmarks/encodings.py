@@ -109,7 +109,7 @@ def random_graphs(folder: Path) -> tuple[Path, Path]:
     card = ModelCard(config, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width)
     graph = export_graph(network.eval(), card, height=manifest.height, width=manifest.width, opset=20)
     write_graph(graph, folder / "float.onnx")
-    cfg = replace(stage_config("quantize_ptq"), calibrators=[Calibrator.minmax], min_agreement=0.0)
+    cfg = replace(stage_config("quantize_ptq"), calibrators=[Calibrator.minmax])
     quantize_ptq(cfg, model=folder / "float.onnx", data=DATA, out=folder)
     return folder / "float.onnx", folder / "model.onnx"
 

@@ -33,6 +33,7 @@ SINGLE_CALLS = (
     "prune",
     "finetune",
     "export_onnx",
+    "convert_precision",
     "quantize_ptq",
     "rank_layers",
     "check_int8",

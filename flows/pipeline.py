@@ -54,6 +54,7 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
         {f"export_onnx.{variant}": {"checkpoint": path} for variant, path in checkpoints.items()}
     )
     graph = ARTIFACTS / "export_onnx" / "pruned" / "model.onnx"
+    stages.run("convert_precision", model=graph, data=data)
     ptq = stages.run("quantize_ptq", model=graph, data=data)
     ranges = ptq / "ranges.json"
     ranking = stages.run("rank_layers", model=graph, ranges=ranges, data=data) / "ranking.csv"

@@ -143,7 +143,7 @@ def _build_torch(target: Target, checkpoint: Path, card: InputCard, version: str
     with torch_eager.TorchEagerRunner(file, manifest) as runner:
         _check_logits(runner.infer(images_NCHW), target, card)
         precisions = torch_eager.precisions_of(runner.model)
-    return _publish(manifest, precisions, torch_eager.PROVIDER, engine, num_convs=0, num_quantized=0)
+    return _publish(manifest, precisions, torch_eager.PROVIDER, engine, ConvCounts(0, 0, 0))
 
 
 def _build_from_graph(target: Target, model: Path, card: InputCard, version: str, engine: Path) -> Report:
@@ -171,7 +171,6 @@ def _build_from_graph(target: Target, model: Path, card: InputCard, version: str
         precisions = onnxruntime.precisions_of(
             file, provider=onnxruntime.PROVIDERS[target.device], num_threads=target.num_threads
         )
-    num_convs, num_quantized = count_convs(graph)
     manifest = _manifest(target, version, card, file=file)
     agreement_db, provider = _measure_agreement(graph, manifest, file)
     return _publish(
@@ -179,8 +178,7 @@ def _build_from_graph(target: Target, model: Path, card: InputCard, version: str
         precisions,
         provider,
         engine,
-        num_convs=num_convs,
-        num_quantized=num_quantized,
+        count_convs(graph),
         agreement_db=agreement_db,
     )
 
@@ -307,31 +305,48 @@ def signal_to_noise_db(expected: FloatArray, found: FloatArray) -> float:
     return min(MAX_AGREEMENT_DB, 10 * float(np.log10(signal / noise)))
 
 
-def count_convs(graph: "ModelProto") -> tuple[int, int]:
-    """Return the number of convolutions, and of those whose image and weight both come from
-    DequantizeLinear."""
+@dataclass(frozen=True)
+class ConvCounts:
+    """What the graph wants of its convolutions."""
+
+    num: int
+    num_quantized: int
+    """Those whose image and weight both come from DequantizeLinear."""
+    num_float16: int
+    """Those with FP16 weights."""
+
+
+def count_convs(graph: "ModelProto") -> ConvCounts:
+    """Count the convolutions of a graph by their precision."""
+    from onnx import TensorProto
+
+    halves = {tensor.name for tensor in graph.graph.initializer if tensor.data_type == TensorProto.FLOAT16}
     dequantized = {n.output[0] for n in graph.graph.node if n.op_type == "DequantizeLinear"}
     convs = [node for node in graph.graph.node if node.op_type in ("Conv", "ConvTranspose")]
     quantized = [node for node in convs if node.input[0] in dequantized and node.input[1] in dequantized]
-    return len(convs), len(quantized)
+    return ConvCounts(len(convs), len(quantized), sum(node.input[1] in halves for node in convs))
 
 
-def find_precision_fault(
-    target: Target, precisions: Precisions, *, num_convs: int, num_quantized: int
-) -> str:
+def find_precision_fault(target: Target, precisions: Precisions, convs: ConvCounts) -> str:
     """Return how the precision in use contradicts the declared one, or an empty text.
 
     Shares and not counts are compared, because a runtime may fuse two convolutions into one.
     """
     used = _conv_precisions(precisions)
     num_used = max(1, sum(used.values()))
-    share_quantized = num_quantized / max(1, num_convs)
+    share_quantized = convs.num_quantized / max(1, convs.num)
     if used.get("int8", 0) / num_used < _MIN_SHARE * share_quantized:
         return (
-            f"{num_quantized} of {num_convs} convolutions are quantized, but the runtime runs only "
+            f"{convs.num_quantized} of {convs.num} convolutions are quantized, but the runtime runs only "
             f"{used.get('int8', 0)} of {num_used} in int8"
         )
-    if target.precision is Precision.f32 and used.get("bf16", 0) + used.get("f16", 0):
+    if used.get("f16", 0) / num_used < _MIN_SHARE * convs.num_float16 / max(1, convs.num):
+        return f"{convs.num_float16} of {convs.num} convolutions are FP16, but the runtime computes {used}"
+    if (
+        target.precision is Precision.f32
+        and not convs.num_float16
+        and used.get("bf16", 0) + used.get("f16", 0)
+    ):
         return f"declared is f32, but convolutions run in {used}"
     if target.precision is Precision.bf16 and used.get("bf16", 0) / num_used < _MIN_SHARE * (
         1 - share_quantized
@@ -381,17 +396,16 @@ def _publish(
     precisions: Precisions,
     provider: str,
     engine: Path,
+    convs: ConvCounts,
     *,
-    num_convs: int,
-    num_quantized: int,
     agreement_db: float | None = None,
 ) -> Report:
     from dataclasses import replace
 
-    note = find_precision_fault(manifest.target, precisions, num_convs=num_convs, num_quantized=num_quantized)
+    note = find_precision_fault(manifest.target, precisions, convs)
     manifest = replace(
         manifest,
-        is_quantized=num_quantized > 0,
+        is_quantized=convs.num_quantized > 0,
         precisions=precisions,
         precision_ok=not note,
         provider=provider,
@@ -399,7 +413,7 @@ def _publish(
     write_engine_manifest(engine, manifest)
     if note:
         logger.warning("build_engine: target %s: %s", manifest.target.name, note)
-    return _report(manifest, num_convs_quantized=num_quantized, note=note, agreement_db=agreement_db)
+    return _report(manifest, num_convs_quantized=convs.num_quantized, note=note, agreement_db=agreement_db)
 
 
 def _report(

@@ -85,7 +85,7 @@ def test_second_run_adds_no_runs_to_mlflow(smoke_run: tuple[Workspace, str]) -> 
         engines = database.execute(
             "select value, count(*) from tags where key = 'engine_sha256' group by run_uuid"
         ).fetchall()
-    assert num_runs == 12  # the pipeline and eleven engines
+    assert num_runs == 13  # the pipeline and twelve engines
     assert len(engines) >= 10
     shutil.rmtree(space.path / "artifacts" / "select_engine")
     assert _executed(space.flow().stdout) == 1

@@ -166,7 +166,6 @@ def unbalanced(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> 
         batch_size=4,
         num_val_images=0,
         max_abs_input=20.0,
-        min_agreement=0.0,
         op_types=OP_TYPES,
     )
     quantize_ptq(config, model=root / "float.onnx", data=data, out=root)

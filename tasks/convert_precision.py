@@ -1,0 +1,168 @@
+"""Turn a float graph into one that computes in FP16, inputs and outputs aside: the rung between FP32 and INT8."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import ArtifactError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from onnx import ModelProto
+
+logger = logging.getLogger(__name__)
+
+_LARGEST_FP16 = 65504.0
+_SMALLEST_WEIGHTS = 2.0**-10
+"""FP16 has its full precision down to 2**-14; a tensor needs room below its largest number."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What stays in FP32, and on which images that is found out."""
+
+    num_images: int
+    """Calibration images on which the largest activations are looked for."""
+    batch_size: int
+    """Images at once; changes memory and speed only."""
+    num_val_images: int
+    """Validation images for the accuracy in the report; 0 takes all."""
+    max_abs: float
+    """A node with a weight or an output beyond this stays in FP32. FP16 ends at 65504; other images go further."""
+    float32_op_types: list[str]
+    """ONNX operators that stay in FP32 in any case."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_images", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"convert_precision.{name} is {getattr(self, name)}, expected at least 1.")
+        if self.num_val_images < 0:
+            raise ConfigError(
+                f"convert_precision.num_val_images is {self.num_val_images}, expected at least 0 (0: all)."
+            )
+        if not 0 < self.max_abs <= _LARGEST_FP16:
+            raise ConfigError(
+                f"convert_precision.max_abs is {self.max_abs}, expected above 0 and at most {_LARGEST_FP16:g}."
+            )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became FP16, and what that does to the predictions."""
+
+    num_nodes: int
+    """Nodes of the float graph."""
+    float32_nodes: tuple[str, ...]
+    """Those that stay in FP32."""
+    miou: float
+    """Of the FP16 graph on the validation images. ONNX Runtime rounds what passes between the nodes to FP16."""
+    float_miou: float
+    """Of the float graph on the same images."""
+    agreement: float
+    """Share of pixels with the class that the float graph gives."""
+
+
+def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
+    """Write ``model.onnx``; its input and output stay FP32, so that it replaces the float graph.
+
+    Raises ArtifactError for a graph that is quantized already.
+    """
+    from tasks.parts.judge import open_judge
+    from tasks.parts.onnx_graph import is_quantized, read_graph, write_graph
+
+    graph = read_graph(model)
+    if is_quantized(graph):
+        raise ArtifactError(f"{model}: already has Q/DQ, expected the float graph of export_onnx.")
+    judge = open_judge(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    kept = _nodes_in_float32(cfg, graph, _largest_outputs(cfg, graph, data))
+    converted = _to_float16(graph, kept)
+    write_graph(converted, out / "model.onnx")
+    found = judge.judge(converted)
+    logger.info(
+        "%s in FP16: val mIoU %.4f (float %.4f), %d nodes in FP32",
+        model,
+        found.miou,
+        judge.float_miou,
+        len(kept),
+    )
+    return Report(len(graph.graph.node), tuple(kept), found.miou, judge.float_miou, found.agreement)
+
+
+def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, float]:
+    """Largest magnitude of each tensor that a node makes, on calibration images."""
+    from tasks.parts.calibration import collect_statistics
+    from tasks.parts.data import normalise, open_split
+    from tasks.parts.onnx_graph import read_card_of_graph
+
+    card = read_card_of_graph(graph)
+    images_NHWC = open_split(data, "calibration")[0][: cfg.num_images]
+    if not len(images_NHWC):
+        raise DataError("the calibration split has no images. Give it some: prepare_data.scenes or .splits.")
+    batches = [
+        normalise(images_NHWC[start : start + cfg.batch_size], card.mean, card.std)
+        for start in range(0, len(images_NHWC), cfg.batch_size)
+    ]
+    names = [name for node in graph.graph.node for name in node.output]
+    statistics = collect_statistics(graph, lambda: batches, names)
+    return {name: found.amax for name, found in statistics.items()}
+
+
+def _nodes_in_float32(cfg: Config, graph: "ModelProto", outputs: "Mapping[str, float]") -> list[str]:
+    """Name the nodes whose weights or outputs FP16 cannot hold, and those of the configured types."""
+    import numpy as np
+    from onnx import numpy_helper
+
+    weights = {}
+    for tensor in graph.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        if (
+            np.issubdtype(values.dtype, np.floating) and values.ndim > 1
+        ):  # what a bias loses is lost in the sum
+            weights[tensor.name] = float(np.abs(values).max(initial=0.0))
+    kept = []
+    for node in graph.graph.node:
+        own = [weights[name] for name in node.input if name in weights]
+        largest = max([*own, *(outputs[name] for name in node.output)])
+        is_tiny = any(0 < value < _SMALLEST_WEIGHTS for value in own)
+        if node.op_type in cfg.float32_op_types or largest > cfg.max_abs or is_tiny:
+            kept.append(node.name)
+    return kept
+
+
+def _to_float16(graph: "ModelProto", float32_nodes: list[str]) -> "ModelProto":
+    import onnx_ir
+    from onnx import ModelProto
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    copy = ModelProto()
+    copy.CopyFrom(graph)  # it is changed in place
+    converted = onnx_ir.from_proto(
+        convert_float_to_float16(copy, keep_io_types=True, op_block_list=[], node_block_list=float32_nodes)
+    )
+    converted.graph.sort()  # the new casts are at the end
+    proto: ModelProto = onnx_ir.to_proto(converted)
+    _join_float32_neighbours(proto)
+    return proto
+
+
+def _join_float32_neighbours(model: "ModelProto") -> None:
+    """Take out casts from FP32 to FP16 and back, which overflow between two nodes that both stay in FP32."""
+    from onnx import TensorProto, helper
+
+    from tasks.parts.onnx_graph import drop_unused
+
+    casts = {
+        node.output[0]: (helper.get_attribute_value(node.attribute[0]), node.input[0])
+        for node in model.graph.node
+        if node.op_type == "Cast"
+    }
+    wide = {
+        name: casts[narrow][1]
+        for name, (to, narrow) in casts.items()
+        if to == TensorProto.FLOAT and narrow in casts and casts[narrow][0] == TensorProto.FLOAT16
+    }
+    for node in model.graph.node:
+        node.input[:] = [wide.get(name, name) for name in node.input]
+    drop_unused(model.graph)

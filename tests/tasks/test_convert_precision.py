@@ -1,0 +1,123 @@
+"""FP16 by graph conversion: what it changes, what it leaves, and what the CPU runtimes make of it."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, numpy_helper
+
+from tasks.build_engine import build_engine, count_convs
+from tasks.convert_precision import Config, Report, convert_precision
+from tasks.core.errors import ArtifactError, ConfigError, DataError
+from tasks.parts.data import normalise, open_split
+from tasks.parts.export import difference
+from tasks.parts.onnx_graph import node_sources, read_card_of_graph, read_graph, write_graph
+from tasks.parts.onnx_predict import open_session
+
+CONFIG = Config(num_images=4, batch_size=2, num_val_images=0, max_abs=32752.0, float32_op_types=[])
+
+
+@pytest.fixture(scope="module")
+def converted(workshop: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+    out = tmp_path_factory.mktemp("fp16")
+    return convert_precision(CONFIG, model=workshop.graph, data=workshop.data, out=out), out / "model.onnx"
+
+
+def test_weights_are_fp16_and_input_and_output_stay_fp32(
+    converted: tuple[Report, Path], workshop: Any
+) -> None:
+    report, path = converted
+    before, after = read_graph(workshop.graph), read_graph(path)
+    types = {
+        value.type.tensor_type.elem_type
+        for graph in (before, after)
+        for value in (graph.graph.input[0], graph.graph.output[0])
+    }
+    assert types == {TensorProto.FLOAT}
+    assert count_convs(after).num_float16 == count_convs(after).num > 10
+    assert report.num_nodes == len(before.graph.node) and report.float32_nodes == ()
+    assert path.stat().st_size < 0.75 * workshop.graph.stat().st_size
+    assert read_card_of_graph(after) == read_card_of_graph(before)
+    assert node_sources(before).items() <= node_sources(after).items()
+
+
+def test_fp16_graph_computes_nearly_the_same(converted: tuple[Report, Path], workshop: Any) -> None:
+    report, path = converted
+    graph = read_graph(workshop.graph)
+    card = read_card_of_graph(graph)
+    images_NCHW = normalise(open_split(workshop.data, "test")[0], card.mean, card.std)
+    exact, half = (
+        open_session(model).run(None, {model.graph.input[0].name: images_NCHW})[0]
+        for model in (graph, read_graph(path))
+    )
+    assert 40 < difference(exact, half).sqnr_db < 90  # 10 bits of fraction are about 60 dB a rounding
+    assert report.agreement > 0.99
+    assert abs(report.miou - report.float_miou) < 0.01
+
+
+def test_nodes_beyond_the_range_of_fp16_stay_in_fp32(workshop: Any, tmp_path: Path) -> None:
+    """A convolution scaled up by 1e6, the next one down: the same function, but FP16 over- and underflows."""
+    graph = read_graph(workshop.graph)
+    first, second = [node for node in graph.graph.node if node.op_type == "Conv"][:2]
+    constants = {tensor.name: tensor for tensor in graph.graph.initializer}
+    for names, factor in ((first.input[1:], 1e6), (second.input[1:2], 1e-6)):
+        for name in names:
+            values = numpy_helper.to_array(constants[name]) * np.float32(factor)
+            constants[name].CopyFrom(numpy_helper.from_array(values, name))
+    model = tmp_path / "scaled.onnx"
+    write_graph(graph, model)
+    out = tmp_path / "out"
+    out.mkdir()
+    report = convert_precision(CONFIG, model=model, data=workshop.data, out=out)
+    assert {first.name, second.name} <= set(report.float32_nodes) and len(report.float32_nodes) <= 4
+    assert report.agreement > 0.99
+    named = convert_precision(
+        replace(CONFIG, float32_op_types=["Resize"]), model=workshop.graph, data=workshop.data, out=out
+    )
+    resizes = {node.name for node in graph.graph.node if node.op_type == "Resize"}
+    assert set(named.float32_nodes) == resizes != set()
+
+
+@pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
+def test_a_runtime_that_computes_fp16_in_another_precision_is_found_out(
+    converted: tuple[Report, Path], workshop: Any, tmp_path: Path, target: str
+) -> None:
+    report = build_engine(workshop.target(target), model=converted[1], out=tmp_path)
+    assert report.status == "built" and report.agreement_db is not None and report.agreement_db > 40
+    assert not report.precision_ok
+    assert "convolutions are FP16, but the runtime computes" in report.precision_note
+
+
+def test_a_quantized_graph_is_refused(workshop: Any, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="already has Q/DQ"):
+        convert_precision(CONFIG, model=workshop.quantized, data=workshop.data, out=tmp_path)
+
+
+def test_an_empty_calibration_split_is_named(workshop: Any, tmp_path: Path) -> None:
+    data = Path(shutil.copytree(workshop.data, tmp_path / "dataset"))
+    manifest = json.loads((data / "manifest.json").read_text(encoding="utf-8"))
+    manifest["counts"]["calibration"] = 0
+    (data / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    for name in ("calibration_images", "calibration_masks"):
+        np.save(data / f"{name}.npy", np.load(data / f"{name}.npy")[:0])
+    with pytest.raises(DataError, match="calibration split"):
+        convert_precision(CONFIG, model=workshop.graph, data=data, out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"num_images": 0}, "num_images"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"num_val_images": -1}, "num_val_images"),
+        ({"max_abs": 1e5}, "max_abs"),
+        ({"max_abs": 0.0}, "max_abs"),
+    ],
+)
+def test_impossible_values_name_their_key(change: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"convert_precision\.{key} is"):
+        replace(CONFIG, **change)
