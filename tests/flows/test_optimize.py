@@ -11,8 +11,8 @@ import pytest
 
 from tests.conftest import Workspace
 
-NUM_RUNS = 12
-"""The pipeline's, and one for each of the 4 + 7 engines of the two smoke targets."""
+NUM_RUNS = 13
+"""The pipeline's, and one for each of the 4 + 8 engines of the two smoke targets."""
 
 
 @pytest.mark.parametrize("place", ["artifacts", "artifacts/benchmark", ".dvc/cache", "tracking", ".prefect"])

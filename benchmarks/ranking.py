@@ -1,0 +1,86 @@
+"""What ``rank_layers`` costs: one pass over the validation subset per layer, so it grows linearly with the layers.
+
+``python -m benchmarks.ranking`` after a run of the pipeline, which made the data. DeepLabV3+ of several depths with
+random weights is ranked with the run's settings. Seconds are given as such and in units of one INT8 pass per layer, as
+measured in the same process: the quotient stays the same when the number of layers grows. Prints a table and writes
+``benchmarks/results/ranking.json``.
+"""
+
+import json
+import tempfile
+import time
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.runtimes import DATA, images, stage_config
+from tasks.parts.data import read_manifest
+from tasks.parts.export import export_graph
+from tasks.parts.judge import open_judge
+from tasks.parts.model_card import ModelCard
+from tasks.parts.networks.build import build_network
+from tasks.parts.networks.config import NetworkConfig, NetworkName
+from tasks.parts.onnx_graph import read_graph, write_graph
+from tasks.parts.target import read_cpu_model
+from tasks.quantize_ptq import Calibrator, quantize_ptq
+from tasks.rank_layers import rank_layers
+
+RESULTS = Path(__file__).parent / "results" / "ranking.json"
+DEPTHS = (0.5, 1.0, 2.0, 4.0)
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    rows = []
+    for depth in DEPTHS:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(measure(depth, Path(folder)))
+        print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    record = {"date": date.today().isoformat(), "cpu_model": read_cpu_model(), "rows": rows}
+    RESULTS.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def measure(depth: float, folder: Path) -> dict[str, Any]:
+    """Rank one network."""
+    write_graph(random_graph(depth), folder / "float.onnx")
+    ptq = replace(stage_config("quantize_ptq"), calibrators=[Calibrator.minmax], num_val_images=16)
+    quantize_ptq(ptq, model=folder / "float.onnx", data=DATA, out=folder)
+    cfg = stage_config("rank_layers")
+    graph = read_graph(folder / "float.onnx")
+    judge = open_judge(graph, DATA, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    started = time.perf_counter()
+    judge.judge(read_graph(folder / "model.onnx"))
+    pass_s = time.perf_counter() - started
+    started = time.perf_counter()
+    report = rank_layers(
+        cfg, model=folder / "float.onnx", ranges=folder / "ranges.json", data=DATA, out=folder
+    )
+    seconds = time.perf_counter() - started
+    return {
+        "depth": depth,
+        "num_layers": len(report.layers),
+        "num_passes": report.num_passes,
+        "seconds": round(seconds, 2),
+        "seconds_of_one_pass": round(pass_s, 3),
+        "seconds_per_layer_and_pass": round(seconds / len(report.layers) / pass_s, 2),
+    }
+
+
+def random_graph(depth: float) -> Any:
+    """Export a network that has seen the data but learned nothing."""
+    manifest = read_manifest(DATA)
+    config = NetworkConfig(name=NetworkName.deeplabv3plus, width=0.5, depth=depth, depthwise=False)
+    torch.manual_seed(0)
+    network = build_network(config, len(manifest.classes)).train()
+    with torch.no_grad():
+        for start in range(0, 64, 16):
+            network(torch.from_numpy(images("train", 16, start)))
+    card = ModelCard(config, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width)
+    return export_graph(network.eval(), card, height=manifest.height, width=manifest.width, opset=20)
+
+
+if __name__ == "__main__":
+    main()
