@@ -17,18 +17,21 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import openvino
-import torch
 from onnx import ModelProto, numpy_helper
 
-from benchmarks.runtimes import DATA, images, in_onnxruntime, in_openvino, rounds_ms, stage_config
+from benchmarks.runtimes import (
+    DATA,
+    images,
+    in_onnxruntime,
+    in_openvino,
+    random_graph,
+    rounds_ms,
+    stage_config,
+)
 from tasks.build_engine import signal_to_noise_db
 from tasks.core.execute import ARTIFACTS
 from tasks.parts.calibrator import Calibrator
-from tasks.parts.data import read_manifest
 from tasks.parts.encoding import resize_as_matmul, stem_in_float
-from tasks.parts.export import export_graph
-from tasks.parts.model_card import ModelCard
-from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.onnx_graph import activations_to_uint8, read_graph, write_graph
 from tasks.parts.target import read_cpu_model
@@ -98,17 +101,9 @@ def measure(network: str, float_graph: Path, quantized_graph: Path) -> list[dict
 
 
 def random_graphs(folder: Path) -> tuple[Path, Path]:
-    """Make a Fast-SCNN that has seen the data but learned nothing; return its float and its quantized graph."""
-    manifest = read_manifest(DATA)
+    """Return the float and the quantized graph of a Fast-SCNN with random weights."""
     config = NetworkConfig(name=NetworkName.fast_scnn, width=0.5, depth=1.0, depthwise=False)
-    torch.manual_seed(0)
-    network = build_network(config, len(manifest.classes)).train()
-    with torch.no_grad():
-        for start in range(0, 320, NUM_IMAGES):  # running statistics of real images instead of 0 and 1
-            network(torch.from_numpy(images("train", NUM_IMAGES, start)))
-    card = ModelCard(config, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width)
-    graph = export_graph(network.eval(), card, height=manifest.height, width=manifest.width, opset=20)
-    write_graph(graph, folder / "float.onnx")
+    write_graph(random_graph(config), folder / "float.onnx")
     cfg = replace(stage_config("quantize_ptq"), calibrators=[Calibrator.minmax])
     quantize_ptq(cfg, model=folder / "float.onnx", data=DATA, out=folder)
     return folder / "float.onnx", folder / "model.onnx"

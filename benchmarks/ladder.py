@@ -1,8 +1,8 @@
 """The quantization ladder on several students: which rung wins on each target, and why.
 
-``python -m benchmarks.ladder --workspace DIR`` after a run of the pipeline. The default student's ladder is that of the
-run; for every other student the pipeline runs once in DIR, a new clone that starts with the run's data and teacher.
-Prints a table per student and writes ``benchmarks/results/ladder.json``.
+``python -m benchmarks.ladder --workspace DIR`` after a run of the pipeline. The default student's ladder is that of
+the run; for every other student the pipeline runs once in DIR, a new clone that starts with the run's data and
+teacher. Prints a table per student and writes ``benchmarks/results/ladder.json``.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """What ``rank_layers`` costs: one pass over the validation subset per layer, so it grows linearly with the layers.
 
 ``python -m benchmarks.ranking`` after a run of the pipeline, which made the data. DeepLabV3+ of several depths with
-random weights is ranked with the run's settings. Seconds are given as such and in units of one INT8 pass per layer, as
+random weights is ranked with the run's settings. Seconds are given as such and in units of one INT8 pass per layer,
 measured in the same process: the quotient stays the same when the number of layers grows. Prints a table and writes
 ``benchmarks/results/ranking.json``.
 """
@@ -14,18 +14,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.runtimes import DATA, images, stage_config
-from tasks.parts.data import read_manifest
-from tasks.parts.export import export_graph
+from benchmarks.runtimes import DATA, random_graph, stage_config
+from tasks.parts.calibrator import Calibrator
 from tasks.parts.judge import open_judge
-from tasks.parts.model_card import ModelCard
-from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.onnx_graph import read_graph, write_graph
 from tasks.parts.target import read_cpu_model
-from tasks.quantize_ptq import Calibrator, quantize_ptq
+from tasks.quantize_ptq import quantize_ptq
 from tasks.rank_layers import rank_layers
 
 RESULTS = Path(__file__).parent / "results" / "ranking.json"
@@ -45,7 +40,8 @@ def main() -> None:
 
 def measure(depth: float, folder: Path) -> dict[str, Any]:
     """Rank one network."""
-    write_graph(random_graph(depth), folder / "float.onnx")
+    config = NetworkConfig(name=NetworkName.deeplabv3plus, width=0.5, depth=depth, depthwise=False)
+    write_graph(random_graph(config), folder / "float.onnx")
     ptq = replace(stage_config("quantize_ptq"), calibrators=[Calibrator.minmax], num_val_images=16)
     quantize_ptq(ptq, model=folder / "float.onnx", data=DATA, out=folder)
     cfg = stage_config("rank_layers")
@@ -67,19 +63,6 @@ def measure(depth: float, folder: Path) -> dict[str, Any]:
         "seconds_of_one_pass": round(pass_s, 3),
         "seconds_per_layer_and_pass": round(seconds / len(report.layers) / pass_s, 2),
     }
-
-
-def random_graph(depth: float) -> Any:
-    """Export a network that has seen the data but learned nothing."""
-    manifest = read_manifest(DATA)
-    config = NetworkConfig(name=NetworkName.deeplabv3plus, width=0.5, depth=depth, depthwise=False)
-    torch.manual_seed(0)
-    network = build_network(config, len(manifest.classes)).train()
-    with torch.no_grad():
-        for start in range(0, 64, 16):
-            network(torch.from_numpy(images("train", 16, start)))
-    card = ModelCard(config, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width)
-    return export_graph(network.eval(), card, height=manifest.height, width=manifest.width, opset=20)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from onnx import ModelProto
 
 from tasks.core.config import find_section, read_params, typed_config
 from tasks.core.execute import ARTIFACTS, load_stage
 from tasks.parts.data import normalise, open_split, read_manifest
+from tasks.parts.export import export_graph
+from tasks.parts.model_card import ModelCard
+from tasks.parts.networks.build import build_network
+from tasks.parts.networks.config import NetworkConfig
 from tasks.parts.runners.onnxruntime import PROVIDERS, open_session
 from tasks.parts.runners.openvino import compile_graph
 from tasks.parts.target import Target
@@ -55,6 +60,18 @@ def images(split: str, count: int | None = None, start: int = 0) -> np.ndarray:
     """Return `count` images of a split, or all, from `start` on: normalised, float32 [N, 3, H, W]."""
     manifest = read_manifest(DATA)
     return normalise(open_split(DATA, split)[0][start:][:count], manifest.mean, manifest.std)
+
+
+def random_graph(config: NetworkConfig) -> ModelProto:
+    """Export a network whose BatchNorms have seen the data, but which learned nothing."""
+    manifest = read_manifest(DATA)
+    torch.manual_seed(0)
+    network = build_network(config, len(manifest.classes)).train()
+    with torch.no_grad():
+        for start in range(0, 320, 16):  # running statistics of real images instead of 0 and 1
+            network(torch.from_numpy(images("train", 16, start)))
+    card = ModelCard(config, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width)
+    return export_graph(network.eval(), card, height=manifest.height, width=manifest.width, opset=20)
 
 
 def rounds_ms(
