@@ -32,13 +32,15 @@ from benchmarks.runtimes import (
     openvino_target,
     requests_of,
     rounds_ms,
+    stage_config,
 )
 from tasks.benchmark import bootstrap_interval
 from tasks.core.config import read_params
 from tasks.core.execute import ARTIFACTS
 from tasks.parts.data import open_split, read_manifest
+from tasks.parts.encoding import encode_for
 from tasks.parts.metrics import confusion_matrix, scores
-from tasks.parts.onnx_graph import activations_to_uint8, is_quantized, read_graph
+from tasks.parts.onnx_graph import read_graph
 from tasks.parts.runners.openvino import compile_options
 from tasks.parts.target import read_cpu_model
 
@@ -58,11 +60,11 @@ def main() -> None:
     pick = min(picks.values(), key=lambda row: row["latency_ms_p50"])
     engine = params["engines"][f"{pick['variant']}-{pick['target']}"]
     float_graph, num_images = Path(engine["float_graph"]), params["quantize_ptq"]["num_images"]
-    networks = {"float": in_onnxruntime(read_graph(float_graph))} | peers(
+    networks = {f"float on {pick['target']}": open_encoded(float_graph, pick["target"])} | peers(
         float_graph, images("calibration", num_images), params["select_engine"]["max_miou_rel_loss"]
     )
     ours = f"Enginewright: {pick['variant']} on {pick['target']}"
-    networks[ours] = open_pick(Path(engine["model"]), pick["target"])
+    networks[ours] = open_encoded(Path(engine["model"]), pick["target"])
     bursts = rounds_ms(networks, images("test", 1), options.rounds)
     medians = {name: np.array([np.median(burst) for burst in found]) for name, found in bursts.items()}
     rows = []
@@ -93,15 +95,13 @@ def main() -> None:
     RESULTS.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def open_pick(model: Path, target: str) -> Network:
-    """Open the picked graph in its runtime, encoded as build_engine does."""
-    graph = read_graph(model)
-    if is_quantized(graph):
-        graph = activations_to_uint8(graph)
+def open_encoded(model: Path, target: str) -> Network:
+    """Open a graph in the target's runtime, encoded as build_engine does."""
     if target not in ("cpu_onnxruntime", "cpu_openvino"):
         raise SystemExit(
             f"the fastest pick is on {target}; the peers run on cpu_onnxruntime and cpu_openvino"
         )
+    graph = encode_for(stage_config(f"build_engine.{target}"), read_graph(model))
     return in_onnxruntime(graph) if target == "cpu_onnxruntime" else in_openvino(graph)
 
 

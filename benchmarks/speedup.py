@@ -1,10 +1,11 @@
-"""How much faster than eager PyTorch the pick is, at the size of the data and at a larger one.
+"""How much faster the pick is than what it came from, at the size of the data and at a larger one.
 
 ``python -m benchmarks.speedup`` after a run of the pipeline. Needs a quiet machine for tight intervals.
 
-The best pick of ``artifacts/select_engine`` is measured in interleaved rounds against two references: eager
-PyTorch of the float student (``distilled``) and of the ``teacher``. For the larger size the same weights get a
-larger input (latency only): the graphs resize by scale factors, so that only the declared input changes.
+The best pick of ``artifacts/select_engine`` is measured in interleaved rounds against four references: eager
+PyTorch of the float student (``distilled``) and of the ``teacher``, and on the pick's own target the float variant
+that was quantized (``pruned``) and the student before pruning (``distilled``). For the larger size the same weights
+get a larger input (latency only): the graphs resize by scale factors, so that only the declared input changes.
 Prints a table and writes ``benchmarks/results/speedup.json``.
 """
 
@@ -26,7 +27,7 @@ from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.onnx_graph import read_card_of_graph, read_graph, write_graph
 
 RESULTS = Path(__file__).parent / "results" / "speedup.json"
-REFERENCES = ("distilled", "teacher")
+EAGER = "cpu_torch"
 CARD_KEY = "enginewright"
 
 
@@ -50,8 +51,8 @@ def main() -> None:
     for row in rows:
         print(
             f"{row['size']:>4} px  {row['variant']} on {row['target']}: p50 {row['latency_ms_p50']:.3f} ms, "
-            f"{row['speedup']:.1f}x ({row['low']:.1f} to {row['high']:.1f}) eager {row['reference']} "
-            f"({row['reference_ms_p50']:.2f} ms), A/A spread {row['aa_spread']:.1%}"
+            f"{row['speedup']:.2f}x ({row['low']:.2f} to {row['high']:.2f}) {row['reference']} on "
+            f"{row['reference_target']} ({row['reference_ms_p50']:.3f} ms), A/A spread {row['aa_spread']:.1%}"
         )
     RESULTS.parent.mkdir(exist_ok=True)
     record = {"date": date.today().isoformat(), "python": platform.python_version(), "rows": rows}
@@ -61,22 +62,25 @@ def main() -> None:
 def measure_size(
     params: dict[str, Any], variant: str, target: str, side: int, budget_s: float
 ) -> list[dict[str, Any]]:
-    """Build the pick and both references for an input of ``side`` x ``side`` and measure the pairs."""
+    """Build the pick and its references for an input of ``side`` x ``side`` and measure the pairs."""
+    references = [("distilled", EAGER), ("teacher", EAGER), ("pruned", target), ("distilled", target)]
     config = replace(stage_config("benchmark"), budget_s=budget_s, batch_size=1)
     with tempfile.TemporaryDirectory() as folder:
         engine = build_resized(params, variant, target, side, Path(folder, "pick"))
         rows = []
-        for reference in REFERENCES:
-            eager = build_resized(params, reference, "cpu_torch", side, Path(folder, reference))
-            out = Path(folder, f"against_{reference}")
+        for reference, reference_target in references:
+            name = f"{reference}-{reference_target}"
+            other = build_resized(params, reference, reference_target, side, Path(folder, name))
+            out = Path(folder, f"against_{name}")
             out.mkdir()
-            report = benchmark(config, engine=engine, reference=eager, out=out)
+            report = benchmark(config, engine=engine, reference=other, out=out)
             rows.append(
                 {
                     "size": side,
                     "variant": variant,
                     "target": target,
                     "reference": reference,
+                    "reference_target": reference_target,
                     "latency_ms_p50": report.latency_ms_p50,
                     "reference_ms_p50": report.batches[0].reference_latency_ms_p50,
                     "speedup": report.speedup_vs_reference,

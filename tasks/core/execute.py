@@ -112,6 +112,9 @@ def is_fresh(call: Call) -> bool:
 def execute(call: Call) -> Path:
     """Run a call unless its output is fresh, and return the output folder.
 
+    Where another address of the stage has an output with the same key, that one is copied: variants that are the
+    same file become one engine, measured once.
+
     The stage writes into a draft folder; report and key are added and the draft is renamed into place, so that a
     killed run leaves the previous output whole. Only one process at a time works on one address.
 
@@ -127,6 +130,10 @@ def execute(call: Call) -> Path:
             _publish(call)
             return call.folder
         _clear_drafts(call)
+        if twin := _copy_twin(call):
+            _publish(call)
+            logger.info("%s: copied from %s, which is made of the same by the same", call.address, twin)
+            return call.folder
         started = time.perf_counter()
         logger.info("%s: started", call.address)
         try:
@@ -253,6 +260,24 @@ def _is_complete(call: Call) -> bool:
     """Tell whether a killed run had finished this call's draft and only its rename is missing."""
     record = _read_record(call.draft)
     return record is not None and record["key"] == call.key and not _damaged_files(call.draft, record)
+
+
+def _copy_twin(call: Call) -> str:
+    """Copy the output of another address with the same key into the draft; return that address, or an empty text."""
+    for file in sorted((ARTIFACTS / call.address.split(".")[0]).rglob(KEY_FILE)):
+        record = _read_record(file.parent)
+        if record is None or record["key"] != call.key or record.get("address") == call.address:
+            continue
+        with (ARTIFACTS / ".locks" / record["address"]).open("a", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue  # it is being made again
+            shutil.copytree(file.parent, call.draft, dirs_exist_ok=True)
+        _write_json(call.draft / KEY_FILE, {**record, "address": call.address})
+        if _is_complete(call):
+            return str(record["address"])
+    return ""
 
 
 def _clear_drafts(call: Call) -> None:

@@ -87,6 +87,31 @@ def test_changed_output_is_noticed_and_made_again(tiny: Workspace, monkeypatch: 
     assert is_fresh(call)
 
 
+def test_output_with_the_same_key_is_copied_from_its_twin(tiny: Workspace) -> None:
+    same = {
+        "network.name": "fast_scnn",
+        "network.width": 0.25,
+        "network.depth": 0.34,
+        "trainer.max_epochs": 1,
+    }
+    for role in ("teacher", "baseline"):
+        change_params(tiny, **{f"train.{role}.{key}": value for key, value in same.items()})
+    params = yaml.safe_load((tiny.path / "params.yaml").read_text())
+    change_params(tiny, **{"train.teacher": params["train"]["baseline"]})
+    tiny.run(*PREPARE)
+    assert "train.baseline: finished" in tiny.run(*TRAIN).stderr
+    teacher = [*TRAIN[:3], "train.teacher", *TRAIN[4:]]
+    assert "train.teacher: copied from train.baseline" in tiny.run(*teacher).stderr
+    twin = tiny.path / "artifacts/train/teacher"
+    assert (twin / "model.safetensors").read_bytes() == (tiny.path / WEIGHTS).read_bytes()
+    assert json.loads((twin / "key.json").read_text())["address"] == "train.teacher"
+    assert "fresh, nothing to run" in tiny.run(*teacher).stderr
+    shutil.rmtree(twin)
+    with (tiny.path / WEIGHTS).open("ab") as file:
+        file.write(b"damage")
+    assert "train.teacher: finished" in tiny.run(*teacher).stderr  # a damaged twin is no source
+
+
 def test_missing_input_names_the_way_out(tiny: Workspace) -> None:
     failed = tiny.run(*TRAIN)
     assert failed.returncode == 1
