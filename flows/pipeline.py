@@ -67,7 +67,14 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
         ranking=ranking,
         data=data,
     )
-    stages.run("quantize_partial", model=graph, ranges=ranges, ranking=ranking, data=data)
+    stages.run(
+        "quantize_partial",
+        model=graph,
+        reference=ARTIFACTS / "export_onnx" / "distilled" / "model.onnx",
+        ranges=ranges,
+        ranking=ranking,
+        data=data,
+    )
     stages.run(
         "quantize_aware_train", checkpoint=pruned, teacher=teacher, model=graph, ranges=ranges, data=data
     )

@@ -2,13 +2,14 @@
 
 Greedy search with step back, guided by the ranking of rank_layers (the scheme of NNCF's
 quantize_with_accuracy_control): while the INT8 graph loses more than the gate allows, the most promising layers are
-tried in float one by one, on the real metric, and the best of them stays in float. When the gate holds, each of
-them is tried in INT8 again, and stays there if the gate still holds.
+tried in float one by one, on the real metric, and the best of them stays in float; what was measured re-ranks the
+others. When the gate holds, each of them is tried in INT8 again, and stays there if the gate still holds.
 """
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class Exclusion(StrEnum):
+    """Layers that practitioners often leave in float without measuring."""
+
+    first = "first"
+    """What reads the image."""
+    logits = "logits"
+    """The last layers with weights before the output."""
+    resize_neighbours = "resize_neighbours"
+    """Resize, what it reads and what reads it."""
+
+
 @dataclass(frozen=True)
 class Config:
     """The gate, and how far the search goes."""
@@ -30,13 +42,15 @@ class Config:
     op_types: list[str]
     """ONNX operators whose inputs become INT8; those of quantize_ptq."""
     max_miou_rel_loss: float
-    """Gate: share of the float graph's validation mIoU that may be lost, 0..1."""
+    """Gate: share of the reference's validation mIoU that may be lost, 0..1; as in select_engine."""
     num_candidates: int
     """Layers tried in each step, from the top of the ranking. More: better choice, slower."""
     max_float_layers: int
     """The search gives up with so many layers in float; the best graph found is written all the same."""
     keep_float: list[str]
     """Nodes that stay in float whatever they cost, by name. Empty: the search earns every one."""
+    exclusions: list[Exclusion]
+    """The same for usual suspects, found in the graph."""
     num_val_images: int
     """Validation images that graphs are judged on; 0 takes all."""
     batch_size: int
@@ -94,10 +108,14 @@ class Report:
     """What the search reached."""
 
     gate_holds: bool
+    reference_miou: float
+    """Of the reference graph, on the same validation images."""
     float_miou: float
+    """Of the float graph that is quantized."""
     miou: float
     """Of the written graph, on the same validation images."""
     miou_rel_loss: float
+    """Of the written graph, against the reference."""
     num_layers: int
     """Quantizable ones."""
     float_macs_share: float
@@ -109,12 +127,14 @@ class Report:
 
 
 def quantize_partial(
-    cfg: Config, *, model: Path, ranges: Path, ranking: Path, data: Path, out: Path
+    cfg: Config, *, model: Path, reference: Path, ranges: Path, ranking: Path, data: Path, out: Path
 ) -> Report:
     """Write ``model.onnx`` (S8S8 Q/DQ, some layers without) and ``steps.csv``.
 
-    `ranges` and `ranking` are the files of quantize_ptq and rank_layers for the same `model`. Raises ArtifactError
-    when they are not, ConfigError when `keep_float` names no layer.
+    `reference` is the float graph whose accuracy counts as 100 %. Where `model` itself loses more than the gate
+    allows, there is nothing to search for, and the graph is that of quantize_ptq. `ranges` and `ranking` are the
+    files of quantize_ptq and rank_layers for the same `model`. Raises ArtifactError when they are not, ConfigError
+    when `keep_float` names no layer.
     """
     from tasks.parts.judge import open_judge
     from tasks.parts.onnx_graph import conv_macs, node_sources, read_graph, write_graph
@@ -124,9 +144,13 @@ def quantize_partial(
     graph, known = read_graph(model), read_ranges(ranges)
     ranked = _read_ranking(ranking, [node.name for node in quantizable_nodes(graph, cfg.op_types)])
     _check_kept(cfg, ranked)
-    judge = open_judge(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
-    search = _Search(cfg, graph, known, judge)
-    kept, steps = _choose_float_layers(cfg, search, ranked)
+    judge, best = (
+        open_judge(found, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+        for found in (graph, read_graph(reference))
+    )
+    search = _Search(cfg, graph, known, judge, best.float_miou)
+    preset = {*cfg.keep_float, *_excluded(cfg, graph)}
+    kept, steps = _choose_float_layers(cfg, search, ranked, preset)
     macs, sources = conv_macs(graph), node_sources(graph)
     total = sum(macs.values())
     layers = tuple(
@@ -136,8 +160,8 @@ def quantize_partial(
             source=sources.get(node, ("", ""))[1],
             macs_share=macs.get(node, 0) / total,
             miou_in_int8=search.miou(kept - {node}),
-            reason="quantize_partial.keep_float"
-            if node in cfg.keep_float
+            reason="quantize_partial.keep_float or .exclusions"
+            if node in preset
             else f"in INT8 as well, validation mIoU would be {search.miou(kept - {node}):.4f}",
         )
         for node in ranked
@@ -148,6 +172,7 @@ def quantize_partial(
     miou = search.miou(kept)
     report = Report(
         gate_holds=search.holds(kept),
+        reference_miou=best.float_miou,
         float_miou=judge.float_miou,
         miou=miou,
         miou_rel_loss=search.loss(kept),
@@ -171,9 +196,15 @@ class _Search:
     """Judges sets of float layers, each set once."""
 
     def __init__(
-        self, cfg: Config, graph: "ModelProto", ranges: Mapping[str, "TensorRange"], judge: "Judge"
+        self,
+        cfg: Config,
+        graph: "ModelProto",
+        ranges: Mapping[str, "TensorRange"],
+        judge: "Judge",
+        reference_miou: float,
     ) -> None:
         self._cfg, self._graph, self._ranges, self._judge = cfg, graph, ranges, judge
+        self._reference_miou = reference_miou
         self._known: dict[frozenset[str], Judgement] = {}
 
     @property
@@ -190,28 +221,74 @@ class _Search:
         return self._known[names].miou
 
     def loss(self, kept: Iterable[str]) -> float:
-        """Share of the float graph's mIoU that is lost."""
-        return 1 - self.miou(kept) / self._judge.float_miou if self._judge.float_miou else 0.0
+        """Share of the reference's mIoU that is lost."""
+        return self._loss(self.miou(kept))
 
     def holds(self, kept: Iterable[str]) -> bool:
         return self.loss(kept) <= self._cfg.max_miou_rel_loss
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the float graph fails the gate already."""
+        return self._loss(self._judge.float_miou) > self._cfg.max_miou_rel_loss
 
-def _choose_float_layers(cfg: Config, search: _Search, ranked: Sequence[str]) -> tuple[set[str], list[Step]]:
-    kept = set(cfg.keep_float)
+    def _loss(self, miou: float) -> float:
+        return 1 - miou / self._reference_miou if self._reference_miou else 0.0
+
+
+def _choose_float_layers(
+    cfg: Config, search: _Search, ranked: Sequence[str], preset: set[str]
+) -> tuple[set[str], list[Step]]:
+    kept, waiting = set(preset), [node for node in ranked if node not in preset]
     steps = [Step("start", "", search.miou(kept), len(kept))]
-    while not search.holds(kept) and len(kept) < min(cfg.max_float_layers, len(ranked)):
-        candidates = [node for node in ranked if node not in kept][: cfg.num_candidates]
-        best = max(candidates, key=lambda node: search.miou(kept | {node}))
+    if search.is_hopeless:
+        logger.warning("quantize_partial: the float graph itself fails the gate; nothing to search for")
+        return kept, steps
+    while not search.holds(kept) and waiting and len(kept) < cfg.max_float_layers:
+        before, tried = steps[-1].miou, waiting[: cfg.num_candidates]
+        mious = {node: search.miou(kept | {node}) for node in tried}
+        best = max(tried, key=lambda node: mious[node])
         kept.add(best)
-        steps.append(Step("float", best, search.miou(kept), len(kept)))
-        logger.info("quantize_partial: %s stays in float, val mIoU %.4f", best, steps[-1].miou)
+        steps.append(Step("float", best, mious[best], len(kept)))
+        logger.info("quantize_partial: %s stays in float, val mIoU %.4f", best, mious[best])
+        helpful = sorted(
+            (node for node in tried if node != best and mious[node] > before), key=lambda node: -mious[node]
+        )
+        useless = [node for node in tried if mious[node] <= before and node != best]
+        waiting = [*helpful, *waiting[cfg.num_candidates :], *useless]
     if search.holds(kept):
         for node in [step.node for step in steps if step.action == "float"]:
             if search.holds(kept - {node}):
                 kept.remove(node)
                 steps.append(Step("int8", node, search.miou(kept), len(kept)))
     return kept, steps
+
+
+def _excluded(cfg: Config, graph: "ModelProto") -> set[str]:
+    """Find the layers that `exclusions` stand for."""
+    from tasks.parts.onnx_qdq import quantizable_nodes
+
+    nodes = list(graph.graph.node)
+    makers = {name: node for node in nodes for name in node.output}
+    layers = {node.name for node in quantizable_nodes(graph, cfg.op_types)}
+    found: set[str] = set()
+    if Exclusion.first in cfg.exclusions:
+        images = {value.name for value in graph.graph.input}
+        found |= {node.name for node in nodes if images & set(node.input)}
+    if Exclusion.logits in cfg.exclusions:
+        waiting = [makers[value.name] for value in graph.graph.output]
+        while waiting:
+            node = waiting.pop()
+            if node.op_type == "Conv":
+                found.add(node.name)
+            else:
+                waiting += [makers[name] for name in node.input if name in makers]
+    if Exclusion.resize_neighbours in cfg.exclusions:
+        resizes = [node for node in nodes if node.op_type == "Resize"]
+        made = {name for node in resizes for name in node.output}
+        found |= {node.name for node in resizes} | {node.name for node in nodes if made & set(node.input)}
+        found |= {makers[node.input[0]].name for node in resizes if node.input[0] in makers}
+    return found & layers
 
 
 def _check_kept(cfg: Config, ranked: Sequence[str]) -> None:

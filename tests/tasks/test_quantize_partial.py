@@ -3,14 +3,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from onnx import numpy_helper
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.judge import open_judge
-from tasks.parts.onnx_graph import read_graph
+from tasks.parts.onnx_graph import read_graph, write_graph
 from tasks.parts.onnx_qdq import insert_qdq, quantizable_nodes, read_ranges
 from tasks.quantize_partial import Config, Report, quantize_partial
 
+CLASSES = ("background", "zero", "one")
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 CONFIG = Config(
     op_types=OP_TYPES,
@@ -18,6 +21,7 @@ CONFIG = Config(
     num_candidates=3,
     max_float_layers=8,
     keep_float=[],
+    exclusions=[],
     num_val_images=0,
     batch_size=4,
 )
@@ -27,6 +31,7 @@ def search(files: Any, out: Path, ranking: Path | None = None, **changes: Any) -
     return quantize_partial(
         replace(CONFIG, **changes),
         model=files.graph,
+        reference=files.graph,
         ranges=files.ranges,
         ranking=ranking or files.ranking,
         data=files.data,
@@ -103,8 +108,56 @@ def test_the_preset_stays_in_float_and_is_named_as_such(unbalanced: Any, tmp_pat
     first = quantizable_nodes(read_graph(unbalanced.graph), OP_TYPES)[0].name
     report = search(unbalanced, tmp_path, keep_float=[first], max_miou_rel_loss=0.99)
     assert [(layer.node, layer.reason) for layer in report.float_layers] == [
-        (first, "quantize_partial.keep_float")
+        (first, "quantize_partial.keep_float or .exclusions")
     ]
+
+
+def against(reference: Path, files: Any, model: Path, out: Path) -> Report:
+    return quantize_partial(
+        replace(CONFIG, max_miou_rel_loss=0.0),
+        model=model,
+        reference=reference,
+        ranges=files.ranges,
+        ranking=files.ranking,
+        data=files.data,
+        out=out,
+    )
+
+
+def test_the_gate_counts_from_the_reference(unbalanced: Any, tmp_path: Path) -> None:
+    graph = read_graph(unbalanced.graph)
+    int8 = insert_qdq(graph, read_ranges(unbalanced.ranges), op_types=OP_TYPES)
+    write_graph(int8, tmp_path / "int8.onnx")
+    report = against(tmp_path / "int8.onnx", unbalanced, unbalanced.graph, tmp_path)
+    assert report.reference_miou < report.float_miou
+    assert report.gate_holds and len(report.steps) == 1  # PTQ is as good as this reference
+
+
+def test_a_float_graph_below_the_gate_is_not_searched(unbalanced: Any, tmp_path: Path) -> None:
+    graph = read_graph(unbalanced.graph)
+    bias = next(tensor for tensor in graph.graph.initializer if list(tensor.dims) == [len(CLASSES)])
+    bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + np.float32([1e3, 0, 0]), bias.name))
+    write_graph(graph, tmp_path / "worse.onnx")
+    report = against(unbalanced.graph, unbalanced, tmp_path / "worse.onnx", tmp_path)
+    assert report.float_miou < report.reference_miou
+    assert not report.gate_holds
+    assert report.float_layers == () and len(report.steps) == 1
+
+
+def test_usual_exclusions_are_found_in_the_graph(unbalanced: Any, tmp_path: Path) -> None:
+    graph = read_graph(unbalanced.graph)
+    layers = quantizable_nodes(graph, OP_TYPES)
+    first, logits = (
+        search(unbalanced, tmp_path, exclusions=[name], max_miou_rel_loss=0.99)
+        for name in ("first", "logits")
+    )
+    assert [layer.node for layer in first.float_layers] == [layers[0].name]
+    convs = [node.name for node in graph.graph.node if node.op_type == "Conv"]
+    assert [layer.node for layer in logits.float_layers] == [convs[-1]]
+    neighbours = search(unbalanced, tmp_path, exclusions=["resize_neighbours"], max_miou_rel_loss=0.99)
+    names = {layer.node for layer in neighbours.float_layers}
+    assert {node.name for node in layers if node.op_type == "Resize"} <= names
+    assert 2 < len(names) < len(layers)
 
 
 def test_an_unknown_preset_names_the_layers_there_are(unbalanced: Any, tmp_path: Path) -> None:
