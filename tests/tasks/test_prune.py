@@ -10,20 +10,32 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+from tasks.parts.channel_importance import Importance
 from tasks.parts.channel_pruning import Ranking, prune_channels
 from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.model_card import ModelCard
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
-from tasks.prune import Config, prune
+from tasks.prune import Config, Method, Recovery, Report, prune
+from tests.tasks.test_train import TRAINER
 
 CONFIG = Config(
+    method=Method.channels,
     target_macs_ratio=0.6,
+    weight_sparsity=0.5,
     channel_multiple=8,
     ranking=Ranking.across_layers,
     max_layer_ratio=0.75,
     num_steps=2,
+    importance=Importance.l1,
+    layer_ratios={},
+    num_images=4,
+    batch_size=2,
+    iterations=1,
+    min_val_miou_ratio=0.0,
+    recovery=Recovery(TRAINER),
 )
+NO_DATA = Path("nowhere")
 CLASSES = ("background", "a", "b", "c")
 
 
@@ -53,9 +65,9 @@ def count_macs(path: Path) -> int:
     return counter.get_total_flops() // 2
 
 
-def run(cfg: Config, checkpoint: Path, out: Path) -> tuple[Path, object]:
+def run(cfg: Config, checkpoint: Path, out: Path, data: Path = NO_DATA) -> tuple[Path, Report]:
     out.mkdir()
-    report = prune(cfg, checkpoint=checkpoint, out=out)
+    report = prune(cfg, checkpoint=checkpoint, data=data, out=out)
     return out / "model.safetensors", report
 
 
@@ -73,9 +85,9 @@ def test_target_is_met_by_an_independent_count(
     cfg = dataclasses.replace(CONFIG, ranking=ranking, channel_multiple=channel_multiple)
     out = tmp_path / "out"
     out.mkdir()
-    report = prune(cfg, checkpoint=source, out=out)
+    report = prune(cfg, checkpoint=source, data=NO_DATA, out=out)
     assert source.read_bytes() == bytes_before
-    assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "removed.csv"]
+    assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "removed.csv", "steps.csv"]
     assert report.macs_before == count_macs(source)
     assert report.macs_after == count_macs(out / "model.safetensors")
     assert 0.45 < report.macs_ratio == report.macs_after / report.macs_before <= 0.6

@@ -139,6 +139,7 @@ class Artifacts:
             precision=Precision.f32,
             num_threads=2,
             max_batch=8,
+            channel_multiple=16,
             uint8_activations=True,
             opsets=[17, 21],
             min_agreement_db=40.0,
