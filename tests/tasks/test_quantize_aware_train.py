@@ -31,6 +31,7 @@ VALUES: dict[str, Any] = {
         "batch_size": 4,
         "learning_rate": 1e-3,
         "weight_decay": 0.0,
+        "batchnorm_l1": 0.0,
         "patience_epochs": 8,
         "horizontal_flip": 0.0,
         "brightness": 0.1,
