@@ -323,6 +323,7 @@ def test_named_layers_lose_their_own_share(tmp_path: Path) -> None:
     assert count_macs(model) <= 0.8 * count_macs(tmp_path / "source")
 
 
+@pytest.mark.parametrize("method", [Method.channels, Method.weights])
 @pytest.mark.parametrize(
     ("ratios", "message"),
     [
@@ -331,22 +332,24 @@ def test_named_layers_lose_their_own_share(tmp_path: Path) -> None:
             {"context.9": 0.5},
             r"'context\.9', which is no convolution.*There are: downsample\.0\.conv, .*head\.1",
         ),
-        (
-            {"downsample.2.pointwise.conv": 0.5, "fusion.detail.conv": 0.5, "fusion.context.conv": 0.25},
-            r"'fusion\.context\.conv' 0\.25, but a layer that is added to it 0\.5",
-        ),
     ],
 )
-@pytest.mark.parametrize("method", [Method.channels, Method.weights])
-def test_layer_ratios_that_do_not_fit_are_refused(
+def test_layer_ratios_of_no_prunable_layer_are_refused(
     ratios: dict[str, float], message: str, method: Method, tmp_path: Path
 ) -> None:
-    if method is Method.weights and len(ratios) > 1:
-        pytest.skip("single weights of added layers are not coupled")
     make_checkpoint(tmp_path / "source", NetworkName.fast_scnn)
     cfg = dataclasses.replace(CONFIG, method=method, layer_ratios=ratios)
     with pytest.raises(ConfigError, match=message):
         run(cfg, tmp_path / "source", tmp_path / "out")
+
+
+def test_different_shares_of_layers_that_are_added_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.fast_scnn)
+    ratios = {"fusion.detail.conv": 0.5, "fusion.context.conv": 0.25}
+    with pytest.raises(
+        ConfigError, match=r"'fusion\.context\.conv' 0\.25, but a layer that is added to it 0\.5"
+    ):
+        run(dataclasses.replace(CONFIG, layer_ratios=ratios), tmp_path / "source", tmp_path / "out")
 
 
 def test_layer_that_follows_several_is_refused_with_their_names(tmp_path: Path) -> None:
@@ -380,8 +383,17 @@ def test_block_that_matters_least_goes_first_and_stays_away(
         assert torch.equal(loaded(images_NCHW), logits_without(network, dropped, images_NCHW))
     again, _ = run(CONFIG, model, tmp_path / "again")
     assert count_macs(again) <= 0.6 * count_macs(model)
-    graph = export_graph(load_checkpoint(again)[0], card, height=64, width=64, opset=20)
-    assert not any(module.startswith(f"{dropped}.") for module, _ in node_sources(graph).values())
+
+
+def test_dropped_block_is_not_in_the_exported_graph(tmp_path: Path, workshop: Workshop) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.fast_scnn, classes=WORKSHOP_CLASSES)
+    cfg = dataclasses.replace(CONFIG, method=Method.blocks, target_macs_ratio=0.999)
+    model, report = run(cfg, tmp_path / "source", tmp_path / "out", workshop.data)
+    network, card = load_checkpoint(model)
+    graph = export_graph(network, card, height=64, width=64, opset=20)
+    modules = {module for module, _ in node_sources(graph).values()}
+    assert "context.0.expand.conv" in modules
+    assert not any(module.startswith(f"{report.blocks_removed[0]}.") for module in modules)
 
 
 def logits_without(network: nn.Module, block: str, images_NCHW: torch.Tensor) -> torch.Tensor:
