@@ -263,7 +263,8 @@ def _prune_step_by_step(
     for step in range(1, cfg.iterations + 1):
         candidate = copy.deepcopy(kept)
         cut.apply(candidate, progress=step / cfg.iterations)
-        val_miou = recover(candidate, cut.data, cfg.recovery.trainer, resume / f"step_{step}")
+        recover(candidate, cut.data, cfg.recovery.trainer, resume / f"step_{step}")
+        val_miou = measure_val_miou(candidate, cut.data, cfg.recovery.trainer.batch_size)
         steps.append(cut.describe(candidate, step=step, val_miou=val_miou, is_kept=val_miou >= floor))
         logger.info(
             "step %d/%d: %.2f of the MACs, %.2f zeros, val mIoU %.4f (floor %.4f)",

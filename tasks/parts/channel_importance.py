@@ -38,7 +38,7 @@ def score_channels(
 ) -> "list[Tensor]":
     """Score each channel of torch-pruning's groups, one vector a group; `batch_losses` is for taylor alone.
 
-    Raises ConfigError when BatchNorm scales are asked for and a group has none.
+    Raises ConfigError when BatchNorm scales are asked for and a group has none, or taylor without losses.
     """
     from torch_pruning.pruner.importance import BNScaleImportance, GroupMagnitudeImportance
 
@@ -79,7 +79,11 @@ def _taylor_scores(
     """
     from torch_pruning.pruner.importance import GroupTaylorImportance
 
-    assert batch_losses is not None
+    if batch_losses is None:
+        raise ConfigError(
+            "prune.importance is taylor, which needs labelled images, and there are none here. Set it to l1, l2, "
+            "group_norm or batchnorm_scale."
+        )
     measure = GroupTaylorImportance(group_reduction="sum", normalizer=None, multivariable=True)
     totals: list[Tensor] = []
     for loss in batch_losses(network):

@@ -6,7 +6,7 @@ arXiv:2301.12900 (torch-pruning), the least important channels first (tasks/part
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -89,7 +89,7 @@ class ChannelGroup:
     root: str
     """Convolution that stands for the group."""
     importance: tuple[float, ...]
-    """One number a channel; comparable between groups."""
+    """One number a channel, comparable between groups; zeros where the group is kept whole."""
     cut_outputs: Mapping[str, int]
     """Convolution -> output channels that it loses."""
     cut_inputs: Mapping[str, int]
@@ -116,13 +116,14 @@ def prune_channels(
     """
     original = measure_convs(network, size) if original is None else original
     check_layer_names(cfg.layer_ratios, list(original), str(network.classifier_layer))
+    kept = [name for name, ratio in cfg.layer_ratios.items() if ratio == 0]
     widths = {name: conv.out_channels for name, conv in original.items()}
     budget = cfg.target_macs_ratio * total_macs(original)
     budget += (total_macs(original) - budget) * (1 - progress)
     start = total_macs(measure_convs(network, size))
     for step in range(1, cfg.num_steps + 1):
         graph = _trace(network, size)
-        groups = _find_groups(graph, network, cfg, batch_losses)
+        groups = _find_groups(graph, network, cfg.importance, kept=kept, batch_losses=batch_losses)
         shares = _shares_by_root(groups, cfg.layer_ratios)
         _check_multiple([group for group in groups if shares.get(group.root) != 0], widths, cfg)
         convs = measure_convs(network, size)
@@ -206,14 +207,38 @@ def _trace(network: "nn.Module", size: tuple[int, int]) -> Any:
 
 
 def _find_groups(
-    graph: Any, network: "nn.Module", cfg: ChannelPruning, batch_losses: BatchLosses | None
+    graph: Any,
+    network: "nn.Module",
+    importance: Importance = Importance.l1,
+    *,
+    kept: Collection[str] = (),
+    batch_losses: BatchLosses | None = None,
 ) -> list[ChannelGroup]:
     """List the groups that may be cut, in the order of the network's modules.
 
-    Each group starts at a plain convolution, where channels are independent; depthwise ones only follow.
-    Groups that are to be kept whole get no importance: zeros.
+    Groups with a layer in `kept` stay whole, so their importance is not measured: zeros.
     """
     import torch
+
+    found = _coupled_groups(graph, network)
+    scored = [
+        (group, coupled) for group, coupled in found if not any(name in kept for name in group.cut_outputs)
+    ]
+    with _tracing_errors():
+        values = score_channels(importance, [coupled for _, coupled in scored], network, batch_losses)
+    # A group of zeros has no mean to divide by.
+    scores = {
+        group.root: tuple(torch.nan_to_num(value, nan=0.0).tolist())
+        for (group, _), value in zip(scored, values, strict=True)
+    }
+    return [replace(group, importance=scores.get(group.root, group.importance)) for group, _ in found]
+
+
+def _coupled_groups(graph: Any, network: "nn.Module") -> list[tuple[ChannelGroup, Any]]:
+    """Return all groups but the classifier's, each with torch-pruning's own.
+
+    Each group starts at a plain convolution, where channels are independent; depthwise ones only follow.
+    """
     from torch import nn
 
     names = {module: name for name, module in network.named_modules()}
@@ -231,17 +256,7 @@ def _find_groups(
             found.append((group, coupled))
     if not found:
         raise ArtifactError("The network has no convolution that may be pruned, only its classifier.")
-    scored = [
-        pair for pair in found if 0.0 not in [cfg.layer_ratios.get(name) for name in pair[0].cut_outputs]
-    ]
-    with _tracing_errors():
-        values = score_channels(cfg.importance, [coupled for _, coupled in scored], network, batch_losses)
-    # A group of zeros has no mean to divide by.
-    scores = {
-        group.root: tuple(torch.nan_to_num(value, nan=0.0).tolist())
-        for (group, _), value in zip(scored, values, strict=True)
-    }
-    return [replace(group, importance=scores.get(group.root, group.importance)) for group, _ in found]
+    return found
 
 
 def _coupled_layers(graph: Any, root: "nn.Module", channels: list[int]) -> Any:
@@ -302,11 +317,11 @@ def check_layer_names(layer_ratios: Mapping[str, float], layers: Sequence[str], 
 
 def _check_multiple(groups: list[ChannelGroup], widths: Mapping[str, int], cfg: ChannelPruning) -> None:
     """Raise ConfigError when a layer that may be cut has fewer channels than one multiple."""
-    narrowest = min((widths[group.root], index) for index, group in enumerate(groups)) if groups else None
-    if narrowest is not None and narrowest[0] < cfg.channel_multiple:
+    narrowest = min((group.root for group in groups), key=lambda root: widths[root], default=None)
+    if narrowest is not None and widths[narrowest] < cfg.channel_multiple:
         raise ConfigError(
-            f"prune.channel_multiple is {cfg.channel_multiple}, but layer {groups[narrowest[1]].root!r} has only "
-            f"{narrowest[0]} channels. Set prune.channel_multiple to at most that, or train a "
+            f"prune.channel_multiple is {cfg.channel_multiple}, but layer {narrowest!r} has only "
+            f"{widths[narrowest]} channels. Set prune.channel_multiple to at most that, or train a "
             "wider network."
         )
 

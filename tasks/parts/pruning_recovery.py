@@ -60,8 +60,8 @@ def measure_val_miou(network: nn.Module, data: Path, batch_size: int) -> float:
     return 0.0 if miou is None else miou
 
 
-def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) -> float:
-    """Train a network on the labels, in place, and return the val mIoU of its best epoch; zeros stay zero.
+def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) -> None:
+    """Train a network on the labels, in place, and leave the weights of its best epoch in it; zeros stay zero.
 
     `out` takes what a killed run resumes from. A copy is trained: training leaves hooks behind, and pruning
     traces the network again.
@@ -69,8 +69,5 @@ def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) ->
     out.mkdir(parents=True, exist_ok=True)
     trained = copy.deepcopy(network)
     keep_zeros(trained)
-    report = train_network(
-        trained, label_objective(data, config.class_balance), data=data, config=config, out=out
-    )
+    train_network(trained, label_objective(data, config.class_balance), data=data, config=config, out=out)
     network.load_state_dict(trained.state_dict())
-    return report.val_miou

@@ -520,9 +520,8 @@ def test_steps_end_where_one_cut_would(method: Method, workshop: Workshop, tmp_p
         assert (
             second.macs_ratio <= cfg.target_macs_ratio <= first.macs_ratio <= (1 + cfg.target_macs_ratio) / 2
         )
-    # The last training changes nothing at this learning rate, so the last val mIoU is that of the file.
     found = measure_val_miou(load_checkpoint(model)[0], workshop.data, 4)
-    assert found == pytest.approx(second.val_miou, abs=0.02)
+    assert found == second.val_miou
     assert report.macs_ratio == second.macs_ratio and not report.is_stopped_at_floor
 
 
@@ -539,7 +538,7 @@ def test_last_state_above_the_floor_is_kept(workshop: Workshop, tmp_path: Path) 
     assert [step.is_kept for step in report.steps] == [True, False]
     assert report.is_stopped_at_floor
     assert report.weight_sparsity == report.steps[0].weight_sparsity < report.steps[1].weight_sparsity
-    assert measure_val_miou(load_checkpoint(model)[0], data, 4) == pytest.approx(mious[0], abs=0.02)
+    assert measure_val_miou(load_checkpoint(model)[0], data, 4) == mious[0]
     model, report = run(
         dataclasses.replace(cfg, min_val_miou_ratio=1.0), workshop.checkpoint, tmp_path / "none", data
     )

@@ -75,6 +75,11 @@ def test_taylor_adds_what_each_batch_would_lose(pair: Pair) -> None:
     assert all(parameter.grad is None for parameter in pair.parameters())
 
 
+def test_taylor_without_images_is_refused(pair: Pair) -> None:
+    with pytest.raises(ConfigError, match=r"taylor, which needs labelled images"):
+        score_channels(Importance.taylor, [], pair, None)
+
+
 def test_layer_without_batchnorm_has_no_batchnorm_scale() -> None:
     network = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 2, 1))
     with pytest.raises(ConfigError, match=r"no BatchNorm follows layer '0'.*layer_ratios=\{0: 0\.0\}"):
