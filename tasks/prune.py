@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import ConfigError
-from tasks.parts.channel_importance import Importance
+from tasks.parts.channel_importance import BatchLosses, Importance
 from tasks.parts.channel_pruning import ChannelPruning, ConvSize, Ranking
 from tasks.parts.trainer_config import TrainerConfig
 
@@ -156,9 +156,7 @@ def prune(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:
     """
     from tasks.parts.channel_pruning import check_layer_names, check_runs, measure_convs
     from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
-    from tasks.parts.data import read_manifest
     from tasks.parts.tables import write_table
-    from tasks.parts.training import check_same_classes
 
     network, card = load_checkpoint(checkpoint)
     size = (card.height, card.width)
@@ -166,6 +164,9 @@ def prune(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:
     before = measure_convs(network, size)
     check_layer_names(cfg.layer_ratios, list(before), str(network.classifier_layer))
     if cfg.needs_data:
+        from tasks.parts.data import read_manifest
+        from tasks.parts.training import check_same_classes
+
         check_same_classes(read_manifest(data).classes, card.classes, "distill")
     cut = Cut(cfg, data, size, before)
     if cfg.iterations == 1:
@@ -209,15 +210,7 @@ class Cut:
         cfg, total = self.cfg, total_macs(self.before)
         match cfg.method:
             case Method.channels:
-                from tasks.parts.pruning_recovery import batch_losses
-
-                losses = partial(
-                    batch_losses,
-                    data=self.data,
-                    class_balance=cfg.recovery.trainer.class_balance,
-                    num_images=cfg.num_images,
-                    batch_size=cfg.batch_size,
-                )
+                losses = self._batch_losses() if cfg.importance is Importance.taylor else None
                 prune_channels(
                     network, cfg, size=self.size, original=self.before, progress=progress, batch_losses=losses
                 )
@@ -237,6 +230,17 @@ class Cut:
                 from tasks.parts.weight_sparsity import prune_two_of_four
 
                 prune_two_of_four(network)
+
+    def _batch_losses(self) -> BatchLosses:
+        from tasks.parts.pruning_recovery import batch_losses
+
+        return partial(
+            batch_losses,
+            data=self.data,
+            class_balance=self.cfg.recovery.trainer.class_balance,
+            num_images=self.cfg.num_images,
+            batch_size=self.cfg.batch_size,
+        )
 
     def describe(self, network: "nn.Module", *, step: int, val_miou: float | None, is_kept: bool) -> Step:
         """Return the numbers of a network after a step."""
