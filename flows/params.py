@@ -60,6 +60,8 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError(_first_lines(error)) from error
     variants, targets = params.pop("variants"), params.pop("target")
     params["build_engine"] = targets
+    if params["prune"]["channel_multiple"] is None:
+        params["prune"]["channel_multiple"] = _largest_multiple(targets)
     params["engines"] = dict(_engines(variants, targets))
     if "distilled-cpu_torch" not in params["engines"]:
         raise ConfigError(
@@ -111,6 +113,12 @@ def _engines(variants: dict[str, Any], targets: dict[str, Any]) -> Iterator[tupl
                         "float_graph": files["float_graph"],
                     },
                 )
+
+
+def _largest_multiple(targets: dict[str, Any]) -> int | None:
+    """Return the largest channel multiple of the targets; None where none declares one, which is found later."""
+    found = [options.get("channel_multiple") for options in targets.values()]
+    return max((multiple for multiple in found if isinstance(multiple, int)), default=None)
 
 
 def _first_lines(error: Exception) -> str:

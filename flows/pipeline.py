@@ -46,7 +46,7 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
     teacher = stages.run("train.teacher", data=data) / "model.safetensors"
     baseline = stages.run("train.baseline", data=data) / "model.safetensors"
     distilled = stages.run("distill", teacher=teacher, data=data) / "model.safetensors"
-    narrowed = stages.run("prune", checkpoint=distilled) / "model.safetensors"
+    narrowed = stages.run("prune", checkpoint=distilled, data=data) / "model.safetensors"
     pruned = stages.run("finetune", checkpoint=narrowed, teacher=teacher, data=data) / "model.safetensors"
 
     checkpoints = {"teacher": teacher, "baseline": baseline, "distilled": distilled, "pruned": pruned}

@@ -76,6 +76,8 @@ class Report:
     """Of model.onnx."""
     opset: int
     """ONNX operator set."""
+    two_of_four_macs_share: float
+    """Share of the convolutions' MACs whose weights in the graph have at most two of four input channels non-zero."""
     differences: tuple[BatchDifference, ...]
     """Torch against ONNX Runtime, one per batch size."""
 
@@ -100,6 +102,7 @@ def export_onnx(cfg: Config, *, checkpoint: Path, out: Path) -> Report:
         num_parameters=sum(parameter.numel() for parameter in network.parameters()),
         size_bytes=path.stat().st_size,
         opset=cfg.opset,
+        two_of_four_macs_share=two_of_four_macs_share(graph),
         differences=tuple(BatchDifference(d.batch_size, d.max_abs, d.sqnr_db) for d in differences),
     )
     logger.info(
@@ -110,6 +113,23 @@ def export_onnx(cfg: Config, *, checkpoint: Path, out: Path) -> Report:
         max(found.max_abs for found in differences),
     )
     return report
+
+
+def two_of_four_macs_share(graph: "ModelProto") -> float:
+    """Return how much of the convolutions' work has 2:4 sparse weights in the graph as it is, BatchNorm folded."""
+    from onnx import numpy_helper
+
+    from tasks.parts.onnx_graph import conv_macs
+    from tasks.parts.weight_sparsity import is_two_of_four
+
+    macs = conv_macs(graph)
+    constants = {tensor.name: tensor for tensor in graph.graph.initializer}
+    sparse = [
+        macs[node.name]
+        for node in graph.graph.node
+        if node.op_type == "Conv" and is_two_of_four(numpy_helper.to_array(constants[node.input[1]]))
+    ]
+    return sum(sparse) / sum(macs.values())
 
 
 def _compare(cfg: Config, network: "nn.Module", graph: "ModelProto", card: "ModelCard") -> "list[Difference]":

@@ -23,6 +23,8 @@ class Config:
 def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: Path) -> TrainingReport:
     """Train a checkpoint further and write ``model.safetensors`` and ``history.csv``.
 
+    Weights that are exactly zero stay zero.
+
     Raises ArtifactError when checkpoint, teacher and data differ in their classes, TrainingDiverged when the
     loss is not finite.
     """
@@ -30,10 +32,12 @@ def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: P
     from tasks.parts.data import read_manifest
     from tasks.parts.distillation_objective import build_objective
     from tasks.parts.training import check_same_classes, train_network
+    from tasks.parts.weight_sparsity import keep_zeros
 
     manifest = read_manifest(data)
     network, card = load_checkpoint(checkpoint)
     check_same_classes(manifest.classes, card.classes, "distill")
+    keep_zeros(network)
     objective = build_objective(
         cfg.distillation,
         student=network,

@@ -1,21 +1,124 @@
-"""Remove the channels with the smallest weights until the network has the wanted share of its MACs."""
+"""Make a network smaller or sparser: remove channels or residual blocks, or set weights to zero."""
 
+import copy
 import csv
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tasks.parts.channel_pruning import ChannelPruning, ConvSize
+from tasks.core.errors import ConfigError
+from tasks.parts.channel_importance import BatchLosses, Importance
+from tasks.parts.channel_pruning import ChannelPruning, ConvSize, Ranking
+from tasks.parts.trainer_config import TrainerConfig
+
+if TYPE_CHECKING:
+    from torch import nn
 
 logger = logging.getLogger(__name__)
 
-Config = ChannelPruning
+
+class Method(StrEnum):
+    """What is removed."""
+
+    channels = "channels"
+    """Whole channels: every runtime gets faster (tasks/parts/channel_pruning.py)."""
+    blocks = "blocks"
+    """Whole residual blocks: every runtime gets faster (tasks/parts/block_pruning.py)."""
+    weights = "weights"
+    """Single weights become zero: smaller when compressed, no faster on most runtimes."""
+    two_of_four = "two_of_four"
+    """Two of four consecutive input channels become zero: faster with TensorRT's SPARSE_WEIGHTS."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a network is trained between two steps of pruning, on the labels alone."""
+
+    trainer: TrainerConfig
+    """Schedule, optimizer and the device: one process."""
+
+
+@dataclass(frozen=True)
+class Config(ChannelPruning):
+    """What is removed, how much, and in how many steps with training between."""
+
+    method: Method
+    """What is removed."""
+    weight_sparsity: float
+    """Method weights: share of the weights of all convolutions but the classifier that become zero."""
+    num_images: int
+    """Images that importance taylor (training split) and method blocks (calibration split) measure on."""
+    batch_size: int
+    """Of these images."""
+    iterations: int
+    """Steps of pruning, each but a single one followed by a training."""
+    min_val_miou_ratio: float
+    """With several iterations: floor of the val mIoU after a step, relative to that of the network as it came."""
+    recovery: Recovery
+    """With several iterations: the training after each step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.weight_sparsity < 1.0:
+            raise ConfigError(f"prune.weight_sparsity is {self.weight_sparsity}; expected between 0 and 1.")
+        for name, most in (("num_images", 10**9), ("batch_size", 10**6), ("iterations", 100)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ConfigError(f"prune.{name} is {getattr(self, name)}; expected 1 to {most}.")
+        if not 0.0 <= self.min_val_miou_ratio <= 1.0:
+            raise ConfigError(f"prune.min_val_miou_ratio is {self.min_val_miou_ratio}; expected 0 to 1.")
+        self._check_combination()
+
+    def _check_combination(self) -> None:
+        """Refuse what the chosen method would ignore."""
+        channels, weights = Method.channels, Method.weights
+        for key, neutral, methods in (
+            ("importance", Importance.l1, [channels]),
+            ("ranking", Ranking.across_layers, [channels, weights]),
+            ("layer_ratios", {}, [channels, weights]),
+            ("iterations", 1, [channels, Method.blocks, weights]),
+        ):
+            value = getattr(self, key)
+            if value != neutral and self.method not in methods:
+                raise ConfigError(
+                    f"prune.{key} is {value}, which only prune.method {' and '.join(methods)} can use; "
+                    f"prune.method is {self.method}. Set prune.{key}={neutral}."
+                )
+        trainer = self.recovery.trainer
+        if self.iterations > 1 and trainer.num_devices * trainer.num_nodes > 1:
+            raise ConfigError(
+                f"prune.recovery.trainer has {trainer.num_devices} devices on {trainer.num_nodes} nodes; the "
+                "short trainings between steps run in one process. Set num_devices=1 and num_nodes=1."
+            )
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether the data set is read at all."""
+        return self.iterations > 1 or self.method is Method.blocks or self.importance is Importance.taylor
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of pruning, with the training after it."""
+
+    step: int
+    """Counted from 1."""
+    macs_ratio: float
+    """MACs after this step by MACs of the network as it came."""
+    weight_sparsity: float
+    """Share of the convolutions' weights that are zero."""
+    val_miou: float | None
+    """After the training; None with a single step, which is not trained here."""
+    is_kept: bool
+    """Whether val_miou reached the floor."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was removed; MACs are those of one image of the training size."""
+    """What was removed; MACs are those of one image of the training size, zeros included."""
 
     macs_before: int
     macs_after: int
@@ -29,52 +132,226 @@ class Report:
     """Convolutions with fewer output channels than before."""
     num_channels_removed: int
     """Output channels, summed over all convolutions."""
+    blocks_removed: tuple[str, ...]
+    """Residual blocks that are gone."""
+    weight_sparsity: float
+    """Share of the convolutions' weights that are zero."""
+    dense_layers: tuple[str, ...]
+    """Method two_of_four: convolutions that stay dense because their input channels are no multiple of 4."""
+    val_miou_before: float | None
+    """Of the network as it came; None with a single step."""
+    is_stopped_at_floor: bool
+    """Whether a step fell below min_val_miou_ratio; the state before that step was written."""
+    steps: tuple[Step, ...]
+    """In order; the last one that is kept is what was written."""
 
 
-def prune(cfg: Config, *, checkpoint: Path, out: Path) -> Report:
-    """Prune a network and write ``model.safetensors`` and ``removed.csv``.
+def prune(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:
+    """Prune a network and write ``model.safetensors``, ``removed.csv`` and ``steps.csv``.
 
-    Raises GateFailed when the target is out of reach, ConfigError when the multiple does not fit the network,
-    ArtifactError when the network cannot be traced or does not run after the cut.
+    ``data`` is read only for importance taylor, method blocks and several iterations.
+
+    Raises GateFailed when the target is out of reach, ConfigError when the multiple or the layer ratios do not
+    fit the network, ArtifactError when the network cannot be traced or does not run after the cut.
     """
-    from tasks.parts.channel_pruning import check_runs, measure_convs, prune_channels, total_macs
+    from tasks.parts.channel_pruning import check_layer_names, check_runs, measure_convs
     from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
+    from tasks.parts.tables import write_table
 
     network, card = load_checkpoint(checkpoint)
     size = (card.height, card.width)
-    logger.info("%s: pruning to %.2f of its MACs", checkpoint, cfg.target_macs_ratio)
+    logger.info("%s: pruning %s", checkpoint, cfg.method)
     before = measure_convs(network, size)
-    num_parameters_before = sum(parameter.numel() for parameter in network.parameters())
-    prune_channels(network, cfg, size=size)
+    check_layer_names(cfg.layer_ratios, list(before), str(network.classifier_layer))
+    if cfg.needs_data:
+        from tasks.parts.data import read_manifest
+        from tasks.parts.training import check_same_classes
+
+        check_same_classes(read_manifest(data).classes, card.classes, "distill")
+    cut = Cut(cfg, data, size, before)
+    if cfg.iterations == 1:
+        pruned = copy.deepcopy(network)
+        cut.apply(pruned, progress=1.0)
+        miou_before, steps = None, [cut.describe(pruned, step=1, val_miou=None, is_kept=True)]
+    else:
+        pruned, miou_before, steps = _prune_step_by_step(cut, network, out / "resume")
     for height, width in (size, (2 * size[0], 2 * size[1])):
-        check_runs(network, height, width, len(card.classes))
-    after = measure_convs(network, size)
+        check_runs(pruned, height, width, len(card.classes))
+    after = measure_convs(pruned, size)
     _write_removed(out / "removed.csv", before, after)
-    save_checkpoint(out / "model.safetensors", network, card)
-    removed = {name: before[name].out_channels - after[name].out_channels for name in before}
-    macs_before, macs_after = total_macs(before), total_macs(after)
+    write_table(out / "steps.csv", steps)
+    save_checkpoint(out / "model.safetensors", pruned, card)
+    report = _report(cfg, network, pruned, before, after, miou_before, steps)
     logger.info(
-        "pruned %.1f -> %.1f MMACs, %d channels", macs_before / 1e6, macs_after / 1e6, sum(removed.values())
+        "pruned %.1f -> %.1f MMACs, %d channels, %.0f %% zeros",
+        report.macs_before / 1e6,
+        report.macs_after / 1e6,
+        report.num_channels_removed,
+        report.weight_sparsity * 100,
     )
+    return report
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is to be removed from one network, in one step or several."""
+
+    cfg: Config
+    data: Path
+    size: tuple[int, int]
+    """Height and width for which MACs are counted."""
+    before: Mapping[str, ConvSize]
+    """The convolutions of the network as it came."""
+
+    def apply(self, network: "nn.Module", *, progress: float) -> None:
+        """Prune in place until the given share of the whole cut is done."""
+        from tasks.parts.channel_pruning import prune_channels, total_macs
+
+        cfg, total = self.cfg, total_macs(self.before)
+        match cfg.method:
+            case Method.channels:
+                losses = self._batch_losses() if cfg.importance is Importance.taylor else None
+                prune_channels(
+                    network, cfg, size=self.size, original=self.before, progress=progress, batch_losses=losses
+                )
+            case Method.blocks:
+                from tasks.parts.block_pruning import prune_blocks
+                from tasks.parts.pruning_recovery import read_batches
+
+                sample = read_batches(
+                    self.data, "calibration", batch_size=cfg.batch_size, num_images=cfg.num_images
+                )
+                limit_macs = total * (1 - (1 - cfg.target_macs_ratio) * progress)
+                batches = [images_NCHW for images_NCHW, _ in sample]
+                prune_blocks(network, batches=batches, size=self.size, limit_macs=limit_macs)
+            case Method.weights:
+                _zero_weights(network, cfg, progress)
+            case Method.two_of_four:
+                from tasks.parts.weight_sparsity import prune_two_of_four
+
+                prune_two_of_four(network)
+
+    def _batch_losses(self) -> BatchLosses:
+        from tasks.parts.pruning_recovery import batch_losses
+
+        return partial(
+            batch_losses,
+            data=self.data,
+            class_balance=self.cfg.recovery.trainer.class_balance,
+            num_images=self.cfg.num_images,
+            batch_size=self.cfg.batch_size,
+        )
+
+    def describe(self, network: "nn.Module", *, step: int, val_miou: float | None, is_kept: bool) -> Step:
+        """Return the numbers of a network after a step."""
+        from tasks.parts.channel_pruning import measure_convs, total_macs
+
+        macs_ratio = total_macs(measure_convs(network, self.size)) / total_macs(self.before)
+        return Step(step, macs_ratio, _sparsity(network), val_miou, is_kept)
+
+
+def _prune_step_by_step(
+    cut: Cut, network: "nn.Module", resume: Path
+) -> "tuple[nn.Module, float, list[Step]]":
+    """Prune a part, train, prune the next part; stop before the step that falls below the floor.
+
+    Returns the network after the last kept step, the val mIoU before the first, and all steps.
+    """
+    from tasks.parts.pruning_recovery import measure_val_miou, recover
+
+    cfg = cut.cfg
+    cut.apply(copy.deepcopy(network), progress=1.0)  # an impossible target fails now, not after the trainings
+    miou_before = measure_val_miou(network, cut.data, cfg.recovery.trainer.batch_size)
+    floor = cfg.min_val_miou_ratio * miou_before
+    kept, steps = network, []
+    for step in range(1, cfg.iterations + 1):
+        candidate = copy.deepcopy(kept)
+        cut.apply(candidate, progress=step / cfg.iterations)
+        recover(candidate, cut.data, cfg.recovery.trainer, resume / f"step_{step}")
+        val_miou = measure_val_miou(candidate, cut.data, cfg.recovery.trainer.batch_size)
+        steps.append(cut.describe(candidate, step=step, val_miou=val_miou, is_kept=val_miou >= floor))
+        logger.info(
+            "step %d/%d: %.2f of the MACs, %.2f zeros, val mIoU %.4f (floor %.4f)",
+            step,
+            cfg.iterations,
+            steps[-1].macs_ratio,
+            steps[-1].weight_sparsity,
+            val_miou,
+            floor,
+        )
+        if val_miou < floor:
+            logger.warning("step %d is below the floor (prune.min_val_miou_ratio) and is not kept", step)
+            break
+        kept = candidate
+    return kept, miou_before, steps
+
+
+def _zero_weights(network: "nn.Module", cfg: Config, progress: float) -> None:
+    """Set the smallest weights to zero: named layers by their own share, all others by `weight_sparsity`."""
+    from torch import nn
+
+    from tasks.parts.weight_sparsity import zero_smallest_weights
+
+    layers = [name for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)]
+    rest = [name for name in layers if name not in (str(network.classifier_layer), *cfg.layer_ratios)]
+    for name, ratio in cfg.layer_ratios.items():
+        zero_smallest_weights(network, [name], ratio * progress)
+    for names in [rest] if cfg.ranking is Ranking.across_layers else [[name] for name in rest]:
+        if names:
+            zero_smallest_weights(network, names, cfg.weight_sparsity * progress)
+
+
+def _sparsity(network: "nn.Module") -> float:
+    from tasks.parts.weight_sparsity import count_zeros
+
+    zeros = count_zeros(network)
+    return sum(zeros.values()) / sum(network.get_parameter(f"{name}.weight").numel() for name in zeros)
+
+
+def _report(
+    cfg: Config,
+    network: "nn.Module",
+    pruned: "nn.Module",
+    before: Mapping[str, ConvSize],
+    after: Mapping[str, ConvSize],
+    miou_before: float | None,
+    steps: list[Step],
+) -> Report:
+    from tasks.parts.channel_pruning import total_macs
+    from tasks.parts.networks.residual import residual_blocks
+    from tasks.parts.weight_sparsity import layers_without_pattern
+
+    removed = {name: _channels_removed(name, before, after) for name in before}
+    left = residual_blocks(pruned)
     return Report(
-        macs_before=macs_before,
-        macs_after=macs_after,
-        macs_ratio=macs_after / macs_before,
-        num_parameters_before=num_parameters_before,
-        num_parameters_after=sum(parameter.numel() for parameter in network.parameters()),
+        macs_before=total_macs(before),
+        macs_after=total_macs(after),
+        macs_ratio=total_macs(after) / total_macs(before),
+        num_parameters_before=sum(parameter.numel() for parameter in network.parameters()),
+        num_parameters_after=sum(parameter.numel() for parameter in pruned.parameters()),
         num_layers=len(before),
         num_layers_pruned=sum(count > 0 for count in removed.values()),
         num_channels_removed=sum(removed.values()),
+        blocks_removed=tuple(name for name in residual_blocks(network) if name not in left),
+        weight_sparsity=_sparsity(pruned),
+        dense_layers=tuple(layers_without_pattern(pruned)) if cfg.method is Method.two_of_four else (),
+        val_miou_before=miou_before,
+        is_stopped_at_floor=not steps[-1].is_kept,
+        steps=tuple(steps),
     )
 
 
+def _channels_removed(name: str, before: Mapping[str, ConvSize], after: Mapping[str, ConvSize]) -> int:
+    return before[name].out_channels - (after[name].out_channels if name in after else 0)
+
+
 def _write_removed(path: Path, before: Mapping[str, ConvSize], after: Mapping[str, ConvSize]) -> None:
-    """Write one row for each convolution, in the order of execution."""
+    """Write one row for each convolution, in the order of execution; those of a dropped block have 0 channels."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         columns = ("channels_before", "channels_after", "channels_removed", "macs_before", "macs_after")
         writer.writerow(("layer", *columns))
         for name, old in before.items():
-            new = after[name]
-            removed = old.out_channels - new.out_channels
-            writer.writerow((name, old.out_channels, new.out_channels, removed, old.macs, new.macs))
+            removed = _channels_removed(name, before, after)
+            macs = after[name].macs if name in after else 0
+            writer.writerow((name, old.out_channels, old.out_channels - removed, removed, old.macs, macs))

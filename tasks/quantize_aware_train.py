@@ -65,7 +65,8 @@ def quantize_aware_train(
 ) -> Report:
     """Write ``model.onnx`` (S8S8 Q/DQ) and ``history.csv``; ``model`` is the float graph of ``checkpoint``.
 
-    BatchNorm is folded before training, so that the network trains what the INT8 graph computes.
+    BatchNorm is folded before training, so that the network trains what the INT8 graph computes. Weights that are
+    exactly zero stay zero.
 
     Raises ArtifactError when the inputs do not belong together, TrainingDiverged when the loss is not finite,
     GateFailed when the graph does not compute what was trained.
@@ -80,6 +81,7 @@ def quantize_aware_train(
     from tasks.parts.onnx_graph import read_graph, write_graph
     from tasks.parts.onnx_qdq import insert_qdq, read_ranges
     from tasks.parts.training import check_same_classes, train_network
+    from tasks.parts.weight_sparsity import keep_zeros
 
     network, card = load_checkpoint(checkpoint)
     manifest = read_manifest(data)
@@ -93,6 +95,7 @@ def quantize_aware_train(
 
     start = {name: value.clone() for name, value in folded.state_dict().items()}
     simulated = fake_quantize(folded, float_graph, tensor_ranges, op_types=cfg.op_types)
+    keep_zeros(simulated)
     objective = build_objective(
         cfg.distillation,
         student=simulated,

@@ -40,6 +40,26 @@ def test_params_are_what_conf_composes(params: dict[str, Any]) -> None:
     assert params == compose_params()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], 16),
+        (["target.cpu_openvino.channel_multiple=32"], 32),
+        (["target=[cpu_torch,cpu_openvino]", "target.cpu_torch.channel_multiple=1"], 16),
+        (["target.cpu_openvino.channel_multiple=32", "prune.channel_multiple=8"], 8),
+    ],
+)
+def test_channel_multiple_is_the_largest_of_the_targets_unless_a_number_is_given(
+    overrides: list[str], expected: int
+) -> None:
+    assert compose_params(overrides)["prune"]["channel_multiple"] == expected
+
+
+def test_layer_ratios_are_given_by_dotted_names() -> None:
+    override = "+prune.layer_ratios={context.1.expand.conv: 0.25}"
+    assert compose_params([override])["prune"]["layer_ratios"] == {"context.1.expand.conv": 0.25}
+
+
 def test_flow_and_dvc_have_the_same_commands(
     flow_calls: dict[str, dict[str, Path]], dvc_stages: dict[str, Any]
 ) -> None:

@@ -1,19 +1,19 @@
 """Remove whole channels of coupled layers.
 
-Structured pruning by L1 norm: Li et al., "Pruning Filters for Efficient ConvNets", 2017, arXiv:1608.08710,
-over the groups of coupled layers of Fang et al., "DepGraph: Towards Any Structural Pruning", 2023,
-arXiv:2301.12900 (torch-pruning).
+Over the groups of coupled layers of Fang et al., "DepGraph: Towards Any Structural Pruning", 2023,
+arXiv:2301.12900 (torch-pruning), the least important channels first (tasks/parts/channel_importance.py).
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+from tasks.parts.channel_importance import BatchLosses, Importance, score_channels
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,6 +42,10 @@ class ChannelPruning:
     """Largest share of its channels that one layer may lose; keeps thin layers from becoming bottlenecks."""
     num_steps: int
     """Portions; the importance is measured again before each one."""
+    importance: Importance
+    """What makes a channel important."""
+    layer_ratios: dict[str, float]
+    """Layer -> share of its channels that go; 0 keeps it whole. All other layers compete for the target."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.target_macs_ratio < 1.0:
@@ -54,6 +58,11 @@ class ChannelPruning:
             raise ConfigError(f"prune.max_layer_ratio is {self.max_layer_ratio}; expected between 0 and 1.")
         if not 1 <= self.num_steps <= 100:
             raise ConfigError(f"prune.num_steps is {self.num_steps}; expected 1 to 100.")
+        for name, ratio in self.layer_ratios.items():
+            if not 0.0 <= ratio < 1.0:
+                raise ConfigError(
+                    f"prune.layer_ratios.{name} is {ratio}; expected at least 0 and less than 1."
+                )
 
 
 @dataclass(frozen=True)
@@ -80,35 +89,47 @@ class ChannelGroup:
     root: str
     """Convolution that stands for the group."""
     importance: tuple[float, ...]
-    """L1 norm over the group, one number a channel, mean 1."""
+    """One number a channel, comparable between groups; zeros where the group is kept whole."""
     cut_outputs: Mapping[str, int]
     """Convolution -> output channels that it loses."""
     cut_inputs: Mapping[str, int]
     """Convolution -> input channels that it loses."""
 
 
-def prune_channels(network: "nn.Module", cfg: ChannelPruning, *, size: tuple[int, int]) -> None:
+def prune_channels(
+    network: "nn.Module",
+    cfg: ChannelPruning,
+    *,
+    size: tuple[int, int],
+    original: Mapping[str, ConvSize] | None = None,
+    progress: float = 1.0,
+    batch_losses: BatchLosses | None = None,
+) -> None:
     """Prune in place, in `num_steps` portions, the last one ending at the target; the classifier is kept.
 
-    `size` is the (height, width) for which MACs are counted. Raises GateFailed when the target is out of reach,
-    ConfigError when the multiple does not fit the network, ArtifactError when it cannot be traced.
+    `size` is the (height, width) for which MACs are counted. A network that is pruned bit by bit, with training
+    between, gives what `measure_convs` found at first as `original`, and in `progress` the share of the whole
+    cut that is done after this call. Importance `taylor` needs `batch_losses`.
+
+    Raises GateFailed when the target is out of reach, ConfigError when the multiple or the layer ratios do not
+    fit the network, ArtifactError when it cannot be traced.
     """
-    original = measure_convs(network, size)
+    original = measure_convs(network, size) if original is None else original
+    check_layer_names(cfg.layer_ratios, list(original), str(network.classifier_layer))
+    kept = [name for name, ratio in cfg.layer_ratios.items() if ratio == 0]
     widths = {name: conv.out_channels for name, conv in original.items()}
     budget = cfg.target_macs_ratio * total_macs(original)
+    budget += (total_macs(original) - budget) * (1 - progress)
+    start = total_macs(measure_convs(network, size))
     for step in range(1, cfg.num_steps + 1):
         graph = _trace(network, size)
-        groups = _find_groups(graph, network)
-        narrowest = min(groups, key=lambda group: widths[group.root])
-        if widths[narrowest.root] < cfg.channel_multiple:
-            raise ConfigError(
-                f"prune.channel_multiple is {cfg.channel_multiple}, but layer {narrowest.root!r} has only "
-                f"{widths[narrowest.root]} channels. Set prune.channel_multiple to at most that, or train a "
-                "wider network."
-            )
+        groups = _find_groups(graph, network, cfg.importance, kept=kept, batch_losses=batch_losses)
+        shares = _shares_by_root(groups, cfg.layer_ratios)
+        _check_multiple([group for group in groups if shares.get(group.root) != 0], widths, cfg)
         convs = measure_convs(network, size)
-        limit = budget + (total_macs(original) - budget) * (1 - step / cfg.num_steps)
-        cuts = _choose_cuts(groups, convs, widths, cfg, limit=limit)
+        limit = budget + (start - budget) * (1 - step / cfg.num_steps)
+        ordered = {root: share * progress for root, share in shares.items()}
+        cuts = _choose_cuts(groups, convs, widths, cfg, limit=limit, ordered=ordered)
         for group in groups:
             if cuts[group.root]:
                 _cut(graph, network, group, cuts[group.root])
@@ -185,31 +206,57 @@ def _trace(network: "nn.Module", size: tuple[int, int]) -> Any:
         )
 
 
-def _find_groups(graph: Any, network: "nn.Module") -> list[ChannelGroup]:
+def _find_groups(
+    graph: Any,
+    network: "nn.Module",
+    importance: Importance = Importance.l1,
+    *,
+    kept: Collection[str] = (),
+    batch_losses: BatchLosses | None = None,
+) -> list[ChannelGroup]:
     """List the groups that may be cut, in the order of the network's modules.
+
+    Groups with a layer in `kept` stay whole, so their importance is not measured: zeros.
+    """
+    import torch
+
+    found = _coupled_groups(graph, network)
+    scored = [
+        (group, coupled) for group, coupled in found if not any(name in kept for name in group.cut_outputs)
+    ]
+    with _tracing_errors():
+        values = score_channels(importance, [coupled for _, coupled in scored], network, batch_losses)
+    # A group of zeros has no mean to divide by.
+    scores = {
+        group.root: tuple(torch.nan_to_num(value, nan=0.0).tolist())
+        for (group, _), value in zip(scored, values, strict=True)
+    }
+    return [replace(group, importance=scores.get(group.root, group.importance)) for group, _ in found]
+
+
+def _coupled_groups(graph: Any, network: "nn.Module") -> list[tuple[ChannelGroup, Any]]:
+    """Return all groups but the classifier's, each with torch-pruning's own.
 
     Each group starts at a plain convolution, where channels are independent; depthwise ones only follow.
     """
     from torch import nn
-    from torch_pruning.pruner.importance import GroupMagnitudeImportance
 
     names = {module: name for name, module in network.named_modules()}
-    importance = GroupMagnitudeImportance(p=1)
-    groups: list[ChannelGroup] = []
+    found: list[tuple[ChannelGroup, Any]] = []
     seen = {str(network.classifier_layer)}
     for root, name in names.items():
         if not isinstance(root, nn.Conv2d) or root.groups > 1 or name in seen:
             continue
         with _tracing_errors():
             coupled = _coupled_layers(graph, root, list(range(root.out_channels)))
-            group = _describe_group(graph, names, coupled, importance(coupled).detach())
+            group = _describe_group(graph, names, coupled)
         is_kept = str(network.classifier_layer) in group.cut_outputs
         seen.update(group.cut_outputs)
         if not is_kept:
-            groups.append(group)
-    if not groups:
+            found.append((group, coupled))
+    if not found:
         raise ArtifactError("The network has no convolution that may be pruned, only its classifier.")
-    return groups
+    return found
 
 
 def _coupled_layers(graph: Any, root: "nn.Module", channels: list[int]) -> Any:
@@ -217,10 +264,7 @@ def _coupled_layers(graph: Any, root: "nn.Module", channels: list[int]) -> Any:
     return graph.get_pruning_group(root, graph.get_pruner_of_module(root).prune_out_channels, channels)
 
 
-def _describe_group(
-    graph: Any, names: Mapping["nn.Module", str], coupled: Any, importance: "Tensor"
-) -> ChannelGroup:
-    import torch
+def _describe_group(graph: Any, names: Mapping["nn.Module", str], coupled: Any) -> ChannelGroup:
     from torch import nn
 
     num_channels = len(coupled[0].idxs)
@@ -231,8 +275,55 @@ def _describe_group(
         if isinstance(layer, nn.Conv2d):
             is_output = graph.is_out_channel_pruning_fn(dependency.handler)
             (outputs if is_output else inputs)[names[layer]] += len(idxs) // num_channels
-    values = torch.nan_to_num(importance, nan=0.0).tolist()  # a group of zeros has no mean to divide by
-    return ChannelGroup(names[coupled[0].dep.target.module], tuple(values), outputs, inputs)
+    root = names[coupled[0].dep.target.module]
+    return ChannelGroup(root, (0.0,) * num_channels, outputs, inputs)
+
+
+def _shares_by_root(groups: list[ChannelGroup], layer_ratios: Mapping[str, float]) -> dict[str, float]:
+    """Return root -> share of its channels that go, for the groups that `layer_ratios` names.
+
+    Raises ConfigError for a layer that follows several others, or two of one group with different shares.
+    """
+    shares: dict[str, float] = {}
+    for name, ratio in layer_ratios.items():
+        owners = [group for group in groups if name in group.cut_outputs]
+        if len(owners) != 1:
+            roots = ", ".join(group.root for group in owners) or "the classifier"
+            raise ConfigError(
+                f"prune.layer_ratios names {name!r}, whose channels are those of {roots}. Name these instead."
+            )
+        if shares.setdefault(owners[0].root, ratio) != ratio:
+            raise ConfigError(
+                f"prune.layer_ratios gives {name!r} {ratio}, but a layer that is added to it {shares[owners[0].root]}"
+                f"; {', '.join(owners[0].cut_outputs)} only lose channels together. Give one share to all."
+            )
+    return shares
+
+
+def check_layer_names(layer_ratios: Mapping[str, float], layers: Sequence[str], classifier: str) -> None:
+    """Raise ConfigError when `layer_ratios` names the classifier, or what is none of the network's `layers`."""
+    if classifier in layer_ratios:
+        raise ConfigError(
+            f"prune.layer_ratios names the classifier {classifier!r}, which is never pruned: its channels are "
+            "the classes. Remove it from prune.layer_ratios."
+        )
+    unknown = [name for name in layer_ratios if name not in layers]
+    if unknown:
+        raise ConfigError(
+            f"prune.layer_ratios names {unknown[0]!r}, which is no convolution of the network. There are: "
+            f"{', '.join(name for name in layers if name != classifier)}."
+        )
+
+
+def _check_multiple(groups: list[ChannelGroup], widths: Mapping[str, int], cfg: ChannelPruning) -> None:
+    """Raise ConfigError when a layer that may be cut has fewer channels than one multiple."""
+    narrowest = min((group.root for group in groups), key=lambda root: widths[root], default=None)
+    if narrowest is not None and widths[narrowest] < cfg.channel_multiple:
+        raise ConfigError(
+            f"prune.channel_multiple is {cfg.channel_multiple}, but layer {narrowest!r} has only "
+            f"{widths[narrowest]} channels. Set prune.channel_multiple to at most that, or train a "
+            "wider network."
+        )
 
 
 def _choose_cuts(
@@ -242,19 +333,22 @@ def _choose_cuts(
     cfg: ChannelPruning,
     *,
     limit: float,
+    ordered: Mapping[str, float],
 ) -> dict[str, list[int]]:
-    """Take portions of channels, cheapest first, until at most `limit` MACs remain.
+    """Cut the `ordered` shares (by root), then take portions of channels, cheapest first, down to `limit` MACs.
 
     Returns root -> indices of the channels to remove. `widths` are the channels before any pruning.
     """
     portions: list[tuple[float, int, list[int]]] = []
-    for index, group in enumerate(groups):
-        portions += [
-            (score, index, channels) for score, channels in _portions(group, widths[group.root], cfg)
-        ]
-    portions.sort(key=lambda portion: portion[:2])
     cuts: dict[str, list[int]] = {group.root: [] for group in groups}
-    macs = total_macs(convs)
+    for index, group in enumerate(groups):
+        width = widths[group.root]
+        if group.root in ordered:
+            cuts[group.root] = _ordered_cut(group, width, ordered[group.root], cfg.channel_multiple)
+        else:
+            portions += [(score, index, channels) for score, channels in _portions(group, width, cfg)]
+    portions.sort(key=lambda portion: portion[:2])
+    macs = _macs_after(groups, convs, cuts)
     for _, index, channels in portions:
         if macs <= limit:
             return cuts
@@ -269,13 +363,23 @@ def _choose_cuts(
     return cuts
 
 
+def _ordered_cut(group: ChannelGroup, width: int, share: float, multiple: int) -> list[int]:
+    """Return the least important channels so that a whole multiple is left and at most `share` of `width` goes."""
+    left = max(multiple, math.ceil(round(width * (1 - share) / multiple, 6)) * multiple)
+    return _by_importance(group)[: max(0, len(group.importance) - left)]
+
+
+def _by_importance(group: ChannelGroup) -> list[int]:
+    return sorted(range(len(group.importance)), key=lambda channel: (group.importance[channel], channel))
+
+
 def _portions(group: ChannelGroup, width: int, cfg: ChannelPruning) -> list[tuple[float, list[int]]]:
     """Split a group's removable channels, least important first, into portions with a rising score.
 
     The first portion brings the rest to a whole multiple, each further one takes one multiple.
     """
     found = len(group.importance)
-    order = sorted(range(found), key=lambda channel: (group.importance[channel], channel))
+    order = _by_importance(group)
     floor = max(cfg.channel_multiple, math.ceil(width * (1 - cfg.max_layer_ratio)))
     portions: list[tuple[float, list[int]]] = []
     start = 0

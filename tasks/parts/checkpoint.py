@@ -36,7 +36,8 @@ def save_checkpoint(path: Path, model: "nn.Module", card: ModelCard) -> None:
 def load_checkpoint(path: Path) -> "tuple[nn.Module, ModelCard]":
     """Rebuild a network from a checkpoint and return it, in eval mode, with its card.
 
-    A pruned model's layers take the sizes of the stored tensors. Random state is left alone.
+    A pruned model's layers take the sizes of the stored tensors, and a residual block without any stored tensor
+    was dropped. Random state is left alone.
     Raises ArtifactError when the file is damaged, its keys are not exactly the network's, a tensor is not
     finite, or shapes contradict each other.
     """
@@ -45,6 +46,7 @@ def load_checkpoint(path: Path) -> "tuple[nn.Module, ModelCard]":
     from safetensors.torch import load
 
     from tasks.parts.networks.build import build_network
+    from tasks.parts.networks.residual import drop_absent_blocks
 
     card, keys = read_card_and_keys(path)
     try:
@@ -53,6 +55,7 @@ def load_checkpoint(path: Path) -> "tuple[nn.Module, ModelCard]":
         raise ArtifactError(f"{path} is damaged ({error}). Run the stage that makes it again.") from error
     with torch.device("meta"):
         model = build_network(card.network, len(card.classes))
+    drop_absent_blocks(model, keys)
     _check_keys(path, set(keys), set(model.state_dict()))
     _check_finite(path, tensors)
     _fit_layers(path, model, tensors)

@@ -18,7 +18,7 @@ class ModelCard:
     """What a file of weights is: enough to rebuild the network and to feed it."""
 
     network: NetworkConfig
-    """Architecture before pruning; a pruned model's real widths are those of the stored tensors."""
+    """Architecture before pruning; a pruned model's real widths and blocks are those of the stored tensors."""
     classes: tuple[str, ...]
     """Names in the order of the logits."""
     mean: tuple[float, float, float]

@@ -18,6 +18,8 @@ ANY_VERSION = "any"
 ISA_FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 """Flags of /proc/cpuinfo that change which kernels a runtime picks."""
 
+CHANNEL_MULTIPLES = (1, 8, 16, 32, 64)
+
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _VERSION = re.compile(r"\d+(\.\d+)*|" + ANY_VERSION)
 
@@ -56,6 +58,12 @@ class Target:
     """Threads of one inference. More than free cores makes latency worse and noisy."""
     max_batch: int
     """Largest batch that the engine accepts. OpenVINO compiles for 1..max_batch."""
+    channel_multiple: int
+    """Layer widths that this device computes without waste; pruning keeps multiples of the largest of all targets.
+
+    16 floats fill an AVX-512 register, 32 int8 channels are one vector of TensorRT's CHW32 format, 64 a row of
+    int8 in AMX. 1: any width.
+    """
     uint8_activations: bool
     """Re-encode int8 activations of Q/DQ graphs as uint8, losslessly.
 
@@ -85,6 +93,12 @@ class Target:
         self._require(self.device == "cpu", "device", self.device, '"cpu"')
         self._require(1 <= self.num_threads <= 1024, "num_threads", self.num_threads, "1..1024")
         self._require(1 <= self.max_batch <= 4096, "max_batch", self.max_batch, "1..4096")
+        self._require(
+            self.channel_multiple in CHANNEL_MULTIPLES,
+            "channel_multiple",
+            self.channel_multiple,
+            ", ".join(map(str, CHANNEL_MULTIPLES)),
+        )
         self._require(bool(self.work_pool), "work_pool", self.work_pool, "the name of a work pool")
         for floor in ("min_agreement_db", "min_agreement_int8_db"):
             self._require(getattr(self, floor) >= 0, floor, getattr(self, floor), "0 dB or more")

@@ -1,5 +1,6 @@
 """How a network is trained, and what came of it: what train, distill and finetune share."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -43,6 +44,9 @@ class TrainerConfig:
     """Peak of the one-cycle schedule (Smith and Topin, 2018), for AdamW."""
     weight_decay: float
     """AdamW's decoupled weight decay."""
+    batchnorm_l1: float
+    """Weight of the L1 norm of all BatchNorm scales in the loss, for prune.importance batchnorm_scale (Liu et al.,
+    "Network Slimming", 2017, arXiv:1708.06519, equation 1, with 1e-5 to 1e-4); 0 leaves it out."""
     patience_epochs: int
     """Stop after so many epochs without a better validation mIoU."""
     class_balance: float
@@ -70,8 +74,8 @@ class TrainerConfig:
         for name in ("max_epochs", "batch_size", "patience_epochs", "num_devices", "num_nodes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}, expected at least 1.")
-        for name in ("seed", "num_workers", "weight_decay"):
-            if getattr(self, name) < 0:
+        for name in ("seed", "num_workers", "weight_decay", "batchnorm_l1"):
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}, expected at least 0.")
         if not 0 < self.learning_rate < 10:
             raise ConfigError(f"trainer.learning_rate is {self.learning_rate}, expected 0 < value < 10.")

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from tasks.core.errors import ArtifactError, ProcessDied, TrainingDiverged
+from tasks.core.errors import ArtifactError, ConfigError, ProcessDied, TrainingDiverged
 from tasks.parts.data import Manifest, normalise, open_split, read_manifest
 from tasks.parts.losses import segmentation_loss
 from tasks.parts.metrics import scores
@@ -214,6 +214,8 @@ class SegmentationModule(lightning.LightningModule):
         images_NCHW, masks_NHW = self._augment(*batch)
         images_NCHW = images_NCHW.contiguous(memory_format=torch.channels_last)
         loss: Tensor = self.objective(self.network, images_NCHW, masks_NHW)
+        if self._config.batchnorm_l1:
+            loss = loss + self._config.batchnorm_l1 * batchnorm_l1_norm(self.network)
         if not torch.isfinite(loss):
             raise TrainingDiverged(
                 f"The loss is {loss.item()} at step {self.global_step} (learning rate {self._learning_rate():.2e}). "
@@ -385,6 +387,21 @@ class WorkerMemory(Callback):
                 num_pages = int(Path(f"/proc/{worker.pid}/statm").read_text(encoding="ascii").split()[1])
                 if num_pages and worker.pid:
                     self.rss_mib[worker.pid] = num_pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def batchnorm_l1_norm(network: nn.Module) -> Tensor:
+    """Return the sum of the magnitudes of all BatchNorm scales (Liu et al., 2017, arXiv:1708.06519).
+
+    Raises ConfigError when there is none: the penalty would do nothing.
+    """
+    scales: list[Tensor] = [
+        layer.weight for layer in network.modules() if isinstance(layer, nn.BatchNorm2d) and layer.affine
+    ]
+    if not scales:
+        raise ConfigError(
+            "trainer.batchnorm_l1 is above 0, but the network has no BatchNorm scale. Set it to 0."
+        )
+    return torch.cat(scales).abs().sum()
 
 
 def enable_gradient_checkpointing(network: nn.Module) -> None:

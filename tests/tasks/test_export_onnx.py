@@ -2,11 +2,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from onnx import numpy_helper
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
 from tasks.export_onnx import Config, export_onnx
-from tasks.parts.onnx_graph import node_sources, read_card_of_graph, read_graph
+from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
+from tasks.parts.onnx_graph import conv_macs, node_sources, read_card_of_graph, read_graph
+from tasks.parts.weight_sparsity import layers_without_pattern, prune_two_of_four
 
 CONFIG = Config(opset=20, batch_sizes=[1, 3], max_abs_difference=1e-3, min_sqnr_db=80.0, seed=0)
 
@@ -53,6 +58,36 @@ def test_checkpoint_with_nan_weights_is_refused(workshop: Any, tmp_path: Path) -
     safetensors.torch.save_file(tensors, tmp_path / "nan.safetensors", metadata)
     with pytest.raises(ArtifactError, match=r"classifier\.weight"):
         export_onnx(CONFIG, checkpoint=tmp_path / "nan.safetensors", out=tmp_path)
+
+
+def test_two_of_four_share_is_that_of_the_weights_in_the_graph(workshop: Any, tmp_path: Path) -> None:
+    """Counted again here, with loops, on the folded weights that the runtime will read."""
+    network, card = load_checkpoint(workshop.checkpoint)
+    prune_two_of_four(network)
+    with torch.no_grad():
+        network.get_parameter("head.1.pointwise.conv.weight")[0, 4:7] = 1.0  # three of four: dense
+    save_checkpoint(tmp_path / "sparse.safetensors", network, card)
+    report = export_onnx(CONFIG, checkpoint=tmp_path / "sparse.safetensors", out=tmp_path)
+    graph = read_graph(tmp_path / "model.onnx")
+    weights = {item.name: numpy_helper.to_array(item) for item in graph.graph.initializer}
+    macs, total, sparse, dense = conv_macs(graph), 0, 0, []
+    for node in graph.graph.node:
+        if node.op_type == "Conv":
+            values = weights[node.input[1]]
+            counts = [
+                np.count_nonzero(values[:, start : start + 4], axis=1).max()
+                for start in range(0, values.shape[1], 4)
+            ]
+            fits = values.shape[1] % 4 == 0 and max(counts) <= 2
+            total, sparse = total + macs[node.name], sparse + fits * macs[node.name]
+            dense += [] if fits else [node_sources(graph)[node.name][0]]
+    assert set(dense) == {*layers_without_pattern(network), "head.1.pointwise.conv"}
+    assert report.two_of_four_macs_share == pytest.approx(sparse / total)
+    assert 0.3 < report.two_of_four_macs_share < 1
+
+
+def test_dense_network_has_no_two_of_four_weights(exported: tuple[Any, Path]) -> None:
+    assert exported[0].two_of_four_macs_share == 0
 
 
 @pytest.mark.parametrize(

@@ -2,28 +2,51 @@
 
 import csv
 import dataclasses
+import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+from tasks.parts.channel_importance import Importance
 from tasks.parts.channel_pruning import Ranking, prune_channels
 from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
-from tasks.parts.model_card import ModelCard
+from tasks.parts.export import export_graph
+from tasks.parts.model_card import CARD_KEY, ModelCard, read_card
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
-from tasks.prune import Config, prune
+from tasks.parts.networks.residual import residual_blocks
+from tasks.parts.onnx_graph import node_sources
+from tasks.parts.pruning_recovery import measure_val_miou, read_batches
+from tasks.parts.trainer_config import Strategy
+from tasks.prune import Config, Method, Recovery, Report, prune
+from tests.tasks.conftest import CLASSES as WORKSHOP_CLASSES
+from tests.tasks.conftest import Workshop
+from tests.tasks.test_train import TRAINER
 
 CONFIG = Config(
+    method=Method.channels,
     target_macs_ratio=0.6,
+    weight_sparsity=0.5,
     channel_multiple=8,
     ranking=Ranking.across_layers,
     max_layer_ratio=0.75,
     num_steps=2,
+    importance=Importance.l1,
+    layer_ratios={},
+    num_images=4,
+    batch_size=2,
+    iterations=1,
+    min_val_miou_ratio=0.0,
+    recovery=Recovery(TRAINER),
 )
+NO_DATA = Path("nowhere")
 CLASSES = ("background", "a", "b", "c")
 
 
@@ -33,17 +56,25 @@ def one_thread(threads_as_before: None) -> None:
     torch.set_num_threads(1)
 
 
-def make_checkpoint(path: Path, name: NetworkName, *, width: float = 0.5, depthwise: bool = False) -> None:
+def make_checkpoint(
+    path: Path,
+    name: NetworkName,
+    *,
+    classes: tuple[str, ...] = CLASSES,
+    width: float = 0.5,
+    depth: float = 0.5,
+    depthwise: bool = False,
+) -> None:
     """A network whose BatchNorm is not the fresh one, so that a lost statistic would show."""
     torch.manual_seed(3)
-    config = NetworkConfig(name, width, 0.5, depthwise)
-    network = build_network(config, len(CLASSES)).train()
+    config = NetworkConfig(name, width, depth, depthwise)
+    network = build_network(config, len(classes)).train()
     for layer in network.modules():
         if isinstance(layer, nn.BatchNorm2d):
             nn.init.uniform_(layer.weight, 0.5, 1.5)
     for _ in range(3):
         network(torch.randn(4, 3, 64, 64))
-    save_checkpoint(path, network, ModelCard(config, CLASSES, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), 64, 64))
+    save_checkpoint(path, network, ModelCard(config, classes, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), 64, 64))
 
 
 def count_macs(path: Path) -> int:
@@ -53,9 +84,9 @@ def count_macs(path: Path) -> int:
     return counter.get_total_flops() // 2
 
 
-def run(cfg: Config, checkpoint: Path, out: Path) -> tuple[Path, object]:
+def run(cfg: Config, checkpoint: Path, out: Path, data: Path = NO_DATA) -> tuple[Path, Report]:
     out.mkdir()
-    report = prune(cfg, checkpoint=checkpoint, out=out)
+    report = prune(cfg, checkpoint=checkpoint, data=data, out=out)
     return out / "model.safetensors", report
 
 
@@ -73,9 +104,9 @@ def test_target_is_met_by_an_independent_count(
     cfg = dataclasses.replace(CONFIG, ranking=ranking, channel_multiple=channel_multiple)
     out = tmp_path / "out"
     out.mkdir()
-    report = prune(cfg, checkpoint=source, out=out)
+    report = prune(cfg, checkpoint=source, data=NO_DATA, out=out)
     assert source.read_bytes() == bytes_before
-    assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "removed.csv"]
+    assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "removed.csv", "steps.csv"]
     assert report.macs_before == count_macs(source)
     assert report.macs_after == count_macs(out / "model.safetensors")
     assert 0.45 < report.macs_ratio == report.macs_after / report.macs_before <= 0.6
@@ -220,3 +251,365 @@ def test_network_that_cannot_be_traced_is_refused() -> None:
 def test_network_traced_in_part_is_refused() -> None:
     with pytest.raises(ArtifactError, match=r"cannot be traced for pruning|does not run at 32x32"):
         prune_channels(Untraceable(hides_output=False), CONFIG, size=(32, 32))
+
+
+def labelled_by(checkpoint: Path, workshop: Workshop, folder: Path) -> Path:
+    """The data set with the network's own answers as labels: its mIoU is 1, and every change costs some."""
+    data = Path(shutil.copytree(workshop.data, folder))
+    network, _ = load_checkpoint(checkpoint)
+    for split in ("train", "val"):
+        with torch.no_grad():
+            answers = [
+                network(images_NCHW).argmax(1) for images_NCHW, _ in read_batches(data, split, batch_size=4)
+            ]
+        np.save(data / f"{split}_masks.npy", torch.cat(answers).to(torch.uint8).numpy())
+    return data
+
+
+@pytest.mark.parametrize("importance", list(Importance))
+def test_every_importance_removes_a_channel_that_does_nothing_first(
+    importance: Importance, tmp_path: Path, workshop: Workshop
+) -> None:
+    network, _ = load_checkpoint(workshop.checkpoint)
+    block = network.get_submodule("context.1")
+    idle = list(range(0, block.expand.conv.out_channels, 6))
+    kept = [index for index in range(block.expand.conv.out_channels) if index not in idle]
+    with torch.no_grad():
+        for layer in (block.expand.conv, block.expand.norm, block.depthwise.conv, block.depthwise.norm):
+            layer.weight[idle] *= 1e-6
+        block.project.conv.weight[:, idle] *= 1e-6
+    expected = block.expand.conv.weight[kept].clone()
+    cfg = dataclasses.replace(
+        CONFIG,
+        importance=importance,
+        channel_multiple=1,
+        target_macs_ratio=0.999,
+        layer_ratios={"pyramid.branches.0.0": 0.0},
+        num_steps=1,
+    )
+    save_checkpoint(tmp_path / "source", network, read_card(workshop.checkpoint))
+    data = workshop.data if importance is Importance.taylor else NO_DATA
+    model, report = run(cfg, tmp_path / "source", tmp_path / "out", data)
+    found = load_checkpoint(model)[0].get_parameter("context.1.expand.conv.weight")
+    gone = report.num_channels_removed // 2  # each goes in the expanding and in the depthwise convolution
+    assert 0 < gone <= len(idle)
+    assert len(found) == len(kept) + len(idle) - gone
+    assert all(any(torch.equal(row, other) for other in found) for row in expected)
+
+
+def test_batchnorm_scale_needs_a_batchnorm(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.fast_scnn)
+    cfg = dataclasses.replace(CONFIG, importance=Importance.batchnorm_scale)
+    with pytest.raises(
+        ConfigError, match=r"no BatchNorm follows layer 'pyramid\.branches\.0\.0'.*layer_ratios="
+    ):
+        run(cfg, tmp_path / "source", tmp_path / "out")
+
+
+def test_named_layers_lose_their_own_share(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.fast_scnn)
+    ratios = {"context.1.expand.conv": 0.3, "context.3.depthwise.conv": 0.5, "head.1.pointwise.conv": 0.0}
+    cfg = dataclasses.replace(CONFIG, target_macs_ratio=0.8, layer_ratios=ratios)
+    model, _ = run(cfg, tmp_path / "source", tmp_path / "out")
+    rows = {row["layer"]: row for row in csv.DictReader((model.parent / "removed.csv").open())}
+    # Whole multiples of 8 stay, and no more than the share goes: 192 * 0.7 = 134.4 -> 136, 288 * 0.5 = 144.
+    for layer, before, after in (
+        ("context.1.expand.conv", 192, 136),
+        ("context.1.depthwise.conv", 192, 136),
+        ("context.3.expand.conv", 288, 144),
+        ("head.1.pointwise.conv", 64, 64),
+    ):
+        assert (rows[layer]["channels_before"], rows[layer]["channels_after"]) == (str(before), str(after))
+    assert count_macs(model) <= 0.8 * count_macs(tmp_path / "source")
+
+
+@pytest.mark.parametrize("method", [Method.channels, Method.weights])
+@pytest.mark.parametrize(
+    ("ratios", "message"),
+    [
+        ({"classifier": 0.5}, r"names the classifier 'classifier', which is never pruned"),
+        (
+            {"context.9": 0.5},
+            r"'context\.9', which is no convolution.*There are: downsample\.0\.conv, .*head\.1",
+        ),
+    ],
+)
+def test_layer_ratios_of_no_prunable_layer_are_refused(
+    ratios: dict[str, float], message: str, method: Method, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.fast_scnn)
+    cfg = dataclasses.replace(CONFIG, method=method, layer_ratios=ratios)
+    with pytest.raises(ConfigError, match=message):
+        run(cfg, tmp_path / "source", tmp_path / "out")
+
+
+def test_different_shares_of_layers_that_are_added_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.fast_scnn)
+    ratios = {"fusion.detail.conv": 0.5, "fusion.context.conv": 0.25}
+    with pytest.raises(
+        ConfigError, match=r"'fusion\.context\.conv' 0\.25, but a layer that is added to it 0\.5"
+    ):
+        run(dataclasses.replace(CONFIG, layer_ratios=ratios), tmp_path / "source", tmp_path / "out")
+
+
+def test_layer_that_follows_several_is_refused_with_their_names(tmp_path: Path) -> None:
+    """A depthwise convolution over a concatenation has the channels of two convolutions."""
+    make_checkpoint(tmp_path / "source", NetworkName.deeplabv3plus)
+    cfg = dataclasses.replace(CONFIG, layer_ratios={"decoder.0.depthwise.conv": 0.5})
+    with pytest.raises(ConfigError, match=r"those of pyramid\.fuse\.conv, skip\.conv\. Name these"):
+        run(cfg, tmp_path / "source", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", list(NetworkName))
+def test_block_that_matters_least_goes_first_and_stays_away(
+    name: NetworkName, tmp_path: Path, workshop: Workshop
+) -> None:
+    checkpoint = tmp_path / "source"
+    make_checkpoint(checkpoint, name, depth=1.0, classes=WORKSHOP_CLASSES)
+    network, card = load_checkpoint(checkpoint)
+    images_NCHW = next(iter(read_batches(workshop.data, "calibration", batch_size=4)))[0]
+    changes = {block: change_without(network, block, images_NCHW) for block in residual_blocks(network)}
+    assert len(changes) >= 2
+    cfg = dataclasses.replace(CONFIG, method=Method.blocks, target_macs_ratio=0.999)
+    model, report = run(cfg, checkpoint, tmp_path / "out", workshop.data)
+    assert report.blocks_removed == (min(changes, key=lambda block: changes[block]),)
+    assert report.macs_after == count_macs(model)
+    dropped = report.blocks_removed[0]
+    rows = {row["layer"]: row for row in csv.DictReader((model.parent / "removed.csv").open())}
+    assert {row["channels_after"] for layer, row in rows.items() if layer.startswith(f"{dropped}.")} == {"0"}
+    loaded, loaded_card = load_checkpoint(model)
+    assert loaded_card == card
+    with torch.no_grad():
+        assert torch.equal(loaded(images_NCHW), logits_without(network, dropped, images_NCHW))
+    again, _ = run(CONFIG, model, tmp_path / "again")
+    assert count_macs(again) <= 0.6 * count_macs(model)
+
+
+def test_dropped_block_is_not_in_the_exported_graph(tmp_path: Path, workshop: Workshop) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.fast_scnn, classes=WORKSHOP_CLASSES)
+    cfg = dataclasses.replace(CONFIG, method=Method.blocks, target_macs_ratio=0.999)
+    model, report = run(cfg, tmp_path / "source", tmp_path / "out", workshop.data)
+    network, card = load_checkpoint(model)
+    graph = export_graph(network, card, height=64, width=64, opset=20)
+    modules = {module for module, _ in node_sources(graph).values()}
+    assert "context.0.expand.conv" in modules
+    assert not any(module.startswith(f"{report.blocks_removed[0]}.") for module in modules)
+
+
+def logits_without(network: nn.Module, block: str, images_NCHW: torch.Tensor) -> torch.Tensor:
+    """What the network computes when a block hands on its input."""
+    hook = network.get_submodule(block).register_forward_hook(lambda _module, inputs, _output: inputs[0])
+    with torch.no_grad():
+        logits_NCHW: torch.Tensor = network(images_NCHW)
+    hook.remove()
+    return logits_NCHW
+
+
+def change_without(network: nn.Module, block: str, images_NCHW: torch.Tensor) -> float:
+    with torch.no_grad():
+        expected_NCHW = network(images_NCHW)
+    return float((logits_without(network, block, images_NCHW) - expected_NCHW).norm())
+
+
+def test_blocks_that_are_not_enough_are_listed(tmp_path: Path, workshop: Workshop) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.fast_scnn, classes=WORKSHOP_CLASSES)
+    cfg = dataclasses.replace(CONFIG, method=Method.blocks, target_macs_ratio=0.1)
+    with pytest.raises(
+        GateFailed, match=r"Without its 3 residual blocks.*context\.1.*Raise prune\.target_macs"
+    ):
+        run(cfg, tmp_path / "source", tmp_path / "out", workshop.data)
+
+
+def test_network_without_residual_blocks_is_refused(tmp_path: Path, workshop: Workshop) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.deeplabv3plus, classes=WORKSHOP_CLASSES)
+    with pytest.raises(
+        ArtifactError, match=r"no residual block whose shortcut is the identity.*network\.depth"
+    ):
+        run(
+            dataclasses.replace(CONFIG, method=Method.blocks),
+            tmp_path / "source",
+            tmp_path / "out",
+            workshop.data,
+        )
+
+
+def test_half_written_block_is_damage_and_not_a_dropped_block(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.fast_scnn)
+    tensors = load_file(tmp_path / "source")
+    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith("context.1.expand.")}
+    save_file(kept, tmp_path / "torn", {CARD_KEY: read_card(tmp_path / "source").to_json()})
+    with pytest.raises(ArtifactError, match=r"Missing \(\d+\): context\.1\.expand"):
+        load_checkpoint(tmp_path / "torn")
+
+
+@pytest.mark.parametrize("ranking", list(Ranking))
+def test_weights_become_zero_across_layers_or_in_each(ranking: Ranking, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.fast_scnn)
+    ratios = {"head.0.pointwise.conv": 0.9}
+    cfg = dataclasses.replace(
+        CONFIG, method=Method.weights, ranking=ranking, weight_sparsity=0.7, layer_ratios=ratios
+    )
+    model, report = run(cfg, tmp_path / "source", tmp_path / "out")
+    weights = {key: tensor for key, tensor in load_file(model).items() if tensor.dim() == 4}
+    shares = {
+        key.removesuffix(".weight"): float((tensor == 0).float().mean()) for key, tensor in weights.items()
+    }
+    assert shares.pop("classifier") == 0
+    assert shares.pop("head.0.pointwise.conv") == pytest.approx(0.9, abs=0.001)
+    spread = max(shares.values()) - min(shares.values())
+    assert spread < 0.05 if ranking is Ranking.uniform else spread > 0.3
+    rest = [weights[f"{name}.weight"].flatten() for name in shares]
+    assert float((torch.cat(rest) == 0).float().mean()) == pytest.approx(0.7, abs=0.005)
+    num_zeros = sum(int((tensor == 0).sum()) for tensor in weights.values())
+    assert report.weight_sparsity == pytest.approx(num_zeros / sum(t.numel() for t in weights.values()))
+    assert report.macs_ratio == 1.0
+
+
+def test_two_of_four_lists_the_layers_that_stay_dense(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.fast_scnn)
+    model, report = run(
+        dataclasses.replace(CONFIG, method=Method.two_of_four), tmp_path / "source", tmp_path / "out"
+    )
+    before = load_file(tmp_path / "source")
+    for key, tensor in load_file(model).items():
+        if tensor.dim() == 4 and key.removesuffix(".weight") in report.dense_layers:
+            assert tensor.shape[1] % 4 and torch.equal(tensor, before[key])
+        elif tensor.dim() == 4:
+            assert int((tensor.unflatten(1, (-1, 4)) != 0).sum(2).max()) == 2, key
+        else:
+            assert torch.equal(tensor, before[key])
+    assert "downsample.0.conv" in report.dense_layers and "classifier" not in report.dense_layers
+
+
+STEPS = dataclasses.replace(
+    CONFIG,
+    channel_multiple=1,
+    iterations=2,
+    recovery=Recovery(dataclasses.replace(TRAINER, learning_rate=1e-12, weight_decay=0.0, max_epochs=1)),
+)
+
+
+@pytest.mark.parametrize("method", [Method.channels, Method.weights, Method.blocks])
+def test_steps_end_where_one_cut_would(method: Method, workshop: Workshop, tmp_path: Path) -> None:
+    cfg = dataclasses.replace(
+        STEPS, method=method, target_macs_ratio=0.6 if method is Method.channels else 0.9
+    )
+    checkpoint = workshop.checkpoint
+    if method is Method.blocks:
+        checkpoint = tmp_path / "source"
+        make_checkpoint(checkpoint, NetworkName.mobile_unet, classes=WORKSHOP_CLASSES)
+    model, report = run(cfg, checkpoint, tmp_path / "out", workshop.data)
+    assert sorted(path.name for path in model.parent.iterdir()) == [
+        "model.safetensors",
+        "removed.csv",
+        "resume",
+        "steps.csv",
+    ]
+    first, second = report.steps
+    assert (first.step, second.step) == (1, 2) and first.is_kept and second.is_kept
+    rows = list(csv.DictReader((model.parent / "steps.csv").open()))
+    assert [float(row["macs_ratio"]) for row in rows] == pytest.approx(
+        [first.macs_ratio, second.macs_ratio], abs=1e-6
+    )
+    assert [float(row["val_miou"]) for row in rows] == pytest.approx(
+        [first.val_miou, second.val_miou], abs=1e-6
+    )
+    if method is Method.weights:
+        assert 0.2 < first.weight_sparsity < 0.25 and 0.45 < second.weight_sparsity < 0.5
+    else:
+        assert (
+            second.macs_ratio <= cfg.target_macs_ratio <= first.macs_ratio <= (1 + cfg.target_macs_ratio) / 2
+        )
+    found = measure_val_miou(load_checkpoint(model)[0], workshop.data, 4)
+    assert found == second.val_miou
+    assert report.macs_ratio == second.macs_ratio and not report.is_stopped_at_floor
+
+
+def test_last_state_above_the_floor_is_kept(workshop: Workshop, tmp_path: Path) -> None:
+    data = labelled_by(workshop.checkpoint, workshop, tmp_path / "data")
+    cfg = dataclasses.replace(STEPS, method=Method.weights, weight_sparsity=0.95, iterations=3)
+    _, free = run(cfg, workshop.checkpoint, tmp_path / "free", data)
+    mious = [step.val_miou for step in free.steps if step.val_miou is not None]
+    assert free.val_miou_before == 1.0 and mious[0] > mious[1], mious
+    floor = (mious[0] + mious[1]) / 2
+    model, report = run(
+        dataclasses.replace(cfg, min_val_miou_ratio=floor), workshop.checkpoint, tmp_path / "out", data
+    )
+    assert [step.is_kept for step in report.steps] == [True, False]
+    assert report.is_stopped_at_floor
+    assert report.weight_sparsity == report.steps[0].weight_sparsity < report.steps[1].weight_sparsity
+    assert measure_val_miou(load_checkpoint(model)[0], data, 4) == mious[0]
+    model, report = run(
+        dataclasses.replace(cfg, min_val_miou_ratio=1.0), workshop.checkpoint, tmp_path / "none", data
+    )
+    assert [step.is_kept for step in report.steps] == [False]
+    assert model.read_bytes() == workshop.checkpoint.read_bytes()
+
+
+def test_run_that_was_killed_between_steps_ends_with_the_same_bytes(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    cfg = dataclasses.replace(STEPS, recovery=Recovery(dataclasses.replace(TRAINER, max_epochs=1)))
+    model, report = run(cfg, workshop.checkpoint, tmp_path / "out", workshop.data)
+    expected = model.read_bytes()
+    model.unlink()
+    shutil.rmtree(tmp_path / "out" / "resume" / "step_2")
+    assert prune(cfg, checkpoint=workshop.checkpoint, data=workshop.data, out=tmp_path / "out") == report
+    assert model.read_bytes() == expected
+
+
+def test_target_out_of_reach_fails_before_the_first_training(workshop: Workshop, tmp_path: Path) -> None:
+    cfg = dataclasses.replace(STEPS, target_macs_ratio=0.01, max_layer_ratio=0.3)
+    with pytest.raises(GateFailed, match=r"prune\.target_macs_ratio 0\.01"):
+        run(cfg, workshop.checkpoint, tmp_path / "out", workshop.data)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_data_of_other_classes_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.fast_scnn)
+    with pytest.raises(
+        ArtifactError, match=r"\['background', 'a', 'b', 'c'\].*\['background', 'zero', 'one'\]"
+    ):
+        run(STEPS, tmp_path / "source", tmp_path / "out", workshop.data)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float, workshop: Workshop, tmp_path: Path) -> None:
+    tensors = load_file(workshop.checkpoint)
+    tensors["head.0.pointwise.conv.weight"][0] = value
+    save_file(tensors, tmp_path / "source", {CARD_KEY: read_card(workshop.checkpoint).to_json()})
+    with pytest.raises(ArtifactError, match=r"NaN or infinite weights.*head\.0\.pointwise\.conv\.weight"):
+        run(CONFIG, tmp_path / "source", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"method": Method.weights, "importance": Importance.taylor},
+            r"prune\.importance is taylor.*Set .*=l1",
+        ),
+        ({"method": Method.blocks, "importance": Importance.l2}, r"only prune\.method channels can use"),
+        ({"method": Method.two_of_four, "iterations": 2}, r"prune\.iterations is 2.*two_of_four"),
+        ({"method": Method.two_of_four, "ranking": Ranking.uniform}, r"prune\.ranking is uniform"),
+        ({"method": Method.blocks, "layer_ratios": {"a": 0.5}}, r"prune\.layer_ratios is \{'a': 0\.5\}"),
+        ({"layer_ratios": {"a": 1.0}}, r"prune\.layer_ratios\.a is 1\.0; expected at least 0"),
+        ({"layer_ratios": {"a": -0.1}}, r"prune\.layer_ratios\.a is -0\.1"),
+        ({"weight_sparsity": 1.0}, r"prune\.weight_sparsity is 1\.0; expected between 0 and 1"),
+        ({"weight_sparsity": float("nan")}, r"prune\.weight_sparsity is nan"),
+        ({"iterations": 0}, r"prune\.iterations is 0; expected 1 to 100"),
+        ({"num_images": 0}, r"prune\.num_images is 0"),
+        ({"batch_size": 0}, r"prune\.batch_size is 0"),
+        ({"min_val_miou_ratio": 1.1}, r"prune\.min_val_miou_ratio is 1\.1; expected 0 to 1"),
+        (
+            {
+                "iterations": 2,
+                "recovery": Recovery(dataclasses.replace(TRAINER, num_devices=2, strategy=Strategy.ddp)),
+            },
+            r"prune\.recovery\.trainer has 2 devices on 1 nodes.*num_devices=1",
+        ),
+    ],
+)
+def test_values_that_make_no_sense_together_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(CONFIG, **changes)

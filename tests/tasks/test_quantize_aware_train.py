@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import numpy_helper
 
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed, TrainingDiverged
+from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.onnx_graph import is_quantized, node_sources, read_graph
+from tasks.parts.weight_sparsity import prune_two_of_four
 from tasks.quantize_aware_train import Config, check_agreement, quantize_aware_train
 
 VALUES: dict[str, Any] = {
@@ -31,6 +34,7 @@ VALUES: dict[str, Any] = {
         "batch_size": 4,
         "learning_rate": 1e-3,
         "weight_decay": 0.0,
+        "batchnorm_l1": 0.0,
         "patience_epochs": 8,
         "horizontal_flip": 0.0,
         "brightness": 0.1,
@@ -125,6 +129,31 @@ def test_killed_training_resumes_and_ends_with_the_same_bytes(
     resumed = quantize_aware_train(config(), **calibrated, out=tmp_path)
     assert resumed == trained[0]
     assert (tmp_path / "model.onnx").read_bytes() == (trained[1] / "model.onnx").read_bytes()
+
+
+def test_weights_that_are_zero_stay_zero_in_the_int8_graph(
+    calibrated: dict[str, Path], workshop: Any, tmp_path: Path
+) -> None:
+    network, card = load_checkpoint(workshop.checkpoint)
+    prune_two_of_four(network)
+    checkpoint, out = tmp_path / "sparse.safetensors", tmp_path / "out"
+    save_checkpoint(checkpoint, network, card)
+    out.mkdir()
+    inputs = calibrated | {"checkpoint": checkpoint}
+    assert quantize_aware_train(config(), **inputs, out=out).best_epoch > 0, "or else nothing was trained"
+    graph = read_graph(out / "model.onnx")
+    constants = {item.name: numpy_helper.to_array(item) for item in graph.graph.initializer}
+    made_by = {name: node for node in graph.graph.node for name in node.output}
+    compared = 0
+    for node in graph.graph.node:
+        if node.op_type == "Conv":
+            name = node.input[1]
+            while name not in constants:
+                name = made_by[name].input[0]
+            before = network.get_parameter(f"{node_sources(graph)[node.name][0]}.weight").detach().numpy()
+            assert not constants[name][before == 0].any(), node.name
+            compared += int((before == 0).sum())
+    assert compared > 1000
 
 
 def test_a_diverging_training_says_step_and_learning_rate(

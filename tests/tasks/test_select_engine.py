@@ -139,6 +139,7 @@ class Artifacts:
             precision=Precision.f32,
             num_threads=2,
             max_batch=8,
+            channel_multiple=16,
             uint8_activations=True,
             stem_in_float=False,
             resize_as_matmul=False,

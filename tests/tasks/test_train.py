@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from tasks import distill, finetune, train
@@ -18,7 +19,8 @@ from tasks.parts.model_card import ModelCard
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.trainer_config import Accelerator, Precision, Strategy, TrainerConfig
-from tasks.parts.training import enable_gradient_checkpointing
+from tasks.parts.training import batchnorm_l1_norm, enable_gradient_checkpointing
+from tasks.parts.weight_sparsity import count_zeros, prune_two_of_four
 from tests.tasks.conftest import Workshop
 
 TRAINER = TrainerConfig(
@@ -27,6 +29,7 @@ TRAINER = TrainerConfig(
     batch_size=4,
     learning_rate=0.003,
     weight_decay=0.01,
+    batchnorm_l1=0.0,
     patience_epochs=5,
     class_balance=0.5,
     horizontal_flip=0.5,
@@ -150,6 +153,39 @@ def test_fine_tuning_keeps_the_card_and_starts_from_the_checkpoint(
     assert card == expected_card
     for (name, one), two in zip(found.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one, two, msg=name)
+
+
+def test_fine_tuning_keeps_weights_that_are_zero(workshop: Workshop, tmp_path: Path) -> None:
+    losses = DistillationConfig(1.0, 0.0, 0.0, 0.0, 2.0)
+    network, card = load_checkpoint(workshop.checkpoint)
+    prune_two_of_four(network)
+    save_checkpoint(tmp_path / "sparse", network, card)
+    config = finetune.Config(losses, TRAINER)
+    inputs = {"checkpoint": tmp_path / "sparse", "teacher": workshop.checkpoint, "data": workshop.data}
+    run(finetune.finetune, config, tmp_path / "a", **inputs)
+    trained, _ = load_checkpoint(tmp_path / "a" / "model.safetensors")
+    assert sum(count_zeros(trained).values()) > 1000
+    for name, layer in network.named_modules():
+        if isinstance(layer, nn.Conv2d):
+            found = trained.get_parameter(f"{name}.weight")
+            assert torch.equal(found == 0, layer.weight == 0), name
+            assert not torch.equal(found, layer.weight), name
+
+
+def test_batchnorm_penalty_makes_the_scales_smaller(workshop: Workshop, tmp_path: Path) -> None:
+    norms = []
+    for name, batchnorm_l1 in (("without", 0.0), ("with", 0.1)):
+        config = train.Config(STUDENT, replace(TRAINER, batchnorm_l1=batchnorm_l1))
+        run(train.train, config, tmp_path / name, data=workshop.data)
+        norms.append(batchnorm_l1_norm(load_checkpoint(tmp_path / name / "model.safetensors")[0]).item())
+    assert norms[1] < norms[0] - 1
+
+
+def test_batchnorm_penalty_without_batchnorm_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"trainer\.batchnorm_l1 is above 0, but the network has no BatchNorm"
+    ):
+        batchnorm_l1_norm(nn.Conv2d(3, 3, 1))
 
 
 def test_teacher_of_other_classes_is_refused_with_both_lists(workshop: Workshop, tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ class GatherExpansion(nn.Module):
         if stride == 2:
             self.filter.append(ConvNormRelu(hidden, hidden, groups=hidden))
         self.project = ConvNorm(hidden, out_channels, 1)
-        if stride == 2 or in_channels != out_channels:
+        self.is_residual = stride == 1 and in_channels == out_channels
+        if not self.is_residual:
             self.shortcut = nn.Sequential(
                 ConvNorm(in_channels, in_channels, stride=stride, groups=in_channels),
                 ConvNorm(in_channels, out_channels, 1),

@@ -40,9 +40,9 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.first = ConvNormRelu(in_channels, out_channels, stride=stride)
         self.second = ConvNorm(out_channels, out_channels)
-        has_same_shape = stride == 1 and in_channels == out_channels
+        self.is_residual = stride == 1 and in_channels == out_channels
         self.shortcut = (
-            nn.Identity() if has_same_shape else ConvNorm(in_channels, out_channels, 1, stride=stride)
+            nn.Identity() if self.is_residual else ConvNorm(in_channels, out_channels, 1, stride=stride)
         )
         self.relu = nn.ReLU(inplace=False)
 

@@ -185,6 +185,7 @@ def test_opening_an_engine_imports_no_other_runtime(workshop):
         ("device", "cuda", r"device is 'cuda', allowed: \"cpu\""),
         ("num_threads", 0, r"num_threads is 0, allowed: 1\.\.1024"),
         ("max_batch", -1, r"max_batch is -1"),
+        ("channel_multiple", 12, r"channel_multiple is 12, allowed: 1, 8, 16, 32, 64"),
         ("opsets", [20], r"opsets is \[20\], allowed: \[lowest, highest\]"),
         ("min_agreement_db", -1.0, r"min_agreement_db is -1\.0"),
         ("work_pool", "", "work_pool is ''"),

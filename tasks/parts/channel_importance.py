@@ -1,0 +1,95 @@
+"""How much a network loses with each channel, by torch-pruning's importance classes."""
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from tasks.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+BatchLosses = Callable[["nn.Module"], Iterable["Tensor"]]
+"""Gives the training loss of a network on a few batches, one by one."""
+
+
+class Importance(StrEnum):
+    """What makes a channel important."""
+
+    l1 = "l1"
+    """L1 norm of all weights that go with the channel, relative to the mean of its group of layers; after
+    Li et al., "Pruning Filters for Efficient ConvNets", 2017, arXiv:1608.08710."""
+    l2 = "l2"
+    """Squared L2 norm of the channel's own filter, relative to the mean of its layer; after He et al., "Soft
+    Filter Pruning", 2018, arXiv:1808.06866."""
+    batchnorm_scale = "batchnorm_scale"
+    """Magnitude of the BatchNorm scales, compared over the whole network; train with trainer.batchnorm_l1
+    first. Liu et al., "Network Slimming", 2017, arXiv:1708.06519."""
+    group_norm = "group_norm"
+    """Squared L2 norm of all weights that go with the channel, relative to the mean of its group of layers;
+    Fang et al., "DepGraph", 2023, arXiv:2301.12900."""
+    taylor = "taylor"
+    """First-order change of the training loss without the channel, compared over the whole network; Molchanov
+    et al., "Importance Estimation for Neural Network Pruning", 2019, arXiv:1906.10771. Needs labelled images."""
+
+
+def score_channels(
+    importance: Importance, groups: Sequence[Any], network: "nn.Module", batch_losses: BatchLosses | None
+) -> "list[Tensor]":
+    """Score each channel of torch-pruning's groups, one vector a group; `batch_losses` is for taylor alone.
+
+    Raises ConfigError when BatchNorm scales are asked for and a group has none, or taylor without losses.
+    """
+    from torch_pruning.pruner.importance import BNScaleImportance, GroupMagnitudeImportance
+
+    match importance:
+        case Importance.l1:
+            return _scores(groups, GroupMagnitudeImportance(p=1))
+        case Importance.l2:
+            return _scores(groups, GroupMagnitudeImportance(p=2, group_reduction="first"))
+        case Importance.group_norm:
+            return _scores(groups, GroupMagnitudeImportance(p=2))
+        case Importance.batchnorm_scale:
+            return _scores(groups, BNScaleImportance(normalizer=None))
+        case Importance.taylor:
+            return _taylor_scores(groups, network, batch_losses)
+
+
+def _scores(groups: Sequence[Any], measure: Callable[[Any], "Tensor | None"]) -> "list[Tensor]":
+    return [_score(measure, group).detach() for group in groups]
+
+
+def _score(measure: Callable[[Any], "Tensor | None"], group: Any) -> "Tensor":
+    score = measure(group)
+    if score is None:  # only BatchNorm can be absent: every group has a convolution
+        name = group[0].dep.target.name.split(" ")[0]
+        raise ConfigError(
+            f"prune.importance is batchnorm_scale, but no BatchNorm follows layer {name!r}. Keep that layer "
+            f"whole with prune.layer_ratios={{{name}: 0.0}}, or set prune.importance to l1 or group_norm."
+        )
+    return score
+
+
+def _taylor_scores(
+    groups: Sequence[Any], network: "nn.Module", batch_losses: BatchLosses | None
+) -> "list[Tensor]":
+    """Add up, over batches, how much the loss would change to first order: |sum of weight times gradient|.
+
+    A sum over batches of magnitudes, not the magnitude of a sum: near a minimum gradients cancel.
+    """
+    from torch_pruning.pruner.importance import GroupTaylorImportance
+
+    if batch_losses is None:
+        raise ConfigError(
+            "prune.importance is taylor, which needs labelled images, and there are none here. Set it to l1, l2, "
+            "group_norm or batchnorm_scale."
+        )
+    measure = GroupTaylorImportance(group_reduction="sum", normalizer=None, multivariable=True)
+    totals: list[Tensor] = []
+    for loss in batch_losses(network):
+        network.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        scores = _scores(groups, measure)
+        totals = [total + score for total, score in zip(totals, scores, strict=True)] if totals else scores
+    network.zero_grad(set_to_none=True)
+    return totals

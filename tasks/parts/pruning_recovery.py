@@ -1,0 +1,73 @@
+"""What pruning needs the data set for: sample batches, the loss on them, accuracy, and a short training.
+
+Tensor suffixes: N images, C channels or classes, H height, W width.
+"""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tasks.parts.data import normalise, open_split, read_manifest
+from tasks.parts.losses import class_weights
+from tasks.parts.metrics import confusion_matrix, scores
+from tasks.parts.trainer_config import TrainerConfig
+from tasks.parts.training import CrossEntropy, train_network
+from tasks.parts.weight_sparsity import keep_zeros
+
+
+def read_batches(
+    data: Path, split: str, *, batch_size: int, num_images: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield images_NCHW (normalised) and masks_NHW of the first `num_images` of a split; None takes all."""
+    manifest = read_manifest(data)
+    images_NHWC, masks_NHW = open_split(data, split)
+    end = len(images_NHWC) if num_images is None else min(num_images, len(images_NHWC))
+    for start in range(0, end, batch_size):
+        part = slice(start, min(start + batch_size, end))
+        images_NCHW = normalise(images_NHWC[part], manifest.mean, manifest.std)
+        yield torch.from_numpy(images_NCHW), torch.from_numpy(np.asarray(masks_NHW[part], dtype=np.int64))
+
+
+def batch_losses(
+    network: nn.Module, data: Path, *, class_balance: float, num_images: int, batch_size: int
+) -> Iterator[Tensor]:
+    """Yield the label loss on some images of the training split, a batch at a time, in eval mode."""
+    network.eval()
+    objective = label_objective(data, class_balance)
+    for images_NCHW, masks_NHW in read_batches(data, "train", batch_size=batch_size, num_images=num_images):
+        yield objective(network, images_NCHW, masks_NHW)
+
+
+def label_objective(data: Path, class_balance: float) -> CrossEntropy:
+    """Return the loss of plain supervised training on a data set."""
+    return CrossEntropy(class_weights(read_manifest(data).pixel_share["train"], class_balance))
+
+
+def measure_val_miou(network: nn.Module, data: Path, batch_size: int) -> float:
+    """Return the mIoU of a network on the validation split."""
+    num_classes = len(read_manifest(data).classes)
+    confusion_CC = np.zeros((num_classes, num_classes), np.int64)
+    network.eval()
+    with torch.inference_mode():
+        for images_NCHW, masks_NHW in read_batches(data, "val", batch_size=batch_size):
+            classes_NHW = network(images_NCHW).argmax(dim=1)
+            confusion_CC += confusion_matrix(classes_NHW.numpy(), masks_NHW.numpy(), num_classes)
+    miou = scores(confusion_CC).miou
+    return 0.0 if miou is None else miou
+
+
+def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) -> None:
+    """Train a network on the labels, in place, and leave the weights of its best epoch in it; zeros stay zero.
+
+    `out` takes what a killed run resumes from. A copy is trained: training leaves hooks behind, and pruning
+    traces the network again.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    trained = copy.deepcopy(network)
+    keep_zeros(trained)
+    train_network(trained, label_objective(data, config.class_balance), data=data, config=config, out=out)
+    network.load_state_dict(trained.state_dict())
