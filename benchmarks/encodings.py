@@ -20,12 +20,13 @@ import openvino
 import torch
 from onnx import ModelProto, numpy_helper
 
-from benchmarks.runtimes import DATA, images, in_onnxruntime, in_openvino, rounds_ms, stage_config
-from tasks.build_engine import signal_to_noise_db
+from benchmarks.runtimes import DATA, images, in_onnxruntime, in_openvino, stage_config
 from tasks.core.execute import ARTIFACTS
 from tasks.parts.calibrator import Calibrator
 from tasks.parts.data import read_manifest
+from tasks.parts.engine_build import signal_to_noise_db
 from tasks.parts.export import export_graph
+from tasks.parts.latency import rounds_ms
 from tasks.parts.model_card import ModelCard
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName

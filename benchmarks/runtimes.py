@@ -1,8 +1,5 @@
-"""What the benchmarks share: configuration and data of the run, graphs in the CPU runtimes, comparable latencies."""
+"""What the benchmarks share: configuration and data of the run, graphs in the CPU runtimes."""
 
-import random
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,14 +8,12 @@ from onnx import ModelProto
 from tasks.core.config import find_section, read_params, typed_config
 from tasks.core.execute import ARTIFACTS, load_stage
 from tasks.parts.data import normalise, open_split, read_manifest
+from tasks.parts.latency import Network
 from tasks.parts.runners.onnxruntime import PROVIDERS, open_session
 from tasks.parts.runners.openvino import compile_graph
 from tasks.parts.target import Target
 
 DATA = ARTIFACTS / "prepare_data" / "dataset"
-BURST_S = 0.02
-Network = Callable[[np.ndarray], np.ndarray]
-"""From images [N, 3, H, W] to logits [N, classes, H, W]."""
 
 
 def in_onnxruntime(graph: ModelProto) -> Network:
@@ -55,22 +50,3 @@ def images(split: str, count: int | None = None, start: int = 0) -> np.ndarray:
     """Return `count` images of a split, or all, from `start` on: normalised, float32 [N, 3, H, W]."""
     manifest = read_manifest(DATA)
     return normalise(open_split(DATA, split)[0][start:][:count], manifest.mean, manifest.std)
-
-
-def rounds_ms(
-    networks: dict[str, Network], images_NCHW: np.ndarray, num_rounds: int
-) -> dict[str, list[list[float]]]:
-    """Return the latencies of every network by round: short bursts that take turns in random order."""
-    shuffler, order = random.Random(0), list(networks)
-    latencies: dict[str, list[list[float]]] = {name: [] for name in networks}
-    for _ in range(num_rounds):
-        shuffler.shuffle(order)
-        for name in order:
-            networks[name](images_NCHW)
-            burst: list[float] = []
-            end = time.perf_counter() + BURST_S
-            while (start := time.perf_counter()) < end:
-                networks[name](images_NCHW)
-                burst.append(1000 * (time.perf_counter() - start))
-            latencies[name].append(burst)
-    return latencies
