@@ -4,6 +4,7 @@
 checked against the ``Config`` of its stage before anything is written.
 """
 
+import copy
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ SINGLE_CALLS = (
     "train.teacher",
     "train.baseline",
     "distill",
+    "rank_groups",
+    "search_pruning",
     "prune",
     "finetune",
     "export_onnx",
@@ -68,6 +71,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     params["select_engine"]["engines"] = [
         {"variant": engine["variant"], "target": engine["target"]} for engine in params["engines"].values()
     ]
+    params["search_pruning"]["target"] = _find_target(params["search_pruning"]["target"], targets)
     check_params(params)
     return params
 
@@ -110,6 +114,19 @@ def _engines(variants: dict[str, Any], targets: dict[str, Any]) -> Iterator[tupl
                         "float_graph": files["float_graph"],
                     },
                 )
+
+
+def _find_target(name: str | None, targets: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the declaration that search_pruning.target names; null: the first that reads graphs."""
+    readers = [target for target, options in targets.items() if options["runtime"] != "torch"]
+    found = [*readers, *targets][0] if name is None else name
+    if found not in list(targets):
+        raise ConfigError(
+            f"search_pruning.target is {found}, which is no target of this run: [{', '.join(targets)}]. Name one of "
+            "them, or add it to target."
+        )
+    declared: dict[str, Any] = copy.deepcopy(targets[found])
+    return declared
 
 
 def _first_lines(error: Exception) -> str:

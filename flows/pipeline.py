@@ -46,6 +46,8 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
     teacher = stages.run("train.teacher", data=data) / "model.safetensors"
     baseline = stages.run("train.baseline", data=data) / "model.safetensors"
     distilled = stages.run("distill", teacher=teacher, data=data) / "model.safetensors"
+    stages.run("rank_groups", checkpoint=distilled, data=data)
+    stages.run("search_pruning", checkpoint=distilled, data=data)
     narrowed = stages.run("prune", checkpoint=distilled) / "model.safetensors"
     pruned = stages.run("finetune", checkpoint=narrowed, teacher=teacher, data=data) / "model.safetensors"
 
