@@ -105,8 +105,6 @@ class Report:
     aa_ratio_spread: float
     """Largest distance from 1 of the 95 % interval of unpruned / same unpruned engine: smaller differences of
     latency may not be claimed."""
-    num_train_images: int
-    num_val_images: int
     candidates: tuple[Candidate, ...]
     """By rising ratio, the unpruned network last."""
 
@@ -128,8 +126,6 @@ def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> R
     TargetMismatch or BuildFailed when the target cannot be built here, GateFailed when no ratio can be reached,
     ArtifactError for weights that are not finite or a data set of other classes.
     """
-    from tempfile import TemporaryDirectory
-
     from tasks.parts.channel_pruning import measure_convs, total_macs
     from tasks.parts.checkpoint import load_checkpoint
     from tasks.parts.data import read_manifest
@@ -143,36 +139,21 @@ def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> R
             f"{checkpoint}: knows the classes {list(card.classes)}, the data {list(classes)}. Train it on this data "
             "set (distill)."
         )
-    logger.info(
-        "search_pruning: %s on %s, ratios %s", checkpoint, cfg.target.name, list(cfg.target_macs_ratios)
-    )
-    size = (card.height, card.width)
+    ratios, size = sorted(cfg.target_macs_ratios), (card.height, card.width)
+    logger.info("search_pruning: %s on %s, ratios %s", checkpoint, cfg.target.name, ratios)
     networks, notes = _prune_all(cfg, network, size)
     macs = {ratio: total_macs(measure_convs(found, size)) for ratio, found in networks.items()}
-    with TemporaryDirectory(dir=out) as scratch:
-        engines = {UNPRUNED: _build(cfg, network, card, Path(scratch, "unpruned"))}  # fails before long work
-        mious = {}
-        small_data = _first_images(cfg, data, out / "resume" / "dataset")
-        for number, (ratio, found) in enumerate(networks.items(), 1):
-            logger.info(
-                "search_pruning: network %d of %d, %.1f MMACs", number, len(networks), macs[ratio] / 1e6
-            )
-            mious[ratio] = _recover(cfg, found, small_data, out / "resume" / f"{ratio}")
-            if ratio != UNPRUNED:
-                engines[ratio] = _build(cfg, found, card, Path(scratch, f"{ratio}"))
-        logger.info("search_pruning: timing %d engines", len(engines))
-        latencies, aa_ratio_spread = _measure_latencies(engines, cfg.num_rounds)
+    mious, latencies, aa_ratio_spread = _measure(cfg, networks, card, data, out)
     candidates = _candidates(notes, macs, mious, latencies)
     choice = _choose(candidates)
     write_table(out / "curve.csv", candidates)
     _plot_curve(out / "curve.png", candidates, choice, cfg.target.name)
     write_choice(out / "choice.json", choice.target_macs_ratio)
-    manifest = read_manifest(small_data)
     logger.info(
         "search_pruning: chosen %g of the MACs, %.2f of the latency%s; A/A spread %.1f %%",
         choice.target_macs_ratio,
         choice.latency_ratio or 0.0,
-        "" if choice.is_knee else " (no knee: pruning pays nowhere more than elsewhere)",
+        "" if choice.is_knee else " (no knee: the most accurate pruned network)",
         100 * aa_ratio_spread,
     )
     return Report(
@@ -180,8 +161,6 @@ def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> R
         target_macs_ratio=choice.target_macs_ratio,
         has_knee=choice.is_knee,
         aa_ratio_spread=aa_ratio_spread,
-        num_train_images=manifest.counts["train"],
-        num_val_images=manifest.counts["val"],
         candidates=tuple(candidates),
     )
 
@@ -208,7 +187,30 @@ def _prune_all(
             f"None of the ratios {sorted(notes)} can be reached (search_pruning.target_macs_ratios). The largest: "
             f"{notes[max(notes)]}"
         )
-    return networks | {UNPRUNED: copy.deepcopy(network)}, notes
+    return networks | {UNPRUNED: network}, notes
+
+
+def _measure(
+    cfg: Config, networks: Mapping[float, "nn.Module"], card: "ModelCard", data: Path, out: Path
+) -> tuple[dict[float, float], dict[float, _Latency], float]:
+    """Return the mIoU and the latency of each ratio, and the A/A spread.
+
+    The unpruned engine is built first, as the network came: a target that cannot be built costs no training.
+    """
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory(dir=out) as scratch:
+        engines = {UNPRUNED: _build(cfg, networks[UNPRUNED], card, Path(scratch, f"{UNPRUNED}"))}
+        small_data = _first_images(cfg, data, out / "resume" / "dataset")
+        mious = {}
+        for number, (ratio, network) in enumerate(networks.items(), 1):
+            logger.info("search_pruning: network %d of %d, ratio %g", number, len(networks), ratio)
+            mious[ratio] = _recover(cfg, network, small_data, out / "resume" / f"{ratio}")
+            if ratio != UNPRUNED:
+                engines[ratio] = _build(cfg, network, card, Path(scratch, f"{ratio}"))
+        logger.info("search_pruning: timing %d engines", len(engines))
+        latencies, aa_ratio_spread = _measure_latencies(engines, cfg.num_rounds)
+    return mious, latencies, aa_ratio_spread
 
 
 def _first_images(cfg: Config, data: Path, small_data: Path) -> Path:

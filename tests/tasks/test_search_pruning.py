@@ -13,6 +13,7 @@ from safetensors.numpy import load, save
 from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, GateFailed, TargetMismatch
 from tasks.parts.channel_pruning import ChannelPruning, Ranking
 from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
+from tasks.parts.data import read_manifest
 from tasks.parts.model_card import CARD_KEY
 from tasks.parts.pruning_choice import read_choice
 from tasks.parts.trainer_config import Accelerator, Precision, Strategy, TrainerConfig
@@ -103,9 +104,9 @@ def test_ratio_out_of_reach_is_a_row_that_says_so(searched: tuple[Report, Path])
     assert "Pruning reaches" in row["note"] and "0.01" in row["note"]
 
 
-def test_only_the_first_images_are_used(searched: tuple[Report, Path]) -> None:
-    report, out = searched
-    assert (report.num_train_images, report.num_val_images) == (6, 3)
+def test_only_the_first_images_are_used_and_no_engine_is_kept(searched: tuple[Report, Path]) -> None:
+    _, out = searched
+    assert read_manifest(out / "resume" / "dataset").counts == {"train": 6, "val": 3}
     assert sorted(path.name for path in out.iterdir()) == ["choice.json", "curve.csv", "curve.png", "resume"]
 
 
@@ -121,18 +122,33 @@ def test_killed_search_continues_and_ends_with_the_same_accuracy(workshop: Works
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "text"),
+    ("target", "changes", "error", "text"),
     [
-        ({"cpu_flags": ["avx_imaginary"]}, TargetMismatch, "build skipped: this CPU lacks avx_imaginary"),
-        ({"opsets": [13, 14]}, BuildFailed, "build failed: .* opset 20, allowed are 13..14"),
-        ({"runtime_version": "1.2"}, TargetMismatch, r"target\.cpu_onnxruntime\.runtime_version"),
+        (
+            "cpu_torch",
+            {"cpu_flags": ["avx_imaginary"]},
+            TargetMismatch,
+            "build skipped: this CPU lacks avx_imaginary",
+        ),
+        (
+            "cpu_onnxruntime",
+            {"opsets": [13, 14]},
+            BuildFailed,
+            "build failed: .* opset 20, allowed are 13..14",
+        ),
+        ("cpu_torch", {"runtime_version": "1.2"}, TargetMismatch, r"target\.cpu_torch\.runtime_version"),
     ],
 )
 def test_target_that_cannot_be_built_is_refused_before_any_training(
-    changes: dict[str, Any], error: type[Exception], text: str, workshop: Workshop, tmp_path: Path
+    target: str,
+    changes: dict[str, Any],
+    error: type[Exception],
+    text: str,
+    workshop: Workshop,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(error, match=text):
-        search(config(workshop, "cpu_onnxruntime", **changes), workshop, tmp_path)
+        search(config(workshop, target, **changes), workshop, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
