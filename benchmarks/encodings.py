@@ -25,13 +25,13 @@ from benchmarks.runtimes import (
     in_onnxruntime,
     in_openvino,
     random_graph,
-    rounds_ms,
     stage_config,
 )
-from tasks.build_engine import signal_to_noise_db
 from tasks.core.execute import ARTIFACTS
 from tasks.parts.calibrator import Calibrator
 from tasks.parts.encoding import resize_as_matmul, stem_in_float
+from tasks.parts.engine_build import signal_to_noise_db
+from tasks.parts.latency import rounds_ms
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.onnx_graph import activations_to_uint8, read_graph, write_graph
 from tasks.parts.target import read_cpu_model

@@ -25,20 +25,18 @@ from onnxruntime.quantization import CalibrationDataReader, quantize_static
 
 from benchmarks.runtimes import (
     DATA,
-    Network,
     images,
     in_onnxruntime,
     in_openvino,
     openvino_target,
     requests_of,
-    rounds_ms,
     stage_config,
 )
-from tasks.benchmark import bootstrap_interval
 from tasks.core.config import read_params
 from tasks.core.execute import ARTIFACTS
 from tasks.parts.data import open_split, read_manifest
 from tasks.parts.encoding import encode_for
+from tasks.parts.latency import Network, bootstrap_interval, rounds_ms
 from tasks.parts.metrics import confusion_matrix, scores
 from tasks.parts.onnx_graph import read_graph
 from tasks.parts.runners.openvino import compile_options

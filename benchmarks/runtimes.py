@@ -1,8 +1,5 @@
-"""What the benchmarks share: configuration and data of the run, graphs in the CPU runtimes, comparable latencies."""
+"""What the benchmarks share: configuration and data of the run, graphs in the CPU runtimes."""
 
-import random
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +10,7 @@ from tasks.core.config import find_section, read_params, typed_config
 from tasks.core.execute import ARTIFACTS, load_stage
 from tasks.parts.data import normalise, open_split, read_manifest
 from tasks.parts.export import export_graph
+from tasks.parts.latency import Network
 from tasks.parts.model_card import ModelCard
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig
@@ -21,9 +19,6 @@ from tasks.parts.runners.openvino import compile_graph
 from tasks.parts.target import Target
 
 DATA = ARTIFACTS / "prepare_data" / "dataset"
-BURST_S = 0.02
-Network = Callable[[np.ndarray], np.ndarray]
-"""From images [N, 3, H, W] to logits [N, classes, H, W]."""
 
 
 def in_onnxruntime(graph: ModelProto) -> Network:
@@ -72,22 +67,3 @@ def random_graph(config: NetworkConfig) -> ModelProto:
             network(torch.from_numpy(images("train", 16, start)))
     card = ModelCard(config, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width)
     return export_graph(network.eval(), card, height=manifest.height, width=manifest.width, opset=20)
-
-
-def rounds_ms(
-    networks: dict[str, Network], images_NCHW: np.ndarray, num_rounds: int
-) -> dict[str, list[list[float]]]:
-    """Return the latencies of every network by round: short bursts that take turns in random order."""
-    shuffler, order = random.Random(0), list(networks)
-    latencies: dict[str, list[list[float]]] = {name: [] for name in networks}
-    for _ in range(num_rounds):
-        shuffler.shuffle(order)
-        for name in order:
-            networks[name](images_NCHW)
-            burst: list[float] = []
-            end = time.perf_counter() + BURST_S
-            while (start := time.perf_counter()) < end:
-                networks[name](images_NCHW)
-                burst.append(1000 * (time.perf_counter() - start))
-            latencies[name].append(burst)
-    return latencies

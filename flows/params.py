@@ -4,6 +4,7 @@
 checked against the ``Config`` of its stage before anything is written.
 """
 
+import copy
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ SINGLE_CALLS = (
     "train.teacher",
     "train.baseline",
     "distill",
+    "rank_groups",
+    "search_pruning",
     "prune",
     "finetune",
     "export_onnx",
@@ -60,8 +63,9 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError(_first_lines(error)) from error
     variants, targets = params.pop("variants"), params.pop("target")
     params["build_engine"] = targets
-    if params["prune"]["channel_multiple"] is None:
-        params["prune"]["channel_multiple"] = _largest_multiple(targets)
+    for section in (params["prune"], params["search_pruning"]["pruning"], params["rank_groups"]):
+        if section["channel_multiple"] is None:
+            section["channel_multiple"] = _largest_multiple(targets)
     params["engines"] = dict(_engines(variants, targets))
     if "distilled-cpu_torch" not in params["engines"]:
         raise ConfigError(
@@ -71,6 +75,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     params["select_engine"]["engines"] = [
         {"variant": engine["variant"], "target": engine["target"]} for engine in params["engines"].values()
     ]
+    params["search_pruning"]["target"] = _find_target(params["search_pruning"]["target"], targets)
     check_params(params)
     return params
 
@@ -119,6 +124,19 @@ def _largest_multiple(targets: dict[str, Any]) -> int | None:
     """Return the largest channel multiple of the targets; None where none declares one, which is found later."""
     found = [options.get("channel_multiple") for options in targets.values()]
     return max((multiple for multiple in found if isinstance(multiple, int)), default=None)
+
+
+def _find_target(name: str | None, targets: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the declaration that search_pruning.target names; null: the first that reads graphs."""
+    readers = [target for target, options in targets.items() if options["runtime"] != "torch"]
+    found = [*readers, *targets][0] if name is None else name
+    if found not in list(targets):
+        raise ConfigError(
+            f"search_pruning.target is {found}, which is no target of this run: [{', '.join(targets)}]. Name one of "
+            "them, or add it to target."
+        )
+    declared: dict[str, Any] = copy.deepcopy(targets[found])
+    return declared
 
 
 def _first_lines(error: Exception) -> str:

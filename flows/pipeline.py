@@ -46,12 +46,14 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
     teacher = stages.run("train.teacher", data=data) / "model.safetensors"
     baseline = stages.run("train.baseline", data=data) / "model.safetensors"
     distilled = stages.run("distill", teacher=teacher, data=data) / "model.safetensors"
-    narrowed = stages.run("prune", checkpoint=distilled, data=data) / "model.safetensors"
+    choice = stages.run("search_pruning", checkpoint=distilled, data=data) / "choice.json"
+    narrowed = stages.run("prune", checkpoint=distilled, choice=choice, data=data) / "model.safetensors"
     pruned = stages.run("finetune", checkpoint=narrowed, teacher=teacher, data=data) / "model.safetensors"
 
     checkpoints = {"teacher": teacher, "baseline": baseline, "distilled": distilled, "pruned": pruned}
     stages.run_side_by_side(
         {f"export_onnx.{variant}": {"checkpoint": path} for variant, path in checkpoints.items()}
+        | {"rank_groups": {"checkpoint": distilled, "data": data}}
     )
     graph = ARTIFACTS / "export_onnx" / "pruned" / "model.onnx"
     stages.run("convert_precision", model=graph, data=data)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REFERENCE, ENGINE, CONTROL = "reference", "engine", "control"
-_NUM_RESAMPLES = 2000
 _ROUNDS_AT_ANY_COST = 3
 
 
@@ -267,6 +266,8 @@ def summarise(rounds: Sequence[_Round], *, batch: int, seed: int, num_repeats: i
     """Turn rounds into percentiles and ratios."""
     import numpy as np
 
+    from tasks.parts.latency import bootstrap_interval
+
     latencies_ms = np.concatenate([[*r.engine, *r.control] for r in rounds])
     reference_ms = np.concatenate([r.reference for r in rounds])
     medians = np.array([[np.median(r.reference), np.median(r.engine), np.median(r.control)] for r in rounds])
@@ -291,16 +292,6 @@ def summarise(rounds: Sequence[_Round], *, batch: int, seed: int, num_repeats: i
         num_samples=len(latencies_ms),
         num_repeats=num_repeats,
     )
-
-
-def bootstrap_interval(ratios: Sequence[float], *, seed: int) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval of the median (Efron 1979)."""
-    import numpy as np
-
-    values = np.asarray(ratios)
-    drawn = np.random.default_rng(seed).integers(0, len(values), (_NUM_RESAMPLES, len(values)))
-    low, high = np.percentile(np.median(values[drawn], axis=1), [2.5, 97.5])
-    return float(low), float(high)
 
 
 def _write_latencies(rounds: dict[int, list[_Round]], path: Path) -> None:

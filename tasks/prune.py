@@ -4,7 +4,7 @@ import copy
 import csv
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,8 @@ class Config(ChannelPruning):
 
     method: Method
     """What is removed."""
+    from_search: bool
+    """Take the ratio that search_pruning chose by measured latency, instead of target_macs_ratio."""
     weight_sparsity: float
     """Method weights: share of the weights of all convolutions but the classifier that become zero."""
     num_images: int
@@ -80,6 +82,7 @@ class Config(ChannelPruning):
             ("ranking", Ranking.across_layers, [channels, weights]),
             ("layer_ratios", {}, [channels, weights]),
             ("iterations", 1, [channels, Method.blocks, weights]),
+            ("from_search", False, [channels, Method.blocks]),
         ):
             value = getattr(self, key)
             if value != neutral and self.method not in methods:
@@ -146,21 +149,25 @@ class Report:
     """In order; the last one that is kept is what was written."""
 
 
-def prune(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:
+def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path) -> Report:
     """Prune a network and write ``model.safetensors``, ``removed.csv`` and ``steps.csv``.
 
-    ``data`` is read only for importance taylor, method blocks and several iterations.
+    ``data`` is read only for importance taylor, method blocks and several iterations, ``choice``, which
+    search_pruning wrote, only with ``from_search``.
 
     Raises GateFailed when the target is out of reach, ConfigError when the multiple or the layer ratios do not
     fit the network, ArtifactError when the network cannot be traced or does not run after the cut.
     """
     from tasks.parts.channel_pruning import check_layer_names, check_runs, measure_convs
     from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
+    from tasks.parts.pruning_choice import read_choice
     from tasks.parts.tables import write_table
 
+    if cfg.from_search:
+        cfg = replace(cfg, target_macs_ratio=read_choice(choice))
     network, card = load_checkpoint(checkpoint)
     size = (card.height, card.width)
-    logger.info("%s: pruning %s", checkpoint, cfg.method)
+    logger.info("%s: pruning %s to %g of the MACs", checkpoint, cfg.method, cfg.target_macs_ratio)
     before = measure_convs(network, size)
     check_layer_names(cfg.layer_ratios, list(before), str(network.classifier_layer))
     if cfg.needs_data:

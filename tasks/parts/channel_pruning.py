@@ -441,3 +441,14 @@ def check_runs(network: "nn.Module", height: int, width: int, num_classes: int) 
         raise ArtifactError(
             f"The pruned network's logits are {found} at {height}x{width}, {num_classes} classes."
         )
+
+
+def list_groups(network: "nn.Module", size: tuple[int, int]) -> list[ChannelGroup]:
+    """List the groups that may be cut, with the importance of their channels; `size` is (height, width)."""
+    return _find_groups(_trace(network, size), network)
+
+
+def cut_group(network: "nn.Module", group: ChannelGroup, num_channels: int, *, size: tuple[int, int]) -> None:
+    """Remove the least important channels of one group, in place."""
+    order = sorted(range(len(group.importance)), key=lambda channel: (group.importance[channel], channel))
+    _cut(_trace(network, size), network, group, order[:num_channels])

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, DataError
 
+MANIFEST_FILE = "manifest.json"
+
 IGNORE_INDEX = 255
 """Mask value of pixels that count neither in a loss nor in a metric."""
 
@@ -62,7 +64,7 @@ class SplitBatches:
 
 def read_manifest(dataset: Path) -> Manifest:
     """Read `dataset/manifest.json`; raise ArtifactError if it is missing or damaged."""
-    path = dataset / "manifest.json"
+    path = dataset / MANIFEST_FILE
     if not path.is_file():
         raise ArtifactError(
             f"{path}: not found. Expected the output of prepare_data. Run prepare_data first."
@@ -135,9 +137,34 @@ def write_dataset(
     mean, std = _mean_and_std(train_colours)
     counts = {split: content.num_images for split, content in splits.items()}
     manifest = Manifest(classes, height, width, counts, shares, mean, std, files, source)
-    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False)
-    (dataset / "manifest.json").write_text(text + "\n", encoding="utf-8")
+    _write_manifest(dataset, manifest)
     return manifest
+
+
+def write_first_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> Manifest:
+    """Write a smaller data set into a new folder: at most so many images of each named split, from the first on.
+
+    Mean and std stay those of the whole, because the networks that were trained on it know no others.
+    """
+    whole = read_manifest(dataset)
+    out.mkdir(parents=True)
+    files: dict[str, str] = {}
+    shares, taken = {}, {}
+    for split, count in counts.items():
+        images_NHWC, masks_NHW = (array[:count] for array in open_split(dataset, split))
+        content = SplitBatches(len(images_NHWC), batches_of(images_NHWC, masks_NHW))
+        statistics = _write_split(out, split, content, height=whole.height, width=whole.width)
+        files |= statistics.files
+        shares[split] = _pixel_share(statistics.labels, len(whole.classes), split)
+        taken[split] = len(images_NHWC)
+    manifest = dataclasses.replace(whole, counts=taken, pixel_share=shares, files=files)
+    _write_manifest(out, manifest)
+    return manifest
+
+
+def _write_manifest(dataset: Path, manifest: Manifest) -> None:
+    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False)
+    (dataset / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

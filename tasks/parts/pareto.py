@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+_MIN_RISE = 1e-9
+
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> tuple[bool, ...]:
     """Tell for each (cost, gain) whether no other point is at least as good in both and better in one.
@@ -9,6 +11,31 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> tuple[bool, ...]:
     Points that are equal in both stand or fall together.
     """
     return tuple(not any(_dominates(other, point) for other in points) for point in points)
+
+
+def find_knee(points: Sequence[tuple[float, float]]) -> int | None:
+    """Return the index of the (cost, gain) after which more cost gives little more gain.
+
+    Over the front, costs and gains are scaled to 0..1; the knee lies farthest above the chord from the cheapest
+    point of the front to the dearest. None where no point lies above it: less than three points, a straight
+    front, or one that bends the other way. Of equal points the first counts.
+
+    Kneedle (Satopaa et al., "Finding a 'Kneedle' in a Haystack", ICDCS Workshops 2011) without its smoothing,
+    which is for many noisy points.
+    """
+    front = [index for index, is_kept in enumerate(pareto_front(points)) if is_kept]
+    if len({points[index] for index in front}) < 3:
+        return None
+    costs, gains = ([points[index][axis] for index in front] for axis in (0, 1))
+
+    def rise(index: int) -> float:
+        cost, gain = points[index]
+        return (gain - min(gains)) / (max(gains) - min(gains)) - (cost - min(costs)) / (
+            max(costs) - min(costs)
+        )
+
+    best = max(front, key=rise)
+    return best if rise(best) > _MIN_RISE else None
 
 
 def _dominates(other: tuple[float, float], point: tuple[float, float]) -> bool:

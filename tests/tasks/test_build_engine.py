@@ -5,15 +5,15 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from tasks.build_engine import (
+from tasks.build_engine import build_engine
+from tasks.core.errors import ArtifactError, TargetMismatch
+from tasks.parts.engine_build import (
     MAX_AGREEMENT_DB,
     ConvCounts,
-    build_engine,
     count_convs,
     find_precision_fault,
     signal_to_noise_db,
 )
-from tasks.core.errors import ArtifactError, TargetMismatch
 from tasks.parts.runners.contract import read_engine_manifest, sha256_of
 from tasks.parts.target import Precision, missing_cpu_flags
 

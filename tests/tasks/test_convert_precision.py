@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from tasks.build_engine import build_engine, count_convs
+from tasks.build_engine import build_engine
 from tasks.convert_precision import Config, Report, convert_precision
 from tasks.core.errors import ArtifactError, ConfigError, DataError
 from tasks.parts.data import normalise, open_split
+from tasks.parts.engine_build import count_convs
 from tasks.parts.export import difference
 from tasks.parts.onnx_graph import node_sources, read_card_of_graph, read_graph, write_graph
 from tasks.parts.onnx_predict import open_session

@@ -23,6 +23,7 @@ from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.networks.residual import residual_blocks
 from tasks.parts.onnx_graph import node_sources
+from tasks.parts.pruning_choice import write_choice
 from tasks.parts.pruning_recovery import measure_val_miou, read_batches
 from tasks.parts.trainer_config import Strategy
 from tasks.prune import Config, Method, Recovery, Report, prune
@@ -33,6 +34,7 @@ from tests.tasks.test_train import TRAINER
 CONFIG = Config(
     method=Method.channels,
     target_macs_ratio=0.6,
+    from_search=False,
     weight_sparsity=0.5,
     channel_multiple=8,
     ranking=Ranking.across_layers,
@@ -86,8 +88,29 @@ def count_macs(path: Path) -> int:
 
 def run(cfg: Config, checkpoint: Path, out: Path, data: Path = NO_DATA) -> tuple[Path, Report]:
     out.mkdir()
-    report = prune(cfg, checkpoint=checkpoint, data=data, out=out)
+    report = prune(cfg, checkpoint=checkpoint, choice=NO_DATA, data=data, out=out)
     return out / "model.safetensors", report
+
+
+def test_the_ratio_of_the_search_is_taken_on_request(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source.safetensors", NetworkName.deeplabv3plus)
+    write_choice(tmp_path / "choice.json", 0.8)
+    for from_search, least, most in ((True, 0.65, 0.8), (False, 0.45, 0.6)):
+        out = tmp_path / str(from_search)
+        out.mkdir()
+        cfg = dataclasses.replace(CONFIG, from_search=from_search)
+        report = prune(
+            cfg,
+            checkpoint=tmp_path / "source.safetensors",
+            choice=tmp_path / "choice.json",
+            data=NO_DATA,
+            out=out,
+        )
+        assert least < report.macs_ratio <= most
+    with pytest.raises(ArtifactError, match=r"no chosen ratio .* prune\.target_macs_ratio"):
+        run(dataclasses.replace(CONFIG, from_search=True), tmp_path / "source.safetensors", tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"prune\.from_search is True"):
+        dataclasses.replace(CONFIG, from_search=True, method=Method.two_of_four)
 
 
 @pytest.mark.parametrize("name", list(NetworkName))
@@ -104,7 +127,7 @@ def test_target_is_met_by_an_independent_count(
     cfg = dataclasses.replace(CONFIG, ranking=ranking, channel_multiple=channel_multiple)
     out = tmp_path / "out"
     out.mkdir()
-    report = prune(cfg, checkpoint=source, data=NO_DATA, out=out)
+    report = prune(cfg, checkpoint=source, choice=NO_DATA, data=NO_DATA, out=out)
     assert source.read_bytes() == bytes_before
     assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "removed.csv", "steps.csv"]
     assert report.macs_before == count_macs(source)
@@ -554,7 +577,10 @@ def test_run_that_was_killed_between_steps_ends_with_the_same_bytes(
     expected = model.read_bytes()
     model.unlink()
     shutil.rmtree(tmp_path / "out" / "resume" / "step_2")
-    assert prune(cfg, checkpoint=workshop.checkpoint, data=workshop.data, out=tmp_path / "out") == report
+    assert (
+        prune(cfg, checkpoint=workshop.checkpoint, choice=NO_DATA, data=workshop.data, out=tmp_path / "out")
+        == report
+    )
     assert model.read_bytes() == expected
 
 

@@ -17,6 +17,7 @@ from tasks.parts.data import (
     open_split,
     read_manifest,
     write_dataset,
+    write_first_images,
 )
 
 
@@ -51,6 +52,20 @@ def test_manifest_numbers_equal_numpy(tmp_path: Path, arrays: tuple[np.ndarray, 
     assert manifest.pixel_share["train"] == pytest.approx(((counted == 0).mean(), (counted == 1).mean()))
     for name, digest in manifest.files.items():
         assert hashlib.sha256((tmp_path / "dataset" / name).read_bytes()).hexdigest() == digest
+
+
+def test_first_images_are_a_data_set_with_the_mean_of_the_whole(
+    tmp_path: Path, arrays: tuple[np.ndarray, np.ndarray]
+) -> None:
+    whole = write(tmp_path / "dataset", arrays)
+    part = write_first_images(tmp_path / "dataset", tmp_path / "part", {"train": 2, "val": 99})
+    assert part == read_manifest(tmp_path / "part")
+    assert part.counts == {"train": 2, "val": 5}
+    assert (part.mean, part.std, part.classes) == (whole.mean, whole.std, whole.classes)
+    images, masks = open_split(tmp_path / "part", "train")
+    assert (images == arrays[0][:2]).all() and (masks == arrays[1][:2]).all()
+    counted = masks[masks != IGNORE_INDEX]
+    assert part.pixel_share["train"] == pytest.approx(((counted == 0).mean(), (counted == 1).mean()))
 
 
 def test_all_pixels_ignored_gives_no_share_and_no_nan(tmp_path: Path) -> None:

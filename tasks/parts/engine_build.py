@@ -1,0 +1,439 @@
+"""Make the engine of a graph or checkpoint for one target, and prove that it is what it claims to be."""
+
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tasks.core.errors import ArtifactError, BuildFailed
+from tasks.parts.runners.contract import (
+    EngineManifest,
+    EngineStatus,
+    FloatArray,
+    InputCard,
+    Precisions,
+    sha256_of,
+    write_engine_manifest,
+)
+from tasks.parts.target import (
+    Precision,
+    Runtime,
+    Target,
+    check_runtime_version,
+    missing_cpu_flags,
+    read_isa,
+)
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+logger = logging.getLogger(__name__)
+
+ENGINE_FOLDER = "engine"
+NUM_GOLDEN_IMAGES = 2
+MAX_AGREEMENT_DB = 150.0
+"""Given for logits that are equal bit by bit."""
+
+_MIN_SHARE = 0.5
+"""The declared precision must hold for at least this share of the convolutions that should have it."""
+
+
+@dataclass(frozen=True)
+class EngineBuild:
+    """How the build ended, and what the runtime really made of the graph."""
+
+    status: EngineStatus
+    reason: str
+    """Why there is no engine; empty if there is one."""
+    runtime: Runtime
+    runtime_version: str
+    provider: str
+    """Where the runtime really placed the graph, in its own words."""
+    file: str
+    size_bytes: int
+    engine_sha256: str
+    is_quantized: bool
+    num_convs_quantized: int
+    """Convolutions of the graph between Q/DQ pairs."""
+    num_convs_int8: int
+    """Convolutions that the runtime really runs in int8."""
+    precisions: Precisions
+    precision_ok: bool
+    precision_note: str
+    """What contradicts the declared precision; empty if nothing does."""
+    agreement_db: float | None
+    """Signal-to-noise of the engine's logits against the unoptimised graph, on drawn images; None without
+    engine."""
+
+
+def build(target: Target, *, model: Path, out: Path) -> EngineBuild:
+    """Build `out/engine` from an ONNX graph (for runtime torch: from a checkpoint).
+
+    A CPU without a declared flag ends in status "skipped", a graph that the runtime refuses or computes
+    wrongly in "failed", both with the reason, so that the other targets go on. Raises TargetMismatch on a
+    machine whose runtime is not the declared one, ArtifactError for a damaged model.
+    """
+    from tasks.parts.runners.open_engine import installed_version
+
+    logger.info("build_engine: %s for target %s", model, target.name)
+    version = installed_version(target.runtime)
+    check_runtime_version(target, version)
+    engine = out / ENGINE_FOLDER
+    engine.mkdir()
+    card = _read_card(target, model)
+    missing = missing_cpu_flags(target)
+    if missing:
+        reason = f"this CPU lacks {', '.join(missing)} (target.{target.name}.cpu_flags)"
+        return _end_without_engine(target, EngineStatus.skipped, reason, version, card, engine)
+    try:
+        if target.runtime is Runtime.torch:
+            report = _build_torch(target, model, card, version, engine)
+        else:
+            report = _build_from_graph(target, model, card, version, engine)
+    except BuildFailed as error:
+        for leftover in engine.iterdir():
+            leftover.unlink()
+        return _end_without_engine(target, EngineStatus.failed, str(error), version, card, engine)
+    logger.info(
+        "build_engine: %s, %d bytes, precision ok: %s", report.file, report.size_bytes, report.precision_ok
+    )
+    return report
+
+
+def _read_card(target: Target, model: Path) -> InputCard:
+    if target.runtime is Runtime.torch:
+        if model.suffix == ".onnx":
+            raise ArtifactError(
+                f"{model}: an ONNX graph, expected a .safetensors checkpoint: target {target.name} runs "
+                "eager PyTorch. Quantized variants have no such engine; take them out of this target's "
+                "variants."
+            )
+        from tasks.parts.model_card import read_card
+
+        card = read_card(model)
+    else:
+        from tasks.parts.onnx_graph import read_card_of_graph, read_graph
+
+        card = read_card_of_graph(read_graph(model))
+    return InputCard(tuple(card.classes), card.mean, card.std, card.height, card.width)
+
+
+def _end_without_engine(
+    target: Target, status: EngineStatus, reason: str, version: str, card: InputCard, engine: Path
+) -> EngineBuild:
+    logger.warning("build_engine: target %s %s: %s", target.name, status, reason)
+    manifest = _manifest(target, version, card, status=status, reason=reason)
+    write_engine_manifest(engine, manifest)
+    return _report(manifest, num_convs_quantized=0, note="", agreement_db=None)
+
+
+def _build_torch(
+    target: Target, checkpoint: Path, card: InputCard, version: str, engine: Path
+) -> EngineBuild:
+    from tasks.parts.runners import torch_eager
+
+    file = engine / torch_eager.ENGINE_FILE
+    shutil.copyfile(checkpoint, file)
+    manifest = _manifest(target, version, card, file=file)
+    images_NCHW = draw_golden_images(card)
+    with torch_eager.TorchEagerRunner(file, manifest) as runner:
+        _check_logits(runner.infer(images_NCHW), target, card)
+        precisions = torch_eager.precisions_of(runner.model)
+    return _publish(manifest, precisions, torch_eager.PROVIDER, engine, ConvCounts(0, 0, 0))
+
+
+def _build_from_graph(
+    target: Target, model: Path, card: InputCard, version: str, engine: Path
+) -> EngineBuild:
+    from tasks.parts.encoding import encode_for
+    from tasks.parts.onnx_graph import read_graph
+
+    graph = read_graph(model)
+    _check_weights(graph, model)
+    _check_operators(graph, target)
+    precisions: Precisions
+    if target.runtime is Runtime.openvino:
+        from tasks.parts.runners import openvino
+
+        file = engine / openvino.ENGINE_FILE
+        compiled = openvino.compile_graph(
+            encode_for(target, graph).SerializeToString(deterministic=True), target
+        )
+        file.write_bytes(openvino.export_blob(compiled))
+        precisions = openvino.precisions_of(compiled)
+    else:
+        from tasks.parts.runners import onnxruntime
+
+        file = engine / onnxruntime.ENGINE_FILE
+        file.write_bytes(encode_for(target, graph).SerializeToString(deterministic=True))
+        precisions = onnxruntime.precisions_of(
+            file, provider=onnxruntime.PROVIDERS[target.device], num_threads=target.num_threads
+        )
+    manifest = _manifest(target, version, card, file=file)
+    agreement_db, provider = _measure_agreement(graph, manifest, file)
+    return _publish(
+        manifest,
+        precisions,
+        provider,
+        engine,
+        count_convs(graph),
+        agreement_db=agreement_db,
+    )
+
+
+def _check_weights(graph: "ModelProto", path: Path) -> None:
+    """ONNX, its checker and the runtimes accept NaN weights; here they raise ArtifactError."""
+    from onnx import numpy_helper
+
+    for tensor in graph.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            raise ArtifactError(
+                f"{path}: weight '{tensor.name}' holds NaN or infinity, expected finite values. The training "
+                "that made it diverged: lower its learning rate and run it again."
+            )
+
+
+def _check_operators(graph: "ModelProto", target: Target) -> None:
+    """Raise BuildFailed for an opset or an operator that the target's runtime does not know."""
+    lowest, highest = target.opsets
+    opset = next(entry.version for entry in graph.opset_import if entry.domain in ("", "ai.onnx"))
+    if not lowest <= opset <= highest:
+        raise BuildFailed(
+            f"Target {target.name}: the graph has opset {opset}, allowed are {lowest}..{highest} "
+            f"(target.{target.name}.opsets). Export it with export_onnx.opset in that range."
+        )
+    own = {(function.domain, function.name) for function in graph.functions}
+    foreign = [
+        f"{node.domain}::{node.op_type} ('{node.name}')"
+        for node in graph.graph.node
+        if node.domain not in ("", "ai.onnx") and (node.domain, node.op_type) not in own
+    ]
+    if foreign:
+        raise BuildFailed(
+            f"Target {target.name}: {target.runtime} knows {len(foreign)} nodes of the graph not: "
+            f"{', '.join(foreign[:5])}. Replace these operators by standard ONNX ones in the network."
+        )
+
+
+def draw_golden_images(card: InputCard) -> FloatArray:
+    """Draw a few deterministic normalised images with edges, gradients and noise, as photos have them."""
+    from tasks.parts.data import normalise
+
+    generator = np.random.default_rng(0)
+    y_HW, x_HW = np.mgrid[0 : card.height, 0 : card.width] / max(card.height, card.width)
+    images = []
+    for _ in range(NUM_GOLDEN_IMAGES):
+        slopes = generator.uniform(-1, 1, (2, 3))
+        image_HWC = 0.5 + 0.5 * (y_HW[..., None] * slopes[0] + x_HW[..., None] * slopes[1])
+        for _ in range(4):
+            top, left = (
+                generator.integers(0, card.height // 2 + 1),
+                generator.integers(0, card.width // 2 + 1),
+            )
+            image_HWC[top : top + card.height // 3, left : left + card.width // 3] = generator.uniform(
+                0, 1, 3
+            )
+        images.append(image_HWC + generator.normal(0, 0.05, image_HWC.shape))
+    images_NHWC = (np.clip(np.stack(images), 0, 1) * 255).astype(np.uint8)
+    return normalise(images_NHWC, card.mean, card.std)
+
+
+def _measure_agreement(graph: "ModelProto", manifest: EngineManifest, file: Path) -> tuple[float, str]:
+    """Return the engine's signal-to-noise against the graph without any optimisation, and its provider.
+
+    Images go in one by one and as a batch. Raises BuildFailed below the target's floor.
+    """
+    from tasks.parts.onnx_graph import is_quantized
+    from tasks.parts.runners import onnxruntime, openvino
+
+    target, card = manifest.target, manifest.card
+    images_NCHW = draw_golden_images(card)[: target.max_batch]
+    reference = onnxruntime.open_session(
+        graph.SerializeToString(),
+        provider="CPUExecutionProvider",
+        num_threads=target.num_threads,
+        is_optimised=False,
+    )
+    expected = reference.run(None, {reference.get_inputs()[0].name: images_NCHW})[0]
+    _check_logits(expected, target, card)
+    kind = openvino.OpenvinoRunner if target.runtime is Runtime.openvino else onnxruntime.OnnxruntimeRunner
+    with kind(file, manifest) as runner:
+        batched = runner.infer(images_NCHW)
+        single = np.concatenate([runner.infer(image[None]) for image in images_NCHW])
+        provider = runner.describe().provider
+    _check_logits(batched, target, card)
+    agreement_db = min(signal_to_noise_db(expected, batched), signal_to_noise_db(expected, single))
+    is_int8 = is_quantized(graph)
+    floor_db = target.min_agreement_int8_db if is_int8 else target.min_agreement_db
+    if agreement_db < floor_db:
+        key = f"target.{target.name}.min_agreement{'_int8' if is_int8 else ''}_db"
+        raise BuildFailed(
+            f"Target {target.name}: the engine's logits agree with the graph by {agreement_db:.1f} dB only, "
+            f"expected {floor_db:g} dB or more ({key}). The runtime computes something else than the graph says: "
+            "diff_layers with that floor at 0 shows where; another version of the runtime may be right."
+        )
+    return agreement_db, provider
+
+
+def _check_logits(logits_NCHW: FloatArray, target: Target, card: InputCard) -> None:
+    expected = (len(card.classes), card.height, card.width)
+    if logits_NCHW.shape[1:] != expected:
+        raise ArtifactError(
+            f"Target {target.name}: the model answers with {list(logits_NCHW.shape[1:])} (classes, height, "
+            f"width), its card says {list(expected)} ({len(card.classes)} classes). Train or export it again "
+            "for this data set."
+        )
+    if not np.isfinite(logits_NCHW).all():
+        raise BuildFailed(
+            f"Target {target.name}: the engine answers with NaN or infinity to a plain image, expected "
+            f"finite logits. Values overflow in {target.precision}; use a wider precision "
+            f"(target.{target.name}.precision)."
+        )
+
+
+def signal_to_noise_db(expected: FloatArray, found: FloatArray) -> float:
+    """Return 10 log10(signal power / noise power), at most MAX_AGREEMENT_DB."""
+    signal = float(np.square(expected, dtype=np.float64).sum())
+    noise = float(np.square(found.astype(np.float64) - expected).sum())
+    if noise == 0:
+        return MAX_AGREEMENT_DB
+    if signal == 0:
+        return -MAX_AGREEMENT_DB
+    return min(MAX_AGREEMENT_DB, 10 * float(np.log10(signal / noise)))
+
+
+@dataclass(frozen=True)
+class ConvCounts:
+    """What the graph wants of its convolutions."""
+
+    num: int
+    num_quantized: int
+    """Those whose image and weight both come from DequantizeLinear."""
+    num_float16: int
+    """Those with FP16 weights."""
+
+
+def count_convs(graph: "ModelProto") -> ConvCounts:
+    """Count the convolutions of a graph by their precision."""
+    from onnx import TensorProto
+
+    halves = {tensor.name for tensor in graph.graph.initializer if tensor.data_type == TensorProto.FLOAT16}
+    dequantized = {n.output[0] for n in graph.graph.node if n.op_type == "DequantizeLinear"}
+    convs = [node for node in graph.graph.node if node.op_type in ("Conv", "ConvTranspose")]
+    quantized = [node for node in convs if node.input[0] in dequantized and node.input[1] in dequantized]
+    return ConvCounts(len(convs), len(quantized), sum(node.input[1] in halves for node in convs))
+
+
+def find_precision_fault(target: Target, precisions: Precisions, convs: ConvCounts) -> str:
+    """Return how the precision in use contradicts the declared one, or an empty text.
+
+    Shares and not counts are compared, because a runtime may fuse two convolutions into one.
+    """
+    used = _conv_precisions(precisions)
+    num_used = max(1, sum(used.values()))
+    share_quantized = convs.num_quantized / max(1, convs.num)
+    if used.get("int8", 0) / num_used < _MIN_SHARE * share_quantized:
+        return (
+            f"{convs.num_quantized} of {convs.num} convolutions are quantized, but the runtime runs only "
+            f"{used.get('int8', 0)} of {num_used} in int8"
+        )
+    if used.get("f16", 0) / num_used < _MIN_SHARE * convs.num_float16 / max(1, convs.num):
+        return f"{convs.num_float16} of {convs.num} convolutions are FP16, but the runtime computes {used}"
+    if (
+        target.precision is Precision.f32
+        and not convs.num_float16
+        and used.get("bf16", 0) + used.get("f16", 0)
+    ):
+        return f"declared is f32, but convolutions run in {used}"
+    if target.precision is Precision.bf16 and used.get("bf16", 0) / num_used < _MIN_SHARE * (
+        1 - share_quantized
+    ):
+        return f"declared is bf16, but convolutions run in {used}"
+    return ""
+
+
+def _conv_precisions(precisions: Precisions) -> dict[str, int]:
+    used: dict[str, int] = {}
+    for op_type, counts in precisions.items():
+        if "conv" in op_type.lower():
+            for precision, count in counts.items():
+                used[precision] = used.get(precision, 0) + count
+    return used
+
+
+def _manifest(
+    target: Target,
+    version: str,
+    card: InputCard,
+    *,
+    status: EngineStatus = EngineStatus.built,
+    reason: str = "",
+    file: Path | None = None,
+) -> EngineManifest:
+    """Return what is known before the runtime was asked what it made of the graph."""
+    return EngineManifest(
+        target=target,
+        status=status,
+        reason=reason,
+        file=file.name if file else "",
+        sha256=sha256_of(file) if file else "",
+        size_bytes=file.stat().st_size if file else 0,
+        runtime_version=version,
+        isa=read_isa(),
+        card=card,
+        is_quantized=False,
+        precisions={},
+        precision_ok=False,
+        provider="",
+    )
+
+
+def _publish(
+    manifest: EngineManifest,
+    precisions: Precisions,
+    provider: str,
+    engine: Path,
+    convs: ConvCounts,
+    *,
+    agreement_db: float | None = None,
+) -> EngineBuild:
+    from dataclasses import replace
+
+    note = find_precision_fault(manifest.target, precisions, convs)
+    manifest = replace(
+        manifest,
+        is_quantized=convs.num_quantized > 0,
+        precisions=precisions,
+        precision_ok=not note,
+        provider=provider,
+    )
+    write_engine_manifest(engine, manifest)
+    if note:
+        logger.warning("build_engine: target %s: %s", manifest.target.name, note)
+    return _report(manifest, num_convs_quantized=convs.num_quantized, note=note, agreement_db=agreement_db)
+
+
+def _report(
+    manifest: EngineManifest, *, num_convs_quantized: int, note: str, agreement_db: float | None
+) -> EngineBuild:
+    return EngineBuild(
+        status=manifest.status,
+        reason=manifest.reason,
+        runtime=manifest.target.runtime,
+        runtime_version=manifest.runtime_version,
+        provider=manifest.provider,
+        file=manifest.file,
+        size_bytes=manifest.size_bytes,
+        engine_sha256=manifest.sha256,
+        is_quantized=manifest.is_quantized,
+        num_convs_quantized=num_convs_quantized,
+        num_convs_int8=_conv_precisions(manifest.precisions).get("int8", 0),
+        precisions=manifest.precisions,
+        precision_ok=manifest.precision_ok,
+        precision_note=note,
+        agreement_db=agreement_db,
+    )

@@ -1,0 +1,42 @@
+"""Latencies that can be compared on a noisy machine: interleaved rounds, and intervals of their ratios."""
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BURST_S = 0.02
+_NUM_RESAMPLES = 2000
+
+Network = Callable[[NDArray[Any]], NDArray[Any]]
+"""From images [N, 3, H, W] to logits [N, classes, H, W]."""
+
+
+def rounds_ms(
+    networks: Mapping[str, Network], images_NCHW: NDArray[Any], num_rounds: int
+) -> dict[str, list[list[float]]]:
+    """Return the latencies of every network by round: short bursts that take turns in random order."""
+    shuffler, order = random.Random(0), list(networks)
+    latencies: dict[str, list[list[float]]] = {name: [] for name in networks}
+    for _ in range(num_rounds):
+        shuffler.shuffle(order)
+        for name in order:
+            networks[name](images_NCHW)
+            burst: list[float] = []
+            end = time.perf_counter() + BURST_S
+            while (start := time.perf_counter()) < end:
+                networks[name](images_NCHW)
+                burst.append(1000 * (time.perf_counter() - start))
+            latencies[name].append(burst)
+    return latencies
+
+
+def bootstrap_interval(ratios: Sequence[float], *, seed: int) -> tuple[float, float]:
+    """Return the 95 % percentile bootstrap interval of the median (Efron 1979)."""
+    values = np.asarray(ratios)
+    drawn = np.random.default_rng(seed).integers(0, len(values), (_NUM_RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(values[drawn], axis=1), [2.5, 97.5])
+    return float(low), float(high)

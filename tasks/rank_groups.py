@@ -1,0 +1,199 @@
+"""Scan how sensitive each group of coupled channels is to pruning: what does the network lose when it alone is cut?
+
+The scan of Li et al., "Pruning Filters for Efficient ConvNets", 2017, arXiv:1608.08710, section 3.2, without any
+training after the cut. Its cost grows linearly with the number of groups: one pass over the validation images per
+group and ratio.
+"""
+
+import copy
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import ArtifactError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tasks.parts.data import Batch
+    from tasks.parts.model_card import ModelCard
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How much each group loses, and on how many images that is judged."""
+
+    ratios: list[float]
+    """Shares of its channels that a group loses."""
+    channel_multiple: int
+    """What is left is the nearest multiple of it, at least one; that of the stage prune."""
+    num_val_images: int
+    """First images of the val split. More: steadier, slower."""
+    batch_size: int
+    """Images at once; changes memory and speed only."""
+
+    def __post_init__(self) -> None:
+        ratios = list(self.ratios)
+        if not ratios or not all(0.0 < ratio < 1.0 for ratio in ratios) or len(set(ratios)) < len(ratios):
+            raise ConfigError(
+                f"rank_groups.ratios is {ratios}, expected one or more different numbers between 0 and 1."
+            )
+        for name in ("channel_multiple", "num_val_images", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rank_groups.{name} is {getattr(self, name)}, expected at least 1.")
+
+
+@dataclass(frozen=True)
+class GroupCut:
+    """What one cut of one group saves and costs."""
+
+    group: str
+    """Convolution that stands for the group."""
+    layers: str
+    """All convolutions that lose output channels, separated by spaces."""
+    channels: int
+    """Before the cut."""
+    channels_removed: int
+    ratio: float
+    """channels_removed / channels."""
+    macs_saved_share: float
+    """Of all MACs of the network, 0..1."""
+    miou_drop: float
+    """Of the network, without training. Less than 0: it rose."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The scan; cuts are in the order of the network's modules."""
+
+    miou: float
+    """Of the network as it came, on the same images."""
+    num_val_images: int
+    num_groups: int
+    num_groups_uncut: int
+    """Groups that are too narrow to lose a multiple of channels."""
+    num_evaluations: int
+    """Passes over the images: one per cut, and one of the network as it came."""
+    cuts: tuple[GroupCut, ...]
+
+
+def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:
+    """Write ``sensitivity.csv`` and ``sensitivity.png``; cost grows linearly with groups times ratios.
+
+    Ratios that come to the same number of channels in a group are measured once. Raises ConfigError when no group
+    can be cut, ArtifactError for weights that are not finite or a data set of other classes.
+    """
+    from tasks.parts.channel_pruning import cut_group, list_groups, measure_convs, total_macs
+    from tasks.parts.checkpoint import load_checkpoint
+    from tasks.parts.data import open_split, read_manifest
+    from tasks.parts.progress import tracked
+    from tasks.parts.tables import write_table
+
+    network, card = load_checkpoint(checkpoint)
+    classes = read_manifest(data).classes
+    if card.classes != classes:
+        raise ArtifactError(
+            f"{checkpoint}: knows the classes {list(card.classes)}, the data {list(classes)}. Train it on this data "
+            "set (distill)."
+        )
+    images_NHWC, masks_NHW = (array[: cfg.num_val_images] for array in open_split(data, "val"))
+    size = (card.height, card.width)
+    groups = list_groups(network, size)
+    work = [
+        (group, num_channels) for group in groups for num_channels in cut_sizes(len(group.importance), cfg)
+    ]
+    if not work:
+        raise ConfigError(
+            f"rank_groups.channel_multiple is {cfg.channel_multiple}, and none of the {len(groups)} groups has so "
+            "many channels to lose. Lower it, or train a wider network."
+        )
+    logger.info("rank_groups: %d cuts of %d groups of %s", len(work), len(groups), checkpoint)
+    macs = total_macs(measure_convs(network, size))
+    miou = _miou(network, (images_NHWC, masks_NHW), card, cfg.batch_size)
+    cuts = []
+    for group, num_channels in tracked(work, "rank_groups"):
+        smaller = copy.deepcopy(network)
+        cut_group(smaller, group, num_channels, size=size)
+        cuts.append(
+            GroupCut(
+                group=group.root,
+                layers=" ".join(group.cut_outputs),
+                channels=len(group.importance),
+                channels_removed=num_channels,
+                ratio=num_channels / len(group.importance),
+                macs_saved_share=1 - total_macs(measure_convs(smaller, size)) / macs,
+                miou_drop=miou - _miou(smaller, (images_NHWC, masks_NHW), card, cfg.batch_size),
+            )
+        )
+    write_table(out / "sensitivity.csv", cuts)
+    _plot_sensitivity(out / "sensitivity.png", cuts)
+    num_cut = len({cut.group for cut in cuts})
+    logger.info("rank_groups: mIoU %.4f; largest drop %.4f", miou, max(cut.miou_drop for cut in cuts))
+    return Report(miou, len(images_NHWC), len(groups), len(groups) - num_cut, len(cuts) + 1, tuple(cuts))
+
+
+def cut_sizes(channels: int, cfg: Config) -> list[int]:
+    """Return how many channels go for each ratio, without repetition; what is left is a multiple of channels."""
+    multiple = cfg.channel_multiple
+    sizes = set()
+    for ratio in cfg.ratios:
+        left = max(1, math.floor(channels * (1 - ratio) / multiple + 0.5)) * multiple
+        if left < channels:
+            sizes.add(channels - left)
+    return sorted(sizes)
+
+
+def _miou(network: "nn.Module", batch: "Batch", card: "ModelCard", batch_size: int) -> float:
+    """Return the mIoU of a network on images_NHWC with masks_NHW."""
+    import numpy as np
+    import torch
+
+    from tasks.parts.data import normalise
+    from tasks.parts.metrics import confusion_matrix, scores
+
+    images_NHWC, masks_NHW = batch
+    network.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    confusion_CC = np.zeros((len(card.classes), len(card.classes)), np.int64)
+    for start in range(0, len(images_NHWC), batch_size):
+        images_NCHW = torch.from_numpy(
+            normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
+        )
+        with torch.inference_mode():
+            logits_NCHW = network(images_NCHW.contiguous(memory_format=torch.channels_last))
+        prediction_NHW = logits_NCHW.argmax(dim=1).numpy()
+        confusion_CC += confusion_matrix(
+            prediction_NHW, masks_NHW[start : start + batch_size], len(card.classes)
+        )
+    miou = scores(confusion_CC).miou
+    return 0.0 if miou is None else miou
+
+
+def _plot_sensitivity(path: Path, cuts: Sequence[GroupCut]) -> None:
+    """Draw the drop of each cut and the MACs that it saves, group by group, coloured by ratio."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys(cut.group for cut in cuts))
+    figure = Figure(figsize=(min(24, max(8, 0.32 * len(groups) + 3)), 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    positions = [groups.index(cut.group) for cut in cuts]
+    ratios = [cut.ratio for cut in cuts]
+    for axes, values in (
+        (upper, [100 * cut.miou_drop for cut in cuts]),
+        (lower, [100 * cut.macs_saved_share for cut in cuts]),
+    ):
+        points = axes.scatter(positions, values, c=ratios, cmap="viridis_r", vmin=0, vmax=1, s=36)
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+    upper.set_ylabel("mIoU drop (points)")
+    upper.set_title("What each group of channels costs when it alone is cut, without training")
+    lower.set_ylabel("MACs saved (%)")
+    lower.set_xticks(range(len(groups)), [group[-32:] for group in groups], rotation=90, fontsize=7)
+    figure.colorbar(points, ax=[upper, lower], label="share of its channels removed")
+    figure.savefig(path, dpi=110, metadata={"Software": None})

@@ -1,0 +1,371 @@
+"""Choose the pruning ratio by what it buys on a target: the latency of each ratio against its accuracy.
+
+MACs do not predict latency, so each wanted ratio is pruned, shortly trained, built and timed. Every network, the
+unpruned one too, gets the same short training: the mIoUs are for comparing with each other only. All engines are
+timed in one process in interleaved rounds, because latencies of separate measurements differ by more than the
+ratios do.
+"""
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, GateFailed, TargetMismatch
+from tasks.parts.channel_pruning import ChannelPruning
+from tasks.parts.target import Runtime, Target
+from tasks.parts.trainer_config import TrainerConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tasks.parts.model_card import ModelCard
+
+logger = logging.getLogger(__name__)
+
+UNPRUNED = 1.0
+CONTROL = "control"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which ratios, on which target, and how much work goes into each."""
+
+    target: Target
+    """Where latency counts."""
+    target_macs_ratios: list[float]
+    """Shares of the MACs that may remain, each tried. More: finer curve, slower."""
+    pruning: ChannelPruning
+    """How channels are chosen; its own target_macs_ratio is replaced by each of the above."""
+    trainer: TrainerConfig
+    """The short recovery after each cut, with the labels alone."""
+    num_train_images: int
+    """First images of the train split that each recovery sees. More: closer to a full fine-tuning, slower."""
+    num_val_images: int
+    """First images of the val split. More: steadier mIoU, slower."""
+    num_rounds: int
+    """Of timing; in each one every engine has one burst. More: narrower intervals."""
+    opset: int
+    """ONNX operator set of the graphs."""
+
+    def __post_init__(self) -> None:
+        ratios = list(self.target_macs_ratios)
+        if not ratios or not all(0.0 < ratio < 1.0 for ratio in ratios) or len(set(ratios)) < len(ratios):
+            raise ConfigError(
+                f"search_pruning.target_macs_ratios is {ratios}, expected one or more different numbers between 0 "
+                "and 1. The unpruned network is always measured."
+            )
+        for name in ("num_train_images", "num_val_images"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"search_pruning.{name} is {getattr(self, name)}, expected at least 1.")
+        if self.num_rounds < 3:
+            raise ConfigError(f"search_pruning.num_rounds is {self.num_rounds}, expected at least 3.")
+        if self.trainer.num_devices * self.trainer.num_nodes > 1:
+            raise ConfigError(
+                f"search_pruning.trainer has num_devices {self.trainer.num_devices} and num_nodes "
+                f"{self.trainer.num_nodes}, expected 1 and 1: the recoveries are short and run one after the other."
+            )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One ratio; None where it cannot be reached."""
+
+    target_macs_ratio: float
+    """Wanted; 1 is the unpruned network."""
+    macs: int | None
+    """Of one image of the training size."""
+    macs_ratio: float | None
+    """Reached."""
+    latency_ms_p50: float | None
+    """At batch 1."""
+    latency_ratio: float | None
+    """To the unpruned network: median over the rounds."""
+    latency_ratio_low: float | None
+    """Lower end of the 95 % bootstrap interval."""
+    latency_ratio_high: float | None
+    val_miou: float | None
+    """After the short recovery, in torch."""
+    is_knee: bool
+    note: str
+    """Why the ratio cannot be reached; empty if it can."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The curve and what was chosen on it."""
+
+    target: str
+    target_macs_ratio: float
+    """The choice: the knee, or without one the pruned network of the highest mIoU."""
+    has_knee: bool
+    """False: no pruned network stands out, and a larger ratio or none may serve as well."""
+    aa_ratio_spread: float
+    """Largest distance from 1 of the 95 % interval of unpruned / same unpruned engine: smaller differences of
+    latency may not be claimed."""
+    candidates: tuple[Candidate, ...]
+    """By rising ratio, the unpruned network last."""
+
+
+@dataclass(frozen=True)
+class _Latency:
+    """Of one engine, and relative to the unpruned one."""
+
+    ms_p50: float
+    ratio: float
+    low: float
+    high: float
+
+
+def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:
+    """Write ``curve.csv``, ``curve.png`` and ``choice.json`` for a network that is to be pruned.
+
+    The choice is the knee of the front of latency and mIoU (Kneedle, `tasks.parts.pareto.find_knee`). Raises
+    TargetMismatch or BuildFailed when the target cannot be built here, GateFailed when no ratio can be reached,
+    ArtifactError for weights that are not finite or a data set of other classes.
+    """
+    from tasks.parts.channel_pruning import measure_convs, total_macs
+    from tasks.parts.checkpoint import load_checkpoint
+    from tasks.parts.data import read_manifest
+    from tasks.parts.pruning_choice import write_choice
+    from tasks.parts.tables import write_table
+
+    network, card = load_checkpoint(checkpoint)
+    classes = read_manifest(data).classes
+    if card.classes != classes:
+        raise ArtifactError(
+            f"{checkpoint}: knows the classes {list(card.classes)}, the data {list(classes)}. Train it on this data "
+            "set (distill)."
+        )
+    ratios, size = sorted(cfg.target_macs_ratios), (card.height, card.width)
+    logger.info("search_pruning: %s on %s, ratios %s", checkpoint, cfg.target.name, ratios)
+    networks, notes = _prune_all(cfg, network, size)
+    macs = {ratio: total_macs(measure_convs(found, size)) for ratio, found in networks.items()}
+    mious, latencies, aa_ratio_spread = _measure(cfg, networks, card, data, out)
+    candidates = _candidates(notes, macs, mious, latencies)
+    choice = _choose(candidates)
+    write_table(out / "curve.csv", candidates)
+    _plot_curve(out / "curve.png", candidates, choice, cfg.target.name)
+    write_choice(out / "choice.json", choice.target_macs_ratio)
+    logger.info(
+        "search_pruning: chosen %g of the MACs, %.2f of the latency%s; A/A spread %.1f %%",
+        choice.target_macs_ratio,
+        choice.latency_ratio or 0.0,
+        "" if choice.is_knee else " (no knee: the most accurate pruned network)",
+        100 * aa_ratio_spread,
+    )
+    return Report(
+        target=cfg.target.name,
+        target_macs_ratio=choice.target_macs_ratio,
+        has_knee=choice.is_knee,
+        aa_ratio_spread=aa_ratio_spread,
+        candidates=tuple(candidates),
+    )
+
+
+def _prune_all(
+    cfg: Config, network: "nn.Module", size: tuple[int, int]
+) -> tuple[dict[float, "nn.Module"], dict[float, str]]:
+    """Return the networks by ratio, the unpruned one last, and the ratios that cannot be reached with the reason."""
+    from tasks.parts.channel_pruning import prune_channels
+
+    networks: dict[float, nn.Module] = {}
+    notes: dict[float, str] = {}
+    for ratio in sorted(cfg.target_macs_ratios):
+        pruned = copy.deepcopy(network)
+        try:
+            prune_channels(pruned, replace(cfg.pruning, target_macs_ratio=ratio), size=size)
+        except GateFailed as error:
+            logger.warning("search_pruning: ratio %g cannot be reached: %s", ratio, error)
+            notes[ratio] = str(error)
+        else:
+            networks[ratio] = pruned
+    if not networks:
+        raise GateFailed(
+            f"None of the ratios {sorted(notes)} can be reached (search_pruning.target_macs_ratios). The largest: "
+            f"{notes[max(notes)]}"
+        )
+    return networks | {UNPRUNED: network}, notes
+
+
+def _measure(
+    cfg: Config, networks: Mapping[float, "nn.Module"], card: "ModelCard", data: Path, out: Path
+) -> tuple[dict[float, float], dict[float, _Latency], float]:
+    """Return the mIoU and the latency of each ratio, and the A/A spread.
+
+    The unpruned engine is built first, as the network came: a target that cannot be built costs no training.
+    """
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory(dir=out) as scratch:
+        engines = {UNPRUNED: _build(cfg, networks[UNPRUNED], card, Path(scratch, f"{UNPRUNED}"))}
+        small_data = _first_images(cfg, data, out / "resume" / "dataset")
+        mious = {}
+        for number, (ratio, network) in enumerate(networks.items(), 1):
+            logger.info("search_pruning: network %d of %d, ratio %g", number, len(networks), ratio)
+            mious[ratio] = _recover(cfg, network, small_data, out / "resume" / f"{ratio}")
+            if ratio != UNPRUNED:
+                engines[ratio] = _build(cfg, network, card, Path(scratch, f"{ratio}"))
+        logger.info("search_pruning: timing %d engines", len(engines))
+        latencies, aa_ratio_spread = _measure_latencies(engines, cfg.num_rounds)
+    return mious, latencies, aa_ratio_spread
+
+
+def _first_images(cfg: Config, data: Path, small_data: Path) -> Path:
+    """Write the images that the recoveries use, unless a killed run has."""
+    import shutil
+
+    from tasks.parts.data import MANIFEST_FILE, write_first_images
+
+    if not (small_data / MANIFEST_FILE).is_file():
+        shutil.rmtree(small_data, ignore_errors=True)
+        write_first_images(data, small_data, {"train": cfg.num_train_images, "val": cfg.num_val_images})
+    return small_data
+
+
+def _recover(cfg: Config, network: "nn.Module", data: Path, out: Path) -> float:
+    """Train shortly, in place, and return the mIoU of the best epoch; continues after a kill."""
+    from tasks.parts.data import read_manifest
+    from tasks.parts.losses import class_weights
+    from tasks.parts.training import CrossEntropy, train_network
+
+    out.mkdir(exist_ok=True)
+    shares = read_manifest(data).pixel_share["train"]
+    objective = CrossEntropy(class_weights(shares, cfg.trainer.class_balance))
+    return train_network(network, objective, data=data, config=cfg.trainer, out=out).val_miou
+
+
+def _build(cfg: Config, network: "nn.Module", card: "ModelCard", out: Path) -> Path:
+    """Build the engine of a network as build_engine does.
+
+    Raises TargetMismatch when this machine cannot, BuildFailed when the runtime cannot.
+    """
+    import torch
+
+    from tasks.parts.checkpoint import save_checkpoint
+    from tasks.parts.engine_build import ENGINE_FOLDER, build
+    from tasks.parts.export import export_graph
+    from tasks.parts.onnx_graph import write_graph
+    from tasks.parts.runners.contract import EngineStatus
+
+    out.mkdir()
+    if cfg.target.runtime is Runtime.torch:
+        model = out / "model.safetensors"
+        save_checkpoint(model, network, card)
+    else:
+        model = out / "model.onnx"
+        write_graph(export_graph(network, card, height=card.height, width=card.width, opset=cfg.opset), model)
+    num_threads = torch.get_num_threads()
+    report = build(cfg.target, model=model, out=out)
+    torch.set_num_threads(num_threads)  # eager engines set those of the target
+    if report.status is not EngineStatus.built:
+        kind = TargetMismatch if report.status is EngineStatus.skipped else BuildFailed
+        raise kind(
+            f"search_pruning.target is {cfg.target.name}, build {report.status}: {report.reason}. Set "
+            "search_pruning.target to a target that this machine can build."
+        )
+    return out / ENGINE_FOLDER
+
+
+def _measure_latencies(engines: Mapping[float, Path], num_rounds: int) -> tuple[dict[float, _Latency], float]:
+    """Time all engines and the unpruned one once more, interleaved; return also the spread of those two."""
+    from contextlib import ExitStack
+
+    import numpy as np
+
+    from tasks.parts.engine_build import draw_golden_images
+    from tasks.parts.latency import bootstrap_interval, rounds_ms
+    from tasks.parts.runners.open_engine import open_engine
+
+    folders = {f"{ratio}": folder for ratio, folder in engines.items()}
+    unpruned = f"{UNPRUNED}"
+    with ExitStack() as stack:
+        runners = {
+            name: stack.enter_context(open_engine(folder))
+            for name, folder in (folders | {CONTROL: folders[unpruned]}).items()
+        }
+        calls = {name: runner.run for name, runner in runners.items()}
+        images_NCHW = draw_golden_images(runners[unpruned].manifest.card)[:1]
+        rounds_ms(calls, images_NCHW, 1)  # warm-up
+        rounds = rounds_ms(calls, images_NCHW, num_rounds)
+    medians = {name: np.array([np.median(burst) for burst in bursts]) for name, bursts in rounds.items()}
+    latencies = {}
+    for ratio in engines:
+        relative = medians[f"{ratio}"] / medians[unpruned]
+        p50 = float(np.median(np.concatenate(rounds[f"{ratio}"])))
+        latencies[ratio] = _Latency(p50, float(np.median(relative)), *bootstrap_interval(relative, seed=0))
+    aa_interval = bootstrap_interval(medians[CONTROL] / medians[unpruned], seed=0)
+    return latencies, max(abs(end - 1) for end in aa_interval)
+
+
+def _candidates(
+    notes: Mapping[float, str],
+    macs: Mapping[float, int],
+    mious: Mapping[float, float],
+    latencies: Mapping[float, _Latency],
+) -> list[Candidate]:
+    """Join what was measured, by rising ratio, and mark the knee."""
+    from tasks.parts.pareto import find_knee
+
+    measured = sorted(macs)
+    index = find_knee([(latencies[ratio].ratio, mious[ratio]) for ratio in measured])
+    knee = None if index is None else measured[index]
+    rows = [
+        Candidate(
+            target_macs_ratio=ratio,
+            macs=macs[ratio],
+            macs_ratio=macs[ratio] / macs[UNPRUNED],
+            latency_ms_p50=latencies[ratio].ms_p50,
+            latency_ratio=latencies[ratio].ratio,
+            latency_ratio_low=latencies[ratio].low,
+            latency_ratio_high=latencies[ratio].high,
+            val_miou=mious[ratio],
+            is_knee=ratio == knee,
+            note="",
+        )
+        for ratio in measured
+    ]
+    rows += [
+        Candidate(ratio, None, None, None, None, None, None, None, False, note)
+        for ratio, note in notes.items()
+    ]
+    return sorted(rows, key=lambda row: row.target_macs_ratio)
+
+
+def _choose(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the knee; where there is none, or it is the unpruned network, the pruned one of the highest mIoU."""
+    pruned = [row for row in candidates if row.macs is not None and row.target_macs_ratio != UNPRUNED]
+    return max(pruned, key=lambda row: (row.is_knee, row.val_miou or 0.0))
+
+
+def _plot_curve(path: Path, candidates: Sequence[Candidate], choice: Candidate, target: str) -> None:
+    """Draw mIoU over latency with the front, each point labelled with its share of the MACs."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from tasks.parts.pareto import pareto_front
+
+    figure = Figure(figsize=(7.2, 4.8), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    rows = [row for row in candidates if row.macs is not None]
+    points = [(row.latency_ms_p50 or 0.0, row.val_miou or 0.0) for row in rows]
+    front = sorted(point for point, is_kept in zip(points, pareto_front(points), strict=True) if is_kept)
+    axes.plot(*zip(*front, strict=True), color="#9fb8d6", linewidth=1.5, zorder=1)
+    axes.plot(*zip(*points, strict=True), "o", color="#1f5fa8", markersize=8, zorder=3)
+    chosen = choice.latency_ms_p50 or 0.0, choice.val_miou or 0.0
+    label = "knee" if choice.is_knee else "chosen (no knee)"
+    axes.plot(*chosen, "o", ms=17, mfc="none", mec="#e07b39", mew=2, zorder=2, linestyle="", label=label)
+    for row, point in zip(rows, points, strict=True):
+        text = f"{row.macs_ratio:.0%} of the MACs"
+        axes.annotate(text, point, xytext=(9, -12), textcoords="offset points", fontsize=8)
+    axes.set_xlabel(f"latency p50 on {target}, batch 1 (ms)")
+    axes.set_ylabel("val mIoU after the same short training")
+    axes.margins(x=0.18, y=0.12)
+    axes.grid(color="#e9e7e2", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", frameon=False, fontsize=9)
+    figure.savefig(path, metadata={"Software": None})

@@ -1,0 +1,36 @@
+"""Composing conf/ into params.yaml."""
+
+import pytest
+
+from flows.params import compose_params
+from tasks.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("overrides", "target"),
+    [
+        ((), "cpu_onnxruntime"),
+        (("search_pruning.target=cpu_openvino",), "cpu_openvino"),
+        (("target=[cpu_torch,cpu_openvino]",), "cpu_openvino"),
+        (("target=[cpu_torch]",), "cpu_torch"),
+    ],
+)
+def test_pruning_is_searched_on_the_named_target_or_the_first_that_reads_graphs(
+    overrides: tuple[str, ...], target: str
+) -> None:
+    params = compose_params([*overrides, f"target.{target}.num_threads=3"])
+    assert params["search_pruning"]["target"] == params["build_engine"][target]
+    assert params["search_pruning"]["target"]["num_threads"] == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("search_pruning.target=cpu_tpu", r"search_pruning\.target is cpu_tpu, .* \[cpu_torch, cpu_onnx"),
+        ("search_pruning.target_macs_ratios=[]", r"search_pruning\.target_macs_ratios is \[\]"),
+        ("rank_groups.ratios=[0.5,0.5]", r"rank_groups\.ratios is \[0\.5, 0\.5\]"),
+    ],
+)
+def test_mistake_is_refused_with_its_key(override: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        compose_params([override])

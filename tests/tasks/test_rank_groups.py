@@ -1,0 +1,143 @@
+import csv
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load, save
+
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
+from tasks.parts.model_card import CARD_KEY
+from tasks.rank_groups import Config, Report, cut_sizes, rank_groups
+from tests.tasks.conftest import Workshop
+
+CONFIG = Config(ratios=[0.25, 0.5], channel_multiple=4, num_val_images=4, batch_size=3)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads_as_before: None) -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def weakened(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in which half of the channels of one group do nothing: their weights are zero."""
+    network, card = load_checkpoint(workshop.checkpoint)
+    block: Any = network.get_submodule("context.0")
+    with torch.no_grad():
+        for layer in (block.expand.conv, block.expand.norm, block.depthwise.conv, block.depthwise.norm):
+            layer.weight[::2] = 0
+        for norm in (block.expand.norm, block.depthwise.norm):
+            norm.bias[::2] = 0
+        block.project.conv.weight[:, ::2] = 0
+    path = tmp_path_factory.mktemp("weakened") / "model.safetensors"
+    save_checkpoint(path, network, card)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranked(
+    workshop: Workshop, weakened: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Report, Path]:
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("groups")
+    return rank_groups(CONFIG, checkpoint=weakened, data=workshop.data, out=out), out
+
+
+def test_every_group_has_a_row_for_each_number_of_channels(ranked: tuple[Report, Path]) -> None:
+    report, out = ranked
+    groups = {cut.group for cut in report.cuts}
+    assert len(groups) == report.num_groups - report.num_groups_uncut > 10
+    assert report.num_evaluations == len(report.cuts) + 1
+    for cut in report.cuts:
+        assert cut.channels_removed in cut_sizes(cut.channels, CONFIG)
+        assert cut.group in cut.layers.split() and 0 < cut.macs_saved_share < 1
+    assert len({(cut.group, cut.channels_removed) for cut in report.cuts}) == len(report.cuts)
+    with (out / "sensitivity.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["group"] for row in rows] == [cut.group for cut in report.cuts]
+    assert [float(row["miou_drop"]) for row in rows] == pytest.approx(
+        [cut.miou_drop for cut in report.cuts], abs=1e-6
+    )
+    assert (out / "sensitivity.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_channels_that_do_nothing_cost_nothing_and_others_do(ranked: tuple[Report, Path]) -> None:
+    drops = {(cut.group, round(cut.ratio, 2)): cut.miou_drop for cut in ranked[0].cuts}
+    assert drops["context.0.expand.conv", 0.5] == 0
+    assert max(drops.values()) > 0.01
+
+
+def test_the_same_inputs_give_the_same_scan(
+    ranked: tuple[Report, Path], weakened: Path, workshop: Workshop, tmp_path: Path
+) -> None:
+    before = weakened.read_bytes()
+    assert rank_groups(CONFIG, checkpoint=weakened, data=workshop.data, out=tmp_path) == ranked[0]
+    assert weakened.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("channels", "multiple", "ratios", "sizes"),
+    [
+        (64, 16, [0.25, 0.5, 0.75], [16, 32, 48]),
+        (48, 16, [0.25, 0.5, 0.75], [16, 32]),  # 36 left is rounded to 32, as 24 is; 12 to 16
+        (24, 16, [0.25, 0.75], [8]),
+        (16, 16, [0.5], []),
+        (10, 1, [0.25], [2]),
+        (8, 4, [0.01], []),
+    ],
+)
+def test_what_is_left_is_the_nearest_multiple(
+    channels: int, multiple: int, ratios: list[float], sizes: list[int]
+) -> None:
+    assert cut_sizes(channels, replace(CONFIG, channel_multiple=multiple, ratios=ratios)) == sizes
+
+
+def test_network_that_is_too_narrow_to_cut_names_the_key(workshop: Workshop, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rank_groups\.channel_multiple is 1024, and none of the \d+ groups"
+    ):
+        rank_groups(
+            replace(CONFIG, channel_multiple=1024),
+            checkpoint=workshop.checkpoint,
+            data=workshop.data,
+            out=tmp_path,
+        )
+
+
+def test_weights_that_are_not_finite_are_refused(workshop: Workshop, tmp_path: Path) -> None:
+    _, card = load_checkpoint(workshop.checkpoint)
+    tensors = load(workshop.checkpoint.read_bytes())
+    tensors["classifier.weight"] = np.full_like(tensors["classifier.weight"], np.nan)
+    (tmp_path / "nan.safetensors").write_bytes(save(tensors, metadata={CARD_KEY: card.to_json()}))
+    with pytest.raises(ArtifactError, match=r"NaN or infinite weights.*classifier\.weight"):
+        rank_groups(CONFIG, checkpoint=tmp_path / "nan.safetensors", data=workshop.data, out=tmp_path)
+
+
+def test_other_classes_than_those_of_the_data_are_refused(workshop: Workshop, tmp_path: Path) -> None:
+    network, card = load_checkpoint(workshop.checkpoint)
+    path = tmp_path / "model.safetensors"
+    save_checkpoint(path, network, replace(card, classes=("background", "zero", "two")))
+    with pytest.raises(ArtifactError, match=r"knows the classes .*'two'.*the data .*'one'"):
+        rank_groups(CONFIG, checkpoint=path, data=workshop.data, out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ratios": []},
+        {"ratios": [0.5, 0.5]},
+        {"ratios": [0.0]},
+        {"ratios": [1.0]},
+        {"ratios": [float("nan")]},
+        {"channel_multiple": 0},
+        {"num_val_images": 0},
+        {"batch_size": 0},
+    ],
+)
+def test_impossible_values_name_their_key(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"rank_groups\.{next(iter(change))} is .*expected"):
+        replace(CONFIG, **change)

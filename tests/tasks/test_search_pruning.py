@@ -1,0 +1,229 @@
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load, save
+
+from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, GateFailed, TargetMismatch
+from tasks.parts.channel_importance import Importance
+from tasks.parts.channel_pruning import ChannelPruning, Ranking
+from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
+from tasks.parts.data import read_manifest
+from tasks.parts.model_card import CARD_KEY
+from tasks.parts.pruning_choice import read_choice
+from tasks.parts.trainer_config import Accelerator, Precision, Strategy, TrainerConfig
+from tasks.search_pruning import Config, Report, _candidates, _choose, _Latency, search_pruning
+from tests.tasks.conftest import Workshop
+
+TRAINER = TrainerConfig(
+    seed=0,
+    max_epochs=1,
+    batch_size=4,
+    learning_rate=0.003,
+    weight_decay=0.01,
+    patience_epochs=5,
+    class_balance=0.5,
+    horizontal_flip=0.0,
+    brightness=0.0,
+    precision=Precision.fp32,
+    gradient_checkpointing=False,
+    accelerator=Accelerator.cpu,
+    num_devices=1,
+    num_nodes=1,
+    strategy=Strategy.auto,
+    num_workers=0,
+)
+PRUNING = ChannelPruning(
+    target_macs_ratio=0.5,
+    channel_multiple=4,
+    ranking=Ranking.across_layers,
+    max_layer_ratio=0.75,
+    num_steps=1,
+    importance=Importance.l1,
+    layer_ratios={},
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads_as_before: None) -> None:
+    torch.set_num_threads(1)
+
+
+def config(workshop: Workshop, target: str = "cpu_torch", /, **changes: Any) -> Config:
+    return Config(
+        target=workshop.target(target, **changes),
+        target_macs_ratios=[0.7],
+        pruning=PRUNING,
+        trainer=TRAINER,
+        num_train_images=6,
+        num_val_images=3,
+        num_rounds=3,
+        opset=20,
+    )
+
+
+def search(cfg: Config, workshop: Workshop, out: Path) -> Report:
+    return search_pruning(cfg, checkpoint=workshop.checkpoint, data=workshop.data, out=out)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def searched(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("search")
+    cfg = replace(config(workshop, "cpu_onnxruntime"), target_macs_ratios=[0.5, 0.01])
+    return search(cfg, workshop, out), out
+
+
+def test_every_ratio_is_a_row_and_one_is_chosen(searched: tuple[Report, Path]) -> None:
+    report, out = searched
+    rows = rows_of(out / "curve.csv")
+    assert [float(row["target_macs_ratio"]) for row in rows] == [0.01, 0.5, 1.0]
+    for row, candidate in zip(rows[1:], report.candidates[1:], strict=True):
+        assert 0 < float(row["macs_ratio"]) <= float(row["target_macs_ratio"])
+        assert float(row["latency_ms_p50"]) > 0 and 0 <= float(row["val_miou"]) <= 1
+        assert float(row["latency_ratio_low"]) <= float(row["latency_ratio_high"])
+        assert row["note"] == "" and candidate.macs == int(row["macs"])
+    assert float(rows[-1]["latency_ratio"]) == 1
+    assert report.target == "cpu_onnxruntime"
+    assert read_choice(out / "choice.json") == report.target_macs_ratio == 0.5
+    assert json.loads((out / "choice.json").read_text()) == {"target_macs_ratio": report.target_macs_ratio}
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ratio_out_of_reach_is_a_row_that_says_so(searched: tuple[Report, Path]) -> None:
+    row = rows_of(searched[1] / "curve.csv")[0]
+    assert row["macs"] == row["latency_ms_p50"] == row["val_miou"] == "" and row["is_knee"] == "False"
+    assert "Pruning reaches" in row["note"] and "0.01" in row["note"]
+
+
+def test_only_the_first_images_are_used_and_no_engine_is_kept(searched: tuple[Report, Path]) -> None:
+    _, out = searched
+    assert read_manifest(out / "resume" / "dataset").counts == {"train": 6, "val": 3}
+    assert sorted(path.name for path in out.iterdir()) == ["choice.json", "curve.csv", "curve.png", "resume"]
+
+
+def test_killed_search_continues_and_ends_with_the_same_accuracy(workshop: Workshop, tmp_path: Path) -> None:
+    """What a kill leaves is the folder ``resume``; the recoveries in it are over."""
+    cfg = config(workshop)
+    first = search(cfg, workshop, tmp_path)
+    histories = {path: path.stat().st_mtime_ns for path in (tmp_path / "resume").glob("*/history.csv")}
+    again = search(cfg, workshop, tmp_path)
+    assert [row.val_miou for row in again.candidates] == [row.val_miou for row in first.candidates]
+    assert len(histories) == 2
+    assert {path: path.stat().st_mtime_ns for path in histories} == histories
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "error", "text"),
+    [
+        (
+            "cpu_torch",
+            {"cpu_flags": ["avx_imaginary"]},
+            TargetMismatch,
+            "build skipped: this CPU lacks avx_imaginary",
+        ),
+        (
+            "cpu_onnxruntime",
+            {"opsets": [13, 14]},
+            BuildFailed,
+            "build failed: .* opset 20, allowed are 13..14",
+        ),
+        ("cpu_torch", {"runtime_version": "1.2"}, TargetMismatch, r"target\.cpu_torch\.runtime_version"),
+    ],
+)
+def test_target_that_cannot_be_built_is_refused_before_any_training(
+    target: str,
+    changes: dict[str, Any],
+    error: type[Exception],
+    text: str,
+    workshop: Workshop,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(error, match=text):
+        search(config(workshop, target, **changes), workshop, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_ratio_in_reach_is_refused_before_any_training(workshop: Workshop, tmp_path: Path) -> None:
+    cfg = replace(config(workshop), target_macs_ratios=[0.01, 0.02])
+    with pytest.raises(GateFailed, match=r"None of the ratios \[0\.01, 0\.02\] can be reached"):
+        search(cfg, workshop, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_not_finite_are_refused(workshop: Workshop, tmp_path: Path) -> None:
+    _, card = load_checkpoint(workshop.checkpoint)
+    tensors = load(workshop.checkpoint.read_bytes())
+    tensors["classifier.weight"] = np.full_like(tensors["classifier.weight"], np.nan)
+    path = tmp_path / "nan.safetensors"
+    path.write_bytes(save(tensors, metadata={CARD_KEY: card.to_json()}))
+    with pytest.raises(ArtifactError, match=r"NaN or infinite weights.*classifier\.weight"):
+        search_pruning(config(workshop), checkpoint=path, data=workshop.data, out=tmp_path)
+
+
+def test_other_classes_than_those_of_the_data_are_refused(workshop: Workshop, tmp_path: Path) -> None:
+    network, card = load_checkpoint(workshop.checkpoint)
+    path = tmp_path / "model.safetensors"
+    save_checkpoint(path, network, replace(card, classes=("background", "zero", "two")))
+    with pytest.raises(ArtifactError, match=r"knows the classes .*'two'.*the data .*'one'"):
+        search_pruning(config(workshop), checkpoint=path, data=workshop.data, out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("latencies_and_mious", "knee", "choice"),
+    [
+        # 0.5 loses little accuracy for much latency.
+        ({0.25: (0.3, 0.30), 0.5: (0.5, 0.54), 0.7: (0.9, 0.55), 1.0: (1.0, 0.56)}, 0.5, 0.5),
+        # 0.7 is slower than the unpruned network and less accurate: it counts for nothing.
+        ({0.25: (0.3, 0.30), 0.5: (0.5, 0.54), 0.7: (1.2, 0.50), 1.0: (1.0, 0.56)}, 0.5, 0.5),
+        # A straight front has no knee: the pruned network of the highest mIoU.
+        ({0.25: (0.25, 0.25), 0.5: (0.5, 0.5), 1.0: (1.0, 1.0)}, None, 0.5),
+        # Pruning buys nothing.
+        ({0.25: (1.1, 0.30), 0.5: (1.2, 0.40), 1.0: (1.0, 0.56)}, None, 0.5),
+        # One ratio leaves no choice.
+        ({0.25: (0.3, 0.30), 1.0: (1.0, 0.56)}, None, 0.25),
+        # The knee is the unpruned network, which is no choice for a stage that prunes.
+        ({0.25: (0.3, 0.30), 1.0: (0.4, 0.56), 0.5: (1.0, 0.57)}, 1.0, 0.5),
+    ],
+)
+def test_choice_is_the_knee_or_else_the_most_accurate_pruned_network(
+    latencies_and_mious: Mapping[float, tuple[float, float]], knee: float | None, choice: float
+) -> None:
+    rows = _candidates(
+        notes={0.1: "out of reach"},
+        macs={ratio: int(1000 * ratio) for ratio in latencies_and_mious},
+        mious={ratio: miou for ratio, (_, miou) in latencies_and_mious.items()},
+        latencies={ratio: _Latency(ms, ms, ms, ms) for ratio, (ms, _) in latencies_and_mious.items()},
+    )
+    assert [row.target_macs_ratio for row in rows if row.is_knee] == ([] if knee is None else [knee])
+    assert _choose(rows).target_macs_ratio == choice
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_macs_ratios": []},
+        {"target_macs_ratios": [0.5, 0.5]},
+        {"target_macs_ratios": [0.5, 1.0]},
+        {"target_macs_ratios": [0.0]},
+        {"target_macs_ratios": [float("nan")]},
+        {"num_train_images": 0},
+        {"num_val_images": 0},
+        {"num_rounds": 2},
+        {"trainer": replace(TRAINER, num_devices=2, strategy=Strategy.ddp)},
+    ],
+)
+def test_impossible_values_name_their_key(change: dict[str, Any], workshop: Workshop) -> None:
+    with pytest.raises(ConfigError, match=rf"search_pruning\.{next(iter(change))} (is|has) .*expected"):
+        replace(config(workshop), **change)
