@@ -27,6 +27,7 @@ TRAINER = TrainerConfig(
     batch_size=4,
     learning_rate=0.003,
     weight_decay=0.01,
+    batchnorm_l1=0.0,
     patience_epochs=5,
     class_balance=0.5,
     horizontal_flip=0.0,
