@@ -15,7 +15,6 @@ size works, and the map before the head has stride 8.
 Tensor suffixes: N batch, T tokens, C channels, H height, W width.
 """
 
-import torch
 from torch import Tensor, nn
 from transformers import Dinov2Config, Dinov2Model
 
