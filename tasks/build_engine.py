@@ -1,6 +1,7 @@
 """Make the engine of one variant for one target, and prove that it is what it claims to be."""
 
 import logging
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,11 @@ MAX_AGREEMENT_DB = 150.0
 """Given for logits that are equal bit by bit."""
 
 _MIN_SHARE = 0.5
-"""The declared precision must hold for at least this share of the convolutions that should have it."""
+"""The declared precision must hold for at least this share of the layers that should have it."""
+
+_LAYER_TYPES = ("Conv", "ConvTranspose", "MatMul", "Gemm")
+_LAYER_WORDS = re.compile(r"conv(?!ert)|matmul|gemm|fullyconnected", re.IGNORECASE)
+"""In the runtimes' own names of these operators."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +64,10 @@ class Report:
     size_bytes: int
     engine_sha256: str
     is_quantized: bool
-    num_convs_quantized: int
-    """Convolutions of the graph between Q/DQ pairs."""
-    num_convs_int8: int
-    """Convolutions that the runtime really runs in int8."""
+    num_layers_quantized: int
+    """Convolutions and matrix products of the graph between Q/DQ pairs."""
+    num_layers_int8: int
+    """Convolutions and matrix products that the runtime really runs in int8."""
     precisions: Precisions
     precision_ok: bool
     precision_note: str
@@ -130,7 +135,7 @@ def _end_without_engine(
     logger.warning("build_engine: target %s %s: %s", target.name, status, reason)
     manifest = _manifest(target, version, card, status=status, reason=reason)
     write_engine_manifest(engine, manifest)
-    return _report(manifest, num_convs_quantized=0, note="", agreement_db=None)
+    return _report(manifest, num_layers_quantized=0, note="", agreement_db=None)
 
 
 def _build_torch(target: Target, checkpoint: Path, card: InputCard, version: str, engine: Path) -> Report:
@@ -143,7 +148,7 @@ def _build_torch(target: Target, checkpoint: Path, card: InputCard, version: str
     with torch_eager.TorchEagerRunner(file, manifest) as runner:
         _check_logits(runner.infer(images_NCHW), target, card)
         precisions = torch_eager.precisions_of(runner.model)
-    return _publish(manifest, precisions, torch_eager.PROVIDER, engine, num_convs=0, num_quantized=0)
+    return _publish(manifest, precisions, torch_eager.PROVIDER, engine, num_layers=0, num_quantized=0)
 
 
 def _build_from_graph(target: Target, model: Path, card: InputCard, version: str, engine: Path) -> Report:
@@ -170,7 +175,7 @@ def _build_from_graph(target: Target, model: Path, card: InputCard, version: str
         precisions = onnxruntime.precisions_of(
             file, provider=onnxruntime.PROVIDERS[target.device], num_threads=target.num_threads
         )
-    num_convs, num_quantized = count_convs(graph)
+    num_layers, num_quantized = count_layers(graph)
     manifest = _manifest(target, version, card, file=file)
     agreement_db, provider = _measure_agreement(graph, manifest, file)
     return _publish(
@@ -178,7 +183,7 @@ def _build_from_graph(target: Target, model: Path, card: InputCard, version: str
         precisions,
         provider,
         engine,
-        num_convs=num_convs,
+        num_layers=num_layers,
         num_quantized=num_quantized,
         agreement_db=agreement_db,
     )
@@ -313,43 +318,43 @@ def signal_to_noise_db(expected: FloatArray, found: FloatArray) -> float:
     return min(MAX_AGREEMENT_DB, 10 * float(np.log10(signal / noise)))
 
 
-def count_convs(graph: "ModelProto") -> tuple[int, int]:
-    """Return the number of convolutions, and of those whose image and weight both come from
-    DequantizeLinear."""
+def count_layers(graph: "ModelProto") -> tuple[int, int]:
+    """Return the number of convolutions and matrix products, and of those whose image and weight both come
+    from DequantizeLinear."""
     dequantized = {n.output[0] for n in graph.graph.node if n.op_type == "DequantizeLinear"}
-    convs = [node for node in graph.graph.node if node.op_type in ("Conv", "ConvTranspose")]
-    quantized = [node for node in convs if node.input[0] in dequantized and node.input[1] in dequantized]
-    return len(convs), len(quantized)
+    layers = [node for node in graph.graph.node if node.op_type in _LAYER_TYPES]
+    quantized = [node for node in layers if node.input[0] in dequantized and node.input[1] in dequantized]
+    return len(layers), len(quantized)
 
 
 def find_precision_fault(
-    target: Target, precisions: Precisions, *, num_convs: int, num_quantized: int
+    target: Target, precisions: Precisions, *, num_layers: int, num_quantized: int
 ) -> str:
     """Return how the precision in use contradicts the declared one, or an empty text.
 
-    Shares and not counts are compared, because a runtime may fuse two convolutions into one.
+    Shares and not counts are compared, because a runtime may fuse two layers into one.
     """
-    used = _conv_precisions(precisions)
+    used = _layer_precisions(precisions)
     num_used = max(1, sum(used.values()))
-    share_quantized = num_quantized / max(1, num_convs)
+    share_quantized = num_quantized / max(1, num_layers)
     if used.get("int8", 0) / num_used < _MIN_SHARE * share_quantized:
         return (
-            f"{num_quantized} of {num_convs} convolutions are quantized, but the runtime runs only "
+            f"{num_quantized} of {num_layers} layers are quantized, but the runtime runs only "
             f"{used.get('int8', 0)} of {num_used} in int8"
         )
     if target.precision is Precision.f32 and used.get("bf16", 0) + used.get("f16", 0):
-        return f"declared is f32, but convolutions run in {used}"
+        return f"declared is f32, but layers run in {used}"
     if target.precision is Precision.bf16 and used.get("bf16", 0) / num_used < _MIN_SHARE * (
         1 - share_quantized
     ):
-        return f"declared is bf16, but convolutions run in {used}"
+        return f"declared is bf16, but layers run in {used}"
     return ""
 
 
-def _conv_precisions(precisions: Precisions) -> dict[str, int]:
+def _layer_precisions(precisions: Precisions) -> dict[str, int]:
     used: dict[str, int] = {}
     for op_type, counts in precisions.items():
-        if "conv" in op_type.lower():
+        if _LAYER_WORDS.search(op_type):
             for precision, count in counts.items():
                 used[precision] = used.get(precision, 0) + count
     return used
@@ -388,13 +393,15 @@ def _publish(
     provider: str,
     engine: Path,
     *,
-    num_convs: int,
+    num_layers: int,
     num_quantized: int,
     agreement_db: float | None = None,
 ) -> Report:
     from dataclasses import replace
 
-    note = find_precision_fault(manifest.target, precisions, num_convs=num_convs, num_quantized=num_quantized)
+    note = find_precision_fault(
+        manifest.target, precisions, num_layers=num_layers, num_quantized=num_quantized
+    )
     manifest = replace(
         manifest,
         is_quantized=num_quantized > 0,
@@ -405,11 +412,11 @@ def _publish(
     write_engine_manifest(engine, manifest)
     if note:
         logger.warning("build_engine: target %s: %s", manifest.target.name, note)
-    return _report(manifest, num_convs_quantized=num_quantized, note=note, agreement_db=agreement_db)
+    return _report(manifest, num_layers_quantized=num_quantized, note=note, agreement_db=agreement_db)
 
 
 def _report(
-    manifest: EngineManifest, *, num_convs_quantized: int, note: str, agreement_db: float | None
+    manifest: EngineManifest, *, num_layers_quantized: int, note: str, agreement_db: float | None
 ) -> Report:
     return Report(
         status=manifest.status,
@@ -421,8 +428,8 @@ def _report(
         size_bytes=manifest.size_bytes,
         engine_sha256=manifest.sha256,
         is_quantized=manifest.is_quantized,
-        num_convs_quantized=num_convs_quantized,
-        num_convs_int8=_conv_precisions(manifest.precisions).get("int8", 0),
+        num_layers_quantized=num_layers_quantized,
+        num_layers_int8=_layer_precisions(manifest.precisions).get("int8", 0),
         precisions=manifest.precisions,
         precision_ok=manifest.precision_ok,
         precision_note=note,

@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tasks.build_engine import (
     MAX_AGREEMENT_DB,
     build_engine,
-    count_convs,
+    count_layers,
     find_precision_fault,
     signal_to_noise_db,
 )
@@ -53,10 +53,10 @@ def test_float_engine_is_one_file_with_its_digest(workshop, tmp_path, target):
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
 def test_quantized_engine_really_runs_int8(workshop, tmp_path, target):
     report, _ = built(workshop.target(target), workshop.quantized, tmp_path)
-    _, num_quantized = count_convs(onnx.load(workshop.quantized))
+    _, num_quantized = count_layers(onnx.load(workshop.quantized))
     assert report.is_quantized and report.precision_ok and not report.precision_note
-    assert report.num_convs_quantized == num_quantized > 10
-    assert report.num_convs_int8 > num_quantized / 2
+    assert report.num_layers_quantized == num_quantized > 10
+    assert report.num_layers_int8 > num_quantized / 2
     assert report.agreement_db > 10
 
 
@@ -193,6 +193,8 @@ def test_torch_takes_no_onnx_graph(workshop, tmp_path):
         ("f32", {"QLinearConv": {"int8": 9}, "Conv": {"f32": 1}}, 10, ""),
         ("f32", {"QLinearConv": {"int8": 2}, "FusedConv": {"f32": 8}}, 10, "runs only 2 of 10 in int8"),
         ("f32", {"QLinearConv": {"int8": 2}, "FusedConv": {"f32": 8}}, 2, ""),
+        ("f32", {"FullyConnected": {"int8": 8}, "Convolution": {"f32": 2}}, 8, ""),
+        ("f32", {"Convert": {"int8": 8}, "MatMul": {"f32": 8}}, 8, "runs only 0 of 8"),
         ("f32", {"Convolution": {"f32": 9, "bf16": 1}}, 0, "declared is f32"),
         ("bf16", {"Convolution": {"bf16": 10}}, 0, ""),
         ("bf16", {"Convolution": {"f32": 10}}, 0, "declared is bf16"),
@@ -203,7 +205,7 @@ def test_precision_in_use_is_held_against_the_declared_one(
     workshop, precision, precisions, num_quantized, fault
 ):
     target = workshop.target("cpu_openvino", precision=Precision(precision))
-    found = find_precision_fault(target, precisions, num_convs=10, num_quantized=num_quantized)
+    found = find_precision_fault(target, precisions, num_layers=10, num_quantized=num_quantized)
     assert fault in found if fault else found == ""
 
 

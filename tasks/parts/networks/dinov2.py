@@ -16,6 +16,7 @@ Tensor suffixes: N batch, T tokens, C channels, H height, W width.
 """
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import Dinov2Config, Dinov2Model
 
 from tasks.parts.networks.blocks import ConvNormRelu, resize_to, scale_blocks, scale_channels, spatial_size
@@ -39,7 +40,12 @@ class Backbone(nn.Module):
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
         rows, columns = (side // PATCH for side in spatial_size(images_NCHW))
-        tokens_NTC = self.embeddings(images_NCHW)
+        patches_NTC = self.embeddings.patch_embeddings(images_NCHW)
+        tokens_NTC = F.pad(patches_NTC, (0, 0, 1, 0))  # the class token is added: a constant in any graph
+        positions_1TC = self.embeddings.interpolate_pos_encoding(tokens_NTC, *spatial_size(images_NCHW))
+        tokens_NTC = tokens_NTC + (
+            positions_1TC + F.pad(self.embeddings.cls_token, (0, 0, 0, rows * columns))
+        )
         for layer in self.encoder.layer:
             tokens_NTC = layer(tokens_NTC)
         tokens_NTC = self.layernorm(tokens_NTC[:, 1:])
