@@ -32,7 +32,7 @@ _OPERATORS: dict[Callable[..., Any], str] = {
     F.avg_pool2d: "AveragePool",
     F.max_pool2d: "MaxPool",
 }
-_LAYERS = {"Conv": nn.Conv2d, "MatMul": nn.Linear, "Gemm": nn.Linear}
+_LAYERS: dict[str, type[nn.Module]] = {"Conv": nn.Conv2d, "MatMul": nn.Linear, "Gemm": nn.Linear}
 _GLOBAL_POOLS = (F.adaptive_avg_pool2d, torch.mean, Tensor.mean)
 
 
@@ -96,11 +96,8 @@ def _quantize_layers(network: nn.Module, amax: Mapping[str, float | None], op_ty
     with warnings.catch_warnings(), contextlib.redirect_stdout(None):
         warnings.simplefilter("ignore")
         mtq.quantize(network, {"quant_cfg": rules, "algorithm": "max"})
-    layers = {
-        name: module
-        for name, module in network.named_modules()
-        if isinstance(module, tuple(_LAYERS[op_type] for op_type in op_types if op_type in _LAYERS))
-    }
+    types = tuple(_LAYERS[op_type] for op_type in op_types if op_type in _LAYERS)
+    layers = {name: module for name, module in network.named_modules() if isinstance(module, types)}
     missing = sorted(layers.keys() ^ amax.keys())
     if missing:
         raise ArtifactError(

@@ -8,7 +8,9 @@ import pytest
 import torch
 from test_quantize_aware_train import config as training_config
 
+from tasks import distill, train
 from tasks.build_engine import build_engine
+from tasks.core.errors import ArtifactError
 from tasks.diff_layers import Config as DiffConfig
 from tasks.diff_layers import diff_layers
 from tasks.export_onnx import Config as ExportConfig
@@ -24,6 +26,7 @@ from tasks.quantize_aware_train import quantize_aware_train
 from tasks.quantize_ptq import Config as QuantizeConfig
 from tasks.quantize_ptq import quantize_ptq
 from tests.tasks.conftest import CLASSES, HEIGHT, WIDTH, Workshop
+from tests.tasks.test_train import ALL_LOSSES, FRESH, TRAINER, run
 
 SEGFORMER = NetworkConfig(NetworkName.segformer, 0.25, 0.1, False)
 DINOV2 = NetworkConfig(NetworkName.dinov2, 0.25, 0.1, False)
@@ -127,6 +130,60 @@ def test_engines_compute_what_the_graph_says(
         out=out,
     )
     assert found.logits_sqnr_db is not None and found.logits_sqnr_db > (10 if variant == "quantized" else 60)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "student"),
+    [
+        (DINOV2, SEGFORMER),
+        (SEGFORMER, NetworkConfig(NetworkName.fast_scnn, 0.25, 0.34, False)),
+    ],
+)
+def test_all_losses_train_a_student_whose_maps_have_another_size(
+    workshop: Workshop, tmp_path: Path, teacher: NetworkConfig, student: NetworkConfig
+) -> None:
+    checkpoint = write_network(tmp_path / "teacher.safetensors", teacher, workshop.data)
+    config = distill.Config(student, ALL_LOSSES, replace(TRAINER, max_epochs=1), FRESH)
+    report = run(distill.distill, config, tmp_path / "a", teacher=checkpoint, data=workshop.data)
+    network, card = load_checkpoint(tmp_path / "a" / "model.safetensors")
+    assert card.network == student and not network.training
+    assert report.num_parameters == sum(p.numel() for p in network.parameters())
+
+
+@pytest.mark.parametrize("network", [SEGFORMER, DINOV2])
+def test_gradient_checkpointing_trains_a_transformer(
+    workshop: Workshop, tmp_path: Path, network: NetworkConfig
+) -> None:
+    trainer = replace(TRAINER, gradient_checkpointing=True, max_epochs=1)
+    config = train.Config(network, trainer, FRESH)
+    assert run(train.train, config, tmp_path / "a", data=workshop.data).num_epochs == 1
+
+
+def test_transformer_teacher_of_other_classes_is_refused_with_both_lists(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    classes = ("background", "one", "zero")
+    teacher = write_network(tmp_path / "teacher.safetensors", DINOV2, workshop.data, classes)
+    with pytest.raises(
+        ArtifactError, match=r"\['background', 'one', 'zero'\].*\['background', 'zero', 'one'\]"
+    ):
+        config = distill.Config(SEGFORMER, ALL_LOSSES, TRAINER, FRESH)
+        run(distill.distill, config, tmp_path / "a", teacher=teacher, data=workshop.data)
+
+
+@pytest.mark.parametrize("network", [SEGFORMER, DINOV2])
+def test_checkpoint_gives_back_the_same_logits(
+    workshop: Workshop, tmp_path: Path, network: NetworkConfig
+) -> None:
+    path = write_network(tmp_path / "a.safetensors", network, workshop.data)
+    first, card = load_checkpoint(path)
+    save_checkpoint(tmp_path / "b.safetensors", first, card)
+    assert (tmp_path / "b.safetensors").read_bytes() == path.read_bytes()
+    images_NCHW = torch.randn(2, 3, HEIGHT, WIDTH)
+    with torch.no_grad():
+        logits_NCHW = first(images_NCHW)
+        assert torch.equal(logits_NCHW, load_checkpoint(path)[0](images_NCHW))
+    assert bool(torch.isfinite(logits_NCHW).all())
 
 
 @pytest.mark.slow

@@ -49,7 +49,8 @@ class Backbone(nn.Module):
         for layer in self.encoder.layer:
             tokens_NTC = layer(tokens_NTC)
         tokens_NTC = self.layernorm(tokens_NTC[:, 1:])
-        return tokens_NTC.transpose(1, 2).reshape(-1, tokens_NTC.shape[2], rows, columns)
+        maps_NCHW: Tensor = tokens_NTC.transpose(1, 2).reshape(-1, tokens_NTC.shape[2], rows, columns)
+        return maps_NCHW
 
 
 class DinoV2(nn.Module):
@@ -61,7 +62,7 @@ class DinoV2(nn.Module):
     def __init__(self, num_classes: int, *, width: float, depth: float) -> None:
         super().__init__()
         heads = max(1, round(HEADS * width))
-        config = Dinov2Config(
+        config = Dinov2Config(  # type: ignore[call-arg]  # keys of its base class
             hidden_size=heads * HEAD_CHANNELS,
             num_attention_heads=heads,
             num_hidden_layers=scale_blocks(BLOCKS, depth),

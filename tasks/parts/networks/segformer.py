@@ -71,7 +71,7 @@ class SegFormer(nn.Module):
     def __init__(self, num_classes: int, *, width: float, depth: float) -> None:
         super().__init__()
         head_channels = scale_channels(HEAD_CHANNELS, width)
-        config = SegformerConfig(
+        config = SegformerConfig(  # type: ignore[call-arg]  # keys of its base class
             hidden_sizes=[heads * head_channels for heads in HEADS],
             depths=[scale_blocks(2, depth)] * len(HEADS),
             decoder_hidden_size=HEADS[-1] * head_channels,
