@@ -186,6 +186,20 @@ def test_checkpoint_gives_back_the_same_logits(
     assert bool(torch.isfinite(logits_NCHW).all())
 
 
+def test_checkpoint_with_pruned_attention_says_that_heads_cannot_be_cut(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    path = write_network(tmp_path / "a.safetensors", SEGFORMER, workshop.data)
+    network, card = load_checkpoint(path)
+    norm = network.get_submodule("segformer.stages.2.layer_norm")
+    norm.weight, norm.bias = (torch.nn.Parameter(item[:-8].clone()) for item in (norm.weight, norm.bias))
+    save_checkpoint(path, network, card)
+    with pytest.raises(
+        ArtifactError, match=r"LayerNorm has 32 channels, segformer normalises 40.*network\.name"
+    ):
+        load_checkpoint(path)
+
+
 @pytest.mark.slow
 def test_training_in_simulated_int8_gives_the_graph_that_was_trained(shop: Shop, tmp_path: Path) -> None:
     config = replace(training_config(max_epochs=1), op_types=OP_TYPES)
