@@ -58,7 +58,7 @@ class Entry:
     width: float
     depth: float
     learning_rate: float | None = None
-    """Instead of that of train.baseline: attention does not learn at the rates of convolutions."""
+    """Instead of that of train.baseline."""
 
     @property
     def title(self) -> str:
@@ -239,8 +239,8 @@ def page(record: dict[str, Any], rows: Sequence[Row]) -> str:
         f"How to read it: every network was trained on labels alone for {max(row.num_epochs for row in rows)} "
         f"epochs of {record['num_train_images']} images of {height}x{width}, with one seed, as `train.baseline` is "
         "configured but for the learning rate shown; networks that differ by less than about two points of mIoU "
-        "may change places with another seed or a longer training, and transformers gain most from pretrained "
-        "weights, which none of these had. Latencies are medians for one image in float32 on one thread, measured "
+        "may change places with another seed or a longer training. None started from pretrained weights, as "
+        "transformers usually do. Latencies are medians for one image in float32 on one thread, measured "
         "in short bursts that took turns, so compare them within this page and not with other machines. MACs are "
         "those of convolutions and matrix products: they tell what arithmetic costs, not what moving data costs, "
         "and so the order by MACs is not the order by latency.",
