@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 from onnx import ModelProto
+from torch import nn
 
 from tasks.core.config import find_section, read_params, typed_config
 from tasks.core.execute import ARTIFACTS, load_stage
@@ -26,6 +27,17 @@ def in_onnxruntime(graph: ModelProto) -> Network:
     session = open_session(graph.SerializeToString(), provider=PROVIDERS["cpu"], num_threads=1)
     name = session.get_inputs()[0].name
     return lambda images_NCHW: session.run(None, {name: images_NCHW})[0]
+
+
+def in_eager(network: nn.Module) -> Network:
+    """Run a network as the target ``cpu_torch`` does."""
+    torch.set_num_threads(1)
+
+    def run(images_NCHW: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            return network(torch.from_numpy(images_NCHW)).numpy()
+
+    return run
 
 
 def in_openvino(graph: ModelProto) -> Network:

@@ -1,11 +1,12 @@
 """Train a student from a frozen teacher: knowledge distillation."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tasks.parts.distillation import DistillationConfig
 from tasks.parts.networks.config import NetworkConfig
+from tasks.parts.pretrained import PretrainedConfig
 from tasks.parts.trainer_config import TrainerConfig, TrainingReport
 
 logger = logging.getLogger(__name__)
@@ -21,13 +22,15 @@ class Config:
     """Terms of the loss."""
     trainer: TrainerConfig
     """Schedule, optimizer and devices."""
+    pretrained: PretrainedConfig
+    """Weights to start from."""
 
 
 def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> TrainingReport:
-    """Train the student from random weights and write ``model.safetensors`` and ``history.csv``.
+    """Train the student from random or pretrained weights and write ``model.safetensors`` and ``history.csv``.
 
-    Raises ArtifactError when teacher and data have other classes, TrainingDiverged when the loss is not
-    finite.
+    Raises ArtifactError when teacher and data have other classes or pretrained weights do not fit,
+    TrainingDiverged when the loss is not finite.
     """
     import torch
 
@@ -36,11 +39,13 @@ def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> TrainingRep
     from tasks.parts.distillation_objective import build_objective
     from tasks.parts.model_card import ModelCard
     from tasks.parts.networks.build import build_network
+    from tasks.parts.pretrained import load_pretrained
     from tasks.parts.training import train_network
 
     manifest = read_manifest(data)
     torch.manual_seed(cfg.trainer.seed)
     student = build_network(cfg.network, len(manifest.classes))
+    pretrained = load_pretrained(student, cfg.network.name, cfg.pretrained)
     objective = build_objective(
         cfg.distillation,
         student=student,
@@ -54,4 +59,4 @@ def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> TrainingRep
     )
     save_checkpoint(out / "model.safetensors", student, card)
     logger.info("%s: val mIoU %.4f at epoch %d", cfg.network.name, report.val_miou, report.best_epoch)
-    return report
+    return replace(report, pretrained=pretrained)

@@ -1,6 +1,7 @@
 """Train a float network in simulated INT8 for a short time, from calibrated ranges, and export it."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,7 +89,7 @@ def quantize_aware_train(
     check_same_classes(manifest.classes, card.classes, "train")
     float_graph, tensor_ranges = read_graph(model), read_ranges(ranges)
     folded = fold_batchnorm(network, torch.zeros(2, 3, card.height, card.width))
-    _check_graph_of(folded, float_graph, model)
+    _check_graph_of(folded, float_graph, model, cfg.op_types)
     before = insert_qdq(float_graph, tensor_ranges, op_types=cfg.op_types)
     miou_before = _measure_miou(before, data, cfg.trainer.batch_size)
     logger.info("%s: val mIoU %.4f in INT8 before training", model, miou_before)
@@ -119,17 +120,22 @@ def quantize_aware_train(
     return Report(miou_before, miou, best_epoch, result.num_epochs, agreement)
 
 
-def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path) -> None:
+def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_types: Sequence[str]) -> None:
     """Refuse a graph that is no export of this network."""
     from onnx import numpy_helper
 
+    from tasks.parts.onnx_qdq import is_layer, quantizable_nodes
+
     constants = {tensor.name: tensor for tensor in graph.graph.initializer}
     weights = folded.state_dict()
+    layers = {node.name for node in quantizable_nodes(graph, op_types) if is_layer(node)}
     for node in graph.graph.node:
-        if node.op_type != "Conv":
+        if node.op_type != "Conv" and node.name not in layers:
             continue
         name = f"{node.name.partition('/')[0]}.weight"
         found = numpy_helper.to_array(constants[node.input[1]]) if node.input[1] in constants else None
+        if node.op_type == "MatMul" and found is not None:
+            found = found.T
         if name not in weights or found is None or found.shape != tuple(weights[name].shape):
             raise ArtifactError(
                 f"{path}: node '{node.name}' has no twin of the same shape in the checkpoint, expected the "

@@ -1,10 +1,11 @@
 """Train a network on labelled images: the teacher, and the baseline that a distilled student has to beat."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tasks.parts.networks.config import NetworkConfig
+from tasks.parts.pretrained import PretrainedConfig
 from tasks.parts.trainer_config import TrainerConfig, TrainingReport
 
 logger = logging.getLogger(__name__)
@@ -18,12 +19,15 @@ class Config:
     """Architecture, from conf/network/."""
     trainer: TrainerConfig
     """Schedule, optimizer and devices."""
+    pretrained: PretrainedConfig
+    """Weights to start from."""
 
 
 def train(cfg: Config, *, data: Path, out: Path) -> TrainingReport:
-    """Train from random weights and write ``model.safetensors`` and ``history.csv``.
+    """Train from random or pretrained weights and write ``model.safetensors`` and ``history.csv``.
 
-    Raises DataError for an unusable data set, TrainingDiverged when the loss is not finite.
+    Raises DataError for an unusable data set, ArtifactError for pretrained weights that do not fit,
+    TrainingDiverged when the loss is not finite.
     """
     import torch
 
@@ -32,11 +36,13 @@ def train(cfg: Config, *, data: Path, out: Path) -> TrainingReport:
     from tasks.parts.losses import class_weights
     from tasks.parts.model_card import ModelCard
     from tasks.parts.networks.build import build_network
+    from tasks.parts.pretrained import load_pretrained
     from tasks.parts.training import CrossEntropy, train_network
 
     manifest = read_manifest(data)
     torch.manual_seed(cfg.trainer.seed)
     network = build_network(cfg.network, len(manifest.classes))
+    pretrained = load_pretrained(network, cfg.network.name, cfg.pretrained)
     objective = CrossEntropy(class_weights(manifest.pixel_share["train"], cfg.trainer.class_balance))
     report = train_network(network, objective, data=data, config=cfg.trainer, out=out)
     card = ModelCard(
@@ -44,4 +50,4 @@ def train(cfg: Config, *, data: Path, out: Path) -> TrainingReport:
     )
     save_checkpoint(out / "model.safetensors", network, card)
     logger.info("%s: val mIoU %.4f at epoch %d", cfg.network.name, report.val_miou, report.best_epoch)
-    return report
+    return replace(report, pretrained=pretrained)

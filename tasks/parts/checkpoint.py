@@ -58,7 +58,7 @@ def load_checkpoint(path: Path) -> "tuple[nn.Module, ModelCard]":
     drop_absent_blocks(model, keys)
     _check_keys(path, set(keys), set(model.state_dict()))
     _check_finite(path, tensors)
-    _fit_layers(path, model, tensors)
+    _fit_layers(path, model, card, tensors)
     model.load_state_dict(tensors, strict=True, assign=True)
     model.eval()
     _dry_run(path, model, card)
@@ -98,7 +98,7 @@ def _check_finite(path: Path, tensors: "dict[str, Tensor]") -> None:
         )
 
 
-def _fit_layers(path: Path, model: "nn.Module", tensors: "dict[str, Tensor]") -> None:
+def _fit_layers(path: Path, model: "nn.Module", card: ModelCard, tensors: "dict[str, Tensor]") -> None:
     """Give each layer of the unpruned network on the meta device the size of its stored tensors."""
     import torch
     from torch import nn
@@ -125,6 +125,12 @@ def _fit_layers(path: Path, model: "nn.Module", tensors: "dict[str, Tensor]") ->
             layer.in_channels = layer.weight.shape[1] * layer.groups
         elif isinstance(layer, nn.BatchNorm2d):
             layer.num_features = layer.running_var.shape[0] if layer.running_var is not None else 0
+        elif isinstance(layer, nn.LayerNorm) and tuple(layer.weight.shape) != tuple(layer.normalized_shape):
+            raise ArtifactError(
+                f"{path}: a LayerNorm has {layer.weight.shape[0]} channels, {card.network.name} normalises "
+                f"{layer.normalized_shape[0]} there: channels that attention reads belong to heads and cannot be "
+                "pruned. Leave this network unpruned, or prune one of convolutions (network.name)."
+            )
 
 
 def _dry_run(path: Path, model: "nn.Module", card: ModelCard) -> None:

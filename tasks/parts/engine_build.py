@@ -1,6 +1,7 @@
 """Make the engine of a graph or checkpoint for one target, and prove that it is what it claims to be."""
 
 import logging
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,11 @@ MAX_AGREEMENT_DB = 150.0
 """Given for logits that are equal bit by bit."""
 
 _MIN_SHARE = 0.5
-"""The declared precision must hold for at least this share of the convolutions that should have it."""
+"""The declared precision must hold for at least this share of the layers that should have it."""
+
+_LAYER_TYPES = ("Conv", "ConvTranspose", "MatMul", "Gemm")
+_LAYER_WORDS = re.compile(r"conv(?!ert)|matmul|gemm|fullyconnected", re.IGNORECASE)
+"""In the runtimes' own names of these operators."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,10 @@ class EngineBuild:
     size_bytes: int
     engine_sha256: str
     is_quantized: bool
-    num_convs_quantized: int
-    """Convolutions of the graph between Q/DQ pairs."""
-    num_convs_int8: int
-    """Convolutions that the runtime really runs in int8."""
+    num_layers_quantized: int
+    """Convolutions and matrix products of the graph between Q/DQ pairs."""
+    num_layers_int8: int
+    """Convolutions and matrix products that the runtime really runs in int8."""
     precisions: Precisions
     precision_ok: bool
     precision_note: str
@@ -127,7 +132,7 @@ def _end_without_engine(
     logger.warning("build_engine: target %s %s: %s", target.name, status, reason)
     manifest = _manifest(target, version, card, status=status, reason=reason)
     write_engine_manifest(engine, manifest)
-    return _report(manifest, num_convs_quantized=0, note="", agreement_db=None)
+    return _report(manifest, num_layers_quantized=0, note="", agreement_db=None)
 
 
 def _build_torch(
@@ -142,7 +147,7 @@ def _build_torch(
     with torch_eager.TorchEagerRunner(file, manifest) as runner:
         _check_logits(runner.infer(images_NCHW), target, card)
         precisions = torch_eager.precisions_of(runner.model)
-    return _publish(manifest, precisions, torch_eager.PROVIDER, engine, ConvCounts(0, 0, 0))
+    return _publish(manifest, precisions, torch_eager.PROVIDER, engine, LayerCounts(0, 0, 0))
 
 
 def _build_from_graph(
@@ -179,7 +184,7 @@ def _build_from_graph(
         precisions,
         provider,
         engine,
-        count_convs(graph),
+        count_layers(graph),
         agreement_db=agreement_db,
     )
 
@@ -307,59 +312,59 @@ def signal_to_noise_db(expected: FloatArray, found: FloatArray) -> float:
 
 
 @dataclass(frozen=True)
-class ConvCounts:
-    """What the graph wants of its convolutions."""
+class LayerCounts:
+    """What the graph wants of its convolutions and matrix products."""
 
     num: int
     num_quantized: int
-    """Those whose image and weight both come from DequantizeLinear."""
+    """Those whose input and weight both come from DequantizeLinear."""
     num_float16: int
     """Those with FP16 weights."""
 
 
-def count_convs(graph: "ModelProto") -> ConvCounts:
-    """Count the convolutions of a graph by their precision."""
+def count_layers(graph: "ModelProto") -> LayerCounts:
+    """Count the convolutions and matrix products of a graph by their precision."""
     from onnx import TensorProto
 
     halves = {tensor.name for tensor in graph.graph.initializer if tensor.data_type == TensorProto.FLOAT16}
     dequantized = {n.output[0] for n in graph.graph.node if n.op_type == "DequantizeLinear"}
-    convs = [node for node in graph.graph.node if node.op_type in ("Conv", "ConvTranspose")]
-    quantized = [node for node in convs if node.input[0] in dequantized and node.input[1] in dequantized]
-    return ConvCounts(len(convs), len(quantized), sum(node.input[1] in halves for node in convs))
+    layers = [node for node in graph.graph.node if node.op_type in _LAYER_TYPES]
+    quantized = [node for node in layers if node.input[0] in dequantized and node.input[1] in dequantized]
+    return LayerCounts(len(layers), len(quantized), sum(node.input[1] in halves for node in layers))
 
 
-def find_precision_fault(target: Target, precisions: Precisions, convs: ConvCounts) -> str:
+def find_precision_fault(target: Target, precisions: Precisions, layers: LayerCounts) -> str:
     """Return how the precision in use contradicts the declared one, or an empty text.
 
-    Shares and not counts are compared, because a runtime may fuse two convolutions into one.
+    Shares and not counts are compared, because a runtime may fuse two layers into one.
     """
-    used = _conv_precisions(precisions)
+    used = _layer_precisions(precisions)
     num_used = max(1, sum(used.values()))
-    share_quantized = convs.num_quantized / max(1, convs.num)
+    share_quantized = layers.num_quantized / max(1, layers.num)
     if used.get("int8", 0) / num_used < _MIN_SHARE * share_quantized:
         return (
-            f"{convs.num_quantized} of {convs.num} convolutions are quantized, but the runtime runs only "
+            f"{layers.num_quantized} of {layers.num} layers are quantized, but the runtime runs only "
             f"{used.get('int8', 0)} of {num_used} in int8"
         )
-    if used.get("f16", 0) / num_used < _MIN_SHARE * convs.num_float16 / max(1, convs.num):
-        return f"{convs.num_float16} of {convs.num} convolutions are FP16, but the runtime computes {used}"
+    if used.get("f16", 0) / num_used < _MIN_SHARE * layers.num_float16 / max(1, layers.num):
+        return f"{layers.num_float16} of {layers.num} layers are FP16, but the runtime computes {used}"
     if (
         target.precision is Precision.f32
-        and not convs.num_float16
+        and not layers.num_float16
         and used.get("bf16", 0) + used.get("f16", 0)
     ):
-        return f"declared is f32, but convolutions run in {used}"
+        return f"declared is f32, but layers run in {used}"
     if target.precision is Precision.bf16 and used.get("bf16", 0) / num_used < _MIN_SHARE * (
         1 - share_quantized
     ):
-        return f"declared is bf16, but convolutions run in {used}"
+        return f"declared is bf16, but layers run in {used}"
     return ""
 
 
-def _conv_precisions(precisions: Precisions) -> dict[str, int]:
+def _layer_precisions(precisions: Precisions) -> dict[str, int]:
     used: dict[str, int] = {}
     for op_type, counts in precisions.items():
-        if "conv" in op_type.lower():
+        if _LAYER_WORDS.search(op_type):
             for precision, count in counts.items():
                 used[precision] = used.get(precision, 0) + count
     return used
@@ -397,16 +402,16 @@ def _publish(
     precisions: Precisions,
     provider: str,
     engine: Path,
-    convs: ConvCounts,
+    layers: LayerCounts,
     *,
     agreement_db: float | None = None,
 ) -> EngineBuild:
     from dataclasses import replace
 
-    note = find_precision_fault(manifest.target, precisions, convs)
+    note = find_precision_fault(manifest.target, precisions, layers)
     manifest = replace(
         manifest,
-        is_quantized=convs.num_quantized > 0,
+        is_quantized=layers.num_quantized > 0,
         precisions=precisions,
         precision_ok=not note,
         provider=provider,
@@ -414,11 +419,11 @@ def _publish(
     write_engine_manifest(engine, manifest)
     if note:
         logger.warning("build_engine: target %s: %s", manifest.target.name, note)
-    return _report(manifest, num_convs_quantized=convs.num_quantized, note=note, agreement_db=agreement_db)
+    return _report(manifest, num_layers_quantized=layers.num_quantized, note=note, agreement_db=agreement_db)
 
 
 def _report(
-    manifest: EngineManifest, *, num_convs_quantized: int, note: str, agreement_db: float | None
+    manifest: EngineManifest, *, num_layers_quantized: int, note: str, agreement_db: float | None
 ) -> EngineBuild:
     return EngineBuild(
         status=manifest.status,
@@ -430,8 +435,8 @@ def _report(
         size_bytes=manifest.size_bytes,
         engine_sha256=manifest.sha256,
         is_quantized=manifest.is_quantized,
-        num_convs_quantized=num_convs_quantized,
-        num_convs_int8=_conv_precisions(manifest.precisions).get("int8", 0),
+        num_layers_quantized=num_layers_quantized,
+        num_layers_int8=_layer_precisions(manifest.precisions).get("int8", 0),
         precisions=manifest.precisions,
         precision_ok=manifest.precision_ok,
         precision_note=note,

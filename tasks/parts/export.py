@@ -35,12 +35,14 @@ OUTPUT_NAME = "logits"
 ROOT_MODULE = "network"  # the module name of code that stands in the network's own forward
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_NETWORKS = _REPOSITORY / "tasks" / "parts" / "networks"
+_PACKAGES = Path(sysconfig.get_paths()["purelib"]).resolve()
+_NETWORKS = (_REPOSITORY / "tasks" / "parts" / "networks", _PACKAGES / "transformers" / "models")
 _LIBRARIES = tuple(
     {str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("stdlib", "purelib", "platlib")}
     | {str(Path(torch.__file__).resolve().parent)}
 )
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+), in ')
+_NO_MODULE = "_empty_nn_module_stack"  # torch's name for sizes that it reads ahead of all modules
 _MAX_BATCH_OF_EXPORT = 4096
 _SQNR_CEILING_DB = 200.0
 
@@ -216,21 +218,22 @@ def _read_sources(raw: ModelProto) -> dict[str, tuple[str, str]]:
         line = _line_of_ours(entries.get("pkg.torch.onnx.stack_trace", ""))
         if scopes and line:
             module = scopes[-2] if len(scopes) > 1 and scopes[-2] else ROOT_MODULE
+            if module.startswith(_NO_MODULE):
+                continue
             sources.update(dict.fromkeys(node.output, (module, line)))
     return sources
 
 
 def _line_of_ours(stack_trace: str) -> str | None:
-    """Return file:line of the innermost frame in our networks, else in code that is no library."""
-    frames = [(Path(match["file"]), match["line"]) for match in _FRAME.finditer(stack_trace)]
-    own = [frame for frame in frames if not str(frame[0].resolve()).startswith(_LIBRARIES)]
-    in_networks = [frame for frame in own if frame[0].resolve().is_relative_to(_NETWORKS)]
-    if not own:
+    """Return file:line of the innermost frame in a network's code, else in code that is no library."""
+    frames = [(Path(match["file"]).resolve(), match["line"]) for match in _FRAME.finditer(stack_trace)]
+    in_networks = [frame for frame in frames if any(frame[0].is_relative_to(root) for root in _NETWORKS)]
+    own = [frame for frame in frames if not str(frame[0]).startswith(_LIBRARIES)]
+    if not in_networks and not own:
         return None
     file, line = (in_networks or own)[-1]
-    file = file.resolve()
-    shown = file.relative_to(_REPOSITORY).as_posix() if file.is_relative_to(_REPOSITORY) else file.name
-    return f"{shown}:{line}"
+    root = next((root for root in (_PACKAGES, _REPOSITORY) if file.is_relative_to(root)), file.parent)
+    return f"{file.relative_to(root).as_posix()}:{line}"
 
 
 def _simplify(raw: ModelProto) -> ModelProto:

@@ -1,7 +1,7 @@
 """A torch network that computes what its INT8 graph will compute, and still can be trained.
 
-Convolutions get the quantizers of nvidia-modelopt (inputs per tensor, weights per output channel,
-straight-through gradients). modelopt leaves functions (additions, concatenations, resizing, pooling) in
+Convolutions and linear layers get the quantizers of nvidia-modelopt (inputs per tensor, weights per output
+channel, straight-through gradients). modelopt leaves functions (additions, concatenations, resizing, pooling) in
 float; a class of operators that is INT8 only at inference costs accuracy, so the inputs of these functions
 are rounded here too, with the same ranges. NCHW: batch, channels, rows, columns.
 """
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from tasks.core.errors import ArtifactError
 from tasks.parts.export import ROOT_MODULE
 from tasks.parts.onnx_graph import node_sources
-from tasks.parts.onnx_qdq import INT8_MAX, TensorRange, check_ranges, quantizable_tensors
+from tasks.parts.onnx_qdq import INT8_MAX, TensorRange, check_ranges, float_readers, quantizable_tensors
 
 _OPERATORS: dict[Callable[..., Any], str] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), "Add"),
@@ -32,6 +32,7 @@ _OPERATORS: dict[Callable[..., Any], str] = {
     F.avg_pool2d: "AveragePool",
     F.max_pool2d: "MaxPool",
 }
+_LAYERS: dict[str, type[nn.Module]] = {"Conv": nn.Conv2d, "MatMul": nn.Linear, "Gemm": nn.Linear}
 _GLOBAL_POOLS = (F.adaptive_avg_pool2d, torch.mean, Tensor.mean)
 
 
@@ -43,13 +44,14 @@ def fake_quantize(
     Parameters keep their names. Weight ranges follow the weights, activation ranges stay as calibrated.
     """
     amax = _amax_of_inputs(graph, ranges, op_types)
-    _quantize_convolutions(network, {name: values[0] for name, values in amax["Conv"].items()})
-    functions = {
-        (op_type, name): values
-        for op_type, found in amax.items()
-        if op_type != "Conv"
-        for name, values in found.items()
-    }
+    layers, functions = {}, {}
+    for op_type, found in amax.items():
+        for name, values in found.items():
+            if op_type in _LAYERS:
+                layers[name] = values[0]
+            else:
+                functions[op_type, name] = values
+    _quantize_layers(network, layers, op_types)
     _round_functions(network, functions)
     return network
 
@@ -62,56 +64,61 @@ def float_weights(fake_quantized: nn.Module) -> dict[str, Tensor]:
 def _amax_of_inputs(
     graph: ModelProto, ranges: Mapping[str, TensorRange], op_types: Sequence[str]
 ) -> dict[str, dict[str, list[float | None]]]:
-    """Operator -> node name -> largest magnitude of each input that is quantized."""
+    """Operator -> node name, for layers module name -> largest magnitude of each input that is quantized."""
     names = set(quantizable_tensors(graph, op_types))
     check_ranges({name: ranges.get(name) for name in sorted(names)})
-    found: dict[str, dict[str, list[float | None]]] = {"Conv": {}}
+    found: dict[str, dict[str, list[float | None]]] = {}
+    sources, in_float = node_sources(graph), float_readers(graph, op_types)
     for node in graph.graph.node:
         amax = [ranges[name].amax if name in names else None for name in node.input]
-        if any(amax):
-            found.setdefault(node.op_type, {})[node.name] = amax
-    sources = node_sources(graph)
-    found["Conv"] = {sources[name][0]: amax for name, amax in found["Conv"].items()}
+        if any(amax) and node.name not in in_float:
+            name = sources[node.name][0] if node.op_type in _LAYERS else node.name
+            found.setdefault(node.op_type, {})[name] = amax
     return found
 
 
-def _quantize_convolutions(network: nn.Module, amax: Mapping[str, float | None]) -> None:
-    import modelopt.torch.quantization as mtq
+def _quantize_layers(network: nn.Module, amax: Mapping[str, float | None], op_types: Sequence[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of versions of transformers, whose models it is not asked to know
+        import modelopt.torch.quantization as mtq
 
-    per_tensor = {"num_bits": 8, "axis": None}
-    per_channel = {"num_bits": 8, "axis": 0}
-    config = {
-        "quant_cfg": [
-            {"quantizer_name": "*", "enable": False},
-            {"quantizer_name": "*input_quantizer", "parent_class": "nn.Conv2d", "cfg": per_tensor},
-            {"quantizer_name": "*weight_quantizer", "parent_class": "nn.Conv2d", "cfg": per_channel},
-        ],
-        "algorithm": "max",
-    }
+    kinds = sorted({_LAYERS[op_type].__name__ for op_type in op_types if op_type in _LAYERS})
+    rules: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+    for kind in kinds:
+        for role, axis in (("input", None), ("weight", 0)):
+            rules.append(
+                {
+                    "quantizer_name": f"*{role}_quantizer",
+                    "parent_class": f"nn.{kind}",
+                    "cfg": {"num_bits": 8, "axis": axis},
+                }
+            )
     with warnings.catch_warnings(), contextlib.redirect_stdout(None):
         warnings.simplefilter("ignore")
-        mtq.quantize(network, config)
-    for name, module in network.named_modules():
-        if not isinstance(module, nn.Conv2d):
-            continue
-        if amax.get(name) is None:
-            raise ArtifactError(
-                f"convolution '{name}': the graph has no INT8 range for its input, expected one for each. "
-                "Run quantize_ptq on the graph that was exported from this checkpoint."
-            )
+        mtq.quantize(network, {"quant_cfg": rules, "algorithm": "max"})
+    types = tuple(_LAYERS[op_type] for op_type in op_types if op_type in _LAYERS)
+    layers = {name: module for name, module in network.named_modules() if isinstance(module, types)}
+    missing = sorted(layers.keys() ^ amax.keys())
+    if missing:
+        raise ArtifactError(
+            f"layer '{missing[0]}' is INT8 in only one of graph and network, expected the same layers in both. "
+            "Run quantize_ptq, with the same op_types, on the graph that was exported from this checkpoint."
+        )
+    for name, module in layers.items():
         _quantizer(module, "input").amax = torch.tensor(amax[name], dtype=torch.float32)
         module.register_forward_pre_hook(_follow_weights)
 
 
-def _follow_weights(conv: nn.Module, _inputs: Any) -> None:
+def _follow_weights(layer: nn.Module, _inputs: Any) -> None:
     """Set the weight range to what the weights are now, as the exporter will."""
-    assert isinstance(conv, nn.Conv2d)
-    amax_O111 = conv.weight.detach().abs().amax(dim=(1, 2, 3), keepdim=True)
-    _quantizer(conv, "weight").amax = torch.where(amax_O111 > 0, amax_O111, 1.0)
+    assert isinstance(layer, nn.Conv2d | nn.Linear)
+    others = tuple(range(1, layer.weight.ndim))
+    amax_O = layer.weight.detach().abs().amax(dim=others, keepdim=True)
+    _quantizer(layer, "weight").amax = torch.where(amax_O > 0, amax_O, 1.0)
 
 
-def _quantizer(conv: nn.Module, role: str) -> Any:
-    return conv.get_submodule(f"{role}_quantizer")
+def _quantizer(layer: nn.Module, role: str) -> Any:
+    return layer.get_submodule(f"{role}_quantizer")
 
 
 def _round_functions(network: nn.Module, amax: Mapping[tuple[str, str], Sequence[float | None]]) -> None:

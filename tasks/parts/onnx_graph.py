@@ -100,18 +100,21 @@ def is_quantized(model: ModelProto) -> bool:
 
 
 def conv_macs(model: ModelProto) -> dict[str, int]:
-    """Multiply-accumulates of each convolution for one image, by node name."""
+    """Multiply-accumulates of each convolution and matrix product for one image, by node name."""
     inferred = onnx.shape_inference.infer_shapes(model)
     sizes = {
         value.name: [axis.dim_value for axis in value.type.tensor_type.shape.dim]
         for value in [*inferred.graph.value_info, *inferred.graph.output]
     }
-    weights = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
-    return {
-        node.name: math.prod(weights[node.input[1]]) * math.prod(sizes[node.output[0]][2:])
-        for node in model.graph.node
-        if node.op_type == "Conv"
-    }
+    sizes |= {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+    macs = {}
+    for node in model.graph.node:
+        if node.op_type == "Conv":
+            macs[node.name] = math.prod(sizes[node.input[1]]) * math.prod(sizes[node.output[0]][2:])
+        elif node.op_type in ("MatMul", "Gemm"):
+            channels = sizes[node.input[1]][-1 if _flag(node, "transB") else -2]
+            macs[node.name] = channels * math.prod(sizes[node.output[0]][1:])
+    return macs
 
 
 def activations_to_uint8(model: ModelProto) -> ModelProto:
@@ -235,6 +238,10 @@ def _zero_point(node: NodeProto, constants: dict[str, TensorProto]) -> np.ndarra
 
 def _text_attribute(node: NodeProto, name: str) -> str | None:
     return next((attribute.s.decode() for attribute in node.attribute if attribute.name == name), None)
+
+
+def _flag(node: NodeProto, name: str) -> bool:
+    return any(attribute.i for attribute in node.attribute if attribute.name == name)
 
 
 def _drop_attribute(node: NodeProto, name: str) -> None:

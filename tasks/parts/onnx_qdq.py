@@ -1,8 +1,8 @@
 """INT8 as explicit Q/DQ in an ONNX graph: given the ranges of tensors, insert the pairs.
 
-Scheme S8S8: activations int8 with one symmetric scale per tensor, weights int8 with one symmetric scale per
-output channel, biases float. TensorRT reads exactly this, OpenVINO too; for ONNX Runtime see
-`onnx_graph.activations_to_uint8`.
+Scheme S8S8: activations int8 with one symmetric scale per tensor, weights of convolutions and linear layers
+(MatMul and Gemm with a constant) int8 with one symmetric scale per output channel, biases float. TensorRT
+reads exactly this, OpenVINO too; for ONNX Runtime see `onnx_graph.activations_to_uint8`.
 
 Own insertion and not onnxruntime.quantization's: that one either puts a pair between a convolution and its
 ReLU (no runtime can fuse them then) or leaves the inputs of poolings, Resize and Concat in float; here one
@@ -25,6 +25,11 @@ INT8_MAX = 127
 
 _STAY_IN_RANGE = frozenset({"AveragePool", "GlobalAveragePool", "MaxPool", "Resize", "Relu"})
 _ALL_INPUTS_ARE_MAPS = frozenset({"Add", "Mul", "Concat"})
+_LINEAR = frozenset({"MatMul", "Gemm"})
+_ALWAYS_FLOAT = frozenset(
+    {"LayerNormalization", "Softmax", "Gelu", "Reshape", "Transpose", "Slice", "Pad", "Squeeze", "Unsqueeze"}
+)
+"""What transformers put between layers: no runtime has INT8 kernels for it, or it only moves data."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,43 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
     """The nodes of these types, in graph order.
 
     The node that makes a graph output (the last Resize) reads float, so that logits keep their precision; a
-    convolution there is quantized like the others.
+    convolution there is quantized like the others. Float stay: products of two activations (attention),
+    additions and multiplications of a constant (a bias, a scale), and the residual additions whose sum a
+    LayerNormalization reads, because it would turn them back into float at once.
     """
+    constants = {tensor.name: len(tensor.dims) for tensor in model.graph.initializer}
     outputs = {value.name for value in model.graph.output}
-    return [
-        node
+    normalised = {node.input[0] for node in model.graph.node if node.op_type == "LayerNormalization"}
+
+    def is_quantizable(node: NodeProto) -> bool:
+        if node.op_type == "Conv" or node.op_type not in op_types:
+            return node.op_type in op_types
+        if outputs & set(node.output):
+            return False
+        if node.op_type in _LINEAR:
+            return node.input[0] not in constants and constants.get(node.input[1]) == 2
+        if node.op_type in ("Add", "Mul"):
+            return not constants.keys() & set(node.input) and not normalised & set(node.output)
+        return True
+
+    return [node for node in model.graph.node if is_quantizable(node)]
+
+
+def float_readers(model: ModelProto, op_types: Sequence[str]) -> set[str]:
+    """Names of the nodes that read the float form of an activation also where others read it quantized."""
+    quantizable = {node.name for node in quantizable_nodes(model, op_types)}
+    chosen = _LINEAR | {"Add", "Mul"}
+    return {
+        node.name
         for node in model.graph.node
-        if node.op_type in op_types and (node.op_type == "Conv" or not outputs & set(node.output))
-    ]
+        if node.op_type in _ALWAYS_FLOAT
+        or (node.op_type in chosen and node.op_type in op_types and node.name not in quantizable)
+    }
+
+
+def is_layer(node: NodeProto) -> bool:
+    """Tell whether a quantizable node has a weight."""
+    return node.op_type == "Conv" or node.op_type in _LINEAR
 
 
 def map_inputs(model: ModelProto, node: NodeProto) -> list[str]:
@@ -79,11 +113,11 @@ def insert_qdq(
     op_types: Sequence[str],
     float_nodes: Container[str] = (),
 ) -> ModelProto:
-    """Return a copy with Q/DQ on each activation that `op_types` read, and int8 weights in convolutions.
+    """Return a copy with Q/DQ on each activation that `op_types` read, and int8 weights in their layers.
 
     All readers of such an activation read it quantized: one that stayed in float would keep the layer before
-    from running in integers. Only `float_nodes`, by name, read float activations and weights. Raises
-    ArtifactError for a tensor that has no usable range (a quantizer that saw no data).
+    from running in integers. Only `float_readers`, and `float_nodes`, by name, read float activations and
+    weights. Raises ArtifactError for a tensor that has no usable range (a quantizer that saw no data).
     """
     quantized = ModelProto()
     quantized.CopyFrom(model)
@@ -94,10 +128,11 @@ def insert_qdq(
     wanted = quantizable_tensors(model, op_types, float_nodes=float_nodes)
     names = [name for name in wanted if name not in outputs]
     check_ranges({name: ranges.get(name) for name in names})
+    in_float = float_readers(model, op_types)
     readers: dict[str, list[NodeProto]] = {}
     for node in graph.node:
         for name in node.input:
-            if node.name not in float_nodes:
+            if node.name not in float_nodes and node.name not in in_float:
                 readers.setdefault(name, []).append(node)
     after: dict[str, list[NodeProto]] = {}
     before: dict[str, list[NodeProto]] = {}
@@ -110,12 +145,12 @@ def insert_qdq(
         after.setdefault(name, []).extend(pair)
         for reader in readers[name]:
             reader.input[:] = [pair[1].output[0] if found == name else found for found in reader.input]
-    if "Conv" in op_types:
-        for node in graph.node:
-            if node.op_type == "Conv" and node.name not in float_nodes:
-                dequantize = _quantize_weight(quantized, node)
-                _copy_source(sources, node, dequantize)
-                before[node.name] = [dequantize]
+    layers = {node.name for node in quantizable_nodes(model, op_types) if is_layer(node)}
+    for node in graph.node:
+        if node.name in layers and node.name not in float_nodes:
+            dequantize = _quantize_weight(quantized, node)
+            _copy_source(sources, node, dequantize)
+            before[node.name] = [dequantize]
     _rewrite_nodes(quantized, after, before)
     return quantized
 
@@ -146,11 +181,12 @@ def add_quantized_twins(
         twin.name = f"{node.name}:twin"
         twin.output[:] = [f"{node.output[0]}:twin"]
         twin.input[:] = [f"{name}/DequantizeLinear" if name in maps else name for name in node.input]
-        if node.op_type == "Conv":
-            levels_OIHW, scales_O = weight_levels(numpy_helper.to_array(float_weight(model, node)))
-            rounded_OIHW = levels_OIHW * scales_O[:, None, None, None]
+        if is_layer(node):
+            weight, axis = numpy_helper.to_array(float_weight(model, node)), _output_axis(node)
+            levels, scales_O = weight_levels(weight, axis=axis)
+            rounded = levels * _along(scales_O, axis, weight.ndim)
             twin.input[1] = f"{node.name}:rounded_weight"
-            graph.initializer.append(numpy_helper.from_array(rounded_OIHW, twin.input[1]))
+            graph.initializer.append(numpy_helper.from_array(rounded, twin.input[1]))
         noise, signal = f"{node.name}:noise", f"{node.name}:signal"
         difference = f"{node.name}:difference"
         added += [
@@ -227,48 +263,63 @@ def _activation_pair(model: ModelProto, name: str, scale: np.float32) -> list[No
     ]
 
 
-def _quantize_weight(model: ModelProto, conv: NodeProto) -> NodeProto:
-    """Replace the float weight of a convolution by int8 with one scale per output channel."""
-    weight = float_weight(model, conv)
-    levels_OIHW, scales_O = weight_levels(numpy_helper.to_array(weight))
-    name, levels, real = conv.input[1], f"{conv.input[1]}:int8", f"{conv.input[1]}/DequantizeLinear"
+def _quantize_weight(model: ModelProto, layer: NodeProto) -> NodeProto:
+    """Replace the float weight of a layer by int8 with one scale per output channel."""
+    weight, axis = float_weight(model, layer), _output_axis(layer)
+    levels, scales_O = weight_levels(numpy_helper.to_array(weight), axis=axis)
+    name, levels_name, real = layer.input[1], f"{layer.input[1]}:int8", f"{layer.input[1]}/DequantizeLinear"
     scale_name, zero_name = f"{name}:scale", f"{name}:zero_point"
     model.graph.initializer.remove(weight)
     model.graph.initializer.extend(
         [
-            numpy_helper.from_array(levels_OIHW, levels),
+            numpy_helper.from_array(levels, levels_name),
             numpy_helper.from_array(scales_O, scale_name),
             numpy_helper.from_array(np.zeros(len(scales_O), dtype=np.int8), zero_name),
         ]
     )
-    conv.input[1] = real
-    return helper.make_node("DequantizeLinear", [levels, scale_name, zero_name], [real], name=real, axis=0)
+    layer.input[1] = real
+    return helper.make_node(
+        "DequantizeLinear", [levels_name, scale_name, zero_name], [real], name=real, axis=axis
+    )
 
 
-def float_weight(model: ModelProto, conv: NodeProto) -> TensorProto:
-    """Return the weight of a convolution; ArtifactError unless it is a float constant."""
-    found = (item for item in model.graph.initializer if item.name == conv.input[1])
+def float_weight(model: ModelProto, layer: NodeProto) -> TensorProto:
+    """Return the weight of a layer; ArtifactError unless it is a float constant."""
+    found = (item for item in model.graph.initializer if item.name == layer.input[1])
     weight: TensorProto | None = next(found, None)
     if weight is None or weight.data_type != TensorProto.FLOAT:
         raise ArtifactError(
-            f"node '{conv.name}': its weight '{conv.input[1]}' is no float constant, expected a float graph "
+            f"node '{layer.name}': its weight '{layer.input[1]}' is no float constant, expected a float graph "
             "from export_onnx. Do not quantize a graph twice."
         )
     return weight
 
 
-def weight_levels(values_OIHW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return int8 levels [O, I, H, W] and float32 scales [O]."""
-    scales_O = weight_scales(values_OIHW)
-    levels_OIHW = np.clip(np.rint(values_OIHW / scales_O[:, None, None, None]), -INT8_MAX, INT8_MAX)
-    return levels_OIHW.astype(np.int8), scales_O
+def weight_levels(values: np.ndarray, *, axis: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return int8 levels of the weight's shape and float32 scales [O]; `axis` is that of the output channels."""
+    scales_O = weight_scales(np.moveaxis(values, axis, 0))
+    levels = np.clip(np.rint(values / _along(scales_O, axis, values.ndim)), -INT8_MAX, INT8_MAX)
+    return levels.astype(np.int8), scales_O
 
 
-def weight_scales(values_OIHW: np.ndarray) -> np.ndarray:
+def weight_scales(values_OI: np.ndarray) -> np.ndarray:
     """Largest magnitude per output channel / 127; a channel of zeros gets 1 / 127."""
-    amax_O = np.abs(values_OIHW).reshape(len(values_OIHW), -1).max(axis=1)
+    amax_O = np.abs(values_OI).reshape(len(values_OI), -1).max(axis=1)
     scales_O: np.ndarray = (np.where(amax_O > 0, amax_O, 1.0) / INT8_MAX).astype(np.float32)
     return scales_O
+
+
+def _output_axis(layer: NodeProto) -> int:
+    """Axis of a weight that counts the output channels."""
+    is_transposed = any(attribute.i for attribute in layer.attribute if attribute.name == "transB")
+    return 0 if layer.op_type == "Conv" or is_transposed else 1
+
+
+def _along(scales_O: np.ndarray, axis: int, num_axes: int) -> np.ndarray:
+    """Shape scales so that they multiply a weight along one axis."""
+    shape = [1] * num_axes
+    shape[axis] = -1
+    return scales_O.reshape(shape)
 
 
 def _copy_source(sources: Mapping[str, tuple[str, str]], owner: NodeProto, node: NodeProto) -> None:

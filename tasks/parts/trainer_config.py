@@ -92,6 +92,18 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class PretrainedReport:
+    """What a training took from a file of pretrained weights."""
+
+    num_loaded: int
+    """Tensors of the network that the file gave."""
+    num_fresh: int
+    """Tensors of the network that stayed random: those of another classifier, or not in the file."""
+    num_skipped: int
+    """Tensors of the file that the network has no place for."""
+
+
+@dataclass(frozen=True)
 class TrainingReport:
     """What a training reached."""
 
@@ -103,3 +115,5 @@ class TrainingReport:
     """Epochs that were run, by all resumed runs together."""
     num_parameters: int
     """Trainable weights of the network."""
+    pretrained: PretrainedReport | None = None
+    """What the file of pretrained weights gave; None where there was none."""

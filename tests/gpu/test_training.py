@@ -8,7 +8,7 @@ import torch
 
 from tasks import train
 from tasks.parts.trainer_config import Accelerator, Precision
-from tests.tasks.test_train import STUDENT, TRAINER, run
+from tests.tasks.test_train import FRESH, STUDENT, TRAINER, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,5 +19,5 @@ pytestmark = [
 @pytest.mark.parametrize("precision", list(Precision))
 def test_every_precision_trains_on_a_gpu(workshop, tmp_path: Path, precision: Precision) -> None:
     trainer = replace(TRAINER, accelerator=Accelerator.gpu, precision=precision)
-    report = run(train.train, train.Config(STUDENT, trainer), tmp_path / "a", data=workshop.data)
+    report = run(train.train, train.Config(STUDENT, trainer, FRESH), tmp_path / "a", data=workshop.data)
     assert report.num_epochs == TRAINER.max_epochs

@@ -9,8 +9,8 @@ from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, TargetMismatch
 from tasks.parts.engine_build import (
     MAX_AGREEMENT_DB,
-    ConvCounts,
-    count_convs,
+    LayerCounts,
+    count_layers,
     find_precision_fault,
     signal_to_noise_db,
 )
@@ -54,10 +54,10 @@ def test_float_engine_is_one_file_with_its_digest(workshop, tmp_path, target):
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
 def test_quantized_engine_really_runs_int8(workshop, tmp_path, target):
     report, _ = built(workshop.target(target), workshop.quantized, tmp_path)
-    num_quantized = count_convs(onnx.load(workshop.quantized)).num_quantized
+    num_quantized = count_layers(onnx.load(workshop.quantized)).num_quantized
     assert report.is_quantized and report.precision_ok and not report.precision_note
-    assert report.num_convs_quantized == num_quantized > 10
-    assert report.num_convs_int8 > num_quantized / 2
+    assert report.num_layers_quantized == num_quantized > 10
+    assert report.num_layers_int8 > num_quantized / 2
     assert report.agreement_db > 10
 
 
@@ -194,19 +194,21 @@ def test_torch_takes_no_onnx_graph(workshop, tmp_path):
         ("f32", {"QLinearConv": {"int8": 9}, "Conv": {"f32": 1}}, 10, 0, ""),
         ("f32", {"QLinearConv": {"int8": 2}, "FusedConv": {"f32": 8}}, 10, 0, "runs only 2 of 10 in int8"),
         ("f32", {"QLinearConv": {"int8": 2}, "FusedConv": {"f32": 8}}, 2, 0, ""),
+        ("f32", {"FullyConnected": {"int8": 8}, "Convolution": {"f32": 2}}, 8, 0, ""),
+        ("f32", {"Convert": {"int8": 8}, "MatMul": {"f32": 8}}, 8, 0, "runs only 0 of 8"),
         ("f32", {"Convolution": {"f32": 9, "bf16": 1}}, 0, 0, "declared is f32"),
         ("bf16", {"Convolution": {"bf16": 10}}, 0, 0, ""),
         ("bf16", {"Convolution": {"f32": 10}}, 0, 0, "declared is bf16"),
         ("bf16", {"Convolution": {"int8": 10}}, 10, 0, ""),
         ("f32", {"Convolution": {"f16": 10}}, 0, 10, ""),
-        ("f32", {"Convolution": {"f32": 10}}, 0, 10, "10 of 10 convolutions are FP16, but"),
+        ("f32", {"Convolution": {"f32": 10}}, 0, 10, "10 of 10 layers are FP16, but"),
     ],
 )
 def test_precision_in_use_is_held_against_the_declared_one(
     workshop, precision, precisions, num_quantized, num_float16, fault
 ):
     target = workshop.target("cpu_openvino", precision=Precision(precision))
-    found = find_precision_fault(target, precisions, ConvCounts(10, num_quantized, num_float16))
+    found = find_precision_fault(target, precisions, LayerCounts(10, num_quantized, num_float16))
     assert fault in found if fault else found == ""
 
 

@@ -14,7 +14,7 @@ from tasks.build_engine import build_engine
 from tasks.convert_precision import Config, Report, convert_precision
 from tasks.core.errors import ArtifactError, ConfigError, DataError
 from tasks.parts.data import normalise, open_split
-from tasks.parts.engine_build import count_convs
+from tasks.parts.engine_build import count_layers
 from tasks.parts.export import difference
 from tasks.parts.onnx_graph import node_sources, read_card_of_graph, read_graph, write_graph
 from tasks.parts.onnx_predict import open_session
@@ -39,7 +39,7 @@ def test_weights_are_fp16_and_input_and_output_stay_fp32(
         for value in (graph.graph.input[0], graph.graph.output[0])
     }
     assert types == {TensorProto.FLOAT}
-    assert count_convs(after).num_float16 == count_convs(after).num > 10
+    assert count_layers(after).num_float16 == count_layers(after).num > 10
     assert report.num_nodes == len(before.graph.node) and report.float32_nodes == ()
     assert path.stat().st_size < 0.75 * workshop.graph.stat().st_size
     assert read_card_of_graph(after) == read_card_of_graph(before)
@@ -90,7 +90,7 @@ def test_a_runtime_that_computes_fp16_in_another_precision_is_found_out(
     report = build_engine(workshop.target(target), model=converted[1], out=tmp_path)
     assert report.status == "built" and report.agreement_db is not None and report.agreement_db > 40
     assert not report.precision_ok
-    assert "convolutions are FP16, but the runtime computes" in report.precision_note
+    assert "layers are FP16, but the runtime computes" in report.precision_note
 
 
 def test_a_quantized_graph_is_refused(workshop: Any, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Training, distillation and fine-tuning on a tiny data set."""
 
 import csv
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tasks.parts.losses import channel_wise_loss, class_weights, segmentation_lo
 from tasks.parts.model_card import ModelCard
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
+from tasks.parts.pretrained import PretrainedConfig
 from tasks.parts.trainer_config import Accelerator, Precision, Strategy, TrainerConfig
 from tasks.parts.training import batchnorm_l1_norm, enable_gradient_checkpointing
 from tasks.parts.weight_sparsity import count_zeros, prune_two_of_four
@@ -44,6 +46,7 @@ TRAINER = TrainerConfig(
 )
 STUDENT = NetworkConfig(NetworkName.fast_scnn, 0.25, 1.0, False)
 TEACHER = NetworkConfig(NetworkName.deeplabv3plus, 0.25, 1.0, False)
+FRESH = PretrainedConfig(None, None)
 ALL_LOSSES = DistillationConfig(1.0, 1.0, 0.5, 0.5, 2.0)
 
 
@@ -55,12 +58,12 @@ def run(stage: Any, config: Any, out: Path, **inputs: Path) -> Any:
 @pytest.fixture(scope="module")
 def teacher(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("teacher")
-    train.train(train.Config(TEACHER, TRAINER), data=workshop.data, out=out)
+    train.train(train.Config(TEACHER, TRAINER, FRESH), data=workshop.data, out=out)
     return out / "model.safetensors"
 
 
 def test_training_writes_weights_and_history(workshop: Workshop, tmp_path: Path) -> None:
-    report = run(train.train, train.Config(STUDENT, TRAINER), tmp_path / "a", data=workshop.data)
+    report = run(train.train, train.Config(STUDENT, TRAINER, FRESH), tmp_path / "a", data=workshop.data)
     network, card = load_checkpoint(tmp_path / "a" / "model.safetensors")
     assert card.network == STUDENT and not network.training
     assert report.num_parameters == sum(p.numel() for p in network.parameters())
@@ -74,7 +77,7 @@ def test_equal_seeds_give_equal_bytes_and_other_seeds_do_not(workshop: Workshop,
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         run(
             train.train,
-            train.Config(STUDENT, replace(TRAINER, seed=seed)),
+            train.Config(STUDENT, replace(TRAINER, seed=seed), FRESH),
             tmp_path / name,
             data=workshop.data,
         )
@@ -82,21 +85,55 @@ def test_equal_seeds_give_equal_bytes_and_other_seeds_do_not(workshop: Workshop,
     assert contents[0] == contents[1] != contents[2]
 
 
+def test_pretrained_weights_are_where_training_starts(
+    workshop: Workshop, teacher: Path, tmp_path: Path
+) -> None:
+    pretrained = PretrainedConfig(str(teacher), hashlib.sha256(teacher.read_bytes()).hexdigest())
+    frozen = replace(TRAINER, learning_rate=1e-12, weight_decay=0.0, max_epochs=1)
+    labels = DistillationConfig(1.0, 0.0, 0.0, 0.0, 2.0)
+    reports = [
+        run(train.train, train.Config(TEACHER, frozen, pretrained), tmp_path / "train", data=workshop.data),
+        run(
+            distill.distill,
+            distill.Config(TEACHER, labels, frozen, pretrained),
+            tmp_path / "distill",
+            teacher=teacher,
+            data=workshop.data,
+        ),
+    ]
+    expected, _ = load_checkpoint(teacher)
+    for name, report in zip(("train", "distill"), reports, strict=True):
+        found, _ = load_checkpoint(tmp_path / name / "model.safetensors")
+        for (key, one), two in zip(found.named_parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(one, two, msg=key)
+        assert report.pretrained.num_loaded == len(expected.state_dict())
+        assert (report.pretrained.num_fresh, report.pretrained.num_skipped) == (0, 0)
+
+
+def test_pretrained_weights_that_do_not_fit_stop_before_training(
+    workshop: Workshop, teacher: Path, tmp_path: Path
+) -> None:
+    pretrained = PretrainedConfig(str(teacher), hashlib.sha256(teacher.read_bytes()).hexdigest())
+    with pytest.raises(ArtifactError, match=r"does not fit fast_scnn"):
+        run(train.train, train.Config(STUDENT, TRAINER, pretrained), tmp_path / "a", data=workshop.data)
+    assert not list((tmp_path / "a").iterdir())
+
+
 def test_early_stop_ends_before_the_last_epoch(workshop: Workshop, tmp_path: Path) -> None:
     stubborn = replace(TRAINER, learning_rate=1e-12, max_epochs=9, patience_epochs=1, brightness=0.0)
-    report = run(train.train, train.Config(STUDENT, stubborn), tmp_path / "a", data=workshop.data)
+    report = run(train.train, train.Config(STUDENT, stubborn, FRESH), tmp_path / "a", data=workshop.data)
     assert report.num_epochs < 9
 
 
 def test_diverging_training_says_step_and_learning_rate(workshop: Workshop, tmp_path: Path) -> None:
     wild = replace(TRAINER, learning_rate=9.9, max_epochs=40, weight_decay=1e30)
     with pytest.raises(TrainingDiverged, match=r"at step \d+ \(learning rate .*Lower trainer\.learning_rate"):
-        run(train.train, train.Config(STUDENT, wild), tmp_path / "a", data=workshop.data)
+        run(train.train, train.Config(STUDENT, wild, FRESH), tmp_path / "a", data=workshop.data)
 
 
 def test_mixed_precision_and_gradient_checkpointing_train(workshop: Workshop, tmp_path: Path) -> None:
     trainer = replace(TRAINER, precision=Precision.bf16_mixed, gradient_checkpointing=True, max_epochs=1)
-    report = run(train.train, train.Config(TEACHER, trainer), tmp_path / "a", data=workshop.data)
+    report = run(train.train, train.Config(TEACHER, trainer, FRESH), tmp_path / "a", data=workshop.data)
     assert report.num_epochs == 1
 
 
@@ -113,7 +150,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 
 
 def test_all_losses_train_a_student(workshop: Workshop, teacher: Path, tmp_path: Path) -> None:
-    config = distill.Config(STUDENT, ALL_LOSSES, TRAINER)
+    config = distill.Config(STUDENT, ALL_LOSSES, TRAINER, FRESH)
     before = teacher.read_bytes()
     report = run(distill.distill, config, tmp_path / "a", teacher=teacher, data=workshop.data)
     network, _ = load_checkpoint(tmp_path / "a" / "model.safetensors")
@@ -131,7 +168,7 @@ def test_distillation_moves_the_student_towards_the_teacher(
         ("labels", DistillationConfig(1.0, 0.0, 0.0, 0.0, 2.0)),
         ("teacher", DistillationConfig(0.0, 1.0, 0.0, 0.0, 2.0)),
     ):
-        config = distill.Config(STUDENT, losses, trainer)
+        config = distill.Config(STUDENT, losses, trainer, FRESH)
         run(distill.distill, config, tmp_path / name, teacher=teacher, data=workshop.data)
         student, _ = load_checkpoint(tmp_path / name / "model.safetensors")
         images_NCHW = torch.randn(4, 3, 64, 96, generator=torch.Generator().manual_seed(0))
@@ -196,7 +233,7 @@ def test_teacher_of_other_classes_is_refused_with_both_lists(workshop: Workshop,
     ):
         run(
             distill.distill,
-            distill.Config(STUDENT, ALL_LOSSES, TRAINER),
+            distill.Config(STUDENT, ALL_LOSSES, TRAINER, FRESH),
             tmp_path / "a",
             teacher=tmp_path / "other.safetensors",
             data=workshop.data,

@@ -32,6 +32,14 @@ def build_network(config: NetworkConfig, num_classes: int) -> nn.Module:
             network = BiSeNetV2(num_classes, width=config.width, depth=config.depth)
         case NetworkName.mobile_unet:
             network = MobileUNet(num_classes, width=config.width, depth=config.depth)
+        case NetworkName.segformer:
+            from tasks.parts.networks.segformer import SegFormer  # imports transformers, for seconds
+
+            network = SegFormer(num_classes, width=config.width, depth=config.depth)
+        case NetworkName.dinov2:
+            from tasks.parts.networks.dinov2 import DinoV2
+
+            network = DinoV2(num_classes, width=config.width, depth=config.depth)
     if config.depthwise:
         to_depthwise_separable(network)
     initialise(network)

@@ -14,6 +14,8 @@ class NetworkName(StrEnum):
     fast_scnn = "fast_scnn"
     bisenetv2 = "bisenetv2"
     mobile_unet = "mobile_unet"
+    segformer = "segformer"
+    dinov2 = "dinov2"
 
 
 @dataclass(frozen=True)

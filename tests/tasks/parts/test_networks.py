@@ -6,6 +6,8 @@ networks. Flops come from torch's own counter (2 flops a MAC).
 
 import importlib
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -48,6 +50,19 @@ class Tally:
     def depthwise(self, channels: int, side: int) -> None:
         self.parameters += channels * 9 + 2 * channels
         self.macs += channels * 9 * side**2
+
+    def linear(self, inputs: int, outputs: int, tokens: int) -> None:
+        self.parameters += inputs * outputs + outputs
+        self.macs += inputs * outputs * tokens
+
+    def layer_norm(self, channels: int) -> None:
+        self.parameters += 2 * channels
+
+    def attention(self, channels: int, tokens: int, keys: int) -> None:
+        """Four projections and the two products of queries, keys and values."""
+        for read in (tokens, keys, keys, tokens):
+            self.linear(channels, channels, read)
+        self.macs += 2 * tokens * keys * channels
 
     def separable(self, inputs: int, outputs: int, side: int) -> None:
         self.depthwise(inputs, side)
@@ -169,12 +184,57 @@ def tally_mobile_unet() -> Tally:
     return tally
 
 
+def tally_segformer() -> Tally:
+    tally = Tally()
+    inputs = 3
+    for channels, kernel, side, shrink in ((32, 7, 16, 8), (64, 3, 8, 4), (160, 3, 4, 2), (256, 3, 2, 1)):
+        tally.conv(inputs, channels, kernel, side, norm=False)
+        tally.layer_norm(channels)
+        for _ in range(2):
+            tally.layer_norm(channels)
+            if shrink > 1:
+                tally.conv(channels, channels, shrink, side // shrink, norm=False)
+                tally.layer_norm(channels)
+            tally.attention(channels, side**2, (side // shrink) ** 2)
+            tally.layer_norm(channels)
+            tally.linear(channels, 4 * channels, side**2)
+            tally.depthwise(4 * channels, side)
+            tally.parameters -= 4 * channels  # a bias instead of BatchNorm
+            tally.linear(4 * channels, channels, side**2)
+        tally.layer_norm(channels)
+        tally.linear(channels, 256, side**2)  # of the decoder
+        inputs = channels
+    tally.conv(4 * 256, 256, 1, 16)
+    tally.conv(256, NUM_CLASSES, 1, 16, norm=False)
+    return tally
+
+
+def tally_dinov2() -> Tally:
+    tally = Tally()
+    tally.conv(3, 384, 14, 8, norm=False)
+    tally.parameters += 384 + (37**2 + 1) * 384  # class token, positions
+    for _ in range(12):
+        tally.layer_norm(384)
+        tally.attention(384, 65, 65)
+        tally.layer_norm(384)
+        tally.linear(384, 4 * 384, 65)
+        tally.linear(4 * 384, 384, 65)
+        tally.parameters += 2 * 384  # layer scale
+    tally.layer_norm(384)
+    tally.conv(384, 128, 3, 8)
+    tally.conv(128, NUM_CLASSES, 1, 8, norm=False)
+    return tally
+
+
 TALLIES: dict[NetworkName, Callable[[], Tally]] = {
     NetworkName.deeplabv3plus: tally_deeplabv3plus,
     NetworkName.fast_scnn: tally_fast_scnn,
     NetworkName.bisenetv2: tally_bisenetv2,
     NetworkName.mobile_unet: tally_mobile_unet,
+    NetworkName.segformer: tally_segformer,
+    NetworkName.dinov2: tally_dinov2,
 }
+TRANSFORMERS = (NetworkName.segformer, NetworkName.dinov2)
 every_network = pytest.mark.parametrize("name", list(NetworkName))
 
 
@@ -316,7 +376,7 @@ def test_resizing_by_factor_equals_resizing_by_size() -> None:
 
 @every_network
 def test_exported_graph_agrees_for_any_batch(name: NetworkName, tmp_path: Path) -> None:
-    network = build(name, width=0.5, depth=0.5)
+    network = build(name, width=0.5, depth=0.1 if name in TRANSFORMERS else 0.5)
     nn.init.normal_(network.get_submodule(str(network.classifier_layer)).weight)  # logits of a real size
     path = tmp_path / "model.onnx"
     batch = torch.export.Dim("batch", min=1, max=64)
@@ -332,26 +392,46 @@ def test_exported_graph_agrees_for_any_batch(name: NetworkName, tmp_path: Path) 
     )
     assert program is not None
     program.save(path)
-    operators = {node.op_type for node in program.model.graph}
-    assert operators <= {
-        "Conv",
-        "Relu",
-        "Add",
-        "Mul",
-        "Sigmoid",
-        "AveragePool",
-        "MaxPool",
-        "Resize",
-        "Concat",
-    }
+    known = {"Conv", "Relu", "Add", "Mul", "Sigmoid", "AveragePool", "MaxPool", "Resize", "Concat"}
+    if name in TRANSFORMERS:
+        known |= {"MatMul", "Gemm", "LayerNormalization", "Gelu", "Softmax", "Reshape", "Transpose"}
+        known |= {"Pad", "Slice", "Identity", "Shape"}
+    assert {node.op_type for node in program.model.graph} <= known
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     for num_images in (1, 2, 5):
         images_NCHW = torch.randn(num_images, 3, 64, 64)
         with torch.no_grad():
             expected = network(images_NCHW).numpy()
         found = session.run(None, {"image": images_NCHW.numpy()})[0]
-        assert np.abs(expected).max() > 0.1
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+        largest = np.abs(expected).max()
+        assert largest > 0.1
+        np.testing.assert_allclose(found, expected, atol=1e-4 * max(1, largest))
+
+
+def test_networks_of_convolutions_do_not_import_transformers() -> None:
+    code = (
+        "import sys; from tasks.parts.networks.build import build_network;"
+        "from tasks.parts.networks.config import NetworkConfig, NetworkName;"
+        "build_network(NetworkConfig(NetworkName.fast_scnn, 0.25, 1.0, False), 3);"
+        "print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_transformers_are_built_without_network_and_torchvision() -> None:
+    code = (
+        "import socket, sys\n"
+        "def refuse(*_): raise AssertionError('a connection was tried')\n"
+        "socket.socket.connect = socket.getaddrinfo = refuse\n"
+        "from tasks.parts.networks.build import build_network\n"
+        "from tasks.parts.networks.config import NetworkConfig, NetworkName\n"
+        "for name in (NetworkName.segformer, NetworkName.dinov2):\n"
+        "    build_network(NetworkConfig(name, 0.25, 0.1, False), 3)\n"
+        "print('torchvision' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, 9.0, math.nan, math.inf])

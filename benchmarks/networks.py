@@ -1,0 +1,256 @@
+"""What each network costs and reaches: parameters, MACs, latency on the CPU targets in float, mIoU.
+
+``python -m benchmarks.networks`` after a run of the pipeline, which made the data. Every network of `NETWORKS` is
+trained as ``train.baseline`` is configured, but for the learning rate where one is given. Trained networks and their
+mIoU are kept under ``artifacts/benchmarks/networks``, so an interrupted run goes on with the next one; latencies are
+measured at the end, of all in interleaved rounds, by one thread. ``--scenes`` and ``--epochs`` try it in minutes.
+Writes ``docs/networks.md`` and ``benchmarks/results/networks.json``.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import shutil
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from onnx import ModelProto
+from torch import nn
+
+from benchmarks.runtimes import (
+    DATA,
+    Network,
+    in_eager,
+    in_onnxruntime,
+    in_openvino,
+    rounds_ms,
+    stage_config,
+)
+from tasks.core.execute import ARTIFACTS
+from tasks.parts.checkpoint import load_checkpoint
+from tasks.parts.data import normalise, open_split, read_manifest
+from tasks.parts.export import export_graph
+from tasks.parts.metrics import confusion_matrix, scores
+from tasks.parts.networks.config import NetworkConfig, NetworkName
+from tasks.parts.onnx_graph import conv_macs, read_graph, write_graph
+from tasks.parts.onnx_predict import predict_classes
+from tasks.parts.target import read_cpu_model
+from tasks.prepare_data import prepare_data
+from tasks.train import train
+
+RESULTS = Path(__file__).parent / "results" / "networks.json"
+PAGE = Path("docs") / "networks.md"
+WORKSPACE = ARTIFACTS / "benchmarks" / "networks"
+BATCH_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A network of the table."""
+
+    name: NetworkName
+    width: float
+    depth: float
+    learning_rate: float | None = None
+    """Instead of that of train.baseline."""
+
+    @property
+    def title(self) -> str:
+        """Name and size, also the name of its folder."""
+        return f"{self.name}-{self.width:g}-{self.depth:g}"
+
+
+NETWORKS = (
+    Entry(NetworkName.deeplabv3plus, 0.5, 0.5),
+    Entry(NetworkName.deeplabv3plus, 1.0, 0.5),
+    Entry(NetworkName.deeplabv3plus, 1.25, 1.5),
+    Entry(NetworkName.fast_scnn, 0.75, 0.67),
+    Entry(NetworkName.fast_scnn, 1.0, 1.0),
+    Entry(NetworkName.bisenetv2, 0.5, 1.0),
+    Entry(NetworkName.mobile_unet, 0.5, 1.0),
+    Entry(NetworkName.segformer, 0.5, 0.5, 0.001),
+    Entry(NetworkName.segformer, 1.0, 1.0, 0.001),
+)
+TARGETS = ("eager PyTorch", "ONNX Runtime", "OpenVINO")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one network."""
+
+    name: str
+    width: float
+    depth: float
+    num_parameters: int
+    macs: int
+    latency_ms_p50: dict[str, float]
+    """By target, one image, one thread, float32."""
+    miou: float
+    """On the test split."""
+    num_epochs: int
+    learning_rate: float
+
+
+def main() -> None:
+    """Train what is missing, measure, write table and page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--epochs", type=int, help="instead of train.baseline.trainer.max_epochs")
+    parser.add_argument("--scenes", type=int, help="training scenes; makes its own data set")
+    parser.add_argument("--rounds", type=int, default=30, help="bursts of each network and target")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    data = DATA if options.scenes is None else small_data(options.scenes)
+    folders = {entry: trained(entry, data, options.epochs, options.scenes) for entry in NETWORKS}
+    rows = measure(folders, data, options.rounds)
+    manifest = read_manifest(data)
+    record = {
+        "date": date.today().isoformat(),
+        "cpu_model": read_cpu_model(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "onnxruntime", "openvino")},
+        "size": [manifest.height, manifest.width],
+        "num_train_images": len(open_split(data, "train")[0]),
+        "rows": [asdict(row) for row in rows],
+    }
+    RESULTS.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    PAGE.write_text(page(record, rows), encoding="utf-8")
+    print(f"wrote {RESULTS} and {PAGE}")
+
+
+def small_data(num_scenes: int) -> Path:
+    """Make a data set with fewer training scenes unless it is there."""
+    out = WORKSPACE / f"data_{num_scenes}"
+    if not (out / "dataset" / "manifest.json").is_file():
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        cfg = stage_config("prepare_data")
+        prepare_data(
+            replace(cfg, scenes=replace(cfg.scenes, num_train=num_scenes)), root=Path(cfg.root), out=out
+        )
+    return out / "dataset"
+
+
+def trained(entry: Entry, data: Path, num_epochs: int | None, num_scenes: int | None) -> Path:
+    """Train a network unless its result is there, and return its folder."""
+    cfg = stage_config("train.baseline")
+    trainer = replace(
+        cfg.trainer,
+        max_epochs=num_epochs or cfg.trainer.max_epochs,
+        learning_rate=entry.learning_rate or cfg.trainer.learning_rate,
+    )
+    folder = WORKSPACE / f"{entry.title}_{trainer.max_epochs}_{num_scenes or 'all'}"
+    if not (folder / "result.json").is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        print(f"training {entry.title}", flush=True)
+        network = NetworkConfig(entry.name, entry.width, entry.depth, depthwise=False)
+        report = train(replace(cfg, network=network, trainer=trainer), data=data, out=folder)
+        content = {
+            "miou": miou_of(exported(folder)[1], data),
+            "num_epochs": report.num_epochs,
+            "learning_rate": trainer.learning_rate,
+        }
+        (folder / "result.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def exported(folder: Path) -> tuple[nn.Module, ModelProto]:
+    """Return a trained network and its graph, which is exported once."""
+    network, card = load_checkpoint(folder / "model.safetensors")
+    path = folder / "model.onnx"
+    if not path.is_file():
+        opset = stage_config("export_onnx").opset
+        write_graph(export_graph(network, card, height=card.height, width=card.width, opset=opset), path)
+    return network, read_graph(path)
+
+
+def miou_of(graph: ModelProto, data: Path) -> float:
+    """Return the mIoU of a graph on the test split."""
+    images_NHWC, masks_NHW = open_split(data, "test")
+    classes_NHW = predict_classes(graph, images_NHWC, batch_size=BATCH_SIZE)
+    miou = scores(confusion_matrix(classes_NHW, masks_NHW, len(read_manifest(data).classes))).miou
+    assert miou is not None
+    return miou
+
+
+def measure(folders: dict[Entry, Path], data: Path, num_rounds: int) -> list[Row]:
+    """Measure the latencies of all networks on all targets in turns; the fastest network first."""
+    manifest = read_manifest(data)
+    images_NCHW = normalise(open_split(data, "test")[0][:1], manifest.mean, manifest.std)
+    programs: dict[str, Network] = {}
+    sizes: dict[Entry, tuple[int, int]] = {}
+    for entry, folder in folders.items():
+        network, graph = exported(folder)
+        runs = (in_eager(network), in_onnxruntime(graph), in_openvino(graph))
+        programs |= {f"{entry.title} {target}": run for target, run in zip(TARGETS, runs, strict=True)}
+        num_parameters = sum(parameter.numel() for parameter in network.parameters())
+        sizes[entry] = num_parameters, sum(conv_macs(graph).values())
+    bursts = rounds_ms(programs, images_NCHW, num_rounds)
+    p50 = {
+        name: statistics.median(value for burst in found for value in burst) for name, found in bursts.items()
+    }
+    rows = []
+    for entry, folder in folders.items():
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        latencies = {target: round(p50[f"{entry.title} {target}"], 4) for target in TARGETS}
+        rows.append(
+            Row(
+                entry.name.value,
+                entry.width,
+                entry.depth,
+                *sizes[entry],
+                latencies,
+                round(result["miou"], 4),
+                result["num_epochs"],
+                result["learning_rate"],
+            )
+        )
+    return sorted(rows, key=lambda row: min(row.latency_ms_p50.values()))
+
+
+def page(record: dict[str, Any], rows: Sequence[Row]) -> str:
+    """Write the table as one page."""
+    height, width = record["size"]
+    lines = [
+        "# Networks",
+        "",
+        "Written by `python -m benchmarks.networks`; sorted by the latency on the fastest of the three targets.",
+        "",
+        "| network | width | depth | parameters | MMACs | eager PyTorch ms | ONNX Runtime ms | OpenVINO ms | "
+        "test mIoU | learning rate |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        latencies = " | ".join(f"{row.latency_ms_p50[target]:.3f}" for target in TARGETS)
+        lines.append(
+            f"| {row.name} | {row.width:g} | {row.depth:g} | {row.num_parameters:,} | {row.macs / 1e6:.1f} | "
+            f"{latencies} | {row.miou:.4f} | {row.learning_rate:g} |"
+        )
+    lines += [
+        "",
+        f"How to read it: every network was trained on labels alone for {max(row.num_epochs for row in rows)} "
+        f"epochs of {record['num_train_images']} images of {height}x{width}, with one seed, as `train.baseline` is "
+        "configured but for the learning rate shown; networks that differ by less than about two points of mIoU "
+        "may change places with another seed or a longer training. None started from pretrained weights, as "
+        "transformers usually do. Latencies are medians for one image in float32 on one thread, measured "
+        "in short bursts that took turns, so compare them within this page and not with other machines. MACs are "
+        "those of convolutions and matrix products: they tell what arithmetic costs, not what moving data costs, "
+        "and so the order by MACs is not the order by latency.",
+        "",
+        f"Measured on {record['date']}, {record['cpu_model']}, Python {record['python']}, torch {record['torch']}, "
+        f"transformers {record['transformers']}, ONNX Runtime {record['onnxruntime']}, "
+        f"OpenVINO {record['openvino']}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""SegFormer: a hierarchical transformer whose attention reads a shrunken map, and a decoder of linear layers.
+
+Xie et al., "SegFormer: Simple and Efficient Design for Semantic Segmentation with Transformers", 2021,
+arXiv:2105.15203, table 6. The layers are those of the `transformers` package; nothing is downloaded.
+
+With width 1, depth 1 and 6 classes (MiT-B0): 3,715,686 parameters, 105.6 MMACs at 64x64.
+
+Width scales the channels of an attention head; their numbers (1, 2, 5, 8) stay, as in the paper: width 2 is the
+encoder of MiT-B1. Departure: the decoder is scaled by width too (B1 keeps 256 channels).
+
+Tensor suffixes: N batch, T tokens, C channels, H height, W width.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import SegformerConfig, SegformerForSemanticSegmentation
+from transformers.models.segformer.modeling_segformer import SegformerDecodeHead
+
+from tasks.parts.networks.blocks import resize_to, scale_blocks, scale_channels, spatial_size
+
+HEADS = (1, 2, 5, 8)
+HEAD_CHANNELS = 32
+
+
+class Encoder(nn.Module):
+    """Four stages; give the map of each, at strides 4, 8, 16 and 32."""
+
+    def __init__(self, stages: nn.ModuleList) -> None:
+        super().__init__()
+        self.stages = stages
+
+    def forward(self, images_NCHW: Tensor) -> list[Tensor]:
+        maps_NCHW = [images_NCHW]
+        for stage in self.stages:
+            maps_NCHW.append(stage(maps_NCHW[-1]))
+        return maps_NCHW[1:]
+
+
+class Decoder(nn.Module):
+    """Project each map to the same channels, bring all to the largest size, fuse and classify."""
+
+    def __init__(self, head: SegformerDecodeHead) -> None:
+        super().__init__()
+        self.linear_projections = head.linear_projections
+        self.linear_fuse = head.linear_fuse
+        self.batch_norm = head.batch_norm
+        self.activation = head.activation
+        self.dropout = head.dropout
+        self.classifier = head.classifier
+
+    def forward(self, maps_NCHW: Sequence[Tensor]) -> Tensor:
+        size = spatial_size(maps_NCHW[0])
+        projected_NCHW = []
+        for stage_NCHW, project in zip(maps_NCHW, self.linear_projections, strict=True):
+            tokens_NCT = project(stage_NCHW).transpose(1, 2)
+            restored_NCHW = tokens_NCT.reshape(*tokens_NCT.shape[:2], *spatial_size(stage_NCHW))
+            projected_NCHW.append(resize_to(restored_NCHW, size))
+        fused_NCHW = self.batch_norm(self.linear_fuse(torch.cat(projected_NCHW[::-1], dim=1)))
+        logits: Tensor = self.classifier(self.dropout(self.activation(fused_NCHW)))
+        return logits
+
+
+class SegFormer(nn.Module):
+    """Encoder, decoder at stride 4, bilinear enlargement to the image. Layers keep the names of `transformers`."""
+
+    feature_layer = "decode_head.activation"
+    classifier_layer = "decode_head.classifier"
+
+    def __init__(self, num_classes: int, *, width: float, depth: float) -> None:
+        super().__init__()
+        head_channels = scale_channels(HEAD_CHANNELS, width)
+        config = SegformerConfig(  # type: ignore[call-arg]  # keys of its base class
+            hidden_sizes=[heads * head_channels for heads in HEADS],
+            depths=[scale_blocks(2, depth)] * len(HEADS),
+            decoder_hidden_size=HEADS[-1] * head_channels,
+            num_labels=num_classes,
+            attn_implementation="eager",
+        )
+        parts = SegformerForSemanticSegmentation(config)
+        self.segformer = Encoder(parts.segformer.stages)
+        self.decode_head = Decoder(parts.decode_head)
+
+    def forward(self, images_NCHW: Tensor) -> Tensor:
+        logits_NCHW = self.decode_head(self.segformer(images_NCHW))
+        return resize_to(logits_NCHW, spatial_size(images_NCHW))
