@@ -27,15 +27,13 @@ from benchmarks.runtimes import (
     DATA,
     images,
     in_onnxruntime,
-    in_openvino,
+    in_target,
     openvino_target,
     requests_of,
-    stage_config,
 )
 from tasks.core.config import read_params
 from tasks.core.execute import ARTIFACTS
 from tasks.parts.data import open_split, read_manifest
-from tasks.parts.encoding import encode_for
 from tasks.parts.latency import Network, bootstrap_interval, rounds_ms
 from tasks.parts.metrics import confusion_matrix, scores
 from tasks.parts.onnx_graph import read_graph
@@ -58,11 +56,11 @@ def main() -> None:
     pick = min(picks.values(), key=lambda row: row["latency_ms_p50"])
     engine = params["engines"][f"{pick['variant']}-{pick['target']}"]
     float_graph, num_images = Path(engine["float_graph"]), params["quantize_ptq"]["num_images"]
-    networks = {f"float on {pick['target']}": open_encoded(float_graph, pick["target"])} | peers(
+    networks = {f"float on {pick['target']}": in_target(read_graph(float_graph), pick["target"])} | peers(
         float_graph, images("calibration", num_images), params["select_engine"]["max_miou_rel_loss"]
     )
     ours = f"Enginewright: {pick['variant']} on {pick['target']}"
-    networks[ours] = open_encoded(Path(engine["model"]), pick["target"])
+    networks[ours] = in_target(read_graph(Path(engine["model"])), pick["target"])
     bursts = rounds_ms(networks, images("test", 1), options.rounds)
     medians = {name: np.array([np.median(burst) for burst in found]) for name, found in bursts.items()}
     rows = []
@@ -91,16 +89,6 @@ def main() -> None:
         "rows": rows,
     }
     RESULTS.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-def open_encoded(model: Path, target: str) -> Network:
-    """Open a graph in the target's runtime, encoded as build_engine does."""
-    if target not in ("cpu_onnxruntime", "cpu_openvino"):
-        raise SystemExit(
-            f"the fastest pick is on {target}; the peers run on cpu_onnxruntime and cpu_openvino"
-        )
-    graph = encode_for(stage_config(f"build_engine.{target}"), read_graph(model))
-    return in_onnxruntime(graph) if target == "cpu_onnxruntime" else in_openvino(graph)
 
 
 def peers(float_graph: Path, images_NCHW: np.ndarray, max_rel_loss: float) -> dict[str, Network]:

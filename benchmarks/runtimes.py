@@ -10,6 +10,7 @@ from torch import nn
 from tasks.core.config import find_section, read_params, typed_config
 from tasks.core.execute import ARTIFACTS, load_stage
 from tasks.parts.data import normalise, open_split, read_manifest
+from tasks.parts.encoding import encode_for
 from tasks.parts.export import export_graph
 from tasks.parts.latency import Network
 from tasks.parts.model_card import ModelCard
@@ -43,6 +44,14 @@ def in_eager(network: nn.Module) -> Network:
 def in_openvino(graph: ModelProto) -> Network:
     """Compile a graph as the target ``cpu_openvino`` does."""
     return requests_of(compile_graph(graph.SerializeToString(), openvino_target()))
+
+
+def in_target(graph: ModelProto, target: str) -> Network:
+    """Open a graph in the runtime of a target, encoded as build_engine does."""
+    if target not in ("cpu_onnxruntime", "cpu_openvino"):
+        raise SystemExit(f"{target} is not compared; expected cpu_onnxruntime or cpu_openvino")
+    encoded = encode_for(stage_config(f"build_engine.{target}"), graph)
+    return in_onnxruntime(encoded) if target == "cpu_onnxruntime" else in_openvino(encoded)
 
 
 def requests_of(compiled: Any) -> Network:
