@@ -3,8 +3,8 @@
 ``python -m benchmarks.distillation [--seeds 3]`` after a run of the pipeline, which made data and teacher. Every
 method trains the configured student from random weights; only seed, loss weights and epochs differ. A step with the
 teacher takes longer, so the honest rival is ``labels, longer``: labels alone for as many epochs as fit into the time
-of the first method with the first seed. mIoU on the test split through eager PyTorch. Trainings that were finished before are kept under
-``artifacts/benchmarks``. Prints a table and writes ``benchmarks/results/distillation.json``.
+of the first method with the first seed. mIoU on the test split through eager PyTorch. Trainings that were finished
+before are kept under ``artifacts/benchmarks``. Prints a table and writes ``benchmarks/results/distillation.json``.
 """
 
 import argparse
