@@ -10,13 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.core.errors import ConfigError
+from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.channel_importance import BatchLosses, Importance
 from tasks.parts.channel_pruning import ChannelPruning, ConvSize, Ranking
 from tasks.parts.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from tasks.parts.model_card import ModelCard
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +123,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Report:
-    """What was removed; MACs are those of one image of the training size, zeros included."""
+    """What was removed; MACs are those of all weights for one image of the training size, zeros included."""
 
     macs_before: int
     macs_after: int
@@ -130,11 +132,11 @@ class Report:
     num_parameters_before: int
     num_parameters_after: int
     num_layers: int
-    """Convolutions in the network."""
+    """Convolutions and linear layers in the network."""
     num_layers_pruned: int
-    """Convolutions with fewer output channels than before."""
+    """Layers with fewer output channels than before."""
     num_channels_removed: int
-    """Output channels, summed over all convolutions."""
+    """Output channels, summed over all layers."""
     blocks_removed: tuple[str, ...]
     """Residual blocks that are gone."""
     weight_sparsity: float
@@ -159,7 +161,7 @@ def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path)
     fit the network, ArtifactError when the network cannot be traced or does not run after the cut.
     """
     from tasks.parts.channel_pruning import check_layer_names, check_runs, measure_convs
-    from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
+    from tasks.parts.checkpoint import load_checkpoint
     from tasks.parts.pruning_choice import read_choice
     from tasks.parts.tables import write_table
 
@@ -169,7 +171,7 @@ def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path)
     size = (card.height, card.width)
     logger.info("%s: pruning %s to %g of the MACs", checkpoint, cfg.method, cfg.target_macs_ratio)
     before = measure_convs(network, size)
-    check_layer_names(cfg.layer_ratios, list(before), str(network.classifier_layer))
+    check_layer_names(cfg.layer_ratios, network)
     if cfg.needs_data:
         from tasks.parts.data import read_manifest
         from tasks.parts.training import check_same_classes
@@ -185,9 +187,9 @@ def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path)
     for height, width in (size, (2 * size[0], 2 * size[1])):
         check_runs(pruned, height, width, len(card.classes))
     after = measure_convs(pruned, size)
+    _save_loadable(out / "model.safetensors", pruned, card)
     _write_removed(out / "removed.csv", before, after)
     write_table(out / "steps.csv", steps)
-    save_checkpoint(out / "model.safetensors", pruned, card)
     report = _report(cfg, network, pruned, before, after, miou_before, steps)
     logger.info(
         "pruned %.1f -> %.1f MMACs, %d channels, %.0f %% zeros",
@@ -208,7 +210,7 @@ class Cut:
     size: tuple[int, int]
     """Height and width for which MACs are counted."""
     before: Mapping[str, ConvSize]
-    """The convolutions of the network as it came."""
+    """The layers of the network as it came."""
 
     def apply(self, network: "nn.Module", *, progress: float) -> None:
         """Prune in place until the given share of the whole cut is done."""
@@ -348,12 +350,26 @@ def _report(
     )
 
 
+def _save_loadable(path: Path, network: "nn.Module", card: "ModelCard") -> None:
+    """Write a checkpoint and prove that it loads again; leave no file that does not."""
+    from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
+
+    save_checkpoint(path, network, card)
+    try:
+        load_checkpoint(path)
+    except ArtifactError as error:
+        path.unlink()
+        raise ArtifactError(
+            f"The pruned network cannot be loaded again, so it is not kept: {error}"
+        ) from error
+
+
 def _channels_removed(name: str, before: Mapping[str, ConvSize], after: Mapping[str, ConvSize]) -> int:
     return before[name].out_channels - (after[name].out_channels if name in after else 0)
 
 
 def _write_removed(path: Path, before: Mapping[str, ConvSize], after: Mapping[str, ConvSize]) -> None:
-    """Write one row for each convolution, in the order of execution; those of a dropped block have 0 channels."""
+    """Write one row for each layer, in the order of execution; those of a dropped block have 0 channels."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         columns = ("channels_before", "channels_after", "channels_removed", "macs_before", "macs_after")

@@ -2,11 +2,14 @@
 
 Over the groups of coupled layers of Fang et al., "DepGraph: Towards Any Structural Pruning", 2023,
 arXiv:2301.12900 (torch-pruning), the least important channels first (tasks/parts/channel_importance.py).
+
+Only convolutions that no linear or attention layer touches lose channels: the channels of attention belong to
+heads, and torch-pruning does not follow them through its reshapes.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -67,12 +70,12 @@ class ChannelPruning:
 
 @dataclass(frozen=True)
 class ConvSize:
-    """Of one convolution: its channels, and what one connection between channels costs."""
+    """Of one convolution or linear layer: its channels, and what one connection between channels costs."""
 
     in_channels: int
     out_channels: int
     macs_per_connection: int
-    """Output positions times kernel positions."""
+    """Output positions (of a linear layer: tokens) times kernel positions."""
     is_depthwise: bool
 
     @property
@@ -115,7 +118,7 @@ def prune_channels(
     fit the network, ArtifactError when it cannot be traced.
     """
     original = measure_convs(network, size) if original is None else original
-    check_layer_names(cfg.layer_ratios, list(original), str(network.classifier_layer))
+    check_layer_names(cfg.layer_ratios, network)
     kept = [name for name, ratio in cfg.layer_ratios.items() if ratio == 0]
     widths = {name: conv.out_channels for name, conv in original.items()}
     budget = cfg.target_macs_ratio * total_macs(original)
@@ -136,9 +139,10 @@ def prune_channels(
 
 
 def measure_convs(network: "nn.Module", size: tuple[int, int]) -> dict[str, ConvSize]:
-    """Count channels and MACs of each convolution in one forward pass of one image of `size` = (H, W).
+    """Count channels and MACs of each convolution and linear layer for one image of `size` = (H, W).
 
-    Raises ArtifactError when the layers do not fit together.
+    The products of attention, which have no weights, are not counted. Raises ArtifactError when the layers do not
+    fit together.
     """
     import torch
     from torch import nn
@@ -147,6 +151,10 @@ def measure_convs(network: "nn.Module", size: tuple[int, int]) -> dict[str, Conv
 
     def record(name: str) -> Callable[["nn.Module", Any, "Tensor"], None]:
         def hook(conv: "nn.Module", _inputs: Any, output: "Tensor") -> None:
+            if isinstance(conv, nn.Linear):
+                tokens = output.numel() // conv.out_features
+                sizes[name] = ConvSize(conv.in_features, conv.out_features, tokens, is_depthwise=False)
+                return
             assert isinstance(conv, nn.Conv2d)
             positions = output.shape[2] * output.shape[3] * math.prod(conv.kernel_size)
             sizes[name] = ConvSize(conv.in_channels, conv.out_channels, positions, conv.groups > 1)
@@ -156,7 +164,7 @@ def measure_convs(network: "nn.Module", size: tuple[int, int]) -> dict[str, Conv
     hooks = [
         module.register_forward_hook(record(name))
         for name, module in network.named_modules()
-        if isinstance(module, nn.Conv2d)
+        if isinstance(module, nn.Conv2d | nn.Linear)
     ]
     try:
         with torch.inference_mode():
@@ -170,8 +178,11 @@ def measure_convs(network: "nn.Module", size: tuple[int, int]) -> dict[str, Conv
 
 
 def total_macs(convs: Mapping[str, ConvSize]) -> int:
-    """Add up the MACs of all convolutions."""
+    """Add up the MACs of all layers."""
     return sum(conv.macs for conv in convs.values())
+
+
+_OTHER_WAYS = "Train a network of convolutions (network.name), or set prune.method to weights."
 
 
 @contextmanager
@@ -235,11 +246,14 @@ def _find_groups(
 
 
 def _coupled_groups(graph: Any, network: "nn.Module") -> list[tuple[ChannelGroup, Any]]:
-    """Return all groups but the classifier's, each with torch-pruning's own.
+    """Return the groups of convolutions alone, without the classifier's, each with torch-pruning's own.
 
     Each group starts at a plain convolution, where channels are independent; depthwise ones only follow.
     """
     from torch import nn
+    from torch_pruning import ops
+
+    movable = (nn.Conv2d, nn.BatchNorm2d, ops._ElementWiseOp, ops._ConcatOp, ops._SplitOp)
 
     names = {module: name for name, module in network.named_modules()}
     found: list[tuple[ChannelGroup, Any]] = []
@@ -250,12 +264,15 @@ def _coupled_groups(graph: Any, network: "nn.Module") -> list[tuple[ChannelGroup
         with _tracing_errors():
             coupled = _coupled_layers(graph, root, list(range(root.out_channels)))
             group = _describe_group(graph, names, coupled)
-        is_kept = str(network.classifier_layer) in group.cut_outputs
+        is_classifier = str(network.classifier_layer) in group.cut_outputs
         seen.update(group.cut_outputs)
-        if not is_kept:
+        if not is_classifier and all(isinstance(item.target.module, movable) for item, _ in coupled):
             found.append((group, coupled))
     if not found:
-        raise ArtifactError("The network has no convolution that may be pruned, only its classifier.")
+        raise ArtifactError(
+            "The network has no convolution that may be pruned: the classifier is kept whole, and so are linear and "
+            f"attention layers with all that is coupled to them. {_OTHER_WAYS}"
+        )
     return found
 
 
@@ -288,9 +305,12 @@ def _shares_by_root(groups: list[ChannelGroup], layer_ratios: Mapping[str, float
     for name, ratio in layer_ratios.items():
         owners = [group for group in groups if name in group.cut_outputs]
         if len(owners) != 1:
-            roots = ", ".join(group.root for group in owners) or "the classifier"
+            roots = ", ".join(group.root for group in owners)
             raise ConfigError(
                 f"prune.layer_ratios names {name!r}, whose channels are those of {roots}. Name these instead."
+                if owners
+                else f"prune.layer_ratios names {name!r}, whose channels are those of the classifier or of linear "
+                "and attention layers, which are always kept whole. Remove it from prune.layer_ratios."
             )
         if shares.setdefault(owners[0].root, ratio) != ratio:
             raise ConfigError(
@@ -300,8 +320,12 @@ def _shares_by_root(groups: list[ChannelGroup], layer_ratios: Mapping[str, float
     return shares
 
 
-def check_layer_names(layer_ratios: Mapping[str, float], layers: Sequence[str], classifier: str) -> None:
-    """Raise ConfigError when `layer_ratios` names the classifier, or what is none of the network's `layers`."""
+def check_layer_names(layer_ratios: Mapping[str, float], network: "nn.Module") -> None:
+    """Raise ConfigError when `layer_ratios` names the classifier, or what is no convolution of the network."""
+    from torch import nn
+
+    classifier = str(network.classifier_layer)
+    layers = [name for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)]
     if classifier in layer_ratios:
         raise ConfigError(
             f"prune.layer_ratios names the classifier {classifier!r}, which is never pruned: its channels are "
@@ -359,8 +383,22 @@ def _choose_cuts(
             f"Pruning reaches {macs} MACs at the most, {limit:.0f} are wanted (prune.target_macs_ratio "
             f"{cfg.target_macs_ratio}). Raise prune.target_macs_ratio or prune.max_layer_ratio "
             f"({cfg.max_layer_ratio}), or lower prune.channel_multiple ({cfg.channel_multiple})."
+            f"{_describe_kept(groups, convs)}"
         )
     return cuts
+
+
+def _describe_kept(groups: list[ChannelGroup], convs: Mapping[str, ConvSize]) -> str:
+    """Say how much of the network no group touches; nothing where all layers belong to one."""
+    touched = {name for group in groups for name in (*group.cut_outputs, *group.cut_inputs)}
+    kept = {name: conv for name, conv in convs.items() if name not in touched}
+    if not kept:
+        return ""
+    share = total_macs(kept) / total_macs(convs)
+    return (
+        f" {len(kept)} layers with {share:.0%} of the MACs are kept whole: linear and attention layers, and what is "
+        f"coupled to them. {_OTHER_WAYS}"
+    )
 
 
 def _ordered_cut(group: ChannelGroup, width: int, share: float, multiple: int) -> list[int]:

@@ -26,7 +26,7 @@ from tasks.parts.onnx_graph import node_sources
 from tasks.parts.pruning_choice import write_choice
 from tasks.parts.pruning_recovery import measure_val_miou, read_batches
 from tasks.parts.trainer_config import Strategy
-from tasks.prune import Config, Method, Recovery, Report, prune
+from tasks.prune import Config, Method, Recovery, Report, _save_loadable, prune
 from tests.tasks.conftest import CLASSES as WORKSHOP_CLASSES
 from tests.tasks.conftest import Workshop
 from tests.tasks.test_train import TRAINER
@@ -50,6 +50,8 @@ CONFIG = Config(
 )
 NO_DATA = Path("nowhere")
 CLASSES = ("background", "a", "b", "c")
+TRANSFORMERS = (NetworkName.segformer, NetworkName.dinov2)
+CONVOLUTIONAL = [name for name in NetworkName if name not in TRANSFORMERS]
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +115,7 @@ def test_the_ratio_of_the_search_is_taken_on_request(tmp_path: Path) -> None:
         dataclasses.replace(CONFIG, from_search=True, method=Method.two_of_four)
 
 
-@pytest.mark.parametrize("name", list(NetworkName))
+@pytest.mark.parametrize("name", CONVOLUTIONAL)
 @pytest.mark.parametrize(
     ("ranking", "channel_multiple"),
     [(Ranking.across_layers, 8), (Ranking.uniform, 4), (Ranking.across_layers, 1)],
@@ -146,7 +148,7 @@ def test_target_is_met_by_an_independent_count(
             assert int(row["channels_after"]) % channel_multiple == 0
 
 
-@pytest.mark.parametrize("name", list(NetworkName))
+@pytest.mark.parametrize("name", CONVOLUTIONAL)
 def test_file_gives_the_outputs_of_the_network_that_was_pruned(name: NetworkName, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "source", name)
     network, card = load_checkpoint(tmp_path / "source")
@@ -157,6 +159,101 @@ def test_file_gives_the_outputs_of_the_network_that_was_pruned(name: NetworkName
     with torch.no_grad():
         assert torch.equal(loaded(images_NCHW), network(images_NCHW))
     assert loaded_card == card
+
+
+def count_weight_macs(path: Path) -> int:
+    """Without the products of attention."""
+    network, _ = load_checkpoint(path)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        network(torch.zeros(1, 3, 64, 64))
+    return (
+        sum(count for op, count in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op)) // 2
+    )
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("ranking", list(Ranking))
+def test_transformer_loses_channels_of_its_head_alone(
+    name: NetworkName, ranking: Ranking, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    make_checkpoint(source, name, width=0.25, depth=0.1)
+    cfg = dataclasses.replace(CONFIG, ranking=ranking, target_macs_ratio=0.96)
+    model, report = run(cfg, source, tmp_path / "out")
+    assert report.macs_before == count_weight_macs(source)
+    assert report.macs_after == count_weight_macs(model) < 0.96 * report.macs_before
+    rows = csv.DictReader((model.parent / "removed.csv").open())
+    cut = [row["layer"] for row in rows if row["channels_removed"] != "0"]
+    assert cut == (["decode_head.linear_fuse"] if name is NetworkName.segformer else ["head.conv"])
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformer_with_too_little_to_cut_says_that_attention_is_kept_whole(
+    name: NetworkName, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path / "source", name, width=0.25, depth=0.1)
+    cfg = dataclasses.replace(CONFIG, target_macs_ratio=0.1)
+    with pytest.raises(
+        GateFailed,
+        match=r"Raise prune\.target_macs_ratio.*attention layers.*network\.name.*prune\.method to weights",
+    ):
+        run(cfg, tmp_path / "source", tmp_path / "out")
+    cfg = dataclasses.replace(CONFIG, method=Method.weights)
+    _, report = run(cfg, tmp_path / "source", tmp_path / "weights")
+    assert report.macs_ratio == 1.0 and report.weight_sparsity > 0.45
+
+
+class AttentionInFrontOfClassifier(nn.Module):
+    """All of its convolutions are read by a linear layer, or make the logits."""
+
+    classifier_layer = "classifier"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, stride=4)
+        self.mix = nn.Linear(16, 16)
+        self.classifier = nn.Conv2d(16, 2, 1)
+
+    def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
+        map_NCHW = self.patches(images_NCHW)
+        mixed_NTC = self.mix(map_NCHW.flatten(2).transpose(1, 2))
+        logits: torch.Tensor = self.classifier(mixed_NTC.transpose(1, 2).reshape(map_NCHW.shape))
+        return logits
+
+
+def test_network_with_nothing_to_cut_is_refused() -> None:
+    with pytest.raises(
+        ArtifactError, match=r"no convolution that may be pruned.*attention layers.*network\.name"
+    ):
+        prune_channels(AttentionInFrontOfClassifier(), CONFIG, size=(32, 32))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (
+            "segformer.stages.0.patch_embeddings.proj",
+            r"attention layers, which are always kept whole\. Remove",
+        ),
+        ("segformer.stages.0.blocks.0.attention.q_proj", r"no convolution of the network"),
+    ],
+)
+def test_layer_ratios_of_attention_are_refused(layer: str, message: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.segformer, width=0.25, depth=0.1)
+    with pytest.raises(ConfigError, match=message):
+        run(dataclasses.replace(CONFIG, layer_ratios={layer: 0.5}), tmp_path / "source", tmp_path / "out")
+
+
+def test_a_network_that_would_not_load_again_is_not_kept(tmp_path: Path) -> None:
+    network = build_network(NetworkConfig(NetworkName.segformer, 0.25, 0.1, False), len(CLASSES))
+    norm: Any = network.get_submodule("segformer.stages.2.layer_norm")
+    norm.weight = nn.Parameter(norm.weight[:-8].clone())
+    card = ModelCard(
+        NetworkConfig(NetworkName.segformer, 0.25, 0.1, False), CLASSES, (0.5,) * 3, (0.2,) * 3, 64, 64
+    )
+    with pytest.raises(ArtifactError, match=r"cannot be loaded again, so it is not kept: .*LayerNorm"):
+        _save_loadable(tmp_path / "model.safetensors", network, card)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", [NetworkName.deeplabv3plus, NetworkName.bisenetv2])
@@ -383,7 +480,7 @@ def test_layer_that_follows_several_is_refused_with_their_names(tmp_path: Path) 
         run(cfg, tmp_path / "source", tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", list(NetworkName))
+@pytest.mark.parametrize("name", CONVOLUTIONAL)
 def test_block_that_matters_least_goes_first_and_stays_away(
     name: NetworkName, tmp_path: Path, workshop: Workshop
 ) -> None:
