@@ -47,40 +47,57 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
     baseline = stages.run("train.baseline", data=data) / "model.safetensors"
     distilled = stages.run("distill", teacher=teacher, data=data) / "model.safetensors"
     choice = stages.run("search_pruning", checkpoint=distilled, data=data) / "choice.json"
-    narrowed = stages.run("prune", checkpoint=distilled, choice=choice, data=data) / "model.safetensors"
+    stages.run_side_by_side(
+        {
+            "prune": {"checkpoint": distilled, "choice": choice, "data": data},
+            "rank_groups": {"checkpoint": distilled, "data": data},
+        }
+    )
+    narrowed = ARTIFACTS / "prune" / "model.safetensors"
     pruned = stages.run("finetune", checkpoint=narrowed, teacher=teacher, data=data) / "model.safetensors"
 
     checkpoints = {"teacher": teacher, "baseline": baseline, "distilled": distilled, "pruned": pruned}
     stages.run_side_by_side(
         {f"export_onnx.{variant}": {"checkpoint": path} for variant, path in checkpoints.items()}
-        | {"rank_groups": {"checkpoint": distilled, "data": data}}
     )
-    graph = ARTIFACTS / "export_onnx" / "pruned" / "model.onnx"
-    stages.run("convert_precision", model=graph, data=data)
-    ptq = stages.run("quantize_ptq", model=graph, data=data)
-    ranges = ptq / "ranges.json"
-    ranking = stages.run("rank_layers", model=graph, ranges=ranges, data=data) / "ranking.csv"
-    stages.run(
-        "check_int8",
-        model=graph,
-        quantized=ptq / "model.onnx",
-        ranges=ranges,
-        trials=ptq / "calibrators.csv",
-        ranking=ranking,
-        data=data,
-    )
-    stages.run(
-        "quantize_partial",
-        model=graph,
-        reference=ARTIFACTS / "export_onnx" / "distilled" / "model.onnx",
-        ranges=ranges,
-        ranking=ranking,
-        data=data,
-    )
-    stages.run(
-        "quantize_aware_train", checkpoint=pruned, teacher=teacher, model=graph, ranges=ranges, data=data
-    )
+    _run_quantization(stages, pruned, teacher, data)
     return _run_engines(stages, params, data)
+
+
+def _run_quantization(stages: Stages, pruned: Path, teacher: Path, data: Path) -> None:
+    """Make every rung of the ladder from the graph of the pruned student."""
+    graph = ARTIFACTS / "export_onnx" / "pruned" / "model.onnx"
+    ptq, ranges = ARTIFACTS / "quantize_ptq", ARTIFACTS / "quantize_ptq" / "ranges.json"
+    ranking = ARTIFACTS / "rank_layers" / "ranking.csv"
+    stages.run_side_by_side(
+        {name: {"model": graph, "data": data} for name in ("convert_precision", "quantize_ptq")}
+    )
+    calibrated = {"model": graph, "ranges": ranges, "data": data}
+    stages.run_side_by_side(
+        {
+            "quantize_aware_train": {"checkpoint": pruned, "teacher": teacher, **calibrated},
+            "rank_layers": calibrated,
+        }
+    )
+    stages.run_side_by_side(
+        {
+            "check_int8": {
+                "model": graph,
+                "quantized": ptq / "model.onnx",
+                "ranges": ranges,
+                "trials": ptq / "calibrators.csv",
+                "ranking": ranking,
+                "data": data,
+            },
+            "quantize_partial": {
+                "model": graph,
+                "reference": ARTIFACTS / "export_onnx" / "distilled" / "model.onnx",
+                "ranges": ranges,
+                "ranking": ranking,
+                "data": data,
+            },
+        }
+    )
 
 
 def _run_engines(stages: Stages, params: Mapping[str, Any], data: Path) -> Path:

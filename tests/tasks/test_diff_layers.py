@@ -43,7 +43,7 @@ def test_quantized_engine_is_compared_behind_its_dequantizers(workshop, tmp_path
     with (tmp_path / "layers.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == report.num_layers > 15
-    assert {row["op_type"] for row in rows} >= {"Input", "Relu"}
+    assert "Relu" in {row["op_type"] for row in rows}
     assert 3 < report.logits_sqnr_db < MAX_SQNR_DB
     assert report.marked_agreement_db > 10
     assert report.largest_own_drop is not None and report.largest_own_drop.added_noise > 0
@@ -64,7 +64,7 @@ def test_layer_with_a_wrong_scale_is_named_with_module_and_line(workshop, tmp_pa
     model = tmp_path / "broken.onnx"
     model.write_bytes(graph.SerializeToString())
     (tmp_path / "build").mkdir()
-    built_anyway = workshop.target(target, min_agreement_int8_db=0.0)
+    built_anyway = workshop.target(target, min_agreement_int8_db=0.0, stem_in_float=False)
     build_engine(built_anyway, model=model, out=tmp_path / "build")
     report = compare(workshop, tmp_path, tmp_path / "build" / "engine", model)
     metadata = {entry.key: entry.value for entry in floats[victim.name].metadata_props}

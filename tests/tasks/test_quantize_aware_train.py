@@ -66,7 +66,7 @@ def calibrated(workshop: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[
     from tasks.quantize_ptq import quantize_ptq
 
     out = tmp_path_factory.mktemp("ptq")
-    ptq = PtqConfig([Calibrator.minmax], [100.0], 4, 4, 0, 20.0, 0.0, VALUES["op_types"])
+    ptq = PtqConfig([Calibrator.minmax], [100.0], 4, 4, 0, 20.0, VALUES["op_types"])
     quantize_ptq(ptq, model=workshop.graph, data=workshop.data, out=out)
     return {
         "checkpoint": workshop.checkpoint,

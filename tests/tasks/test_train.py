@@ -212,7 +212,7 @@ def test_fine_tuning_keeps_weights_that_are_zero(workshop: Workshop, tmp_path: P
 def test_batchnorm_penalty_makes_the_scales_smaller(workshop: Workshop, tmp_path: Path) -> None:
     norms = []
     for name, batchnorm_l1 in (("without", 0.0), ("with", 0.1)):
-        config = train.Config(STUDENT, replace(TRAINER, batchnorm_l1=batchnorm_l1))
+        config = train.Config(STUDENT, replace(TRAINER, batchnorm_l1=batchnorm_l1), FRESH)
         run(train.train, config, tmp_path / name, data=workshop.data)
         norms.append(batchnorm_l1_norm(load_checkpoint(tmp_path / name / "model.safetensors")[0]).item())
     assert norms[1] < norms[0] - 1

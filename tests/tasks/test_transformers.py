@@ -67,7 +67,7 @@ def shop(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Shop:
     quantize.mkdir()
     exporting = ExportConfig(opset=20, batch_sizes=[1, 3], max_abs_difference=1e-3, min_sqnr_db=80.0, seed=0)
     exported = export_onnx(exporting, checkpoint=checkpoint, out=export)
-    config = QuantizeConfig([Calibrator.minmax], [100.0], 4, 4, 0, 20.0, 0.5, OP_TYPES)
+    config = QuantizeConfig([Calibrator.minmax], [100.0], 4, 4, 0, 20.0, OP_TYPES)
     ptq = quantize_ptq(config, model=export / "model.onnx", data=workshop.data, out=quantize)
     graph, quantized = export / "model.onnx", quantize / "model.onnx"
     return Shop(workshop.data, checkpoint, graph, quantized, quantize / "ranges.json", exported, ptq)
