@@ -297,6 +297,21 @@ def test_the_speed_gate_uses_paired_ratios_and_not_latencies_of_different_minute
     assert rows["pruned-cpu_torch"]["verdict"] == "ACCEPT"
 
 
+def test_a_rung_whose_interval_reaches_the_one_below_is_not_faster(artifacts, tmp_path) -> None:
+    artifacts.add("pruned", "cpu_torch", 0.539, 17.9, 1.05)  # both intervals are 2 % to each side
+    _, rows = run(artifacts, tmp_path / "out")
+    assert rows["pruned-cpu_torch"]["verdict"] == "NOT_FASTER"
+    assert "1.050x as fast as distilled" in rows["pruned-cpu_torch"]["reason"]
+    assert "for certain only 1.009x" in rows["pruned-cpu_torch"]["reason"]
+
+
+def test_noise_of_the_reference_does_not_make_a_rung_faster(artifacts, tmp_path) -> None:
+    artifacts.add("pruned", "cpu_torch", 0.539, 18.6, 1.3, inconclusive=True, aa_ratio_spread=0.2)
+    _, rows = run(artifacts, tmp_path / "out")
+    assert rows["pruned-cpu_torch"]["verdict"] == "NOT_FASTER"
+    assert "for certain only 1.000x" in rows["pruned-cpu_torch"]["reason"]
+
+
 def test_a_difference_within_the_control_is_said_to_be_none(artifacts, tmp_path) -> None:
     artifacts.add("pruned", "cpu_torch", 0.539, 18.0, 1.03, aa_ratio_spread=0.04)
     _, rows = run(artifacts, tmp_path / "out")
