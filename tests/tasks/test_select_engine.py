@@ -252,7 +252,13 @@ def test_compression_without_speed_is_not_faster(artifacts, tmp_path) -> None:
 
 def test_a_rung_must_beat_the_last_accepted_one_below_it(artifacts, tmp_path) -> None:
     artifacts.add("pruned_partial", "cpu_onnxruntime", 0.535, 0.80, 23.2)
-    artifacts.change("benchmark", "pruned_qat-cpu_onnxruntime", speedup_vs_reference=23.4)
+    artifacts.change(
+        "benchmark",
+        "pruned_qat-cpu_onnxruntime",
+        speedup_vs_reference=23.4,
+        speedup_vs_reference_low=23.0,
+        speedup_vs_reference_high=23.8,
+    )
     _, rows = run(artifacts, tmp_path)
     assert rows["pruned_ptq-cpu_onnxruntime"]["verdict"] == "TOO_LOSSY"
     partial, trained = rows["pruned_partial-cpu_onnxruntime"], rows["pruned_qat-cpu_onnxruntime"]
