@@ -31,12 +31,13 @@ def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: P
     from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
     from tasks.parts.data import read_manifest
     from tasks.parts.distillation_objective import build_objective
-    from tasks.parts.training import check_same_classes, train_network
+    from tasks.parts.same_classes import check_same_classes
+    from tasks.parts.training import train_network
     from tasks.parts.weight_sparsity import keep_zeros
 
     manifest = read_manifest(data)
     network, card = load_checkpoint(checkpoint)
-    check_same_classes(manifest.classes, card.classes, "distill")
+    check_same_classes(checkpoint, card.classes, manifest.classes, "distill")
     keep_zeros(network)
     objective = build_objective(
         cfg.distillation,

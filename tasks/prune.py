@@ -174,16 +174,16 @@ def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path)
     check_layer_names(cfg.layer_ratios, network)
     if cfg.needs_data:
         from tasks.parts.data import read_manifest
-        from tasks.parts.training import check_same_classes
+        from tasks.parts.same_classes import check_same_classes
 
-        check_same_classes(read_manifest(data).classes, card.classes, "distill")
+        check_same_classes(checkpoint, card.classes, read_manifest(data).classes, "distill")
     cut = Cut(cfg, data, size, before)
     if cfg.iterations == 1:
         pruned = copy.deepcopy(network)
         cut.apply(pruned, progress=1.0)
         miou_before, steps = None, [cut.describe(pruned, step=1, val_miou=None, is_kept=True)]
     else:
-        pruned, miou_before, steps = _prune_step_by_step(cut, network, out / "resume")
+        pruned, miou_before, steps = _prune_step_by_step(cut, network, card, out / "resume")
     for height, width in (size, (2 * size[0], 2 * size[1])):
         check_runs(pruned, height, width, len(card.classes))
     after = measure_convs(pruned, size)
@@ -260,7 +260,7 @@ class Cut:
 
 
 def _prune_step_by_step(
-    cut: Cut, network: "nn.Module", resume: Path
+    cut: Cut, network: "nn.Module", card: "ModelCard", resume: Path
 ) -> "tuple[nn.Module, float, list[Step]]":
     """Prune a part, train, prune the next part; stop before the step that falls below the floor.
 
@@ -269,15 +269,16 @@ def _prune_step_by_step(
     from tasks.parts.pruning_recovery import measure_val_miou, recover
 
     cfg = cut.cfg
+    batch_size = cfg.recovery.trainer.batch_size
     cut.apply(copy.deepcopy(network), progress=1.0)  # an impossible target fails now, not after the trainings
-    miou_before = measure_val_miou(network, cut.data, cfg.recovery.trainer.batch_size)
+    miou_before = measure_val_miou(network, card, cut.data, batch_size)
     floor = cfg.min_val_miou_ratio * miou_before
     kept, steps = network, []
     for step in range(1, cfg.iterations + 1):
         candidate = copy.deepcopy(kept)
         cut.apply(candidate, progress=step / cfg.iterations)
         recover(candidate, cut.data, cfg.recovery.trainer, resume / f"step_{step}")
-        val_miou = measure_val_miou(candidate, cut.data, cfg.recovery.trainer.batch_size)
+        val_miou = measure_val_miou(candidate, card, cut.data, batch_size)
         steps.append(cut.describe(candidate, step=step, val_miou=val_miou, is_kept=val_miou >= floor))
         logger.info(
             "step %d/%d: %.2f of the MACs, %.2f zeros, val mIoU %.4f (floor %.4f)",

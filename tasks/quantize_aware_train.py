@@ -11,8 +11,6 @@ from tasks.parts.distillation import DistillationConfig
 from tasks.parts.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from onnx import ModelProto
     from torch import nn
 
@@ -81,12 +79,13 @@ def quantize_aware_train(
     from tasks.parts.fake_quantization import fake_quantize, float_weights
     from tasks.parts.onnx_graph import read_graph, write_graph
     from tasks.parts.onnx_qdq import insert_qdq, read_ranges
-    from tasks.parts.training import check_same_classes, train_network
+    from tasks.parts.same_classes import check_same_classes
+    from tasks.parts.training import train_network
     from tasks.parts.weight_sparsity import keep_zeros
 
     network, card = load_checkpoint(checkpoint)
     manifest = read_manifest(data)
-    check_same_classes(manifest.classes, card.classes, "train")
+    check_same_classes(checkpoint, card.classes, manifest.classes, "distill")
     float_graph, tensor_ranges = read_graph(model), read_ranges(ranges)
     folded = fold_batchnorm(network, torch.zeros(2, 3, card.height, card.width))
     _check_graph_of(folded, float_graph, model, cfg.op_types)
@@ -146,24 +145,28 @@ def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_typ
 def _measure_miou(graph: "ModelProto", data: Path, batch_size: int) -> float:
     """Validation mIoU of a graph as it runs in ONNX Runtime: with uint8 activations."""
     from tasks.parts.data import open_split, read_manifest
-    from tasks.parts.metrics import confusion_matrix, scores
+    from tasks.parts.metrics import mean_iou
     from tasks.parts.onnx_graph import activations_to_uint8
     from tasks.parts.onnx_predict import predict_classes
 
     images_NHWC, masks_NHW = open_split(data, "val")
     classes_NHW = predict_classes(activations_to_uint8(graph), images_NHWC, batch_size=batch_size)
-    miou = scores(confusion_matrix(classes_NHW, masks_NHW, len(read_manifest(data).classes))).miou
-    return 0.0 if miou is None else miou
+    return mean_iou(classes_NHW, masks_NHW, len(read_manifest(data).classes))
 
 
 def check_agreement(cfg: Config, simulated: "nn.Module", graph: "ModelProto", data: Path) -> float:
     """Compare the graph with the network that was trained; raise GateFailed where they differ too often."""
+    from tasks.parts import onnx_predict, torch_predict
     from tasks.parts.data import open_split
-    from tasks.parts.onnx_predict import agreement, predict_classes
+    from tasks.parts.onnx_graph import read_card_of_graph
 
-    images_NHWC = open_split(data, "val")[0]
-    expected_NHW = _predict_simulated(simulated, images_NHWC, data, cfg.trainer.batch_size)
-    found = agreement(predict_classes(graph, images_NHWC, batch_size=cfg.trainer.batch_size), expected_NHW)
+    images_NHWC, batch_size = open_split(data, "val")[0], cfg.trainer.batch_size
+    found = onnx_predict.agreement(
+        onnx_predict.predict_classes(graph, images_NHWC, batch_size=batch_size),
+        torch_predict.predict_classes(
+            simulated, images_NHWC, read_card_of_graph(graph), batch_size=batch_size
+        ),
+    )
     if found < cfg.min_agreement:
         raise GateFailed(
             f"the INT8 graph gives the class of the trained network for {found:.4f} of the validation "
@@ -171,21 +174,3 @@ def check_agreement(cfg: Config, simulated: "nn.Module", graph: "ModelProto", da
             "an operator that is INT8 in the graph and float in training."
         )
     return found
-
-
-def _predict_simulated(
-    simulated: "nn.Module", images_NHWC: "NDArray[np.uint8]", data: Path, batch_size: int
-) -> "NDArray[np.uint8]":
-    import numpy as np
-    import torch
-
-    from tasks.parts.data import normalise, read_manifest
-
-    manifest = read_manifest(data)
-    predictions = []
-    for start in range(0, len(images_NHWC), batch_size):
-        images_NCHW = normalise(images_NHWC[start : start + batch_size], manifest.mean, manifest.std)
-        with torch.no_grad():
-            logits_NCHW = simulated.eval()(torch.from_numpy(images_NCHW))
-        predictions.append(logits_NCHW.argmax(dim=1).to(torch.uint8).numpy())
-    return np.concatenate(predictions)

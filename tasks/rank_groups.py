@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,15 +92,11 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
     from tasks.parts.checkpoint import load_checkpoint
     from tasks.parts.data import open_split, read_manifest
     from tasks.parts.progress import tracked
+    from tasks.parts.same_classes import check_same_classes
     from tasks.parts.tables import write_table
 
     network, card = load_checkpoint(checkpoint)
-    classes = read_manifest(data).classes
-    if card.classes != classes:
-        raise ArtifactError(
-            f"{checkpoint}: knows the classes {list(card.classes)}, the data {list(classes)}. Train it on this data "
-            "set (distill)."
-        )
+    check_same_classes(checkpoint, card.classes, read_manifest(data).classes, "distill")
     images_NHWC, masks_NHW = (array[: cfg.num_val_images] for array in open_split(data, "val"))
     size = (card.height, card.width)
     groups = list_groups(network, size)
@@ -150,27 +146,12 @@ def cut_sizes(channels: int, cfg: Config) -> list[int]:
 
 def _miou(network: "nn.Module", batch: "Batch", card: "ModelCard", batch_size: int) -> float:
     """Return the mIoU of a network on images_NHWC with masks_NHW."""
-    import numpy as np
-    import torch
-
-    from tasks.parts.data import normalise
-    from tasks.parts.metrics import confusion_matrix, scores
+    from tasks.parts.metrics import mean_iou
+    from tasks.parts.torch_predict import predict_classes
 
     images_NHWC, masks_NHW = batch
-    network.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    confusion_CC = np.zeros((len(card.classes), len(card.classes)), np.int64)
-    for start in range(0, len(images_NHWC), batch_size):
-        images_NCHW = torch.from_numpy(
-            normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
-        )
-        with torch.inference_mode():
-            logits_NCHW = network(images_NCHW.contiguous(memory_format=torch.channels_last))
-        prediction_NHW = logits_NCHW.argmax(dim=1).numpy()
-        confusion_CC += confusion_matrix(
-            prediction_NHW, masks_NHW[start : start + batch_size], len(card.classes)
-        )
-    miou = scores(confusion_CC).miou
-    return 0.0 if miou is None else miou
+    classes_NHW = predict_classes(network, images_NHWC, card, batch_size=batch_size)
+    return mean_iou(classes_NHW, masks_NHW, len(card.classes))
 
 
 def _plot_sensitivity(path: Path, cuts: Sequence[GroupCut]) -> None:

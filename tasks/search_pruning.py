@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, GateFailed, TargetMismatch
+from tasks.core.errors import BuildFailed, ConfigError, GateFailed, TargetMismatch
 from tasks.parts.channel_pruning import ChannelPruning
 from tasks.parts.target import Runtime, Target
 from tasks.parts.trainer_config import TrainerConfig
@@ -130,15 +130,11 @@ def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> R
     from tasks.parts.checkpoint import load_checkpoint
     from tasks.parts.data import read_manifest
     from tasks.parts.pruning_choice import write_choice
+    from tasks.parts.same_classes import check_same_classes
     from tasks.parts.tables import write_table
 
     network, card = load_checkpoint(checkpoint)
-    classes = read_manifest(data).classes
-    if card.classes != classes:
-        raise ArtifactError(
-            f"{checkpoint}: knows the classes {list(card.classes)}, the data {list(classes)}. Train it on this data "
-            "set (distill)."
-        )
+    check_same_classes(checkpoint, card.classes, read_manifest(data).classes, "distill")
     ratios, size = sorted(cfg.target_macs_ratios), (card.height, card.width)
     logger.info("search_pruning: %s on %s, ratios %s", checkpoint, cfg.target.name, ratios)
     networks, notes = _prune_all(cfg, network, size)
@@ -227,13 +223,11 @@ def _first_images(cfg: Config, data: Path, small_data: Path) -> Path:
 
 def _recover(cfg: Config, network: "nn.Module", data: Path, out: Path) -> float:
     """Train shortly, in place, and return the mIoU of the best epoch; continues after a kill."""
-    from tasks.parts.data import read_manifest
-    from tasks.parts.losses import class_weights
-    from tasks.parts.training import CrossEntropy, train_network
+    from tasks.parts.pruning_recovery import label_objective
+    from tasks.parts.training import train_network
 
     out.mkdir(exist_ok=True)
-    shares = read_manifest(data).pixel_share["train"]
-    objective = CrossEntropy(class_weights(shares, cfg.trainer.class_balance))
+    objective = label_objective(data, cfg.trainer.class_balance)
     return train_network(network, objective, data=data, config=cfg.trainer, out=out).val_miou
 
 

@@ -488,5 +488,4 @@ def list_groups(network: "nn.Module", size: tuple[int, int]) -> list[ChannelGrou
 
 def cut_group(network: "nn.Module", group: ChannelGroup, num_channels: int, *, size: tuple[int, int]) -> None:
     """Remove the least important channels of one group, in place."""
-    order = sorted(range(len(group.importance)), key=lambda channel: (group.importance[channel], channel))
-    _cut(_trace(network, size), network, group, order[:num_channels])
+    _cut(_trace(network, size), network, group, _by_importance(group)[:num_channels])

@@ -16,7 +16,7 @@ from tasks.parts.losses import (
     soft_target_loss,
 )
 from tasks.parts.model_card import read_card
-from tasks.parts.training import check_same_classes
+from tasks.parts.same_classes import check_same_classes
 
 
 class DistillationObjective(nn.Module):
@@ -74,7 +74,7 @@ def build_objective(
     weights_C = class_weights(manifest.pixel_share["train"], class_balance)
     if not config.needs_teacher:
         return DistillationObjective(config, student, None, weights_C)
-    check_same_classes(manifest.classes, read_card(teacher).classes, "train.teacher")
+    check_same_classes(teacher, read_card(teacher).classes, manifest.classes, "train.teacher")
     return DistillationObjective(config, student, load_checkpoint(teacher)[0], weights_C)
 
 

@@ -14,7 +14,7 @@ from onnx import ModelProto
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.data import open_split, read_manifest
-from tasks.parts.metrics import confusion_matrix, scores
+from tasks.parts.metrics import mean_iou
 from tasks.parts.onnx_graph import activations_to_uint8, read_card_of_graph
 from tasks.parts.onnx_predict import agreement, predict_classes
 
@@ -41,17 +41,14 @@ class Judge:
     @cached_property
     def float_miou(self) -> float:
         """MIoU of the float graph on the same images."""
-        return self._miou(self.float_classes_NHW)
+        return mean_iou(self.float_classes_NHW, self.masks_NHW, self.num_classes)
 
     def judge(self, quantized: ModelProto) -> Judgement:
         """Measure a graph as it runs in ONNX Runtime: with uint8 activations."""
         encoded = activations_to_uint8(quantized)
         classes_NHW = predict_classes(encoded, self.images_NHWC, batch_size=self.batch_size)
-        return Judgement(self._miou(classes_NHW), agreement(classes_NHW, self.float_classes_NHW))
-
-    def _miou(self, classes_NHW: NDArray[np.uint8]) -> float:
-        miou = scores(confusion_matrix(classes_NHW, self.masks_NHW, self.num_classes)).miou
-        return 0.0 if miou is None else miou
+        miou = mean_iou(classes_NHW, self.masks_NHW, self.num_classes)
+        return Judgement(miou, agreement(classes_NHW, self.float_classes_NHW))
 
 
 def open_judge(graph: ModelProto, data: Path, *, num_images: int, batch_size: int) -> Judge:

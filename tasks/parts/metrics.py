@@ -47,6 +47,11 @@ def confusion_matrix(
     return counts.reshape(num_classes, num_classes)
 
 
+def mean_iou(prediction_NHW: NDArray[Any], mask_NHW: NDArray[Any], num_classes: int) -> float:
+    """Return the mIoU, 0..1; 0 where no class is defined, so that it can be compared."""
+    return scores(confusion_matrix(prediction_NHW, mask_NHW, num_classes)).miou or 0.0
+
+
 def scores(confusion_CC: NDArray[np.int64]) -> Scores:
     """Compute IoU per class, their mean and the pixel accuracy (rows of the matrix are the truth)."""
     hits_C = np.diag(confusion_CC)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from tasks.parts.data import normalise, open_split, read_manifest
 from tasks.parts.losses import class_weights
-from tasks.parts.metrics import confusion_matrix, scores
+from tasks.parts.metrics import mean_iou
+from tasks.parts.model_card import ModelCard
+from tasks.parts.torch_predict import predict_classes
 from tasks.parts.trainer_config import TrainerConfig
 from tasks.parts.training import CrossEntropy, train_network
 from tasks.parts.weight_sparsity import keep_zeros
@@ -47,17 +49,11 @@ def label_objective(data: Path, class_balance: float) -> CrossEntropy:
     return CrossEntropy(class_weights(read_manifest(data).pixel_share["train"], class_balance))
 
 
-def measure_val_miou(network: nn.Module, data: Path, batch_size: int) -> float:
+def measure_val_miou(network: nn.Module, card: ModelCard, data: Path, batch_size: int) -> float:
     """Return the mIoU of a network on the validation split."""
-    num_classes = len(read_manifest(data).classes)
-    confusion_CC = np.zeros((num_classes, num_classes), np.int64)
-    network.eval()
-    with torch.inference_mode():
-        for images_NCHW, masks_NHW in read_batches(data, "val", batch_size=batch_size):
-            classes_NHW = network(images_NCHW).argmax(dim=1)
-            confusion_CC += confusion_matrix(classes_NHW.numpy(), masks_NHW.numpy(), num_classes)
-    miou = scores(confusion_CC).miou
-    return 0.0 if miou is None else miou
+    images_NHWC, masks_NHW = open_split(data, "val")
+    classes_NHW = predict_classes(network, images_NHWC, card, batch_size=batch_size)
+    return mean_iou(classes_NHW, masks_NHW, len(card.classes))
 
 
 def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) -> None:

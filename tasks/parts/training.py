@@ -10,9 +10,12 @@ import math
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from tasks.core.errors import ArtifactError, ConfigError, ProcessDied, TrainingDiverged
+from tasks.core.errors import ConfigError, ProcessDied, TrainingDiverged
 from tasks.parts.data import Manifest, normalise, open_split, read_manifest
 from tasks.parts.losses import segmentation_loss
 from tasks.parts.metrics import scores
@@ -46,6 +49,9 @@ _WARM_UP_SHARE = 0.15
 _DATA_WORKER_DIED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (\d+)[^)]*\) (?:is killed by signal: [\w ]+|exited unexpectedly)"
 )
+
+
+_WORKER_ENDS_WITHIN_S = 5
 
 
 class Objective(Protocol):
@@ -156,14 +162,13 @@ def _fit(
     )
     try:
         trainer.fit(module, ckpt_path=_resumable(out / "resume"), weights_only=True)
-    except RuntimeError as error:
-        killed = _DATA_WORKER_DIED.match(str(error))
+    except (RuntimeError, OSError, EOFError) as error:
+        killed = workers.describe_killed(error)
         if killed:
-            held_mib = workers.rss_mib.get(int(killed[1]), "an unknown number of")
             raise ProcessDied(
-                f"{killed[0]}; it held {held_mib} MiB when last seen. Usually memory ran out. The same command, run "
-                "again, resumes from the last whole checkpoint; a lower trainer.num_workers (now "
-                f"{config.num_workers}) needs less memory and starts over."
+                f"{killed} Usually memory ran out. The same command, run again, resumes from the last whole "
+                f"checkpoint; a lower trainer.num_workers (now {config.num_workers}) needs less memory and starts "
+                "over."
             ) from error
         if is_rank() and (isinstance(error, DistError) or "by peer" in str(error)):
             logger.warning("another rank is gone: %s", str(error).splitlines()[0])
@@ -378,7 +383,8 @@ class WorkerMemory(Callback):
     """Remembers how much memory each data worker holds: one that was killed cannot be asked any more (Linux)."""
 
     def __init__(self) -> None:
-        self.rss_mib: dict[int, int] = {}
+        self._workers: dict[int, BaseProcess] = {}
+        self._rss_mib: dict[int, int] = {}
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Look at the workers that are alive."""
@@ -386,7 +392,25 @@ class WorkerMemory(Callback):
             with contextlib.suppress(OSError):
                 num_pages = int(Path(f"/proc/{worker.pid}/statm").read_text(encoding="ascii").split()[1])
                 if num_pages and worker.pid:
-                    self.rss_mib[worker.pid] = num_pages * os.sysconf("SC_PAGE_SIZE") >> 20
+                    self._workers[worker.pid] = worker
+                    self._rss_mib[worker.pid] = num_pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+    def describe_killed(self, error: Exception) -> str | None:
+        """Return a sentence about the worker whose end caused this error of a training, or None."""
+        named = _DATA_WORKER_DIED.match(str(error))
+        if named:
+            what, pid = named[0], int(named[1])
+        elif isinstance(error, OSError | EOFError):
+            # Handing over a tensor takes a connection, which may break before torch sees that its worker ended.
+            wait([worker.sentinel for worker in self._workers.values()], timeout=_WORKER_ENDS_WITHIN_S)
+            ends = {pid: worker.exitcode or 0 for pid, worker in self._workers.items()}
+            pid = next((pid for pid, end in ends.items() if end < 0), 0)
+            if not pid:
+                return None
+            what = f"DataLoader worker (pid {pid}) was killed by {signal.Signals(-ends[pid]).name}"
+        else:
+            return None
+        return f"{what}; it held {self._rss_mib.get(pid, 'an unknown number of')} MiB when last seen."
 
 
 def batchnorm_l1_norm(network: nn.Module) -> Tensor:
@@ -444,18 +468,6 @@ def _checkpoints(folder: Path) -> Iterator[Path]:
     for name in ("last.ckpt", "best.ckpt"):
         if (folder / name).is_file():
             yield folder / name
-
-
-def check_same_classes(student: tuple[str, ...], teacher: tuple[str, ...], key: str) -> None:
-    """Refuse a teacher of other classes, or of the same classes in another order.
-
-    Raises ArtifactError with both lists.
-    """
-    if student != teacher:
-        raise ArtifactError(
-            f"The teacher knows the classes {list(teacher)}, the data {list(student)}. "
-            f"Train the teacher on this data set ({key})."
-        )
 
 
 def _as_is(batch: Any) -> Any:

@@ -640,7 +640,7 @@ def test_steps_end_where_one_cut_would(method: Method, workshop: Workshop, tmp_p
         assert (
             second.macs_ratio <= cfg.target_macs_ratio <= first.macs_ratio <= (1 + cfg.target_macs_ratio) / 2
         )
-    found = measure_val_miou(load_checkpoint(model)[0], workshop.data, 4)
+    found = measure_val_miou(*load_checkpoint(model), workshop.data, 4)
     assert found == second.val_miou
     assert report.macs_ratio == second.macs_ratio and not report.is_stopped_at_floor
 
@@ -658,7 +658,7 @@ def test_last_state_above_the_floor_is_kept(workshop: Workshop, tmp_path: Path) 
     assert [step.is_kept for step in report.steps] == [True, False]
     assert report.is_stopped_at_floor
     assert report.weight_sparsity == report.steps[0].weight_sparsity < report.steps[1].weight_sparsity
-    assert measure_val_miou(load_checkpoint(model)[0], data, 4) == mious[0]
+    assert measure_val_miou(*load_checkpoint(model), data, 4) == mious[0]
     model, report = run(
         dataclasses.replace(cfg, min_val_miou_ratio=1.0), workshop.checkpoint, tmp_path / "none", data
     )

@@ -17,29 +17,12 @@ from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.data import read_manifest
 from tasks.parts.model_card import CARD_KEY
 from tasks.parts.pruning_choice import read_choice
-from tasks.parts.trainer_config import Accelerator, Precision, Strategy, TrainerConfig
+from tasks.parts.trainer_config import Strategy
 from tasks.search_pruning import Config, Report, _candidates, _choose, _Latency, search_pruning
 from tests.tasks.conftest import Workshop
+from tests.tasks.test_train import TRAINER
 
-TRAINER = TrainerConfig(
-    seed=0,
-    max_epochs=1,
-    batch_size=4,
-    learning_rate=0.003,
-    weight_decay=0.01,
-    batchnorm_l1=0.0,
-    patience_epochs=5,
-    class_balance=0.5,
-    horizontal_flip=0.0,
-    brightness=0.0,
-    precision=Precision.fp32,
-    gradient_checkpointing=False,
-    accelerator=Accelerator.cpu,
-    num_devices=1,
-    num_nodes=1,
-    strategy=Strategy.auto,
-    num_workers=0,
-)
+ONE_EPOCH = replace(TRAINER, max_epochs=1, horizontal_flip=0.0, brightness=0.0)
 PRUNING = ChannelPruning(
     target_macs_ratio=0.5,
     channel_multiple=4,
@@ -61,7 +44,7 @@ def config(workshop: Workshop, target: str = "cpu_torch", /, **changes: Any) -> 
         target=workshop.target(target, **changes),
         target_macs_ratios=[0.7],
         pruning=PRUNING,
-        trainer=TRAINER,
+        trainer=ONE_EPOCH,
         num_train_images=6,
         num_val_images=3,
         num_rounds=3,
@@ -222,7 +205,7 @@ def test_choice_is_the_knee_or_else_the_most_accurate_pruned_network(
         {"num_train_images": 0},
         {"num_val_images": 0},
         {"num_rounds": 2},
-        {"trainer": replace(TRAINER, num_devices=2, strategy=Strategy.ddp)},
+        {"trainer": replace(ONE_EPOCH, num_devices=2, strategy=Strategy.ddp)},
     ],
 )
 def test_impossible_values_name_their_key(change: dict[str, Any], workshop: Workshop) -> None:

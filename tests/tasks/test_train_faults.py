@@ -1,18 +1,27 @@
 """Processes of a training that are killed, stopped or orphaned: real signals to real processes."""
 
+import multiprocessing
 import re
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import yaml
+from torch import nn
 
+from tasks.core.errors import ProcessDied
 from tasks.core.execute import prepare_call
+from tasks.parts.networks.build import build_network
+from tasks.parts.training import CrossEntropy, train_network
 from tests.conftest import REPOSITORY, Workspace
+from tests.tasks.conftest import Workshop
 from tests.tasks.core.test_execute import PREPARE, TINY_SCENES, TRAIN, change_params
+from tests.tasks.test_train import STUDENT, TRAINER
 
 STOPPED_WITHIN_S = 60
 ENDED_WITHIN_S = 15
@@ -115,6 +124,32 @@ def test_data_workers_are_named_when_killed_and_end_with_the_training(workspace:
         check_all_end(descendants)
         if end != signal.SIGKILL:
             check_only_resume_is_left(workspace)
+
+
+class KillsWorkers(CrossEntropy):
+    """Kills the data workers and fails as torch does where it is reading from one that has not ended yet."""
+
+    num_steps = 0
+
+    def forward(self, network: nn.Module, images_NCHW: torch.Tensor, masks_NHW: torch.Tensor) -> torch.Tensor:
+        self.num_steps += 1
+        if self.num_steps == 3:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # torch learns of ended workers by it
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            raise ConnectionResetError(104, "Connection reset by peer")
+        return super().forward(network, images_NCHW, masks_NHW)
+
+
+def test_data_worker_killed_while_it_hands_over_a_batch_is_named(workshop: Workshop, tmp_path: Path) -> None:
+    config = replace(TRAINER, num_workers=1, batch_size=1)
+    network, objective = build_network(STUDENT, 3), KillsWorkers(torch.ones(3))
+    message = r"DataLoader worker \(pid \d+\) was killed by SIGKILL; it held \d+ MiB when last seen"
+    try:
+        with pytest.raises(ProcessDied, match=message):
+            train_network(network, objective, data=workshop.data, config=config, out=tmp_path)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
 
 def test_training_of_other_settings_does_not_resume_from_this_one(
