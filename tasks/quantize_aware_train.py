@@ -41,6 +41,12 @@ class Config:
             raise ConfigError(f"quantize_aware_train.opset is {self.opset}, expected 18..23.")
         if not 0 <= self.min_agreement <= 1:
             raise ConfigError(f"quantize_aware_train.min_agreement is {self.min_agreement}, expected 0 to 1.")
+        if self.trainer.gradient_checkpointing:
+            raise ConfigError(
+                "quantize_aware_train.trainer.gradient_checkpointing is true, expected false: what the backward pass "
+                "recomputes would not be rounded as the forward pass was. For less memory lower "
+                "quantize_aware_train.trainer.batch_size."
+            )
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,11 @@ def test_impossible_values_name_their_key(change: dict[str, Any]) -> None:
         replace(config(), **change)
 
 
+def test_gradient_checkpointing_is_refused_with_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.gradient_checkpointing is true, expected false: .*rounded"):
+        config(gradient_checkpointing=True)
+
+
 def _float_graph_that_is_already_right(calibrated: dict[str, Path], folder: Path) -> dict[str, Path]:
     """Return the inputs with a data set whose validation masks are what the calibrated graph predicts."""
     import shutil
