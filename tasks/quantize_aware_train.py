@@ -126,7 +126,8 @@ def quantize_aware_train(
 
 
 def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_types: Sequence[str]) -> None:
-    """Refuse a graph that is no export of this network."""
+    """Refuse a graph that is no export of this network with these weights."""
+    import numpy as np
     from onnx import numpy_helper
 
     from tasks.parts.onnx_qdq import is_layer, quantizable_nodes
@@ -145,6 +146,11 @@ def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_typ
             raise ArtifactError(
                 f"{path}: node '{node.name}' has no twin of the same shape in the checkpoint, expected the "
                 "float graph that export_onnx made from it. Export this checkpoint and calibrate its graph."
+            )
+        if not np.allclose(found, weights[name].numpy(), rtol=1e-4, atol=1e-7):  # folded on another machine
+            raise ArtifactError(
+                f"{path}: node '{node.name}' holds other weights than the checkpoint, expected the float graph "
+                "that export_onnx made from it. Export this checkpoint and calibrate its graph."
             )
 
 

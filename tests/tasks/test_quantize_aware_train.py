@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from onnx import numpy_helper
 
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed, TrainingDiverged
 from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
-from tasks.parts.onnx_graph import is_quantized, node_sources, read_graph
+from tasks.parts.export import export_graph
+from tasks.parts.onnx_graph import is_quantized, node_sources, read_graph, write_graph
 from tasks.parts.weight_sparsity import prune_two_of_four
 from tasks.quantize_aware_train import Config, check_agreement, quantize_aware_train
 
@@ -136,10 +138,11 @@ def test_weights_that_are_zero_stay_zero_in_the_int8_graph(
 ) -> None:
     network, card = load_checkpoint(workshop.checkpoint)
     prune_two_of_four(network)
-    checkpoint, out = tmp_path / "sparse.safetensors", tmp_path / "out"
+    checkpoint, model, out = (tmp_path / name for name in ("sparse.safetensors", "sparse.onnx", "out"))
     save_checkpoint(checkpoint, network, card)
+    write_graph(export_graph(network, card, height=card.height, width=card.width, opset=20), model)
     out.mkdir()
-    inputs = calibrated | {"checkpoint": checkpoint}
+    inputs = calibrated | {"checkpoint": checkpoint, "model": model}
     assert quantize_aware_train(config(), **inputs, out=out).best_epoch > 0, "or else nothing was trained"
     graph = read_graph(out / "model.onnx")
     constants = {item.name: numpy_helper.to_array(item) for item in graph.graph.initializer}
@@ -201,6 +204,18 @@ def test_a_graph_of_another_network_is_refused(calibrated: dict[str, Path], tmp_
     (tmp_path / "other.onnx").write_bytes(graph.SerializeToString())
     with pytest.raises(ArtifactError, match="classifier/Conv"):
         quantize_aware_train(config(), **(calibrated | {"model": tmp_path / "other.onnx"}), out=tmp_path)
+
+
+def test_a_graph_with_other_weights_of_the_same_network_is_refused(
+    calibrated: dict[str, Path], workshop: Any, tmp_path: Path
+) -> None:
+    network, card = load_checkpoint(workshop.checkpoint)
+    with torch.no_grad():
+        network.get_parameter("classifier.weight").mul_(1.01)
+    save_checkpoint(tmp_path / "other.safetensors", network, card)
+    inputs = calibrated | {"checkpoint": tmp_path / "other.safetensors"}
+    with pytest.raises(ArtifactError, match=r"'classifier/Conv' holds other weights than the checkpoint"):
+        quantize_aware_train(config(), **inputs, out=tmp_path)
 
 
 def test_missing_ranges_are_named(calibrated: dict[str, Path], tmp_path: Path) -> None:
