@@ -4,13 +4,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
 from tasks.parts.distillation import DistillationConfig
 from tasks.parts.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from onnx import ModelProto
     from torch import nn
 
@@ -30,7 +31,8 @@ class Config:
     opset: int
     """ONNX operator set; as in export_onnx."""
     min_agreement: float
-    """Gate: share of validation pixels on which INT8 graph and trained network give the same class."""
+    """Gate: share of validation pixels on which INT8 graph, in either encoding, and trained network give the same
+    class."""
 
     def __post_init__(self) -> None:
         if "Conv" not in self.op_types:
@@ -63,6 +65,9 @@ class Report:
     """Epochs that were run."""
     agreement: float
     """Share of validation pixels on which the written graph gives the class of the simulated network."""
+    agreement_uint8: float
+    """The same with uint8 activations, as CPU targets run the graph: what is never negative then reaches up to twice
+    as far as in training, where it was clipped."""
 
 
 def quantize_aware_train(
@@ -71,7 +76,8 @@ def quantize_aware_train(
     """Write ``model.onnx`` (S8S8 Q/DQ) and ``history.csv``; ``model`` is the float graph of ``checkpoint``.
 
     BatchNorm is folded before training, so that the network trains what the INT8 graph computes. Weights that are
-    exactly zero stay zero.
+    exactly zero stay zero. A killed training resumes without a stored state of modelopt: checkpoint, graph and ranges
+    are inputs, from which the simulated network is built again before the trained weights are loaded into it.
 
     Raises ArtifactError when the inputs do not belong together, TrainingDiverged when the loss is not finite,
     GateFailed when the graph does not compute what was trained.
@@ -83,6 +89,7 @@ def quantize_aware_train(
     from tasks.parts.distillation_objective import build_objective
     from tasks.parts.export import export_graph, fold_batchnorm
     from tasks.parts.fake_quantization import fake_quantize, float_weights
+    from tasks.parts.judge import open_judge
     from tasks.parts.onnx_graph import read_graph, write_graph
     from tasks.parts.onnx_qdq import insert_qdq, read_ranges
     from tasks.parts.same_classes import check_same_classes
@@ -95,8 +102,9 @@ def quantize_aware_train(
     float_graph, tensor_ranges = read_graph(model), read_ranges(ranges)
     folded = fold_batchnorm(network, torch.zeros(2, 3, card.height, card.width))
     _check_graph_of(folded, float_graph, model, cfg.op_types)
+    judge = open_judge(float_graph, data, num_images=0, batch_size=cfg.trainer.batch_size)
     before = insert_qdq(float_graph, tensor_ranges, op_types=cfg.op_types)
-    miou_before = _measure_miou(before, data, cfg.trainer.batch_size)
+    miou_before = judge.judge(before).miou
     logger.info("%s: val mIoU %.4f in INT8 before training", model, miou_before)
 
     start = {name: value.clone() for name, value in folded.state_dict().items()}
@@ -115,14 +123,14 @@ def quantize_aware_train(
     plain.load_state_dict(float_weights(simulated))
     trained = export_graph(plain, card, height=card.height, width=card.width, opset=cfg.opset)
     graph, best_epoch = insert_qdq(trained, tensor_ranges, op_types=cfg.op_types), result.best_epoch
-    miou = _measure_miou(graph, data, cfg.trainer.batch_size)
+    miou = judge.judge(graph).miou
     if miou < miou_before:
         graph, best_epoch, miou = before, 0, miou_before
         simulated.load_state_dict(start, strict=False)
-    agreement = check_agreement(cfg, simulated, graph, data)
+    agreement, agreement_uint8 = check_agreement(cfg, simulated, graph, judge.images_NHWC)
     write_graph(graph, out / "model.onnx")
     logger.info("epoch %d kept: val mIoU %.4f (before %.4f)", best_epoch, miou, miou_before)
-    return Report(miou_before, miou, best_epoch, result.num_epochs, agreement)
+    return Report(miou_before, miou, best_epoch, result.num_epochs, agreement, agreement_uint8)
 
 
 def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_types: Sequence[str]) -> None:
@@ -154,35 +162,32 @@ def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_typ
             )
 
 
-def _measure_miou(graph: "ModelProto", data: Path, batch_size: int) -> float:
-    """Validation mIoU of a graph as it runs in ONNX Runtime: with uint8 activations."""
-    from tasks.parts.data import open_split, read_manifest
-    from tasks.parts.metrics import mean_iou
-    from tasks.parts.onnx_graph import activations_to_uint8
-    from tasks.parts.onnx_predict import predict_classes
+def check_agreement(
+    cfg: Config, simulated: "nn.Module", graph: "ModelProto", images_NHWC: "NDArray[Any]"
+) -> tuple[float, float]:
+    """Compare the graph, with int8 and with uint8 activations, with the network that was trained.
 
-    images_NHWC, masks_NHW = open_split(data, "val")
-    classes_NHW = predict_classes(activations_to_uint8(graph), images_NHWC, batch_size=batch_size)
-    return mean_iou(classes_NHW, masks_NHW, len(read_manifest(data).classes))
-
-
-def check_agreement(cfg: Config, simulated: "nn.Module", graph: "ModelProto", data: Path) -> float:
-    """Compare the graph with the network that was trained; raise GateFailed where they differ too often."""
+    Raises GateFailed where one of the two differs too often.
+    """
     from tasks.parts import onnx_predict, torch_predict
-    from tasks.parts.data import open_split
-    from tasks.parts.onnx_graph import read_card_of_graph
+    from tasks.parts.onnx_graph import activations_to_uint8, read_card_of_graph
 
-    images_NHWC, batch_size = open_split(data, "val")[0], cfg.trainer.batch_size
-    found = onnx_predict.agreement(
-        onnx_predict.predict_classes(graph, images_NHWC, batch_size=batch_size),
-        torch_predict.predict_classes(
-            simulated, images_NHWC, read_card_of_graph(graph), batch_size=batch_size
-        ),
+    batch_size = cfg.trainer.batch_size
+    trained_NHW = torch_predict.predict_classes(
+        simulated, images_NHWC, read_card_of_graph(graph), batch_size=batch_size
     )
-    if found < cfg.min_agreement:
-        raise GateFailed(
-            f"the INT8 graph gives the class of the trained network for {found:.4f} of the validation "
-            f"pixels, expected at least {cfg.min_agreement} (quantize_aware_train.min_agreement). Look for "
-            "an operator that is INT8 in the graph and float in training."
+    signed, unsigned = (
+        onnx_predict.agreement(
+            onnx_predict.predict_classes(encoded, images_NHWC, batch_size=batch_size), trained_NHW
         )
-    return found
+        for encoded in (graph, activations_to_uint8(graph))
+    )
+    if min(signed, unsigned) < cfg.min_agreement:
+        raise GateFailed(
+            f"the INT8 graph gives the class of the trained network for {signed:.4f} of the validation pixels with "
+            f"int8 activations and {unsigned:.4f} with uint8, expected at least {cfg.min_agreement} "
+            "(quantize_aware_train.min_agreement). Where both are low, look for an operator that is INT8 in the "
+            "graph and float in training; where only uint8 is, the calibrated ranges clip much "
+            "(quantize_ptq.calibrators)."
+        )
+    return signed, unsigned
