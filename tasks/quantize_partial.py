@@ -46,7 +46,8 @@ class Config:
     num_candidates: int
     """Layers tried in each step, from the top of the ranking. More: better choice, slower."""
     max_float_layers: int
-    """The search gives up with so many layers in float; the best graph found is written all the same."""
+    """The search gives up with so many layers in float; the best graph found is written all the same: highest mIoU,
+    then fewest layers in float."""
     keep_float: list[str]
     """Nodes that stay in float whatever they cost, by name. Empty: the search earns every one."""
     exclusions: list[Exclusion]
@@ -82,8 +83,10 @@ class Step:
     """One graph that the search took."""
 
     action: str
-    """``start``, ``float`` (a layer left INT8) or ``int8`` (it went back)."""
+    """``start``, ``float`` (a layer left INT8), ``int8`` (it went back) or ``back`` (to the best graph so far, because
+    the gate never held)."""
     node: str
+    """Empty for ``start`` and ``back``."""
     miou: float
     """On the validation images."""
     num_float_layers: int
@@ -240,6 +243,7 @@ def _choose_float_layers(
     cfg: Config, search: _Search, ranked: Sequence[str], preset: set[str]
 ) -> tuple[set[str], list[Step]]:
     kept, waiting = set(preset), [node for node in ranked if node not in preset]
+    best_kept = set(kept)
     steps = [Step("start", "", search.miou(kept), len(kept))]
     if search.is_hopeless:
         logger.warning("quantize_partial: the float graph itself fails the gate; nothing to search for")
@@ -249,6 +253,7 @@ def _choose_float_layers(
         mious = {node: search.miou(kept | {node}) for node in tried}
         best = max(tried, key=lambda node: mious[node])
         kept.add(best)
+        best_kept = max(best_kept, set(kept), key=search.miou)  # of equals the first, which has fewer layers
         steps.append(Step("float", best, mious[best], len(kept)))
         logger.info("quantize_partial: %s stays in float, val mIoU %.4f", best, mious[best])
         helpful = sorted(
@@ -256,6 +261,9 @@ def _choose_float_layers(
         )
         useless = [node for node in tried if mious[node] <= before and node != best]
         waiting = [*helpful, *waiting[cfg.num_candidates :], *useless]
+    if not search.holds(kept) and best_kept != kept:
+        kept = best_kept
+        steps.append(Step("back", "", search.miou(kept), len(kept)))
     if search.holds(kept):
         for node in [step.node for step in steps if step.action == "float"]:
             if search.holds(kept - {node}):
@@ -266,9 +274,10 @@ def _choose_float_layers(
 
 def _excluded(cfg: Config, graph: "ModelProto") -> set[str]:
     """Find the layers that `exclusions` stand for."""
-    from tasks.parts.onnx_qdq import quantizable_nodes
+    from tasks.parts.onnx_qdq import is_layer, quantizable_nodes
 
     nodes = list(graph.graph.node)
+    constants = {tensor.name for tensor in graph.graph.initializer}
     makers = {name: node for node in nodes for name in node.output}
     layers = {node.name for node in quantizable_nodes(graph, cfg.op_types)}
     found: set[str] = set()
@@ -279,7 +288,7 @@ def _excluded(cfg: Config, graph: "ModelProto") -> set[str]:
         waiting = [makers[value.name] for value in graph.graph.output]
         while waiting:
             node = waiting.pop()
-            if node.op_type == "Conv":
+            if is_layer(node) and node.input[1] in constants:
                 found.add(node.name)
             else:
                 waiting += [makers[name] for name in node.input if name in makers]

@@ -3,8 +3,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from onnx import numpy_helper
+from onnx import helper, numpy_helper, shape_inference
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.judge import open_judge
@@ -102,6 +103,27 @@ def test_a_search_that_may_not_go_on_says_that_the_gate_does_not_hold(
     assert (tmp_path / "model.onnx").is_file()
 
 
+def test_a_search_that_gives_up_writes_the_best_graph_it_tried(unbalanced: Any, tmp_path: Path) -> None:
+    """A ranking upside down: the layers that are tried do not help, and some of them harm."""
+    rows = list(csv.DictReader(unbalanced.ranking.open(encoding="utf-8")))
+    with (tmp_path / "ranking.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(reversed(rows))
+    limits = {"num_candidates": 1, "max_float_layers": 3, "max_miou_rel_loss": 0.0}
+    report = search(unbalanced, tmp_path, tmp_path / "ranking.csv", **limits)
+    assert not report.gate_holds
+    mious = [step.miou for step in report.steps[:-1]]
+    assert mious[-1] < max(mious), "or else the last graph is the best one"
+    last = report.steps[-1]
+    assert last.action == "back"
+    assert last.miou == report.miou == max(mious)
+    assert last.num_float_layers == len(report.float_layers) == mious.index(max(mious))
+    written = read_graph(tmp_path / "model.onnx")
+    judge = open_judge(read_graph(unbalanced.graph), unbalanced.data, num_images=0, batch_size=4)
+    assert judge.judge(written).miou == report.miou
+
+
 def test_the_preset_stays_in_float_and_is_named_as_such(unbalanced: Any, tmp_path: Path) -> None:
     first = quantizable_nodes(read_graph(unbalanced.graph), OP_TYPES)[0].name
     report = search(unbalanced, tmp_path, keep_float=[first], max_miou_rel_loss=0.99)
@@ -157,6 +179,25 @@ def test_usual_exclusions_are_found_in_the_graph(unbalanced: Any, tmp_path: Path
     names = {layer.node for layer in neighbours.float_layers}
     assert {node.name for node in layers if node.op_type == "Resize"} <= names
     assert 2 < len(names) < len(layers)
+
+
+def test_logits_that_a_matrix_product_makes_exclude_no_convolution_before_it(
+    unbalanced: Any, tmp_path: Path
+) -> None:
+    graph = read_graph(unbalanced.graph)
+    conv = [node for node in graph.graph.node if node.op_type == "Conv"][-1]
+    reader = next(node for node in graph.graph.node if conv.output[0] in node.input)
+    sizes = shape_inference.infer_shapes(graph).graph.value_info
+    shape = next(value for value in sizes if value.name == conv.output[0]).type.tensor_type.shape
+    width = shape.dim[3].dim_value
+    graph.graph.initializer.append(numpy_helper.from_array(np.eye(width, dtype=np.float32), "head:weight"))
+    head = helper.make_node("MatMul", [conv.output[0], "head:weight"], ["head"], name="head/MatMul")
+    reader.input[:] = ["head" if name == conv.output[0] else name for name in reader.input]
+    graph.graph.node.insert(list(graph.graph.node).index(conv) + 1, head)
+    write_graph(graph, tmp_path / "head.onnx")
+    files = replace(unbalanced, graph=tmp_path / "head.onnx")
+    report = search(files, tmp_path, exclusions=["logits"], max_miou_rel_loss=0.99)
+    assert report.float_layers == ()
 
 
 def test_an_unknown_preset_names_the_layers_there_are(unbalanced: Any, tmp_path: Path) -> None:
