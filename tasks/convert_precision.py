@@ -100,12 +100,15 @@ def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, 
     images_NHWC = open_split(data, "calibration")[0][: cfg.num_images]
     if not len(images_NHWC):
         raise DataError("the calibration split has no images. Give it some: prepare_data.scenes or .splits.")
-    batches = [
-        normalise(images_NHWC[start : start + cfg.batch_size], card.mean, card.std)
-        for start in range(0, len(images_NHWC), cfg.batch_size)
-    ]
+    starts = range(0, len(images_NHWC), cfg.batch_size)
     names = [name for node in graph.graph.node for name in node.output]
-    statistics = collect_statistics(graph, lambda: batches, names)
+    statistics = collect_statistics(
+        graph,
+        lambda: (
+            normalise(images_NHWC[start : start + cfg.batch_size], card.mean, card.std) for start in starts
+        ),
+        names,
+    )
     return {name: found.amax for name, found in statistics.items()}
 
 
