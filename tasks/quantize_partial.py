@@ -83,8 +83,8 @@ class Step:
     """One graph that the search took."""
 
     action: str
-    """``start``, ``float`` (a layer left INT8), ``int8`` (it went back) or ``back`` (to the best graph so far, because
-    the gate never held)."""
+    """``start``, ``float`` (a layer left INT8), ``int8`` (it went back) or ``back`` (to the best graph,
+    because the gate never held)."""
     node: str
     """Empty for ``start`` and ``back``."""
     miou: float
