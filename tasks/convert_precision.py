@@ -151,7 +151,10 @@ def _to_float16(graph: "ModelProto", float32_nodes: list[str]) -> "ModelProto":
 
 
 def _join_float32_neighbours(model: "ModelProto") -> None:
-    """Take out casts from FP32 to FP16 and back, which overflow between two nodes that both stay in FP32."""
+    """Take out casts from FP32 to FP16 and back, which overflow.
+
+    They stand between two nodes that both stay in FP32, and between such a node and an output of the graph.
+    """
     from onnx import TensorProto, helper
 
     from tasks.parts.onnx_graph import drop_unused
@@ -166,6 +169,12 @@ def _join_float32_neighbours(model: "ModelProto") -> None:
         for name, (to, narrow) in casts.items()
         if to == TensorProto.FLOAT and narrow in casts and casts[narrow][0] == TensorProto.FLOAT16
     }
-    for node in model.graph.node:
-        node.input[:] = [wide.get(name, name) for name in node.input]
+    outputs = {wide[value.name]: value.name for value in model.graph.output if value.name in wide}
+    for node in list(model.graph.node):
+        if node.output[0] in outputs.values():
+            model.graph.node.remove(node)  # the node in FP32 makes this output itself from here on
+            continue
+        inputs = [wide.get(name, name) for name in node.input]
+        node.input[:] = [outputs.get(name, name) for name in inputs]
+        node.output[:] = [outputs.get(name, name) for name in node.output]
     drop_unused(model.graph)

@@ -83,6 +83,24 @@ def test_nodes_beyond_the_range_of_fp16_stay_in_fp32(workshop: Any, tmp_path: Pa
     assert set(named.float32_nodes) == resizes != set()
 
 
+def test_logits_beyond_the_range_of_fp16_stay_finite(workshop: Any, tmp_path: Path) -> None:
+    graph = read_graph(workshop.graph)
+    for tensor in graph.graph.initializer:
+        if tensor.name in ("classifier/Conv:weight", "classifier/Conv:bias"):
+            values = numpy_helper.to_array(tensor) * np.float32(1e7)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    write_graph(graph, tmp_path / "scaled.onnx")
+    report = convert_precision(CONFIG, model=tmp_path / "scaled.onnx", data=workshop.data, out=tmp_path)
+    assert graph.graph.node[-1].name in report.float32_nodes
+    converted = read_graph(tmp_path / "model.onnx")
+    assert [value.name for value in converted.graph.output] == [value.name for value in graph.graph.output]
+    card = read_card_of_graph(graph)
+    images_NCHW = normalise(open_split(workshop.data, "test")[0], card.mean, card.std)
+    logits_NCHW = open_session(converted).run(None, {"image": images_NCHW})[0]
+    assert np.isfinite(logits_NCHW).all() and np.abs(logits_NCHW).max() > 65504
+    assert report.agreement > 0.99
+
+
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
 def test_a_runtime_that_computes_fp16_in_another_precision_is_found_out(
     converted: tuple[Report, Path], workshop: Any, tmp_path: Path, target: str
