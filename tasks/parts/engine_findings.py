@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from tasks.parts.engine_row import EngineRow, Verdict, rungs
 
 INT8_CHECKLIST = "artifacts/check_int8/checklist.md"
+_REDUCED_IN_VAIN = (Verdict.PRECISION_MISMATCH, Verdict.BUILD_FAILED, Verdict.SKIPPED)
+"""What can become of a rung of reduced precision that shows no such precision."""
 NOTHING = "–"  # noqa: RUF001
 
 
@@ -66,15 +68,19 @@ class Findings:
 
     def ladder_end(self, target: str) -> str:
         """Say where the ladder of a target ends, and where to look if accuracy stopped it."""
-        accepted = [row.variant for row in self.rungs(target) if row.verdict is Verdict.ACCEPT]
+        rungs = self.rungs(target)
+        accepted = [row for row in rungs if row.verdict is Verdict.ACCEPT]
+        is_tried = any(row.is_reduced or row.verdict in _REDUCED_IN_VAIN for row in rungs)
         if not accepted:
             end = "No rung is accepted for this model on this target."
-        elif accepted == [self.ladder[0]]:
-            end = f"No compression is worth it for this model on this target: {accepted[0]} stays."
+        elif is_tried and not any(row.is_reduced for row in accepted):
+            end = f"No reduced precision is acceptable for this model on this target: {accepted[-1].variant} stays."
+        elif accepted[-1].variant == self.ladder[0]:
+            end = f"No compression is worth it for this model on this target: {accepted[0].variant} stays."
         else:
-            end = f"{accepted[-1]} is the last rung that is accepted."
-        is_lossy = any(row.verdict is Verdict.TOO_LOSSY for row in self.rungs(target))
-        return f"{end} What INT8 loses, and why: {INT8_CHECKLIST}." if is_lossy else end
+            end = f"{accepted[-1].variant} is the last rung that is accepted."
+        is_lossy = any(row.verdict is Verdict.TOO_LOSSY and "int8" in row.precision for row in rungs)
+        return f"{end} What INT8 loses without training, and why: {INT8_CHECKLIST}." if is_lossy else end
 
     def gain(self, before: str, after: str, target: str) -> Gain | None:
         """Compare two variants on one target; None unless both were measured there."""

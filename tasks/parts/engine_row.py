@@ -42,6 +42,7 @@ class EngineRow:
     picked: bool
     """The fastest accepted engine of its target."""
     precision: str
+    """What the convolutions run in, most used first, as ``int8+f32``; of a row without an engine the target's."""
     miou: float | None
     miou_rel_loss: float | None
     """Share of the float reference's mIoU that is lost; negative: better than the reference."""
@@ -72,6 +73,11 @@ class EngineRow:
     guilty_layers: tuple[GuiltyLayer, ...]
     conditions: dict[str, str]
     """How the latency was measured."""
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether some convolution runs in less than FP32."""
+        return self.precision != "f32"
 
     @property
     def name(self) -> str:

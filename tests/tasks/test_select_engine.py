@@ -68,10 +68,15 @@ class Artifacts:
         precision_note: str = "",
         inconclusive: bool = False,
         aa_ratio_spread: float = 0.01,
+        precision: str | None = None,
     ) -> None:
         content = f"{variant}{target}".encode()
         sha256 = hashlib.sha256(content).hexdigest()
-        manifest = self._manifest(target, EngineStatus.built, "", sha256, len(content), precision_ok)
+        used = precision or ("int8" if variant.startswith("pruned_") else "f32")
+        manifest = dataclasses.replace(
+            self._manifest(target, EngineStatus.built, "", sha256, len(content), precision_ok),
+            precisions={"Conv": {"f32": 3, used: 5}},
+        )
         folder = self._build(variant, target, manifest, {"precision_note": precision_note})
         (folder / "engine" / "model.engine").write_bytes(content)
         self._report(
@@ -290,9 +295,33 @@ def test_the_report_draws_the_ladder_of_each_target_and_says_where_it_ends(artif
     run(artifacts, tmp_path, max_miou_rel_loss=0.0)
     ladder = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert (
-        "cpu_onnxruntime: No compression is worth it for this model on this target: distilled stays."
+        "cpu_onnxruntime: No reduced precision is acceptable for this model on this target: distilled stays."
         in ladder
     )
+
+
+def test_float_rungs_alone_end_the_ladder_with_no_reduced_precision(artifacts, tmp_path) -> None:
+    for variant in ("pruned_ptq", "pruned_qat"):
+        artifacts.change("validate", f"{variant}-cpu_onnxruntime", miou=0.4)
+    artifacts.add("pruned", "cpu_torch", 0.539, 12.0, 1.5)
+    artifacts.add("distilled", "cpu_openvino_bf16", 0.540, 1.7, 10.9, precision="bf16")
+    artifacts.add("pruned", "cpu_openvino_bf16", 0.539, 1.2, 15.5, precision="bf16")
+    run(artifacts, tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    end = "No reduced precision is acceptable for this model on this target: pruned stays."
+    assert f"cpu_onnxruntime: {end} What INT8 loses" in text
+    assert (
+        "- cpu_torch: pruned is the last rung that is accepted.\n" in text
+    )  # no other precision was tried there
+    assert "- cpu_openvino_bf16: pruned is the last rung that is accepted.\n" in text
+    assert end in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_float_rung_that_is_too_lossy_does_not_point_to_the_int8_checklist(artifacts, tmp_path) -> None:
+    artifacts.change("validate", "pruned-cpu_onnxruntime", miou=0.4)
+    artifacts.change("validate", "pruned_ptq-cpu_onnxruntime", miou=0.54)
+    run(artifacts, tmp_path)
+    assert "check_int8" not in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
 def test_the_speed_gate_uses_paired_ratios_and_not_latencies_of_different_minutes(
