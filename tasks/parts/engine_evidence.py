@@ -67,7 +67,7 @@ def read_row(folders: EvidenceFolders, variant: str, target: str) -> EngineRow:
         miou=_number(validation, "miou", of["validate"]),
         miou_rel_loss=None,
         pixel_accuracy=_number(validation, "pixel_accuracy", of["validate"]),
-        iou=dict(validation["iou"]),
+        iou=_iou(validation, of["validate"]),
         latency_ms_p50=_number(benchmark, "latency_ms_p50", of["benchmark"]),
         latency_ms_p90=_number(benchmark, "latency_ms_p90", of["benchmark"]),
         latency_ms_p99=_number(benchmark, "latency_ms_p99", of["benchmark"]),
@@ -81,7 +81,7 @@ def read_row(folders: EvidenceFolders, variant: str, target: str) -> EngineRow:
         memory_mib=_number(benchmark, "memory_mib", of["benchmark"]),
         size_bytes=manifest.size_bytes,
         engine_sha256=manifest.sha256,
-        reference_sha256=str(benchmark["reference_sha256"]),
+        reference_sha256=str(_field(benchmark, "reference_sha256", of["benchmark"])),
         guilty_layers=_guilty_layers(of["diff_layers"]),
         conditions=_conditions(benchmark),
     )
@@ -213,12 +213,26 @@ def _conditions(benchmark: dict[str, Any]) -> dict[str, str]:
 
 
 def _number(report: dict[str, Any], name: str, folder: Path) -> float | None:
+    value = _field(report, name, folder)
+    return None if value is None else float(value)
+
+
+def _iou(report: dict[str, Any], folder: Path) -> dict[str, float | None]:
+    value = _field(report, "iou", folder)
+    if not isinstance(value, dict):
+        raise ArtifactError(
+            f"{folder / REPORT_FILE} has the field 'iou' = {value!r}, expected a number for each class. Run its stage "
+            "again."
+        )
+    return value
+
+
+def _field(report: dict[str, Any], name: str, folder: Path) -> Any:
     if name not in report:
         raise ArtifactError(
             f"{folder / REPORT_FILE} has no field {name!r}. It is of another version; run its stage again."
         )
-    value = report[name]
-    return None if value is None else float(value)
+    return report[name]
 
 
 def _read_report(folder: Path) -> dict[str, Any]:

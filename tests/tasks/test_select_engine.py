@@ -465,12 +465,22 @@ def test_a_damaged_report_is_named(artifacts, tmp_path) -> None:
         run(artifacts, tmp_path / "out")
 
 
-def test_a_report_of_an_older_version_is_refused(artifacts, tmp_path) -> None:
-    file = artifacts.root / "benchmark" / "pruned" / "cpu_onnxruntime" / "report.json"
+@pytest.mark.parametrize(
+    ("stage", "field"),
+    [("benchmark", "latency_ms_p99"), ("benchmark", "reference_sha256"), ("validate", "iou")],
+)
+def test_a_report_of_an_older_version_is_refused(artifacts, tmp_path, stage, field) -> None:
+    file = artifacts.root / stage / "pruned" / "cpu_onnxruntime" / "report.json"
     report = json.loads(file.read_text())
-    del report["latency_ms_p99"]
+    del report[field]
     file.write_text(json.dumps(report))
-    with pytest.raises(ArtifactError, match="latency_ms_p99"):
+    with pytest.raises(ArtifactError, match=f"has no field '{field}'"):
+        run(artifacts, tmp_path / "out")
+
+
+def test_classes_without_numbers_are_refused(artifacts, tmp_path) -> None:
+    artifacts.change("validate", "pruned-cpu_onnxruntime", iou=None)
+    with pytest.raises(ArtifactError, match="has the field 'iou' = None, expected a number for each class"):
         run(artifacts, tmp_path / "out")
 
 
