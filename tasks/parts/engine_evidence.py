@@ -221,8 +221,8 @@ def _iou(report: dict[str, Any], folder: Path) -> dict[str, float | None]:
     value = _field(report, "iou", folder)
     if not isinstance(value, dict):
         raise ArtifactError(
-            f"{folder / REPORT_FILE} has the field 'iou' = {value!r}, expected a number for each class. Run its stage "
-            "again."
+            f"{folder / REPORT_FILE} has the field 'iou' = {value!r}, expected a number for each class. "
+            "Run its stage again."
         )
     return value
 

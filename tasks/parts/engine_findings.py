@@ -68,9 +68,9 @@ class Findings:
 
     def ladder_end(self, target: str) -> str:
         """Say where the ladder of a target ends, and where to look if accuracy stopped it."""
-        rungs = self.rungs(target)
-        accepted = [row for row in rungs if row.verdict is Verdict.ACCEPT]
-        is_tried = any(row.is_reduced or row.verdict in _REDUCED_IN_VAIN for row in rungs)
+        rows = self.rungs(target)
+        accepted = [row for row in rows if row.verdict is Verdict.ACCEPT]
+        is_tried = any(row.is_reduced or row.verdict in _REDUCED_IN_VAIN for row in rows)
         if not accepted:
             end = "No rung is accepted for this model on this target."
         elif is_tried and not any(row.is_reduced for row in accepted):
@@ -79,7 +79,7 @@ class Findings:
             end = f"No compression is worth it for this model on this target: {accepted[0].variant} stays."
         else:
             end = f"{accepted[-1].variant} is the last rung that is accepted."
-        is_lossy = any(row.verdict is Verdict.TOO_LOSSY and "int8" in row.precision for row in rungs)
+        is_lossy = any(row.verdict is Verdict.TOO_LOSSY and "int8" in row.precision for row in rows)
         return f"{end} What INT8 loses without training, and why: {INT8_CHECKLIST}." if is_lossy else end
 
     def gain(self, before: str, after: str, target: str) -> Gain | None:
