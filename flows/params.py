@@ -77,6 +77,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     ]
     params["search_pruning"]["target"] = _find_target(params["search_pruning"]["target"], targets)
     check_params(params)
+    _check_variants(params["select_engine"], variants)
     return params
 
 
@@ -118,6 +119,19 @@ def _engines(variants: dict[str, Any], targets: dict[str, Any]) -> Iterator[tupl
                         "float_graph": files["float_graph"],
                     },
                 )
+
+
+def _check_variants(select_engine: dict[str, Any], variants: dict[str, Any]) -> None:
+    """Refuse names that are no variant: a rung or a technique would be left out without a word."""
+    named = [("ladder", name) for name in select_engine["ladder"]]
+    for technique in select_engine["techniques"]:
+        named += [("techniques", technique[side]) for side in ("before", "after")]
+    for key, name in named:
+        if name not in variants:
+            raise ConfigError(
+                f"select_engine.{key} names {name}, which is no variant: [{', '.join(variants)}]. Name one of "
+                "them, or add it to variants in conf/config.yaml."
+            )
 
 
 def _largest_multiple(targets: dict[str, Any]) -> int | None:

@@ -29,6 +29,14 @@ def test_pruning_is_searched_on_the_named_target_or_the_first_that_reads_graphs(
         ("search_pruning.target=cpu_tpu", r"search_pruning\.target is cpu_tpu, .* \[cpu_torch, cpu_onnx"),
         ("search_pruning.target_macs_ratios=[]", r"search_pruning\.target_macs_ratios is \[\]"),
         ("rank_groups.ratios=[0.5,0.5]", r"rank_groups\.ratios is \[0\.5, 0\.5\]"),
+        (
+            "select_engine.ladder=[distilled,prunned]",
+            r"select_engine\.ladder names prunned, .*variant: \[teacher, baseline, distilled, pruned, ",
+        ),
+        (
+            "select_engine.techniques=[{name: INT8, before: pruned, after: ptq}]",
+            r"select_engine\.techniques names ptq, .*variant: \[teacher, ",
+        ),
     ],
 )
 def test_mistake_is_refused_with_its_key(override: str, text: str) -> None:
