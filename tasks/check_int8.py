@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.op_types import check_op_types
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,6 +59,7 @@ class Config:
         for name in ("suspect_loss", "suspect_clipped_share"):
             if not 0 < getattr(self, name) < 1:
                 raise ConfigError(f"check_int8.{name} is {getattr(self, name)}, expected between 0 and 1.")
+        check_op_types(self.op_types, "check_int8.op_types")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
 from tasks.parts.distillation import DistillationConfig
+from tasks.parts.op_types import check_op_types
 from tasks.parts.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
@@ -35,10 +36,7 @@ class Config:
     class."""
 
     def __post_init__(self) -> None:
-        if "Conv" not in self.op_types:
-            raise ConfigError(
-                f"quantize_aware_train.op_types is {list(self.op_types)}, expected Conv and others."
-            )
+        check_op_types(self.op_types, "quantize_aware_train.op_types")
         if not 18 <= self.opset <= 23:
             raise ConfigError(f"quantize_aware_train.opset is {self.opset}, expected 18..23.")
         if not 0 <= self.min_agreement <= 1:

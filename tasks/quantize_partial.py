@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.op_types import check_op_types
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -72,10 +73,7 @@ class Config:
                 raise ConfigError(
                     f"quantize_partial.{name} is {getattr(self, name)}, expected at least {least}."
                 )
-        if "Conv" not in self.op_types:
-            raise ConfigError(
-                f"quantize_partial.op_types is {list(self.op_types)}, expected Conv and others."
-            )
+        check_op_types(self.op_types, "quantize_partial.op_types")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError, DataError
 from tasks.parts.calibrator import Calibrator
+from tasks.parts.op_types import check_op_types
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,8 +58,7 @@ class Config:
             raise ConfigError(
                 f"quantize_ptq.max_abs_input is {self.max_abs_input}, expected 0 < value < 1e6."
             )
-        if "Conv" not in self.op_types:
-            raise ConfigError(f"quantize_ptq.op_types is {list(self.op_types)}, expected Conv and others.")
+        check_op_types(self.op_types, "quantize_ptq.op_types")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.op_types import check_op_types
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -47,8 +48,7 @@ class Config:
             raise ConfigError(
                 f"rank_layers.num_val_images is {self.num_val_images}, expected at least 0 (0: all)."
             )
-        if "Conv" not in self.op_types:
-            raise ConfigError(f"rank_layers.op_types is {list(self.op_types)}, expected Conv and others.")
+        check_op_types(self.op_types, "rank_layers.op_types")
 
 
 @dataclass(frozen=True)

@@ -42,3 +42,13 @@ def test_pruning_is_searched_on_the_named_target_or_the_first_that_reads_graphs(
 def test_mistake_is_refused_with_its_key(override: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         compose_params([override])
+
+
+@pytest.mark.parametrize(
+    "stage", ["quantize_ptq", "rank_layers", "check_int8", "quantize_partial", "quantize_aware_train"]
+)
+@pytest.mark.parametrize("name", ["Averagepool", "Softmax"])
+def test_operator_that_cannot_read_int8_is_refused_with_those_that_can(stage: str, name: str) -> None:
+    text = rf"{stage}\.op_types is \[Conv, {name}\], which has {name}; expected Conv and any of MatMul, .*AveragePool"
+    with pytest.raises(ConfigError, match=text):
+        compose_params([f"{stage}.op_types=[Conv,{name}]"])

@@ -92,6 +92,7 @@ def test_a_damaged_table_is_refused(unbalanced: Any, tmp_path: Path, text: str) 
 @pytest.mark.parametrize(
     "change",
     [
+        {"op_types": ["Add"]},
         {"num_images": 1},
         {"num_train_images": 0},
         {"num_val_images": -1},

@@ -1,0 +1,30 @@
+"""The ONNX operators that can read INT8."""
+
+from collections.abc import Sequence
+
+from tasks.core.errors import ConfigError
+
+OP_TYPES = (
+    "Conv",
+    "MatMul",
+    "Gemm",
+    "Add",
+    "Mul",
+    "Concat",
+    "AveragePool",
+    "GlobalAveragePool",
+    "MaxPool",
+    "Resize",
+    "Sigmoid",
+)
+"""All that Q/DQ insertion and training in simulated INT8 know."""
+
+
+def check_op_types(op_types: Sequence[str], key: str) -> None:
+    """Raise ConfigError unless these are known operators, Conv among them; `key` is the one in the configuration."""
+    unknown = [name for name in op_types if name not in OP_TYPES]
+    if unknown or "Conv" not in op_types:
+        problem = f"has {', '.join(unknown)}" if unknown else "lacks Conv"
+        raise ConfigError(
+            f"{key} is [{', '.join(op_types)}], which {problem}; expected Conv and any of {', '.join(OP_TYPES[1:])}."
+        )
