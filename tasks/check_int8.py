@@ -257,15 +257,18 @@ def _calibrators(cfg: Config, trials: Path) -> Answer:
 
 
 def _guilty(cfg: Config, layers: Mapping[str, Mapping[str, str]]) -> Answer:
+    """The ranking is by changed pixels, so the layer that loses most mIoU need not be its first."""
     first = list(layers.values())[:NUM_GUILTY]
     return Answer(
         question="Which layers are guilty?",
-        is_suspect=float(first[0]["miou_drop"]) > cfg.suspect_loss,
+        is_suspect=max(float(row["miou_drop"]) for row in first) > cfg.suspect_loss,
         found="; ".join(
             f"{row['node']} ({row['source']}): mIoU {-float(row['miou_drop']):+.4f}, {float(row['sqnr_db']):.1f} dB"
             for row in first
         ),
-        advice="quantize_partial keeps in float what it must; artifacts/diff_layers shows where the noise grows",
+        advice="quantize_partial keeps in float what it must; diff_layers, which runs later, shows where the noise "
+        "grows in each engine of this graph: artifacts/diff_layers/<variant>/<target>, variant pruned_ptq in "
+        "conf/config.yaml",
     )
 
 

@@ -1,3 +1,4 @@
+import csv
 import json
 import shutil
 from dataclasses import replace
@@ -52,6 +53,20 @@ def test_a_ruined_layer_is_named_and_what_is_sound_is_not_suspect(unbalanced: An
     lines = (tmp_path / "checklist.md").read_text(encoding="utf-8").splitlines()
     assert sum(line.startswith("- [") for line in lines) == len(report.answers)
     assert sum(line.startswith("  What to do:") for line in lines) == report.num_suspect
+
+
+def test_a_guilty_layer_that_is_not_the_first_of_the_ranking_is_suspect(
+    unbalanced: Any, tmp_path: Path
+) -> None:
+    rows = list(csv.DictReader(unbalanced.ranking.open(encoding="utf-8")))
+    assert float(rows[0]["miou_drop"]) > CONFIG.suspect_loss > float(rows[-1]["miou_drop"])
+    with (tmp_path / "ranking.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows([rows[-1], *rows[:-1]])
+    found = answer(check(unbalanced, tmp_path, ranking=tmp_path / "ranking.csv"), "guilty")
+    assert found.is_suspect
+    assert "artifacts/diff_layers/<variant>/<target>" in found.advice
 
 
 def test_calibration_images_unlike_those_of_training_are_found(unbalanced: Any, tmp_path: Path) -> None:
