@@ -73,7 +73,11 @@ def _amax_of_inputs(
         amax = [ranges[name].amax if name in names else None for name in node.input]
         if any(amax) and node.name not in in_float:
             name = sources[node.name][0] if node.op_type in _LAYERS else node.name
-            found.setdefault(node.op_type, {})[name] = amax
+            if found.setdefault(node.op_type, {}).setdefault(name, amax) != amax:
+                raise ArtifactError(
+                    f"node '{node.name}' is one more call of the layer '{name}' with another range, expected one "
+                    "range for each layer, which has one quantizer in training. Give each call a layer of its own."
+                )
     return found
 
 

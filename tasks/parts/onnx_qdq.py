@@ -146,11 +146,20 @@ def insert_qdq(
         for reader in readers[name]:
             reader.input[:] = [pair[1].output[0] if found == name else found for found in reader.input]
     layers = {node.name for node in quantizable_nodes(model, op_types) if is_layer(node)}
+    quantized_weights: dict[str, str] = {}
     for node in graph.node:
         if node.name in layers and node.name not in float_nodes:
-            dequantize = _quantize_weight(quantized, node)
-            _copy_source(sources, node, dequantize)
-            before[node.name] = [dequantize]
+            weight = node.input[1]
+            if weight not in quantized_weights:
+                dequantize = _quantize_weight(quantized, node)
+                _copy_source(sources, node, dequantize)
+                before[node.name] = [dequantize]
+                quantized_weights[weight] = dequantize.output[0]
+            node.input[1] = quantized_weights[weight]  # layers may share a weight
+    still_read = {name for node in graph.node for name in node.input}
+    for tensor in [item for item in graph.initializer if item.name in quantized_weights]:
+        if tensor.name not in still_read:
+            graph.initializer.remove(tensor)
     _rewrite_nodes(quantized, after, before)
     return quantized
 
@@ -264,12 +273,11 @@ def _activation_pair(model: ModelProto, name: str, scale: np.float32) -> list[No
 
 
 def _quantize_weight(model: ModelProto, layer: NodeProto) -> NodeProto:
-    """Replace the float weight of a layer by int8 with one scale per output channel."""
+    """Add the weight of a layer as int8 with one scale per output channel, and return what makes it float again."""
     weight, axis = float_weight(model, layer), _output_axis(layer)
     levels, scales_O = weight_levels(numpy_helper.to_array(weight), axis=axis)
     name, levels_name, real = layer.input[1], f"{layer.input[1]}:int8", f"{layer.input[1]}/DequantizeLinear"
     scale_name, zero_name = f"{name}:scale", f"{name}:zero_point"
-    model.graph.initializer.remove(weight)
     model.graph.initializer.extend(
         [
             numpy_helper.from_array(levels, levels_name),
@@ -277,7 +285,6 @@ def _quantize_weight(model: ModelProto, layer: NodeProto) -> NodeProto:
             numpy_helper.from_array(np.zeros(len(scales_O), dtype=np.int8), zero_name),
         ]
     )
-    layer.input[1] = real
     return helper.make_node(
         "DequantizeLinear", [levels_name, scale_name, zero_name], [real], name=real, axis=axis
     )

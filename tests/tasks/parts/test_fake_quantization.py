@@ -47,6 +47,13 @@ def test_simulated_network_trains_and_gives_its_weights_back() -> None:
     assert float_weights(simulated).keys() == names
 
 
+def test_a_layer_called_twice_with_different_ranges_is_refused() -> None:
+    graph, ranges = calibrate(tiny.Shared)
+    folded = fold_batchnorm(tiny.make(tiny.Shared), tiny.images(2))
+    with pytest.raises(ArtifactError, match=r"one more call of the layer 'twice' with another range"):
+        fake_quantize(folded, graph, ranges, op_types=tiny.OP_TYPES)
+
+
 def test_ranges_of_another_graph_are_refused() -> None:
     graph, ranges = calibrate(tiny.Straight)
     folded = fold_batchnorm(tiny.make(tiny.Branched), tiny.images(2))

@@ -9,7 +9,7 @@ from onnx import ModelProto, TensorProto, numpy_helper
 from tasks.core.errors import ArtifactError
 from tasks.parts.calibration import choose_range, collect_statistics
 from tasks.parts.calibrator import Calibrator
-from tasks.parts.export import export_graph
+from tasks.parts.export import difference, export_graph
 from tasks.parts.onnx_graph import node_sources
 from tasks.parts.onnx_predict import open_session
 from tasks.parts.onnx_qdq import (
@@ -118,6 +118,26 @@ def test_outputs_of_pooling_and_resizing_inherit_a_missing_range(branched: Calib
     for name in ranges.keys() - known.keys():
         assert complete[name].low <= ranges[name].low
         assert complete[name].high >= ranges[name].high
+
+
+@pytest.mark.parametrize("num_float", [0, 1, 2])
+def test_layers_that_share_a_weight_share_its_int8_form(num_float: int) -> None:
+    graph, ranges = calibrate(tiny.Shared)
+    layers = [node for node in graph.graph.node if node.op_type == "Conv"]
+    weight = max((node.input[1] for node in layers), key=[node.input[1] for node in layers].count)
+    sharing = [node.name for node in layers if node.input[1] == weight]
+    assert len(sharing) == 2
+    float_nodes = sharing[:num_float]
+    quantized = insert_qdq(graph, ranges, op_types=tiny.OP_TYPES, float_nodes=float_nodes)
+    onnx.checker.check_model(quantized, full_check=True)
+    reads = {node.name: node.input[1] for node in quantized.graph.node if node.op_type == "Conv"}
+    int8 = f"{weight}/DequantizeLinear"
+    assert [reads[name] for name in sharing] == [weight if name in float_nodes else int8 for name in sharing]
+    kept = {item.name for item in quantized.graph.initializer}
+    assert (weight in kept, f"{weight}:int8" in kept) == (num_float > 0, num_float < 2)
+    images_NCHW = tiny.images(4).numpy()
+    exact_NCHW, found_NCHW = (output_of(model, "logits", images_NCHW) for model in (graph, quantized))
+    assert difference(exact_NCHW, found_NCHW).sqnr_db > 20
 
 
 def test_a_float_node_reads_float_activations_and_weights_and_the_others_do_not(branched: Calibrated) -> None:

@@ -71,6 +71,18 @@ class Branched(nn.Module):
         return F.interpolate(logits_NCHW, size=(SIZE, SIZE), mode="bilinear", align_corners=False)
 
 
+class Shared(Straight):
+    """One layer called twice, so that two convolutions of the graph read one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Conv2d(8, 8, 1)
+
+    def forward(self, images_NCHW: Tensor) -> Tensor:
+        maps_NCHW = torch.relu(self.twice(torch.relu(self.stem(images_NCHW))))
+        return upsample(self.classifier(torch.relu(self.twice(maps_NCHW))))
+
+
 class Spoilt(Straight):
     """Its first BatchNorm must not be folded: the convolution before it has another reader."""
 
