@@ -157,8 +157,9 @@ def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path)
     ``data`` is read only for importance taylor, method blocks and several iterations, ``choice``, which
     search_pruning wrote, only with ``from_search``.
 
-    Raises GateFailed when the target is out of reach, ConfigError when the multiple or the layer ratios do not
-    fit the network, ArtifactError when the network cannot be traced or does not run after the cut.
+    Raises GateFailed when the target is out of reach, ConfigError when all layers are as narrow as the multiple
+    or the layer ratios do not fit the network, ArtifactError when the network cannot be traced or does not run
+    after the cut.
     """
     from tasks.parts.channel_pruning import check_layer_names, check_runs, measure_convs
     from tasks.parts.checkpoint import load_checkpoint
@@ -214,9 +215,9 @@ class Cut:
 
     def apply(self, network: "nn.Module", *, progress: float) -> None:
         """Prune in place until the given share of the whole cut is done."""
-        from tasks.parts.channel_pruning import prune_channels, total_macs
+        from tasks.parts.channel_pruning import macs_budget, prune_channels
 
-        cfg, total = self.cfg, total_macs(self.before)
+        cfg = self.cfg
         match cfg.method:
             case Method.channels:
                 losses = self._batch_losses() if cfg.importance is Importance.taylor else None
@@ -230,7 +231,7 @@ class Cut:
                 sample = read_batches(
                     self.data, "calibration", batch_size=cfg.batch_size, num_images=cfg.num_images
                 )
-                limit_macs = total * (1 - (1 - cfg.target_macs_ratio) * progress)
+                limit_macs = macs_budget(self.before, cfg.target_macs_ratio, progress)
                 batches = [images_NCHW for images_NCHW, _ in sample]
                 prune_blocks(network, batches=batches, size=self.size, limit_macs=limit_macs)
             case Method.weights:

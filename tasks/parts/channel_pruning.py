@@ -7,6 +7,7 @@ Only convolutions that no linear or attention layer touches lose channels: the c
 heads, and torch-pruning does not follow them through its reshapes.
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -20,6 +21,8 @@ from tasks.parts.channel_importance import BatchLosses, Importance, score_channe
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 
 class Ranking(StrEnum):
@@ -112,23 +115,25 @@ def prune_channels(
 
     `size` is the (height, width) for which MACs are counted. A network that is pruned bit by bit, with training
     between, gives what `measure_convs` found at first as `original`, and in `progress` the share of the whole
-    cut that is done after this call. Importance `taylor` needs `batch_losses`.
+    cut that is done after this call. Importance `taylor` needs `batch_losses`. Layers that have no more than one
+    multiple of channels stay whole.
 
-    Raises GateFailed when the target is out of reach, ConfigError when the multiple or the layer ratios do not
-    fit the network, ArtifactError when it cannot be traced.
+    Raises GateFailed when the target is out of reach, ConfigError when all layers are as narrow as the multiple
+    or the layer ratios do not fit the network, ArtifactError when it cannot be traced.
     """
     original = measure_convs(network, size) if original is None else original
     check_layer_names(cfg.layer_ratios, network)
     kept = [name for name, ratio in cfg.layer_ratios.items() if ratio == 0]
     widths = {name: conv.out_channels for name, conv in original.items()}
-    budget = cfg.target_macs_ratio * total_macs(original)
-    budget += (total_macs(original) - budget) * (1 - progress)
+    budget = macs_budget(original, cfg.target_macs_ratio, progress)
     start = total_macs(measure_convs(network, size))
     for step in range(1, cfg.num_steps + 1):
         graph = _trace(network, size)
         groups = _find_groups(graph, network, cfg.importance, kept=kept, batch_losses=batch_losses)
         shares = _shares_by_root(groups, cfg.layer_ratios)
-        _check_multiple([group for group in groups if shares.get(group.root) != 0], widths, cfg)
+        if step == 1:
+            roots = [group.root for group in groups if shares.get(group.root) != 0]
+            check_multiple({root: widths[root] for root in roots}, cfg.channel_multiple)
         convs = measure_convs(network, size)
         limit = budget + (start - budget) * (1 - step / cfg.num_steps)
         ordered = {root: share * progress for root, share in shares.items()}
@@ -180,6 +185,12 @@ def measure_convs(network: "nn.Module", size: tuple[int, int]) -> dict[str, Conv
 def total_macs(convs: Mapping[str, ConvSize]) -> int:
     """Add up the MACs of all layers."""
     return sum(conv.macs for conv in convs.values())
+
+
+def macs_budget(original: Mapping[str, ConvSize], target_macs_ratio: float, progress: float) -> float:
+    """Return the MACs that may remain when the given share of the whole cut is done."""
+    target = target_macs_ratio * total_macs(original)
+    return target + (total_macs(original) - target) * (1 - progress)
 
 
 _OTHER_WAYS = "Train a network of convolutions (network.name), or set prune.method to weights."
@@ -339,15 +350,28 @@ def check_layer_names(layer_ratios: Mapping[str, float], network: "nn.Module") -
         )
 
 
-def _check_multiple(groups: list[ChannelGroup], widths: Mapping[str, int], cfg: ChannelPruning) -> None:
-    """Raise ConfigError when a layer that may be cut has fewer channels than one multiple."""
-    narrowest = min((group.root for group in groups), key=lambda root: widths[root], default=None)
-    if narrowest is not None and widths[narrowest] < cfg.channel_multiple:
+def check_multiple(widths: Mapping[str, int], multiple: int) -> None:
+    """Log which layers are too narrow to lose channels; raise ConfigError when all of them are.
+
+    `widths` are the channels of the layers that may be cut; at least one multiple of channels stays.
+    """
+    narrow = [name for name, width in widths.items() if width <= multiple]
+    if not narrow:
+        return
+    if len(narrow) == len(widths):
+        widest = max(widths, key=lambda name: widths[name])
         raise ConfigError(
-            f"prune.channel_multiple is {cfg.channel_multiple}, but layer {narrowest!r} has only "
-            f"{widths[narrowest]} channels. Set prune.channel_multiple to at most that, or train a "
-            "wider network."
+            f"prune.channel_multiple is {multiple}, and the widest layer that may be cut, {widest!r}, has only "
+            f"{widths[widest]} channels; each layer keeps at least one multiple. Set prune.channel_multiple below "
+            f"{widths[widest]}, or train a wider network (network.width)."
         )
+    logger.warning(
+        "%d of %d layers have no more than prune.channel_multiple = %d channels and stay whole: %s",
+        len(narrow),
+        len(widths),
+        multiple,
+        ", ".join(narrow),
+    )
 
 
 def _choose_cuts(

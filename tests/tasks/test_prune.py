@@ -328,14 +328,35 @@ def test_impossible_value_names_its_key(key: str, value: float) -> None:
         dataclasses.replace(CONFIG, **{key: value})  # type: ignore[arg-type]
 
 
-def test_multiple_wider_than_a_layer_is_refused(tmp_path: Path) -> None:
+def test_multiple_wider_than_every_layer_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "source", NetworkName.fast_scnn)
-    cfg = dataclasses.replace(CONFIG, channel_multiple=64)
+    cfg = dataclasses.replace(CONFIG, channel_multiple=1024)
     with pytest.raises(
-        ConfigError, match=r"prune\.channel_multiple is 64, but layer '.*' has only \d+ channels"
+        ConfigError,
+        match=r"prune\.channel_multiple is 1024, and the widest layer .*'.*', has only \d+ channels",
     ):
         run(cfg, tmp_path / "source", tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [(NetworkName.bisenetv2, 1.0), (NetworkName.mobile_unet, 0.5), (NetworkName.fast_scnn, 0.25)],
+)
+def test_layers_that_are_too_narrow_stay_whole_and_are_named_once(
+    name: NetworkName, width: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(tmp_path / "source", name, width=width)
+    cfg = dataclasses.replace(CONFIG, channel_multiple=16, target_macs_ratio=0.8)
+    model, report = run(cfg, tmp_path / "source", tmp_path / "out")
+    assert report.macs_ratio <= 0.8
+    rows = list(csv.DictReader((model.parent / "removed.csv").open()))
+    narrow = [row for row in rows if int(row["channels_before"]) <= 16]
+    assert narrow and all(row["channels_removed"] == "0" for row in narrow)
+    (said,) = [record.getMessage() for record in caplog.records if "stay whole" in record.getMessage()]
+    assert "prune.channel_multiple = 16" in said and said.split(": ")[1].split(", ")[0] in {
+        row["layer"] for row in narrow
+    }
 
 
 def test_target_out_of_reach_writes_nothing(tmp_path: Path) -> None:
