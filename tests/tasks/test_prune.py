@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+from tasks.parts.block_pruning import logit_changes, prune_blocks
 from tasks.parts.channel_importance import Importance
 from tasks.parts.channel_pruning import Ranking, prune_channels
 from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
@@ -524,6 +525,32 @@ def test_block_that_matters_least_goes_first_and_stays_away(
         assert torch.equal(loaded(images_NCHW), logits_without(network, dropped, images_NCHW))
     again, _ = run(CONFIG, model, tmp_path / "again")
     assert count_macs(again) <= 0.6 * count_macs(model)
+
+
+def test_the_unchanged_network_runs_once_a_batch_while_blocks_are_compared(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.fast_scnn, depth=1.0)
+    network, _ = load_checkpoint(tmp_path / "source")
+    batches = [torch.randn(2, 3, 64, 64), torch.randn(1, 3, 64, 64)]
+    blocks = residual_blocks(network)
+    calls: list[int] = []
+    network.register_forward_hook(lambda *_: calls.append(1))
+    changes = logit_changes(network, blocks, batches)
+    assert len(calls) == len(batches) * (1 + len(blocks)) and residual_blocks(network) == blocks
+    for block, change in changes.items():
+        noise = sum(change_without(network, block, images_NCHW) ** 2 for images_NCHW in batches)
+        with torch.no_grad():
+            signal = sum(float(network(images_NCHW).square().sum()) for images_NCHW in batches)
+        assert change == pytest.approx((noise / signal) ** 0.5, rel=1e-4)
+
+
+def test_a_limit_that_holds_already_drops_nothing_even_without_blocks(tmp_path: Path) -> None:
+    """An earlier step may have dropped more than it had to, and the last block."""
+    make_checkpoint(tmp_path / "source", NetworkName.deeplabv3plus)
+    network, _ = load_checkpoint(tmp_path / "source")
+    limit_macs = count_macs(tmp_path / "source")
+    assert prune_blocks(network, batches=[], size=(64, 64), limit_macs=limit_macs) == []
+    with pytest.raises(ArtifactError, match="no residual block"):
+        prune_blocks(network, batches=[], size=(64, 64), limit_macs=limit_macs - 1)
 
 
 def test_dropped_block_is_not_in_the_exported_graph(tmp_path: Path, workshop: Workshop) -> None:
