@@ -9,11 +9,11 @@ import copy
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.core.errors import ConfigError
+from tasks.core.errors import ArtifactError, ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,15 +80,19 @@ class Report:
     num_evaluations: int
     """Passes over the images: one per cut, and one of the network as it came."""
     cuts: tuple[GroupCut, ...]
+    reason: str
+    """Why no group can be cut; empty if one can."""
 
 
 def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:
     """Write ``sensitivity.csv`` and ``sensitivity.png``; cost grows linearly with groups times ratios.
 
-    Ratios that come to the same number of channels in a group are measured once. Raises ConfigError when no group
-    can be cut, ArtifactError for weights that are not finite or a data set of other classes.
+    Channels go by their L1 norm, whatever prune.importance is. Ratios that come to the same number of channels in
+    a group are measured once. Where no group can be cut the table is empty, nothing is drawn, and the report says
+    why: a run may prune in another way. Raises ArtifactError for weights that are not finite or a data set of other
+    classes.
     """
-    from tasks.parts.channel_pruning import cut_group, list_groups, measure_convs, total_macs
+    from tasks.parts.channel_pruning import ChannelGroup, cut_group, list_groups, measure_convs, total_macs
     from tasks.parts.checkpoint import load_checkpoint
     from tasks.parts.data import open_split, read_manifest
     from tasks.parts.progress import tracked
@@ -99,15 +103,21 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
     check_same_classes(checkpoint, card.classes, read_manifest(data).classes, "distill")
     images_NHWC, masks_NHW = (array[: cfg.num_val_images] for array in open_split(data, "val"))
     size = (card.height, card.width)
-    groups = list_groups(network, size)
+    groups: list[ChannelGroup] = []
+    reason = ""
+    try:
+        groups = list_groups(network, size)
+    except ArtifactError as error:
+        reason = str(error)
     work = [
         (group, num_channels) for group in groups for num_channels in cut_sizes(len(group.importance), cfg)
     ]
     if not work:
-        raise ConfigError(
+        reason = reason or (
             f"rank_groups.channel_multiple is {cfg.channel_multiple}, and none of the {len(groups)} groups has so "
             "many channels to lose. Lower it, or train a wider network."
         )
+        logger.warning("rank_groups: no group can be cut: %s", reason)
     logger.info("rank_groups: %d cuts of %d groups of %s", len(work), len(groups), checkpoint)
     macs = total_macs(measure_convs(network, size))
     miou = _miou(network, (images_NHWC, masks_NHW), card, cfg.batch_size)
@@ -126,11 +136,15 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
                 miou_drop=miou - _miou(smaller, (images_NHWC, masks_NHW), card, cfg.batch_size),
             )
         )
-    write_table(out / "sensitivity.csv", cuts)
-    _plot_sensitivity(out / "sensitivity.png", cuts)
-    num_cut = len({cut.group for cut in cuts})
-    logger.info("rank_groups: mIoU %.4f; largest drop %.4f", miou, max(cut.miou_drop for cut in cuts))
-    return Report(miou, len(images_NHWC), len(groups), len(groups) - num_cut, len(cuts) + 1, tuple(cuts))
+    if cuts:
+        write_table(out / "sensitivity.csv", cuts)
+        _plot_sensitivity(out / "sensitivity.png", cuts)
+        logger.info("rank_groups: mIoU %.4f; largest drop %.4f", miou, max(cut.miou_drop for cut in cuts))
+    else:
+        columns = ",".join(field.name for field in fields(GroupCut))
+        (out / "sensitivity.csv").write_text(columns + "\n", encoding="utf-8")
+    num_uncut = len(groups) - len({cut.group for cut in cuts})
+    return Report(miou, len(images_NHWC), len(groups), num_uncut, len(cuts) + 1, tuple(cuts), reason)
 
 
 def cut_sizes(channels: int, cfg: Config) -> list[int]:

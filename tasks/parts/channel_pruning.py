@@ -132,8 +132,9 @@ def prune_channels(
         groups = _find_groups(graph, network, cfg.importance, kept=kept, batch_losses=batch_losses)
         shares = _shares_by_root(groups, cfg.layer_ratios)
         if step == 1:
-            roots = [group.root for group in groups if shares.get(group.root) != 0]
-            check_multiple({root: widths[root] for root in roots}, cfg.channel_multiple)
+            cuttable = {group.root: widths[group.root] for group in groups if shares.get(group.root) != 0}
+            check_multiple(cuttable, cfg.channel_multiple)
+            _log_narrow(cuttable, cfg.channel_multiple)
         convs = measure_convs(network, size)
         limit = budget + (start - budget) * (1 - step / cfg.num_steps)
         ordered = {root: share * progress for root, share in shares.items()}
@@ -331,47 +332,50 @@ def _shares_by_root(groups: list[ChannelGroup], layer_ratios: Mapping[str, float
     return shares
 
 
-def check_layer_names(layer_ratios: Mapping[str, float], network: "nn.Module") -> None:
-    """Raise ConfigError when `layer_ratios` names the classifier, or what is no convolution of the network."""
+def check_layer_names(
+    layer_ratios: Mapping[str, float], network: "nn.Module", layers: Collection[str] | None = None
+) -> None:
+    """Raise ConfigError when `layer_ratios` names the classifier, or none of `layers` (None: convolutions)."""
     from torch import nn
 
     classifier = str(network.classifier_layer)
-    layers = [name for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)]
+    convs = [name for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)]
+    kind, known = ("convolution", convs) if layers is None else ("convolution or linear layer", layers)
     if classifier in layer_ratios:
         raise ConfigError(
             f"prune.layer_ratios names the classifier {classifier!r}, which is never pruned: its channels are "
             "the classes. Remove it from prune.layer_ratios."
         )
-    unknown = [name for name in layer_ratios if name not in layers]
+    unknown = [name for name in layer_ratios if name not in known]
     if unknown:
         raise ConfigError(
-            f"prune.layer_ratios names {unknown[0]!r}, which is no convolution of the network. There are: "
-            f"{', '.join(name for name in layers if name != classifier)}."
+            f"prune.layer_ratios names {unknown[0]!r}, which is no {kind} of the network. There are: "
+            f"{', '.join(name for name in known if name != classifier)}."
         )
 
 
 def check_multiple(widths: Mapping[str, int], multiple: int) -> None:
-    """Log which layers are too narrow to lose channels; raise ConfigError when all of them are.
-
-    `widths` are the channels of the layers that may be cut; at least one multiple of channels stays.
-    """
-    narrow = [name for name, width in widths.items() if width <= multiple]
-    if not narrow:
-        return
-    if len(narrow) == len(widths):
-        widest = max(widths, key=lambda name: widths[name])
+    """Raise ConfigError when none of the layers, given with their channels, has more than one multiple of them."""
+    widest = max(widths, key=lambda name: widths[name], default=None)
+    if widest is not None and widths[widest] <= multiple:
         raise ConfigError(
             f"prune.channel_multiple is {multiple}, and the widest layer that may be cut, {widest!r}, has only "
             f"{widths[widest]} channels; each layer keeps at least one multiple. Set prune.channel_multiple below "
             f"{widths[widest]}, or train a wider network (network.width)."
         )
-    logger.warning(
-        "%d of %d layers have no more than prune.channel_multiple = %d channels and stay whole: %s",
-        len(narrow),
-        len(widths),
-        multiple,
-        ", ".join(narrow),
-    )
+
+
+def _log_narrow(widths: Mapping[str, int], multiple: int) -> None:
+    """Name the layers that have no channels to lose."""
+    narrow = [name for name, width in widths.items() if width <= multiple]
+    if narrow:
+        logger.warning(
+            "%d of %d layers have no more than prune.channel_multiple = %d channels and stay whole: %s",
+            len(narrow),
+            len(widths),
+            multiple,
+            ", ".join(narrow),
+        )
 
 
 def _choose_cuts(
@@ -506,7 +510,7 @@ def check_runs(network: "nn.Module", height: int, width: int, num_classes: int) 
 
 
 def list_groups(network: "nn.Module", size: tuple[int, int]) -> list[ChannelGroup]:
-    """List the groups that may be cut, with the importance of their channels; `size` is (height, width)."""
+    """List the groups that may be cut, with the L1 importance of their channels; `size` is (height, width)."""
     return _find_groups(_trace(network, size), network)
 
 

@@ -56,14 +56,16 @@ def measure_val_miou(network: nn.Module, card: ModelCard, data: Path, batch_size
     return mean_iou(classes_NHW, masks_NHW, len(card.classes))
 
 
-def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) -> None:
-    """Train a network on the labels, in place, and leave the weights of its best epoch in it; zeros stay zero.
+def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) -> float:
+    """Train a network on the labels, in place, and return the val mIoU of its best epoch; zeros stay zero.
 
-    `out` takes what a killed run resumes from. A copy is trained: training leaves hooks behind, and pruning
-    traces the network again.
+    The weights of that epoch are left in the network. `out` takes what a killed run resumes from. A copy is
+    trained: training leaves hooks and other forward functions behind, and the network is traced afterwards.
     """
     out.mkdir(parents=True, exist_ok=True)
     trained = copy.deepcopy(network)
     keep_zeros(trained)
-    train_network(trained, label_objective(data, config.class_balance), data=data, config=config, out=out)
+    objective = label_objective(data, config.class_balance)
+    report = train_network(trained, objective, data=data, config=config, out=out)
     network.load_state_dict(trained.state_dict())
+    return report.val_miou
