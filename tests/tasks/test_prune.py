@@ -27,6 +27,7 @@ from tasks.parts.onnx_graph import node_sources
 from tasks.parts.pruning_choice import write_choice
 from tasks.parts.pruning_recovery import measure_val_miou, read_batches
 from tasks.parts.trainer_config import Strategy
+from tasks.parts.weight_sparsity import is_two_of_four
 from tasks.prune import Config, Method, Recovery, Report, _save_loadable, prune
 from tests.tasks.conftest import CLASSES as WORKSHOP_CLASSES
 from tests.tasks.conftest import Workshop
@@ -112,8 +113,11 @@ def test_the_ratio_of_the_search_is_taken_on_request(tmp_path: Path) -> None:
         assert least < report.macs_ratio <= most
     with pytest.raises(ArtifactError, match=r"no chosen ratio .* prune\.target_macs_ratio"):
         run(dataclasses.replace(CONFIG, from_search=True), tmp_path / "source.safetensors", tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"prune\.from_search is True"):
-        dataclasses.replace(CONFIG, from_search=True, method=Method.two_of_four)
+    for method in (Method.blocks, Method.weights, Method.two_of_four):
+        with pytest.raises(
+            ConfigError, match=r"prune\.from_search is True, which only prune\.method channels"
+        ):
+            dataclasses.replace(CONFIG, from_search=True, method=method)
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
@@ -647,6 +651,24 @@ def test_two_of_four_lists_the_layers_that_stay_dense(tmp_path: Path) -> None:
         else:
             assert torch.equal(tensor, before[key])
     assert "downsample.0.conv" in report.dense_layers and "classifier" not in report.dense_layers
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_linear_layers_of_a_transformer_get_zeros(name: NetworkName, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", name, width=0.25, depth=0.1)
+    source, _ = load_checkpoint(tmp_path / "source")
+    linear = next(layer for layer, module in source.named_modules() if isinstance(module, nn.Linear))
+    cfg = dataclasses.replace(CONFIG, method=Method.weights, layer_ratios={linear: 0.9})
+    model, report = run(cfg, tmp_path / "source", tmp_path / "weights")
+    zeros = load_file(model)[f"{linear}.weight"] == 0
+    assert float(zeros.float().mean()) == pytest.approx(0.9, abs=0.01)
+    assert report.weight_sparsity > 0.45
+    model, report = run(
+        dataclasses.replace(CONFIG, method=Method.two_of_four), tmp_path / "source", tmp_path / "two_of_four"
+    )
+    for layer, module in load_checkpoint(model)[0].named_modules():
+        if isinstance(module, nn.Linear):
+            assert is_two_of_four(module.weight.detach().numpy()) != (layer in report.dense_layers)
 
 
 STEPS = dataclasses.replace(
