@@ -10,14 +10,13 @@ heads, and torch-pruning does not follow them through its reshapes.
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
-from tasks.parts.channel_importance import BatchLosses, Importance, score_channels
+from tasks.parts.channel_importance import BatchLosses, Importance, score_channels, tracing_errors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -197,33 +196,13 @@ def macs_budget(original: Mapping[str, ConvSize], target_macs_ratio: float, prog
 _OTHER_WAYS = "Train a network of convolutions (network.name), or set prune.method to weights."
 
 
-@contextmanager
-def _tracing_errors() -> Iterator[None]:
-    """Turn what torch-pruning raises on a graph that it cannot follow into one error."""
-    try:
-        yield
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        IndexError,
-        AssertionError,
-    ) as error:
-        raise ArtifactError(
-            f"The network cannot be traced for pruning ({type(error).__name__}: {error}). Each layer must "
-            "run in forward, outside of data-dependent branches. Prune another network (network.name)."
-        ) from error
-
-
 def _trace(network: "nn.Module", size: tuple[int, int]) -> Any:
     """Build torch-pruning's dependency graph."""
     import torch
     import torch_pruning
 
     network.eval()
-    with _tracing_errors():
+    with tracing_errors():
         return torch_pruning.DependencyGraph().build_dependency(
             network, torch.zeros(1, 3, *size), verbose=False
         )
@@ -247,8 +226,7 @@ def _find_groups(
     scored = [
         (group, coupled) for group, coupled in found if not any(name in kept for name in group.cut_outputs)
     ]
-    with _tracing_errors():
-        values = score_channels(importance, [coupled for _, coupled in scored], network, batch_losses)
+    values = score_channels(importance, [coupled for _, coupled in scored], network, batch_losses)
     # A group of zeros has no mean to divide by.
     scores = {
         group.root: tuple(torch.nan_to_num(value, nan=0.0).tolist())
@@ -273,7 +251,7 @@ def _coupled_groups(graph: Any, network: "nn.Module") -> list[tuple[ChannelGroup
     for root, name in names.items():
         if not isinstance(root, nn.Conv2d) or root.groups > 1 or name in seen:
             continue
-        with _tracing_errors():
+        with tracing_errors():
             coupled = _coupled_layers(graph, root, list(range(root.out_channels)))
             group = _describe_group(graph, names, coupled)
         is_classifier = str(network.classifier_layer) in group.cut_outputs
@@ -483,7 +461,7 @@ def _macs_after(
 
 def _cut(graph: Any, network: "nn.Module", group: ChannelGroup, channels: list[int]) -> None:
     """Remove channels of one group from all of its layers."""
-    with _tracing_errors():
+    with tracing_errors():
         coupled = _coupled_layers(graph, network.get_submodule(group.root), sorted(channels))
         is_allowed = graph.check_pruning_group(coupled)
         if is_allowed:
