@@ -11,15 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tasks.core.errors import ArtifactError, ConfigError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from tasks.parts.data import Batch
-    from tasks.parts.model_card import ModelCard
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +91,7 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
     from tasks.parts.progress import tracked
     from tasks.parts.same_classes import check_same_classes
     from tasks.parts.tables import write_table
+    from tasks.parts.torch_predict import measure_miou
 
     network, card = load_checkpoint(checkpoint)
     check_same_classes(checkpoint, card.classes, read_manifest(data).classes, "distill")
@@ -120,7 +114,7 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
         logger.warning("rank_groups: no group can be cut: %s", reason)
     logger.info("rank_groups: %d cuts of %d groups of %s", len(work), len(groups), checkpoint)
     macs = total_macs(measure_convs(network, size))
-    miou = _miou(network, (images_NHWC, masks_NHW), card, cfg.batch_size)
+    miou = measure_miou(network, images_NHWC, masks_NHW, card, batch_size=cfg.batch_size)
     cuts = []
     for group, num_channels in tracked(work, "rank_groups"):
         smaller = copy.deepcopy(network)
@@ -133,7 +127,8 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
                 channels_removed=num_channels,
                 ratio=num_channels / len(group.importance),
                 macs_saved_share=1 - total_macs(measure_convs(smaller, size)) / macs,
-                miou_drop=miou - _miou(smaller, (images_NHWC, masks_NHW), card, cfg.batch_size),
+                miou_drop=miou
+                - measure_miou(smaller, images_NHWC, masks_NHW, card, batch_size=cfg.batch_size),
             )
         )
     if cuts:
@@ -156,16 +151,6 @@ def cut_sizes(channels: int, cfg: Config) -> list[int]:
         if left < channels:
             sizes.add(channels - left)
     return sorted(sizes)
-
-
-def _miou(network: "nn.Module", batch: "Batch", card: "ModelCard", batch_size: int) -> float:
-    """Return the mIoU of a network on images_NHWC with masks_NHW."""
-    from tasks.parts.metrics import mean_iou
-    from tasks.parts.torch_predict import predict_classes
-
-    images_NHWC, masks_NHW = batch
-    classes_NHW = predict_classes(network, images_NHWC, card, batch_size=batch_size)
-    return mean_iou(classes_NHW, masks_NHW, len(card.classes))
 
 
 def _plot_sensitivity(path: Path, cuts: Sequence[GroupCut]) -> None:

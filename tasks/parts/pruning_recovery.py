@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from tasks.parts.data import normalise, open_split, read_manifest
 from tasks.parts.losses import class_weights
-from tasks.parts.metrics import mean_iou
 from tasks.parts.model_card import ModelCard
-from tasks.parts.torch_predict import predict_classes
+from tasks.parts.torch_predict import measure_miou
 from tasks.parts.trainer_config import TrainerConfig
 from tasks.parts.training import CrossEntropy, train_network
 from tasks.parts.weight_sparsity import keep_zeros
@@ -51,9 +50,7 @@ def label_objective(data: Path, class_balance: float) -> CrossEntropy:
 
 def measure_val_miou(network: nn.Module, card: ModelCard, data: Path, batch_size: int) -> float:
     """Return the mIoU of a network on the validation split."""
-    images_NHWC, masks_NHW = open_split(data, "val")
-    classes_NHW = predict_classes(network, images_NHWC, card, batch_size=batch_size)
-    return mean_iou(classes_NHW, masks_NHW, len(card.classes))
+    return measure_miou(network, *open_split(data, "val"), card, batch_size=batch_size)
 
 
 def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) -> float:

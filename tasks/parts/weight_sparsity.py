@@ -70,7 +70,7 @@ def count_zeros(network: "nn.Module") -> dict[str, int]:
 
 
 def is_two_of_four(weights_OIhw: NDArray[Any]) -> bool:
-    """Tell, for [O, I, h, w] or [O, I], whether of each four consecutive input channels at most two have a weight that is not zero."""
+    """Tell, for [O, I, h, w] or [O, I], whether of each four input channels at most two have a non-zero weight."""
     channels = weights_OIhw.shape[1]
     if channels % _BLOCK:
         return False
