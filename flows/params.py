@@ -66,6 +66,10 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     for section in (params["prune"], params["search_pruning"]["pruning"], params["rank_groups"]):
         if section["channel_multiple"] is None:
             section["channel_multiple"] = _largest_multiple(targets)
+    if params["prune"]["method"] != "channels":
+        params["search_pruning"]["pruning"][
+            "layer_ratios"
+        ] = {}  # they may name layers that no channels can lose
     params["engines"] = dict(_engines(variants, targets))
     if "distilled-cpu_torch" not in params["engines"]:
         raise ConfigError(

@@ -77,7 +77,8 @@ class Report:
     opset: int
     """ONNX operator set."""
     two_of_four_macs_share: float
-    """Share of the convolutions' MACs whose weights in the graph have at most two of four input channels non-zero."""
+    """Share of the MACs of convolutions and matrix products whose weights in the graph have at most two of four input
+    channels non-zero."""
     differences: tuple[BatchDifference, ...]
     """Torch against ONNX Runtime, one per batch size."""
 
@@ -116,7 +117,10 @@ def export_onnx(cfg: Config, *, checkpoint: Path, out: Path) -> Report:
 
 
 def two_of_four_macs_share(graph: "ModelProto") -> float:
-    """Return how much of the convolutions' work has 2:4 sparse weights in the graph as it is, BatchNorm folded."""
+    """Return how much of the work of convolutions and matrix products has 2:4 sparse weights, BatchNorm folded.
+
+    The products of attention, which have no weights, count as dense.
+    """
     from onnx import numpy_helper
 
     from tasks.parts.onnx_graph import conv_macs
@@ -124,11 +128,16 @@ def two_of_four_macs_share(graph: "ModelProto") -> float:
 
     macs = conv_macs(graph)
     constants = {tensor.name: tensor for tensor in graph.graph.initializer}
-    sparse = [
-        macs[node.name]
-        for node in graph.graph.node
-        if node.op_type == "Conv" and is_two_of_four(numpy_helper.to_array(constants[node.input[1]]))
-    ]
+    sparse = []
+    for node in graph.graph.node:
+        if node.name not in macs or node.input[1] not in constants:
+            continue
+        weights = numpy_helper.to_array(constants[node.input[1]])
+        is_transposed = any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
+        if node.op_type != "Conv" and not is_transposed:
+            weights = weights.swapaxes(-1, -2)  # [I, O] to [O, I]
+        if weights.ndim >= 2 and is_two_of_four(weights):
+            sparse.append(macs[node.name])
     return sum(sparse) / sum(macs.values())
 
 

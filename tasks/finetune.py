@@ -28,6 +28,8 @@ def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: P
     Raises ArtifactError when checkpoint, teacher and data differ in their classes, TrainingDiverged when the
     loss is not finite.
     """
+    import torch
+
     from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
     from tasks.parts.data import read_manifest
     from tasks.parts.distillation_objective import build_objective
@@ -39,6 +41,7 @@ def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: P
     network, card = load_checkpoint(checkpoint)
     check_same_classes(checkpoint, card.classes, manifest.classes, "distill")
     keep_zeros(network)
+    torch.manual_seed(cfg.trainer.seed)  # where the adapter of the hint starts
     objective = build_objective(
         cfg.distillation,
         student=network,

@@ -51,9 +51,11 @@ class Config(ChannelPruning):
     method: Method
     """What is removed."""
     from_search: bool
-    """Take the ratio that search_pruning chose by measured latency, instead of target_macs_ratio."""
+    """Method channels: take the ratio that search_pruning chose by measured latency, instead of
+    target_macs_ratio."""
     weight_sparsity: float
-    """Method weights: share of the weights of all convolutions but the classifier that become zero."""
+    """Method weights: share of the weights of all convolutions and linear layers but the classifier that become
+    zero."""
     num_images: int
     """Images that importance taylor (training split) and method blocks (calibration split) measure on."""
     batch_size: int
@@ -84,7 +86,7 @@ class Config(ChannelPruning):
             ("ranking", Ranking.across_layers, [channels, weights]),
             ("layer_ratios", {}, [channels, weights]),
             ("iterations", 1, [channels, Method.blocks, weights]),
-            ("from_search", False, [channels, Method.blocks]),
+            ("from_search", False, [channels]),
         ):
             value = getattr(self, key)
             if value != neutral and self.method not in methods:
@@ -114,7 +116,7 @@ class Step:
     macs_ratio: float
     """MACs after this step by MACs of the network as it came."""
     weight_sparsity: float
-    """Share of the convolutions' weights that are zero."""
+    """Share of the weights of convolutions and linear layers that are zero."""
     val_miou: float | None
     """After the training; None with a single step, which is not trained here."""
     is_kept: bool
@@ -140,9 +142,9 @@ class Report:
     blocks_removed: tuple[str, ...]
     """Residual blocks that are gone."""
     weight_sparsity: float
-    """Share of the convolutions' weights that are zero."""
+    """Share of the weights of convolutions and linear layers that are zero."""
     dense_layers: tuple[str, ...]
-    """Method two_of_four: convolutions that stay dense because their input channels are no multiple of 4."""
+    """Method two_of_four: layers that stay dense because their input channels are no multiple of 4."""
     val_miou_before: float | None
     """Of the network as it came; None with a single step."""
     is_stopped_at_floor: bool
@@ -157,13 +159,15 @@ def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path)
     ``data`` is read only for importance taylor, method blocks and several iterations, ``choice``, which
     search_pruning wrote, only with ``from_search``.
 
-    Raises GateFailed when the target is out of reach, ConfigError when the multiple or the layer ratios do not
-    fit the network, ArtifactError when the network cannot be traced or does not run after the cut.
+    Raises GateFailed when the target is out of reach or the search chose none, ConfigError when all layers are as
+    narrow as the multiple or the layer ratios do not fit the network, ArtifactError when the network cannot be
+    traced or does not run after the cut.
     """
     from tasks.parts.channel_pruning import check_layer_names, check_runs, measure_convs
     from tasks.parts.checkpoint import load_checkpoint
     from tasks.parts.pruning_choice import read_choice
     from tasks.parts.tables import write_table
+    from tasks.parts.weight_sparsity import layer_weights
 
     if cfg.from_search:
         cfg = replace(cfg, target_macs_ratio=read_choice(choice))
@@ -171,7 +175,10 @@ def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path)
     size = (card.height, card.width)
     logger.info("%s: pruning %s to %g of the MACs", checkpoint, cfg.method, cfg.target_macs_ratio)
     before = measure_convs(network, size)
-    check_layer_names(cfg.layer_ratios, network)
+    if cfg.method is Method.weights:
+        check_layer_names(cfg.layer_ratios, network, layer_weights(network))
+    else:
+        check_layer_names(cfg.layer_ratios, network)
     if cfg.needs_data:
         from tasks.parts.data import read_manifest
         from tasks.parts.same_classes import check_same_classes
@@ -214,9 +221,9 @@ class Cut:
 
     def apply(self, network: "nn.Module", *, progress: float) -> None:
         """Prune in place until the given share of the whole cut is done."""
-        from tasks.parts.channel_pruning import prune_channels, total_macs
+        from tasks.parts.channel_pruning import macs_budget, prune_channels
 
-        cfg, total = self.cfg, total_macs(self.before)
+        cfg = self.cfg
         match cfg.method:
             case Method.channels:
                 losses = self._batch_losses() if cfg.importance is Importance.taylor else None
@@ -230,7 +237,7 @@ class Cut:
                 sample = read_batches(
                     self.data, "calibration", batch_size=cfg.batch_size, num_images=cfg.num_images
                 )
-                limit_macs = total * (1 - (1 - cfg.target_macs_ratio) * progress)
+                limit_macs = macs_budget(self.before, cfg.target_macs_ratio, progress)
                 batches = [images_NCHW for images_NCHW, _ in sample]
                 prune_blocks(network, batches=batches, size=self.size, limit_macs=limit_macs)
             case Method.weights:
@@ -298,12 +305,13 @@ def _prune_step_by_step(
 
 def _zero_weights(network: "nn.Module", cfg: Config, progress: float) -> None:
     """Set the smallest weights to zero: named layers by their own share, all others by `weight_sparsity`."""
-    from torch import nn
+    from tasks.parts.weight_sparsity import layer_weights, zero_smallest_weights
 
-    from tasks.parts.weight_sparsity import zero_smallest_weights
-
-    layers = [name for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)]
-    rest = [name for name in layers if name not in (str(network.classifier_layer), *cfg.layer_ratios)]
+    rest = [
+        name
+        for name in layer_weights(network)
+        if name not in (str(network.classifier_layer), *cfg.layer_ratios)
+    ]
     for name, ratio in cfg.layer_ratios.items():
         zero_smallest_weights(network, [name], ratio * progress)
     for names in [rest] if cfg.ranking is Ranking.across_layers else [[name] for name in rest]:

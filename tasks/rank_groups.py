@@ -9,17 +9,10 @@ import copy
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tasks.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from tasks.parts.data import Batch
-    from tasks.parts.model_card import ModelCard
+from tasks.core.errors import ArtifactError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -80,37 +73,48 @@ class Report:
     num_evaluations: int
     """Passes over the images: one per cut, and one of the network as it came."""
     cuts: tuple[GroupCut, ...]
+    reason: str
+    """Why no group can be cut; empty if one can."""
 
 
 def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:
     """Write ``sensitivity.csv`` and ``sensitivity.png``; cost grows linearly with groups times ratios.
 
-    Ratios that come to the same number of channels in a group are measured once. Raises ConfigError when no group
-    can be cut, ArtifactError for weights that are not finite or a data set of other classes.
+    Channels go by their L1 norm, whatever prune.importance is. Ratios that come to the same number of channels in
+    a group are measured once. Where no group can be cut the table is empty, nothing is drawn, and the report says
+    why: a run may prune in another way. Raises ArtifactError for weights that are not finite or a data set of other
+    classes.
     """
-    from tasks.parts.channel_pruning import cut_group, list_groups, measure_convs, total_macs
+    from tasks.parts.channel_pruning import ChannelGroup, cut_group, list_groups, measure_convs, total_macs
     from tasks.parts.checkpoint import load_checkpoint
     from tasks.parts.data import open_split, read_manifest
     from tasks.parts.progress import tracked
     from tasks.parts.same_classes import check_same_classes
     from tasks.parts.tables import write_table
+    from tasks.parts.torch_predict import measure_miou
 
     network, card = load_checkpoint(checkpoint)
     check_same_classes(checkpoint, card.classes, read_manifest(data).classes, "distill")
     images_NHWC, masks_NHW = (array[: cfg.num_val_images] for array in open_split(data, "val"))
     size = (card.height, card.width)
-    groups = list_groups(network, size)
+    groups: list[ChannelGroup] = []
+    reason = ""
+    try:
+        groups = list_groups(network, size)
+    except ArtifactError as error:
+        reason = str(error)
     work = [
         (group, num_channels) for group in groups for num_channels in cut_sizes(len(group.importance), cfg)
     ]
     if not work:
-        raise ConfigError(
+        reason = reason or (
             f"rank_groups.channel_multiple is {cfg.channel_multiple}, and none of the {len(groups)} groups has so "
             "many channels to lose. Lower it, or train a wider network."
         )
+        logger.warning("rank_groups: no group can be cut: %s", reason)
     logger.info("rank_groups: %d cuts of %d groups of %s", len(work), len(groups), checkpoint)
     macs = total_macs(measure_convs(network, size))
-    miou = _miou(network, (images_NHWC, masks_NHW), card, cfg.batch_size)
+    miou = measure_miou(network, images_NHWC, masks_NHW, card, batch_size=cfg.batch_size)
     cuts = []
     for group, num_channels in tracked(work, "rank_groups"):
         smaller = copy.deepcopy(network)
@@ -123,14 +127,19 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
                 channels_removed=num_channels,
                 ratio=num_channels / len(group.importance),
                 macs_saved_share=1 - total_macs(measure_convs(smaller, size)) / macs,
-                miou_drop=miou - _miou(smaller, (images_NHWC, masks_NHW), card, cfg.batch_size),
+                miou_drop=miou
+                - measure_miou(smaller, images_NHWC, masks_NHW, card, batch_size=cfg.batch_size),
             )
         )
-    write_table(out / "sensitivity.csv", cuts)
-    _plot_sensitivity(out / "sensitivity.png", cuts)
-    num_cut = len({cut.group for cut in cuts})
-    logger.info("rank_groups: mIoU %.4f; largest drop %.4f", miou, max(cut.miou_drop for cut in cuts))
-    return Report(miou, len(images_NHWC), len(groups), len(groups) - num_cut, len(cuts) + 1, tuple(cuts))
+    if cuts:
+        write_table(out / "sensitivity.csv", cuts)
+        _plot_sensitivity(out / "sensitivity.png", cuts)
+        logger.info("rank_groups: mIoU %.4f; largest drop %.4f", miou, max(cut.miou_drop for cut in cuts))
+    else:
+        columns = ",".join(field.name for field in fields(GroupCut))
+        (out / "sensitivity.csv").write_text(columns + "\n", encoding="utf-8")
+    num_uncut = len(groups) - len({cut.group for cut in cuts})
+    return Report(miou, len(images_NHWC), len(groups), num_uncut, len(cuts) + 1, tuple(cuts), reason)
 
 
 def cut_sizes(channels: int, cfg: Config) -> list[int]:
@@ -142,16 +151,6 @@ def cut_sizes(channels: int, cfg: Config) -> list[int]:
         if left < channels:
             sizes.add(channels - left)
     return sorted(sizes)
-
-
-def _miou(network: "nn.Module", batch: "Batch", card: "ModelCard", batch_size: int) -> float:
-    """Return the mIoU of a network on images_NHWC with masks_NHW."""
-    from tasks.parts.metrics import mean_iou
-    from tasks.parts.torch_predict import predict_classes
-
-    images_NHWC, masks_NHW = batch
-    classes_NHW = predict_classes(network, images_NHWC, card, batch_size=batch_size)
-    return mean_iou(classes_NHW, masks_NHW, len(card.classes))
 
 
 def _plot_sensitivity(path: Path, cuts: Sequence[GroupCut]) -> None:

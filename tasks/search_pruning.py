@@ -10,10 +10,11 @@ import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.core.errors import BuildFailed, ConfigError, GateFailed, TargetMismatch
+from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, GateFailed, TargetMismatch
 from tasks.parts.channel_pruning import ChannelPruning
 from tasks.parts.target import Runtime, Target
 from tasks.parts.trainer_config import TrainerConfig
@@ -39,6 +40,10 @@ class Config:
     """Shares of the MACs that may remain, each tried. More: finer curve, slower."""
     pruning: ChannelPruning
     """How channels are chosen; its own target_macs_ratio is replaced by each of the above."""
+    num_images: int
+    """First images of the train split that importance taylor measures on; those of the stage prune."""
+    batch_size: int
+    """Of these images."""
     trainer: TrainerConfig
     """The short recovery after each cut, with the labels alone."""
     num_train_images: int
@@ -57,7 +62,7 @@ class Config:
                 f"search_pruning.target_macs_ratios is {ratios}, expected one or more different numbers between 0 "
                 "and 1. The unpruned network is always measured."
             )
-        for name in ("num_train_images", "num_val_images"):
+        for name in ("num_images", "batch_size", "num_train_images", "num_val_images"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"search_pruning.{name} is {getattr(self, name)}, expected at least 1.")
         if self.num_rounds < 3:
@@ -98,15 +103,19 @@ class Report:
     """The curve and what was chosen on it."""
 
     target: str
-    target_macs_ratio: float
-    """The choice: the knee, or without one the pruned network of the highest mIoU."""
+    target_macs_ratio: float | None
+    """The choice among the pruned networks of the front that are faster than the unpruned one: the knee, or else the
+    one of the highest mIoU. None where there is no such network."""
+    reason: str
+    """Why there is no choice; empty if there is one."""
     has_knee: bool
-    """False: no pruned network stands out, and a larger ratio or none may serve as well."""
-    aa_ratio_spread: float
+    """Whether the choice is the knee. False: no pruned network stands out, and a larger ratio or none may serve as
+    well."""
+    aa_ratio_spread: float | None
     """Largest distance from 1 of the 95 % interval of unpruned / same unpruned engine: smaller differences of
-    latency may not be claimed."""
+    latency may not be claimed. None where no ratio can be reached, and nothing was timed."""
     candidates: tuple[Candidate, ...]
-    """By rising ratio, the unpruned network last."""
+    """By rising ratio, the unpruned network last if it was timed."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +131,10 @@ class _Latency:
 def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:
     """Write ``curve.csv``, ``curve.png`` and ``choice.json`` for a network that is to be pruned.
 
-    The choice is the knee of the front of latency and mIoU (Kneedle, `tasks.parts.pareto.find_knee`). Raises
-    TargetMismatch or BuildFailed when the target cannot be built here, GateFailed when no ratio can be reached,
-    ArtifactError for weights that are not finite or a data set of other classes.
+    The choice is the knee of the front of latency and mIoU (Kneedle, `tasks.parts.pareto.find_knee`). Where no
+    ratio can be reached nothing is timed or drawn, and the report says why: a run may prune in another way. Raises
+    TargetMismatch or BuildFailed when the target cannot be built here, ConfigError when the layer ratios do not
+    fit the network, ArtifactError for weights that are not finite or a data set of other classes.
     """
     from tasks.parts.channel_pruning import measure_convs, total_macs
     from tasks.parts.checkpoint import load_checkpoint
@@ -137,53 +147,76 @@ def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> R
     check_same_classes(checkpoint, card.classes, read_manifest(data).classes, "distill")
     ratios, size = sorted(cfg.target_macs_ratios), (card.height, card.width)
     logger.info("search_pruning: %s on %s, ratios %s", checkpoint, cfg.target.name, ratios)
-    networks, notes = _prune_all(cfg, network, size)
+    networks, notes = _prune_all(cfg, network, size, data)
     macs = {ratio: total_macs(measure_convs(found, size)) for ratio, found in networks.items()}
-    mious, latencies, aa_ratio_spread = _measure(cfg, networks, card, data, out)
+    mious, latencies, aa_ratio_spread = (
+        _measure(cfg, networks, card, data, out) if networks else ({}, {}, None)
+    )
     candidates = _candidates(notes, macs, mious, latencies)
     choice = _choose(candidates)
+    ratio, reason = (choice.target_macs_ratio, "") if choice else (None, _why_none(candidates))
     write_table(out / "curve.csv", candidates)
-    _plot_curve(out / "curve.png", candidates, choice, cfg.target.name)
-    write_choice(out / "choice.json", choice.target_macs_ratio)
-    logger.info(
-        "search_pruning: chosen %g of the MACs, %.2f of the latency%s; A/A spread %.1f %%",
-        choice.target_macs_ratio,
-        choice.latency_ratio or 0.0,
-        "" if choice.is_knee else " (no knee: the most accurate pruned network)",
-        100 * aa_ratio_spread,
-    )
+    if networks:
+        _plot_curve(out / "curve.png", candidates, choice, cfg.target.name)
+    write_choice(out / "choice.json", ratio, reason)
+    if choice:
+        logger.info(
+            "search_pruning: chosen %g of the MACs, %.2f of the latency%s; A/A spread %.1f %%",
+            ratio,
+            choice.latency_ratio,
+            "" if choice.is_knee else " (no knee: the most accurate of the faster ones)",
+            100 * (aa_ratio_spread or 0.0),
+        )
+    else:
+        logger.warning("search_pruning: no ratio is chosen: %s", reason)
     return Report(
         target=cfg.target.name,
-        target_macs_ratio=choice.target_macs_ratio,
-        has_knee=choice.is_knee,
+        target_macs_ratio=ratio,
+        reason=reason,
+        has_knee=choice is not None and choice.is_knee,
         aa_ratio_spread=aa_ratio_spread,
         candidates=tuple(candidates),
     )
 
 
 def _prune_all(
-    cfg: Config, network: "nn.Module", size: tuple[int, int]
+    cfg: Config, network: "nn.Module", size: tuple[int, int], data: Path
 ) -> tuple[dict[float, "nn.Module"], dict[float, str]]:
-    """Return the networks by ratio, the unpruned one last, and the ratios that cannot be reached with the reason."""
-    from tasks.parts.channel_pruning import prune_channels
+    """Return the networks by ratio, the unpruned one last, and the ratios that cannot be reached with the reason.
 
+    There are no networks at all where no ratio can be reached.
+    """
+    from tasks.parts.channel_pruning import check_layer_names, check_multiple, list_groups, prune_channels
+    from tasks.parts.pruning_recovery import batch_losses
+
+    check_layer_names(cfg.pruning.layer_ratios, network)
+    losses = partial(
+        batch_losses,
+        data=data,
+        class_balance=cfg.trainer.class_balance,
+        num_images=cfg.num_images,
+        batch_size=cfg.batch_size,
+    )
     networks: dict[float, nn.Module] = {}
     notes: dict[float, str] = {}
-    for ratio in sorted(cfg.target_macs_ratios):
+    ratios = sorted(cfg.target_macs_ratios)
+    try:
+        widths = {group.root: len(group.importance) for group in list_groups(network, size)}
+        check_multiple(widths, cfg.pruning.channel_multiple)
+    except (ArtifactError, ConfigError) as error:
+        return networks, dict.fromkeys(ratios, str(error))
+    for ratio in ratios:
         pruned = copy.deepcopy(network)
         try:
-            prune_channels(pruned, replace(cfg.pruning, target_macs_ratio=ratio), size=size)
-        except GateFailed as error:
+            prune_channels(
+                pruned, replace(cfg.pruning, target_macs_ratio=ratio), size=size, batch_losses=losses
+            )
+        except (ArtifactError, GateFailed) as error:
             logger.warning("search_pruning: ratio %g cannot be reached: %s", ratio, error)
             notes[ratio] = str(error)
         else:
             networks[ratio] = pruned
-    if not networks:
-        raise GateFailed(
-            f"None of the ratios {sorted(notes)} can be reached (search_pruning.target_macs_ratios). The largest: "
-            f"{notes[max(notes)]}"
-        )
-    return networks | {UNPRUNED: network}, notes
+    return networks | ({UNPRUNED: network} if networks else {}), notes
 
 
 def _measure(
@@ -195,13 +228,15 @@ def _measure(
     """
     from tempfile import TemporaryDirectory
 
+    from tasks.parts.pruning_recovery import recover
+
     with TemporaryDirectory(dir=out) as scratch:
         engines = {UNPRUNED: _build(cfg, networks[UNPRUNED], card, Path(scratch, f"{UNPRUNED}"))}
         small_data = _first_images(cfg, data, out / "resume" / "dataset")
         mious = {}
         for number, (ratio, network) in enumerate(networks.items(), 1):
             logger.info("search_pruning: network %d of %d, ratio %g", number, len(networks), ratio)
-            mious[ratio] = _recover(cfg, network, small_data, out / "resume" / f"{ratio}")
+            mious[ratio] = recover(network, small_data, cfg.trainer, out / "resume" / f"{ratio}")
             if ratio != UNPRUNED:
                 engines[ratio] = _build(cfg, network, card, Path(scratch, f"{ratio}"))
         logger.info("search_pruning: timing %d engines", len(engines))
@@ -219,16 +254,6 @@ def _first_images(cfg: Config, data: Path, small_data: Path) -> Path:
         shutil.rmtree(small_data, ignore_errors=True)
         write_first_images(data, small_data, {"train": cfg.num_train_images, "val": cfg.num_val_images})
     return small_data
-
-
-def _recover(cfg: Config, network: "nn.Module", data: Path, out: Path) -> float:
-    """Train shortly, in place, and return the mIoU of the best epoch; continues after a kill."""
-    from tasks.parts.pruning_recovery import label_objective
-    from tasks.parts.training import train_network
-
-    out.mkdir(exist_ok=True)
-    objective = label_objective(data, cfg.trainer.class_balance)
-    return train_network(network, objective, data=data, config=cfg.trainer, out=out).val_miou
 
 
 def _build(cfg: Config, network: "nn.Module", card: "ModelCard", out: Path) -> Path:
@@ -328,13 +353,35 @@ def _candidates(
     return sorted(rows, key=lambda row: row.target_macs_ratio)
 
 
-def _choose(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the knee; where there is none, or it is the unpruned network, the pruned one of the highest mIoU."""
-    pruned = [row for row in candidates if row.macs is not None and row.target_macs_ratio != UNPRUNED]
-    return max(pruned, key=lambda row: (row.is_knee, row.val_miou or 0.0))
+def _choose(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the knee, or else the network of the highest mIoU, of the pruned ones of the front that are faster.
+
+    Faster than the unpruned one: the whole interval of the ratio of their latencies is below 1.
+    """
+    from tasks.parts.pareto import pareto_front
+
+    measured = [row for row in candidates if row.macs is not None]
+    front = pareto_front([(row.latency_ratio or 0.0, row.val_miou or 0.0) for row in measured])
+    faster = [
+        row
+        for row, is_on_front in zip(measured, front, strict=True)
+        if is_on_front and row.target_macs_ratio != UNPRUNED and (row.latency_ratio_high or 0.0) < 1
+    ]
+    return max(faster, key=lambda row: (row.is_knee, row.val_miou or 0.0), default=None)
 
 
-def _plot_curve(path: Path, candidates: Sequence[Candidate], choice: Candidate, target: str) -> None:
+def _why_none(candidates: Sequence[Candidate]) -> str:
+    """Say why no candidate can be chosen."""
+    measured = [row.target_macs_ratio for row in candidates if row.target_macs_ratio != UNPRUNED and row.macs]
+    if not measured:
+        return f"none of the ratios can be reached. The largest: {candidates[-1].note}"
+    return (
+        f"none of the networks pruned to {measured} of the MACs is on the front of latency and mIoU and surely "
+        "faster than the unpruned one (latency_ratio_high below 1)"
+    )
+
+
+def _plot_curve(path: Path, candidates: Sequence[Candidate], choice: Candidate | None, target: str) -> None:
     """Draw mIoU over latency with the front, each point labelled with its share of the MACs."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -349,9 +396,11 @@ def _plot_curve(path: Path, candidates: Sequence[Candidate], choice: Candidate, 
     front = sorted(point for point, is_kept in zip(points, pareto_front(points), strict=True) if is_kept)
     axes.plot(*zip(*front, strict=True), color="#9fb8d6", linewidth=1.5, zorder=1)
     axes.plot(*zip(*points, strict=True), "o", color="#1f5fa8", markersize=8, zorder=3)
-    chosen = choice.latency_ms_p50 or 0.0, choice.val_miou or 0.0
-    label = "knee" if choice.is_knee else "chosen (no knee)"
-    axes.plot(*chosen, "o", ms=17, mfc="none", mec="#e07b39", mew=2, zorder=2, linestyle="", label=label)
+    if choice:
+        chosen = choice.latency_ms_p50 or 0.0, choice.val_miou or 0.0
+        label = "knee" if choice.is_knee else "chosen (no knee)"
+        axes.plot(*chosen, "o", ms=17, mfc="none", mec="#e07b39", mew=2, zorder=2, linestyle="", label=label)
+        axes.legend(loc="lower right", frameon=False, fontsize=9)
     for row, point in zip(rows, points, strict=True):
         text = f"{row.macs_ratio:.0%} of the MACs"
         axes.annotate(text, point, xytext=(9, -12), textcoords="offset points", fontsize=8)
@@ -361,5 +410,4 @@ def _plot_curve(path: Path, candidates: Sequence[Candidate], choice: Candidate, 
     axes.grid(color="#e9e7e2", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False, fontsize=9)
     figure.savefig(path, metadata={"Software": None})

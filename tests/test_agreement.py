@@ -57,7 +57,11 @@ def test_channel_multiple_is_the_largest_of_the_targets_unless_a_number_is_given
 
 def test_layer_ratios_are_given_by_dotted_names() -> None:
     override = "+prune.layer_ratios={context.1.expand.conv: 0.25}"
-    assert compose_params([override])["prune"]["layer_ratios"] == {"context.1.expand.conv": 0.25}
+    params = compose_params([override])
+    assert params["prune"]["layer_ratios"] == {"context.1.expand.conv": 0.25}
+    assert params["search_pruning"]["pruning"]["layer_ratios"] == {"context.1.expand.conv": 0.25}
+    params = compose_params([override, "prune.method=weights"])  # they may name what loses no channels
+    assert params["search_pruning"]["pruning"]["layer_ratios"] == {}
 
 
 def test_flow_and_dvc_have_the_same_commands(

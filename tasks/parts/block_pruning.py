@@ -31,6 +31,8 @@ def prune_blocks(
     Raises GateFailed when all blocks together are not enough, ArtifactError when there is no such block.
     """
     convs = measure_convs(network, size)
+    if total_macs(convs) <= limit_macs:
+        return []
     blocks = residual_blocks(network)
     if not blocks:
         raise ArtifactError(
@@ -46,7 +48,7 @@ def prune_blocks(
         )
     dropped: list[str] = []
     while total_macs(measure_convs(network, size)) > limit_macs:
-        changes = {name: logit_change(network, name, batches) for name in residual_blocks(network)}
+        changes = logit_changes(network, residual_blocks(network), batches)
         weakest = min(changes, key=lambda name: changes[name])
         logger.info("dropping block %s: the logits change by %.3g", weakest, changes[weakest])
         drop_block(network, weakest)
@@ -54,22 +56,25 @@ def prune_blocks(
     return dropped
 
 
-def logit_change(network: "nn.Module", block: str, batches: "Sequence[Tensor]") -> float:
-    """Return how much the logits change without a block: RMS of the difference by RMS of the logits."""
+def logit_changes(
+    network: "nn.Module", blocks: Sequence[str], batches: "Sequence[Tensor]"
+) -> dict[str, float]:
+    """Return block -> how much the logits change without it: RMS of the difference by RMS of the logits."""
     import torch
     from torch import nn
 
-    module = network.get_submodule(block)
-    noise, signal = 0.0, 0.0
+    noise, signal = dict.fromkeys(blocks, 0.0), 0.0
     network.eval()
     with torch.inference_mode():
         for images_NCHW in batches:
             expected_NCHW = network(images_NCHW)
-            network.set_submodule(block, nn.Identity())
-            noise += float((network(images_NCHW) - expected_NCHW).square().sum())
             signal += float(expected_NCHW.square().sum())
-            network.set_submodule(block, module)
-    return math.sqrt(noise / signal) if signal > 0 else 0.0
+            for block in blocks:
+                module = network.get_submodule(block)
+                network.set_submodule(block, nn.Identity())
+                noise[block] += float((network(images_NCHW) - expected_NCHW).square().sum())
+                network.set_submodule(block, module)
+    return {block: math.sqrt(noise[block] / signal) if signal > 0 else 0.0 for block in blocks}
 
 
 def _macs_of(convs: dict[str, ConvSize], block: str) -> int:

@@ -1,10 +1,11 @@
 """How much a network loses with each channel, by torch-pruning's importance classes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from tasks.core.errors import ConfigError
+from tasks.core.errors import ArtifactError, ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -55,8 +56,29 @@ def score_channels(
             return _taylor_scores(groups, network, batch_losses)
 
 
+@contextmanager
+def tracing_errors() -> Iterator[None]:
+    """Turn what torch-pruning raises on a graph that it cannot follow into one error."""
+    try:
+        yield
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        IndexError,
+        AssertionError,
+    ) as error:
+        raise ArtifactError(
+            f"The network cannot be traced for pruning ({type(error).__name__}: {error}). Each layer must "
+            "run in forward, outside of data-dependent branches. Prune another network (network.name)."
+        ) from error
+
+
 def _scores(groups: Sequence[Any], measure: Callable[[Any], "Tensor | None"]) -> "list[Tensor]":
-    return [_score(measure, group).detach() for group in groups]
+    with tracing_errors():
+        return [_score(measure, group).detach() for group in groups]
 
 
 def _score(measure: Callable[[Any], "Tensor | None"], group: Any) -> "Tensor":

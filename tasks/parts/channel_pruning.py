@@ -7,19 +7,21 @@ Only convolutions that no linear or attention layer touches lose channels: the c
 heads, and torch-pruning does not follow them through its reshapes.
 """
 
+import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
-from tasks.parts.channel_importance import BatchLosses, Importance, score_channels
+from tasks.parts.channel_importance import BatchLosses, Importance, score_channels, tracing_errors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 
 class Ranking(StrEnum):
@@ -112,23 +114,26 @@ def prune_channels(
 
     `size` is the (height, width) for which MACs are counted. A network that is pruned bit by bit, with training
     between, gives what `measure_convs` found at first as `original`, and in `progress` the share of the whole
-    cut that is done after this call. Importance `taylor` needs `batch_losses`.
+    cut that is done after this call. Importance `taylor` needs `batch_losses`. Layers that have no more than one
+    multiple of channels stay whole.
 
-    Raises GateFailed when the target is out of reach, ConfigError when the multiple or the layer ratios do not
-    fit the network, ArtifactError when it cannot be traced.
+    Raises GateFailed when the target is out of reach, ConfigError when all layers are as narrow as the multiple
+    or the layer ratios do not fit the network, ArtifactError when it cannot be traced.
     """
     original = measure_convs(network, size) if original is None else original
     check_layer_names(cfg.layer_ratios, network)
     kept = [name for name, ratio in cfg.layer_ratios.items() if ratio == 0]
     widths = {name: conv.out_channels for name, conv in original.items()}
-    budget = cfg.target_macs_ratio * total_macs(original)
-    budget += (total_macs(original) - budget) * (1 - progress)
+    budget = macs_budget(original, cfg.target_macs_ratio, progress)
     start = total_macs(measure_convs(network, size))
     for step in range(1, cfg.num_steps + 1):
         graph = _trace(network, size)
         groups = _find_groups(graph, network, cfg.importance, kept=kept, batch_losses=batch_losses)
         shares = _shares_by_root(groups, cfg.layer_ratios)
-        _check_multiple([group for group in groups if shares.get(group.root) != 0], widths, cfg)
+        if step == 1:
+            cuttable = {group.root: widths[group.root] for group in groups if shares.get(group.root) != 0}
+            check_multiple(cuttable, cfg.channel_multiple)
+            _log_narrow(cuttable, cfg.channel_multiple)
         convs = measure_convs(network, size)
         limit = budget + (start - budget) * (1 - step / cfg.num_steps)
         ordered = {root: share * progress for root, share in shares.items()}
@@ -182,27 +187,13 @@ def total_macs(convs: Mapping[str, ConvSize]) -> int:
     return sum(conv.macs for conv in convs.values())
 
 
+def macs_budget(original: Mapping[str, ConvSize], target_macs_ratio: float, progress: float) -> float:
+    """Return the MACs that may remain when the given share of the whole cut is done."""
+    target = target_macs_ratio * total_macs(original)
+    return target + (total_macs(original) - target) * (1 - progress)
+
+
 _OTHER_WAYS = "Train a network of convolutions (network.name), or set prune.method to weights."
-
-
-@contextmanager
-def _tracing_errors() -> Iterator[None]:
-    """Turn what torch-pruning raises on a graph that it cannot follow into one error."""
-    try:
-        yield
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        IndexError,
-        AssertionError,
-    ) as error:
-        raise ArtifactError(
-            f"The network cannot be traced for pruning ({type(error).__name__}: {error}). Each layer must "
-            "run in forward, outside of data-dependent branches. Prune another network (network.name)."
-        ) from error
 
 
 def _trace(network: "nn.Module", size: tuple[int, int]) -> Any:
@@ -211,7 +202,7 @@ def _trace(network: "nn.Module", size: tuple[int, int]) -> Any:
     import torch_pruning
 
     network.eval()
-    with _tracing_errors():
+    with tracing_errors():
         return torch_pruning.DependencyGraph().build_dependency(
             network, torch.zeros(1, 3, *size), verbose=False
         )
@@ -235,8 +226,7 @@ def _find_groups(
     scored = [
         (group, coupled) for group, coupled in found if not any(name in kept for name in group.cut_outputs)
     ]
-    with _tracing_errors():
-        values = score_channels(importance, [coupled for _, coupled in scored], network, batch_losses)
+    values = score_channels(importance, [coupled for _, coupled in scored], network, batch_losses)
     # A group of zeros has no mean to divide by.
     scores = {
         group.root: tuple(torch.nan_to_num(value, nan=0.0).tolist())
@@ -261,7 +251,7 @@ def _coupled_groups(graph: Any, network: "nn.Module") -> list[tuple[ChannelGroup
     for root, name in names.items():
         if not isinstance(root, nn.Conv2d) or root.groups > 1 or name in seen:
             continue
-        with _tracing_errors():
+        with tracing_errors():
             coupled = _coupled_layers(graph, root, list(range(root.out_channels)))
             group = _describe_group(graph, names, coupled)
         is_classifier = str(network.classifier_layer) in group.cut_outputs
@@ -320,33 +310,49 @@ def _shares_by_root(groups: list[ChannelGroup], layer_ratios: Mapping[str, float
     return shares
 
 
-def check_layer_names(layer_ratios: Mapping[str, float], network: "nn.Module") -> None:
-    """Raise ConfigError when `layer_ratios` names the classifier, or what is no convolution of the network."""
+def check_layer_names(
+    layer_ratios: Mapping[str, float], network: "nn.Module", layers: Collection[str] | None = None
+) -> None:
+    """Raise ConfigError when `layer_ratios` names the classifier, or none of `layers` (None: convolutions)."""
     from torch import nn
 
     classifier = str(network.classifier_layer)
-    layers = [name for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)]
+    convs = [name for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)]
+    kind, known = ("convolution", convs) if layers is None else ("convolution or linear layer", layers)
     if classifier in layer_ratios:
         raise ConfigError(
             f"prune.layer_ratios names the classifier {classifier!r}, which is never pruned: its channels are "
             "the classes. Remove it from prune.layer_ratios."
         )
-    unknown = [name for name in layer_ratios if name not in layers]
+    unknown = [name for name in layer_ratios if name not in known]
     if unknown:
         raise ConfigError(
-            f"prune.layer_ratios names {unknown[0]!r}, which is no convolution of the network. There are: "
-            f"{', '.join(name for name in layers if name != classifier)}."
+            f"prune.layer_ratios names {unknown[0]!r}, which is no {kind} of the network. There are: "
+            f"{', '.join(name for name in known if name != classifier)}."
         )
 
 
-def _check_multiple(groups: list[ChannelGroup], widths: Mapping[str, int], cfg: ChannelPruning) -> None:
-    """Raise ConfigError when a layer that may be cut has fewer channels than one multiple."""
-    narrowest = min((group.root for group in groups), key=lambda root: widths[root], default=None)
-    if narrowest is not None and widths[narrowest] < cfg.channel_multiple:
+def check_multiple(widths: Mapping[str, int], multiple: int) -> None:
+    """Raise ConfigError when none of the layers, given with their channels, has more than one multiple of them."""
+    widest = max(widths, key=lambda name: widths[name], default=None)
+    if widest is not None and widths[widest] <= multiple:
         raise ConfigError(
-            f"prune.channel_multiple is {cfg.channel_multiple}, but layer {narrowest!r} has only "
-            f"{widths[narrowest]} channels. Set prune.channel_multiple to at most that, or train a "
-            "wider network."
+            f"prune.channel_multiple is {multiple}, and the widest layer that may be cut, {widest!r}, has only "
+            f"{widths[widest]} channels; each layer keeps at least one multiple. Set prune.channel_multiple below "
+            f"{widths[widest]}, or train a wider network (network.width)."
+        )
+
+
+def _log_narrow(widths: Mapping[str, int], multiple: int) -> None:
+    """Name the layers that have no channels to lose."""
+    narrow = [name for name, width in widths.items() if width <= multiple]
+    if narrow:
+        logger.warning(
+            "%d of %d layers have no more than prune.channel_multiple = %d channels and stay whole: %s",
+            len(narrow),
+            len(widths),
+            multiple,
+            ", ".join(narrow),
         )
 
 
@@ -455,7 +461,7 @@ def _macs_after(
 
 def _cut(graph: Any, network: "nn.Module", group: ChannelGroup, channels: list[int]) -> None:
     """Remove channels of one group from all of its layers."""
-    with _tracing_errors():
+    with tracing_errors():
         coupled = _coupled_layers(graph, network.get_submodule(group.root), sorted(channels))
         is_allowed = graph.check_pruning_group(coupled)
         if is_allowed:
@@ -482,7 +488,7 @@ def check_runs(network: "nn.Module", height: int, width: int, num_classes: int) 
 
 
 def list_groups(network: "nn.Module", size: tuple[int, int]) -> list[ChannelGroup]:
-    """List the groups that may be cut, with the importance of their channels; `size` is (height, width)."""
+    """List the groups that may be cut, with the L1 importance of their channels; `size` is (height, width)."""
     return _find_groups(_trace(network, size), network)
 
 

@@ -1,5 +1,6 @@
 """Learning from a frozen teacher: which losses, and how strong."""
 
+import math
 from dataclasses import dataclass
 
 from tasks.core.errors import ConfigError
@@ -28,14 +29,14 @@ class DistillationConfig:
             "hint_weight": self.hint_weight,
         }
         for name, weight in weights.items():
-            if weight < 0:
-                raise ConfigError(f"distillation.{name} is {weight}, expected at least 0.")
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ConfigError(f"distillation.{name} is {weight}, expected a number of at least 0.")
         if not any(weights.values()):
             raise ConfigError(
                 "All weights of distillation are 0. Set distillation.label_weight to 1, for example."
             )
-        if not self.temperature > 0:
-            raise ConfigError(f"distillation.temperature is {self.temperature}, expected a value over 0.")
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ConfigError(f"distillation.temperature is {self.temperature}, expected a number over 0.")
 
     @property
     def needs_teacher(self) -> bool:

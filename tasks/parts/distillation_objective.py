@@ -30,11 +30,11 @@ class DistillationObjective(nn.Module):
         super().__init__()
         self.register_buffer("weights_C", weights_C, persistent=False)
         self._config = config
-        self._student_feature = LayerOutput(student)
         self.hint: FeatureHint | None = None
         # In a tuple: the teacher is no part of what is trained or saved.
         self._teacher = (teacher.eval().requires_grad_(False),) if teacher is not None else ()
         if self._teacher and config.hint_weight:
+            self._student_feature = LayerOutput(student)
             self._teacher_feature = LayerOutput(self._teacher[0])
             self.hint = FeatureHint(_num_channels(student), _num_channels(self._teacher[0]))
 
@@ -79,12 +79,13 @@ def build_objective(
 
 
 class LayerOutput:
-    """Holds the output of a network's ``feature_layer`` during the latest forward pass."""
+    """Holds the output of a network's ``feature_layer`` during the latest forward pass, until `handle` is removed."""
 
     value: Tensor
 
     def __init__(self, network: nn.Module) -> None:
-        network.get_submodule(str(network.feature_layer)).register_forward_hook(self._keep)
+        feature_layer = network.get_submodule(str(network.feature_layer))
+        self.handle = feature_layer.register_forward_hook(self._keep)
 
     def _keep(self, _module: nn.Module, _inputs: object, output: Tensor) -> None:
         self.value = output
@@ -97,4 +98,5 @@ def _num_channels(network: nn.Module) -> int:
     was_training = network.training
     network.eval()(torch.zeros(1, 3, 64, 64))
     network.train(was_training)
+    feature.handle.remove()
     return feature.value.shape[1]

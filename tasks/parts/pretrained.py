@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _LISTED = 4
 _WRAPPERS = ("_orig_mod.", "module.", "network.", "model.")
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
+_FILE_OF_FOLDER = "model.safetensors"
+_SEGFORMER_DECODER = "decode_head."
 _SEGFORMER_NAMES = (
     (r"^(encoder|stages)\.", r"segformer.\1."),
     (r"encoder\.patch_embeddings\.(\d+)\.", r"stages.\1.patch_embeddings."),
@@ -58,7 +60,8 @@ class PretrainedConfig:
     """The file, and the content that it must have."""
 
     file: str | None
-    """.safetensors, or .pt / .pth with tensors only; null starts from random weights."""
+    """.safetensors, or .pt / .pth with tensors only, or a folder with model.safetensors, as `transformers` saves it;
+    null starts from random weights."""
     sha256: str | None
     """Of the file's content: part of the stage's key, so that other weights are another training."""
 
@@ -82,13 +85,14 @@ def load_pretrained(
 
     The classifier may differ (other classes) and then stays fresh. Raises ArtifactError for a missing, torn or
     other file, for a pickle that needs code, for weights that are not finite, and where the file is that of
-    another network: nothing matches, or a tensor other than the classifier's has another shape.
+    another network: nothing matches, a tensor other than the classifier's has another shape, or the file has layers
+    in a part of the network that are not there (another depth). Whole parts that the network has not are skipped.
     """
     if config.file is None:
         return None
     import torch
 
-    path = Path(config.file)
+    path = _find_file(Path(config.file))
     tensors = _rename(_read(path, config), name)
     own = network.state_dict()
     classifier = f"{network.classifier_layer}."
@@ -98,6 +102,7 @@ def load_pretrained(
     loaded = {key: tensor for key, tensor in shared.items() if key not in other}
     if wrong or all(key.startswith(classifier) for key in loaded):
         raise ArtifactError(_misfit(path, name, wrong, tensors, own))
+    _refuse_other_depth(path, name, network, tensors)
     broken = [key for key, tensor in loaded.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         raise ArtifactError(
@@ -116,6 +121,45 @@ def load_pretrained(
         report.num_skipped,
     )
     return report
+
+
+def _find_file(path: Path) -> Path:
+    """Return the file of weights in a folder that `transformers` saved; a file as it is."""
+    if not path.is_dir():
+        return path
+    found = path / _FILE_OF_FOLDER
+    if not found.is_file():
+        raise ArtifactError(
+            f"{path} (pretrained.file) is a folder without {_FILE_OF_FOLDER}; expected a file of weights, or the "
+            f"folder of save_pretrained with one {_FILE_OF_FOLDER}. It holds: "
+            f"{', '.join(sorted(item.name for item in path.iterdir())[:_LISTED]) or 'nothing'}."
+        )
+    return found
+
+
+def _refuse_other_depth(
+    path: Path, name: NetworkName, network: "nn.Module", tensors: "Mapping[str, Tensor]"
+) -> None:
+    """Raise ArtifactError when the file has layers, in a part that the network has, which are not in the network."""
+    modules = {key for key, _ in network.named_modules() if key}
+    unknown = []
+    for key in tensors:
+        layer, part = key.rpartition(".")[0], key.partition(".")[0]
+        is_classifier = key.startswith(f"{network.classifier_layer}.")
+        if part in modules and layer not in modules and not is_classifier:
+            unknown.append(key)
+    if unknown:
+        own = network.state_dict()
+        parts = {key.partition(".")[0] for key in unknown}
+        in_file, in_network = (
+            sum(key.partition(".")[0] in parts for key in names) for names in (tensors, own)
+        )
+        raise ArtifactError(
+            f"{path} (pretrained.file) does not fit {name}: in {', '.join(sorted(parts))} it has {in_file} tensors, "
+            f"the network {in_network}; {len(unknown)} belong to layers that the network has not: "
+            f"{', '.join(unknown[:_LISTED])}. Set network.depth to that of the file. Where no depth gives these "
+            "layers and the rest is wanted, write a file without these tensors (safetensors.torch.save_file)."
+        )
 
 
 def _read(path: Path, config: PretrainedConfig) -> "dict[str, Tensor]":
@@ -198,10 +242,14 @@ def _misfit(
             f"{key} is {list(tensors[key].shape)}, the network has {list(own[key].shape)}"
             for key in wrong[:_LISTED]
         )
-        return (
-            f"{path} (pretrained.file) does not fit {name}: {len(wrong)} tensors have another shape: {listed}. Set "
-            "network.width and network.depth to those of the file."
-        )
+        text = f"{path} (pretrained.file) does not fit {name}: {len(wrong)} tensors have another shape: {listed}. "
+        if name is NetworkName.segformer and all(key.startswith(_SEGFORMER_DECODER) for key in wrong):
+            return (
+                f"{text}The encoder fits; the decoder's width follows from network.width and cannot be set alone. "
+                f"Write a file without the tensors {_SEGFORMER_DECODER}* (safetensors.torch.save_file): the decoder "
+                "then starts from random weights."
+            )
+        return f"{text}Set network.width and network.depth to those of the file."
     return (
         f"{path} (pretrained.file) does not fit {name}: none of its {len(tensors)} tensors has a name of the "
         f"network. Found {', '.join(list(tensors)[:_LISTED])}; expected {', '.join(list(own)[:_LISTED])}. Set "

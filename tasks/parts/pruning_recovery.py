@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from tasks.parts.data import normalise, open_split, read_manifest
 from tasks.parts.losses import class_weights
-from tasks.parts.metrics import mean_iou
 from tasks.parts.model_card import ModelCard
-from tasks.parts.torch_predict import predict_classes
+from tasks.parts.torch_predict import measure_miou
 from tasks.parts.trainer_config import TrainerConfig
 from tasks.parts.training import CrossEntropy, train_network
 from tasks.parts.weight_sparsity import keep_zeros
@@ -51,19 +50,19 @@ def label_objective(data: Path, class_balance: float) -> CrossEntropy:
 
 def measure_val_miou(network: nn.Module, card: ModelCard, data: Path, batch_size: int) -> float:
     """Return the mIoU of a network on the validation split."""
-    images_NHWC, masks_NHW = open_split(data, "val")
-    classes_NHW = predict_classes(network, images_NHWC, card, batch_size=batch_size)
-    return mean_iou(classes_NHW, masks_NHW, len(card.classes))
+    return measure_miou(network, *open_split(data, "val"), card, batch_size=batch_size)
 
 
-def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) -> None:
-    """Train a network on the labels, in place, and leave the weights of its best epoch in it; zeros stay zero.
+def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) -> float:
+    """Train a network on the labels, in place, and return the val mIoU of its best epoch; zeros stay zero.
 
-    `out` takes what a killed run resumes from. A copy is trained: training leaves hooks behind, and pruning
-    traces the network again.
+    The weights of that epoch are left in the network. `out` takes what a killed run resumes from. A copy is
+    trained: training leaves hooks and other forward functions behind, and the network is traced afterwards.
     """
     out.mkdir(parents=True, exist_ok=True)
     trained = copy.deepcopy(network)
     keep_zeros(trained)
-    train_network(trained, label_objective(data, config.class_balance), data=data, config=config, out=out)
+    objective = label_objective(data, config.class_balance)
+    report = train_network(trained, objective, data=data, config=config, out=out)
     network.load_state_dict(trained.state_dict())
+    return report.val_miou

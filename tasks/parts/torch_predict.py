@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from tasks.parts.data import normalise
+from tasks.parts.metrics import mean_iou
 from tasks.parts.model_card import ModelCard
 
 
@@ -25,3 +26,16 @@ def predict_classes(
             logits_NCHW = network(images_NCHW.contiguous(memory_format=torch.channels_last))
         predictions.append(logits_NCHW.argmax(dim=1).to(torch.uint8).numpy())
     return np.concatenate(predictions)
+
+
+def measure_miou(
+    network: nn.Module,
+    images_NHWC: NDArray[Any],
+    masks_NHW: NDArray[Any],
+    card: ModelCard,
+    *,
+    batch_size: int,
+) -> float:
+    """Return the mIoU of a network on images with their masks."""
+    classes_NHW = predict_classes(network, images_NHWC, card, batch_size=batch_size)
+    return mean_iou(classes_NHW, masks_NHW, len(card.classes))

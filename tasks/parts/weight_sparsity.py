@@ -37,42 +37,40 @@ def prune_two_of_four(network: "nn.Module") -> None:
     TensorRT's SPARSE_WEIGHTS. The layers of `layers_without_pattern` stay dense.
     """
     import torch
-    from torch import nn
 
     dense = layers_without_pattern(network)
-    for name, layer in network.named_modules():
-        if not isinstance(layer, nn.Conv2d) or name in dense:
+    for name, weight in layer_weights(network).items():
+        if name in dense:
             continue
         with torch.no_grad():
-            blocks_OB4hw = layer.weight.unflatten(1, (-1, _BLOCK))  # type: ignore[no-untyped-call]
+            blocks_OB4hw = weight.unflatten(1, (-1, _BLOCK))  # type: ignore[no-untyped-call]
             smallest = blocks_OB4hw.abs().argsort(dim=2, stable=True)[:, :, : _BLOCK // 2]
-            layer.weight.copy_(blocks_OB4hw.scatter(2, smallest, 0.0).flatten(1, 2))
+            weight.copy_(blocks_OB4hw.scatter(2, smallest, 0.0).flatten(1, 2))
 
 
-def layers_without_pattern(network: "nn.Module") -> list[str]:
-    """Return the convolutions whose input channels (one, if depthwise) are no multiple of 4."""
-    from torch import nn
-
-    return [
-        name
-        for name, layer in network.named_modules()
-        if isinstance(layer, nn.Conv2d) and layer.weight.shape[1] % _BLOCK
-    ]
-
-
-def count_zeros(network: "nn.Module") -> dict[str, int]:
-    """Return convolution -> number of its weights that are zero."""
+def layer_weights(network: "nn.Module") -> "dict[str, Tensor]":
+    """Return the weights of all convolutions [O, I, h, w] and linear layers [O, I], by layer."""
     from torch import nn
 
     return {
-        name: int((layer.weight == 0).sum())
+        name: layer.weight
         for name, layer in network.named_modules()
-        if isinstance(layer, nn.Conv2d)
+        if isinstance(layer, (nn.Conv2d, nn.Linear))
     }
 
 
+def layers_without_pattern(network: "nn.Module") -> list[str]:
+    """Return the layers whose input channels (one, if depthwise) are no multiple of 4."""
+    return [name for name, weight in layer_weights(network).items() if weight.shape[1] % _BLOCK]
+
+
+def count_zeros(network: "nn.Module") -> dict[str, int]:
+    """Return convolution or linear layer -> number of its weights that are zero."""
+    return {name: int((weight == 0).sum()) for name, weight in layer_weights(network).items()}
+
+
 def is_two_of_four(weights_OIhw: NDArray[Any]) -> bool:
-    """Tell whether of each four consecutive input channels at most two have a weight that is not zero."""
+    """Tell, for [O, I, h, w] or [O, I], whether of each four input channels at most two have a non-zero weight."""
     channels = weights_OIhw.shape[1]
     if channels % _BLOCK:
         return False
@@ -85,15 +83,12 @@ def keep_zeros(network: "nn.Module") -> int:
 
     Their gradients become zero. Adam's moments and momentum then stay zero, and weight decay scales zero.
     """
-    from torch import nn
-
     num_zeros = 0
-    for layer in network.modules():
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            zeros = layer.weight.detach() == 0
-            if zeros.any():
-                layer.weight.register_hook(_masked(zeros))  # type: ignore[no-untyped-call]
-                num_zeros += int(zeros.sum())
+    for weight in layer_weights(network).values():
+        zeros = weight.detach() == 0
+        if zeros.any():
+            weight.register_hook(_masked(zeros))  # type: ignore[no-untyped-call]
+            num_zeros += int(zeros.sum())
     return num_zeros
 
 

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
-from tasks.export_onnx import Config, export_onnx
+from tasks.export_onnx import Config, export_onnx, two_of_four_macs_share
 from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.onnx_graph import conv_macs, node_sources, read_card_of_graph, read_graph
 from tasks.parts.weight_sparsity import layers_without_pattern, prune_two_of_four
@@ -84,6 +84,24 @@ def test_two_of_four_share_is_that_of_the_weights_in_the_graph(workshop: Any, tm
     assert set(dense) == {*layers_without_pattern(network), "head.1.pointwise.conv"}
     assert report.two_of_four_macs_share == pytest.approx(sparse / total)
     assert 0.3 < report.two_of_four_macs_share < 1
+
+
+@pytest.mark.parametrize(("op_type", "trans_b"), [("MatMul", 0), ("Gemm", 0), ("Gemm", 1)])
+def test_two_of_four_weights_of_a_matrix_product_are_found_along_their_inputs(
+    op_type: str, trans_b: int
+) -> None:
+    weights_OI = np.zeros((6, 8), np.float32)
+    weights_OI[:, [0, 3, 5, 6]] = 1
+    for sparse_OI, expected in ((weights_OI, 1.0), (np.ones_like(weights_OI), 0.0)):
+        constant = numpy_helper.from_array(sparse_OI if trans_b else sparse_OI.T.copy(), "weights")
+        attributes = {"transB": 1} if trans_b else {}
+        node = helper.make_node(op_type, ["tokens", "weights"], ["out"], "product", **attributes)
+        tokens, out = (
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, [5, channels])
+            for name, channels in (("tokens", 8), ("out", 6))
+        )
+        graph = helper.make_model(helper.make_graph([node], "graph", [tokens], [out], [constant]))
+        assert two_of_four_macs_share(graph) == expected
 
 
 def test_dense_network_has_no_two_of_four_weights(exported: tuple[Any, Path]) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+from tasks.parts.block_pruning import logit_changes, prune_blocks
 from tasks.parts.channel_importance import Importance
 from tasks.parts.channel_pruning import Ranking, prune_channels
 from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
@@ -26,6 +27,7 @@ from tasks.parts.onnx_graph import node_sources
 from tasks.parts.pruning_choice import write_choice
 from tasks.parts.pruning_recovery import measure_val_miou, read_batches
 from tasks.parts.trainer_config import Strategy
+from tasks.parts.weight_sparsity import is_two_of_four
 from tasks.prune import Config, Method, Recovery, Report, _save_loadable, prune
 from tests.tasks.conftest import CLASSES as WORKSHOP_CLASSES
 from tests.tasks.conftest import Workshop
@@ -111,8 +113,11 @@ def test_the_ratio_of_the_search_is_taken_on_request(tmp_path: Path) -> None:
         assert least < report.macs_ratio <= most
     with pytest.raises(ArtifactError, match=r"no chosen ratio .* prune\.target_macs_ratio"):
         run(dataclasses.replace(CONFIG, from_search=True), tmp_path / "source.safetensors", tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"prune\.from_search is True"):
-        dataclasses.replace(CONFIG, from_search=True, method=Method.two_of_four)
+    for method in (Method.blocks, Method.weights, Method.two_of_four):
+        with pytest.raises(
+            ConfigError, match=r"prune\.from_search is True, which only prune\.method channels"
+        ):
+            dataclasses.replace(CONFIG, from_search=True, method=method)
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
@@ -328,14 +333,35 @@ def test_impossible_value_names_its_key(key: str, value: float) -> None:
         dataclasses.replace(CONFIG, **{key: value})  # type: ignore[arg-type]
 
 
-def test_multiple_wider_than_a_layer_is_refused(tmp_path: Path) -> None:
+def test_multiple_wider_than_every_layer_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "source", NetworkName.fast_scnn)
-    cfg = dataclasses.replace(CONFIG, channel_multiple=64)
+    cfg = dataclasses.replace(CONFIG, channel_multiple=1024)
     with pytest.raises(
-        ConfigError, match=r"prune\.channel_multiple is 64, but layer '.*' has only \d+ channels"
+        ConfigError,
+        match=r"prune\.channel_multiple is 1024, and the widest layer .*'.*', has only \d+ channels",
     ):
         run(cfg, tmp_path / "source", tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [(NetworkName.bisenetv2, 1.0), (NetworkName.mobile_unet, 0.5), (NetworkName.fast_scnn, 0.25)],
+)
+def test_layers_that_are_too_narrow_stay_whole_and_are_named_once(
+    name: NetworkName, width: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(tmp_path / "source", name, width=width)
+    cfg = dataclasses.replace(CONFIG, channel_multiple=16, target_macs_ratio=0.8)
+    model, report = run(cfg, tmp_path / "source", tmp_path / "out")
+    assert report.macs_ratio <= 0.8
+    rows = list(csv.DictReader((model.parent / "removed.csv").open()))
+    narrow = [row for row in rows if int(row["channels_before"]) <= 16]
+    assert narrow and all(row["channels_removed"] == "0" for row in narrow)
+    (said,) = [record.getMessage() for record in caplog.records if "stay whole" in record.getMessage()]
+    assert "prune.channel_multiple = 16" in said and said.split(": ")[1].split(", ")[0] in {
+        row["layer"] for row in narrow
+    }
 
 
 def test_target_out_of_reach_writes_nothing(tmp_path: Path) -> None:
@@ -505,6 +531,32 @@ def test_block_that_matters_least_goes_first_and_stays_away(
     assert count_macs(again) <= 0.6 * count_macs(model)
 
 
+def test_the_unchanged_network_runs_once_a_batch_while_blocks_are_compared(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.fast_scnn, depth=1.0)
+    network, _ = load_checkpoint(tmp_path / "source")
+    batches = [torch.randn(2, 3, 64, 64), torch.randn(1, 3, 64, 64)]
+    blocks = residual_blocks(network)
+    calls: list[int] = []
+    network.register_forward_hook(lambda *_: calls.append(1))
+    changes = logit_changes(network, blocks, batches)
+    assert len(calls) == len(batches) * (1 + len(blocks)) and residual_blocks(network) == blocks
+    for block, change in changes.items():
+        noise = sum(change_without(network, block, images_NCHW) ** 2 for images_NCHW in batches)
+        with torch.no_grad():
+            signal = sum(float(network(images_NCHW).square().sum()) for images_NCHW in batches)
+        assert change == pytest.approx((noise / signal) ** 0.5, rel=1e-4)
+
+
+def test_a_limit_that_holds_already_drops_nothing_even_without_blocks(tmp_path: Path) -> None:
+    """An earlier step may have dropped more than it had to, and the last block."""
+    make_checkpoint(tmp_path / "source", NetworkName.deeplabv3plus)
+    network, _ = load_checkpoint(tmp_path / "source")
+    limit_macs = count_macs(tmp_path / "source")
+    assert prune_blocks(network, batches=[], size=(64, 64), limit_macs=limit_macs) == []
+    with pytest.raises(ArtifactError, match="no residual block"):
+        prune_blocks(network, batches=[], size=(64, 64), limit_macs=limit_macs - 1)
+
+
 def test_dropped_block_is_not_in_the_exported_graph(tmp_path: Path, workshop: Workshop) -> None:
     make_checkpoint(tmp_path / "source", NetworkName.fast_scnn, classes=WORKSHOP_CLASSES)
     cfg = dataclasses.replace(CONFIG, method=Method.blocks, target_macs_ratio=0.999)
@@ -599,6 +651,24 @@ def test_two_of_four_lists_the_layers_that_stay_dense(tmp_path: Path) -> None:
         else:
             assert torch.equal(tensor, before[key])
     assert "downsample.0.conv" in report.dense_layers and "classifier" not in report.dense_layers
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_linear_layers_of_a_transformer_get_zeros(name: NetworkName, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", name, width=0.25, depth=0.1)
+    source, _ = load_checkpoint(tmp_path / "source")
+    linear = next(layer for layer, module in source.named_modules() if isinstance(module, nn.Linear))
+    cfg = dataclasses.replace(CONFIG, method=Method.weights, layer_ratios={linear: 0.9})
+    model, report = run(cfg, tmp_path / "source", tmp_path / "weights")
+    zeros = load_file(model)[f"{linear}.weight"] == 0
+    assert float(zeros.float().mean()) == pytest.approx(0.9, abs=0.01)
+    assert report.weight_sparsity > 0.45
+    model, report = run(
+        dataclasses.replace(CONFIG, method=Method.two_of_four), tmp_path / "source", tmp_path / "two_of_four"
+    )
+    for layer, module in load_checkpoint(model)[0].named_modules():
+        if isinstance(module, nn.Linear):
+            assert is_two_of_four(module.weight.detach().numpy()) != (layer in report.dense_layers)
 
 
 STEPS = dataclasses.replace(

@@ -1,4 +1,5 @@
 import csv
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def test_every_group_has_a_row_for_each_number_of_channels(ranked: tuple[Report,
     report, out = ranked
     groups = {cut.group for cut in report.cuts}
     assert len(groups) == report.num_groups - report.num_groups_uncut > 10
-    assert report.num_evaluations == len(report.cuts) + 1
+    assert report.num_evaluations == len(report.cuts) + 1 and report.reason == ""
     for cut in report.cuts:
         assert cut.channels_removed in cut_sizes(cut.channels, CONFIG)
         assert cut.group in cut.layers.split() and 0 < cut.macs_saved_share < 1
@@ -96,16 +97,15 @@ def test_what_is_left_is_the_nearest_multiple(
     assert cut_sizes(channels, replace(CONFIG, channel_multiple=multiple, ratios=ratios)) == sizes
 
 
-def test_network_that_is_too_narrow_to_cut_names_the_key(workshop: Workshop, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"rank_groups\.channel_multiple is 1024, and none of the \d+ groups"
-    ):
-        rank_groups(
-            replace(CONFIG, channel_multiple=1024),
-            checkpoint=workshop.checkpoint,
-            data=workshop.data,
-            out=tmp_path,
-        )
+def test_network_that_cannot_be_cut_gives_an_empty_table_and_the_reason(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    cfg = replace(CONFIG, channel_multiple=1024)
+    report = rank_groups(cfg, checkpoint=workshop.checkpoint, data=workshop.data, out=tmp_path)
+    assert re.search(r"rank_groups\.channel_multiple is 1024, and none of the \d+ groups", report.reason)
+    assert report.cuts == () and report.num_groups == report.num_groups_uncut > 10
+    assert [path.name for path in tmp_path.iterdir()] == ["sensitivity.csv"]
+    assert (tmp_path / "sensitivity.csv").read_text().startswith("group,layers,channels,")
 
 
 def test_weights_that_are_not_finite_are_refused(workshop: Workshop, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import csv
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import load, save
 
+from tasks import prune
 from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, GateFailed, TargetMismatch
 from tasks.parts.channel_importance import Importance
 from tasks.parts.channel_pruning import ChannelPruning, Ranking
@@ -18,7 +20,16 @@ from tasks.parts.data import read_manifest
 from tasks.parts.model_card import CARD_KEY
 from tasks.parts.pruning_choice import read_choice
 from tasks.parts.trainer_config import Strategy
-from tasks.search_pruning import Config, Report, _candidates, _choose, _Latency, search_pruning
+from tasks.search_pruning import (
+    Config,
+    Report,
+    _candidates,
+    _choose,
+    _Latency,
+    _prune_all,
+    _why_none,
+    search_pruning,
+)
 from tests.tasks.conftest import Workshop
 from tests.tasks.test_train import TRAINER
 
@@ -44,6 +55,8 @@ def config(workshop: Workshop, target: str = "cpu_torch", /, **changes: Any) -> 
         target=workshop.target(target, **changes),
         target_macs_ratios=[0.7],
         pruning=PRUNING,
+        num_images=4,
+        batch_size=2,
         trainer=ONE_EPOCH,
         num_train_images=6,
         num_val_images=3,
@@ -80,8 +93,12 @@ def test_every_ratio_is_a_row_and_one_is_chosen(searched: tuple[Report, Path]) -
         assert row["note"] == "" and candidate.macs == int(row["macs"])
     assert float(rows[-1]["latency_ratio"]) == 1
     assert report.target == "cpu_onnxruntime"
-    assert read_choice(out / "choice.json") == report.target_macs_ratio == 0.5
-    assert json.loads((out / "choice.json").read_text()) == {"target_macs_ratio": report.target_macs_ratio}
+    choice = json.loads((out / "choice.json").read_text())
+    assert choice["target_macs_ratio"] == report.target_macs_ratio
+    assert report.target_macs_ratio in (0.5, None)  # faster or not, as the clock said
+    assert choice.get("reason", "") == report.reason and (report.reason == "") == (
+        report.target_macs_ratio == 0.5
+    )
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -139,11 +156,58 @@ def test_target_that_cannot_be_built_is_refused_before_any_training(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_ratio_in_reach_is_refused_before_any_training(workshop: Workshop, tmp_path: Path) -> None:
-    cfg = replace(config(workshop), target_macs_ratios=[0.01, 0.02])
-    with pytest.raises(GateFailed, match=r"None of the ratios \[0\.01, 0\.02\] can be reached"):
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"target_macs_ratios": [0.01, 0.02]}, r"^none of the ratios.*largest: Pruning reaches .* 0\.02"),
+        (
+            {"pruning": replace(PRUNING, channel_multiple=1024)},
+            r"channel_multiple is 1024, and the widest layer",
+        ),
+    ],
+)
+def test_no_ratio_in_reach_ends_without_a_choice_and_without_any_training(
+    changes: dict[str, Any], reason: str, workshop: Workshop, tmp_path: Path
+) -> None:
+    report = search(replace(config(workshop), **changes), workshop, tmp_path)
+    assert report.target_macs_ratio is None and report.aa_ratio_spread is None and not report.has_knee
+    assert re.search(reason, report.reason)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["choice.json", "curve.csv"]
+    rows = rows_of(tmp_path / "curve.csv")
+    assert rows and all(row["macs"] == "" and row["note"] in report.reason for row in rows[-1:])
+    with pytest.raises(GateFailed, match=r"prune\.from_search is true, but search_pruning chose no ratio"):
+        read_choice(tmp_path / "choice.json")
+
+
+def test_layer_ratios_of_unknown_layers_are_refused(workshop: Workshop, tmp_path: Path) -> None:
+    cfg = replace(config(workshop), pruning=replace(PRUNING, layer_ratios={"nowhere": 0.5}))
+    with pytest.raises(ConfigError, match=r"prune\.layer_ratios names 'nowhere'"):
         search(cfg, workshop, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+
+
+def test_taylor_cuts_the_channels_that_the_stage_prune_cuts(workshop: Workshop, tmp_path: Path) -> None:
+    pruning = replace(PRUNING, importance=Importance.taylor, target_macs_ratio=0.7)
+    network, card = load_checkpoint(workshop.checkpoint)
+    cfg = replace(config(workshop), pruning=pruning)
+    networks, notes = _prune_all(cfg, network, (card.height, card.width), workshop.data)
+    assert notes == {}
+    cut_by_prune = prune.Config(
+        **vars(pruning),
+        method=prune.Method.channels,
+        from_search=False,
+        weight_sparsity=0.5,
+        num_images=cfg.num_images,
+        batch_size=cfg.batch_size,
+        iterations=1,
+        min_val_miou_ratio=0.0,
+        recovery=prune.Recovery(cfg.trainer),
+    )
+    prune.prune(
+        cut_by_prune, checkpoint=workshop.checkpoint, choice=tmp_path, data=workshop.data, out=tmp_path
+    )
+    expected = load_checkpoint(tmp_path / "model.safetensors")[0].state_dict()
+    for name, tensor in networks[0.7].state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_weights_that_are_not_finite_are_refused(workshop: Workshop, tmp_path: Path) -> None:
@@ -171,27 +235,37 @@ def test_other_classes_than_those_of_the_data_are_refused(workshop: Workshop, tm
         ({0.25: (0.3, 0.30), 0.5: (0.5, 0.54), 0.7: (0.9, 0.55), 1.0: (1.0, 0.56)}, 0.5, 0.5),
         # 0.7 is slower than the unpruned network and less accurate: it counts for nothing.
         ({0.25: (0.3, 0.30), 0.5: (0.5, 0.54), 0.7: (1.2, 0.50), 1.0: (1.0, 0.56)}, 0.5, 0.5),
-        # A straight front has no knee: the pruned network of the highest mIoU.
+        # A straight front has no knee: the faster one of the highest mIoU.
         ({0.25: (0.25, 0.25), 0.5: (0.5, 0.5), 1.0: (1.0, 1.0)}, None, 0.5),
         # Pruning buys nothing.
-        ({0.25: (1.1, 0.30), 0.5: (1.2, 0.40), 1.0: (1.0, 0.56)}, None, 0.5),
+        ({0.25: (1.1, 0.30), 0.5: (1.2, 0.40), 1.0: (1.0, 0.56)}, None, None),
+        # As fast as the unpruned one within the noise (half a tenth either way).
+        ({0.25: (0.97, 0.30), 0.5: (0.98, 0.50), 1.0: (1.0, 0.56)}, 0.5, None),
+        # More accurate, but not faster than the unpruned one.
+        ({0.25: (0.3, 0.30), 0.5: (1.1, 0.60), 1.0: (1.0, 0.31)}, None, 0.25),
+        # Faster, but another one is faster and more accurate.
+        ({0.25: (0.3, 0.50), 0.5: (0.5, 0.40), 1.0: (1.0, 0.56)}, None, 0.25),
         # One ratio leaves no choice.
         ({0.25: (0.3, 0.30), 1.0: (1.0, 0.56)}, None, 0.25),
         # The knee is the unpruned network, which is no choice for a stage that prunes.
-        ({0.25: (0.3, 0.30), 1.0: (0.4, 0.56), 0.5: (1.0, 0.57)}, 1.0, 0.5),
+        ({0.25: (0.3, 0.30), 1.0: (0.4, 0.56), 0.5: (1.0, 0.57)}, 1.0, 0.25),
     ],
 )
-def test_choice_is_the_knee_or_else_the_most_accurate_pruned_network(
-    latencies_and_mious: Mapping[float, tuple[float, float]], knee: float | None, choice: float
+def test_choice_is_the_knee_or_else_the_most_accurate_of_the_faster_networks(
+    latencies_and_mious: Mapping[float, tuple[float, float]], knee: float | None, choice: float | None
 ) -> None:
     rows = _candidates(
         notes={0.1: "out of reach"},
         macs={ratio: int(1000 * ratio) for ratio in latencies_and_mious},
         mious={ratio: miou for ratio, (_, miou) in latencies_and_mious.items()},
-        latencies={ratio: _Latency(ms, ms, ms, ms) for ratio, (ms, _) in latencies_and_mious.items()},
+        latencies={
+            ratio: _Latency(ms, ms, ms - 0.05, ms + 0.05) for ratio, (ms, _) in latencies_and_mious.items()
+        },
     )
     assert [row.target_macs_ratio for row in rows if row.is_knee] == ([] if knee is None else [knee])
-    assert _choose(rows).target_macs_ratio == choice
+    chosen = _choose(rows)
+    assert (chosen.target_macs_ratio if chosen else None) == choice
+    assert "(latency_ratio_high below 1)" in _why_none(rows)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +276,8 @@ def test_choice_is_the_knee_or_else_the_most_accurate_pruned_network(
         {"target_macs_ratios": [0.5, 1.0]},
         {"target_macs_ratios": [0.0]},
         {"target_macs_ratios": [float("nan")]},
+        {"num_images": 0},
+        {"batch_size": 0},
         {"num_train_images": 0},
         {"num_val_images": 0},
         {"num_rounds": 2},

@@ -15,6 +15,7 @@ from tasks import distill, finetune, train
 from tasks.core.errors import ArtifactError, ConfigError, TrainingDiverged
 from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.distillation import DistillationConfig
+from tasks.parts.distillation_objective import DistillationObjective
 from tasks.parts.losses import channel_wise_loss, class_weights, segmentation_loss, soft_target_loss
 from tasks.parts.model_card import ModelCard
 from tasks.parts.networks.build import build_network
@@ -238,6 +239,36 @@ def test_teacher_of_other_classes_is_refused_with_both_lists(workshop: Workshop,
             teacher=tmp_path / "other.safetensors",
             data=workshop.data,
         )
+
+
+@pytest.mark.parametrize(("hint_weight", "num_hooks"), [(0.0, 0), (0.5, 1)])
+def test_only_a_hint_watches_the_feature_layers(hint_weight: float, num_hooks: int) -> None:
+    student, teacher = build_network(STUDENT, 3), build_network(TEACHER, 3)
+    losses = DistillationConfig(1.0, 1.0, 0.0, hint_weight, 2.0)
+    DistillationObjective(losses, student, teacher, torch.ones(3))
+    for network in (student, teacher):
+        assert len(network.get_submodule(str(network.feature_layer))._forward_hooks) == num_hooks
+
+
+def test_fine_tuning_with_hints_depends_on_its_seed_alone(
+    workshop: Workshop, teacher: Path, tmp_path: Path
+) -> None:
+    config = finetune.Config(ALL_LOSSES, replace(TRAINER, max_epochs=1))
+    inputs = {"checkpoint": workshop.checkpoint, "teacher": teacher, "data": workshop.data}
+    for name in ("a", "b"):
+        torch.rand(1)  # what ran before in this process
+        run(finetune.finetune, config, tmp_path / name, **inputs)
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b"))
+    assert first == second
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize(
+    "name", ["label_weight", "soft_target_weight", "channel_wise_weight", "hint_weight", "temperature"]
+)
+def test_impossible_weight_of_a_loss_names_its_key(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"distillation\.{name} is {value}, expected a number"):
+        replace(ALL_LOSSES, **{name: value})
 
 
 def test_all_weights_zero_is_refused() -> None:

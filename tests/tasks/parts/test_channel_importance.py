@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tasks.core.errors import ConfigError
 from tasks.parts.channel_importance import Importance, score_channels
+from tasks.parts.channel_pruning import ChannelPruning, Ranking, prune_channels
 
 
 class Pair(nn.Module):
@@ -78,6 +79,16 @@ def test_taylor_adds_what_each_batch_would_lose(pair: Pair) -> None:
 def test_taylor_without_images_is_refused(pair: Pair) -> None:
     with pytest.raises(ConfigError, match=r"taylor, which needs labelled images"):
         score_channels(Importance.taylor, [], pair, None)
+
+
+def test_failure_of_a_batch_is_not_called_a_failure_to_trace(pair: Pair) -> None:
+    def out_of_memory(_network: nn.Module) -> Iterator[Tensor]:
+        raise torch.OutOfMemoryError("no memory left")
+        yield
+
+    pruning = ChannelPruning(0.5, 1, Ranking.across_layers, 0.75, 1, Importance.taylor, {})
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+        prune_channels(pair, pruning, size=(8, 8), batch_losses=out_of_memory)
 
 
 def test_layer_without_batchnorm_has_no_batchnorm_scale() -> None:

@@ -19,10 +19,15 @@ FAST_SCNN, SEGFORMER, DINOV2 = NetworkName.fast_scnn, NetworkName.segformer, Net
 
 
 def build(
-    name: NetworkName = FAST_SCNN, *, seed: int = 0, width: float = 0.25, classes: int = 3
+    name: NetworkName = FAST_SCNN,
+    *,
+    seed: int = 0,
+    width: float = 0.25,
+    depth: float = 0.1,
+    classes: int = 3,
 ) -> nn.Module:
     torch.manual_seed(seed)
-    return build_network(NetworkConfig(name, width, 0.1, False), classes)
+    return build_network(NetworkConfig(name, width, depth, False), classes)
 
 
 def declared(path: Path) -> PretrainedConfig:
@@ -138,6 +143,45 @@ def test_weights_of_another_width_list_both_shapes(tmp_path: Path) -> None:
     config = safetensors(tmp_path / "a.safetensors", build(width=0.5).state_dict())
     with pytest.raises(ArtifactError, match=r"another shape: .* is \[.*the network has \[.*network\.width"):
         load_pretrained(build(), FAST_SCNN, config)
+
+
+@pytest.mark.parametrize("name", [SEGFORMER, DINOV2])
+def test_weights_of_a_deeper_network_of_the_family_are_refused(name: NetworkName, tmp_path: Path) -> None:
+    depth = 0.2 if name is DINOV2 else 1.0
+    config = safetensors(tmp_path / "a.safetensors", build(name, depth=depth).state_dict())
+    with pytest.raises(
+        ArtifactError, match=r"it has \d+ tensors, the network \d+; \d+ belong to .*\.1\..*network\.depth"
+    ):
+        load_pretrained(build(name), name, config)
+
+
+def test_parts_that_the_network_has_not_are_skipped(tmp_path: Path) -> None:
+    state = build(DINOV2, seed=1).state_dict()
+    extra = {"dinov2.embeddings.mask_token": torch.zeros(1, 64), "other_head.0.weight": torch.zeros(2)}
+    report = load_pretrained(build(DINOV2), DINOV2, safetensors(tmp_path / "a.safetensors", state | extra))
+    assert report is not None and (report.num_loaded, report.num_skipped) == (len(state), 2)
+
+
+def test_a_segformer_with_another_decoder_is_told_to_give_its_encoder(tmp_path: Path) -> None:
+    state = build(SEGFORMER, seed=1).state_dict()
+    encoder = {key: tensor for key, tensor in state.items() if not key.startswith("decode_head.")}
+    other = encoder | {"decode_head.linear_fuse.weight": torch.zeros(256, 1024, 1, 1)}
+    with pytest.raises(ArtifactError, match=r"The encoder fits.*without the tensors decode_head\.\*"):
+        load_pretrained(build(SEGFORMER), SEGFORMER, safetensors(tmp_path / "a.safetensors", other))
+    report = load_pretrained(build(SEGFORMER), SEGFORMER, safetensors(tmp_path / "b.safetensors", encoder))
+    assert report is not None and report.num_loaded == len(encoder)
+
+
+def test_a_folder_gives_its_model_file_or_says_what_it_holds(tmp_path: Path) -> None:
+    network = build(seed=1)
+    config = safetensors(tmp_path / "model.safetensors", network.state_dict())
+    report = load_pretrained(build(), FAST_SCNN, PretrainedConfig(str(tmp_path), config.sha256))
+    assert report is not None and report.num_loaded == len(network.state_dict())
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        ArtifactError, match=r"is a folder without model\.safetensors; .*It holds: pytorch_model\.bin"
+    ):
+        load_pretrained(build(), FAST_SCNN, PretrainedConfig(str(tmp_path), config.sha256))
 
 
 def test_weights_of_another_network_list_both_names(tmp_path: Path) -> None:

@@ -2,13 +2,19 @@ from pathlib import Path
 
 import pytest
 
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, GateFailed
 from tasks.parts.pruning_choice import read_choice, write_choice
 
 
 def test_choice_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_choice(tmp_path / "choice.json", 0.35)
     assert read_choice(tmp_path / "choice.json") == 0.35
+
+
+def test_a_search_without_choice_says_why(tmp_path: Path) -> None:
+    write_choice(tmp_path / "choice.json", None, "all are slower")
+    with pytest.raises(GateFailed, match=r"chose no ratio: all are slower\. Set prune\.from_search=false"):
+        read_choice(tmp_path / "choice.json")
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,21 @@ def test_equal_weights_are_thinned_to_two_as_well() -> None:
     assert layer[0].weight.sum() == 16
 
 
+def test_linear_layers_are_thinned_and_counted_too() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 3), nn.Linear(6, 3))
+    before = network[0].weight.detach().clone()
+    assert layers_without_pattern(network) == ["1"]
+    prune_two_of_four(network)
+    assert count_zeros(network) == {"0": 12, "1": 0}
+    for row, old in zip(network[0].weight.detach(), before, strict=True):
+        for start in (0, 4):
+            kept = old[start : start + 4].abs().topk(2).indices + start
+            assert torch.equal(row[kept], old[kept])
+    assert is_two_of_four(network[0].weight.detach().numpy())
+    assert not is_two_of_four(before.numpy())
+
+
 @pytest.mark.parametrize(
     ("weights", "expected"),
     [
