@@ -1,6 +1,6 @@
 # `make` alone lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help run repro ui stop test check lock clean
+.PHONY: help run repro ui stop test test-gpu check lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -26,6 +26,9 @@ stop: .venv/.installed  ## end the local Prefect server that a run started
 test: .venv/.installed-dev  ## run all tests
 	@python -m pytest
 
+test-gpu: .venv/.installed-gpu  ## run the tests that need an NVIDIA GPU, with TensorRT
+	@python -m pytest -m "gpu or tensorrt"
+
 check: .venv/.installed-dev  ## formatting, lint, types, who may import whom
 	ruff format --check .
 	ruff check .
@@ -50,4 +53,8 @@ clean: stop  ## remove outputs, caches and tracking data (keeps .venv)
 
 .venv/.installed-dev: .venv/.installed
 	$(BIN)/python -m pip install --quiet --editable ".[dev]" --constraint requirements.lock
+	touch $@
+
+.venv/.installed-gpu: .venv/.installed-dev
+	$(BIN)/python -m pip install --quiet --editable ".[dev,gpu]" --constraint requirements.lock
 	touch $@

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tasks.core.errors import ArtifactError, BuildFailed
+from tasks.parts.cuda_driver import find_gpus
 from tasks.parts.runners.contract import (
     EngineManifest,
     EngineStatus,
@@ -23,6 +24,7 @@ from tasks.parts.target import (
     Precision,
     Runtime,
     Target,
+    check_gpu,
     check_runtime_version,
     missing_cpu_flags,
     read_isa,
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 ENGINE_FOLDER = "engine"
 NUM_GOLDEN_IMAGES = 2
+_ROUNDS_OF_BUILDS = 20
 MAX_AGREEMENT_DB = 150.0
 """Given for logits that are equal bit by bit."""
 
@@ -72,6 +75,8 @@ class EngineBuild:
     agreement_db: float | None
     """Signal-to-noise of the engine's logits against the unoptimised graph, on drawn images; None without
     engine."""
+    build_latencies_ms: tuple[float, ...]
+    """Median latency of each build at batch 1, where TensorRT built several times; the fastest was kept."""
 
 
 def build(target: Target, *, model: Path, out: Path) -> EngineBuild:
@@ -84,6 +89,7 @@ def build(target: Target, *, model: Path, out: Path) -> EngineBuild:
     from tasks.parts.runners.open_engine import installed_version
 
     logger.info("build_engine: %s for target %s", model, target.name)
+    check_gpu(target)
     version = installed_version(target.runtime)
     check_runtime_version(target, version)
     engine = out / ENGINE_FOLDER
@@ -160,6 +166,7 @@ def _build_from_graph(
     _check_weights(graph, model)
     _check_operators(graph, target)
     precisions: Precisions
+    build_latencies_ms: tuple[float, ...] = ()
     if target.runtime is Runtime.openvino:
         from tasks.parts.runners import openvino
 
@@ -169,6 +176,8 @@ def _build_from_graph(
         )
         file.write_bytes(openvino.export_blob(compiled))
         precisions = openvino.precisions_of(compiled)
+    elif target.runtime is Runtime.tensorrt:
+        file, precisions, build_latencies_ms = _build_plans(target, graph, model, card, version, engine)
     else:
         from tasks.parts.runners import onnxruntime
 
@@ -186,7 +195,60 @@ def _build_from_graph(
         engine,
         count_layers(graph),
         agreement_db=agreement_db,
+        build_latencies_ms=build_latencies_ms,
     )
+
+
+def _build_plans(
+    target: Target, graph: "ModelProto", model: Path, card: InputCard, version: str, engine: Path
+) -> tuple[Path, Precisions, tuple[float, ...]]:
+    """Build as often as the target declares and keep the fastest plan; TensorRT picks kernels by timing them."""
+    import tensorrt as trt
+
+    from tasks.parts.encoding import encode_for
+    from tasks.parts.runners import tensorrt
+    from tasks.parts.tensorrt_build import build_plan
+    from tasks.parts.tensorrt_commands import write_commands
+    from tasks.parts.tensorrt_inspector import count_precisions, read_layers
+    from tasks.parts.tensorrt_log import TensorrtLog
+
+    assert target.tensorrt is not None
+    encoded = encode_for(target, graph)
+    gpu = find_gpus()[0]
+    file = engine / tensorrt.ENGINE_FILE
+    files = []
+    for number in range(1, target.tensorrt.num_builds + 1):
+        logger.info("build_engine: build %d of %d", number, target.tensorrt.num_builds)
+        files.append(engine / f"{number}.plan")
+        files[-1].write_bytes(build_plan(encoded, target, card, gpu))
+    latencies_ms = _time_builds(files, target, version, card) if len(files) > 1 else ()
+    files[int(np.argmin(latencies_ms)) if latencies_ms else 0].rename(file)
+    for other in files:
+        other.unlink(missing_ok=True)
+    with tensorrt.PrimaryContext():
+        loaded = tensorrt.load_plan(file.read_bytes(), target, TensorrtLog())
+        layers = read_layers(tensorrt.inspect(loaded))
+    input_name = graph.graph.input[0].name
+    major = int(trt.__version__.partition(".")[0])
+    write_commands(engine, target, card, model=model, input_name=input_name, major=major)
+    return file, count_precisions(layers), latencies_ms
+
+
+def _time_builds(files: list[Path], target: Target, version: str, card: InputCard) -> tuple[float, ...]:
+    """Return the median latency of each build of the same graph, in ms at batch 1, measured in turns."""
+    from contextlib import ExitStack
+
+    from tasks.parts.latency import rounds_ms
+    from tasks.parts.runners.open_engine import load_runner
+
+    with ExitStack() as stack:
+        runners = {
+            file.name: stack.enter_context(load_runner(file, _manifest(target, version, card, file=file)))
+            for file in files
+        }
+        calls = {name: runner.run for name, runner in runners.items()}
+        rounds = rounds_ms(calls, draw_golden_images(card)[:1], _ROUNDS_OF_BUILDS)
+    return tuple(float(np.median(np.concatenate(rounds[file.name]))) for file in files)
 
 
 def _check_weights(graph: "ModelProto", path: Path) -> None:
@@ -253,7 +315,8 @@ def _measure_agreement(graph: "ModelProto", manifest: EngineManifest, file: Path
     Images go in one by one and as a batch. Raises BuildFailed below the target's floor.
     """
     from tasks.parts.onnx_graph import is_quantized
-    from tasks.parts.runners import onnxruntime, openvino
+    from tasks.parts.runners import onnxruntime
+    from tasks.parts.runners.open_engine import load_runner
 
     target, card = manifest.target, manifest.card
     images_NCHW = draw_golden_images(card)[: target.max_batch]
@@ -265,8 +328,7 @@ def _measure_agreement(graph: "ModelProto", manifest: EngineManifest, file: Path
     )
     expected = reference.run(None, {reference.get_inputs()[0].name: images_NCHW})[0]
     _check_logits(expected, target, card)
-    kind = openvino.OpenvinoRunner if target.runtime is Runtime.openvino else onnxruntime.OnnxruntimeRunner
-    with kind(file, manifest) as runner:
+    with load_runner(file, manifest) as runner:
         batched = runner.infer(images_NCHW)
         single = np.concatenate([runner.infer(image[None]) for image in images_NCHW])
         provider = runner.describe().provider
@@ -389,6 +451,7 @@ def _manifest(
         size_bytes=file.stat().st_size if file else 0,
         runtime_version=version,
         isa=read_isa(),
+        gpu=None if target.gpu is None else find_gpus()[0],
         card=card,
         is_quantized=False,
         precisions={},
@@ -405,6 +468,7 @@ def _publish(
     layers: LayerCounts,
     *,
     agreement_db: float | None = None,
+    build_latencies_ms: tuple[float, ...] = (),
 ) -> EngineBuild:
     from dataclasses import replace
 
@@ -419,11 +483,22 @@ def _publish(
     write_engine_manifest(engine, manifest)
     if note:
         logger.warning("build_engine: target %s: %s", manifest.target.name, note)
-    return _report(manifest, num_layers_quantized=layers.num_quantized, note=note, agreement_db=agreement_db)
+    return _report(
+        manifest,
+        num_layers_quantized=layers.num_quantized,
+        note=note,
+        agreement_db=agreement_db,
+        build_latencies_ms=build_latencies_ms,
+    )
 
 
 def _report(
-    manifest: EngineManifest, *, num_layers_quantized: int, note: str, agreement_db: float | None
+    manifest: EngineManifest,
+    *,
+    num_layers_quantized: int,
+    note: str,
+    agreement_db: float | None,
+    build_latencies_ms: tuple[float, ...] = (),
 ) -> EngineBuild:
     return EngineBuild(
         status=manifest.status,
@@ -441,4 +516,5 @@ def _report(
         precision_ok=manifest.precision_ok,
         precision_note=note,
         agreement_db=agreement_db,
+        build_latencies_ms=build_latencies_ms,
     )

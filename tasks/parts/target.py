@@ -12,8 +12,11 @@ from enum import StrEnum
 from pathlib import Path
 
 from tasks.core.errors import ConfigError, TargetMismatch
+from tasks.parts.cuda_driver import Gpu, find_gpus
+from tasks.parts.tensorrt_options import TensorrtOptions
 
-ANY_VERSION = "any"
+ANY = "any"
+CPU, CUDA = "cpu", "cuda"
 
 ISA_FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 """Flags of /proc/cpuinfo that change which kernels a runtime picks."""
@@ -21,7 +24,7 @@ ISA_FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_t
 CHANNEL_MULTIPLES = (1, 8, 16, 32, 64)
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_VERSION = re.compile(r"\d+(\.\d+)*|" + ANY_VERSION)
+_VERSION = re.compile(r"\d+(\.\d+)*|" + ANY)
 
 
 class Runtime(StrEnum):
@@ -30,6 +33,7 @@ class Runtime(StrEnum):
     torch = "torch"
     onnxruntime = "onnxruntime"
     openvino = "openvino"
+    tensorrt = "tensorrt"
 
 
 class Precision(StrEnum):
@@ -49,7 +53,9 @@ class Target:
     runtime_version: str
     """Leading parts of the version that must be installed, such as "2026.4", or "any"."""
     device: str
-    """Only "cpu" so far."""
+    """"cpu", or "cuda" for an NVIDIA GPU."""
+    gpu: Gpu | None
+    """The GPU that must be there, for device cuda; its name may be "any" where only the compute capability counts."""
     cpu_flags: list[str]
     """Flags of /proc/cpuinfo without which this target makes no sense: the build is skipped there, with
     the reason."""
@@ -82,6 +88,8 @@ class Target:
     """The same floor for Q/DQ graphs. Two right int8 engines differ by about the noise of quantization itself."""
     work_pool: str
     """Where the engines of this target are built and measured."""
+    tensorrt: TensorrtOptions | None
+    """Options of runtime tensorrt; null for the others."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that no machine could satisfy."""
@@ -90,7 +98,17 @@ class Target:
         self._require(
             version_ok, "runtime_version", self.runtime_version, 'a prefix such as "1.31", or "any"'
         )
-        self._require(self.device == "cpu", "device", self.device, '"cpu"')
+        device = CUDA if self.runtime is Runtime.tensorrt else CPU
+        self._require(self.device == device, "device", self.device, f'"{device}" for runtime {self.runtime}')
+        self._require((self.gpu is None) == (device == CPU), "gpu", self.gpu, "a GPU for cuda, null for cpu")
+        self._require(
+            (self.tensorrt is None) == (self.runtime is not Runtime.tensorrt),
+            "tensorrt",
+            self.tensorrt,
+            "options for runtime tensorrt, null for the others",
+        )
+        if self.tensorrt:
+            self.tensorrt.check(self.name, self.max_batch)
         self._require(1 <= self.num_threads <= 1024, "num_threads", self.num_threads, "1..1024")
         self._require(1 <= self.max_batch <= 4096, "max_batch", self.max_batch, "1..4096")
         self._require(
@@ -149,14 +167,33 @@ def missing_cpu_flags(target: Target) -> list[str]:
     return [flag for flag in target.cpu_flags if flag not in read_cpu_flags()]
 
 
+def check_gpu(target: Target) -> None:
+    """Raise TargetMismatch unless the first visible GPU is the declared one (CUDA_VISIBLE_DEVICES chooses)."""
+    declared = target.gpu
+    if declared is None:
+        return
+    found = find_gpus()
+    wanted = f"compute capability {declared.compute_capability}" + (
+        "" if declared.name == ANY else f" and the name {declared.name}"
+    )
+    if not found:
+        raise TargetMismatch(
+            f"Target {target.name} needs an NVIDIA GPU with {wanted}; this machine has none, or no driver "
+            f"(libcuda.so.1). Run it on a worker of pool '{target.work_pool}', or take it out of target."
+        )
+    is_same = found[0].compute_capability == declared.compute_capability
+    if not is_same or declared.name not in (ANY, found[0].name):
+        raise TargetMismatch(
+            f"Target {target.name} needs an NVIDIA GPU with {wanted}; the first one here is {found[0].name} with "
+            f"{found[0].compute_capability}. An engine is fast, or runs at all, only on the GPU that it was built "
+            f"on. Run it on a worker of pool '{target.work_pool}', or declare this GPU (target.{target.name}.gpu)."
+        )
+
+
 def check_runtime_version(target: Target, installed: str) -> None:
     """Raise TargetMismatch when the installed runtime is not of the declared version."""
     declared = target.runtime_version
-    if (
-        declared == ANY_VERSION
-        or installed == declared
-        or installed.startswith((declared + ".", declared + "+"))
-    ):
+    if declared == ANY or installed == declared or installed.startswith((declared + ".", declared + "+")):
         return
     raise TargetMismatch(
         f"Target {target.name} declares {target.runtime} {declared}, this machine has {installed}. Run it on "

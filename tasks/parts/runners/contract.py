@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
+import dacite
 import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, DataError
-from tasks.parts.target import Precision, Runtime, Target
+from tasks.parts.cuda_driver import Gpu
+from tasks.parts.target import Target
 
 MANIFEST_FILE = "manifest.json"
 
@@ -64,6 +66,8 @@ class EngineManifest:
     """The full version that built the file."""
     isa: tuple[str, ...]
     """Instruction sets of the CPU that built the file."""
+    gpu: Gpu | None
+    """The GPU that built the file, for targets with one."""
     card: InputCard
     is_quantized: bool
     precisions: Precisions
@@ -174,18 +178,9 @@ def read_engine_manifest(engine: Path) -> EngineManifest:
             f"{path}: not found, expected the output of build_engine. Run build_engine first."
         )
     try:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return _manifest_from(fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return dacite.from_dict(EngineManifest, fields, dacite.Config(cast=[StrEnum, tuple], strict=True))
+    except (ValueError, TypeError, dacite.DaciteError) as error:
         raise ArtifactError(
             f"{path}: damaged or of another version ({error!r}). Run build_engine again."
         ) from error
-
-
-def _manifest_from(fields: dict[str, Any]) -> EngineManifest:
-    target, card = fields.pop("target"), fields.pop("card")
-    target["runtime"], target["precision"] = Runtime(target["runtime"]), Precision(target["precision"])
-    fields["status"] = EngineStatus(fields["status"])
-    fields["isa"] = tuple(fields["isa"])
-    card = {name: tuple(value) if isinstance(value, list) else value for name, value in card.items()}
-    return EngineManifest(target=Target(**target), card=InputCard(**card), **fields)

@@ -1,11 +1,14 @@
 """From an engine folder to the runner of its runtime, without asking the caller which runtime that is."""
 
+import importlib.metadata
 from pathlib import Path
 
 from tasks.core.errors import ArtifactError, TargetMismatch
+from tasks.parts.cuda_driver import find_gpus
 from tasks.parts.runners import onnxruntime, openvino, torch_eager
 from tasks.parts.runners.contract import EngineManifest, Runner, read_engine_manifest, sha256_of
-from tasks.parts.target import Runtime, check_runtime_version, missing_cpu_flags, read_isa
+from tasks.parts.target import Runtime, check_gpu, check_runtime_version, missing_cpu_flags, read_isa
+from tasks.parts.tensorrt_options import HardwareCompatibility, TensorrtOptions
 
 
 def open_engine(engine: Path) -> Runner:
@@ -18,6 +21,11 @@ def open_engine(engine: Path) -> Runner:
     manifest = read_engine_manifest(engine)
     check_machine(manifest)
     file = _checked_file(engine, manifest)
+    return load_runner(file, manifest)
+
+
+def load_runner(file: Path, manifest: EngineManifest) -> Runner:
+    """Return the runner of a file that needs no check, because this process has just made it."""
     match manifest.target.runtime:
         case Runtime.torch:
             return torch_eager.TorchEagerRunner(file, manifest)
@@ -25,22 +33,27 @@ def open_engine(engine: Path) -> Runner:
             return onnxruntime.OnnxruntimeRunner(file, manifest)
         case Runtime.openvino:
             return openvino.OpenvinoRunner(file, manifest)
+        case Runtime.tensorrt:
+            from tasks.parts.runners.tensorrt import TensorrtRunner
+
+            return TensorrtRunner(file, manifest)
 
 
 def installed_version(runtime: Runtime) -> str:
-    """Return the installed version of a runtime without importing it."""
-    match runtime:
-        case Runtime.torch:
-            return torch_eager.installed_version()
-        case Runtime.onnxruntime:
-            return onnxruntime.installed_version()
-        case Runtime.openvino:
-            return openvino.installed_version()
+    """Return the installed version of a runtime without importing it; raise TargetMismatch where there is none."""
+    try:
+        return importlib.metadata.version(runtime)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise TargetMismatch(
+            f"Package {runtime} is not installed. Install the extra gpu (`pip install -e '.[gpu]'`), or run this on "
+            "a worker of the target's work pool."
+        ) from error
 
 
 def check_machine(manifest: EngineManifest) -> None:
     """Raise TargetMismatch unless this machine can run the engine that the manifest describes."""
     target = manifest.target
+    check_gpu(target)
     installed = installed_version(target.runtime)
     check_runtime_version(target, installed)
     missing = missing_cpu_flags(target)
@@ -50,8 +63,14 @@ def check_machine(manifest: EngineManifest) -> None:
             f"{', '.join(missing)}. Run it on a worker of pool '{target.work_pool}' "
             f"(target.{target.name}.cpu_flags)."
         )
-    if target.runtime is not Runtime.openvino:
-        return
+    if target.runtime is Runtime.openvino:
+        _check_blob(manifest, installed)
+    if target.tensorrt is not None:
+        _check_plan(manifest, target.tensorrt, installed)
+
+
+def _check_blob(manifest: EngineManifest, installed: str) -> None:
+    target = manifest.target
     if installed != manifest.runtime_version:
         raise TargetMismatch(
             f"Engine {manifest.file} of target {target.name} was compiled by OpenVINO "
@@ -64,6 +83,25 @@ def check_machine(manifest: EngineManifest) -> None:
             f"Engine {manifest.file} of target {target.name} was compiled for a CPU with "
             f"{', '.join(manifest.isa)}, this one has {', '.join(read_isa())}. Build it again here "
             f"(build_engine for target {target.name}), or run it on a worker of pool '{target.work_pool}'."
+        )
+
+
+def _check_plan(manifest: EngineManifest, options: TensorrtOptions, installed: str) -> None:
+    target, built_by = manifest.target, manifest.runtime_version
+    if installed != built_by and not options.version_compatible:
+        raise TargetMismatch(
+            f"Engine {manifest.file} of target {target.name} was built by TensorRT {built_by}, this machine has "
+            f"{installed}; a plan loads only in the version that made it. Build it again here (build_engine for "
+            f"target {target.name}), install that version, or build with target.{target.name}.tensorrt"
+            ".version_compatible."
+        )
+    here = find_gpus()[0]
+    if here != manifest.gpu and options.hardware_compatibility is HardwareCompatibility.none:
+        built_on = manifest.gpu.name if manifest.gpu else "another GPU"
+        raise TargetMismatch(
+            f"Engine {manifest.file} of target {target.name} was built on {built_on}, this machine has {here.name}. "
+            f"Build it again here (build_engine for target {target.name}), run it on a worker of pool "
+            f"'{target.work_pool}', or build with target.{target.name}.tensorrt.hardware_compatibility."
         )
 
 

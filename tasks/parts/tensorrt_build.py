@@ -1,0 +1,186 @@
+"""From an ONNX graph to a TensorRT plan: one path for TensorRT 10.12 to 11. Not run on real hardware.
+
+The network is strongly typed: the precision of every layer is that of the graph (FP16 by convert_precision, INT8 by
+Q/DQ), and no builder flag may change it. Importing this module needs TensorRT.
+"""
+
+import fcntl
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import tensorrt as trt
+from onnx import ModelProto
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from tasks.core.errors import BuildFailed
+from tasks.parts.cuda_driver import Gpu
+from tasks.parts.onnx_graph import node_sources
+from tasks.parts.runners.contract import InputCard
+from tasks.parts.target import Target
+from tasks.parts.tensorrt_log import TensorrtLog
+from tasks.parts.tensorrt_options import TensorrtOptions
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_ERRORS = 5
+_OUT_OF_MEMORY = re.compile(r"out ?of ?memory|insufficient memory|cuda failure: 2\b", re.IGNORECASE)
+_MIB = 2**20
+
+
+class BuildProgress(trt.IProgressMonitor):  # type: ignore[misc]
+    """Draws one bar for each phase of a build; silent where stderr is no terminal."""
+
+    def __init__(self, progress: Progress) -> None:
+        trt.IProgressMonitor.__init__(self)
+        self._progress = progress
+        self._bars: dict[str, TaskID] = {}
+
+    def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+        """Add a bar, indented below its parent's."""
+        indent = "" if parent_phase is None else "  "
+        self._bars[phase_name] = self._progress.add_task(indent + phase_name, total=num_steps)
+
+    def step_complete(self, phase_name: str, step: int) -> bool:
+        """Move a bar on; the build goes on."""
+        self._progress.update(self._bars[phase_name], completed=step + 1)
+        return True
+
+    def phase_finish(self, phase_name: str) -> None:
+        """Take a bar away."""
+        self._progress.remove_task(self._bars.pop(phase_name))
+
+
+def build_plan(graph: ModelProto, target: Target, card: InputCard, gpu: Gpu) -> bytes:
+    """Return the serialized engine.
+
+    Raises BuildFailed with the nodes that TensorRT refuses, in terms of module and file:line, or where GPU memory is
+    too small.
+    """
+    options = target.tensorrt
+    assert options is not None
+    log = TensorrtLog()
+    builder = trt.Builder(log)
+    # 11 knows no other kind of network and ignores the flag.
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, log)
+    if not parser.parse(graph.SerializeToString()):
+        raise BuildFailed(f"Target {target.name}: {describe_parser_errors(parser, graph)}")
+    config = builder.create_builder_config()
+    configure(config, options, major=int(trt.__version__.partition(".")[0]))
+    size = (3, card.height, card.width)
+    for one in options.profiles_for(target.max_batch):
+        profile = builder.create_optimization_profile()
+        profile.set_shape(
+            graph.graph.input[0].name, min=(one.min, *size), opt=(one.opt, *size), max=(one.max, *size)
+        )
+        config.add_optimization_profile(profile)
+    console = Console(stderr=True)
+    bars = Progress(console=console, transient=True, disable=not console.is_terminal)
+    with _timing_cache(config, options, gpu), bars as progress:
+        config.progress_monitor = BuildProgress(progress)
+        plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise BuildFailed(f"Target {target.name}: {_explain(log, target)}")
+    return bytes(plan)
+
+
+def configure(config: "trt.IBuilderConfig", options: TensorrtOptions, *, major: int) -> None:
+    """Set what a target declares."""
+    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib * _MIB)
+    config.builder_optimization_level = options.optimization_level
+    config.profiling_verbosity = trt.ProfilingVerbosity.__members__[options.profiling_verbosity.upper()]
+    config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.__members__[
+        options.hardware_compatibility.upper()
+    ]
+    if options.tactic_sources:
+        config.set_tactic_sources(_tactic_bits(options, major))
+    if options.max_aux_streams is not None:
+        config.max_aux_streams = options.max_aux_streams
+    for flag, is_wanted in (
+        (trt.BuilderFlag.VERSION_COMPATIBLE, options.version_compatible),
+        (trt.BuilderFlag.SPARSE_WEIGHTS, options.sparse_weights),
+        (trt.BuilderFlag.TF32, options.tf32),
+        (trt.BuilderFlag.ERROR_ON_TIMING_CACHE_MISS, options.error_on_timing_cache_miss),
+        (trt.BuilderFlag.GPU_FALLBACK, options.dla_core is not None),
+    ):
+        if is_wanted:
+            config.set_flag(flag)
+        else:
+            config.clear_flag(flag)  # TF32 is on by itself
+    if options.dla_core is not None:
+        config.default_device_type = trt.DeviceType.DLA
+        config.DLA_core = options.dla_core
+
+
+def _tactic_bits(options: TensorrtOptions, major: int) -> int:
+    known = trt.TacticSource.__members__
+    missing = [source.value for source in options.tactic_sources if source.upper() not in known]
+    if missing:
+        raise BuildFailed(
+            f"TensorRT {major} has no tactic source {', '.join(missing)}; it has {', '.join(known).lower()}. Mend "
+            "tensorrt.tactic_sources of the target."
+        )
+    return sum(1 << int(known[source.upper()]) for source in options.tactic_sources)
+
+
+def describe_parser_errors(parser: "trt.OnnxParser", graph: ModelProto) -> str:
+    """Say which nodes TensorRT does not take, and where in the network's source they come from."""
+    sources = node_sources(graph)
+    lines = []
+    for index in range(min(parser.num_errors, _SHOWN_ERRORS)):
+        error: trt.ParserError = parser.get_error(index)
+        name = error.node_name() or f"node {error.node()}"
+        module, line = sources.get(name, ("", ""))
+        origin = f" (module {module}, {line})" if module else ""
+        lines.append(f"{error.node_operator()} '{name}'{origin}: {error.desc().strip()}")
+    return (
+        f"TensorRT {trt.__version__} refuses {parser.num_errors} nodes of the graph: {'; '.join(lines)}. Replace "
+        "these operators in the network, or lower export_onnx.opset."
+    )
+
+
+def _explain(log: TensorrtLog, target: Target) -> str:
+    said = log.describe_errors()
+    if any(_OUT_OF_MEMORY.search(error) for error in log.errors):
+        return (
+            f"GPU memory is too small for the build ({said}). End other processes on the GPU, or lower "
+            f"target.{target.name}.tensorrt.workspace_mib, .optimization_level or target.{target.name}.max_batch."
+        )
+    return f"TensorRT {trt.__version__} cannot build the engine ({said})."
+
+
+@contextmanager
+def _timing_cache(config: "trt.IBuilderConfig", options: TensorrtOptions, gpu: Gpu) -> Iterator[None]:
+    """Build with what the cache file knows, and merge what the build learnt into it; safe for several builds."""
+    if options.timing_cache is None:
+        config.set_flag(trt.BuilderFlag.DISABLE_TIMING_CACHE)
+        yield
+        return
+    path = timing_cache_file(Path(options.timing_cache), gpu, trt.__version__)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = path.read_bytes() if path.is_file() else b""
+    is_taken = config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False)
+    if not is_taken:
+        raise BuildFailed(
+            f"{path}: TensorRT refuses this timing cache, it is damaged or of another GPU. Delete it; the next build "
+            "writes it again."
+        )
+    yield
+    learnt = config.get_timing_cache()
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.is_file() and (others := path.read_bytes()) != known:
+            learnt.combine(config.create_timing_cache(others), ignore_mismatch=False)
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(bytes(learnt.serialize()))
+        draft.replace(path)
+
+
+def timing_cache_file(folder: Path, gpu: Gpu, version: str) -> Path:
+    """Return the one file of a GPU and a TensorRT version."""
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
+    return folder / f"{name}-sm{gpu.compute_capability.replace('.', '')}-trt{version}.cache"

@@ -1,0 +1,126 @@
+"""Engines of TensorRT on this machine's GPU: `make test-gpu`."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.build_engine import Report, build_engine
+from tasks.core.errors import ArtifactError, DataError, TargetMismatch
+from tasks.parts.cuda_driver import find_gpus
+from tasks.parts.engine_build import draw_golden_images
+from tasks.parts.runners.contract import EngineStatus, read_engine_manifest, write_engine_manifest
+from tasks.parts.runners.open_engine import open_engine
+from tasks.parts.target import Target
+from tests.tasks.conftest import Workshop
+
+_HAS_TENSORRT = all(importlib.util.find_spec(name) for name in ("tensorrt", "pycuda"))
+
+pytestmark = [
+    pytest.mark.tensorrt,
+    pytest.mark.skipif(not find_gpus(), reason="no NVIDIA GPU on this machine"),
+    pytest.mark.skipif(not _HAS_TENSORRT, reason="tensorrt or pycuda is not installed (extra gpu)"),
+]
+
+
+@pytest.fixture
+def target(workshop: Workshop, tmp_path: Path) -> Target:
+    declared = workshop.target("h200_tensorrt", gpu=find_gpus()[0])
+    assert declared.tensorrt is not None
+    return replace(declared, tensorrt=replace(declared.tensorrt, timing_cache=str(tmp_path / "cache")))
+
+
+def with_options(target: Target, **changes: Any) -> Target:
+    assert target.tensorrt is not None
+    return replace(target, tensorrt=replace(target.tensorrt, **changes))
+
+
+def build(target: Target, model: Path, out: Path) -> Report:
+    out.mkdir()
+    report = build_engine(target, model=model, out=out)
+    assert report.status is EngineStatus.built, report.reason
+    return report
+
+
+def test_float_engine_agrees_with_the_graph(workshop: Workshop, target: Target, tmp_path: Path) -> None:
+    report = build(target, workshop.graph, tmp_path / "a")
+    assert report.precision_ok and report.agreement_db is not None and report.agreement_db > 30
+    assert (tmp_path / "a" / "engine" / "commands.sh").is_file()
+
+
+def test_quantized_graph_really_runs_in_int8(workshop: Workshop, target: Target, tmp_path: Path) -> None:
+    report = build(target, workshop.quantized, tmp_path / "a")
+    assert report.precision_ok and report.num_layers_int8 > 0
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_batches_in_any_order_give_the_same_logits(
+    workshop: Workshop, target: Target, tmp_path: Path, cuda_graph: bool
+) -> None:
+    build(with_options(target, cuda_graph=cuda_graph), workshop.graph, tmp_path / "a")
+    with open_engine(tmp_path / "a" / "engine") as runner:
+        images_NCHW = np.repeat(draw_golden_images(runner.manifest.card), 2, axis=0)
+        expected = np.concatenate([runner.infer(image[None]) for image in images_NCHW])
+        for num_images in (4, 1, 3, 2, 4):
+            found = runner.infer(images_NCHW[:num_images])
+            np.testing.assert_allclose(found, expected[:num_images], rtol=1e-2, atol=1e-2)
+        assert runner.profile(images_NCHW[:1], 3)[0].milliseconds > 0
+        with pytest.raises(DataError, match="batch of 5"):
+            runner.infer(np.repeat(images_NCHW, 2, axis=0)[:5])
+
+
+def test_tensors_on_the_gpu_need_no_copy(workshop: Workshop, target: Target, tmp_path: Path) -> None:
+    build(target, workshop.graph, tmp_path / "a")
+    with open_engine(tmp_path / "a" / "engine") as runner:
+        images_NCHW = draw_golden_images(runner.manifest.card)
+        expected = runner.infer(images_NCHW)
+        logits_NCHW = torch.empty(expected.shape, device="cuda")
+        runner.infer_tensor(torch.from_numpy(images_NCHW).cuda(), logits_NCHW)
+        torch.cuda.synchronize()
+        np.testing.assert_allclose(logits_NCHW.cpu().numpy(), expected, rtol=1e-3, atol=1e-3)
+        np.testing.assert_array_equal(runner.infer(images_NCHW), expected)  # the addresses are back
+        with pytest.raises(DataError, match="expected contiguous float32"):
+            runner.infer_tensor(torch.from_numpy(images_NCHW), logits_NCHW)
+
+
+def test_timing_cache_replays_the_build(workshop: Workshop, target: Target, tmp_path: Path) -> None:
+    build(target, workshop.graph, tmp_path / "a")
+    [cache] = (tmp_path / "cache").glob("*.cache")
+    build(with_options(target, error_on_timing_cache_miss=True), workshop.graph, tmp_path / "b")
+    cache.unlink()
+    (tmp_path / "c").mkdir()
+    strict = with_options(target, error_on_timing_cache_miss=True)
+    report = build_engine(strict, model=workshop.graph, out=tmp_path / "c")
+    assert report.status is EngineStatus.failed
+    assert not list((tmp_path / "c" / "engine").glob("*.plan"))
+
+
+def test_several_builds_keep_one_and_tell_their_spread(
+    workshop: Workshop, target: Target, tmp_path: Path
+) -> None:
+    report = build(with_options(target, num_builds=3), workshop.graph, tmp_path / "a")
+    assert len(report.build_latencies_ms) == 3
+    assert len(list((tmp_path / "a" / "engine").glob("*.plan"))) == 1
+
+
+def test_plan_of_another_gpu_or_other_bytes_is_never_loaded(
+    workshop: Workshop, target: Target, tmp_path: Path
+) -> None:
+    build(target, workshop.graph, tmp_path / "a")
+    engine = tmp_path / "a" / "engine"
+    manifest = read_engine_manifest(engine)
+    assert manifest.gpu is not None
+    write_engine_manifest(engine, replace(manifest, gpu=replace(manifest.gpu, name="NVIDIA Imaginary")))
+    with pytest.raises(TargetMismatch, match="built on NVIDIA Imaginary"):
+        open_engine(engine)
+    write_engine_manifest(engine, replace(manifest, runtime_version="9.9"))
+    with pytest.raises(TargetMismatch, match=r"built by TensorRT 9\.9"):
+        open_engine(engine)
+    write_engine_manifest(engine, manifest)
+    (engine / manifest.file).write_bytes((engine / manifest.file).read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match="sha256"):
+        open_engine(engine)

@@ -1,0 +1,170 @@
+"""Tests that run where the bindings of TensorRT are on the path, over stub libraries: see test_tensorrt_contract.py.
+
+A builder and its configuration cannot exist there; recorders stand for them.
+"""
+
+import logging
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import onnx
+import pytest
+import tensorrt as trt
+import yaml
+from onnx import TensorProto, helper
+from rich.console import Console
+from rich.progress import Progress
+
+from tasks.core.config import typed_config
+from tasks.core.errors import BuildFailed
+from tasks.parts.onnx_graph import set_node_source
+from tasks.parts.target import Target
+from tasks.parts.tensorrt_build import BuildProgress, configure, describe_parser_errors
+from tasks.parts.tensorrt_log import TensorrtLog
+from tasks.parts.tensorrt_options import HardwareCompatibility, TacticSource, TensorrtOptions
+from tests.conftest import REPOSITORY
+
+MAJOR = int(os.environ["MAJOR"])
+
+
+@dataclass
+class RecordedConfig:
+    """Stands for an IBuilderConfig and remembers its calls."""
+
+    flags: set[Any] = field(default_factory=set)
+    pools: dict[Any, int] = field(default_factory=dict)
+    tactics: int | None = None
+
+    def set_flag(self, flag: Any) -> None:
+        self.flags.add(flag)
+
+    def clear_flag(self, flag: Any) -> None:
+        self.flags.discard(flag)
+
+    def set_memory_pool_limit(self, pool: Any, pool_size: int) -> None:
+        self.pools[pool] = pool_size
+
+    def set_tactic_sources(self, tactic_sources: int) -> bool:
+        self.tactics = tactic_sources
+        return True
+
+
+@dataclass(frozen=True)
+class RecordedError:
+    """Stands for a ParserError."""
+
+    name: str
+
+    def node_name(self) -> str:
+        return self.name
+
+    def node(self) -> int:
+        return 3
+
+    def node_operator(self) -> str:
+        return "Round"
+
+    def desc(self) -> str:
+        return "no importer registered"
+
+
+@dataclass(frozen=True)
+class RecordedParser:
+    """Stands for an OnnxParser that refused a graph."""
+
+    errors: tuple[RecordedError, ...]
+
+    @property
+    def num_errors(self) -> int:
+        return len(self.errors)
+
+    def get_error(self, index: int) -> RecordedError:
+        return self.errors[index]
+
+
+@pytest.fixture
+def options() -> TensorrtOptions:
+    fields = yaml.safe_load((REPOSITORY / "conf" / "target" / "h200_tensorrt.yaml").read_text())
+    target: Target = typed_config(Target, fields, "build_engine.h200_tensorrt")
+    assert target.tensorrt is not None
+    return target.tensorrt
+
+
+def test_configuration_gets_what_the_target_declares(options: TensorrtOptions) -> None:
+    config: Any = RecordedConfig({trt.BuilderFlag.TF32})  # on by itself
+    wanted = replace(
+        options, version_compatible=True, hardware_compatibility=HardwareCompatibility.ampere_plus
+    )
+    configure(config, wanted, major=MAJOR)
+    assert config.flags == {trt.BuilderFlag.SPARSE_WEIGHTS, trt.BuilderFlag.VERSION_COMPATIBLE}
+    assert config.pools == {trt.MemoryPoolType.WORKSPACE: 8192 * 2**20}
+    assert config.builder_optimization_level == 3
+    assert config.profiling_verbosity == trt.ProfilingVerbosity.DETAILED
+    assert config.hardware_compatibility_level == trt.HardwareCompatibilityLevel.AMPERE_PLUS
+    assert not hasattr(config, "DLA_core") and config.tactics is None
+
+
+def test_dla_falls_back_to_the_gpu(options: TensorrtOptions) -> None:
+    config: Any = RecordedConfig()
+    configure(config, replace(options, dla_core=1), major=MAJOR)
+    assert config.DLA_core == 1 and config.default_device_type == trt.DeviceType.DLA
+    assert trt.BuilderFlag.GPU_FALLBACK in config.flags
+
+
+def test_tactic_source_of_another_major_is_refused(options: TensorrtOptions) -> None:
+    config: Any = RecordedConfig()
+    configure(config, replace(options, tactic_sources=[TacticSource.jit_convolutions]), major=MAJOR)
+    assert config.tactics == 1 << int(trt.TacticSource.JIT_CONVOLUTIONS)
+    old = replace(options, tactic_sources=[TacticSource.cudnn])
+    if MAJOR < 11:
+        configure(config, old, major=MAJOR)
+        assert config.tactics == 1 << int(trt.TacticSource.CUDNN)
+    else:
+        with pytest.raises(
+            BuildFailed, match=r"TensorRT 11 has no tactic source cudnn; it has .*jit_convolutions"
+        ):
+            configure(config, old, major=MAJOR)
+
+
+def test_messages_go_to_the_log_and_errors_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    log = TensorrtLog()
+    assert log.describe_errors() == "it gave no reason"
+    with caplog.at_level(logging.WARNING):
+        log.log(trt.ILogger.Severity.WARNING, "slow kernel")
+        log.log(trt.ILogger.Severity.ERROR, "no kernel for layer a")
+        log.log(trt.ILogger.Severity.VERBOSE, "tactic 7")
+    assert log.describe_errors() == "no kernel for layer a"
+    assert caplog.messages == ["TensorRT: slow kernel", "TensorRT: no kernel for layer a"]
+
+
+def test_every_severity_has_a_level() -> None:
+    log = TensorrtLog()
+    for severity in trt.ILogger.Severity.__members__.values():
+        log.log(severity, "something")
+
+
+def test_progress_draws_a_bar_per_phase_and_takes_it_away() -> None:
+    progress = Progress(console=Console(quiet=True))
+    monitor = BuildProgress(progress)
+    monitor.phase_start("Building Engine", None, 5)
+    monitor.phase_start("Tactic Timing", "Building Engine", 10)
+    assert monitor.step_complete("Tactic Timing", 3)
+    assert [(task.description, task.completed, task.total) for task in progress.tasks] == [
+        ("Building Engine", 0, 5),
+        ("  Tactic Timing", 4, 10),
+    ]
+    monitor.phase_finish("Tactic Timing")
+    assert [task.description for task in progress.tasks] == ["Building Engine"]
+
+
+def test_refused_nodes_are_named_with_module_and_line() -> None:
+    node = helper.make_node("Round", ["x"], ["y"], name="head/Round")
+    set_node_source(node, "head", "tasks/parts/networks/head.py:12")
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
+    graph: onnx.ModelProto = helper.make_model(helper.make_graph([node], "g", values[:1], values[1:]))
+    parser: Any = RecordedParser((RecordedError("head/Round"), RecordedError("")))
+    text = describe_parser_errors(parser, graph)
+    assert "refuses 2 nodes" in text
+    assert "Round 'head/Round' (module head, tasks/parts/networks/head.py:12): no importer registered" in text
+    assert "Round 'node 3': no importer registered" in text

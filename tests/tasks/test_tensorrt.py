@@ -1,0 +1,228 @@
+"""What of TensorRT targets needs no TensorRT: declarations, refusals, commands beside an engine, the inspector."""
+
+import argparse
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from polygraphy.tools.convert.convert import Convert
+
+from flows.params import compose_params
+from tasks.build_engine import build_engine
+from tasks.core.errors import BuildFailed, ConfigError, TargetMismatch
+from tasks.parts.cuda_driver import Gpu, find_gpus
+from tasks.parts.runners.contract import InputCard
+from tasks.parts.target import Runtime, Target, check_gpu
+from tasks.parts.tensorrt_commands import polygraphy_command, trtexec_command, write_commands
+from tasks.parts.tensorrt_inspector import count_precisions, read_layers
+from tasks.parts.tensorrt_options import (
+    BatchProfile,
+    HardwareCompatibility,
+    TacticSource,
+    TensorrtOptions,
+)
+from tests.tasks.conftest import Workshop
+
+TARGETS = [
+    "h200_tensorrt",
+    "a100_tensorrt",
+    "l4_tensorrt",
+    "rtx4090_tensorrt",
+    "orin_tensorrt10",
+    "thor_tensorrt",
+]
+CARD = InputCard(("background", "one"), (0.5,) * 3, (0.2,) * 3, 64, 96)
+
+
+def options_of(target: Target, **changes: Any) -> TensorrtOptions:
+    assert target.tensorrt is not None
+    return replace(target.tensorrt, **changes)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_shipped_target_is_valid_and_named_in_its_file(workshop: Workshop, name: str) -> None:
+    target = workshop.target(name)
+    assert (target.name, target.runtime, target.device) == (name, Runtime.tensorrt, "cuda")
+    assert (
+        target.gpu is not None
+        and target.work_pool == f"gpu-sm{target.gpu.compute_capability.replace('.', '')}"
+    )
+
+
+def test_targets_of_a_gpu_compose_beside_those_of_the_cpu() -> None:
+    params = compose_params(["target=[cpu_torch,h200_tensorrt]"])
+    assert {"pruned_ptq-h200_tensorrt", "distilled-cpu_torch"} <= set(params["engines"])
+    assert params["prune"]["channel_multiple"] == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workspace_mib": 0}, r"tensorrt\.workspace_mib is 0"),
+        ({"optimization_level": 6}, r"tensorrt\.optimization_level is 6, allowed: 0\.\.5"),
+        ({"profiles": [BatchProfile(1, 4, 2)]}, r"tensorrt\.profiles"),
+        ({"profiles": [BatchProfile(1, 1, 64)]}, r"max <= max_batch \(4\)"),
+        ({"profiles": [BatchProfile(2, 4, 4)]}, r"profiles of which one takes batch 1"),
+        ({"timing_cache": None, "error_on_timing_cache_miss": True}, r"false where timing_cache is null"),
+        ({"max_aux_streams": -1}, r"tensorrt\.max_aux_streams is -1"),
+        ({"dla_core": 9}, r"tensorrt\.dla_core is 9"),
+        ({"num_builds": 0}, r"tensorrt\.num_builds is 0"),
+    ],
+)
+def test_impossible_options_are_refused(workshop: Workshop, changes: dict[str, Any], message: str) -> None:
+    target = workshop.target("h200_tensorrt")
+    with pytest.raises(ConfigError, match=message):
+        replace(target, tensorrt=options_of(target, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "cpu"}, r'device is \'cpu\', allowed: "cuda" for runtime tensorrt'),
+        ({"gpu": None}, r"gpu is None, allowed: a GPU for cuda"),
+        ({"tensorrt": None}, r"tensorrt is None, allowed: options for runtime tensorrt"),
+    ],
+)
+def test_target_that_contradicts_itself_is_refused(
+    workshop: Workshop, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        workshop.target("h200_tensorrt", **changes)
+
+
+def test_engine_for_a_gpu_that_is_not_here_is_refused_and_says_where_to_run_it(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    target = workshop.target("h200_tensorrt", gpu=Gpu("NVIDIA Imaginary", "99.0"))
+    with pytest.raises(TargetMismatch, match=r"compute capability 99\.0.*NVIDIA Imaginary.*pool 'gpu-sm90'"):
+        build_engine(target, model=workshop.graph, out=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_gpus_are_described_or_none_is_found(workshop: Workshop) -> None:
+    for gpu in find_gpus():
+        assert gpu.name and float(gpu.compute_capability) >= 1
+    check_gpu(workshop.target("cpu_torch"))
+
+
+def test_commands_say_the_same_as_the_target(workshop: Workshop, tmp_path: Path) -> None:
+    target = workshop.target("h200_tensorrt")
+    options = options_of(
+        target,
+        profiles=[BatchProfile(1, 1, 1), BatchProfile(2, 4, 4)],
+        hardware_compatibility=HardwareCompatibility.ampere_plus,
+        tactic_sources=[TacticSource.jit_convolutions],
+        max_aux_streams=2,
+        version_compatible=True,
+    )
+    target = replace(target, tensorrt=options)
+    write_commands(tmp_path, target, CARD, model=Path("a b/model.onnx"), input_name="images", major=10)
+    lines = (tmp_path / "commands.sh").read_text().splitlines()
+    trtexec, polygraphy = (shlex.split(line) for line in lines if not line.startswith("#"))
+    assert {
+        "--onnx=a b/model.onnx",
+        "--stronglyTyped",
+        "--noTF32",
+        "--minShapes=images:2x3x64x96",
+        "--optShapes=images:4x3x64x96",
+        "--hardwareCompatibilityLevel=ampere+",
+        "--tacticSources=+JIT_CONVOLUTIONS",
+        "--maxAuxStreams=2",
+        "--versionCompatible",
+        "--sparsity=enable",
+        "--timingCacheFile=artifacts/.timing_cache/trtexec.cache",
+    } <= set(trtexec)
+    assert trtexec.count("--profile=1") == 1
+    assert polygraphy[:3] == ["polygraphy", "convert", "a b/model.onnx"]
+    assert "images:[4,3,64,96]" in polygraphy
+
+
+def test_eleven_needs_no_flag_for_strong_types(workshop: Workshop) -> None:
+    target = workshop.target("h200_tensorrt")
+    for command in (trtexec_command, polygraphy_command):
+        line = " ".join(command(target, CARD, model=Path("m.onnx"), input_name="images", major=11)).lower()
+        assert "strong" not in line
+
+
+@pytest.mark.parametrize("changes", [{}, {"dla_core": 0, "tf32": True, "sparse_weights": False}])
+def test_polygraphy_takes_its_command(workshop: Workshop, changes: dict[str, Any]) -> None:
+    target = workshop.target("h200_tensorrt")
+    target = replace(target, tensorrt=options_of(target, **changes))
+    command = polygraphy_command(target, CARD, model=Path("m.onnx"), input_name="images", major=10)
+    tool, parser = Convert(), argparse.ArgumentParser()
+    tool.setup_parser(parser.add_subparsers())
+    found = parser.parse_args(command[1:])
+    assert found.strongly_typed and found.builder_optimization_level == 3
+    assert bool(found.use_dla) == ("dla_core" in changes)
+
+
+OF_TEN = {
+    "Layers": [
+        {
+            "Name": "stem + relu",
+            "LayerType": "CaskConvolution",
+            "Inputs": [
+                {"Name": "x", "Format/Datatype": "Thirty-two wide channel vectorized row major Int8 format"}
+            ],
+            "Metadata": "[ONNX Layer: stem/Conv]\u001e[ONNX Layer: stem/Relu]",
+        },
+        {
+            "Name": "Reformatting CopyNode for Input Tensor 0",
+            "LayerType": "Reformat",
+            "Inputs": [{"Name": "x", "Format/Datatype": "Row major linear FP32"}],
+            "Metadata": "",
+        },
+    ],
+    "Bindings": ["images", "logits"],
+}
+OF_ELEVEN = {
+    "Layers": [
+        {
+            "Name": "stem + relu",
+            "LayerType": "CaskConvolution",
+            "Inputs": [{"Name": "x", "Format": "CHW32", "DataType": "Int8"}],
+            "Metadata": "[ONNX Layer: stem/Conv]\u001e[ONNX Layer: stem/Relu]",
+        },
+        {
+            "Name": "Reformatting CopyNode for Input Tensor 0",
+            "LayerType": "Reformat",
+            "Inputs": [{"Name": "x", "Format": "Linear", "DataType": "FP32"}],
+            "Metadata": "",
+        },
+    ],
+    "I/O Tensors": [{"Name": "images"}, {"Name": "logits"}],
+}
+
+
+@pytest.mark.parametrize("said", [OF_TEN, OF_ELEVEN])
+def test_inspector_of_either_major_is_read(said: dict[str, Any]) -> None:
+    convolution, reformat = read_layers(json.dumps(said))
+    assert (convolution.precision, convolution.nodes) == ("int8", ("stem/Conv", "stem/Relu"))
+    assert not convolution.is_reformat and reformat.is_reformat and reformat.precision == "f32"
+    assert count_precisions([convolution, reformat]) == {"CaskConvolution": {"int8": 1}}
+
+
+@pytest.mark.parametrize(
+    ("words", "precision"),
+    [
+        ("Channel major FP16 format where channel % 8 == 0", "f16"),
+        ("Half", "f16"),
+        ("BFloat16", "bf16"),
+        ("Row major linear FP32", "f32"),
+        ("FP8", "fp8"),
+        ("Int64", ""),
+    ],
+)
+def test_words_for_precision_are_told_apart(words: str, precision: str) -> None:
+    [layer] = read_layers(
+        json.dumps({"Layers": [{"Name": "a", "LayerType": "x", "Inputs": [{"DataType": words}]}]})
+    )
+    assert layer.precision == precision
+
+
+def test_engine_without_details_is_refused() -> None:
+    with pytest.raises(BuildFailed, match=r"tensorrt\.profiling_verbosity=detailed"):
+        read_layers(json.dumps({"Layers": ["stem", "head"]}))

@@ -1,0 +1,138 @@
+"""Everything that tasks/ uses of TensorRT, held against the real bindings of two majors.
+
+TensorRT's libraries are not on PyPI, its bindings are. Imported over empty stub libraries they know every class,
+enum, method and keyword, but can build nothing.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+PACKAGE = "tensorrt-cu13-bindings"
+VERSIONS = {"10": "10.16.*", "11": "11.*"}
+LIBRARIES = ("nvinfer", "nvonnxparser", "nvinfer_plugin")
+SYMBOLS = (
+    "createInferBuilder_INTERNAL",
+    "createInferRefitter_INTERNAL",
+    "createInferRuntime_INTERNAL",
+    "createNvOnnxParserRefitter_INTERNAL",
+    "createNvOnnxParser_INTERNAL",
+    "getBuilderPluginRegistry",
+    "getNvOnnxParserVersion",
+    "getPluginRegistry",
+    "initLibNvInferPlugins",
+)
+CORE = {
+    "Builder.build_serialized_network",
+    "BuilderFlag.ERROR_ON_TIMING_CACHE_MISS",
+    "IBuilderConfig.set_memory_pool_limit",
+    "ICudaEngine.create_execution_context",
+    "IExecutionContext.execute_async_v3",
+    "IOptimizationProfile.set_shape",
+    "ITimingCache.combine",
+    "NetworkDefinitionCreationFlag.STRONGLY_TYPED",
+    "ParserError.node_name",
+    "EngineInspector.get_engine_information",
+}
+"""Uses that must be found, or the search has gone blind."""
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Unpack the bindings of one major over stub libraries, and return what a process needs to import them."""
+    folder, major = tmp_path_factory.mktemp("tensorrt"), request.param
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler, which makes the stub libraries")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    wanted = f"{PACKAGE}=={VERSIONS[major]}"
+    found = subprocess.run([*command, "-d", folder, wanted], capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip(f"{wanted} cannot be downloaded: {found.stderr.strip().splitlines()[-1]}")
+    [wheel] = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    (folder / "site" / "tensorrt_bindings").rename(folder / "site" / "tensorrt")
+    (folder / "stub.c").write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in SYMBOLS))
+    for library in LIBRARIES:
+        name = f"lib{library}.so.{major}"
+        options = ["-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(folder / name)]
+        subprocess.run([compiler, *options, str(folder / "stub.c")], check=True)
+    paths = {"PYTHONPATH": f"{REPOSITORY}:{folder / 'site'}", "LD_LIBRARY_PATH": str(folder)}
+    return {**os.environ, **paths, "MAJOR": major}
+
+
+def read_faults(environment: dict[str, str], *files: Path) -> tuple[set[str], dict[str, list[str]]]:
+    """Return what the files use, and file -> what the bindings lack."""
+    command = [sys.executable, "-m", "tests.tensorrt_faults", *map(str, files)]
+    output = subprocess.run(
+        command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert output.returncode == 0, output.stderr
+    report = json.loads(output.stdout)
+    assert report["version"].startswith(environment["MAJOR"])
+    uses = {use for file in report["files"].values() for use in file["uses"]}
+    faults = {name: [use for _, use in file["faults"]] for name, file in report["files"].items()}
+    return uses, {name: found for name, found in faults.items() if found}
+
+
+def test_both_majors_have_everything_that_tasks_uses(environment: dict[str, str]) -> None:
+    uses, faults = read_faults(environment, *sorted((REPOSITORY / "tasks").rglob("*.py")))
+    assert not faults
+    assert uses >= CORE
+
+
+@pytest.mark.parametrize(
+    ("source", "missing"),
+    [
+        ("import tensorrt as trt\nflag = trt.BuilderFlag.FP16\n", ["BuilderFlag.FP16"]),
+        (
+            "import tensorrt as trt\n\ndef build(log):\n    builder = trt.Builder(log)\n"
+            "    return builder.platform_has_fast_fp16\n",
+            ["Builder.platform_has_fast_fp16"],
+        ),
+        (
+            "import tensorrt\n\nclass A:\n    def __enter__(self):\n        self._log = B()\n"
+            "        self._runtime = tensorrt.Runtime(self._log)\n"
+            "        self._engine = self._runtime.deserialize_cuda_engine(b'')\n"
+            "        self._engine.has_implicit_batch_dimension\n",
+            ["ICudaEngine.has_implicit_batch_dimension"],
+        ),
+        (
+            "import tensorrt as trt\n\ndef set_up(config: 'trt.IBuilderConfig'):\n"
+            "    config.set_timing_cache(None, ignore_mismatches=False)\n",
+            ["config.set_timing_cache(ignore_mismatches=)"],
+        ),
+    ],
+)
+def test_use_that_a_major_lacks_is_found(
+    environment: dict[str, str], tmp_path: Path, source: str, missing: list[str]
+) -> None:
+    (tmp_path / "module.py").write_text(source)
+    faults = read_faults(environment, tmp_path / "module.py")[1]
+    is_only_gone_in_11 = "ignore_mismatches" not in source
+    expected = [] if is_only_gone_in_11 and environment["MAJOR"] == "10" else missing
+    assert faults.get(str(tmp_path / "module.py"), []) == expected
+
+
+def test_what_needs_no_gpu_works_over_the_bindings(environment: dict[str, str]) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/over_tensorrt_bindings.py",
+    ]
+    output = subprocess.run(
+        command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert output.returncode == 0, output.stdout + output.stderr
