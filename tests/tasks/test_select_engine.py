@@ -140,6 +140,7 @@ class Artifacts:
             runtime=Runtime.onnxruntime,
             runtime_version="any",
             device="cpu",
+            gpu=None,
             cpu_flags=[],
             precision=Precision.f32,
             num_threads=2,
@@ -152,6 +153,7 @@ class Artifacts:
             min_agreement_db=40.0,
             min_agreement_int8_db=10.0,
             work_pool="cpu",
+            tensorrt=None,
         )
         return EngineManifest(
             target=declared,
@@ -162,6 +164,7 @@ class Artifacts:
             size_bytes=size_bytes,
             runtime_version="1.31.1",
             isa=(),
+            gpu=None,
             card=InputCard(CLASSES, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), 64, 64),
             is_quantized=False,
             precisions={"Conv": {"f32": 3, "int8": 5}},
