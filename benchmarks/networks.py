@@ -1,10 +1,9 @@
 """What each network costs and reaches: parameters, MACs, latency on the CPU targets in float, mIoU.
 
 ``python -m benchmarks.networks`` after a run of the pipeline, which made the data. Every network of `NETWORKS` is
-trained as ``train.baseline`` is configured, but for the learning rate where one is given. Trained networks and their
-mIoU are kept under ``artifacts/benchmarks/networks``, so an interrupted run goes on with the next one; latencies are
-measured at the end, of all in interleaved rounds, by one thread. ``--scenes`` and ``--epochs`` try it in minutes.
-Writes ``docs/networks.md`` and ``benchmarks/results/networks.json``.
+trained as ``train.baseline`` is configured. Trained networks and their mIoU are kept under
+``artifacts/benchmarks/networks``, so an interrupted run goes on with the next one; latencies are measured at the end,
+of all in interleaved rounds, by one thread. ``--scenes`` and ``--epochs`` try it in minutes. Writes ``docs/networks.md`` and ``benchmarks/results/networks.json``.
 """
 
 import argparse
@@ -50,8 +49,6 @@ class Entry:
     name: NetworkName
     width: float
     depth: float
-    learning_rate: float | None = None
-    """Instead of that of train.baseline."""
 
     @property
     def title(self) -> str:
@@ -67,8 +64,8 @@ NETWORKS = (
     Entry(NetworkName.fast_scnn, 1.0, 0.34),
     Entry(NetworkName.bisenetv2, 0.5, 1.0),
     Entry(NetworkName.mobile_unet, 0.5, 1.0),
-    Entry(NetworkName.segformer, 0.5, 0.5, 0.001),
-    Entry(NetworkName.segformer, 1.0, 1.0, 0.001),
+    Entry(NetworkName.segformer, 0.5, 0.5),
+    Entry(NetworkName.segformer, 1.0, 1.0),
 )
 TARGETS = ("eager PyTorch", "ONNX Runtime", "OpenVINO")
 
@@ -87,7 +84,6 @@ class Row:
     miou: float
     """On the test split."""
     num_epochs: int
-    learning_rate: float
 
 
 def main() -> None:
@@ -134,11 +130,7 @@ def small_data(num_scenes: int) -> Path:
 def trained(entry: Entry, data: Path, num_epochs: int | None, num_scenes: int | None) -> Path:
     """Train a network unless its result is there, and return its folder."""
     cfg = stage_config("train.baseline")
-    trainer = replace(
-        cfg.trainer,
-        max_epochs=num_epochs or cfg.trainer.max_epochs,
-        learning_rate=entry.learning_rate or cfg.trainer.learning_rate,
-    )
+    trainer = replace(cfg.trainer, max_epochs=num_epochs or cfg.trainer.max_epochs)
     folder = WORKSPACE / f"{entry.title}_{trainer.max_epochs}_{num_scenes or 'all'}"
     if not (folder / "result.json").is_file():
         shutil.rmtree(folder, ignore_errors=True)
@@ -149,7 +141,6 @@ def trained(entry: Entry, data: Path, num_epochs: int | None, num_scenes: int | 
         content = {
             "miou": miou_of(exported(folder)[1], data),
             "num_epochs": report.num_epochs,
-            "learning_rate": trainer.learning_rate,
         }
         (folder / "result.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
@@ -207,7 +198,6 @@ def measure(folders: dict[Entry, Path], data: Path, num_rounds: int) -> list[Row
                 latencies,
                 round(result["miou"], 4),
                 result["num_epochs"],
-                result["learning_rate"],
             )
         )
     return sorted(rows, key=lambda row: min(row.latency_ms_p50.values()))
@@ -222,20 +212,20 @@ def page(record: dict[str, Any], rows: Sequence[Row]) -> str:
         "Written by `python -m benchmarks.networks`; sorted by the latency on the fastest of the three targets.",
         "",
         "| network | width | depth | parameters | MMACs | eager PyTorch ms | ONNX Runtime ms | OpenVINO ms | "
-        "test mIoU | learning rate |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "test mIoU |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         latencies = " | ".join(f"{row.latency_ms_p50[target]:.3f}" for target in TARGETS)
         lines.append(
             f"| {row.name} | {row.width:g} | {row.depth:g} | {row.num_parameters:,} | {row.macs / 1e6:.1f} | "
-            f"{latencies} | {row.miou:.4f} | {row.learning_rate:g} |"
+            f"{latencies} | {row.miou:.4f} |"
         )
     lines += [
         "",
         f"How to read it: every network was trained on labels alone for {max(row.num_epochs for row in rows)} "
         f"epochs of {record['num_train_images']} images of {height}x{width}, with one seed, as `train.baseline` is "
-        "configured but for the learning rate shown; networks that differ by less than about two points of mIoU "
+        "configured; networks that differ by less than about two points of mIoU "
         "may change places with another seed or a longer training. None started from pretrained weights, as "
         "transformers usually do. Latencies are medians for one image in float32 on one thread, measured "
         "in short bursts that took turns, so compare them within this page and not with other machines. MACs are "
