@@ -72,6 +72,8 @@ class Config:
     ladder: list[str]
     """Variants from the float start to the last rung of compression. On each target a rung must be faster than the
     last one below it that was accepted."""
+    min_int8_macs_share: float
+    """Of the MACs that its graph wants in int8, an engine must really run this share in int8, 0..1."""
     min_speedup_factor: float
     """How many times as fast as that one it must be, at least 1."""
     techniques: list[Technique]
@@ -101,6 +103,10 @@ class Config:
         if not 0 <= self.max_miou_rel_loss < 1:
             raise ConfigError(
                 f"select_engine.max_miou_rel_loss is {self.max_miou_rel_loss}, allowed: 0 up to, not with, 1."
+            )
+        if not 0 <= self.min_int8_macs_share <= 1:
+            raise ConfigError(
+                f"select_engine.min_int8_macs_share is {self.min_int8_macs_share}, allowed: 0 to 1."
             )
         if not 1 <= self.min_speedup_factor <= 1000:
             raise ConfigError(
@@ -241,6 +247,13 @@ def _judge(cfg: Config, row: EngineRow, reference_miou: float, below: EngineRow 
     accuracy = f"mIoU {row.miou:.4f}, {_loss_text(loss)} {cfg.float_reference.variant} ({reference_miou:.4f})"
     if row.verdict is Verdict.PRECISION_MISMATCH:
         return _with(row, Verdict.PRECISION_MISMATCH, row.reason, accuracy)
+    quantized, in_int8 = row.macs_share_quantized or 0.0, row.macs_share.get("int8", 0.0)
+    if row.macs_share and in_int8 < cfg.min_int8_macs_share * quantized:
+        reason = (
+            f"the graph wants {quantized:.0%} of the MACs in int8, the runtime runs {in_int8:.0%} "
+            f"(select_engine.min_int8_macs_share {cfg.min_int8_macs_share:g} of them)"
+        )
+        return _with(row, Verdict.PRECISION_MISMATCH, reason, accuracy)
     if loss > cfg.max_miou_rel_loss:
         return _with(
             row, Verdict.TOO_LOSSY, f"{accuracy}, allowed are {100 * cfg.max_miou_rel_loss:g} %", _speed(row)

@@ -55,7 +55,8 @@ def read_row(folders: EvidenceFolders, variant: str, target: str) -> EngineRow:
     validation = _read_report(of["validate"])
     benchmark = _read_report(of["benchmark"])
     _check_same_file(variant, target, manifest, of, validation, benchmark)
-    note = str(_read_report(of["build_engine"]).get("precision_note", ""))
+    build = _read_report(of["build_engine"])
+    note, truth = str(build.get("precision_note", "")), build.get("truth") or {}
     return EngineRow(
         variant=variant,
         target=target,
@@ -64,6 +65,8 @@ def read_row(folders: EvidenceFolders, variant: str, target: str) -> EngineRow:
         pareto=False,
         picked=False,
         precision=_precision(manifest),
+        macs_share=dict(truth.get("macs_share", {})),
+        macs_share_quantized=truth.get("macs_share_quantized"),
         miou=_number(validation, "miou", of["validate"]),
         miou_rel_loss=None,
         pixel_accuracy=_number(validation, "pixel_accuracy", of["validate"]),
@@ -130,6 +133,8 @@ def _row_without_engine(variant: str, target: str, manifest: EngineManifest) -> 
         pareto=False,
         picked=False,
         precision=manifest.target.precision,
+        macs_share={},
+        macs_share_quantized=None,
         miou=None,
         miou_rel_loss=None,
         pixel_accuracy=None,

@@ -43,6 +43,10 @@ class EngineRow:
     """The fastest accepted engine of its target."""
     precision: str
     """What the convolutions run in, most used first, as ``int8+f32``; of a row without an engine the target's."""
+    macs_share: dict[str, float]
+    """Precision -> share of the graph's MACs that the runtime really runs in it; empty where it does not tell."""
+    macs_share_quantized: float | None
+    """Share of the MACs that the graph wants in int8."""
     miou: float | None
     miou_rel_loss: float | None
     """Share of the float reference's mIoU that is lost; negative: better than the reference."""

@@ -6,13 +6,11 @@ Its JSON differs by major: 10 says "Format/Datatype" in one text and "Bindings",
 
 import json
 import re
-from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tasks.core.errors import BuildFailed
-from tasks.parts.runners.contract import Precisions
+from tasks.parts.runners.contract import EngineLayer
 
 _PRECISIONS = (
     (re.compile(r"\b(int8|i8)\b", re.IGNORECASE), "int8"),
@@ -25,24 +23,6 @@ _NODE = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
 _REFORMAT = re.compile(r"reformat|copy", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class EngineLayer:
-    """One layer that the engine really runs."""
-
-    name: str
-    kind: str
-    """TensorRT's word for it, such as CaskConvolution."""
-    precision: str
-    """int8, fp8, f16, bf16 or f32: of its first input; empty where the input is none of them."""
-    nodes: tuple[str, ...]
-    """ONNX nodes that it computes."""
-
-    @property
-    def is_reformat(self) -> bool:
-        """Whether it only changes layout or precision."""
-        return bool(_REFORMAT.search(self.kind)) and not self.nodes
-
-
 def read_layers(text: str) -> tuple[EngineLayer, ...]:
     """Read the inspector's JSON.
 
@@ -53,24 +33,19 @@ def read_layers(text: str) -> tuple[EngineLayer, ...]:
         raise BuildFailed(
             "The engine tells the names of its layers only. Build it with tensorrt.profiling_verbosity=detailed."
         )
-    return tuple(
-        EngineLayer(
-            name=str(layer.get("Name", "")),
-            kind=str(layer.get("LayerType", "")),
-            precision=_precision(layer.get("Inputs", [])),
-            nodes=tuple(_NODE.findall(str(layer.get("Metadata", "")))),
-        )
-        for layer in layers
+    return tuple(_read_layer(layer) for layer in layers)
+
+
+def _read_layer(layer: dict[str, Any]) -> EngineLayer:
+    kind = str(layer.get("LayerType", ""))
+    nodes = tuple(_NODE.findall(str(layer.get("Metadata", ""))))
+    return EngineLayer(
+        name=str(layer.get("Name", "")),
+        kind=kind,
+        precision=_precision(layer.get("Inputs", [])),
+        nodes=nodes,
+        is_conversion=bool(_REFORMAT.search(kind)) and not nodes,
     )
-
-
-def count_precisions(layers: Sequence[EngineLayer]) -> Precisions:
-    """Count layers by kind and precision; reformats are left out."""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for layer in layers:
-        if layer.precision and not layer.is_reformat:
-            counts[layer.kind][layer.precision] += 1
-    return {kind: dict(sorted(found.items())) for kind, found in sorted(counts.items())}
 
 
 def _precision(inputs: Sequence[dict[str, Any]]) -> str:

@@ -14,10 +14,10 @@ from flows.params import compose_params
 from tasks.build_engine import build_engine
 from tasks.core.errors import BuildFailed, ConfigError, TargetMismatch
 from tasks.parts.cuda_driver import Gpu, find_gpus
-from tasks.parts.runners.contract import InputCard
+from tasks.parts.runners.contract import InputCard, count_precisions
 from tasks.parts.target import Runtime, Target, check_gpu
 from tasks.parts.tensorrt_commands import polygraphy_command, trtexec_command, write_commands
-from tasks.parts.tensorrt_inspector import count_precisions, read_layers
+from tasks.parts.tensorrt_inspector import read_layers
 from tasks.parts.tensorrt_options import (
     BatchProfile,
     HardwareCompatibility,
@@ -201,7 +201,7 @@ OF_ELEVEN = {
 def test_inspector_of_either_major_is_read(said: dict[str, Any]) -> None:
     convolution, reformat = read_layers(json.dumps(said))
     assert (convolution.precision, convolution.nodes) == ("int8", ("stem/Conv", "stem/Relu"))
-    assert not convolution.is_reformat and reformat.is_reformat and reformat.precision == "f32"
+    assert not convolution.is_conversion and reformat.is_conversion and reformat.precision == "f32"
     assert count_precisions([convolution, reformat]) == {"CaskConvolution": {"int8": 1}}
 
 

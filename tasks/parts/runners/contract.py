@@ -9,6 +9,8 @@ Shape letters: N batch, C channels (images) or classes (logits), H height, W wid
 import dataclasses
 import hashlib
 import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -99,6 +101,30 @@ class OperatorTime:
     name: str
     op_type: str
     milliseconds: float
+
+
+@dataclass(frozen=True)
+class EngineLayer:
+    """One layer that a runtime really executes, in its own words."""
+
+    name: str
+    kind: str
+    """Its type, such as Convolution, QLinearConv or CaskConvolution."""
+    precision: str
+    """int8, fp8, f16, bf16 or f32; empty where it computes in none of them."""
+    nodes: tuple[str, ...]
+    """Names of the ONNX nodes that it computes, as far as the runtime tells."""
+    is_conversion: bool
+    """Whether it only changes layout or precision."""
+
+
+def count_precisions(layers: Sequence[EngineLayer]) -> Precisions:
+    """Count the layers that compute, by kind and precision."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for layer in layers:
+        if layer.precision and not layer.is_conversion:
+            counts[layer.kind][layer.precision] += 1
+    return {kind: dict(sorted(found.items())) for kind, found in sorted(counts.items())}
 
 
 class Runner(Protocol):

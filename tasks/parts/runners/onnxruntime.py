@@ -6,18 +6,19 @@ An offline-optimised file would load 2-20 ms faster and run no faster, but only 
 
 import importlib.metadata
 import json
+import re
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tasks.core.errors import BuildFailed, TargetMismatch
 from tasks.parts.runners.contract import (
+    EngineLayer,
     EngineManifest,
     FloatArray,
     OperatorTime,
-    Precisions,
     RunnerDescription,
     check_batch,
 )
@@ -32,6 +33,9 @@ PROVIDERS = {"cpu": "CPUExecutionProvider"}
 _LOG_ERRORS_ONLY = 3
 _INT8_TYPES = {2: "int8", 3: "int8"}  # TensorProto.UINT8, INT8
 _FLOAT_TYPES = {1: "f32", 10: "f16", 16: "bf16"}  # TensorProto.FLOAT, FLOAT16, BFLOAT16
+_CONVERSIONS = {"QuantizeLinear", "DequantizeLinear", "ReorderInput", "ReorderOutput", "Cast"}
+_INSERTED = re.compile(r"Transpose(_token_\d+)?")
+_ADDED_TO_NAMES = re.compile(r"(_nchwc|_quant|_token_\d+|/MatMulAddFusion)+$")
 _SAME_TYPE_OPS = {
     "MaxPool",
     "Resize",
@@ -159,8 +163,8 @@ class OnnxruntimeRunner:
         )
 
 
-def precisions_of(file: Path, *, provider: str, num_threads: int) -> Precisions:
-    """Read from the graph that ONNX Runtime really executes which operator runs in which precision."""
+def layers_of(file: Path, *, provider: str, num_threads: int) -> tuple[EngineLayer, ...]:
+    """Read the graph that ONNX Runtime really executes."""
     import onnx
 
     with tempfile.TemporaryDirectory() as folder:
@@ -169,12 +173,18 @@ def precisions_of(file: Path, *, provider: str, num_threads: int) -> Precisions:
         graph = onnx.load(optimised_file).graph
     types = {tensor.name: tensor.data_type for tensor in graph.initializer}
     types |= {value.name: value.type.tensor_type.elem_type for value in [*graph.value_info, *graph.input]}
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for node in graph.node:
-        precision = _node_precision(node, types)
-        if precision:
-            counts[node.op_type][precision] += 1
-    return {op: dict(sorted(by_precision.items())) for op, by_precision in sorted(counts.items())}
+    own = {tensor.name for tensor in graph.initializer}
+    return tuple(
+        EngineLayer(
+            name=node.name,
+            kind=node.op_type,
+            precision=_node_precision(node, types),
+            nodes=(_ADDED_TO_NAMES.sub("", node.name),),
+            is_conversion=node.op_type in _CONVERSIONS or bool(_INSERTED.fullmatch(node.name)),
+        )
+        for node in graph.node
+        if not own >= set(node.input)  # a constant that is dequantized once
+    )
 
 
 def _node_precision(node: Any, types: dict[str, int]) -> str:

@@ -5,17 +5,17 @@ A blob belongs to the exact OpenVINO version and the instruction sets of the CPU
 
 import importlib.metadata
 import io
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tasks.core.errors import ArtifactError, BuildFailed
 from tasks.parts.runners.contract import (
+    EngineLayer,
     EngineManifest,
     FloatArray,
     OperatorTime,
-    Precisions,
     RunnerDescription,
     check_batch,
 )
@@ -28,7 +28,8 @@ ENGINE_FILE = "engine.blob"
 PROVIDER = "CPU"
 
 _PRECISION_NAMES = {"u8": "int8", "i8": "int8", "f32": "f32", "bf16": "bf16", "f16": "f16"}
-_NO_WORK = {"Input", "Output", "Const", "Reorder", "Reshape", "ShapeOf"}
+_NO_WORK = {"Input", "Output", "Const", "Reshape", "ShapeOf"}
+_CONVERSIONS = {"Reorder", "FakeQuantize", "Convert"}
 
 
 def installed_version() -> str:
@@ -129,15 +130,23 @@ class OpenvinoRunner:
             ) from error
 
 
-def precisions_of(compiled: "openvino.CompiledModel") -> Precisions:
-    """Read from the graph that OpenVINO really executes which operator runs in which precision."""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
+def layers_of(compiled: "openvino.CompiledModel") -> tuple[EngineLayer, ...]:
+    """Read the graph that OpenVINO really executes."""
+    layers = []
     for node in compiled.get_runtime_model().get_ordered_ops():
         info = node.get_rt_info()
-        layer, precision = _text(info["layerType"]), _text(info["runtimePrecision"])
-        if layer not in _NO_WORK and precision in _PRECISION_NAMES:
-            counts[layer][_PRECISION_NAMES[precision]] += 1
-    return {op: dict(sorted(by_precision.items())) for op, by_precision in sorted(counts.items())}
+        kind = _text(info["layerType"])
+        if kind not in _NO_WORK:
+            layers.append(
+                EngineLayer(
+                    name=node.get_friendly_name(),
+                    kind=kind,
+                    precision=_PRECISION_NAMES.get(_text(info["runtimePrecision"]), ""),
+                    nodes=tuple(name for name in _text(info["originalLayersNames"]).split(",") if name),
+                    is_conversion=kind in _CONVERSIONS,
+                )
+            )
+    return tuple(layers)
 
 
 def _text(value: Any) -> str:
