@@ -3,7 +3,8 @@
 ``python -m benchmarks.networks`` after a run of the pipeline, which made the data. Every network of `NETWORKS` is
 trained as ``train.baseline`` is configured. Trained networks and their mIoU are kept under
 ``artifacts/benchmarks/networks``, so an interrupted run goes on with the next one; latencies are measured at the end,
-of all in interleaved rounds, by one thread. ``--scenes`` and ``--epochs`` try it in minutes. Writes ``docs/networks.md`` and ``benchmarks/results/networks.json``.
+of all in interleaved rounds, by one thread. ``--scenes`` and ``--epochs`` try it in minutes. Writes
+``docs/networks.md`` and ``benchmarks/results/networks.json``.
 """
 
 import argparse
