@@ -205,7 +205,7 @@ def _build_from_graph(
         engine,
         count_layers(graph),
         agreement_db=agreement_db,
-        truth=find_truth(layers, graph),
+        truth=find_truth(layers, graph, milliseconds),
         build_latencies_ms=build_latencies_ms,
     )
 

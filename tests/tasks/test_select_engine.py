@@ -200,6 +200,7 @@ def config_for(artifacts: Artifacts, **changes: Any) -> Config:
         float_reference=REFERENCE,
         max_miou_rel_loss=0.02,
         ladder=["distilled", "pruned", "pruned_ptq", "pruned_partial", "pruned_qat"],
+        min_int8_macs_share=0.5,
         min_speedup_factor=1.02,
         techniques=[
             Technique("Pruning", "distilled", "pruned"),
@@ -381,6 +382,19 @@ def test_an_engine_that_is_not_what_it_claims_is_neither_picked_nor_on_the_front
     assert row["reason"].startswith("no int8")
     assert not row["pareto"]
     assert "cpu_openvino" not in report.picks
+
+
+@pytest.mark.parametrize(("in_int8", "verdict"), [(0.3, "PRECISION_MISMATCH"), (0.5, "ACCEPT")])
+def test_int8_engine_has_to_run_its_macs_in_int8(artifacts, tmp_path, in_int8: float, verdict: str) -> None:
+    artifacts.add("pruned_qat", "cpu_openvino", 0.54, 0.1, 186.0)
+    truth = {"macs_share": {"int8": in_int8, "f32": 1 - in_int8}, "macs_share_quantized": 0.8}
+    artifacts.change("build_engine", "pruned_qat-cpu_openvino", truth=truth)
+    _, rows = run(artifacts, tmp_path / "out")
+
+    row = rows["pruned_qat-cpu_openvino"]
+    assert row["verdict"] == verdict and row["macs_share"]["int8"] == in_int8
+    if verdict != "ACCEPT":
+        assert row["reason"].startswith("the graph wants 80% of the MACs in int8, the runtime runs 30% ")
 
 
 @pytest.mark.parametrize(
@@ -646,6 +660,7 @@ def test_an_engine_file_changed_after_it_was_measured_is_not_handed_out(artifact
         ({"max_miou_rel_loss": -0.1}, "max_miou_rel_loss is -0.1"),
         ({"max_miou_rel_loss": float("nan")}, "max_miou_rel_loss is nan"),
         ({"min_speedup_factor": 0.5}, "min_speedup_factor is 0.5"),
+        ({"min_int8_macs_share": 1.1}, "min_int8_macs_share is 1.1"),
         ({"ladder": []}, "ladder is []"),
         ({"ladder": ["pruned", "pruned"]}, "ladder is [pruned, pruned]"),
     ],
