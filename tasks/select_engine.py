@@ -150,13 +150,14 @@ class Report:
 def select_engine(
     cfg: Config, *, builds: Path, validations: Path, benchmarks: Path, diffs: Path, out: Path
 ) -> Report:
-    """Write engines.json, picks.json, report.md, report.html and pareto.png, and log them to MLflow.
+    """Write engines.json, picks.json, report.md, report.html, pareto.png and a bundle of each pick; log to MLflow.
 
     When MLflow does not answer, the runs stay pending on disk.
 
     Raises ArtifactError when a report is missing or accuracy and latency come from different files.
     """
-    from tasks.parts.engine_evidence import EvidenceFolders, read_row
+    from tasks.parts.bundle import write_bundle
+    from tasks.parts.engine_evidence import EvidenceFolders, engine_file, read_row
     from tasks.parts.engine_findings import Findings
     from tasks.parts.engine_markdown import render_markdown
     from tasks.parts.engine_page import render_page
@@ -179,6 +180,8 @@ def select_engine(
     draw_pareto(rows, miou_gate=findings.miou_gate, file=out / "pareto.png")
     (out / "report.md").write_text(render_markdown(findings), encoding="utf-8")
     (out / "report.html").write_text(render_page(findings), encoding="utf-8")
+    for row in findings.picks:
+        write_bundle(engine_file(folders, row).parent, _row_json(row), out / "bundles" / row.target)
     if cfg.tracking.enabled:
         _track(cfg, folders, rows, out)
     report = _report(rows, findings.without_pick)

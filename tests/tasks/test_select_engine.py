@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from onnx import TensorProto, helper
 
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError
@@ -32,6 +33,16 @@ MEASURED = {
     ("pruned_ptq", "cpu_onnxruntime"): (0.510, 0.66, 28.2),
     ("pruned_qat", "cpu_onnxruntime"): (0.533, 0.66, 28.2),
 }
+
+
+def engine_bytes(variant: str, target: str) -> bytes:
+    """Return a graph that differs from engine to engine."""
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("image", "logits")]
+    node = helper.make_node("Identity", ["image"], ["logits"], name="head")
+    graph = helper.make_graph([node], f"{variant}{target}", values[:1], values[1:])
+    return helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10
+    ).SerializeToString()
 
 
 class Artifacts:
@@ -70,7 +81,7 @@ class Artifacts:
         aa_ratio_spread: float = 0.01,
         precision: str | None = None,
     ) -> None:
-        content = f"{variant}{target}".encode()
+        content = engine_bytes(variant, target)
         sha256 = hashlib.sha256(content).hexdigest()
         used = precision or ("int8" if variant.startswith("pruned_") else "f32")
         manifest = dataclasses.replace(
@@ -124,7 +135,7 @@ class Artifacts:
         """Make the engine of `variant` the file of another variant."""
         folders = [self.root / "build_engine" / name / target for name in (owner, variant)]
         shutil.copytree(folders[0] / "engine", folders[1] / "engine", dirs_exist_ok=True)
-        sha256 = hashlib.sha256(f"{owner}{target}".encode()).hexdigest()
+        sha256 = hashlib.sha256(engine_bytes(owner, target)).hexdigest()
         for stage in ("validate", "benchmark"):
             self.change(stage, f"{variant}-{target}", engine_sha256=sha256)
 
@@ -296,8 +307,8 @@ def test_the_report_draws_the_ladder_of_each_target_and_says_where_it_ends(artif
     assert "cpu_onnxruntime: pruned_qat is the last rung that is accepted." in ladder
     assert "artifacts/check_int8/checklist.md" in ladder  # pruned_ptq is too lossy
     assert "cpu_torch: No compression is worth it" in ladder
-    run(artifacts, tmp_path, max_miou_rel_loss=0.0)
-    ladder = (tmp_path / "report.md").read_text(encoding="utf-8")
+    run(artifacts, tmp_path / "strict", max_miou_rel_loss=0.0)
+    ladder = (tmp_path / "strict" / "report.md").read_text(encoding="utf-8")
     assert (
         "cpu_onnxruntime: No reduced precision is acceptable for this model on this target: distilled stays."
         in ladder
@@ -382,6 +393,15 @@ def test_an_engine_that_is_not_what_it_claims_is_neither_picked_nor_on_the_front
     assert row["reason"].startswith("no int8")
     assert not row["pareto"]
     assert "cpu_openvino" not in report.picks
+
+
+def test_each_pick_has_a_bundle(artifacts, tmp_path) -> None:
+    report, _ = run(artifacts, tmp_path / "out")
+    bundles = {path.name for path in (tmp_path / "out" / "bundles").iterdir()}
+    assert bundles == set(report.picks)
+    for target, pick in report.picks.items():
+        card = json.loads((tmp_path / "out" / "bundles" / target / "model.json").read_text())
+        assert card["sha256"] == pick.engine_sha256
 
 
 @pytest.mark.parametrize(("in_int8", "verdict"), [(0.3, "PRECISION_MISMATCH"), (0.5, "ACCEPT")])
@@ -510,8 +530,10 @@ def test_a_reference_without_accuracy_is_refused(artifacts, tmp_path) -> None:
 def test_the_same_inputs_give_the_same_bytes(artifacts, tmp_path) -> None:
     run(artifacts, tmp_path / "one")
     run(artifacts, tmp_path / "two")
-    for file in (tmp_path / "one").iterdir():
-        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+    files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
 
 
 class _Tags(HTMLParser):
