@@ -21,7 +21,7 @@ from tasks.core.errors import BuildFailed
 from tasks.parts.onnx_graph import set_node_source
 from tasks.parts.target import Target
 from tasks.parts.tensorrt_build import BuildProgress, configure, describe_parser_errors
-from tasks.parts.tensorrt_log import TensorrtLog
+from tasks.parts.tensorrt_log import TensorrtLog, describe_errors
 from tasks.parts.tensorrt_options import HardwareCompatibility, TacticSource, TensorrtOptions
 from tests.conftest import REPOSITORY
 
@@ -129,12 +129,12 @@ def test_tactic_source_of_another_major_is_refused(options: TensorrtOptions) -> 
 
 def test_messages_go_to_the_log_and_errors_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     log = TensorrtLog()
-    assert log.describe_errors() == "it gave no reason"
+    assert describe_errors(log.errors) == "it gave no reason"
     with caplog.at_level(logging.WARNING):
         log.log(trt.ILogger.Severity.WARNING, "slow kernel")
         log.log(trt.ILogger.Severity.ERROR, "no kernel for layer a")
         log.log(trt.ILogger.Severity.VERBOSE, "tactic 7")
-    assert log.describe_errors() == "no kernel for layer a"
+    assert describe_errors(log.errors) == "no kernel for layer a"
     assert caplog.messages == ["TensorRT: slow kernel", "TensorRT: no kernel for layer a"]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.core.errors import BuildFailed
+from tasks.core.errors import TargetMismatch
 
 _LIBRARY = "libcuda.so.1"
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
@@ -59,8 +59,10 @@ class CapturedGraph:
         self._call("cuStreamBeginCapture_v2", self._stream, _CAPTURE_THREAD_LOCAL)
         try:
             record()
-        finally:
-            self._call("cuStreamEndCapture", self._stream, ctypes.byref(self._graph))
+        except BaseException:  # the stream must leave the capture, whatever broke it
+            self._driver.cuStreamEndCapture(self._stream, ctypes.byref(self._graph))
+            raise
+        self._call("cuStreamEndCapture", self._stream, ctypes.byref(self._graph))
         flags = ctypes.c_ulonglong(0)
         self._call("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), self._graph, flags)
 
@@ -79,4 +81,8 @@ class CapturedGraph:
 
 def _check(status: int, function: str) -> None:
     if status:
-        raise BuildFailed(f"The CUDA driver answers {function} with error {status} (CUresult in cuda.h).")
+        raise TargetMismatch(
+            f"The CUDA driver answers {function} with error {status} (CUresult in cuda.h). See that nvidia-smi runs "
+            "and that no other process has broken the GPU; tensorrt.cuda_graph=false of the target does without "
+            "captured graphs."
+        )

@@ -214,34 +214,27 @@ def _build_plans(
     target: Target, graph: "ModelProto", model: Path, card: InputCard, version: str, engine: Path
 ) -> tuple[Path, tuple[EngineLayer, ...], tuple[float, ...]]:
     """Build as often as the target declares and keep the fastest plan; TensorRT picks kernels by timing them."""
-    import tensorrt as trt
-
-    from tasks.parts.encoding import encode_for
     from tasks.parts.runners import tensorrt
     from tasks.parts.tensorrt_build import build_plan
-    from tasks.parts.tensorrt_commands import write_commands
+    from tasks.parts.tensorrt_commands import Build, write_commands
     from tasks.parts.tensorrt_inspector import read_layers
-    from tasks.parts.tensorrt_log import TensorrtLog
 
     assert target.tensorrt is not None
-    encoded = encode_for(target, graph)
     gpu = find_gpus()[0]
     file = engine / tensorrt.ENGINE_FILE
     files = []
     for number in range(1, target.tensorrt.num_builds + 1):
         logger.info("build_engine: build %d of %d", number, target.tensorrt.num_builds)
         files.append(engine / f"{number}.plan")
-        files[-1].write_bytes(build_plan(encoded, target, card, gpu))
+        is_cache_read = target.tensorrt.num_builds == 1  # what the cache knows would make all builds the same
+        files[-1].write_bytes(build_plan(graph, target, card, gpu, is_cache_read=is_cache_read))
     latencies_ms = _time_builds(files, target, version, card) if len(files) > 1 else ()
     files[int(np.argmin(latencies_ms)) if latencies_ms else 0].rename(file)
     for other in files:
         other.unlink(missing_ok=True)
     with tensorrt.PrimaryContext():
-        loaded = tensorrt.load_plan(file.read_bytes(), target, TensorrtLog())
-        layers = read_layers(tensorrt.inspect(loaded))
-    input_name = graph.graph.input[0].name
-    major = int(trt.__version__.partition(".")[0])
-    write_commands(engine, target, card, model=model, input_name=input_name, major=major)
+        layers = read_layers(tensorrt.inspect(tensorrt.load_plan(file.read_bytes(), target), target, card))
+    write_commands(engine, target, Build(model, graph.graph.input[0].name, card, gpu, version))
     return file, layers, latencies_ms
 
 
@@ -417,6 +410,8 @@ def find_precision_fault(target: Target, precisions: Precisions, layers: LayerCo
     """
     used = _layer_precisions(precisions)
     num_used = max(1, sum(used.values()))
+    if layers.num and not used:
+        return "the runtime does not tell the precision of its layers, so it is not proved"
     share_quantized = layers.num_quantized / max(1, layers.num)
     if used.get("f16", 0) / num_used < _MIN_SHARE * layers.num_float16 / max(1, layers.num):
         return f"{layers.num_float16} of {layers.num} layers are FP16, but the runtime computes {used}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tasks.core.errors import ConfigError, TargetMismatch
 from tasks.parts.cuda_driver import Gpu, find_gpus
-from tasks.parts.tensorrt_options import TensorrtOptions
+from tasks.parts.tensorrt_options import OLDEST_TENSORRT, TensorrtOptions
 
 ANY = "any"
 CPU, CUDA = "cpu", "cuda"
@@ -109,6 +109,8 @@ class Target:
         )
         if self.tensorrt:
             self.tensorrt.check(self.name, self.max_batch)
+            for switch in ("uint8_activations", "stem_in_float", "resize_as_matmul"):
+                self._require(not getattr(self, switch), switch, True, "false for runtime tensorrt")
         self._require(1 <= self.num_threads <= 1024, "num_threads", self.num_threads, "1..1024")
         self._require(1 <= self.max_batch <= 4096, "max_batch", self.max_batch, "1..4096")
         self._require(
@@ -193,6 +195,11 @@ def check_gpu(target: Target) -> None:
 def check_runtime_version(target: Target, installed: str) -> None:
     """Raise TargetMismatch when the installed runtime is not of the declared version."""
     declared = target.runtime_version
+    if target.tensorrt and tuple(map(int, installed.split(".")[:2])) < OLDEST_TENSORRT:
+        raise TargetMismatch(
+            f"Target {target.name} needs TensorRT {'.'.join(map(str, OLDEST_TENSORRT))} or later, this machine has "
+            f"{installed}. Install a later one (extra gpu), or run it on a worker of pool '{target.work_pool}'."
+        )
     if declared == ANY or installed == declared or installed.startswith((declared + ".", declared + "+")):
         return
     raise TargetMismatch(

@@ -9,7 +9,6 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import tensorrt as trt
 from onnx import ModelProto
@@ -21,8 +20,8 @@ from tasks.parts.cuda_driver import Gpu
 from tasks.parts.onnx_graph import node_sources
 from tasks.parts.runners.contract import InputCard
 from tasks.parts.target import Target
-from tasks.parts.tensorrt_log import TensorrtLog
-from tasks.parts.tensorrt_options import TensorrtOptions
+from tasks.parts.tensorrt_log import LOG, describe_errors
+from tasks.parts.tensorrt_options import TensorrtOptions, timing_cache_file
 
 logger = logging.getLogger(__name__)
 
@@ -54,19 +53,21 @@ class BuildProgress(trt.IProgressMonitor):  # type: ignore[misc]
         self._progress.remove_task(self._bars.pop(phase_name))
 
 
-def build_plan(graph: ModelProto, target: Target, card: InputCard, gpu: Gpu) -> bytes:
-    """Return the serialized engine.
+def build_plan(
+    graph: ModelProto, target: Target, card: InputCard, gpu: Gpu, *, is_cache_read: bool = True
+) -> bytes:
+    """Return the serialized engine; without `is_cache_read` all kernels are timed again.
 
     Raises BuildFailed with the nodes that TensorRT refuses, in terms of module and file:line, or where GPU memory is
     too small.
     """
     options = target.tensorrt
     assert options is not None
-    log = TensorrtLog()
-    builder = trt.Builder(log)
+    num_before = len(LOG.errors)
+    builder = trt.Builder(LOG)
     # 11 knows no other kind of network and ignores the flag.
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = trt.OnnxParser(network, log)
+    parser = trt.OnnxParser(network, LOG)
     if not parser.parse(graph.SerializeToString()):
         raise BuildFailed(f"Target {target.name}: {describe_parser_errors(parser, graph)}")
     config = builder.create_builder_config()
@@ -80,11 +81,11 @@ def build_plan(graph: ModelProto, target: Target, card: InputCard, gpu: Gpu) -> 
         config.add_optimization_profile(profile)
     console = Console(stderr=True)
     bars = Progress(console=console, transient=True, disable=not console.is_terminal)
-    with _timing_cache(config, options, gpu), bars as progress:
+    with _timing_cache(config, options, gpu, is_read=is_cache_read), bars as progress:
         config.progress_monitor = BuildProgress(progress)
         plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise BuildFailed(f"Target {target.name}: {_explain(log, target)}")
+        raise BuildFailed(f"Target {target.name}: {_explain(LOG.errors[num_before:], target)}")
     return bytes(plan)
 
 
@@ -143,9 +144,9 @@ def describe_parser_errors(parser: "trt.OnnxParser", graph: ModelProto) -> str:
     )
 
 
-def _explain(log: TensorrtLog, target: Target) -> str:
-    said = log.describe_errors()
-    if any(_OUT_OF_MEMORY.search(error) for error in log.errors):
+def _explain(errors: list[str], target: Target) -> str:
+    said = describe_errors(errors)
+    if any(_OUT_OF_MEMORY.search(error) for error in errors):
         return (
             f"GPU memory is too small for the build ({said}). End other processes on the GPU, or lower "
             f"target.{target.name}.tensorrt.workspace_mib, .optimization_level or target.{target.name}.max_batch."
@@ -154,17 +155,18 @@ def _explain(log: TensorrtLog, target: Target) -> str:
 
 
 @contextmanager
-def _timing_cache(config: "trt.IBuilderConfig", options: TensorrtOptions, gpu: Gpu) -> Iterator[None]:
+def _timing_cache(
+    config: "trt.IBuilderConfig", options: TensorrtOptions, gpu: Gpu, *, is_read: bool
+) -> Iterator[None]:
     """Build with what the cache file knows, and merge what the build learnt into it; safe for several builds."""
-    if options.timing_cache is None:
-        config.set_flag(trt.BuilderFlag.DISABLE_TIMING_CACHE)
+    path = timing_cache_file(options, gpu, trt.__version__)
+    if path is None:
         yield
         return
-    path = timing_cache_file(Path(options.timing_cache), gpu, trt.__version__)
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = path.read_bytes() if path.is_file() else b""
-    is_taken = config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False)
-    if not is_taken:
+    known = path.read_bytes() if is_read and path.is_file() else b""
+    cache: trt.ITimingCache = config.create_timing_cache(known)
+    if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
         raise BuildFailed(
             f"{path}: TensorRT refuses this timing cache, it is damaged or of another GPU. Delete it; the next build "
             "writes it again."
@@ -174,13 +176,10 @@ def _timing_cache(config: "trt.IBuilderConfig", options: TensorrtOptions, gpu: G
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.is_file() and (others := path.read_bytes()) != known:
-            learnt.combine(config.create_timing_cache(others), ignore_mismatch=False)
+            theirs = config.create_timing_cache(others)
+            if theirs is None or not learnt.combine(theirs, ignore_mismatch=False):
+                logger.warning("%s cannot be merged with what this build learnt, and stays as it is", path)
+                return
         draft = path.with_suffix(".draft")
         draft.write_bytes(bytes(learnt.serialize()))
         draft.replace(path)
-
-
-def timing_cache_file(folder: Path, gpu: Gpu, version: str) -> Path:
-    """Return the one file of a GPU and a TensorRT version."""
-    name = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
-    return folder / f"{name}-sm{gpu.compute_capability.replace('.', '')}-trt{version}.cache"

@@ -2,11 +2,19 @@
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.parts.cuda_driver import Gpu
 from tasks.parts.runners.contract import InputCard
 from tasks.parts.target import Target
-from tasks.parts.tensorrt_options import BatchProfile, HardwareCompatibility, TensorrtOptions
+from tasks.parts.tensorrt_options import (
+    BatchProfile,
+    HardwareCompatibility,
+    TacticSource,
+    TensorrtOptions,
+    timing_cache_file,
+)
 
 COMMANDS_FILE = "commands.sh"
 
@@ -16,26 +24,39 @@ _TRTEXEC_COMPATIBILITY = {
 }
 
 
-def write_commands(
-    out: Path, target: Target, card: InputCard, *, model: Path, input_name: str, major: int
-) -> None:
+@dataclass(frozen=True)
+class Build:
+    """What a build was made from, and where."""
+
+    model: Path
+    input_name: str
+    card: InputCard
+    gpu: Gpu
+    version: str
+    """Of TensorRT."""
+
+    @property
+    def is_typed_by_flag(self) -> bool:
+        """Whether a network is strongly typed by request only; from 11 on all are."""
+        return int(self.version.partition(".")[0]) < 11
+
+
+def write_commands(out: Path, target: Target, build: Build) -> None:
     """Write `out/commands.sh`; paths are relative to the workspace."""
     lines = [
         "# What build_engine did, by hand. Kernels are chosen by timing, so the bytes differ from build to build",
-        "# unless both read the same timing cache.",
-        shlex.join(trtexec_command(target, card, model=model, input_name=input_name, major=major)),
-        shlex.join(polygraphy_command(target, card, model=model, input_name=input_name, major=major)),
+        "# unless all read the same timing cache, as these lines do.",
+        shlex.join(trtexec_command(target, build)),
+        shlex.join(polygraphy_command(target, build)),
     ]
     (out / COMMANDS_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def trtexec_command(
-    target: Target, card: InputCard, *, model: Path, input_name: str, major: int
-) -> list[str]:
-    """Return the call of trtexec; 11 types networks strongly by itself."""
+def trtexec_command(target: Target, build: Build) -> list[str]:
+    """Return the call of trtexec."""
     options = _options(target)
     flags = [
-        f"--onnx={model}",
+        f"--onnx={build.model}",
         "--saveEngine=engine.plan",
         f"--memPoolSize=workspace:{options.workspace_mib}",
         f"--builderOptimizationLevel={options.optimization_level}",
@@ -44,21 +65,23 @@ def trtexec_command(
     for index, profile in enumerate(options.profiles_for(target.max_batch)):
         flags += [f"--profile={index}"] if options.profiles else []
         flags += [
-            f"--{kind}Shapes={input_name}:{'x'.join(map(str, shape))}"
-            for kind, shape in _shapes(profile, card)
+            f"--{kind}Shapes={build.input_name}:{'x'.join(map(str, shape))}"
+            for kind, shape in _shapes(profile, build.card)
         ]
-    signs = [f"+{source.upper()}" for source in options.tactic_sources]
+    # trtexec adds to its defaults and takes away from them, the builder's bits replace them.
+    signs = [f"{'+' if source in options.tactic_sources else '-'}{source.upper()}" for source in TacticSource]
+    cache = timing_cache_file(options, build.gpu, build.version)
     optional = {
-        "--stronglyTyped": major < 11,
+        "--stronglyTyped": build.is_typed_by_flag,
         "--noTF32": not options.tf32,
         "--sparsity=enable": options.sparse_weights,
         "--versionCompatible": options.version_compatible,
         f"--hardwareCompatibilityLevel={_TRTEXEC_COMPATIBILITY.get(options.hardware_compatibility)}": (
             options.hardware_compatibility in _TRTEXEC_COMPATIBILITY
         ),
-        f"--tacticSources={','.join(signs)}": bool(signs),
+        f"--tacticSources={','.join(signs)}": bool(options.tactic_sources),
         f"--maxAuxStreams={options.max_aux_streams}": options.max_aux_streams is not None,
-        f"--timingCacheFile={options.timing_cache}/trtexec.cache": options.timing_cache is not None,
+        f"--timingCacheFile={cache}": cache is not None,
         "--errorOnTimingCacheMiss": options.error_on_timing_cache_miss,
         f"--useDLACore={options.dla_core}": options.dla_core is not None,
         "--allowGPUFallback": options.dla_core is not None,
@@ -66,29 +89,27 @@ def trtexec_command(
     return ["trtexec", *flags, *(flag for flag, is_wanted in optional.items() if is_wanted)]
 
 
-def polygraphy_command(
-    target: Target, card: InputCard, *, model: Path, input_name: str, major: int
-) -> list[str]:
+def polygraphy_command(target: Target, build: Build) -> list[str]:
     """Return the call of `polygraphy convert`."""
     options = _options(target)
-    command = ["polygraphy", "convert", str(model), "--convert-to", "trt", "-o", "engine.plan"]
+    command = ["polygraphy", "convert", str(build.model), "--convert-to", "trt", "-o", "engine.plan"]
     command += ["--pool-limit", f"workspace:{options.workspace_mib}M"]
     command += ["--builder-optimization-level", str(options.optimization_level)]
     command += ["--profiling-verbosity", options.profiling_verbosity.value]
     for profile in options.profiles_for(target.max_batch):
-        for kind, shape in _shapes(profile, card):
-            command += [f"--trt-{kind}-shapes", f"{input_name}:[{','.join(map(str, shape))}]"]
+        for kind, shape in _shapes(profile, build.card):
+            command += [f"--trt-{kind}-shapes", f"{build.input_name}:[{','.join(map(str, shape))}]"]
     if options.hardware_compatibility is not HardwareCompatibility.none:
         command += ["--hardware-compatibility-level", options.hardware_compatibility.value]
     if options.tactic_sources:
         command += ["--tactic-sources", *(source.value for source in options.tactic_sources)]
     if options.max_aux_streams is not None:
         command += ["--max-aux-streams", str(options.max_aux_streams)]
-    if options.timing_cache is not None:
-        cache = f"{options.timing_cache}/polygraphy.cache"
-        command += ["--load-timing-cache", cache, "--save-timing-cache", cache]
+    cache = timing_cache_file(options, build.gpu, build.version)
+    if cache is not None:
+        command += ["--load-timing-cache", str(cache)]
     optional = {
-        "--strongly-typed": major < 11,
+        "--strongly-typed": build.is_typed_by_flag,
         "--tf32": options.tf32,
         "--sparse-weights": options.sparse_weights,
         "--version-compatible": options.version_compatible,

@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tasks.core.errors import BuildFailed
 from tasks.parts.runners.contract import EngineLayer
 
 _PRECISIONS = (
@@ -24,15 +23,9 @@ _REFORMAT = re.compile(r"reformat|copy", re.IGNORECASE)
 
 
 def read_layers(text: str) -> tuple[EngineLayer, ...]:
-    """Read the inspector's JSON.
-
-    Raises BuildFailed where the engine holds names only: then its precision cannot be proved.
-    """
+    """Read the inspector's JSON; an engine that tells names only, or nothing, has layers without precision."""
     layers = json.loads(text).get("Layers", [])
-    if any(isinstance(layer, str) for layer in layers):
-        raise BuildFailed(
-            "The engine tells the names of its layers only. Build it with tensorrt.profiling_verbosity=detailed."
-        )
+    layers = [{"Name": layer} if isinstance(layer, str) else layer for layer in layers]
     return tuple(_read_layer(layer) for layer in layers)
 
 
@@ -42,15 +35,16 @@ def _read_layer(layer: dict[str, Any]) -> EngineLayer:
     return EngineLayer(
         name=str(layer.get("Name", "")),
         kind=kind,
-        precision=_precision(layer.get("Inputs", [])),
+        precision=_precision(layer),
         nodes=nodes,
         is_conversion=bool(_REFORMAT.search(kind)) and not nodes,
     )
 
 
-def _precision(inputs: Sequence[dict[str, Any]]) -> str:
-    if not inputs:
-        return ""
-    first = inputs[0]
-    said = " ".join(str(first.get(key, "")) for key in ("DataType", "Datatype", "Format/Datatype"))
-    return next((name for pattern, name in _PRECISIONS if pattern.search(said)), "")
+def _precision(layer: dict[str, Any]) -> str:
+    """Read the precision of the first input; of the weights where that depends on a shape that is not known."""
+    inputs: Sequence[dict[str, Any]] = layer.get("Inputs", [])
+    told = [str(inputs[0].get(key, "")) for key in ("DataType", "Format/Datatype")] if inputs else []
+    weights = layer.get("Weights")
+    told += [str(weights.get("Type", ""))] if isinstance(weights, dict) else []
+    return next((name for said in told for pattern, name in _PRECISIONS if pattern.search(said)), "")

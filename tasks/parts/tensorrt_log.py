@@ -1,4 +1,7 @@
-"""TensorRT's messages in Python's log, and its errors at hand for our own messages. Needs TensorRT."""
+"""TensorRT's messages in Python's log, and its errors at hand for our own messages. Needs TensorRT.
+
+TensorRT keeps the first logger that it is given for the whole process, so there is one.
+"""
 
 import logging
 
@@ -31,6 +34,10 @@ class TensorrtLog(trt.ILogger):  # type: ignore[misc]
         if level:
             logger.log(level, "TensorRT: %s", msg)
 
-    def describe_errors(self) -> str:
-        """Return the first errors in one line."""
-        return "; ".join(self.errors[:_SHOWN_ERRORS]) or "it gave no reason"
+
+LOG = TensorrtLog()
+
+
+def describe_errors(errors: list[str]) -> str:
+    """Return the first errors in one line."""
+    return "; ".join(errors[:_SHOWN_ERRORS]) or "it gave no reason"

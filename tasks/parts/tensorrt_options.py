@@ -1,11 +1,15 @@
 """What a target of runtime tensorrt declares beside the options of every target."""
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from tasks.core.errors import ConfigError
+from tasks.parts.cuda_driver import Gpu
 
 MAX_OPTIMIZATION_LEVEL = 5
+OLDEST_TENSORRT = (10, 12)
 
 
 class HardwareCompatibility(StrEnum):
@@ -17,7 +21,7 @@ class HardwareCompatibility(StrEnum):
 
 
 class ProfilingVerbosity(StrEnum):
-    """How much the engine tells about its layers; without `detailed` its precision cannot be proved."""
+    """How much the engine tells of its layers; without `detailed` no precision is proved: PRECISION_MISMATCH."""
 
     none = "none"
     layer_names_only = "layer_names_only"
@@ -93,6 +97,8 @@ class TensorrtOptions:
         require(1 in covered, "profiles", "profiles of which one takes batch 1")
         cache_ok = not (self.error_on_timing_cache_miss and self.timing_cache is None)
         require(cache_ok, "error_on_timing_cache_miss", "false where timing_cache is null")
+        builds_ok = self.num_builds == 1 or not self.error_on_timing_cache_miss
+        require(builds_ok, "num_builds", "1 where error_on_timing_cache_miss makes every build the same")
         streams_ok = self.max_aux_streams is None or 0 <= self.max_aux_streams <= 64
         require(streams_ok, "max_aux_streams", "0..64 or null")
         require(self.dla_core is None or 0 <= self.dla_core <= 7, "dla_core", "0..7 or null")
@@ -101,3 +107,13 @@ class TensorrtOptions:
     def profiles_for(self, max_batch: int) -> list[BatchProfile]:
         """Return the declared profiles, or the one that stands for none."""
         return self.profiles or [BatchProfile(1, 1, max_batch)]
+
+
+def timing_cache_file(options: TensorrtOptions, gpu: Gpu, version: str) -> Path | None:
+    """Return the one file of a GPU and a TensorRT version; None where the target wants no cache."""
+    if options.timing_cache is None:
+        return None
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
+    return Path(
+        options.timing_cache, f"{name}-sm{gpu.compute_capability.replace('.', '')}-trt{version}.cache"
+    )

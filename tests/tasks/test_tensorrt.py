@@ -12,11 +12,13 @@ from polygraphy.tools.convert.convert import Convert
 
 from flows.params import compose_params
 from tasks.build_engine import build_engine
-from tasks.core.errors import BuildFailed, ConfigError, TargetMismatch
+from tasks.core.errors import ConfigError, TargetMismatch
 from tasks.parts.cuda_driver import Gpu, find_gpus
+from tasks.parts.engine_build import LayerCounts, find_precision_fault
 from tasks.parts.runners.contract import InputCard, count_precisions
-from tasks.parts.target import Runtime, Target, check_gpu
-from tasks.parts.tensorrt_commands import polygraphy_command, trtexec_command, write_commands
+from tasks.parts.runners.open_engine import _runs_on
+from tasks.parts.target import Runtime, Target, check_gpu, check_runtime_version
+from tasks.parts.tensorrt_commands import Build, polygraphy_command, trtexec_command, write_commands
 from tasks.parts.tensorrt_inspector import read_layers
 from tasks.parts.tensorrt_options import (
     BatchProfile,
@@ -35,6 +37,8 @@ TARGETS = [
     "thor_tensorrt",
 ]
 CARD = InputCard(("background", "one"), (0.5,) * 3, (0.2,) * 3, 64, 96)
+BUILD = Build(Path("a b/model.onnx"), "images", CARD, Gpu("NVIDIA H200", "9.0"), "10.16.1.11")
+CACHE = "artifacts/.timing_cache/nvidia-h200-sm90-trt10.16.1.11.cache"
 
 
 def options_of(target: Target, **changes: Any) -> TensorrtOptions:
@@ -70,6 +74,7 @@ def test_targets_of_a_gpu_compose_beside_those_of_the_cpu() -> None:
         ({"max_aux_streams": -1}, r"tensorrt\.max_aux_streams is -1"),
         ({"dla_core": 9}, r"tensorrt\.dla_core is 9"),
         ({"num_builds": 0}, r"tensorrt\.num_builds is 0"),
+        ({"num_builds": 2, "error_on_timing_cache_miss": True}, r"tensorrt\.num_builds is 2"),
     ],
 )
 def test_impossible_options_are_refused(workshop: Workshop, changes: dict[str, Any], message: str) -> None:
@@ -83,6 +88,7 @@ def test_impossible_options_are_refused(workshop: Workshop, changes: dict[str, A
     [
         ({"device": "cpu"}, r'device is \'cpu\', allowed: "cuda" for runtime tensorrt'),
         ({"gpu": None}, r"gpu is None, allowed: a GPU for cuda"),
+        ({"uint8_activations": True}, r"uint8_activations is True, allowed: false for runtime tensorrt"),
         ({"tensorrt": None}, r"tensorrt is None, allowed: options for runtime tensorrt"),
     ],
 )
@@ -119,7 +125,7 @@ def test_commands_say_the_same_as_the_target(workshop: Workshop, tmp_path: Path)
         version_compatible=True,
     )
     target = replace(target, tensorrt=options)
-    write_commands(tmp_path, target, CARD, model=Path("a b/model.onnx"), input_name="images", major=10)
+    write_commands(tmp_path, target, BUILD)
     lines = (tmp_path / "commands.sh").read_text().splitlines()
     trtexec, polygraphy = (shlex.split(line) for line in lines if not line.startswith("#"))
     assert {
@@ -129,29 +135,28 @@ def test_commands_say_the_same_as_the_target(workshop: Workshop, tmp_path: Path)
         "--minShapes=images:2x3x64x96",
         "--optShapes=images:4x3x64x96",
         "--hardwareCompatibilityLevel=ampere+",
-        "--tacticSources=+JIT_CONVOLUTIONS",
+        "--tacticSources=-CUBLAS,-CUBLAS_LT,-CUDNN,-EDGE_MASK_CONVOLUTIONS,+JIT_CONVOLUTIONS",
         "--maxAuxStreams=2",
         "--versionCompatible",
         "--sparsity=enable",
-        "--timingCacheFile=artifacts/.timing_cache/trtexec.cache",
+        f"--timingCacheFile={CACHE}",
     } <= set(trtexec)
     assert trtexec.count("--profile=1") == 1
     assert polygraphy[:3] == ["polygraphy", "convert", "a b/model.onnx"]
-    assert "images:[4,3,64,96]" in polygraphy
+    assert "images:[4,3,64,96]" in polygraphy and CACHE in polygraphy
 
 
 def test_eleven_needs_no_flag_for_strong_types(workshop: Workshop) -> None:
     target = workshop.target("h200_tensorrt")
     for command in (trtexec_command, polygraphy_command):
-        line = " ".join(command(target, CARD, model=Path("m.onnx"), input_name="images", major=11)).lower()
-        assert "strong" not in line
+        assert "strong" not in " ".join(command(target, replace(BUILD, version="11.4.0.106"))).lower()
 
 
 @pytest.mark.parametrize("changes", [{}, {"dla_core": 0, "tf32": True, "sparse_weights": False}])
 def test_polygraphy_takes_its_command(workshop: Workshop, changes: dict[str, Any]) -> None:
     target = workshop.target("h200_tensorrt")
     target = replace(target, tensorrt=options_of(target, **changes))
-    command = polygraphy_command(target, CARD, model=Path("m.onnx"), input_name="images", major=10)
+    command = polygraphy_command(target, BUILD)
     tool, parser = Convert(), argparse.ArgumentParser()
     tool.setup_parser(parser.add_subparsers())
     found = parser.parse_args(command[1:])
@@ -223,6 +228,47 @@ def test_words_for_precision_are_told_apart(words: str, precision: str) -> None:
     assert layer.precision == precision
 
 
-def test_engine_without_details_is_refused() -> None:
-    with pytest.raises(BuildFailed, match=r"tensorrt\.profiling_verbosity=detailed"):
-        read_layers(json.dumps({"Layers": ["stem", "head"]}))
+def test_weights_tell_the_precision_where_shapes_do_not() -> None:
+    layer: dict[str, Any] = {
+        "Name": "a",
+        "LayerType": "CaskConvolution",
+        "Weights": {"Type": "Int8", "Count": 9},
+    }
+    layer["Inputs"] = [{"Name": "x", "Format/Datatype": "N/A due to dynamic shapes"}]
+    assert read_layers(json.dumps({"Layers": [layer]}))[0].precision == "int8"
+
+
+@pytest.mark.parametrize("said", [{"Layers": ["stem", "head"]}, {"Layers": []}, {}])
+def test_engine_that_tells_no_precision_is_not_proved(workshop: Workshop, said: dict[str, Any]) -> None:
+    precisions = count_precisions(read_layers(json.dumps(said)))
+    fault = find_precision_fault(workshop.target("h200_tensorrt"), precisions, LayerCounts(2, 0, 0))
+    assert fault == "the runtime does not tell the precision of its layers, so it is not proved"
+
+
+@pytest.mark.parametrize(
+    ("compatibility", "runs_on"),
+    [
+        ("none", ["NVIDIA A100"]),
+        ("same_compute_capability", ["NVIDIA A100", "NVIDIA A30"]),
+        ("ampere_plus", ["NVIDIA A100", "NVIDIA A30", "NVIDIA L4", "NVIDIA Thor"]),
+    ],
+)
+def test_engine_runs_on_the_gpus_that_it_is_compatible_with(compatibility: str, runs_on: list[str]) -> None:
+    gpus = [
+        Gpu("NVIDIA T4", "7.5"),
+        Gpu("NVIDIA A100", "8.0"),
+        Gpu("NVIDIA A30", "8.0"),
+        Gpu("NVIDIA L4", "8.9"),
+        Gpu("NVIDIA Thor", "11.0"),
+    ]
+    found = [gpu.name for gpu in gpus if _runs_on(HardwareCompatibility(compatibility), gpu, gpus[1])]
+    assert found == runs_on
+
+
+def test_tensorrt_that_is_too_old_is_refused(workshop: Workshop) -> None:
+    target = workshop.target("orin_tensorrt10", runtime_version="10")
+    with pytest.raises(TargetMismatch, match=r"needs TensorRT 10\.12 or later, this machine has 10\.3\.0"):
+        check_runtime_version(target, "10.3.0")
+    check_runtime_version(target, "10.12.0.36")
+    with pytest.raises(TargetMismatch, match=r"declares tensorrt 10, this machine has 11\.4"):
+        check_runtime_version(target, "11.4.0")

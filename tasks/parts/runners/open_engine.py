@@ -4,11 +4,14 @@ import importlib.metadata
 from pathlib import Path
 
 from tasks.core.errors import ArtifactError, TargetMismatch
-from tasks.parts.cuda_driver import find_gpus
+from tasks.parts.cuda_driver import Gpu, find_gpus
 from tasks.parts.runners import onnxruntime, openvino, torch_eager
 from tasks.parts.runners.contract import EngineManifest, Runner, read_engine_manifest, sha256_of
 from tasks.parts.target import Runtime, check_gpu, check_runtime_version, missing_cpu_flags, read_isa
 from tasks.parts.tensorrt_options import HardwareCompatibility, TensorrtOptions
+
+_AMPERE = (8, 0)
+"""Compute capability from which on engines of hardware_compatibility ampere_plus run."""
 
 
 def open_engine(engine: Path) -> Runner:
@@ -53,7 +56,8 @@ def installed_version(runtime: Runtime) -> str:
 def check_machine(manifest: EngineManifest) -> None:
     """Raise TargetMismatch unless this machine can run the engine that the manifest describes."""
     target = manifest.target
-    check_gpu(target)
+    if target.tensorrt is None:
+        check_gpu(target)
     installed = installed_version(target.runtime)
     check_runtime_version(target, installed)
     missing = missing_cpu_flags(target)
@@ -95,14 +99,28 @@ def _check_plan(manifest: EngineManifest, options: TensorrtOptions, installed: s
             f"target {target.name}), install that version, or build with target.{target.name}.tensorrt"
             ".version_compatible."
         )
-    here = find_gpus()[0]
-    if here != manifest.gpu and options.hardware_compatibility is HardwareCompatibility.none:
-        built_on = manifest.gpu.name if manifest.gpu else "another GPU"
+    here, built_on = next(iter(find_gpus()), None), manifest.gpu
+    if here is None or built_on is None or not _runs_on(options.hardware_compatibility, here, built_on):
         raise TargetMismatch(
-            f"Engine {manifest.file} of target {target.name} was built on {built_on}, this machine has {here.name}. "
-            f"Build it again here (build_engine for target {target.name}), run it on a worker of pool "
+            f"Engine {manifest.file} of target {target.name} was built on {_gpu_text(built_on)}, this machine has "
+            f"{_gpu_text(here)}, and its hardware_compatibility is {options.hardware_compatibility}. Build it again "
+            f"here (build_engine for target {target.name}), run it on a worker of pool "
             f"'{target.work_pool}', or build with target.{target.name}.tensorrt.hardware_compatibility."
         )
+
+
+def _runs_on(compatibility: HardwareCompatibility, here: Gpu, built_on: Gpu) -> bool:
+    match compatibility:
+        case HardwareCompatibility.none:
+            return here == built_on
+        case HardwareCompatibility.same_compute_capability:
+            return here.compute_capability == built_on.compute_capability
+        case HardwareCompatibility.ampere_plus:
+            return tuple(map(int, here.compute_capability.split("."))) >= _AMPERE
+
+
+def _gpu_text(gpu: Gpu | None) -> str:
+    return f"{gpu.name} ({gpu.compute_capability})" if gpu else "no NVIDIA GPU"
 
 
 def _checked_file(engine: Path, manifest: EngineManifest) -> Path:

@@ -4,10 +4,10 @@ A plan belongs to the exact TensorRT version and the GPU that built it. Importin
 pycuda; whoever imports it has checked the target first.
 """
 
-from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import pycuda.driver as cuda
@@ -18,12 +18,14 @@ from tasks.parts.cuda_driver import CapturedGraph
 from tasks.parts.runners.contract import (
     EngineManifest,
     FloatArray,
+    InputCard,
     OperatorTime,
     RunnerDescription,
     check_batch,
 )
 from tasks.parts.target import Target
-from tasks.parts.tensorrt_log import TensorrtLog
+from tasks.parts.tensorrt_inspector import read_layers
+from tasks.parts.tensorrt_log import LOG, describe_errors
 
 if TYPE_CHECKING:
     import torch
@@ -47,33 +49,6 @@ class PrimaryContext:
         self._primary.detach()
 
 
-class GrowingOutput(trt.IOutputAllocator):  # type: ignore[misc]
-    """Device memory of one output that TensorRT asks for when it knows the size."""
-
-    def __init__(self, num_bytes: int) -> None:
-        """Take room for the largest batch at once: a captured graph holds the address."""
-        trt.IOutputAllocator.__init__(self)
-        self.shape: tuple[int, ...] = ()
-        self._memory, self._num_bytes = cuda.mem_alloc(num_bytes), num_bytes
-
-    @property
-    def address(self) -> int:
-        """Where the output lies."""
-        return int(self._memory)
-
-    def reallocate_output_async(
-        self, _name: str, _memory: int, num_bytes: int, _alignment: int, _stream: int
-    ) -> int:
-        """Return an address with room for the output; pycuda aligns it by 256 bytes."""
-        if num_bytes > self._num_bytes:
-            self._memory, self._num_bytes = cuda.mem_alloc(num_bytes), num_bytes
-        return self.address
-
-    def notify_shape(self, _name: str, shape: Any) -> None:
-        """Remember what shape the output got."""
-        self.shape = tuple(shape)
-
-
 class LayerTimes(trt.IProfiler):  # type: ignore[misc]
     """Adds up the milliseconds that each layer takes."""
 
@@ -86,19 +61,32 @@ class LayerTimes(trt.IProfiler):  # type: ignore[misc]
         self.milliseconds[layer_name] = self.milliseconds.get(layer_name, 0.0) + ms
 
 
-def load_plan(plan: bytes, target: Target, log: TensorrtLog) -> "trt.ICudaEngine":
+def load_plan(plan: bytes, target: Target) -> "trt.ICudaEngine":
     """Deserialize a plan; raise ArtifactError with TensorRT's own words where it refuses."""
     assert target.tensorrt is not None
-    runtime = trt.Runtime(log)
+    num_before = len(LOG.errors)
+    runtime = trt.Runtime(LOG)
     # The plan of a version-compatible engine carries a runtime of its own, which is host code.
     runtime.engine_host_code_allowed = target.tensorrt.version_compatible
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
         raise ArtifactError(
-            f"TensorRT {trt.__version__} cannot load the engine ({log.describe_errors()}). Run build_engine for "
-            f"target {target.name} again on this machine."
+            f"TensorRT {trt.__version__} cannot load the engine ({describe_errors(LOG.errors[num_before:])}). Run "
+            f"build_engine for target {target.name} again on this machine."
         )
     return engine
+
+
+def open_context(engine: "trt.ICudaEngine", target: Target) -> "trt.IExecutionContext":
+    """Create an execution context with memory of its own; raise ArtifactError where the GPU has too little."""
+    num_before = len(LOG.errors)
+    context = engine.create_execution_context()
+    if context is None:
+        raise ArtifactError(
+            f"TensorRT has no memory for an execution context ({describe_errors(LOG.errors[num_before:])}). End "
+            f"other processes on the GPU, or lower target.{target.name}.max_batch and build again."
+        )
+    return context
 
 
 def tensor_names(engine: "trt.ICudaEngine", mode: "trt.TensorIOMode") -> list[str]:
@@ -107,41 +95,70 @@ def tensor_names(engine: "trt.ICudaEngine", mode: "trt.TensorIOMode") -> list[st
     return [name for name in names if engine.get_tensor_mode(name) == mode]
 
 
+def inspect(engine: "trt.ICudaEngine", target: Target, card: InputCard) -> str:
+    """Return what the engine inspector says about all layers, as JSON.
+
+    A context with known shapes goes with it: without one, layers that depend on the batch tell no precision.
+    """
+    assert target.tensorrt is not None
+    [name] = tensor_names(engine, trt.TensorIOMode.INPUT)
+    context = open_context(engine, target)
+    context.set_input_shape(
+        name, (target.tensorrt.profiles_for(target.max_batch)[0].opt, 3, card.height, card.width)
+    )
+    inspector = engine.create_engine_inspector()
+    inspector.execution_context = context
+    return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+
+
 class TensorrtRunner:
-    """Runs a plan in one execution context on one stream, through page-locked host memory."""
+    """Runs a plan on one stream, through page-locked host memory.
+
+    A captured graph belongs to the shapes that its context had: there is one, recorded again when the batch changes.
+    """
 
     def __init__(self, file: Path, manifest: EngineManifest) -> None:
         self._file, self.manifest = file, manifest
-        self._graphs: dict[int, CapturedGraph] = {}
+        self._graph: CapturedGraph | None = None
         self._batch = 0
+        self._tensor_context: trt.IExecutionContext | None = None
 
     def __enter__(self) -> Self:
         target, card = self.manifest.target, self.manifest.card
-        self._log = TensorrtLog()
-        self._device = PrimaryContext().__enter__()
-        self._engine = load_plan(self._file.read_bytes(), target, self._log)
-        self._context: trt.IExecutionContext = self._engine.create_execution_context()
-        self._stream = cuda.Stream()
-        [self._input] = tensor_names(self._engine, trt.TensorIOMode.INPUT)
-        [self._output_name] = tensor_names(self._engine, trt.TensorIOMode.OUTPUT)
         size = (card.height, card.width)
-        self._images_NCHW = cuda.pagelocked_empty((target.max_batch, 3, *size), np.float32)
-        self._logits_NCHW = cuda.pagelocked_empty((target.max_batch, len(card.classes), *size), np.float32)
-        self._device_images = cuda.mem_alloc(self._images_NCHW.nbytes)
-        self._output = GrowingOutput(self._logits_NCHW.nbytes)
-        self._context.set_tensor_address(self._input, int(self._device_images))
-        self._context.set_output_allocator(self._output_name, self._output)
+        with ExitStack() as stack:
+            stack.enter_context(PrimaryContext())
+            self._engine = load_plan(self._file.read_bytes(), target)
+            self._context = open_context(self._engine, target)
+            self._stream = cuda.Stream()
+            [self._input] = tensor_names(self._engine, trt.TensorIOMode.INPUT)
+            [self._output] = tensor_names(self._engine, trt.TensorIOMode.OUTPUT)
+            try:
+                shape = (target.max_batch, len(card.classes), *size)
+                self._images_NCHW = cuda.pagelocked_empty((target.max_batch, 3, *size), np.float32)
+                self._logits_NCHW = cuda.pagelocked_empty(shape, np.float32)
+                self._device_images = cuda.mem_alloc(self._images_NCHW.nbytes)
+                self._device_logits = cuda.mem_alloc(self._logits_NCHW.nbytes)
+            except cuda.MemoryError as error:
+                raise ArtifactError(
+                    f"Target {target.name}: no memory for {target.max_batch} images and their logits ({error}). End "
+                    f"other processes on the GPU, or lower target.{target.name}.max_batch and build again."
+                ) from error
+            self._context.set_tensor_address(self._input, int(self._device_images))
+            self._context.set_tensor_address(self._output, int(self._device_logits))
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stream.synchronize()
-        for graph in self._graphs.values():
-            graph.close()
-        self._graphs.clear()
-        del self._context, self._engine, self._output, self._device_images
-        self._device.__exit__(kind, error, trace)
+        with self._stack:
+            self._forget_graph()
+            self._stream.synchronize()
+            # In this order, while the CUDA context lives: what outlives it is never freed.
+            self._tensor_context = None
+            del self._context, self._engine, self._device_images, self._device_logits
+            del self._images_NCHW, self._logits_NCHW, self._stream
 
     def infer(self, images_NCHW: FloatArray) -> FloatArray:
         check_batch(images_NCHW, self.manifest)
@@ -152,11 +169,10 @@ class TensorrtRunner:
         self._images_NCHW[:num_images] = images_NCHW
         if num_images != self._batch:
             self._choose_batch(num_images)
-        graph = self._graphs.get(num_images)
-        if graph is None:
+        if self._graph is None:
             self._enqueue(num_images)
         else:
-            graph.launch()
+            self._graph.launch()
         self._stream.synchronize()
         logits_NCHW: FloatArray = self._logits_NCHW[:num_images]
         return logits_NCHW
@@ -164,7 +180,8 @@ class TensorrtRunner:
     def infer_tensor(self, images_NCHW: "torch.Tensor", logits_NCHW: "torch.Tensor") -> None:
         """Read a contiguous CUDA tensor and write another one, float32, without copies.
 
-        The work is queued behind torch's current stream, and torch's later work there sees the result.
+        The work is queued on torch's current stream in an execution context of its own, so it neither waits for nor
+        disturbs `run`. Calls of this method have to follow each other on one stream.
 
         Raises DataError for tensors that are not contiguous float32 on the GPU or do not fit the engine.
         """
@@ -180,16 +197,14 @@ class TensorrtRunner:
                     f"Engine of target {self.manifest.target.name}: got {tensor.dtype} {list(tensor.shape)} on "
                     f"{tensor.device}, expected contiguous float32 {list(expected)} on the GPU."
                 )
-        if num_images != self._batch:
-            self._choose_batch(num_images)
-        context = self._context
+        context = self._tensor_context = self._tensor_context or open_context(
+            self._engine, self.manifest.target
+        )
+        stream = torch.cuda.current_stream().cuda_stream
+        self._set_shape(context, num_images, stream)
         context.set_tensor_address(self._input, images_NCHW.data_ptr())
-        context.set_output_allocator(self._output_name, None)
-        context.set_tensor_address(self._output_name, logits_NCHW.data_ptr())
-        is_queued = context.execute_async_v3(torch.cuda.current_stream().cuda_stream)
-        context.set_tensor_address(self._input, int(self._device_images))
-        context.set_output_allocator(self._output_name, self._output)
-        self._check_queued(is_queued)
+        context.set_tensor_address(self._output, logits_NCHW.data_ptr())
+        self._launch(context, stream)
 
     def describe(self) -> RunnerDescription:
         device = cuda.Device(0)
@@ -198,13 +213,17 @@ class TensorrtRunner:
 
     def profile(self, images_NCHW: FloatArray, num_iterations: int) -> tuple[OperatorTime, ...]:
         check_batch(images_NCHW, self.manifest)
-        kinds = layer_kinds(self._engine)
-        times = LayerTimes()
-        self._images_NCHW[: len(images_NCHW)] = images_NCHW
-        self._choose_batch(len(images_NCHW))
+        num_images, times = len(images_NCHW), LayerTimes()
+        kinds = {
+            layer.name: layer.kind
+            for layer in read_layers(inspect(self._engine, self.manifest.target, self.manifest.card))
+        }
+        self._images_NCHW[:num_images] = images_NCHW
+        self._forget_graph()
+        self._set_shape(self._context, num_images, self._stream.handle)
         self._context.profiler = times
         for _ in range(num_iterations):
-            self._enqueue(len(images_NCHW))
+            self._enqueue(num_images)
             self._stream.synchronize()
         self._context.profiler = None
         found = [
@@ -214,46 +233,46 @@ class TensorrtRunner:
         return tuple(sorted(found, key=lambda time: -time.milliseconds))
 
     def _choose_batch(self, num_images: int) -> None:
-        """Set shape and profile for a batch; the first time, run it once and capture it where that is wanted."""
-        options, target = self.manifest.target.tensorrt, self.manifest.target
+        """Set the shape of a batch, and capture its work where that is wanted."""
+        options = self.manifest.target.tensorrt
         assert options is not None
-        profiles = options.profiles_for(target.max_batch)
+        self._forget_graph()
+        self._set_shape(self._context, num_images, self._stream.handle)
+        if options.cuda_graph:
+            self._enqueue(num_images)  # lazily loaded kernels must be there before a capture
+            self._stream.synchronize()
+            self._graph = CapturedGraph(self._stream.handle, lambda: self._enqueue(num_images))
+        self._batch = num_images
+
+    def _forget_graph(self) -> None:
+        if self._graph is not None:
+            self._graph.close()
+        self._graph, self._batch = None, 0
+
+    def _set_shape(self, context: "trt.IExecutionContext", num_images: int, stream: int) -> None:
+        target = self.manifest.target
+        assert target.tensorrt is not None
+        profiles = target.tensorrt.profiles_for(target.max_batch)
         fitting = [index for index, one in enumerate(profiles) if one.min <= num_images <= one.max]
         if not fitting:
             raise DataError(
                 f"Target {target.name}: no profile takes a batch of {num_images} (target.{target.name}.tensorrt"
                 ".profiles). Declare one and build again."
             )
-        if self._context.active_optimization_profile != fitting[0]:
-            self._context.set_optimization_profile_async(fitting[0], self._stream.handle)
-        self._context.set_input_shape(self._input, (num_images, *self._images_NCHW.shape[1:]))
-        self._batch = num_images
-        if options.cuda_graph and num_images not in self._graphs:
-            self._enqueue(num_images)  # sizes and lazily loaded kernels must be settled before a capture
-            self._stream.synchronize()
-            self._graphs[num_images] = CapturedGraph(self._stream.handle, lambda: self._enqueue(num_images))
+        if context.active_optimization_profile != fitting[0]:
+            context.set_optimization_profile_async(fitting[0], stream)
+        card = self.manifest.card
+        context.set_input_shape(self._input, (num_images, 3, card.height, card.width))
 
     def _enqueue(self, num_images: int) -> None:
         cuda.memcpy_htod_async(self._device_images, self._images_NCHW[:num_images], self._stream)
-        self._check_queued(self._context.execute_async_v3(self._stream.handle))
-        cuda.memcpy_dtoh_async(self._logits_NCHW[:num_images], self._output.address, self._stream)
+        self._launch(self._context, self._stream.handle)
+        cuda.memcpy_dtoh_async(self._logits_NCHW[:num_images], self._device_logits, self._stream)
 
-    def _check_queued(self, is_queued: bool) -> None:
-        if not is_queued:
+    def _launch(self, context: "trt.IExecutionContext", stream: int) -> None:
+        num_before = len(LOG.errors)
+        if not context.execute_async_v3(stream):
             raise ArtifactError(
-                f"{self._file}: TensorRT cannot run the engine ({self._log.describe_errors()}). Run build_engine "
-                f"for target {self.manifest.target.name} again on this machine."
+                f"{self._file}: TensorRT cannot run the engine ({describe_errors(LOG.errors[num_before:])}). Run "
+                f"build_engine for target {self.manifest.target.name} again on this machine."
             )
-
-
-def layer_kinds(engine: "trt.ICudaEngine") -> Mapping[str, str]:
-    """Return layer name -> layer type, as the engine inspector tells."""
-    from tasks.parts.tensorrt_inspector import read_layers
-
-    return {layer.name: layer.kind for layer in read_layers(inspect(engine))}
-
-
-def inspect(engine: "trt.ICudaEngine") -> str:
-    """Return what the engine inspector says about all layers, as JSON."""
-    inspector = engine.create_engine_inspector()
-    return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
