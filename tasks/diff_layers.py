@@ -165,7 +165,7 @@ def diff_layers(
     """Write `layers.csv` and `layers.png`, and name the layers at which `engine` departs from `float_graph`.
 
     `model` is what the engine was built from. An engine that was skipped or failed gives a report with that
-    status. Raises ArtifactError when graph and engine have no tensors in common.
+    status, one of TensorRT, whose tensors are not read yet, a skipped one. Raises ArtifactError when graph and engine have no tensors in common.
     """
     from tasks.parts.onnx_graph import read_graph
     from tasks.parts.runners.contract import read_engine_manifest
@@ -173,7 +173,11 @@ def diff_layers(
     manifest = read_engine_manifest(engine)
     if not manifest.is_built:
         logger.warning("diff_layers: %s has no engine: %s", engine, manifest.reason)
-        return Report(manifest.status, manifest.reason, "", 0, 0, None, None, None, None, None, "", None)
+        return _report_without_layers(manifest.status, manifest.reason)
+    if manifest.target.runtime not in _MARKING:
+        reason = f"the tensors inside an engine of {manifest.target.runtime} are not read yet"
+        logger.warning("diff_layers: %s", reason)
+        return _report_without_layers("skipped", reason)
     logger.info(
         "diff_layers: %s of target %s, %d images", manifest.file, manifest.target.name, cfg.num_images
     )
@@ -201,6 +205,10 @@ def diff_layers(
         marking=_MARKING[manifest.target.runtime],
         marked_agreement_db=agreement_db,
     )
+
+
+def _report_without_layers(status: str, reason: str) -> Report:
+    return Report(status, reason, "", 0, 0, None, None, None, None, None, "", None)
 
 
 def _read_images(cfg: Config, manifest: "EngineManifest", data: Path) -> "FloatArray":

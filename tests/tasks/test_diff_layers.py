@@ -1,5 +1,7 @@
 import csv
 import math
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -10,6 +12,7 @@ from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.diff_layers import MAX_SQNR_DB, Config, _Sums, diff_layers, find_guilty, match_tensors, rank_layers
 from tasks.parts.onnx_graph import read_graph
+from tasks.parts.runners.contract import read_engine_manifest, write_engine_manifest
 
 CONFIG = Config(split="calibration", num_images=2, collapse_db=10.0)
 
@@ -85,6 +88,18 @@ def test_engine_that_was_skipped_gives_a_report_with_the_reason(workshop, tmp_pa
     report = compare(workshop, tmp_path, tmp_path / "build" / "engine", workshop.graph)
     assert (report.status, report.num_layers, report.first_collapse) == ("skipped", 0, None)
     assert "avx_imaginary" in report.reason
+
+
+def test_engine_whose_tensors_are_not_read_is_skipped_and_not_compared_with_another_runtime(
+    workshop, tmp_path
+):
+    engine = workshop.engine("float", "cpu_openvino")
+    shutil.copytree(engine, tmp_path / "engine")
+    target = workshop.target("h200_tensorrt")
+    write_engine_manifest(tmp_path / "engine", replace(read_engine_manifest(engine), target=target))
+    report = compare(workshop, tmp_path, tmp_path / "engine", workshop.graph)
+    assert (report.status, report.num_layers) == ("skipped", 0)
+    assert report.reason == "the tensors inside an engine of tensorrt are not read yet"
 
 
 def test_graphs_without_common_names_are_refused(workshop):
