@@ -165,7 +165,8 @@ def diff_layers(
     """Write `layers.csv` and `layers.png`, and name the layers at which `engine` departs from `float_graph`.
 
     `model` is what the engine was built from. An engine that was skipped or failed gives a report with that
-    status, one of TensorRT, whose tensors are not read yet, a skipped one. Raises ArtifactError when graph and engine have no tensors in common.
+    status; one of TensorRT, whose tensors are not read yet, is skipped. Raises ArtifactError when graph and engine
+    have no tensors in common.
     """
     from tasks.parts.onnx_graph import read_graph
     from tasks.parts.runners.contract import read_engine_manifest
