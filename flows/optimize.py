@@ -18,10 +18,12 @@ from typing import Any
 from flows import local_server
 from flows.params import compose_params, write_params
 from flows.pipeline import RecordedStages, run_pipeline
+from tasks.core.config import typed_config
 from tasks.core.errors import EnginewrightError
 from tasks.core.execute import ARTIFACTS, check_writable, explained_full_disk, remove_leftovers
 from tasks.core.fingerprint import digest
 from tasks.core.tracking import PENDING, mask_credentials
+from tasks.parts.target import Target, check_gpu
 
 _MAX_SIDE_BY_SIDE = 4
 """Stages at once where they are independent; each loads libraries of up to a gigabyte."""
@@ -66,6 +68,16 @@ def check_folders(params: dict[str, Any]) -> None:
     if tracking["enabled"] and tracking["uri"].startswith(_SQLITE):
         database = Path(tracking["uri"].removeprefix(_SQLITE))
         check_writable(database, database.parent, database.with_name("mlruns"))
+
+
+def check_gpus(params: dict[str, Any]) -> None:
+    """Check before the first stage that this machine has the GPU of every target.
+
+    Raises TargetMismatch.
+    """
+    for name, section in params["build_engine"].items():
+        if section["gpu"] is not None:
+            check_gpu(typed_config(Target, section, f"target.{name}"))
 
 
 def send_pending_runs(params: dict[str, Any]) -> None:
@@ -176,6 +188,7 @@ def main(overrides: Sequence[str]) -> int:
     started = time.perf_counter()
     try:
         params = compose_params(overrides)
+        check_gpus(params)
         check_folders(params)
         with explained_full_disk(ARTIFACTS), hold_workspace():
             local_server.prepare_environment()

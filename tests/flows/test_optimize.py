@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.parts.cuda_driver import find_gpus
 from tests.conftest import Workspace
 
 NUM_RUNS = 13
@@ -26,6 +27,15 @@ def test_read_only_folder_is_found_before_the_first_stage(
     assert f"{workspace.path / place} is read-only" in failed.stderr
     assert failed.stdout == ""
     assert not (workspace.path / ".prefect/server.json").exists()
+
+
+@pytest.mark.skipif(bool(find_gpus()), reason="this machine has a GPU")
+def test_gpu_that_is_not_here_is_found_before_the_first_stage(workspace: Workspace) -> None:
+    failed = workspace.run("python", "-m", "flows.optimize", "target=[cpu_torch,h200_tensorrt]")
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert failed.stderr.startswith("TargetMismatch: Target h200_tensorrt needs an NVIDIA GPU")
+    assert failed.stdout == ""
+    assert not (workspace.path / "artifacts").exists()
 
 
 def test_full_disk_ends_the_flow_with_one_line(
