@@ -9,12 +9,12 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.wheels import unpack_wheel
 
 PACKAGE = "tensorrt-cu13-bindings"
 VERSIONS = {"10": "10.16.*", "11": "11.*"}
@@ -52,20 +52,14 @@ def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler, which makes the stub libraries")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    wanted = f"{PACKAGE}=={VERSIONS[major]}"
-    found = subprocess.run([*command, "-d", folder, wanted], capture_output=True, text=True, check=False)
-    if found.returncode:
-        pytest.skip(f"{wanted} cannot be downloaded: {found.stderr.strip().splitlines()[-1]}")
-    [wheel] = folder.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(folder / "site")
-    (folder / "site" / "tensorrt_bindings").rename(folder / "site" / "tensorrt")
+    site = unpack_wheel(f"{PACKAGE}=={VERSIONS[major]}", folder)
+    (site / "tensorrt_bindings").rename(site / "tensorrt")
     (folder / "stub.c").write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in SYMBOLS))
     for library in LIBRARIES:
         name = f"lib{library}.so.{major}"
         options = ["-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(folder / name)]
         subprocess.run([compiler, *options, str(folder / "stub.c")], check=True)
-    paths = {"PYTHONPATH": f"{REPOSITORY}:{folder / 'site'}", "LD_LIBRARY_PATH": str(folder)}
+    paths = {"PYTHONPATH": f"{REPOSITORY}:{site}", "LD_LIBRARY_PATH": str(folder)}
     return {**os.environ, **paths, "MAJOR": major}
 
 

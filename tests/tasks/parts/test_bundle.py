@@ -1,6 +1,5 @@
 """Bundles: run in another folder, in another environment, with the same predictions."""
 
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -17,6 +16,7 @@ from tasks.parts.bundle import write_bundle
 from tasks.parts.data import normalise, open_split
 from tasks.parts.runners.open_engine import open_engine
 from tests.tasks.conftest import Workshop
+from tests.wheels import unpack_wheel
 
 TARGETS = ["cpu_onnxruntime", "cpu_openvino"]
 
@@ -113,7 +113,9 @@ def test_checksums_cover_every_file(workshop: Workshop, tmp_path: Path) -> None:
 def test_triton_configuration_holds_its_schema(workshop: Workshop, tmp_path: Path) -> None:
     bundle = bundled(workshop, "cpu_onnxruntime", tmp_path / "a")
     [model] = (bundle / "triton").iterdir()
-    config = text_format.Parse((model / "config.pbtxt").read_text(), triton_schema().ModelConfig())
+    config = text_format.Parse(
+        (model / "config.pbtxt").read_text(), triton_schema(tmp_path / "client").ModelConfig()
+    )
     assert (config.name, config.backend, config.max_batch_size) == (model.name, "onnxruntime", 4)
     assert list(config.input[0].dims) == [3, 64, 96] and config.input[0].name == "image"
     assert list(config.output[0].dims) == [3, 64, 96] and config.output[0].name == "logits"
@@ -125,14 +127,11 @@ def test_eager_engine_has_no_bundle(workshop: Workshop, tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def triton_schema() -> Any:
-    """Load the schema alone: the package around it asks for a gRPC client."""
-    [path] = [
-        file
-        for file in importlib.metadata.files("tritonclient") or []
-        if str(file).endswith("tritonclient/grpc/model_config_pb2.py")
-    ]
-    spec = importlib.util.spec_from_file_location("model_config_pb2", path.locate())
+def triton_schema(folder: Path) -> Any:
+    """Load the schema of a model's configuration from Triton's client."""
+    folder.mkdir()
+    path = unpack_wheel("tritonclient==2.*", folder) / "tritonclient" / "grpc" / "model_config_pb2.py"
+    spec = importlib.util.spec_from_file_location("model_config_pb2", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
