@@ -134,9 +134,7 @@ def _race(
     num_threads = manifests[first].target.num_threads
     with ExitStack() as stack:
         processes = {
-            name: stack.enter_context(
-                BurstProcess(engine, num_threads=num_threads, timeout_s=cfg.timeout_s)
-            )
+            name: stack.enter_context(BurstProcess(engine, num_threads=num_threads, timeout_s=cfg.timeout_s))
             for name, engine in starters.items()
         }
         for process in processes.values():

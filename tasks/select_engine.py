@@ -210,7 +210,9 @@ def judge_all(cfg: Config, rows: Sequence[EngineRow], races: Mapping[str, Race])
             "expected one. Run all of them again: dvc repro benchmark."
         )
     judged = {
-        row.name: _judge(cfg, row, reference_miou, None, None) for row in rows if row.variant not in cfg.ladder
+        row.name: _judge(cfg, row, reference_miou, None, None)
+        for row in rows
+        if row.variant not in cfg.ladder
     }
     for target in dict.fromkeys(row.target for row in rows):
         below: EngineRow | None = None
@@ -271,7 +273,8 @@ def _judge(
     if below is not None and race is not None:
         ratio = race.ratio(row, below)
         compared = (
-            f"{ratio.factor:.3f}x as fast as {below.variant} in the same rounds ({ratio.low:.3f} to {ratio.high:.3f})"
+            f"{ratio.factor:.3f}x as fast as {below.variant} in the same rounds "
+            f"({ratio.low:.3f} to {ratio.high:.3f})"
         )
         if abs(ratio.factor - 1) <= ratio.aa_ratio_spread:
             compared += f", which is within the A/A spread of {100 * ratio.aa_ratio_spread:.1f} %"

@@ -33,8 +33,8 @@ class Race:
         for one in (row, below):
             if self.engine_sha256.get(one.variant) != one.engine_sha256:
                 raise ArtifactError(
-                    f"race_rungs measured another engine file of {one.name} than the one that was built. Run it again: "
-                    f"dvc repro race_rungs@{one.target}."
+                    f"race_rungs measured another engine file of {one.name} than the one that was built. Run it "
+                    f"again: dvc repro race_rungs@{one.target}."
                 )
         assert row.engine_sha256 and below.engine_sha256
         return self.ratios[row.engine_sha256, below.engine_sha256]
