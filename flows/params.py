@@ -47,7 +47,7 @@ SINGLE_CALLS = (
     "diff_layers",
     "select_engine",
 )
-"""The sections that every run reads; build_engine has one for each target."""
+"""The sections that every run reads; build_engine and race_rungs have one for each target."""
 
 
 def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -79,6 +79,15 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     params["select_engine"]["engines"] = [
         {"variant": engine["variant"], "target": engine["target"]} for engine in params["engines"].values()
     ]
+    race, ladder = params["race_rungs"], params["select_engine"]["ladder"]
+    params["race_rungs"] = {
+        target: {
+            "target": target,
+            "variants": [variant for variant in ladder if f"{variant}-{target}" in params["engines"]],
+            **race,
+        }
+        for target in targets
+    }
     params["search_pruning"]["target"] = _find_target(params["search_pruning"]["target"], targets)
     check_params(params)
     _check_variants(params["select_engine"], variants)
@@ -90,7 +99,8 @@ def check_params(params: dict[str, Any]) -> None:
 
     Raises ConfigError at the first section that is not valid.
     """
-    calls = [*SINGLE_CALLS, *(f"build_engine.{target}" for target in params["build_engine"])]
+    stages = ("build_engine", "race_rungs")
+    calls = [*SINGLE_CALLS, *(f"{stage}.{target}" for stage in stages for target in params["build_engine"])]
     for address in calls:
         name, section = find_section(params, address)
         typed_config(load_stage(address)[1], section, name)

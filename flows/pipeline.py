@@ -121,10 +121,13 @@ def _run_engines(stages: Stages, params: Mapping[str, Any], data: Path) -> Path:
     stages.run_side_by_side(checks)
     for address, inputs in measurements.items():
         stages.run(address, **inputs)
+    for target in params["race_rungs"]:
+        stages.run(f"race_rungs.{target}", builds=ARTIFACTS / "build_engine")
     return stages.run(
         "select_engine",
         builds=ARTIFACTS / "build_engine",
         validations=ARTIFACTS / "validate",
         benchmarks=ARTIFACTS / "benchmark",
+        races=ARTIFACTS / "race_rungs",
         diffs=ARTIFACTS / "diff_layers",
     )

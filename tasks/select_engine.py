@@ -8,7 +8,7 @@ engine passes is absent from ``picks.json``; the stage's report and both readabl
 import dataclasses
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.tracking import ENGINE_FOLDER, RunRecord, TrackingConfig, log_or_keep
 from tasks.parts.engine_row import EngineRow, Verdict, rungs
 from tasks.parts.pareto import pareto_front
+from tasks.parts.rung_race import Race, read_race
 
 if TYPE_CHECKING:
     from tasks.parts.engine_evidence import EvidenceFolders
@@ -148,7 +149,7 @@ class Report:
 
 
 def select_engine(
-    cfg: Config, *, builds: Path, validations: Path, benchmarks: Path, diffs: Path, out: Path
+    cfg: Config, *, builds: Path, validations: Path, benchmarks: Path, races: Path, diffs: Path, out: Path
 ) -> Report:
     """Write engines.json, picks.json, report.md, report.html, pareto.png and a bundle of each pick; log to MLflow.
 
@@ -165,7 +166,12 @@ def select_engine(
 
     logger.info("select_engine: %d engines from %s", len(cfg.engines), builds)
     folders = EvidenceFolders(builds, validations, benchmarks, diffs)
-    rows = judge_all(cfg, [read_row(folders, engine.variant, engine.target) for engine in cfg.engines])
+    targets = dict.fromkeys(engine.target for engine in cfg.engines)
+    rows = judge_all(
+        cfg,
+        [read_row(folders, engine.variant, engine.target) for engine in cfg.engines],
+        {target: read_race(races / target) for target in targets},
+    )
     findings = Findings(
         rows=rows,
         without_pick=targets_without_pick(rows),
@@ -189,8 +195,8 @@ def select_engine(
     return report
 
 
-def judge_all(cfg: Config, rows: Sequence[EngineRow]) -> list[EngineRow]:
-    """Give every row its verdict, its place on the front of its target, and the picks.
+def judge_all(cfg: Config, rows: Sequence[EngineRow], races: Mapping[str, Race]) -> list[EngineRow]:
+    """Give every row its verdict, its place on the front of its target, and the picks; `races` by target.
 
     Raises ArtifactError when the reference engine has no accuracy, or when the speed-ups have several
     references.
@@ -204,22 +210,23 @@ def judge_all(cfg: Config, rows: Sequence[EngineRow]) -> list[EngineRow]:
             "expected one. Run all of them again: dvc repro benchmark."
         )
     judged = {
-        row.name: _judge(cfg, row, reference_miou, None) for row in rows if row.variant not in cfg.ladder
+        row.name: _judge(cfg, row, reference_miou, None, None)
+        for row in rows
+        if row.variant not in cfg.ladder
     }
     for target in dict.fromkeys(row.target for row in rows):
         below: EngineRow | None = None
         files: dict[str | None, str] = {}
         for row in rungs(rows, cfg.ladder, target):
-            found = _judge(cfg, row, reference_miou, below)
             twin = files.setdefault(row.engine_sha256, row.variant)
-            if (
-                found.verdict in (Verdict.ACCEPT, Verdict.NOT_FASTER) and twin != row.variant
-            ):  # the rest is noise
+            is_twin = row.engine_sha256 is not None and twin != row.variant
+            found = _judge(cfg, row, reference_miou, None if is_twin else below, races[target])
+            if is_twin and found.verdict is Verdict.ACCEPT:
                 found = _with(found, Verdict.NOT_FASTER, f"the same engine file as {twin}")
             if found.verdict is Verdict.ACCEPT:
                 below = found
             judged[row.name] = found
-    return _mark_picks(_mark_front([judged[row.name] for row in rows]))
+    return _mark_picks(_mark_front([judged[row.name] for row in rows]), cfg.ladder)
 
 
 def targets_without_pick(rows: Sequence[EngineRow]) -> dict[str, str]:
@@ -236,7 +243,9 @@ def targets_without_pick(rows: Sequence[EngineRow]) -> dict[str, str]:
     }
 
 
-def _judge(cfg: Config, row: EngineRow, reference_miou: float, below: EngineRow | None) -> EngineRow:
+def _judge(
+    cfg: Config, row: EngineRow, reference_miou: float, below: EngineRow | None, race: Race | None
+) -> EngineRow:
     """Apply the gates in order; the first that fails gives the verdict. `below` is the accepted rung to beat."""
     if row.verdict in (Verdict.SKIPPED, Verdict.BUILD_FAILED):
         return row
@@ -245,7 +254,7 @@ def _judge(cfg: Config, row: EngineRow, reference_miou: float, below: EngineRow 
             f"{row.name} was built, but has no mIoU or no latency. Run it again: "
             f"dvc repro validate@{row.name} benchmark@{row.name}."
         )
-    loss, speedup = 1 - row.miou / reference_miou, row.speedup_vs_eager
+    loss = 1 - row.miou / reference_miou
     row = dataclasses.replace(row, miou_rel_loss=loss)
     accuracy = f"mIoU {row.miou:.4f}, {_loss_text(loss)} {cfg.float_reference.variant} ({reference_miou:.4f})"
     if row.verdict is Verdict.PRECISION_MISMATCH:
@@ -261,13 +270,16 @@ def _judge(cfg: Config, row: EngineRow, reference_miou: float, below: EngineRow 
         return _with(
             row, Verdict.TOO_LOSSY, f"{accuracy}, allowed are {100 * cfg.max_miou_rel_loss:g} %", _speed(row)
         )
-    if below is not None and below.speedup_vs_eager:
-        factor, least = speedup / below.speedup_vs_eager, _least_factor(row, below)
-        compared = f"{factor:.3f}x as fast as {below.variant} on this target{_doubt(row, factor)}"
-        if least < cfg.min_speedup_factor:
-            wanted = (
-                f"{compared}, for certain only {least:.3f}x, expected {cfg.min_speedup_factor:g}x or more"
-            )
+    if below is not None and race is not None:
+        ratio = race.ratio(row, below)
+        compared = (
+            f"{ratio.factor:.3f}x as fast as {below.variant} in the same rounds "
+            f"({ratio.low:.3f} to {ratio.high:.3f})"
+        )
+        if abs(ratio.factor - 1) <= ratio.aa_ratio_spread:
+            compared += f", which is within the A/A spread of {100 * ratio.aa_ratio_spread:.1f} %"
+        if ratio.low < cfg.min_speedup_factor:
+            wanted = f"{compared}, expected {cfg.min_speedup_factor:g}x or more for certain"
             return _with(row, Verdict.NOT_FASTER, wanted, accuracy)
         return _with(row, Verdict.ACCEPT, accuracy, _speed(row), compared)
     return _with(row, Verdict.ACCEPT, accuracy, _speed(row))
@@ -291,26 +303,6 @@ def _loss_text(loss: float) -> str:
 
 def _speed(row: EngineRow) -> str:
     return f"p50 {row.latency_ms_p50:.3g} ms, {row.speedup_vs_eager:.3g}x the speed of eager"
-
-
-def _least_factor(row: EngineRow, below: EngineRow) -> float:
-    """Tell how many times as fast a rung is for certain: by the near ends of the two 95 % intervals.
-
-    Where a measurement is inconclusive, the latencies themselves have to agree: noise that slows the reference
-    alone does not make a rung faster.
-    """
-    assert row.speedup_low and below.speedup_high and row.latency_ms_p50 and below.latency_ms_p50
-    least = row.speedup_low / below.speedup_high
-    if row.inconclusive or below.inconclusive:
-        least = min(least, below.latency_ms_p50 / row.latency_ms_p50)
-    return least
-
-
-def _doubt(row: EngineRow, factor: float) -> str:
-    """A difference smaller than the A/A control's may not be claimed."""
-    if row.aa_ratio_spread is None or abs(factor - 1) > row.aa_ratio_spread:
-        return ""
-    return f" (within the A/A spread of {100 * row.aa_ratio_spread:.1f} %)"
 
 
 def _reference_miou(cfg: Config, rows: Sequence[EngineRow]) -> float:
@@ -347,15 +339,18 @@ def _mark_front(rows: Sequence[EngineRow]) -> list[EngineRow]:
     return [marked[row.name] for row in rows]
 
 
-def _mark_picks(rows: Sequence[EngineRow]) -> list[EngineRow]:
-    """Mark the fastest accepted engine of each target; between equals the more accurate, then the smaller
-    one."""
+def _mark_picks(rows: Sequence[EngineRow], ladder: Sequence[str]) -> list[EngineRow]:
+    """Mark the fastest accepted engine of each target; between equals the more accurate, then the smaller one.
+
+    Of the ladder only the last accepted rung counts: the race has shown that it is the fastest of them.
+    """
     picks: dict[str, EngineRow] = {}
-    for row in rows:
-        if row.verdict is Verdict.ACCEPT and (
-            row.target not in picks or _rank(row) < _rank(picks[row.target])
-        ):
-            picks[row.target] = row
+    for target in dict.fromkeys(row.target for row in rows):
+        accepted = [row for row in rows if row.target == target and row.verdict is Verdict.ACCEPT]
+        last_rung = rungs(accepted, ladder, target)[-1:]
+        candidates = last_rung + [row for row in accepted if row.variant not in ladder]
+        if candidates:
+            picks[target] = min(candidates, key=_rank)
     return [dataclasses.replace(row, picked=picks.get(row.target) is row) for row in rows]
 
 

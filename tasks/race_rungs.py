@@ -1,0 +1,170 @@
+"""Time the rungs of the ladder on one target against each other.
+
+A rung is accepted for being faster than the one below it. Speed-ups over a common reference, measured in different
+minutes, differ on a shared machine by more than rungs do, so here all rungs run in the same rounds: a process for
+each engine file, and one more of the first file as the A/A control.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tasks.parts.runners.contract import EngineManifest
+
+logger = logging.getLogger(__name__)
+
+CONTROL = "control"
+_FEWEST_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which rungs, and how long they race."""
+
+    target: str
+    variants: list[str]
+    """Rungs that are built for the target, in the order of the ladder."""
+    seed: int
+    """Order of the engines within the rounds, and the bootstrap."""
+    warm_up_ms: float
+    """Per engine, before anything counts."""
+    burst_ms: float
+    """Length of one burst."""
+    min_calls: int
+    """Inferences per burst at least, for engines slower than a burst."""
+    num_rounds: int
+    """In each one every engine has one burst. More: narrower intervals."""
+    timeout_s: float
+    """How long an engine's process may stay silent before it is given up."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("min_calls", 1), ("num_rounds", _FEWEST_ROUNDS), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"race_rungs.{name} is {getattr(self, name)}, expected at least {least}.")
+        for name in ("burst_ms", "timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"race_rungs.{name} is {getattr(self, name)}, expected more than 0.")
+        if not self.warm_up_ms >= 0:
+            raise ConfigError(f"race_rungs.warm_up_ms is {self.warm_up_ms}, expected 0 or more.")
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast one engine file is as another, at batch 1."""
+
+    faster: str
+    """Variant of the engine whose time divides."""
+    slower: str
+    """Variant of the engine whose time is divided. The names say the order, not who won."""
+    factor: float
+    """Median over the rounds."""
+    low: float
+    """Lower end of the 95 % bootstrap interval."""
+    high: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """The race; rungs that are the same file ran once, under the name of the first."""
+
+    engine_sha256: dict[str, str]
+    """Of each variant that was built."""
+    latency_ms_p50: dict[str, float]
+    """By variant, at batch 1."""
+    ratios: tuple[Ratio, ...]
+    """Of each two different files: the later rung over the earlier one."""
+    aa_ratio_spread: float | None
+    """Largest distance from 1 of the 95 % interval of the first rung / itself; None where nothing ran."""
+    num_rounds: int
+
+
+def race_rungs(cfg: Config, *, builds: Path, out: Path) -> Report:
+    """Write ``latencies.csv`` and return the ratios of all rungs of a target.
+
+    A target with fewer than two engine files has no race. Raises ArtifactError when a process dies.
+    """
+    import numpy as np
+
+    from tasks.parts.runners.contract import read_engine_manifest
+
+    engines = {variant: builds / variant / cfg.target / "engine" for variant in cfg.variants}
+    manifests = {variant: read_engine_manifest(engine) for variant, engine in engines.items()}
+    built = {variant: manifest.sha256 for variant, manifest in manifests.items() if manifest.is_built}
+    first = {sha256: variant for variant, sha256 in reversed(built.items())}
+    racing = [variant for variant in built if first[built[variant]] == variant]
+    if len(racing) < 2:
+        logger.info("race_rungs: %s has %d engine files, no race", cfg.target, len(racing))
+        return Report(built, {}, (), None, 0)
+    rounds = _race(cfg, {variant: engines[variant] for variant in racing}, manifests)
+    _write_latencies(rounds, out / "latencies.csv")
+    medians = {name: np.array([np.median(burst) for burst in bursts]) for name, bursts in rounds.items()}
+    ratios = [
+        _ratio(later, earlier, medians[earlier] / medians[later], cfg.seed)
+        for number, later in enumerate(racing)
+        for earlier in racing[:number]
+    ]
+    control = _ratio(CONTROL, racing[0], medians[racing[0]] / medians[CONTROL], cfg.seed)
+    spread = max(abs(control.low - 1), abs(control.high - 1))
+    logger.info("race_rungs: %s, %d engine files, A/A spread %.1f %%", cfg.target, len(racing), 100 * spread)
+    return Report(
+        engine_sha256=built,
+        latency_ms_p50={name: float(np.median(np.concatenate(rounds[name]))) for name in racing},
+        ratios=tuple(ratios),
+        aa_ratio_spread=spread,
+        num_rounds=cfg.num_rounds,
+    )
+
+
+def _race(
+    cfg: Config, engines: Mapping[str, Path], manifests: Mapping[str, "EngineManifest"]
+) -> dict[str, list[list[float]]]:
+    """Return the latencies in ms of each engine by round, and of the control."""
+    import random
+    from contextlib import ExitStack
+
+    from tasks.parts.runners.burst_process import BurstProcess
+
+    first = next(iter(engines))
+    starters = {**engines, CONTROL: engines[first]}
+    num_threads = manifests[first].target.num_threads
+    with ExitStack() as stack:
+        processes = {
+            name: stack.enter_context(BurstProcess(engine, num_threads=num_threads, timeout_s=cfg.timeout_s))
+            for name, engine in starters.items()
+        }
+        for process in processes.values():
+            process.wait_until_loaded()
+        for process in processes.values():
+            process.warm_up(1, seconds=cfg.warm_up_ms / 1000)
+        order, shuffler = list(processes), random.Random(cfg.seed)
+        rounds: dict[str, list[list[float]]] = {name: [] for name in processes}
+        for _ in range(cfg.num_rounds):
+            shuffler.shuffle(order)
+            for name in order:
+                burst = processes[name].burst(1, seconds=cfg.burst_ms / 1000, min_calls=cfg.min_calls)
+                rounds[name].append([nanoseconds / 1e6 for nanoseconds in burst])
+    return rounds
+
+
+def _ratio(faster: str, slower: str, factors: "Sequence[float]", seed: int) -> Ratio:
+    import numpy as np
+
+    from tasks.parts.latency import bootstrap_interval
+
+    return Ratio(faster, slower, float(np.median(factors)), *bootstrap_interval(factors, seed=seed))
+
+
+def _write_latencies(rounds: Mapping[str, list[list[float]]], path: Path) -> None:
+    import csv
+
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["variant", "round", "latency_ms"])
+        for name, bursts in rounds.items():
+            for number, burst in enumerate(bursts):
+                writer.writerows([name, number, f"{value:.5f}"] for value in burst)
