@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 REFERENCE, ENGINE, CONTROL = "reference", "engine", "control"
 _ROUNDS_AT_ANY_COST = 3
+_PROFILED = 10
+"""Inferences that the time of each layer is the mean of."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class _Round:
 
 
 def benchmark(cfg: Config, *, engine: Path, reference: Path, out: Path) -> Report:
-    """Write `latencies.csv` and return latency, throughput, memory and the speed-up over `reference`.
+    """Write latencies.csv and layers.csv, and return latency, throughput, memory and the speed-up over `reference`.
 
     An engine that was skipped or failed gives a report with that status. Raises ArtifactError when the
     reference was not built, when the two do not take the same images, or when a process dies.
@@ -162,8 +164,9 @@ def benchmark(cfg: Config, *, engine: Path, reference: Path, out: Path) -> Repor
     logger.info(
         "benchmark: %s of target %s against %s", manifest.file, manifest.target.name, base.target.name
     )
-    results, memory, description, rounds = _measure_all(cfg, manifest, base, engine, reference)
+    results, memory, description, rounds, layers_ms = _measure_all(cfg, manifest, base, engine, reference)
     _write_latencies(rounds, out / "latencies.csv")
+    _write_layers(engine, layers_ms, out)
     report = _report(manifest, base, results, memory, description, cfg, load_before)
     logger.info(
         "benchmark: p50 %.3f ms, %.2f times the reference's speed, A/A spread %.1f %%",
@@ -192,7 +195,7 @@ def _check_comparable(
 
 def _measure_all(
     cfg: Config, manifest: "EngineManifest", base: "EngineManifest", engine: Path, reference: Path
-) -> tuple[tuple[BatchResult, ...], "Memory", dict[str, object], dict[int, list[_Round]]]:
+) -> tuple[tuple[BatchResult, ...], "Memory", dict[str, object], dict[int, list[_Round]], dict[str, float]]:
     from contextlib import ExitStack
 
     from tasks.parts.runners.burst_process import BurstProcess
@@ -220,8 +223,9 @@ def _measure_all(
                     memory = used
             result, rounds[batch] = _measure_batch(cfg, processes, batch, budgets[batch])
             results.append(result)
+        layers_ms = processes[ENGINE].profile(num_iterations=_PROFILED)
     assert memory is not None
-    return tuple(results), memory, descriptions[ENGINE], rounds
+    return tuple(results), memory, descriptions[ENGINE], rounds, layers_ms
 
 
 def _measure_batch(
@@ -302,6 +306,28 @@ def _write_latencies(rounds: dict[int, list[_Round]], path: Path) -> None:
             for number, one in enumerate(of_batch):
                 for name in (REFERENCE, ENGINE, CONTROL):
                     writer.writerows([batch, number, name, f"{value:.5f}"] for value in getattr(one, name))
+
+
+def _write_layers(engine: Path, layers_ms: dict[str, float], out: Path) -> None:
+    """Write what build_engine found out about each layer, and its time; eager PyTorch has no such table.
+
+    The time is empty where the runtime's profiler has no line for the layer.
+    """
+    from tasks.parts.engine_truth import LAYERS_FILE
+
+    if (engine / LAYERS_FILE).is_file():
+        with (
+            (engine / LAYERS_FILE).open(encoding="utf-8") as known,
+            (out / LAYERS_FILE).open("w", encoding="utf-8") as timed,
+        ):
+            reader = csv.DictReader(known)
+            writer = csv.DictWriter(timed, [*(reader.fieldnames or ()), "milliseconds"], lineterminator="\n")
+            writer.writeheader()
+            for row in reader:
+                milliseconds = layers_ms.get(row["layer"])
+                writer.writerow(
+                    {**row, "milliseconds": "" if milliseconds is None else f"{milliseconds:.5f}"}
+                )
 
 
 def _report(

@@ -170,7 +170,7 @@ def test_engine_build_killed_at_random_moments_leaves_nothing_half_made(
     space.flow()  # no other rung is the same file as this one, so that nothing is copied
     address = "build_engine.distilled.cpu_onnxruntime"
     folder = space.path / "artifacts/build_engine/distilled/cpu_onnxruntime"
-    undisturbed = digest(folder / "engine")  # layers.csv beside it holds times
+    undisturbed = digest(folder / "engine")
     files = {path.name for path in folder.iterdir()}
     generator = random.Random(0)
     num_killed = 0

@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 ENGINE_FOLDER = "engine"
 NUM_GOLDEN_IMAGES = 2
 _ROUNDS_OF_BUILDS = 20
-_PROFILED = 10
-"""Inferences that the time of each layer is the mean of."""
 MAX_AGREEMENT_DB = 150.0
 """Given for logits that are equal bit by bit."""
 
@@ -81,7 +79,7 @@ class EngineBuild:
     """Signal-to-noise of the engine's logits against the unoptimised graph, on drawn images; None without
     engine."""
     truth: EngineTruth | None
-    """What the layers of the engine come to, layers.csv shows them one by one; None for eager PyTorch."""
+    """What the layers of the engine come to, engine/layers.csv shows them one by one; None for eager PyTorch."""
     build_latencies_ms: tuple[float, ...]
     """Median latency of each build at batch 1, where TensorRT built several times; the fastest was kept."""
 
@@ -195,9 +193,9 @@ def _build_from_graph(
             file, provider=onnxruntime.PROVIDERS[target.device], num_threads=target.num_threads
         )
     manifest = _manifest(target, version, card, file=file)
-    agreement_db, provider, milliseconds = _measure(graph, manifest, file)
+    agreement_db, provider = _measure_agreement(graph, manifest, file)
     layers = join_fused(layers, graph, _LAYER_TYPES)
-    write_table(engine.parent / LAYERS_FILE, list_rows(layers, graph, milliseconds))
+    write_table(engine / LAYERS_FILE, list_rows(layers, graph))
     return _publish(
         manifest,
         count_precisions(layers),
@@ -205,7 +203,7 @@ def _build_from_graph(
         engine,
         count_layers(graph),
         agreement_db=agreement_db,
-        truth=find_truth(layers, graph, milliseconds),
+        truth=find_truth(layers, graph),
         build_latencies_ms=build_latencies_ms,
     )
 
@@ -313,10 +311,8 @@ def draw_golden_images(card: InputCard) -> FloatArray:
     return normalise(images_NHWC, card.mean, card.std)
 
 
-def _measure(
-    graph: "ModelProto", manifest: EngineManifest, file: Path
-) -> tuple[float, str, dict[str, float]]:
-    """Return the engine's signal-to-noise against the plain graph, its provider, and the milliseconds of each layer.
+def _measure_agreement(graph: "ModelProto", manifest: EngineManifest, file: Path) -> tuple[float, str]:
+    """Return the engine's signal-to-noise against the plain graph, and its provider.
 
     Images go in one by one and as a batch. Raises BuildFailed below the target's floor.
     """
@@ -338,7 +334,6 @@ def _measure(
         batched = runner.infer(images_NCHW)
         single = np.concatenate([runner.infer(image[None]) for image in images_NCHW])
         provider = runner.describe().provider
-        milliseconds = {time.name: time.milliseconds for time in runner.profile(images_NCHW[:1], _PROFILED)}
     _check_logits(batched, target, card)
     agreement_db = min(signal_to_noise_db(expected, batched), signal_to_noise_db(expected, single))
     is_int8 = is_quantized(graph)
@@ -350,7 +345,7 @@ def _measure(
             f"expected {floor_db:g} dB or more ({key}). The runtime computes something else than the graph says: "
             "diff_layers with that floor at 0 shows where; another version of the runtime may be right."
         )
-    return agreement_db, provider, milliseconds
+    return agreement_db, provider
 
 
 def _check_logits(logits_NCHW: FloatArray, target: Target, card: InputCard) -> None:

@@ -5,7 +5,7 @@ optimisations, TensorRT in its engine inspector. Layers are joined with the node
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ UNKNOWN = "unknown"
 """Precision of layers that cannot be joined with the graph."""
 
 LAYERS_FILE = "layers.csv"
+"""Beside the engine file; benchmark writes another one with the time of each layer."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,6 @@ class LayerRow:
     is_conversion: bool
     macs: int
     """Of one image."""
-    milliseconds: float | None
-    """Mean time in one inference, from the runtime's own profiler; None where it has no line for the layer."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,11 @@ class EngineTruth:
     num_fused_nodes: int
     """Nodes that another layer computes along."""
     num_conversions: int
-    """Layers that only change layout or precision and take time for it."""
+    """Layers that only change layout or precision."""
 
 
-def find_truth(
-    layers: Sequence[EngineLayer], graph: "ModelProto", milliseconds: Mapping[str, float]
-) -> EngineTruth:
-    """Sum up the layers of an engine that was built from `graph`; `milliseconds` by the runtime's layer name."""
+def find_truth(layers: Sequence[EngineLayer], graph: "ModelProto") -> EngineTruth:
+    """Sum up the layers of an engine that was built from `graph`."""
     from tasks.parts.onnx_graph import conv_macs
 
     macs = conv_macs(graph)
@@ -72,13 +69,11 @@ def find_truth(
         macs_share_quantized=sum(macs.get(name, 0) for name in wanted) / total,
         num_layers=len(working),
         num_fused_nodes=sum(max(0, len(layer.nodes) - 1) for layer in working),
-        num_conversions=sum(layer.is_conversion and layer.name in milliseconds for layer in layers),
+        num_conversions=len(layers) - len(working),
     )
 
 
-def list_rows(
-    layers: Sequence[EngineLayer], graph: "ModelProto", milliseconds: Mapping[str, float]
-) -> list[LayerRow]:
+def list_rows(layers: Sequence[EngineLayer], graph: "ModelProto") -> list[LayerRow]:
     """Return the lines of layers.csv, in the order of execution."""
     from tasks.parts.onnx_graph import conv_macs
 
@@ -91,7 +86,6 @@ def list_rows(
             nodes=" ".join(layer.nodes),
             is_conversion=layer.is_conversion,
             macs=sum(macs.get(node, 0) for node in layer.nodes),
-            milliseconds=milliseconds.get(layer.name),
         )
         for layer in layers
     ]

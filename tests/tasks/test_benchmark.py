@@ -15,6 +15,7 @@ import pytest
 from tasks.benchmark import Config, _Round, benchmark, summarise
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.engine_truth import LAYERS_FILE
 from tasks.parts.runners import burst_process
 from tasks.parts.runners.burst_process import BurstProcess
 from tasks.parts.runners.contract import read_engine_manifest
@@ -66,6 +67,16 @@ def test_every_timed_inference_is_in_the_table(workshop, tmp_path, reference):
     assert np.median([float(row["latency_ms"]) for row in mine]) == pytest.approx(
         report.latency_ms_p50, abs=1e-4
     )
+
+
+@pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
+def test_every_layer_that_computes_has_its_time(workshop, tmp_path, reference, target):
+    benchmark(CONFIG, engine=workshop.engine("quantized", target), reference=reference, out=tmp_path)
+    with (tmp_path / LAYERS_FILE).open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    working = [row for row in rows if int(row["macs"])]
+    assert len(working) > 10 and {row["precision"] for row in working} <= {"int8", "f32"}
+    assert all(float(row["milliseconds"]) > 0 for row in working)
 
 
 def test_reference_can_be_measured_against_itself(tmp_path, reference):

@@ -87,6 +87,12 @@ class BurstProcess:
         latencies_ns: list[int] = answer["latencies_ns"]
         return latencies_ns
 
+    def profile(self, *, num_iterations: int) -> dict[str, float]:
+        """Return the mean milliseconds of each layer at batch 1, by the runtime's own name of it."""
+        answer = self._ask({"do": "profile", "batch": 1, "num_iterations": num_iterations})
+        milliseconds: dict[str, float] = answer["milliseconds"]
+        return milliseconds
+
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         try:
@@ -160,6 +166,9 @@ def serve(engine: Path, commands: IO[str], answers: IO[str]) -> None:
                 runner.infer(images[batch])
                 _time_calls(runner.run, images[batch], command["seconds"], min_calls=2)
                 _send(answers, {"engine_mib": _rss_mib() - rss_before_mib, "total_mib": _peak_mib()})
+            elif command["do"] == "profile":
+                times = runner.profile(images[batch], command["num_iterations"])
+                _send(answers, {"milliseconds": {one.name: one.milliseconds for one in times}})
             else:
                 time.sleep(_SETTLE_SECONDS)
                 runner.run(images[batch])

@@ -131,12 +131,15 @@ class OpenvinoRunner:
 
 
 def layers_of(compiled: "openvino.CompiledModel") -> tuple[EngineLayer, ...]:
-    """Read the graph that OpenVINO really executes."""
-    layers = []
+    """Read the graph that OpenVINO really executes; what depends on constants alone is left out."""
+    layers, constants = [], set[str]()
     for node in compiled.get_runtime_model().get_ordered_ops():
         info = node.get_rt_info()
         kind = _text(info["layerType"])
-        if kind not in _NO_WORK:
+        makers = {value.get_node().get_friendly_name() for value in node.input_values()}
+        if kind == "Const" or (makers and makers <= constants):
+            constants.add(node.get_friendly_name())
+        elif kind not in _NO_WORK:
             layers.append(
                 EngineLayer(
                     name=node.get_friendly_name(),
