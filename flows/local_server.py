@@ -49,7 +49,7 @@ def begin_start() -> None:
     if "PREFECT_API_URL" in os.environ:
         return
     record = _read_record()
-    if record is None or not _answers(str(record["url"])):
+    if record is None or not answers(str(record["url"])):
         _start()
 
 
@@ -64,9 +64,9 @@ def wait_until_ready() -> str:
         assert record is not None, "begin_start comes first"
         url = str(record["url"])
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while not _answers(url) and time.monotonic() < deadline:
+        while not answers(url) and time.monotonic() < deadline:
             time.sleep(0.2)
-    if not _answers(url):
+    if not answers(url):
         raise ServerUnavailable(
             f"No Prefect server answers at {url}. Unset PREFECT_API_URL to use a local one, or start yours; "
             f"the log of the local server is {HOME / 'server.log'}."
@@ -81,7 +81,7 @@ def stop() -> bool:
     if record is None:
         return False
     _record_file().unlink()
-    if not _answers(str(record["url"])):
+    if not answers(str(record["url"])):
         return False
     os.kill(int(record["pid"]), signal.SIGTERM)
     return True
@@ -115,7 +115,8 @@ def _read_record() -> dict[str, str | int] | None:
     return record if isinstance(record, dict) else None
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Tell whether a Prefect server answers at the address of its API."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
             return bool(answer.status == 200)

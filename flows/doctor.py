@@ -1,0 +1,262 @@
+"""Tell what this machine can do, and how to mend what it lacks.
+
+``python -m flows.doctor [hydra override ...]`` looks at the CPU, the GPUs, the runtimes, every target in conf/, the
+disk, the servers and the DVC remote. It changes nothing. The exit code is 1 where something is missing that a run
+with these overrides needs.
+"""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flows import local_server
+from flows.params import CONF, compose_params
+from tasks.core.config import typed_config
+from tasks.core.errors import EnginewrightError
+from tasks.core.tracking import mask_credentials
+from tasks.parts.cuda_driver import find_gpus
+from tasks.parts.runners.open_engine import installed_version
+from tasks.parts.target import (
+    Target,
+    check_gpu,
+    check_runtime_version,
+    missing_cpu_flags,
+    read_cpu_model,
+    read_isa,
+)
+
+_RUNTIMES = ("torch", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt", "pycuda")
+_NEEDED_GB = 3
+"""A run of the defaults takes 0.8 GB, DVC's cache and MLflow's copies of the engines included."""
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_TIMEOUT_S = 10
+_SQLITE = "sqlite:///"
+_DEFAULT_REMOTE = "core.remote"
+
+
+class State(StrEnum):
+    """How a finding ended."""
+
+    ok = "ok"
+    missing = "missing"
+    """Only what this run does not use needs it."""
+    needed = "NEEDED"
+    """This run fails without it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the diagnosis."""
+
+    state: State
+    subject: str
+    found: str
+    mend: str = ""
+    """What to do; empty where nothing is missing."""
+
+
+def examine(params: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield the findings, cheap ones first; ``params`` is what a run would use."""
+    flags = ", ".join(read_isa()) or "none of those that change kernels"
+    yield Finding(State.ok, "CPU", f"{read_cpu_model()}; {flags}")
+    yield _examine_gpus()
+    for package in _RUNTIMES:
+        yield _examine_package(package)
+    for file in sorted((CONF / "target").glob("*.yaml")):
+        yield _examine_target(file, is_used=file.stem in params["build_engine"])
+    yield _examine_disk()
+    yield _examine_prefect()
+    tracking = params["select_engine"]["tracking"]
+    yield (
+        _examine_mlflow(tracking["uri"]) if tracking["enabled"] else Finding(State.ok, "MLflow", "turned off")
+    )
+    yield _examine_remote()
+
+
+def _examine_gpus() -> Finding:
+    gpus = find_gpus()
+    if not gpus:
+        return Finding(
+            State.missing,
+            "GPU",
+            "no NVIDIA GPU, or no driver (libcuda.so.1)",
+            "Install NVIDIA's driver; in a container, start it with --gpus all.",
+        )
+    named = ", ".join(f"{gpu.name} (sm_{gpu.compute_capability.replace('.', '')})" for gpu in gpus)
+    driver = _DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0] if _DRIVER_FILE.is_file() else ""
+    return Finding(State.ok, "GPU", "; ".join(filter(None, [named, driver])))
+
+
+def _examine_package(package: str) -> Finding:
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(
+            State.missing,
+            package,
+            "not installed",
+            "pip install onnxruntime-gpu in place of onnxruntime, on a machine with a GPU."
+            if package == "onnxruntime-gpu"
+            else "pip install -e '.[gpu]' on a machine with a GPU.",
+        )
+    return Finding(State.ok, package, f"{version}{_cuda_of_torch() if package == 'torch' else ''}")
+
+
+def _cuda_of_torch() -> str:
+    import torch
+
+    return f", CUDA {torch.version.cuda}" if torch.version.cuda else ", built without CUDA"
+
+
+def _examine_target(file: Path, *, is_used: bool) -> Finding:
+    subject, lack = f"target {file.stem}", State.needed if is_used else State.missing
+    try:
+        target: Target = typed_config(Target, yaml.safe_load(file.read_text(encoding="utf-8")), subject)
+        check_gpu(target)
+        version = installed_version(target.runtime)
+        check_runtime_version(target, version)
+    except (EnginewrightError, yaml.YAMLError) as error:
+        return Finding(lack, subject, "cannot be built here", str(error))
+    flags = missing_cpu_flags(target)
+    if flags:
+        return Finding(
+            lack,
+            subject,
+            f"this CPU lacks {', '.join(flags)}",
+            f"Run it on a worker of pool {target.work_pool}.",
+        )
+    return Finding(
+        State.ok, subject, f"{target.runtime} {version}, {target.precision}, {target.num_threads} threads"
+    )
+
+
+def _examine_disk() -> Finding:
+    free_gb = shutil.disk_usage(Path.cwd()).free / 1e9
+    found = f"{free_gb:.1f} GB free under {Path.cwd()}"
+    if free_gb >= _NEEDED_GB:
+        return Finding(State.ok, "disk", found)
+    return Finding(
+        State.needed,
+        "disk",
+        found,
+        f"Free some: {_NEEDED_GB} GB are wanted. `make clean` removes all outputs.",
+    )
+
+
+def _examine_prefect() -> Finding:
+    url = os.environ.get("PREFECT_API_URL")
+    if url is None:
+        return Finding(State.ok, "Prefect", "a local server, which a run starts")
+    shown = mask_credentials(url)
+    if local_server.answers(url):
+        return Finding(State.ok, "Prefect", shown)
+    return Finding(
+        State.needed,
+        "Prefect",
+        f"no answer from {shown}",
+        "Start it, or unset PREFECT_API_URL for a local one.",
+    )
+
+
+def _examine_mlflow(uri: str) -> Finding:
+    shown = mask_credentials(uri)
+    if uri.startswith(_SQLITE):
+        folder = Path(uri.removeprefix(_SQLITE)).resolve().parent
+        if folder.is_dir() and os.access(folder, os.W_OK):
+            return Finding(State.ok, "MLflow", f"the file {shown}")
+        return Finding(
+            State.needed, "MLflow", f"{folder} cannot be written", "Mend select_engine.tracking.uri."
+        )
+    if not uri.startswith("http"):
+        return Finding(State.ok, "MLflow", f"{shown}, which is not asked")
+    try:
+        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_TIMEOUT_S):
+            return Finding(State.ok, "MLflow", shown)
+    except (urllib.error.URLError, OSError) as error:
+        return Finding(
+            State.missing,
+            "MLflow",
+            f"no answer from {shown} ({mask_credentials(str(error))})",
+            "Start it, or mend select_engine.tracking.uri. A run goes on without it and sends its records later.",
+        )
+
+
+def _examine_remote() -> Finding:
+    """Ask DVC itself for the remote: it knows its kinds and their credentials."""
+    name = _dvc("config", _DEFAULT_REMOTE).stdout.strip()
+    if not name:
+        return Finding(
+            State.missing,
+            "DVC remote",
+            "none: artifacts stay on this machine",
+            "dvc remote add --default <name> <folder or s3://bucket/path>",
+        )
+    program = "from dvc.repo import Repo; store = Repo().cloud.get_remote_odb(); print(store.fs.exists(store.path))"
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=6 * _TIMEOUT_S,
+        )
+        problem = asked.stderr.strip().splitlines()[-1] if asked.returncode else ""
+    except subprocess.TimeoutExpired:
+        problem = f"no answer in {6 * _TIMEOUT_S} s"
+    if problem:
+        return Finding(
+            State.missing,
+            "DVC remote",
+            f"{name} cannot be reached: {mask_credentials(problem)}",
+            f"Look at `dvc remote list` and the credentials of {name} in .dvc/config.local.",
+        )
+    is_there = asked.stdout.strip() == "True"
+    return Finding(
+        State.ok, "DVC remote", name if is_there else f"{name}, empty: the first push makes its folder"
+    )
+
+
+def _dvc(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "dvc", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Print one line for each finding, and below it how to mend what is missing."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    colours = {State.ok: "green", State.missing: "yellow", State.needed: "bold red"}
+    table = Table.grid("", "", "", padding=(0, 2))
+    for finding in findings:
+        text = escape(finding.found) + (f"\n[dim]{escape(finding.mend)}[/dim]" if finding.mend else "")
+        table.add_row(f"[{colours[finding.state]}]{finding.state}[/]", finding.subject, text)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def main(overrides: Sequence[str]) -> int:
+    """Print the diagnosis and return the exit code."""
+    try:
+        findings = list(examine(compose_params(overrides)))
+    except EnginewrightError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    show(findings)
+    return int(any(finding.state is State.needed for finding in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,79 @@
+import subprocess
+import sys
+
+import pytest
+
+from flows.doctor import State, examine, main
+from flows.params import compose_params
+from tests.conftest import REPOSITORY
+
+CLOSED = "http://user:secret@127.0.0.1:9"
+"""Port 9 (discard) answers nobody."""
+
+
+def found(subject, *overrides):
+    [finding] = [one for one in examine(compose_params(overrides)) if one.subject == subject]
+    return finding
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """An empty repository of git and DVC, without the servers of the environment."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    for command in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"]):
+        subprocess.run(command, check=True)
+    return tmp_path
+
+
+def add_remote(url):
+    subprocess.run(
+        [sys.executable, "-m", "dvc", "remote", "add", "-q", "--default", "store", url], check=True
+    )
+
+
+def test_this_machine_has_all_that_the_defaults_need(checkout):
+    assert main([]) == 0
+    targets = {
+        one.subject.removeprefix("target "): one.state
+        for one in examine(compose_params())
+        if one.subject.startswith("target")
+    }
+    assert set(targets) == {file.stem for file in (REPOSITORY / "conf/target").glob("*.yaml")}
+    assert targets["cpu_onnxruntime"] == targets["cpu_torch"] == State.ok
+
+
+def test_target_of_the_run_that_cannot_be_built_here_fails_and_says_why(checkout, capsys):
+    overrides = ["target=[cpu_torch,thor_tensorrt]"]
+    thor = found("target thor_tensorrt", *overrides)
+    assert thor.state is State.needed and "compute capability 11.0" in thor.mend
+    assert main(overrides) == 1
+    assert "thor_tensorrt" in capsys.readouterr().out
+
+
+def test_silent_servers_are_told_without_their_passwords(checkout, monkeypatch):
+    monkeypatch.setenv("PREFECT_API_URL", f"{CLOSED}/api")
+    prefect = found("Prefect")
+    assert prefect.state is State.needed and "no answer" in prefect.found
+    mlflow = found("MLflow", f"select_engine.tracking.uri={CLOSED}")
+    assert mlflow.state is State.missing and "no answer" in mlflow.found
+    assert "secret" not in f"{prefect}{mlflow}"
+
+
+def test_remote_is_asked_and_a_missing_one_is_told(checkout):
+    assert found("DVC remote").state is State.missing
+    add_remote(str(checkout / "store"))
+    assert "empty" in found("DVC remote").found
+    (checkout / "store/files/md5").mkdir(parents=True)
+    assert found("DVC remote").found == "store"
+
+
+def test_remote_without_its_package_tells_what_to_install(checkout):
+    add_remote("s3://bucket/path")
+    remote = found("DVC remote")
+    assert remote.state is State.missing and "dvc-s3" in remote.found
+
+
+def test_impossible_override_is_an_error_of_one_line(checkout, capsys):
+    assert main(["benchmark.min_rounds=1"]) == 1
+    assert capsys.readouterr().err.startswith("ConfigError")
