@@ -202,7 +202,9 @@ def _examine_remote() -> Finding:
             "none: artifacts stay on this machine",
             "dvc remote add --default <name> <folder or s3://bucket/path>",
         )
-    program = "from dvc.repo import Repo; store = Repo().cloud.get_remote_odb(); print(store.fs.exists(store.path))"
+    program = (
+        "from dvc.repo import Repo; store = Repo().cloud.get_remote_odb(); print(store.fs.exists(store.path))"
+    )
     try:
         asked = subprocess.run(
             [sys.executable, "-c", program],

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.core.tracking import ENGINE_FOLDER, RunRecord, TrackingConfig, log_or_keep
+from tasks.core.tracking import ENGINE_FOLDER, RunRecord, TrackingConfig, log_or_keep, registered_name
 from tasks.parts.engine_row import EngineRow, Verdict, rungs
 from tasks.parts.pareto import pareto_front
 from tasks.parts.rung_race import Race, read_race
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from tasks.parts.engine_evidence import EvidenceFolders
 
 logger = logging.getLogger(__name__)
-
-REGISTERED_PREFIX = "enginewright-"
-"""A registered model's name is this and the target."""
 
 _SCALARS = (
     "miou",
@@ -400,7 +397,7 @@ def _track(cfg: Config, folders: "EvidenceFolders", rows: Sequence[EngineRow], o
         cfg.tracking,
         pipeline=pipeline,
         candidates=[_record(folders, row) for row in rows],
-        picks={REGISTERED_PREFIX + row.target: picked.get(row.target) for row in rows},
+        picks={registered_name(cfg.tracking, row.target): picked.get(row.target) for row in rows},
     )
     if tracked is not None:
         logger.info(

@@ -35,8 +35,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PICK_ALIAS = "pick"
-"""The alias of the version of a registered model that is to be deployed."""
+CANDIDATE_ALIAS = "candidate"
+"""The alias of the version of a registered model that the latest pipeline picked."""
+
+CHAMPION_ALIAS = "champion"
+"""The alias of the version that a person promoted: the one to deploy."""
 
 ENGINE_FOLDER = "engine"
 """The folder of a candidate's run that a registered version hands out."""
@@ -50,6 +53,8 @@ _PENDING_RECORD = "record.json"
 
 _DIGEST_TAG = "content_digest"
 _PARENT_TAG = "mlflow.parentRunId"
+_PIPELINE_TAG = "pipeline_run_id"
+"""Of a version: the latest pipeline that picked it; its own run may be of an earlier one with the same content."""
 _MAX_TAG_CHARS = 5000
 _MAX_METRICS_PER_BATCH = 900
 _DATABASE_TIMEOUT_S = 5
@@ -141,6 +146,16 @@ class Tracked:
     num_versions_added: int
 
 
+@dataclass(frozen=True)
+class TrackedEngine:
+    """An engine as its run in MLflow describes it."""
+
+    run_id: str
+    tags: Mapping[str, str]
+    """Of the run: variant, verdict, reason, engine_sha256 and so on."""
+    metrics: Mapping[str, float]
+
+
 def log_or_keep(
     config: TrackingConfig,
     *,
@@ -190,11 +205,7 @@ def log_pipeline(
 
     Raises TrackingUnavailable when MLflow does not answer, within about ten seconds.
     """
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    with _explained(config):
-        _quieten()
-        client = _connect(config)
+    with client_of(config) as client:
         experiment_id = _experiment(client, config)
         digests = {record.name: record.content_digest() for record in candidates}
         whole = hashlib.sha256("\n".join([pipeline.content_digest(), *sorted(digests.values())]).encode())
@@ -205,13 +216,76 @@ def log_pipeline(
             child = _log_candidate(client, experiment_id, parent, record, digests[record.name])
             children[digests[record.name]] = child
         num_versions = sum(
-            _point_alias(client, model, None if name is None else children[digests[name]])
+            _point_alias(client, model, None if name is None else children[digests[name]], parent)
             for model, name in picks.items()
         )
         if parent.info.status != "FINISHED":
             _log_scalars(client, parent, pipeline)
             client.set_terminated(parent.info.run_id, "FINISHED")
     return Tracked(parent.info.run_id, len(missing) + is_new, num_versions)
+
+
+def registered_name(config: TrackingConfig, target: str) -> str:
+    """Return the name of the registered model whose versions are the engines of a target."""
+    return f"{config.experiment}-{target}"
+
+
+def find_engines(config: TrackingConfig, target: str) -> list[TrackedEngine]:
+    """Return the logged runs of a target's engines in one pipeline: that of its candidate, else the latest.
+
+    Raises TrackingUnavailable when MLflow does not answer.
+    """
+    with client_of(config) as client:
+        experiment = client.get_experiment_by_name(config.experiment)
+        if experiment is None:
+            return []
+        of_target = f"tags.target = '{target}' and attributes.status = 'FINISHED'"
+        version = (_aliases(client, registered_name(config, target)) or {}).get(CANDIDATE_ALIAS)
+        if version is None:
+            order = ["attributes.start_time DESC"]
+            runs = client.search_runs([experiment.experiment_id], of_target, order_by=order, max_results=1)
+            pipelines = [run.data.tags[_PARENT_TAG] for run in runs]
+        else:
+            candidate = client.get_model_version(registered_name(config, target), version)
+            pipelines = [candidate.tags[_PIPELINE_TAG]]
+        if not pipelines:
+            return []
+        same = f"{of_target} and tags.`{_PARENT_TAG}` = '{pipelines[0]}'"
+        found = client.search_runs([experiment.experiment_id], same)
+        return [TrackedEngine(run.info.run_id, run.data.tags, run.data.metrics) for run in found]
+
+
+def download_engine(config: TrackingConfig, run_id: str, folder: Path) -> Path:
+    """Copy the engine of a run with what lies beside it into `folder` and return where it is.
+
+    Raises TrackingUnavailable when MLflow does not answer.
+    """
+    with client_of(config) as client:
+        return Path(client.download_artifacts(run_id, ENGINE_FOLDER, str(folder)))
+
+
+def promote(config: TrackingConfig, target: str, run_id: str) -> str:
+    """Let the champion of a target be the engine of a run; return the version of its registered model.
+
+    Raises TrackingUnavailable when MLflow does not answer.
+    """
+    model = registered_name(config, target)
+    with client_of(config) as client:
+        if _aliases(client, model) is None:
+            client.create_registered_model(model, tags={"kind": "engine"})
+        version, _ = _version(client, model, client.get_run(run_id))
+        client.set_registered_model_alias(model, CHAMPION_ALIAS, version)
+        return version
+
+
+@contextlib.contextmanager
+def client_of(config: TrackingConfig) -> Iterator["MlflowClient"]:
+    """Give a client that gives up within about ten seconds, and turn its errors into TrackingUnavailable."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    with _explained(config):
+        _quieten()
+        yield _connect(config)
 
 
 def mask_credentials(uri: str) -> str:
@@ -407,19 +481,26 @@ def _log_scalars(client: "MlflowClient", run: "Run", record: RunRecord, model_id
         client.log_artifact(run.info.run_id, str(file), folder or None)
 
 
-def _point_alias(client: "MlflowClient", model: str, run: "Run | None") -> bool:
-    """Let the alias of a registered model show to a run's engine; return whether a version was added."""
+def _aliases(client: "MlflowClient", model: str) -> dict[str, str] | None:
+    """Return alias -> version of a registered model; None where there is none."""
     known = next(iter(client.search_registered_models(f"name = '{model}'")), None)
-    current = known.aliases.get(PICK_ALIAS) if known else None
+    return None if known is None else {alias: str(version) for alias, version in known.aliases.items()}
+
+
+def _point_alias(client: "MlflowClient", model: str, run: "Run | None", parent: "Run") -> bool:
+    """Let the alias of a registered model show to a run's engine; return whether a version was added."""
+    known = _aliases(client, model)
+    current = (known or {}).get(CANDIDATE_ALIAS)
     if run is None:
         if current is not None:
-            client.delete_registered_model_alias(model, PICK_ALIAS)
+            client.delete_registered_model_alias(model, CANDIDATE_ALIAS)
         return False
     if known is None:
         client.create_registered_model(model, tags={"kind": "engine"})
     version, is_new = _version(client, model, run)
-    if str(current) != version:
-        client.set_registered_model_alias(model, PICK_ALIAS, version)
+    client.set_model_version_tag(model, version, _PIPELINE_TAG, parent.info.run_id)
+    if current != version:
+        client.set_registered_model_alias(model, CANDIDATE_ALIAS, version)
     return is_new
 
 

@@ -163,7 +163,7 @@ def test_the_pick_is_a_version_that_hands_out_the_engine(config, pipeline, candi
     log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={"enginewright-cpu": "b"})
 
     client = client_of(config)
-    version = client.get_model_version_by_alias("enginewright-cpu", "pick")
+    version = client.get_model_version_by_alias("enginewright-cpu", "candidate")
     assert version.tags["variant"] == "b"
     assert version.description == "fast enough"
     folder = Path(version.source.removeprefix("file://"))
@@ -173,7 +173,7 @@ def test_the_pick_is_a_version_that_hands_out_the_engine(config, pipeline, candi
 def test_the_alias_moves_to_a_new_pick_and_back_without_a_third_version(config, pipeline, candidates) -> None:
     for name in ("a", "b", "a"):
         log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={"enginewright-cpu": name})
-        version = client_of(config).get_model_version_by_alias("enginewright-cpu", "pick")
+        version = client_of(config).get_model_version_by_alias("enginewright-cpu", "candidate")
         assert version.tags["variant"] == name
     assert len(client_of(config).search_model_versions("name = 'enginewright-cpu'")) == 2
 
@@ -183,7 +183,7 @@ def test_a_target_without_a_pick_loses_the_alias(config, pipeline, candidates) -
     log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={"enginewright-cpu": None})
 
     model = client_of(config).get_registered_model("enginewright-cpu")
-    assert "pick" not in model.aliases
+    assert "candidate" not in model.aliases
 
 
 def test_no_model_is_registered_for_a_target_that_never_had_a_pick(config, pipeline, candidates) -> None:
@@ -297,7 +297,9 @@ def test_runs_that_were_not_taken_are_logged_once_by_the_next_run(
     assert send_pending(config) == 0
     runs = {run.info.run_name: run for run in runs_of(config)}
     assert {runs["a"].data.tags["content_digest"], runs["b"].data.tags["content_digest"]} == contents
-    assert client_of(config).get_model_version_by_alias("enginewright-cpu", "pick").tags["variant"] == "b"
+    assert (
+        client_of(config).get_model_version_by_alias("enginewright-cpu", "candidate").tags["variant"] == "b"
+    )
     assert len(runs_of(config)) == 3 and not list(PENDING.iterdir())
 
 
@@ -310,7 +312,9 @@ def test_pending_runs_are_logged_before_newer_ones(config, stopped, pipeline, ca
 
     assert tracked is not None and tracked.num_runs_added == 3
     assert len(runs_of(config)) == 6 and not list(PENDING.iterdir())
-    assert client_of(config).get_model_version_by_alias("enginewright-cpu", "pick").tags["variant"] == "b"
+    assert (
+        client_of(config).get_model_version_by_alias("enginewright-cpu", "candidate").tags["variant"] == "b"
+    )
 
 
 def test_sending_that_was_killed_before_it_could_forget_adds_nothing(

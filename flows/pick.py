@@ -1,0 +1,175 @@
+"""Pick an engine from MLflow: the front of a target, the fastest engine within limits, its files.
+
+``python -m flows.pick --target cpu_openvino --max-latency-ms 8 --min-miou 0.6`` prints the engines of the latest
+pipeline and the one to take. ``--download DIR`` copies it with what it needs to run, ``--promote`` makes it the
+champion. Where MLflow is, select_engine.tracking of params.yaml says; ``--tracking-uri`` names another place. For a
+server with authentication set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tasks.core.config import find_section, read_params, typed_config
+from tasks.core.errors import ArtifactError, ConfigError, EnginewrightError, GateFailed
+from tasks.core.tracking import (
+    TrackedEngine,
+    TrackingConfig,
+    download_engine,
+    find_engines,
+    mask_credentials,
+    promote,
+)
+from tasks.parts.engine_row import Verdict
+
+SHIPPABLE = (Verdict.ACCEPT, Verdict.NOT_FASTER)
+"""Both hold the accuracy gate and are what they claim to be; a rung that is not faster may still be more accurate."""
+
+_TARGET = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What an engine has to hold; None asks for nothing."""
+
+    max_latency_ms: float | None
+    """p50 at batch 1."""
+    min_miou: float | None
+
+    def are_held_by(self, run: TrackedEngine) -> bool:
+        """Tell whether the engine of a run is one to ship."""
+        metrics = run.metrics
+        return (
+            run.tags["verdict"] in SHIPPABLE
+            and (self.max_latency_ms is None or metrics["latency_ms_p50"] <= self.max_latency_ms)
+            and (self.min_miou is None or metrics["miou"] >= self.min_miou)
+        )
+
+    def __str__(self) -> str:
+        asked = []
+        if self.max_latency_ms is not None:
+            asked.append(f"p50 of {self.max_latency_ms:g} ms or less")
+        if self.min_miou is not None:
+            asked.append(f"mIoU of {self.min_miou:g} or more")
+        return " and ".join(asked) or "the gates of select_engine"
+
+
+def pick(runs: Sequence[TrackedEngine], limits: Limits) -> TrackedEngine:
+    """Return the engine to ship: the pipeline's own pick if it holds the limits, else the fastest that does.
+
+    Raises GateFailed where none does.
+    """
+    fitting = [run for run in runs if limits.are_held_by(run)]
+    if not fitting:
+        raise GateFailed(
+            f"None of {len(runs)} engines holds {limits}. The table shows what there is; loosen a limit, or let the "
+            "pipeline make others (docs/architecture.md, quantization ladder)."
+        )
+    return min(fitting, key=lambda run: (run.tags["picked"] != "true", run.metrics["latency_ms_p50"]))
+
+
+def fetch(tracking: TrackingConfig, run: TrackedEngine, folder: Path) -> Path:
+    """Copy the engine of a run into a new folder.
+
+    Raises ArtifactError where the bytes are not those that were measured.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty, expected a new folder (--download).")
+    folder.mkdir(parents=True, exist_ok=True)
+    engine, sha256 = download_engine(tracking, run.run_id, folder), run.tags["engine_sha256"]
+    if sha256 not in {
+        hashlib.sha256(file.read_bytes()).hexdigest() for file in engine.iterdir() if file.is_file()
+    }:
+        raise ArtifactError(
+            f"{engine}: no file has the sha256 {sha256[:12]}... that was measured. The artifact store of "
+            f"{mask_credentials(tracking.uri)} was changed; run the pipeline again, it logs what is missing."
+        )
+    return engine
+
+
+def show(runs: Sequence[TrackedEngine], picked: TrackedEngine | None) -> None:
+    """Print the engines of a target, fastest first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("variant", "mIoU", "p50 ms", "p99 ms", "MB", "precision", "verdict", "on the front")
+    for run in sorted(runs, key=lambda run: run.metrics.get("latency_ms_p50", float("inf"))):
+        tags = run.tags
+        numbers = [_shown(run, name, digits) for name, digits in (("miou", 4), ("latency_ms_p50", 3))]
+        table.add_row(
+            tags["variant"],
+            *numbers,
+            _shown(run, "latency_ms_p99", 3),
+            _shown(run, "size_bytes", 2, scale=1e-6),
+            tags["precision"],
+            tags["verdict"],
+            "yes" if tags["pareto"] == "true" else "",
+            style="bold green" if picked is not None and run.run_id == picked.run_id else None,
+        )
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def _shown(run: TrackedEngine, metric: str, digits: int, scale: float = 1.0) -> str:
+    value = run.metrics.get(metric)
+    return "-" if value is None else f"{value * scale:.{digits}f}"
+
+
+def _tracking(uri: str | None) -> TrackingConfig:
+    section = find_section(read_params(), "select_engine")[1]["tracking"]
+    return typed_config(  # type: ignore[no-any-return]
+        TrackingConfig, section | ({"uri": uri} if uri else {}), "select_engine.tracking"
+    )
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.pick", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", required=True, help="a name in conf/target")
+    parser.add_argument("--max-latency-ms", type=float, help="p50 at batch 1")
+    parser.add_argument("--min-miou", type=float)
+    parser.add_argument("--download", type=Path, metavar="DIR", help="copy the engine into this new folder")
+    parser.add_argument("--promote", action="store_true", help="make it the champion of the target")
+    parser.add_argument("--tracking-uri", help="instead of select_engine.tracking.uri")
+    options = parser.parse_args(arguments)
+    if not _TARGET.fullmatch(options.target):
+        parser.error(f"--target is {options.target!r}, expected lower-case letters, digits and _")
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the front and the pick, fetch or promote it; return the exit code."""
+    options = _parse(arguments)
+    try:
+        tracking = _tracking(options.tracking_uri)
+        runs = find_engines(tracking, options.target)
+        if not runs:
+            raise ConfigError(
+                f"MLflow at {mask_credentials(tracking.uri)} has no engine of target {options.target} in experiment "
+                f"{tracking.experiment}. Run the pipeline with that target first (`make run`)."
+            )
+        limits = Limits(options.max_latency_ms, options.min_miou)
+        try:
+            found = pick(runs, limits)
+        except GateFailed:
+            show(runs, None)
+            raise
+        show(runs, found)
+        print(f"{found.tags['variant']} on {options.target}: {found.tags['reason']}")
+        print(f"run {found.run_id}, engine sha256 {found.tags['engine_sha256']}")
+        if options.download:
+            print(f"downloaded to {fetch(tracking, found, options.download)}")
+        if options.promote:
+            print(f"champion: version {promote(tracking, options.target, found.run_id)}")
+    except EnginewrightError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,122 @@
+"""Engines are picked from a real MLflow store."""
+
+import hashlib
+
+import pytest
+import yaml
+
+from flows.params import compose_params
+from flows.pick import main
+from tasks.core.tracking import RunRecord, TrackingConfig, find_engines, log_pipeline
+
+TARGET = "cpu_openvino"
+
+
+def record(folder, variant, latency_ms, miou, verdict="ACCEPT", target=TARGET, picked=False):
+    engine = folder / f"{variant}.{target}.blob"
+    engine.write_bytes(f"{variant} {target}".encode())
+    tags = {
+        "variant": variant,
+        "target": target,
+        "verdict": verdict,
+        "reason": f"{variant} is {verdict}",
+        "precision": "int8",
+        "pareto": "true",
+        "picked": str(picked).lower(),
+        "engine_sha256": hashlib.sha256(engine.read_bytes()).hexdigest(),
+    }
+    metrics = {
+        "miou": miou,
+        "latency_ms_p50": latency_ms,
+        "latency_ms_p99": 2 * latency_ms,
+        "size_bytes": 1e6,
+    }
+    return RunRecord(f"{variant}-{target}", metrics, tags, (("engine", engine),))
+
+
+@pytest.fixture
+def tracking(tmp_path, monkeypatch):
+    """A folder with params.yaml and an empty store."""
+    monkeypatch.chdir(tmp_path)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    params = compose_params([f"select_engine.tracking.uri={uri}"])
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(params))
+    return TrackingConfig(enabled=True, uri=uri, experiment="enginewright")
+
+
+def log(tracking, folder, records, picks):
+    pipeline = RunRecord("pipeline", {"num_engines": float(len(records))}, {}, ())
+    log_pipeline(tracking, pipeline=pipeline, candidates=records, picks=picks)
+
+
+@pytest.fixture
+def filled(tracking, tmp_path):
+    records = [
+        record(tmp_path, "ptq", 1.0, 0.60, picked=True),
+        record(tmp_path, "qat", 0.99, 0.65, "NOT_FASTER"),
+        record(tmp_path, "tiny", 0.2, 0.30, "TOO_LOSSY"),
+        record(tmp_path, "float", 4.0, 0.66),
+        record(tmp_path, "float", 1.5, 0.66, target="cpu_onnxruntime"),
+    ]
+    log(tracking, tmp_path, records, {f"enginewright-{TARGET}": f"ptq-{TARGET}"})
+    return tracking
+
+
+@pytest.mark.parametrize(
+    ("limits", "variant"),
+    [
+        ((), "ptq"),  # the pipeline's own pick, though another is a hair faster
+        (("--max-latency-ms", "8", "--min-miou", "0.6"), "ptq"),
+        (("--min-miou", "0.62"), "qat"),  # not faster than ptq, and the fastest that is as accurate
+        (("--min-miou", "0.655"), "float"),
+    ],
+)
+def test_fastest_engine_within_the_limits_is_picked(filled, capsys, limits, variant):
+    assert main(["--target", TARGET, *limits]) == 0
+    out = capsys.readouterr().out
+    assert f"{variant} on {TARGET}" in out and "TOO_LOSSY" in out
+
+
+def test_limits_that_no_engine_holds_show_what_there_is(filled, capsys):
+    assert main(["--target", TARGET, "--max-latency-ms", "0.5"]) == 1
+    shown = capsys.readouterr()
+    assert "tiny" in shown.out  # fast enough, and too lossy
+    assert "p50 of 0.5 ms" in shown.err and shown.err.startswith("GateFailed")
+
+
+def test_download_hands_out_the_measured_bytes_and_refuses_others(filled, tmp_path, capsys):
+    assert main(["--target", TARGET, "--download", str(tmp_path / "mine")]) == 0
+    assert (tmp_path / f"mine/engine/ptq.{TARGET}.blob").read_bytes() == f"ptq {TARGET}".encode()
+    assert main(["--target", TARGET, "--download", str(tmp_path / "mine")]) == 1
+    assert "not empty" in capsys.readouterr().err
+    [stored] = (tmp_path / "mlruns").rglob(f"ptq.{TARGET}.blob")
+    stored.write_bytes(b"changed")
+    assert main(["--target", TARGET, "--download", str(tmp_path / "other")]) == 1
+    assert "sha256" in capsys.readouterr().err
+
+
+def test_promotion_moves_the_champion_and_leaves_the_candidate(filled):
+    from mlflow.tracking import MlflowClient
+
+    client, model = MlflowClient(filled.uri, filled.uri), f"enginewright-{TARGET}"
+    for limits, variant in (((), "ptq"), (("--min-miou", "0.62"), "qat"), ((), "ptq")):
+        assert main(["--target", TARGET, "--promote", *limits]) == 0
+        assert client.get_model_version_by_alias(model, "champion").tags["variant"] == variant
+        assert client.get_model_version_by_alias(model, "candidate").tags["variant"] == "ptq"
+    assert len(client.search_model_versions(f"name = '{model}'")) == 2
+
+
+def test_engines_are_those_of_the_candidate_also_when_it_was_logged_before(tracking, tmp_path):
+    first = [record(tmp_path, "ptq", 1.0, 0.6, picked=True), record(tmp_path, "float", 4.0, 0.66)]
+    second = [record(tmp_path, "ptq", 1.0, 0.6, picked=True), record(tmp_path, "float", 3.0, 0.67)]
+    for records in (first, second, first):
+        log(tracking, tmp_path, records, {f"enginewright-{TARGET}": f"ptq-{TARGET}"})
+    latencies = {run.tags["variant"]: run.metrics["latency_ms_p50"] for run in find_engines(tracking, TARGET)}
+    assert latencies == {"ptq": 1.0, "float": 4.0}
+
+
+def test_target_without_engines_and_foolish_names_are_clear_errors(filled, capsys):
+    assert main(["--target", "thor_tensorrt"]) == 1
+    assert "no engine of target thor_tensorrt" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--target", "a' or '1'='1"])
