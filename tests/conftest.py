@@ -77,7 +77,9 @@ def copy_repository(target: Path) -> Workspace:
         if source.is_file() and name != "dvc.lock":
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target / name)
-    subprocess.run(["git", "init", "-q"], cwd=target, check=True)
+    author = ["-c", "user.name=Tests", "-c", "user.email=tests@localhost"]
+    for command in (["init", "-q"], ["add", "--all"], [*author, "commit", "-q", "-m", "As it is"]):
+        subprocess.run(["git", *command], cwd=target, check=True)
     return Workspace(target)
 
 

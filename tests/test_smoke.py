@@ -251,3 +251,20 @@ def test_config_mistake_fails_before_any_stage(workspace: Workspace, override: s
     assert "Traceback" not in failed.stderr
     assert not (workspace.path / "artifacts").exists()
     assert not Path(workspace.path / ".prefect").exists()
+
+
+def test_engine_is_built_again_from_its_sha256_alone(smoke_run: tuple[Workspace, str]) -> None:
+    space, _ = smoke_run
+    space.flow()
+    rows = json.loads((space.path / "artifacts/select_engine/engines.json").read_text())
+    [row] = [row for row in rows if (row["variant"], row["target"]) == ("pruned_ptq", "cpu_onnxruntime")]
+    done = space.run("python", "-m", "flows.reproduce", row["engine_sha256"][:16])
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert f"the same bytes: {row['engine_sha256']}" in done.stdout
+    assert "train@teacher: " in done.stdout and "reads artifacts/prepare_data/dataset, md5 " in done.stdout
+    [built] = re.findall(r"Running stage '(.*)'", done.stdout)  # all else came from DVC's cache
+    assert re.fullmatch("build_engine@pruned_(ptq|partial)-cpu_onnxruntime", built)  # both are the same file
+    again = space.run("python", "-m", "flows.reproduce", row["engine_sha256"])
+    assert again.returncode == 1 and "expected a new folder (--into)" in again.stderr
+    unknown = space.run("python", "-m", "flows.reproduce", "0123456789abcdef")
+    assert unknown.returncode == 1 and "knows no engine" in unknown.stderr

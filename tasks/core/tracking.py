@@ -20,13 +20,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.core.config import find_section, read_params, typed_config
+from tasks.core.config import PARAMS_FILE, find_section, read_params, typed_config
 from tasks.core.errors import ConfigError, EnginewrightError, TrackingUnavailable
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ CHAMPION_ALIAS = "champion"
 ENGINE_FOLDER = "engine"
 """The folder of a candidate's run that a registered version hands out."""
 
-UNKNOWN_COMMIT = "unknown"
+UNKNOWN_COMMIT, UNCOMMITTED = "unknown", " and uncommitted changes"
+_CODE = ("tasks", "dvc.yaml")
 
 PENDING = Path("artifacts/.pending")
 """What MLflow did not take yet: one folder for each pipeline, with copies of the files."""
@@ -99,19 +101,28 @@ class TrackingConfig:
 
 @functools.cache
 def git_commit() -> str:
-    """Return the commit of the checkout that this code lies in, or "unknown"."""
+    """Return the commit of the checkout that this code lies in, or "unknown".
+
+    UNCOMMITTED follows it where the stages' code was changed since.
+    """
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        )
+        commit = _git("rev-parse", "HEAD")
+        changes = _git("status", "--porcelain", "--", *_CODE)
     except (OSError, subprocess.SubprocessError):
         return UNKNOWN_COMMIT
+    return commit + (UNCOMMITTED if changes else "")
+
+
+def _git(*arguments: str) -> str:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        ["git", *arguments], cwd=root, capture_output=True, text=True, check=True, timeout=10
+    )
     return done.stdout.strip()
+
+
+def _params_text() -> str:
+    return PARAMS_FILE.read_text(encoding="utf-8") if PARAMS_FILE.is_file() else ""
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,8 @@ class RunRecord:
     """Pairs of (folder inside the run, file)."""
     commit: str = field(default_factory=git_commit)
     """The code that made it; no part of the content."""
+    params: str = field(default_factory=_params_text)
+    """The content of params.yaml; no part of the content either. The pipeline's run keeps it."""
 
     def content_digest(self) -> str:
         """Return a digest of everything in the record, the files' bytes included."""
@@ -221,6 +234,7 @@ def log_pipeline(
         )
         if parent.info.status != "FINISHED":
             _log_scalars(client, parent, pipeline)
+            client.log_text(parent.info.run_id, pipeline.params, PARAMS_FILE.name)
             client.set_terminated(parent.info.run_id, "FINISHED")
     return Tracked(parent.info.run_id, len(missing) + is_new, num_versions)
 
@@ -252,7 +266,39 @@ def find_engines(config: TrackingConfig, target: str) -> list[TrackedEngine]:
             return []
         same = f"{of_target} and tags.`{_PARENT_TAG}` = '{pipelines[0]}'"
         found = client.search_runs([experiment.experiment_id], same)
-        return [TrackedEngine(run.info.run_id, run.data.tags, run.data.metrics) for run in found]
+        return [_tracked(run) for run in found]
+
+
+def find_engine(config: TrackingConfig, sha256: str) -> TrackedEngine | None:
+    """Return the latest run of the engine file whose sha256 begins like this.
+
+    Raises TrackingUnavailable when MLflow does not answer.
+    """
+    with client_of(config) as client:
+        experiment = client.get_experiment_by_name(config.experiment)
+        if experiment is None:
+            return None
+        found = client.search_runs(
+            [experiment.experiment_id],
+            f"tags.engine_sha256 LIKE '{sha256}%' and attributes.status = 'FINISHED'",
+            order_by=["attributes.start_time DESC"],
+            max_results=1,
+        )
+        return _tracked(found[0]) if found else None
+
+
+def read_pipeline_params(config: TrackingConfig, engine: TrackedEngine) -> str:
+    """Return the params.yaml of the pipeline that made an engine.
+
+    Raises TrackingUnavailable when MLflow does not answer or has no such file.
+    """
+    with client_of(config) as client, tempfile.TemporaryDirectory() as folder:
+        pipeline = engine.tags[_PARENT_TAG]
+        return Path(client.download_artifacts(pipeline, PARAMS_FILE.name, folder)).read_text(encoding="utf-8")
+
+
+def _tracked(run: "Run") -> TrackedEngine:
+    return TrackedEngine(run.info.run_id, run.data.tags, run.data.metrics)
 
 
 def download_engine(config: TrackingConfig, run_id: str, folder: Path) -> Path:

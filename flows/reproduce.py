@@ -1,0 +1,179 @@
+"""From an engine back to what it was made of, and to the same bytes again.
+
+``python -m flows.reproduce <engine_sha256>`` looks the engine up in MLflow, checks the code of its commit out into a
+folder of its own, restores what its build needs from DVC's cache and remote (and runs what is not there), prints the
+lineage from data to engine, and builds the engine once more. It says whether the bytes are the same.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tasks.core.config import PARAMS_FILE, find_section, read_params, typed_config
+from tasks.core.errors import ArtifactError, ConfigError, EnginewrightError
+from tasks.core.execute import ARTIFACTS
+from tasks.core.tracking import (
+    UNCOMMITTED,
+    UNKNOWN_COMMIT,
+    TrackedEngine,
+    TrackingConfig,
+    find_engine,
+    mask_credentials,
+    read_pipeline_params,
+)
+from tasks.parts.runners.contract import read_engine_manifest
+from tasks.parts.target import Runtime
+
+_SHA256 = re.compile(r"[0-9a-f]{8,64}")
+_LOCK = Path("requirements.lock")
+_LOCAL_CONFIG = Path(".dvc/config.local")
+
+
+def prepare(engine: TrackedEngine, params: str, folder: Path) -> None:
+    """Make `folder` a checkout of the engine's commit with its params.yaml and this checkout's DVC cache.
+
+    Raises ArtifactError where the code is not in this repository, ConfigError for a folder in use.
+    """
+    commit = engine.tags["git_commit"]
+    if commit == UNKNOWN_COMMIT or commit.endswith(UNCOMMITTED):
+        raise ArtifactError(
+            f"The code that made the engine was never committed (git_commit is {commit!r}), so it cannot be checked "
+            "out. Commit before you run the pipeline."
+        )
+    if folder.exists():
+        raise ConfigError(f"{folder} exists, expected a new folder (--into).")
+    try:
+        _run("git", "clone", "--quiet", "--no-checkout", str(Path.cwd()), str(folder))
+        _run("git", "checkout", "--quiet", commit, cwd=folder)
+    except ArtifactError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise ArtifactError(
+            f"Commit {commit[:12]} is not in this repository; `git fetch` it. {error}"
+        ) from error
+    (folder / PARAMS_FILE).write_text(params, encoding="utf-8")
+    if _LOCAL_CONFIG.is_file():
+        shutil.copyfile(_LOCAL_CONFIG, folder / _LOCAL_CONFIG)  # the credentials of remotes
+    cache = _run(sys.executable, "-m", "dvc", "cache", "dir").strip()
+    _run(sys.executable, "-m", "dvc", "cache", "dir", "--local", str(Path(cache).resolve()), cwd=folder)
+    root = Path(yaml.safe_load(params)["prepare_data"]["root"])
+    if root.exists() and not root.is_absolute() and not (folder / root).exists():
+        (folder / root).parent.mkdir(parents=True, exist_ok=True)
+        (folder / root).symlink_to(root.resolve())
+
+
+def lineage(lock: Mapping[str, Any], stage: str) -> Iterator[str]:
+    """Yield the command of each stage that a stage depends on, nearest first, and what it reads."""
+    makers = {
+        output["path"]: name for name, entry in lock["stages"].items() for output in entry.get("outs", ())
+    }
+    order = [stage]
+    for name in order:  # grows while it is walked
+        yield f"{name}: {lock['stages'][name]['cmd']}"
+        for dependency in lock["stages"][name].get("deps", ()):
+            path = Path(dependency["path"])
+            if path.parts[0] == "tasks":
+                continue
+            yield f"    reads {path}, md5 {dependency['md5']}"
+            maker = next((makers[str(one)] for one in (path, *path.parents) if str(one) in makers), None)
+            if maker is not None and maker not in order:
+                order.append(maker)
+
+
+def rebuild(engine: TrackedEngine, folder: Path) -> str:
+    """Restore what the build needs, build once more, and return the sha256 of the new engine."""
+    variant, target = engine.tags["variant"], engine.tags["target"]
+    stage = f"build_engine@{variant}-{target}"
+    print("restoring what the build needs", flush=True)
+    dvc = (sys.executable, "-m", "dvc")
+    has_remote = bool(_run(*dvc, "remote", "list", cwd=folder).strip())
+    _run(*dvc, "repro", *(["--pull"] if has_remote else []), stage, cwd=folder, is_shown=True)
+    print("\n".join(lineage(yaml.safe_load((folder / "dvc.lock").read_text(encoding="utf-8")), stage)))
+    print("building the engine once more", flush=True)
+    output = folder / ARTIFACTS / "build_engine" / variant / target
+    shutil.rmtree(output)  # a stage whose output is fresh would build nothing
+    _run(*dvc, "repro", "--force", "--single-item", "--no-run-cache", stage, cwd=folder, is_shown=True)
+    return read_engine_manifest(output / "engine").sha256
+
+
+def _run(*command: str, cwd: Path | None = None, is_shown: bool = False) -> str:
+    """Run a command; raise ArtifactError with its last words where it fails."""
+    done = subprocess.run(command, cwd=cwd, capture_output=not is_shown, text=True, check=False)
+    if done.returncode:
+        words = f": {done.stderr.strip().splitlines()[-1]}" if done.stderr else ", its words are above"
+        raise ArtifactError(f"`{' '.join(command[-4:])}` ended with {done.returncode}{words}")
+    return done.stdout or ""
+
+
+def _verdict(engine: TrackedEngine, found: str, folder: Path) -> tuple[str, bool]:
+    asked = engine.tags["engine_sha256"]
+    if found == asked:
+        return f"the same bytes: {asked}", True
+    manifest = read_engine_manifest(
+        folder / ARTIFACTS / "build_engine" / engine.tags["variant"] / engine.tags["target"] / "engine"
+    )
+    if manifest.target.runtime is Runtime.tensorrt:
+        return (
+            f"other bytes, {found}: TensorRT chooses kernels by timing them, so no two plans are equal",
+            True,
+        )
+    why = (
+        "the packages are of another lock file"
+        if _is_other_lock(folder)
+        else "its build is not deterministic"
+    )
+    return f"other bytes, {found} instead of {asked}: {why}, or this CPU is another one", False
+
+
+def _is_other_lock(folder: Path) -> bool:
+    return (folder / _LOCK).read_bytes() != _LOCK.read_bytes()
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.reproduce",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("engine_sha256", help="the whole, or its first eight characters or more")
+    parser.add_argument(
+        "--into", type=Path, help="a new folder for the checkout; .reproduced/<sha256> by default"
+    )
+    options = parser.parse_args(arguments)
+    if not _SHA256.fullmatch(options.engine_sha256):
+        parser.error(f"{options.engine_sha256!r} is no sha256, expected 8 to 64 hexadecimal digits")
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return 0 where the engine was built again as expected."""
+    options = _parse(arguments)
+    try:
+        section = find_section(read_params(), "select_engine")[1]["tracking"]
+        tracking: TrackingConfig = typed_config(TrackingConfig, section, "select_engine.tracking")
+        engine = find_engine(tracking, options.engine_sha256)
+        if engine is None:
+            raise ConfigError(
+                f"MLflow at {mask_credentials(tracking.uri)} knows no engine with sha256 {options.engine_sha256}. "
+                "`python -m flows.pick --target <target>` shows those it has."
+            )
+        folder = options.into or Path(".reproduced") / engine.tags["engine_sha256"][:12]
+        print(f"{engine.tags['variant']} on {engine.tags['target']}, run {engine.run_id}")
+        print(f"code {engine.tags['git_commit']}, checked out into {folder}")
+        prepare(engine, read_pipeline_params(tracking, engine), folder)
+        words, is_right = _verdict(engine, rebuild(engine, folder), folder)
+        print(words)
+    except EnginewrightError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return int(not is_right)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
