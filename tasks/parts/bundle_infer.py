@@ -4,7 +4,7 @@ IMAGES.npy holds RGB images as uint8 [N, H, W, 3] of the size in model.json; CLA
 of each pixel, uint8 [N, H, W]. From Python: ``Engine().predict(images_NHWC)``. Needs what requirements.txt names:
 numpy and the runtime, in the version that was measured.
 
-Images of another size or kind are refused. From files, as they were brought to size for training (Pillow):
+Images of another size or kind are refused. Pillow makes them of image files as prepare_data stretches its own:
 ``ImageOps.exif_transpose(image).convert("RGB").resize((width, height), Image.Resampling.BILINEAR)``.
 """
 
