@@ -20,8 +20,14 @@ from tasks.parts.bundle import configure_triton, describe_engine, write_bundle
 from tasks.parts.bundle_infer import check_gpu, cut_batches
 from tasks.parts.cuda_driver import Gpu
 from tasks.parts.data import normalise, open_split
+from tasks.parts.encoding import GRAPH_FILE
 from tasks.parts.onnx_graph import read_graph
-from tasks.parts.runners.contract import EngineManifest, read_engine_manifest
+from tasks.parts.runners.contract import (
+    EngineManifest,
+    read_engine_manifest,
+    sha256_of,
+    write_engine_manifest,
+)
 from tasks.parts.runners.open_engine import open_engine
 from tasks.parts.tensorrt_options import BatchProfile
 from tests.tasks.conftest import Workshop
@@ -119,9 +125,6 @@ def test_other_version_of_the_runtime_is_named(workshop: Workshop, tmp_path: Pat
     done = infer(sys.executable, bundle, np.zeros((1, 64, 96, 3), np.uint8), tmp_path)
     assert done.returncode != 0
     assert f"measured with {runtime} 1.2.3, installed is {installed}" in done.stderr
-    change_card(bundle, runtime="tensorrt")
-    done = infer(sys.executable, bundle, np.zeros((1, 64, 96, 3), np.uint8), tmp_path)
-    assert "measured with tensorrt 1.2.3, installed is " in done.stderr
 
 
 def test_provider_that_is_not_here_is_refused(workshop: Workshop, tmp_path: Path) -> None:
@@ -313,12 +316,23 @@ def test_triton_gets_the_profiles_of_a_plan(workshop: Workshop, triton_schema: A
     assert "--backend-config=tensorrt,version-compatible=true" in text
 
 
-def test_script_is_told_what_a_plan_needs(workshop: Workshop) -> None:
-    card = describe_engine(plan_manifest(workshop, profiles=[BatchProfile(1, 1, 1), BatchProfile(2, 2, 3)]))
-    assert (card["runtime"], card["runtime_version"]) == ("tensorrt", "11.4.0.1")
+def test_plan_is_packed_with_what_its_script_needs(workshop: Workshop, tmp_path: Path) -> None:
+    """Packing reads no plan: any bytes will do here, and are refused without TensorRT."""
+    engine, bundle = tmp_path / "engine", tmp_path / "bundle"
+    engine.mkdir()
+    (engine / "engine.plan").write_bytes(b"no plan")
+    shutil.copyfile(workshop.graph, engine / GRAPH_FILE)
+    manifest = plan_manifest(workshop, profiles=[BatchProfile(1, 1, 1), BatchProfile(2, 2, 3)])
+    write_engine_manifest(engine, replace(manifest, sha256=sha256_of(engine / "engine.plan")))
+    assert write_bundle(engine, {"variant": "pruned", "target": "h200_tensorrt"}, bundle)
+    assert (bundle / "triton" / "pruned-h200_tensorrt" / "1" / "model.plan").read_bytes() == b"no plan"
+    assert (bundle / "requirements.txt").read_text().split()[::2] == ["tensorrt==11.4.0.1", "pycuda"]
+    card = json.loads((bundle / "model.json").read_text())
     assert card["batches"] == [[1, 1], [2, 3]]
     assert card["options"] == {
         "gpu": {"name": "NVIDIA H200", "compute_capability": "9.0"},
         "version_compatible": False,
         "hardware_compatibility": "none",
     }
+    done = infer(sys.executable, bundle, np.zeros((1, 64, 96, 3), np.uint8), tmp_path)
+    assert done.returncode != 0 and "measured with tensorrt 11.4.0.1, installed is " in done.stderr
