@@ -1,7 +1,10 @@
 """Turn a float graph into one that computes in FP16, inputs and outputs aside: the rung between FP32 and INT8."""
 
 import logging
+import math
+import re
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +22,20 @@ _SMALLEST_WEIGHTS = 2.0**-10
 """FP16 has its full precision down to 2**-14; a tensor needs room below its largest number."""
 
 
+class Method(StrEnum):
+    """Who rewrites the graph. Which nodes stay in FP32 is found out here in either case."""
+
+    converter = "converter"
+    """The converter of ONNX Runtime."""
+    autocast = "autocast"
+    """AutoCast of nvidia-modelopt, which needs the extra autocast."""
+
+
 @dataclass(frozen=True)
 class Config:
-    """What stays in FP32, and on which images that is found out."""
+    """Who converts, what stays in FP32, and on which images that is found out."""
 
+    method: Method
     num_images: int
     """Calibration images on which the largest activations are looked for."""
     batch_size: int
@@ -30,7 +43,10 @@ class Config:
     num_val_images: int
     """Validation images for the accuracy in the report; 0 takes all."""
     max_abs: float
-    """A node with a weight or an output beyond this stays in FP32. FP16 ends at 65504; other images go further."""
+    """A node with a weight, an input or an output beyond this stays in FP32.
+
+    FP16 ends at 65504; other images go further.
+    """
     float32_op_types: list[str]
     """ONNX operators that stay in FP32 in any case."""
 
@@ -67,7 +83,7 @@ class Report:
 def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     """Write ``model.onnx``; its input and output stay FP32, so that it replaces the float graph.
 
-    Raises ArtifactError for a graph that is quantized already.
+    Raises ArtifactError for a graph that is quantized already, ConfigError where AutoCast cannot be imported.
     """
     from tasks.parts.judge import open_judge
     from tasks.parts.onnx_graph import is_quantized, read_graph, write_graph
@@ -77,7 +93,8 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
         raise ArtifactError(f"{model}: already has Q/DQ, expected the float graph of export_onnx.")
     judge = open_judge(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
     kept = _nodes_in_float32(cfg, graph, _largest_outputs(cfg, graph, data))
-    converted = _to_float16(graph, kept)
+    convert = {Method.converter: _by_converter, Method.autocast: _by_autocast}[cfg.method]
+    converted = convert(graph, kept)
     write_graph(converted, out / "model.onnx")
     found = judge.judge(converted)
     logger.info(
@@ -112,8 +129,8 @@ def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, 
     return {name: found.amax for name, found in statistics.items()}
 
 
-def _nodes_in_float32(cfg: Config, graph: "ModelProto", outputs: "Mapping[str, float]") -> list[str]:
-    """Name the nodes whose weights or outputs FP16 cannot hold, and those of the configured types."""
+def _nodes_in_float32(cfg: Config, graph: "ModelProto", tensors: "Mapping[str, float]") -> list[str]:
+    """Name the nodes whose weights, inputs or outputs FP16 cannot hold, and those of the configured types."""
     import numpy as np
     from onnx import numpy_helper
 
@@ -127,14 +144,15 @@ def _nodes_in_float32(cfg: Config, graph: "ModelProto", outputs: "Mapping[str, f
     kept = []
     for node in graph.graph.node:
         own = [weights[name] for name in node.input if name in weights]
-        largest = max([*own, *(outputs[name] for name in node.output)])
+        passed = [tensors[name] for name in [*node.input, *node.output] if name in tensors]
+        largest = max([*own, *passed])
         is_tiny = any(0 < value < _SMALLEST_WEIGHTS for value in own)
         if node.op_type in cfg.float32_op_types or largest > cfg.max_abs or is_tiny:
             kept.append(node.name)
     return kept
 
 
-def _to_float16(graph: "ModelProto", float32_nodes: list[str]) -> "ModelProto":
+def _by_converter(graph: "ModelProto", float32_nodes: list[str]) -> "ModelProto":
     import onnx_ir
     from onnx import ModelProto
     from onnxruntime.transformers.float16 import convert_float_to_float16
@@ -178,3 +196,37 @@ def _join_float32_neighbours(model: "ModelProto") -> None:
         node.input[:] = [outputs.get(name, name) for name in inputs]
         node.output[:] = [outputs.get(name, name) for name in node.output]
     drop_unused(model.graph)
+
+
+def _by_autocast(graph: "ModelProto", float32_nodes: list[str]) -> "ModelProto":
+    """Let AutoCast place the casts, and give nodes and graph their metadata back, which it drops."""
+    import tempfile
+
+    from onnx import ModelProto
+
+    from tasks.parts.onnx_graph import node_sources, set_node_source, write_graph
+
+    try:
+        from modelopt.onnx.autocast import convert_to_mixed_precision
+    except ImportError as error:
+        raise ConfigError(
+            f"convert_precision.method is autocast, which cannot be imported ({str(error).splitlines()[0]}). Install "
+            "the extra autocast (`pip install -e '.[autocast]'`), or set convert_precision.method=converter."
+        ) from error
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "float.onnx")
+        write_graph(graph, file)
+        converted: ModelProto = convert_to_mixed_precision(
+            str(file),
+            nodes_to_exclude=[f"{re.escape(name)}$" for name in float32_nodes],
+            data_max=math.inf,  # the ranges are known already
+            init_max=math.inf,
+            keep_io_types=True,
+        )
+    del converted.metadata_props[:]
+    converted.metadata_props.extend(graph.metadata_props)
+    sources = node_sources(graph)
+    for node in converted.graph.node:
+        if node.name in sources:
+            set_node_source(node, *sources[node.name])
+    return converted

@@ -83,6 +83,20 @@ def test_both_majors_have_everything_that_tasks_uses(environment: dict[str, str]
     assert uses >= CORE
 
 
+def test_script_of_the_bundle_is_searched_too(environment: dict[str, str], tmp_path: Path) -> None:
+    script = REPOSITORY / "tasks" / "parts" / "bundle_infer.py"
+    uses, _ = read_faults(environment, script)
+    assert uses >= {
+        "Runtime.deserialize_cuda_engine",
+        "ICudaEngine.get_tensor_mode",
+        "IExecutionContext.execute_async_v3",
+        "IExecutionContext.set_tensor_address",
+    }
+    (tmp_path / "old.py").write_text(script.read_text().replace("execute_async_v3", "execute_async_v2"))
+    faults = read_faults(environment, tmp_path / "old.py")[1]
+    assert faults == {str(tmp_path / "old.py"): ["IExecutionContext.execute_async_v2"]}
+
+
 @pytest.mark.parametrize(
     ("source", "missing"),
     [

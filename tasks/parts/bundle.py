@@ -1,52 +1,73 @@
 """One folder with all that it takes to run an engine without this repository.
 
 infer.py            reads images, writes classes; numpy and the runtime only
-requirements.txt    these two, in the version that was measured
-model.json          file, sha256, classes, image size, normalisation, options of the runtime
+requirements.txt    what it needs, in the version that was measured
+model.json          file, sha256, classes, image size, normalisation, batches, options of the runtime
 report.json         the engine's row of engines.json
 <engine file>
 SHA256SUMS          of all of these, for `sha256sum -c`
-triton/<name>/      a Triton model repository of the same file, for ONNX Runtime
+triton/<name>/      a Triton model repository
 """
 
+import dataclasses
 import json
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tasks.parts import bundle_infer
+from tasks.parts.encoding import GRAPH_FILE
 from tasks.parts.runners.contract import EngineManifest, read_engine_manifest, sha256_of
 from tasks.parts.runners.openvino import compile_options
-from tasks.parts.target import Runtime
+from tasks.parts.target import Precision, Runtime
 
-BUNDLED_RUNTIMES = (Runtime.onnxruntime, Runtime.openvino)
-"""Eager PyTorch needs the code of the network, so it has no bundle; TensorRT's is not written."""
+if TYPE_CHECKING:
+    from onnx import GraphProto
+
+BUNDLED_RUNTIMES = (Runtime.onnxruntime, Runtime.openvino, Runtime.tensorrt)
+"""Eager PyTorch needs the code of the network, so it has no bundle."""
 
 
 def write_bundle(engine: Path, row: dict[str, Any], out: Path) -> bool:
     """Write the bundle of a built engine into the new folder `out`; return False for a runtime that has none."""
     manifest = read_engine_manifest(engine)
-    if manifest.target.runtime not in BUNDLED_RUNTIMES:
+    runtime = manifest.target.runtime
+    if runtime not in BUNDLED_RUNTIMES:
         return False
     out.mkdir(parents=True)
     shutil.copyfile(engine / manifest.file, out / manifest.file)
     shutil.copyfile(bundle_infer.__file__, out / "infer.py")
-    _write_json(out / "model.json", _card(manifest))
+    _write_json(out / "model.json", describe_engine(manifest))
     _write_json(out / "report.json", row)
-    pinned = f"{manifest.target.runtime}=={manifest.runtime_version}\nnumpy=={version('numpy')}\n"
-    (out / "requirements.txt").write_text(pinned, encoding="utf-8")
-    if manifest.target.runtime is Runtime.onnxruntime:
-        name = f"{row['variant']}-{row['target']}"
-        _write_triton(out / "triton" / name, engine / manifest.file, manifest, name)
+    packages = [f"{runtime}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
+    if runtime is Runtime.tensorrt:
+        packages.append("pycuda")
+    (out / "requirements.txt").write_text("\n".join(packages) + "\n", encoding="utf-8")
+    name = f"{row['variant']}-{row['target']}"
+    _write_triton(out / "triton" / name, name, engine, manifest)
     files = sorted(path for path in out.rglob("*") if path.is_file())
     sums = [f"{sha256_of(path)}  {path.relative_to(out)}" for path in files]
     (out / "SHA256SUMS").write_text("\n".join(sums) + "\n", encoding="utf-8")
     return True
 
 
-def _card(manifest: EngineManifest) -> dict[str, Any]:
+def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
+    """Return the content of model.json, which is all that infer.py knows."""
     target, card = manifest.target, manifest.card
+    batches, options = [[1, target.max_batch]], {}
+    if target.tensorrt is not None:
+        assert manifest.gpu is not None
+        batches = [[one.min, one.max] for one in target.tensorrt.profiles_for(target.max_batch)]
+        options = {
+            "gpu": dataclasses.asdict(manifest.gpu),
+            "version_compatible": target.tensorrt.version_compatible,
+            "hardware_compatibility": target.tensorrt.hardware_compatibility,
+        }
+    elif target.runtime is Runtime.openvino:
+        options = {"properties": compile_options(target), "isa": manifest.isa}
+    else:
+        options = {"provider": manifest.provider, "num_threads": target.num_threads}
     return {
         "runtime": target.runtime,
         "runtime_version": manifest.runtime_version,
@@ -57,32 +78,98 @@ def _card(manifest: EngineManifest) -> dict[str, Any]:
         "width": card.width,
         "mean": card.mean,
         "std": card.std,
-        "max_batch": target.max_batch,
-        "num_threads": target.num_threads,
-        "isa": manifest.isa,
-        "options": compile_options(target) if target.runtime is Runtime.openvino else {},
+        "batches": batches,
+        "options": options,
     }
 
 
-def _write_triton(folder: Path, file: Path, manifest: EngineManifest, name: str) -> None:
-    """Write Triton's model repository for the onnxruntime backend (model_config.proto)."""
+def configure_triton(name: str, manifest: EngineManifest, graph: "GraphProto") -> str:
+    """Return Triton's configuration of an engine as text of model_config.proto; `graph` names input and output."""
+    target, card = manifest.target, manifest.card
+    backends = {
+        Runtime.onnxruntime: _triton_onnxruntime,
+        Runtime.openvino: _triton_openvino,
+        Runtime.tensorrt: _triton_tensorrt,
+    }
+    image, logits = [3, card.height, card.width], [len(card.classes), card.height, card.width]
+    if target.runtime is Runtime.openvino:
+        image, logits = [-1, *image], [-1, *logits]
+    lines = [
+        "# Serve it with: tritonserver --model-repository=triton",
+        "# Requests carry RGB images as (value / 255 - mean) / std, with the numbers of model.json; answers are one",
+        "# score per class and pixel.",
+        f'name: "{name}"',
+        f'input [ {{ name: "{graph.input[0].name}" data_type: TYPE_FP32 dims: {image} }} ]',
+        f'output [ {{ name: "{graph.output[0].name}" data_type: TYPE_FP32 dims: {logits} }} ]',
+        *backends[target.runtime](manifest),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _write_triton(folder: Path, name: str, engine: Path, manifest: EngineManifest) -> None:
     from tasks.parts.onnx_graph import read_graph
 
-    graph = read_graph(file).graph
-    target, card = manifest.target, manifest.card
-    size = f"{card.height}, {card.width}"
+    runtime = manifest.target.runtime
+    graph = engine / (manifest.file if runtime is Runtime.onnxruntime else GRAPH_FILE)
     (folder / "1").mkdir(parents=True)
-    shutil.copyfile(file, folder / "1" / "model.onnx")
-    config = f"""\
-name: "{name}"
-backend: "onnxruntime"
-max_batch_size: {target.max_batch}
-input [ {{ name: "{graph.input[0].name}" data_type: TYPE_FP32 dims: [ 3, {size} ] }} ]
-output [ {{ name: "{graph.output[0].name}" data_type: TYPE_FP32 dims: [ {len(card.classes)}, {size} ] }} ]
-instance_group [ {{ kind: KIND_CPU count: 1 }} ]
-parameters [ {{ key: "intra_op_thread_count" value: {{ string_value: "{target.num_threads}" }} }} ]
-"""
+    if runtime is Runtime.tensorrt:
+        shutil.copyfile(engine / manifest.file, folder / "1" / "model.plan")
+    else:
+        shutil.copyfile(graph, folder / "1" / "model.onnx")
+    config = configure_triton(name, manifest, read_graph(graph).graph)
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
+
+
+def _triton_onnxruntime(manifest: EngineManifest) -> list[str]:
+    return [
+        'backend: "onnxruntime"',
+        f"max_batch_size: {manifest.target.max_batch}",
+        "instance_group [ { kind: KIND_CPU count: 1 } ]",
+        _triton_parameter("intra_op_thread_count", manifest.target.num_threads),
+    ]
+
+
+def _triton_openvino(manifest: EngineManifest) -> list[str]:
+    target = manifest.target
+    lines = [
+        "# The OpenVINO backend loads no compiled blob: model.onnx is the graph that the measured engine was",
+        "# compiled from. The server compiles it with its own OpenVINO, which on a CPU with bf16 takes bf16 for what",
+        "# is not int8, also where the target says f32: report.json does not hold for it. The batch stands in dims,",
+        "# because with max_batch_size the backend takes no smaller one (Triton 24.04 or later).",
+        'backend: "openvino"',
+        'default_model_filename: "model.onnx"',
+        "max_batch_size: 0",
+        "instance_group [ { kind: KIND_CPU count: 1 } ]",
+        _triton_parameter("PERFORMANCE_HINT", "LATENCY"),
+        _triton_parameter("NUM_STREAMS", 1),
+        _triton_parameter("INFERENCE_NUM_THREADS", target.num_threads),
+    ]
+    return [*lines, _triton_parameter("HINT_BF16", "YES")] if target.precision is Precision.bf16 else lines
+
+
+def _triton_tensorrt(manifest: EngineManifest) -> list[str]:
+    options, gpu = manifest.target.tensorrt, manifest.gpu
+    assert options is not None and gpu is not None
+    profiles = options.profiles_for(manifest.target.max_batch)
+    names = json.dumps([str(index) for index in range(len(profiles))])
+    lines = [
+        f"# Built by TensorRT {manifest.runtime_version} on {gpu.name} ({gpu.compute_capability}) with",
+        f"# hardware_compatibility {options.hardware_compatibility}. Not run on real hardware.",
+    ]
+    if options.version_compatible:
+        lines.append(
+            "# A server with another TensorRT needs --backend-config=tensorrt,version-compatible=true."
+        )
+    return [
+        *lines,
+        'platform: "tensorrt_plan"',
+        f"max_batch_size: {max(one.max for one in profiles)}",
+        f"instance_group [ {{ kind: KIND_GPU count: 1 profile: {names} }} ]",
+    ]
+
+
+def _triton_parameter(key: str, value: int | str) -> str:
+    return f'parameters [ {{ key: "{key}" value: {{ string_value: "{value}" }} }} ]'
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -11,6 +11,9 @@ from onnx import ModelProto, NodeProto, helper, numpy_helper
 from tasks.parts.onnx_graph import activations_to_uint8, drop_unused, is_quantized
 from tasks.parts.target import Target
 
+GRAPH_FILE = "graph.onnx"
+"""Beside an engine that is no graph itself: the encoded graph that it was compiled from."""
+
 STEM_CHANNELS = 4
 """An image has at most so many channels."""
 

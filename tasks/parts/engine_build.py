@@ -164,22 +164,21 @@ def _build_torch(
 def _build_from_graph(
     target: Target, model: Path, card: InputCard, version: str, engine: Path
 ) -> EngineBuild:
-    from tasks.parts.encoding import encode_for
-    from tasks.parts.onnx_graph import read_graph
+    from tasks.parts.encoding import GRAPH_FILE, encode_for
+    from tasks.parts.onnx_graph import read_graph, write_graph
     from tasks.parts.tables import write_table
 
     graph = read_graph(model)
     _check_weights(graph, model)
     _check_operators(graph, target)
+    encoded = encode_for(target, graph)
     layers: tuple[EngineLayer, ...]
     build_latencies_ms: tuple[float, ...] = ()
     if target.runtime is Runtime.openvino:
         from tasks.parts.runners import openvino
 
         file = engine / openvino.ENGINE_FILE
-        compiled = openvino.compile_graph(
-            encode_for(target, graph).SerializeToString(deterministic=True), target
-        )
+        compiled = openvino.compile_graph(encoded.SerializeToString(deterministic=True), target)
         file.write_bytes(openvino.export_blob(compiled))
         layers = openvino.layers_of(compiled)
     elif target.runtime is Runtime.tensorrt:
@@ -188,10 +187,12 @@ def _build_from_graph(
         from tasks.parts.runners import onnxruntime
 
         file = engine / onnxruntime.ENGINE_FILE
-        file.write_bytes(encode_for(target, graph).SerializeToString(deterministic=True))
+        write_graph(encoded, file)
         layers = onnxruntime.layers_of(
             file, provider=onnxruntime.PROVIDERS[target.device], num_threads=target.num_threads
         )
+    if target.runtime is not Runtime.onnxruntime:
+        write_graph(encoded, engine / GRAPH_FILE)
     manifest = _manifest(target, version, card, file=file)
     agreement_db, provider = _measure_agreement(graph, manifest, file)
     layers = join_fused(layers, graph, _LAYER_TYPES)

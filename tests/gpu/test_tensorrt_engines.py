@@ -1,6 +1,8 @@
 """Engines of TensorRT on this machine's GPU: `make test-gpu`."""
 
 import importlib.util
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,15 @@ import torch
 
 from tasks.build_engine import Report, build_engine
 from tasks.core.errors import ArtifactError, DataError, TargetMismatch
+from tasks.parts.bundle import write_bundle
 from tasks.parts.cuda_driver import find_gpus
+from tasks.parts.data import normalise, open_split
 from tasks.parts.engine_build import draw_golden_images
 from tasks.parts.runners.contract import EngineStatus, read_engine_manifest, write_engine_manifest
 from tasks.parts.runners.open_engine import open_engine
 from tasks.parts.target import Target
 from tests.tasks.conftest import Workshop
+from tests.tasks.parts.test_bundle import infer
 
 _HAS_TENSORRT = all(importlib.util.find_spec(name) for name in ("tensorrt", "pycuda"))
 
@@ -124,3 +129,23 @@ def test_plan_of_another_gpu_or_other_bytes_is_never_loaded(
     (engine / manifest.file).write_bytes((engine / manifest.file).read_bytes()[:-1])
     with pytest.raises(ArtifactError, match="sha256"):
         open_engine(engine)
+
+
+def test_bundle_predicts_what_the_engine_does(workshop: Workshop, target: Target, tmp_path: Path) -> None:
+    build(with_options(target, cuda_graph=False), workshop.graph, tmp_path / "a")
+    engine, bundle = tmp_path / "a" / "engine", tmp_path / "bundle"
+    assert write_bundle(engine, {"variant": "float", "target": target.name}, bundle)
+    images_NHWC = np.asarray(open_split(workshop.data, "test")[0][:6])  # more than one batch
+    with open_engine(engine) as runner:
+        card = runner.manifest.card
+        logits = [runner.infer(normalise(batch, card.mean, card.std)) for batch in np.split(images_NHWC, [4])]
+    done = infer(sys.executable, bundle, images_NHWC, tmp_path)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "classes.npy"), np.concatenate(logits).argmax(axis=1).astype(np.uint8)
+    )
+    model = json.loads((bundle / "model.json").read_text())
+    model["options"]["gpu"]["name"] = "NVIDIA Imaginary"
+    (bundle / "model.json").write_text(json.dumps(model))
+    done = infer(sys.executable, bundle, images_NHWC, tmp_path)
+    assert done.returncode != 0 and "was built on NVIDIA Imaginary" in done.stderr

@@ -32,12 +32,19 @@ def built(target, model, tmp_path):
     return build_engine(target, model=model, out=out), out / "engine"
 
 
-@pytest.mark.parametrize("target", ["cpu_torch", "cpu_onnxruntime", "cpu_openvino"])
-def test_float_engine_is_one_file_with_its_digest(workshop, tmp_path, target):
+@pytest.mark.parametrize(
+    ("target", "beside"),
+    [
+        ("cpu_torch", []),
+        ("cpu_onnxruntime", ["layers.csv"]),
+        ("cpu_openvino", ["graph.onnx", "layers.csv"]),
+    ],
+)
+def test_float_engine_is_one_file_with_its_digest(workshop, tmp_path, target, beside):
     model = workshop.checkpoint if target == "cpu_torch" else workshop.graph
     report, engine = built(workshop.target(target), model, tmp_path)
     manifest = read_engine_manifest(engine)
-    assert sorted(file.name for file in engine.iterdir()) == sorted(["manifest.json", report.file])
+    assert sorted(file.name for file in engine.iterdir()) == sorted(["manifest.json", report.file, *beside])
     assert (report.status, report.reason, report.precision_ok, report.is_quantized) == (
         "built",
         "",

@@ -1,31 +1,57 @@
 """FP16 by graph conversion: what it changes, what it leaves, and what the CPU runtimes make of it."""
 
+import importlib.util
 import json
 import shutil
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from tasks.build_engine import build_engine
-from tasks.convert_precision import Config, Report, convert_precision
+from tasks.convert_precision import Config, Method, Report, convert_precision
 from tasks.core.errors import ArtifactError, ConfigError, DataError
 from tasks.parts.data import normalise, open_split
 from tasks.parts.engine_build import count_layers
 from tasks.parts.export import difference
 from tasks.parts.onnx_graph import node_sources, read_card_of_graph, read_graph, write_graph
 from tasks.parts.onnx_predict import open_session
+from tests.wheels import unpack_wheel
 
-CONFIG = Config(num_images=4, batch_size=2, num_val_images=0, max_abs=32752.0, float32_op_types=[])
+CONFIG = Config(
+    method=Method.converter,
+    num_images=4,
+    batch_size=2,
+    num_val_images=0,
+    max_abs=32752.0,
+    float32_op_types=[],
+)
+
+
+AUTOCAST_PACKAGES = {"lief": "lief", "onnx-graphsurgeon": "onnx_graphsurgeon"}
+"""Of the extra autocast: package -> module."""
+
+
+@pytest.fixture(scope="module", params=Method)
+def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Config]:
+    """A configuration of each method; what AutoCast needs and is not installed is fetched."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param is Method.autocast:
+            for package, module in AUTOCAST_PACKAGES.items():
+                if importlib.util.find_spec(module) is None:
+                    patch.syspath_prepend(unpack_wheel(package, tmp_path_factory.mktemp(module)))
+        yield replace(CONFIG, method=request.param)
 
 
 @pytest.fixture(scope="module")
-def converted(workshop: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+def converted(config: Config, workshop: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
     out = tmp_path_factory.mktemp("fp16")
-    return convert_precision(CONFIG, model=workshop.graph, data=workshop.data, out=out), out / "model.onnx"
+    return convert_precision(config, model=workshop.graph, data=workshop.data, out=out), out / "model.onnx"
 
 
 def test_weights_are_fp16_and_input_and_output_stay_fp32(
@@ -60,7 +86,7 @@ def test_fp16_graph_computes_nearly_the_same(converted: tuple[Report, Path], wor
     assert abs(report.miou - report.float_miou) < 0.01
 
 
-def test_nodes_beyond_the_range_of_fp16_stay_in_fp32(workshop: Any, tmp_path: Path) -> None:
+def test_nodes_beyond_the_range_of_fp16_stay_in_fp32(config: Config, workshop: Any, tmp_path: Path) -> None:
     """A convolution scaled up by 1e6, the next one down: the same function, but FP16 over- and underflows."""
     graph = read_graph(workshop.graph)
     first, second = [node for node in graph.graph.node if node.op_type == "Conv"][:2]
@@ -73,24 +99,24 @@ def test_nodes_beyond_the_range_of_fp16_stay_in_fp32(workshop: Any, tmp_path: Pa
     write_graph(graph, model)
     out = tmp_path / "out"
     out.mkdir()
-    report = convert_precision(CONFIG, model=model, data=workshop.data, out=out)
+    report = convert_precision(config, model=model, data=workshop.data, out=out)
     assert {first.name, second.name} <= set(report.float32_nodes) and len(report.float32_nodes) <= 4
     assert report.agreement > 0.99
     named = convert_precision(
-        replace(CONFIG, float32_op_types=["Resize"]), model=workshop.graph, data=workshop.data, out=out
+        replace(config, float32_op_types=["Resize"]), model=workshop.graph, data=workshop.data, out=out
     )
     resizes = {node.name for node in graph.graph.node if node.op_type == "Resize"}
     assert set(named.float32_nodes) == resizes != set()
 
 
-def test_logits_beyond_the_range_of_fp16_stay_finite(workshop: Any, tmp_path: Path) -> None:
+def test_logits_beyond_the_range_of_fp16_stay_finite(config: Config, workshop: Any, tmp_path: Path) -> None:
     graph = read_graph(workshop.graph)
     for tensor in graph.graph.initializer:
         if tensor.name in ("classifier/Conv:weight", "classifier/Conv:bias"):
             values = numpy_helper.to_array(tensor) * np.float32(1e7)
             tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     write_graph(graph, tmp_path / "scaled.onnx")
-    report = convert_precision(CONFIG, model=tmp_path / "scaled.onnx", data=workshop.data, out=tmp_path)
+    report = convert_precision(config, model=tmp_path / "scaled.onnx", data=workshop.data, out=tmp_path)
     assert graph.graph.node[-1].name in report.float32_nodes
     converted = read_graph(tmp_path / "model.onnx")
     assert [value.name for value in converted.graph.output] == [value.name for value in graph.graph.output]
@@ -99,6 +125,33 @@ def test_logits_beyond_the_range_of_fp16_stay_finite(workshop: Any, tmp_path: Pa
     logits_NCHW = open_session(converted).run(None, {"image": images_NCHW})[0]
     assert np.isfinite(logits_NCHW).all() and np.abs(logits_NCHW).max() > 65504
     assert report.agreement > 0.99
+
+
+def test_node_that_reads_what_fp16_cannot_hold_stays_in_fp32(
+    config: Config, workshop: Any, tmp_path: Path
+) -> None:
+    """In FP16 the softmax of logits beyond its range is NaN, though its own output is at most 1."""
+    graph = read_graph(workshop.graph)
+    for tensor in graph.graph.initializer:
+        if tensor.name in ("classifier/Conv:weight", "classifier/Conv:bias"):
+            values = numpy_helper.to_array(tensor) * np.float32(1e7)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    resize = graph.graph.node[-1]
+    resize.output[0] = "wide"
+    graph.graph.node.append(helper.make_node("Softmax", ["wide"], ["logits"], "softmax", axis=1))
+    write_graph(graph, tmp_path / "softmax.onnx")
+    report = convert_precision(config, model=tmp_path / "softmax.onnx", data=workshop.data, out=tmp_path)
+    assert {resize.name, "softmax"} <= set(report.float32_nodes)
+    assert report.agreement > 0.99
+
+
+def test_autocast_without_its_packages_names_the_extra(
+    workshop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "modelopt.onnx.autocast", None)  # as if it could not be imported
+    config = replace(CONFIG, method=Method.autocast)
+    with pytest.raises(ConfigError, match=r"method is autocast, .* Install the extra autocast"):
+        convert_precision(config, model=workshop.graph, data=workshop.data, out=tmp_path)
 
 
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])

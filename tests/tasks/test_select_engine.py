@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.tracking import TrackingConfig, send_pending
+from tasks.parts.encoding import GRAPH_FILE
 from tasks.parts.pareto import pareto_front
 from tasks.parts.runners.contract import EngineManifest, EngineStatus, InputCard, write_engine_manifest
 from tasks.parts.target import Precision, Runtime, Target
@@ -120,6 +121,7 @@ class Artifacts:
         )
         folder = self._build(variant, target, manifest, {"precision_note": precision_note})
         (folder / "engine" / "model.engine").write_bytes(content)
+        (folder / "engine" / GRAPH_FILE).write_bytes(content)
         self._report(
             "validate",
             variant,
