@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.config import PARAMS_FILE, find_section, read_params, typed_config
-from tasks.core.errors import ConfigError, EnginewrightError, TrackingUnavailable
+from tasks.core.errors import ArtifactError, ConfigError, EnginewrightError, TrackingUnavailable
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -290,10 +290,15 @@ def find_engine(config: TrackingConfig, sha256: str) -> TrackedEngine | None:
 def read_pipeline_params(config: TrackingConfig, engine: TrackedEngine) -> str:
     """Return the params.yaml of the pipeline that made an engine.
 
-    Raises TrackingUnavailable when MLflow does not answer or has no such file.
+    Raises TrackingUnavailable when MLflow does not answer, ArtifactError where its run has no such file.
     """
     with client_of(config) as client, tempfile.TemporaryDirectory() as folder:
         pipeline = engine.tags[_PARENT_TAG]
+        if PARAMS_FILE.name not in {file.path for file in client.list_artifacts(pipeline)}:
+            raise ArtifactError(
+                f"MLflow's run {pipeline} holds no {PARAMS_FILE}: an earlier version logged it. Run the pipeline again "
+                "in an experiment of its own (select_engine.tracking.experiment)."
+            )
         return Path(client.download_artifacts(pipeline, PARAMS_FILE.name, folder)).read_text(encoding="utf-8")
 
 
