@@ -10,6 +10,9 @@ rounds by 1-2 %.) Rounds go on until three windows of them agree, or until the t
 import csv
 import logging
 import os
+import random
+import statistics
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -282,9 +285,6 @@ def _measure_batch(
 def _run_rounds(
     cfg: Config, processes: dict[str, "BurstProcess"], batch: int, budget_s: float, *, seed: int
 ) -> list[Round]:
-    import random
-    import time
-
     from tasks.parts.runners.burst_process import run_round
 
     shuffler, rounds, start = random.Random(seed), list[Round](), time.monotonic()
@@ -304,8 +304,6 @@ def _is_over(cfg: Config, rounds: list[Round], share_of_budget: float) -> bool:
 
 
 def _measure_load(cfg: Config, process: "BurstProcess", concurrency: int) -> Throughput:
-    import statistics
-
     seconds = cfg.throughput_s / _LOAD_WINDOWS
     load = process.load(1, concurrency=concurrency, seconds=seconds, num_windows=_LOAD_WINDOWS)
     return Throughput(

@@ -203,6 +203,14 @@ def test_death_of_the_engine_s_process_is_a_typed_error(workshop):
             process.burst(1, seconds=0.01, min_calls=1)
 
 
+def test_lane_that_fails_ends_the_others(workshop):
+    engine = workshop.engine("float", "cpu_openvino")  # compiled for batches up to 4
+    with BurstProcess(engine, num_threads=1, timeout_s=60) as process:
+        process.wait_until_loaded()
+        with pytest.raises(ArtifactError, match=r"the process that ran it died \(exit code 1\)"):
+            process.load(5, concurrency=3, seconds=0.01, num_windows=3)
+
+
 def test_silent_process_is_given_up(workshop):
     engine = workshop.engine("float", "cpu_onnxruntime")
     with BurstProcess(engine, num_threads=1, timeout_s=60) as process:
