@@ -121,7 +121,8 @@ class OnnxruntimeRunner:
         self._input_name = ""
 
     def __enter__(self) -> Self:
-        self._session = self._session or self._open()
+        if self._session is None:
+            self._session = self._open()
         self._input_name = self._session.get_inputs()[0].name
         return self
 

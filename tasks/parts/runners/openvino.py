@@ -81,7 +81,8 @@ class OpenvinoRunner:
         self._request: Any = None
 
     def __enter__(self) -> Self:
-        self._compiled = self._compiled or self._import({})
+        if self._compiled is None:
+            self._compiled = self._import({})
         self._request = self._compiled.create_infer_request()
         return self
 

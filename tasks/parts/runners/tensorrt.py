@@ -130,7 +130,8 @@ class TensorrtRunner:
         size = (card.height, card.width)
         with ExitStack() as stack:
             stack.enter_context(PrimaryContext())
-            self._engine = self._shared or load_plan(self._file.read_bytes(), target)
+            shared = self._shared
+            self._engine = load_plan(self._file.read_bytes(), target) if shared is None else shared
             self._context = open_context(self._engine, target)
             self._stream = cuda.Stream()
             [self._input] = tensor_names(self._engine, trt.TensorIOMode.INPUT)
