@@ -180,7 +180,7 @@ class Runner(Protocol):
         ...
 
     def time_on_device(self, images_NCHW: FloatArray, num_iterations: int) -> DeviceTimes | None:
-        """Measure inferences by the clock of the GPU; None for an engine on the CPU."""
+        """Measure inferences by the clock of the GPU; None on a CPU, and where the runtime shows no stream."""
         ...
 
 
