@@ -64,7 +64,9 @@ def measure_size(
 ) -> list[dict[str, Any]]:
     """Build the pick and its references for an input of ``side`` x ``side`` and measure the pairs."""
     references = [("distilled", EAGER), ("teacher", EAGER), ("pruned", target), ("distilled", target)]
-    config = replace(stage_config("benchmark"), budget_s=budget_s, batch_size=1)
+    config = stage_config("benchmark")
+    to_the_end = replace(config.windows, tolerance=1e-9)
+    config = replace(config, budget_s=budget_s, windows=to_the_end, batch_sizes=[], concurrencies=[])
     with tempfile.TemporaryDirectory() as folder:
         engine = build_resized(params, variant, target, side, Path(folder, "pick"))
         rows = []

@@ -1,22 +1,26 @@
-"""Measure the latency of an engine file against a reference engine, so that the ratio survives a noisy
-machine.
+"""Measure an engine file against a reference engine, so that the ratio survives a noisy machine.
 
 Three processes: the reference, the engine, and the engine once more (the A/A control). They run short bursts
 in rounds, in random order within a round. The speed-up is the median over the rounds of the ratio of burst
 medians, so that slow phases of the machine hit both sides. What the two equal processes differ by is the
 smallest difference that may be claimed. (Blocks one after the other differ by 10 % on a shared machine,
-rounds by 1-2 %.)
+rounds by 1-2 %.) Rounds go on until three windows of them agree, or until the time is over.
 """
 
 import csv
 import logging
 import os
-from collections.abc import Sequence
+import random
+import statistics
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.batch_latency import BatchLatency, Interval, Round, Windows, summarise
+from tasks.parts.machine_state import MachineState, read_gpu_memory_mib, read_machine_state, read_versions
+from tasks.parts.target import CUDA, read_cpu_model
 
 if TYPE_CHECKING:
     from tasks.parts.runners.burst_process import BurstProcess, Memory
@@ -26,8 +30,11 @@ logger = logging.getLogger(__name__)
 
 REFERENCE, ENGINE, CONTROL = "reference", "engine", "control"
 _ROUNDS_AT_ANY_COST = 3
+_LOAD_WINDOWS = 3
 _PROFILED = 10
 """Inferences that the time of each layer is the mean of."""
+_TIMED_ON_DEVICE = 50
+"""Inferences that CUDA events measure."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +43,8 @@ class Config:
 
     seed: int
     """Order of the processes within the rounds, and the bootstrap."""
-    batch_size: int
-    """Second batch size that is measured, besides 1; left out where the target's max_batch is smaller."""
+    batch_sizes: list[int]
+    """What is measured besides batch 1, which comes first; left out where the target's max_batch is smaller."""
     warm_up_ms: float
     """Per process and batch size, before anything counts."""
     burst_ms: float
@@ -47,10 +54,16 @@ class Config:
     """Inferences per burst at least, for engines slower than burst_ms / min_calls."""
     min_rounds: int
     """Rounds at least, even past the time budget, up to twice that budget."""
+    windows: Windows
+    """When a measurement may end before its time budget."""
     budget_s: float
     """Time for the rounds at batch 1. More: narrower interval."""
     budget_batch_s: float
-    """Time for the rounds at batch_size."""
+    """Time for the rounds at each of batch_sizes."""
+    concurrencies: list[int]
+    """How many threads keep the engine busy at a time, for the throughput at batch 1. Empty: not measured."""
+    throughput_s: float
+    """Time for each of concurrencies."""
     max_aa_spread: float
     """A/A spread over which a measurement is void: repeated once, then called inconclusive. 0.05 is 5 %."""
     timeout_s: float
@@ -58,11 +71,12 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for impossible values."""
-        for name in ("batch_size", "min_calls"):
-            self._require(getattr(self, name) >= 1, name, "1 or more")
+        self._require(all(batch >= 2 for batch in self.batch_sizes), "batch_sizes", "each 2 or more")
+        self._require(all(one >= 1 for one in self.concurrencies), "concurrencies", "each 1 or more")
+        self._require(self.min_calls >= 1, "min_calls", "1 or more")
         at_least = _ROUNDS_AT_ANY_COST
         self._require(self.min_rounds >= at_least, "min_rounds", f"{at_least} or more")
-        for name in ("burst_ms", "budget_s", "budget_batch_s", "max_aa_spread", "timeout_s"):
+        for name in ("burst_ms", "budget_s", "budget_batch_s", "throughput_s", "max_aa_spread", "timeout_s"):
             self._require(getattr(self, name) > 0, name, "more than 0")
         self._require(self.warm_up_ms >= 0, "warm_up_ms", "0 or more")
         self._require(self.seed >= 0, "seed", "0 or more")
@@ -73,30 +87,17 @@ class Config:
 
 
 @dataclass(frozen=True)
-class BatchResult:
-    """Latency at one batch size."""
+class Throughput:
+    """What an engine does at batch 1 while several threads keep it busy."""
 
-    batch: int
-    latency_ms_p50: float
-    latency_ms_p90: float
-    latency_ms_p99: float
-    latency_ms_mean: float
+    concurrency: int
     throughput_per_s: float
-    """Images per second."""
-    reference_latency_ms_p50: float
-    speedup_vs_reference: float
-    """Reference time / engine time: median over rounds."""
-    speedup_vs_reference_low: float
-    """Lower end of the 95 % bootstrap interval."""
-    speedup_vs_reference_high: float
-    aa_ratio_spread: float
-    """Largest distance from 1 of the 95 % interval of engine / same engine. Smaller differences may not be
-    claimed."""
-    num_rounds: int
-    num_samples: int
-    """Timed inferences of the engine (both processes)."""
-    num_repeats: int
-    """1 if the measurement was void once and done again."""
+    """Images per second: median of the windows."""
+    throughput_per_s_low: float
+    """The slowest window."""
+    throughput_per_s_high: float
+    latency_ms_p50: float
+    """Of one inference under this load."""
 
 
 @dataclass(frozen=True)
@@ -112,39 +113,63 @@ class Report:
     latency_ms_p50: float | None
     """At batch 1, like all numbers of this class that name no batch."""
     latency_ms_p90: float | None
+    latency_ms_p95: float | None
     latency_ms_p99: float | None
     latency_ms_mean: float | None
+    latency_ms_intervals: dict[str, Interval]
+    device_ms_p50: float | None
+    """By CUDA events, with the copies to and from the GPU; None on a CPU."""
+    device_compute_ms_p50: float | None
     throughput_per_s: float | None
-    """Images per second at batch 1."""
+    """Images per second at batch 1, one inference after the other."""
     throughput_per_s_batched: float | None
-    """Images per second at benchmark.batch_size."""
+    """Images per second at the largest of benchmark.batch_sizes that the engine takes."""
+    throughputs: tuple[Throughput, ...]
     speedup_vs_reference: float | None
     speedup_vs_reference_low: float | None
     speedup_vs_reference_high: float | None
     aa_ratio_spread: float | None
+    is_stable: bool | None
+    """Whether the last three windows at batch 1 agreed; if not, the machine never settled within the time."""
     inconclusive: bool
     """Whether the A/A spread at batch 1 stayed over benchmark.max_aa_spread: the machine was too noisy."""
     memory_mib: float | None
     """Resident memory that runtime, weights and buffers take."""
     memory_total_mib: float | None
     """Peak of the whole process, with Python."""
-    batches: tuple[BatchResult, ...]
+    gpu_memory_mib: float | None
+    """What the process holds on the GPU; None on a CPU, or where NVML does not tell."""
+    batches: tuple[BatchLatency, ...]
     runtime: str
     runtime_version: str
     provider: str
     num_threads: int
+    options: dict[str, str | int | bool]
+    """What was on that changes the time, such as a captured CUDA graph, by the runtime's own names."""
     precisions: dict[str, dict[str, int]]
     cpu_model: str
+    versions: dict[str, str]
     load_average_before: float | None
+    machine_before: MachineState | None
+    """After warm-up, before the first round."""
+    machine_after: MachineState | None
+    """Right after the last round."""
 
 
 @dataclass(frozen=True)
-class _Round:
-    """Latencies in ms of one burst of each process."""
+class _Measured:
+    """What the processes gave."""
 
-    reference: list[float]
-    engine: list[float]
-    control: list[float]
+    batches: tuple[BatchLatency, ...]
+    rounds: dict[int, list[Round]]
+    """By batch size."""
+    throughputs: tuple[Throughput, ...]
+    layers_ms: dict[str, float]
+    memory: "Memory"
+    gpu_memory_mib: float | None
+    description: dict[str, Any]
+    machine_before: MachineState
+    machine_after: MachineState
 
 
 def benchmark(cfg: Config, *, engine: Path, reference: Path, out: Path) -> Report:
@@ -159,22 +184,24 @@ def benchmark(cfg: Config, *, engine: Path, reference: Path, out: Path) -> Repor
     load_before = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     if not manifest.is_built:
         logger.warning("benchmark: %s has no engine: %s", engine, manifest.reason)
-        return _report(manifest, base, (), None, None, cfg, load_before)
+        return _report(cfg, manifest, base, None, load_before)
     _check_comparable(manifest, base, engine, reference)
     logger.info(
         "benchmark: %s of target %s against %s", manifest.file, manifest.target.name, base.target.name
     )
-    results, memory, description, rounds, layers_ms = _measure_all(cfg, manifest, base, engine, reference)
-    _write_latencies(rounds, out / "latencies.csv")
-    _write_layers(engine, layers_ms, out)
-    report = _report(manifest, base, results, memory, description, cfg, load_before)
+    measured = _measure(cfg, manifest, base, engine, reference)
+    _write_latencies(measured.rounds, out / "latencies.csv")
+    _write_layers(engine, measured.layers_ms, out)
+    first = measured.batches[0]
     logger.info(
-        "benchmark: p50 %.3f ms, %.2f times the reference's speed, A/A spread %.1f %%",
-        results[0].latency_ms_p50,
-        results[0].speedup_vs_reference,
-        100 * results[0].aa_ratio_spread,
+        "benchmark: p50 %.3f ms, %.2f times the reference's speed, A/A spread %.1f %%, %s after %d rounds",
+        first.latency_ms_p50,
+        first.speedup_vs_reference,
+        100 * first.aa_ratio_spread,
+        "stable" if first.is_stable else "not stable",
+        first.num_rounds,
     )
-    return report
+    return _report(cfg, manifest, base, measured, load_before)
 
 
 def _check_comparable(
@@ -193,48 +220,62 @@ def _check_comparable(
         )
 
 
-def _measure_all(
+def _measure(
     cfg: Config, manifest: "EngineManifest", base: "EngineManifest", engine: Path, reference: Path
-) -> tuple[tuple[BatchResult, ...], "Memory", dict[str, object], dict[int, list[_Round]], dict[str, float]]:
-    from contextlib import ExitStack
-
-    from tasks.parts.runners.burst_process import BurstProcess
+) -> _Measured:
+    from tasks.parts.runners.burst_process import open_processes
 
     largest = min(manifest.target.max_batch, base.target.max_batch)
-    budgets = {1: cfg.budget_s, cfg.batch_size: cfg.budget_batch_s} | {1: cfg.budget_s}
-    with ExitStack() as stack:
-        processes = {
-            name: stack.enter_context(
-                BurstProcess(folder, num_threads=card.target.num_threads, timeout_s=cfg.timeout_s)
-            )
-            for name, folder, card in (
-                (REFERENCE, reference, base),
-                (ENGINE, engine, manifest),
-                (CONTROL, engine, manifest),
-            )
-        }
+    batch_sizes = sorted({batch for batch in cfg.batch_sizes if batch <= largest})
+    device = manifest.target.device
+    engines = {REFERENCE: reference, ENGINE: engine, CONTROL: engine}
+    with open_processes(engines, timeout_s=cfg.timeout_s) as processes:
         descriptions = {name: process.wait_until_loaded() for name, process in processes.items()}
-        memory: Memory | None = None
-        results, rounds = [], {}
-        for batch in sorted(batch for batch in budgets if batch <= largest):
-            for name, process in processes.items():
-                used = process.warm_up(batch, seconds=cfg.warm_up_ms / 1000)
-                if name == ENGINE and memory is None:
-                    memory = used
-            result, rounds[batch] = _measure_batch(cfg, processes, batch, budgets[batch])
-            results.append(result)
+        memory = _warm_up(cfg, processes, 1)
+        gpu_memory_mib = read_gpu_memory_mib(processes[ENGINE].pid) if device == CUDA else None
+        machine_before = read_machine_state(device)
+        measured = {1: _measure_batch(cfg, processes, 1, cfg.budget_s)}
+        for batch in batch_sizes:
+            _warm_up(cfg, processes, batch)
+            measured[batch] = _measure_batch(cfg, processes, batch, cfg.budget_batch_s)
+        machine_after = read_machine_state(device)
+        throughputs = tuple(_measure_load(cfg, processes[ENGINE], count) for count in cfg.concurrencies)
         layers_ms = processes[ENGINE].profile(num_iterations=_PROFILED)
-    assert memory is not None
-    return tuple(results), memory, descriptions[ENGINE], rounds, layers_ms
+    return _Measured(
+        batches=tuple(result for result, _ in measured.values()),
+        rounds={batch: rounds for batch, (_, rounds) in measured.items()},
+        throughputs=throughputs,
+        layers_ms=layers_ms,
+        memory=memory,
+        gpu_memory_mib=gpu_memory_mib,
+        description=descriptions[ENGINE],
+        machine_before=machine_before,
+        machine_after=machine_after,
+    )
+
+
+def _warm_up(cfg: Config, processes: dict[str, "BurstProcess"], batch: int) -> "Memory":
+    """Warm every process up, and return the memory of the engine's."""
+    used = {
+        name: process.warm_up(batch, seconds=cfg.warm_up_ms / 1000) for name, process in processes.items()
+    }
+    return used[ENGINE]
 
 
 def _measure_batch(
     cfg: Config, processes: dict[str, "BurstProcess"], batch: int, budget_s: float
-) -> tuple[BatchResult, list[_Round]]:
+) -> tuple[BatchLatency, list[Round]]:
     """Measure, and at batch 1 once again if the A/A control says that the measurement is void."""
     for num_repeats in (0, 1) if batch == 1 else (0,):
         rounds = _run_rounds(cfg, processes, batch, budget_s, seed=cfg.seed + num_repeats)
-        result = summarise(rounds, batch=batch, seed=cfg.seed, num_repeats=num_repeats)
+        result = summarise(
+            rounds,
+            batch=batch,
+            windows=cfg.windows,
+            device=processes[ENGINE].time_on_device(batch, num_iterations=_TIMED_ON_DEVICE),
+            seed=cfg.seed,
+            num_repeats=num_repeats,
+        )
         if result.aa_ratio_spread <= cfg.max_aa_spread:
             break
         logger.warning("benchmark: A/A spread %.1f %% at batch %d", 100 * result.aa_ratio_spread, batch)
@@ -243,62 +284,38 @@ def _measure_batch(
 
 def _run_rounds(
     cfg: Config, processes: dict[str, "BurstProcess"], batch: int, budget_s: float, *, seed: int
-) -> list[_Round]:
-    import random
-    import time
+) -> list[Round]:
+    from tasks.parts.runners.burst_process import run_round
 
-    order, shuffler = list(processes), random.Random(seed)
-    rounds: list[_Round] = []
-    end = time.monotonic() + budget_s
-    while (
-        (now := time.monotonic()) < end
-        or len(rounds) < _ROUNDS_AT_ANY_COST
-        or (len(rounds) < cfg.min_rounds and now < end + budget_s)
-    ):
-        shuffler.shuffle(order)
-        bursts = {
-            name: processes[name].burst(batch, seconds=cfg.burst_ms / 1000, min_calls=cfg.min_calls)
-            for name in order
-        }
+    shuffler, rounds, start = random.Random(seed), list[Round](), time.monotonic()
+    while not _is_over(cfg, rounds, (time.monotonic() - start) / budget_s):
         rounds.append(
-            _Round(*([value / 1e6 for value in bursts[name]] for name in (REFERENCE, ENGINE, CONTROL)))
+            Round(**run_round(processes, batch, shuffler, burst_ms=cfg.burst_ms, min_calls=cfg.min_calls))
         )
     return rounds
 
 
-def summarise(rounds: Sequence[_Round], *, batch: int, seed: int, num_repeats: int) -> BatchResult:
-    """Turn rounds into percentiles and ratios."""
-    import numpy as np
+def _is_over(cfg: Config, rounds: list[Round], share_of_budget: float) -> bool:
+    if len(rounds) < _ROUNDS_AT_ANY_COST:
+        return False
+    if len(rounds) < cfg.min_rounds:
+        return share_of_budget >= 2
+    return share_of_budget >= 1 or cfg.windows.are_stable(rounds)
 
-    from tasks.parts.latency import bootstrap_interval
 
-    latencies_ms = np.concatenate([[*r.engine, *r.control] for r in rounds])
-    reference_ms = np.concatenate([r.reference for r in rounds])
-    medians = np.array([[np.median(r.reference), np.median(r.engine), np.median(r.control)] for r in rounds])
-    speedups = medians[:, 0] / np.sqrt(medians[:, 1] * medians[:, 2])
-    low, high = bootstrap_interval(speedups, seed=seed)
-    aa_low, aa_high = bootstrap_interval(medians[:, 1] / medians[:, 2], seed=seed)
-    p50, p90, p99 = (float(value) for value in np.percentile(latencies_ms, [50, 90, 99]))
-    mean = float(latencies_ms.mean())
-    return BatchResult(
-        batch=batch,
-        latency_ms_p50=p50,
-        latency_ms_p90=p90,
-        latency_ms_p99=p99,
-        latency_ms_mean=mean,
-        throughput_per_s=1000 * batch / mean,
-        reference_latency_ms_p50=float(np.median(reference_ms)),
-        speedup_vs_reference=float(np.median(speedups)),
-        speedup_vs_reference_low=low,
-        speedup_vs_reference_high=high,
-        aa_ratio_spread=max(abs(aa_low - 1), abs(aa_high - 1)),
-        num_rounds=len(rounds),
-        num_samples=len(latencies_ms),
-        num_repeats=num_repeats,
+def _measure_load(cfg: Config, process: "BurstProcess", concurrency: int) -> Throughput:
+    seconds = cfg.throughput_s / _LOAD_WINDOWS
+    load = process.load(1, concurrency=concurrency, seconds=seconds, num_windows=_LOAD_WINDOWS)
+    return Throughput(
+        concurrency=concurrency,
+        throughput_per_s=statistics.median(load.calls_per_s),
+        throughput_per_s_low=min(load.calls_per_s),
+        throughput_per_s_high=max(load.calls_per_s),
+        latency_ms_p50=statistics.median(load.latencies_ns) / 1e6,
     )
 
 
-def _write_latencies(rounds: dict[int, list[_Round]], path: Path) -> None:
+def _write_latencies(rounds: dict[int, list[Round]], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["batch", "round", "process", "latency_ms"])
@@ -331,18 +348,15 @@ def _write_layers(engine: Path, layers_ms: dict[str, float], out: Path) -> None:
 
 
 def _report(
+    cfg: Config,
     manifest: "EngineManifest",
     base: "EngineManifest",
-    results: tuple[BatchResult, ...],
-    memory: "Memory | None",
-    description: dict[str, object] | None,
-    cfg: Config,
+    measured: _Measured | None,
     load_before: float | None,
 ) -> Report:
-    from tasks.parts.target import read_cpu_model
 
-    first = results[0] if results else None
-    used = description or {}
+    first = measured.batches[0] if measured else None
+    used = measured.description if measured else {}
     return Report(
         status=manifest.status,
         reason=manifest.reason,
@@ -351,23 +365,36 @@ def _report(
         size_bytes=manifest.size_bytes,
         latency_ms_p50=first.latency_ms_p50 if first else None,
         latency_ms_p90=first.latency_ms_p90 if first else None,
+        latency_ms_p95=first.latency_ms_p95 if first else None,
         latency_ms_p99=first.latency_ms_p99 if first else None,
         latency_ms_mean=first.latency_ms_mean if first else None,
+        latency_ms_intervals=first.latency_ms_intervals if first else {},
+        device_ms_p50=first.device_ms_p50 if first else None,
+        device_compute_ms_p50=first.device_compute_ms_p50 if first else None,
         throughput_per_s=first.throughput_per_s if first else None,
-        throughput_per_s_batched=results[-1].throughput_per_s if len(results) > 1 else None,
+        throughput_per_s_batched=(
+            measured.batches[-1].throughput_per_s if measured and len(measured.batches) > 1 else None
+        ),
+        throughputs=measured.throughputs if measured else (),
         speedup_vs_reference=first.speedup_vs_reference if first else None,
         speedup_vs_reference_low=first.speedup_vs_reference_low if first else None,
         speedup_vs_reference_high=first.speedup_vs_reference_high if first else None,
         aa_ratio_spread=first.aa_ratio_spread if first else None,
+        is_stable=first.is_stable if first else None,
         inconclusive=bool(first and first.aa_ratio_spread > cfg.max_aa_spread),
-        memory_mib=memory.engine if memory else None,
-        memory_total_mib=memory.total if memory else None,
-        batches=results,
+        memory_mib=measured.memory.engine if measured else None,
+        memory_total_mib=measured.memory.total if measured else None,
+        gpu_memory_mib=measured.gpu_memory_mib if measured else None,
+        batches=measured.batches if measured else (),
         runtime=manifest.target.runtime,
         runtime_version=manifest.runtime_version,
-        provider=str(used.get("provider", manifest.provider)),
-        num_threads=int(str(used.get("num_threads", manifest.target.num_threads))),
+        provider=used.get("provider", manifest.provider),
+        num_threads=used.get("num_threads", manifest.target.num_threads),
+        options=used.get("options", {}),
         precisions=manifest.precisions,
         cpu_model=read_cpu_model(),
+        versions=read_versions(manifest.target.device),
         load_average_before=load_before,
+        machine_before=measured.machine_before if measured else None,
+        machine_after=measured.machine_after if measured else None,
     )

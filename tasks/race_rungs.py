@@ -9,12 +9,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tasks.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tasks.parts.runners.contract import EngineManifest
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +86,7 @@ def race_rungs(cfg: Config, *, builds: Path, out: Path) -> Report:
     """
     import numpy as np
 
+    from tasks.parts.latency import ratio_spread
     from tasks.parts.runners.contract import read_engine_manifest
 
     engines = {variant: builds / variant / cfg.target / "engine" for variant in cfg.variants}
@@ -100,7 +97,7 @@ def race_rungs(cfg: Config, *, builds: Path, out: Path) -> Report:
     if len(racing) < 2:
         logger.info("race_rungs: %s has %d engine files, no race", cfg.target, len(racing))
         return Report(built, {}, (), None, 0)
-    rounds = _race(cfg, {variant: engines[variant] for variant in racing}, manifests)
+    rounds = _race(cfg, {variant: engines[variant] for variant in racing})
     _write_latencies(rounds, out / "latencies.csv")
     medians = {name: np.array([np.median(burst) for burst in bursts]) for name, bursts in rounds.items()}
     ratios = [
@@ -108,8 +105,7 @@ def race_rungs(cfg: Config, *, builds: Path, out: Path) -> Report:
         for number, later in enumerate(racing)
         for earlier in racing[:number]
     ]
-    control = _ratio(CONTROL, racing[0], medians[racing[0]] / medians[CONTROL], cfg.seed)
-    spread = max(abs(control.low - 1), abs(control.high - 1))
+    spread = ratio_spread(medians[racing[0]] / medians[CONTROL], seed=cfg.seed)
     logger.info("race_rungs: %s, %d engine files, A/A spread %.1f %%", cfg.target, len(racing), 100 * spread)
     return Report(
         engine_sha256=built,
@@ -120,35 +116,25 @@ def race_rungs(cfg: Config, *, builds: Path, out: Path) -> Report:
     )
 
 
-def _race(
-    cfg: Config, engines: Mapping[str, Path], manifests: Mapping[str, "EngineManifest"]
-) -> dict[str, list[list[float]]]:
+def _race(cfg: Config, engines: Mapping[str, Path]) -> dict[str, list[list[float]]]:
     """Return the latencies in ms of each engine by round, and of the control."""
     import random
-    from contextlib import ExitStack
 
-    from tasks.parts.runners.burst_process import BurstProcess
+    from tasks.parts.runners.burst_process import open_processes, run_round
 
     first = next(iter(engines))
     starters = {**engines, CONTROL: engines[first]}
-    num_threads = manifests[first].target.num_threads
-    with ExitStack() as stack:
-        processes = {
-            name: stack.enter_context(BurstProcess(engine, num_threads=num_threads, timeout_s=cfg.timeout_s))
-            for name, engine in starters.items()
-        }
+    with open_processes(starters, timeout_s=cfg.timeout_s) as processes:
         for process in processes.values():
             process.wait_until_loaded()
         for process in processes.values():
             process.warm_up(1, seconds=cfg.warm_up_ms / 1000)
-        order, shuffler = list(processes), random.Random(cfg.seed)
-        rounds: dict[str, list[list[float]]] = {name: [] for name in processes}
-        for _ in range(cfg.num_rounds):
-            shuffler.shuffle(order)
-            for name in order:
-                burst = processes[name].burst(1, seconds=cfg.burst_ms / 1000, min_calls=cfg.min_calls)
-                rounds[name].append([nanoseconds / 1e6 for nanoseconds in burst])
-    return rounds
+        shuffler = random.Random(cfg.seed)
+        rounds = [
+            run_round(processes, 1, shuffler, burst_ms=cfg.burst_ms, min_calls=cfg.min_calls)
+            for _ in range(cfg.num_rounds)
+        ]
+    return {name: [one[name] for one in rounds] for name in starters}
 
 
 def _ratio(faster: str, slower: str, factors: "Sequence[float]", seed: int) -> Ratio:

@@ -295,7 +295,7 @@ def _measure_latencies(engines: Mapping[float, Path], num_rounds: int) -> tuple[
     import numpy as np
 
     from tasks.parts.engine_build import draw_golden_images
-    from tasks.parts.latency import bootstrap_interval, rounds_ms
+    from tasks.parts.latency import bootstrap_interval, ratio_spread, rounds_ms
     from tasks.parts.runners.open_engine import open_engine
 
     folders = {f"{ratio}": folder for ratio, folder in engines.items()}
@@ -315,8 +315,7 @@ def _measure_latencies(engines: Mapping[float, Path], num_rounds: int) -> tuple[
         relative = medians[f"{ratio}"] / medians[unpruned]
         p50 = float(np.median(np.concatenate(rounds[f"{ratio}"])))
         latencies[ratio] = _Latency(p50, float(np.median(relative)), *bootstrap_interval(relative, seed=0))
-    aa_interval = bootstrap_interval(medians[CONTROL] / medians[unpruned], seed=0)
-    return latencies, max(abs(end - 1) for end in aa_interval)
+    return latencies, ratio_spread(medians[CONTROL] / medians[unpruned], seed=0)
 
 
 def _candidates(

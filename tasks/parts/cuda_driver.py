@@ -39,6 +39,17 @@ def find_gpus() -> tuple[Gpu, ...]:
     return tuple(_describe(driver, index) for index in range(count.value))
 
 
+def first_bus_id() -> str:
+    """Return the PCI address of the first visible GPU, such as "0000:3B:00.0"; empty where there is none."""
+    if not find_gpus():
+        return ""
+    driver, device = ctypes.CDLL(_LIBRARY), ctypes.c_int()
+    text = ctypes.create_string_buffer(_NAME_BYTES)
+    _check(driver.cuDeviceGet(ctypes.byref(device), 0), "cuDeviceGet")
+    _check(driver.cuDeviceGetPCIBusId(text, _NAME_BYTES, device), "cuDeviceGetPCIBusId")
+    return text.value.decode()
+
+
 def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(_NAME_BYTES)

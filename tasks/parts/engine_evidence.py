@@ -207,11 +207,14 @@ def _guilty_layers(folder: Path) -> tuple[GuiltyLayer, ...]:
 
 def _conditions(benchmark: dict[str, Any]) -> dict[str, str]:
     """Name what a reader must know before comparing the latency with another one."""
+    options = benchmark.get("options", {})
     found = {
         "CPU": benchmark.get("cpu_model"),
         "Runtime": f"{benchmark.get('runtime')} {benchmark.get('runtime_version')}",
         "Provider": benchmark.get("provider"),
         "Threads": benchmark.get("num_threads"),
+        "Options": ", ".join(f"{name}: {value}" for name, value in options.items()),
+        "Windows agree": "yes" if benchmark.get("is_stable") else "no",
         "Load before": benchmark.get("load_average_before"),
     }
     return {name: f"{value:.2f}" if isinstance(value, float) else str(value) for name, value in found.items()}

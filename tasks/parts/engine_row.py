@@ -59,7 +59,7 @@ class EngineRow:
     throughput_per_s: float | None
     """Images per second at batch 1, like every number of time that names no batch."""
     throughput_per_s_batched: float | None
-    """Images per second at benchmark.batch_size."""
+    """Images per second at the largest of benchmark.batch_sizes that the engine takes."""
     speedup_vs_eager: float | None
     """Over the reference engine, measured in pairs with it."""
     speedup_low: float | None

@@ -1,8 +1,9 @@
-"""Engines of TensorRT on this machine's GPU: `make test-gpu`."""
+"""Engines of TensorRT on this machine's GPU: `make test-gpu`. Not run on real hardware."""
 
 import importlib.util
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,29 @@ import numpy as np
 import pytest
 import torch
 
+from tasks.benchmark import benchmark
 from tasks.build_engine import Report, build_engine
 from tasks.core.errors import ArtifactError, DataError, TargetMismatch
 from tasks.parts.bundle import write_bundle
 from tasks.parts.cuda_driver import find_gpus
 from tasks.parts.data import normalise, open_split
 from tasks.parts.engine_build import draw_golden_images
-from tasks.parts.runners.contract import EngineStatus, read_engine_manifest, write_engine_manifest
+from tasks.parts.runners.contract import (
+    EngineStatus,
+    FloatArray,
+    Runner,
+    read_engine_manifest,
+    write_engine_manifest,
+)
 from tasks.parts.runners.open_engine import open_engine
 from tasks.parts.target import Target
 from tests.tasks.conftest import Workshop
 from tests.tasks.parts.test_bundle import infer
+from tests.tasks.test_benchmark import CONFIG
 
 _HAS_TENSORRT = all(importlib.util.find_spec(name) for name in ("tensorrt", "pycuda"))
+
+BENCHMARK = replace(CONFIG, batch_sizes=[], concurrencies=[2])
 
 pytestmark = [
     pytest.mark.tensorrt,
@@ -76,6 +87,42 @@ def test_batches_in_any_order_give_the_same_logits(
         assert runner.profile(images_NCHW[:1], 3)[0].milliseconds > 0
         with pytest.raises(DataError, match="batch of 5"):
             runner.infer(np.repeat(images_NCHW, 2, axis=0)[:5])
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_execution_contexts_work_at_the_same_time(
+    workshop: Workshop, target: Target, tmp_path: Path, cuda_graph: bool
+) -> None:
+    build(with_options(target, cuda_graph=cuda_graph), workshop.graph, tmp_path / "a")
+    with open_engine(tmp_path / "a" / "engine") as runner:
+        images_NCHW = np.repeat(draw_golden_images(runner.manifest.card), 2, axis=0)[:3]
+        expected = [runner.infer(image[None]) for image in images_NCHW]
+
+        def drive(lane: Runner, image_CHW: FloatArray) -> list[FloatArray]:
+            with lane:
+                return [lane.run(image_CHW[None]).copy() for _ in range(20)]
+
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(drive, runner.open_lanes(3), images_NCHW))
+        for logits, right in zip(found, expected, strict=True):
+            np.testing.assert_allclose(logits, [right] * 20, rtol=1e-3, atol=1e-3)
+        np.testing.assert_array_equal(runner.infer(images_NCHW[:1]), expected[0])
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_benchmark_tells_the_time_of_the_gpu_and_its_state(
+    workshop: Workshop, target: Target, tmp_path: Path, cuda_graph: bool
+) -> None:
+    build(with_options(target, cuda_graph=cuda_graph), workshop.graph, tmp_path / "a")
+    engine = tmp_path / "a" / "engine"
+    report = benchmark(BENCHMARK, engine=engine, reference=engine, out=tmp_path)
+    assert report.device_ms_p50 and report.device_compute_ms_p50 and report.latency_ms_p50
+    assert 0 < report.device_compute_ms_p50 < report.device_ms_p50
+    assert report.options["cuda_graph"] is cuda_graph and report.options["transfers_included"]
+    for state in (report.machine_before, report.machine_after):
+        assert state is not None and state.gpu is not None and state.gpu.sm_mhz
+    assert report.versions["nvidia driver"] != "unknown"
+    assert [one.concurrency for one in report.throughputs] == [2]
 
 
 def test_tensors_on_the_gpu_need_no_copy(workshop: Workshop, target: Target, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import csv
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,9 +13,10 @@ import numpy as np
 import psutil
 import pytest
 
-from tasks.benchmark import Config, _Round, benchmark, summarise
+from tasks.benchmark import Config, benchmark
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.batch_latency import Windows
 from tasks.parts.engine_truth import LAYERS_FILE
 from tasks.parts.runners import burst_process
 from tasks.parts.runners.burst_process import BurstProcess
@@ -23,13 +25,16 @@ from tasks.parts.runners.contract import read_engine_manifest
 REPOSITORY = Path(burst_process.__file__).resolve().parents[3]
 CONFIG = Config(
     seed=0,
-    batch_size=4,
+    batch_sizes=[4],
     warm_up_ms=5.0,
     burst_ms=3.0,
     min_calls=2,
     min_rounds=4,
+    windows=Windows(num_rounds=1, tolerance=1e9),
     budget_s=0.2,
     budget_batch_s=0.1,
+    concurrencies=[],
+    throughput_s=0.03,
     max_aa_spread=1e9,
     timeout_s=60.0,
 )
@@ -46,7 +51,13 @@ def test_report_holds_all_numbers_of_engine_and_reference(workshop, tmp_path, re
     manifest = read_engine_manifest(engine)
     assert report.engine_sha256 == manifest.sha256
     assert report.reference_sha256 == read_engine_manifest(reference).sha256
-    assert 0 < report.latency_ms_p50 <= report.latency_ms_p90 <= report.latency_ms_p99
+    assert (
+        0 < report.latency_ms_p50 <= report.latency_ms_p90 <= report.latency_ms_p95 <= report.latency_ms_p99
+    )
+    assert list(report.latency_ms_intervals) == ["p50", "p90", "p95", "p99"]
+    p50 = report.latency_ms_intervals["p50"]
+    assert 0 < p50.low <= p50.high
+    assert (report.device_ms_p50, report.device_compute_ms_p50, report.gpu_memory_mib) == (None, None, None)
     assert report.speedup_vs_reference_low <= report.speedup_vs_reference <= report.speedup_vs_reference_high
     assert report.memory_mib > 0 and report.memory_total_mib > report.memory_mib
     assert [result.batch for result in report.batches] == [1, 4]
@@ -54,7 +65,12 @@ def test_report_holds_all_numbers_of_engine_and_reference(workshop, tmp_path, re
     assert all(result.num_rounds >= 3 and result.num_samples >= 12 for result in report.batches)
     assert report.provider == "CPUExecutionProvider" and report.num_threads == manifest.target.num_threads
     assert report.precisions["QLinearConv"]["int8"] > 0
-    assert not report.inconclusive
+    assert not report.inconclusive and report.throughputs == ()
+    assert report.options == {"graph_optimization_level": "ORT_ENABLE_ALL"}
+    assert report.versions["numpy"] == np.__version__ and "nvidia driver" not in report.versions
+    assert (
+        report.machine_before.gpu is None and report.machine_after.gpu_note == "the target does not use one"
+    )
 
 
 def test_every_timed_inference_is_in_the_table(workshop, tmp_path, reference):
@@ -87,13 +103,61 @@ def test_reference_can_be_measured_against_itself(tmp_path, reference):
 
 def test_batch_beyond_the_engine_is_left_out(workshop, tmp_path, reference):
     report = benchmark(
-        replace(CONFIG, batch_size=64),
+        replace(CONFIG, batch_sizes=[64]),
         engine=workshop.engine("float", "cpu_onnxruntime"),
         reference=reference,
         out=tmp_path,
     )
     assert [result.batch for result in report.batches] == [1]
     assert report.throughput_per_s_batched is None
+
+
+def test_sweep_measures_each_batch_once_and_by_size(workshop, tmp_path, reference):
+    report = benchmark(
+        replace(CONFIG, batch_sizes=[4, 2, 4, 64]),
+        engine=workshop.engine("float", "cpu_onnxruntime"),
+        reference=reference,
+        out=tmp_path,
+    )
+    assert [result.batch for result in report.batches] == [1, 2, 4]
+    assert report.throughput_per_s == report.batches[0].throughput_per_s
+    assert report.throughput_per_s_batched == report.batches[2].throughput_per_s
+
+
+def test_measurement_ends_long_before_its_budget_when_three_windows_agree(workshop, tmp_path, reference):
+    agreeing = Windows(num_rounds=2, tolerance=1e9)
+    report = benchmark(
+        replace(CONFIG, batch_sizes=[], windows=agreeing, budget_s=1000.0),
+        engine=workshop.engine("float", "cpu_onnxruntime"),
+        reference=reference,
+        out=tmp_path,
+    )
+    [result] = report.batches
+    assert report.is_stable and (result.num_windows, result.num_rounds) == (3, 6)
+
+
+def test_machine_that_never_settles_is_given_up_at_the_budget(workshop, tmp_path, reference):
+    report = benchmark(
+        replace(CONFIG, batch_sizes=[], windows=Windows(num_rounds=1, tolerance=1e-12)),
+        engine=workshop.engine("float", "cpu_onnxruntime"),
+        reference=reference,
+        out=tmp_path,
+    )
+    assert not report.is_stable and report.batches[0].num_rounds >= 3
+
+
+@pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
+def test_throughput_is_measured_with_every_number_of_threads(workshop, tmp_path, reference, target):
+    report = benchmark(
+        replace(CONFIG, batch_sizes=[], concurrencies=[1, 3]),
+        engine=workshop.engine("float", target),
+        reference=reference,
+        out=tmp_path,
+    )
+    assert [one.concurrency for one in report.throughputs] == [1, 3]
+    for one in report.throughputs:
+        assert 0 < one.throughput_per_s_low <= one.throughput_per_s <= one.throughput_per_s_high
+        assert one.latency_ms_p50 > 0
 
 
 def test_machine_too_noisy_for_a_claim_is_measured_twice_and_called_inconclusive(
@@ -139,6 +203,14 @@ def test_death_of_the_engine_s_process_is_a_typed_error(workshop):
             process.burst(1, seconds=0.01, min_calls=1)
 
 
+def test_lane_that_fails_ends_the_others(workshop):
+    engine = workshop.engine("float", "cpu_openvino")  # compiled for batches up to 4
+    with BurstProcess(engine, num_threads=1, timeout_s=60) as process:
+        process.wait_until_loaded()
+        with pytest.raises(ArtifactError, match=r"the process that ran it died \(exit code 1\)"):
+            process.load(5, concurrency=3, seconds=0.01, num_windows=3)
+
+
 def test_silent_process_is_given_up(workshop):
     engine = workshop.engine("float", "cpu_onnxruntime")
     with BurstProcess(engine, num_threads=1, timeout_s=60) as process:
@@ -174,32 +246,18 @@ def test_engine_process_dies_with_its_killed_parent(workshop):
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-def rounds_of(reference_ms, engine_ms, control_ms):
-    return [
-        _Round([r] * 3, [e] * 3, [c] * 3) for r, e, c in zip(reference_ms, engine_ms, control_ms, strict=True)
-    ]
-
-
-def test_slow_phases_of_the_machine_cancel_in_the_ratio():
-    slowness = np.array([1.0, 1.4, 1.0, 3.0, 1.1, 0.9])
-    result = summarise(rounds_of(10 * slowness, slowness, slowness), batch=1, seed=0, num_repeats=0)
-    assert result.speedup_vs_reference == pytest.approx(10)
-    assert result.speedup_vs_reference_low == pytest.approx(10)
-    assert result.aa_ratio_spread == pytest.approx(0)
-    assert result.num_samples == 36
-
-
-def test_difference_between_equal_processes_is_the_spread():
-    ones = np.ones(8)
-    result = summarise(rounds_of(10 * ones, 1.1 * ones, ones), batch=2, seed=0, num_repeats=0)
-    assert result.aa_ratio_spread == pytest.approx(0.1)
-    assert result.throughput_per_s == pytest.approx(2 * 1000 / 1.05)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("batch_size", 0), ("min_rounds", 1), ("burst_ms", 0.0), ("budget_s", -1.0), ("max_aa_spread", 0.0)],
+    [
+        ("batch_sizes", [4, 1]),
+        ("concurrencies", [0]),
+        ("throughput_s", 0.0),
+        ("min_rounds", 1),
+        ("burst_ms", 0.0),
+        ("budget_s", -1.0),
+        ("max_aa_spread", 0.0),
+    ],
 )
 def test_impossible_config_is_refused_with_its_key(field, value):
-    with pytest.raises(ConfigError, match=rf"benchmark\.{field} is {value!r}, allowed"):
+    with pytest.raises(ConfigError, match=rf"benchmark\.{field} is {re.escape(repr(value))}, allowed"):
         replace(CONFIG, **{field: value})

@@ -157,6 +157,8 @@ class Artifacts:
                 "num_threads": 2,
                 "cpu_model": "A CPU",
                 "load_average_before": 0.4,
+                "options": {"cuda_graph": True},
+                "is_stable": True,
             },
         )
         layer = {"node": "node_conv_3", "module": "head.conv", "source": "tasks/x.py:12", "sqnr_db": 7.5}

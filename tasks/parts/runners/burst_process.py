@@ -10,17 +10,29 @@ import ctypes
 import gc
 import json
 import os
+import random
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from tasks.core.errors import ArtifactError, EnginewrightError
+from tasks.parts.runners.contract import (
+    DeviceTimes,
+    FloatArray,
+    InputCard,
+    Runner,
+    read_engine_manifest,
+)
 
 _SOURCE_ROOT = Path(__file__).resolve().parents[3]
 _PR_SET_PDEATHSIG = 1
@@ -37,6 +49,16 @@ class Memory:
     """After warm-up, less what Python needed before the runtime was imported: runtime + weights + buffers."""
     total: float
     """Peak of the whole process."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine does while several threads keep it busy."""
+
+    calls_per_s: list[float]
+    """Inferences per second of all lanes together, in each window."""
+    latencies_ns: list[int]
+    """Of each inference, in all windows."""
 
 
 class BurstProcess:
@@ -93,6 +115,17 @@ class BurstProcess:
         milliseconds: dict[str, float] = answer["milliseconds"]
         return milliseconds
 
+    def time_on_device(self, batch: int, *, num_iterations: int) -> DeviceTimes | None:
+        """Return what the clock of the GPU says; None for an engine on the CPU."""
+        answer = self._ask({"do": "time_on_device", "batch": batch, "num_iterations": num_iterations})
+        return DeviceTimes(**answer["times"]) if answer["times"] else None
+
+    def load(self, batch: int, *, concurrency: int, seconds: float, num_windows: int) -> Load:
+        """Keep `concurrency` lanes of the engine busy for `num_windows` times `seconds`."""
+        command = {"do": "load", "batch": batch, "concurrency": concurrency}
+        answer = self._ask({**command, "seconds": seconds, "num_windows": num_windows})
+        return Load(answer["calls_per_s"], answer["latencies_ns"])
+
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         try:
@@ -138,42 +171,118 @@ class BurstProcess:
         )
 
 
+@contextmanager
+def open_processes(engines: Mapping[str, Path], *, timeout_s: float) -> Iterator[dict[str, BurstProcess]]:
+    """Start a process for each engine, with the threads that its target declares; they load side by side."""
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(
+                BurstProcess(
+                    engine,
+                    num_threads=read_engine_manifest(engine).target.num_threads,
+                    timeout_s=timeout_s,
+                )
+            )
+            for name, engine in engines.items()
+        }
+
+
+def run_round(
+    processes: Mapping[str, BurstProcess],
+    batch: int,
+    shuffler: random.Random,
+    *,
+    burst_ms: float,
+    min_calls: int,
+) -> dict[str, list[float]]:
+    """Let each process run one burst, in random order, and return the latencies in ms of each."""
+    bursts = {
+        name: processes[name].burst(batch, seconds=burst_ms / 1000, min_calls=min_calls)
+        for name in shuffler.sample(list(processes), len(processes))
+    }
+    return {name: [value / 1e6 for value in bursts[name]] for name in processes}
+
+
 def serve(engine: Path, commands: IO[str], answers: IO[str]) -> None:
     """Load the engine, then answer one command a line until `commands` ends."""
-    import numpy as np
-
-    from tasks.parts.runners.contract import FloatArray, InputCard
     from tasks.parts.runners.open_engine import open_engine
-
-    def draw(card: InputCard, batch: int) -> FloatArray:
-        from tasks.parts.data import normalise
-
-        images_NHWC = np.random.default_rng(0).integers(0, 256, (batch, card.height, card.width, 3), np.uint8)
-        return normalise(images_NHWC, card.mean, card.std)
 
     rss_before_mib = _rss_mib()
     with open_engine(engine) as runner:
-        description = runner.describe()
-        _send(answers, vars(description))
+        _send(answers, vars(runner.describe()))
         images: dict[int, FloatArray] = {}
         gc.disable()
         for line in commands:
             command = json.loads(line)
-            batch = command["batch"]
+            batch = command.pop("batch")
             if batch not in images:
-                images[batch] = draw(runner.manifest.card, batch)
+                images[batch] = _draw_images(runner.manifest.card, batch)
+            answer = _carry_out(runner, images[batch], **command)
             if command["do"] == "warm_up":
-                runner.infer(images[batch])
-                _time_calls(runner.run, images[batch], command["seconds"], min_calls=2)
-                _send(answers, {"engine_mib": _rss_mib() - rss_before_mib, "total_mib": _peak_mib()})
-            elif command["do"] == "profile":
-                times = runner.profile(images[batch], command["num_iterations"])
-                _send(answers, {"milliseconds": {one.name: one.milliseconds for one in times}})
-            else:
-                time.sleep(_SETTLE_SECONDS)
-                runner.run(images[batch])
-                latencies = _time_calls(runner.run, images[batch], command["seconds"], command["min_calls"])
-                _send(answers, {"latencies_ns": latencies})
+                answer = {"engine_mib": _rss_mib() - rss_before_mib, "total_mib": _peak_mib()}
+            _send(answers, answer)
+
+
+def _draw_images(card: InputCard, batch: int) -> FloatArray:
+    import numpy as np
+
+    from tasks.parts.data import normalise
+
+    images_NHWC = np.random.default_rng(0).integers(0, 256, (batch, card.height, card.width, 3), np.uint8)
+    return normalise(images_NHWC, card.mean, card.std)
+
+
+def _carry_out(runner: Runner, images_NCHW: FloatArray, *, do: str, **options: Any) -> dict[str, Any]:
+    match do:
+        case "warm_up":
+            runner.infer(images_NCHW)
+            _time_calls(runner.run, images_NCHW, options["seconds"], min_calls=2)
+            return {}
+        case "burst":
+            time.sleep(_SETTLE_SECONDS)
+            runner.run(images_NCHW)
+            return {"latencies_ns": _time_calls(runner.run, images_NCHW, **options)}
+        case "load":
+            return _load(runner.open_lanes(options.pop("concurrency")), images_NCHW, **options)
+        case "time_on_device":
+            times = runner.time_on_device(images_NCHW, **options)
+            return {"times": times and vars(times)}
+        case _:
+            layers = runner.profile(images_NCHW, **options)
+            return {"milliseconds": {layer.name: layer.milliseconds for layer in layers}}
+
+
+def _load(
+    lanes: Sequence[Runner], images_NCHW: FloatArray, *, seconds: float, num_windows: int
+) -> dict[str, Any]:
+    """Let each lane run in a thread of its own; all start each window together."""
+    barrier, entry = threading.Barrier(len(lanes)), threading.Lock()
+
+    def drive(lane: Runner) -> list[list[int]]:
+        windows = []
+        with ExitStack() as stack:
+            with entry:  # one after the other: not every runtime opens contexts in two threads at once
+                stack.enter_context(lane)
+            lane.run(images_NCHW)
+            for _ in range(num_windows):
+                barrier.wait()
+                windows.append(_time_calls(lane.run, images_NCHW, seconds, min_calls=1))
+        return windows
+
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        futures = [pool.submit(drive, lane) for lane in lanes]
+        for future in as_completed(futures):
+            if error := future.exception():
+                barrier.abort()  # the other lanes wait for it
+                raise error
+    by_lane = [future.result() for future in futures]
+    return {
+        "calls_per_s": [
+            sum(1e9 * len(latencies_ns) / sum(latencies_ns) for latencies_ns in window)
+            for window in zip(*by_lane, strict=True)
+        ],
+        "latencies_ns": [value for windows in by_lane for window in windows for value in window],
+    }
 
 
 def _time_calls(run: Any, images_NCHW: Any, seconds: float, min_calls: int) -> list[int]:

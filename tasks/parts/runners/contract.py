@@ -92,6 +92,18 @@ class RunnerDescription:
     runtime_version: str
     provider: str
     num_threads: int
+    options: dict[str, str | int | bool]
+    """What was on that changes the time, by the runtime's own names."""
+
+
+@dataclass(frozen=True)
+class DeviceTimes:
+    """Milliseconds of inferences on a GPU, by CUDA events; one value for each inference."""
+
+    total_ms: list[float]
+    """From the copy of the images to the copy of the logits."""
+    compute_ms: list[float]
+    """Kernels alone; of other inferences than `total_ms`."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +169,18 @@ class Runner(Protocol):
 
     def profile(self, images_NCHW: FloatArray, num_iterations: int) -> tuple[OperatorTime, ...]:
         """Measure every operator, slowest first."""
+        ...
+
+    def open_lanes(self, count: int) -> "tuple[Runner, ...]":
+        """Return `count` runners of this loaded engine that work at the same time: throughput is measured with them.
+
+        Each belongs to the thread that enters it. Together they use `count` times the threads of one inference. They
+        end before this runner does.
+        """
+        ...
+
+    def time_on_device(self, images_NCHW: FloatArray, num_iterations: int) -> DeviceTimes | None:
+        """Measure inferences by the clock of the GPU; None on a CPU, and where the runtime shows no stream."""
         ...
 
 

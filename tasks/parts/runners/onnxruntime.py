@@ -114,13 +114,15 @@ def open_session(
 class OnnxruntimeRunner:
     """Runs an ONNX file in an ONNX Runtime session."""
 
-    def __init__(self, file: Path, manifest: EngineManifest) -> None:
-        self._file, self.manifest = file, manifest
-        self._session: onnxruntime.InferenceSession | None = None
+    def __init__(
+        self, file: Path, manifest: EngineManifest, session: "onnxruntime.InferenceSession | None" = None
+    ) -> None:
+        self._file, self.manifest, self._session = file, manifest, session
         self._input_name = ""
 
     def __enter__(self) -> Self:
-        self._session = self._open()
+        if self._session is None:
+            self._session = self._open()
         self._input_name = self._session.get_inputs()[0].name
         return self
 
@@ -141,8 +143,13 @@ class OnnxruntimeRunner:
     def describe(self) -> RunnerDescription:
         assert self._session is not None, "use the runner in a with block"
         options = self._session.get_session_options()
-        provider = self._session.get_providers()[0]
-        return RunnerDescription("onnxruntime", installed_version(), provider, options.intra_op_num_threads)
+        return RunnerDescription(
+            runtime="onnxruntime",
+            runtime_version=installed_version(),
+            provider=self._session.get_providers()[0],
+            num_threads=options.intra_op_num_threads,
+            options={"graph_optimization_level": options.graph_optimization_level.name},
+        )
 
     def profile(self, images_NCHW: FloatArray, num_iterations: int) -> tuple[OperatorTime, ...]:
         check_batch(images_NCHW, self.manifest)
@@ -152,6 +159,13 @@ class OnnxruntimeRunner:
                 session.run(None, {self._input_name: images_NCHW})
             events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
         return _operator_times(events, num_iterations)
+
+    def open_lanes(self, count: int) -> tuple[Self, ...]:
+        """Return runners that share the session: it computes in the threads that call it."""
+        return tuple(type(self)(self._file, self.manifest, self._session) for _ in range(count))
+
+    def time_on_device(self, images_NCHW: FloatArray, num_iterations: int) -> None:
+        return None
 
     def _open(self, profile_prefix: str | None = None) -> "onnxruntime.InferenceSession":
         target = self.manifest.target

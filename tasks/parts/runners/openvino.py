@@ -76,13 +76,13 @@ def export_blob(compiled: "openvino.CompiledModel") -> bytes:
 class OpenvinoRunner:
     """Runs a compiled blob with one synchronous request."""
 
-    def __init__(self, file: Path, manifest: EngineManifest) -> None:
-        self._file, self.manifest = file, manifest
-        self._compiled: Any = None
+    def __init__(self, file: Path, manifest: EngineManifest, compiled: Any = None) -> None:
+        self._file, self.manifest, self._compiled = file, manifest, compiled
         self._request: Any = None
 
     def __enter__(self) -> Self:
-        self._compiled = self._import({})
+        if self._compiled is None:
+            self._compiled = self._import({})
         self._request = self._compiled.create_infer_request()
         return self
 
@@ -101,9 +101,17 @@ class OpenvinoRunner:
         return logits
 
     def describe(self) -> RunnerDescription:
-        devices = self._compiled.get_property("EXECUTION_DEVICES")
-        num_threads = int(self._compiled.get_property("INFERENCE_NUM_THREADS"))
-        return RunnerDescription("openvino", installed_version(), "+".join(devices), num_threads)
+        get = self._compiled.get_property
+        return RunnerDescription(
+            runtime="openvino",
+            runtime_version=installed_version(),
+            provider="+".join(get("EXECUTION_DEVICES")),
+            num_threads=int(get("INFERENCE_NUM_THREADS")),
+            options={
+                "inference_precision_hint": get("INFERENCE_PRECISION_HINT").get_type_name(),
+                "num_streams": int(get("NUM_STREAMS")),
+            },
+        )
 
     def profile(self, images_NCHW: FloatArray, num_iterations: int) -> tuple[OperatorTime, ...]:
         check_batch(images_NCHW, self.manifest)
@@ -116,6 +124,15 @@ class OpenvinoRunner:
                 milliseconds[key] += info.real_time.total_seconds() * 1000 / num_iterations
         times = [OperatorTime(name, kind, value) for (name, kind), value in milliseconds.items() if value > 0]
         return tuple(sorted(times, key=lambda time: -time.milliseconds))
+
+    def open_lanes(self, count: int) -> tuple[Self, ...]:
+        """Load the blob once more with a stream for each runner."""
+        num_threads = count * self.manifest.target.num_threads
+        compiled = self._import({"NUM_STREAMS": count, "INFERENCE_NUM_THREADS": num_threads})
+        return tuple(type(self)(self._file, self.manifest, compiled) for _ in range(count))
+
+    def time_on_device(self, images_NCHW: FloatArray, num_iterations: int) -> None:
+        return None
 
     def _import(self, more_options: dict[str, Any]) -> "openvino.CompiledModel":
         import openvino

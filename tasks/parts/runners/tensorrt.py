@@ -4,6 +4,7 @@ A plan belongs to the exact TensorRT version and the GPU that built it. Importin
 pycuda; whoever imports it has checked the target first.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,7 @@ import tensorrt as trt
 from tasks.core.errors import ArtifactError, DataError
 from tasks.parts.cuda_driver import CapturedGraph
 from tasks.parts.runners.contract import (
+    DeviceTimes,
     EngineManifest,
     FloatArray,
     InputCard,
@@ -117,8 +119,8 @@ class TensorrtRunner:
     A captured graph belongs to the shapes that its context had: there is one, recorded again when the batch changes.
     """
 
-    def __init__(self, file: Path, manifest: EngineManifest) -> None:
-        self._file, self.manifest = file, manifest
+    def __init__(self, file: Path, manifest: EngineManifest, engine: "trt.ICudaEngine | None" = None) -> None:
+        self._file, self.manifest, self._shared = file, manifest, engine
         self._graph: CapturedGraph | None = None
         self._batch = 0
         self._tensor_context: trt.IExecutionContext | None = None
@@ -128,7 +130,8 @@ class TensorrtRunner:
         size = (card.height, card.width)
         with ExitStack() as stack:
             stack.enter_context(PrimaryContext())
-            self._engine = load_plan(self._file.read_bytes(), target)
+            shared = self._shared
+            self._engine = load_plan(self._file.read_bytes(), target) if shared is None else shared
             self._context = open_context(self._engine, target)
             self._stream = cuda.Stream()
             [self._input] = tensor_names(self._engine, trt.TensorIOMode.INPUT)
@@ -169,10 +172,7 @@ class TensorrtRunner:
         self._images_NCHW[:num_images] = images_NCHW
         if num_images != self._batch:
             self._choose_batch(num_images)
-        if self._graph is None:
-            self._enqueue(num_images)
-        else:
-            self._graph.launch()
+        self._start()
         self._stream.synchronize()
         logits_NCHW: FloatArray = self._logits_NCHW[:num_images]
         return logits_NCHW
@@ -207,9 +207,20 @@ class TensorrtRunner:
         self._launch(context, stream)
 
     def describe(self) -> RunnerDescription:
-        device = cuda.Device(0)
-        provider = f"{device.name()} sm_{''.join(map(str, device.compute_capability()))}"
-        return RunnerDescription("tensorrt", trt.__version__, provider, self.manifest.target.num_threads)
+        target, device = self.manifest.target, cuda.Device(0)
+        assert target.tensorrt is not None
+        return RunnerDescription(
+            runtime="tensorrt",
+            runtime_version=trt.__version__,
+            provider=f"{device.name()} sm_{''.join(map(str, device.compute_capability()))}",
+            num_threads=target.num_threads,
+            options={
+                "cuda_graph": target.tensorrt.cuda_graph,
+                "transfers_included": True,
+                "tf32": target.tensorrt.tf32,
+                "sparse_weights": target.tensorrt.sparse_weights,
+            },
+        )
 
     def profile(self, images_NCHW: FloatArray, num_iterations: int) -> tuple[OperatorTime, ...]:
         check_batch(images_NCHW, self.manifest)
@@ -231,6 +242,38 @@ class TensorrtRunner:
             for name, total in times.milliseconds.items()
         ]
         return tuple(sorted(found, key=lambda time: -time.milliseconds))
+
+    def open_lanes(self, count: int) -> tuple[Self, ...]:
+        """Return runners that share the plan; each has an execution context, a stream and memory of its own."""
+        return tuple(type(self)(self._file, self.manifest, self._engine) for _ in range(count))
+
+    def time_on_device(self, images_NCHW: FloatArray, num_iterations: int) -> DeviceTimes:
+        """Measure what `run` puts on the GPU, and the kernels alone; waiting for the host counts as well."""
+        self.infer(images_NCHW)
+        total_ms = [self._elapsed_ms(self._start) for _ in range(num_iterations)]
+        if self._graph is None:
+            return DeviceTimes(total_ms, [self._elapsed_ms(self._compute) for _ in range(num_iterations)])
+        graph = CapturedGraph(self._stream.handle, self._compute)
+        compute_ms = [self._elapsed_ms(graph.launch) for _ in range(num_iterations)]
+        graph.close()
+        return DeviceTimes(total_ms, compute_ms)
+
+    def _elapsed_ms(self, start: Callable[[], None]) -> float:
+        before, after = cuda.Event(), cuda.Event()
+        before.record(self._stream)
+        start()
+        after.record(self._stream)
+        after.synchronize()
+        return float(after.time_since(before))
+
+    def _start(self) -> None:
+        if self._graph is None:
+            self._enqueue(self._batch)
+        else:
+            self._graph.launch()
+
+    def _compute(self) -> None:
+        self._launch(self._context, self._stream.handle)
 
     def _choose_batch(self, num_images: int) -> None:
         """Set the shape of a batch, and capture its work where that is wanted."""
@@ -266,7 +309,7 @@ class TensorrtRunner:
 
     def _enqueue(self, num_images: int) -> None:
         cuda.memcpy_htod_async(self._device_images, self._images_NCHW[:num_images], self._stream)
-        self._launch(self._context, self._stream.handle)
+        self._compute()
         cuda.memcpy_dtoh_async(self._logits_NCHW[:num_images], self._device_logits, self._stream)
 
     def _launch(self, context: "trt.IExecutionContext", stream: int) -> None:

@@ -30,9 +30,8 @@ def installed_version() -> str:
 class TorchEagerRunner:
     """Runs an `nn.Module` rebuilt from its checkpoint, layer by layer, in inference mode."""
 
-    def __init__(self, file: Path, manifest: EngineManifest) -> None:
-        self._file, self.manifest = file, manifest
-        self._model: nn.Module | None = None
+    def __init__(self, file: Path, manifest: EngineManifest, model: "nn.Module | None" = None) -> None:
+        self._file, self.manifest, self._model = file, manifest, model
         self._torch: Any = None
 
     def __enter__(self) -> Self:
@@ -42,7 +41,8 @@ class TorchEagerRunner:
 
         torch.set_num_threads(self.manifest.target.num_threads)
         self._torch = torch
-        self._model, _ = load_checkpoint(self._file)
+        if self._model is None:
+            self._model, _ = load_checkpoint(self._file)
         return self
 
     def __exit__(
@@ -66,7 +66,13 @@ class TorchEagerRunner:
         return logits
 
     def describe(self) -> RunnerDescription:
-        return RunnerDescription("torch", installed_version(), PROVIDER, self._torch.get_num_threads())
+        return RunnerDescription(
+            runtime="torch",
+            runtime_version=installed_version(),
+            provider=PROVIDER,
+            num_threads=self._torch.get_num_threads(),
+            options={"float32_matmul_precision": self._torch.get_float32_matmul_precision()},
+        )
 
     def profile(self, images_NCHW: FloatArray, num_iterations: int) -> tuple[OperatorTime, ...]:
         check_batch(images_NCHW, self.manifest)
@@ -78,6 +84,13 @@ class TorchEagerRunner:
             milliseconds[event.key] += event.self_cpu_time_total / 1000 / num_iterations
         times = [OperatorTime(name, name, value) for name, value in milliseconds.items()]
         return tuple(sorted(times, key=lambda time: -time.milliseconds))
+
+    def open_lanes(self, count: int) -> tuple[Self, ...]:
+        """Return runners that share the network; each sets the number of threads in its own."""
+        return tuple(type(self)(self._file, self.manifest, self._model) for _ in range(count))
+
+    def time_on_device(self, images_NCHW: FloatArray, num_iterations: int) -> None:
+        return None
 
 
 def precisions_of(model: "nn.Module") -> Precisions:

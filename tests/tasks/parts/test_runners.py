@@ -1,6 +1,8 @@
 import dataclasses
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -63,9 +65,27 @@ def test_description_and_profile_come_from_the_runtime(workshop, images_NCHW, ta
         times = runner.profile(images_NCHW[:1], num_iterations=3)
     assert description.runtime == runner.manifest.target.runtime
     assert description.num_threads == runner.manifest.target.num_threads
-    assert description.provider == runner.manifest.provider
+    assert description.provider == runner.manifest.provider and description.options
     assert any("conv" in time.op_type.lower() for time in times)
     assert times[0].milliseconds >= times[-1].milliseconds > 0 or times[-1].milliseconds == 0
+
+
+@pytest.mark.parametrize("target", FLOAT_TARGETS)
+def test_lanes_that_work_at_the_same_time_do_not_disturb_each_other(workshop, images_NCHW, target):
+    with open_engine(workshop.engine("float", target)) as runner:
+        expected = [runner.infer(image[None]) for image in images_NCHW[:3]]
+        barrier = threading.Barrier(3)
+
+        def drive(lane, image_CHW):
+            with lane:
+                barrier.wait()
+                return [lane.run(image_CHW[None]).copy() for _ in range(20)]
+
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(drive, runner.open_lanes(3), images_NCHW[:3]))
+        for logits, right in zip(found, expected, strict=True):
+            np.testing.assert_allclose(logits, [right] * 20, rtol=1e-4, atol=1e-4)
+        assert runner.time_on_device(images_NCHW[:1], 2) is None
 
 
 @pytest.mark.parametrize("target", FLOAT_TARGETS)

@@ -1,0 +1,91 @@
+"""How far an engine differs from itself in ``benchmark``: no smaller speed-up means anything.
+
+``python -m benchmarks.aa`` after a run of the pipeline, on a machine with nothing else to do. Each engine is measured
+against its own file, several times, as ``conf/benchmark`` says: three processes of the same engine in interleaved
+rounds, as in every benchmark. The ratio of reference and engine should be 1. Prints a table, writes
+``benchmarks/results/aa.json``, and fails if the median ratio of an engine is further from 1 than 2 %. By default the
+pick of each target and the eager reference of all speed-ups.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks.runtimes import stage_config
+from tasks.benchmark import Config, benchmark
+from tasks.core.config import read_params
+from tasks.core.execute import ARTIFACTS
+from tasks.parts.target import read_cpu_model
+
+RESULTS = Path(__file__).parent / "results" / "aa.json"
+LIMIT = 0.02
+
+
+def main() -> None:
+    """Measure, print and write the table; exit with 1 over the limit."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="measurements of each engine")
+    parser.add_argument("--engines", nargs="+", help="such as pruned_qat-cpu_openvino")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    config = replace(stage_config("benchmark"), batch_sizes=[], concurrencies=[])
+    rows = []
+    for name in options.engines or default_engines():
+        rows.append(measure(config, name, options.repeats))
+        print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    record = {
+        "date": date.today().isoformat(),
+        "cpu_model": read_cpu_model(),
+        "python": platform.python_version(),
+        "limit": LIMIT,
+        "rows": rows,
+    }
+    RESULTS.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    over = [row["engine"] for row in rows if abs(row["ratio"] - 1) > LIMIT]
+    if over:
+        sys.exit(f"further than {LIMIT:.0%} from 1: {', '.join(over)}")
+
+
+def default_engines() -> list[str]:
+    """Return the pick of each target, and the reference of all speed-ups."""
+    picks = json.loads((ARTIFACTS / "select_engine" / "picks.json").read_text(encoding="utf-8"))
+    reference = read_params()["select_engine"]["float_reference"]
+    names = [f"{pick['variant']}-{pick['target']}" for pick in picks.values()]
+    return list(dict.fromkeys([*names, f"{reference['variant']}-{reference['target']}"]))
+
+
+def measure(config: Config, name: str, num_repeats: int) -> dict[str, Any]:
+    """Measure an engine against itself, several times, each with another order of the processes."""
+    engine = ARTIFACTS.joinpath("build_engine", *name.split("-"), "engine")
+    reports = []
+    for seed in range(num_repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            seeded = replace(config, seed=seed)
+            reports.append(benchmark(seeded, engine=engine, reference=engine, out=Path(folder)))
+    ratios = [report.speedup_vs_reference for report in reports]
+    first = [report.batches[0] for report in reports]
+    return {
+        "engine": name,
+        "ratio": round(statistics.median(ratios), 4),
+        "ratio_low": round(min(ratios), 4),
+        "ratio_high": round(max(ratios), 4),
+        "aa_spread": round(statistics.median(one.aa_ratio_spread for one in first), 4),
+        "latency_ms_p50": round(statistics.median(one.latency_ms_p50 for one in first), 4),
+        "num_stable": sum(one.is_stable for one in first),
+        "num_repeats": num_repeats,
+        "num_rounds": round(statistics.mean(one.num_rounds for one in first), 1),
+    }
+
+
+if __name__ == "__main__":
+    main()
