@@ -678,10 +678,10 @@ def test_every_engine_is_one_run_however_often_it_is_logged(artifacts, tmp_path)
         "benchmark/report.json"
     ]
     pages = {file.path for file in client.list_artifacts(runs["pipeline"].info.run_id)}
-    assert pages == {"report.html", "report.md", "pareto.png", "engines.json", "picks.json"}
-    version = client.get_model_version_by_alias("enginewright-cpu_onnxruntime", "candidate")
+    assert pages == {"report.html", "report.md", "pareto.png", "engines.json", "picks.json", "params.yaml"}
+    version = client.get_model_version_by_alias("engines-cpu_onnxruntime", "candidate")
     assert version.run_id == best.info.run_id
-    assert len(client.search_model_versions("name = 'enginewright-cpu_onnxruntime'")) == 1
+    assert len(client.search_model_versions("name = 'engines-cpu_onnxruntime'")) == 1
     assert "latency_ms_p50" not in runs["pruned-cpu_openvino"].data.metrics
 
 
