@@ -123,15 +123,19 @@ def minimal_set(items: Sequence[str], holds: Callable[[Sequence[str]], bool]) ->
 
 
 def quantized_nodes(variant: "ModelProto", graph: "ModelProto") -> list[str]:
-    """Return the nodes of the float graph that read dequantised tensors in the variant, in graph order."""
+    """Return the nodes of the variant that read dequantised tensors and could read the float ones, in graph order."""
     dequantised = {
         name for node in variant.graph.node if node.op_type == "DequantizeLinear" for name in node.output
     }
-    own = {node.name for node in graph.graph.node}
+    known = {name for node in variant.graph.node for name in node.output}
+    known |= {value.name for value in variant.graph.input} | {
+        tensor.name for tensor in graph.graph.initializer
+    }
+    replaceable = {node.name for node in graph.graph.node if set(node.input) <= known | {""}}
     return [
         node.name
         for node in variant.graph.node
-        if node.op_type not in _CONVERSIONS and node.name in own and dequantised & set(node.input)
+        if node.op_type not in _CONVERSIONS and node.name in replaceable and dequantised & set(node.input)
     ]
 
 

@@ -48,7 +48,7 @@ def plot_growth(
     axes.set_title(title)
     axes.grid(axis="y", alpha=0.3)
     axes.margins(y=0.18)
-    axes.legend(loc="upper right", fontsize=8)
+    figure.legend(loc="outside lower center", ncols=5, fontsize=8)
     figure.savefig(path, dpi=110, metadata={"Software": ""})
 
 

@@ -49,6 +49,18 @@ def test_all_layers_in_float_are_the_float_graph_and_none_is_the_variant(worksho
     np.testing.assert_array_equal(logits(with_float_layers(variant, graph, frozenset())), logits(variant))
 
 
+def test_layer_whose_float_input_the_variant_has_not_cannot_go_back(workshop):
+    graph, variant = read_graph(workshop.graph), read_graph(workshop.quantized)
+    nodes = quantized_nodes(variant, graph)
+    relu = next(node for node in graph.graph.node if node.op_type == "Relu")
+    readers = {node.name for node in graph.graph.node if relu.output[0] in node.input}
+    for node in graph.graph.node:
+        node.input[:] = ["renamed" if name == relu.output[0] else name for name in node.input]
+    relu.output[0] = "renamed"
+    assert readers & set(nodes)
+    assert set(quantized_nodes(variant, graph)) == set(nodes) - readers
+
+
 def test_search_ends_at_once_where_there_is_nothing_to_find(unbalanced):
     graph, variant = read_graph(unbalanced.graph), read_graph(unbalanced.graph.parent / "model.onnx")
     judge = open_judge(graph, unbalanced.data, num_images=0, batch_size=4)
