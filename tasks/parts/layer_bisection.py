@@ -81,11 +81,11 @@ def bisect(
             logger.info("diff_layers: %d layers in float, val mIoU %.4f", len(key), miou)
         return known[key]
 
-    before, after = attempt(()), attempt(ranked)
-    chosen: list[str] = []
-    if after.is_recovered and not before.is_recovered:
+    before, chosen = attempt(()), list[str]()
+    is_recovered = before.is_recovered
+    if not is_recovered and attempt(ranked).is_recovered:
+        is_recovered = True
         chosen = minimal_set(ranked, lambda nodes: attempt(nodes).is_recovered)
-    is_recovered = before.is_recovered or after.is_recovered
     sources = node_sources(graph)
     found = Bisection(
         is_recovered=is_recovered,
