@@ -58,6 +58,26 @@ def test_quantized_graph_really_runs_in_int8(workshop: Workshop, target: Target,
     assert report.precision_ok and report.num_layers_int8 > 0
 
 
+@pytest.mark.parametrize("variant", ["float", "quantized"])
+def test_layers_are_compared_through_debug_tensors(
+    workshop: Workshop, target: Target, tmp_path: Path, variant: str
+) -> None:
+    model = workshop.quantized if variant == "quantized" else workshop.graph
+    build(target, model, tmp_path / "a")
+    report = diff_layers(
+        Config("calibration", 2, 10.0, BisectionConfig(False, 0.0, 0, 4)),
+        engine=tmp_path / "a" / "engine",
+        model=model,
+        float_graph=workshop.graph,
+        data=workshop.data,
+        out=tmp_path,
+    )
+    assert report.status == "built", report.reason
+    assert report.num_layers > 5
+    assert report.marked_agreement_db is not None and report.marked_agreement_db > 30
+    assert report.worst_sqnr_db is not None and report.worst_sqnr_db > (0 if variant == "quantized" else 30)
+
+
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_batches_in_any_order_give_the_same_logits(
     workshop: Workshop, target: Target, tmp_path: Path, cuda_graph: bool
@@ -125,23 +145,3 @@ def test_plan_of_another_gpu_or_other_bytes_is_never_loaded(
     (engine / manifest.file).write_bytes((engine / manifest.file).read_bytes()[:-1])
     with pytest.raises(ArtifactError, match="sha256"):
         open_engine(engine)
-
-
-@pytest.mark.parametrize("variant", ["float", "quantized"])
-def test_layers_are_compared_through_debug_tensors(
-    workshop: Workshop, target: Target, tmp_path: Path, variant: str
-) -> None:
-    model = workshop.quantized if variant == "quantized" else workshop.graph
-    build(target, model, tmp_path / "a")
-    report = diff_layers(
-        Config("calibration", 2, 10.0, BisectionConfig(False, 0.0, 0, 4)),
-        engine=tmp_path / "a" / "engine",
-        model=model,
-        float_graph=workshop.graph,
-        data=workshop.data,
-        out=tmp_path,
-    )
-    assert report.status == "built", report.reason
-    assert report.num_layers > 5
-    assert report.marked_agreement_db is not None and report.marked_agreement_db > 30
-    assert report.worst_sqnr_db is not None and report.worst_sqnr_db > (0 if variant == "quantized" else 30)
