@@ -3,7 +3,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from tasks.convert_precision import Config, convert_precision
+from tasks.convert_precision import convert_precision
 from tasks.core.errors import ArtifactError
 from tasks.parts.data import normalise, open_split
 from tasks.parts.layer_matching import add_exact_twins, mark, match_modules, match_tensors
@@ -11,6 +11,7 @@ from tasks.parts.layer_measures import sqnr_db
 from tasks.parts.layer_runners import named_as
 from tasks.parts.onnx_graph import node_sources, read_card_of_graph, read_graph
 from tasks.parts.tables import read_table
+from tests.tasks.test_convert_precision import CONFIG
 
 
 def run(content, names, images_NCHW):
@@ -76,8 +77,7 @@ def test_noise_from_exact_inputs_is_that_of_the_ranking(unbalanced):
 
 
 def test_layers_of_a_half_precision_graph_are_fed_exact_inputs_too(workshop, tmp_path):
-    config = Config(num_images=4, batch_size=2, num_val_images=0, max_abs=32752.0, float32_op_types=[])
-    convert_precision(config, model=workshop.graph, data=workshop.data, out=tmp_path)
+    convert_precision(CONFIG, model=workshop.graph, data=workshop.data, out=tmp_path)
     graph, half = read_graph(workshop.graph), read_graph(tmp_path / "model.onnx")
     names = match_tensors(graph, half).names
     twinned, noise_of = add_exact_twins(graph, half, names)
