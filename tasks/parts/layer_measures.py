@@ -14,6 +14,9 @@ MAX_VALUES = 2**14
 """Values of a tensor that one image gives to the histograms, evenly spread, in both versions the same."""
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 @dataclass
 class Histograms:
     """Of two versions of a tensor: equal bins over what the first image spans, and one for all beyond each end."""
@@ -60,7 +63,8 @@ class PairSums:
         self.found += float(np.einsum("i,i", b, b))
         a -= b
         self.noise += float(np.einsum("i,i", a, a))
-        self.max_abs = max(self.max_abs, float(a.max()), -float(a.min()))
+        largest = max(float(a.max()), -float(a.min()))
+        self.max_abs = max(self.max_abs, largest if math.isfinite(largest) else _LARGEST)
 
     @property
     def difference(self) -> Difference:

@@ -21,7 +21,7 @@ class Difference:
     """10 log10(signal power / noise power)."""
     cosine: float
     max_abs: float
-    """Largest absolute difference of one value."""
+    """Largest absolute difference of one value; the largest float32 where it is not finite."""
     histogram_overlap: float
     """Intersection of the two normalised histograms over common bins (Swain & Ballard, "Color indexing", IJCV 7,
     1991): 1 for equal distributions, 0 for disjoint ones. It tells a shifted or clipped tensor from a noisy one."""

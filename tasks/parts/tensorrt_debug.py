@@ -1,7 +1,8 @@
 """Read the inner tensors of a TensorRT plan while it runs. Not run on real hardware.
 
 A plan that was built with unfused tensors marked calls a listener with each tensor that fusion has left, under
-TensorRT's own name for it; marking changes no fusion (mark_debug of single tensors would). Needs TensorRT.
+TensorRT's own name for it; marking changes no fusion (mark_debug of single tensors would). The values are read as a
+plain array of the reported shape and type, as NVIDIA's trtexec does. Needs TensorRT.
 """
 
 import ctypes

@@ -50,4 +50,5 @@ def test_infinite_and_undefined_outputs_are_the_worst_ones():
     for value in (np.inf, np.nan):
         found = measure(([3.0, 4.0], [value, 4.0]))
         assert (found.sqnr_db, found.cosine) == (-MAX_SQNR_DB, 0.0)
+        assert found.max_abs == np.finfo(np.float32).max
         assert found.histogram_overlap == pytest.approx(0.5)
