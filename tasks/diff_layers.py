@@ -205,9 +205,14 @@ def diff_layers(
 
 
 def _obstacle(manifest: "EngineManifest") -> str:
-    """Say why this machine cannot run an engine of TensorRT; of other runtimes it is an error when opened."""
+    """Say why the tensors inside an engine cannot be read here.
+
+    A machine without what TensorRT needs is common; one that cannot run another engine is an error, when it is opened.
+    """
     from tasks.parts.runners.open_engine import check_machine
 
+    if manifest.target.runtime not in _MARKING:
+        return f"the tensors inside an engine of {manifest.target.runtime} are not read"
     if manifest.target.tensorrt is None:
         return ""
     try:

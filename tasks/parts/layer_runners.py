@@ -102,6 +102,7 @@ class TorchHookedRunner(BaseRunner):  # type: ignore[misc]
 def _hook_modules(model: "nn.Module", names: set[str], outputs: dict[str, Any]) -> None:
     """Keep a copy of the output of each named module without parts; where a BatchNorm that the graph has folded reads
     it directly, that one's instead."""
+    import torch
     from torch import nn
 
     made_by: dict[int, str] = {}
@@ -109,14 +110,14 @@ def _hook_modules(model: "nn.Module", names: set[str], outputs: dict[str, Any]) 
     def keep(name: str) -> Any:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
             made_by[id(output)] = name
-            outputs[name] = output.detach().clone().numpy()
+            outputs[name] = output.detach().to("cpu", torch.float32, copy=True).numpy()
 
         return hook
 
     def replace(_module: Any, inputs: Any, output: Any) -> None:
         name = made_by.get(id(inputs[0]))
         if name is not None:
-            outputs[name] = output.detach().clone().numpy()
+            outputs[name] = output.detach().to("cpu", torch.float32, copy=True).numpy()
 
     for name, module in model.named_modules():
         if name in names and not any(True for _ in module.children()):
