@@ -207,7 +207,7 @@ def diff_layers(
 def _obstacle(manifest: "EngineManifest") -> str:
     """Say why the tensors inside an engine cannot be read here.
 
-    A machine without what TensorRT needs is common; one that cannot run another engine is an error, when it is opened.
+    A machine without what TensorRT needs is common; one that cannot run another engine is an error, on opening it.
     """
     from tasks.parts.runners.open_engine import check_machine
 
