@@ -3,11 +3,13 @@
 A builder and its configuration cannot exist there; recorders stand for them.
 """
 
+import ctypes
 import logging
 import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import tensorrt as trt
@@ -21,6 +23,7 @@ from tasks.core.errors import BuildFailed
 from tasks.parts.onnx_graph import set_node_source
 from tasks.parts.target import Target
 from tasks.parts.tensorrt_build import BuildProgress, configure, describe_parser_errors
+from tasks.parts.tensorrt_debug import DebugTensors
 from tasks.parts.tensorrt_log import TensorrtLog, describe_errors
 from tasks.parts.tensorrt_options import HardwareCompatibility, TacticSource, TensorrtOptions
 from tests.conftest import REPOSITORY
@@ -168,3 +171,32 @@ def test_refused_nodes_are_named_with_module_and_line() -> None:
     assert "refuses 2 nodes" in text
     assert "Round 'head/Round' (module head, tasks/parts/networks/head.py:12): no importer registered" in text
     assert "Round 'node 3': no importer registered" in text
+
+
+def capsule(values: np.ndarray) -> Any:
+    """Wrap an address as the bindings do."""
+    wrap = ctypes.pythonapi.PyCapsule_New
+    wrap.restype, wrap.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return wrap(values.ctypes.data, None, None)
+
+
+@pytest.mark.parametrize("location", [trt.TensorLocation.HOST, trt.TensorLocation.DEVICE])
+def test_debug_tensors_are_copied_while_they_are_valid(location: Any) -> None:
+    def copy_from_device(values: np.ndarray, address: int) -> None:
+        ctypes.memmove(values.ctypes.data, address, values.nbytes)
+
+    listener = DebugTensors(copy_from_device)
+    levels_NC = np.array([[1, -128, 127]], np.int8)
+    assert listener.process_debug_tensor(
+        capsule(levels_NC), location, trt.DataType.INT8, trt.Dims([1, 3]), "levels", 0
+    )
+    kept = levels_NC.copy()
+    levels_NC[:] = 0
+    np.testing.assert_array_equal(listener.tensors["levels"], kept)
+
+
+def test_debug_tensors_that_numpy_does_not_know_are_passed_over() -> None:
+    listener = DebugTensors(lambda values, address: None)
+    for kind, shape in ((trt.DataType.BF16, [1, 3]), (trt.DataType.FLOAT, [3])):
+        assert listener.process_debug_tensor(None, trt.TensorLocation.HOST, kind, trt.Dims(shape), "a", 0)
+    assert listener.tensors == {}

@@ -36,6 +36,8 @@ CORE = {
     "IBuilderConfig.set_memory_pool_limit",
     "ICudaEngine.create_execution_context",
     "IExecutionContext.execute_async_v3",
+    "IExecutionContext.unfused_tensors_debug_state",
+    "INetworkDefinition.mark_unfused_tensors_as_debug_tensors",
     "IOptimizationProfile.set_shape",
     "ITimingCache.combine",
     "NetworkDefinitionCreationFlag.STRONGLY_TYPED",

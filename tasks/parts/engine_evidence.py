@@ -200,6 +200,7 @@ def _guilty_layers(folder: Path) -> tuple[GuiltyLayer, ...]:
                     module=str(layer.get("module") or ""),
                     source=str(layer.get("source") or ""),
                     sqnr_db=layer.get("sqnr_db"),
+                    own_sqnr_db=layer.get("own_sqnr_db"),
                 )
             )
     return tuple(found)

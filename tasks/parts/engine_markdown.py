@@ -152,6 +152,7 @@ def _layers(findings: Findings) -> str:
             row.target,
             layer.kind,
             number(layer.sqnr_db, ".1f"),
+            number(layer.own_sqnr_db, ".1f"),
             layer.node,
             layer.module,
             layer.source,
@@ -161,7 +162,7 @@ def _layers(findings: Findings) -> str:
     ]
     if not rows:
         return "None was named."
-    return _table(["variant", "target", "what", "SQNR dB", "node", "module", "source"], rows)
+    return _table(["variant", "target", "what", "SQNR dB", "own dB", "node", "module", "source"], rows)
 
 
 def _conditions(findings: Findings) -> str:

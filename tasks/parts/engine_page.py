@@ -210,7 +210,7 @@ def _classes(findings: Findings) -> str:
 def _layers(findings: Findings) -> str:
     lines = [
         f'<tr>{_name_cell(row)}<td class="name">{escape(layer.kind)}</td>'
-        f"<td>{number(layer.sqnr_db, '.1f')}</td>"
+        f"<td>{number(layer.sqnr_db, '.1f')}</td><td>{number(layer.own_sqnr_db, '.1f')}</td>"
         f'<td class="code">{escape(layer.node)}</td><td class="code">{escape(layer.module)}</td>'
         f'<td class="code">{escape(layer.source)}</td></tr>'
         for row in findings.ordered
@@ -218,7 +218,7 @@ def _layers(findings: Findings) -> str:
     ]
     if not lines:
         return ""
-    heads = ["Engine", "What", "SQNR dB", "Node", "Module", "Source"]
+    heads = ["Engine", "What", "SQNR dB", "Own dB", "Node", "Module", "Source"]
     text = "Where the engine leaves its float graph: the first layer to collapse, and the largest own drop."
     return _section("Guilty layers", text, heads, [], lines)
 

@@ -27,6 +27,9 @@ class GuiltyLayer:
     source: str
     """``file:line`` of the module's call."""
     sqnr_db: float | None
+    """Of the engine's output there, with the noise of all layers before."""
+    own_sqnr_db: float | None
+    """Of the layer alone, fed exact inputs; None where nothing but the runtime differs from the float graph."""
 
 
 @dataclass(frozen=True)

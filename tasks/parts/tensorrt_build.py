@@ -54,12 +54,19 @@ class BuildProgress(trt.IProgressMonitor):  # type: ignore[misc]
 
 
 def build_plan(
-    graph: ModelProto, target: Target, card: InputCard, gpu: Gpu, *, is_cache_read: bool = True
+    graph: ModelProto,
+    target: Target,
+    card: InputCard,
+    gpu: Gpu,
+    *,
+    is_cache_read: bool = True,
+    are_tensors_marked: bool = False,
 ) -> bytes:
     """Return the serialized engine; without `is_cache_read` all kernels are timed again.
 
-    Raises BuildFailed with the nodes that TensorRT refuses, in terms of module and file:line, or where GPU memory is
-    too small.
+    With `are_tensors_marked` a run can show the tensors that fusion leaves (tasks/parts/tensorrt_debug.py). Raises
+    BuildFailed with the nodes that TensorRT refuses, in terms of module and file:line, or where GPU memory is too
+    small.
     """
     options = target.tensorrt
     assert options is not None
@@ -70,6 +77,8 @@ def build_plan(
     parser = trt.OnnxParser(network, LOG)
     if not parser.parse(graph.SerializeToString()):
         raise BuildFailed(f"Target {target.name}: {describe_parser_errors(parser, graph)}")
+    if are_tensors_marked and not network.mark_unfused_tensors_as_debug_tensors():
+        raise BuildFailed(f"Target {target.name}: {_explain(LOG.errors[num_before:], target)}")
     config = builder.create_builder_config()
     configure(config, options, major=int(trt.__version__.partition(".")[0]))
     size = (3, card.height, card.width)

@@ -15,6 +15,7 @@ import torch
 from tasks.benchmark import benchmark
 from tasks.build_engine import Report, build_engine
 from tasks.core.errors import ArtifactError, DataError, TargetMismatch
+from tasks.diff_layers import BisectionConfig, Config, diff_layers
 from tasks.parts.bundle import write_bundle
 from tasks.parts.cuda_driver import find_gpus
 from tasks.parts.data import normalise, open_split
@@ -71,6 +72,26 @@ def test_float_engine_agrees_with_the_graph(workshop: Workshop, target: Target, 
 def test_quantized_graph_really_runs_in_int8(workshop: Workshop, target: Target, tmp_path: Path) -> None:
     report = build(target, workshop.quantized, tmp_path / "a")
     assert report.precision_ok and report.num_layers_int8 > 0
+
+
+@pytest.mark.parametrize("variant", ["float", "quantized"])
+def test_layers_are_compared_through_debug_tensors(
+    workshop: Workshop, target: Target, tmp_path: Path, variant: str
+) -> None:
+    model = workshop.quantized if variant == "quantized" else workshop.graph
+    build(target, model, tmp_path / "a")
+    report = diff_layers(
+        Config("calibration", 2, 10.0, BisectionConfig(False, 0.0, 0, 4)),
+        engine=tmp_path / "a" / "engine",
+        model=model,
+        float_graph=workshop.graph,
+        data=workshop.data,
+        out=tmp_path,
+    )
+    assert report.status == "built", report.reason
+    assert report.num_layers > 5
+    assert report.marked_agreement_db is not None and report.marked_agreement_db > 30
+    assert report.worst_sqnr_db is not None and report.worst_sqnr_db > (0 if variant == "quantized" else 30)
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])

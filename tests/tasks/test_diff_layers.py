@@ -9,18 +9,46 @@ import pytest
 from onnx import numpy_helper
 
 from tasks.build_engine import build_engine
-from tasks.core.errors import ArtifactError, ConfigError
-from tasks.diff_layers import MAX_SQNR_DB, Config, _Sums, diff_layers, find_guilty, match_tensors, rank_layers
+from tasks.core.errors import ConfigError
+from tasks.diff_layers import BisectionConfig, Config, diff_layers
+from tasks.parts.layer_table import MAX_SQNR_DB, Compared, Difference, find_guilty, list_layers
 from tasks.parts.onnx_graph import read_graph
 from tasks.parts.runners.contract import read_engine_manifest, write_engine_manifest
 
-CONFIG = Config(split="calibration", num_images=2, collapse_db=10.0)
+NO_BISECTION = BisectionConfig(enabled=False, max_miou_rel_loss=0.0, num_val_images=0, batch_size=4)
+CONFIG = Config(split="calibration", num_images=2, collapse_db=10.0, bisection=NO_BISECTION)
 
 
 def compare(workshop, out, engine, model):
     return diff_layers(
         CONFIG, engine=engine, model=model, float_graph=workshop.graph, data=workshop.data, out=out
     )
+
+
+def read_rows(out):
+    with (out / "layers.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def build_with_a_wrong_scale(workshop, folder, target):
+    """Build from a Q/DQ graph with a scale of weights three times too large; return the layer's nodes and the engine.
+
+    They are the convolution and the activation behind it that the runtime fuses into it.
+    """
+    graph = onnx.load(workshop.quantized)
+    convs = [node for node in graph.graph.node if node.op_type == "Conv"]
+    victim = convs[len(convs) // 2]
+    dequantize = next(node for node in graph.graph.node if victim.input[1] in node.output)
+    scale = next(tensor for tensor in graph.graph.initializer if tensor.name == dequantize.input[1])
+    values = numpy_helper.to_array(scale) * np.float32(3)
+    scale.CopyFrom(numpy_helper.from_array(values, scale.name))
+    model = folder / "broken.onnx"
+    model.write_bytes(graph.SerializeToString())
+    (folder / "build").mkdir()
+    built_anyway = workshop.target(target, min_agreement_int8_db=0.0, stem_in_float=False)
+    build_engine(built_anyway, model=model, out=folder / "build")
+    readers = {node.name for node in graph.graph.node if victim.output[0] in node.input}
+    return {victim.name} | readers, folder / "build" / "engine"
 
 
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
@@ -31,21 +59,43 @@ def test_float_engine_equals_the_float_graph_in_every_layer(workshop, tmp_path, 
     assert report.logits_cosine == pytest.approx(1, abs=1e-4)
     assert report.first_collapse is None
     assert report.marked_agreement_db > 70
+    assert report.num_layers == report.num_tensors - 1  # all but the image
+    assert report.variant_logits_sqnr_db is None and report.runtime_logits_sqnr_db is None
+    assert {
+        row["own_sqnr_db"] + row["variant_sqnr_db"] + row["runtime_cosine"] for row in read_rows(tmp_path)
+    } == {""}
 
 
 def test_eager_network_equals_the_float_graph_behind_folded_batchnorms(workshop, tmp_path):
     report = compare(workshop, tmp_path, workshop.engine("float", "cpu_torch"), workshop.checkpoint)
-    num_convs = sum(node.op_type == "Conv" for node in read_graph(workshop.graph).graph.node)
-    assert report.num_layers >= num_convs - 1
+    layers = [node for node in read_graph(workshop.graph).graph.node if node.op_type in ("Conv", "Relu")]
+    assert report.num_layers >= len(layers)
     assert report.worst_sqnr_db > 70
+    assert {"Conv", "Relu"} <= {row["op_type"] for row in read_rows(tmp_path)}
+
+
+def test_runtime_that_does_not_follow_its_graph_is_told_apart_from_quantization(workshop, tmp_path):
+    victim, engine = build_with_a_wrong_scale(workshop, tmp_path, "cpu_onnxruntime")
+    report = compare(workshop, tmp_path, engine, workshop.quantized)  # not the graph of this engine
+    rows = read_rows(tmp_path)
+    names = [row["node"] for row in rows]
+    broken = next(index for index, name in enumerate(names) if name in victim)
+    assert all(float(row["runtime_sqnr_db"]) > 10 for row in rows[:broken])
+    assert float(rows[broken]["runtime_sqnr_db"]) < 3 < 15 < float(rows[broken]["variant_sqnr_db"])
+    assert float(rows[broken]["histogram_overlap"]) < float(rows[broken]["variant_histogram_overlap"])
+    assert report.runtime_logits_sqnr_db < report.variant_logits_sqnr_db
+    for row in rows:
+        assert 0 < float(row["histogram_overlap"]) <= 1 and 0 < float(row["runtime_histogram_overlap"]) <= 1
+        assert float(row["max_abs"]) > 0
 
 
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
 def test_quantized_engine_is_compared_behind_its_dequantizers(workshop, tmp_path, target):
     report = compare(workshop, tmp_path, workshop.engine("quantized", target), workshop.quantized)
-    with (tmp_path / "layers.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(tmp_path)
     assert len(rows) == report.num_layers > 15
+    assert report.num_fused > 5
+    assert report.num_layers + report.num_fused >= report.num_tensors - 1  # the image may stay in float
     assert "Relu" in {row["op_type"] for row in rows}
     assert 3 < report.logits_sqnr_db < MAX_SQNR_DB
     assert report.marked_agreement_db > 10
@@ -56,29 +106,19 @@ def test_quantized_engine_is_compared_behind_its_dequantizers(workshop, tmp_path
 
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
 def test_layer_with_a_wrong_scale_is_named_with_module_and_line(workshop, tmp_path, target):
-    graph = onnx.load(workshop.quantized)
-    floats = {node.name: node for node in onnx.load(workshop.graph).graph.node}
-    convs = [node for node in graph.graph.node if node.op_type == "Conv"]
-    victim = convs[len(convs) // 2]
-    dequantize = next(node for node in graph.graph.node if victim.input[1] in node.output)
-    scale = next(tensor for tensor in graph.graph.initializer if tensor.name == dequantize.input[1])
-    values = numpy_helper.to_array(scale) * np.float32(3)
-    scale.CopyFrom(numpy_helper.from_array(values, scale.name))
-    model = tmp_path / "broken.onnx"
-    model.write_bytes(graph.SerializeToString())
-    (tmp_path / "build").mkdir()
-    built_anyway = workshop.target(target, min_agreement_int8_db=0.0, stem_in_float=False)
-    build_engine(built_anyway, model=model, out=tmp_path / "build")
-    report = compare(workshop, tmp_path, tmp_path / "build" / "engine", model)
-    metadata = {entry.key: entry.value for entry in floats[victim.name].metadata_props}
+    victim, engine = build_with_a_wrong_scale(workshop, tmp_path, target)
+    report = compare(workshop, tmp_path, engine, tmp_path / "broken.onnx")
     assert report.first_collapse is not None and report.largest_own_drop is not None
-    # The convolution itself, or the activation behind it that the runtime fuses into it.
-    readers = {node.name for node in floats.values() if floats[victim.name].output[0] in node.input}
-    assert report.largest_own_drop.node in {victim.name} | readers
-    assert report.first_collapse.node in {victim.name} | readers
+    assert report.largest_own_drop.node in victim
+    assert report.first_collapse.node in victim
+    assert report.largest_own_drop.own_sqnr_db < 0
+    rows = read_rows(tmp_path)
+    behind = rows[[row["node"] for row in rows].index(report.largest_own_drop.node) + 1 :]
+    # The layers behind it inherit its noise and add little themselves.
+    assert len(behind) > 5 and all(float(row["own_sqnr_db"]) > 15 for row in behind)
     file, _, line = report.largest_own_drop.source.rpartition(":")
     assert file.startswith("tasks/parts/networks/") and line.isdigit()
-    assert report.largest_own_drop.module.split(".")[0] == metadata["module"].split(".")[0]
+    assert {report.largest_own_drop.module.split(".")[0]} == {name.split(".")[0] for name in victim}
 
 
 def test_engine_that_was_skipped_gives_a_report_with_the_reason(workshop, tmp_path):
@@ -99,50 +139,81 @@ def test_engine_whose_tensors_are_not_read_is_skipped_and_not_compared_with_anot
     write_engine_manifest(tmp_path / "engine", replace(read_engine_manifest(engine), target=target))
     report = compare(workshop, tmp_path, tmp_path / "engine", workshop.graph)
     assert (report.status, report.num_layers) == ("skipped", 0)
-    assert report.reason == "the tensors inside an engine of tensorrt are not read yet"
-
-
-def test_graphs_without_common_names_are_refused(workshop):
-    graph = read_graph(workshop.graph)
-    other = onnx.compose.add_prefix(graph, "other/")
-    with pytest.raises(ArtifactError, match="no tensor names in common"):
-        match_tensors(graph, other)
-
-
-def test_float_convolution_is_left_out_when_its_quantized_activation_is_there(workshop):
-    names = match_tensors(read_graph(workshop.graph), read_graph(workshop.quantized))
-    quantized = read_graph(workshop.quantized)
-    made = {name: node.op_type for node in quantized.graph.node for name in node.output}
-    assert made[next(iter(names.values()))] == "DequantizeLinear"
-    assert list(names)[-1] == "logits"
-
-
-def test_sqnr_and_cosine_follow_their_formulas():
-    sums = _Sums()
-    sums.add(np.array([[3.0, 4.0]], np.float32), np.array([[3.5, 4.0]], np.float32))
-    assert sums.sqnr_db == pytest.approx(20.0)
-    assert sums.cosine == pytest.approx((3 * 3.5 + 16) / (5 * math.hypot(3.5, 4)))
-    zero = _Sums()
-    zero.add(np.zeros((1, 2), np.float32), np.zeros((1, 2), np.float32))
-    assert (zero.sqnr_db, zero.cosine) == (MAX_SQNR_DB, 1.0)
+    assert "tensorrt is not installed" in report.reason
 
 
 def test_noise_that_was_there_before_is_not_a_layer_s_own(workshop):
     graph = read_graph(workshop.graph)
     names = [node.output[0] for node in graph.graph.node if node.op_type == "Conv"]
-    sums = {}
+    compared = {}
     for index, name in enumerate([*names, graph.graph.output[0].name]):
-        noise = 0.0 if index < 2 else 0.2
-        sums[name] = _Sums(signal=1.0, noise=noise, product=1.0, found=1.0)
-    first, worst = find_guilty(rank_layers(graph, sums), collapse_db=10.0)
+        found = Difference(MAX_SQNR_DB if index < 2 else 7.0, 1.0, 0.1, 1.0)
+        compared[name] = Compared(engine=found, variant=None, runtime=None, own_sqnr_db=None)
+    first, worst = find_guilty(list_layers(graph, compared), collapse_db=10.0)
     assert first is not None and worst is not None
     assert first.tensor == worst.tensor == names[2]
+
+
+def test_measured_own_noise_counts_more_than_the_rise_of_the_noise(workshop):
+    graph = read_graph(workshop.graph)
+    names = [node.output[0] for node in graph.graph.node if node.op_type == "Conv"]
+    compared = {}
+    for index, name in enumerate([*names, graph.graph.output[0].name]):
+        found = Difference(7.0, 1.0, 0.1, 1.0)
+        compared[name] = Compared(found, found, found, own_sqnr_db=20.0 if index == 4 else 40.0)
+    _, worst = find_guilty(list_layers(graph, compared), collapse_db=10.0)
+    assert worst is not None and worst.tensor == names[4]
+
+
+def test_bisection_names_the_layer_that_has_to_run_in_float(unbalanced, workshop, tmp_path):
+    (tmp_path / "build").mkdir()
+    model = unbalanced.graph.parent / "model.onnx"
+    build_engine(
+        workshop.target("cpu_onnxruntime", min_agreement_int8_db=0.0), model=model, out=tmp_path / "build"
+    )
+    config = replace(CONFIG, bisection=replace(NO_BISECTION, enabled=True, max_miou_rel_loss=0.35))
+    report = diff_layers(
+        config,
+        engine=tmp_path / "build" / "engine",
+        model=model,
+        float_graph=unbalanced.graph,
+        data=unbalanced.data,
+        out=tmp_path,
+    )
+    found = report.bisection
+    assert found is not None and found.is_recovered
+    assert found.variant_miou < found.target_miou <= found.recovered_miou
+    assert [layer.node for layer in found.layers] == [unbalanced.node]
+    assert found.layers[0].source.startswith("tasks/parts/networks/")
+    with (tmp_path / "bisection.csv").open(encoding="utf-8") as file:
+        trials = list(csv.DictReader(file))
+    assert len(trials) == found.num_trials < 2 + 2 * found.num_quantized_layers
+    assert unbalanced.node in {trial["float_layers"] for trial in trials if trial["is_recovered"] == "True"}
+
+
+def test_graph_without_qdq_is_not_bisected(workshop, tmp_path):
+    config = replace(CONFIG, bisection=replace(NO_BISECTION, enabled=True))
+    report = diff_layers(
+        config,
+        engine=workshop.engine("float", "cpu_onnxruntime"),
+        model=workshop.graph,
+        float_graph=workshop.graph,
+        data=workshop.data,
+        out=tmp_path,
+    )
+    assert report.bisection is None and not (tmp_path / "bisection.csv").exists()
 
 
 @pytest.mark.parametrize(
     "change", [{"split": "all"}, {"num_images": 0}, {"collapse_db": -1.0}, {"collapse_db": 500.0}]
 )
 def test_impossible_config_is_refused(change):
-    fields = {"split": "val", "num_images": 1, "collapse_db": 10.0} | change
+    fields = {"split": "val", "num_images": 1, "collapse_db": 10.0, "bisection": NO_BISECTION} | change
     with pytest.raises(ConfigError, match=rf"diff_layers\.{next(iter(change))} is .*allowed"):
         Config(**fields)
+
+
+@pytest.mark.parametrize("change", [{"max_miou_rel_loss": 1.0}, {"num_val_images": -1}, {"batch_size": 0}])
+def test_impossible_bisection_is_refused(change):
+    with pytest.raises(ConfigError, match=rf"diff_layers\.bisection\.{next(iter(change))} is .*allowed"):
+        replace(NO_BISECTION, **change)

@@ -161,7 +161,8 @@ class Artifacts:
                 "is_stable": True,
             },
         )
-        layer = {"node": "node_conv_3", "module": "head.conv", "source": "tasks/x.py:12", "sqnr_db": 7.5}
+        layer = {"node": "node_conv_3", "module": "head.conv", "source": "tasks/x.py:12"}
+        layer |= {"sqnr_db": 7.5, "own_sqnr_db": 21.25}
         found = {"first_collapse": layer if "ptq" in variant else None, "largest_own_drop": layer}
         self._report("diff_layers", variant, target, found)
 
@@ -471,6 +472,13 @@ def test_without_an_engine_numbers_are_null_and_the_reason_is_kept(
     assert row["miou"] is row["latency_ms_p50"] is row["engine_sha256"] is row["size_bytes"] is None
     assert "avx512_bf16" in report.without_pick["cpu_openvino_bf16"]
     assert "cpu_openvino_bf16" not in json.loads((tmp_path / "out" / "picks.json").read_text())
+
+
+def test_guilty_layers_are_named_in_both_reports_with_their_own_noise(artifacts, tmp_path) -> None:
+    run(artifacts, tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert "| first collapse | 7.5 | 21.2 | node_conv_3 | head.conv | tasks/x.py:12 |" in text
+    assert "<td>7.5</td><td>21.2</td>" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_target_whose_engines_all_fail_is_named_in_both_reports(artifacts, tmp_path) -> None:

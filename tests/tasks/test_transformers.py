@@ -11,8 +11,8 @@ from test_quantize_aware_train import config as training_config
 from tasks import distill, train
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError
+from tasks.diff_layers import BisectionConfig, diff_layers
 from tasks.diff_layers import Config as DiffConfig
-from tasks.diff_layers import diff_layers
 from tasks.export_onnx import Config as ExportConfig
 from tasks.export_onnx import export_onnx
 from tasks.parts.calibrator import Calibrator
@@ -122,7 +122,7 @@ def test_engines_compute_what_the_graph_says(
     out = tmp_path / "diff"
     out.mkdir()
     found = diff_layers(
-        DiffConfig("calibration", 2, 10.0),
+        DiffConfig("calibration", 2, 10.0, BisectionConfig(False, 0.0, 0, 4)),
         engine=tmp_path / "engine",
         model=model,
         float_graph=shop.graph,

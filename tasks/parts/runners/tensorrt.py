@@ -8,11 +8,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pycuda.driver as cuda
 import tensorrt as trt
+from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, DataError
 from tasks.parts.cuda_driver import CapturedGraph
@@ -26,6 +27,7 @@ from tasks.parts.runners.contract import (
     check_batch,
 )
 from tasks.parts.target import Target
+from tasks.parts.tensorrt_debug import DebugTensors
 from tasks.parts.tensorrt_inspector import read_layers
 from tasks.parts.tensorrt_log import LOG, describe_errors
 
@@ -49,6 +51,11 @@ class PrimaryContext:
     ) -> None:
         self._primary.pop()
         self._primary.detach()
+
+
+def _copy_from_device(values: NDArray[Any], address: int) -> None:
+    cuda.Context.synchronize()
+    cuda.memcpy_dtoh(values, address)
 
 
 class LayerTimes(trt.IProfiler):  # type: ignore[misc]
@@ -205,6 +212,23 @@ class TensorrtRunner:
         context.set_tensor_address(self._input, images_NCHW.data_ptr())
         context.set_tensor_address(self._output, logits_NCHW.data_ptr())
         self._launch(context, stream)
+
+    def infer_tensors(self, images_NCHW: FloatArray) -> dict[str, NDArray[Any]]:
+        """Return what the plan shows of its tensors, by TensorRT's names, and the logits.
+
+        More than the logits only where the plan was built with its tensors marked.
+        """
+        check_batch(images_NCHW, self.manifest)
+        num_images, listener = len(images_NCHW), DebugTensors(_copy_from_device)
+        self._images_NCHW[:num_images] = images_NCHW
+        self._forget_graph()
+        self._set_shape(self._context, num_images, self._stream.handle)
+        self._context.set_debug_listener(listener)
+        self._context.unfused_tensors_debug_state = True
+        self._enqueue(num_images)
+        self._stream.synchronize()
+        self._context.unfused_tensors_debug_state = False
+        return {**listener.tensors, self._output: self._logits_NCHW[:num_images].copy()}
 
     def describe(self) -> RunnerDescription:
         target, device = self.manifest.target, cuda.Device(0)
