@@ -18,7 +18,7 @@ from tasks.parts.checkpoint import load_checkpoint
 from tasks.parts.export import fold_batchnorm
 from tasks.parts.network_precision import CastNetwork, precisions_of_program
 from tasks.parts.runners.contract import Precisions
-from tasks.parts.target import Target
+from tasks.parts.target import CPU, Target
 
 _OPTIONS = {
     "freezing": True,  # weights are constants, laid out once as their kernels read them
@@ -73,7 +73,10 @@ def _compile(program: ExportedProgram, target: Target, file: Path) -> None:
     with tempfile.TemporaryDirectory() as folder, fresh_cache(dir=folder), torch.no_grad():
         try:
             torch._inductor.aoti_compile_and_package(
-                program, package_path=str(file), inductor_configs=dict(_OPTIONS)
+                program,
+                package_path=str(file),
+                # Names kernels for the profiler; on a GPU the driver does.
+                inductor_configs=_OPTIONS | {"cpp.enable_kernel_profile": target.device == CPU},
             )
         except RuntimeError as error:
             failure = error

@@ -82,7 +82,7 @@ class EngineBuild:
     network on the CPU where the runtime reads checkpoints; None without engine."""
     truth: EngineTruth | None
     """What the layers of the engine come to, engine/layers.csv shows them one by one; None for torch and
-    aotinductor, of which only `precisions` is known: by module and its weights, by exported operator and its input."""
+    aotinductor, of which only `precisions` is known: by module and weights, by exported operator and input."""
     build_latencies_ms: tuple[float, ...]
     """Median latency of each build at batch 1, where TensorRT built several times; the fastest was kept."""
 
@@ -126,9 +126,9 @@ def _read_card(target: Target, model: Path) -> InputCard:
     if target.runtime in CHECKPOINT_RUNTIMES:
         if model.suffix == ".onnx":
             raise ArtifactError(
-                f"{model}: an ONNX graph, expected a .safetensors checkpoint: target {target.name} of "
-                f"runtime {target.runtime} is built from the network. Quantized variants have no such engine; take them "
-                "out of this target's variants."
+                f"{model}: an ONNX graph, expected a .safetensors checkpoint: target {target.name} of runtime "
+                f"{target.runtime} is built from the network. Quantized variants have no such engine; take "
+                "them out of this target's variants."
             )
         from tasks.parts.model_card import read_card
 
@@ -292,7 +292,9 @@ def _check_placement(file: Path, target: Target, card: InputCard) -> None:
             "one of runtime tensorrt."
         )
     if elsewhere:
-        logger.warning("build_engine: target %s: %d small operators run on the CPU", target.name, len(elsewhere))
+        logger.warning(
+            "build_engine: target %s: %d small operators run on the CPU", target.name, len(elsewhere)
+        )
 
 
 def _check_weights(graph: "ModelProto", path: Path) -> None:

@@ -1,7 +1,7 @@
 """Networks in reduced precision, and what their layers compute in.
 
-Reduced is the precision of the weights, not autocast's: what a layer computes in can then be read from its weights, and
-no weight is cast again at each run. BatchNorm keeps float32, which its kernels take beside reduced activations.
+Reduced is the precision of the weights, not autocast's: what a layer computes in can then be read from its weights,
+and no weight is cast again at each run. BatchNorm keeps float32, which its kernels take beside reduced activations.
 """
 
 from collections import Counter, defaultdict

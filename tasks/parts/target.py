@@ -125,7 +125,9 @@ class Target:
         devices = _DEVICES[self.runtime]
         named = " or ".join(f'"{device}"' for device in devices)
         self._require(self.device in devices, "device", self.device, f"{named} for runtime {self.runtime}")
-        self._require((self.gpu is None) == (self.device == CPU), "gpu", self.gpu, "a GPU for cuda, null for cpu")
+        self._require(
+            (self.gpu is None) == (self.device == CPU), "gpu", self.gpu, "a GPU for cuda, null for cpu"
+        )
         self._require(
             (self.tensorrt is None) == (self.runtime is not Runtime.tensorrt),
             "tensorrt",

@@ -1,6 +1,7 @@
 """Engines for an NVIDIA GPU without TensorRT: `make test-gpu`. Not run on real hardware.
 
-Needs torch, safetensors, dacite, onnx and onnxslim, no orchestrator; ONNX Runtime's part onnxruntime-gpu and onnxscript.
+Needs torch, safetensors, dacite, onnx, onnxruntime and onnxslim, and no orchestrator; the test of ONNX Runtime needs
+onnxruntime-gpu and onnxscript as well.
 """
 
 from dataclasses import replace
@@ -29,12 +30,14 @@ from tasks.parts.target import Precision, Target
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU that torch can use on this machine"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no NVIDIA GPU that torch can use on this machine"
+    ),
 ]
 
 LEAST_DB = {"f32": 90.0, "bf16": 15.0, "f16": 35.0}
-"""Signal-to-noise of rounded mantissas (24, 8 and 11 bits, 6 dB each), less what the layers add up; TF32 has 11 as well,
-so that f32 fails here where it is on."""
+"""Signal-to-noise of rounded mantissas (24, 8 and 11 bits, 6 dB each), less what the layers add up. TF32 has 11 bits
+too, so f32 fails where it is on."""
 
 TORCH_TARGETS = ["cuda_torch", "cuda_aotinductor"]
 

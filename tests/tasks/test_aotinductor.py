@@ -33,10 +33,9 @@ def test_engine_is_one_file_that_follows_the_network(workshop: Workshop) -> None
     assert "batch_norm" not in manifest.precisions  # folded
 
 
+@pytest.mark.slow
 def test_bfloat16_engine_says_so_and_is_compared_with_float32(workshop: Workshop, tmp_path: Path) -> None:
-    target = workshop.target(
-        "cpu_aotinductor", precision=Precision.bf16, max_batch=1, min_agreement_db=10.0
-    )
+    target = workshop.target("cpu_aotinductor", precision=Precision.bf16, max_batch=1, min_agreement_db=10.0)
     report = built(target, workshop.checkpoint, tmp_path / "a")
     assert report.status is EngineStatus.built, report.reason
     assert report.precision_ok and report.precisions["conv2d"].keys() == {"bf16"}
@@ -116,7 +115,9 @@ def test_engine_for_a_gpu_is_refused_at_once_where_there_is_none(
 ) -> None:
     target = workshop.target(name)
     model = workshop.checkpoint if target.runtime in CHECKPOINT_RUNTIMES else workshop.graph
-    with pytest.raises(TargetMismatch, match=rf"{name} needs an NVIDIA GPU; this machine has none.*pool 'gpu'"):
+    with pytest.raises(
+        TargetMismatch, match=rf"{name} needs an NVIDIA GPU; this machine has none.*pool 'gpu'"
+    ):
         built(target, model, tmp_path / "a")
     assert not list((tmp_path / "a").iterdir())
 

@@ -1,5 +1,5 @@
-"""ONNX Runtime, on the CPU or an NVIDIA GPU. The engine file is an ONNX graph; the runtime optimises it for the machine
-at hand when it is loaded.
+"""ONNX Runtime, on the CPU or an NVIDIA GPU. The engine file is an ONNX graph; the runtime optimises it for the
+machine at hand when it is loaded.
 
 An offline-optimised file would load 2-20 ms faster and run no faster, but only on the CPU that made it.
 The GPU was not run on real hardware.
@@ -33,7 +33,9 @@ ENGINE_FILE = "engine.onnx"
 PROVIDERS = {CPU: "CPUExecutionProvider", CUDA: "CUDAExecutionProvider"}
 """Device of a target -> the provider that must really be in use."""
 
-_PROVIDER_OPTIONS = {"CUDAExecutionProvider": {"use_tf32": "0"}}  # else float32 is rounded to 10 bits of mantissa
+_PROVIDER_OPTIONS = {
+    "CUDAExecutionProvider": {"use_tf32": "0"}
+}  # else float32 is rounded to 10 bits of mantissa
 _LOG_ERRORS_ONLY = 3
 _INT8_TYPES = {2: "int8", 3: "int8"}  # TensorProto.UINT8, INT8
 _FLOAT_TYPES = {1: "f32", 10: "f16", 16: "bf16"}  # TensorProto.FLOAT, FLOAT16, BFLOAT16
@@ -188,7 +190,9 @@ class OnnxruntimeRunner:
         assert self._session is not None, "use the runner in a with block"
         options = self._session.get_session_options()
         provider = self._session.get_providers()[0]
-        return RunnerDescription("onnxruntime", onnxruntime.__version__, provider, options.intra_op_num_threads)
+        return RunnerDescription(
+            "onnxruntime", onnxruntime.__version__, provider, options.intra_op_num_threads
+        )
 
     def profile(self, images_NCHW: FloatArray, num_iterations: int) -> tuple[OperatorTime, ...]:
         check_batch(images_NCHW, self.manifest)
@@ -204,9 +208,7 @@ class OnnxruntimeRunner:
 
     def _open(self) -> "onnxruntime.InferenceSession":
         target = self.manifest.target
-        return open_session(
-            self._file, provider=PROVIDERS[target.device], num_threads=target.num_threads
-        )
+        return open_session(self._file, provider=PROVIDERS[target.device], num_threads=target.num_threads)
 
 
 def record_nodes(
@@ -220,9 +222,7 @@ def record_nodes(
             session.run(None, {session.get_inputs()[0].name: images_NCHW})
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     return [
-        event
-        for event in events
-        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")
+        event for event in events if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")
     ]
 
 

@@ -172,9 +172,7 @@ def test_bound_buffers_give_the_logits_of_a_plain_run(workshop, images_NCHW):
 
 
 def test_nodes_that_another_provider_ran_are_found_in_the_record_of_a_run(workshop, images_NCHW):
-    events = record_nodes(
-        workshop.graph, images_NCHW[:1], 1, provider="CPUExecutionProvider", num_threads=1
-    )
+    events = record_nodes(workshop.graph, images_NCHW[:1], 1, provider="CPUExecutionProvider", num_threads=1)
     assert find_nodes_elsewhere(events, "CPUExecutionProvider") == {}
     found = find_nodes_elsewhere(events, "CUDAExecutionProvider")
     assert sum("Conv" in kind for kind in found.values()) > 10
