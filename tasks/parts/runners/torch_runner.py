@@ -4,13 +4,15 @@ On a GPU images and logits cross page-locked memory, and a run ends when its str
 there.
 """
 
+import contextlib
 import importlib.metadata
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from tasks.core.errors import ArtifactError, TargetMismatch
 from tasks.parts.runners.contract import (
     EngineManifest,
     FloatArray,
@@ -28,12 +30,36 @@ Program = Callable[["Tensor"], "Tensor"]
 
 
 def set_up_torch(target: Target) -> None:
-    """Give torch the target's threads, and keep float32 what it says: GPUs would round factors to 10 bits (TF32)."""
+    """Give torch the target's threads, and keep float32 what it says: GPUs would round factors to 10 bits (TF32).
+
+    Raises TargetMismatch where torch cannot use the GPU.
+    """
     import torch
 
     torch.set_num_threads(target.num_threads)
     if target.device == CUDA:
+        if not torch.cuda.is_available():
+            raise TargetMismatch(
+                f"Target {target.name} needs torch with CUDA; torch {torch.__version__} finds no GPU that it can "
+                "use. Install the build of torch for this machine's driver (see nvidia-smi), or run this on a worker "
+                f"of pool '{target.work_pool}'."
+            )
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@contextlib.contextmanager
+def _explained_out_of_memory(target: Target) -> Iterator[None]:
+    """Raise ArtifactError where the GPU has too little memory."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ArtifactError(
+            f"Target {target.name}: the GPU has too little memory ({str(error).splitlines()[0]}). End other "
+            "processes on it, send smaller batches (validate.batch_size, benchmark.batch_size), or lower "
+            f"target.{target.name}.max_batch and build again."
+        ) from error
 
 
 class TorchRunner:
@@ -50,13 +76,14 @@ class TorchRunner:
         target, card = self.manifest.target, self.manifest.card
         set_up_torch(target)
         self._torch = torch
-        self._program = self._load(self._file, target)
-        if target.device == CUDA:
-            images_shape = (target.max_batch, 3, card.height, card.width)
-            logits_shape = (target.max_batch, len(card.classes), card.height, card.width)
-            self._images_NCHW = torch.empty(images_shape, pin_memory=True)
-            self._logits_NCHW = torch.empty(logits_shape, pin_memory=True)
-            self._device_images = torch.empty(images_shape, device=CUDA)
+        with _explained_out_of_memory(target):
+            self._program = self._load(self._file, target)
+            if target.device == CUDA:
+                images_shape = (target.max_batch, 3, card.height, card.width)
+                logits_shape = (target.max_batch, len(card.classes), card.height, card.width)
+                self._images_NCHW = torch.empty(images_shape, pin_memory=True)
+                self._logits_NCHW = torch.empty(logits_shape, pin_memory=True)
+                self._device_images = torch.empty(images_shape, device=CUDA)
         return self
 
     def __exit__(
@@ -76,7 +103,8 @@ class TorchRunner:
         images = self._torch.from_numpy(images_NCHW)
         with self._torch.inference_mode():
             if self.manifest.target.device == CUDA:
-                logits_NCHW: FloatArray = self._run_on_gpu(self._program, images).numpy()
+                with _explained_out_of_memory(self.manifest.target):
+                    logits_NCHW: FloatArray = self._run_on_gpu(self._program, images).numpy()
             else:
                 logits_NCHW = self._program(images).numpy()
         return logits_NCHW
