@@ -50,8 +50,14 @@ def precisions_of_program(program: "torch.export.ExportedProgram") -> Precisions
     for node in program.graph.nodes:
         value = next((one.meta.get("val") for one in node.all_input_nodes), None)
         is_operator = isinstance(node.target, torch._ops.OpOverload)
-        if is_operator and isinstance(value, Tensor) and value.is_floating_point():
-            counts[node.target._schema.name.removeprefix("aten::")][_name(value.dtype)] += 1
+        kind = node.target._schema.name.removeprefix("aten::") if is_operator else ""
+        if (
+            kind
+            and not kind.startswith("_assert")
+            and isinstance(value, Tensor)
+            and value.is_floating_point()
+        ):
+            counts[kind][_name(value.dtype)] += 1
     return _sorted(counts)
 
 

@@ -1,4 +1,4 @@
-"""Engines for an NVIDIA GPU without TensorRT: `make test-gpu`. Not run on real hardware.
+"""Engines for an NVIDIA GPU without TensorRT: `python -m pytest -m gpu`. Not run on real hardware.
 
 Needs torch, safetensors, dacite, onnx, onnxruntime and onnxslim, and no orchestrator; the test of ONNX Runtime needs
 onnxruntime-gpu and onnxscript as well.
@@ -142,7 +142,7 @@ def test_runs_take_no_more_memory_of_the_gpu(engines: dict[tuple[str, str], Path
         assert torch.cuda.memory_reserved() == reserved
 
 
-def test_weights_in_half_precision_take_half_the_memory(engines: dict[tuple[str, str], Path]) -> None:
+def test_weights_in_half_precision_take_less_memory(engines: dict[tuple[str, str], Path]) -> None:
     taken = {}
     for precision in ("f32", "f16"):
         before = torch.cuda.memory_allocated()
