@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tasks.core.config import PARAMS_FILE, find_section, typed_config
 from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import load_stage
+from tasks.parts.target import CHECKPOINT_RUNTIMES
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -119,10 +120,10 @@ def write_params(params: dict[str, Any], path: Path = PARAMS_FILE) -> None:
 
 
 def _engines(variants: dict[str, Any], targets: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield every engine as its DVC name and its inputs; eager PyTorch runs checkpoints, so floats only."""
+    """Yield every engine as its DVC name and its inputs; what is made of checkpoints exists for floats only."""
     for variant, files in variants.items():
         for target, options in targets.items():
-            model = files["checkpoint"] if options["runtime"] == "torch" else files["graph"]
+            model = files["checkpoint"] if options["runtime"] in CHECKPOINT_RUNTIMES else files["graph"]
             if model is not None:
                 yield (
                     f"{variant}-{target}",
@@ -155,9 +156,9 @@ def _largest_multiple(targets: dict[str, Any]) -> int | None:
 
 
 def _find_target(name: str | None, targets: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the declaration that search_pruning.target names; null: the first that reads graphs."""
-    readers = [target for target, options in targets.items() if options["runtime"] != "torch"]
-    found = [*readers, *targets][0] if name is None else name
+    """Return a copy of the declaration that search_pruning.target names; null: the first that is not eager."""
+    deployed = [target for target, options in targets.items() if options["runtime"] != "torch"]
+    found = [*deployed, *targets][0] if name is None else name
     if found not in list(targets):
         raise ConfigError(
             f"search_pruning.target is {found}, which is no target of this run: [{', '.join(targets)}]. Name one of "

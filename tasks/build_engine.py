@@ -12,7 +12,7 @@ Report = EngineBuild
 
 
 def build_engine(cfg: Config, *, model: Path, out: Path) -> Report:
-    """Build `out/engine` from a variant's ONNX graph (for runtime torch: from its checkpoint).
+    """Build `out/engine` from a variant's ONNX graph (for runtimes torch and aotinductor: from its checkpoint).
 
     Raises TargetMismatch on a machine whose runtime is not the declared one, ArtifactError for a damaged model.
     """

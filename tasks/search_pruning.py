@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, GateFailed, TargetMismatch
 from tasks.parts.channel_pruning import ChannelPruning
-from tasks.parts.target import Runtime, Target
+from tasks.parts.target import CHECKPOINT_RUNTIMES, Target
 from tasks.parts.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def _build(cfg: Config, network: "nn.Module", card: "ModelCard", out: Path) -> P
     from tasks.parts.runners.contract import EngineStatus
 
     out.mkdir()
-    if cfg.target.runtime is Runtime.torch:
+    if cfg.target.runtime in CHECKPOINT_RUNTIMES:
         model = out / "model.safetensors"
         save_checkpoint(model, network, card)
     else:

@@ -20,7 +20,7 @@ from tasks.parts import bundle_infer
 from tasks.parts.encoding import GRAPH_FILE
 from tasks.parts.runners.contract import EngineManifest, read_engine_manifest, sha256_of
 from tasks.parts.runners.openvino import compile_options
-from tasks.parts.target import Precision, Runtime
+from tasks.parts.target import CUDA, Precision, Runtime
 
 if TYPE_CHECKING:
     from onnx import GraphProto
@@ -40,7 +40,7 @@ def write_bundle(engine: Path, row: dict[str, Any], out: Path) -> bool:
     shutil.copyfile(bundle_infer.__file__, out / "infer.py")
     _write_json(out / "model.json", describe_engine(manifest))
     _write_json(out / "report.json", row)
-    packages = [f"{runtime}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
+    packages = [f"{_package(manifest)}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
     if runtime is Runtime.tensorrt:
         packages.append("pycuda")
     (out / "requirements.txt").write_text("\n".join(packages) + "\n", encoding="utf-8")
@@ -70,6 +70,7 @@ def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
         options = {"provider": manifest.provider, "num_threads": target.num_threads}
     return {
         "runtime": target.runtime,
+        "package": _package(manifest),
         "runtime_version": manifest.runtime_version,
         "file": manifest.file,
         "sha256": manifest.sha256,
@@ -120,11 +121,18 @@ def _write_triton(folder: Path, name: str, engine: Path, manifest: EngineManifes
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
 
 
+def _package(manifest: EngineManifest) -> str:
+    """Return the name on PyPI of the runtime that an engine was measured with."""
+    target = manifest.target
+    is_gpu_build = target.runtime is Runtime.onnxruntime and target.device == CUDA
+    return "onnxruntime-gpu" if is_gpu_build else str(target.runtime)
+
+
 def _triton_onnxruntime(manifest: EngineManifest) -> list[str]:
     return [
         'backend: "onnxruntime"',
         f"max_batch_size: {manifest.target.max_batch}",
-        "instance_group [ { kind: KIND_CPU count: 1 } ]",
+        f"instance_group [ {{ kind: KIND_{'GPU' if manifest.target.device == CUDA else 'CPU'} count: 1 }} ]",
         _triton_parameter("intra_op_thread_count", manifest.target.num_threads),
     ]
 

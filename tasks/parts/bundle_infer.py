@@ -76,7 +76,7 @@ def cut_batches(num_images: int, ranges: list[list[int]]) -> Iterator[slice]:
 
 
 def _check_version(card: dict[str, Any]) -> None:
-    package, measured = card["runtime"], card["runtime_version"]
+    package, measured = card["package"], card["runtime_version"]
     try:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -24,6 +24,8 @@ from tasks.parts.runners.contract import (
     write_engine_manifest,
 )
 from tasks.parts.target import (
+    CHECKPOINT_RUNTIMES,
+    CUDA,
     Precision,
     Runtime,
     Target,
@@ -76,16 +78,17 @@ class EngineBuild:
     precision_note: str
     """What contradicts the declared precision; empty if nothing does."""
     agreement_db: float | None
-    """Signal-to-noise of the engine's logits against the unoptimised graph, on drawn images; None without
-    engine."""
+    """Signal-to-noise of the engine's logits on drawn images, against the unoptimised graph, or against the float32
+    network on the CPU where the runtime reads checkpoints; None without engine."""
     truth: EngineTruth | None
-    """What the layers of the engine come to, engine/layers.csv shows them one by one; None for eager PyTorch."""
+    """What the layers of the engine come to, engine/layers.csv shows them one by one; None for torch and
+    aotinductor, of which only `precisions` is known: by module and weights, by exported operator and input."""
     build_latencies_ms: tuple[float, ...]
     """Median latency of each build at batch 1, where TensorRT built several times; the fastest was kept."""
 
 
 def build(target: Target, *, model: Path, out: Path) -> EngineBuild:
-    """Build `out/engine` from an ONNX graph (for runtime torch: from a checkpoint).
+    """Build `out/engine` from an ONNX graph (for runtimes torch and aotinductor: from a checkpoint).
 
     A CPU without a declared flag ends in status "skipped", a graph that the runtime refuses or computes
     wrongly in "failed", both with the reason, so that the other targets go on. Raises TargetMismatch on a
@@ -105,8 +108,8 @@ def build(target: Target, *, model: Path, out: Path) -> EngineBuild:
         reason = f"this CPU lacks {', '.join(missing)} (target.{target.name}.cpu_flags)"
         return _end_without_engine(target, EngineStatus.skipped, reason, version, card, engine)
     try:
-        if target.runtime is Runtime.torch:
-            report = _build_torch(target, model, card, version, engine)
+        if target.runtime in CHECKPOINT_RUNTIMES:
+            report = _build_from_checkpoint(target, model, card, version, engine)
         else:
             report = _build_from_graph(target, model, card, version, engine)
     except BuildFailed as error:
@@ -120,12 +123,12 @@ def build(target: Target, *, model: Path, out: Path) -> EngineBuild:
 
 
 def _read_card(target: Target, model: Path) -> InputCard:
-    if target.runtime is Runtime.torch:
+    if target.runtime in CHECKPOINT_RUNTIMES:
         if model.suffix == ".onnx":
             raise ArtifactError(
-                f"{model}: an ONNX graph, expected a .safetensors checkpoint: target {target.name} runs "
-                "eager PyTorch. Quantized variants have no such engine; take them out of this target's "
-                "variants."
+                f"{model}: an ONNX graph, expected a .safetensors checkpoint: target {target.name} of runtime "
+                f"{target.runtime} is built from the network. Quantized variants have no such engine; take "
+                "them out of this target's variants."
             )
         from tasks.parts.model_card import read_card
 
@@ -146,26 +149,40 @@ def _end_without_engine(
     return _report(manifest, num_layers_quantized=0, note="", agreement_db=None)
 
 
-def _build_torch(
+def _build_from_checkpoint(
     target: Target, checkpoint: Path, card: InputCard, version: str, engine: Path
 ) -> EngineBuild:
-    from tasks.parts.runners import torch_eager
+    import torch
 
-    file = engine / torch_eager.ENGINE_FILE
-    shutil.copyfile(checkpoint, file)
+    from tasks.parts.checkpoint import load_checkpoint
+    from tasks.parts.network_precision import precisions_of
+    from tasks.parts.runners import aotinductor, torch_eager
+    from tasks.parts.runners.torch_runner import set_up_torch
+
+    set_up_torch(target)
+    if target.runtime is Runtime.aotinductor:
+        from tasks.parts.aotinductor_build import build_package
+
+        file = engine / aotinductor.ENGINE_FILE
+        precisions = build_package(checkpoint, target, file)
+    else:
+        file = engine / torch_eager.ENGINE_FILE
+        shutil.copyfile(checkpoint, file)
+        precisions = precisions_of(torch_eager.load_network(file, target))
     manifest = _manifest(target, version, card, file=file)
-    images_NCHW = draw_golden_images(card)
-    with torch_eager.TorchEagerRunner(file, manifest) as runner:
-        _check_logits(runner.infer(images_NCHW), target, card)
-        precisions = torch_eager.precisions_of(runner.model)
-    return _publish(manifest, precisions, torch_eager.PROVIDER, engine, LayerCounts(0, 0, 0))
+    images_NCHW = draw_golden_images(card)[: target.max_batch]
+    with torch.inference_mode():
+        expected_NCHW = load_checkpoint(checkpoint)[0](torch.from_numpy(images_NCHW)).numpy()
+    agreement_db, provider = _measure_agreement(expected_NCHW, images_NCHW, manifest, file)
+    no_layers = LayerCounts(0, 0, 0)
+    return _publish(manifest, precisions, provider, engine, no_layers, agreement_db=agreement_db)
 
 
 def _build_from_graph(
     target: Target, model: Path, card: InputCard, version: str, engine: Path
 ) -> EngineBuild:
     from tasks.parts.encoding import GRAPH_FILE, encode_for
-    from tasks.parts.onnx_graph import read_graph, write_graph
+    from tasks.parts.onnx_graph import is_quantized, read_graph, write_graph
     from tasks.parts.tables import write_table
 
     graph = read_graph(model)
@@ -191,10 +208,15 @@ def _build_from_graph(
         layers = onnxruntime.layers_of(
             file, provider=onnxruntime.PROVIDERS[target.device], num_threads=target.num_threads
         )
+        if target.device == CUDA:
+            _check_placement(file, target, card)
     if target.runtime is not Runtime.onnxruntime:
         write_graph(encoded, engine / GRAPH_FILE)
     manifest = _manifest(target, version, card, file=file)
-    agreement_db, provider = _measure_agreement(graph, manifest, file)
+    images_NCHW = draw_golden_images(card)[: target.max_batch]
+    agreement_db, provider = _measure_agreement(
+        _run_graph(graph, images_NCHW, target), images_NCHW, manifest, file, is_int8=is_quantized(graph)
+    )
     layers = join_fused(layers, graph, _LAYER_TYPES)
     write_table(engine / LAYERS_FILE, list_rows(layers, graph))
     return _publish(
@@ -252,6 +274,28 @@ def _time_builds(files: list[Path], target: Target, version: str, card: InputCar
         calls = {name: runner.run for name, runner in runners.items()}
         rounds = rounds_ms(calls, draw_golden_images(card)[:1], _ROUNDS_OF_BUILDS)
     return tuple(float(np.median(np.concatenate(rounds[file.name]))) for file in files)
+
+
+def _check_placement(file: Path, target: Target, card: InputCard) -> None:
+    """Raise BuildFailed where ONNX Runtime runs convolutions or matrix products on the CPU instead of the GPU."""
+    from tasks.parts.runners import onnxruntime
+
+    provider = onnxruntime.PROVIDERS[target.device]
+    events = onnxruntime.record_nodes(
+        file, draw_golden_images(card)[:1], 1, provider=provider, num_threads=target.num_threads
+    )
+    elsewhere = onnxruntime.find_nodes_elsewhere(events, provider)
+    layers = [f"{kind} '{name}'" for name, kind in elsewhere.items() if _LAYER_WORDS.search(kind)]
+    if layers:
+        raise BuildFailed(
+            f"Target {target.name}: ONNX Runtime runs {len(layers)} convolutions or matrix products on the CPU, "
+            f"expected all on the GPU: {', '.join(layers[:5])}. Take this variant out of the target, or build it for "
+            "one of runtime tensorrt."
+        )
+    if elsewhere:
+        logger.warning(
+            "build_engine: target %s: %d small operators run on the CPU", target.name, len(elsewhere)
+        )
 
 
 def _check_weights(graph: "ModelProto", path: Path) -> None:
@@ -312,39 +356,56 @@ def draw_golden_images(card: InputCard) -> FloatArray:
     return normalise(images_NHWC, card.mean, card.std)
 
 
-def _measure_agreement(graph: "ModelProto", manifest: EngineManifest, file: Path) -> tuple[float, str]:
-    """Return the engine's signal-to-noise against the plain graph, and its provider.
-
-    Images go in one by one and as a batch. Raises BuildFailed below the target's floor.
-    """
-    from tasks.parts.onnx_graph import is_quantized
+def _run_graph(graph: "ModelProto", images_NCHW: FloatArray, target: Target) -> FloatArray:
+    """Return the logits of the plain graph, by ONNX Runtime on the CPU."""
     from tasks.parts.runners import onnxruntime
-    from tasks.parts.runners.open_engine import load_runner
 
-    target, card = manifest.target, manifest.card
-    images_NCHW = draw_golden_images(card)[: target.max_batch]
-    reference = onnxruntime.open_session(
+    session = onnxruntime.open_session(
         graph.SerializeToString(),
         provider="CPUExecutionProvider",
         num_threads=target.num_threads,
         is_optimised=False,
     )
-    expected = reference.run(None, {reference.get_inputs()[0].name: images_NCHW})[0]
-    _check_logits(expected, target, card)
+    logits_NCHW: FloatArray = session.run(None, {session.get_inputs()[0].name: images_NCHW})[0]
+    return logits_NCHW
+
+
+def _measure_agreement(
+    expected_NCHW: FloatArray,
+    images_NCHW: FloatArray,
+    manifest: EngineManifest,
+    file: Path,
+    *,
+    is_int8: bool = False,
+) -> tuple[float, str]:
+    """Return the engine's signal-to-noise against the logits that are expected, and its provider.
+
+    Images go in one by one and as a batch. Raises BuildFailed below the target's floor.
+    """
+    from tasks.parts.runners.open_engine import load_runner
+
+    target, card = manifest.target, manifest.card
+    _check_logits(expected_NCHW, target, card)
     with load_runner(file, manifest) as runner:
         batched = runner.infer(images_NCHW)
         single = np.concatenate([runner.infer(image[None]) for image in images_NCHW])
         provider = runner.describe().provider
     _check_logits(batched, target, card)
-    agreement_db = min(signal_to_noise_db(expected, batched), signal_to_noise_db(expected, single))
-    is_int8 = is_quantized(graph)
+    agreement_db = min(signal_to_noise_db(expected_NCHW, found) for found in (batched, single))
     floor_db = target.min_agreement_int8_db if is_int8 else target.min_agreement_db
     if agreement_db < floor_db:
         key = f"target.{target.name}.min_agreement{'_int8' if is_int8 else ''}_db"
+        is_network = target.runtime in CHECKPOINT_RUNTIMES
+        source = "float32 network" if is_network else "graph"
+        advice = (
+            f"another version of it or a wider target.{target.name}.precision may be right"
+            if is_network
+            else "diff_layers with that floor at 0 shows where; another version of the runtime may be right"
+        )
         raise BuildFailed(
-            f"Target {target.name}: the engine's logits agree with the graph by {agreement_db:.1f} dB only, "
-            f"expected {floor_db:g} dB or more ({key}). The runtime computes something else than the graph says: "
-            "diff_layers with that floor at 0 shows where; another version of the runtime may be right."
+            f"Target {target.name}: the engine's logits agree with the {source} by {agreement_db:.1f} dB only, "
+            f"expected {floor_db:g} dB or more ({key}). The runtime computes something else than the {source} says: "
+            f"{advice}."
         )
     return agreement_db, provider
 
@@ -417,10 +478,9 @@ def find_precision_fault(target: Target, precisions: Precisions, layers: LayerCo
         and used.get("bf16", 0) + used.get("f16", 0)
     ):
         return f"declared is f32, but layers run in {used}"
-    if target.precision is Precision.bf16 and used.get("bf16", 0) / num_used < _MIN_SHARE * (
-        1 - share_quantized
-    ):
-        return f"declared is bf16, but layers run in {used}"
+    reduced = target.precision is not Precision.f32
+    if reduced and used.get(target.precision, 0) / num_used < _MIN_SHARE * (1 - share_quantized):
+        return f"declared is {target.precision}, but layers run in {used}"
     return ""
 
 

@@ -72,17 +72,16 @@ class TorchHookedRunner(BaseRunner):  # type: ignore[misc]
     def __init__(
         self, checkpoint: Path, names: Mapping[str, str], graph: ModelProto, manifest: EngineManifest
     ) -> None:
-        import torch
-
-        from tasks.parts.checkpoint import load_checkpoint
+        from tasks.parts.runners.torch_eager import load_network
+        from tasks.parts.runners.torch_runner import set_up_torch
 
         super().__init__(name="engine")
-        torch.set_num_threads(manifest.target.num_threads)
+        set_up_torch(manifest.target)
         self._manifest = manifest
         self._image, self._logits = graph.graph.input[0].name, graph.graph.output[0].name
-        self._model, _ = load_checkpoint(checkpoint)
+        self._model = load_network(checkpoint, manifest.target)
         self._outputs: dict[str, Any] = {}
-        _hook_modules(self._model, set(names.values()), self._outputs)
+        _hook_modules(self._model.network, set(names.values()), self._outputs)
 
     def get_input_metadata_impl(self) -> Any:
         """Describe the image."""
@@ -94,9 +93,9 @@ class TorchHookedRunner(BaseRunner):  # type: ignore[misc]
 
         self._outputs.clear()
         with torch.inference_mode():
-            answer = self._model(torch.from_numpy(feed_dict[self._image]))
+            answer = self._model(torch.from_numpy(feed_dict[self._image]).to(self._manifest.target.device))
         self.inference_time = 0.0
-        return {**self._outputs, self._logits: answer.numpy()}
+        return {**self._outputs, self._logits: answer.cpu().numpy()}
 
 
 def _hook_modules(model: "nn.Module", names: set[str], outputs: dict[str, Any]) -> None:

@@ -34,13 +34,35 @@ class Runtime(StrEnum):
     onnxruntime = "onnxruntime"
     openvino = "openvino"
     tensorrt = "tensorrt"
+    aotinductor = "aotinductor"
+
+
+CHECKPOINT_RUNTIMES = (Runtime.torch, Runtime.aotinductor)
+"""They make engines from a checkpoint instead of an ONNX graph; Q/DQ variants have none."""
 
 
 class Precision(StrEnum):
-    """What unquantized layers compute in; Q/DQ layers are int8 in either case."""
+    """What unquantized layers compute in; Q/DQ layers are int8 in any case."""
 
     f32 = "f32"
     bf16 = "bf16"
+    f16 = "f16"
+
+
+_DEVICES = {
+    Runtime.torch: (CPU, CUDA),
+    Runtime.onnxruntime: (CPU, CUDA),
+    Runtime.openvino: (CPU,),
+    Runtime.tensorrt: (CUDA,),
+    Runtime.aotinductor: (CPU, CUDA),
+}
+_PRECISIONS = {
+    Runtime.torch: tuple(Precision),
+    Runtime.onnxruntime: (Precision.f32,),
+    Runtime.openvino: (Precision.f32, Precision.bf16),
+    Runtime.tensorrt: (Precision.f32,),
+    Runtime.aotinductor: tuple(Precision),
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +77,8 @@ class Target:
     device: str
     """"cpu", or "cuda" for an NVIDIA GPU."""
     gpu: Gpu | None
-    """The GPU that must be there, for device cuda; its name may be "any" where only the compute capability counts."""
+    """The GPU that must be there, for device cuda. Its name may be "any" where only the compute capability counts,
+    and that may be "any" as well."""
     cpu_flags: list[str]
     """Flags of /proc/cpuinfo without which this target makes no sense: the build is skipped there, with
     the reason."""
@@ -81,9 +104,10 @@ class Target:
     resize_as_matmul: bool
     """Interpolate the logits by two matrix products where they are small."""
     opsets: list[int]
-    """Lowest and highest ONNX opset that this runtime takes. Empty for runtime torch, which reads no ONNX."""
+    """Lowest and highest ONNX opset that this runtime takes. Empty for runtimes that read checkpoints."""
     min_agreement_db: float
-    """A build fails if the engine's logits keep less signal-to-noise (dB) against the unoptimised graph."""
+    """A build fails if the engine's logits keep less signal-to-noise (dB) against the unoptimised graph, or
+    against the float32 network on the CPU where the runtime reads checkpoints."""
     min_agreement_int8_db: float
     """The same floor for Q/DQ graphs. Two right int8 engines differ by about the noise of quantization itself."""
     work_pool: str
@@ -98,9 +122,12 @@ class Target:
         self._require(
             version_ok, "runtime_version", self.runtime_version, 'a prefix such as "1.31", or "any"'
         )
-        device = CUDA if self.runtime is Runtime.tensorrt else CPU
-        self._require(self.device == device, "device", self.device, f'"{device}" for runtime {self.runtime}')
-        self._require((self.gpu is None) == (device == CPU), "gpu", self.gpu, "a GPU for cuda, null for cpu")
+        devices = _DEVICES[self.runtime]
+        named = " or ".join(f'"{device}"' for device in devices)
+        self._require(self.device in devices, "device", self.device, f"{named} for runtime {self.runtime}")
+        self._require(
+            (self.gpu is None) == (self.device == CPU), "gpu", self.gpu, "a GPU for cuda, null for cpu"
+        )
         self._require(
             (self.tensorrt is None) == (self.runtime is not Runtime.tensorrt),
             "tensorrt",
@@ -122,14 +149,18 @@ class Target:
         self._require(bool(self.work_pool), "work_pool", self.work_pool, "the name of a work pool")
         for floor in ("min_agreement_db", "min_agreement_int8_db"):
             self._require(getattr(self, floor) >= 0, floor, getattr(self, floor), "0 dB or more")
-        if self.runtime is Runtime.torch:
-            self._require(not self.opsets, "opsets", self.opsets, "[] for runtime torch")
+        if self.runtime in CHECKPOINT_RUNTIMES:
+            self._require(not self.opsets, "opsets", self.opsets, f"[] for runtime {self.runtime}")
         else:
             opsets_ok = len(self.opsets) == 2 and self.opsets[0] <= self.opsets[1]
             self._require(opsets_ok, "opsets", self.opsets, "[lowest, highest]")
-        if self.precision is Precision.bf16:
-            bf16_ok = self.runtime is Runtime.openvino
-            self._require(bf16_ok, "precision", self.precision, f"f32 for runtime {self.runtime}")
+        precisions = _PRECISIONS[self.runtime]
+        self._require(
+            self.precision in precisions,
+            "precision",
+            self.precision,
+            f"{', '.join(precisions)} for runtime {self.runtime}",
+        )
 
     def _require(self, is_met: bool, field: str, found: object, allowed: str) -> None:
         if not is_met:
@@ -175,18 +206,18 @@ def check_gpu(target: Target) -> None:
     if declared is None:
         return
     found = find_gpus()
-    wanted = f"compute capability {declared.compute_capability}" + (
-        "" if declared.name == ANY else f" and the name {declared.name}"
-    )
+    traits = {"compute capability": declared.compute_capability, "the name": declared.name}
+    named = " and ".join(f"{trait} {value}" for trait, value in traits.items() if value != ANY)
+    wanted = f"an NVIDIA GPU with {named}" if named else "an NVIDIA GPU"
     if not found:
         raise TargetMismatch(
-            f"Target {target.name} needs an NVIDIA GPU with {wanted}; this machine has none, or no driver "
+            f"Target {target.name} needs {wanted}; this machine has none, or no driver "
             f"(libcuda.so.1). Run it on a worker of pool '{target.work_pool}', or take it out of target."
         )
-    is_same = found[0].compute_capability == declared.compute_capability
+    is_same = declared.compute_capability in (ANY, found[0].compute_capability)
     if not is_same or declared.name not in (ANY, found[0].name):
         raise TargetMismatch(
-            f"Target {target.name} needs an NVIDIA GPU with {wanted}; the first one here is {found[0].name} with "
+            f"Target {target.name} needs {wanted}; the first one here is {found[0].name} with "
             f"{found[0].compute_capability}. An engine is fast, or runs at all, only on the GPU that it was built "
             f"on. Run it on a worker of pool '{target.work_pool}', or declare this GPU (target.{target.name}.gpu)."
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from tasks.parts.target import Target
+from tasks.parts.target import CHECKPOINT_RUNTIMES, Target
 
 CLASSES = ("background", "zero", "one")
 HEIGHT, WIDTH = 64, 96
@@ -43,10 +43,10 @@ class Workshop:
         out = self.root / f"engine-{variant}-{target}"
         if not out.is_dir():
             out.mkdir()
-            model = self.quantized if variant == "quantized" else self.graph
-            build_engine(
-                self.target(target), model=self.checkpoint if target == "cpu_torch" else model, out=out
-            )
+            declared = self.target(target)
+            graph = self.quantized if variant == "quantized" else self.graph
+            model = self.checkpoint if declared.runtime in CHECKPOINT_RUNTIMES else graph
+            build_engine(declared, model=model, out=out)
         return out / "engine"
 
 

@@ -54,8 +54,7 @@ def test_float_engine_is_one_file_with_its_digest(workshop, tmp_path, target, be
     assert report.engine_sha256 == manifest.sha256 == sha256_of(engine / report.file)
     assert report.size_bytes == manifest.size_bytes == (engine / report.file).stat().st_size
     assert manifest.card.classes == ("background", "zero", "one")
-    if target != "cpu_torch":
-        assert report.agreement_db > 60
+    assert report.agreement_db > 60
 
 
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
@@ -206,12 +205,15 @@ def test_torch_takes_no_onnx_graph(workshop, tmp_path):
         ("bf16", {"Convolution": {"int8": 10}}, 10, 0, ""),
         ("f32", {"Convolution": {"f16": 10}}, 0, 10, ""),
         ("f32", {"Convolution": {"f32": 10}}, 0, 10, "10 of 10 layers are FP16, but"),
+        ("f16", {"conv2d": {"f16": 10}}, 0, 0, ""),
+        ("f16", {"conv2d": {"f32": 10}}, 0, 0, "declared is f16"),
+        ("bf16", {"conv2d": {"f16": 10}}, 0, 0, "declared is bf16"),
     ],
 )
 def test_precision_in_use_is_held_against_the_declared_one(
     workshop, precision, precisions, num_quantized, num_float16, fault
 ):
-    target = workshop.target("cpu_openvino", precision=Precision(precision))
+    target = workshop.target("cpu_torch", precision=Precision(precision))
     found = find_precision_fault(target, precisions, LayerCounts(10, num_quantized, num_float16))
     assert fault in found if fault else found == ""
 

@@ -17,7 +17,7 @@ from tasks.validate import Config, validate
 CONFIG = Config(split="test", batch_size=4)
 
 
-@pytest.mark.parametrize("target", ["cpu_torch", "cpu_onnxruntime", "cpu_openvino"])
+@pytest.mark.parametrize("target", ["cpu_torch", "cpu_onnxruntime", "cpu_openvino", "cpu_aotinductor"])
 def test_scores_are_those_of_the_network_itself(workshop, tmp_path, target):
     import torch
 

@@ -1,17 +1,22 @@
 """From an engine folder to the runner of its runtime, without asking the caller which runtime that is."""
 
+import contextlib
 import importlib.metadata
 from pathlib import Path
 
 from tasks.core.errors import ArtifactError, TargetMismatch
 from tasks.parts.cuda_driver import Gpu, find_gpus
-from tasks.parts.runners import onnxruntime, openvino, torch_eager
+from tasks.parts.runners import aotinductor, onnxruntime, openvino, torch_eager
 from tasks.parts.runners.contract import EngineManifest, Runner, read_engine_manifest, sha256_of
-from tasks.parts.target import Runtime, check_gpu, check_runtime_version, missing_cpu_flags, read_isa
+from tasks.parts.runners.torch_runner import TorchRunner
+from tasks.parts.target import CUDA, Runtime, check_gpu, check_runtime_version, missing_cpu_flags, read_isa
 from tasks.parts.tensorrt_options import HardwareCompatibility, TensorrtOptions
 
 _AMPERE = (8, 0)
 """Compute capability from which on engines of hardware_compatibility ampere_plus run."""
+
+_DISTRIBUTIONS = {Runtime.onnxruntime: ("onnxruntime", "onnxruntime-gpu"), Runtime.aotinductor: ("torch",)}
+"""Packages that hold a runtime, where they are named otherwise; the first that is installed counts."""
 
 
 def open_engine(engine: Path) -> Runner:
@@ -31,7 +36,7 @@ def load_runner(file: Path, manifest: EngineManifest) -> Runner:
     """Return the runner of a file that needs no check, because this process has just made it."""
     match manifest.target.runtime:
         case Runtime.torch:
-            return torch_eager.TorchEagerRunner(file, manifest)
+            return TorchRunner(file, manifest, torch_eager.load_network)
         case Runtime.onnxruntime:
             return onnxruntime.OnnxruntimeRunner(file, manifest)
         case Runtime.openvino:
@@ -40,17 +45,20 @@ def load_runner(file: Path, manifest: EngineManifest) -> Runner:
             from tasks.parts.runners.tensorrt import TensorrtRunner
 
             return TensorrtRunner(file, manifest)
+        case Runtime.aotinductor:
+            return TorchRunner(file, manifest, aotinductor.load_package)
 
 
 def installed_version(runtime: Runtime) -> str:
     """Return the installed version of a runtime without importing it; raise TargetMismatch where there is none."""
-    try:
-        return importlib.metadata.version(runtime)
-    except importlib.metadata.PackageNotFoundError as error:
-        raise TargetMismatch(
-            f"Package {runtime} is not installed. Install the extra gpu (`pip install -e '.[gpu]'`), or run this on "
-            "a worker of the target's work pool."
-        ) from error
+    names = _DISTRIBUTIONS.get(runtime, (runtime,))
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    raise TargetMismatch(
+        f"Package {' or '.join(names)} is not installed. Install the extra gpu (`pip install -e '.[gpu]'`), or run "
+        "this on a worker of the target's work pool."
+    )
 
 
 def check_machine(manifest: EngineManifest) -> None:
@@ -67,19 +75,20 @@ def check_machine(manifest: EngineManifest) -> None:
             f"{', '.join(missing)}. Run it on a worker of pool '{target.work_pool}' "
             f"(target.{target.name}.cpu_flags)."
         )
-    if target.runtime is Runtime.openvino:
-        _check_blob(manifest, installed)
+    if target.runtime in (Runtime.openvino, Runtime.aotinductor):
+        _check_compiled(manifest, installed)
     if target.tensorrt is not None:
         _check_plan(manifest, target.tensorrt, installed)
 
 
-def _check_blob(manifest: EngineManifest, installed: str) -> None:
+def _check_compiled(manifest: EngineManifest, installed: str) -> None:
+    """Native code of a compiler: the same version, CPU and GPU or none."""
     target = manifest.target
     if installed != manifest.runtime_version:
         raise TargetMismatch(
-            f"Engine {manifest.file} of target {target.name} was compiled by OpenVINO "
-            f"{manifest.runtime_version}, this machine has {installed}; blobs load only in the version that "
-            f"made them. Build it again here (build_engine for target {target.name}), or install that "
+            f"Engine {manifest.file} of target {target.name} was compiled by {target.runtime} "
+            f"{manifest.runtime_version}, this machine has {installed}; native code loads only in the version that "
+            f"made it. Build it again here (build_engine for target {target.name}), or install that "
             "version."
         )
     if read_isa() != manifest.isa:
@@ -87,6 +96,13 @@ def _check_blob(manifest: EngineManifest, installed: str) -> None:
             f"Engine {manifest.file} of target {target.name} was compiled for a CPU with "
             f"{', '.join(manifest.isa)}, this one has {', '.join(read_isa())}. Build it again here "
             f"(build_engine for target {target.name}), or run it on a worker of pool '{target.work_pool}'."
+        )
+    here = next(iter(find_gpus()), None)
+    if target.device == CUDA and here != manifest.gpu:
+        raise TargetMismatch(
+            f"Engine {manifest.file} of target {target.name} was compiled on {_gpu_text(manifest.gpu)}, this machine "
+            f"has {_gpu_text(here)}. Build it again here (build_engine for target {target.name}), or run it on a "
+            f"worker of pool '{target.work_pool}'."
         )
 
 

@@ -12,11 +12,11 @@ from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, DataError
 from tasks.parts.data import normalise, open_split
 from tasks.parts.runners import open_engine as opening
 from tasks.parts.runners.contract import read_engine_manifest, write_engine_manifest
-from tasks.parts.runners.onnxruntime import open_session
+from tasks.parts.runners.onnxruntime import BoundBatch, find_nodes_elsewhere, open_session, record_nodes
 from tasks.parts.runners.open_engine import open_engine
 from tasks.parts.target import Precision, Runtime
 
-FLOAT_TARGETS = ["cpu_torch", "cpu_onnxruntime", "cpu_openvino"]
+FLOAT_TARGETS = ["cpu_torch", "cpu_onnxruntime", "cpu_openvino", "cpu_aotinductor"]
 
 
 @pytest.fixture(name="images_NCHW", scope="module")
@@ -144,21 +144,23 @@ def test_damaged_manifest_is_named(tmp_path):
         read_engine_manifest(tmp_path)
 
 
-def test_engine_of_another_runtime_version_is_refused_before_its_file_is_read(workshop, tmp_path):
-    engine = copy_of(workshop.engine("float", "cpu_openvino"), tmp_path)
+@pytest.mark.parametrize("runtime", ["openvino", "aotinductor"])
+def test_engine_of_another_runtime_version_is_refused_before_its_file_is_read(workshop, tmp_path, runtime):
+    engine = copy_of(workshop.engine("float", f"cpu_{runtime}"), tmp_path)
     manifest = read_engine_manifest(engine)
     (engine / manifest.file).write_bytes(b"never read")
     write_engine_manifest(engine, dataclasses.replace(manifest, runtime_version="2025.1.0"))
-    with pytest.raises(TargetMismatch, match=r"compiled by OpenVINO 2025\.1\.0, this machine has 20\d\d"):
+    with pytest.raises(TargetMismatch, match=rf"compiled by {runtime} 2025\.1\.0, this machine has \d"):
         open_engine(engine)
     declared = dataclasses.replace(manifest.target, runtime_version="2024.6")
     write_engine_manifest(engine, dataclasses.replace(manifest, target=declared))
-    with pytest.raises(TargetMismatch, match=r"declares openvino 2024\.6.*worker of pool 'cpu'"):
+    with pytest.raises(TargetMismatch, match=rf"declares {runtime} 2024\.6.*worker of pool 'cpu'"):
         open_engine(engine)
 
 
-def test_blob_of_another_cpu_is_refused(workshop, tmp_path):
-    engine = copy_of(workshop.engine("float", "cpu_openvino"), tmp_path)
+@pytest.mark.parametrize("target", ["cpu_openvino", "cpu_aotinductor"])
+def test_native_code_of_another_cpu_is_refused(workshop, tmp_path, target):
+    engine = copy_of(workshop.engine("float", target), tmp_path)
     manifest = read_engine_manifest(engine)
     write_engine_manifest(engine, dataclasses.replace(manifest, isa=("avx2", "amx_imaginary")))
     with pytest.raises(TargetMismatch, match=r"avx2, amx_imaginary.*Build it again here"):
@@ -178,6 +180,22 @@ def test_version_prefix_ends_at_a_dot(workshop):
 def test_absent_provider_is_an_error_and_no_silent_fallback(workshop):
     with pytest.raises(TargetMismatch, match=r"no provider CUDAExecutionProvider; .*: .*CPUEx"):
         open_session(workshop.graph, provider="CUDAExecutionProvider", num_threads=1)
+
+
+def test_bound_buffers_give_the_logits_of_a_plain_run(workshop, images_NCHW):
+    session = open_session(workshop.graph, provider="CPUExecutionProvider", num_threads=1)
+    bound = BoundBatch(session, "cpu", (2, 3, 64, 96), (2, 3, 64, 96))
+    for start in (0, 2, 1):
+        batch_NCHW = images_NCHW[start : start + 2]
+        expected = session.run(None, {session.get_inputs()[0].name: batch_NCHW})[0]
+        np.testing.assert_array_equal(bound.run(batch_NCHW), expected)
+
+
+def test_nodes_that_another_provider_ran_are_found_in_the_record_of_a_run(workshop, images_NCHW):
+    events = record_nodes(workshop.graph, images_NCHW[:1], 1, provider="CPUExecutionProvider", num_threads=1)
+    assert find_nodes_elsewhere(events, "CPUExecutionProvider") == {}
+    found = find_nodes_elsewhere(events, "CUDAExecutionProvider")
+    assert sum("Conv" in kind for kind in found.values()) > 10
 
 
 def test_session_of_a_torn_graph_is_a_typed_error(workshop):
@@ -202,7 +220,8 @@ def test_opening_an_engine_imports_no_other_runtime(workshop):
     [
         ("name", "Cpu Torch", r"name is 'Cpu Torch', allowed: lower-case"),
         ("runtime_version", "new", r"runtime_version is 'new'"),
-        ("device", "cuda", r"device is 'cuda', allowed: \"cpu\""),
+        ("device", "tpu", r"device is 'tpu', allowed: \"cpu\" or \"cuda\" for runtime onnxruntime"),
+        ("device", "cuda", r"gpu is None, allowed: a GPU for cuda"),
         ("num_threads", 0, r"num_threads is 0, allowed: 1\.\.1024"),
         ("max_batch", -1, r"max_batch is -1"),
         ("channel_multiple", 12, r"channel_multiple is 12, allowed: 1, 8, 16, 32, 64"),
