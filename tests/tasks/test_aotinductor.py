@@ -1,6 +1,7 @@
 """Engines of AOTInductor, compiled here for the CPU; those of a GPU are in tests/gpu."""
 
 import copy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def test_engine_is_one_file_that_follows_the_network(workshop: Workshop) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
 def test_bfloat16_engine_says_so_and_is_compared_with_float32(workshop: Workshop, tmp_path: Path) -> None:
     target = workshop.target(
         "cpu_aotinductor", precision=Precision.bf16, max_batch=1, min_agreement_db=LEAST_DB["bf16"]

@@ -97,8 +97,7 @@ def _check_compiled(manifest: EngineManifest, installed: str) -> None:
             f"{', '.join(manifest.isa)}, this one has {', '.join(read_isa())}. Build it again here "
             f"(build_engine for target {target.name}), or run it on a worker of pool '{target.work_pool}'."
         )
-    here = next(iter(find_gpus()), None)
-    if target.device == CUDA and here != manifest.gpu:
+    if target.device == CUDA and (here := _first_gpu()) != manifest.gpu:
         raise TargetMismatch(
             f"Engine {manifest.file} of target {target.name} was compiled on {_gpu_text(manifest.gpu)}, this machine "
             f"has {_gpu_text(here)}. Build it again here (build_engine for target {target.name}), or run it on a "
@@ -115,7 +114,7 @@ def _check_plan(manifest: EngineManifest, options: TensorrtOptions, installed: s
             f"target {target.name}), install that version, or build with target.{target.name}.tensorrt"
             ".version_compatible."
         )
-    here, built_on = next(iter(find_gpus()), None), manifest.gpu
+    here, built_on = _first_gpu(), manifest.gpu
     if here is None or built_on is None or not _runs_on(options.hardware_compatibility, here, built_on):
         raise TargetMismatch(
             f"Engine {manifest.file} of target {target.name} was built on {_gpu_text(built_on)}, this machine has "
@@ -133,6 +132,10 @@ def _runs_on(compatibility: HardwareCompatibility, here: Gpu, built_on: Gpu) -> 
             return here.compute_capability == built_on.compute_capability
         case HardwareCompatibility.ampere_plus:
             return tuple(map(int, here.compute_capability.split("."))) >= _AMPERE
+
+
+def _first_gpu() -> Gpu | None:
+    return next(iter(find_gpus()), None)
 
 
 def _gpu_text(gpu: Gpu | None) -> str:
