@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from torch import nn
 
-    from tasks.parts.export import Difference
+    from tasks.parts.logit_difference import Difference
     from tasks.parts.model_card import ModelCard
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,8 @@ def _compare(cfg: Config, network: "nn.Module", graph: "ModelProto", card: "Mode
     """Compare logits batch size by batch size; raise GateFailed at the first that is too far."""
     import torch
 
-    from tasks.parts.export import INPUT_NAME, difference
+    from tasks.parts.export import INPUT_NAME
+    from tasks.parts.logit_difference import difference
     from tasks.parts.onnx_predict import open_session
 
     session = open_session(graph)

@@ -52,6 +52,7 @@ def _card(manifest: EngineManifest) -> dict[str, Any]:
         "runtime_version": manifest.runtime_version,
         "file": manifest.file,
         "sha256": manifest.sha256,
+        "task": card.task,
         "classes": card.classes,
         "height": card.height,
         "width": card.width,
@@ -71,6 +72,7 @@ def _write_triton(folder: Path, file: Path, manifest: EngineManifest, name: str)
     graph = read_graph(file).graph
     target, card = manifest.target, manifest.card
     size = f"{card.height}, {card.width}"
+    logits = ", ".join(str(axis) for axis in card.logits_shape)
     (folder / "1").mkdir(parents=True)
     shutil.copyfile(file, folder / "1" / "model.onnx")
     config = f"""\
@@ -78,7 +80,7 @@ name: "{name}"
 backend: "onnxruntime"
 max_batch_size: {target.max_batch}
 input [ {{ name: "{graph.input[0].name}" data_type: TYPE_FP32 dims: [ 3, {size} ] }} ]
-output [ {{ name: "{graph.output[0].name}" data_type: TYPE_FP32 dims: [ {len(card.classes)}, {size} ] }} ]
+output [ {{ name: "{graph.output[0].name}" data_type: TYPE_FP32 dims: [ {logits} ] }} ]
 instance_group [ {{ kind: KIND_CPU count: 1 }} ]
 parameters [ {{ key: "intra_op_thread_count" value: {{ string_value: "{target.num_threads}" }} }} ]
 """

@@ -1,8 +1,8 @@
 """Run the engine of this folder: ``python infer.py IMAGES.npy CLASSES.npy``.
 
 IMAGES.npy holds RGB images as uint8 [N, H, W, 3] of the size in model.json; CLASSES.npy gets the index of the class
-of each pixel, uint8 [N, H, W]. From Python: ``Engine().predict(images_NHWC)``. Needs numpy and the runtime that
-requirements.txt names, nothing else.
+of each pixel, [N, H, W], or of each image, [N]: uint8, or uint16 for more than 256 classes. From Python:
+``Engine().predict(images_NHWC)``. Needs numpy and the runtime that requirements.txt names, nothing else.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class Engine:
         self._run = openers[self.card["runtime"]](content, self.card)
 
     def predict(self, images_NHWC: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-        """Return the class of each pixel, uint8 [N, H, W], for RGB images uint8 [N, H, W, 3].
+        """Return the class of each pixel, [N, H, W], or of each image, [N], for RGB images uint8 [N, H, W, 3].
 
         Raises ValueError for images of another type or size.
         """
@@ -50,11 +50,12 @@ class Engine:
         scale_C = (1.0 / (255.0 * std)).astype(np.float32)
         shift_C = (-np.asarray(card["mean"], np.float64) / std).astype(np.float32)
         classes = []
+        smallest = np.min_scalar_type(len(card["classes"]) - 1)
         for start in range(0, len(images_NHWC), card["max_batch"]):
             batch_NHWC = images_NHWC[start : start + card["max_batch"]]
             batch_NCHW = np.ascontiguousarray(np.moveaxis(batch_NHWC, -1, 1), dtype=np.float32)
-            logits_NCHW = self._run(batch_NCHW * scale_C[:, None, None] + shift_C[:, None, None])
-            classes.append(logits_NCHW.argmax(axis=1).astype(np.uint8))
+            logits = self._run(batch_NCHW * scale_C[:, None, None] + shift_C[:, None, None])
+            classes.append(logits.argmax(axis=1).astype(smallest))
         return np.concatenate(classes)
 
 
