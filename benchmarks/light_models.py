@@ -1,7 +1,8 @@
 """Real architectures that this repository did not make: the backend test data of the ``onnx`` wheel.
 
 The wheel ships their graphs with all weights constant. Here they get seeded random ones (He et al., "Delving Deep
-into Rectifiers", 2015), so that outputs depend on the image. Weights are among the inputs, as in all files of IR version 3.
+into Rectifiers", 2015), so that outputs depend on the image. Weights are among the inputs,
+as in all files of IR version 3.
 """
 
 import math
