@@ -5,7 +5,7 @@ quantizes them with calibration on images of the default data set, drawn at 224x
 engines for the CPU targets. Prints a table and writes ``benchmarks/results/foreign.json``.
 
 With random weights the classes mean nothing; the agreement of INT8 with the float model still tells how far
-quantization moves the logits, and times depend on the architecture alone.
+quantization moves the answers, and times depend on the architecture alone.
 """
 
 import json
@@ -21,7 +21,7 @@ import onnx
 import onnxruntime
 import openvino
 
-from benchmarks.light_models import NAMES, SIDE, light_model
+from benchmarks.light_models import NAMES, SIDE, normalise_answers, light_model
 from flows.params import compose_params
 from tasks.build_engine import build_engine
 from tasks.core.config import find_section, typed_config
@@ -85,10 +85,10 @@ def measure(name: str, params: dict[str, Any], data: Path, folder: Path) -> dict
     out = {stage: folder / stage for stage in ("import", "labels", "ptq")}
     for path in out.values():
         path.mkdir(parents=True)
-    onnx.save(light_model(name), folder / "model.onnx")
-    report = import_onnx(
-        config(params, "import_onnx"), model=folder / "model.onnx", data=data, out=out["import"]
-    )
+    model, importing = light_model(name), config(params, "import_onnx")
+    normalise_answers(model, normalise(open_images(data, "calibration"), importing.mean, importing.std))
+    onnx.save(model, folder / "model.onnx")
+    report = import_onnx(importing, model=folder / "model.onnx", data=data, out=out["import"])
     graphs = {"float": out["import"] / "model.onnx", "int8": out["ptq"] / "model.onnx"}
     label_images(config(params, "label_images"), model=graphs["float"], data=data, out=out["labels"])
     labelled = out["labels"] / "dataset"

@@ -302,12 +302,11 @@ def _collect(
     from tasks.parts.onnx_graph import read_card_of_graph
 
     card = read_card_of_graph(graph)
-    starts = range(0, len(images_NHWC), cfg.batch_size)
+    batch_size = card.fit_batch(cfg.batch_size)
+    starts = range(0, len(images_NHWC), batch_size)
     return collect_statistics(
         graph,
-        lambda: (
-            normalise(images_NHWC[start : start + cfg.batch_size], card.mean, card.std) for start in starts
-        ),
+        lambda: (normalise(images_NHWC[start : start + batch_size], card.mean, card.std) for start in starts),
         names,
     )
 

@@ -105,13 +105,12 @@ def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, 
     images_NHWC = open_images(data, "calibration")[: cfg.num_images]
     if not len(images_NHWC):
         raise DataError("the calibration split has no images. Give it some: prepare_data.scenes or .splits.")
-    starts = range(0, len(images_NHWC), cfg.batch_size)
+    batch_size = card.fit_batch(cfg.batch_size)
+    starts = range(0, len(images_NHWC), batch_size)
     names = [name for node in graph.graph.node for name in node.output]
     statistics = collect_statistics(
         graph,
-        lambda: (
-            normalise(images_NHWC[start : start + cfg.batch_size], card.mean, card.std) for start in starts
-        ),
+        lambda: (normalise(images_NHWC[start : start + batch_size], card.mean, card.std) for start in starts),
         names,
     )
     return {name: found.amax for name, found in statistics.items()}

@@ -10,6 +10,8 @@ from tasks.core.errors import ArtifactError, ConfigError, GateFailed
 from tasks.parts.input_card import InputCard, Task
 
 if TYPE_CHECKING:
+    from onnx import ModelProto
+
     from tasks.parts.data import Manifest
     from tasks.parts.foreign_graph import Imported
 
@@ -95,7 +97,9 @@ class Report:
     macs: int
     """Multiply-accumulates of convolutions and matrix products for one image."""
     static_batch_before: int | None
-    """The batch that the file fixes; None where it is dynamic. The written graph's is dynamic in any case."""
+    """The batch that the file fixes; None where it is dynamic."""
+    max_batch: int | None
+    """1 where the written graph keeps that; None where its batch is dynamic."""
     rewritten: tuple[str, ...]
     """One sentence for each change."""
     size_bytes: int
@@ -114,16 +118,15 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     from onnx import numpy_helper
 
     from tasks.parts.data import read_manifest
-    from tasks.parts.foreign_graph import find_file, read_foreign, rewrite
+    from tasks.parts.foreign_graph import find_file, read_foreign
     from tasks.parts.onnx_graph import CARD_KEY, conv_macs, write_graph
 
     path = find_file(model)
     original = read_foreign(model)
-    imported = rewrite(original, path=path, height=cfg.height, width=cfg.width, output=cfg.output)
+    imported, differences = _rewrite(cfg, original, model)
     graph = imported.graph
     card = _card(cfg, imported, read_manifest(data), data)
     logger.info("importing %s: %s, %d classes", path, card.task, len(card.classes))
-    differences = _compare(cfg, model, imported)
     entry = graph.metadata_props.add()
     entry.key, entry.value = CARD_KEY, card.to_json()
     write_graph(graph, out / "model.onnx")
@@ -144,6 +147,7 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         num_parameters=sum(math.prod(tensor.dims) for tensor in floats),
         macs=sum(conv_macs(graph).values()),
         static_batch_before=imported.static_batch,
+        max_batch=imported.max_batch,
         rewritten=imported.rewritten,
         size_bytes=(out / "model.onnx").stat().st_size,
         differences=differences,
@@ -151,6 +155,30 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     worst = min(found.sqnr_db for found in differences)
     logger.info("%s: %d nodes, %.1f dB to the file", out / "model.onnx", report.num_nodes, worst)
     return report
+
+
+def _rewrite(
+    cfg: Config, original: "ModelProto", model: Path
+) -> tuple["Imported", tuple[BatchDifference, ...]]:
+    """Write the graph with a dynamic batch, or, where it means its batch of 1, with that."""
+    from tasks.parts.foreign_graph import FixedBatch, find_file, rewrite
+
+    def attempt(is_batch_freed: bool) -> tuple["Imported", tuple[BatchDifference, ...]]:
+        imported = rewrite(
+            original,
+            path=find_file(model),
+            height=cfg.height,
+            width=cfg.width,
+            output=cfg.output,
+            is_batch_freed=is_batch_freed,
+        )
+        return imported, _compare(cfg, model, imported)
+
+    try:
+        return attempt(True)
+    except FixedBatch as error:
+        logger.warning("tried again with the batch of the file: %s", error)
+        return attempt(False)
 
 
 def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> InputCard:
@@ -182,15 +210,16 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
         height=height,
         width=width,
         task=imported.task,
+        max_batch=imported.max_batch,
     )
 
 
 def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[BatchDifference, ...]:
-    """Compare logits batch size by batch size; raise GateFailed at the first that is too far."""
+    """Compare logits batch size by batch size; raise GateFailed, or FixedBatch, at the first that is too far."""
     import numpy as np
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
-    from tasks.parts.foreign_graph import open_original, with_output
+    from tasks.parts.foreign_graph import FixedBatch, open_original, with_output
     from tasks.parts.logit_difference import difference
     from tasks.parts.onnx_predict import open_session
     from tasks.parts.runners.onnxruntime import first_line
@@ -200,14 +229,16 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[BatchDiffe
     image = imported.graph.graph.input[0]
     sizes = [axis.dim_value for axis in image.type.tensor_type.shape.dim[1:]]
     generator = np.random.default_rng(cfg.seed)
+    stop = GateFailed if imported.static_batch is None or imported.max_batch else FixedBatch
     found = []
     for batch_size in cfg.batch_sizes:
         images_NCHW = generator.standard_normal((batch_size, *sizes), np.float32)
         expected = original(images_NCHW)
         try:
-            logits = session.run(None, {image.name: images_NCHW})[0]
+            parts = np.split(images_NCHW, batch_size) if imported.max_batch else [images_NCHW]
+            logits = np.concatenate([session.run(None, {image.name: part})[0] for part in parts])
         except (state.Fail, state.InvalidArgument, state.RuntimeException) as error:
-            raise GateFailed(
+            raise stop(
                 f"batch of {batch_size}: ONNX Runtime stops in the written graph ({first_line(error)}). "
                 f"{_dynamic_batch_hint(imported)}"
             ) from error
@@ -217,13 +248,13 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[BatchDiffe
                 "checkpoint of the model."
             )
         if logits.shape != expected.shape:
-            raise GateFailed(
+            raise stop(
                 f"batch of {batch_size}: the written graph answers with {list(logits.shape)}, the file with "
                 f"{list(expected.shape)}. {_dynamic_batch_hint(imported)}"
             )
         result = difference(expected, logits)
         if not result.sqnr_db >= cfg.min_sqnr_db:
-            raise GateFailed(
+            raise stop(
                 f"batch of {batch_size}: the written graph differs from the file by {result.max_abs:.3g} (SQNR "
                 f"{result.sqnr_db:.1f} dB), allowed are {cfg.min_sqnr_db} dB (import_onnx.min_sqnr_db). "
                 f"{_dynamic_batch_hint(imported)}"
@@ -233,6 +264,6 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[BatchDiffe
 
 
 def _dynamic_batch_hint(imported: "Imported") -> str:
-    if imported.static_batch is None:
+    if imported.static_batch is None or imported.max_batch:
         return "An operator means something else in the opset that it was converted to; export with a newer opset."
     return f"The file fixes its batch at {imported.static_batch}; export it again with a dynamic batch."

@@ -186,7 +186,8 @@ def _batches(
     from tasks.parts.onnx_graph import read_card_of_graph
 
     card = read_card_of_graph(graph)
-    for start in range(0, len(images_NHWC), cfg.batch_size):
-        images_NCHW = normalise(images_NHWC[start : start + cfg.batch_size], card.mean, card.std)
+    batch_size = card.fit_batch(cfg.batch_size)
+    for start in range(0, len(images_NHWC), batch_size):
+        images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
         check_images(images_NCHW, cfg.max_abs_input)
         yield images_NCHW

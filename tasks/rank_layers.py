@@ -141,9 +141,9 @@ def _own_sqnr_db(
     session, card = open_session(twinned), read_card_of_graph(graph)
     names = [*noise_of.values(), *signal_of.values()]
     images_NHWC = open_images(data, "calibration")[: cfg.num_images]
-    energies = dict.fromkeys(names, 0.0)
-    for start in range(0, len(images_NHWC), cfg.batch_size):
-        images_NCHW = normalise(images_NHWC[start : start + cfg.batch_size], card.mean, card.std)
+    energies, batch_size = dict.fromkeys(names, 0.0), card.fit_batch(cfg.batch_size)
+    for start in range(0, len(images_NHWC), batch_size):
+        images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
         found = session.run(names, {graph.graph.input[0].name: images_NCHW})
         for name, energy in zip(names, found, strict=True):
             energies[name] += float(np.sum(energy))

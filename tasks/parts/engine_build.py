@@ -3,7 +3,7 @@
 import logging
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,6 +100,7 @@ def build(target: Target, *, model: Path, out: Path) -> EngineBuild:
     engine = out / ENGINE_FOLDER
     engine.mkdir()
     card = _read_card(target, model)
+    target = replace(target, max_batch=card.fit_batch(target.max_batch))
     missing = missing_cpu_flags(target)
     if missing:
         reason = f"this CPU lacks {', '.join(missing)} (target.{target.name}.cpu_flags)"
@@ -469,8 +470,6 @@ def _publish(
     truth: EngineTruth | None = None,
     build_latencies_ms: tuple[float, ...] = (),
 ) -> EngineBuild:
-    from dataclasses import replace
-
     note = find_precision_fault(manifest.target, precisions, layers)
     manifest = replace(
         manifest,

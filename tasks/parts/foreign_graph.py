@@ -125,6 +125,10 @@ def _check_values(graph: ModelProto, path: Path) -> None:
         )
 
 
+class FixedBatch(ArtifactError):
+    """A graph that means its fixed batch."""
+
+
 @dataclass(frozen=True)
 class Imported:
     """A graph written our way, and what was done to it."""
@@ -137,17 +141,26 @@ class Imported:
     """What the original file calls its output; inside the graph this is still the same tensor."""
     static_batch: int | None
     """Of the original file; None where it was dynamic."""
+    max_batch: int | None
+    """1 where the batch stayed fixed, None where it is dynamic."""
     opset_before: int
     rewritten: tuple[str, ...]
     """One sentence for each change."""
 
 
 def rewrite(
-    original: ModelProto, *, path: Path, height: int | None, width: int | None, output: str | None
+    original: ModelProto,
+    *,
+    path: Path,
+    height: int | None,
+    width: int | None,
+    output: str | None,
+    is_batch_freed: bool,
 ) -> Imported:
     """Write a foreign graph our way; `height` and `width` are for graphs that leave them open.
 
-    Raises ArtifactError for what the pipeline cannot take.
+    With `is_batch_freed`, a fixed batch is made dynamic; FixedBatch is raised where that cannot be. Raises
+    ArtifactError for what the pipeline cannot take.
     """
     model, said = ModelProto(), []
     model.CopyFrom(original)
@@ -166,18 +179,22 @@ def rewrite(
     model = _simplify(model)
     said.append(f"simplified from {num_before} to {len(model.graph.node)} nodes")
     said += _name_nodes(model)
-    if static_batch is not None:
-        said.append(
-            f"batch of {static_batch} made dynamic, {_free_batch(model, static_batch)} Reshape constants rewritten"
-        )
-    model = _infer(model, path)
+    max_batch = None if is_batch_freed else static_batch
+    if max_batch not in (None, 1):
+        raise _fixed_batch(path, f"the batch of {max_batch} cannot be made dynamic, and no engine keeps it")
+    if max_batch == 1:
+        said.append("batch stays 1, which the graph means")
+    elif static_batch is not None:
+        num_rewritten = _free_batch(model, static_batch)
+        said.append(f"batch of {static_batch} made dynamic, {num_rewritten} Reshape constants rewritten")
+    model = _infer(model, path, max_batch)
     task, num_classes, head = _rewrite_head(model, tensor, path)
     said += head
     del model.metadata_props[:]
     model.ir_version = min(max(model.ir_version, MIN_IR_VERSION), MAX_IR_VERSION)
-    model = _infer(model, path)
+    model = _infer(model, path, max_batch)
     onnx.checker.check_model(model, full_check=True)
-    return Imported(model, task, num_classes, tensor, static_batch, opset, tuple(said))
+    return Imported(model, task, num_classes, tensor, static_batch, max_batch, opset, tuple(said))
 
 
 def with_output(model: ModelProto, tensor: str) -> ModelProto:
@@ -234,7 +251,7 @@ def _find_image(model: ModelProto, path: Path) -> ValueInfoProto:
     kept.CopyFrom(inputs[0])
     del model.graph.input[:]
     model.graph.input.append(kept)
-    image = model.graph.input[0]
+    image: ValueInfoProto = model.graph.input[0]
     sizes = _sizes(image)
     if image.type.tensor_type.elem_type != TensorProto.FLOAT or len(sizes) != 4:
         raise ArtifactError(
@@ -366,13 +383,14 @@ def _free_batch(model: ModelProto, static_batch: int) -> int:
     return num_rewritten
 
 
-def _infer(model: ModelProto, path: Path) -> ModelProto:
-    """Infer all shapes anew; the batch is the only open size.
+def _infer(model: ModelProto, path: Path, max_batch: int | None) -> ModelProto:
+    """Infer all shapes anew; a dynamic batch is the only open size.
 
-    Raises ArtifactError where the batch does not reach the output.
+    Raises FixedBatch where the batch does not reach the output.
     """
     graph = model.graph
-    graph.input[0].type.tensor_type.shape.dim[0].dim_param = BATCH
+    if max_batch is None:
+        graph.input[0].type.tensor_type.shape.dim[0].dim_param = BATCH
     del graph.value_info[:]
     graph.output[0].type.tensor_type.ClearField("shape")
     try:
@@ -380,13 +398,13 @@ def _infer(model: ModelProto, path: Path) -> ModelProto:
     except onnx.shape_inference.InferenceError as error:
         raise _fixed_batch(path, str(error).strip().splitlines()[0]) from error
     sizes = _sizes(inferred.graph.output[0])
-    if not sizes or sizes[0] or not all(sizes[1:]):
+    if not sizes or sizes[0] != (max_batch or 0) or not all(sizes[1:]):
         raise _fixed_batch(path, f"the output is {_describe(inferred.graph.output[0])}")
     return inferred
 
 
-def _fixed_batch(path: Path, what: str) -> ArtifactError:
-    return ArtifactError(
+def _fixed_batch(path: Path, what: str) -> FixedBatch:
+    return FixedBatch(
         f"{path}: with a dynamic batch its shapes contradict each other or stay open ({what}). Export it again with "
         "a dynamic batch (torch.onnx.export: dynamic_axes or dynamic_shapes for axis 0), and with fixed height and "
         "width."

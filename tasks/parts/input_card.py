@@ -30,6 +30,8 @@ class InputCard:
     width: int
     task: Task = Task.segmentation
     """Cards of our own networks do not name it: they all segment."""
+    max_batch: int | None = None
+    """Of a graph with a fixed batch; None: any."""
 
     def __post_init__(self) -> None:
         if len(self.classes) < 2 or len(set(self.classes)) != len(self.classes):
@@ -48,6 +50,10 @@ class InputCard:
         """Shape of the logits of one image."""
         size = (self.height, self.width) if self.task is Task.segmentation else ()
         return (len(self.classes), *size)
+
+    def fit_batch(self, batch_size: int) -> int:
+        """Return how many images may go in at once."""
+        return batch_size if self.max_batch is None else min(batch_size, self.max_batch)
 
     def to_json(self) -> str:
         """Write the card as one line with sorted keys."""
@@ -69,6 +75,7 @@ class InputCard:
                 height=int(fields["height"]),
                 width=int(fields["width"]),
                 task=Task(fields.get("task", Task.segmentation)),
+                max_batch=fields.get("max_batch"),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(

@@ -26,6 +26,7 @@ def open_session(model: ModelProto) -> onnxruntime.InferenceSession:
 def predict_classes(model: ModelProto, images_NHWC: NDArray[Any], *, batch_size: int) -> NDArray[Any]:
     """Return the class of each pixel, [N, H, W], or of each image, [N], for images uint8 [N, H, W, 3]."""
     card = read_card_of_graph(model)
+    batch_size = card.fit_batch(batch_size)
     smallest = np.min_scalar_type(len(card.classes) - 1)
     session = open_session(model)
     name = session.get_inputs()[0].name

@@ -25,6 +25,7 @@ from tasks.parts.data import normalise, read_manifest
 from tasks.parts.input_card import Task
 from tasks.parts.onnx_graph import conv_macs, read_card_of_graph, read_graph
 from tasks.parts.onnx_predict import predict_classes
+from tasks.parts.runners.contract import read_engine_manifest
 from tasks.parts.score import FLOAT_MODEL
 from tasks.parts.target import Target
 from tasks.parts.truth import ImageBatches, open_images, open_truth, write_images
@@ -319,12 +320,27 @@ class Mixed(nn.Module):
         return maps_NC - maps_NC.mean(dim=0, keepdim=True) * 0.5
 
 
-def test_batch_that_cannot_be_freed_stops_at_the_gate(small: Path, tmp_path: Path) -> None:
+def test_batch_that_cannot_be_freed_stays_one_for_engines_too(small: Path, tmp_path: Path) -> None:
     path = export(Mixed(), tmp_path / "model.onnx", opset_version=17)
+    report = run(path, small, tmp_path / "imported")
+    assert (report.static_batch_before, report.max_batch) == (1, 1)
+    assert "batch stays 1, which the graph means" in report.rewritten
+    model = tmp_path / "imported" / "model.onnx"
+    assert read_card_of_graph(read_graph(model)).max_batch == 1
+    assert len(predict_classes(read_graph(model), np.asarray(open_images(small, "test")), batch_size=4)) == 4
+    (tmp_path / "engine").mkdir()
+    assert build_engine(target("cpu_openvino"), model=model, out=tmp_path / "engine").status == "built"
+    assert read_engine_manifest(tmp_path / "engine" / "engine").target.max_batch == 1
+
+
+def test_larger_batch_that_cannot_be_freed_is_refused(small: Path, tmp_path: Path) -> None:
+    torch.onnx.export(
+        Mixed(), (torch.zeros(2, 3, 32, 32),), tmp_path / "model.onnx", dynamo=False, opset_version=17
+    )
     with pytest.raises(
-        GateFailed, match=r"batch of 3: .*fixes its batch at 1; export it again with a dynamic"
+        ArtifactError, match=r"the batch of 2 cannot be made dynamic.*Export it again with a dyn"
     ):
-        run(path, small, tmp_path / "out")
+        run(tmp_path / "model.onnx", small, tmp_path / "out")
 
 
 def test_classes_must_be_as_many_as_the_model_gives(small: Path, tmp_path: Path) -> None:
@@ -348,3 +364,19 @@ def test_classes_must_be_as_many_as_the_model_gives(small: Path, tmp_path: Path)
 def test_impossible_values_name_their_key(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         replace(CONFIG, **change)
+
+
+def test_graph_that_computes_something_else_stops_at_the_gate(small: Path, tmp_path: Path) -> None:
+    """Attention that was simplified rounds differently, which the strictest gate of all does not let pass."""
+    attention = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True)
+    network = nn.Sequential(
+        nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), attention, nn.Flatten(1), nn.Linear(1024, 4)
+    )
+    torch.backends.mha.set_fastpath_enabled(False)
+    path = export(network, tmp_path / "model.onnx", opset_version=17, dynamic_axes={"pixels": {0: "n"}})
+    torch.backends.mha.set_fastpath_enabled(True)
+    assert run(path, small, tmp_path / "imported").differences[0].sqnr_db > 120
+    with pytest.raises(
+        GateFailed, match=r"batch of \d: .*allowed are 199\.0 dB \(import_onnx\.min_sqnr_db\)"
+    ):
+        run(path, small, tmp_path / "strict", min_sqnr_db=199.0)
