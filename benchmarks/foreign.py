@@ -21,7 +21,7 @@ import onnx
 import onnxruntime
 import openvino
 
-from benchmarks.light_models import NAMES, SIDE, normalise_answers, light_model
+from benchmarks.light_models import NAMES, SIDE, light_model, normalise_answers
 from flows.params import compose_params
 from tasks.build_engine import build_engine
 from tasks.core.config import find_section, typed_config

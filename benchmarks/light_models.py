@@ -10,12 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+from tasks.parts.onnx_predict import open_session
 
 FOLDER = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 NAMES = ("resnet50", "squeezenet", "shufflenet", "densenet121", "inception_v1", "inception_v2")
 SIDE = 224
+
+_SHAPING = ("Reshape", "Unsqueeze")
+"""What may stand between a weight and the layer that reads it."""
 
 
 def light_model(name: str, seed: int = 0) -> ModelProto:
@@ -26,6 +30,8 @@ def light_model(name: str, seed: int = 0) -> ModelProto:
     readers = {tensor: (node, index) for node in graph.node for index, tensor in enumerate(node.input)}
     for node in [node for node in graph.node if node.op_type == "ConstantOfShape"]:
         reader, index = readers[node.output[0]]
+        while reader.op_type in _SHAPING:
+            reader, index = readers[reader.output[0]]
         values = _draw(random, tuple(int(size) for size in shapes[node.input[0]]), reader.op_type, index)
         graph.initializer.append(numpy_helper.from_array(values, node.output[0]))
         graph.input.append(helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, values.shape))
@@ -36,6 +42,8 @@ def light_model(name: str, seed: int = 0) -> ModelProto:
 def _draw(random: np.random.Generator, shape: tuple[int, ...], op_type: str, index: int) -> np.ndarray:
     if op_type == "BatchNormalization":  # scale, bias, mean, variance
         values = np.full(shape, 1.0 if index in (1, 4) else 0.0)
+    elif op_type == "Mul":
+        values = np.ones(shape)
     elif len(shape) > 1:
         num_inputs = math.prod(shape[1:]) if op_type in ("Conv", "Gemm") else shape[0]
         values = random.normal(0, math.sqrt(2 / num_inputs), shape)
@@ -55,14 +63,16 @@ def normalise_answers(model: ModelProto, images_NCHW: np.ndarray) -> None:
     marked = ModelProto()
     marked.CopyFrom(model)
     marked.graph.output.append(helper.make_tensor_value_info(last.output[0], TensorProto.FLOAT, None))
-    session = onnxruntime.InferenceSession(marked.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = open_session(marked)
     weights = {tensor.name for tensor in graph.initializer}
     [image] = [value.name for value in graph.input if value.name not in weights]
     answers = [session.run([last.output[0]], {image: one[None]})[0] for one in images_NCHW]
     maps_NC = np.stack([answer.reshape(answer.shape[1], -1).mean(axis=1) for answer in answers])
     mean_C, deviation = maps_NC.mean(axis=0), (maps_NC - maps_NC.mean(axis=0)).std()
+    makers = {node.output[0]: node for node in graph.node if node.op_type in _SHAPING}
+    weight, bias = (makers[name].input[0] if name in makers else name for name in last.input[1:])
     for tensor in graph.initializer:
-        if tensor.name in last.input[1:]:
-            shift = mean_C if tensor.name == last.input[2] else 0.0
+        if tensor.name in (weight, bias):
+            shift = mean_C if tensor.name == bias else 0.0
             values = (numpy_helper.to_array(tensor) - shift) / deviation
             tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float32), tensor.name))
