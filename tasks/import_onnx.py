@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
 from tasks.parts.input_card import InputCard, Task
+from tasks.parts.logit_difference import Difference
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -66,18 +67,6 @@ class Config:
 
 
 @dataclass(frozen=True)
-class BatchDifference:
-    """How far the written graph is from the file, both in ONNX Runtime, on one batch."""
-
-    batch_size: int
-    """Images."""
-    max_abs: float
-    """Largest absolute difference of a logit."""
-    sqnr_db: float
-    """Signal to noise power ratio; 200 stands for "equal"."""
-
-
-@dataclass(frozen=True)
 class Report:
     """What came in, and what was made of it."""
 
@@ -104,7 +93,7 @@ class Report:
     """One sentence for each change."""
     size_bytes: int
     """Of model.onnx."""
-    differences: tuple[BatchDifference, ...]
+    differences: tuple[Difference, ...]
     """The file against the written graph, one per batch size."""
 
 
@@ -157,13 +146,11 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     return report
 
 
-def _rewrite(
-    cfg: Config, original: "ModelProto", model: Path
-) -> tuple["Imported", tuple[BatchDifference, ...]]:
+def _rewrite(cfg: Config, original: "ModelProto", model: Path) -> tuple["Imported", tuple[Difference, ...]]:
     """Write the graph with a dynamic batch, or, where it means its batch of 1, with that."""
     from tasks.parts.foreign_graph import FixedBatch, find_file, rewrite
 
-    def attempt(is_batch_freed: bool) -> tuple["Imported", tuple[BatchDifference, ...]]:
+    def attempt(is_batch_freed: bool) -> tuple["Imported", tuple[Difference, ...]]:
         imported = rewrite(
             original,
             path=find_file(model),
@@ -214,7 +201,7 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
     )
 
 
-def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[BatchDifference, ...]:
+def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[Difference, ...]:
     """Compare logits batch size by batch size; raise GateFailed, or FixedBatch, at the first that is too far."""
     import numpy as np
     from onnxruntime.capi import onnxruntime_pybind11_state as state
@@ -259,7 +246,7 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[BatchDiffe
                 f"{result.sqnr_db:.1f} dB), allowed are {cfg.min_sqnr_db} dB (import_onnx.min_sqnr_db). "
                 f"{_dynamic_batch_hint(imported)}"
             )
-        found.append(BatchDifference(result.batch_size, result.max_abs, result.sqnr_db))
+        found.append(result)
     return tuple(found)
 
 

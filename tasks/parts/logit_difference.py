@@ -1,8 +1,12 @@
 """How far the logits of two programs lie apart."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _SQNR_CEILING_DB = 200.0
 
@@ -12,14 +16,17 @@ class Difference:
     """How far the logits of two programs lie apart on one batch."""
 
     batch_size: int
+    """Images."""
     max_abs: float
     """Largest absolute difference of a logit."""
     sqnr_db: float
     """Signal to noise power ratio; 200 stands for "equal"."""
 
 
-def difference(reference: np.ndarray, found: np.ndarray) -> Difference:
+def difference(reference: NDArray[Any], found: NDArray[Any]) -> Difference:
     """Compare the logits of one batch."""
+    import numpy as np
+
     signal = reference.astype(np.float64)
     noise = found.astype(np.float64) - signal
     noise_power, signal_power = float((noise**2).mean()), float((signal**2).mean())
