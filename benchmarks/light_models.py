@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
+from tasks.parts.onnx_graph import drop_unused
 from tasks.parts.onnx_predict import open_session
 
 FOLDER = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
@@ -52,22 +53,23 @@ def _draw(random: np.random.Generator, shape: tuple[int, ...], op_type: str, ind
     return values.astype(np.float32)
 
 
-def normalise_answers(model: ModelProto, images_NCHW: np.ndarray) -> None:
-    """Give the answers of the last layer with weights mean 0 and deviation 1 over some images.
+def normalise_features(model: ModelProto, images_NCHW: np.ndarray) -> None:
+    """Give the BatchNorms, in order, the statistics of their inputs over some images, as a training would.
 
-    Random features answer every image with the same class; what is left is where images differ (after Mishkin and
-    Matas, "All you need is a good init", 2016, for one layer).
+    And the answers of the last layer with weights mean 0 and deviation 1: random features answer every image with the
+    same class; what is left is where images differ (after Mishkin and Matas, "All you need is a good init", 2016).
     """
     graph = model.graph
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    for node in [node for node in graph.node if node.op_type == "BatchNormalization"]:
+        maps_NCHW = _run_to(model, node.input[0], images_NCHW)
+        for name, values in zip(
+            node.input[3:5], (maps_NCHW.mean(axis=(0, 2, 3)), maps_NCHW.var(axis=(0, 2, 3))), strict=True
+        ):
+            constants[name].CopyFrom(numpy_helper.from_array(values, name))
     last = [node for node in graph.node if node.op_type in ("Conv", "Gemm")][-1]
-    marked = ModelProto()
-    marked.CopyFrom(model)
-    marked.graph.output.append(helper.make_tensor_value_info(last.output[0], TensorProto.FLOAT, None))
-    session = open_session(marked)
-    weights = {tensor.name for tensor in graph.initializer}
-    [image] = [value.name for value in graph.input if value.name not in weights]
-    answers = [session.run([last.output[0]], {image: one[None]})[0] for one in images_NCHW]
-    maps_NC = np.stack([answer.reshape(answer.shape[1], -1).mean(axis=1) for answer in answers])
+    answers = _run_to(model, last.output[0], images_NCHW)
+    maps_NC = answers.reshape(*answers.shape[:2], -1).mean(axis=2)
     mean_C, deviation = maps_NC.mean(axis=0), (maps_NC - maps_NC.mean(axis=0)).std()
     makers = {node.output[0]: node for node in graph.node if node.op_type in _SHAPING}
     weight, bias = (makers[name].input[0] if name in makers else name for name in last.input[1:])
@@ -76,3 +78,20 @@ def normalise_answers(model: ModelProto, images_NCHW: np.ndarray) -> None:
             shift = mean_C if tensor.name == bias else 0.0
             values = (numpy_helper.to_array(tensor) - shift) / deviation
             tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float32), tensor.name))
+
+
+def _run_to(model: ModelProto, tensor: str, images_NCHW: np.ndarray) -> np.ndarray:
+    """Return one tensor of the graph for every image."""
+    part = ModelProto()
+    part.CopyFrom(model)
+    del part.graph.output[:]
+    part.graph.output.append(helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None))
+    drop_unused(part.graph)
+    kept = {constant.name for constant in part.graph.initializer}
+    read = {name for node in part.graph.node for name in node.input}
+    inputs = [value for value in part.graph.input if value.name in read]
+    del part.graph.input[:]
+    part.graph.input.extend(inputs)
+    session = open_session(part)
+    [image] = [value.name for value in inputs if value.name not in kept]
+    return np.concatenate([session.run([tensor], {image: one[None]})[0] for one in images_NCHW])
