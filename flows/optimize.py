@@ -151,14 +151,15 @@ def print_result(folder: Path) -> None:
 
     engines = json.loads((folder / "engines.json").read_text(encoding="utf-8"))
     picks = json.loads((folder / "picks.json").read_text(encoding="utf-8"))
-    table = Table("target", "variant", "mIoU", "loss %", "p50 ms", "p99 ms", "x eager", "MB", "verdict")
+    metric = next((row["metric"] for row in engines if row["metric"]), "score")
+    table = Table("target", "variant", metric, "loss %", "p50 ms", "p99 ms", "x ref.", "MB", "verdict")
     for row in sorted(engines, key=lambda row: (row["target"], row["latency_ms_p50"] or float("inf"))):
         picked = picks.get(row["target"], {}).get("variant") == row["variant"]
         loss = row["miou_rel_loss"]
         table.add_row(
             row["target"],
             row["variant"],
-            _number(row["miou"], 4),
+            _number(row["top1"] if row["miou"] is None else row["miou"], 4),
             _number(loss * 100 if loss is not None else None, 2),
             _number(row["latency_ms_p50"], 3),
             _number(row["latency_ms_p99"], 3),

@@ -23,12 +23,27 @@ from tasks.parts.target import CHECKPOINT_RUNTIMES
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
+_WITHOUT_MASKS = ("class_folder", "images")
+
 _HEADER = (
     "# Written from conf/ by `python -m flows.params [override ...]`. Edit conf/ instead of this file.\n"
 )
 
-SINGLE_CALLS = (
+SHARED_CALLS = (
     "prepare_data",
+    "convert_precision",
+    "quantize_ptq",
+    "rank_layers",
+    "check_int8",
+    "quantize_partial",
+    "validate",
+    "benchmark",
+    "diff_layers",
+    "select_engine",
+)
+"""The sections that every run reads; build_engine and race_rungs have one for each target."""
+
+TRAINING_CALLS = (
     "train.teacher",
     "train.baseline",
     "distill",
@@ -37,18 +52,12 @@ SINGLE_CALLS = (
     "prune",
     "finetune",
     "export_onnx",
-    "convert_precision",
-    "quantize_ptq",
-    "rank_layers",
-    "check_int8",
-    "quantize_partial",
     "quantize_aware_train",
-    "validate",
-    "benchmark",
-    "diff_layers",
-    "select_engine",
 )
-"""The sections that every run reads; build_engine and race_rungs have one for each target."""
+"""With model=trained."""
+
+IMPORT_CALLS = ("import_onnx", "label_images")
+"""With model=onnx."""
 
 
 def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -62,21 +71,16 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
         params: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_first_lines(error)) from error
-    variants, targets = params.pop("variants"), params.pop("target")
+    model, variants, targets = (params.pop(key) for key in ("model", "variants", "target"))
     params["build_engine"] = targets
-    for section in (params["prune"], params["search_pruning"]["pruning"], params["rank_groups"]):
-        if section["channel_multiple"] is None:
-            section["channel_multiple"] = _largest_multiple(targets)
-    if params["prune"]["method"] != "channels":
-        params["search_pruning"]["pruning"][
-            "layer_ratios"
-        ] = {}  # they may name layers that no channels can lose
+    if params["prepare_data"]["source"] != "digit_scenes":
+        params["prepare_data"]["scenes"] = None  # what debug=smoke says of scenes
+    if model is None:
+        _complete_training(params, targets)
+    else:
+        _complete_import(params, model)
     params["engines"] = dict(_engines(variants, targets))
-    if "distilled-cpu_torch" not in params["engines"]:
-        raise ConfigError(
-            f"target is [{', '.join(targets)}]. It has to hold cpu_torch: eager PyTorch of the variant `distilled` "
-            "is the reference of every accuracy and speed-up."
-        )
+    _check_engines(params, targets)
     params["select_engine"]["engines"] = [
         {"variant": engine["variant"], "target": engine["target"]} for engine in params["engines"].values()
     ]
@@ -89,7 +93,6 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
         }
         for target in targets
     }
-    params["search_pruning"]["target"] = _find_target(params["search_pruning"]["target"], targets)
     check_params(params)
     _check_variants(params["select_engine"], variants)
     return params
@@ -101,14 +104,64 @@ def check_params(params: dict[str, Any]) -> None:
     Raises ConfigError at the first section that is not valid.
     """
     stages = ("build_engine", "race_rungs")
-    calls = [*SINGLE_CALLS, *(f"{stage}.{target}" for stage in stages for target in params["build_engine"])]
+    own = IMPORT_CALLS if params["pipeline"]["imports"] else TRAINING_CALLS
+    calls = [
+        *SHARED_CALLS,
+        *own,
+        *(f"{stage}.{target}" for stage in stages for target in params["build_engine"]),
+    ]
     for address in calls:
         name, section = find_section(params, address)
         typed_config(load_stage(address)[1], section, name)
-    unknown = set(params) - {call.split(".")[0] for call in calls} - {"engines"}
+    unknown = set(params) - {call.split(".")[0] for call in calls} - {"engines", "pipeline"}
     if unknown:
         raise ConfigError(
             f"{sorted(unknown)[0]} is no section of the configuration. Found: {', '.join(params)}."
+        )
+
+
+def _complete_training(params: dict[str, Any], targets: dict[str, Any]) -> None:
+    """Fill in what follows from the targets."""
+    if params["prepare_data"]["source"] in _WITHOUT_MASKS:
+        raise ConfigError(
+            f"data is {params['prepare_data']['source']}, which has no masks: the networks here segment. Choose "
+            "data=folder, or bring a model of your own: model=onnx model.path=<file>."
+        )
+    for section in (params["prune"], params["search_pruning"]["pruning"], params["rank_groups"]):
+        if section["channel_multiple"] is None:
+            section["channel_multiple"] = _largest_multiple(targets)
+    if params["prune"]["method"] != "channels":
+        params["search_pruning"]["pruning"][
+            "layer_ratios"
+        ] = {}  # they may name layers that no channels can lose
+    params["search_pruning"]["target"] = _find_target(params["search_pruning"]["target"], targets)
+
+
+def _complete_import(params: dict[str, Any], model: dict[str, Any]) -> None:
+    """Leave out what trains; label images that have no labels by the float model."""
+    if model["path"] is None:
+        raise ConfigError("model.path is missing. Name the ONNX file: model=onnx model.path=<file>.")
+    for call in TRAINING_CALLS:
+        params.pop(call.split(".")[0], None)
+    pipeline = params["pipeline"]
+    if params["prepare_data"]["source"] == "images":
+        pipeline["unlabelled"] = {"images": pipeline["data"]}
+        pipeline["data"] = "artifacts/label_images/dataset"
+
+
+def _check_engines(params: dict[str, Any], targets: dict[str, Any]) -> None:
+    """Refuse a run without its reference engine, or with a target that takes none of the variants."""
+    engines, reference = params["engines"], params["select_engine"]["float_reference"]
+    if f"{reference['variant']}-{reference['target']}" not in engines:
+        raise ConfigError(
+            f"target is [{', '.join(targets)}]. It has to hold {reference['target']}: the variant "
+            f"`{reference['variant']}` on it is the reference of every accuracy and speed-up "
+            "(select_engine.float_reference)."
+        )
+    idle = [target for target in targets if target not in {engine["target"] for engine in engines.values()}]
+    if idle:
+        raise ConfigError(
+            f"target {idle[0]} runs checkpoints of our own networks, and model=onnx has none. Take it off target."
         )
 
 
@@ -145,7 +198,7 @@ def _check_variants(select_engine: dict[str, Any], variants: dict[str, Any]) -> 
         if name not in variants:
             raise ConfigError(
                 f"select_engine.{key} names {name}, which is no variant: [{', '.join(variants)}]. Name one of "
-                "them, or add it to variants in conf/config.yaml."
+                "them, or add it to variants in conf/model/trained.yaml (or onnx.yaml)."
             )
 
 

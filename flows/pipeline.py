@@ -43,8 +43,20 @@ class RecordedStages:
 def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
     """Call every stage in order and return the folder of ``select_engine``."""
     data = stages.run("prepare_data", root=Path(params["prepare_data"]["root"])) / "dataset"
+    pipeline = params["pipeline"]
+    if pipeline["imports"]:
+        _run_import(stages, pipeline, data)
+    else:
+        _run_training(stages, pipeline, data)
+    data = Path(pipeline["data"])
+    _run_quantization(stages, pipeline, data)
+    return _run_engines(stages, params, data)
+
+
+def _run_training(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> None:
+    """Train, distill and prune the networks, and export them."""
     teacher = stages.run("train.teacher", data=data) / "model.safetensors"
-    baseline = stages.run("train.baseline", data=data) / "model.safetensors"
+    stages.run("train.baseline", data=data)
     distilled = stages.run("distill", teacher=teacher, data=data) / "model.safetensors"
     choice = stages.run("search_pruning", checkpoint=distilled, data=data) / "choice.json"
     stages.run_side_by_side(
@@ -54,31 +66,38 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
         }
     )
     narrowed = ARTIFACTS / "prune" / "model.safetensors"
-    pruned = stages.run("finetune", checkpoint=narrowed, teacher=teacher, data=data) / "model.safetensors"
-
-    checkpoints = {"teacher": teacher, "baseline": baseline, "distilled": distilled, "pruned": pruned}
+    stages.run("finetune", checkpoint=narrowed, teacher=teacher, data=data)
     stages.run_side_by_side(
-        {f"export_onnx.{variant}": {"checkpoint": path} for variant, path in checkpoints.items()}
+        {
+            f"export_onnx.{variant}": {"checkpoint": Path(checkpoint)}
+            for variant, checkpoint in pipeline["exports"].items()
+        }
     )
-    _run_quantization(stages, pruned, teacher, data)
-    return _run_engines(stages, params, data)
 
 
-def _run_quantization(stages: Stages, pruned: Path, teacher: Path, data: Path) -> None:
-    """Make every rung of the ladder from the graph of the pruned student."""
-    graph = ARTIFACTS / "export_onnx" / "pruned" / "model.onnx"
+def _run_import(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> None:
+    """Take in the user's model, and let it label images that nobody labelled."""
+    for path in pipeline["imports"].values():
+        graph = stages.run("import_onnx", model=Path(path), data=data) / "model.onnx"
+        for images in pipeline["unlabelled"].values():
+            stages.run("label_images", model=graph, data=Path(images))
+
+
+def _run_quantization(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> None:
+    """Make every rung of the ladder from its float graph; what trains it needs a student of ours."""
+    graph = Path(pipeline["graph"])
     ptq, ranges = ARTIFACTS / "quantize_ptq", ARTIFACTS / "quantize_ptq" / "ranges.json"
     ranking = ARTIFACTS / "rank_layers" / "ranking.csv"
     stages.run_side_by_side(
         {name: {"model": graph, "data": data} for name in ("convert_precision", "quantize_ptq")}
     )
     calibrated = {"model": graph, "ranges": ranges, "data": data}
-    stages.run_side_by_side(
-        {
-            "quantize_aware_train": {"checkpoint": pruned, "teacher": teacher, **calibrated},
-            "rank_layers": calibrated,
-        }
-    )
+    training = {
+        "checkpoint": ARTIFACTS / "finetune" / "model.safetensors",
+        "teacher": ARTIFACTS / "train" / "teacher" / "model.safetensors",
+    }
+    trained = {"quantize_aware_train": {**training, **calibrated}} if pipeline["students"] else {}
+    stages.run_side_by_side({**trained, "rank_layers": calibrated})
     stages.run_side_by_side(
         {
             "check_int8": {
@@ -91,7 +110,7 @@ def _run_quantization(stages: Stages, pruned: Path, teacher: Path, data: Path) -
             },
             "quantize_partial": {
                 "model": graph,
-                "reference": ARTIFACTS / "export_onnx" / "distilled" / "model.onnx",
+                "reference": Path(pipeline["reference_graph"]),
                 "ranges": ranges,
                 "ranking": ranking,
                 "data": data,
@@ -103,7 +122,7 @@ def _run_quantization(stages: Stages, pruned: Path, teacher: Path, data: Path) -
 def _run_engines(stages: Stages, params: Mapping[str, Any], data: Path) -> Path:
     """Build, check and measure every engine; nothing else runs beside a measurement."""
     builds, checks, measurements = {}, {}, {}
-    reference = ARTIFACTS / "build_engine" / "distilled" / "cpu_torch" / "engine"
+    reference = Path(params["pipeline"]["reference_engine"])
     for item in params["engines"].values():
         name = f"{item['variant']}.{item['target']}"
         model = Path(item["model"])

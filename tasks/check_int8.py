@@ -15,17 +15,19 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.op_types import check_op_types
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from onnx import ModelProto
 
     from tasks.parts.calibration import TensorStatistics
+    from tasks.parts.input_card import Task
     from tasks.parts.judge import Judge
     from tasks.parts.onnx_qdq import TensorRange
 
 logger = logging.getLogger(__name__)
 
 NUM_GUILTY = 3
+_MAX_CLASSES = 12
+"""So many classes are named, those that fell most."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Config:
     batch_size: int
     """Images at once, and what batch 1 is compared with."""
     suspect_loss: float
-    """A loss of mIoU, or of the IoU of one class, from which on an answer is suspect, 0..1."""
+    """A loss of the score (mIoU, or accuracy), or of that of one class, from which on an answer is suspect, 0..1."""
     suspect_clipped_share: float
     """Share of a tensor's values beyond its range, more in training than in calibration, that is suspect, 0..1."""
 
@@ -78,8 +80,10 @@ class Answer:
 class Report:
     """The checklist."""
 
-    float_miou: float
-    miou: float
+    metric: str
+    """What a score is."""
+    float_score: float
+    score: float
     """Of the INT8 graph on the same validation images."""
     num_suspect: int
     answers: tuple[Answer, ...]
@@ -102,10 +106,10 @@ def check_int8(
     ArtifactError when they do not belong together.
     """
     from tasks.parts.judge import open_judge
-    from tasks.parts.metrics import confusion_matrix, scores
     from tasks.parts.onnx_graph import activations_to_uint8, read_graph
     from tasks.parts.onnx_predict import predict_classes
     from tasks.parts.onnx_qdq import quantizable_nodes, read_ranges
+    from tasks.parts.score import class_scores, score
     from tasks.parts.tables import read_table
 
     graph, int8, known = read_graph(model), activations_to_uint8(read_graph(quantized)), read_ranges(ranges)
@@ -116,24 +120,26 @@ def check_int8(
             f"{ranking}: ranks the layers of another graph than {model}. Run rank_layers again."
         )
     judge = open_judge(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
-    classes_NHW = predict_classes(int8, judge.images_NHWC, batch_size=cfg.batch_size)
+    classes = predict_classes(int8, judge.images_NHWC, batch_size=cfg.batch_size)
     before, after = (
-        scores(confusion_matrix(found, judge.masks_NHW, judge.num_classes))
-        for found in (judge.float_classes_NHW, classes_NHW)
+        class_scores(found, judge.truth, judge.num_classes, judge.task)
+        for found in (judge.float_classes, classes)
     )
-    miou = after.miou or 0.0
+    reached = score(classes, judge.truth, judge.num_classes, judge.task)
     statistics = _statistics(cfg, graph, list(known), data)
     answers = (
         _ends(cfg, convs, layers),
-        _classes(cfg, data, before.iou, after.iou),
-        _calibration_size(cfg, graph, ranges, known, data, judge, miou),
+        _classes(cfg, data, judge.task, before, after),
+        _calibration_size(cfg, graph, ranges, known, data, judge, reached),
         _coverage(cfg, known, statistics),
-        _batch(cfg, int8, judge.images_NHWC, classes_NHW),
+        _batch(cfg, int8, judge.images_NHWC, classes),
         _calibrators(cfg, trials),
         _guilty(cfg, layers),
     )
-    _write_checklist(out / "checklist.md", answers, judge.float_miou, miou)
-    report = Report(judge.float_miou, miou, sum(answer.is_suspect for answer in answers), answers)
+    _write_checklist(out / "checklist.md", answers, judge, reached)
+    report = Report(
+        judge.metric, judge.float_score, reached, sum(answer.is_suspect for answer in answers), answers
+    )
     logger.info("check_int8: %d of %d answers are suspect", report.num_suspect, len(answers))
     return report
 
@@ -141,21 +147,22 @@ def check_int8(
 def _ends(cfg: Config, convs: Sequence[str], layers: Mapping[str, Mapping[str, str]]) -> Answer:
     """The first convolution reads the quantized image, the last one makes the logits."""
     ends = [convs[0], convs[-1]]
-    drops = [float(layers[name]["miou_drop"]) for name in ends]
+    drops = [float(layers[name]["score_drop"]) for name in ends]
     return Answer(
         question="Do image and logits stand INT8?",
         is_suspect=max(drops) > cfg.suspect_loss,
         found="; ".join(
-            f"{name} alone in INT8: mIoU {-drop:+.4f}" for name, drop in zip(ends, drops, strict=True)
+            f"{name} alone in INT8: score {-drop:+.4f}" for name, drop in zip(ends, drops, strict=True)
         ),
         advice=f"keep them in float: quantize_partial.keep_float=[{','.join(ends)}]",
     )
 
 
 def _classes(
-    cfg: Config, data: Path, before: Sequence[float | None], after: Sequence[float | None]
+    cfg: Config, data: Path, task: "Task", before: Sequence[float | None], after: Sequence[float | None]
 ) -> Answer:
     from tasks.parts.data import read_manifest
+    from tasks.parts.input_card import Task
 
     losses = {
         name: old - (new or 0.0)
@@ -166,7 +173,8 @@ def _classes(
     return Answer(
         question="Which classes fell?",
         is_suspect=losses[order[0]] > cfg.suspect_loss,
-        found="IoU " + ", ".join(f"{name} {-losses[name]:+.4f}" for name in order),
+        found=("IoU " if task is Task.segmentation else "accuracy ")
+        + ", ".join(f"{name} {-losses[name]:+.4f}" for name in order[:_MAX_CLASSES]),
         advice=f"see that the calibration split shows {order[0]!r}; else quantize_partial or quantize_aware_train",
     )
 
@@ -178,17 +186,17 @@ def _calibration_size(
     known: Mapping[str, "TensorRange"],
     data: Path,
     judge: "Judge",
-    miou: float,
+    reached: float,
 ) -> Answer:
     """Calibrate again, in the same way, on half of the images; a tensor that is 0 on them keeps its range."""
     from tasks.parts.calibration import choose_range
     from tasks.parts.calibrator import Calibrator
-    from tasks.parts.data import open_split
     from tasks.parts.onnx_qdq import insert_qdq, quantizable_tensors
+    from tasks.parts.truth import open_images
 
     title = str(json.loads(ranges.read_text(encoding="utf-8"))["calibrator"])
     name, _, percentile = title.partition(" ")
-    images_NHWC = open_split(data, "calibration")[0][: cfg.num_images]
+    images_NHWC = open_images(data, "calibration")[: cfg.num_images]
     half = max(1, len(images_NHWC) // 2)
     seen = _collect(cfg, graph, images_NHWC[:half], quantizable_tensors(graph, cfg.op_types))
     fewer = {
@@ -197,11 +205,11 @@ def _calibration_size(
         else known[tensor]
         for tensor, found in seen.items()
     }
-    change = judge.judge(insert_qdq(graph, fewer, op_types=cfg.op_types)).miou - miou
+    change = judge.judge(insert_qdq(graph, fewer, op_types=cfg.op_types)).score - reached
     return Answer(
         question="Are there enough calibration images?",
         is_suspect=abs(change) > cfg.suspect_loss,
-        found=f"with {half} of {len(images_NHWC)} images ({title}): mIoU {change:+.4f}",
+        found=f"with {half} of {len(images_NHWC)} images ({title}): score {change:+.4f}",
         advice="raise quantize_ptq.num_images until half of them changes nothing",
     )
 
@@ -226,17 +234,15 @@ def _coverage(
     )
 
 
-def _batch(
-    cfg: Config, int8: "ModelProto", images_NHWC: "NDArray[Any]", classes_NHW: "NDArray[np.uint8]"
-) -> Answer:
+def _batch(cfg: Config, int8: "ModelProto", images_NHWC: "NDArray[Any]", classes: "NDArray[Any]") -> Answer:
     from tasks.parts.onnx_predict import predict_classes
 
     few = images_NHWC[: cfg.batch_size]
-    share = float((predict_classes(int8, few, batch_size=1) != classes_NHW[: len(few)]).mean())
+    share = float((predict_classes(int8, few, batch_size=1) != classes[: len(few)]).mean())
     return Answer(
         question="Does the batch size change the predictions?",
         is_suspect=share > cfg.suspect_loss,
-        found=f"{share:.2%} of the pixels change class between batch 1 and {cfg.batch_size}",
+        found=f"{share:.2%} of the predictions change between batch 1 and {cfg.batch_size}",
         advice="the graph mixes images of a batch: look for a mean or a reshape over the batch axis",
     )
 
@@ -245,30 +251,29 @@ def _calibrators(cfg: Config, trials: Path) -> Answer:
     from tasks.parts.tables import read_table
 
     tried = read_table(trials, "calibrator", stage="quantize_ptq")
-    mious = {name: float(row["miou"]) for name, row in tried.items()}
-    best, worst = max(mious, key=lambda name: mious[name]), min(mious, key=lambda name: mious[name])
-    spread = mious[best] - mious[worst]
+    reached = {name: float(row["score"]) for name, row in tried.items()}
+    best, worst = max(reached, key=lambda name: reached[name]), min(reached, key=lambda name: reached[name])
+    spread = reached[best] - reached[worst]
     return Answer(
         question="Does the calibrator matter?",
         is_suspect=spread > cfg.suspect_loss,
-        found=f"{len(mious)} tried: from {worst} {mious[worst]:.4f} to {best} {mious[best]:.4f}",
+        found=f"{len(reached)} tried: from {worst} {reached[worst]:.4f} to {best} {reached[best]:.4f}",
         advice="ranges are delicate: try more quantize_ptq.percentiles, and look at the guilty layers",
     )
 
 
 def _guilty(cfg: Config, layers: Mapping[str, Mapping[str, str]]) -> Answer:
-    """The ranking is by changed pixels, so the layer that loses most mIoU need not be its first."""
+    """The ranking is by changed predictions, so the layer that costs most of the score need not be its first."""
     first = list(layers.values())[:NUM_GUILTY]
     return Answer(
         question="Which layers are guilty?",
-        is_suspect=max(float(row["miou_drop"]) for row in first) > cfg.suspect_loss,
+        is_suspect=max(float(row["score_drop"]) for row in first) > cfg.suspect_loss,
         found="; ".join(
-            f"{row['node']} ({row['source']}): mIoU {-float(row['miou_drop']):+.4f}, {float(row['sqnr_db']):.1f} dB"
+            f"{row['node']} ({row['source']}): score {-float(row['score_drop']):+.4f}, {float(row['sqnr_db']):.1f} dB"
             for row in first
         ),
         advice="quantize_partial keeps in float what it must; diff_layers, which runs later, shows where the noise "
-        "grows in each engine of this graph: artifacts/diff_layers/<variant>/<target>, variant pruned_ptq in "
-        "conf/config.yaml",
+        "grows in each engine of this graph: artifacts/diff_layers/<variant>/<target> (variants: conf/model)",
     )
 
 
@@ -278,13 +283,13 @@ def _statistics(
     """Per tensor: what calibration images and what training images made of it."""
     import numpy as np
 
-    from tasks.parts.data import open_split
+    from tasks.parts.truth import open_images
 
-    train_NHWC = open_split(data, "train")[0]
+    train_NHWC = open_images(data, "train")
     picked = np.unique(np.linspace(0, len(train_NHWC) - 1, cfg.num_train_images).astype(int))
     calibration, training = (
         _collect(cfg, graph, images_NHWC, names)
-        for images_NHWC in (open_split(data, "calibration")[0][: cfg.num_images], train_NHWC[picked])
+        for images_NHWC in (open_images(data, "calibration")[: cfg.num_images], train_NHWC[picked])
     )
     return {name: (calibration[name], training[name]) for name in names}
 
@@ -297,12 +302,11 @@ def _collect(
     from tasks.parts.onnx_graph import read_card_of_graph
 
     card = read_card_of_graph(graph)
-    starts = range(0, len(images_NHWC), cfg.batch_size)
+    batch_size = card.fit_batch(cfg.batch_size)
+    starts = range(0, len(images_NHWC), batch_size)
     return collect_statistics(
         graph,
-        lambda: (
-            normalise(images_NHWC[start : start + cfg.batch_size], card.mean, card.std) for start in starts
-        ),
+        lambda: (normalise(images_NHWC[start : start + batch_size], card.mean, card.std) for start in starts),
         names,
     )
 
@@ -316,11 +320,12 @@ def _share_beyond(statistics: "TensorStatistics", amax: float) -> float:
     return float(statistics.counts[lower_edges >= amax].sum() / max(1, statistics.counts.sum()))
 
 
-def _write_checklist(path: Path, answers: Sequence[Answer], float_miou: float, miou: float) -> None:
+def _write_checklist(path: Path, answers: Sequence[Answer], judge: "Judge", reached: float) -> None:
     lines = [
         "# INT8 checklist",
         "",
-        f"Validation mIoU {miou:.4f} in INT8, {float_miou:.4f} in float. Every answer is a measurement of this run.",
+        f"Validation {judge.metric}: {reached:.4f} in INT8, {judge.float_score:.4f} in float. Every answer is a "
+        "measurement of this run.",
         "",
     ]
     for answer in answers:

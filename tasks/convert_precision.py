@@ -72,12 +72,14 @@ class Report:
     """Nodes of the float graph."""
     float32_nodes: tuple[str, ...]
     """Those that stay in FP32."""
-    miou: float
+    metric: str
+    """What a score is."""
+    score: float
     """Of the FP16 graph on the validation images. ONNX Runtime rounds what passes between the nodes to FP16."""
-    float_miou: float
+    float_score: float
     """Of the float graph on the same images."""
     agreement: float
-    """Share of pixels with the class that the float graph gives."""
+    """Share of pixels, or images, with the class that the float graph gives."""
 
 
 def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
@@ -98,32 +100,34 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
     write_graph(converted, out / "model.onnx")
     found = judge.judge(converted)
     logger.info(
-        "%s in FP16: val mIoU %.4f (float %.4f), %d nodes in FP32",
+        "%s in FP16: val score %.4f (float %.4f), %d nodes in FP32",
         model,
-        found.miou,
-        judge.float_miou,
+        found.score,
+        judge.float_score,
         len(kept),
     )
-    return Report(len(graph.graph.node), tuple(kept), found.miou, judge.float_miou, found.agreement)
+    return Report(
+        len(graph.graph.node), tuple(kept), judge.metric, found.score, judge.float_score, found.agreement
+    )
 
 
 def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, float]:
     """Largest magnitude of each tensor that a node makes, on calibration images."""
     from tasks.parts.calibration import collect_statistics
-    from tasks.parts.data import normalise, open_split
+    from tasks.parts.data import normalise
     from tasks.parts.onnx_graph import read_card_of_graph
+    from tasks.parts.truth import open_images
 
     card = read_card_of_graph(graph)
-    images_NHWC = open_split(data, "calibration")[0][: cfg.num_images]
+    images_NHWC = open_images(data, "calibration")[: cfg.num_images]
     if not len(images_NHWC):
         raise DataError("the calibration split has no images. Give it some: prepare_data.scenes or .splits.")
-    starts = range(0, len(images_NHWC), cfg.batch_size)
+    batch_size = card.fit_batch(cfg.batch_size)
+    starts = range(0, len(images_NHWC), batch_size)
     names = [name for node in graph.graph.node for name in node.output]
     statistics = collect_statistics(
         graph,
-        lambda: (
-            normalise(images_NHWC[start : start + cfg.batch_size], card.mean, card.std) for start in starts
-        ),
+        lambda: (normalise(images_NHWC[start : start + batch_size], card.mean, card.std) for start in starts),
         names,
     )
     return {name: found.amax for name, found in statistics.items()}

@@ -248,9 +248,10 @@ def _report_without_layers(engine: Path, status: str, reason: str) -> Report:
 def _read_images(cfg: Config, manifest: "EngineManifest", data: Path) -> "FloatArray":
     import numpy as np
 
-    from tasks.parts.data import normalise, open_split
+    from tasks.parts.data import normalise
+    from tasks.parts.truth import open_images
 
-    images_NHWC, _ = open_split(data, cfg.split)
+    images_NHWC = open_images(data, cfg.split)
     picked = np.unique(np.linspace(0, len(images_NHWC) - 1, cfg.num_images).astype(int))
     return normalise(images_NHWC[picked], manifest.card.mean, manifest.card.std)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import ConfigError, GateFailed
+from tasks.parts.logit_difference import Difference
 
 if TYPE_CHECKING:
     from onnx import ModelProto
     from torch import nn
 
-    from tasks.parts.export import Difference
     from tasks.parts.model_card import ModelCard
 
 logger = logging.getLogger(__name__)
@@ -53,18 +53,6 @@ class Config:
 
 
 @dataclass(frozen=True)
-class BatchDifference:
-    """How far ONNX Runtime is from torch on one batch."""
-
-    batch_size: int
-    """Images."""
-    max_abs: float
-    """Largest absolute difference of a logit."""
-    sqnr_db: float
-    """Signal to noise power ratio; 200 stands for "equal"."""
-
-
-@dataclass(frozen=True)
 class Report:
     """What was exported."""
 
@@ -79,7 +67,7 @@ class Report:
     two_of_four_macs_share: float
     """Share of the MACs of convolutions and matrix products whose weights in the graph have at most two of four input
     channels non-zero."""
-    differences: tuple[BatchDifference, ...]
+    differences: tuple[Difference, ...]
     """Torch against ONNX Runtime, one per batch size."""
 
 
@@ -104,7 +92,7 @@ def export_onnx(cfg: Config, *, checkpoint: Path, out: Path) -> Report:
         size_bytes=path.stat().st_size,
         opset=cfg.opset,
         two_of_four_macs_share=two_of_four_macs_share(graph),
-        differences=tuple(BatchDifference(d.batch_size, d.max_abs, d.sqnr_db) for d in differences),
+        differences=differences,
     )
     logger.info(
         "%s: %d nodes, %d bytes, at most %.2g from torch",
@@ -141,11 +129,12 @@ def two_of_four_macs_share(graph: "ModelProto") -> float:
     return sum(sparse) / sum(macs.values())
 
 
-def _compare(cfg: Config, network: "nn.Module", graph: "ModelProto", card: "ModelCard") -> "list[Difference]":
+def _compare(cfg: Config, network: "nn.Module", graph: "ModelProto", card: "ModelCard") -> list[Difference]:
     """Compare logits batch size by batch size; raise GateFailed at the first that is too far."""
     import torch
 
-    from tasks.parts.export import INPUT_NAME, difference
+    from tasks.parts.export import INPUT_NAME
+    from tasks.parts.logit_difference import difference
     from tasks.parts.onnx_predict import open_session
 
     session = open_session(graph)

@@ -26,6 +26,10 @@ class Source(StrEnum):
     """Made from scans and photos that scikit-learn ships: tasks/parts/digit_scenes.py."""
     folder = "folder"
     """Images and index masks of a user: tasks/parts/folder_data.py."""
+    class_folder = "class_folder"
+    """A user's images in one folder for each class: tasks/parts/image_folder.py."""
+    images = "images"
+    """A user's images that nobody labelled: tasks/parts/image_folder.py."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Config:
     scenes: ScenesConfig | None
     """Only for source digit_scenes."""
     folder: FolderConfig | None
-    """Only for source folder."""
+    """For all sources but digit_scenes."""
 
     def __post_init__(self) -> None:
         path = PurePath(self.root)
@@ -61,8 +65,8 @@ class Config:
                 raise ConfigError(
                     f"prepare_data.{key} = {getattr(self, key)}: must be from 16 to 8192 pixels."
                 )
-        needed = {Source.digit_scenes: ("scenes", self.scenes), Source.folder: ("folder", self.folder)}
-        section, value = needed[self.source]
+        is_drawn = self.source is Source.digit_scenes
+        section, value = ("scenes", self.scenes) if is_drawn else ("folder", self.folder)
         if value is None:
             raise ConfigError(
                 f"prepare_data.{section} is missing, and source is {self.source}. Choose the file "
@@ -81,7 +85,7 @@ class Report:
     num_images: dict[str, int]
     """Per split."""
     pixel_share: dict[str, dict[str, float]]
-    """Split -> class -> share of the pixels that are not ignored."""
+    """Split -> class -> share of the pixels that are not ignored, or of the labelled images."""
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     size_bytes: int
@@ -105,7 +109,7 @@ class _Loaded:
 
 
 def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
-    """Write `dataset/` (see tasks/parts/data.py) and `contact_sheet.png`.
+    """Write `dataset/` (see tasks/parts/data.py and truth.py) and, where there are masks, `contact_sheet.png`.
 
     Raises:
         DataError: a file of the source is missing, damaged or contradicts another; nothing is written then.
@@ -114,6 +118,8 @@ def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
     from tasks.parts.data import write_dataset
 
     logger.info("%s from %s, %d x %d pixels", cfg.source, root, cfg.height, cfg.width)
+    if cfg.source in (Source.class_folder, Source.images):
+        return _prepare_images(cfg, root, out)
     loaded = _load_scenes(cfg, root) if cfg.source is Source.digit_scenes else _load_folder(cfg, root)
     manifest = write_dataset(
         out / "dataset",
@@ -125,6 +131,42 @@ def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
     )
     _draw_samples(out)
     warnings = (*loaded.warnings, *_absent_class_warnings(manifest), *_flat_image_warnings(manifest))
+    return _report(manifest, out, loaded.num_bad_images, loaded.num_duplicates, warnings)
+
+
+def _prepare_images(cfg: Config, root: Path, out: Path) -> Report:
+    """Write a data set of images with labels, or of images alone."""
+    import numpy as np
+
+    from tasks.parts.image_folder import read_image_batches, scan_images
+    from tasks.parts.truth import ImageBatches, write_images
+
+    folder, is_labelled = cfg.folder, cfg.source is Source.class_folder
+    assert folder is not None
+    found = scan_images(root, folder, seed=cfg.seed, is_labelled=is_labelled)
+    splits = {
+        split: ImageBatches(
+            len(files),
+            read_image_batches(files, folder, height=cfg.height, width=cfg.width),
+            np.array([file.label for file in files], np.uint16) if is_labelled else None,
+        )
+        for split, files in found.splits.items()
+    }
+    manifest = write_images(
+        out / "dataset",
+        classes=found.classes,
+        height=cfg.height,
+        width=cfg.width,
+        source=str(cfg.source),
+        splits=splits,
+    )
+    warnings = (*found.warnings, *_flat_image_warnings(manifest))
+    return _report(manifest, out, found.num_bad_images, 0, warnings)
+
+
+def _report(
+    manifest: "Manifest", out: Path, num_bad_images: int, num_duplicates: int, warnings: tuple[str, ...]
+) -> Report:
     for warning in warnings:
         logger.warning("%s", warning)
     size_bytes = sum((out / "dataset" / name).stat().st_size for name in manifest.files)
@@ -136,14 +178,14 @@ def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
         width=manifest.width,
         num_images=manifest.counts,
         pixel_share={
-            split: dict(zip(manifest.classes, shares, strict=True))
+            split: dict(zip(manifest.classes, shares, strict=True)) if shares else {}
             for split, shares in manifest.pixel_share.items()
         },
         mean=manifest.mean,
         std=manifest.std,
         size_bytes=size_bytes,
-        num_bad_images=loaded.num_bad_images,
-        num_duplicates=loaded.num_duplicates,
+        num_bad_images=num_bad_images,
+        num_duplicates=num_duplicates,
         warnings=warnings,
     )
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from torch import nn
 
+    from tasks.parts.model_card import ModelCard
+
 logger = logging.getLogger(__name__)
 
 
@@ -102,7 +104,7 @@ def quantize_aware_train(
     _check_graph_of(folded, float_graph, model, cfg.op_types)
     judge = open_judge(float_graph, data, num_images=0, batch_size=cfg.trainer.batch_size)
     before = insert_qdq(float_graph, tensor_ranges, op_types=cfg.op_types)
-    miou_before = judge.judge(before).miou
+    miou_before = judge.judge(before).score
     logger.info("%s: val mIoU %.4f in INT8 before training", model, miou_before)
 
     start = {name: value.clone() for name, value in folded.state_dict().items()}
@@ -121,11 +123,11 @@ def quantize_aware_train(
     plain.load_state_dict(float_weights(simulated))
     trained = export_graph(plain, card, height=card.height, width=card.width, opset=cfg.opset)
     graph, best_epoch = insert_qdq(trained, tensor_ranges, op_types=cfg.op_types), result.best_epoch
-    miou = judge.judge(graph).miou
+    miou = judge.judge(graph).score
     if miou < miou_before:
         graph, best_epoch, miou = before, 0, miou_before
         simulated.load_state_dict(start, strict=False)
-    agreement, agreement_uint8 = check_agreement(cfg, simulated, graph, judge.images_NHWC)
+    agreement, agreement_uint8 = check_agreement(cfg, simulated, card, graph, judge.images_NHWC)
     write_graph(graph, out / "model.onnx")
     logger.info("epoch %d kept: val mIoU %.4f (before %.4f)", best_epoch, miou, miou_before)
     return Report(miou_before, miou, best_epoch, result.num_epochs, agreement, agreement_uint8)
@@ -161,19 +163,17 @@ def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_typ
 
 
 def check_agreement(
-    cfg: Config, simulated: "nn.Module", graph: "ModelProto", images_NHWC: "NDArray[Any]"
+    cfg: Config, simulated: "nn.Module", card: "ModelCard", graph: "ModelProto", images_NHWC: "NDArray[Any]"
 ) -> tuple[float, float]:
     """Compare the graph, with int8 and with uint8 activations, with the network that was trained.
 
     Raises GateFailed where one of the two differs too often.
     """
     from tasks.parts import onnx_predict, torch_predict
-    from tasks.parts.onnx_graph import activations_to_uint8, read_card_of_graph
+    from tasks.parts.onnx_graph import activations_to_uint8
 
     batch_size = cfg.trainer.batch_size
-    trained_NHW = torch_predict.predict_classes(
-        simulated, images_NHWC, read_card_of_graph(graph), batch_size=batch_size
-    )
+    trained_NHW = torch_predict.predict_classes(simulated, images_NHWC, card, batch_size=batch_size)
     signed, unsigned = (
         onnx_predict.agreement(
             onnx_predict.predict_classes(encoded, images_NHWC, batch_size=batch_size), trained_NHW

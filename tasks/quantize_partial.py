@@ -43,11 +43,11 @@ class Config:
     op_types: list[str]
     """ONNX operators whose inputs become INT8; those of quantize_ptq."""
     max_miou_rel_loss: float
-    """Gate: share of the reference's validation mIoU that may be lost, 0..1; as in select_engine."""
+    """Gate: share of the reference's validation score that may be lost, 0..1; as in select_engine."""
     num_candidates: int
     """Layers tried in each step, from the top of the ranking. More: better choice, slower."""
     max_float_layers: int
-    """The search gives up with so many layers in float; the best graph found is written all the same: highest mIoU,
+    """The search gives up with so many layers in float; the best graph found is written all the same: highest score,
     then fewest layers in float."""
     keep_float: list[str]
     """Nodes that stay in float whatever they cost, by name. Empty: the search earns every one."""
@@ -85,7 +85,7 @@ class Step:
     because the gate never held)."""
     node: str
     """Empty for ``start`` and ``back``."""
-    miou: float
+    score: float
     """On the validation images."""
     num_float_layers: int
 
@@ -99,7 +99,7 @@ class FloatLayer:
     source: str
     macs_share: float
     """Of all multiply-accumulates of the graph, 0..1."""
-    miou_in_int8: float
+    score_in_int8: float
     """Of the final graph if this layer ran in INT8 too."""
     reason: str
 
@@ -109,13 +109,15 @@ class Report:
     """What the search reached."""
 
     gate_holds: bool
-    reference_miou: float
+    metric: str
+    """What a score is."""
+    reference_score: float
     """Of the reference graph, on the same validation images."""
-    float_miou: float
+    float_score: float
     """Of the float graph that is quantized."""
-    miou: float
+    score: float
     """Of the written graph, on the same validation images."""
-    miou_rel_loss: float
+    score_rel_loss: float
     """Of the written graph, against the reference."""
     num_layers: int
     """Quantizable ones."""
@@ -149,7 +151,7 @@ def quantize_partial(
         open_judge(found, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
         for found in (graph, read_graph(reference))
     )
-    search = _Search(cfg, graph, known, judge, best.float_miou)
+    search = _Search(cfg, graph, known, judge, best.float_score)
     preset = {*cfg.keep_float, *_excluded(cfg, graph)}
     kept, steps = _choose_float_layers(cfg, search, ranked, preset)
     macs, sources = conv_macs(graph), node_sources(graph)
@@ -160,23 +162,24 @@ def quantize_partial(
             module=sources.get(node, ("", ""))[0],
             source=sources.get(node, ("", ""))[1],
             macs_share=macs.get(node, 0) / total,
-            miou_in_int8=search.miou(kept - {node}),
+            score_in_int8=search.score(kept - {node}),
             reason="quantize_partial.keep_float or .exclusions"
             if node in preset
-            else f"in INT8 as well, validation mIoU would be {search.miou(kept - {node}):.4f}",
+            else f"in INT8 as well, validation score would be {search.score(kept - {node}):.4f}",
         )
         for node in ranked
         if node in kept
     )
     write_graph(insert_qdq(graph, known, op_types=cfg.op_types, float_nodes=kept), out / "model.onnx")
     write_table(out / "steps.csv", steps)
-    miou = search.miou(kept)
+    score = search.score(kept)
     report = Report(
         gate_holds=search.holds(kept),
-        reference_miou=best.float_miou,
-        float_miou=judge.float_miou,
-        miou=miou,
-        miou_rel_loss=search.loss(kept),
+        metric=judge.metric,
+        reference_score=best.float_score,
+        float_score=judge.float_score,
+        score=score,
+        score_rel_loss=search.loss(kept),
         num_layers=len(ranked),
         float_macs_share=sum(layer.macs_share for layer in layers),
         num_judged=search.num_judged,
@@ -184,11 +187,11 @@ def quantize_partial(
         steps=tuple(steps),
     )
     logger.info(
-        "quantize_partial: %d of %d layers in float, val mIoU %.4f (float %.4f)",
+        "quantize_partial: %d of %d layers in float, val score %.4f (float %.4f)",
         len(kept),
         len(ranked),
-        miou,
-        judge.float_miou,
+        score,
+        judge.float_score,
     )
     return report
 
@@ -202,28 +205,28 @@ class _Search:
         graph: "ModelProto",
         ranges: Mapping[str, "TensorRange"],
         judge: "Judge",
-        reference_miou: float,
+        reference_score: float,
     ) -> None:
         self._cfg, self._graph, self._ranges, self._judge = cfg, graph, ranges, judge
-        self._reference_miou = reference_miou
+        self._reference_score = reference_score
         self._known: dict[frozenset[str], Judgement] = {}
 
     @property
     def num_judged(self) -> int:
         return len(self._known)
 
-    def miou(self, kept: Iterable[str]) -> float:
+    def score(self, kept: Iterable[str]) -> float:
         from tasks.parts.onnx_qdq import insert_qdq
 
         names = frozenset(kept)
         if names not in self._known:
             candidate = insert_qdq(self._graph, self._ranges, op_types=self._cfg.op_types, float_nodes=names)
             self._known[names] = self._judge.judge(candidate)
-        return self._known[names].miou
+        return self._known[names].score
 
     def loss(self, kept: Iterable[str]) -> float:
-        """Share of the reference's mIoU that is lost."""
-        return self._loss(self.miou(kept))
+        """Share of the reference's score that is lost."""
+        return self._loss(self.score(kept))
 
     def holds(self, kept: Iterable[str]) -> bool:
         return self.loss(kept) <= self._cfg.max_miou_rel_loss
@@ -231,10 +234,10 @@ class _Search:
     @property
     def is_hopeless(self) -> bool:
         """Whether the float graph fails the gate already."""
-        return self._loss(self._judge.float_miou) > self._cfg.max_miou_rel_loss
+        return self._loss(self._judge.float_score) > self._cfg.max_miou_rel_loss
 
-    def _loss(self, miou: float) -> float:
-        return 1 - miou / self._reference_miou if self._reference_miou else 0.0
+    def _loss(self, score: float) -> float:
+        return 1 - score / self._reference_score if self._reference_score else 0.0
 
 
 def _choose_float_layers(
@@ -242,31 +245,31 @@ def _choose_float_layers(
 ) -> tuple[set[str], list[Step]]:
     kept, waiting = set(preset), [node for node in ranked if node not in preset]
     best_kept = set(kept)
-    steps = [Step("start", "", search.miou(kept), len(kept))]
+    steps = [Step("start", "", search.score(kept), len(kept))]
     if search.is_hopeless:
         logger.warning("quantize_partial: the float graph itself fails the gate; nothing to search for")
         return kept, steps
     while not search.holds(kept) and waiting and len(kept) < cfg.max_float_layers:
-        before, tried = steps[-1].miou, waiting[: cfg.num_candidates]
-        mious = {node: search.miou(kept | {node}) for node in tried}
-        best = max(tried, key=lambda node: mious[node])
+        before, tried = steps[-1].score, waiting[: cfg.num_candidates]
+        scores = {node: search.score(kept | {node}) for node in tried}
+        best = max(tried, key=lambda node: scores[node])
         kept.add(best)
-        best_kept = max(best_kept, set(kept), key=search.miou)  # of equals the first, which has fewer layers
-        steps.append(Step("float", best, mious[best], len(kept)))
-        logger.info("quantize_partial: %s stays in float, val mIoU %.4f", best, mious[best])
+        best_kept = max(best_kept, set(kept), key=search.score)  # of equals the first, which has fewer layers
+        steps.append(Step("float", best, scores[best], len(kept)))
+        logger.info("quantize_partial: %s stays in float, val score %.4f", best, scores[best])
         helpful = sorted(
-            (node for node in tried if node != best and mious[node] > before), key=lambda node: -mious[node]
+            (node for node in tried if node != best and scores[node] > before), key=lambda node: -scores[node]
         )
-        useless = [node for node in tried if mious[node] <= before and node != best]
+        useless = [node for node in tried if scores[node] <= before and node != best]
         waiting = [*helpful, *waiting[cfg.num_candidates :], *useless]
     if not search.holds(kept) and best_kept != kept:
         kept = best_kept
-        steps.append(Step("back", "", search.miou(kept), len(kept)))
+        steps.append(Step("back", "", search.score(kept), len(kept)))
     if search.holds(kept):
         for node in [step.node for step in steps if step.action == "float"]:
             if search.holds(kept - {node}):
                 kept.remove(node)
-                steps.append(Step("int8", node, search.miou(kept), len(kept)))
+                steps.append(Step("int8", node, search.score(kept), len(kept)))
     return kept, steps
 
 

@@ -1,4 +1,4 @@
-"""Quantize a float graph to INT8 without training: try calibrators, keep the best by measured mIoU."""
+"""Quantize a float graph to INT8 without training: try calibrators, keep the best by measured score."""
 
 import hashlib
 import logging
@@ -68,24 +68,26 @@ class Trial:
 
     calibrator: str
     """Name, with the percentile if it has one."""
-    miou: float
+    score: float
     """On the validation images, through ONNX Runtime."""
     agreement: float
-    """Share of pixels with the class that the float graph gives."""
+    """Share of pixels, or images, with the class that the float graph gives."""
 
 
 @dataclass(frozen=True)
 class Report:
     """What was tried, and what was kept."""
 
+    metric: str
+    """What a score is: mIoU or top-1 accuracy, or the agreement with the float model in one of them."""
     calibrator: str
     """The kept one."""
-    miou: float
+    score: float
     """Of the kept graph on the validation images."""
-    float_miou: float
+    float_score: float
     """Of the float graph on the same images."""
     agreement: float
-    """Of the kept graph with the float graph, share of pixels."""
+    """Of the kept graph with the float graph, share of pixels or images."""
     num_images: int
     """Calibration images used; fewer than configured where the split has no more."""
     num_images_in_test: int
@@ -104,17 +106,17 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     Raises DataError for calibration images that would spoil the ranges.
     """
     from tasks.parts.calibration import choose_range, collect_statistics
-    from tasks.parts.data import open_split
     from tasks.parts.judge import open_judge
     from tasks.parts.onnx_graph import is_quantized, read_graph, write_graph
     from tasks.parts.onnx_qdq import insert_qdq, quantizable_tensors, write_ranges
     from tasks.parts.tables import write_table
+    from tasks.parts.truth import open_images
 
     graph = read_graph(model)
     if is_quantized(graph):
         raise ArtifactError(f"{model}: already has Q/DQ, expected the float graph of export_onnx.")
-    images_NHWC = open_split(data, "calibration")[0][: cfg.num_images]
-    num_images_in_test = _check_calibration_set(cfg, images_NHWC, open_split(data, "test")[0])
+    images_NHWC = open_images(data, "calibration")[: cfg.num_images]
+    num_images_in_test = _check_calibration_set(cfg, images_NHWC, open_images(data, "test"))
     logger.info("calibrating %s on %d images", model, len(images_NHWC))
     names = quantizable_tensors(graph, cfg.op_types)
     statistics = collect_statistics(graph, lambda: _batches(cfg, graph, images_NHWC), names)
@@ -126,18 +128,19 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         }
         candidates.append((insert_qdq(graph, ranges, op_types=cfg.op_types), ranges))
         found = judge.judge(candidates[-1][0])
-        trials.append(Trial(title, found.miou, found.agreement))
-        logger.info("%s: val mIoU %.4f, agreement %.4f", title, found.miou, found.agreement)
-    best = max(range(len(trials)), key=lambda index: trials[index].miou)
+        trials.append(Trial(title, found.score, found.agreement))
+        logger.info("%s: val score %.4f, agreement %.4f", title, found.score, found.agreement)
+    best = max(range(len(trials)), key=lambda index: trials[index].score)
     write_graph(candidates[best][0], out / "model.onnx")
     write_ranges(out / "ranges.json", trials[best].calibrator, candidates[best][1])
     write_table(out / "calibrators.csv", trials)
     kept = trials[best]
-    logger.info("%s kept: val mIoU %.4f (float %.4f)", kept.calibrator, kept.miou, judge.float_miou)
+    logger.info("%s kept: val score %.4f (float %.4f)", kept.calibrator, kept.score, judge.float_score)
     return Report(
+        metric=judge.metric,
         calibrator=kept.calibrator,
-        miou=kept.miou,
-        float_miou=judge.float_miou,
+        score=kept.score,
+        float_score=judge.float_score,
         agreement=kept.agreement,
         num_images=len(images_NHWC),
         num_images_in_test=num_images_in_test,
@@ -183,7 +186,8 @@ def _batches(
     from tasks.parts.onnx_graph import read_card_of_graph
 
     card = read_card_of_graph(graph)
-    for start in range(0, len(images_NHWC), cfg.batch_size):
-        images_NCHW = normalise(images_NHWC[start : start + cfg.batch_size], card.mean, card.std)
+    batch_size = card.fit_batch(cfg.batch_size)
+    for start in range(0, len(images_NHWC), batch_size):
+        images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
         check_images(images_NCHW, cfg.max_abs_input)
         yield images_NCHW

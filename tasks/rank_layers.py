@@ -66,17 +66,19 @@ class RankedLayer:
     """Of all multiply-accumulates of the graph, 0..1."""
     sqnr_db: float
     """Of its own output, with exact inputs."""
-    miou_drop: float
+    score_drop: float
     """Of the network, when only this layer runs in INT8. Less than 0: it rose."""
     disagreement: float
-    """Share of pixels whose class changes then, 0..1."""
+    """Share of pixels, or images, whose class changes then, 0..1."""
 
 
 @dataclass(frozen=True)
 class Report:
     """The ranking."""
 
-    float_miou: float
+    metric: str
+    """What a score is."""
+    float_score: float
     """On the same validation images."""
     num_val_images: int
     num_passes: int
@@ -112,7 +114,7 @@ def rank_layers(cfg: Config, *, model: Path, ranges: Path, data: Path, out: Path
             source=sources.get(node.name, ("", ""))[1],
             macs_share=macs.get(node.name, 0) / sum(macs.values()),
             sqnr_db=sqnr_db[node.name],
-            miou_drop=costs[node.name][0],
+            score_drop=costs[node.name][0],
             disagreement=costs[node.name][1],
         )
         for node in nodes
@@ -120,7 +122,7 @@ def rank_layers(cfg: Config, *, model: Path, ranges: Path, data: Path, out: Path
     layers.sort(key=lambda layer: (-layer.disagreement, layer.sqnr_db, layer.node))
     write_table(out / "ranking.csv", layers)
     _plot_ranking(out / "ranking.png", layers)
-    return Report(judge.float_miou, len(judge.images_NHWC), len(nodes) + 1, tuple(layers))
+    return Report(judge.metric, judge.float_score, len(judge.images_NHWC), len(nodes) + 1, tuple(layers))
 
 
 def _own_sqnr_db(
@@ -129,18 +131,19 @@ def _own_sqnr_db(
     """Run each layer twice on the same exact inputs, in float and in INT8, and compare inside the graph."""
     import numpy as np
 
-    from tasks.parts.data import normalise, open_split
+    from tasks.parts.data import normalise
     from tasks.parts.onnx_graph import read_card_of_graph
     from tasks.parts.onnx_predict import open_session
     from tasks.parts.onnx_qdq import add_quantized_twins
+    from tasks.parts.truth import open_images
 
     twinned, noise_of, signal_of = add_quantized_twins(graph, ranges, op_types=cfg.op_types)
     session, card = open_session(twinned), read_card_of_graph(graph)
     names = [*noise_of.values(), *signal_of.values()]
-    images_NHWC = open_split(data, "calibration")[0][: cfg.num_images]
-    energies = dict.fromkeys(names, 0.0)
-    for start in range(0, len(images_NHWC), cfg.batch_size):
-        images_NCHW = normalise(images_NHWC[start : start + cfg.batch_size], card.mean, card.std)
+    images_NHWC = open_images(data, "calibration")[: cfg.num_images]
+    energies, batch_size = dict.fromkeys(names, 0.0), card.fit_batch(cfg.batch_size)
+    for start in range(0, len(images_NHWC), batch_size):
+        images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
         found = session.run(names, {graph.graph.input[0].name: images_NCHW})
         for name, energy in zip(names, found, strict=True):
             energies[name] += float(np.sum(energy))
@@ -156,7 +159,7 @@ def _sqnr_db(signal: float, noise: float) -> float:
 def _costs_alone(
     cfg: Config, graph: "ModelProto", ranges: Mapping[str, "TensorRange"], judge: "Judge"
 ) -> dict[str, tuple[float, float]]:
-    """Per layer: mIoU drop and disagreement of the network when it alone runs in INT8."""
+    """Per layer: drop of the score and disagreement of the network when it alone runs in INT8."""
     from tasks.parts.onnx_qdq import insert_qdq, quantizable_nodes
     from tasks.parts.progress import tracked
 
@@ -165,7 +168,7 @@ def _costs_alone(
     for name in tracked(names, "rank_layers"):
         others = set(names) - {name}
         found = judge.judge(insert_qdq(graph, ranges, op_types=cfg.op_types, float_nodes=others))
-        costs[name] = (judge.float_miou - found.miou, 1 - found.agreement)
+        costs[name] = (judge.float_score - found.score, 1 - found.agreement)
     return costs
 
 
@@ -178,7 +181,7 @@ def _plot_ranking(path: Path, layers: Sequence[RankedLayer]) -> None:
     upper, lower = figure.subplots(2, 1, sharex=True)
     positions = range(len(layers))
     upper.bar(positions, [100 * layer.disagreement for layer in layers], color="#1f5fa8")
-    upper.set_ylabel("pixels that change class (%)")
+    upper.set_ylabel("predictions that change (%)")
     upper.set_title("What INT8 costs, one layer quantized at a time: most sensitive layer first")
     lower.bar(positions, [layer.sqnr_db for layer in layers], color="#9fb8d6")
     lower.set_ylabel("SQNR of its own output (dB)")

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _SCALARS = (
     "miou",
+    "top1",
     "miou_rel_loss",
     "pixel_accuracy",
     "latency_ms_p50",
@@ -64,9 +65,9 @@ class Config:
     """The gates, and which engines they are for."""
 
     float_reference: EngineName
-    """The engine whose mIoU counts as 100 %. It must be in ``engines``."""
+    """The engine whose score (mIoU, or top-1 accuracy) counts as 100 %. It must be in ``engines``."""
     max_miou_rel_loss: float
-    """Share of the reference's mIoU that an accepted engine may lose, 0..1."""
+    """Share of the reference's score that an accepted engine may lose, 0..1."""
     ladder: list[str]
     """Variants from the float start to the last rung of compression. On each target a rung must be faster than the
     last one below it that was accepted."""
@@ -125,7 +126,12 @@ class Pick:
     variant: str
     target: str
     latency_ms_p50: float
-    miou: float
+    metric: str
+    """What the score is."""
+    miou: float | None
+    """None for classification."""
+    top1: float | None
+    """None for segmentation."""
     miou_rel_loss: float
     speedup_vs_eager: float
     engine_sha256: str
@@ -169,18 +175,22 @@ def select_engine(
         [read_row(folders, engine.variant, engine.target) for engine in cfg.engines],
         {target: read_race(races / target) for target in targets},
     )
+    reference = _reference(cfg, rows)
+    reference_score = _reference_score(reference)
     findings = Findings(
         rows=rows,
         without_pick=targets_without_pick(rows),
         ladder=cfg.ladder,
         techniques=[(technique.name, technique.before, technique.after) for technique in cfg.techniques],
         reference=f"{cfg.float_reference.variant} on {cfg.float_reference.target}",
-        reference_miou=_reference_miou(cfg, rows),
+        metric=reference.metric,
+        reference_score=reference_score,
+        speed_reference=_speed_reference(cfg, reference),
         max_miou_rel_loss=cfg.max_miou_rel_loss,
     )
     _write_json(out / "engines.json", [_row_json(row) for row in rows])
     _write_json(out / "picks.json", {row.target: _row_json(row) for row in rows if row.picked})
-    draw_pareto(rows, miou_gate=findings.miou_gate, file=out / "pareto.png")
+    draw_pareto(rows, gate=findings.gate, metric=findings.metric, file=out / "pareto.png")
     (out / "report.md").write_text(render_markdown(findings), encoding="utf-8")
     (out / "report.html").write_text(render_page(findings), encoding="utf-8")
     for row in findings.picks:
@@ -198,7 +208,7 @@ def judge_all(cfg: Config, rows: Sequence[EngineRow], races: Mapping[str, Race])
     Raises ArtifactError when the reference engine has no accuracy, or when the speed-ups have several
     references.
     """
-    reference_miou = _reference_miou(cfg, rows)
+    reference = _reference(cfg, rows)
     references = sorted({row.reference_sha256 for row in rows if row.reference_sha256})
     if len(references) > 1:
         raise ArtifactError(
@@ -207,9 +217,7 @@ def judge_all(cfg: Config, rows: Sequence[EngineRow], races: Mapping[str, Race])
             "expected one. Run all of them again: dvc repro benchmark."
         )
     judged = {
-        row.name: _judge(cfg, row, reference_miou, None, None)
-        for row in rows
-        if row.variant not in cfg.ladder
+        row.name: _judge(cfg, row, reference, None, None) for row in rows if row.variant not in cfg.ladder
     }
     for target in dict.fromkeys(row.target for row in rows):
         below: EngineRow | None = None
@@ -217,7 +225,7 @@ def judge_all(cfg: Config, rows: Sequence[EngineRow], races: Mapping[str, Race])
         for row in rungs(rows, cfg.ladder, target):
             twin = files.setdefault(row.engine_sha256, row.variant)
             is_twin = row.engine_sha256 is not None and twin != row.variant
-            found = _judge(cfg, row, reference_miou, None if is_twin else below, races[target])
+            found = _judge(cfg, row, reference, None if is_twin else below, races[target])
             if is_twin and found.verdict is Verdict.ACCEPT:
                 found = _with(found, Verdict.NOT_FASTER, f"the same engine file as {twin}")
             if found.verdict is Verdict.ACCEPT:
@@ -241,19 +249,23 @@ def targets_without_pick(rows: Sequence[EngineRow]) -> dict[str, str]:
 
 
 def _judge(
-    cfg: Config, row: EngineRow, reference_miou: float, below: EngineRow | None, race: Race | None
+    cfg: Config, row: EngineRow, reference: EngineRow, below: EngineRow | None, race: Race | None
 ) -> EngineRow:
     """Apply the gates in order; the first that fails gives the verdict. `below` is the accepted rung to beat."""
     if row.verdict in (Verdict.SKIPPED, Verdict.BUILD_FAILED):
         return row
-    if row.miou is None or row.latency_ms_p50 is None or row.speedup_vs_eager is None:
+    if row.score is None or row.latency_ms_p50 is None or row.speedup_vs_eager is None:
         raise ArtifactError(
-            f"{row.name} was built, but has no mIoU or no latency. Run it again: "
+            f"{row.name} was built, but has no score or no latency. Run it again: "
             f"dvc repro validate@{row.name} benchmark@{row.name}."
         )
-    loss = 1 - row.miou / reference_miou
+    reference_score, eager = _reference_score(reference), _speed_reference(cfg, reference)
+    loss = 1 - row.score / reference_score
     row = dataclasses.replace(row, miou_rel_loss=loss)
-    accuracy = f"mIoU {row.miou:.4f}, {_loss_text(loss)} {cfg.float_reference.variant} ({reference_miou:.4f})"
+    accuracy = (
+        f"{row.metric} {row.score:.4f}, {_loss_text(loss)} "
+        f"{cfg.float_reference.variant} ({reference_score:.4f})"
+    )
     if row.verdict is Verdict.PRECISION_MISMATCH:
         return _with(row, Verdict.PRECISION_MISMATCH, row.reason, accuracy)
     quantized, in_int8 = row.macs_share_quantized or 0.0, row.macs_share.get("int8", 0.0)
@@ -265,7 +277,10 @@ def _judge(
         return _with(row, Verdict.PRECISION_MISMATCH, reason, accuracy)
     if loss > cfg.max_miou_rel_loss:
         return _with(
-            row, Verdict.TOO_LOSSY, f"{accuracy}, allowed are {100 * cfg.max_miou_rel_loss:g} %", _speed(row)
+            row,
+            Verdict.TOO_LOSSY,
+            f"{accuracy}, allowed are {100 * cfg.max_miou_rel_loss:g} %",
+            _speed(row, eager),
         )
     if below is not None and race is not None:
         ratio = race.ratio(row, below)
@@ -278,8 +293,8 @@ def _judge(
         if ratio.low < cfg.min_speedup_factor:
             wanted = f"{compared}, expected {cfg.min_speedup_factor:g}x or more for certain"
             return _with(row, Verdict.NOT_FASTER, wanted, accuracy)
-        return _with(row, Verdict.ACCEPT, accuracy, _speed(row), compared)
-    return _with(row, Verdict.ACCEPT, accuracy, _speed(row))
+        return _with(row, Verdict.ACCEPT, accuracy, _speed(row, eager), compared)
+    return _with(row, Verdict.ACCEPT, accuracy, _speed(row, eager))
 
 
 def _with(row: EngineRow, verdict: Verdict, *reasons: str) -> EngineRow:
@@ -298,22 +313,30 @@ def _loss_text(loss: float) -> str:
     return f"{100 * abs(loss):.2f} % {'below' if loss > 0 else 'above'}"
 
 
-def _speed(row: EngineRow) -> str:
-    return f"p50 {row.latency_ms_p50:.3g} ms, {row.speedup_vs_eager:.3g}x the speed of eager"
+def _speed(row: EngineRow, reference: str) -> str:
+    return f"p50 {row.latency_ms_p50:.3g} ms, {row.speedup_vs_eager:.3g}x the speed of {reference}"
 
 
-def _reference_miou(cfg: Config, rows: Sequence[EngineRow]) -> float:
-    for row in rows:
-        if (row.variant, row.target) == (cfg.float_reference.variant, cfg.float_reference.target):
-            if row.miou:
-                return row.miou
-            raise ArtifactError(
-                f"The float reference {row.name} has mIoU {row.miou} ({row.verdict}: {row.reason}), "
-                f"expected more "
-                "than 0: no loss can be told without it. Mend its build or its training, or choose another "
-                "select_engine.float_reference."
-            )
-    raise AssertionError("Config checks that the reference is among the engines")
+def _speed_reference(cfg: Config, reference: EngineRow) -> str:
+    """Name the engine that speed-ups are over."""
+    if reference.conditions.get("Runtime", "").startswith("torch "):
+        return "eager PyTorch"
+    return f"{cfg.float_reference.variant} on {cfg.float_reference.target}"
+
+
+def _reference(cfg: Config, rows: Sequence[EngineRow]) -> EngineRow:
+    wanted = cfg.float_reference.variant, cfg.float_reference.target
+    return next(row for row in rows if (row.variant, row.target) == wanted)  # Config checks that it is there
+
+
+def _reference_score(reference: EngineRow) -> float:
+    if reference.score:
+        return reference.score
+    raise ArtifactError(
+        f"The float reference {reference.name} has {reference.metric or 'score'} {reference.score} "
+        f"({reference.verdict}: {reference.reason}), expected more than 0: no loss can be told without it. Mend its "
+        "build or its training, or choose another select_engine.float_reference."
+    )
 
 
 def _mark_front(rows: Sequence[EngineRow]) -> list[EngineRow]:
@@ -321,15 +344,15 @@ def _mark_front(rows: Sequence[EngineRow]) -> list[EngineRow]:
     marked = {row.name: row for row in rows}
     for target in dict.fromkeys(row.target for row in rows):
         sound = [
-            (row, (row.latency_ms_p50, row.miou))
+            (row, (row.latency_ms_p50, row.score))
             for row in rows
             if row.target == target
             and row.verdict is not Verdict.PRECISION_MISMATCH
             and row.latency_ms_p50 is not None
-            and row.miou is not None
+            and row.score is not None
         ]
         front = pareto_front(
-            [(latency, miou) for _, (latency, miou) in sound if latency and miou is not None]
+            [(latency, score) for _, (latency, score) in sound if latency and score is not None]
         )
         for (row, _), is_on_front in zip(sound, front, strict=True):
             marked[row.name] = dataclasses.replace(row, pareto=is_on_front)
@@ -352,8 +375,8 @@ def _mark_picks(rows: Sequence[EngineRow], ladder: Sequence[str]) -> list[Engine
 
 
 def _rank(row: EngineRow) -> tuple[float, float, int, str]:
-    assert row.latency_ms_p50 is not None and row.miou is not None and row.size_bytes is not None
-    return row.latency_ms_p50, -row.miou, row.size_bytes, row.variant
+    assert row.latency_ms_p50 is not None and row.score is not None and row.size_bytes is not None
+    return row.latency_ms_p50, -row.score, row.size_bytes, row.variant
 
 
 def _report(rows: Sequence[EngineRow], without_pick: dict[str, str]) -> Report:
@@ -369,13 +392,15 @@ def _report(rows: Sequence[EngineRow], without_pick: dict[str, str]) -> Report:
 
 
 def _pick(row: EngineRow) -> Pick:
-    assert row.latency_ms_p50 is not None and row.miou is not None and row.miou_rel_loss is not None
+    assert row.latency_ms_p50 is not None and row.miou_rel_loss is not None
     assert row.speedup_vs_eager is not None and row.engine_sha256 is not None
     return Pick(
         variant=row.variant,
         target=row.target,
         latency_ms_p50=row.latency_ms_p50,
+        metric=row.metric,
         miou=row.miou,
+        top1=row.top1,
         miou_rel_loss=row.miou_rel_loss,
         speedup_vs_eager=row.speedup_vs_eager,
         engine_sha256=row.engine_sha256,

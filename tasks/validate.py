@@ -42,44 +42,56 @@ class Report:
     """The file that was measured; empty without one."""
     split: str
     num_images: int
+    metric: str
+    """What the score is: mIoU or top-1 accuracy, or the agreement with the float model in one of them; empty without
+    engine."""
     miou: float | None
-    """Mean IoU over the classes that occur in truth or prediction; None without engine."""
+    """Mean IoU over the classes that occur in truth or prediction; None without engine and for classification."""
+    top1: float | None
+    """Share of images whose class is right; None without engine and for segmentation."""
     iou: dict[str, float | None]
-    """Class name -> IoU; None for a class that occurs in neither."""
+    """Class name -> IoU; None for a class that occurs in neither. Empty for classification."""
     pixel_accuracy: float | None
 
 
 def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
-    """Write `confusion.csv` (rows: truth, columns: prediction, in pixels) and return the scores of `engine`.
+    """Write `confusion.csv` (rows: truth, columns: prediction, in pixels or images) and return the scores.
 
     An engine that was skipped or failed gives a report with that status. Raises ArtifactError when engine and
     data set differ in their classes, GateFailed for logits that are not finite.
     """
     from tasks.parts.data import read_manifest
+    from tasks.parts.input_card import Task
     from tasks.parts.metrics import scores
     from tasks.parts.runners.contract import read_engine_manifest
     from tasks.parts.runners.open_engine import open_engine
+    from tasks.parts.score import metric_of
 
     manifest = read_engine_manifest(engine)
     if not manifest.is_built:
         logger.warning("validate: %s has no engine: %s", engine, manifest.reason)
-        return Report(manifest.status, manifest.reason, "", cfg.split, 0, None, {}, None)
-    _check_classes(manifest, engine, read_manifest(data).classes, data)
+        return Report(manifest.status, manifest.reason, "", cfg.split, 0, "", None, None, {}, None)
+    dataset = read_manifest(data)
+    _check_classes(manifest, engine, dataset.classes, data)
     logger.info("validate: %s of target %s, split %s", manifest.file, manifest.target.name, cfg.split)
     with open_engine(engine) as runner:
         confusion_CC, num_images = _count_confusion(runner, data, cfg)
     _write_confusion(confusion_CC, manifest.card.classes, out / "confusion.csv")
-    result = scores(confusion_CC)
-    logger.info("validate: mIoU %s on %d images", result.miou, num_images)
+    result, is_segmentation = scores(confusion_CC), manifest.card.task is Task.segmentation
+    metric = metric_of(manifest.card.task, dataset.source)
+    miou, top1 = (result.miou, None) if is_segmentation else (None, result.pixel_accuracy)
+    logger.info("validate: %s %s on %d images", metric, miou if is_segmentation else top1, num_images)
     return Report(
         status=manifest.status,
         reason="",
         engine_sha256=manifest.sha256,
         split=cfg.split,
         num_images=num_images,
-        miou=result.miou,
-        iou=dict(zip(manifest.card.classes, result.iou, strict=True)),
-        pixel_accuracy=result.pixel_accuracy,
+        metric=metric,
+        miou=miou,
+        top1=top1,
+        iou=dict(zip(manifest.card.classes, result.iou, strict=True)) if is_segmentation else {},
+        pixel_accuracy=result.pixel_accuracy if is_segmentation else None,
     )
 
 
@@ -96,28 +108,31 @@ def _check_classes(manifest: "EngineManifest", engine: Path, classes: tuple[str,
 def _count_confusion(runner: "Runner", data: Path, cfg: Config) -> tuple[Any, int]:
     import numpy as np
 
-    from tasks.parts.data import normalise, open_split
+    from tasks.parts.data import IGNORE_INDEX, normalise
+    from tasks.parts.input_card import Task
     from tasks.parts.metrics import confusion_matrix
     from tasks.parts.progress import tracked
+    from tasks.parts.score import NO_LABEL
+    from tasks.parts.truth import open_images, open_truth
 
-    images_NHWC, masks_NHW = open_split(data, cfg.split)
     card = runner.manifest.card
+    images_NHWC, truth = open_images(data, cfg.split), open_truth(data, cfg.split, card.task)
+    ignore_index = IGNORE_INDEX if card.task is Task.segmentation else NO_LABEL
     batch_size = min(cfg.batch_size, runner.manifest.target.max_batch)
     confusion_CC = np.zeros((len(card.classes), len(card.classes)), np.int64)
     starts = range(0, len(images_NHWC), batch_size)
     for start in tracked(starts, "validate"):
         images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
-        logits_NCHW = runner.infer(images_NCHW)
-        if not np.isfinite(logits_NCHW).all():
-            bad = int(np.flatnonzero(~np.isfinite(logits_NCHW).all(axis=(1, 2, 3)))[0])
+        logits = runner.infer(images_NCHW)
+        if not np.isfinite(logits).all():
+            bad = int(np.flatnonzero(~np.isfinite(logits).all(axis=tuple(range(1, logits.ndim))))[0])
             raise GateFailed(
                 f"Engine {runner.manifest.file} of target {runner.manifest.target.name}: NaN or infinity in "
                 f"the logits of image {start + bad} of split '{cfg.split}' (validate.split), expected finite "
                 "values. The engine overflows; build the variant for a target with a wider precision."
             )
-        prediction_NHW = logits_NCHW.argmax(axis=1)
         confusion_CC += confusion_matrix(
-            prediction_NHW, masks_NHW[start : start + batch_size], len(card.classes)
+            logits.argmax(axis=1), truth[start : start + batch_size], len(card.classes), ignore_index
         )
     return confusion_CC, len(images_NHWC)
 

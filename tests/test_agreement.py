@@ -9,17 +9,31 @@ import pytest
 import yaml
 from dvc.repo import Repo
 
-from flows.params import compose_params
+from flows.params import compose_params, write_params
 from flows.pipeline import RecordedStages, run_pipeline
 from flows.stage_task import stage_command
 from tasks.core.config import find_section, read_params
 from tasks.core.fingerprint import code_digests, digest
-from tests.conftest import REPOSITORY, Workspace
+from tests.conftest import REPOSITORY, Workspace, copy_repository
+
+OVERRIDES = {
+    "trained": [],
+    "onnx": ["model=onnx", "model.path=model.onnx"],
+    "onnx without labels": ["model=onnx", "model.path=model.onnx", "data=images"],
+}
+
+
+@pytest.fixture(scope="module", params=OVERRIDES)
+def space(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A copy of the repository with the params.yaml of one way to run it."""
+    copied = copy_repository(tmp_path_factory.mktemp("agreement"))
+    write_params(compose_params(OVERRIDES[request.param]), copied.path / "params.yaml")
+    return copied
 
 
 @pytest.fixture(scope="module")
-def params() -> dict[str, Any]:
-    return read_params(REPOSITORY / "params.yaml")
+def params(space: Workspace) -> dict[str, Any]:
+    return read_params(space.path / "params.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +44,14 @@ def flow_calls(params: dict[str, Any]) -> dict[str, dict[str, Path]]:
 
 
 @pytest.fixture(scope="module")
-def dvc_stages() -> Iterator[dict[str, Any]]:
+def dvc_stages(space: Workspace) -> Iterator[dict[str, Any]]:
     """Every stage of dvc.yaml as DVC resolves it, by address."""
-    with Repo(str(REPOSITORY)) as repo:
+    with Repo(str(space.path)) as repo:
         yield {stage.cmd.split()[3]: stage for stage in repo.index.stages}
 
 
-def test_params_are_what_conf_composes(params: dict[str, Any]) -> None:
-    assert params == compose_params()
+def test_params_are_what_conf_composes() -> None:
+    assert read_params(REPOSITORY / "params.yaml") == compose_params()
 
 
 @pytest.mark.parametrize(
@@ -73,11 +87,11 @@ def test_flow_and_dvc_have_the_same_commands(
 
 
 def test_dvc_depends_on_the_inputs_and_on_the_imported_modules(
-    flow_calls: dict[str, dict[str, Path]], dvc_stages: dict[str, Any]
+    space: Workspace, flow_calls: dict[str, dict[str, Path]], dvc_stages: dict[str, Any]
 ) -> None:
     for address, stage in dvc_stages.items():
         paths = {
-            os.path.relpath(dep.fs_path, REPOSITORY) for dep in stage.deps if dep.def_path != "params.yaml"
+            os.path.relpath(dep.fs_path, space.path) for dep in stage.deps if dep.def_path != "params.yaml"
         }
         inputs = {str(path) for path in flow_calls[address].values()}
         assert inputs <= paths, address
@@ -85,11 +99,11 @@ def test_dvc_depends_on_the_inputs_and_on_the_imported_modules(
 
 
 def test_dvc_outputs_and_params_follow_from_the_address(
-    params: dict[str, Any], dvc_stages: dict[str, Any]
+    space: Workspace, params: dict[str, Any], dvc_stages: dict[str, Any]
 ) -> None:
     for address, stage in dvc_stages.items():
         folder = Path("artifacts", *address.split("."))
-        assert [os.path.relpath(out.fs_path, REPOSITORY) for out in stage.outs] == [str(folder)]
+        assert [os.path.relpath(out.fs_path, space.path) for out in stage.outs] == [str(folder)]
         sections = [section for dep in stage.deps if dep.def_path == "params.yaml" for section in dep.params]
         assert sections == [find_section(params, address)[0]]
 

@@ -74,9 +74,11 @@ def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
         "runtime_version": manifest.runtime_version,
         "file": manifest.file,
         "sha256": manifest.sha256,
+        "task": card.task,
         "classes": card.classes,
         "height": card.height,
         "width": card.width,
+        "logits_shape": card.logits_shape,
         "mean": card.mean,
         "std": card.std,
         "batches": batches,
@@ -92,13 +94,13 @@ def configure_triton(name: str, manifest: EngineManifest, graph: "GraphProto") -
         Runtime.openvino: _triton_openvino,
         Runtime.tensorrt: _triton_tensorrt,
     }
-    image, logits = [3, card.height, card.width], [len(card.classes), card.height, card.width]
+    image, logits = [3, card.height, card.width], list(card.logits_shape)
     if target.runtime is Runtime.openvino:
         image, logits = [-1, *image], [-1, *logits]
     lines = [
         "# Serve it with: tritonserver --model-repository=triton",
         "# Requests carry RGB images as (value / 255 - mean) / std, with the numbers of model.json; answers are one",
-        "# score per class and pixel.",
+        "# score per class of each pixel, or of the image.",
         f'name: "{name}"',
         f'input [ {{ name: "{graph.input[0].name}" data_type: TYPE_FP32 dims: {image} }} ]',
         f'output [ {{ name: "{graph.output[0].name}" data_type: TYPE_FP32 dims: {logits} }} ]',

@@ -1,8 +1,9 @@
 """Run the engine of this folder: ``python infer.py IMAGES.npy CLASSES.npy``.
 
 IMAGES.npy holds RGB images as uint8 [N, H, W, 3] of the size in model.json; CLASSES.npy gets the index of the class
-of each pixel, uint8 [N, H, W]. From Python: ``Engine().predict(images_NHWC)``. Needs what requirements.txt names:
-numpy and the runtime, in the version that was measured.
+of each pixel, [N, H, W], or of each image, [N]: uint8, or uint16 for more than 256 classes. From Python:
+``Engine().predict(images_NHWC)``. Needs what requirements.txt names: numpy and the runtime, in the version that was
+measured.
 
 Images of another size or kind are refused. Pillow makes them of image files as prepare_data stretches its own:
 ``ImageOps.exif_transpose(image).convert("RGB").resize((width, height), Image.Resampling.BILINEAR)``.
@@ -43,7 +44,7 @@ class Engine:
         self._run = openers[self.card["runtime"]](content, self.card)
 
     def predict(self, images_NHWC: Array) -> Array:
-        """Return the class of each pixel, uint8 [N, H, W], for RGB images uint8 [N, H, W, 3].
+        """Return the class of each pixel, [N, H, W], or of each image, [N], for RGB images uint8 [N, H, W, 3].
 
         Raises ValueError for images of another type or size.
         """
@@ -58,10 +59,11 @@ class Engine:
         scale_C = (1.0 / (255.0 * std)).astype(np.float32)
         shift_C = (-np.asarray(card["mean"], np.float64) / std).astype(np.float32)
         classes = []
+        smallest = np.min_scalar_type(len(card["classes"]) - 1)
         for batch in cut_batches(len(images_NHWC), card["batches"]):
             batch_NCHW = np.ascontiguousarray(np.moveaxis(images_NHWC[batch], -1, 1), dtype=np.float32)
-            logits_NCHW = self._run(batch_NCHW * scale_C[:, None, None] + shift_C[:, None, None])
-            classes.append(logits_NCHW.argmax(axis=1).astype(np.uint8))
+            logits = self._run(batch_NCHW * scale_C[:, None, None] + shift_C[:, None, None])
+            classes.append(logits.argmax(axis=1).astype(smallest))
         return np.concatenate(classes)
 
 
@@ -141,7 +143,7 @@ def _open_tensorrt(content: bytes, card: dict[str, Any]) -> Run:
     [logits] = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT]
     largest, size = max(highest for _, highest in card["batches"]), (card["height"], card["width"])
     host_images = cuda.pagelocked_empty((largest, 3, *size), np.float32)
-    host_logits = cuda.pagelocked_empty((largest, len(card["classes"]), *size), np.float32)
+    host_logits = cuda.pagelocked_empty((largest, *card["logits_shape"]), np.float32)
     device_images, device_logits = cuda.mem_alloc(host_images.nbytes), cuda.mem_alloc(host_logits.nbytes)
     context.set_tensor_address(image, int(device_images))
     context.set_tensor_address(logits, int(device_logits))

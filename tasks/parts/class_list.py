@@ -20,7 +20,7 @@ class ClassList:
     """Mask value of pixels that do not count, or None."""
 
 
-def read_class_list(root: Path) -> ClassList:
+def read_class_list(root: Path, *, max_classes: int = MAX_CLASSES) -> ClassList:
     """Read `root/classes.yaml`: a list of names or a map index -> name, perhaps under `classes:`.
 
     Raises DataError for a missing or damaged file, gaps in the indices, repeated or unsafe names.
@@ -49,7 +49,7 @@ def read_class_list(root: Path) -> ClassList:
     elif isinstance(content, dict) and "ignore_index" in content:
         content = dict(content)
         ignore_index = content.pop("ignore_index")
-    names = _names_in_order(path, content)
+    names = _names_in_order(path, content, max_classes)
     _check_ignore_index(path, ignore_index, len(names))
     return ClassList(names, ignore_index)
 
@@ -65,7 +65,7 @@ def check_relative_name(name: str, *, source: Path) -> None:
         )
 
 
-def _names_in_order(path: Path, content: Any) -> tuple[str, ...]:
+def _names_in_order(path: Path, content: Any, max_classes: int) -> tuple[str, ...]:
     if isinstance(content, list):
         content = dict(enumerate(content))
     if not isinstance(content, dict) or not content:
@@ -79,8 +79,8 @@ def _names_in_order(path: Path, content: Any) -> tuple[str, ...]:
             f"{path}: indices are {_shortened(list(content))}, expected 0 to {len(content) - 1} without a "
             "gap. Renumber the classes in it and in the masks."
         )
-    if len(content) > MAX_CLASSES:
-        raise DataError(f"{path}: {len(content)} classes, at most {MAX_CLASSES} are possible.")
+    if len(content) > max_classes:
+        raise DataError(f"{path}: {len(content)} classes, at most {max_classes} are possible.")
     names = tuple(content[index] for index in range(len(content)))
     for name in names:
         if not isinstance(name, str):

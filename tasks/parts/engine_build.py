@@ -3,7 +3,7 @@
 import logging
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,6 +103,7 @@ def build(target: Target, *, model: Path, out: Path) -> EngineBuild:
     engine = out / ENGINE_FOLDER
     engine.mkdir()
     card = _read_card(target, model)
+    target = replace(target, max_batch=card.fit_batch(target.max_batch))
     missing = missing_cpu_flags(target)
     if missing:
         reason = f"this CPU lacks {', '.join(missing)} (target.{target.name}.cpu_flags)"
@@ -133,11 +134,10 @@ def _read_card(target: Target, model: Path) -> InputCard:
         from tasks.parts.model_card import read_card
 
         card = read_card(model)
-    else:
-        from tasks.parts.onnx_graph import read_card_of_graph, read_graph
+        return InputCard(tuple(card.classes), card.mean, card.std, card.height, card.width)
+    from tasks.parts.onnx_graph import read_card_of_graph, read_graph
 
-        card = read_card_of_graph(read_graph(model))
-    return InputCard(tuple(card.classes), card.mean, card.std, card.height, card.width)
+    return read_card_of_graph(read_graph(model))
 
 
 def _end_without_engine(
@@ -410,15 +410,14 @@ def _measure_agreement(
     return agreement_db, provider
 
 
-def _check_logits(logits_NCHW: FloatArray, target: Target, card: InputCard) -> None:
-    expected = (len(card.classes), card.height, card.width)
-    if logits_NCHW.shape[1:] != expected:
+def _check_logits(logits: FloatArray, target: Target, card: InputCard) -> None:
+    if logits.shape[1:] != card.logits_shape:
         raise ArtifactError(
-            f"Target {target.name}: the model answers with {list(logits_NCHW.shape[1:])} (classes, height, "
-            f"width), its card says {list(expected)} ({len(card.classes)} classes). Train or export it again "
+            f"Target {target.name}: the model answers with {list(logits.shape[1:])} for an image, its card says "
+            f"{list(card.logits_shape)} for {card.task} ({len(card.classes)} classes). Train or export it again "
             "for this data set."
         )
-    if not np.isfinite(logits_NCHW).all():
+    if not np.isfinite(logits).all():
         raise BuildFailed(
             f"Target {target.name}: the engine answers with NaN or infinity to a plain image, expected "
             f"finite logits. Values overflow in {target.precision}; use a wider precision "
@@ -532,8 +531,6 @@ def _publish(
     truth: EngineTruth | None = None,
     build_latencies_ms: tuple[float, ...] = (),
 ) -> EngineBuild:
-    from dataclasses import replace
-
     note = find_precision_fault(manifest.target, precisions, layers)
     manifest = replace(
         manifest,

@@ -15,7 +15,7 @@ NOTHING = "–"  # noqa: RUF001
 class Gain:
     """What one technique gave on one target."""
 
-    miou_change: float
+    score_change: float
     speed_factor: float
 
 
@@ -30,15 +30,19 @@ class Findings:
     """Variants from the float start to the last rung of compression."""
     techniques: Sequence[tuple[str, str, str]]
     """Name, variant before, variant after."""
+    metric: str
+    """What scores are: mIoU or top-1 accuracy, or the agreement with the float model in one of them."""
     reference: str
-    """The engine whose mIoU counts as 100 %."""
-    reference_miou: float
+    """The engine whose score counts as 100 %."""
+    reference_score: float
+    speed_reference: str
+    """The engine that speed-ups are over."""
     max_miou_rel_loss: float
 
     @property
-    def miou_gate(self) -> float:
-        """The mIoU that an accepted engine has at least."""
-        return self.reference_miou * (1 - self.max_miou_rel_loss)
+    def gate(self) -> float:
+        """The score that an accepted engine has at least."""
+        return self.reference_score * (1 - self.max_miou_rel_loss)
 
     @property
     def targets(self) -> list[str]:
@@ -87,9 +91,9 @@ class Findings:
         old, new = self.row(before, target), self.row(after, target)
         if old is None or new is None:
             return None
-        if old.miou is None or new.miou is None or not old.speedup_vs_eager or not new.speedup_vs_eager:
+        if old.score is None or new.score is None or not old.speedup_vs_eager or not new.speedup_vs_eager:
             return None
-        return Gain(new.miou - old.miou, new.speedup_vs_eager / old.speedup_vs_eager)
+        return Gain(new.score - old.score, new.speedup_vs_eager / old.speedup_vs_eager)
 
     def conditions(self) -> dict[str, dict[str, str]]:
         """Return target -> condition -> its value, or the range of values over the target's engines."""
@@ -148,7 +152,7 @@ def percent_change(loss: float | None) -> str:
 
 
 def signed(value: float) -> str:
-    """Format a change of mIoU: ``+0.0123``."""
+    """Format a change of the score: ``+0.0123``."""
     return f"{value:+.4f}".replace("-", "−")  # noqa: RUF001
 
 

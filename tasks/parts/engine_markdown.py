@@ -28,9 +28,8 @@ def render_markdown(findings: Findings) -> str:
         "A rung must be accurate enough and faster than the last accepted one below it.",
         _ladders(findings),
         "## What each technique gave",
-        "Change of mIoU and of speed on the same target.",
+        f"Change of {_safe(findings.metric)} and of speed on the same target.",
         _techniques(findings),
-        "## IoU per class",
         _classes(findings),
         "## Layers that differ most from the float graph",
         _layers(findings),
@@ -42,15 +41,16 @@ def render_markdown(findings: Findings) -> str:
 
 def _headline(findings: Findings) -> str:
     gate = (
-        f"An engine is accepted if it loses at most {100 * findings.max_miou_rel_loss:g} % of the mIoU of "
-        f"{findings.reference} ({findings.reference_miou:.4f}), so from {findings.miou_gate:.4f} on."
+        f"An engine is accepted if it loses at most {100 * findings.max_miou_rel_loss:g} % of the "
+        f"{findings.metric} of {findings.reference} ({findings.reference_score:.4f}), so from {findings.gate:.4f} on."
     )
     if not findings.picks:
         return f"**No engine passes.** {gate}"
     best = findings.picks[0]
     return (
         f"Best pick: **{best.variant} on {best.target}**, p50 {milliseconds(best.latency_ms_p50)} ms, "
-        f"{times(best.speedup_vs_eager)} the speed of eager PyTorch, mIoU {number(best.miou, '.4f')} "
+        f"{times(best.speedup_vs_eager)} the speed of {findings.speed_reference}, {findings.metric} "
+        f"{number(best.score, '.4f')} "
         f"({percent_change(best.miou_rel_loss)}). {gate}"
     )
 
@@ -62,13 +62,17 @@ def _picks(findings: Findings) -> str:
             row.variant,
             milliseconds(row.latency_ms_p50),
             times(row.speedup_vs_eager),
-            number(row.miou, ".4f"),
+            number(row.score, ".4f"),
             percent_change(row.miou_rel_loss),
             megabytes(row.size_bytes),
         ]
         for row in findings.picks
     ]
-    table = _table(["target", "pick", "p50 ms", "speed-up", "mIoU", "change", "MB"], rows) if rows else ""
+    table = (
+        _table(["target", "pick", "p50 ms", "speed-up", findings.metric, "change", "MB"], rows)
+        if rows
+        else ""
+    )
     missing = [f"- {_safe(target)}: no pick. {_safe(why)}" for target, why in findings.without_pick.items()]
     return "\n\n".join(part for part in (table, "\n".join(missing)) if part)
 
@@ -78,7 +82,7 @@ def _engines(findings: Findings) -> str:
         "variant",
         "target",
         "verdict",
-        "mIoU",
+        findings.metric,
         "change",
         "p50 ms",
         "p99 ms",
@@ -92,7 +96,7 @@ def _engines(findings: Findings) -> str:
             row.variant,
             row.target,
             row.verdict,
-            number(row.miou, ".4f"),
+            number(row.score, ".4f"),
             percent_change(row.miou_rel_loss),
             milliseconds(row.latency_ms_p50),
             milliseconds(row.latency_ms_p99),
@@ -130,7 +134,7 @@ def _techniques(findings: Findings) -> str:
     for name, before, after in findings.techniques:
         gains = [findings.gain(before, after, target) for target in findings.targets]
         cells = [
-            f"{signed(gain.miou_change)}, {times(gain.speed_factor)}" if gain else NOTHING for gain in gains
+            f"{signed(gain.score_change)}, {times(gain.speed_factor)}" if gain else NOTHING for gain in gains
         ]
         rows.append([f"{name} ({before} to {after})", *cells])
     return _table(["technique", *findings.targets], rows)
@@ -138,11 +142,13 @@ def _techniques(findings: Findings) -> str:
 
 def _classes(findings: Findings) -> str:
     rows = [row for row in findings.ordered if row.iou]
+    if not rows:
+        return ""
     classes = list(dict.fromkeys(name for row in rows for name in row.iou))
     cells = [
         [row.variant, row.target, *(number(row.iou.get(name), ".3f") for name in classes)] for row in rows
     ]
-    return _table(["variant", "target", *classes], cells)
+    return "## IoU per class\n\n" + _table(["variant", "target", *classes], cells)
 
 
 def _layers(findings: Findings) -> str:

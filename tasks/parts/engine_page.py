@@ -33,7 +33,9 @@ def render_page(findings: Findings) -> str:
     """Return the whole page."""
     from plotly.offline import get_plotlyjs
 
-    figure = json.dumps(interactive_pareto(findings.rows, miou_gate=findings.miou_gate), allow_nan=False)
+    figure = json.dumps(
+        interactive_pareto(findings.rows, gate=findings.gate, metric=findings.metric), allow_nan=False
+    )
     sections = (
         _hero(findings),
         _picks(findings),
@@ -67,8 +69,8 @@ def _inside_script(text: str) -> str:
 
 def _hero(findings: Findings) -> str:
     gate = (
-        f"Accepted is what loses at most {100 * findings.max_miou_rel_loss:g} % of the mIoU of "
-        f"{escape(findings.reference)} ({findings.reference_miou:.4f}). {len(findings.rows)} engines, "
+        f"Accepted is what loses at most {100 * findings.max_miou_rel_loss:g} % of the {escape(findings.metric)} of "
+        f"{escape(findings.reference)} ({findings.reference_score:.4f}). {len(findings.rows)} engines, "
         f"{sum(row.verdict is Verdict.ACCEPT for row in findings.rows)} accepted."
     )
     eyebrow = '<p class="eyebrow">Enginewright engine report</p>'
@@ -77,9 +79,9 @@ def _hero(findings: Findings) -> str:
     best = findings.picks[0]
     figures = (
         (f"{milliseconds(best.latency_ms_p50)} ms", "latency p50, batch 1"),
-        (times(best.speedup_vs_eager), "the speed of eager PyTorch"),
-        (number(best.miou, ".4f"), "mIoU on the test split"),
-        (percent_change(best.miou_rel_loss), "mIoU against the reference"),
+        (times(best.speedup_vs_eager), f"the speed of {escape(findings.speed_reference)}"),
+        (number(best.score, ".4f"), f"{escape(findings.metric)} on the test split"),
+        (percent_change(best.miou_rel_loss), "of it against the reference"),
         (f"{megabytes(best.size_bytes)} MB", "engine file"),
     )
     items = "".join(f"<li><b>{value}</b><span>{label}</span></li>" for value, label in figures)
@@ -95,8 +97,9 @@ def _picks(findings: Findings) -> str:
     cards = [
         f'<article class="pick"><h3>{_dot(dots[row.target])}{escape(row.target)}</h3>'
         f"<strong>{escape(row.variant)}</strong>"
-        f"<p>{milliseconds(row.latency_ms_p50)} ms, {times(row.speedup_vs_eager)} eager<br>"
-        f"mIoU {number(row.miou, '.4f')} ({percent_change(row.miou_rel_loss)})<br>"
+        f"<p>{milliseconds(row.latency_ms_p50)} ms, {times(row.speedup_vs_eager)} "
+        f"{escape(findings.speed_reference)}<br>"
+        f"{escape(findings.metric)} {number(row.score, '.4f')} ({percent_change(row.miou_rel_loss)})<br>"
         f"{megabytes(row.size_bytes)} MB, {escape(row.precision)}</p></article>"
         for row in findings.picks
     ]
@@ -112,7 +115,7 @@ def _pareto() -> str:
     return (
         "<section><h2>Latency against accuracy</h2><p>Up and to the left is better. Lines join the engines "
         "that no other engine of their target beats. Large markers are picks, hollow ones failed a gate.</p>"
-        '<div id="pareto" role="img" aria-label="Latency and mIoU of every engine"></div></section>'
+        '<div id="pareto" role="img" aria-label="Latency and accuracy of every engine"></div></section>'
     )
 
 
@@ -121,17 +124,19 @@ def _engines(findings: Findings) -> str:
     heads = (
         ("Engine", ""),
         ("Verdict", ""),
-        ("mIoU", "num"),
+        (findings.metric, "num"),
         ("p50 ms", "num"),
         ("Speed-up", "num"),
         ("MB", "num"),
         ("Why", "why"),
     )
-    head = "".join(f'<th class="{kind}"><button type="button">{name}</button></th>' for name, kind in heads)
+    head = "".join(
+        f'<th class="{kind}"><button type="button">{escape(name)}</button></th>' for name, kind in heads
+    )
     body = "".join(_engine_line(row, dots[row.target]) for row in findings.ordered)
     return (
         "<section><h2>All engines</h2><p>Picks first, then by latency; a click on a heading sorts. Small "
-        "print: change of mIoU against the reference, p99, 95 % bounds of the speed-up, precision in use.</p>"
+        "print: change of the score against the reference, p99, 95 % bounds of the speed-up, precision in use.</p>"
         f'<div class="scroll"><table class="sortable"><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
         "</table></div></section>"
     )
@@ -146,7 +151,7 @@ def _engine_line(row: EngineRow, colour: str) -> str:
         f'<td class="name" data-value="{escape(label)}">'
         f'<span class="chip {_CHIPS[row.verdict]}">{escape(label)}</span>'
         f"<small>{'on the front' if row.pareto else ''}</small></td>",
-        _number_cell(row.miou, number(row.miou, ".4f"), percent_change(row.miou_rel_loss)),
+        _number_cell(row.score, number(row.score, ".4f"), percent_change(row.miou_rel_loss)),
         _number_cell(row.latency_ms_p50, milliseconds(row.latency_ms_p50), milliseconds(row.latency_ms_p99)),
         _number_cell(row.speedup_vs_eager, times(row.speedup_vs_eager), interval),
         _number_cell(row.size_bytes, megabytes(row.size_bytes), row.precision),
@@ -172,7 +177,7 @@ def _ladders(findings: Findings) -> str:
             f'<td class="why" colspan="5">{escape(findings.ladder_end(target))}</td></tr>'
         )
     text = "From float to the last rung: each must be accurate enough and faster than the last accepted one below it."
-    heads = ["Rung", "Change of mIoU", "p50 ms", "Speed-up", "Verdict", "Why"]
+    heads = ["Rung", f"Change of {findings.metric}", "p50 ms", "Speed-up", "Verdict", "Why"]
     return _section("The ladder of each target", text, heads, [], lines)
 
 
@@ -181,8 +186,8 @@ def _techniques(findings: Findings) -> str:
     for name, before, after in findings.techniques:
         gains = [findings.gain(before, after, target) for target in findings.targets]
         cells = "".join(
-            f'<td class="num"><span class="{"up" if gain.miou_change >= 0 else "down"}">'
-            f"{signed(gain.miou_change)}</span><br>{times(gain.speed_factor)}</td>"
+            f'<td class="num"><span class="{"up" if gain.score_change >= 0 else "down"}">'
+            f"{signed(gain.score_change)}</span><br>{times(gain.speed_factor)}</td>"
             if gain
             else f'<td class="num">{NOTHING}</td>'
             for gain in gains
@@ -191,12 +196,14 @@ def _techniques(findings: Findings) -> str:
             f'<tr><td class="name"><b>{escape(name)}</b>'
             f"<small>{escape(before)} → {escape(after)}</small></td>{cells}</tr>"
         )
-    text = "Change of mIoU, and below it the change of speed, on the same target."
+    text = f"Change of {findings.metric}, and below it the change of speed, on the same target."
     return _section("What each technique gave", text, ["Technique"], findings.targets, lines)
 
 
 def _classes(findings: Findings) -> str:
     rows = [row for row in findings.ordered if row.iou]
+    if not rows:
+        return ""
     names = list(dict.fromkeys(name for row in rows for name in row.iou))
     ranges = {name: _range([row.iou.get(name) for row in rows]) for name in names}
     lines = []
@@ -247,7 +254,7 @@ def _verdicts(findings: Findings) -> str:
         (Verdict.ACCEPT, "sound, accurate enough, and compression pays off"),
         (
             Verdict.TOO_LOSSY,
-            f"loses more than {100 * findings.max_miou_rel_loss:g} % of the reference's mIoU",
+            f"loses more than {100 * findings.max_miou_rel_loss:g} % of the reference's {escape(findings.metric)}",
         ),
         (
             Verdict.NOT_FASTER,

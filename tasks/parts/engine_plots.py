@@ -21,7 +21,7 @@ def colours(rows: Sequence[EngineRow]) -> dict[str, str]:
     return {target: TARGET_COLOURS[i % len(TARGET_COLOURS)] for i, target in enumerate(targets)}
 
 
-def draw_pareto(rows: Sequence[EngineRow], *, miou_gate: float, file: Path) -> None:
+def draw_pareto(rows: Sequence[EngineRow], *, gate: float, metric: str, file: Path) -> None:
     """Write a PNG: log latency, one colour per target, one marker per variant, fronts, gate and picks."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -29,7 +29,7 @@ def draw_pareto(rows: Sequence[EngineRow], *, miou_gate: float, file: Path) -> N
     figure = Figure(figsize=(9.2, 5.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.axhline(miou_gate, color="#8a8780", linestyle=(0, (4, 3)), linewidth=1, zorder=1)
+    axes.axhline(gate, color="#8a8780", linestyle=(0, (4, 3)), linewidth=1, zorder=1)
     for target, colour in colours(rows).items():
         x, y = _coordinates(_front(rows, target))
         axes.step(x, y, where="post", color=colour, linewidth=1, alpha=0.55, zorder=2)
@@ -50,11 +50,11 @@ def draw_pareto(rows: Sequence[EngineRow], *, miou_gate: float, file: Path) -> N
         )
         if row.picked:
             axes.plot(x, y, "o", ms=17, mfc="none", mec=colour, mew=1.5, zorder=3)
-    _label(figure, axes, rows, miou_gate)
+    _label(figure, axes, rows, gate, metric)
     figure.savefig(file, metadata={"Software": None})
 
 
-def _label(figure: Any, axes: Any, rows: Sequence[EngineRow], miou_gate: float) -> None:
+def _label(figure: Any, axes: Any, rows: Sequence[EngineRow], gate: float, metric: str) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -63,13 +63,13 @@ def _label(figure: Any, axes: Any, rows: Sequence[EngineRow], miou_gate: float) 
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("latency p50, batch 1 (ms, log scale)")
-    axes.set_ylabel("mIoU")
+    axes.set_ylabel(metric)
     axes.grid(color="#e9e7e2", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.annotate(
-        f"gate {miou_gate:.3f}",
-        (1, miou_gate),
+        f"gate {gate:.3f}",
+        (1, gate),
         xycoords=("axes fraction", "data"),
         xytext=(-2, 3),
         textcoords="offset points",
@@ -92,7 +92,7 @@ def _label(figure: Any, axes: Any, rows: Sequence[EngineRow], miou_gate: float) 
     figure.legend(handles=entries, loc="outside right upper", frameon=False, fontsize=9)
 
 
-def interactive_pareto(rows: Sequence[EngineRow], *, miou_gate: float) -> dict[str, Any]:
+def interactive_pareto(rows: Sequence[EngineRow], *, gate: float, metric: str) -> dict[str, Any]:
     """Return ``data`` and ``layout`` for Plotly; text colours are left to the page."""
     data: list[dict[str, Any]] = []
     for target, colour in colours(rows).items():
@@ -117,14 +117,14 @@ def interactive_pareto(rows: Sequence[EngineRow], *, miou_gate: float) -> dict[s
         for variant, symbol in _styles(rows, _SYMBOLS).items()
         if _measured(rows)
     ]
-    gate = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": miou_gate, "y1": miou_gate}
+    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": gate, "y1": gate}
     note = {
         "xref": "paper",
         "x": 1,
-        "y": miou_gate,
+        "y": gate,
         "xanchor": "right",
         "yanchor": "bottom",
-        "text": f"gate {miou_gate:.3f}",
+        "text": f"gate {gate:.3f}",
         "showarrow": False,
         "font": {"size": 11},
     }
@@ -135,8 +135,8 @@ def interactive_pareto(rows: Sequence[EngineRow], *, miou_gate: float) -> dict[s
             "zeroline": False,
             **_ticks(rows),
         },
-        "yaxis": {"title": {"text": "mIoU"}, "zeroline": False},
-        "shapes": [gate | {"line": {"dash": "dash", "width": 1, "color": "#8a8780"}, "layer": "below"}],
+        "yaxis": {"title": {"text": metric}, "zeroline": False},
+        "shapes": [line | {"line": {"dash": "dash", "width": 1, "color": "#8a8780"}, "layer": "below"}],
         "annotations": [note],
         "margin": {"l": 56, "r": 12, "t": 12, "b": 48},
         "hovermode": "closest",
@@ -192,10 +192,10 @@ def _hover(row: EngineRow) -> str:
     lines = [
         f"<b>{escape(row.variant)}</b> on {escape(row.target)}" + (" (pick)" if row.picked else ""),
         f"{row.verdict}, {escape(row.precision)}",
-        f"mIoU {number(row.miou, '.4f')} ({percent_change(row.miou_rel_loss)})",
+        f"{escape(row.metric)} {number(row.score, '.4f')} ({percent_change(row.miou_rel_loss)})",
         f"p50 {milliseconds(row.latency_ms_p50)}, p90 {milliseconds(row.latency_ms_p90)}, p99 "
         f"{milliseconds(row.latency_ms_p99)} ms",
-        f"{times(row.speedup_vs_eager)} eager ({times(row.speedup_low)} to {times(row.speedup_high)})",
+        f"{times(row.speedup_vs_eager)} the reference ({times(row.speedup_low)} to {times(row.speedup_high)})",
         f"{number(row.throughput_per_s, '.0f')} images/s, {number(row.throughput_per_s_batched, '.0f')} "
         "batched",
         f"{megabytes(row.size_bytes)} MB file, {number(row.memory_mib, '.0f')} MiB memory",
@@ -204,7 +204,7 @@ def _hover(row: EngineRow) -> str:
 
 
 def _measured(rows: Sequence[EngineRow]) -> list[EngineRow]:
-    return [row for row in rows if row.latency_ms_p50 is not None and row.miou is not None]
+    return [row for row in rows if row.latency_ms_p50 is not None and row.score is not None]
 
 
 def _ticks(rows: Sequence[EngineRow]) -> dict[str, list[float]]:
@@ -217,8 +217,8 @@ def _ticks(rows: Sequence[EngineRow]) -> dict[str, list[float]]:
 
 
 def _coordinates(rows: Sequence[EngineRow]) -> tuple[list[float], list[float]]:
-    """Return latencies and mIoUs of measured rows."""
-    return [row.latency_ms_p50 or 0.0 for row in rows], [row.miou or 0.0 for row in rows]
+    """Return latencies and scores of measured rows."""
+    return [row.latency_ms_p50 or 0.0 for row in rows], [row.score or 0.0 for row in rows]
 
 
 def _front(rows: Sequence[EngineRow], target: str) -> list[EngineRow]:

@@ -50,9 +50,14 @@ class EngineRow:
     """Precision -> share of the graph's MACs that the runtime really runs in it; empty where it does not tell."""
     macs_share_quantized: float | None
     """Share of the MACs that the graph wants in int8."""
+    metric: str
+    """What the score is: mIoU or top-1 accuracy, or the agreement with the float model in one of them."""
     miou: float | None
+    """None for classification."""
+    top1: float | None
+    """None for segmentation."""
     miou_rel_loss: float | None
-    """Share of the float reference's mIoU that is lost; negative: better than the reference."""
+    """Share of the float reference's score that is lost; negative: better than the reference."""
     pixel_accuracy: float | None
     iou: dict[str, float | None]
     """Per class; None for a class that neither truth nor prediction shows."""
@@ -64,7 +69,7 @@ class EngineRow:
     throughput_per_s_batched: float | None
     """Images per second at the largest of benchmark.batch_sizes that the engine takes."""
     speedup_vs_eager: float | None
-    """Over the reference engine, measured in pairs with it."""
+    """Over the reference engine, measured in pairs with it; eager PyTorch with model=trained."""
     speedup_low: float | None
     speedup_high: float | None
     """Bounds of the bootstrap interval."""
@@ -76,10 +81,15 @@ class EngineRow:
     engine_sha256: str | None
     """The file that accuracy and latency were measured on."""
     reference_sha256: str | None
-    """The eager engine that the speed-up is over."""
+    """The engine that the speed-up is over."""
     guilty_layers: tuple[GuiltyLayer, ...]
     conditions: dict[str, str]
     """How the latency was measured."""
+
+    @property
+    def score(self) -> float | None:
+        """MIoU, or top-1 accuracy."""
+        return self.top1 if self.miou is None else self.miou
 
     @property
     def is_reduced(self) -> bool:

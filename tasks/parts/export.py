@@ -13,7 +13,6 @@ import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ _LIBRARIES = tuple(
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+), in ')
 _NO_MODULE = "_empty_nn_module_stack"  # torch's name for sizes that it reads ahead of all modules
 _MAX_BATCH_OF_EXPORT = 4096
-_SQNR_CEILING_DB = 200.0
 
 
 def export_graph(model: nn.Module, card: ModelCard, *, height: int, width: int, opset: int) -> ModelProto:
@@ -95,31 +93,6 @@ def fold_batchnorm(model: nn.Module, example_NCHW: Tensor) -> nn.Module:
         folded.set_submodule(conv_name, fused)
         folded.set_submodule(norm_name, nn.Identity())
     return folded
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far the logits of two programs lie apart on one batch."""
-
-    batch_size: int
-    max_abs: float
-    """Largest absolute difference of a logit."""
-    sqnr_db: float
-    """Signal to noise power ratio; 200 stands for "equal"."""
-
-
-def difference(reference_NCHW: np.ndarray, found_NCHW: np.ndarray) -> Difference:
-    """Compare the logits of one batch."""
-    reference = reference_NCHW.astype(np.float64)
-    noise = found_NCHW.astype(np.float64) - reference
-    noise_power, signal_power = float((noise**2).mean()), float((reference**2).mean())
-    ratio = signal_power / noise_power if noise_power > 0 else np.inf
-    sqnr_db = 10 * np.log10(ratio) if ratio > 0 else -_SQNR_CEILING_DB
-    return Difference(
-        batch_size=len(reference),
-        max_abs=float(np.abs(noise).max()),
-        sqnr_db=float(np.clip(sqnr_db, -_SQNR_CEILING_DB, _SQNR_CEILING_DB)),
-    )
 
 
 class _UseCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LISTED_SPLITS = ("train", "val", "test")
-_FILES_PER_BATCH = 64
+FILES_PER_BATCH = 64
 _FILES_PER_PROGRESS_LINE = 1000
 
 
@@ -121,12 +121,13 @@ def scan_folder(root: Path, config: FolderConfig, *, seed: int) -> FolderContent
     """
     class_list = read_class_list(root)
     pairs = _list_pairs(root)
-    lists = _read_split_files(root, {pair.name for pair in pairs})
+    lists = read_split_files(root, {pair.name for pair in pairs})
     checks = _check_pairs(pairs, class_list, config)
     good, warnings = _drop_bad(checks, config.max_bad_images)
-    splits, split_warnings = _share_out([check.pair for check in good], lists, config, seed)
-    _refuse_empty(root, splits, lists)
     check_of = {check.pair.name: check for check in good}
+    names, split_warnings = share_out(list(check_of), lists, config, seed)
+    refuse_empty(root, names, lists)
+    splits = {split: tuple(check_of[name].pair for name in listed) for split, listed in names.items()}
     _refuse_single_class(root, [check_of[pair.name] for pair in splits["train"]], class_list)
     duplicates = _duplicates(splits, check_of)
     if duplicates:
@@ -155,9 +156,9 @@ def read_batches(
         mask_HW = np.where(is_ignored, IGNORE_INDEX, stored_HW).astype(np.uint8)
         return fit(image_HWC, mask_HW, height=height, width=width, mode=config.resize_mode, fill=IGNORE_INDEX)
 
-    with pillow_without_own_cap(), _thread_pool() as pool:
-        for start in range(0, len(pairs), _FILES_PER_BATCH):
-            read_pairs = list(pool.map(read, pairs[start : start + _FILES_PER_BATCH]))
+    with pillow_without_own_cap(), thread_pool() as pool:
+        for start in range(0, len(pairs), FILES_PER_BATCH):
+            read_pairs = list(pool.map(read, pairs[start : start + FILES_PER_BATCH]))
             yield np.stack([image for image, _ in read_pairs]), np.stack([mask for _, mask in read_pairs])
 
 
@@ -182,19 +183,19 @@ class _LabelOutside(DataError):
 
 
 def _list_pairs(root: Path) -> list[Pair]:
-    images = _list_files(root / "images", IMAGE_SUFFIXES)
-    masks = _list_files(root / "masks", (".png",))
+    images = list_files(root / "images", IMAGE_SUFFIXES)
+    masks = list_files(root / "masks", (".png",))
     without_mask = [name for name in images if name not in masks]
     if without_mask:
         raise DataError(
             f"{images[without_mask[0]]}: its mask {root / 'masks' / without_mask[0]}.png is "
-            f"missing{_further(without_mask, 'image')}. Add the mask, or remove the image."
+            f"missing{further(without_mask, 'image')}. Add the mask, or remove the image."
         )
     without_image = [name for name in masks if name not in images]
     if without_image:
         raise DataError(
             f"{masks[without_image[0]]}: its image {root / 'images' / without_image[0]}.png (or .jpg, .jpeg) "
-            f"is missing{_further(without_image, 'mask')}. Add the image, or remove the mask."
+            f"is missing{further(without_image, 'mask')}. Add the image, or remove the mask."
         )
     if not images:
         raise DataError(
@@ -203,7 +204,7 @@ def _list_pairs(root: Path) -> list[Pair]:
     return [Pair(name, images[name], masks[name]) for name in sorted(images)]
 
 
-def _list_files(folder: Path, suffixes: Iterable[str]) -> dict[str, Path]:
+def list_files(folder: Path, suffixes: Iterable[str]) -> dict[str, Path]:
     """Map the name of each file below a folder to its path, without hidden files and other suffixes."""
     if not folder.is_dir() or folder.is_symlink():
         raise DataError(
@@ -232,7 +233,7 @@ def _list_files(folder: Path, suffixes: Iterable[str]) -> dict[str, Path]:
     return found
 
 
-def _read_split_files(root: Path, names: set[str]) -> dict[str, tuple[str, ...]]:
+def read_split_files(root: Path, names: set[str]) -> dict[str, tuple[str, ...]]:
     """Read train.txt, val.txt, test.txt (all or none) and calibration.txt."""
     paths = {split: root / f"{split}.txt" for split in (*_LISTED_SPLITS, "calibration")}
     present = {split: path for split, path in paths.items() if path.exists() or path.is_symlink()}
@@ -263,7 +264,7 @@ def _read_names(path: Path, names: set[str]) -> tuple[str, ...]:
         (listed if name in names else unknown).append(name)
     if unknown:
         raise DataError(
-            f"{path}: lists '{unknown[0]}', but there is no image of that name{_further(unknown, 'name')}. "
+            f"{path}: lists '{unknown[0]}', but there is no image of that name{further(unknown, 'name')}. "
             "Names are paths below images/, with or without suffix."
         )
     return tuple(dict.fromkeys(listed))
@@ -271,7 +272,7 @@ def _read_names(path: Path, names: set[str]) -> tuple[str, ...]:
 
 def _check_pairs(pairs: list[Pair], class_list: ClassList, config: FolderConfig) -> list[_Check]:
     checks: list[_Check] = []
-    with pillow_without_own_cap(), _thread_pool() as pool:
+    with pillow_without_own_cap(), thread_pool() as pool:
         for check in pool.map(lambda pair: _check_pair(pair, class_list, config.max_pixels), pairs):
             checks.append(check)
             if len(checks) % _FILES_PER_PROGRESS_LINE == 0:
@@ -340,24 +341,24 @@ def _drop_bad(checks: list[_Check], max_bad_images: int) -> tuple[list[_Check], 
     return [check for check in checks if check.fault is None], warnings
 
 
-def _share_out(
-    pairs: list[Pair], lists: dict[str, tuple[str, ...]], config: FolderConfig, seed: int
-) -> tuple[dict[str, tuple[Pair, ...]], list[str]]:
-    """Share readable pairs out to train, val, test and calibration, with warnings about doubtful choices."""
-    pair_of = {pair.name: pair for pair in pairs}
-    by_digest = sorted(pair_of, key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
-    splits = {split: [name for name in names if name in pair_of] for split, names in lists.items()}
+def share_out(
+    names: Sequence[str], lists: dict[str, tuple[str, ...]], config: FolderConfig, seed: int
+) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """Share readable images out to train, val, test and calibration, with warnings about doubtful choices."""
+    readable = set(names)
+    by_digest = sorted(readable, key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
+    splits = {split: [name for name in listed if name in readable] for split, listed in lists.items()}
     warnings: list[str] = []
     if lists:
-        listed = {name for split in _LISTED_SPLITS for name in splits[split]}
-        if len(listed) < len(pairs):
+        chosen = {name for split in _LISTED_SPLITS for name in splits[split]}
+        if len(chosen) < len(readable):
             warnings.append(
-                f"{len(pairs) - len(listed)} image(s) are in none of train.txt, val.txt, test.txt."
+                f"{len(readable) - len(chosen)} image(s) are in none of train.txt, val.txt, test.txt."
             )
     else:
         # A rounded-down share must not leave a small folder without val or test.
-        num_val = max(1, round(config.val_share * len(pairs)))
-        num_test = max(1, round(config.test_share * len(pairs)))
+        num_val = max(1, round(config.val_share * len(readable)))
+        num_test = max(1, round(config.test_share * len(readable)))
         splits["val"] = by_digest[:num_val]
         splits["test"] = by_digest[num_val : num_val + num_test]
         splits["train"] = by_digest[num_val + num_test :]
@@ -376,13 +377,14 @@ def _share_out(
             f"for {config.num_calibration}: ranges of quantizers will be less certain."
         )
     order = (*_LISTED_SPLITS, "calibration")
-    return {split: tuple(pair_of[name] for name in sorted(splits[split])) for split in order}, warnings
+    return {split: tuple(sorted(splits[split])) for split in order}, warnings
 
 
-def _refuse_empty(root: Path, splits: dict[str, tuple[Pair, ...]], lists: dict[str, tuple[str, ...]]) -> None:
-    num_images = len({pair.name for pairs in splits.values() for pair in pairs})
-    for split, pairs in splits.items():
-        if not pairs:
+def refuse_empty(root: Path, splits: dict[str, tuple[str, ...]], lists: dict[str, tuple[str, ...]]) -> None:
+    """Raise DataError for a split without images."""
+    num_images = len({name for names in splits.values() for name in names})
+    for split, names in splits.items():
+        if not names:
             where = root / f"{split}.txt" if split in lists else root / "images"
             raise DataError(
                 f"{where}: split '{split}' is empty ({num_images} usable images in all). Add images, or "
@@ -416,9 +418,11 @@ def _same_fault(faults: Sequence[DataError]) -> str:
     return f" And {len(faults) - 1} more file(s) with the same fault." if len(faults) > 1 else ""
 
 
-def _further(names: Sequence[str], what: str) -> str:
+def further(names: Sequence[str], what: str) -> str:
+    """Say how many more there are."""
     return f" (and {len(names) - 1} more {what}s)" if len(names) > 1 else ""
 
 
-def _thread_pool() -> ThreadPoolExecutor:
+def thread_pool() -> ThreadPoolExecutor:
+    """Return threads that decode images side by side."""
     return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))

@@ -8,47 +8,53 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.data import open_split, read_manifest
-from tasks.parts.metrics import mean_iou
+from tasks.parts.data import read_manifest
+from tasks.parts.input_card import Task
 from tasks.parts.onnx_graph import activations_to_uint8, read_card_of_graph
 from tasks.parts.onnx_predict import agreement, predict_classes
+from tasks.parts.score import Metric, metric_of, score
+from tasks.parts.truth import open_images, open_truth
 
 
 @dataclass(frozen=True)
 class Judgement:
     """What a graph is worth."""
 
-    miou: float
+    score: float
+    """By the judge's metric, 0..1."""
     agreement: float
-    """Share of pixels with the class that the float graph gives, 0..1."""
+    """Share of pixels, or of images, with the class that the float graph gives, 0..1."""
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Validation images and masks, and the classes that the float graph gives them."""
+    """Validation images, what is right about them, and the classes that the float graph gives them."""
 
     images_NHWC: NDArray[Any]
-    masks_NHW: NDArray[Any]
-    float_classes_NHW: NDArray[np.uint8]
+    truth: NDArray[Any]
+    """masks_NHW or labels_N."""
+    float_classes: NDArray[Any]
+    """Of the shape of `truth`."""
     num_classes: int
     batch_size: int
+    task: Task
+    metric: Metric
 
     @cached_property
-    def float_miou(self) -> float:
-        """MIoU of the float graph on the same images."""
-        return mean_iou(self.float_classes_NHW, self.masks_NHW, self.num_classes)
+    def float_score(self) -> float:
+        """Score of the float graph on the same images."""
+        return score(self.float_classes, self.truth, self.num_classes, self.task)
 
     def judge(self, quantized: ModelProto) -> Judgement:
         """Measure a graph as it runs in ONNX Runtime: with uint8 activations."""
         encoded = activations_to_uint8(quantized)
-        classes_NHW = predict_classes(encoded, self.images_NHWC, batch_size=self.batch_size)
-        miou = mean_iou(classes_NHW, self.masks_NHW, self.num_classes)
-        return Judgement(miou, agreement(classes_NHW, self.float_classes_NHW))
+        classes = predict_classes(encoded, self.images_NHWC, batch_size=self.batch_size)
+        found = score(classes, self.truth, self.num_classes, self.task)
+        return Judgement(found, agreement(classes, self.float_classes))
 
 
 def open_judge(graph: ModelProto, data: Path, *, num_images: int, batch_size: int) -> Judge:
@@ -56,12 +62,20 @@ def open_judge(graph: ModelProto, data: Path, *, num_images: int, batch_size: in
 
     Raises ArtifactError when the graph knows other classes than the data.
     """
-    classes, card = read_manifest(data).classes, read_card_of_graph(graph)
-    if classes != card.classes:
+    manifest, card = read_manifest(data), read_card_of_graph(graph)
+    if manifest.classes != card.classes:
         raise ArtifactError(
-            f"the graph knows the classes {list(card.classes)}, the data {list(classes)}. Export a network "
-            "that was trained on this data set."
+            f"the graph knows the classes {list(card.classes)}, the data {list(manifest.classes)}. Export a "
+            "network that was trained on this data set."
         )
-    images_NHWC, masks_NHW = (found[: num_images or None] for found in open_split(data, "val"))
-    float_classes_NHW = predict_classes(graph, images_NHWC, batch_size=batch_size)
-    return Judge(images_NHWC, masks_NHW, float_classes_NHW, len(classes), batch_size)
+    images_NHWC = open_images(data, "val")[: num_images or None]
+    truth = open_truth(data, "val", card.task)[: num_images or None]
+    return Judge(
+        images_NHWC=images_NHWC,
+        truth=truth,
+        float_classes=predict_classes(graph, images_NHWC, batch_size=batch_size),
+        num_classes=len(card.classes),
+        batch_size=batch_size,
+        task=card.task,
+        metric=metric_of(card.task, manifest.source),
+    )

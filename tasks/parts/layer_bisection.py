@@ -24,7 +24,7 @@ _CONVERSIONS = ("QuantizeLinear", "DequantizeLinear")
 class Trial:
     """One graph that was judged."""
 
-    miou: float
+    score: float
     is_recovered: bool
     num_float_layers: int
     float_layers: str
@@ -46,11 +46,11 @@ class Bisection:
 
     is_recovered: bool
     """False: with all layers in float, too, the graph stays below the target; its weights are not the float ones."""
-    float_miou: float
-    variant_miou: float
+    float_score: float
+    variant_score: float
     """Of the Q/DQ graph as it is."""
-    target_miou: float
-    recovered_miou: float
+    target_score: float
+    recovered_score: float
     """With `layers` in float; where nothing recovers it, with all of them."""
     num_quantized_layers: int
     num_trials: int
@@ -69,16 +69,16 @@ def bisect(
     """Search among the nodes `ranked`, noisiest first, of a Q/DQ graph of the float graph `graph`."""
     from tasks.parts.onnx_graph import node_sources
 
-    target_miou = judge.float_miou * (1 - max_miou_rel_loss)
+    target_score = judge.float_score * (1 - max_miou_rel_loss)
     known: dict[frozenset[str], Trial] = {}
 
     def attempt(nodes: Sequence[str]) -> Trial:
         key = frozenset(nodes)
         if key not in known:
-            miou = judge.judge(with_float_layers(variant, graph, key)).miou
+            score = judge.judge(with_float_layers(variant, graph, key)).score
             shown = " ".join(node for node in ranked if node in key)
-            known[key] = Trial(miou, miou >= target_miou, len(key), shown)
-            logger.info("diff_layers: %d layers in float, val mIoU %.4f", len(key), miou)
+            known[key] = Trial(score, score >= target_score, len(key), shown)
+            logger.info("diff_layers: %d layers in float, val score %.4f", len(key), score)
         return known[key]
 
     before, chosen = attempt(()), list[str]()
@@ -89,10 +89,10 @@ def bisect(
     sources = node_sources(graph)
     found = Bisection(
         is_recovered=is_recovered,
-        float_miou=judge.float_miou,
-        variant_miou=before.miou,
-        target_miou=target_miou,
-        recovered_miou=attempt(chosen if is_recovered else ranked).miou,
+        float_score=judge.float_score,
+        variant_score=before.score,
+        target_score=target_score,
+        recovered_score=attempt(chosen if is_recovered else ranked).score,
         num_quantized_layers=len(ranked),
         num_trials=len(known),
         layers=tuple(FloatLayer(node, *sources.get(node, ("", ""))) for node in chosen),

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.model_card import ModelCard
+from tasks.parts.input_card import InputCard
 
 CARD_KEY = "enginewright"
 MODULE_KEY = "module"
@@ -65,15 +65,16 @@ def write_graph(model: ModelProto, path: Path) -> None:
     path.write_bytes(model.SerializeToString(deterministic=True))
 
 
-def read_card_of_graph(model: ModelProto) -> ModelCard:
-    """Return the card (network, classes, mean and std, size) that export_onnx stored in the graph."""
+def read_card_of_graph(model: ModelProto) -> InputCard:
+    """Return the card (task, classes, mean and std, size) that export_onnx or import_onnx stored in the graph."""
     cards = [entry.value for entry in model.metadata_props if entry.key == CARD_KEY]
     if len(cards) != 1:
         raise ArtifactError(
             f"graph '{model.graph.name}': {len(cards)} metadata entries '{CARD_KEY}', expected 1 with "
-            "classes, mean and std. Use a graph that export_onnx wrote; files of other tools do not carry it."
+            "classes, mean and std. Use a graph that export_onnx wrote; a file of another tool enters through "
+            "import_onnx (model=onnx model.path=<file>)."
         )
-    return ModelCard.from_json(cards[0])
+    return InputCard.from_json(cards[0])
 
 
 def node_sources(model: ModelProto) -> dict[str, tuple[str, str]]:
@@ -179,7 +180,7 @@ def _never_negative(graph: GraphProto) -> set[str]:
 
 def _refuse_external_data(model: ModelProto, path: Path) -> None:
     outside = [
-        tensor.name for tensor in _all_tensors(model.graph) if tensor.data_location == TensorProto.EXTERNAL
+        tensor.name for tensor in all_tensors(model.graph) if tensor.data_location == TensorProto.EXTERNAL
     ]
     if outside:
         raise ArtifactError(
@@ -188,7 +189,8 @@ def _refuse_external_data(model: ModelProto, path: Path) -> None:
         )
 
 
-def _all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
+def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    """Yield every constant of a graph, those inside of nodes and of their subgraphs too."""
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield sparse.values
@@ -199,7 +201,7 @@ def _all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
                 yield attribute.t
             yield from attribute.tensors
             for subgraph in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
-                yield from _all_tensors(subgraph)
+                yield from all_tensors(subgraph)
 
 
 def _check_versions(model: ModelProto, path: Path) -> None:

@@ -23,19 +23,21 @@ def open_session(model: ModelProto) -> onnxruntime.InferenceSession:
     )
 
 
-def predict_classes(model: ModelProto, images_NHWC: NDArray[Any], *, batch_size: int) -> NDArray[np.uint8]:
-    """Return the class of each pixel, [N, H, W], for images uint8 [N, H, W, 3]."""
+def predict_classes(model: ModelProto, images_NHWC: NDArray[Any], *, batch_size: int) -> NDArray[Any]:
+    """Return the class of each pixel, [N, H, W], or of each image, [N], for images uint8 [N, H, W, 3]."""
     card = read_card_of_graph(model)
+    batch_size = card.fit_batch(batch_size)
+    smallest = np.min_scalar_type(len(card.classes) - 1)
     session = open_session(model)
     name = session.get_inputs()[0].name
     predictions = []
     for start in range(0, len(images_NHWC), batch_size):
         images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
-        logits_NCHW = session.run(None, {name: images_NCHW})[0]
-        predictions.append(logits_NCHW.argmax(axis=1).astype(np.uint8))
+        logits = session.run(None, {name: images_NCHW})[0]
+        predictions.append(logits.argmax(axis=1).astype(smallest))
     return np.concatenate(predictions)
 
 
-def agreement(left_NHW: NDArray[Any], right_NHW: NDArray[Any]) -> float:
-    """Share of pixels with the same class, 0..1."""
-    return float((left_NHW == right_NHW).mean())
+def agreement(left: NDArray[Any], right: NDArray[Any]) -> float:
+    """Share of pixels, or of images, with the same class, 0..1."""
+    return float((left == right).mean())

@@ -37,6 +37,12 @@ def test_pruning_is_searched_on_the_named_target_or_the_first_that_reads_graphs(
             "select_engine.techniques=[{name: INT8, before: pruned, after: ptq}]",
             r"select_engine\.techniques names ptq, .*variant: \[teacher, ",
         ),
+        ("model=onnx", r"model\.path is missing"),
+        ("data=images", r"data is images, which has no masks: .*model=onnx"),
+        (
+            "target=[cpu_openvino]",
+            r"It has to hold cpu_torch: the variant `distilled` on it is the reference",
+        ),
     ],
 )
 def test_mistake_is_refused_with_its_key(override: str, text: str) -> None:
@@ -52,3 +58,16 @@ def test_operator_that_cannot_read_int8_is_refused_with_those_that_can(stage: st
     text = rf"{stage}\.op_types is \[Conv, {name}\], which has {name}; expected Conv and any of MatMul, .*AveragePool"
     with pytest.raises(ConfigError, match=text):
         compose_params([f"{stage}.op_types=[Conv,{name}]"])
+
+
+def test_images_without_labels_are_measured_by_what_the_float_model_says() -> None:
+    params = compose_params(["model=onnx", "model.path=mine.onnx", "data=images", "debug=smoke"])
+    assert params["pipeline"]["data"] == "artifacts/label_images/dataset"
+    assert params["pipeline"]["imports"] == {"model": "mine.onnx"}
+    assert {engine["variant"] for engine in params["engines"].values()} == {
+        "imported",
+        "imported_fp16",
+        "imported_ptq",
+        "imported_partial",
+    }
+    assert "train" not in params and "quantize_aware_train" not in params

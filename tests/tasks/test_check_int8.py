@@ -41,8 +41,8 @@ def answer(report: Report, word: str) -> Answer:
 
 def test_a_ruined_layer_is_named_and_what_is_sound_is_not_suspect(unbalanced: Any, tmp_path: Path) -> None:
     report = check(unbalanced, tmp_path)
-    assert report.float_miou == 1.0
-    assert report.miou < 0.7
+    assert report.float_score == 1.0
+    assert report.score < 0.7
     guilty = answer(report, "guilty")
     assert guilty.is_suspect
     assert guilty.found.startswith(unbalanced.node)
@@ -59,7 +59,7 @@ def test_a_guilty_layer_that_is_not_the_first_of_the_ranking_is_suspect(
     unbalanced: Any, tmp_path: Path
 ) -> None:
     rows = list(csv.DictReader(unbalanced.ranking.open(encoding="utf-8")))
-    assert float(rows[0]["miou_drop"]) > CONFIG.suspect_loss > float(rows[-1]["miou_drop"])
+    assert float(rows[0]["score_drop"]) > CONFIG.suspect_loss > float(rows[-1]["score_drop"])
     with (tmp_path / "ranking.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -92,7 +92,7 @@ def test_one_calibration_image_is_enough_to_answer(unbalanced: Any, tmp_path: Pa
 
 
 def test_a_ranking_of_another_graph_is_refused(unbalanced: Any, tmp_path: Path) -> None:
-    (tmp_path / "ranking.csv").write_text("node,miou_drop\nother/Conv,0.1\n", encoding="utf-8")
+    (tmp_path / "ranking.csv").write_text("node,score_drop\nother/Conv,0.1\n", encoding="utf-8")
     with pytest.raises(ArtifactError, match="Run rank_layers again"):
         check(unbalanced, tmp_path, ranking=tmp_path / "ranking.csv")
 

@@ -18,7 +18,7 @@ from tasks.convert_precision import Config, Method, Report, convert_precision
 from tasks.core.errors import ArtifactError, ConfigError, DataError
 from tasks.parts.data import normalise, open_split
 from tasks.parts.engine_build import count_layers
-from tasks.parts.export import difference
+from tasks.parts.logit_difference import difference
 from tasks.parts.onnx_graph import node_sources, read_card_of_graph, read_graph, write_graph
 from tasks.parts.onnx_predict import open_session
 from tests.wheels import unpack_wheel
@@ -83,7 +83,7 @@ def test_fp16_graph_computes_nearly_the_same(converted: tuple[Report, Path], wor
     )
     assert 40 < difference(exact, half).sqnr_db < 90  # 10 bits of fraction are about 60 dB a rounding
     assert report.agreement > 0.99
-    assert abs(report.miou - report.float_miou) < 0.01
+    assert abs(report.score - report.float_score) < 0.01
 
 
 def test_nodes_beyond_the_range_of_fp16_stay_in_fp32(config: Config, workshop: Any, tmp_path: Path) -> None:

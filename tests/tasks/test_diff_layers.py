@@ -182,7 +182,7 @@ def test_bisection_names_the_layer_that_has_to_run_in_float(unbalanced, workshop
     )
     found = report.bisection
     assert found is not None and found.is_recovered
-    assert found.variant_miou < found.target_miou <= found.recovered_miou
+    assert found.variant_score < found.target_score <= found.recovered_score
     assert [layer.node for layer in found.layers] == [unbalanced.node]
     assert found.layers[0].source.startswith("tasks/parts/networks/")
     with (tmp_path / "bisection.csv").open(encoding="utf-8") as file:

@@ -16,10 +16,12 @@ import yaml
 from PIL import Image
 
 from tasks.core.config import typed_config
-from tasks.core.errors import ConfigError, DataError
+from tasks.core.errors import ArtifactError, ConfigError, DataError
 from tasks.parts.data import IGNORE_INDEX, open_split, read_manifest
 from tasks.parts.digit_scenes import load_pool
 from tasks.parts.image_files import ColourMask, OversizedImage, UnreadableImage, read_image
+from tasks.parts.input_card import Task
+from tasks.parts.truth import open_images, open_truth
 from tasks.prepare_data import Config, Report, prepare_data
 
 REPOSITORY = Path(__file__).parents[2]
@@ -564,3 +566,70 @@ def test_calibration_images_from_test_or_too_few_are_reported(root: Path, tmp_pa
     report = run(folder_config(num_calibration=4), root, tmp_path / "out")
     assert "1 calibration image(s) are test images" in report.warnings[0]
     assert "2 calibration image(s), prepare_data.folder.num_calibration asks for 4" in report.warnings[1]
+
+
+def image_folder(root: Path, names: list[str], classes: list[str] | None = None) -> Path:
+    random = np.random.default_rng(0)
+    for name in names:
+        path = root / "images" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (20, 30, 3), np.uint8)).save(path)
+    if classes is not None:
+        (root / "classes.yaml").write_text(yaml.safe_dump(classes), encoding="utf-8")
+    return root
+
+
+def images_config(source: str, **changes: Any) -> Config:
+    content = section(source) | {"height": 16, "width": 24}
+    content["folder"] |= {"num_calibration": 2} | changes
+    return typed_config(Config, content, "prepare_data")
+
+
+def test_folder_of_each_class_gives_labels_in_the_order_of_classes_yaml(tmp_path: Path) -> None:
+    names = [f"{folder}/{number}.png" for folder in ("cat", "dog", "hen") for number in range(8)]
+    root = image_folder(tmp_path / "mine", names, ["hen", "cat", "dog"])
+    for split, listed in (("train", names[::2]), ("val", names[1::4]), ("test", names[3::4])):
+        (root / f"{split}.txt").write_text("\n".join(listed), encoding="utf-8")
+    report = run(images_config("class_folder"), root, tmp_path / "out")
+    assert report.classes == ("hen", "cat", "dog") and report.num_images["train"] == 12
+    dataset = tmp_path / "out" / "dataset"
+    assert list(open_truth(dataset, "val", Task.classification)) == [1, 1, 2, 2, 0, 0]
+    image = np.asarray(Image.open(root / "images" / names[1]).resize((24, 16), Image.Resampling.BILINEAR))
+    assert (open_images(dataset, "val")[0] == image).all()
+    train = open_images(dataset, "train").reshape(-1, 3) / 255
+    assert report.mean == pytest.approx(train.mean(axis=0)) and report.std == pytest.approx(train.std(axis=0))
+    for name, digest in read_manifest(dataset).files.items():
+        assert hashlib.sha256((dataset / name).read_bytes()).hexdigest() == digest
+    with pytest.raises(ArtifactError, match=r"split 'val' has no masks, expected them for segmentation"):
+        open_truth(dataset, "val", Task.segmentation)
+
+
+def test_plain_images_need_no_classes(tmp_path: Path) -> None:
+    root = image_folder(tmp_path / "mine", [f"{number}.png" for number in range(12)])
+    report = run(images_config("images"), root, tmp_path / "out")
+    assert report.classes == () and sum(report.num_images.values()) == 12 + 2
+    with pytest.raises(ArtifactError, match=r"split 'val' has no labels"):
+        open_truth(tmp_path / "out" / "dataset", "val", Task.classification)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("fox/1.png", r"lies in the folder 'fox', expected images/<class>/ with a class of .*: cat, dog"),
+        ("1.png", r"lies in no folder of a class"),
+    ],
+)
+def test_image_outside_the_class_folders_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    root = image_folder(
+        tmp_path / "mine", [f"cat/{number}.png" for number in range(4)] + [name], ["cat", "dog"]
+    )
+    with pytest.raises(DataError, match=text):
+        run(images_config("class_folder"), root, tmp_path / "out")
+
+
+def test_unreadable_plain_image_stops_the_run_unless_it_is_allowed(tmp_path: Path) -> None:
+    root = image_folder(tmp_path / "mine", [f"{number}.png" for number in range(12)])
+    (root / "images" / "3.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(UnreadableImage, match=r"3\.png.*max_bad_images = 0"):
+        run(images_config("images"), root, tmp_path / "out")
+    assert run(images_config("images", max_bad_images=1), root, tmp_path / "again").num_bad_images == 1

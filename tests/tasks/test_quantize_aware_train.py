@@ -186,9 +186,9 @@ def test_gate_stops_a_graph_that_computes_something_else(calibrated: dict[str, P
     for tensor in graph.graph.initializer:
         if tensor.name == "classifier/Conv:weight":
             tensor.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(tensor), tensor.name))
-    network = load_checkpoint(calibrated["checkpoint"])[0]
+    network, card = load_checkpoint(calibrated["checkpoint"])
     with pytest.raises(GateFailed, match=r"quantize_aware_train\.min_agreement"):
-        check_agreement(config(), network, graph, open_split(calibrated["data"], "val")[0])
+        check_agreement(config(), network, card, graph, open_split(calibrated["data"], "val")[0])
 
 
 def test_gate_holds_for_uint8_activations_too(calibrated: dict[str, Path]) -> None:
@@ -203,7 +203,7 @@ def test_gate_holds_for_uint8_activations_too(calibrated: dict[str, Path]) -> No
     folded = fold_batchnorm(network, torch.zeros(2, 3, card.height, card.width))
     simulated = fake_quantize(folded, graph, ranges, op_types=op_types)
     images_NHWC = open_split(calibrated["data"], "val")[0]
-    arguments = simulated, insert_qdq(graph, ranges, op_types=op_types), images_NHWC
+    arguments = simulated, card, insert_qdq(graph, ranges, op_types=op_types), images_NHWC
     signed, unsigned = check_agreement(replace(config(), min_agreement=0.0), *arguments)
     between = (signed + unsigned) / 2
     assert signed > unsigned + 0.02

@@ -41,14 +41,14 @@ def search(files: Any, out: Path, ranking: Path | None = None, **changes: Any) -
 def test_only_the_layer_that_int8_ruins_stays_in_float(unbalanced: Any, tmp_path: Path) -> None:
     report = search(unbalanced, tmp_path)
     assert report.steps[0].action == "start"
-    assert 1 - report.steps[0].miou / report.float_miou > CONFIG.max_miou_rel_loss  # PTQ fails the gate
+    assert 1 - report.steps[0].score / report.float_score > CONFIG.max_miou_rel_loss  # PTQ fails the gate
     assert report.gate_holds
-    assert report.miou_rel_loss <= CONFIG.max_miou_rel_loss
+    assert report.score_rel_loss <= CONFIG.max_miou_rel_loss
     assert [layer.node for layer in report.float_layers] == [unbalanced.node]
     layer = report.float_layers[0]
     assert 0 < layer.macs_share == report.float_macs_share < 0.5
     assert layer.source.count(":") == 1
-    assert layer.miou_in_int8 < report.miou
+    assert layer.score_in_int8 < report.score
     with (tmp_path / "steps.csv").open(encoding="utf-8") as file:
         assert [row["action"] for row in csv.DictReader(file)] == [step.action for step in report.steps]
 
@@ -58,7 +58,7 @@ def test_the_written_graph_is_the_one_that_was_judged(unbalanced: Any, tmp_path:
     graph = read_graph(unbalanced.graph)
     judge = open_judge(graph, unbalanced.data, num_images=0, batch_size=4)
     written = read_graph(tmp_path / "model.onnx")
-    assert judge.judge(written).miou == report.miou
+    assert judge.judge(written).score == report.score
     made_by = {name: node.op_type for node in written.graph.node for name in node.output}
     in_float = [
         node.name
@@ -113,15 +113,15 @@ def test_a_search_that_gives_up_writes_the_best_graph_it_tried(unbalanced: Any, 
     limits = {"num_candidates": 1, "max_float_layers": 3, "max_miou_rel_loss": 0.0}
     report = search(unbalanced, tmp_path, tmp_path / "ranking.csv", **limits)
     assert not report.gate_holds
-    mious = [step.miou for step in report.steps[:-1]]
-    assert mious[-1] < max(mious), "or else the last graph is the best one"
+    scores = [step.score for step in report.steps[:-1]]
+    assert scores[-1] < max(scores), "or else the last graph is the best one"
     last = report.steps[-1]
     assert last.action == "back"
-    assert last.miou == report.miou == max(mious)
-    assert last.num_float_layers == len(report.float_layers) == mious.index(max(mious))
+    assert last.score == report.score == max(scores)
+    assert last.num_float_layers == len(report.float_layers) == scores.index(max(scores))
     written = read_graph(tmp_path / "model.onnx")
     judge = open_judge(read_graph(unbalanced.graph), unbalanced.data, num_images=0, batch_size=4)
-    assert judge.judge(written).miou == report.miou
+    assert judge.judge(written).score == report.score
 
 
 def test_the_preset_stays_in_float_and_is_named_as_such(unbalanced: Any, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_the_gate_counts_from_the_reference(unbalanced: Any, tmp_path: Path) -> 
     int8 = insert_qdq(graph, read_ranges(unbalanced.ranges), op_types=OP_TYPES)
     write_graph(int8, tmp_path / "int8.onnx")
     report = against(tmp_path / "int8.onnx", unbalanced, unbalanced.graph, tmp_path)
-    assert report.reference_miou < report.float_miou
+    assert report.reference_score < report.float_score
     assert report.gate_holds and len(report.steps) == 1  # PTQ is as good as this reference
 
 
@@ -160,7 +160,7 @@ def test_a_float_graph_below_the_gate_is_not_searched(unbalanced: Any, tmp_path:
     weight.CopyFrom(numpy_helper.from_array(other_classes, weight.name))
     write_graph(graph, tmp_path / "worse.onnx")
     report = against(unbalanced.graph, unbalanced, tmp_path / "worse.onnx", tmp_path)
-    assert report.float_miou < report.reference_miou
+    assert report.float_score < report.reference_score
     assert not report.gate_holds
     assert report.float_layers == () and len(report.steps) == 1
 

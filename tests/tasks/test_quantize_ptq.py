@@ -43,12 +43,16 @@ def data(workshop: Any, tmp_path: Path) -> Path:
 def test_the_best_calibrator_is_kept_and_all_are_reported(quantized: tuple[Any, Path]) -> None:
     report, out = quantized
     assert [trial.calibrator for trial in report.trials] == TITLES
-    best = max(report.trials, key=lambda trial: trial.miou)
-    assert (report.calibrator, report.miou, report.agreement) == (best.calibrator, best.miou, best.agreement)
+    best = max(report.trials, key=lambda trial: trial.score)
+    assert (report.calibrator, report.score, report.agreement) == (
+        best.calibrator,
+        best.score,
+        best.agreement,
+    )
     with (out / "calibrators.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [row["calibrator"] for row in rows] == TITLES
-    assert float(rows[0]["miou"]) == pytest.approx(report.trials[0].miou, abs=1e-6)
+    assert float(rows[0]["score"]) == pytest.approx(report.trials[0].score, abs=1e-6)
 
 
 def test_graph_and_ranges_belong_together(quantized: tuple[Any, Path], workshop: Any) -> None:

@@ -54,7 +54,7 @@ def test_a_layer_that_int8_ruins_is_ranked_first(ranked: tuple[Report, Path], un
     report, _ = ranked
     worst = report.layers[0]
     assert worst.node == unbalanced.node
-    assert worst.miou_drop > 0.02
+    assert worst.score_drop > 0.02
     assert worst.sqnr_db < min(layer.sqnr_db for layer in report.layers[1:])
 
 

@@ -127,7 +127,9 @@ class Artifacts:
             variant,
             target,
             {
+                "metric": "mIoU",
                 "miou": miou,
+                "top1": None,
                 "pixel_accuracy": 0.9,
                 "iou": {"background": 0.95, "three": miou, "<b>seven</b>": None},
                 "engine_sha256": sha256,

@@ -3,7 +3,8 @@
     engine/manifest.json     EngineManifest
     engine/<file>            the one file that a user deploys (absent unless status is "built")
 
-Shape letters: N batch, C channels (images) or classes (logits), H height, W width.
+Shape letters: N batch, C channels (images) or classes (logits), H height, W width. Logits are
+[N, C, H, W], or [N, C] of an engine that classifies images.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, DataError
 from tasks.parts.cuda_driver import Gpu
+from tasks.parts.input_card import InputCard as InputCard
 from tasks.parts.target import Target
 
 MANIFEST_FILE = "manifest.json"
@@ -39,18 +41,6 @@ class EngineStatus(StrEnum):
     built = "built"
     skipped = "skipped"
     failed = "failed"
-
-
-@dataclass(frozen=True)
-class InputCard:
-    """What an engine expects and means: its classes, its image size, its preprocessing."""
-
-    classes: tuple[str, ...]
-    mean: tuple[float, float, float]
-    """RGB, on a 0..1 scale: pixels are (value / 255 - mean) / std."""
-    std: tuple[float, float, float]
-    height: int
-    width: int
 
 
 @dataclass(frozen=True)
@@ -155,7 +145,7 @@ class Runner(Protocol):
         ...
 
     def infer(self, images_NCHW: FloatArray) -> FloatArray:
-        """Return logits_NCHW of normalised images; raise DataError for a batch that does not fit."""
+        """Return the logits of normalised images; raise DataError for a batch that does not fit."""
         ...
 
     def run(self, images_NCHW: FloatArray) -> FloatArray:

@@ -182,7 +182,7 @@ class OnnxruntimeRunner:
             return logits
         num_images, card = len(images_NCHW), self.manifest.card
         if num_images not in self._bound:
-            logits_shape = (num_images, len(card.classes), card.height, card.width)
+            logits_shape = (num_images, *card.logits_shape)
             self._bound[num_images] = BoundBatch(self._session, CUDA, images_NCHW.shape, logits_shape)
         return self._bound[num_images].run(images_NCHW)
 

@@ -144,7 +144,7 @@ class TensorrtRunner:
             [self._input] = tensor_names(self._engine, trt.TensorIOMode.INPUT)
             [self._output] = tensor_names(self._engine, trt.TensorIOMode.OUTPUT)
             try:
-                shape = (target.max_batch, len(card.classes), *size)
+                shape = (target.max_batch, *card.logits_shape)
                 self._images_NCHW = cuda.pagelocked_empty((target.max_batch, 3, *size), np.float32)
                 self._logits_NCHW = cuda.pagelocked_empty(shape, np.float32)
                 self._device_images = cuda.mem_alloc(self._images_NCHW.nbytes)
@@ -195,9 +195,9 @@ class TensorrtRunner:
         import torch
 
         num_images, card = len(images_NCHW), self.manifest.card
-        size = (card.height, card.width)
-        for tensor, channels in ((images_NCHW, 3), (logits_NCHW, len(card.classes))):
-            expected = (num_images, channels, *size)
+        shapes = (3, card.height, card.width), card.logits_shape
+        for tensor, shape in zip((images_NCHW, logits_NCHW), shapes, strict=True):
+            expected = (num_images, *shape)
             is_plain = tensor.is_cuda and tensor.is_contiguous() and tensor.dtype == torch.float32
             if not is_plain or tuple(tensor.shape) != expected:
                 raise DataError(

@@ -81,7 +81,7 @@ class TorchRunner:
             self._program = self._load(self._file, target)
             if target.device == CUDA:
                 images_shape = (target.max_batch, 3, card.height, card.width)
-                logits_shape = (target.max_batch, len(card.classes), card.height, card.width)
+                logits_shape = (target.max_batch, *card.logits_shape)
                 self._images_NCHW = torch.empty(images_shape, pin_memory=True)
                 self._logits_NCHW = torch.empty(logits_shape, pin_memory=True)
                 self._device_images = torch.empty(images_shape, device=CUDA)

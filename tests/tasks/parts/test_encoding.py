@@ -8,7 +8,7 @@ from onnx import ModelProto, helper
 from test_onnx_graph import quantized
 
 from tasks.parts.encoding import MAX_MACS_PER_VALUE, resize_as_matmul, stem_in_float
-from tasks.parts.export import difference
+from tasks.parts.logit_difference import difference
 from tasks.parts.onnx_graph import activations_to_uint8, is_quantized
 from tasks.parts.onnx_predict import open_session
 

@@ -6,8 +6,9 @@ from onnx import ModelProto
 from tasks.core.errors import ArtifactError
 from tasks.parts.calibration import choose_range, collect_statistics
 from tasks.parts.calibrator import Calibrator
-from tasks.parts.export import difference, export_graph, fold_batchnorm
+from tasks.parts.export import export_graph, fold_batchnorm
 from tasks.parts.fake_quantization import fake_quantize, float_weights
+from tasks.parts.logit_difference import difference
 from tasks.parts.onnx_predict import open_session
 from tasks.parts.onnx_qdq import TensorRange, insert_qdq, quantizable_tensors
 

@@ -70,4 +70,4 @@ def test_search_ends_at_once_where_there_is_nothing_to_find(unbalanced):
     innocent = [node for node in nodes if node != unbalanced.node]
     found, trials = bisect(variant, graph, innocent, judge, max_miou_rel_loss=0.01)
     assert not found.is_recovered and found.layers == () and len(trials) == 2
-    assert found.recovered_miou < found.target_miou
+    assert found.recovered_score < found.target_score

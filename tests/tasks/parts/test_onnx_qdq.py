@@ -9,7 +9,8 @@ from onnx import ModelProto, TensorProto, numpy_helper
 from tasks.core.errors import ArtifactError
 from tasks.parts.calibration import choose_range, collect_statistics
 from tasks.parts.calibrator import Calibrator
-from tasks.parts.export import difference, export_graph
+from tasks.parts.export import export_graph
+from tasks.parts.logit_difference import difference
 from tasks.parts.onnx_graph import node_sources
 from tasks.parts.onnx_predict import open_session
 from tasks.parts.onnx_qdq import (

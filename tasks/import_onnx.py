@@ -1,0 +1,256 @@
+"""Take in an ONNX model that another tool wrote: check it, write it our way, prove that it computes the same."""
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+from tasks.parts.input_card import InputCard, Task
+from tasks.parts.logit_difference import Difference
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+    from tasks.parts.data import Manifest
+    from tasks.parts.foreign_graph import Imported
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the file does not say of itself, and how far the written graph may differ from it."""
+
+    classes: list[str] | None
+    """Names in the order of the logits; null: those of the data set, or numbers where that has none."""
+    mean: list[float]
+    """RGB on a 0..1 scale: the model reads (value / 255 - mean) / std."""
+    std: list[float]
+    """RGB on a 0..1 scale."""
+    height: int | None
+    """Of the images, where the graph leaves it open; null: the graph's own."""
+    width: int | None
+    output: str | None
+    """Name of the output with the logits, for models with several; null: the only one."""
+    batch_sizes: list[int]
+    """Batches on which the file and the written graph are compared; two or more prove that the batch is dynamic."""
+    min_sqnr_db: float
+    """Gate: least signal to noise ratio of the logits against the file in ONNX Runtime, dB. Float32 reaches 100."""
+    seed: int
+    """Of the random images that are compared."""
+
+    def __post_init__(self) -> None:
+        for name, values, low in (("mean", self.mean, -math.inf), ("std", self.std, 0.0)):
+            if len(values) != 3 or not all(math.isfinite(value) and value > low for value in values):
+                raise ConfigError(
+                    f"model.{name} is {list(values)}, expected three finite numbers above {low} (RGB, 0..1 scale)."
+                )
+        for name in ("height", "width"):
+            value = getattr(self, name)
+            if value is not None and not 16 <= value <= 8192:
+                raise ConfigError(f"model.{name} is {value}, expected 16 to 8192 pixels, or null.")
+        if self.classes is not None and (len(self.classes) < 2 or len(set(self.classes)) < len(self.classes)):
+            raise ConfigError(
+                f"model.classes holds {len(self.classes)} names, {len(set(self.classes))} of them different; "
+                "expected two or more different ones, or null."
+            )
+        if not self.batch_sizes or min(self.batch_sizes) < 1 or max(self.batch_sizes) > 1024:
+            raise ConfigError(
+                f"import_onnx.batch_sizes is {list(self.batch_sizes)}, expected one or more sizes of 1..1024."
+            )
+        if not 0 <= self.min_sqnr_db < 200:
+            raise ConfigError(f"import_onnx.min_sqnr_db is {self.min_sqnr_db}, expected 0 <= value < 200.")
+        if self.seed < 0:
+            raise ConfigError(f"import_onnx.seed is {self.seed}, expected at least 0.")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came in, and what was made of it."""
+
+    task: Task
+    num_classes: int
+    height: int
+    width: int
+    output: str
+    """Name of the logits in the file."""
+    opset_before: int
+    opset: int
+    ir_version_before: int
+    num_nodes_before: int
+    num_nodes: int
+    num_parameters: int
+    """Float constants of the written graph."""
+    macs: int
+    """Multiply-accumulates of convolutions and matrix products for one image."""
+    static_batch_before: int | None
+    """The batch that the file fixes; None where it is dynamic."""
+    max_batch: int | None
+    """1 where the written graph keeps that; None where its batch is dynamic."""
+    rewritten: tuple[str, ...]
+    """One sentence for each change."""
+    size_bytes: int
+    """Of model.onnx."""
+    differences: tuple[Difference, ...]
+    """The file against the written graph, one per batch size."""
+
+
+def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
+    """Write ``model.onnx``: the function of the file `model` (or of the one in the folder `model`), as we write it.
+
+    Raises ArtifactError for a file that the pipeline cannot take, GateFailed when the written graph computes
+    something else.
+    """
+    import numpy as np
+    from onnx import numpy_helper
+
+    from tasks.parts.data import read_manifest
+    from tasks.parts.foreign_graph import find_file, read_foreign
+    from tasks.parts.onnx_graph import CARD_KEY, conv_macs, write_graph
+
+    path = find_file(model)
+    original = read_foreign(model)
+    imported, differences = _rewrite(cfg, original, model)
+    graph = imported.graph
+    card = _card(cfg, imported, read_manifest(data), data)
+    logger.info("importing %s: %s, %d classes", path, card.task, len(card.classes))
+    entry = graph.metadata_props.add()
+    entry.key, entry.value = CARD_KEY, card.to_json()
+    write_graph(graph, out / "model.onnx")
+    floats = [
+        tensor for tensor in graph.graph.initializer if numpy_helper.to_array(tensor).dtype == np.float32
+    ]
+    report = Report(
+        task=card.task,
+        num_classes=len(card.classes),
+        height=card.height,
+        width=card.width,
+        output=imported.tensor,
+        opset_before=imported.opset_before,
+        opset=graph.opset_import[0].version,
+        ir_version_before=original.ir_version,
+        num_nodes_before=len(original.graph.node),
+        num_nodes=len(graph.graph.node),
+        num_parameters=sum(math.prod(tensor.dims) for tensor in floats),
+        macs=sum(conv_macs(graph).values()),
+        static_batch_before=imported.static_batch,
+        max_batch=imported.max_batch,
+        rewritten=imported.rewritten,
+        size_bytes=(out / "model.onnx").stat().st_size,
+        differences=differences,
+    )
+    worst = min(found.sqnr_db for found in differences)
+    logger.info("%s: %d nodes, %.1f dB to the file", out / "model.onnx", report.num_nodes, worst)
+    return report
+
+
+def _rewrite(cfg: Config, original: "ModelProto", model: Path) -> tuple["Imported", tuple[Difference, ...]]:
+    """Write the graph with a dynamic batch, or, where it means its batch of 1, with that."""
+    from tasks.parts.foreign_graph import FixedBatch, find_file, rewrite
+
+    def attempt(is_batch_freed: bool) -> tuple["Imported", tuple[Difference, ...]]:
+        imported = rewrite(
+            original,
+            path=find_file(model),
+            height=cfg.height,
+            width=cfg.width,
+            output=cfg.output,
+            is_batch_freed=is_batch_freed,
+        )
+        return imported, _compare(cfg, model, imported)
+
+    try:
+        return attempt(True)
+    except FixedBatch as error:
+        logger.warning("tried again with the batch of the file: %s", error)
+        return attempt(False)
+
+
+def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> InputCard:
+    """Say what the graph expects; raise ArtifactError where it and the data set do not fit each other."""
+    sizes = [axis.dim_value for axis in imported.graph.graph.input[0].type.tensor_type.shape.dim]
+    height, width = sizes[2:]
+    if (data.height, data.width) != (height, width):
+        raise ArtifactError(
+            f"{path}: images of {data.height}x{data.width}, the model reads {height}x{width}. Set "
+            f"prepare_data.height={height} prepare_data.width={width}."
+        )
+    numbers = tuple(str(index) for index in range(imported.num_classes))
+    classes = tuple(cfg.classes) if cfg.classes is not None else data.classes or numbers
+    if len(classes) != imported.num_classes:
+        where = "model.classes" if cfg.classes is not None else f"the data set {path}"
+        raise ArtifactError(
+            f"the model answers with {imported.num_classes} classes, {where} names {len(classes)}. Name all of them, "
+            "in the order of the logits (model.classes, or classes.yaml of the data set)."
+        )
+    if data.classes and classes != data.classes:
+        raise ArtifactError(
+            f"model.classes is {list(classes)[:8]}, the data set {path} has {list(data.classes)[:8]}. Names and "
+            "order must be equal; leave model.classes at null to take those of the data set."
+        )
+    return InputCard(
+        classes=classes,
+        mean=(cfg.mean[0], cfg.mean[1], cfg.mean[2]),
+        std=(cfg.std[0], cfg.std[1], cfg.std[2]),
+        height=height,
+        width=width,
+        task=imported.task,
+        max_batch=imported.max_batch,
+    )
+
+
+def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[Difference, ...]:
+    """Compare logits batch size by batch size; raise GateFailed, or FixedBatch, at the first that is too far."""
+    import numpy as np
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    from tasks.parts.foreign_graph import FixedBatch, open_original, with_output
+    from tasks.parts.logit_difference import difference
+    from tasks.parts.onnx_predict import open_session
+    from tasks.parts.runners.onnxruntime import first_line
+
+    original = open_original(model, imported.tensor, imported.static_batch)
+    session = open_session(with_output(imported.graph, imported.tensor))
+    image = imported.graph.graph.input[0]
+    sizes = [axis.dim_value for axis in image.type.tensor_type.shape.dim[1:]]
+    generator = np.random.default_rng(cfg.seed)
+    stop = GateFailed if imported.static_batch is None or imported.max_batch else FixedBatch
+    found = []
+    for batch_size in cfg.batch_sizes:
+        images_NCHW = generator.standard_normal((batch_size, *sizes), np.float32)
+        expected = original(images_NCHW)
+        try:
+            parts = np.split(images_NCHW, batch_size) if imported.max_batch else [images_NCHW]
+            logits = np.concatenate([session.run(None, {image.name: part})[0] for part in parts])
+        except (state.Fail, state.InvalidArgument, state.RuntimeException) as error:
+            raise stop(
+                f"batch of {batch_size}: ONNX Runtime stops in the written graph ({first_line(error)}). "
+                f"{_dynamic_batch_hint(imported)}"
+            ) from error
+        if not np.isfinite(expected).all():
+            raise ArtifactError(
+                f"{model}: answers with NaN or infinity to random images, expected finite logits. Take another "
+                "checkpoint of the model."
+            )
+        if logits.shape != expected.shape:
+            raise stop(
+                f"batch of {batch_size}: the written graph answers with {list(logits.shape)}, the file with "
+                f"{list(expected.shape)}. {_dynamic_batch_hint(imported)}"
+            )
+        result = difference(expected, logits)
+        if not result.sqnr_db >= cfg.min_sqnr_db:
+            raise stop(
+                f"batch of {batch_size}: the written graph differs from the file by {result.max_abs:.3g} (SQNR "
+                f"{result.sqnr_db:.1f} dB), allowed are {cfg.min_sqnr_db} dB (import_onnx.min_sqnr_db). "
+                f"{_dynamic_batch_hint(imported)}"
+            )
+        found.append(result)
+    return tuple(found)
+
+
+def _dynamic_batch_hint(imported: "Imported") -> str:
+    if imported.static_batch is None or imported.max_batch:
+        return "An operator means something else in the opset that it was converted to; export with a newer opset."
+    return f"The file fixes its batch at {imported.static_batch}; export it again with a dynamic batch."

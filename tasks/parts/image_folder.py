@@ -1,0 +1,134 @@
+"""A user's images without masks: one sub-folder for each class, or plain images that nobody labelled.
+
+<root>/images/<class>/**/<name>.png|jpg|jpeg   classes as in <root>/classes.yaml, in the order of the logits
+<root>/images/**/<name>.png|jpg|jpeg           plain images; no classes.yaml
+<root>/train.txt, val.txt, test.txt, calibration.txt   as in tasks/parts/folder_data.py
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import DataError
+from tasks.parts.class_list import CLASSES_FILE, read_class_list
+from tasks.parts.folder_data import (
+    FILES_PER_BATCH,
+    FolderConfig,
+    further,
+    list_files,
+    read_split_files,
+    refuse_empty,
+    share_out,
+    thread_pool,
+)
+from tasks.parts.image_files import (
+    IMAGE_SUFFIXES,
+    UnreadableImage,
+    fit,
+    pillow_without_own_cap,
+    read_image,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+MAX_CLASSES = 65535
+"""Labels are stored as uint16."""
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """An image and its class."""
+
+    path: Path
+    label: int | None
+    """None where nobody labelled it."""
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """A folder that passed every check."""
+
+    classes: tuple[str, ...]
+    """Empty for plain images."""
+    splits: dict[str, tuple[ImageFile, ...]]
+    num_bad_images: int
+    warnings: tuple[str, ...]
+
+
+def scan_images(root: Path, config: FolderConfig, *, seed: int, is_labelled: bool) -> ImageFolder:
+    """List the images of a folder, decode each once, and share them out to the splits.
+
+    Raises DataError for a class folder that classes.yaml does not name, an unreadable image, an empty split.
+    """
+    classes = read_class_list(root, max_classes=MAX_CLASSES).names if is_labelled else ()
+    paths = list_files(root / "images", IMAGE_SUFFIXES)
+    files = {
+        name: ImageFile(path, _label(root, name, classes) if classes else None)
+        for name, path in paths.items()
+    }
+    lists = read_split_files(root, set(files))
+    bad = _find_bad(files, config)
+    names, warnings = share_out([name for name in files if name not in bad], lists, config, seed)
+    refuse_empty(root, names, lists)
+    if bad:
+        warnings.append(f"{len(bad)} unreadable file(s) skipped, the first: {next(iter(bad.values()))}")
+    splits = {split: tuple(files[name] for name in listed) for split, listed in names.items()}
+    return ImageFolder(classes, splits, len(bad), tuple(warnings))
+
+
+def read_image_batches(
+    files: Sequence[ImageFile], config: FolderConfig, *, height: int, width: int
+) -> Iterator[NDArray[np.uint8]]:
+    """Decode images again and yield them at their final size, as images_NHWC."""
+    import numpy as np
+
+    def read(file: ImageFile) -> NDArray[np.uint8]:
+        image_HWC = read_image(file.path, max_pixels=config.max_pixels)
+        mask_HW = np.zeros(image_HWC.shape[:2], np.uint8)
+        return fit(image_HWC, mask_HW, height=height, width=width, mode=config.resize_mode, fill=0)[0]
+
+    with pillow_without_own_cap(), thread_pool() as pool:
+        for start in range(0, len(files), FILES_PER_BATCH):
+            yield np.stack(list(pool.map(read, files[start : start + FILES_PER_BATCH])))
+
+
+def _label(root: Path, name: str, classes: tuple[str, ...]) -> int:
+    folder, separator, _ = name.partition("/")
+    if not separator or folder not in classes:
+        found = f"the folder '{folder}'" if separator else "no folder of a class"
+        raise DataError(
+            f"{root / 'images' / name}: lies in {found}, expected images/<class>/ with a class of "
+            f"{root / CLASSES_FILE}: {', '.join(classes[:8])}{further(classes[7:], 'class')}."
+        )
+    return classes.index(folder)
+
+
+def _find_bad(files: dict[str, ImageFile], config: FolderConfig) -> dict[str, DataError]:
+    """Decode every file; stop where more are unreadable than the configuration allows."""
+
+    def fault(file: ImageFile) -> DataError | None:
+        try:
+            read_image(file.path, max_pixels=config.max_pixels)
+        except UnreadableImage as error:
+            return error
+        return None
+
+    with pillow_without_own_cap(), thread_pool() as pool:
+        faults = zip(files, pool.map(fault, files.values()), strict=True)
+        bad = {name: error for name, error in faults if error is not None}
+    if len(bad) > config.max_bad_images:
+        first = next(iter(bad.values()))
+        raise UnreadableImage(
+            f"{first} Found {len(bad)} unreadable file(s), prepare_data.folder.max_bad_images = "
+            f"{config.max_bad_images}."
+        ) from first
+    logger.info("checked %d images", len(files))
+    return bad
