@@ -39,6 +39,9 @@ class Limits:
     max_latency_ms: float | None
     """p50 at batch 1."""
     min_miou: float | None
+    """Of a segmentation."""
+    min_top1: float | None
+    """Of a classification."""
 
     def are_held_by(self, run: TrackedEngine) -> bool:
         """Tell whether the engine of a run is one to ship."""
@@ -46,7 +49,8 @@ class Limits:
         return (
             run.tags["verdict"] in SHIPPABLE
             and (self.max_latency_ms is None or metrics["latency_ms_p50"] <= self.max_latency_ms)
-            and (self.min_miou is None or metrics["miou"] >= self.min_miou)
+            and (self.min_miou is None or metrics.get("miou", -1.0) >= self.min_miou)
+            and (self.min_top1 is None or metrics.get("top1", -1.0) >= self.min_top1)
         )
 
     def __str__(self) -> str:
@@ -55,6 +59,8 @@ class Limits:
             asked.append(f"p50 of {self.max_latency_ms:g} ms or less")
         if self.min_miou is not None:
             asked.append(f"mIoU of {self.min_miou:g} or more")
+        if self.min_top1 is not None:
+            asked.append(f"top-1 accuracy of {self.min_top1:g} or more")
         return " and ".join(asked) or "the gates of select_engine"
 
 
@@ -96,10 +102,20 @@ def show(runs: Sequence[TrackedEngine], picked: TrackedEngine | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("variant", "mIoU", "p50 ms", "p99 ms", "MB", "precision", "verdict", "on the front")
+    metric = "miou" if any("miou" in run.metrics for run in runs) else "top1"
+    table = Table(
+        "variant",
+        {"miou": "mIoU", "top1": "top-1"}[metric],
+        "p50 ms",
+        "p99 ms",
+        "MB",
+        "precision",
+        "verdict",
+        "on the front",
+    )
     for run in sorted(runs, key=lambda run: run.metrics.get("latency_ms_p50", float("inf"))):
         tags = run.tags
-        numbers = [_shown(run, name, digits) for name, digits in (("miou", 4), ("latency_ms_p50", 3))]
+        numbers = [_shown(run, name, digits) for name, digits in ((metric, 4), ("latency_ms_p50", 3))]
         table.add_row(
             tags["variant"],
             *numbers,
@@ -131,7 +147,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--target", required=True, help="a name in conf/target")
     parser.add_argument("--max-latency-ms", type=float, help="p50 at batch 1")
-    parser.add_argument("--min-miou", type=float)
+    parser.add_argument("--min-miou", type=float, help="for segmentation")
+    parser.add_argument("--min-top1", type=float, help="for classification")
     parser.add_argument("--download", type=Path, metavar="DIR", help="copy the engine into this new folder")
     parser.add_argument("--promote", action="store_true", help="make it the champion of the target")
     parser.add_argument("--tracking-uri", help="instead of select_engine.tracking.uri")
@@ -152,7 +169,7 @@ def main(arguments: Sequence[str]) -> int:
                 f"MLflow at {mask_credentials(tracking.uri)} has no engine of target {options.target} in experiment "
                 f"{tracking.experiment}. Run the pipeline with that target first (`make run`)."
             )
-        limits = Limits(options.max_latency_ms, options.min_miou)
+        limits = Limits(options.max_latency_ms, options.min_miou, options.min_top1)
         try:
             found = pick(runs, limits)
         except GateFailed:
