@@ -179,7 +179,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{found.tags['variant']} on {options.target}: {found.tags['reason']}")
         print(f"run {found.run_id}, engine sha256 {found.tags['engine_sha256']}")
         if options.download:
-            print(f"downloaded to {fetch(tracking, found, options.download)}")
+            engine = fetch(tracking, found, options.download)
+            alone = (
+                "; infer.py in it runs it without this repository" if (engine / "infer.py").is_file() else ""
+            )
+            print(f"downloaded to {engine}{alone}")
         if options.promote:
             print(f"champion: version {promote(tracking, options.target, found.run_id)}")
     except EnginewrightError as error:

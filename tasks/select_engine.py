@@ -8,6 +8,7 @@ engine passes is absent from ``picks.json``; the stage's report and both readabl
 import dataclasses
 import json
 import logging
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -418,12 +419,13 @@ def _track(cfg: Config, folders: "EvidenceFolders", rows: Sequence[EngineRow], o
         tags={"best": f"{report.best.variant}-{report.best.target}" if report.best else "none"},
         artifacts=tuple(("", out / page) for page in pages),
     )
-    tracked = log_or_keep(
-        cfg.tracking,
-        pipeline=pipeline,
-        candidates=[_record(folders, row) for row in rows],
-        picks={registered_name(cfg.tracking, row.target): picked.get(row.target) for row in rows},
-    )
+    with tempfile.TemporaryDirectory() as companions:
+        tracked = log_or_keep(
+            cfg.tracking,
+            pipeline=pipeline,
+            candidates=[_record(folders, row, Path(companions) / row.name) for row in rows],
+            picks={registered_name(cfg.tracking, row.target): picked.get(row.target) for row in rows},
+        )
     if tracked is not None:
         logger.info(
             "select_engine: MLflow has %d new runs and %d new versions",
@@ -432,12 +434,15 @@ def _track(cfg: Config, folders: "EvidenceFolders", rows: Sequence[EngineRow], o
         )
 
 
-def _record(folders: "EvidenceFolders", row: EngineRow) -> RunRecord:
+def _record(folders: "EvidenceFolders", row: EngineRow, companions: Path) -> RunRecord:
+    from tasks.parts.bundle import write_companions
     from tasks.parts.engine_evidence import engine_file, evidence_files, stage_keys
 
     artifacts = evidence_files(folders, row)
     if row.engine_sha256 is not None:
-        artifacts = ((ENGINE_FOLDER, engine_file(folders, row)), *artifacts)
+        file = engine_file(folders, row)
+        beside = write_companions(file.parent, _row_json(row), companions)
+        artifacts = (*((ENGINE_FOLDER, one) for one in (file, *beside)), *artifacts)
     keys = {f"key_{stage}": key for stage, key in stage_keys(folders, row).items()}
     tags = {
         "variant": row.variant,

@@ -32,24 +32,32 @@ BUNDLED_RUNTIMES = (Runtime.onnxruntime, Runtime.openvino, Runtime.tensorrt)
 def write_bundle(engine: Path, row: dict[str, Any], out: Path) -> bool:
     """Write the bundle of a built engine into the new folder `out`; return False for a runtime that has none."""
     manifest = read_engine_manifest(engine)
-    runtime = manifest.target.runtime
-    if runtime not in BUNDLED_RUNTIMES:
+    if manifest.target.runtime not in BUNDLED_RUNTIMES:
         return False
-    out.mkdir(parents=True)
+    write_companions(engine, row, out)
     shutil.copyfile(engine / manifest.file, out / manifest.file)
-    shutil.copyfile(bundle_infer.__file__, out / "infer.py")
-    _write_json(out / "model.json", describe_engine(manifest))
-    _write_json(out / "report.json", row)
-    packages = [f"{_package(manifest)}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
-    if runtime is Runtime.tensorrt:
-        packages.append("pycuda")
-    (out / "requirements.txt").write_text("\n".join(packages) + "\n", encoding="utf-8")
     name = f"{row['variant']}-{row['target']}"
     _write_triton(out / "triton" / name, name, engine, manifest)
     files = sorted(path for path in out.rglob("*") if path.is_file())
     sums = [f"{sha256_of(path)}  {path.relative_to(out)}" for path in files]
     (out / "SHA256SUMS").write_text("\n".join(sums) + "\n", encoding="utf-8")
     return True
+
+
+def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]:
+    """Write what an engine file needs beside it to run; return the files, none for a runtime that has no bundle."""
+    manifest = read_engine_manifest(engine)
+    if manifest.target.runtime not in BUNDLED_RUNTIMES:
+        return []
+    out.mkdir(parents=True)
+    shutil.copyfile(bundle_infer.__file__, out / "infer.py")
+    _write_json(out / "model.json", describe_engine(manifest))
+    _write_json(out / "report.json", row)
+    packages = [f"{_package(manifest)}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
+    if manifest.target.runtime is Runtime.tensorrt:
+        packages.append("pycuda")
+    (out / "requirements.txt").write_text("\n".join(packages) + "\n", encoding="utf-8")
+    return sorted(out.iterdir())
 
 
 def describe_engine(manifest: EngineManifest) -> dict[str, Any]:

@@ -683,7 +683,8 @@ def test_every_engine_is_one_run_however_often_it_is_logged(artifacts, tmp_path)
     assert best.data.tags["key_build_engine"] == "key of pruned_qat"
     assert len(best.data.tags["engine_sha256"]) == 64
     files = {file.path for file in client.list_artifacts(best.info.run_id, "engine")}
-    assert files == {"engine/manifest.json", "engine/model.engine"}
+    runs_alone = {"infer.py", "model.json", "report.json", "requirements.txt"}
+    assert files == {f"engine/{name}" for name in ("manifest.json", "model.engine", *runs_alone)}
     assert [file.path for file in client.list_artifacts(best.info.run_id, "benchmark")] == [
         "benchmark/report.json"
     ]
