@@ -10,8 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,6 +35,11 @@ from tasks.parts.target import (
 )
 
 _RUNTIMES = ("torch", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt", "pycuda")
+_HOW_TO_INSTALL = {
+    "onnxruntime-gpu": "pip install onnxruntime-gpu in place of onnxruntime, on a machine with a GPU.",
+    "tensorrt": "pip install -e '.[gpu]' on a machine with a GPU.",
+    "pycuda": "pip install -e '.[gpu]' on a machine with a GPU.",
+}
 _NEEDED_GB = 3
 """A run of the defaults takes 0.8 GB, DVC's cache and MLflow's copies of the engines included."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -74,7 +77,7 @@ def examine(params: Mapping[str, Any]) -> Iterator[Finding]:
     for package in _RUNTIMES:
         yield _examine_package(package)
     for file in sorted((CONF / "target").glob("*.yaml")):
-        yield _examine_target(file, is_used=file.stem in params["build_engine"])
+        yield _examine_target(file, params["build_engine"].get(file.stem))
     yield _examine_disk()
     yield _examine_prefect()
     tracking = params["select_engine"]["tracking"]
@@ -106,9 +109,7 @@ def _examine_package(package: str) -> Finding:
             State.missing,
             package,
             "not installed",
-            "pip install onnxruntime-gpu in place of onnxruntime, on a machine with a GPU."
-            if package == "onnxruntime-gpu"
-            else "pip install -e '.[gpu]' on a machine with a GPU.",
+            _HOW_TO_INSTALL.get(package, "pip install -e ."),
         )
     return Finding(State.ok, package, f"{version}{_cuda_of_torch() if package == 'torch' else ''}")
 
@@ -119,10 +120,12 @@ def _cuda_of_torch() -> str:
     return f", CUDA {torch.version.cuda}" if torch.version.cuda else ", built without CUDA"
 
 
-def _examine_target(file: Path, *, is_used: bool) -> Finding:
-    subject, lack = f"target {file.stem}", State.needed if is_used else State.missing
+def _examine_target(file: Path, used: Mapping[str, Any] | None) -> Finding:
+    """Look at a target as the run uses it, or as its file declares it where the run does without."""
+    subject, lack = f"target {file.stem}", State.missing if used is None else State.needed
     try:
-        target: Target = typed_config(Target, yaml.safe_load(file.read_text(encoding="utf-8")), subject)
+        section = used or yaml.safe_load(file.read_text(encoding="utf-8"))
+        target: Target = typed_config(Target, section, subject)
         check_gpu(target)
         version = installed_version(target.runtime)
         check_runtime_version(target, version)
@@ -180,16 +183,15 @@ def _examine_mlflow(uri: str) -> Finding:
         )
     if not uri.startswith("http"):
         return Finding(State.ok, "MLflow", f"{shown}, which is not asked")
-    try:
-        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_TIMEOUT_S):
-            return Finding(State.ok, "MLflow", shown)
-    except (urllib.error.URLError, OSError) as error:
-        return Finding(
-            State.missing,
-            "MLflow",
-            f"no answer from {shown} ({mask_credentials(str(error))})",
-            "Start it, or mend select_engine.tracking.uri. A run goes on without it and sends its records later.",
-        )
+    problem = local_server.find_problem(f"{uri.rstrip('/')}/health", _TIMEOUT_S)
+    if problem is None:
+        return Finding(State.ok, "MLflow", shown)
+    return Finding(
+        State.missing,
+        "MLflow",
+        f"no answer from {shown} ({problem})",
+        "Start it, or mend select_engine.tracking.uri. A run goes on without it and sends its records later.",
+    )
 
 
 def _examine_remote() -> Finding:
@@ -213,7 +215,7 @@ def _examine_remote() -> Finding:
             check=False,
             timeout=6 * _TIMEOUT_S,
         )
-        problem = asked.stderr.strip().splitlines()[-1] if asked.returncode else ""
+        problem = (asked.stderr.strip().splitlines() or ["no words"])[-1] if asked.returncode else ""
     except subprocess.TimeoutExpired:
         problem = f"no answer in {6 * _TIMEOUT_S} s"
     if problem:

@@ -4,6 +4,8 @@
 """
 
 import argparse
+import base64
+import http.client
 import json
 import os
 import signal
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -117,11 +120,22 @@ def _read_record() -> dict[str, str | int] | None:
 
 def answers(url: str) -> bool:
     """Tell whether a Prefect server answers at the address of its API."""
+    return find_problem(f"{url}/health") is None
+
+
+def find_problem(url: str, timeout_s: float = 5) -> str | None:
+    """Return why a page cannot be had, None where it can; user and password of the address are sent along."""
+    parts = urllib.parse.urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    request = urllib.request.Request(urllib.parse.urlunsplit(parts._replace(netloc=host)))
+    if user:
+        token = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
+        request.add_header("Authorization", f"Basic {token}")
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
+        with urllib.request.urlopen(request, timeout=timeout_s):
+            return None
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
+        return str(error)
 
 
 def _free_port() -> int:

@@ -19,7 +19,7 @@ from flows import local_server
 from flows.params import compose_params, write_params
 from flows.pipeline import RecordedStages, run_pipeline
 from tasks.core.config import typed_config
-from tasks.core.errors import EnginewrightError
+from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import ARTIFACTS, check_writable, explained_full_disk, remove_leftovers
 from tasks.core.fingerprint import digest
 from tasks.core.tracking import PENDING, mask_credentials
@@ -78,6 +78,30 @@ def check_gpus(params: dict[str, Any]) -> None:
     for name, section in params["build_engine"].items():
         if section["gpu"] is not None:
             check_gpu(typed_config(Target, section, f"target.{name}"))
+
+
+def check_models(params: dict[str, Any]) -> None:
+    """Check before the first stage that the user's model can be read and fits the images of the data set.
+
+    Raises ConfigError, ArtifactError.
+    """
+    for name in params["pipeline"]["imports"].values():
+        if not Path(name).exists():
+            raise ConfigError(f"{name} is missing, expected an ONNX file, or a folder with one (model.path).")
+        if (ARTIFACTS / "import_onnx" / "report.json").is_file():
+            continue  # was read before; the stage sees what has changed
+        from tasks.parts.foreign_graph import read_image_size
+
+        section, data = params["import_onnx"], params["prepare_data"]
+        output = None if section["output"] is None else str(section["output"])
+        height, width = read_image_size(
+            Path(name), height=section["height"], width=section["width"], output=output
+        )
+        if (data["height"], data["width"]) != (height, width):
+            raise ConfigError(
+                f"{name} reads images of {height}x{width}, prepare_data makes them {data['height']}x{data['width']}. "
+                f"Set prepare_data.height={height} prepare_data.width={width}."
+            )
 
 
 def send_pending_runs(params: dict[str, Any]) -> None:
@@ -190,6 +214,7 @@ def main(overrides: Sequence[str]) -> int:
     try:
         params = compose_params(overrides)
         check_gpus(params)
+        check_models(params)
         check_folders(params)
         with explained_full_disk(ARTIFACTS), hold_workspace():
             local_server.prepare_environment()

@@ -72,6 +72,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_first_lines(error)) from error
     model, variants, targets = (params.pop(key) for key in ("model", "variants", "target"))
+    _check_names(targets)
     params["build_engine"] = targets
     if params["prepare_data"]["source"] != "digit_scenes":
         params["prepare_data"]["scenes"] = None  # what debug=smoke says of scenes
@@ -96,6 +97,16 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     check_params(params)
     _check_variants(params["select_engine"], variants)
     return params
+
+
+def _check_names(targets: dict[str, Any]) -> None:
+    """Refuse targets that say another name or no runtime: a copied file is easily left half changed."""
+    for key, options in targets.items():
+        if options.get("name") != key or "runtime" not in options:
+            raise ConfigError(
+                f"target.{key} says name {options.get('name')!r} and runtime {options.get('runtime')!r}, expected "
+                f"the name {key} and a runtime. Mend conf/target/{key}.yaml."
+            )
 
 
 def check_params(params: dict[str, Any]) -> None:
@@ -141,6 +152,11 @@ def _complete_import(params: dict[str, Any], model: dict[str, Any]) -> None:
     """Leave out what trains; label images that have no labels by the float model."""
     if model["path"] is None:
         raise ConfigError("model.path is missing. Name the ONNX file: model=onnx model.path=<file>.")
+    if params["prepare_data"]["source"] == "digit_scenes":
+        raise ConfigError(
+            "data is digit_scenes, which a model of your own was hardly trained on. Name yours: data=class_folder, "
+            "data=folder or, without labels, data=images, and prepare_data.root=<folder>."
+        )
     for call in TRAINING_CALLS:
         params.pop(call.split(".")[0], None)
     pipeline = params["pipeline"]

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import hashlib
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 from tasks.core.config import find_section, read_params, typed_config
 from tasks.core.errors import ArtifactError, ConfigError, EnginewrightError, GateFailed
 from tasks.core.tracking import (
+    PENDING,
     TrackedEngine,
     TrackingConfig,
     download_engine,
@@ -83,15 +85,16 @@ def fetch(tracking: TrackingConfig, run: TrackedEngine, folder: Path) -> Path:
 
     Raises ArtifactError where the bytes are not those that were measured.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty, expected a new folder (--download).")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is a file or not empty, expected a new folder (--download).")
     folder.mkdir(parents=True, exist_ok=True)
     engine, sha256 = download_engine(tracking, run.run_id, folder), run.tags["engine_sha256"]
     if sha256 not in {
         hashlib.sha256(file.read_bytes()).hexdigest() for file in engine.iterdir() if file.is_file()
     }:
+        shutil.rmtree(engine)
         raise ArtifactError(
-            f"{engine}: no file has the sha256 {sha256[:12]}... that was measured. The artifact store of "
+            f"{engine}: no file had the sha256 {sha256[:12]}... that was measured. The artifact store of "
             f"{mask_credentials(tracking.uri)} was changed; run the pipeline again, it logs what is missing."
         )
     return engine
@@ -105,7 +108,7 @@ def show(runs: Sequence[TrackedEngine], picked: TrackedEngine | None) -> None:
     metric = "miou" if any("miou" in run.metrics for run in runs) else "top1"
     table = Table(
         "variant",
-        {"miou": "mIoU", "top1": "top-1"}[metric],
+        runs[0].tags["metric"],
         "p50 ms",
         "p99 ms",
         "MB",
@@ -176,6 +179,8 @@ def main(arguments: Sequence[str]) -> int:
             show(runs, None)
             raise
         show(runs, found)
+        if any(PENDING.glob("*/record.json")):
+            print("runs are pending that MLflow did not take yet: `python -m tasks.core.tracking` sends them")
         print(f"{found.tags['variant']} on {options.target}: {found.tags['reason']}")
         print(f"run {found.run_id}, engine sha256 {found.tags['engine_sha256']}")
         if options.download:

@@ -6,6 +6,8 @@ lineage from data to engine, and builds the engine once more. It says whether th
 """
 
 import argparse
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -32,6 +34,8 @@ from tasks.parts.runners.contract import read_engine_manifest
 from tasks.parts.target import Runtime
 
 _SHA256 = re.compile(r"[0-9a-f]{8,64}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_PLAIN_PATH = re.compile(r"[\w./ -]+")
 _LOCK = Path("requirements.lock")
 _LOCAL_CONFIG = Path(".dvc/config.local")
 
@@ -45,8 +49,10 @@ def prepare(engine: TrackedEngine, params: str, folder: Path) -> None:
     if commit == UNKNOWN_COMMIT or commit.endswith(UNCOMMITTED):
         raise ArtifactError(
             f"The code that made the engine was never committed (git_commit is {commit!r}), so it cannot be checked "
-            "out. Commit before you run the pipeline."
+            "out. Commit, and run the pipeline again in an experiment of its own."
         )
+    if not _COMMIT.fullmatch(commit):
+        raise ArtifactError(f"The run's git_commit is {commit!r}, expected 40 hexadecimal digits.")
     if folder.exists():
         raise ConfigError(f"{folder} exists, expected a new folder (--into).")
     try:
@@ -59,13 +65,27 @@ def prepare(engine: TrackedEngine, params: str, folder: Path) -> None:
         ) from error
     (folder / PARAMS_FILE).write_text(params, encoding="utf-8")
     if _LOCAL_CONFIG.is_file():
-        shutil.copyfile(_LOCAL_CONFIG, folder / _LOCAL_CONFIG)  # the credentials of remotes
+        shutil.copy(_LOCAL_CONFIG, folder / _LOCAL_CONFIG)  # the credentials of remotes, with their file mode
     cache = _run(sys.executable, "-m", "dvc", "cache", "dir").strip()
     _run(sys.executable, "-m", "dvc", "cache", "dir", "--local", str(Path(cache).resolve()), cwd=folder)
-    root = Path(yaml.safe_load(params)["prepare_data"]["root"])
-    if root.exists() and not root.is_absolute() and not (folder / root).exists():
-        (folder / root).parent.mkdir(parents=True, exist_ok=True)
-        (folder / root).symlink_to(root.resolve())
+    content = yaml.safe_load(params)
+    for path in (content["prepare_data"]["root"], *content["pipeline"]["imports"].values()):
+        if not _PLAIN_PATH.fullmatch(path):  # it becomes part of a command
+            raise ArtifactError(f"params.yaml of the run names the path {path!r}, expected a plain one.")
+        _lend(Path(path), folder)
+
+
+def _lend(path: Path, folder: Path) -> None:
+    """Show the checkout data that git does not hold; what DVC holds it fetches in the version of then."""
+    inside = folder / path
+    if (
+        path.exists()
+        and not path.is_absolute()
+        and not inside.exists()
+        and not Path(f"{inside}.dvc").is_file()
+    ):
+        inside.parent.mkdir(parents=True, exist_ok=True)
+        inside.symlink_to(path.resolve())
 
 
 def lineage(lock: Mapping[str, Any], stage: str) -> Iterator[str]:
@@ -104,7 +124,11 @@ def rebuild(engine: TrackedEngine, folder: Path) -> str:
 
 def _run(*command: str, cwd: Path | None = None, is_shown: bool = False) -> str:
     """Run a command; raise ArtifactError with its last words where it fails."""
-    done = subprocess.run(command, cwd=cwd, capture_output=not is_shown, text=True, check=False)
+    binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # dvc.yaml says `python`
+    environment = {**os.environ, "PATH": binaries}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=not is_shown, text=True, check=False
+    )
     if done.returncode:
         words = f": {done.stderr.strip().splitlines()[-1]}" if done.stderr else ", its words are above"
         raise ArtifactError(f"`{' '.join(command[-4:])}` ended with {done.returncode}{words}")
@@ -115,9 +139,16 @@ def _verdict(engine: TrackedEngine, found: str, folder: Path) -> tuple[str, bool
     asked = engine.tags["engine_sha256"]
     if found == asked:
         return f"the same bytes: {asked}", True
-    manifest = read_engine_manifest(
-        folder / ARTIFACTS / "build_engine" / engine.tags["variant"] / engine.tags["target"] / "engine"
-    )
+    output = folder / ARTIFACTS / "build_engine" / engine.tags["variant"] / engine.tags["target"]
+    manifest = read_engine_manifest(output / "engine")
+    if not manifest.is_built:
+        return f"no engine: the build was {manifest.status}, {manifest.reason}", False
+    key = json.loads((output / "key.json").read_text(encoding="utf-8"))["key"]
+    if key != engine.tags["key_build_engine"]:
+        return (
+            "other bytes: the build's inputs are not those that were logged (data, parameters or code)",
+            False,
+        )
     if manifest.target.runtime is Runtime.tensorrt:
         return (
             f"other bytes, {found}: TensorRT chooses kernels by timing them, so no two plans are equal",
@@ -132,7 +163,8 @@ def _verdict(engine: TrackedEngine, found: str, folder: Path) -> tuple[str, bool
 
 
 def _is_other_lock(folder: Path) -> bool:
-    return (folder / _LOCK).read_bytes() != _LOCK.read_bytes()
+    both = [path.read_bytes() if path.is_file() else b"" for path in (folder / _LOCK, _LOCK)]
+    return both[0] != both[1]
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -387,7 +387,7 @@ def _report(
         gpu_memory_mib=measured.gpu_memory_mib if measured else None,
         batches=measured.batches if measured else (),
         runtime=manifest.target.runtime,
-        runtime_version=manifest.runtime_version,
+        runtime_version=str(used.get("runtime_version", manifest.runtime_version)),
         provider=used.get("provider", manifest.provider),
         num_threads=used.get("num_threads", manifest.target.num_threads),
         options=used.get("options", {}),

@@ -115,7 +115,7 @@ def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, 
     """Largest magnitude of each tensor that a node makes, on calibration images."""
     from tasks.parts.calibration import collect_statistics
     from tasks.parts.data import normalise
-    from tasks.parts.onnx_graph import read_card_of_graph
+    from tasks.parts.onnx_graph import other_types, read_card_of_graph
     from tasks.parts.truth import open_images
 
     card = read_card_of_graph(graph)
@@ -124,7 +124,8 @@ def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, 
         raise DataError("the calibration split has no images. Give it some: prepare_data.scenes or .splits.")
     batch_size = card.fit_batch(cfg.batch_size)
     starts = range(0, len(images_NHWC), batch_size)
-    names = [name for node in graph.graph.node for name in node.output]
+    others = other_types(graph)
+    names = [name for node in graph.graph.node for name in node.output if name and name not in others]
     statistics = collect_statistics(
         graph,
         lambda: (normalise(images_NHWC[start : start + batch_size], card.mean, card.std) for start in starts),
@@ -149,7 +150,7 @@ def _nodes_in_float32(cfg: Config, graph: "ModelProto", tensors: "Mapping[str, f
     for node in graph.graph.node:
         own = [weights[name] for name in node.input if name in weights]
         passed = [tensors[name] for name in [*node.input, *node.output] if name in tensors]
-        largest = max([*own, *passed])
+        largest = max([*own, *passed], default=0.0)
         is_tiny = any(0 < value < _SMALLEST_WEIGHTS for value in own)
         if node.op_type in cfg.float32_op_types or largest > cfg.max_abs or is_tiny:
             kept.append(node.name)

@@ -32,7 +32,7 @@ class Config:
     height: int | None
     """Of the images, where the graph leaves it open; null: the graph's own."""
     width: int | None
-    output: str | None
+    output: str | int | None
     """Name of the output with the logits, for models with several; null: the only one."""
     batch_sizes: list[int]
     """Batches on which the file and the written graph are compared; two or more prove that the batch is dynamic."""
@@ -156,7 +156,7 @@ def _rewrite(cfg: Config, original: "ModelProto", model: Path) -> tuple["Importe
             path=find_file(model),
             height=cfg.height,
             width=cfg.width,
-            output=cfg.output,
+            output=None if cfg.output is None else str(cfg.output),  # torch numbers outputs without a name
             is_batch_freed=is_batch_freed,
         )
         return imported, _compare(cfg, model, imported)
@@ -170,6 +170,8 @@ def _rewrite(cfg: Config, original: "ModelProto", model: Path) -> tuple["Importe
 
 def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> InputCard:
     """Say what the graph expects; raise ArtifactError where it and the data set do not fit each other."""
+    from tasks.parts.truth import open_truth
+
     sizes = [axis.dim_value for axis in imported.graph.graph.input[0].type.tensor_type.shape.dim]
     height, width = sizes[2:]
     if (data.height, data.width) != (height, width):
@@ -190,6 +192,8 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
             f"model.classes is {list(classes)[:8]}, the data set {path} has {list(data.classes)[:8]}. Names and "
             "order must be equal; leave model.classes at null to take those of the data set."
         )
+    if data.classes:
+        open_truth(path, "val", imported.task)  # masks for a segmentation, labels for a classification
     return InputCard(
         classes=classes,
         mean=(cfg.mean[0], cfg.mean[1], cfg.mean[2]),
@@ -212,19 +216,37 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[Difference
     from tasks.parts.runners.onnxruntime import first_line
 
     original = open_original(model, imported.tensor, imported.static_batch)
-    session = open_session(with_output(imported.graph, imported.tensor))
+    stop = GateFailed if imported.static_batch is None or imported.max_batch else FixedBatch
+    failures = (
+        state.Fail,
+        state.InvalidArgument,
+        state.InvalidGraph,
+        state.NotImplemented,
+        state.RuntimeException,
+    )
+    try:
+        session = open_session(with_output(imported.graph, imported.tensor))
+    except failures as error:
+        raise stop(
+            f"ONNX Runtime refuses the written graph ({first_line(error)}). {_dynamic_batch_hint(imported)}"
+        ) from error
     image = imported.graph.graph.input[0]
     sizes = [axis.dim_value for axis in image.type.tensor_type.shape.dim[1:]]
     generator = np.random.default_rng(cfg.seed)
-    stop = GateFailed if imported.static_batch is None or imported.max_batch else FixedBatch
     found = []
     for batch_size in cfg.batch_sizes:
         images_NCHW = generator.standard_normal((batch_size, *sizes), np.float32)
-        expected = original(images_NCHW)
+        try:
+            expected = original(images_NCHW)
+        except failures as error:
+            raise ArtifactError(
+                f"{model}: the file itself stops at a batch of {batch_size} ({first_line(error)}), though it "
+                f"declares {imported.static_batch or 'a dynamic batch'}. Export it with the batch that it can do."
+            ) from error
         try:
             parts = np.split(images_NCHW, batch_size) if imported.max_batch else [images_NCHW]
             logits = np.concatenate([session.run(None, {image.name: part})[0] for part in parts])
-        except (state.Fail, state.InvalidArgument, state.RuntimeException) as error:
+        except failures as error:
             raise stop(
                 f"batch of {batch_size}: ONNX Runtime stops in the written graph ({first_line(error)}). "
                 f"{_dynamic_batch_hint(imported)}"

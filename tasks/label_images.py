@@ -5,7 +5,7 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.errors import ArtifactError, ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Report:
 def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     """Write ``dataset/``: the images of `data`, with the predictions of the float graph of import_onnx as truth.
 
-    Raises ArtifactError for images that have labels or masks already.
+    Raises ArtifactError for images that have labels or masks already, DataError where the model knows one class only.
     """
     import numpy as np
 
@@ -64,6 +64,11 @@ def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         counts = np.bincount(predictions.ravel(), minlength=len(classes))
         shares[split] = tuple(float(share) for share in counts / max(1, counts.sum()))
         given += counts
+    if (given > 0).sum() < 2:
+        raise DataError(
+            f"{data}: the float model answers every image with the class {classes[int(given.argmax())]}, so "
+            "agreement with it would tell nothing. Check model.mean and model.std, or give images that show more."
+        )
     labelled = replace(manifest, classes=classes, files=files, pixel_share=shares, source=FLOAT_MODEL)
     write_manifest(dataset, labelled)
     report = Report(manifest.counts, len(classes), int((given > 0).sum()))

@@ -289,9 +289,10 @@ def _judge(
             f"{ratio.factor:.3f}x as fast as {below.variant} in the same rounds "
             f"({ratio.low:.3f} to {ratio.high:.3f})"
         )
-        if abs(ratio.factor - 1) <= ratio.aa_ratio_spread:
+        is_noise = abs(ratio.factor - 1) <= ratio.aa_ratio_spread
+        if is_noise:
             compared += f", which is within the A/A spread of {100 * ratio.aa_ratio_spread:.1f} %"
-        if ratio.low < cfg.min_speedup_factor:
+        if is_noise or ratio.low < cfg.min_speedup_factor:
             wanted = f"{compared}, expected {cfg.min_speedup_factor:g}x or more for certain"
             return _with(row, Verdict.NOT_FASTER, wanted, accuracy)
         return _with(row, Verdict.ACCEPT, accuracy, _speed(row, eager), compared)
@@ -447,6 +448,7 @@ def _record(folders: "EvidenceFolders", row: EngineRow, companions: Path) -> Run
     tags = {
         "variant": row.variant,
         "target": row.target,
+        "metric": row.metric,
         "precision": row.precision,
         "pareto": str(row.pareto).lower(),
         "picked": str(row.picked).lower(),

@@ -18,7 +18,7 @@ from tests.conftest import REPOSITORY, Workspace, copy_repository
 
 OVERRIDES = {
     "trained": [],
-    "onnx": ["model=onnx", "model.path=model.onnx"],
+    "onnx": ["model=onnx", "model.path=model.onnx", "data=folder"],
     "onnx without labels": ["model=onnx", "model.path=model.onnx", "data=images"],
 }
 

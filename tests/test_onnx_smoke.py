@@ -129,9 +129,17 @@ def test_bundle_classifies_without_the_repository(finished: tuple[Workspace, str
     ("overrides", "expected"),
     [
         (("model=onnx",), "model.path is missing"),
-        (("model=onnx", "model.path=x.onnx", "target=[cpu_torch,cpu_onnxruntime]"), "target cpu_torch runs"),
+        (
+            ("model=onnx", "model.path=x.onnx", "data=images", "target=[cpu_torch,cpu_onnxruntime]"),
+            "target cpu_torch runs",
+        ),
+        (("model=onnx", "model.path=x.onnx"), "data is digit_scenes"),
+        (("model=onnx", "model.path=x.onnx", "data=images"), "x.onnx is missing"),
         (("data=class_folder",), "data is class_folder, which has no masks"),
-        (("model=onnx", "model.path=x.onnx", "target=[cpu_openvino]"), "It has to hold cpu_onnxruntime"),
+        (
+            ("model=onnx", "model.path=x.onnx", "data=images", "target=[cpu_openvino]"),
+            "It has to hold cpu_onnxruntime",
+        ),
     ],
 )
 def test_mistake_is_refused_before_any_stage(

@@ -61,7 +61,8 @@ _MAX_TAG_CHARS = 5000
 _MAX_METRICS_PER_BATCH = 900
 _DATABASE_TIMEOUT_S = 5
 _SQLITE = "sqlite:///"
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+_CREDENTIALS = re.compile(r"(?<=://)[^\s'\"]*@")
+_PASSWORD = re.compile(r"(?i)(password=)[^&\s]+")
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "4",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -122,7 +123,8 @@ def _git(*arguments: str) -> str:
 
 
 def _params_text() -> str:
-    return PARAMS_FILE.read_text(encoding="utf-8") if PARAMS_FILE.is_file() else ""
+    """Return params.yaml without passwords: what is logged is read by others."""
+    return mask_credentials(PARAMS_FILE.read_text(encoding="utf-8")) if PARAMS_FILE.is_file() else ""
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,7 @@ def log_pipeline(
 
 def registered_name(config: TrackingConfig, target: str) -> str:
     """Return the name of the registered model whose versions are the engines of a target."""
-    return f"{config.experiment}-{target}"
+    return re.sub(r"[/:.%\"']", "-", f"{config.experiment}-{target}")  # what MLflow allows in no name
 
 
 def find_engines(config: TrackingConfig, target: str) -> list[TrackedEngine]:
@@ -261,7 +263,7 @@ def find_engines(config: TrackingConfig, target: str) -> list[TrackedEngine]:
             pipelines = [run.data.tags[_PARENT_TAG] for run in runs]
         else:
             candidate = client.get_model_version(registered_name(config, target), version)
-            pipelines = [candidate.tags[_PIPELINE_TAG]]
+            pipelines = [candidate.tags[_PIPELINE_TAG]] if _PIPELINE_TAG in candidate.tags else []
         if not pipelines:
             return []
         same = f"{of_target} and tags.`{_PARENT_TAG}` = '{pipelines[0]}'"
@@ -341,7 +343,7 @@ def client_of(config: TrackingConfig) -> Iterator["MlflowClient"]:
 
 def mask_credentials(uri: str) -> str:
     """Replace user and password of a URI, for texts that are shown or logged."""
-    return _CREDENTIALS.sub("***@", uri)
+    return _PASSWORD.sub(r"\1***", _CREDENTIALS.sub("***@", uri))
 
 
 @contextlib.contextmanager
@@ -419,8 +421,9 @@ def _explained(config: TrackingConfig) -> Iterator[None]:
     except (MlflowException, SQLAlchemyError, OSError) as error:
         cause = mask_credentials(str(error)).splitlines()[0][:300]
         raise TrackingUnavailable(
-            f"MLflow at {mask_credentials(config.uri)} does not take the runs: {cause} Start it (`make ui`), "
-            "mend select_engine.tracking.uri, or go without it: select_engine.tracking.enabled=false."
+            f"MLflow at {mask_credentials(config.uri)} does not take or give the runs: {cause} Start it (`make ui`), "
+            "mend select_engine.tracking.uri (a server with authentication: MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD), or go without it: select_engine.tracking.enabled=false."
         ) from error
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tasks.parts import bundle_infer
 from tasks.parts.encoding import GRAPH_FILE
 from tasks.parts.runners.contract import EngineManifest, read_engine_manifest, sha256_of
+from tasks.parts.runners.onnxruntime import PROVIDER_OPTIONS
 from tasks.parts.runners.openvino import compile_options
 from tasks.parts.target import CUDA, Precision, Runtime
 
@@ -75,7 +76,11 @@ def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
     elif target.runtime is Runtime.openvino:
         options = {"properties": compile_options(target), "isa": manifest.isa}
     else:
-        options = {"provider": manifest.provider, "num_threads": target.num_threads}
+        options = {
+            "provider": manifest.provider,
+            "provider_options": PROVIDER_OPTIONS.get(manifest.provider, {}),
+            "num_threads": target.num_threads,
+        }
     return {
         "runtime": target.runtime,
         "package": _package(manifest),
@@ -103,8 +108,8 @@ def configure_triton(name: str, manifest: EngineManifest, graph: "GraphProto") -
         Runtime.tensorrt: _triton_tensorrt,
     }
     image, logits = [3, card.height, card.width], list(card.logits_shape)
-    if target.runtime is Runtime.openvino:
-        image, logits = [-1, *image], [-1, *logits]
+    if card.max_batch is not None or target.runtime is Runtime.openvino:
+        image, logits = [card.max_batch or -1, *image], [card.max_batch or -1, *logits]
     lines = [
         "# Serve it with: tritonserver --model-repository=triton",
         "# Requests carry RGB images as (value / 255 - mean) / std, with the numbers of model.json; answers are one",
@@ -141,7 +146,7 @@ def _package(manifest: EngineManifest) -> str:
 def _triton_onnxruntime(manifest: EngineManifest) -> list[str]:
     return [
         'backend: "onnxruntime"',
-        f"max_batch_size: {manifest.target.max_batch}",
+        f"max_batch_size: {0 if manifest.card.max_batch else manifest.target.max_batch}",
         f"instance_group [ {{ kind: KIND_{'GPU' if manifest.target.device == CUDA else 'CPU'} count: 1 }} ]",
         _triton_parameter("intra_op_thread_count", manifest.target.num_threads),
     ]
@@ -181,7 +186,7 @@ def _triton_tensorrt(manifest: EngineManifest) -> list[str]:
     return [
         *lines,
         'platform: "tensorrt_plan"',
-        f"max_batch_size: {max(one.max for one in profiles)}",
+        f"max_batch_size: {0 if manifest.card.max_batch else max(one.max for one in profiles)}",
         f"instance_group [ {{ kind: KIND_GPU count: 1 profile: {names} }} ]",
     ]
 

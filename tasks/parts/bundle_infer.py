@@ -95,7 +95,8 @@ def _open_onnxruntime(content: bytes, card: dict[str, Any]) -> Run:
 
     options, provider = onnxruntime.SessionOptions(), card["options"]["provider"]
     options.intra_op_num_threads, options.inter_op_num_threads = card["options"]["num_threads"], 1
-    session = onnxruntime.InferenceSession(content, options, providers=[provider])
+    chosen = (provider, card["options"]["provider_options"])
+    session = onnxruntime.InferenceSession(content, options, providers=[chosen])
     if session.get_providers()[0] != provider:  # by itself it falls back to the CPU
         raise ValueError(
             f"the engine was measured on {provider}, onnxruntime here has {', '.join(session.get_providers())}."

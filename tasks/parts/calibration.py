@@ -3,11 +3,13 @@
 N images, C channels, H rows, W columns.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
@@ -19,6 +21,8 @@ from tasks.parts.onnx_qdq import INT8_MAX, TensorRange
 NUM_BINS = 2048
 NUM_LEVELS = 128  # magnitudes that symmetric INT8 tells apart
 _BINS_PER_STEP = 8
+_MAX_BYTES = 1 << 30
+"""Of activations that are read at once; large images go one by one, which changes no statistic."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +116,26 @@ def _tensor_reader(
             marked.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
     session = open_session(marked)
     inner = [name for name in names if name != image]
+    at_once = max(1, _MAX_BYTES // max(1, _bytes_per_image(model, inner)))
 
     def run(images_NCHW: NDArray[np.float32]) -> Iterable[tuple[str, NDArray[Any]]]:
         if image in names:
             yield image, images_NCHW
         if inner:  # an empty list of names means all outputs to ONNX Runtime
-            yield from zip(inner, session.run(inner, {image: images_NCHW}), strict=True)
+            for start in range(0, len(images_NCHW), at_once):
+                found = session.run(inner, {image: images_NCHW[start : start + at_once]})
+                yield from zip(inner, found, strict=True)
 
     return run
+
+
+def _bytes_per_image(model: ModelProto, names: Sequence[str]) -> int:
+    """Return what the named float32 tensors of one image take; tensors of unknown size count as nothing."""
+    sizes = {
+        value.name: [axis.dim_value for axis in value.type.tensor_type.shape.dim]
+        for value in onnx.shape_inference.infer_shapes(model).graph.value_info
+    }
+    return sum(4 * math.prod(sizes[name][1:]) for name in names if name in sizes)
 
 
 def _histogram(values: NDArray[Any], amax: float) -> NDArray[np.int64]:

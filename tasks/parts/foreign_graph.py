@@ -30,12 +30,20 @@ from tasks.parts.onnx_graph import (
     MIN_OPSET,
     all_tensors,
     drop_unused,
-    is_quantized,
 )
 from tasks.parts.runners.onnxruntime import open_session
 
 BATCH = "batch"
 _STANDARD = ("", "ai.onnx")
+_INTEGER_OPERATORS = {
+    "QuantizeLinear",
+    "DequantizeLinear",
+    "DynamicQuantizeLinear",
+    "QLinearConv",
+    "QLinearMatMul",
+    "ConvInteger",
+    "MatMulInteger",
+}
 _LAYOUT = "float32 [N, 3, height, width], N fixed or dynamic"
 
 
@@ -106,10 +114,10 @@ def _load_weights(graph: ModelProto, path: Path, *, is_folder: bool) -> None:
 
 def _check_values(graph: ModelProto, path: Path) -> None:
     for tensor in all_tensors(graph.graph):
-        if tensor.data_type == TensorProto.FLOAT16:
+        if tensor.data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
             raise ArtifactError(
-                f"{path}: tensor '{tensor.name}' is float16, expected the float32 model: reduced precisions are made "
-                "from it. Export it in float32."
+                f"{path}: tensor '{tensor.name}' has 16 bits, expected the float32 model: reduced precisions are "
+                "made from it. Export it in float32."
             )
         if tensor.data_type in (TensorProto.FLOAT, TensorProto.DOUBLE):
             values = numpy_helper.to_array(tensor)
@@ -118,9 +126,11 @@ def _check_values(graph: ModelProto, path: Path) -> None:
                     f"{path}: tensor '{tensor.name}' holds NaN or infinity, expected finite weights. Take another "
                     "checkpoint of the model and export it again."
                 )
-    if is_quantized(graph):
+    integer = sorted({node.op_type for node in graph.graph.node} & _INTEGER_OPERATORS)
+    if integer:
         raise ArtifactError(
-            f"{path}: has Q/DQ already, expected the float model: it is quantized here. Give the file that was "
+            f"{path}: is quantized already ({', '.join(integer)}), expected the float model: it is "
+            "quantized here. Give the file that was "
             "quantized."
         )
 
@@ -197,6 +207,22 @@ def rewrite(
     return Imported(model, task, num_classes, tensor, static_batch, max_batch, opset, tuple(said))
 
 
+def read_image_size(
+    model: Path, *, height: int | None, width: int | None, output: str | None
+) -> tuple[int, int]:
+    """Return height and width of the images that a model reads; raises what `rewrite` would say of the file."""
+    path, graph = find_file(model), read_foreign(model)
+    _opset(graph, path)
+    if graph.functions:
+        graph = inline_local_functions(graph)
+    _check_operators(graph, path)
+    image = _find_image(graph, path)
+    _choose_output(graph, path, output)
+    _set_size(image, path, height=height, width=width)
+    found = _sizes(image)
+    return found[2], found[3]
+
+
 def with_output(model: ModelProto, tensor: str) -> ModelProto:
     """Return a copy that answers with one of its tensors."""
     marked = ModelProto()
@@ -258,8 +284,13 @@ def _find_image(model: ModelProto, path: Path) -> ValueInfoProto:
             f"{path}: the input is {found}, expected {_LAYOUT}: normalised RGB. Export the model without the "
             "preprocessing in front of it."
         )
-    if sizes[1] != 3:
-        hint = " It looks like [N, height, width, 3]: transpose it in the export." if sizes[3] == 3 else ""
+    is_open = sizes[1] == 0 and sizes[3] != 3  # some tools give all four axes names
+    if sizes[1] != 3 and not is_open:
+        hint = (
+            " It looks like [N, height, width, 3]: transpose it in the export (tf2onnx: --inputs-as-nchw)."
+            if sizes[3] == 3
+            else ""
+        )
         raise ArtifactError(f"{path}: the input is {found}, expected {_LAYOUT}.{hint}")
     return image
 
@@ -290,6 +321,7 @@ def _choose_output(model: ModelProto, path: Path, output: str | None) -> str:
 def _set_size(image: ValueInfoProto, path: Path, *, height: int | None, width: int | None) -> int | None:
     """Fix height and width of the input; return the batch that the graph fixes, or None."""
     dims = image.type.tensor_type.shape.dim
+    dims[1].dim_value = 3
     for axis, name, wanted in ((2, "height", height), (3, "width", width)):
         found = max(0, dims[axis].dim_value)  # some tools write -1 for open
         if not found and wanted is None:
@@ -372,7 +404,7 @@ def _free_batch(model: ModelProto, static_batch: int) -> int:
         if node.op_type != "Reshape" or node.input[1] not in constants or _integer(node, "allowzero"):
             continue
         shape = numpy_helper.to_array(constants[node.input[1]]).copy()
-        if len(shape) and shape[0] == static_batch and sizes.get(node.input[0], [0])[0] == static_batch:
+        if len(shape) and shape[0] == static_batch and (sizes.get(node.input[0]) or [0])[0] == static_batch:
             shape[0] = 0
             name = f"{node.output[0]}:shape"
             graph.initializer.append(numpy_helper.from_array(shape, name))
@@ -422,6 +454,12 @@ def _rewrite_head(model: ModelProto, tensor: str, path: Path) -> tuple[Task, int
             "(segmentation). Name another one with model.output, or export the model up to its logits."
         )
     num_classes, size = sizes[1], tuple(sizes[2:])
+    is_channels_last = len(sizes) == 4 and sizes[1] * image[3] == sizes[2] * image[2]
+    if is_channels_last and size != (1, 1) and size[0] * image[3] != size[1] * image[2]:
+        raise ArtifactError(
+            f"{found}: looks like [N, height, width, classes], expected [N, classes, height, width]. Export it with "
+            "channels first (tf2onnx: --outputs-as-nchw)."
+        )
     if num_classes < 2:
         raise ArtifactError(
             f"{found}: {num_classes} class. Expected two or more; a model with one (sigmoid) is not read."

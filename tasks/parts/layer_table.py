@@ -87,7 +87,7 @@ def list_layers(graph: "ModelProto", compared: Mapping[str, Compared]) -> list[L
         if tensor in compared:
             origin = sources.get(node.name, ("", ""))
             layers.append(_layer(node.name, node.op_type, tensor, origin, compared[tensor], min(known)))
-            nearest[tensor] = compared[tensor].engine.sqnr_db
+            nearest.update(dict.fromkeys(node.output, compared[tensor].engine.sqnr_db))
         else:
             nearest.update(dict.fromkeys(node.output, min(known)))
     layers.sort(key=lambda layer: layer.tensor == logits)

@@ -55,7 +55,10 @@ def read_machine_state(device: str) -> MachineState:
     """Read the CPU, and for a target of device cuda the first visible GPU."""
     import psutil
 
-    frequency = psutil.cpu_freq()
+    try:
+        frequency = psutil.cpu_freq()
+    except NotImplementedError:  # some virtual machines
+        frequency = None
     sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
     celsius = [sensor.current for name in _CPU_SENSORS for sensor in sensors.get(name, [])]
     gpu, note = _read_gpu() if device == CUDA else (None, "the target does not use one")

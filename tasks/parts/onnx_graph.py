@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.input_card import InputCard
@@ -100,22 +100,64 @@ def is_quantized(model: ModelProto) -> bool:
     return any(node.op_type == "QuantizeLinear" for node in model.graph.node)
 
 
+def other_types(model: ModelProto) -> set[str]:
+    """Names of the tensors that are not float32, such as shapes, as far as the graph says."""
+    values = [*model.graph.value_info, *model.graph.input, *model.graph.output]
+    known = {value.name: value.type.tensor_type.elem_type for value in values}
+    return {name for name, kind in known.items() if kind not in (TensorProto.UNDEFINED, TensorProto.FLOAT)}
+
+
 def conv_macs(model: ModelProto) -> dict[str, int]:
     """Multiply-accumulates of each convolution and matrix product for one image, by node name."""
-    inferred = onnx.shape_inference.infer_shapes(model)
+    layers = [
+        node for node in model.graph.node if node.op_type in ("Conv", "ConvTranspose", "MatMul", "Gemm")
+    ]
+    needed = {name for node in layers for name in (*node.input[:2], node.output[0])}
+    sizes = _sizes_of_one_image(model)
+    unknown = sorted(name for name in needed if not sizes.get(name) or not all(sizes[name]))
+    if unknown:  # shapes that the graph computes
+        sizes |= _run_for_sizes(model, unknown)
+    macs = {}
+    for node in layers:
+        image, weight, output = (sizes[name] for name in (*node.input[:2], node.output[0]))
+        if node.op_type == "Conv":
+            macs[node.name] = math.prod(weight) * math.prod(output[2:])
+        elif node.op_type == "ConvTranspose":
+            macs[node.name] = math.prod(weight) * math.prod(image[2:])
+        else:
+            channels = weight[-1 if _flag(node, "transB") or len(weight) == 1 else -2]
+            macs[node.name] = channels * math.prod(output)
+    return macs
+
+
+def _sizes_of_one_image(model: ModelProto) -> dict[str, list[int]]:
+    """Infer the sizes of all tensors for a batch of 1, since tokens and windows may be folded into the batch."""
+    single = ModelProto()
+    single.CopyFrom(model)
+    single.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+    del single.graph.value_info[:]
+    for value in single.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    inferred = onnx.shape_inference.infer_shapes(single, data_prop=True).graph
     sizes = {
         value.name: [axis.dim_value for axis in value.type.tensor_type.shape.dim]
-        for value in [*inferred.graph.value_info, *inferred.graph.output]
+        for value in [*inferred.input, *inferred.value_info, *inferred.output]
     }
-    sizes |= {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
-    macs = {}
-    for node in model.graph.node:
-        if node.op_type == "Conv":
-            macs[node.name] = math.prod(sizes[node.input[1]]) * math.prod(sizes[node.output[0]][2:])
-        elif node.op_type in ("MatMul", "Gemm"):
-            channels = sizes[node.input[1]][-1 if _flag(node, "transB") else -2]
-            macs[node.name] = channels * math.prod(sizes[node.output[0]][1:])
-    return macs
+    return sizes | {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+
+
+def _run_for_sizes(model: ModelProto, names: list[str]) -> dict[str, list[int]]:
+    """Run one black image and look at the named tensors."""
+    from tasks.parts.onnx_predict import open_session
+
+    marked = ModelProto()
+    marked.CopyFrom(model)
+    own = {value.name for value in model.graph.output}
+    marked.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in own)
+    image = model.graph.input[0]
+    size = [axis.dim_value for axis in image.type.tensor_type.shape.dim[1:]]
+    found = open_session(marked).run(names, {image.name: np.zeros((1, *size), np.float32)})
+    return {name: list(values.shape) for name, values in zip(names, found, strict=True)}
 
 
 def activations_to_uint8(model: ModelProto) -> ModelProto:

@@ -18,7 +18,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.onnx_graph import node_sources, set_node_source
+from tasks.parts.onnx_graph import node_sources, other_types, set_node_source
 
 INT8_MAX = 127
 
@@ -55,12 +55,13 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
     """
     constants = {tensor.name: len(tensor.dims) for tensor in model.graph.initializer}
     outputs = {value.name for value in model.graph.output}
+    others = other_types(model)
     normalised = {node.input[0] for node in model.graph.node if node.op_type == "LayerNormalization"}
 
     def is_quantizable(node: NodeProto) -> bool:
         if node.op_type == "Conv" or node.op_type not in op_types:
             return node.op_type in op_types
-        if outputs & set(node.output):
+        if outputs & set(node.output) or others & set(node.input):
             return False
         if node.op_type in _LINEAR:
             return node.input[0] not in constants and constants.get(node.input[1]) == 2

@@ -93,8 +93,11 @@ class TensorrtOptions:
         require(levels_ok, "optimization_level", f"0..{MAX_OPTIMIZATION_LEVEL}")
         profiles_ok = all(1 <= one.min <= one.opt <= one.max <= max_batch for one in self.profiles)
         require(profiles_ok, "profiles", f"1 <= min <= opt <= max <= max_batch ({max_batch})")
-        covered = {n for one in self.profiles for n in range(one.min, one.max + 1)} or {1}
-        require(1 in covered, "profiles", "profiles of which one takes batch 1")
+        covered = {n for one in self.profiles for n in range(one.min, one.max + 1)}
+        is_whole = not self.profiles or len(covered) == max_batch
+        require(
+            is_whole, "profiles", f"profiles that take every batch of 1..{max_batch} (max_batch), or none"
+        )
         cache_ok = not (self.error_on_timing_cache_miss and self.timing_cache is None)
         require(cache_ok, "error_on_timing_cache_miss", "false where timing_cache is null")
         builds_ok = self.num_builds == 1 or not self.error_on_timing_cache_miss

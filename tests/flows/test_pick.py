@@ -20,6 +20,7 @@ def record(folder, variant, latency_ms, miou, verdict="ACCEPT", target=TARGET, p
         "target": target,
         "verdict": verdict,
         "reason": f"{variant} is {verdict}",
+        "metric": "mIoU",
         "precision": "int8",
         "pareto": "true",
         "picked": str(picked).lower(),

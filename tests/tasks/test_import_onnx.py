@@ -16,15 +16,19 @@ from torch import nn
 
 from benchmarks.light_models import SIDE, light_model
 from tasks.build_engine import build_engine
+from tasks.convert_precision import Config as ConvertConfig
+from tasks.convert_precision import convert_precision
 from tasks.core.config import typed_config
-from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+from tasks.core.errors import ArtifactError, ConfigError, DataError, GateFailed
 from tasks.import_onnx import Config, Report, import_onnx
 from tasks.label_images import Config as LabelConfig
 from tasks.label_images import label_images
+from tasks.parts.calibration import collect_statistics
 from tasks.parts.data import normalise, read_manifest
 from tasks.parts.input_card import Task
-from tasks.parts.onnx_graph import conv_macs, read_card_of_graph, read_graph
+from tasks.parts.onnx_graph import conv_macs, other_types, read_card_of_graph, read_graph
 from tasks.parts.onnx_predict import predict_classes
+from tasks.parts.onnx_qdq import quantizable_tensors
 from tasks.parts.runners.contract import read_engine_manifest
 from tasks.parts.score import FLOAT_MODEL
 from tasks.parts.target import Target
@@ -47,11 +51,12 @@ CONFIG = Config(
 
 
 def images(folder: Path, side: int, classes: tuple[str, ...] = ()) -> Path:
-    """Write a data set of random images; labelled in turns where there are classes."""
+    """Write a data set of images of several colours; labelled in turns where there are classes."""
     random = np.random.default_rng(0)
     splits = {}
     for split in ("train", "val", "test", "calibration"):
-        images_NHWC = random.integers(0, 256, (4, side, side, 3), np.uint8)
+        images_NHWC = random.integers(0, 64, (4, side, side, 3), np.uint8)
+        images_NHWC[np.arange(3), ..., np.arange(3)] += 190  # a red, a green, a blue and a dark one
         labels_N = (np.arange(4) % len(classes)).astype(np.uint16) if classes else None
         splits[split] = ImageBatches(4, [images_NHWC], labels_N)
     write_images(folder / "dataset", classes=classes, height=side, width=side, source="images", splits=splits)
@@ -380,3 +385,72 @@ def test_graph_that_computes_something_else_stops_at_the_gate(small: Path, tmp_p
         GateFailed, match=r"batch of \d: .*allowed are 199\.0 dB \(import_onnx\.min_sqnr_db\)"
     ):
         run(path, small, tmp_path / "strict", min_sqnr_db=199.0)
+
+
+class ClassToken(nn.Module):
+    """The head of a vision transformer: its export computes shapes from a batch that is not known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 8, 8)
+        self.token = nn.Parameter(torch.randn(1, 1, 16))
+        self.mix = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
+        tokens = self.patches(images_NCHW).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
+        return self.head(torch.relu(self.mix(tokens))[:, 0])
+
+
+def test_graph_that_computes_with_shapes_is_calibrated_and_converted(tmp_path: Path) -> None:
+    data = images(tmp_path, 32, classes=("a", "b", "c"))
+    axes = {"pixels": {0: "batch", 1: "channels", 2: "height", 3: "width"}}
+    model = export(ClassToken(), tmp_path / "model.onnx", dynamic_axes=axes)
+    report = run(model, data, tmp_path / "imported", height=32, width=32)
+    graph = read_graph(tmp_path / "imported" / "model.onnx")
+    assert other_types(graph), "nothing in this graph is an integer, so it shows nothing"
+    assert report.macs == 16 * 3 * 64 * 16 + 17 * 16 * 16 + 16 * 3
+    section = yaml.safe_load((REPOSITORY / "conf/convert_precision/default.yaml").read_text(encoding="utf-8"))
+    config = typed_config(ConvertConfig, {**section, "num_images": 4}, "convert_precision")
+    (tmp_path / "half").mkdir()
+    half = convert_precision(config, model=tmp_path / "imported/model.onnx", data=data, out=tmp_path / "half")
+    assert half.agreement == 1
+    names = quantizable_tensors(graph, ["Conv", "MatMul", "Gemm", "Add", "Concat"])
+    images_NCHW = np.zeros((2, 3, 32, 32), np.float32)
+    assert set(collect_statistics(graph, lambda: [images_NCHW], names)) == set(names)
+
+
+def test_channels_last_output_and_integer_operators_are_refused(small: Path, tmp_path: Path) -> None:
+    class ChannelsLast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 5, 1)
+
+        def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
+            return self.conv(images_NCHW).permute(0, 2, 3, 1)
+
+    model = export(ChannelsLast(), tmp_path / "last.onnx")
+    with pytest.raises(ArtifactError, match=r"looks like \[N, height, width, classes\].*--outputs-as-nchw"):
+        run(model, small, tmp_path / "last")
+    graph = onnx.load(export(ClassToken(), tmp_path / "float.onnx"))
+    graph.graph.node.append(helper.make_node("DynamicQuantizeLinear", ["pixels"], ["q", "s", "z"]))
+    onnx.save(graph, tmp_path / "integer.onnx")
+    with pytest.raises(ArtifactError, match=r"quantized already \(DynamicQuantizeLinear\)"):
+        run(tmp_path / "integer.onnx", small, tmp_path / "integer")
+
+
+def test_float_model_that_knows_one_answer_labels_nothing(small: Path, tmp_path: Path) -> None:
+    network = ClassToken()
+    with torch.no_grad():
+        network.head.weight.zero_()
+        network.head.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))
+    run(export(network, tmp_path / "model.onnx"), small, tmp_path / "imported")
+    (tmp_path / "labelled").mkdir()
+    with pytest.raises(DataError, match="every image with the class 1"):
+        label_images(
+            LabelConfig(batch_size=4),
+            model=tmp_path / "imported/model.onnx",
+            data=small,
+            out=tmp_path / "labelled",
+        )

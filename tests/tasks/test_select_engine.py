@@ -391,6 +391,7 @@ def test_a_difference_within_the_control_is_said_to_be_none(artifacts, tmp_path)
     artifacts.add("pruned", "cpu_torch", 0.539, 18.0, 1.03)
     artifacts.change_race("pruned-cpu_torch", low=1.021, aa_ratio_spread=0.04)
     _, rows = run(artifacts, tmp_path / "out")
+    assert rows["pruned-cpu_torch"]["verdict"] == "NOT_FASTER"
     assert "within the A/A spread of 4.0 %" in rows["pruned-cpu_torch"]["reason"]
 
 

@@ -69,7 +69,7 @@ def test_targets_of_a_gpu_compose_beside_those_of_the_cpu() -> None:
         ({"optimization_level": 6}, r"tensorrt\.optimization_level is 6, allowed: 0\.\.5"),
         ({"profiles": [BatchProfile(1, 4, 2)]}, r"tensorrt\.profiles"),
         ({"profiles": [BatchProfile(1, 1, 64)]}, r"max <= max_batch \(4\)"),
-        ({"profiles": [BatchProfile(2, 4, 4)]}, r"profiles of which one takes batch 1"),
+        ({"profiles": [BatchProfile(2, 4, 4)]}, r"profiles that take every batch of 1\.\.4"),
         ({"timing_cache": None, "error_on_timing_cache_miss": True}, r"false where timing_cache is null"),
         ({"max_aux_streams": -1}, r"tensorrt\.max_aux_streams is -1"),
         ({"dla_core": 9}, r"tensorrt\.dla_core is 9"),

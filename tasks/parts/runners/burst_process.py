@@ -6,6 +6,7 @@ beside it. The parent holds `BurstProcess`; the child is `python -m tasks.parts.
 They talk in JSON lines over the child's stdin and stdout. The child dies with its parent.
 """
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -86,7 +87,8 @@ class BurstProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()  # it has nothing to save, and some runtimes take long to unload
         self._process.wait()
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # what the child did not read any more
+            self._process.stdin.close()
         self._process.stdout.close()
 
     @property
@@ -150,7 +152,7 @@ class BurstProcess:
             if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
                 raise ArtifactError(
                     f"{self._engine}: its process gave no answer for {self._timeout_s:g} s. The engine hangs "
-                    "or the machine is overloaded; run it alone, or raise benchmark.timeout_s."
+                    "or the machine is overloaded; run it alone, or raise timeout_s of the stage."
                 )
             chunk = os.read(self._process.stdout.fileno(), 1 << 16)
             if not chunk:
@@ -248,8 +250,10 @@ def _carry_out(runner: Runner, images_NCHW: FloatArray, *, do: str, **options: A
             times = runner.time_on_device(images_NCHW, **options)
             return {"times": times and vars(times)}
         case _:
-            layers = runner.profile(images_NCHW, **options)
-            return {"milliseconds": {layer.name: layer.milliseconds for layer in layers}}
+            milliseconds: dict[str, float] = {}
+            for layer in runner.profile(images_NCHW, **options):
+                milliseconds[layer.name] = milliseconds.get(layer.name, 0.0) + layer.milliseconds
+            return {"milliseconds": milliseconds}
 
 
 def _load(
@@ -263,10 +267,11 @@ def _load(
         with ExitStack() as stack:
             with entry:  # one after the other: not every runtime opens contexts in two threads at once
                 stack.enter_context(lane)
-            lane.run(images_NCHW)
+                lane.run(images_NCHW)
             for _ in range(num_windows):
                 barrier.wait()
                 windows.append(_time_calls(lane.run, images_NCHW, seconds, min_calls=1))
+            barrier.wait()  # a lane that closes disturbs the others
         return windows
 
     with ThreadPoolExecutor(len(lanes)) as pool:
@@ -278,8 +283,7 @@ def _load(
     by_lane = [future.result() for future in futures]
     return {
         "calls_per_s": [
-            sum(1e9 * len(latencies_ns) / sum(latencies_ns) for latencies_ns in window)
-            for window in zip(*by_lane, strict=True)
+            1e9 * sum(map(len, window)) / max(map(sum, window)) for window in zip(*by_lane, strict=True)
         ],
         "latencies_ns": [value for windows in by_lane for window in windows for value in window],
     }

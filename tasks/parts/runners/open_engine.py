@@ -56,8 +56,8 @@ def installed_version(runtime: Runtime) -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
     raise TargetMismatch(
-        f"Package {' or '.join(names)} is not installed. Install the extra gpu (`pip install -e '.[gpu]'`), or run "
-        "this on a worker of the target's work pool."
+        f"Package {' or '.join(names)} is not installed. Install it (TensorRT comes with the extra gpu: `pip install "
+        "-e '.[gpu]'`), or run this on a worker of the target's work pool."
     )
 
 

@@ -21,7 +21,7 @@ from tasks.parts.runners.contract import (
     RunnerDescription,
     check_batch,
 )
-from tasks.parts.target import CUDA, Target
+from tasks.parts.target import CUDA, Runtime, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ def _explained_out_of_memory(target: Target) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise ArtifactError(
             f"Target {target.name}: the GPU has too little memory ({str(error).splitlines()[0]}). End other "
-            "processes on it, send smaller batches (validate.batch_size, benchmark.batch_size), or lower "
+            "processes on it, send smaller batches (validate.batch_size, benchmark.batch_sizes), or lower "
             f"target.{target.name}.max_batch and build again."
         ) from error
 
@@ -157,10 +157,15 @@ class TorchRunner:
         return tuple(sorted(times, key=lambda time: -time.milliseconds))
 
     def open_lanes(self, count: int) -> tuple[Self, ...]:
-        """Return runners that share the loaded program; on a GPU each has a stream of its own."""
+        """Return runners of this file; on a GPU each has a stream of its own.
+
+        Eager ones share the network. A package of AOTInductor lets one caller in at a time, so each loads its own; on
+        the CPU it holds Python's lock while it computes, and several lanes are no faster than one.
+        """
         program = self._program
         assert program is not None, "use the runner in a with block"
-        return tuple(type(self)(self._file, self.manifest, lambda *_: program) for _ in range(count))
+        load = self._load if self.manifest.target.runtime is Runtime.aotinductor else lambda *_: program
+        return tuple(type(self)(self._file, self.manifest, load) for _ in range(count))
 
     def time_on_device(self, images_NCHW: FloatArray, num_iterations: int) -> DeviceTimes | None:
         if self.manifest.target.device != CUDA:

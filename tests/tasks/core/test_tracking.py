@@ -14,6 +14,7 @@ import pytest
 from tasks.core.errors import ConfigError, TrackingUnavailable
 from tasks.core.tracking import (
     PENDING,
+    UNCOMMITTED,
     RunRecord,
     TrackingConfig,
     git_commit,
@@ -92,7 +93,8 @@ def test_each_candidate_is_a_child_run_of_the_pipeline(config, pipeline, candida
     assert [file.path for file in client.list_artifacts(runs["a"].info.run_id, "engine")] == [
         "engine/a.engine"
     ]
-    assert [file.path for file in client.list_artifacts(tracked.parent_run_id)] == ["report.html"]
+    of_pipeline = [file.path for file in client.list_artifacts(tracked.parent_run_id)]
+    assert of_pipeline == ["params.yaml", "report.html"]
 
 
 def test_every_metric_has_one_point(config, pipeline, candidates) -> None:
@@ -270,7 +272,7 @@ def test_a_database_that_cannot_be_used_is_reported_soon(
         holder.execute("BEGIN EXCLUSIVE")
     broken = dataclasses.replace(config, uri=f"sqlite:///{file}")
     started = time.monotonic()
-    with pytest.raises(TrackingUnavailable, match="does not take the runs"):
+    with pytest.raises(TrackingUnavailable, match="does not take or give the runs"):
         log_pipeline(broken, pipeline=pipeline, candidates=candidates, picks={})
     assert time.monotonic() - started < 15
     holder.close()
@@ -362,7 +364,7 @@ def test_a_database_in_a_new_folder_is_made(tmp_path, pipeline, candidates) -> N
 
 
 def test_the_code_says_the_commit_of_its_checkout() -> None:
-    commit = git_commit()
+    commit = git_commit().removesuffix(UNCOMMITTED)
     assert commit == "unknown" or (len(commit) == 40 and int(commit, 16) >= 0)
 
 
@@ -371,6 +373,9 @@ def test_the_code_says_the_commit_of_its_checkout() -> None:
     [
         ("http://user:pass@host:5000/x", "http://***@host:5000/x"),
         ("http://host:5000", "http://host:5000"),
+        ("http://user:p/w@host", "http://***@host"),
+        ("http://user:p@ss@host", "http://***@host"),
+        ("postgresql://host/db?user=me&password=secret&x=1", "postgresql://host/db?user=me&password=***&x=1"),
         ("sqlite:///mlflow.db", "sqlite:///mlflow.db"),
     ],
 )

@@ -127,9 +127,12 @@ def test_other_version_of_the_runtime_is_named(workshop: Workshop, tmp_path: Pat
     assert f"measured with {runtime} 1.2.3, installed is {installed}" in done.stderr
 
 
+OPTIONS = {"provider_options": {}, "num_threads": 1}
+
+
 def test_provider_that_is_not_here_is_refused(workshop: Workshop, tmp_path: Path) -> None:
     bundle = bundled(workshop, "cpu_onnxruntime", tmp_path / "a")
-    change_card(bundle, options={"provider": "CUDAExecutionProvider", "num_threads": 1})
+    change_card(bundle, options={**OPTIONS, "provider": "CUDAExecutionProvider"})
     done = infer(sys.executable, bundle, np.zeros((1, 64, 96, 3), np.uint8), tmp_path)
     assert done.returncode != 0
     assert "measured on CUDAExecutionProvider, onnxruntime here has CPUExecutionProvider" in done.stderr
@@ -183,7 +186,7 @@ def test_file_without_whole_images_is_named(
 
 @pytest.mark.parametrize(
     ("ranges", "sizes"),
-    [([[1, 4]], [4, 4, 1]), ([[1, 1], [4, 8]], [8, 1]), ([[1, 1], [2, 3]], [3, 3, 3]), ([[1, 1]], [1] * 9)],
+    [([[1, 4]], [4, 4, 1]), ([[1, 1], [4, 8]], [8, 1]), ([[1, 1], [2, 4]], [3, 3, 3]), ([[1, 1]], [1] * 9)],
 )
 def test_batches_are_the_largest_that_the_engine_takes(ranges: list[list[int]], sizes: list[int]) -> None:
     cut = list(cut_batches(9, ranges))
@@ -308,11 +311,11 @@ def test_triton_gets_the_profiles_of_a_plan(workshop: Workshop, triton_schema: A
     assert group.kind == triton_schema.ModelInstanceGroup.KIND_GPU and list(group.profile) == ["0"]
     assert "Built by TensorRT 11.4.0.1 on NVIDIA H200 (9.0)" in text and "version-compatible" not in text
     several = plan_manifest(
-        workshop, profiles=[BatchProfile(1, 1, 1), BatchProfile(2, 2, 3)], version_compatible=True
+        workshop, profiles=[BatchProfile(1, 1, 1), BatchProfile(2, 2, 4)], version_compatible=True
     )
     text = configure_triton("name", several, graph)
     config = text_format.Parse(text, triton_schema.ModelConfig())
-    assert config.max_batch_size == 3 and list(config.instance_group[0].profile) == ["0", "1"]
+    assert config.max_batch_size == 4 and list(config.instance_group[0].profile) == ["0", "1"]
     assert "--backend-config=tensorrt,version-compatible=true" in text
 
 
@@ -322,13 +325,13 @@ def test_plan_is_packed_with_what_its_script_needs(workshop: Workshop, tmp_path:
     engine.mkdir()
     (engine / "engine.plan").write_bytes(b"no plan")
     shutil.copyfile(workshop.graph, engine / GRAPH_FILE)
-    manifest = plan_manifest(workshop, profiles=[BatchProfile(1, 1, 1), BatchProfile(2, 2, 3)])
+    manifest = plan_manifest(workshop, profiles=[BatchProfile(1, 1, 1), BatchProfile(2, 2, 4)])
     write_engine_manifest(engine, replace(manifest, sha256=sha256_of(engine / "engine.plan")))
     assert write_bundle(engine, {"variant": "pruned", "target": "h200_tensorrt"}, bundle)
     assert (bundle / "triton" / "pruned-h200_tensorrt" / "1" / "model.plan").read_bytes() == b"no plan"
     assert (bundle / "requirements.txt").read_text().split()[::2] == ["tensorrt==11.4.0.1", "pycuda"]
     card = json.loads((bundle / "model.json").read_text())
-    assert card["batches"] == [[1, 1], [2, 3]]
+    assert card["batches"] == [[1, 1], [2, 4]]
     assert card["options"] == {
         "gpu": {"name": "NVIDIA H200", "compute_capability": "9.0"},
         "version_compatible": False,
