@@ -125,13 +125,13 @@ def answers(url: str) -> bool:
 
 def find_problem(url: str, timeout_s: float = 5) -> str | None:
     """Return why a page cannot be had, None where it can; user and password of the address are sent along."""
-    parts = urllib.parse.urlsplit(url)
-    user, _, host = parts.netloc.rpartition("@")
-    request = urllib.request.Request(urllib.parse.urlunsplit(parts._replace(netloc=host)))
-    if user:
-        token = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
-        request.add_header("Authorization", f"Basic {token}")
     try:
+        parts = urllib.parse.urlsplit(url)
+        user, _, host = parts.netloc.rpartition("@")
+        request = urllib.request.Request(urllib.parse.urlunsplit(parts._replace(netloc=host)))
+        if user:
+            token = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
+            request.add_header("Authorization", f"Basic {token}")
         with urllib.request.urlopen(request, timeout=timeout_s):
             return None
     except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:

@@ -1,9 +1,13 @@
+import base64
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from flows.doctor import State, examine, main
+from flows.local_server import find_problem
 from flows.params import compose_params
 from tests.conftest import REPOSITORY
 
@@ -77,3 +81,25 @@ def test_remote_without_its_package_tells_what_to_install(checkout):
 def test_impossible_override_is_an_error_of_one_line(checkout, capsys):
     assert main(["benchmark.min_rounds=1"]) == 1
     assert capsys.readouterr().err.startswith("ConfigError")
+
+
+def test_user_and_password_of_an_address_are_sent_and_never_shown():
+    asked = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.headers["Authorization"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert find_problem(f"http://user:se%2Fcret@127.0.0.1:{server.server_port}/health") is None
+        server.shutdown()
+    assert base64.b64decode(asked[0].removeprefix("Basic ")) == b"user:se/cret"
+    for address in ("http://user:secret@127.0.0.1:9/health", "http://user:secret@[/health"):
+        problem = find_problem(address)
+        assert problem and "secret" not in problem
