@@ -217,7 +217,7 @@ def test_silent_process_is_given_up(workshop):
         process.wait_until_loaded()
         process._timeout_s = 0.2
         os.kill(process.pid, signal.SIGSTOP)
-        with pytest.raises(ArtifactError, match=r"no answer for 0\.2 s.*benchmark\.timeout_s"):
+        with pytest.raises(ArtifactError, match=r"no answer for 0\.2 s.*timeout_s of the stage"):
             process.burst(1, seconds=0.01, min_calls=1)
     assert not psutil.pid_exists(process.pid)
 

@@ -186,7 +186,7 @@ def test_file_without_whole_images_is_named(
 
 @pytest.mark.parametrize(
     ("ranges", "sizes"),
-    [([[1, 4]], [4, 4, 1]), ([[1, 1], [4, 8]], [8, 1]), ([[1, 1], [2, 4]], [3, 3, 3]), ([[1, 1]], [1] * 9)],
+    [([[1, 4]], [4, 4, 1]), ([[1, 1], [4, 8]], [8, 1]), ([[1, 1], [2, 3]], [3, 3, 3]), ([[1, 1]], [1] * 9)],
 )
 def test_batches_are_the_largest_that_the_engine_takes(ranges: list[list[int]], sizes: list[int]) -> None:
     cut = list(cut_batches(9, ranges))
