@@ -1,9 +1,11 @@
 """Processes of a training that are killed, stopped or orphaned: real signals to real processes."""
 
 import multiprocessing
+import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,6 @@ import torch
 import yaml
 from torch import nn
 
-from tasks.core.errors import ProcessDied
 from tasks.core.execute import prepare_call
 from tasks.parts.networks.build import build_network
 from tasks.parts.training import CrossEntropy, train_network
@@ -141,15 +142,32 @@ class KillsWorkers(CrossEntropy):
         return super().forward(network, images_NCHW, masks_NHW)
 
 
-def test_data_worker_killed_while_it_hands_over_a_batch_is_named(workshop: Workshop, tmp_path: Path) -> None:
+def train_and_kill(data: Path, out: Path) -> None:
+    """Train until a data worker is killed; for a process of its own, which forks no threads of other tests."""
     config = replace(TRAINER, num_workers=1, batch_size=1)
     network, objective = build_network(STUDENT, 3), KillsWorkers(torch.ones(3))
-    message = r"DataLoader worker \(pid \d+\) was killed by SIGKILL; it held \d+ MiB when last seen"
-    try:
-        with pytest.raises(ProcessDied, match=message):
-            train_network(network, objective, data=workshop.data, config=config, out=tmp_path)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    train_network(network, objective, data=data, config=config, out=out)
+
+
+def test_data_worker_killed_while_it_hands_over_a_batch_is_named(workshop: Workshop, tmp_path: Path) -> None:
+    program = (
+        "import sys; from tests.tasks.test_train_faults import *; train_and_kill(*map(Path, sys.argv[1:]))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    (tmp_path / "out").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(workshop.data), "out"],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=240,
+        check=False,
+    )
+    message = (
+        r"ProcessDied: .*DataLoader worker \(pid \d+\) was killed by SIGKILL; it held \d+ MiB when last seen"
+    )
+    assert done.returncode == 1 and re.search(message, done.stderr), done.stderr[-3000:]
 
 
 def test_training_of_other_settings_does_not_resume_from_this_one(
