@@ -32,10 +32,12 @@ def classifier() -> ModelProto:
     """Two convolutions and a linear layer of opset 11, with a fixed batch, as old files have it."""
     random = np.random.default_rng(0)
     shapes = {"first": (16, 3, 3, 3), "second": (16, 16, 3, 3), "last": (16, 3)}
-    constants = [
-        numpy_helper.from_array((random.normal(size=shape) / 4).astype(np.float32), name)
-        for name, shape in shapes.items()
-    ]
+    weights = {name: random.normal(size=shape) / 40 for name, shape in shapes.items()}
+    for channel in range(16):  # each follows one colour from the image to its answer
+        weights["first"][channel, channel % 3] += 1 / 9
+        weights["second"][channel, channel, 1, 1] += 1
+        weights["last"][channel, channel % 3] += 1
+    constants = [numpy_helper.from_array(values.astype(np.float32), name) for name, values in weights.items()]
     constants.append(numpy_helper.from_array(np.array([1, 16]), "shape"))
     nodes = [
         helper.make_node("Conv", ["pixels", "first"], ["a"], strides=[2, 2], pads=[1, 1, 1, 1]),
@@ -59,7 +61,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Workspa
     images.mkdir(parents=True)
     random = np.random.default_rng(0)
     for number in range(40):
-        flat = random.integers(0, 256, (4, 4, 3), np.uint8)
+        flat = random.integers(0, 128, (4, 4, 3), np.uint8)
+        flat[..., number % 3] += 127
         Image.fromarray(flat.repeat(12, axis=0).repeat(12, axis=1)).save(images / f"{number}.png")
     onnx.save(classifier(), images.parent / "model.onnx")
     done = space.run("python", "-m", "flows.optimize", *OVERRIDES)
