@@ -5,11 +5,11 @@ import argparse
 import ctypes
 import errno
 import logging
-import multiprocessing
 import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 from tasks.core.config import PARAMS_FILE, read_params
 from tasks.core.errors import ConfigError, EnginewrightError
@@ -17,6 +17,7 @@ from tasks.core.execute import execute, execute_as_follower, explained_full_disk
 from tasks.parts.ranks import SUPERVISOR, is_rank
 
 _PR_SET_PDEATHSIG = 1
+_ASK_AGAIN_S = 1.0
 
 
 def main(arguments: list[str]) -> int:
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--params", type=Path, default=PARAMS_FILE, help="default: params.yaml")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
-    _end_tidily_on_signals()
+    _DEPARTURE.prepare()
     _die_with_parent()
     try:
         call = prepare_call(options.address, _parse_inputs(options.inputs), read_params(options.params))
@@ -61,10 +62,35 @@ def _parse_inputs(arguments: list[str]) -> dict[str, Path]:
     return inputs
 
 
-def _end_tidily_on_signals() -> None:
-    """Turn SIGTERM and Ctrl-C into an exit that runs every ``finally`` and has the exit code that shells expect."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+class _Departure:
+    """Turns SIGTERM and Ctrl-C into an exit that runs every ``finally`` and has the exit code that shells expect.
+
+    SystemExit is lost where it strikes a callback of the interpreter (the import system has some) or comes out as
+    another error, so it is raised again each second while nobody handles it.
+    """
+
+    code = 0
+
+    def prepare(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, self._depart)
+
+    def _depart(self, number: int, _frame: FrameType | None) -> None:
+        signal.setitimer(signal.ITIMER_REAL, _ASK_AGAIN_S)
+        if number != signal.SIGALRM:
+            self.code = 128 + number
+        elif _is_exiting(sys.exception()):
+            return
+        sys.exit(self.code)
+
+
+def _is_exiting(handled: BaseException | None) -> bool:
+    while handled is not None and not isinstance(handled, SystemExit):
+        handled = handled.__context__
+    return handled is not None
+
+
+_DEPARTURE = _Departure()
 
 
 def _die_with_parent() -> None:
@@ -81,7 +107,11 @@ def _die_with_parent() -> None:
 
 def _leave(code: int) -> None:
     """End this process at once: everything is published, and training libraries take up to two seconds to unload."""
-    if is_rank() or multiprocessing.active_children():
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    multiprocessing = sys.modules.get(
+        "multiprocessing"
+    )  # not imported here: a small stage starts sooner without
+    if is_rank() or (multiprocessing and multiprocessing.active_children()):
         sys.exit(code)
     logging.shutdown()
     sys.stdout.flush()
@@ -89,5 +119,14 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
+def _run(arguments: list[str]) -> int:
+    try:
+        return main(arguments)
+    except BaseException:
+        if not _DEPARTURE.code:
+            raise
+        return _DEPARTURE.code  # also where SystemExit came out as another error
+
+
 if __name__ == "__main__":
-    _leave(main(sys.argv[1:]))
+    _leave(_run(sys.argv[1:]))

@@ -41,11 +41,11 @@ def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     """
     import numpy as np
 
-    from tasks.parts.data import read_manifest
+    from tasks.parts.data import read_manifest, write_manifest
     from tasks.parts.onnx_graph import read_card_of_graph, read_graph
     from tasks.parts.onnx_predict import predict_classes
     from tasks.parts.score import FLOAT_MODEL
-    from tasks.parts.truth import open_images, write_manifest, write_truth
+    from tasks.parts.truth import open_images, write_truth
 
     graph, manifest = read_graph(model), read_manifest(data)
     if manifest.classes:

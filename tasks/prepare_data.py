@@ -161,7 +161,7 @@ def _prepare_images(cfg: Config, root: Path, out: Path) -> Report:
         splits=splits,
     )
     warnings = (*found.warnings, *_flat_image_warnings(manifest))
-    return _report(manifest, out, found.num_bad_images, 0, warnings)
+    return _report(manifest, out, found.num_bad_images, found.num_duplicates, warnings)
 
 
 def _report(

@@ -82,6 +82,7 @@ class Report:
 def race_rungs(cfg: Config, *, builds: Path, out: Path) -> Report:
     """Write ``latencies.csv`` and return the ratios of all rungs of a target.
 
+    ``builds`` has a ``*`` for the variant: other targets, which other machines may build, are not its inputs.
     A target with fewer than two engine files has no race. Raises ArtifactError when a process dies.
     """
     import numpy as np
@@ -89,7 +90,10 @@ def race_rungs(cfg: Config, *, builds: Path, out: Path) -> Report:
     from tasks.parts.latency import ratio_spread
     from tasks.parts.runners.contract import read_engine_manifest
 
-    engines = {variant: builds / variant / cfg.target / "engine" for variant in cfg.variants}
+    engines = {
+        variant: Path(*(variant if part == "*" else part for part in builds.parts), "engine")
+        for variant in cfg.variants
+    }
     manifests = {variant: read_engine_manifest(engine) for variant, engine in engines.items()}
     built = {variant: manifest.sha256 for variant, manifest in manifests.items() if manifest.is_built}
     first = {sha256: variant for variant, sha256 in reversed(built.items())}

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.core.tracking import ENGINE_FOLDER, RunRecord, TrackingConfig, log_or_keep, registered_name
+from tasks.core.fingerprint import digest
+from tasks.core.tracking import (
+    ENGINE_FOLDER,
+    DataSet,
+    RunRecord,
+    TrackingConfig,
+    log_or_keep,
+    registered_name,
+)
 from tasks.parts.engine_row import EngineRow, Verdict, rungs
 from tasks.parts.pareto import pareto_front
 from tasks.parts.rung_race import Race, read_race
@@ -80,6 +88,8 @@ class Config:
     """What the report compares."""
     engines: list[EngineName]
     """Every engine that was built, without repeats."""
+    data_name: str
+    """What MLflow calls the data set."""
     tracking: TrackingConfig
     """Where the runs are logged."""
 
@@ -150,10 +160,20 @@ class Report:
     """Why a target has none."""
     best: Pick | None
     """The fastest of the picks."""
+    mlflow_run: str | None
+    """``<experiment id>/runs/<run id>`` of the pipeline in MLflow; None where it had not answered."""
 
 
 def select_engine(
-    cfg: Config, *, builds: Path, validations: Path, benchmarks: Path, races: Path, diffs: Path, out: Path
+    cfg: Config,
+    *,
+    builds: Path,
+    validations: Path,
+    benchmarks: Path,
+    races: Path,
+    diffs: Path,
+    data: Path,
+    out: Path,
 ) -> Report:
     """Write engines.json, picks.json, report.md, report.html, pareto.png and a bundle of each pick; log to MLflow.
 
@@ -196,9 +216,10 @@ def select_engine(
     (out / "report.html").write_text(render_page(findings), encoding="utf-8")
     for row in findings.picks:
         write_bundle(engine_file(folders, row).parent, _row_json(row), out / "bundles" / row.target)
-    if cfg.tracking.enabled:
-        _track(cfg, folders, rows, out)
     report = _report(rows, findings.without_pick)
+    if cfg.tracking.enabled:
+        data_set = DataSet(cfg.data_name, digest(data), data.as_posix())
+        report = dataclasses.replace(report, mlflow_run=_track(cfg, data_set, folders, report, rows, out))
     logger.info("select_engine: %d of %d accepted, best %s", report.num_accepted, len(rows), report.best)
     return report
 
@@ -390,6 +411,7 @@ def _report(rows: Sequence[EngineRow], without_pick: dict[str, str]) -> Report:
         picks=picks,
         without_pick=without_pick,
         best=picks[picked[0].target] if picked else None,
+        mlflow_run=None,
     )
 
 
@@ -409,9 +431,16 @@ def _pick(row: EngineRow) -> Pick:
     )
 
 
-def _track(cfg: Config, folders: "EvidenceFolders", rows: Sequence[EngineRow], out: Path) -> None:
+def _track(
+    cfg: Config,
+    data: DataSet,
+    folders: "EvidenceFolders",
+    report: Report,
+    rows: Sequence[EngineRow],
+    out: Path,
+) -> str | None:
+    """Log everything and return where MLflow has it."""
     picked = {row.target: row.name for row in rows if row.picked}
-    report = _report(rows, {})
     pages = ("report.html", "report.md", "pareto.png", "engines.json", "picks.json")
     pipeline = RunRecord(
         name="pipeline",
@@ -419,23 +448,26 @@ def _track(cfg: Config, folders: "EvidenceFolders", rows: Sequence[EngineRow], o
         | ({f"best_{name}": value for name, value in _numbers(report.best).items()} if report.best else {}),
         tags={"best": f"{report.best.variant}-{report.best.target}" if report.best else "none"},
         artifacts=tuple(("", out / page) for page in pages),
+        data=data,
     )
     with tempfile.TemporaryDirectory() as companions:
         tracked = log_or_keep(
             cfg.tracking,
             pipeline=pipeline,
-            candidates=[_record(folders, row, Path(companions) / row.name) for row in rows],
+            candidates=[_record(folders, row, data, Path(companions) / row.name) for row in rows],
             picks={registered_name(cfg.tracking, row.target): picked.get(row.target) for row in rows},
         )
-    if tracked is not None:
-        logger.info(
-            "select_engine: MLflow has %d new runs and %d new versions",
-            tracked.num_runs_added,
-            tracked.num_versions_added,
-        )
+    if tracked is None:
+        return None
+    logger.info(
+        "select_engine: MLflow has %d new runs and %d new versions",
+        tracked.num_runs_added,
+        tracked.num_versions_added,
+    )
+    return f"{tracked.experiment_id}/runs/{tracked.parent_run_id}"
 
 
-def _record(folders: "EvidenceFolders", row: EngineRow, companions: Path) -> RunRecord:
+def _record(folders: "EvidenceFolders", row: EngineRow, data: DataSet, companions: Path) -> RunRecord:
     from tasks.parts.bundle import write_companions
     from tasks.parts.engine_evidence import engine_file, evidence_files, stage_keys
 
@@ -457,7 +489,7 @@ def _record(folders: "EvidenceFolders", row: EngineRow, companions: Path) -> Run
         "engine_sha256": row.engine_sha256 or "",
     }
     metrics = {name: float(value) for name in _SCALARS if (value := getattr(row, name)) is not None}
-    return RunRecord(name=row.name, metrics=metrics, tags=tags | keys, artifacts=artifacts)
+    return RunRecord(name=row.name, metrics=metrics, tags=tags | keys, artifacts=artifacts, data=data)
 
 
 def _numbers(pick: Pick) -> dict[str, float]:

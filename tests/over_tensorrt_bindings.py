@@ -6,7 +6,9 @@ A builder and its configuration cannot exist there; recorders stand for them.
 import ctypes
 import logging
 import os
+import sys
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -200,3 +202,18 @@ def test_debug_tensors_that_numpy_does_not_know_are_passed_over() -> None:
     for kind, shape in ((trt.DataType.BF16, [1, 3]), (trt.DataType.FLOAT, [3])):
         assert listener.process_debug_tensor(None, trt.TensorLocation.HOST, kind, trt.Dims(shape), "a", 0)
     assert listener.tensors == {}
+
+
+def test_memory_for_logits_grows_where_an_engine_writes_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, pycuda = ModuleType("pycuda.driver"), ModuleType("pycuda")  # the real one needs a GPU's driver
+    vars(driver)["mem_alloc"] = lambda num_bytes: 1000 + num_bytes
+    vars(pycuda)["driver"] = driver
+    monkeypatch.setitem(sys.modules, "pycuda", pycuda)
+    monkeypatch.setitem(sys.modules, "pycuda.driver", driver)
+    from tasks.parts.runners.tensorrt import LogitsMemory
+
+    memory = LogitsMemory(64)
+    assert memory.reallocate_output_async("logits", 0, 48, 256, 0) == 1064
+    assert memory.reallocate_output_async("logits", 1064, 80, 256, 0) == int(memory.memory) == 1080
+    memory.notify_shape("logits", trt.Dims([2, 5, 8, 8]))
+    assert memory.shape == (2, 5, 8, 8)

@@ -1,6 +1,7 @@
 """The two drivers, the configuration and the digests say the same."""
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def flow_calls(params: dict[str, Any]) -> dict[str, dict[str, Path]]:
 def dvc_stages(space: Workspace) -> Iterator[dict[str, Any]]:
     """Every stage of dvc.yaml as DVC resolves it, by address."""
     with Repo(str(space.path)) as repo:
-        yield {stage.cmd.split()[3]: stage for stage in repo.index.stages}
+        yield {shlex.split(stage.cmd)[3]: stage for stage in repo.index.stages}
 
 
 def test_params_are_what_conf_composes() -> None:
@@ -82,7 +83,7 @@ def test_flow_and_dvc_have_the_same_commands(
     flow_calls: dict[str, dict[str, Path]], dvc_stages: dict[str, Any]
 ) -> None:
     from_flow = {address: stage_command(address, inputs) for address, inputs in flow_calls.items()}
-    from_dvc = {address: stage.cmd.split() for address, stage in dvc_stages.items()}
+    from_dvc = {address: shlex.split(stage.cmd) for address, stage in dvc_stages.items()}
     assert from_flow == from_dvc
 
 
@@ -93,7 +94,7 @@ def test_dvc_depends_on_the_inputs_and_on_the_imported_modules(
         paths = {
             os.path.relpath(dep.fs_path, space.path) for dep in stage.deps if dep.def_path != "params.yaml"
         }
-        inputs = {str(path) for path in flow_calls[address].values()}
+        inputs = {str(path).partition("/*")[0] for path in flow_calls[address].values()}
         assert inputs <= paths, address
         assert set(_files(paths - inputs)) == set(code_digests(f"tasks.{address.split('.')[0]}")), address
 

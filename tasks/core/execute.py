@@ -23,7 +23,7 @@ from typing import Any
 
 from tasks.core.config import find_section, typed_config
 from tasks.core.errors import ArtifactError, ConfigError, DiskError, WorkspaceBusy
-from tasks.core.fingerprint import SCHEMA_VERSION, digest, stage_key
+from tasks.core.fingerprint import SCHEMA_VERSION, digest, is_pattern, matches, stage_key
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ RESUME_FOLDER = "resume"
 
 _ADDRESS = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
 _REPLACED = "replaced"
-_LEFTOVER_AGE_S = 24 * 3600.0
+LEFTOVER_AGE_S = 24 * 3600.0
+"""What a killed run left is kept so long, to resume from."""
 _DISK_IS_FULL = re.compile(r"no space left on device|quota exceeded|disk is full", re.IGNORECASE)
 
 
@@ -101,7 +102,7 @@ def is_fresh(call: Call) -> bool:
     record = _read_record(call.folder)
     if record is None or record["key"] != call.key:
         return False
-    damaged = _damaged_files(call.folder, record)
+    damaged = _damaged_files(call.folder, record["files"])
     if damaged:
         logger.warning(
             "%s: %s was changed or lost after it was made; running again", call.address, damaged[0]
@@ -180,7 +181,7 @@ def explained_full_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, DiskError) or not _is_full_disk(error):
+        if isinstance(error, DiskError) or not is_full_disk(error):
             raise
         free_bytes = shutil.disk_usage(_nearest_existing(folder)).free
         raise DiskError(
@@ -199,13 +200,17 @@ def remove_leftovers() -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
-            if suffix == _REPLACED or _age_s(leftover) > _LEFTOVER_AGE_S:
+            if suffix == _REPLACED or _age_s(leftover) > LEFTOVER_AGE_S:
                 logger.warning("removing %s, which a killed run left", leftover)
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _check_input(path: Path) -> None:
     """Compare an input that a stage published with the digest in its record."""
+    if is_pattern(path):
+        for match in matches(path):
+            _check_input(match)
+        return
     if not path.exists():
         if ARTIFACTS in path.parents:
             raise ArtifactError(f"{path} does not exist. Run the stage that makes it first, or `dvc repro`.")
@@ -216,11 +221,12 @@ def _check_input(path: Path) -> None:
         record = _read_record(folder)
         if record is not None:
             inside = path.relative_to(folder).as_posix()
-            damaged = [
-                name
-                for name in _damaged_files(folder, record)
+            used = {
+                name: md5
+                for name, md5 in record["files"].items()
                 if name == inside or name.startswith(f"{inside}/")
-            ]
+            }
+            damaged = _damaged_files(folder, used)
             if damaged:
                 raise ArtifactError(
                     f"{folder / damaged[0]} is not the file that its stage wrote (md5 differs, or it is "
@@ -248,24 +254,26 @@ def _read_record(folder: Path) -> dict[str, Any] | None:
     return record
 
 
-def _damaged_files(folder: Path, record: Mapping[str, Any]) -> list[str]:
+def _damaged_files(folder: Path, files: Mapping[str, str]) -> list[str]:
     return [
-        name
-        for name, md5 in record["files"].items()
-        if not (folder / name).is_file() or digest(folder / name) != md5
+        name for name, md5 in files.items() if not (folder / name).is_file() or digest(folder / name) != md5
     ]
 
 
 def _is_complete(call: Call) -> bool:
     """Tell whether a killed run had finished this call's draft and only its rename is missing."""
     record = _read_record(call.draft)
-    return record is not None and record["key"] == call.key and not _damaged_files(call.draft, record)
+    return (
+        record is not None and record["key"] == call.key and not _damaged_files(call.draft, record["files"])
+    )
 
 
 def _copy_twin(call: Call) -> str:
     """Copy the output of another address with the same key into the draft; return that address, or an empty text."""
-    for file in sorted((ARTIFACTS / call.address.split(".")[0]).rglob(KEY_FILE)):
-        record = _read_record(file.parent)
+    for folder, text in _records(ARTIFACTS / call.address.split(".")[0]):
+        if call.key not in text:
+            continue  # reading a thousand records takes longer than a small stage
+        record = _read_record(folder)
         if record is None or record["key"] != call.key or record.get("address") == call.address:
             continue
         with (ARTIFACTS / ".locks" / record["address"]).open("a", encoding="utf-8") as lock:
@@ -273,11 +281,27 @@ def _copy_twin(call: Call) -> str:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue  # it is being made again
-            shutil.copytree(file.parent, call.draft, dirs_exist_ok=True)
+            shutil.copytree(folder, call.draft, dirs_exist_ok=True)
+        (call.draft / KEY_FILE).unlink(
+            missing_ok=True
+        )  # read-only where DVC links its cache into the workspace
         _write_json(call.draft / KEY_FILE, {**record, "address": call.address})
         if _is_complete(call):
             return str(record["address"])
     return ""
+
+
+def _records(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the outputs at or below a folder with the text of their records, without looking inside them."""
+    try:
+        text = (folder / KEY_FILE).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        with contextlib.suppress(FileNotFoundError):  # published anew in this moment
+            for child in sorted(folder.iterdir()):
+                if child.is_dir():
+                    yield from _records(child)
+    else:
+        yield folder, text
 
 
 def _clear_drafts(call: Call) -> None:
@@ -333,8 +357,8 @@ def _publish(call: Call) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _is_full_disk(error: BaseException | None) -> bool:
-    """Look through the causes as well; safetensors, Lightning and SQLite say it in words only."""
+def is_full_disk(error: BaseException | None) -> bool:
+    """Look through the causes as well; safetensors, Lightning, SQLite and DVC say it in words only."""
     while error is not None:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _DISK_IS_FULL.search(str(error)):
             return True

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +30,45 @@ def digest(path: Path) -> str:
     """Return DVC's md5 of a file or folder.
 
     Data added with ``dvc add`` is not read again: the digest is taken from its pointer file ``<path>.dvc``.
-    A folder skips ``__pycache__``, as ``.dvcignore`` does.
+    A folder skips ``__pycache__``, as ``.dvcignore`` does. A path with ``*`` stands for all that it matches.
 
     Raises ArtifactError when nothing exists at ``path``.
     """
+    if is_pattern(path):
+        content = [[match.as_posix(), digest(match)] for match in matches(path)]
+        return hashlib.md5(json.dumps(content).encode()).hexdigest()
     pointer = path.with_name(path.name + ".dvc")
     if pointer.is_file():
         return str(yaml.safe_load(pointer.read_text(encoding="utf-8"))["outs"][0]["md5"])
     if path.is_dir():
-        listing = [
+        return listing_md5(
             {"md5": _file_md5(file), "relpath": file.relative_to(path).as_posix()} for file in _files(path)
-        ]
-        listing.sort(key=lambda entry: entry["relpath"])
-        return hashlib.md5(json.dumps(listing, sort_keys=True).encode()).hexdigest() + ".dir"
+        )
     if path.is_file():
         return _file_md5(path)
     raise ArtifactError(f"{path} does not exist. Run the stage that makes it first, or `dvc repro`.")
+
+
+def is_pattern(path: Path) -> bool:
+    """Tell whether a path stands for several, as ``artifacts/build_engine/*/cpu_openvino`` does."""
+    return "*" in path.parts
+
+
+def matches(pattern: Path) -> list[Path]:
+    """Return what exists of a pattern, sorted.
+
+    Raises ArtifactError when nothing does.
+    """
+    found = sorted(Path().glob(pattern.as_posix()))
+    if not found:
+        raise ArtifactError(f"{pattern} matches nothing. Run the stage that makes it first, or `dvc repro`.")
+    return found
+
+
+def listing_md5(files: Iterable[Mapping[str, str]]) -> str:
+    """Return DVC's md5 of a folder from the md5 and the relative path of each of its files."""
+    listing = sorted(files, key=lambda entry: entry["relpath"])
+    return hashlib.md5(json.dumps(listing, sort_keys=True).encode()).hexdigest() + ".dir"
 
 
 def stage_key(stage: str, config: Mapping[str, Any], inputs: Mapping[str, Path]) -> str:
@@ -100,11 +123,11 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _file_md5(path: Path) -> str:
     status = path.stat()
-    return _md5_of_version(str(path.resolve()), status.st_ino, status.st_mtime_ns, status.st_size)
+    return _md5_of_version(str(path), status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=65536)
-def _md5_of_version(path: str, _inode: int, _mtime_ns: int, _size: int) -> str:
+def _md5_of_version(path: str, _device: int, _inode: int, _mtime_ns: int, _size: int) -> str:
     md5 = hashlib.md5()
     with Path(path).open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):

@@ -1,8 +1,9 @@
 """Log measured candidates to MLflow, once: the only code that talks to it.
 
-One parent run stands for the pipeline, one child run for each candidate; the chosen candidates become
-versions of registered models. Every run carries a digest of its content, so that logging the same content
-again adds nothing and a killed logging is continued. MLflow is imported in functions: it takes seconds.
+One parent run stands for the pipeline, one child run for each candidate, with a logged model for its engine; the
+chosen candidates become versions of registered models. Every run names the data set, and carries a digest of its
+content, so that logging the same content again adds nothing and a killed logging is continued. Each target has a view
+of the runs page to pick from. MLflow is imported in functions: it takes seconds.
 
 What MLflow does not take is kept in ``artifacts/.pending``; the next logging sends it first, and so does
 ``python -m tasks.core.tracking``.
@@ -31,7 +32,7 @@ from tasks.core.config import PARAMS_FILE, find_section, read_params, typed_conf
 from tasks.core.errors import ArtifactError, ConfigError, EnginewrightError, TrackingUnavailable
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
+    from mlflow.entities import DatasetInput, Run
     from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,18 @@ _DIGEST_TAG = "content_digest"
 _PARENT_TAG = "mlflow.parentRunId"
 _PIPELINE_TAG = "pipeline_run_id"
 """Of a version: the latest pipeline that picked it; its own run may be of an earlier one with the same content."""
+_VIEW = "pick-{target}"
+_VIEW_TAG = "mlflow.sharedViewState." + _VIEW
+"""Of the experiment: how MLflow's page keeps a view that is shared by a link."""
+_VIEW_METRICS = ("latency_ms_p50", "latency_ms_p99", "miou", "top1", "size_bytes")
+_VIEW_TAGS = ("picked", "verdict", "variant", "precision", "target")
+_ACCEPTED = "ACCEPT"
+"""The verdict of an engine that holds all gates."""
+_MODEL_PARAMS = ("variant", "target", "precision")
 _MAX_TAG_CHARS = 5000
 _MAX_METRICS_PER_BATCH = 900
+_MAX_CHILDREN = 50_000
+"""What MLflow gives at once."""
 _DATABASE_TIMEOUT_S = 5
 _SQLITE = "sqlite:///"
 _CREDENTIALS = re.compile(r"(?<=://)[^\s'\"]*@")
@@ -100,6 +111,18 @@ class TrackingConfig:
             )
 
 
+def read_tracking_config(uri: str | None = None) -> TrackingConfig:
+    """Return what params.yaml says of tracking, with another `uri` where one is given."""
+    section = find_section(read_params(), "select_engine")[1]["tracking"]
+    config: TrackingConfig = typed_config(TrackingConfig, section, "select_engine.tracking")
+    return config if uri is None else dataclasses.replace(config, uri=uri)
+
+
+def database_file(uri: str) -> Path | None:
+    """Return the file of a SQLite store; None for a server."""
+    return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None
+
+
 @functools.cache
 def git_commit() -> str:
     """Return the commit of the checkout that this code lies in, or "unknown".
@@ -128,6 +151,17 @@ def _params_text() -> str:
 
 
 @dataclass(frozen=True)
+class DataSet:
+    """The data that engines were made from and measured on."""
+
+    name: str
+    digest: str
+    """DVC's md5."""
+    path: str
+    """Where it lies in a checkout."""
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """What one run in MLflow is to hold."""
 
@@ -136,6 +170,8 @@ class RunRecord:
     tags: Mapping[str, str]
     artifacts: tuple[tuple[str, Path], ...]
     """Pairs of (folder inside the run, file)."""
+    data: DataSet | None = None
+    """None in what an earlier version kept."""
     commit: str = field(default_factory=git_commit)
     """The code that made it; no part of the content."""
     params: str = field(default_factory=_params_text)
@@ -148,6 +184,7 @@ class RunRecord:
             "metrics": dict(self.metrics),
             "tags": dict(self.tags),
             "artifacts": [[folder, file.name, _sha256(file)] for folder, file in self.artifacts],
+            "data": self.data and dataclasses.asdict(self.data),
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -156,6 +193,7 @@ class RunRecord:
 class Tracked:
     """What a call of ``log_pipeline`` found and added."""
 
+    experiment_id: str
     parent_run_id: str
     num_runs_added: int
     num_versions_added: int
@@ -165,6 +203,7 @@ class Tracked:
 class TrackedEngine:
     """An engine as its run in MLflow describes it."""
 
+    experiment_id: str
     run_id: str
     tags: Mapping[str, str]
     """Of the run: variant, verdict, reason, engine_sha256 and so on."""
@@ -234,11 +273,14 @@ def log_pipeline(
             _point_alias(client, model, None if name is None else children[digests[name]], parent)
             for model, name in picks.items()
         )
+        for target in sorted({record.tags["target"] for record in candidates}):
+            view = _view(target, parent, candidates)
+            client.set_experiment_tag(experiment_id, _VIEW_TAG.format(target=target), json.dumps(view))
         if parent.info.status != "FINISHED":
-            _log_scalars(client, parent, pipeline)
+            _log_content(client, parent, pipeline)
             client.log_text(parent.info.run_id, pipeline.params, PARAMS_FILE.name)
             client.set_terminated(parent.info.run_id, "FINISHED")
-    return Tracked(parent.info.run_id, len(missing) + is_new, num_versions)
+    return Tracked(experiment_id, parent.info.run_id, len(missing) + is_new, num_versions)
 
 
 def registered_name(config: TrackingConfig, target: str) -> str:
@@ -289,6 +331,21 @@ def find_engine(config: TrackingConfig, sha256: str) -> TrackedEngine | None:
         return _tracked(found[0]) if found else None
 
 
+def find_picked_engines(config: TrackingConfig) -> list[TrackedEngine]:
+    """Return the runs of all engines that an alias of a registered model shows to.
+
+    Raises TrackingUnavailable when MLflow does not answer.
+    """
+    with client_of(config) as client:
+        picked = {
+            run_id
+            for model in client.search_registered_models(max_results=1000)
+            for version in model.aliases.values()
+            if (run_id := client.get_model_version(model.name, version).run_id)
+        }
+        return [_tracked(client.get_run(run_id)) for run_id in sorted(picked)]
+
+
 def read_pipeline_params(config: TrackingConfig, engine: TrackedEngine) -> str:
     """Return the params.yaml of the pipeline that made an engine.
 
@@ -305,7 +362,24 @@ def read_pipeline_params(config: TrackingConfig, engine: TrackedEngine) -> str:
 
 
 def _tracked(run: "Run") -> TrackedEngine:
-    return TrackedEngine(run.info.run_id, run.data.tags, run.data.metrics)
+    return TrackedEngine(run.info.experiment_id, run.info.run_id, run.data.tags, run.data.metrics)
+
+
+def page_of(config: TrackingConfig, engine: TrackedEngine) -> str | None:
+    """Return the address of the page that shows what was accepted on an engine's target, fastest first.
+
+    None without a server. What the page shows, `log_pipeline` left in the experiment.
+    """
+    page = experiments_page(config.uri)
+    if page is None:
+        return None
+    view = _VIEW.format(target=engine.tags["target"])
+    return f"{page}/{engine.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey={view}"
+
+
+def experiments_page(uri: str) -> str | None:
+    """Return the address of the page of a server's experiments; None for a database."""
+    return f"{_CREDENTIALS.sub('', uri).rstrip('/')}/#/experiments" if uri.startswith("http") else None
 
 
 def download_engine(config: TrackingConfig, run_id: str, folder: Path) -> Path:
@@ -398,7 +472,8 @@ def _read_pending() -> list[tuple[Path, list[RunRecord], dict[str, str | None]]]
             copies = (
                 (folder, file.parent / str(number) / folder / name) for folder, name in run["artifacts"]
             )
-            runs.append(RunRecord(**(run | {"artifacts": tuple(copies)})))
+            data = DataSet(**run["data"]) if run.get("data") else None
+            runs.append(RunRecord(**(run | {"artifacts": tuple(copies), "data": data})))
         found.append((file, runs, content["picks"]))
     return found
 
@@ -435,8 +510,8 @@ def _quieten() -> None:
 def _connect(config: TrackingConfig) -> "MlflowClient":
     from mlflow.tracking import MlflowClient
 
-    if config.uri.startswith(_SQLITE):
-        Path(config.uri.removeprefix(_SQLITE)).resolve().parent.mkdir(parents=True, exist_ok=True)
+    if file := database_file(config.uri):
+        file.resolve().parent.mkdir(parents=True, exist_ok=True)
         _probe_database(config.uri, {"timeout": _DATABASE_TIMEOUT_S}, "BEGIN IMMEDIATE")
     elif config.uri.startswith("postgresql"):
         _probe_database(config.uri, {"connect_timeout": _DATABASE_TIMEOUT_S}, "SELECT 1")
@@ -467,9 +542,8 @@ def _experiment(client: "MlflowClient", config: TrackingConfig) -> str:
 
 def _artifact_location(config: TrackingConfig) -> str | None:
     """Keep the files beside a local database; a server decides for itself."""
-    if not config.uri.startswith(_SQLITE):
-        return None
-    return (Path(config.uri.removeprefix(_SQLITE)).resolve().parent / "mlruns").as_uri()
+    file = database_file(config.uri)
+    return (file.resolve().parent / "mlruns").as_uri() if file else None
 
 
 def _parent_run(
@@ -486,11 +560,14 @@ def _parent_run(
 def _child_runs(client: "MlflowClient", experiment_id: str, parent: "Run") -> dict[str, "Run"]:
     """Return the finished children by content digest; what a killed logging left half done is deleted."""
     children: dict[str, Run] = {}
-    for run in client.search_runs([experiment_id], f"tags.`{_PARENT_TAG}` = '{parent.info.run_id}'"):
+    of_parent = f"tags.`{_PARENT_TAG}` = '{parent.info.run_id}'"
+    for run in client.search_runs([experiment_id], of_parent, max_results=_MAX_CHILDREN):
         if run.info.status == "FINISHED":
             children[run.data.tags[_DIGEST_TAG]] = run
-        else:
-            client.delete_run(run.info.run_id)
+            continue
+        for model in client.search_logged_models([experiment_id], f"source_run_id = '{run.info.run_id}'"):
+            client.delete_logged_model(model.model_id)
+        client.delete_run(run.info.run_id)
     return children
 
 
@@ -504,25 +581,33 @@ def _log_candidate(
         _PARENT_TAG: parent.info.run_id,
     }
     run = client.create_run(experiment_id, run_name=record.name, tags=_fitting(tags))
-    _log_scalars(client, run, record, model_id=_external_model(client, experiment_id, run, record))
+    if record.metrics:
+        _log_engine(client, run, record)
+    else:  # nothing was built
+        _log_content(client, run, record)
     client.set_terminated(run.info.run_id, "FINISHED")
     return run
 
 
-def _external_model(client: "MlflowClient", experiment_id: str, run: "Run", record: RunRecord) -> str:
-    """Make the entry that MLflow's model table sorts by its metrics; the files stay in the run."""
+def _log_engine(client: "MlflowClient", run: "Run", record: RunRecord) -> None:
+    """Log a candidate and the entry of MLflow's model table that shares its metrics; the files stay in the run."""
+    from mlflow.entities import LoggedModelOutput
+
     model = client.create_logged_model(
-        experiment_id,
+        run.info.experiment_id,
         name=re.sub(r"[/:.%\"']", "-", record.name),
         source_run_id=run.info.run_id,
         tags={**_fitting(record.tags), "mlflow.model.isExternal": "true"},
+        params={name: record.tags[name] for name in _MODEL_PARAMS if name in record.tags},
         model_type="engine",
     )
+    client.log_outputs(run.info.run_id, [LoggedModelOutput(model.model_id, step=0)])
+    _log_content(client, run, record, model_id=model.model_id)
     client.finalize_logged_model(model.model_id, "READY")
-    return str(model.model_id)
 
 
-def _log_scalars(client: "MlflowClient", run: "Run", record: RunRecord, model_id: str | None = None) -> None:
+def _log_content(client: "MlflowClient", run: "Run", record: RunRecord, model_id: str | None = None) -> None:
+    """Log metrics, for the run and for a logged model, files, and the data set."""
     from mlflow.entities import Metric
 
     now_ms = int(time.time() * 1000)
@@ -533,6 +618,31 @@ def _log_scalars(client: "MlflowClient", run: "Run", record: RunRecord, model_id
         client.log_batch(run.info.run_id, metrics=metrics[start : start + _MAX_METRICS_PER_BATCH])
     for folder, file in record.artifacts:
         client.log_artifact(run.info.run_id, str(file), folder or None)
+    if record.data is not None:
+        client.log_inputs(run.info.run_id, [_data_input(record.data)])
+
+
+def _data_input(data: DataSet) -> "DatasetInput":
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    source = json.dumps({"uri": data.path})
+    dataset = Dataset(data.name, data.digest, source_type="local", source=source)
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", "evaluation")])
+
+
+def _view(target: str, parent: "Run", candidates: Sequence[RunRecord]) -> dict[str, object]:
+    """Return the state of MLflow's runs page that shows what the pipeline accepted on a target, fastest first."""
+    measured = {name for record in candidates for name in record.metrics}
+    columns = [f"metrics.`{name}`" for name in _VIEW_METRICS if name in measured]
+    columns += [f"tags.`{name}`" for name in _VIEW_TAGS]
+    return {
+        "searchFilter": f"tags.target = '{target}' and tags.verdict = '{_ACCEPTED}' "
+        f"and tags.`{_PARENT_TAG}` = '{parent.info.run_id}'",
+        "orderByKey": "metrics.`latency_ms_p50`",
+        "orderByAsc": True,
+        "selectedColumns": columns,
+        "columnOrder": columns,
+    }
 
 
 def _aliases(client: "MlflowClient", model: str) -> dict[str, str] | None:
@@ -588,8 +698,7 @@ def main() -> int:
     """Send what is pending to where params.yaml says; return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        section = find_section(read_params(), "select_engine")[1]["tracking"]
-        num_added = send_pending(typed_config(TrackingConfig, section, "select_engine.tracking"))
+        num_added = send_pending(read_tracking_config())
     except TrackingUnavailable as error:
         logger.error("%s %s", error, _pending_text())
         return 1

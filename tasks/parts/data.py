@@ -94,8 +94,8 @@ def open_split(dataset: Path, split: str) -> Batch:
     if split not in manifest.counts:
         raise ArtifactError(f"{dataset}: no split '{split}'. Found: {', '.join(manifest.counts)}.")
     shape_NHW = (manifest.counts[split], manifest.height, manifest.width)
-    images_NHWC = _map_array(dataset / f"{split}_images.npy", (*shape_NHW, 3))
-    masks_NHW = _map_array(dataset / f"{split}_masks.npy", shape_NHW)
+    images_NHWC = map_array(dataset / f"{split}_images.npy", (*shape_NHW, 3))
+    masks_NHW = map_array(dataset / f"{split}_masks.npy", shape_NHW)
     return images_NHWC, masks_NHW
 
 
@@ -134,10 +134,10 @@ def write_dataset(
         shares[split] = _pixel_share(statistics.labels, len(classes), split)
         if split == "train":
             train_colours = statistics.colours
-    mean, std = _mean_and_std(train_colours)
+    mean, std = mean_and_std(train_colours)
     counts = {split: content.num_images for split, content in splits.items()}
     manifest = Manifest(classes, height, width, counts, shares, mean, std, files, source)
-    _write_manifest(dataset, manifest)
+    write_manifest(dataset, manifest)
     return manifest
 
 
@@ -158,11 +158,12 @@ def write_first_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> M
         shares[split] = _pixel_share(statistics.labels, len(whole.classes), split)
         taken[split] = len(images_NHWC)
     manifest = dataclasses.replace(whole, counts=taken, pixel_share=shares, files=files)
-    _write_manifest(out, manifest)
+    write_manifest(out, manifest)
     return manifest
 
 
-def _write_manifest(dataset: Path, manifest: Manifest) -> None:
+def write_manifest(dataset: Path, manifest: Manifest) -> None:
+    """Write `dataset/manifest.json`."""
     text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False)
     (dataset / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -184,35 +185,39 @@ def _write_split(
     shape_NHW = (content.num_images, height, width)
     images_path, masks_path = dataset / f"{split}_images.npy", dataset / f"{split}_masks.npy"
     with images_path.open("wb") as images_file, masks_path.open("wb") as masks_file:
-        images = _NpyStream(images_file, (*shape_NHW, 3))
-        masks = _NpyStream(masks_file, shape_NHW)
+        images = NpyStream(images_file, (*shape_NHW, 3))
+        masks = NpyStream(masks_file, shape_NHW)
         for images_NHWC, masks_NHW in content.batches:
             images.append(images_NHWC)
             masks.append(masks_NHW)
             labels += np.bincount(masks_NHW.ravel(), minlength=256)
-            for channel in range(3):
-                colours[channel] += np.bincount(images_NHWC[..., channel].ravel(), minlength=256)
+            colours += count_colours(images_NHWC)
         digests = {images_path.name: images.finish(), masks_path.name: masks.finish()}
     return _SplitStatistics(labels, colours, digests)
 
 
-class _NpyStream:
+class NpyStream:
     """Write a .npy file piece by piece; plain writes, because a memory map turns a full disk into SIGBUS."""
 
-    def __init__(self, file: BinaryIO, shape: tuple[int, ...]) -> None:
-        self._file, self._shape, self._num_rows, self._sha256 = file, shape, 0, hashlib.sha256()
-        header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    def __init__(self, file: BinaryIO, shape: tuple[int, ...], dtype: type[np.generic] = np.uint8) -> None:
+        """Announce the whole array; the first axis counts the rows to come."""
+        self._file, self._shape, self._dtype = file, shape, np.dtype(dtype)
+        self._num_rows, self._sha256 = 0, hashlib.sha256()
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(_Tee(file, self._sha256), header)
 
-    def append(self, rows: NDArray[np.uint8]) -> None:
-        if rows.shape[1:] != self._shape[1:] or rows.dtype != np.uint8:
-            raise ValueError(f"batch is {rows.dtype} {rows.shape}, expected uint8 [n, *{self._shape[1:]}]")
+    def append(self, rows: NDArray[Any]) -> None:
+        """Write the next rows."""
+        if rows.shape[1:] != self._shape[1:] or rows.dtype != self._dtype:
+            expected = f"{self._dtype} [n, *{self._shape[1:]}]"
+            raise ValueError(f"batch is {rows.dtype} {rows.shape}, expected {expected}")
         content = np.ascontiguousarray(rows).data
         self._file.write(content)
         self._sha256.update(content)
         self._num_rows += len(rows)
 
     def finish(self) -> str:
+        """Return the sha256 of the whole file."""
         if self._num_rows != self._shape[0]:
             raise ValueError(f"{self._num_rows} images were written, {self._shape[0]} announced")
         return self._sha256.hexdigest()
@@ -245,9 +250,15 @@ def _pixel_share(labels: NDArray[np.int64], num_classes: int, split: str) -> tup
     return tuple(float(count / total) if total else 0.0 for count in labels[:num_classes])
 
 
-def _mean_and_std(
+def count_colours(images_NHWC: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return the pixels per channel and value, [3, 256]."""
+    return np.stack([np.bincount(images_NHWC[..., channel].ravel(), minlength=256) for channel in range(3)])
+
+
+def mean_and_std(
     colours: NDArray[np.int64],
 ) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """Return both per channel, on a 0..1 scale, from the counts of `count_colours`."""
     values = np.arange(256, dtype=np.float64) / 255
     num_pixels = np.maximum(colours.sum(axis=1), 1)
     mean_C = colours @ values / num_pixels
@@ -263,14 +274,15 @@ def _three(values: Iterable[float]) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _map_array(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+def map_array(path: Path, shape: tuple[int, ...], dtype: type[np.generic] = np.uint8) -> NDArray[Any]:
+    """Map a .npy file into memory, read-only; raise ArtifactError where it is not what the manifest says."""
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise ArtifactError(f"{path}: cannot be read ({error}). Run prepare_data again.") from error
-    if array.shape != shape or array.dtype != np.uint8:
+    if array.shape != shape or array.dtype != dtype:
         raise ArtifactError(
-            f"{path}: holds {array.dtype} {array.shape}, the manifest says uint8 {shape}. Run prepare_data "
-            "again."
+            f"{path}: holds {array.dtype} {array.shape}, the manifest says {np.dtype(dtype)} {shape}. Run "
+            "prepare_data again."
         )
-    return array  # type: ignore[no-any-return]
+    return array

@@ -133,8 +133,7 @@ def _read_card(target: Target, model: Path) -> InputCard:
             )
         from tasks.parts.model_card import read_card
 
-        card = read_card(model)
-        return InputCard(tuple(card.classes), card.mean, card.std, card.height, card.width)
+        return read_card(model).for_input()
     from tasks.parts.onnx_graph import read_card_of_graph, read_graph
 
     return read_card_of_graph(read_graph(model))

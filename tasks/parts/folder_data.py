@@ -15,7 +15,7 @@ import hashlib
 import logging
 import os
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,9 @@ from tasks.parts.image_files import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from tasks.parts.data import Batch
 
 logger = logging.getLogger(__name__)
@@ -129,15 +132,14 @@ def scan_folder(root: Path, config: FolderConfig, *, seed: int) -> FolderContent
     refuse_empty(root, names, lists)
     splits = {split: tuple(check_of[name].pair for name in listed) for split, listed in names.items()}
     _refuse_single_class(root, [check_of[pair.name] for pair in splits["train"]], class_list)
-    duplicates = _duplicates(splits, check_of)
-    if duplicates:
-        first, second = duplicates[0]
-        split_warnings.append(
-            f"{len(duplicates)} image(s) of val or test also occur in another split, so the accuracy "
-            f"flatters: {second.image} has the pixels of {first.image}."
-        )
+    images = {name: (check.pair.image, check.digest) for name, check in check_of.items()}
+    num_duplicates, duplicate_warnings = find_duplicates(names, images)
     return FolderContent(
-        class_list, splits, len(checks) - len(good), len(duplicates), (*warnings, *split_warnings)
+        class_list,
+        splits,
+        len(checks) - len(good),
+        num_duplicates,
+        (*warnings, *split_warnings, *duplicate_warnings),
     )
 
 
@@ -169,7 +171,7 @@ class _Check:
     pair: Pair
     fault: DataError | None
     digest: str
-    """Of the decoded image: the same picture in another file has the same digest."""
+    """Of the decoded image."""
     labels: tuple[int, ...]
     """Mask values, ignored ones left out."""
 
@@ -300,8 +302,12 @@ def _check_pair(pair: Pair, class_list: ClassList, max_pixels: int) -> _Check:
         )
     elif outside:
         fault = _LabelOutside(_label_outside_text(pair, outside, class_list))
-    digest = hashlib.sha256(str(image_HWC.shape).encode() + image_HWC.tobytes()).hexdigest()
-    return _Check(pair, fault, digest, labels)
+    return _Check(pair, fault, digest_of_pixels(image_HWC), labels)
+
+
+def digest_of_pixels(image_HWC: NDArray[np.uint8]) -> str:
+    """Return the same for the same picture in another file."""
+    return hashlib.sha256(str(image_HWC.shape).encode() + image_HWC.tobytes()).hexdigest()
 
 
 def _label_outside_text(pair: Pair, outside: list[int], class_list: ClassList) -> str:
@@ -402,16 +408,28 @@ def _refuse_single_class(root: Path, train: list[_Check], class_list: ClassList)
         )
 
 
-def _duplicates(splits: dict[str, tuple[Pair, ...]], check_of: dict[str, _Check]) -> list[tuple[Pair, Pair]]:
-    """Find images of val or test (second) whose pixels are in an earlier split too (first)."""
-    first_of: dict[str, tuple[str, Pair]] = {}
+def find_duplicates(
+    splits: Mapping[str, Sequence[str]], images: Mapping[str, tuple[Path, str]]
+) -> tuple[int, list[str]]:
+    """Count images of val or test whose pixels are in an earlier split too, and warn of them.
+
+    `splits` holds names, `images` the file and the digest of the pixels of each.
+    """
+    first_of: dict[str, tuple[str, Path]] = {}
     found = []
     for split in _LISTED_SPLITS:
-        for pair in splits[split]:
-            first_split, first = first_of.setdefault(check_of[pair.name].digest, (split, pair))
+        for name in splits[split]:
+            path, digest = images[name]
+            first_split, first = first_of.setdefault(digest, (split, path))
             if first_split != split:
-                found.append((first, pair))
-    return found
+                found.append((first, path))
+    if not found:
+        return 0, []
+    first, second = found[0]
+    return len(found), [
+        f"{len(found)} image(s) of val or test also occur in another split, so the accuracy flatters: {second} has "
+        f"the pixels of {first}."
+    ]
 
 
 def _same_fault(faults: Sequence[DataError]) -> str:

@@ -18,6 +18,8 @@ from tasks.parts.class_list import CLASSES_FILE, read_class_list
 from tasks.parts.folder_data import (
     FILES_PER_BATCH,
     FolderConfig,
+    digest_of_pixels,
+    find_duplicates,
     further,
     list_files,
     read_split_files,
@@ -60,6 +62,8 @@ class ImageFolder:
     """Empty for plain images."""
     splits: dict[str, tuple[ImageFile, ...]]
     num_bad_images: int
+    num_duplicates: int
+    """Images of val or test whose pixels also are in another of train, val, test."""
     warnings: tuple[str, ...]
 
 
@@ -75,13 +79,16 @@ def scan_images(root: Path, config: FolderConfig, *, seed: int, is_labelled: boo
         for name, path in paths.items()
     }
     lists = read_split_files(root, set(files))
-    bad = _find_bad(files, config)
-    names, warnings = share_out([name for name in files if name not in bad], lists, config, seed)
+    digests, bad = _read_all(files, config)
+    names, warnings = share_out(list(digests), lists, config, seed)
     refuse_empty(root, names, lists)
+    images = {name: (files[name].path, digest) for name, digest in digests.items()}
+    num_duplicates, duplicate_warnings = find_duplicates(names, images)
+    warnings += duplicate_warnings
     if bad:
         warnings.append(f"{len(bad)} unreadable file(s) skipped, the first: {next(iter(bad.values()))}")
     splits = {split: tuple(files[name] for name in listed) for split, listed in names.items()}
-    return ImageFolder(classes, splits, len(bad), tuple(warnings))
+    return ImageFolder(classes, splits, len(bad), num_duplicates, tuple(warnings))
 
 
 def read_image_batches(
@@ -111,19 +118,24 @@ def _label(root: Path, name: str, classes: tuple[str, ...]) -> int:
     return classes.index(folder)
 
 
-def _find_bad(files: dict[str, ImageFile], config: FolderConfig) -> dict[str, DataError]:
-    """Decode every file; stop where more are unreadable than the configuration allows."""
+def _read_all(
+    files: dict[str, ImageFile], config: FolderConfig
+) -> tuple[dict[str, str], dict[str, DataError]]:
+    """Decode every file; return the digests of those that can be read, and what is wrong with the others.
 
-    def fault(file: ImageFile) -> DataError | None:
+    Stops where more are unreadable than the configuration allows.
+    """
+
+    def read(file: ImageFile) -> str | DataError:
         try:
-            read_image(file.path, max_pixels=config.max_pixels)
+            return digest_of_pixels(read_image(file.path, max_pixels=config.max_pixels))
         except UnreadableImage as error:
             return error
-        return None
 
     with pillow_without_own_cap(), thread_pool() as pool:
-        faults = zip(files, pool.map(fault, files.values()), strict=True)
-        bad = {name: error for name, error in faults if error is not None}
+        found = dict(zip(files, pool.map(read, files.values()), strict=True))
+    digests = {name: one for name, one in found.items() if isinstance(one, str)}
+    bad = {name: one for name, one in found.items() if not isinstance(one, str)}
     if len(bad) > config.max_bad_images:
         first = next(iter(bad.values()))
         raise UnreadableImage(
@@ -131,4 +143,4 @@ def _find_bad(files: dict[str, ImageFile], config: FolderConfig) -> dict[str, Da
             f"{config.max_bad_images}."
         ) from first
     logger.info("checked %d images", len(files))
-    return bad
+    return digests, bad

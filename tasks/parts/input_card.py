@@ -37,7 +37,7 @@ class InputCard:
         if len(self.classes) < 2 or len(set(self.classes)) != len(self.classes):
             raise ArtifactError(
                 f"Card: {len(self.classes)} classes ({', '.join(self.classes[:8])}), of which "
-                f"{len(set(self.classes))} differ; expected two or more different names."
+                f"{len(set(self.classes))} differ; expected at least two different names."
             )
         for name, values, low in (("mean", self.mean, -math.inf), ("std", self.std, 0.0)):
             if len(values) != 3 or not all(math.isfinite(value) and value > low for value in values):
@@ -67,7 +67,7 @@ class InputCard:
         """
         try:
             fields = json.loads(text)
-            mean, std = (_triple(fields[key]) for key in ("mean", "std"))
+            mean, std = (triple(fields[key]) for key in ("mean", "std"))
             return cls(
                 classes=tuple(str(name) for name in fields["classes"]),
                 mean=mean,
@@ -84,6 +84,7 @@ class InputCard:
             ) from error
 
 
-def _triple(values: list[float]) -> tuple[float, float, float]:
+def triple(values: list[float]) -> tuple[float, float, float]:
+    """Return the numbers of the three channels; raise ValueError for more or less."""
     red, green, blue = values
     return float(red), float(green), float(blue)

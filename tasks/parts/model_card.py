@@ -1,13 +1,13 @@
 """What a checkpoint says of itself, without its weights and without the code of any network."""
 
 import json
-import math
 import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.input_card import InputCard, triple
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 
 CARD_KEY = "enginewright"  # the only metadata entry: safetensors writes several in random order
@@ -31,19 +31,11 @@ class ModelCard:
     """Of the training images, in pixels."""
 
     def __post_init__(self) -> None:
-        if len(self.classes) < 2 or len(set(self.classes)) != len(self.classes):
-            raise ArtifactError(
-                f"Model card: classes are {self.classes}; expected at least two different names."
-            )
-        for name, values, low in (("mean", self.mean, -math.inf), ("std", self.std, 0.0)):
-            if len(values) != 3 or not all(math.isfinite(value) and value > low for value in values):
-                raise ArtifactError(
-                    f"Model card: {name} is {values}; expected three finite numbers above {low}."
-                )
-        if self.height < 1 or self.width < 1:
-            raise ArtifactError(
-                f"Model card: image size is {self.height}x{self.width}; expected at least 1x1."
-            )
+        self.for_input()
+
+    def for_input(self) -> InputCard:
+        """Return what it takes to feed the network; raises ArtifactError for impossible values."""
+        return InputCard(self.classes, self.mean, self.std, self.height, self.width)
 
     def to_json(self) -> str:
         """Write the card as one line with sorted keys."""
@@ -59,7 +51,7 @@ class ModelCard:
             fields = json.loads(text)
             network = fields.pop("network")
             network = NetworkConfig(name=NetworkName(network.pop("name")), **network)
-            mean, std = (_triple(fields.pop(key)) for key in ("mean", "std"))
+            mean, std = (triple(fields.pop(key)) for key in ("mean", "std"))
             classes = tuple(str(name) for name in fields.pop("classes"))
             return cls(network=network, classes=classes, mean=mean, std=std, **fields)
         except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
@@ -67,11 +59,6 @@ class ModelCard:
                 f"The model card cannot be read ({error!r}). The file was changed or written by another "
                 "version; run the stage that makes it again."
             ) from error
-
-
-def _triple(values: list[float]) -> tuple[float, float, float]:
-    red, green, blue = values
-    return float(red), float(green), float(blue)
 
 
 def read_card(path: Path) -> ModelCard:

@@ -1,19 +1,44 @@
 """Two processes with gloo on the CPU: Lightning's launcher through the stage command."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
-from tests.conftest import Workspace
+from tests.conftest import Workspace, copy_repository
+from tests.services import free_port
 from tests.tasks.core.test_execute import PREPARE, TINY_SCENES, TRAIN, change_params
+
+
+def prepare(workspace: Workspace, **trainer: int) -> None:
+    """Configure a tiny training with DDP on the CPU."""
+    change_params(workspace, **{f"prepare_data.scenes.{name}": count for name, count in TINY_SCENES.items()})
+    settings = {"strategy": "ddp", "accelerator": "cpu", "max_epochs": 2, "batch_size": 4, **trainer}
+    change_params(workspace, **{f"train.baseline.trainer.{name}": value for name, value in settings.items()})
+    change_params(workspace, **{"train.baseline.network.width": 0.25})
+
+
+@pytest.mark.slow
+def test_two_nodes_train_and_only_the_first_publishes(tmp_path: Path) -> None:
+    nodes = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        nodes.append(copy_repository(tmp_path / name))
+        prepare(nodes[-1], num_nodes=2)
+        assert nodes[-1].run(*PREPARE).returncode == 0
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    second = nodes[1].start(*TRAIN, NODE_RANK="1", **where)
+    first = nodes[0].run(*TRAIN, NODE_RANK="0", timeout_s=400, **where)
+    said, _ = second.communicate(timeout=100)
+    assert first.returncode == 0, first.stderr[-4000:]
+    assert second.returncode == 0, said[-4000:]
+    published = [(node.path / "artifacts/train/baseline/model.safetensors").exists() for node in nodes]
+    assert published == [True, False]
 
 
 @pytest.mark.slow
 def test_two_ranks_train_and_only_one_publishes(workspace: Workspace) -> None:
-    change_params(workspace, **{f"prepare_data.scenes.{name}": count for name, count in TINY_SCENES.items()})
-    trainer = "train.baseline.trainer"
-    change_params(workspace, **{f"{trainer}.num_devices": 2, f"{trainer}.strategy": "ddp"})
-    change_params(workspace, **{f"{trainer}.accelerator": "cpu", f"{trainer}.max_epochs": 2})
-    change_params(workspace, **{f"{trainer}.batch_size": 4, "train.baseline.network.width": 0.25})
+    prepare(workspace, num_devices=2)
     assert workspace.run(*PREPARE).returncode == 0
     trained = workspace.run(*TRAIN, timeout_s=400)
     assert trained.returncode == 0, trained.stderr[-4000:]

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import struct
 import unicodedata
 import zlib
@@ -602,6 +603,16 @@ def test_folder_of_each_class_gives_labels_in_the_order_of_classes_yaml(tmp_path
         assert hashlib.sha256((dataset / name).read_bytes()).hexdigest() == digest
     with pytest.raises(ArtifactError, match=r"split 'val' has no masks, expected them for segmentation"):
         open_truth(dataset, "val", Task.segmentation)
+
+
+def test_image_of_one_split_that_is_in_another_too_is_counted(tmp_path: Path) -> None:
+    root = image_folder(tmp_path / "mine", [f"{number}.png" for number in range(12)])
+    for split, listed in (("train", range(6)), ("val", range(6, 9)), ("test", range(9, 12))):
+        (root / f"{split}.txt").write_text("\n".join(map(str, listed)), encoding="utf-8")
+    shutil.copy(root / "images" / "0.png", root / "images" / "10.png")
+    report = run(images_config("images"), root, tmp_path / "out")
+    assert report.num_duplicates == 1
+    assert any("10.png has the pixels of" in warning for warning in report.warnings)
 
 
 def test_plain_images_need_no_classes(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def builds(workshop: Workshop, folder: Path) -> Path:
     """Lay out engines as build_engine does; `twin` is the same file as `float`."""
     for variant, source in (("float", "float"), ("twin", "float"), ("quantized", "quantized")):
         shutil.copytree(workshop.engine(source, CONFIG.target), folder / variant / CONFIG.target / "engine")
-    return folder
+    return folder / "*" / CONFIG.target
 
 
 def race(config: Config, engines: Path, out: Path) -> Report:
@@ -54,7 +54,7 @@ def test_every_two_files_are_compared_once_and_twins_are_one(workshop: Workshop,
 
 def test_one_engine_alone_has_no_race(workshop: Workshop, tmp_path: Path) -> None:
     engines = builds(workshop, tmp_path / "builds")
-    folder = engines / "quantized" / CONFIG.target / "engine"
+    folder = tmp_path / "builds" / "quantized" / CONFIG.target / "engine"
     failed = replace(read_engine_manifest(folder), status=EngineStatus.failed, reason="no such kernel")
     write_engine_manifest(folder, failed)
     report = race(CONFIG, engines, tmp_path / "out")

@@ -15,6 +15,7 @@ from onnx import TensorProto, helper
 
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.fingerprint import digest
 from tasks.core.tracking import TrackingConfig, send_pending
 from tasks.parts.encoding import GRAPH_FILE
 from tasks.parts.pareto import pareto_front
@@ -58,6 +59,8 @@ class Artifacts:
         self.race_changes: dict[str, tuple[float, float]] = {}
         for stage in ("build_engine", "validate", "benchmark", "diff_layers"):
             (root / stage).mkdir(parents=True)
+        (root / "dataset").mkdir()
+        (root / "dataset" / "manifest.json").write_text("{}")
 
     def inputs(self) -> dict[str, Path]:
         return {
@@ -66,6 +69,7 @@ class Artifacts:
             "benchmarks": self.root / "benchmark",
             "races": self._write_races(),
             "diffs": self.root / "diff_layers",
+            "data": self.root / "dataset",
         }
 
     def change_race(self, name: str, low: float, aa_ratio_spread: float = 0.005) -> None:
@@ -255,6 +259,7 @@ def config_for(artifacts: Artifacts, **changes: Any) -> Config:
             Technique("Quantization-aware training", "pruned_ptq", "pruned_qat"),
         ],
         engines=artifacts.names,
+        data_name="data/scenes",
         tracking=TrackingConfig(enabled=False, uri="sqlite:///mlflow.db", experiment="engines"),
     )
     return dataclasses.replace(config, **changes)
@@ -669,8 +674,8 @@ def test_every_engine_is_one_run_however_often_it_is_logged(artifacts, tmp_path)
 
     artifacts.add_without_engine("pruned", "cpu_openvino", EngineStatus.skipped, "no such CPU")
     tracking = tracking_in(tmp_path)
-    run(artifacts, tmp_path / "one", tracking=tracking)
-    run(artifacts, tmp_path / "two", tracking=tracking)
+    first, _ = run(artifacts, tmp_path / "one", tracking=tracking)
+    second, _ = run(artifacts, tmp_path / "two", tracking=tracking)
 
     client = MlflowClient(tracking.uri, tracking.uri)
     experiment = client.get_experiment_by_name("engines")
@@ -689,12 +694,16 @@ def test_every_engine_is_one_run_however_often_it_is_logged(artifacts, tmp_path)
     assert [file.path for file in client.list_artifacts(best.info.run_id, "benchmark")] == [
         "benchmark/report.json"
     ]
-    pages = {file.path for file in client.list_artifacts(runs["pipeline"].info.run_id)}
+    pipeline = runs["pipeline"].info
+    assert first.mlflow_run == second.mlflow_run == f"{pipeline.experiment_id}/runs/{pipeline.run_id}"
+    pages = {file.path for file in client.list_artifacts(pipeline.run_id)}
     assert pages == {"report.html", "report.md", "pareto.png", "engines.json", "picks.json", "params.yaml"}
     version = client.get_model_version_by_alias("engines-cpu_onnxruntime", "candidate")
     assert version.run_id == best.info.run_id
     assert len(client.search_model_versions("name = 'engines-cpu_onnxruntime'")) == 1
     assert "latency_ms_p50" not in runs["pruned-cpu_openvino"].data.metrics
+    [data] = best.inputs.dataset_inputs
+    assert (data.dataset.name, data.dataset.digest) == ("data/scenes", digest(artifacts.root / "dataset"))
 
 
 def test_results_are_written_though_mlflow_does_not_answer(artifacts, tmp_path, monkeypatch, caplog) -> None:
@@ -706,7 +715,7 @@ def test_results_are_written_though_mlflow_does_not_answer(artifacts, tmp_path, 
     tracking = tracking_in(tmp_path)
     report, _ = run(artifacts, tmp_path / "one", tracking=tracking)
     assert report.best is not None and report.best.variant == "pruned_qat"
-    assert "7 runs pending" in caplog.text
+    assert "7 runs pending" in caplog.text and report.mlflow_run is None
 
     database.unlink()
     assert send_pending(tracking) == 7

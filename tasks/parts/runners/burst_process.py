@@ -146,10 +146,12 @@ class BurstProcess:
 
     def _read_line(self) -> bytes:
         assert self._process.stdout is not None
+        output = select.poll()  # select() takes no file descriptor above 1023
+        output.register(self._process.stdout, select.POLLIN)
         deadline = time.monotonic() + self._timeout_s
         while b"\n" not in self._unread:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+            if left <= 0 or not output.poll(left * 1000):
                 raise ArtifactError(
                     f"{self._engine}: its process gave no answer for {self._timeout_s:g} s. The engine hangs "
                     "or the machine is overloaded; run it alone, or raise timeout_s of the stage."

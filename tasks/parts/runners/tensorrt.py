@@ -70,6 +70,28 @@ class LayerTimes(trt.IProfiler):  # type: ignore[misc]
         self.milliseconds[layer_name] = self.milliseconds.get(layer_name, 0.0) + ms
 
 
+class LogitsMemory(trt.IOutputAllocator):  # type: ignore[misc]
+    """Gives TensorRT the memory for the logits, more of it where an engine writes more than its card says."""
+
+    def __init__(self, num_bytes: int) -> None:
+        trt.IOutputAllocator.__init__(self)
+        self.memory, self._num_bytes = cuda.mem_alloc(num_bytes), num_bytes
+        self.shape: tuple[int, ...] = ()
+        """Of the latest logits, as TensorRT tells it."""
+
+    def reallocate_output_async(
+        self, tensor_name: str, memory: int, size: int, alignment: int, stream: int
+    ) -> int:
+        """Return the address of at least `size` bytes."""
+        if size > self._num_bytes:
+            self.memory, self._num_bytes = cuda.mem_alloc(size), size
+        return int(self.memory)
+
+    def notify_shape(self, tensor_name: str, shape: "trt.Dims") -> None:
+        """Keep the shape of what is written."""
+        self.shape = tuple(shape)
+
+
 def load_plan(plan: bytes, target: Target) -> "trt.ICudaEngine":
     """Deserialize a plan; raise ArtifactError with TensorRT's own words where it refuses."""
     assert target.tensorrt is not None
@@ -148,14 +170,14 @@ class TensorrtRunner:
                 self._images_NCHW = cuda.pagelocked_empty((target.max_batch, 3, *size), np.float32)
                 self._logits_NCHW = cuda.pagelocked_empty(shape, np.float32)
                 self._device_images = cuda.mem_alloc(self._images_NCHW.nbytes)
-                self._device_logits = cuda.mem_alloc(self._logits_NCHW.nbytes)
+                self._device_logits = LogitsMemory(self._logits_NCHW.nbytes)
             except cuda.MemoryError as error:
                 raise ArtifactError(
                     f"Target {target.name}: no memory for {target.max_batch} images and their logits ({error}). End "
                     f"other processes on the GPU, or lower target.{target.name}.max_batch and build again."
                 ) from error
             self._context.set_tensor_address(self._input, int(self._device_images))
-            self._context.set_tensor_address(self._output, int(self._device_logits))
+            self._context.set_output_allocator(self._output, self._device_logits)
             self._stack = stack.pop_all()
         return self
 
@@ -181,6 +203,12 @@ class TensorrtRunner:
             self._choose_batch(num_images)
         self._start()
         self._stream.synchronize()
+        expected = (num_images, *self.manifest.card.logits_shape)
+        if self._device_logits.shape != expected:
+            raise ArtifactError(
+                f"{self._file} writes logits {list(self._device_logits.shape)}, its card says {list(expected)}. Run "
+                f"build_engine for target {self.manifest.target.name} again."
+            )
         logits_NCHW: FloatArray = self._logits_NCHW[:num_images]
         return logits_NCHW
 
@@ -334,7 +362,7 @@ class TensorrtRunner:
     def _enqueue(self, num_images: int) -> None:
         cuda.memcpy_htod_async(self._device_images, self._images_NCHW[:num_images], self._stream)
         self._compute()
-        cuda.memcpy_dtoh_async(self._logits_NCHW[:num_images], self._device_logits, self._stream)
+        cuda.memcpy_dtoh_async(self._logits_NCHW[:num_images], self._device_logits.memory, self._stream)
 
     def _launch(self, context: "trt.IExecutionContext", stream: int) -> None:
         num_before = len(LOG.errors)

@@ -100,11 +100,13 @@ def test_output_with_the_same_key_is_copied_from_its_twin(tiny: Workspace) -> No
     change_params(tiny, **{"train.teacher": params["train"]["baseline"]})
     tiny.run(*PREPARE)
     assert "train.baseline: finished" in tiny.run(*TRAIN).stderr
+    (tiny.path / WEIGHTS).with_name("key.json").chmod(0o444)  # as where DVC links outputs from its cache
     teacher = [*TRAIN[:3], "train.teacher", *TRAIN[4:]]
     assert "train.teacher: copied from train.baseline" in tiny.run(*teacher).stderr
     twin = tiny.path / "artifacts/train/teacher"
     assert (twin / "model.safetensors").read_bytes() == (tiny.path / WEIGHTS).read_bytes()
     assert json.loads((twin / "key.json").read_text())["address"] == "train.teacher"
+    assert (twin / "key.json").stat().st_mode & 0o200
     assert "fresh, nothing to run" in tiny.run(*teacher).stderr
     shutil.rmtree(twin)
     with (tiny.path / WEIGHTS).open("ab") as file:
@@ -201,6 +203,33 @@ def test_sigterm_ends_soon_and_removes_the_draft(tiny: Workspace) -> None:
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert not list(drafts.iterdir())
+
+
+DEAF_AT_FIRST = """
+import os, signal, time
+from tasks.__main__ import _DEPARTURE
+
+class Deaf:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+_DEPARTURE.prepare()
+Deaf()
+try:
+    time.sleep(60)
+finally:
+    time.sleep(2.5)
+    print("tidied up")
+"""
+
+
+def test_sigterm_that_a_finalizer_swallowed_is_raised_again_but_not_into_the_tidying() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DEAF_AT_FIRST], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert "Exception ignored" in done.stderr
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "tidied up\n")
 
 
 def test_child_dies_with_its_parent(tiny: Workspace) -> None:

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.picking import free_port, served
 from tasks.core.errors import ConfigError, TrackingUnavailable
 from tasks.core.tracking import (
     PENDING,
     UNCOMMITTED,
+    DataSet,
     RunRecord,
     TrackingConfig,
+    download_engine,
     git_commit,
     log_or_keep,
     log_pipeline,
@@ -54,6 +57,15 @@ def runs_of(config: TrackingConfig):
     return client.search_runs([experiment.experiment_id])
 
 
+DATA = DataSet("data/scenes", "0123456789abcdef0123456789abcdef.dir", "artifacts/prepare_data/dataset")
+
+
+def models_of(config: TrackingConfig):
+    client = client_of(config)
+    experiment = client.get_experiment_by_name(config.experiment)
+    return {model.name: model for model in client.search_logged_models([experiment.experiment_id])}
+
+
 def record(folder: Path, name: str, latency_ms: float) -> RunRecord:
     engine = folder / f"{name}.engine"
     engine.write_bytes(name.encode())
@@ -62,6 +74,7 @@ def record(folder: Path, name: str, latency_ms: float) -> RunRecord:
         metrics={"latency_ms_p50": latency_ms, "miou": 0.5},
         tags={"variant": name, "target": "cpu", "reason": "fast enough"},
         artifacts=(("engine", engine),),
+        data=DATA,
     )
 
 
@@ -70,7 +83,7 @@ def pipeline(tmp_path: Path) -> RunRecord:
     page = tmp_path / "report.html"
     page.write_text("<p>all engines</p>")
     return RunRecord(
-        name="pipeline", metrics={"num_engines": 2.0}, tags={"best": "a"}, artifacts=(("", page),)
+        name="pipeline", metrics={"num_engines": 2.0}, tags={"best": "a"}, artifacts=(("", page),), data=DATA
     )
 
 
@@ -119,6 +132,38 @@ def test_the_model_table_sorts_by_latency(config, pipeline, candidates) -> None:
     assert [model.name for model in models] == ["b", "a"]
 
 
+def test_every_run_names_the_data_set_with_the_digest_of_dvc(config, pipeline, candidates) -> None:
+    log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={})
+
+    for run in runs_of(config):
+        [found] = run.inputs.dataset_inputs
+        assert (found.dataset.name, found.dataset.digest) == (DATA.name, DATA.digest)
+        assert DATA.path in found.dataset.source
+
+
+def test_each_engine_is_a_ready_model_that_its_run_puts_out(config, pipeline, candidates) -> None:
+    for _ in range(2):
+        log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={})
+
+    runs, models = {run.info.run_name: run for run in runs_of(config)}, models_of(config)
+    assert set(models) == {"a", "b"}
+    for name, model in models.items():
+        assert [output.model_id for output in runs[name].outputs.model_outputs] == [model.model_id]
+        assert (model.status, model.model_type, model.source_run_id) == (
+            "READY",
+            "engine",
+            runs[name].info.run_id,
+        )
+        assert {metric.key: metric.value for metric in model.metrics} == runs[name].data.metrics
+        assert model.params == {"variant": name, "target": "cpu"} and model.tags["reason"] == "fast enough"
+
+
+def test_what_was_not_built_is_a_run_and_no_model(config, pipeline, candidates) -> None:
+    skipped = dataclasses.replace(candidates[0], metrics={})
+    log_pipeline(config, pipeline=pipeline, candidates=[skipped, candidates[1]], picks={})
+    assert set(models_of(config)) == {"b"} and len(runs_of(config)) == 3
+
+
 def test_the_same_content_adds_no_run_and_no_version(config, pipeline, candidates) -> None:
     picks = {"enginewright-cpu": "b"}
     first = log_pipeline(config, pipeline=pipeline, candidates=candidates, picks=picks)
@@ -151,6 +196,7 @@ def test_a_killed_logging_is_continued(config, pipeline, candidates) -> None:
     half_done = next(run for run in runs_of(config) if run.info.run_name == "b")
     client.update_run(half_done.info.run_id, status="RUNNING")
     client.update_run(first.parent_run_id, status="RUNNING")
+    models_before = list(models_of(config).values())
 
     second = log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={})
 
@@ -158,6 +204,9 @@ def test_a_killed_logging_is_continued(config, pipeline, candidates) -> None:
     assert second.num_runs_added == 1
     names = sorted(run.info.run_name for run in runs_of(config))
     assert names == ["a", "b", "pipeline"]
+    [first_try] = [model for model in models_before if model.name == "b"]
+    assert first_try.model_id not in {model.model_id for model in models_of(config).values()}
+    assert set(models_of(config)) == {"a", "b"}
     assert {run.info.status for run in runs_of(config)} == {"FINISHED"}
 
 
@@ -199,12 +248,6 @@ def test_a_deleted_experiment_is_used_again(config, pipeline, candidates) -> Non
     client.delete_experiment(client.get_experiment_by_name(config.experiment).experiment_id)
 
     assert log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={}).parent_run_id
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_closed_port_is_reported_soon_and_without_credentials(config, pipeline, candidates) -> None:
@@ -317,6 +360,29 @@ def test_pending_runs_are_logged_before_newer_ones(config, stopped, pipeline, ca
     assert (
         client_of(config).get_model_version_by_alias("enginewright-cpu", "candidate").tags["variant"] == "b"
     )
+
+
+@pytest.mark.slow
+def test_what_a_stopped_server_missed_is_sent_when_it_is_back(
+    config, pipeline, candidates, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    port, changed = free_port(), record(tmp_path, "b", 0.5)
+    with served(config, tmp_path, port) as server:
+        log_or_keep(server, pipeline=pipeline, candidates=candidates, picks={"enginewright-cpu": "a"})
+    runs_before = len(runs_of(config))
+
+    missed = [candidates[0], changed]
+    assert log_or_keep(server, pipeline=pipeline, candidates=missed, picks={"enginewright-cpu": "b"}) is None
+    changed.artifacts[0][1].write_bytes(b"of a later run")
+    with served(config, tmp_path, port):
+        assert send_pending(server) == 3
+        assert send_pending(server) == 0
+        version = client_of(server).get_model_version_by_alias("enginewright-cpu", "candidate")
+        engine = download_engine(server, version.run_id, tmp_path) / "b.engine"
+
+    assert (runs_before, len(runs_of(config))) == (3, 6) and not list(PENDING.iterdir())
+    assert engine.read_bytes() == b"b"
 
 
 def test_sending_that_was_killed_before_it_could_forget_adds_nothing(
