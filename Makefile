@@ -1,13 +1,13 @@
 # `make` alone lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help run repro ui stop test test-gpu check lock clean
+.PHONY: help run repro ui stop gc test test-services test-gpu services check lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: .venv/.installed  ## run the pipeline: data to picked engines; ARGS="debug=smoke" overrides values
 	@python -m flows.optimize $(ARGS)
@@ -23,8 +23,17 @@ ui: .venv/.installed  ## open the Prefect and MLflow pages on 127.0.0.1 (Ctrl-C 
 stop: .venv/.installed  ## end the local Prefect server that a run started
 	@python -m flows.local_server --stop
 
-test: .venv/.installed-dev  ## run all tests
+gc: .venv/.installed  ## remove from DVC's cache what neither this checkout nor a picked engine needs
+	@python -m flows.gc
+
+test: .venv/.installed-dev services  ## run all tests
 	@python -m pytest
+
+test-services: .venv/.installed-dev services  ## run the tests of compose.yaml and its servers, started as processes
+	@python -m pytest tests/test_docker.py tests/test_services.py
+
+services:  ## install what tests start: PostgreSQL and Chromium, by apt-get where that can be
+	@.ci/services
 
 test-gpu: .venv/.installed-gpu  ## run the tests that need an NVIDIA GPU, with TensorRT
 	@python -m pytest -m "gpu or tensorrt"

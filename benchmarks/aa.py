@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runtimes import stage_config
+from benchmarks.runtimes import read_selection, stage_config
 from tasks.benchmark import Config, benchmark
 from tasks.core.config import read_params
 from tasks.core.execute import ARTIFACTS
@@ -58,7 +58,7 @@ def main() -> None:
 
 def default_engines() -> list[str]:
     """Return the pick of each target, and the reference of all speed-ups."""
-    picks = json.loads((ARTIFACTS / "select_engine" / "picks.json").read_text(encoding="utf-8"))
+    picks = read_selection("picks.json")
     reference = read_params()["select_engine"]["float_reference"]
     names = [f"{pick['variant']}-{pick['target']}" for pick in picks.values()]
     return list(dict.fromkeys([*names, f"{reference['variant']}-{reference['target']}"]))

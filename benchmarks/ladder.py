@@ -17,6 +17,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.runtimes import read_selection
 from tasks.core.config import read_params
 from tasks.core.execute import ARTIFACTS
 from tasks.parts.target import read_cpu_model
@@ -82,7 +83,7 @@ def run_pipeline(workspace: Path, overrides: Sequence[str]) -> None:
 
 def rungs_in(workspace: Path) -> list[dict[str, Any]]:
     """Return the rungs of a finished run, from the float start up, target by target."""
-    rows = json.loads((workspace / ARTIFACTS / "select_engine" / "engines.json").read_text(encoding="utf-8"))
+    rows = read_selection("engines.json", workspace)
     ladder = read_params()["select_engine"]["ladder"]
     rungs = [{name: row[name] for name in COLUMNS} for row in rows if row["variant"] in ladder]
     return sorted(rungs, key=lambda row: (row["target"], ladder.index(row["variant"])))

@@ -29,10 +29,10 @@ from benchmarks.runtimes import (
     in_onnxruntime,
     in_target,
     openvino_target,
+    read_selection,
     requests_of,
 )
 from tasks.core.config import read_params
-from tasks.core.execute import ARTIFACTS
 from tasks.parts.data import open_split, read_manifest
 from tasks.parts.latency import Network, bootstrap_interval, rounds_ms
 from tasks.parts.metrics import confusion_matrix, scores
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=150, help="interleaved rounds")
     options = parser.parse_args()
     params = read_params()
-    picks = json.loads((ARTIFACTS / "select_engine" / "picks.json").read_text(encoding="utf-8"))
+    picks = read_selection("picks.json")
     pick = min(picks.values(), key=lambda row: row["latency_ms_p50"])
     engine = params["engines"][f"{pick['variant']}-{pick['target']}"]
     float_graph, num_images = Path(engine["float_graph"]), params["quantize_ptq"]["num_images"]

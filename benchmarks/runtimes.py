@@ -1,5 +1,7 @@
 """What the benchmarks share: configuration and data of the run, graphs in the CPU runtimes."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,14 @@ from tasks.parts.runners.openvino import compile_graph
 from tasks.parts.target import Target
 
 DATA = ARTIFACTS / "prepare_data" / "dataset"
+
+
+def read_selection(name: str, workspace: Path = Path()) -> Any:
+    """Return a file of select_engine where the pipeline has run; end with one line where it has not."""
+    file = workspace / ARTIFACTS / "select_engine" / name
+    if not file.is_file():
+        raise SystemExit(f"{file} is not there. Run the pipeline here first: make run")
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def in_onnxruntime(graph: ModelProto) -> Network:

@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runtimes import stage_config
+from benchmarks.runtimes import read_selection, stage_config
 from tasks.benchmark import benchmark
 from tasks.build_engine import build_engine
 from tasks.core.config import read_params
@@ -41,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     params = read_params()
-    pick = json.loads(Path("artifacts/select_engine/report.json").read_text(encoding="utf-8"))["best"]
+    pick = read_selection("report.json")["best"]
     size = params["prepare_data"]["height"]
     rows = [
         row

@@ -22,7 +22,7 @@ from flows import local_server
 from flows.params import CONF, compose_params
 from tasks.core.config import typed_config
 from tasks.core.errors import EnginewrightError
-from tasks.core.tracking import mask_credentials
+from tasks.core.tracking import database_file, mask_credentials
 from tasks.parts.cuda_driver import find_gpus
 from tasks.parts.runners.open_engine import installed_version
 from tasks.parts.target import (
@@ -44,7 +44,6 @@ _NEEDED_GB = 3
 """A run of the defaults takes 0.8 GB, DVC's cache and MLflow's copies of the engines included."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _TIMEOUT_S = 10
-_SQLITE = "sqlite:///"
 _DEFAULT_REMOTE = "core.remote"
 
 
@@ -174,8 +173,8 @@ def _examine_prefect() -> Finding:
 
 def _examine_mlflow(uri: str) -> Finding:
     shown = mask_credentials(uri)
-    if uri.startswith(_SQLITE):
-        folder = Path(uri.removeprefix(_SQLITE)).resolve().parent
+    if file := database_file(uri):
+        folder = file.resolve().parent
         if folder.is_dir() and os.access(folder, os.W_OK):
             return Finding(State.ok, "MLflow", f"the file {shown}")
         return Finding(

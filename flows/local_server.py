@@ -7,6 +7,7 @@ import argparse
 import base64
 import http.client
 import json
+import logging
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
+from typing import NoReturn
 
 from tasks.core.errors import EnginewrightError
 
@@ -45,6 +47,9 @@ def prepare_environment() -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    logging.raiseExceptions = (
+        False  # Prefect would print a line for every batch that a lost server does not take
+    )
 
 
 def begin_start() -> None:
@@ -88,6 +93,15 @@ def stop() -> bool:
         return False
     os.kill(int(record["pid"]), signal.SIGTERM)
     return True
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code; without a server, Prefect would try for minutes to send what it holds."""
+    if code and not answers(os.environ.get("PREFECT_API_URL", "")):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _start() -> None:
@@ -139,8 +153,12 @@ def find_problem(url: str, timeout_s: float = 5) -> str | None:
 
 
 def _free_port() -> int:
-    for port in (_PREFERRED_PORT, 0):
+    """Return the port of the server before, where a flow may wait for it, else the usual or any other."""
+    record = _read_record()
+    before = [urllib.parse.urlsplit(str(record["url"])).port] if record else []
+    for port in (*before, _PREFERRED_PORT, 0):
         with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:

@@ -11,48 +11,43 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from flows import local_server
+from flows.dvc_command import run_dvc
+from flows.flow_record import close_killed_flow_run, record_flow_run, recorded_flow
 from flows.params import compose_params, write_params
 from flows.pipeline import RecordedStages, run_pipeline
 from tasks.core.config import typed_config
 from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import ARTIFACTS, check_writable, explained_full_disk, remove_leftovers
 from tasks.core.fingerprint import digest
-from tasks.core.tracking import PENDING, mask_credentials
+from tasks.core.tracking import PENDING, database_file, mask_credentials
 from tasks.parts.target import Target, check_gpu
 
-_MAX_SIDE_BY_SIDE = 4
-"""Stages at once where they are independent; each loads libraries of up to a gigabyte."""
-
-_SQLITE = "sqlite:///"
-
-
-class CommitFailed(EnginewrightError):
-    """DVC did not take over the outputs of the flow."""
+DVC_CACHE = Path(".dvc/cache")
 
 
 def optimize(params: dict[str, Any]) -> Path:
     """Run the pipeline as a Prefect flow and return the folder of ``select_engine``."""
     from prefect import flow
-    from prefect.task_runners import ThreadPoolTaskRunner
 
-    from flows.stage_task import TaskStages
+    from flows.run_page import publish_progress, publish_result
+    from flows.stage_task import TaskStages, task_runner
 
-    stages = TaskStages(params, len(_outputs(params)))
-
-    runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(min(_MAX_SIDE_BY_SIDE, os.cpu_count() or 1))
-
-    @flow(name="optimize", validate_parameters=False, task_runner=runner)  # type: ignore[arg-type]  # invariant
+    @flow(name="optimize", validate_parameters=False, task_runner=task_runner())
     def run() -> Path:
-        return run_pipeline(stages, params)
+        record_flow_run()
+        stages = TaskStages(params, count_calls(params), publish_progress())
+        folder = run_pipeline(stages, params)
+        publish_result(folder, params, {})
+        print(f"stages run: {stages.num_executed} of {stages.num_calls}")
+        return folder
 
-    folder = run()
-    print(f"stages run: {stages.num_executed} of {stages.num_calls}")
-    return folder
+    with recorded_flow():
+        return run()
 
 
 def check_folders(params: dict[str, Any]) -> None:
@@ -63,19 +58,20 @@ def check_folders(params: dict[str, Any]) -> None:
     outputs = _outputs(params)
     check_writable(*outputs, *(output.parent for output in outputs))
     check_writable(*(ARTIFACTS / name for name in (".drafts", ".locks")), local_server.HOME)
-    check_writable(*(Path(".dvc") / name for name in ("cache", "cache/files/md5", "tmp")))
+    check_writable(DVC_CACHE, DVC_CACHE / "files/md5", Path(".dvc/tmp"))
     tracking = params["select_engine"]["tracking"]
-    if tracking["enabled"] and tracking["uri"].startswith(_SQLITE):
-        database = Path(tracking["uri"].removeprefix(_SQLITE))
+    database = database_file(tracking["uri"])
+    if tracking["enabled"] and database:
         check_writable(database, database.parent, database.with_name("mlruns"))
 
 
-def check_gpus(params: dict[str, Any]) -> None:
-    """Check before the first stage that this machine has the GPU of every target.
+def check_gpus(params: dict[str, Any], targets: Collection[str]) -> None:
+    """Check before the first stage that this machine has the GPU of these targets.
 
     Raises TargetMismatch.
     """
-    for name, section in params["build_engine"].items():
+    for name in targets:
+        section = params["build_engine"][name]
         if section["gpu"] is not None:
             check_gpu(typed_config(Target, section, f"target.{name}"))
 
@@ -114,6 +110,11 @@ def _has_pending_runs() -> bool:
     return any(PENDING.glob("*/record.json"))
 
 
+def count_calls(params: dict[str, Any]) -> int:
+    """Return how many stage calls the pipeline has."""
+    return len(_outputs(params))
+
+
 def _outputs(params: dict[str, Any]) -> list[Path]:
     plan = RecordedStages()
     run_pipeline(plan, params)
@@ -125,19 +126,13 @@ def commit_outputs() -> None:
 
     Skipped while dvc.lock and the keys of all outputs are those of the latest commit.
 
-    Raises CommitFailed with DVC's own words.
+    Raises DvcFailed with DVC's own words; DiskError where the cache has no room.
     """
     stamp = ARTIFACTS / ".committed"
     content = _commit_stamp()
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == content:
         return
-    command = [sys.executable, "-m", "dvc", "commit", "--force"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        words = (result.stderr or result.stdout).strip()
-        raise CommitFailed(
-            f"`dvc commit --force` failed. The outputs are kept; run it again. DVC says: {words}"
-        )
+    run_dvc("commit", "--force")
     stamp.write_text(_commit_stamp(), encoding="utf-8")
 
 
@@ -205,6 +200,22 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def run_flow(params: dict[str, Any]) -> Path:
+    """Run the flow in this workspace while no other one does, and return the folder of ``select_engine``."""
+    with explained_full_disk(ARTIFACTS), hold_workspace():
+        local_server.prepare_environment()
+        local_server.begin_start()
+        write_params(params)
+        send_pending_runs(params)
+        local_server.wait_until_ready()
+        close_killed_flow_run()
+        folder = optimize(params)
+        with explained_full_disk(DVC_CACHE):
+            commit_outputs()
+        remove_leftovers()
+    return folder
+
+
 def main(overrides: Sequence[str]) -> int:
     """Run the flow and return the exit code: 0 done, 1 a problem that the user can mend, 130 interrupted."""
     logging.getLogger("tasks").addHandler(
@@ -213,18 +224,10 @@ def main(overrides: Sequence[str]) -> int:
     started = time.perf_counter()
     try:
         params = compose_params(overrides)
-        check_gpus(params)
+        check_gpus(params, params["build_engine"])
         check_models(params)
         check_folders(params)
-        with explained_full_disk(ARTIFACTS), hold_workspace():
-            local_server.prepare_environment()
-            local_server.begin_start()
-            write_params(params)
-            send_pending_runs(params)
-            url = local_server.wait_until_ready()
-            folder = optimize(params)
-            commit_outputs()
-            remove_leftovers()
+        folder = run_flow(params)
         print_result(folder)
     except EnginewrightError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -236,10 +239,11 @@ def main(overrides: Sequence[str]) -> int:
     print(f"MLflow: {mask_credentials(tracking)} (`make ui` opens it on http://127.0.0.1:5000)")
     if _has_pending_runs():
         print("MLflow: runs are pending; the next flow sends them, or `python -m tasks.core.tracking`.")
-    print(f"Prefect: {url.removesuffix('/api')} (`make stop` ends this local server)")
+    url = os.environ["PREFECT_API_URL"].removesuffix("/api")
+    print(f"Prefect: {url} (`make stop` ends this local server)")
     print(f"total: {time.perf_counter() - started:.1f} s")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    local_server.leave(main(sys.argv[1:]))

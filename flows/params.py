@@ -6,7 +6,7 @@ checked against the ``Config`` of its stage before anything is written.
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tasks.core.config import PARAMS_FILE, find_section, typed_config
 from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import load_stage
+from tasks.core.tracking import mask_credentials
 from tasks.parts.target import CHECKPOINT_RUNTIMES
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -97,6 +98,17 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     check_params(params)
     _check_variants(params["select_engine"], variants)
     return params
+
+
+def keep_targets(params: dict[str, Any], targets: Collection[str]) -> dict[str, Any]:
+    """Return the configuration without the engines of other targets; how the models are made stays as it is."""
+    kept = copy.deepcopy(params)
+    for section in ("build_engine", "race_rungs"):
+        kept[section] = {name: value for name, value in kept[section].items() if name in targets}
+    kept["engines"] = {name: item for name, item in kept["engines"].items() if item["target"] in targets}
+    engines = kept["select_engine"]["engines"]
+    kept["select_engine"]["engines"] = [item for item in engines if item["target"] in targets]
+    return kept
 
 
 def _check_names(targets: dict[str, Any]) -> None:
@@ -182,8 +194,18 @@ def _check_engines(params: dict[str, Any], targets: dict[str, Any]) -> None:
 
 
 def write_params(params: dict[str, Any], path: Path = PARAMS_FILE) -> None:
-    """Write params.yaml unless it already holds this content."""
+    """Write params.yaml unless it already holds this content.
+
+    Raises ConfigError where it would hold a password: git keeps it, and DVC copies it into dvc.lock.
+    """
     text = _HEADER + yaml.safe_dump(params, sort_keys=False, allow_unicode=True)
+    for line in text.splitlines():
+        if (masked := mask_credentials(line)) != line:
+            raise ConfigError(
+                f"{path} would hold a password: {masked.strip()}. Leave user and password out of the address; an "
+                "MLflow server takes them from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, PostgreSQL "
+                "from PGUSER and PGPASSWORD."
+            )
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
 

@@ -1,21 +1,20 @@
 """Pick an engine from MLflow: the front of a target, the fastest engine within limits, its files.
 
 ``python -m flows.pick --target cpu_openvino --max-latency-ms 8 --min-miou 0.6`` prints the engines of the latest
-pipeline and the one to take. ``--download DIR`` copies it with what it needs to run, ``--promote`` makes it the
-champion. Where MLflow is, select_engine.tracking of params.yaml says; ``--tracking-uri`` names another place. For a
-server with authentication set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
+pipeline and the one to take; of a server also the address of the page that shows them. ``--download DIR`` copies it
+with what it needs to run, ``--promote`` makes it the champion. Where MLflow is, select_engine.tracking of params.yaml
+says; ``--tracking-uri`` names another place. For a server with authentication set MLFLOW_TRACKING_USERNAME and
+MLFLOW_TRACKING_PASSWORD.
 """
 
 import argparse
 import dataclasses
-import hashlib
 import re
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasks.core.config import find_section, read_params, typed_config
 from tasks.core.errors import ArtifactError, ConfigError, EnginewrightError, GateFailed
 from tasks.core.tracking import (
     PENDING,
@@ -24,9 +23,12 @@ from tasks.core.tracking import (
     download_engine,
     find_engines,
     mask_credentials,
+    page_of,
     promote,
+    read_tracking_config,
 )
 from tasks.parts.engine_row import Verdict
+from tasks.parts.runners.contract import sha256_of
 
 SHIPPABLE = (Verdict.ACCEPT, Verdict.NOT_FASTER)
 """Both hold the accuracy gate and are what they claim to be; a rung that is not faster may still be more accurate."""
@@ -89,9 +91,7 @@ def fetch(tracking: TrackingConfig, run: TrackedEngine, folder: Path) -> Path:
         raise ConfigError(f"{folder} is a file or not empty, expected a new folder (--download).")
     folder.mkdir(parents=True, exist_ok=True)
     engine, sha256 = download_engine(tracking, run.run_id, folder), run.tags["engine_sha256"]
-    if sha256 not in {
-        hashlib.sha256(file.read_bytes()).hexdigest() for file in engine.iterdir() if file.is_file()
-    }:
+    if sha256 not in {sha256_of(file) for file in engine.iterdir() if file.is_file()}:
         shutil.rmtree(engine)
         raise ArtifactError(
             f"{engine}: no file had the sha256 {sha256[:12]}... that was measured. The artifact store of "
@@ -108,7 +108,7 @@ def show(runs: Sequence[TrackedEngine], picked: TrackedEngine | None) -> None:
     metric = "miou" if any("miou" in run.metrics for run in runs) else "top1"
     table = Table(
         "variant",
-        runs[0].tags["metric"],
+        runs[0].tags.get("metric", "mIoU"),  # earlier versions segmented only
         "p50 ms",
         "p99 ms",
         "MB",
@@ -137,13 +137,6 @@ def _shown(run: TrackedEngine, metric: str, digits: int, scale: float = 1.0) -> 
     return "-" if value is None else f"{value * scale:.{digits}f}"
 
 
-def _tracking(uri: str | None) -> TrackingConfig:
-    section = find_section(read_params(), "select_engine")[1]["tracking"]
-    return typed_config(  # type: ignore[no-any-return]
-        TrackingConfig, section | ({"uri": uri} if uri else {}), "select_engine.tracking"
-    )
-
-
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m flows.pick", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -165,7 +158,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the front and the pick, fetch or promote it; return the exit code."""
     options = _parse(arguments)
     try:
-        tracking = _tracking(options.tracking_uri)
+        tracking = read_tracking_config(options.tracking_uri)
         runs = find_engines(tracking, options.target)
         if not runs:
             raise ConfigError(
@@ -183,6 +176,8 @@ def main(arguments: Sequence[str]) -> int:
             print("runs are pending that MLflow did not take yet: `python -m tasks.core.tracking` sends them")
         print(f"{found.tags['variant']} on {options.target}: {found.tags['reason']}")
         print(f"run {found.run_id}, engine sha256 {found.tags['engine_sha256']}")
+        if page := page_of(tracking, found):
+            print(f"what was accepted, fastest first: {page}")
         if options.download:
             engine = fetch(tracking, found, options.download)
             alone = (

@@ -1,6 +1,6 @@
 """The DAG, as plain calls: the same picture as dvc.yaml."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,10 @@ class Stages(Protocol):
         """Run stage calls that do not depend on each other."""
         ...
 
+    def run_alone(self, address: str, **inputs: Path) -> None:
+        """Run a stage call while nothing else is measured on this machine."""
+        ...
+
 
 class RecordedStages:
     """Runs nothing and remembers the calls."""
@@ -39,18 +43,35 @@ class RecordedStages:
         for address, inputs in calls.items():
             self.run(address, **inputs)
 
+    def run_alone(self, address: str, **inputs: Path) -> None:
+        """Remember a call."""
+        self.run(address, **inputs)
+
 
 def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
     """Call every stage in order and return the folder of ``select_engine``."""
+    run_models(stages, params)
+    run_targets(stages, params, params["build_engine"])
+    return stages.run(
+        "select_engine",
+        builds=ARTIFACTS / "build_engine",
+        validations=ARTIFACTS / "validate",
+        benchmarks=ARTIFACTS / "benchmark",
+        races=ARTIFACTS / "race_rungs",
+        diffs=ARTIFACTS / "diff_layers",
+        data=Path(params["pipeline"]["data"]),
+    )
+
+
+def run_models(stages: Stages, params: Mapping[str, Any]) -> None:
+    """Make every variant as a graph: what does not depend on where it will run."""
     data = stages.run("prepare_data", root=Path(params["prepare_data"]["root"])) / "dataset"
     pipeline = params["pipeline"]
     if pipeline["imports"]:
         _run_import(stages, pipeline, data)
     else:
         _run_training(stages, pipeline, data)
-    data = Path(pipeline["data"])
-    _run_quantization(stages, pipeline, data)
-    return _run_engines(stages, params, data)
+    _run_quantization(stages, pipeline, Path(pipeline["data"]))
 
 
 def _run_training(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> None:
@@ -119,11 +140,15 @@ def _run_quantization(stages: Stages, pipeline: Mapping[str, Any], data: Path) -
     )
 
 
-def _run_engines(stages: Stages, params: Mapping[str, Any], data: Path) -> Path:
-    """Build, check and measure every engine; nothing else runs beside a measurement."""
-    builds, checks, measurements = {}, {}, {}
+def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[str]) -> None:
+    """Build, check and measure every engine of these targets; nothing else runs beside a measurement."""
+    builds: dict[str, dict[str, Path]] = {}
+    checks, measurements = {}, {}
+    data = Path(params["pipeline"]["data"])
     reference = Path(params["pipeline"]["reference_engine"])
     for item in params["engines"].values():
+        if item["target"] not in targets:
+            continue
         name = f"{item['variant']}.{item['target']}"
         model = Path(item["model"])
         engine = ARTIFACTS / "build_engine" / item["variant"] / item["target"] / "engine"
@@ -136,17 +161,14 @@ def _run_engines(stages: Stages, params: Mapping[str, Any], data: Path) -> Path:
             "data": data,
         }
         measurements[f"benchmark.{name}"] = {"engine": engine, "reference": reference}
-    stages.run_side_by_side(builds)
+    tuned = [
+        address for address in builds if params["build_engine"][address.split(".")[2]]["gpu"] is not None
+    ]
+    stages.run_side_by_side({address: builds[address] for address in builds if address not in tuned})
+    for address in tuned:  # a builder for a GPU times kernels
+        stages.run_alone(address, **builds[address])
     stages.run_side_by_side(checks)
     for address, inputs in measurements.items():
-        stages.run(address, **inputs)
-    for target in params["race_rungs"]:
-        stages.run(f"race_rungs.{target}", builds=ARTIFACTS / "build_engine")
-    return stages.run(
-        "select_engine",
-        builds=ARTIFACTS / "build_engine",
-        validations=ARTIFACTS / "validate",
-        benchmarks=ARTIFACTS / "benchmark",
-        races=ARTIFACTS / "race_rungs",
-        diffs=ARTIFACTS / "diff_layers",
-    )
+        stages.run_alone(address, **inputs)
+    for target in targets:
+        stages.run_alone(f"race_rungs.{target}", builds=ARTIFACTS / "build_engine" / "*" / target)

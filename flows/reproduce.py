@@ -18,17 +18,17 @@ from typing import Any
 
 import yaml
 
-from tasks.core.config import PARAMS_FILE, find_section, read_params, typed_config
+from tasks.core.config import PARAMS_FILE
 from tasks.core.errors import ArtifactError, ConfigError, EnginewrightError
 from tasks.core.execute import ARTIFACTS
 from tasks.core.tracking import (
     UNCOMMITTED,
     UNKNOWN_COMMIT,
     TrackedEngine,
-    TrackingConfig,
     find_engine,
     mask_credentials,
     read_pipeline_params,
+    read_tracking_config,
 )
 from tasks.parts.runners.contract import read_engine_manifest
 from tasks.parts.target import Runtime
@@ -177,6 +177,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--into", type=Path, help="a new folder for the checkout; .reproduced/<sha256> by default"
     )
+    parser.add_argument("--tracking-uri", help="instead of select_engine.tracking.uri")
     options = parser.parse_args(arguments)
     if not _SHA256.fullmatch(options.engine_sha256):
         parser.error(f"{options.engine_sha256!r} is no sha256, expected 8 to 64 hexadecimal digits")
@@ -187,8 +188,7 @@ def main(arguments: Sequence[str]) -> int:
     """Return 0 where the engine was built again as expected."""
     options = _parse(arguments)
     try:
-        section = find_section(read_params(), "select_engine")[1]["tracking"]
-        tracking: TrackingConfig = typed_config(TrackingConfig, section, "select_engine.tracking")
+        tracking = read_tracking_config(options.tracking_uri)
         engine = find_engine(tracking, options.engine_sha256)
         if engine is None:
             raise ConfigError(

@@ -1,19 +1,28 @@
 """The bridge: one stage call becomes one cached Prefect task."""
 
+import contextlib
+import fcntl
+import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import Task, task
+from prefect import get_run_logger, runtime, task
 from prefect.cache_policies import CacheKeyFnPolicy
 from prefect.futures import PrefectFuture
+from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.pipeline import Calls
 from tasks.core.errors import EnginewrightError
 from tasks.core.execute import Call, is_fresh, prepare_call
+from tasks.core.tracking import mask_credentials
+
+MAX_SIDE_BY_SIDE = 4
+"""Stages at once where they are independent; each loads libraries of up to a gigabyte."""
 
 
 class StageFailed(EnginewrightError):
@@ -26,18 +35,21 @@ def stage_command(address: str, inputs: Mapping[str, Path]) -> list[str]:
 
 
 @task(
+    task_run_name="{address}",
     cache_policy=CacheKeyFnPolicy(cache_key_fn=lambda _, arguments: str(arguments["key"])),
     persist_result=True,
     result_serializer="json",
+    refresh_cache=True,
 )
-def run_stage(address: str, command: list[str], key: str, fresh: bool) -> dict[str, str]:
+def run_stage(address: str, command: list[str], key: str, fresh: bool, keeps_words: bool) -> dict[str, str]:
     """Run a stage in its own process and return a small manifest; the outputs themselves stay in artifacts/.
 
-    With ``fresh``, the other driver made the output already, and the manifest is all there is to record.
+    With ``fresh``, the other driver made the output already, and the manifest is all there is to record. With
+    ``keeps_words``, Prefect keeps what the stage says; else it goes to the terminal as it comes.
     """
     if not fresh:
         print(f"{address}: running", flush=True)
-        code = subprocess.run([sys.executable, *command[1:]], check=False).returncode
+        code = (_run_and_log if keeps_words else _run)([sys.executable, *command[1:]])
         if code != 0:
             raise StageFailed(
                 f"{address} ended with exit code {code}. Mend what it says above and run again."
@@ -45,37 +57,80 @@ def run_stage(address: str, command: list[str], key: str, fresh: bool) -> dict[s
     return {"address": address, "key": key}
 
 
+_recall_stage = run_stage.with_options(refresh_cache=False)
+"""Answers from Prefect's record where there is one.
+
+Which of the two is called follows the files on disk: after configuration A, then B, then A again, Prefect would still
+answer from its record of A while the folder holds B.
+"""
+
+
+def _run(command: list[str]) -> int:
+    return subprocess.run(command, check=False).returncode
+
+
+def _run_and_log(command: list[str]) -> int:
+    logger = get_run_logger()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            logger.info(mask_credentials(line.rstrip()))
+    return process.returncode
+
+
+def task_runner() -> Any:
+    """Return what runs independent stages side by side: not more of them than the machine has cores."""
+    return ThreadPoolTaskRunner(min(MAX_SIDE_BY_SIDE, os.cpu_count() or 1))
+
+
 class TaskStages:
     """Runs stage calls as Prefect tasks and says on the terminal what each one took."""
 
-    def __init__(self, params: Mapping[str, Any], num_calls: int) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, Any],
+        num_calls: int,
+        show_progress: Callable[[int, int], None] = lambda num_done, num_all: None,
+    ) -> None:
         self._params = params
         self._num_done = 0
+        self._show_progress = show_progress
+        self._is_deployed = runtime.deployment.id is not None
         self.num_calls = num_calls
         self.num_executed = 0
 
     def run(self, address: str, **inputs: Path) -> Path:
         """Make sure that a call's output is fresh and return its folder."""
         call, fresh = self._prepare(address, inputs)
-        started = time.perf_counter()
-        record = _task_of(call, fresh)(call.address, stage_command(address, inputs), call.key, fresh)
-        self._finish(call, fresh, record, f"done in {time.perf_counter() - started:.1f} s")
-        return call.folder
+        return self._run(call, fresh)
+
+    def run_alone(self, address: str, **inputs: Path) -> None:
+        """Make sure that a call's output is fresh; if it is not, take the one place for measuring on this machine."""
+        call, fresh = self._prepare(address, inputs)
+        with contextlib.nullcontext() if fresh else _only_measurement():
+            self._run(call, fresh)
 
     def run_side_by_side(self, calls: Calls) -> None:
         """Make sure that the outputs of independent calls are fresh, as many at once as the task runner takes."""
-        pending: list[tuple[Call, bool, PrefectFuture[dict[str, str]]]] = []
+        pending: list[tuple[Call, PrefectFuture[dict[str, str]]]] = []
         for address, inputs in calls.items():
             call, fresh = self._prepare(address, inputs)
             if fresh:
-                self.run(address, **inputs)
+                self._run(call, fresh)
             else:
-                future = _task_of(call, fresh).submit(
-                    address, stage_command(address, inputs), call.key, fresh
-                )
-                pending.append((call, fresh, future))
-        for call, fresh, future in pending:
-            self._finish(call, fresh, future.result(), "done")
+                command = stage_command(address, inputs)
+                pending.append((call, run_stage.submit(address, command, call.key, fresh, self._is_deployed)))
+        for call, future in pending:
+            self._finish(call, False, future.result(), "done")
+
+    def _run(self, call: Call, fresh: bool) -> Path:
+        started = time.perf_counter()
+        command = stage_command(call.address, call.inputs)
+        record = (_recall_stage if fresh else run_stage)(
+            call.address, command, call.key, fresh, self._is_deployed
+        )
+        self._finish(call, fresh, record, f"done in {time.perf_counter() - started:.1f} s")
+        return call.folder
 
     def _prepare(self, address: str, inputs: Mapping[str, Path]) -> tuple[Call, bool]:
         call = prepare_call(address, inputs, self._params)
@@ -89,13 +144,17 @@ class TaskStages:
         self._num_done += 1
         if not fresh:
             self.num_executed += 1
+            self._show_progress(self._num_done, self.num_calls)
             print(f"[{self._num_done:3d}/{self.num_calls}] {call.address}: {what}", flush=True)
 
 
-def _task_of(call: Call, fresh: bool) -> Task[[str, list[str], str, bool], dict[str, str]]:
-    """Name the task after the call.
-
-    ``refresh_cache`` follows the files on disk: after configuration A, then B, then A again, Prefect would still
-    answer from its record of A while the folder holds B.
-    """
-    return run_stage.with_options(name=call.address, task_run_name=call.address, refresh_cache=not fresh)
+@contextlib.contextmanager
+def _only_measurement() -> Iterator[None]:
+    """Wait while a flow in another checkout measures on this machine; the kernel lets go when a process dies."""
+    with Path(tempfile.gettempdir(), f"enginewright-measuring-{os.getuid()}").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("another checkout measures on this machine; waiting until it is done", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

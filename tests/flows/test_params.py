@@ -1,8 +1,10 @@
 """Composing conf/ into params.yaml."""
 
+from pathlib import Path
+
 import pytest
 
-from flows.params import compose_params
+from flows.params import compose_params, write_params
 from tasks.core.errors import ConfigError
 
 
@@ -71,3 +73,15 @@ def test_images_without_labels_are_measured_by_what_the_float_model_says() -> No
         "imported_partial",
     }
     assert "train" not in params and "quantize_aware_train" not in params
+
+
+@pytest.mark.parametrize(
+    "uri", ["http://me:secret@mlflow:5000", "postgresql://db/mlflow?user=me&password=secret"]
+)
+def test_password_is_not_written(tmp_path: Path, uri: str) -> None:
+    params = compose_params([f"select_engine.tracking.uri='{uri}'"])
+    with pytest.raises(
+        ConfigError, match=r"would hold a password: uri: .*MLFLOW_TRACKING_PASSWORD"
+    ) as refused:
+        write_params(params, tmp_path / "params.yaml")
+    assert "secret" not in str(refused.value) and not list(tmp_path.iterdir())

@@ -1,0 +1,127 @@
+"""The flow ``deploy_target``: the engines of one target, made and measured on a worker of the target's pool.
+
+The worker has a checkout of its own. The models come through the DVC remote, and the engines go back the same way.
+"""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from prefect import flow
+from prefect.artifacts import Artifact
+from pydantic import Field
+
+from flows.exchange import (
+    Entries,
+    check_remote,
+    commit,
+    makers_of,
+    merge_entries,
+    names_of_stages,
+    pull,
+    push,
+    read_entries,
+)
+from flows.flow_record import close_killed_flow_run, record_flow_run, recorded_flow
+from flows.optimize import check_gpus, hold_workspace
+from flows.params import CONF, compose_params, write_params
+from flows.pipeline import RecordedStages, run_targets
+from flows.run_page import publish_progress
+from flows.stage_task import TaskStages, task_runner
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.execute import ARTIFACTS, explained_full_disk, prepare_call
+from tasks.core.tracking import git_commit
+
+if TYPE_CHECKING:
+    TargetName = str
+else:
+    TargetName = Literal[tuple(sorted(file.stem for file in (CONF / "target").glob("*.yaml")))]
+    """The form of a run offers what conf/target/ declares."""
+
+Overrides = Annotated[
+    list[Annotated[str, Field(pattern=r"^[+~]{0,2}[A-Za-z_][\w@./]*(=.*)?$")]],
+    Field(description="Hydra overrides, for example debug=smoke or train.teacher.trainer.max_epochs=40"),
+]
+
+ENTRIES_ARTIFACT = "enginewright-dvc-lock"
+"""The Prefect artifact of a run that holds what dvc.lock says of its engines."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What the machine that made the models tells the one that makes engines of them."""
+
+    commit: str
+    """Of its code."""
+    place: str
+    """Its checkout, as ``find_place`` tells."""
+    entries: Entries
+    """Lines of dvc.lock: the models and the data, which are in the DVC remote."""
+    keys: dict[str, str]
+    """Of every build, by address: the same code and the same configuration have the same keys."""
+
+
+@flow(name="deploy_target", log_prints=True, task_runner=task_runner())
+def deploy_target(target: TargetName, overrides: Overrides, models: Handover | None = None) -> None:
+    """Build, check and measure the engines of a target and push them to the DVC remote.
+
+    Without `models`, those are taken that dvc.lock of this checkout names.
+
+    Raises ConfigError, TargetMismatch, ArtifactError where the checkouts differ, DvcFailed.
+    """
+    if models is not None and models.place == find_place():
+        raise ConfigError(
+            f"This worker works in {Path.cwd()}, the pipeline's own checkout, where the pipeline waits for it. Start "
+            "the workers of targets from a checkout of their own (docs/deployments.md)."
+        )
+    params = compose_params(overrides)
+    if target not in params["build_engine"]:
+        raise ConfigError(
+            f"{target} is not in target, which is [{', '.join(params['build_engine'])}]. Add it."
+        )
+    check_gpus(params, [target])
+    check_remote()
+    with explained_full_disk(ARTIFACTS), hold_workspace(), recorded_flow():
+        close_killed_flow_run()
+        record_flow_run()
+        write_params(params)
+        calls, needed, made = plan_target(params, target)
+        if models is not None:
+            merge_entries(models.entries)
+        pull(needed)
+        if models is not None:
+            _check_keys(calls, params, models)
+        run_targets(TaskStages(params, len(calls), publish_progress()), params, [target])
+        commit(made)
+        push(made)
+        Artifact(type=ENTRIES_ARTIFACT, data=read_entries(made)).create()
+
+
+def find_place() -> str:
+    """Return what tells this checkout from those of other workers."""
+    return f"{socket.gethostname()}:{Path.cwd()}"
+
+
+def plan_target(
+    params: Mapping[str, Any], target: str
+) -> tuple[dict[str, dict[str, Path]], list[str], list[str]]:
+    """Return a target's stage calls, and DVC's names of the stages that they need and of their own."""
+    plan = RecordedStages()
+    run_targets(plan, params, [target])
+    names = names_of_stages()
+    made = [names[address] for address in plan.calls]
+    makers = makers_of((path for inputs in plan.calls.values() for path in inputs.values()), names)
+    return plan.calls, [name for name in makers if name not in made], made
+
+
+def _check_keys(calls: Mapping[str, Mapping[str, Path]], params: Mapping[str, Any], models: Handover) -> None:
+    """Refuse to make engines that the pipeline's machine would not take for its own."""
+    for address, key in models.keys.items():
+        if prepare_call(address, calls[address], params).key != key:
+            raise ArtifactError(
+                f"{address} is another engine here: the code or conf/ of this worker's checkout "
+                f"(commit {git_commit()}) is not that of the pipeline (commit {models.commit}). Bring both checkouts "
+                "to one commit and run again."
+            )

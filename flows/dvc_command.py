@@ -1,0 +1,34 @@
+"""Run DVC as a command, and say what it said when it failed."""
+
+import subprocess
+import sys
+
+from tasks.core.errors import DiskError, EnginewrightError
+from tasks.core.execute import is_full_disk
+from tasks.core.tracking import mask_credentials
+
+_DVC_FOOTER = "Having any troubles?"  # and its address of support, below the error
+
+
+class DvcFailed(EnginewrightError):
+    """DVC ended with an error; its own words are in the message."""
+
+
+def run_dvc(*arguments: str) -> None:
+    """Run a DVC command without a word.
+
+    Raises DvcFailed; DiskError where this machine's or the remote's disk is full.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "dvc", *arguments], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        words = mask_credentials((done.stderr or done.stdout).partition(_DVC_FOOTER)[0].strip())
+        command = f"`dvc {' '.join(arguments[:2])}`"
+        failed = DvcFailed(f"{command} failed. Nothing is lost; run again. DVC says: {words}")
+        if is_full_disk(failed):
+            raise DiskError(
+                f"{command}: the disk or its quota is full, here or where the remote lies. Free some space there and "
+                f"run again: what is made and what was transferred are kept. DVC says: {words}"
+            )
+        raise failed

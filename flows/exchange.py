@@ -1,0 +1,144 @@
+"""Hand artifacts to other machines: the DVC remote carries the files, lines of dvc.lock say which ones.
+
+Each machine works in a checkout of its own. What one machine has made and another needs goes through ``push`` and
+``pull``; the lines of dvc.lock that name its digests travel with the Prefect run.
+"""
+
+import os
+import shlex
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.tasks import exponential_backoff
+
+from flows.dvc_command import DvcFailed, run_dvc
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.execute import ARTIFACTS
+from tasks.core.fingerprint import digest
+
+LOCK_FILE = Path("dvc.lock")
+
+Entries = dict[str, dict[str, Any]]
+"""DVC's name of a stage -> its lines of dvc.lock: the command, and path and md5 of each output."""
+
+_NUM_RETRIES = 4
+"""After 4, 8, 16 and 32 s: for a network or a store that is away for a minute."""
+
+
+def check_remote() -> None:
+    """Check before the first stage that there is a remote to exchange artifacts through.
+
+    Raises ConfigError.
+    """
+    from dvc.config import Config
+
+    if not Config.from_cwd()["core"].get("remote"):
+        raise ConfigError(
+            "DVC has no default remote (core.remote), through which machines exchange artifacts. Add one that all "
+            "of them reach: `dvc remote add --default store s3://bucket/path`, or a shared folder."
+        )
+
+
+def names_of_stages() -> dict[str, str]:
+    """Return DVC's name of each stage by its address."""
+    from dvc.repo import Repo
+
+    with Repo() as repo:
+        return {shlex.split(stage.cmd)[3]: stage.addressing for stage in repo.index.stages if stage.cmd}
+
+
+def makers_of(inputs: Iterable[Path], names: Mapping[str, str]) -> list[str]:
+    """Return the DVC names of the stages whose output folders hold these inputs."""
+    folders = {ARTIFACTS.joinpath(*address.split(".")): name for address, name in names.items()}
+    return sorted({folders[place] for path in inputs for place in (path, *path.parents) if place in folders})
+
+
+def read_entries(names: Collection[str]) -> Entries:
+    """Return what dvc.lock says of the outputs of these stages.
+
+    Raises ArtifactError for a stage that it does not know.
+    """
+    stages = _read_lock()["stages"]
+    missing = [name for name in names if name not in stages]
+    if missing:
+        raise ArtifactError(
+            f"{LOCK_FILE} does not name the outputs of {', '.join(missing)}. Run the `optimize` deployment, which "
+            "makes and pushes them first."
+        )
+    return {name: {key: stages[name][key] for key in ("cmd", "outs")} for name in names}
+
+
+def merge_entries(entries: Entries) -> None:
+    """Write what another machine made into dvc.lock."""
+    lock = _read_lock()
+    lock["stages"].update(entries)
+    draft = LOCK_FILE.with_name(f".{LOCK_FILE.name}.{os.getpid()}")
+    draft.write_text(yaml.safe_dump(lock, sort_keys=False), encoding="utf-8")
+    draft.replace(LOCK_FILE)
+
+
+def _read_lock() -> dict[str, Any]:
+    if not LOCK_FILE.is_file():
+        return {"schema": "2.0", "stages": {}}
+    lock: dict[str, Any] = yaml.safe_load(LOCK_FILE.read_text(encoding="utf-8"))
+    return lock
+
+
+def commit(names: Collection[str]) -> None:
+    """Let DVC take over those outputs of these stages that it does not have yet.
+
+    As ``dvc commit --force`` does, which would parse and write dvc.lock once for each name, in seconds.
+
+    Raises DvcFailed.
+    """
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+
+    known = _read_lock()["stages"]
+    changed = {
+        name
+        for name in names
+        if name not in known or any(digest(Path(out["path"])) != out["md5"] for out in known[name]["outs"])
+    }
+    if not changed:
+        return
+    try:
+        with Repo() as repo, repo.lock:
+            stages = [stage for stage in repo.index.stages if stage.addressing in changed]
+            for stage in stages:
+                stage.save()
+                stage.commit()
+            stages[0].dvcfile.dump_stages(stages, update_pipeline=False)
+    except DvcException as error:
+        raise DvcFailed(f"DVC did not take over {', '.join(sorted(changed))}: {error}") from error
+
+
+def _is_worth_a_retry(_task: object, _run: TaskRun, state: State[Any]) -> bool:
+    return isinstance(state.result(raise_on_failure=False), DvcFailed)
+
+
+@task(
+    cache_policy=NO_CACHE,
+    retries=_NUM_RETRIES,
+    retry_delay_seconds=exponential_backoff(4),
+    retry_condition_fn=_is_worth_a_retry,
+)
+def push(names: list[str]) -> None:
+    """Send what the remote does not have of the outputs of these stages, run cache included; no names: of all."""
+    run_dvc("push", "--run-cache", *names)
+
+
+@task(
+    cache_policy=NO_CACHE,
+    retries=_NUM_RETRIES,
+    retry_delay_seconds=exponential_backoff(4),
+    retry_condition_fn=_is_worth_a_retry,
+)
+def pull(names: list[str]) -> None:
+    """Get the outputs of these stages as dvc.lock names them, as far as they are not here."""
+    run_dvc("pull", "--run-cache", "--force", *names)

@@ -1,0 +1,66 @@
+"""The Prefect run of this workspace, on disk while it runs: what a kill leaves RUNNING, the next flow closes."""
+
+import contextlib
+from collections.abc import Iterator
+from uuid import UUID
+
+from flows import local_server
+from flows.local_server import ServerUnavailable
+
+_RECORD = local_server.HOME / "flow_run"
+
+
+@contextlib.contextmanager
+def recorded_flow() -> Iterator[None]:
+    """Forget the run at its end, unless Prefect could not be told of it.
+
+    Raises ServerUnavailable where the server was lost and did not come back for about a minute.
+    """
+    import httpx
+
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise ServerUnavailable(
+            f"The Prefect server stopped answering and did not come back: {error}. Finished stages are kept; run "
+            f"again to go on. The log of the local server is {local_server.HOME / 'server.log'}."
+        ) from error
+    except BaseException:
+        _RECORD.unlink(missing_ok=True)
+        raise
+    _RECORD.unlink(missing_ok=True)
+
+
+def record_flow_run() -> None:
+    """Write down the id of the run that calls this."""
+    from prefect.runtime import flow_run
+
+    _RECORD.parent.mkdir(mode=0o700, exist_ok=True)
+    draft = _RECORD.with_suffix(".draft")
+    draft.write_text(str(flow_run.id), encoding="utf-8")
+    draft.rename(_RECORD)
+
+
+def close_killed_flow_run() -> None:
+    """Mark the run that a kill left in this workspace, and its tasks, as crashed. Needs the workspace for itself."""
+    if not _RECORD.is_file():
+        return
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas import filters
+    from prefect.client.schemas.objects import StateType
+    from prefect.exceptions import ObjectNotFound
+    from prefect.states import Crashed
+
+    run_id = UUID(_RECORD.read_text(encoding="utf-8"))
+    unfinished = filters.TaskRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING])
+    with get_client(sync_client=True) as client, contextlib.suppress(ObjectNotFound):
+        tasks = client.read_task_runs(
+            flow_run_filter=filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[run_id])),
+            task_run_filter=filters.TaskRunFilter(state=filters.TaskRunFilterState(type=unfinished)),
+        )
+        for task in tasks:
+            client.set_task_run_state(task.id, Crashed(message="The process was killed."), force=True)
+        state = client.read_flow_run(run_id).state
+        if state is None or not state.is_final():
+            client.set_flow_run_state(run_id, Crashed(message="The process was killed."), force=True)
+    _RECORD.unlink()

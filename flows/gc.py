@@ -1,0 +1,189 @@
+"""Free disk without losing an engine that was picked.
+
+``python -m flows.gc`` removes from DVC's cache what neither the workspace (``dvc.lock``) nor a picked engine needs.
+Picked is what an alias of a registered model in MLflow shows to: MLflow keeps the engine's files, and the cache keeps
+all that ``flows.reproduce`` needs to build it again without training, found in DVC's run cache. Records of Prefect
+and leftovers of killed stages older than a day go as well. With ``--dry`` nothing goes, and DVC lists what would.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flows import local_server
+from flows.optimize import hold_workspace
+from tasks.core.errors import EnginewrightError
+from tasks.core.execute import ARTIFACTS, KEY_FILE, LEFTOVER_AGE_S, remove_leftovers
+from tasks.core.fingerprint import listing_md5
+from tasks.core.tracking import find_picked_engines, read_tracking_config
+
+
+class CollectionFailed(EnginewrightError):
+    """DVC did not clean its cache."""
+
+
+class Cache:
+    """What DVC's cache holds, and which stage runs filled it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        found = (
+            yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+            for file in sorted((folder / "runs").glob("*/*/*"))
+        )
+        self.runs: list[Mapping[str, Any]] = [
+            run for run in found if run["cmd"].startswith("python -m tasks ")
+        ]
+        self._listings: dict[str, dict[str, str]] = {}
+        self._by_output: defaultdict[Path, list[Mapping[str, Any]]] = defaultdict(list)
+        for run in self.runs:
+            self._by_output[Path(_output(run)["path"])].append(run)
+
+    def holds(self, md5: str) -> bool:
+        """Tell whether a file or the listing of a folder is there."""
+        return self._object(md5).is_file()
+
+    def key_of(self, run: Mapping[str, Any]) -> str | None:
+        """Return the key of the stage call that a run was, where its output is there."""
+        md5 = self._md5_inside(_output(run)["md5"], KEY_FILE)
+        if md5 is None or not self.holds(md5):
+            return None
+        return str(json.loads(self._object(md5).read_text(encoding="utf-8"))["key"])
+
+    def lineage(self, keys: Collection[str]) -> set[str]:
+        """Return the md5 of everything here that the calls with these keys made or read, back to the data."""
+        waiting = [run for run in self.runs if self.key_of(run) in keys]
+        for run in waiting:  # grows while it is walked
+            for dependency in run["deps"]:
+                waiting += [maker for maker in self._makers(dependency) if maker not in waiting]
+        found = {entry["md5"] for run in waiting for entry in (*run["deps"], *run["outs"])}
+        return {md5 for md5 in found if self.holds(md5)}
+
+    def _makers(self, dependency: Mapping[str, str]) -> Iterator[Mapping[str, Any]]:
+        path = Path(dependency["path"])
+        for place in (path, *path.parents):
+            for run in self._by_output[place]:
+                inside = path.relative_to(place).as_posix()
+                if self._md5_inside(_output(run)["md5"], inside) == dependency["md5"]:
+                    yield run
+
+    def _md5_inside(self, folder_md5: str, inside: str) -> str | None:
+        """Return the md5 of a file or folder inside a folder, from the folder's listing."""
+        if inside == ".":
+            return folder_md5
+        files = self._files(folder_md5)
+        if inside in files:
+            return files[inside]
+        below = [
+            {"md5": md5, "relpath": name.removeprefix(f"{inside}/")}
+            for name, md5 in files.items()
+            if name.startswith(f"{inside}/")
+        ]
+        return listing_md5(below) if below else None
+
+    def _files(self, md5: str) -> Mapping[str, str]:
+        """Return relative path -> md5 of a folder's files; nothing where its listing is not there."""
+        if md5 not in self._listings:
+            is_there = md5.endswith(".dir") and self.holds(md5)
+            listing = json.loads(self._object(md5).read_text(encoding="utf-8")) if is_there else []
+            self._listings[md5] = {entry["relpath"]: entry["md5"] for entry in listing}
+        return self._listings[md5]
+
+    def _object(self, md5: str) -> Path:
+        return self.folder / "files" / "md5" / md5[:2] / md5[2:]
+
+
+def _output(run: Mapping[str, Any]) -> Mapping[str, str]:
+    [output] = run["outs"]  # `python -m tasks` fills one folder
+    return dict(output)
+
+
+def find_kept(cache: Cache) -> set[str]:
+    """Return the md5 of all that picked engines need of the cache.
+
+    Raises TrackingUnavailable when MLflow, which knows them, does not answer.
+    """
+    tracking = read_tracking_config()
+    picked = find_picked_engines(tracking) if tracking.enabled else []
+    kept: set[str] = set()
+    for engine in picked:
+        if "key_build_engine" not in engine.tags:
+            continue  # a model of somebody else on the same server
+        needed = cache.lineage({engine.tags["key_build_engine"]})
+        found = f"{len(needed)} objects kept" if needed else "built elsewhere, only MLflow holds its files"
+        print(f"{engine.tags['variant']} on {engine.tags['target']}: {found}")
+        kept |= needed
+    return kept
+
+
+def collect_garbage(cache: Cache, kept: Collection[str], *, is_dry: bool) -> None:
+    """Let DVC remove what neither dvc.lock nor `kept` names.
+
+    Raises CollectionFailed with DVC's own words above it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _write_project(Path(folder), cache.folder, kept)
+        command = [sys.executable, "-m", "dvc", "gc", "--workspace", "--force", "--projects", folder]
+        if subprocess.run([*command, *(["--dry"] if is_dry else [])], check=False).returncode:
+            raise CollectionFailed(
+                "`dvc gc` failed; it says above why. Nothing in use is lost; run it again."
+            )
+
+
+def _write_project(folder: Path, cache: Path, kept: Collection[str]) -> None:
+    """Write a DVC project whose only data is what to keep: `dvc gc --projects` spares it."""
+    (folder / ".dvc").mkdir()
+    (folder / ".dvc/config").write_text(
+        f"[core]\n    no_scm = true\n[cache]\n    dir = {cache}\n", encoding="utf-8"
+    )
+    outputs = [{"md5": md5, "hash": "md5", "path": md5} for md5 in sorted(kept)]
+    (folder / "kept.dvc").write_text(yaml.safe_dump({"outs": outputs}), encoding="utf-8")
+
+
+def remove_old_results() -> None:
+    """Remove Prefect's records of calls that no output here is of, a day after they were written."""
+    current = {
+        json.loads(file.read_text(encoding="utf-8"))["key"] for file in ARTIFACTS.glob(f"[!.]*/**/{KEY_FILE}")
+    }
+    for file in (local_server.HOME / "storage").glob("*"):
+        if file.name not in current and time.time() - file.stat().st_mtime > LEFTOVER_AGE_S:
+            file.unlink()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Clean up and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.gc", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="remove nothing, list what would go from the cache"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        with hold_workspace():
+            command = [sys.executable, "-m", "dvc", "cache", "dir"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise CollectionFailed(f"`dvc cache dir` failed: {done.stderr.strip()}")
+            cache = Cache(Path(done.stdout.strip()).resolve())
+            collect_garbage(cache, find_kept(cache), is_dry=options.dry)
+            if not options.dry:
+                remove_leftovers()
+                remove_old_results()
+    except EnginewrightError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,299 @@
+"""The deployed flow ``optimize``: models are made here, the engines of each target on a worker of its pool."""
+
+import dataclasses
+import enum
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+from uuid import UUID
+
+from prefect import flow, get_client
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterType,
+    DeploymentFilter,
+    DeploymentFilterName,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+)
+from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus
+from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelled, Crashed
+from pydantic import Field
+
+from flows.deploy_target import ENTRIES_ARTIFACT, Handover, Overrides, TargetName, find_place, plan_target
+from flows.exchange import (
+    Entries,
+    check_remote,
+    commit,
+    merge_entries,
+    names_of_stages,
+    pull,
+    push,
+    read_entries,
+)
+from flows.flow_record import close_killed_flow_run, record_flow_run, recorded_flow
+from flows.optimize import (
+    check_folders,
+    check_models,
+    commit_outputs,
+    count_calls,
+    hold_workspace,
+    send_pending_runs,
+)
+from flows.params import compose_params, keep_targets, write_params
+from flows.pipeline import RecordedStages, run_models, run_pipeline
+from flows.run_page import publish_progress, publish_result
+from flows.stage_task import TaskStages, task_runner
+from tasks.core.errors import ConfigError, EnginewrightError
+from tasks.core.execute import ARTIFACTS, explained_full_disk, is_fresh, prepare_call, remove_leftovers
+from tasks.core.tracking import git_commit
+
+_FAN_OUT_TAG = "fan-out"
+_POLL_S = 2.0
+_WORKER_LOST_S = 120.0
+"""A worker says every 30 s that it lives; the server counts it as offline after three silences."""
+
+
+class TargetsFailed(EnginewrightError):
+    """Some targets have no engines; the others are done."""
+
+
+class Outcome(enum.StrEnum):
+    """What became of a target."""
+
+    DONE = enum.auto()
+    WAITING = enum.auto()
+    """No worker of its pool was there. Its run stays scheduled; the next pipeline takes what it made."""
+    FAILED = enum.auto()
+
+
+@dataclass(frozen=True)
+class TargetResult:
+    """The outcome of one target, in words and in lines of dvc.lock."""
+
+    outcome: Outcome
+    words: str
+    entries: Entries
+
+    @property
+    def line(self) -> str:
+        """What people read."""
+        return f"{self.outcome.upper()}. {self.words}".strip()
+
+
+@flow(name="optimize", log_prints=True, task_runner=task_runner())
+def optimize_on_pools(
+    targets: Annotated[list[TargetName], Field(min_length=1, description="names in conf/target/")],
+    overrides: Overrides,
+    patience_s: Annotated[
+        float, Field(gt=0, description="how long a target waits for a worker before the others go on, in s")
+    ] = 60.0,
+    timeout_s: Annotated[
+        float, Field(gt=0, description="how long a target may take once it has a worker, in s")
+    ] = 6 * 3600.0,
+) -> None:
+    """Make the models, let the pool of each target make its engines, and select.
+
+    A target whose pool has no worker is WAITING: the others finish, and its engines join in a later run.
+
+    Raises ConfigError, ArtifactError, DvcFailed; TargetsFailed at the end, when the rest is done.
+    """
+    if any(override.startswith("target=") for override in overrides):
+        raise ConfigError("overrides name target=..., expected only in the parameter targets.")
+    overrides = [*overrides, f"target=[{','.join(targets)}]"]
+    params = compose_params(overrides)
+    check_models(params)
+    check_folders(params)
+    check_remote()
+    with explained_full_disk(ARTIFACTS), hold_workspace(), recorded_flow():
+        close_killed_flow_run()
+        record_flow_run()
+        write_params(params)
+        send_pending_runs(params)
+        stages = TaskStages(params, count_calls(params), publish_progress())
+        run_models(stages, params)
+        models = _names_of_models(params)
+        commit(models)
+        push(models)
+        results = _make_engines(params, overrides, patience_s, timeout_s)
+        done = [target for target, result in results.items() if result.outcome is Outcome.DONE]
+        if params["select_engine"]["float_reference"]["target"] not in done:
+            raise TargetsFailed(_without_reference(params, results))
+        kept = keep_targets(params, done)
+        write_params(kept)
+        folder = run_pipeline(TaskStages(kept, count_calls(kept)), kept)
+        commit_outputs()
+        push([])
+        remove_leftovers()
+    publish_result(folder, kept, {target: result.line for target, result in results.items()})
+    failed = {target: result.words for target, result in results.items() if result.outcome is Outcome.FAILED}
+    if failed:
+        raise TargetsFailed(
+            f"{len(failed)} of {len(targets)} targets failed, the others are selected: "
+            + "; ".join(f"{target}: {words}" for target, words in failed.items())
+        )
+
+
+def _make_engines(
+    params: Mapping[str, Any], overrides: Sequence[str], patience_s: float, timeout_s: float
+) -> dict[str, TargetResult]:
+    """Let each target's pool work; the reference target first, since all others are measured beside its engine."""
+    reference = params["select_engine"]["float_reference"]["target"]
+    others = [target for target in params["build_engine"] if target != reference]
+    results: dict[str, TargetResult] = {}
+    for wave in ([reference], others):
+        if wave is others and results[reference].outcome is not Outcome.DONE:
+            break
+        runs = {target: _start(params, target, overrides) for target in wave}
+        results |= _wait(params, runs, patience_s, timeout_s)
+        entries = {name: entry for target in wave for name, entry in results[target].entries.items()}
+        if entries:
+            merge_entries(entries)
+            pull(sorted(entries))
+        for target in wave:
+            if results[target].outcome is Outcome.DONE:
+                _check_fresh(params, target)
+    return results
+
+
+def _start(params: Mapping[str, Any], target: str, overrides: Sequence[str]) -> UUID:
+    """Schedule the run of a target; one that an earlier pipeline left waiting is replaced."""
+    with get_client(sync_client=True) as client:
+        waiting = client.read_flow_runs(
+            deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=[target])),
+            flow_run_filter=FlowRunFilter(
+                tags=FlowRunFilterTags(all_=[_FAN_OUT_TAG]),
+                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+            ),
+        )
+        for run in waiting:
+            client.set_flow_run_state(run.id, Cancelled(message="replaced by a later pipeline"), force=True)
+    calls, needed, _ = plan_target(params, target)
+    builds = {address: inputs for address, inputs in calls.items() if address.startswith("build_engine.")}
+    handover = Handover(
+        commit=git_commit(),
+        place=find_place(),
+        entries=read_entries(needed),
+        keys={address: prepare_call(address, inputs, params).key for address, inputs in builds.items()},
+    )
+    try:
+        started = run_deployment(
+            f"deploy_target/{target}",
+            parameters={
+                "target": target,
+                "overrides": list(overrides),
+                "models": dataclasses.asdict(handover),
+            },
+            timeout=0,
+            tags=[_FAN_OUT_TAG],
+        )
+    except ObjectNotFound as error:
+        raise ConfigError(
+            f"The server has no deployment deploy_target/{target}. Add it to prefect.yaml and register it: "
+            "`python -m flows.deploy`."
+        ) from error
+    assert isinstance(started, FlowRun)  # this is no coroutine
+    return started.id
+
+
+def _wait(
+    params: Mapping[str, Any], runs: Mapping[str, UUID], patience_s: float, timeout_s: float
+) -> dict[str, TargetResult]:
+    """Wait until every run has ended or waits for a worker that is not there."""
+    results: dict[str, TargetResult] = {}
+    began = time.monotonic()
+    seen = dict.fromkeys(runs, began)
+    with get_client(sync_client=True) as client:
+        while len(results) < len(runs):
+            for target in [name for name in runs if name not in results]:
+                pool = params["build_engine"][target]["work_pool"]
+                run = client.read_flow_run(runs[target])
+                now = time.monotonic()
+                if _has_worker(client, pool):
+                    seen[target] = now
+                result = _judge(client, run, pool, now - began, now - seen[target], patience_s, timeout_s)
+                if result is not None:
+                    results[target] = result
+                    print(f"{target}: {result.line}")
+            time.sleep(_POLL_S)
+    return results
+
+
+def _judge(
+    client: SyncPrefectClient,
+    run: FlowRun,
+    pool: str,
+    elapsed_s: float,
+    unseen_s: float,
+    patience_s: float,
+    timeout_s: float,
+) -> TargetResult | None:
+    """Tell what became of a target's run; None while it is worth waiting."""
+    assert run.state is not None
+    if run.state.is_completed():
+        return TargetResult(Outcome.DONE, "", _read_artifact(client, run.id))
+    if run.state.is_final():
+        return TargetResult(Outcome.FAILED, f"{run.state.name}: {run.state.message}", {})
+    if run.state.is_scheduled() or run.state.is_pending():
+        if unseen_s <= patience_s:
+            return None
+        words = f"pool {pool} has no worker; start one with `prefect worker start --pool {pool} --limit 1`."
+        return TargetResult(Outcome.WAITING, words, {})
+    if unseen_s > _WORKER_LOST_S or elapsed_s > timeout_s:
+        words = "its worker was lost" if unseen_s > _WORKER_LOST_S else f"it took more than {timeout_s:g} s"
+        client.set_flow_run_state(run.id, Crashed(message=words), force=True)
+        return TargetResult(Outcome.FAILED, words, {})
+    return None
+
+
+def _has_worker(client: SyncPrefectClient, pool: str) -> bool:
+    return any(worker.status is WorkerStatus.ONLINE for worker in client.read_workers_for_work_pool(pool))
+
+
+def _read_artifact(client: SyncPrefectClient, run_id: UUID) -> Entries:
+    found = client.read_artifacts(
+        artifact_filter=ArtifactFilter(
+            flow_run_id=ArtifactFilterFlowRunId(any_=[run_id]),
+            type=ArtifactFilterType(any_=[ENTRIES_ARTIFACT]),
+        )
+    )
+    assert isinstance(found[0].data, str)  # Prefect stores what it is given as JSON
+    entries: Entries = json.loads(found[0].data)
+    return entries
+
+
+def _check_fresh(params: Mapping[str, Any], target: str) -> None:
+    """Check that what a worker made is what this machine would have made: nothing of it is made again here."""
+    calls, _, _ = plan_target(params, target)
+    stale = [
+        address for address, inputs in calls.items() if not is_fresh(prepare_call(address, inputs, params))
+    ]
+    if stale:
+        raise TargetsFailed(
+            f"{stale[0]} came from a worker with other code or other inputs. Bring the checkouts of all workers to "
+            f"one commit (here: {git_commit()}), remove engines of an earlier configuration from its "
+            "artifacts/build_engine, and run again."
+        )
+
+
+def _names_of_models(params: Mapping[str, Any]) -> list[str]:
+    plan = RecordedStages()
+    run_models(plan, params)
+    names = names_of_stages()
+    return [names[address] for address in plan.calls]
+
+
+def _without_reference(params: Mapping[str, Any], results: Mapping[str, TargetResult]) -> str:
+    reference = params["select_engine"]["float_reference"]["target"]
+    return (
+        f"{reference} is {results[reference].line} All speed-ups refer to it "
+        "(select_engine.float_reference), so nothing can be selected. The models are kept; run again."
+    )

@@ -1,0 +1,56 @@
+"""What the page of a Prefect run shows besides its logs: the engines, what is done so far, where MLflow has it."""
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    update_progress_artifact,
+)
+from prefect.events import emit_event
+
+from tasks.core.execute import REPORT_FILE
+from tasks.core.tracking import experiments_page
+
+_PICTURES = re.compile(r"!\[[^]]*\]\([^)]*\)\n*")  # files beside the report, which the page cannot show
+
+GATE_FAILED_EVENT = "enginewright.gate-failed"
+"""Sent for each target without a pick, for automations that notify people."""
+
+
+def publish_result(folder: Path, params: Mapping[str, Any], outcomes: Mapping[str, str]) -> None:
+    """Attach the engine report to the run, with what became of each target's pool."""
+    report = _PICTURES.sub("", (folder / "report.md").read_text(encoding="utf-8"))
+    pools = "".join(f"- {target}: {words}\n" for target, words in outcomes.items())
+    create_markdown_artifact(key="engines", markdown=f"{pools}\n{report}" if pools else report)
+    tracking = params["select_engine"]["tracking"]
+    if tracking["enabled"] and (page := experiments_page(tracking["uri"])):
+        run = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))["mlflow_run"]
+        create_link_artifact(key="mlflow", link=f"{page}/{run}" if run else page, link_text="MLflow")
+    for target, pick in json.loads((folder / "picks.json").read_text(encoding="utf-8")).items():
+        if pick.get("variant") is None:
+            emit_event(
+                GATE_FAILED_EVENT,
+                resource={"prefect.resource.id": f"enginewright.target.{target}"},
+                payload={"reason": pick.get("reason", "")},
+            )
+
+
+def publish_progress() -> Callable[[int, int], None]:
+    """Attach a progress bar to the run and return what moves it: how many stages are done, and of how many."""
+    bar = create_progress_artifact(progress=0.0, key="stages", description="stages done")
+    assert isinstance(bar, UUID)  # this is no coroutine
+
+    def move(num_done: int, num_all: int) -> None:
+        with contextlib.suppress(httpx.HTTPError):  # the flow goes on while its server is away
+            update_progress_artifact(bar, progress=100.0 * num_done / num_all)
+
+    return move

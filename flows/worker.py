@@ -1,0 +1,15 @@
+"""Where the run of a deployment works: in the checkout that the worker's package ``flows`` lies in.
+
+prefect.yaml names ``enter_checkout`` as the pull step of every deployment. Nothing is cloned: a worker keeps its
+checkout, with outputs, caches and the environment that it was installed into.
+"""
+
+import os
+from pathlib import Path
+
+
+def enter_checkout() -> dict[str, str]:
+    """Make the worker's checkout the working directory of the run."""
+    checkout = Path(__file__).resolve().parents[1]
+    os.chdir(checkout)
+    return {"directory": str(checkout)}

@@ -1,0 +1,41 @@
+"""A DVC remote that cannot take what is made."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flows.dvc_command import run_dvc
+from tasks.core.errors import DiskError
+from tasks.core.fingerprint import digest
+
+FILE_BYTES = 40_000
+
+
+def test_full_disk_of_the_remote_is_named_and_the_next_push_sends_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount_disk: Callable[[Path, str], None]
+) -> None:
+    remote, checkout = tmp_path / "remote", tmp_path / "checkout"
+    mount_disk(remote, "size=64k")
+    (checkout / "engines").mkdir(parents=True)
+    for number in range(4):
+        (checkout / "engines" / str(number)).write_bytes(bytes([number]) * FILE_BYTES)
+    monkeypatch.chdir(checkout)
+    subprocess.run(["git", "init", "-q"], check=True)
+    for command in (["init", "-q"], ["remote", "add", "-q", "--default", "store", str(remote)]):
+        subprocess.run([sys.executable, "-m", "dvc", *command], check=True)
+    run_dvc("add", "engines")
+    with pytest.raises(
+        DiskError, match=r"`dvc push --run-cache`: the disk .* is full.*No space left on device"
+    ):
+        run_dvc("push", "--run-cache")
+    for file in checkout.glob("engines/*"):
+        md5 = digest(file)
+        assert file.read_bytes() == (checkout / ".dvc/cache/files/md5" / md5[:2] / md5[2:]).read_bytes()
+    subprocess.run(["mount", "-o", "remount,size=1m", remote], check=True)
+    run_dvc("push", "--run-cache")
+    sent = [file for file in remote.rglob("*") if file.is_file() and not file.name.startswith(".")]
+    assert len(sent) == 5  # four files and the list of their folder
+    assert all(digest(file) == (file.parent.name + file.name).removesuffix(".dir") for file in sent)

@@ -1,0 +1,89 @@
+"""What ``flows.gc`` takes from a real DVC cache, and what it leaves because an engine in MLflow was picked."""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.trivial_pipeline import write_workspace
+from tasks.core.tracking import RunRecord, TrackingConfig, log_pipeline
+from tests.conftest import Workspace
+
+pytestmark = pytest.mark.slow
+
+BUILD = "build_engine-v00-t00"
+OUTPUT = Path("artifacts/build_engine/v00/t00")
+
+
+def set_params(space: Workspace, **values: object) -> None:
+    file = space.path / "params.yaml"
+    params = yaml.safe_load(file.read_text())
+    for section in (params["quantize_ptq"], params["select_engine"]["tracking"]):
+        section.update({name: value for name, value in values.items() if name in section})
+    file.write_text(yaml.safe_dump(params))
+
+
+def build(space: Workspace, salt: int) -> list[str]:
+    """Let DVC make the engine of a configuration; return the stages that it had to run."""
+    set_params(space, salt=salt)
+    done = space.run("dvc", "repro", BUILD)
+    assert done.returncode == 0, done.stderr
+    return re.findall(r"Running stage '(\S+)'", done.stdout)
+
+
+def key(space: Workspace) -> str:
+    return str(json.loads((space.path / OUTPUT / "key.json").read_text())["key"])
+
+
+def test_picked_engine_can_be_built_again_without_its_trainings_and_others_go(tmp_path: Path) -> None:
+    folder = tmp_path / "space"
+    write_workspace(folder, num_variants=1, num_targets=1, seconds=0)
+    space = Workspace(folder)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    set_params(space, enabled=True, uri=uri)
+    assert build(space, 0) == ["prepare_data", "import_onnx", "quantize_ptq", BUILD]
+    tags = {"variant": "v00", "target": "t00", "key_build_engine": key(space)}
+    engine = RunRecord("v00-t00", {}, tags, (("engine", space.path / OUTPUT / "engine/model.bin"),))
+    log_pipeline(
+        TrackingConfig(enabled=True, uri=uri, experiment="trivial"),
+        pipeline=RunRecord("pipeline", {}, {}, ()),
+        candidates=[engine],
+        picks={"trivial-t00": "v00-t00"},
+    )
+    for salt in (1, 2):
+        assert build(space, salt) == ["quantize_ptq", BUILD]
+    results = folder / ".prefect/storage"
+    results.mkdir(parents=True)
+    two_days_ago = time.time() - 2 * 86400
+    for name in ("0" * 32, key(space)):
+        (results / name).write_text("{}")
+        os.utime(results / name, (two_days_ago, two_days_ago))
+
+    tried = space.run("python", "-m", "flows.gc", "--dry")
+    assert tried.returncode == 0, tried.stderr
+    done = space.run("python", "-m", "flows.gc")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"v00 on t00: \d+ objects kept", done.stdout)
+    assert [file.name for file in results.iterdir()] == [key(space)]
+    assert build(space, 0) == []  # of the picked engine: all from the cache
+    assert key(space) == tags["key_build_engine"]
+    assert build(space, 2) == []  # of the workspace
+    assert build(space, 1) == ["quantize_ptq", BUILD]  # of neither
+
+
+def test_nothing_goes_while_mlflow_cannot_say_what_was_picked(tmp_path: Path) -> None:
+    folder = tmp_path / "space"
+    write_workspace(folder, num_variants=1, num_targets=1, seconds=0)
+    space = Workspace(folder)
+    (tmp_path / "mlflow.db").write_bytes(b"this is no database" * 100)
+    set_params(space, enabled=True, uri=f"sqlite:///{tmp_path}/mlflow.db")
+    unused = folder / ".dvc/cache/files/md5/00/000000000000000000000000000000"
+    unused.parent.mkdir(parents=True)
+    unused.write_bytes(b"")
+    refused = space.run("python", "-m", "flows.gc")
+    assert refused.returncode == 1 and "TrackingUnavailable" in refused.stderr
+    assert "Traceback" not in refused.stderr and unused.is_file()

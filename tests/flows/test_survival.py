@@ -1,0 +1,145 @@
+"""Flows that lose their process, server or disk; the stages are trivial, all else is the product."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from benchmarks.trivial_pipeline import write_workspace
+from tests.conftest import Workspace
+
+pytestmark = pytest.mark.slow
+
+FLOW = ("python", "-m", "benchmarks.trivial_pipeline")
+NUM_CALLS = 7 + 2 * 4 + 2
+"""Up to the quantized graphs, four for each of two engines, the race and the selection."""
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
+    """A workspace whose trivial stages take long enough to be interrupted."""
+    folder = tmp_path_factory.mktemp("survival")
+    write_workspace(folder, num_variants=2, num_targets=1, seconds=0.2)
+    space = Workspace(folder)
+    yield space
+    space.run("python", "-m", "flows.local_server", "--stop")
+
+
+def start_and_wait(space: Workspace, num_done: int, **environment: str) -> "subprocess.Popen[str]":
+    """Start a flow whose stages all have to run, and wait until so many are done."""
+    params = yaml.safe_load((space.path / "params.yaml").read_text())
+    for section in (params["prepare_data"], params["build_engine"]["t00"]):
+        section["salt"] += 1
+    (space.path / "params.yaml").write_text(yaml.safe_dump(params))
+    shutil.rmtree(space.path / "artifacts", ignore_errors=True)
+    flow = space.start(*FLOW, **environment)
+    assert flow.stdout is not None
+    for line in flow.stdout:
+        if line.startswith(f"[{num_done:3d}/{NUM_CALLS}]"):
+            return flow
+    raise AssertionError(f"the flow ended with {flow.wait()}")
+
+
+def server(space: Workspace) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((space.path / ".prefect/server.json").read_text())
+    return record
+
+
+def states(space: Workspace, kind: str) -> list[str]:
+    """Return the states of all flow or task runs, latest last."""
+    body = json.dumps(
+        {"sort": "EXPECTED_START_TIME_ASC" if kind == "flow_runs" else "EXPECTED_START_TIME_DESC"}
+    )
+    request = urllib.request.Request(
+        f"{server(space)['url']}/{kind}/filter", body.encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        return [run["state_name"] for run in json.load(answer)]
+
+
+def finished(space: Workspace) -> set[str]:
+    artifacts = space.path / "artifacts"
+    return {
+        ".".join(file.parent.relative_to(artifacts).parts) for file in artifacts.glob("[!.]*/**/key.json")
+    }
+
+
+def assert_rest_runs(space: Workspace, before: set[str]) -> None:
+    """Run the flow again: it runs what was not finished, and nothing else."""
+    again = space.run(*FLOW)
+    assert again.returncode == 0, again.stderr[-3000:]
+    started = set(re.findall(r"^(\S+): running", again.stdout, re.MULTILINE))
+    assert before and not started & before
+    assert len(started | before) == NUM_CALLS
+    assert f"stages run: {len(started)} of {NUM_CALLS}" in again.stdout
+
+
+def test_killed_flow_is_marked_crashed_and_the_next_one_repeats_no_finished_stage(space: Workspace) -> None:
+    flow = start_and_wait(space, 9)
+    children = psutil.Process(flow.pid).children()
+    flow.kill()
+    flow.communicate()
+    # A stage that was just publishing may still do so.
+    psutil.wait_procs([child for child in children if child.pid != server(space)["pid"]], timeout=60)
+    assert states(space, "flow_runs")[-1] == "Running"
+    assert_rest_runs(space, finished(space))
+    assert states(space, "flow_runs")[-2:] == ["Crashed", "Completed"]
+    assert "Running" not in states(space, "task_runs")
+
+
+def test_flow_goes_on_while_its_server_is_killed_and_started_again(space: Workspace) -> None:
+    flow = start_and_wait(space, 5)
+    url = server(space)["url"]
+    os.kill(server(space)["pid"], signal.SIGKILL)
+    restarted = space.run("python", "-m", "flows.local_server")
+    assert restarted.returncode == 0, restarted.stderr
+    assert server(space)["url"] == url
+    output = flow.communicate(timeout=300)[0]
+    assert flow.returncode == 0, output[-3000:]
+    assert f"stages run: {NUM_CALLS} of {NUM_CALLS}" in output and "Traceback" not in output
+    assert states(space, "flow_runs")[-1] == "Completed"
+
+
+def test_flow_that_loses_its_server_ends_with_one_line_and_the_next_one_goes_on(space: Workspace) -> None:
+    flow = start_and_wait(space, 5, PREFECT_CLIENT_MAX_RETRIES="0")
+    os.kill(server(space)["pid"], signal.SIGKILL)
+    output = flow.communicate(timeout=300)[0]
+    assert flow.returncode == 1
+    assert "Traceback" not in output, output[-3000:]
+    assert re.search(
+        r"^ServerUnavailable: The Prefect server stopped answering.*run again", output, re.MULTILINE
+    )
+    assert_rest_runs(space, finished(space))
+    assert states(space, "flow_runs")[-2:] == ["Crashed", "Completed"]
+
+
+def test_full_disk_of_the_cache_is_named_and_the_next_run_commits(
+    space: Workspace, mount_disk: Callable[[Path, str], None]
+) -> None:
+    assert space.run(*FLOW).returncode == 0
+    cache = space.path / ".dvc/cache"
+    (space.path / "artifacts/.committed").unlink()
+    mount_disk(cache, "size=64k")
+    (cache / "filler").write_bytes(bytes(shutil.disk_usage(cache).free))
+    before = finished(space)
+    failed = space.run(*FLOW)
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert re.search(r"^DiskError: `dvc commit --force`: the disk or its quota is full", failed.stderr, re.MULTILINE)
+    assert failed.stderr.rstrip().endswith("No space left on device")  # in DVC's words, without its footer
+    assert finished(space) == before and len(before) == NUM_CALLS
+
+    (cache / "filler").unlink()
+    subprocess.run(["mount", "-o", "remount,size=16m", cache], check=True)
+    again = space.run(*FLOW)
+    assert again.returncode == 0 and f"stages run: 0 of {NUM_CALLS}" in again.stdout, again.stderr
+    assert "up to date" in space.run("dvc", "status").stdout
