@@ -134,7 +134,9 @@ def test_full_disk_of_the_cache_is_named_and_the_next_run_commits(
     before = finished(space)
     failed = space.run(*FLOW)
     assert failed.returncode == 1 and "Traceback" not in failed.stderr
-    assert re.search(r"^DiskError: `dvc commit --force`: the disk or its quota is full", failed.stderr, re.MULTILINE)
+    assert re.search(
+        r"^DiskError: `dvc commit --force`: the disk or its quota is full", failed.stderr, re.MULTILINE
+    )
     assert failed.stderr.rstrip().endswith("No space left on device")  # in DVC's words, without its footer
     assert finished(space) == before and len(before) == NUM_CALLS
 
