@@ -24,11 +24,10 @@ from tasks.core.config import typed_config
 from tasks.core.errors import EnginewrightError
 from tasks.core.tracking import database_file, mask_credentials
 from tasks.parts.cuda_driver import find_gpus
-from tasks.parts.runners.open_engine import installed_version
+from tasks.parts.runners.open_engine import check_versions
 from tasks.parts.target import (
     Target,
     check_gpu,
-    check_runtime_version,
     missing_cpu_flags,
     read_cpu_model,
     read_isa,
@@ -126,8 +125,7 @@ def _examine_target(file: Path, used: Mapping[str, Any] | None) -> Finding:
         section = used or yaml.safe_load(file.read_text(encoding="utf-8"))
         target: Target = typed_config(Target, section, subject)
         check_gpu(target)
-        version = installed_version(target.runtime)
-        check_runtime_version(target, version)
+        version = check_versions(target)
     except (EnginewrightError, yaml.YAMLError) as error:
         return Finding(lack, subject, "cannot be built here", str(error))
     flags = missing_cpu_flags(target)

@@ -149,7 +149,7 @@ def _verdict(engine: TrackedEngine, found: str, folder: Path) -> tuple[str, bool
             "other bytes: the build's inputs are not those that were logged (data, parameters or code)",
             False,
         )
-    if manifest.target.runtime is Runtime.tensorrt:
+    if manifest.target.compiler is Runtime.tensorrt:
         return (
             f"other bytes, {found}: TensorRT chooses kernels by timing them, so no two plans are equal",
             True,

@@ -198,7 +198,7 @@ def diff_layers(
         worst_sqnr_db=min(layer.sqnr_db for layer in layers),
         first_collapse=first_collapse,
         largest_own_drop=largest_own_drop,
-        marking=_MARKING[manifest.target.runtime],
+        marking=_MARKING[manifest.target.compiler],
         marked_agreement_db=agreement_db,
         bisection=bisection,
     )

@@ -21,7 +21,7 @@ from tasks.parts.encoding import GRAPH_FILE
 from tasks.parts.runners.contract import EngineManifest, read_engine_manifest, sha256_of
 from tasks.parts.runners.onnxruntime import PROVIDER_OPTIONS
 from tasks.parts.runners.openvino import compile_options
-from tasks.parts.target import CUDA, Precision, Runtime
+from tasks.parts.target import CUDA, Precision, Runtime, Target
 
 if TYPE_CHECKING:
     from onnx import GraphProto
@@ -30,10 +30,15 @@ BUNDLED_RUNTIMES = (Runtime.onnxruntime, Runtime.openvino, Runtime.tensorrt)
 """Eager PyTorch needs the code of the network, so it has no bundle."""
 
 
+def _has_bundle(target: Target) -> bool:
+    """A plan that ONNX Runtime runs is bundled by a target of runtime tensorrt, which needs one library less."""
+    return target.runtime in BUNDLED_RUNTIMES and target.compiler is target.runtime
+
+
 def write_bundle(engine: Path, row: dict[str, Any], out: Path) -> bool:
     """Write the bundle of a built engine into the new folder `out`; return False for a runtime that has none."""
     manifest = read_engine_manifest(engine)
-    if manifest.target.runtime not in BUNDLED_RUNTIMES:
+    if not _has_bundle(manifest.target):
         return False
     write_companions(engine, row, out)
     shutil.copyfile(engine / manifest.file, out / manifest.file)
@@ -48,7 +53,7 @@ def write_bundle(engine: Path, row: dict[str, Any], out: Path) -> bool:
 def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]:
     """Write what an engine file needs beside it to run; return the files, none for a runtime that has no bundle."""
     manifest = read_engine_manifest(engine)
-    if manifest.target.runtime not in BUNDLED_RUNTIMES:
+    if not _has_bundle(manifest.target):
         return []
     out.mkdir(parents=True)
     shutil.copyfile(bundle_infer.__file__, out / "infer.py")

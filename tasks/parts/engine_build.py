@@ -30,7 +30,6 @@ from tasks.parts.target import (
     Runtime,
     Target,
     check_gpu,
-    check_runtime_version,
     missing_cpu_flags,
     read_isa,
 )
@@ -94,12 +93,11 @@ def build(target: Target, *, model: Path, out: Path) -> EngineBuild:
     wrongly in "failed", both with the reason, so that the other targets go on. Raises TargetMismatch on a
     machine whose runtime is not the declared one, ArtifactError for a damaged model.
     """
-    from tasks.parts.runners.open_engine import installed_version
+    from tasks.parts.runners.open_engine import check_versions
 
     logger.info("build_engine: %s for target %s", model, target.name)
     check_gpu(target)
-    version = installed_version(target.runtime)
-    check_runtime_version(target, version)
+    version = check_versions(target)
     engine = out / ENGINE_FOLDER
     engine.mkdir()
     card = _read_card(target, model)
@@ -197,19 +195,21 @@ def _build_from_graph(
         compiled = openvino.compile_graph(encoded.SerializeToString(deterministic=True), target)
         file.write_bytes(openvino.export_blob(compiled))
         layers = openvino.layers_of(compiled)
-    elif target.runtime is Runtime.tensorrt:
-        file, layers, build_latencies_ms = _build_plans(target, graph, model, card, version, engine)
+    elif target.compiler is Runtime.tensorrt:
+        file, layers, build_latencies_ms = _build_plans(target, graph, model, card, engine)
+        if target.runtime is Runtime.onnxruntime:
+            file = _wrap_plan(file, graph)
     else:
         from tasks.parts.runners import onnxruntime
 
         file = engine / onnxruntime.ENGINE_FILE
         write_graph(encoded, file)
         layers = onnxruntime.layers_of(
-            file, provider=onnxruntime.PROVIDERS[target.device], num_threads=target.num_threads
+            file, provider=onnxruntime.provider_of(target), num_threads=target.num_threads
         )
         if target.device == CUDA:
             _check_placement(file, target, card)
-    if target.runtime is not Runtime.onnxruntime:
+    if target.compiler is not Runtime.onnxruntime:
         write_graph(encoded, engine / GRAPH_FILE)
     manifest = _manifest(target, version, card, file=file)
     images_NCHW = draw_golden_images(card)[: target.max_batch]
@@ -231,14 +231,17 @@ def _build_from_graph(
 
 
 def _build_plans(
-    target: Target, graph: "ModelProto", model: Path, card: InputCard, version: str, engine: Path
+    target: Target, graph: "ModelProto", model: Path, card: InputCard, engine: Path
 ) -> tuple[Path, tuple[EngineLayer, ...], tuple[float, ...]]:
     """Build as often as the target declares and keep the fastest plan; TensorRT picks kernels by timing them."""
     from tasks.parts.runners import tensorrt
+    from tasks.parts.runners.open_engine import installed_version
     from tasks.parts.tensorrt_build import build_plan
     from tasks.parts.tensorrt_commands import Build, write_commands
     from tasks.parts.tensorrt_inspector import read_layers
 
+    version = installed_version(Runtime.tensorrt)
+    target = replace(target, runtime=Runtime.tensorrt)  # here TensorRT itself runs the plan
     assert target.tensorrt is not None
     gpu = find_gpus()[0]
     file = engine / tensorrt.ENGINE_FILE
@@ -256,6 +259,18 @@ def _build_plans(
         layers = read_layers(tensorrt.inspect(tensorrt.load_plan(file.read_bytes(), target), target, card))
     write_commands(engine, target, Build(model, graph.graph.input[0].name, card, gpu, version))
     return file, layers, latencies_ms
+
+
+def _wrap_plan(file: Path, graph: "ModelProto") -> Path:
+    """Replace a plan by the graph that has ONNX Runtime run it."""
+    from tasks.parts.ep_context import wrap_plan
+    from tasks.parts.onnx_graph import write_graph
+    from tasks.parts.runners import onnxruntime
+
+    wrapped = file.with_name(onnxruntime.ENGINE_FILE)
+    write_graph(wrap_plan(file.read_bytes(), graph), wrapped)
+    file.unlink()
+    return wrapped
 
 
 def _time_builds(files: list[Path], target: Target, version: str, card: InputCard) -> tuple[float, ...]:
@@ -279,7 +294,7 @@ def _check_placement(file: Path, target: Target, card: InputCard) -> None:
     """Raise BuildFailed where ONNX Runtime runs convolutions or matrix products on the CPU instead of the GPU."""
     from tasks.parts.runners import onnxruntime
 
-    provider = onnxruntime.PROVIDERS[target.device]
+    provider = onnxruntime.provider_of(target)
     events = onnxruntime.record_nodes(
         file, draw_golden_images(card)[:1], 1, provider=provider, num_threads=target.num_threads
     )
@@ -501,6 +516,8 @@ def _manifest(
     file: Path | None = None,
 ) -> EngineManifest:
     """Return what is known before the runtime was asked what it made of the graph."""
+    from tasks.parts.runners.open_engine import installed_version
+
     return EngineManifest(
         target=target,
         status=status,
@@ -509,6 +526,7 @@ def _manifest(
         sha256=sha256_of(file) if file else "",
         size_bytes=file.stat().st_size if file else 0,
         runtime_version=version,
+        tensorrt_version=installed_version(Runtime.tensorrt) if target.tensorrt else "",
         isa=read_isa(),
         gpu=None if target.gpu is None else find_gpus()[0],
         card=card,

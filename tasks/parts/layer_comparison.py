@@ -116,15 +116,15 @@ def _open_engine(
     if variant is None:
         match = match_modules(graph)
         return match, TorchHookedRunner(engine / manifest.file, match.names, graph, manifest)
-    if manifest.target.runtime is Runtime.onnxruntime:
+    if manifest.target.compiler is Runtime.onnxruntime:
         encoded = read_graph(engine / manifest.file)
     else:
         encoded = encode_for(manifest.target, variant)
     match = match_tensors(graph, encoded)
-    if manifest.target.runtime is Runtime.tensorrt:
+    if manifest.target.compiler is Runtime.tensorrt:
         return match, TensorrtDebugRunner(encoded, match.names, manifest)
     shown = [name for name in match.names.values() if name != graph.graph.input[0].name]
-    if manifest.target.runtime is Runtime.onnxruntime:
+    if manifest.target.compiler is Runtime.onnxruntime:
         return match, onnxruntime_runner(encoded, shown, manifest)
     return match, OpenvinoMarkedRunner(encoded, shown, manifest)
 

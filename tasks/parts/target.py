@@ -21,6 +21,9 @@ CPU, CUDA = "cpu", "cuda"
 ISA_FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 """Flags of /proc/cpuinfo that change which kernels a runtime picks."""
 
+ONNXRUNTIME_TENSORRT_MAJOR = 10
+"""onnxruntime-gpu 1.31 is linked against libnvinfer.so.10."""
+
 CHANNEL_MULTIPLES = (1, 8, 16, 32, 64)
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -113,7 +116,7 @@ class Target:
     work_pool: str
     """Where the engines of this target are built and measured."""
     tensorrt: TensorrtOptions | None
-    """Options of runtime tensorrt; null for the others."""
+    """Options of the plan, for runtime tensorrt and where ONNX Runtime shall run a plan; null for the others."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that no machine could satisfy."""
@@ -128,16 +131,19 @@ class Target:
         self._require(
             (self.gpu is None) == (self.device == CPU), "gpu", self.gpu, "a GPU for cuda, null for cpu"
         )
+        may_run_plan = self.device == CUDA and self.runtime in (Runtime.tensorrt, Runtime.onnxruntime)
         self._require(
-            (self.tensorrt is None) == (self.runtime is not Runtime.tensorrt),
+            may_run_plan if self.tensorrt else self.runtime is not Runtime.tensorrt,
             "tensorrt",
             self.tensorrt,
-            "options for runtime tensorrt, null for the others",
+            "options for runtime tensorrt, options or null for onnxruntime on cuda, null for the others",
         )
         if self.tensorrt:
             self.tensorrt.check(self.name, self.max_batch)
             for switch in ("uint8_activations", "stem_in_float", "resize_as_matmul"):
-                self._require(not getattr(self, switch), switch, True, "false for runtime tensorrt")
+                self._require(not getattr(self, switch), switch, True, "false for engines of TensorRT")
+            if self.runtime is Runtime.onnxruntime:
+                self._check_provider(self.tensorrt)
         self._require(1 <= self.num_threads <= 1024, "num_threads", self.num_threads, "1..1024")
         self._require(1 <= self.max_batch <= 4096, "max_batch", self.max_batch, "1..4096")
         self._require(
@@ -161,6 +167,23 @@ class Target:
             self.precision,
             f"{', '.join(precisions)} for runtime {self.runtime}",
         )
+
+    def _check_provider(self, options: TensorrtOptions) -> None:
+        """ONNX Runtime launches kernels one by one, loads no plan with host code, takes the first profile only."""
+        for switch in ("cuda_graph", "version_compatible"):
+            self._require(
+                not getattr(options, switch), f"tensorrt.{switch}", True, "false for runtime onnxruntime"
+            )
+        self._require(
+            options.dla_core is None, "tensorrt.dla_core", options.dla_core, "null for runtime onnxruntime"
+        )
+        num_profiles = len(options.profiles)
+        self._require(num_profiles <= 1, "tensorrt.profiles", num_profiles, "one for runtime onnxruntime")
+
+    @property
+    def compiler(self) -> Runtime:
+        """What makes the engine out of a graph: TensorRT also where ONNX Runtime runs its plan."""
+        return Runtime.tensorrt if self.tensorrt else self.runtime
 
     def _require(self, is_met: bool, field: str, found: object, allowed: str) -> None:
         if not is_met:
@@ -226,11 +249,6 @@ def check_gpu(target: Target) -> None:
 def check_runtime_version(target: Target, installed: str) -> None:
     """Raise TargetMismatch when the installed runtime is not of the declared version."""
     declared = target.runtime_version
-    if target.tensorrt and tuple(map(int, installed.split(".")[:2])) < OLDEST_TENSORRT:
-        raise TargetMismatch(
-            f"Target {target.name} needs TensorRT {'.'.join(map(str, OLDEST_TENSORRT))} or later, this machine has "
-            f"{installed}. Install a later one (extra gpu), or run it on a worker of pool '{target.work_pool}'."
-        )
     if declared == ANY or installed == declared or installed.startswith((declared + ".", declared + "+")):
         return
     raise TargetMismatch(
@@ -238,3 +256,19 @@ def check_runtime_version(target: Target, installed: str) -> None:
         f"a worker of pool '{target.work_pool}', or declare target.{target.name}.runtime_version={installed} "
         "and build again."
     )
+
+
+def check_tensorrt_version(target: Target, installed: str) -> None:
+    """Raise TargetMismatch for a TensorRT that is too old, or that ONNX Runtime does not run plans of."""
+    version = tuple(map(int, installed.split(".")[:2]))
+    if version < OLDEST_TENSORRT:
+        raise TargetMismatch(
+            f"Target {target.name} needs TensorRT {'.'.join(map(str, OLDEST_TENSORRT))} or later, this machine has "
+            f"{installed}. Install a later one (extra gpu), or run it on a worker of pool '{target.work_pool}'."
+        )
+    if target.runtime is Runtime.onnxruntime and version[0] != ONNXRUNTIME_TENSORRT_MAJOR:
+        raise TargetMismatch(
+            f"Target {target.name} needs TensorRT {ONNXRUNTIME_TENSORRT_MAJOR}, whose plans onnxruntime-gpu runs; "
+            f"this machine has {installed}. Install `tensorrt<{ONNXRUNTIME_TENSORRT_MAJOR + 1}`, run it on a worker "
+            f"of pool '{target.work_pool}', or take a target of runtime tensorrt."
+        )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 
@@ -72,6 +73,26 @@ def test_float_engine_agrees_with_the_graph(workshop: Workshop, target: Target, 
 def test_quantized_graph_really_runs_in_int8(workshop: Workshop, target: Target, tmp_path: Path) -> None:
     report = build(target, workshop.quantized, tmp_path / "a")
     assert report.precision_ok and report.num_layers_int8 > 0
+
+
+@pytest.mark.skipif(
+    "TensorrtExecutionProvider" not in onnxruntime.get_available_providers(),
+    reason="ONNX Runtime without its TensorRT provider (onnxruntime-gpu is not installed)",
+)
+@pytest.mark.parametrize("variant", ["float", "quantized"])
+def test_onnxruntime_runs_a_plan(workshop: Workshop, target: Target, tmp_path: Path, variant: str) -> None:
+    declared = workshop.target("cuda_onnxruntime_tensorrt", gpu=find_gpus()[0], runtime_version="any")
+    options = with_options(target, cuda_graph=False).tensorrt
+    model = workshop.quantized if variant == "quantized" else workshop.graph
+    report = build(replace(declared, tensorrt=options), model, tmp_path / "a")
+    assert report.provider == "TensorrtExecutionProvider" and report.precision_ok
+    assert (report.num_layers_int8 > 0) == (variant == "quantized")
+    with open_engine(tmp_path / "a" / "engine") as runner:
+        images_NCHW = np.repeat(draw_golden_images(runner.manifest.card), 2, axis=0)
+        expected = np.concatenate([runner.infer(image[None]) for image in images_NCHW])
+        for num_images in (4, 1, 3, 2, 4):
+            found = runner.infer(images_NCHW[:num_images])
+            np.testing.assert_allclose(found, expected[:num_images], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("variant", ["float", "quantized"])

@@ -215,6 +215,7 @@ class Artifacts:
             sha256=sha256,
             size_bytes=size_bytes,
             runtime_version="1.31.1",
+            tensorrt_version="",
             isa=(),
             gpu=None,
             card=InputCard(CLASSES, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), 64, 64),

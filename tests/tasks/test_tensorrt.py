@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from polygraphy.tools.convert.convert import Convert
 
@@ -15,9 +16,12 @@ from tasks.build_engine import build_engine
 from tasks.core.errors import ConfigError, TargetMismatch
 from tasks.parts.cuda_driver import Gpu, find_gpus
 from tasks.parts.engine_build import LayerCounts, find_precision_fault
+from tasks.parts.ep_context import wrap_plan
+from tasks.parts.onnx_graph import read_graph, write_graph
 from tasks.parts.runners.contract import InputCard, count_precisions
+from tasks.parts.runners.onnxruntime import open_session, provider_of
 from tasks.parts.runners.open_engine import _runs_on
-from tasks.parts.target import Runtime, Target, check_gpu, check_runtime_version
+from tasks.parts.target import Runtime, Target, check_gpu, check_runtime_version, check_tensorrt_version
 from tasks.parts.tensorrt_commands import Build, polygraphy_command, trtexec_command, write_commands
 from tasks.parts.tensorrt_inspector import read_layers
 from tasks.parts.tensorrt_options import (
@@ -44,6 +48,9 @@ CACHE = "artifacts/.timing_cache/nvidia-h200-sm90-trt10.16.1.11.cache"
 def options_of(target: Target, **changes: Any) -> TensorrtOptions:
     assert target.tensorrt is not None
     return replace(target.tensorrt, **changes)
+
+
+PLAN_IN_ONNXRUNTIME = "cuda_onnxruntime_tensorrt"
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -88,7 +95,7 @@ def test_impossible_options_are_refused(workshop: Workshop, changes: dict[str, A
     [
         ({"device": "cpu"}, r'device is \'cpu\', allowed: "cuda" for runtime tensorrt'),
         ({"gpu": None}, r"gpu is None, allowed: a GPU for cuda"),
-        ({"uint8_activations": True}, r"uint8_activations is True, allowed: false for runtime tensorrt"),
+        ({"uint8_activations": True}, r"uint8_activations is True, allowed: false for engines of TensorRT"),
         ({"tensorrt": None}, r"tensorrt is None, allowed: options for runtime tensorrt"),
     ],
 )
@@ -97,6 +104,65 @@ def test_target_that_contradicts_itself_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         workshop.target("h200_tensorrt", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cuda_graph": True}, r"tensorrt\.cuda_graph is True, allowed: false for runtime onnxruntime"),
+        ({"version_compatible": True}, r"tensorrt\.version_compatible is True"),
+        ({"dla_core": 0}, r"tensorrt\.dla_core is 0, allowed: null for runtime onnxruntime"),
+        (
+            {"profiles": [BatchProfile(1, 1, 2), BatchProfile(3, 4, 4)]},
+            r"tensorrt\.profiles is 2, allowed: one",
+        ),
+    ],
+)
+def test_plan_that_onnxruntime_could_not_run_is_refused(
+    workshop: Workshop, changes: dict[str, Any], message: str
+) -> None:
+    target = workshop.target(PLAN_IN_ONNXRUNTIME)
+    with pytest.raises(ConfigError, match=message):
+        replace(target, tensorrt=options_of(target, **changes))
+
+
+def test_onnxruntime_runs_plans_of_one_major_only(workshop: Workshop) -> None:
+    target = workshop.target(PLAN_IN_ONNXRUNTIME)
+    check_tensorrt_version(target, "10.16.1.11")
+    with pytest.raises(TargetMismatch, match=r"needs TensorRT 10, .* this machine has 11\.4\.0.*tensorrt<11"):
+        check_tensorrt_version(target, "11.4.0")
+
+
+def test_plan_is_held_by_an_operator_that_onnxruntime_knows(workshop: Workshop, tmp_path: Path) -> None:
+    """It gets as far as to look for the provider, which is behind the checks of the graph."""
+    graph = read_graph(workshop.graph)
+    wrapped = wrap_plan(b"\0plan", graph)
+    [node] = wrapped.graph.node
+    assert {entry.name: onnx.helper.get_attribute_value(entry) for entry in node.attribute} == {
+        "embed_mode": 1,
+        "ep_cache_context": b"\0plan",
+    }
+    assert (wrapped.graph.input, wrapped.graph.output) == (graph.graph.input, graph.graph.output)
+    write_graph(wrapped, tmp_path / "engine.onnx")
+    with pytest.raises(TargetMismatch, match=r"did not load its TensorRT provider.*TensorRT 10"):
+        open_session(tmp_path / "engine.onnx", provider="CPUExecutionProvider", num_threads=1)
+
+
+def test_targets_of_onnxruntime_differ_in_provider_and_compiler(workshop: Workshop) -> None:
+    found = {
+        name: (provider_of(target), target.compiler)
+        for name in ("cpu_onnxruntime", "cuda_onnxruntime", PLAN_IN_ONNXRUNTIME)
+        if (target := workshop.target(name))
+    }
+    assert found == {
+        "cpu_onnxruntime": ("CPUExecutionProvider", Runtime.onnxruntime),
+        "cuda_onnxruntime": ("CUDAExecutionProvider", Runtime.onnxruntime),
+        PLAN_IN_ONNXRUNTIME: ("TensorrtExecutionProvider", Runtime.tensorrt),
+    }
+    assert (
+        "pruned_ptq-" + PLAN_IN_ONNXRUNTIME
+        in compose_params([f"target=[cpu_torch,{PLAN_IN_ONNXRUNTIME}]"])["engines"]
+    )
 
 
 def test_engine_for_a_gpu_that_is_not_here_is_refused_and_says_where_to_run_it(
@@ -268,7 +334,8 @@ def test_engine_runs_on_the_gpus_that_it_is_compatible_with(compatibility: str, 
 def test_tensorrt_that_is_too_old_is_refused(workshop: Workshop) -> None:
     target = workshop.target("orin_tensorrt10", runtime_version="10")
     with pytest.raises(TargetMismatch, match=r"needs TensorRT 10\.12 or later, this machine has 10\.3\.0"):
-        check_runtime_version(target, "10.3.0")
+        check_tensorrt_version(target, "10.3.0")
+    check_tensorrt_version(target, "10.12.0.36")
     check_runtime_version(target, "10.12.0.36")
     with pytest.raises(TargetMismatch, match=r"declares tensorrt 10, this machine has 11\.4"):
         check_runtime_version(target, "11.4.0")

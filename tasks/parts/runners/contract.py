@@ -56,6 +56,8 @@ class EngineManifest:
     size_bytes: int
     runtime_version: str
     """The full version that built the file."""
+    tensorrt_version: str
+    """The full version of TensorRT that made the plan; empty for engines without one."""
     isa: tuple[str, ...]
     """Instruction sets of the CPU that built the file."""
     gpu: Gpu | None

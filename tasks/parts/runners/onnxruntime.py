@@ -1,10 +1,11 @@
 """ONNX Runtime, on the CPU or an NVIDIA GPU. The engine file is an ONNX graph; the runtime optimises it for the
-machine at hand when it is loaded.
+machine at hand when it is loaded. For its TensorRT provider the graph holds a plan, and nothing is optimised.
 
 An offline-optimised file would load 2-20 ms faster and run no faster, but only on the CPU that made it.
 The GPU was not run on real hardware.
 """
 
+import importlib
 import json
 import re
 import tempfile
@@ -24,14 +25,17 @@ from tasks.parts.runners.contract import (
     RunnerDescription,
     check_batch,
 )
-from tasks.parts.target import CPU, CUDA
+from tasks.parts.target import CPU, CUDA, ONNXRUNTIME_TENSORRT_MAJOR, Target
 
 if TYPE_CHECKING:
     import onnxruntime
 
 ENGINE_FILE = "engine.onnx"
 PROVIDERS = {CPU: "CPUExecutionProvider", CUDA: "CUDAExecutionProvider"}
-"""Device of a target -> the provider that must really be in use."""
+"""Device of a target -> the provider that must really be in use, where no plan is."""
+TENSORRT_PROVIDER = "TensorrtExecutionProvider"
+PLAN_OPERATOR = "EPContext"
+"""Of graphs that hold what another compiler made."""
 
 PROVIDER_OPTIONS = {
     "CUDAExecutionProvider": {"use_tf32": "0"}
@@ -64,6 +68,11 @@ _SAME_TYPE_OPS = {
 }
 
 
+def provider_of(target: Target) -> str:
+    """Return the provider that must really be in use."""
+    return PROVIDERS[target.device] if target.tensorrt is None else TENSORRT_PROVIDER
+
+
 def open_session(
     model: Path | bytes,
     *,
@@ -81,7 +90,7 @@ def open_session(
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
-    if provider == PROVIDERS[CUDA]:
+    if provider != PROVIDERS[CPU]:
         onnxruntime.preload_dlls()  # pip's CUDA libraries lie where the loader does not look
     available = onnxruntime.get_available_providers()
     if provider not in available:
@@ -90,6 +99,10 @@ def open_session(
             "of onnxruntime that has it (for CUDA `pip uninstall onnxruntime` and `pip install onnxruntime-gpu`), or "
             "run on a worker of the target's work pool (target.<name>.device)."
         )
+    providers = [provider]
+    if provider == TENSORRT_PROVIDER:
+        importlib.import_module("tensorrt")  # it loads its libraries, which the provider is linked against
+        providers.append(PROVIDERS[CUDA])
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = num_threads, 1
     options.log_severity_level = _LOG_ERRORS_ONLY
@@ -104,7 +117,7 @@ def open_session(
     source = model if isinstance(model, bytes) else str(model)
     try:
         session = onnxruntime.InferenceSession(
-            source, options, providers=[(provider, PROVIDER_OPTIONS.get(provider, {}))]
+            source, options, providers=[(name, PROVIDER_OPTIONS.get(name, {})) for name in providers]
         )
     except (
         state.Fail,
@@ -113,6 +126,12 @@ def open_session(
         state.NotImplemented,
         state.InvalidArgument,
     ) as error:
+        if isinstance(error, state.NotImplemented) and PLAN_OPERATOR in str(error):
+            raise TargetMismatch(
+                f"ONNX Runtime {onnxruntime.__version__} did not load its TensorRT provider, which the engine's plan "
+                f"needs. Install the TensorRT {ONNXRUNTIME_TENSORRT_MAJOR}, CUDA and cuDNN that this onnxruntime-gpu "
+                "was built for, or run on a worker of the target's work pool."
+            ) from error
         raise BuildFailed(
             f"ONNX Runtime {onnxruntime.__version__} refuses the graph: {first_line(error)}"
         ) from error
@@ -210,7 +229,7 @@ class OnnxruntimeRunner:
             self._file,
             images_NCHW,
             1 + num_iterations,
-            provider=PROVIDERS[target.device],
+            provider=provider_of(target),
             num_threads=target.num_threads,
         )
         return _operator_times(_without_first(events), num_iterations)
@@ -224,7 +243,7 @@ class OnnxruntimeRunner:
 
     def _open(self) -> "onnxruntime.InferenceSession":
         target = self.manifest.target
-        return open_session(self._file, provider=PROVIDERS[target.device], num_threads=target.num_threads)
+        return open_session(self._file, provider=provider_of(target), num_threads=target.num_threads)
 
 
 def record_nodes(

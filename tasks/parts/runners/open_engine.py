@@ -9,7 +9,16 @@ from tasks.parts.cuda_driver import Gpu, find_gpus
 from tasks.parts.runners import aotinductor, onnxruntime, openvino, torch_eager
 from tasks.parts.runners.contract import EngineManifest, Runner, read_engine_manifest, sha256_of
 from tasks.parts.runners.torch_runner import TorchRunner
-from tasks.parts.target import CUDA, Runtime, check_gpu, check_runtime_version, missing_cpu_flags, read_isa
+from tasks.parts.target import (
+    CUDA,
+    Runtime,
+    Target,
+    check_gpu,
+    check_runtime_version,
+    check_tensorrt_version,
+    missing_cpu_flags,
+    read_isa,
+)
 from tasks.parts.tensorrt_options import HardwareCompatibility, TensorrtOptions
 
 _AMPERE = (8, 0)
@@ -61,13 +70,22 @@ def installed_version(runtime: Runtime) -> str:
     )
 
 
+def check_versions(target: Target) -> str:
+    """Return the installed version of the target's runtime; raise TargetMismatch unless it is the declared one, and
+    TensorRT, where that makes a plan, one that can."""
+    installed = installed_version(target.runtime)
+    check_runtime_version(target, installed)
+    if target.tensorrt is not None:
+        check_tensorrt_version(target, installed_version(Runtime.tensorrt))
+    return installed
+
+
 def check_machine(manifest: EngineManifest) -> None:
     """Raise TargetMismatch unless this machine can run the engine that the manifest describes."""
     target = manifest.target
     if target.tensorrt is None:
         check_gpu(target)
-    installed = installed_version(target.runtime)
-    check_runtime_version(target, installed)
+    installed = check_versions(target)
     missing = missing_cpu_flags(target)
     if missing:
         raise TargetMismatch(
@@ -78,7 +96,7 @@ def check_machine(manifest: EngineManifest) -> None:
     if target.runtime in (Runtime.openvino, Runtime.aotinductor):
         _check_compiled(manifest, installed)
     if target.tensorrt is not None:
-        _check_plan(manifest, target.tensorrt, installed)
+        _check_plan(manifest, target.tensorrt, installed_version(Runtime.tensorrt))
 
 
 def _check_compiled(manifest: EngineManifest, installed: str) -> None:
@@ -106,7 +124,7 @@ def _check_compiled(manifest: EngineManifest, installed: str) -> None:
 
 
 def _check_plan(manifest: EngineManifest, options: TensorrtOptions, installed: str) -> None:
-    target, built_by = manifest.target, manifest.runtime_version
+    target, built_by = manifest.target, manifest.tensorrt_version
     if installed != built_by and not options.version_compatible:
         raise TargetMismatch(
             f"Engine {manifest.file} of target {target.name} was built by TensorRT {built_by}, this machine has "

@@ -296,6 +296,7 @@ def plan_manifest(workshop: Workshop, **options: Any) -> EngineManifest:
         target=replace(target, tensorrt=replace(target.tensorrt, **options)),
         file="engine.plan",
         runtime_version="11.4.0.1",
+        tensorrt_version="11.4.0.1",
         gpu=Gpu("NVIDIA H200", "9.0"),
     )
 
