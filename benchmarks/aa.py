@@ -23,7 +23,7 @@ from benchmarks.runtimes import read_selection, stage_config
 from tasks.benchmark import Config, benchmark
 from tasks.core.config import read_params
 from tasks.core.execute import ARTIFACTS
-from tasks.parts.target import read_cpu_model
+from tasks.parts.engines.machine import read_cpu_model
 
 RESULTS = Path(__file__).parent / "results" / "aa.json"
 LIMIT = 0.02

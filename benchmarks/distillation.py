@@ -24,7 +24,7 @@ from benchmarks.runtimes import DATA, stage_config
 from tasks.build_engine import build_engine
 from tasks.core.execute import ARTIFACTS
 from tasks.distill import distill
-from tasks.parts.target import read_cpu_model
+from tasks.parts.engines.machine import read_cpu_model
 from tasks.train import train
 from tasks.validate import validate
 

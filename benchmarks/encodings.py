@@ -1,4 +1,5 @@
-"""What each encoding of a graph brings (tasks/parts/encoding.py): latency in both runtimes, agreement between them.
+"""What each rewriting of a graph brings (tasks/parts/builders/graph_rewrites.py): latency in both runtimes, and
+agreement between them.
 
 ``python -m benchmarks.encodings`` after a run of the pipeline. One quantized graph in encodings that differ in the
 zero points of its activations, then in the operators at its two ends, beside the float graph: p50 of interleaved
@@ -28,13 +29,14 @@ from benchmarks.runtimes import (
     stage_config,
 )
 from tasks.core.execute import ARTIFACTS
-from tasks.parts.calibrator import Calibrator
-from tasks.parts.encoding import resize_as_matmul, stem_in_float
-from tasks.parts.engine_build import signal_to_noise_db
-from tasks.parts.latency import rounds_ms
+from tasks.parts.builders.graph_rewrites import resize_as_matmul, stem_in_float
+from tasks.parts.engines.machine import read_cpu_model
+from tasks.parts.engines.rounds import rounds_ms
 from tasks.parts.networks.config import NetworkConfig, NetworkName
-from tasks.parts.onnx_graph import activations_to_uint8, read_graph, write_graph
-from tasks.parts.target import read_cpu_model
+from tasks.parts.onnx_graphs.graph import read_graph, write_graph
+from tasks.parts.onnx_graphs.signal_to_noise import signal_to_noise_db
+from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
+from tasks.parts.quantization.config import Calibrator
 from tasks.quantize_ptq import quantize_ptq
 
 RESULTS = Path(__file__).parent / "results" / "encodings.json"

@@ -28,13 +28,14 @@ from tasks.core.config import find_section, typed_config
 from tasks.core.execute import load_stage
 from tasks.import_onnx import import_onnx
 from tasks.label_images import label_images
-from tasks.parts.calibrator import Calibrator
-from tasks.parts.data import normalise
-from tasks.parts.digit_scenes import ScenesConfig, draw_scenes
-from tasks.parts.latency import rounds_ms
-from tasks.parts.runners.open_engine import open_engine
-from tasks.parts.target import read_cpu_model
-from tasks.parts.truth import ImageBatches, open_images, write_images
+from tasks.parts.data.dataset import normalise, open_images
+from tasks.parts.data.dataset_writer import ImageBatches, write_images
+from tasks.parts.engines.machine import read_cpu_model
+from tasks.parts.engines.open_engine import open_engine
+from tasks.parts.engines.rounds import rounds_ms
+from tasks.parts.quantization.config import Calibrator
+from tasks.parts.sources.config import ScenesConfig
+from tasks.parts.sources.digit_scenes import draw_scenes
 from tasks.quantize_ptq import quantize_ptq
 from tasks.validate import validate
 

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.runtimes import read_selection
 from tasks.core.config import read_params
 from tasks.core.execute import ARTIFACTS
-from tasks.parts.target import read_cpu_model
+from tasks.parts.engines.machine import read_cpu_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "ladder.json"

@@ -12,8 +12,8 @@ import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from tasks.parts.onnx_graph import drop_unused
-from tasks.parts.onnx_predict import open_session
+from tasks.parts.onnx_graphs.graph import drop_unused
+from tasks.parts.onnx_session import open_session
 
 FOLDER = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 NAMES = ("resnet50", "squeezenet", "shufflenet", "densenet121", "inception_v1", "inception_v2")

@@ -25,15 +25,16 @@ from torch import nn
 
 from benchmarks.runtimes import DATA, in_eager, in_target, stage_config
 from tasks.core.execute import ARTIFACTS
-from tasks.parts.checkpoint import load_checkpoint
-from tasks.parts.data import normalise, open_split, read_manifest
-from tasks.parts.export import export_graph
-from tasks.parts.latency import Network, rounds_ms
-from tasks.parts.metrics import confusion_matrix, scores
+from tasks.parts.data.dataset import normalise, open_split, read_manifest
+from tasks.parts.data.metrics import confusion_matrix, scores
+from tasks.parts.engines.machine import read_cpu_model
+from tasks.parts.engines.rounds import Network, rounds_ms
+from tasks.parts.networks.checkpoint import load_checkpoint
 from tasks.parts.networks.config import NetworkConfig, NetworkName
-from tasks.parts.onnx_graph import conv_macs, read_graph, write_graph
-from tasks.parts.onnx_predict import predict_classes
-from tasks.parts.target import read_cpu_model
+from tasks.parts.onnx_graphs.export import export_graph
+from tasks.parts.onnx_graphs.graph import read_graph, write_graph
+from tasks.parts.onnx_graphs.macs import conv_macs
+from tasks.parts.onnx_graphs.predict import predict_classes
 from tasks.prepare_data import prepare_data
 from tasks.train import train
 

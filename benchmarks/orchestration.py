@@ -33,7 +33,7 @@ import psutil
 
 from benchmarks.trivial_pipeline import write_workspace
 from flows.stage_task import MAX_SIDE_BY_SIDE
-from tasks.parts.target import read_cpu_model
+from tasks.parts.engines.machine import read_cpu_model
 
 RESULTS = Path(__file__).parent / "results" / "orchestration.json"
 

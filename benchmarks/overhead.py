@@ -24,7 +24,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tasks.parts.target import read_cpu_model
+from tasks.parts.engines.machine import read_cpu_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "overhead.json"

@@ -33,12 +33,13 @@ from benchmarks.runtimes import (
     requests_of,
 )
 from tasks.core.config import read_params
-from tasks.parts.data import open_split, read_manifest
-from tasks.parts.latency import Network, bootstrap_interval, rounds_ms
-from tasks.parts.metrics import confusion_matrix, scores
-from tasks.parts.onnx_graph import read_graph
-from tasks.parts.runners.openvino import compile_options
-from tasks.parts.target import read_cpu_model
+from tasks.parts.data.dataset import open_split, read_manifest
+from tasks.parts.data.metrics import confusion_matrix, scores
+from tasks.parts.engines.machine import read_cpu_model
+from tasks.parts.engines.openvino.compile import compile_options
+from tasks.parts.engines.rounds import Network, rounds_ms
+from tasks.parts.measuring.intervals import bootstrap_interval
+from tasks.parts.onnx_graphs.graph import read_graph
 
 RESULTS = Path(__file__).parent / "results" / "peers.json"
 BATCH_SIZE = 32

@@ -37,7 +37,7 @@ from tasks.core.tracking import (
     read_tracking_config,
     registered_name,
 )
-from tasks.parts.target import read_cpu_model
+from tasks.parts.engines.machine import read_cpu_model
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome

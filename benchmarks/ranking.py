@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runtimes import DATA, random_graph, stage_config
-from tasks.parts.calibrator import Calibrator
-from tasks.parts.judge import open_judge
+from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.networks.config import NetworkConfig, NetworkName
-from tasks.parts.onnx_graph import read_graph, write_graph
-from tasks.parts.target import read_cpu_model
+from tasks.parts.onnx_graphs.graph import read_graph, write_graph
+from tasks.parts.quantization.config import Calibrator
+from tasks.parts.quantization.evaluation import open_judge
 from tasks.quantize_ptq import quantize_ptq
 from tasks.rank_layers import rank_layers
 

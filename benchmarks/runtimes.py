@@ -11,16 +11,16 @@ from torch import nn
 
 from tasks.core.config import find_section, read_params, typed_config
 from tasks.core.execute import ARTIFACTS, load_stage
-from tasks.parts.data import normalise, open_split, read_manifest
-from tasks.parts.encoding import encode_for
-from tasks.parts.export import export_graph
-from tasks.parts.latency import Network
-from tasks.parts.model_card import ModelCard
+from tasks.parts.builders.graph_rewrites import encode_for
+from tasks.parts.data.dataset import normalise, open_split, read_manifest
+from tasks.parts.engines.openvino.compile import compile_graph
+from tasks.parts.engines.rounds import Network
+from tasks.parts.engines.target import Target
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig
-from tasks.parts.runners.onnxruntime import PROVIDERS, open_session
-from tasks.parts.runners.openvino import compile_graph
-from tasks.parts.target import Target
+from tasks.parts.networks.model_card import ModelCard
+from tasks.parts.onnx_graphs.export import export_graph
+from tasks.parts.onnx_session import open_session
 
 DATA = ARTIFACTS / "prepare_data" / "dataset"
 
@@ -35,7 +35,7 @@ def read_selection(name: str, workspace: Path = Path()) -> Any:
 
 def in_onnxruntime(graph: ModelProto) -> Network:
     """Load a graph as the target ``cpu_onnxruntime`` does."""
-    session = open_session(graph.SerializeToString(), provider=PROVIDERS["cpu"], num_threads=1)
+    session = open_session(graph, num_threads=1)
     name = session.get_inputs()[0].name
     return lambda images_NCHW: session.run(None, {name: images_NCHW})[0]
 

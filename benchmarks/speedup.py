@@ -23,8 +23,8 @@ from benchmarks.runtimes import read_selection, stage_config
 from tasks.benchmark import benchmark
 from tasks.build_engine import build_engine
 from tasks.core.config import read_params
-from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
-from tasks.parts.onnx_graph import read_card_of_graph, read_graph, write_graph
+from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
+from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph, write_graph
 
 RESULTS = Path(__file__).parent / "results" / "speedup.json"
 EAGER = "cpu_torch"

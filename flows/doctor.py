@@ -23,15 +23,9 @@ from flows.params import CONF, compose_params
 from tasks.core.config import typed_config
 from tasks.core.errors import EnginewrightError
 from tasks.core.tracking import database_file, mask_credentials
-from tasks.parts.cuda_driver import find_gpus
-from tasks.parts.runners.open_engine import check_versions
-from tasks.parts.target import (
-    Target,
-    check_gpu,
-    missing_cpu_flags,
-    read_cpu_model,
-    read_isa,
-)
+from tasks.parts.engines.gpu import find_gpus
+from tasks.parts.engines.machine import check_gpu, check_versions, missing_cpu_flags, read_cpu_model, read_isa
+from tasks.parts.engines.target import Target
 
 _RUNTIMES = ("torch", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt", "pycuda")
 _HOW_TO_INSTALL = {

@@ -25,7 +25,8 @@ from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import ARTIFACTS, check_writable, explained_full_disk, remove_leftovers
 from tasks.core.fingerprint import digest
 from tasks.core.tracking import PENDING, database_file, mask_credentials
-from tasks.parts.target import Target, check_gpu
+from tasks.parts.engines.machine import check_gpu
+from tasks.parts.engines.target import Target
 
 DVC_CACHE = Path(".dvc/cache")
 
@@ -86,7 +87,7 @@ def check_models(params: dict[str, Any]) -> None:
             raise ConfigError(f"{name} is missing, expected an ONNX file, or a folder with one (model.path).")
         if (ARTIFACTS / "import_onnx" / "report.json").is_file():
             continue  # was read before; the stage sees what has changed
-        from tasks.parts.foreign_graph import read_image_size
+        from tasks.parts.onnx_graphs.foreign_rewrite import read_image_size
 
         section, data = params["import_onnx"], params["prepare_data"]
         output = None if section["output"] is None else str(section["output"])

@@ -27,8 +27,8 @@ from tasks.core.tracking import (
     promote,
     read_tracking_config,
 )
-from tasks.parts.engine_row import Verdict
-from tasks.parts.runners.contract import sha256_of
+from tasks.parts.engines.manifest import sha256_of
+from tasks.parts.selection.engine_row import Verdict
 
 SHIPPABLE = (Verdict.ACCEPT, Verdict.NOT_FASTER)
 """Both hold the accuracy gate and are what they claim to be; a rung that is not faster may still be more accurate."""

@@ -30,8 +30,8 @@ from tasks.core.tracking import (
     read_pipeline_params,
     read_tracking_config,
 )
-from tasks.parts.runners.contract import read_engine_manifest
-from tasks.parts.target import Runtime
+from tasks.parts.engines.manifest import read_engine_manifest
+from tasks.parts.engines.target import Runtime
 
 _SHA256 = re.compile(r"[0-9a-f]{8,64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

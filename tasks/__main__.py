@@ -14,7 +14,7 @@ from types import FrameType
 from tasks.core.config import PARAMS_FILE, read_params
 from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import execute, execute_as_follower, explained_full_disk, prepare_call
-from tasks.parts.ranks import SUPERVISOR, is_rank
+from tasks.parts.training.ranks import SUPERVISOR, is_rank
 
 _PR_SET_PDEATHSIG = 1
 _ASK_AGAIN_S = 1.0

@@ -18,13 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.parts.batch_latency import BatchLatency, Interval, Round, Windows, summarise
-from tasks.parts.machine_state import MachineState, read_gpu_memory_mib, read_machine_state, read_versions
-from tasks.parts.target import CUDA, read_cpu_model
+from tasks.parts.engines.machine import read_cpu_model
+from tasks.parts.engines.target import CUDA
+from tasks.parts.measuring.batch_latency import BatchLatency, Interval, Round, Windows, summarise
+from tasks.parts.measuring.machine_state import (
+    MachineState,
+    read_gpu_memory_mib,
+    read_machine_state,
+    read_versions,
+)
 
 if TYPE_CHECKING:
-    from tasks.parts.runners.burst_process import BurstProcess, Memory
-    from tasks.parts.runners.contract import EngineManifest
+    from tasks.parts.engines.manifest import EngineManifest
+    from tasks.parts.measuring.engine_process import BurstProcess, Memory
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +184,7 @@ def benchmark(cfg: Config, *, engine: Path, reference: Path, out: Path) -> Repor
     An engine that was skipped or failed gives a report with that status. Raises ArtifactError when the
     reference was not built, when the two do not take the same images, or when a process dies.
     """
-    from tasks.parts.runners.contract import read_engine_manifest
+    from tasks.parts.engines.manifest import read_engine_manifest
 
     manifest, base = read_engine_manifest(engine), read_engine_manifest(reference)
     load_before = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
@@ -223,7 +229,7 @@ def _check_comparable(
 def _measure(
     cfg: Config, manifest: "EngineManifest", base: "EngineManifest", engine: Path, reference: Path
 ) -> _Measured:
-    from tasks.parts.runners.burst_process import open_processes
+    from tasks.parts.measuring.engine_process import open_processes
 
     largest = min(manifest.target.max_batch, base.target.max_batch)
     batch_sizes = sorted({batch for batch in cfg.batch_sizes if batch <= largest})
@@ -285,7 +291,7 @@ def _measure_batch(
 def _run_rounds(
     cfg: Config, processes: dict[str, "BurstProcess"], batch: int, budget_s: float, *, seed: int
 ) -> list[Round]:
-    from tasks.parts.runners.burst_process import run_round
+    from tasks.parts.measuring.engine_process import run_round
 
     shuffler, rounds, start = random.Random(seed), list[Round](), time.monotonic()
     while not _is_over(cfg, rounds, (time.monotonic() - start) / budget_s):
@@ -330,7 +336,7 @@ def _write_layers(engine: Path, layers_ms: dict[str, float], out: Path) -> None:
 
     The time is empty where the runtime's profiler has no line for the layer.
     """
-    from tasks.parts.engine_truth import LAYERS_FILE
+    from tasks.parts.engines.manifest import LAYERS_FILE
 
     if (engine / LAYERS_FILE).is_file():
         with (

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from tasks.parts.engine_build import EngineBuild, build
-from tasks.parts.target import Target
+from tasks.parts.builders.build import build
+from tasks.parts.builders.report import EngineBuild
+from tasks.parts.engines.target import Target
 
 Config = Target
 """The configuration of a build is the target that it builds for."""

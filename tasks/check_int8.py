@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.parts.op_types import check_op_types
+from tasks.parts.quantization.config import check_op_types
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
 
-    from tasks.parts.calibration import TensorStatistics
-    from tasks.parts.input_card import Task
-    from tasks.parts.judge import Judge
-    from tasks.parts.onnx_qdq import TensorRange
+    from tasks.parts.data.input_card import Task
+    from tasks.parts.quantization.calibration import TensorStatistics
+    from tasks.parts.quantization.evaluation import Judge
+    from tasks.parts.quantization.qdq import TensorRange
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +105,12 @@ def check_int8(
     `ranges` and `trials` (calibrators.csv) are files of quantize_ptq, `ranking` is that of rank_layers. Raises
     ArtifactError when they do not belong together.
     """
-    from tasks.parts.judge import open_judge
-    from tasks.parts.onnx_graph import activations_to_uint8, read_graph
-    from tasks.parts.onnx_predict import predict_classes
-    from tasks.parts.onnx_qdq import quantizable_nodes, read_ranges
-    from tasks.parts.score import class_scores, score
+    from tasks.parts.data.metrics import class_scores, score
+    from tasks.parts.onnx_graphs.graph import read_graph
+    from tasks.parts.onnx_graphs.predict import predict_classes
+    from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
+    from tasks.parts.quantization.evaluation import open_judge
+    from tasks.parts.quantization.qdq import quantizable_nodes, read_ranges
     from tasks.parts.tables import read_table
 
     graph, int8, known = read_graph(model), activations_to_uint8(read_graph(quantized)), read_ranges(ranges)
@@ -161,8 +162,8 @@ def _ends(cfg: Config, convs: Sequence[str], layers: Mapping[str, Mapping[str, s
 def _classes(
     cfg: Config, data: Path, task: "Task", before: Sequence[float | None], after: Sequence[float | None]
 ) -> Answer:
-    from tasks.parts.data import read_manifest
-    from tasks.parts.input_card import Task
+    from tasks.parts.data.dataset import read_manifest
+    from tasks.parts.data.input_card import Task
 
     losses = {
         name: old - (new or 0.0)
@@ -189,10 +190,10 @@ def _calibration_size(
     reached: float,
 ) -> Answer:
     """Calibrate again, in the same way, on half of the images; a tensor that is 0 on them keeps its range."""
-    from tasks.parts.calibration import choose_range
-    from tasks.parts.calibrator import Calibrator
-    from tasks.parts.onnx_qdq import insert_qdq, quantizable_tensors
-    from tasks.parts.truth import open_images
+    from tasks.parts.data.dataset import open_images
+    from tasks.parts.quantization.calibration import choose_range
+    from tasks.parts.quantization.config import Calibrator
+    from tasks.parts.quantization.qdq import insert_qdq, quantizable_tensors
 
     title = str(json.loads(ranges.read_text(encoding="utf-8"))["calibrator"])
     name, _, percentile = title.partition(" ")
@@ -235,7 +236,7 @@ def _coverage(
 
 
 def _batch(cfg: Config, int8: "ModelProto", images_NHWC: "NDArray[Any]", classes: "NDArray[Any]") -> Answer:
-    from tasks.parts.onnx_predict import predict_classes
+    from tasks.parts.onnx_graphs.predict import predict_classes
 
     few = images_NHWC[: cfg.batch_size]
     share = float((predict_classes(int8, few, batch_size=1) != classes[: len(few)]).mean())
@@ -283,7 +284,7 @@ def _statistics(
     """Per tensor: what calibration images and what training images made of it."""
     import numpy as np
 
-    from tasks.parts.truth import open_images
+    from tasks.parts.data.dataset import open_images
 
     train_NHWC = open_images(data, "train")
     picked = np.unique(np.linspace(0, len(train_NHWC) - 1, cfg.num_train_images).astype(int))
@@ -297,9 +298,9 @@ def _statistics(
 def _collect(
     cfg: Config, graph: "ModelProto", images_NHWC: "NDArray[Any]", names: Sequence[str]
 ) -> dict[str, "TensorStatistics"]:
-    from tasks.parts.calibration import collect_statistics
-    from tasks.parts.data import normalise
-    from tasks.parts.onnx_graph import read_card_of_graph
+    from tasks.parts.data.dataset import normalise
+    from tasks.parts.onnx_graphs.graph import read_card_of_graph
+    from tasks.parts.quantization.calibration import collect_statistics
 
     card = read_card_of_graph(graph)
     batch_size = card.fit_batch(cfg.batch_size)

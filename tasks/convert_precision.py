@@ -87,8 +87,8 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
 
     Raises ArtifactError for a graph that is quantized already, ConfigError where AutoCast cannot be imported.
     """
-    from tasks.parts.judge import open_judge
-    from tasks.parts.onnx_graph import is_quantized, read_graph, write_graph
+    from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
+    from tasks.parts.quantization.evaluation import open_judge
 
     graph = read_graph(model)
     if is_quantized(graph):
@@ -113,10 +113,9 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
 
 def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, float]:
     """Largest magnitude of each tensor that a node makes, on calibration images."""
-    from tasks.parts.calibration import collect_statistics
-    from tasks.parts.data import normalise
-    from tasks.parts.onnx_graph import other_types, read_card_of_graph
-    from tasks.parts.truth import open_images
+    from tasks.parts.data.dataset import normalise, open_images
+    from tasks.parts.onnx_graphs.graph import other_types, read_card_of_graph
+    from tasks.parts.quantization.calibration import collect_statistics
 
     card = read_card_of_graph(graph)
     images_NHWC = open_images(data, "calibration")[: cfg.num_images]
@@ -180,7 +179,7 @@ def _join_float32_neighbours(model: "ModelProto") -> None:
     """
     from onnx import TensorProto, helper
 
-    from tasks.parts.onnx_graph import drop_unused
+    from tasks.parts.onnx_graphs.graph import drop_unused
 
     casts = {
         node.output[0]: (helper.get_attribute_value(node.attribute[0]), node.input[0])
@@ -209,7 +208,7 @@ def _by_autocast(graph: "ModelProto", float32_nodes: list[str]) -> "ModelProto":
 
     from onnx import ModelProto
 
-    from tasks.parts.onnx_graph import node_sources, set_node_source, write_graph
+    from tasks.parts.onnx_graphs.graph import node_sources, set_node_source, write_graph
 
     try:
         from modelopt.onnx.autocast import convert_to_mixed_precision

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import ConfigError, TargetMismatch
-from tasks.parts.layer_bisection import Bisection
-from tasks.parts.layer_table import MAX_SQNR_DB, Layer
+from tasks.parts.layer_diff.bisection import Bisection
+from tasks.parts.layer_diff.table import Layer
+from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-    from tasks.parts.layer_comparison import Comparison
-    from tasks.parts.runners.contract import EngineManifest, FloatArray
+    from tasks.parts.engines.manifest import EngineManifest, FloatArray
+    from tasks.parts.layer_diff.comparison import Comparison
 
 logger = logging.getLogger(__name__)
 
@@ -143,11 +144,11 @@ def diff_layers(
     An engine that was skipped or failed gives a report with that status; one of TensorRT is skipped on a machine that
     cannot run it. Raises ArtifactError when graph and engine have no tensors in common.
     """
-    from tasks.parts.layer_comparison import compare
-    from tasks.parts.layer_plot import plot_growth
-    from tasks.parts.layer_table import find_guilty, list_layers, write_layers
-    from tasks.parts.onnx_graph import read_graph
-    from tasks.parts.runners.contract import read_engine_manifest
+    from tasks.parts.engines.manifest import read_engine_manifest
+    from tasks.parts.layer_diff.comparison import compare
+    from tasks.parts.layer_diff.plot import plot_growth
+    from tasks.parts.layer_diff.table import find_guilty, list_layers, write_layers
+    from tasks.parts.onnx_graphs.graph import read_graph
 
     manifest = read_engine_manifest(engine)
     if not manifest.is_built:
@@ -209,7 +210,7 @@ def _obstacle(manifest: "EngineManifest") -> str:
 
     A machine without what TensorRT needs is common; one that cannot run another engine is an error, on opening it.
     """
-    from tasks.parts.runners.open_engine import check_machine
+    from tasks.parts.engines.machine import check_machine
 
     if manifest.target.runtime not in _MARKING:
         return f"the tensors inside an engine of {manifest.target.runtime} are not read"
@@ -248,8 +249,7 @@ def _report_without_layers(engine: Path, status: str, reason: str) -> Report:
 def _read_images(cfg: Config, manifest: "EngineManifest", data: Path) -> "FloatArray":
     import numpy as np
 
-    from tasks.parts.data import normalise
-    from tasks.parts.truth import open_images
+    from tasks.parts.data.dataset import normalise, open_images
 
     images_NHWC = open_images(data, cfg.split)
     picked = np.unique(np.linspace(0, len(images_NHWC) - 1, cfg.num_images).astype(int))
@@ -260,8 +260,8 @@ def _agreement_with_engine(
     engine: Path, images_NCHW: "FloatArray", marked_logits: Sequence["FloatArray"]
 ) -> float:
     """Return the SQNR of the engine file's logits against the run with marked layers."""
-    from tasks.parts.layer_measures import PairSums
-    from tasks.parts.runners.open_engine import open_engine
+    from tasks.parts.engines.open_engine import open_engine
+    from tasks.parts.layer_diff.measures import PairSums
 
     sums = PairSums()
     with open_engine(engine) as runner:
@@ -279,8 +279,8 @@ def _bisect(
     out: Path,
 ) -> Bisection:
     """Search from the noisiest layer on, and write all trials."""
-    from tasks.parts.judge import open_judge
-    from tasks.parts.layer_bisection import bisect, quantized_nodes
+    from tasks.parts.layer_diff.bisection import bisect, quantized_nodes
+    from tasks.parts.quantization.evaluation import open_judge
     from tasks.parts.tables import write_table
 
     tensor_of = {node.name: node.output[0] for node in graph.graph.node}

@@ -4,10 +4,9 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tasks.parts.distillation import DistillationConfig
 from tasks.parts.networks.config import NetworkConfig
-from tasks.parts.pretrained import PretrainedConfig
-from tasks.parts.trainer_config import TrainerConfig, TrainingReport
+from tasks.parts.training.config import DistillationConfig, TrainerConfig, TrainingReport
+from tasks.parts.training.pretrained import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +33,13 @@ def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> TrainingRep
     """
     import torch
 
-    from tasks.parts.checkpoint import save_checkpoint
-    from tasks.parts.data import read_manifest
-    from tasks.parts.distillation_objective import build_objective
-    from tasks.parts.model_card import ModelCard
+    from tasks.parts.data.dataset import read_manifest
     from tasks.parts.networks.build import build_network
-    from tasks.parts.pretrained import load_pretrained
-    from tasks.parts.training import train_network
+    from tasks.parts.networks.checkpoint import save_checkpoint
+    from tasks.parts.networks.model_card import ModelCard
+    from tasks.parts.training.distillation import build_objective
+    from tasks.parts.training.loop import train_network
+    from tasks.parts.training.pretrained import load_pretrained
 
     manifest = read_manifest(data)
     torch.manual_seed(cfg.trainer.seed)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import ConfigError, GateFailed
-from tasks.parts.logit_difference import Difference
+from tasks.parts.onnx_graphs.signal_to_noise import Difference
 
 if TYPE_CHECKING:
     from onnx import ModelProto
     from torch import nn
 
-    from tasks.parts.model_card import ModelCard
+    from tasks.parts.networks.model_card import ModelCard
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,9 @@ def export_onnx(cfg: Config, *, checkpoint: Path, out: Path) -> Report:
 
     Raises ArtifactError for weights that are not finite, GateFailed when ONNX Runtime differs from torch.
     """
-    from tasks.parts.checkpoint import load_checkpoint
-    from tasks.parts.export import export_graph
-    from tasks.parts.onnx_graph import write_graph
+    from tasks.parts.networks.checkpoint import load_checkpoint
+    from tasks.parts.onnx_graphs.export import export_graph
+    from tasks.parts.onnx_graphs.graph import write_graph
 
     network, card = load_checkpoint(checkpoint)
     logger.info("exporting %s (%s, %dx%d)", checkpoint, card.network.name, card.height, card.width)
@@ -111,8 +111,8 @@ def two_of_four_macs_share(graph: "ModelProto") -> float:
     """
     from onnx import numpy_helper
 
-    from tasks.parts.onnx_graph import conv_macs
-    from tasks.parts.weight_sparsity import is_two_of_four
+    from tasks.parts.networks.zeros import is_two_of_four
+    from tasks.parts.onnx_graphs.macs import conv_macs
 
     macs = conv_macs(graph)
     constants = {tensor.name: tensor for tensor in graph.graph.initializer}
@@ -133,9 +133,9 @@ def _compare(cfg: Config, network: "nn.Module", graph: "ModelProto", card: "Mode
     """Compare logits batch size by batch size; raise GateFailed at the first that is too far."""
     import torch
 
-    from tasks.parts.export import INPUT_NAME
-    from tasks.parts.logit_difference import difference
-    from tasks.parts.onnx_predict import open_session
+    from tasks.parts.onnx_graphs.export import INPUT_NAME
+    from tasks.parts.onnx_graphs.signal_to_noise import difference
+    from tasks.parts.onnx_session import open_session
 
     session = open_session(graph)
     generator = torch.Generator().manual_seed(cfg.seed)

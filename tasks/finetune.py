@@ -4,8 +4,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.parts.distillation import DistillationConfig
-from tasks.parts.trainer_config import TrainerConfig, TrainingReport
+from tasks.parts.training.config import DistillationConfig, TrainerConfig, TrainingReport
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +29,12 @@ def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: P
     """
     import torch
 
-    from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
-    from tasks.parts.data import read_manifest
-    from tasks.parts.distillation_objective import build_objective
-    from tasks.parts.same_classes import check_same_classes
-    from tasks.parts.training import train_network
-    from tasks.parts.weight_sparsity import keep_zeros
+    from tasks.parts.data.dataset import read_manifest
+    from tasks.parts.data.input_card import check_same_classes
+    from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
+    from tasks.parts.networks.zeros import keep_zeros
+    from tasks.parts.training.distillation import build_objective
+    from tasks.parts.training.loop import train_network
 
     manifest = read_manifest(data)
     network, card = load_checkpoint(checkpoint)

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.core.errors import ArtifactError, ConfigError, GateFailed
-from tasks.parts.input_card import InputCard, Task
-from tasks.parts.logit_difference import Difference
+from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, GateFailed, first_line
+from tasks.parts.data.input_card import InputCard, Task
+from tasks.parts.onnx_graphs.signal_to_noise import Difference
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-    from tasks.parts.data import Manifest
-    from tasks.parts.foreign_graph import Imported
+    from tasks.parts.data.dataset import Manifest
+    from tasks.parts.onnx_graphs.foreign_rewrite import Imported
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +106,10 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     import numpy as np
     from onnx import numpy_helper
 
-    from tasks.parts.data import read_manifest
-    from tasks.parts.foreign_graph import find_file, read_foreign
-    from tasks.parts.onnx_graph import CARD_KEY, conv_macs, write_graph
+    from tasks.parts.data.dataset import read_manifest
+    from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
+    from tasks.parts.onnx_graphs.graph import CARD_KEY, write_graph
+    from tasks.parts.onnx_graphs.macs import conv_macs
 
     path = find_file(model)
     original = read_foreign(model)
@@ -148,7 +149,8 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
 
 def _rewrite(cfg: Config, original: "ModelProto", model: Path) -> tuple["Imported", tuple[Difference, ...]]:
     """Write the graph with a dynamic batch, or, where it means its batch of 1, with that."""
-    from tasks.parts.foreign_graph import FixedBatch, find_file, rewrite
+    from tasks.parts.onnx_graphs.foreign_file import find_file
+    from tasks.parts.onnx_graphs.foreign_rewrite import FixedBatch, rewrite
 
     def attempt(is_batch_freed: bool) -> tuple["Imported", tuple[Difference, ...]]:
         imported = rewrite(
@@ -170,7 +172,7 @@ def _rewrite(cfg: Config, original: "ModelProto", model: Path) -> tuple["Importe
 
 def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> InputCard:
     """Say what the graph expects; raise ArtifactError where it and the data set do not fit each other."""
-    from tasks.parts.truth import open_truth
+    from tasks.parts.data.dataset import open_truth
 
     sizes = [axis.dim_value for axis in imported.graph.graph.input[0].type.tensor_type.shape.dim]
     height, width = sizes[2:]
@@ -210,10 +212,10 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[Difference
     import numpy as np
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
-    from tasks.parts.foreign_graph import FixedBatch, open_original, with_output
-    from tasks.parts.logit_difference import difference
-    from tasks.parts.onnx_predict import open_session
-    from tasks.parts.runners.onnxruntime import first_line
+    from tasks.parts.onnx_graphs.foreign_file import open_original
+    from tasks.parts.onnx_graphs.foreign_rewrite import FixedBatch, with_output
+    from tasks.parts.onnx_graphs.signal_to_noise import difference
+    from tasks.parts.onnx_session import open_session
 
     original = open_original(model, imported.tensor, imported.static_batch)
     stop = GateFailed if imported.static_batch is None or imported.max_batch else FixedBatch
@@ -226,7 +228,7 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[Difference
     )
     try:
         session = open_session(with_output(imported.graph, imported.tensor))
-    except failures as error:
+    except BuildFailed as error:
         raise stop(
             f"ONNX Runtime refuses the written graph ({first_line(error)}). {_dynamic_batch_hint(imported)}"
         ) from error

@@ -41,11 +41,11 @@ def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     """
     import numpy as np
 
-    from tasks.parts.data import read_manifest, write_manifest
-    from tasks.parts.onnx_graph import read_card_of_graph, read_graph
-    from tasks.parts.onnx_predict import predict_classes
-    from tasks.parts.score import FLOAT_MODEL
-    from tasks.parts.truth import open_images, write_truth
+    from tasks.parts.data.dataset import open_images, read_manifest
+    from tasks.parts.data.dataset_writer import write_manifest, write_truth
+    from tasks.parts.data.metrics import FLOAT_MODEL
+    from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
+    from tasks.parts.onnx_graphs.predict import predict_classes
 
     graph, manifest = read_graph(model), read_manifest(data)
     if manifest.classes:

@@ -7,11 +7,11 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import ConfigError
-from tasks.parts.digit_scenes import ScenesConfig
-from tasks.parts.folder_data import FolderConfig
+from tasks.parts.sources.config import FolderConfig, ScenesConfig
 
 if TYPE_CHECKING:
-    from tasks.parts.data import Manifest, SplitBatches
+    from tasks.parts.data.dataset import Manifest
+    from tasks.parts.data.dataset_writer import SplitBatches
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +23,13 @@ class Source(StrEnum):
     """Where the images come from."""
 
     digit_scenes = "digit_scenes"
-    """Made from scans and photos that scikit-learn ships: tasks/parts/digit_scenes.py."""
+    """Made from scans and photos that scikit-learn ships: tasks/parts/sources/digit_scenes.py."""
     folder = "folder"
-    """Images and index masks of a user: tasks/parts/folder_data.py."""
+    """Images and index masks of a user: tasks/parts/sources/mask_folder.py."""
     class_folder = "class_folder"
-    """A user's images in one folder for each class: tasks/parts/image_folder.py."""
+    """A user's images in one folder for each class: tasks/parts/sources/class_folder.py."""
     images = "images"
-    """A user's images that nobody labelled: tasks/parts/image_folder.py."""
+    """A user's images that nobody labelled: tasks/parts/sources/class_folder.py."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,13 @@ class _Loaded:
 
 
 def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
-    """Write `dataset/` (see tasks/parts/data.py and truth.py) and, where there are masks, `contact_sheet.png`.
+    """Write `dataset/` (see tasks/parts/data/dataset.py) and, where there are masks, `contact_sheet.png`.
 
     Raises:
         DataError: a file of the source is missing, damaged or contradicts another; nothing is written then.
         ConfigError: more classes are configured than classes.yaml lists.
     """
-    from tasks.parts.data import write_dataset
+    from tasks.parts.data.dataset_writer import write_dataset
 
     logger.info("%s from %s, %d x %d pixels", cfg.source, root, cfg.height, cfg.width)
     if cfg.source in (Source.class_folder, Source.images):
@@ -138,8 +138,8 @@ def _prepare_images(cfg: Config, root: Path, out: Path) -> Report:
     """Write a data set of images with labels, or of images alone."""
     import numpy as np
 
-    from tasks.parts.image_folder import read_image_batches, scan_images
-    from tasks.parts.truth import ImageBatches, write_images
+    from tasks.parts.data.dataset_writer import ImageBatches, write_images
+    from tasks.parts.sources.class_folder import read_image_batches, scan_images
 
     folder, is_labelled = cfg.folder, cfg.source is Source.class_folder
     assert folder is not None
@@ -191,9 +191,10 @@ def _report(
 
 
 def _load_scenes(cfg: Config, root: Path) -> _Loaded:
-    from tasks.parts.class_list import read_class_list
-    from tasks.parts.data import SPLITS, SplitBatches
-    from tasks.parts.digit_scenes import draw_scenes
+    from tasks.parts.data.dataset import SPLITS
+    from tasks.parts.data.dataset_writer import SplitBatches
+    from tasks.parts.sources.class_list import read_class_list
+    from tasks.parts.sources.digit_scenes import draw_scenes
 
     scenes = cfg.scenes
     assert scenes is not None
@@ -214,8 +215,8 @@ def _load_scenes(cfg: Config, root: Path) -> _Loaded:
 
 
 def _load_folder(cfg: Config, root: Path) -> _Loaded:
-    from tasks.parts.data import SplitBatches
-    from tasks.parts.folder_data import read_batches, scan_folder
+    from tasks.parts.data.dataset_writer import SplitBatches
+    from tasks.parts.sources.mask_folder import read_batches, scan_folder
 
     folder = cfg.folder
     assert folder is not None
@@ -232,8 +233,8 @@ def _load_folder(cfg: Config, root: Path) -> _Loaded:
 
 
 def _draw_samples(out: Path) -> None:
-    from tasks.parts.contact_sheet import draw_contact_sheet
-    from tasks.parts.data import open_split, read_manifest
+    from tasks.parts.data.dataset import open_split, read_manifest
+    from tasks.parts.sources.contact_sheet import draw_contact_sheet
 
     samples = {}
     for split in _SHEET_SPLITS:
@@ -245,7 +246,7 @@ def _draw_samples(out: Path) -> None:
 
 
 def _flat_image_warnings(manifest: "Manifest") -> tuple[str, ...]:
-    from tasks.parts.data import MIN_STD
+    from tasks.parts.data.dataset_writer import MIN_STD
 
     if max(manifest.std) > MIN_STD:
         return ()

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.parts.channel_importance import BatchLosses, Importance
-from tasks.parts.channel_pruning import ChannelPruning, ConvSize, Ranking
-from tasks.parts.trainer_config import TrainerConfig
+from tasks.parts.pruning.channel_importance import BatchLosses
+from tasks.parts.pruning.config import ChannelPruning, Importance, Ranking
+from tasks.parts.pruning.macs import ConvSize
+from tasks.parts.training.config import TrainerConfig
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from tasks.parts.model_card import ModelCard
+    from tasks.parts.networks.model_card import ModelCard
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,9 @@ class Method(StrEnum):
     """What is removed."""
 
     channels = "channels"
-    """Whole channels: every runtime gets faster (tasks/parts/channel_pruning.py)."""
+    """Whole channels: every runtime gets faster (tasks/parts/pruning/channels.py)."""
     blocks = "blocks"
-    """Whole residual blocks: every runtime gets faster (tasks/parts/block_pruning.py)."""
+    """Whole residual blocks: every runtime gets faster (tasks/parts/pruning/blocks.py)."""
     weights = "weights"
     """Single weights become zero: smaller when compressed, no faster on most runtimes."""
     two_of_four = "two_of_four"
@@ -163,11 +164,12 @@ def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path)
     narrow as the multiple or the layer ratios do not fit the network, ArtifactError when the network cannot be
     traced or does not run after the cut.
     """
-    from tasks.parts.channel_pruning import check_layer_names, check_runs, measure_convs
-    from tasks.parts.checkpoint import load_checkpoint
-    from tasks.parts.pruning_choice import read_choice
+    from tasks.parts.networks.checkpoint import load_checkpoint
+    from tasks.parts.networks.zeros import layer_weights
+    from tasks.parts.pruning.channels import check_layer_names, check_runs
+    from tasks.parts.pruning.chosen_ratio import read_choice
+    from tasks.parts.pruning.macs import measure_convs
     from tasks.parts.tables import write_table
-    from tasks.parts.weight_sparsity import layer_weights
 
     if cfg.from_search:
         cfg = replace(cfg, target_macs_ratio=read_choice(choice))
@@ -180,8 +182,8 @@ def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path)
     else:
         check_layer_names(cfg.layer_ratios, network)
     if cfg.needs_data:
-        from tasks.parts.data import read_manifest
-        from tasks.parts.same_classes import check_same_classes
+        from tasks.parts.data.dataset import read_manifest
+        from tasks.parts.data.input_card import check_same_classes
 
         check_same_classes(checkpoint, card.classes, read_manifest(data).classes, "distill")
     cut = Cut(cfg, data, size, before)
@@ -221,7 +223,8 @@ class Cut:
 
     def apply(self, network: "nn.Module", *, progress: float) -> None:
         """Prune in place until the given share of the whole cut is done."""
-        from tasks.parts.channel_pruning import macs_budget, prune_channels
+        from tasks.parts.pruning.channels import prune_channels
+        from tasks.parts.pruning.macs import macs_budget
 
         cfg = self.cfg
         match cfg.method:
@@ -231,8 +234,8 @@ class Cut:
                     network, cfg, size=self.size, original=self.before, progress=progress, batch_losses=losses
                 )
             case Method.blocks:
-                from tasks.parts.block_pruning import prune_blocks
-                from tasks.parts.pruning_recovery import read_batches
+                from tasks.parts.pruning.blocks import prune_blocks
+                from tasks.parts.pruning.recovery import read_batches
 
                 sample = read_batches(
                     self.data, "calibration", batch_size=cfg.batch_size, num_images=cfg.num_images
@@ -243,12 +246,12 @@ class Cut:
             case Method.weights:
                 _zero_weights(network, cfg, progress)
             case Method.two_of_four:
-                from tasks.parts.weight_sparsity import prune_two_of_four
+                from tasks.parts.pruning.weights import prune_two_of_four
 
                 prune_two_of_four(network)
 
     def _batch_losses(self) -> BatchLosses:
-        from tasks.parts.pruning_recovery import batch_losses
+        from tasks.parts.pruning.recovery import batch_losses
 
         return partial(
             batch_losses,
@@ -260,7 +263,7 @@ class Cut:
 
     def describe(self, network: "nn.Module", *, step: int, val_miou: float | None, is_kept: bool) -> Step:
         """Return the numbers of a network after a step."""
-        from tasks.parts.channel_pruning import measure_convs, total_macs
+        from tasks.parts.pruning.macs import measure_convs, total_macs
 
         macs_ratio = total_macs(measure_convs(network, self.size)) / total_macs(self.before)
         return Step(step, macs_ratio, _sparsity(network), val_miou, is_kept)
@@ -273,7 +276,7 @@ def _prune_step_by_step(
 
     Returns the network after the last kept step, the val mIoU before the first, and all steps.
     """
-    from tasks.parts.pruning_recovery import measure_val_miou, recover
+    from tasks.parts.pruning.recovery import measure_val_miou, recover
 
     cfg = cut.cfg
     batch_size = cfg.recovery.trainer.batch_size
@@ -305,7 +308,8 @@ def _prune_step_by_step(
 
 def _zero_weights(network: "nn.Module", cfg: Config, progress: float) -> None:
     """Set the smallest weights to zero: named layers by their own share, all others by `weight_sparsity`."""
-    from tasks.parts.weight_sparsity import layer_weights, zero_smallest_weights
+    from tasks.parts.networks.zeros import layer_weights
+    from tasks.parts.pruning.weights import zero_smallest_weights
 
     rest = [
         name
@@ -320,7 +324,7 @@ def _zero_weights(network: "nn.Module", cfg: Config, progress: float) -> None:
 
 
 def _sparsity(network: "nn.Module") -> float:
-    from tasks.parts.weight_sparsity import count_zeros
+    from tasks.parts.networks.zeros import count_zeros
 
     zeros = count_zeros(network)
     return sum(zeros.values()) / sum(network.get_parameter(f"{name}.weight").numel() for name in zeros)
@@ -335,9 +339,9 @@ def _report(
     miou_before: float | None,
     steps: list[Step],
 ) -> Report:
-    from tasks.parts.channel_pruning import total_macs
     from tasks.parts.networks.residual import residual_blocks
-    from tasks.parts.weight_sparsity import layers_without_pattern
+    from tasks.parts.networks.zeros import layers_without_pattern
+    from tasks.parts.pruning.macs import total_macs
 
     removed = {name: _channels_removed(name, before, after) for name in before}
     left = residual_blocks(pruned)
@@ -361,7 +365,7 @@ def _report(
 
 def _save_loadable(path: Path, network: "nn.Module", card: "ModelCard") -> None:
     """Write a checkpoint and prove that it loads again; leave no file that does not."""
-    from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
+    from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 
     save_checkpoint(path, network, card)
     try:

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
-from tasks.parts.distillation import DistillationConfig
-from tasks.parts.op_types import check_op_types
-from tasks.parts.trainer_config import TrainerConfig
+from tasks.parts.quantization.config import check_op_types
+from tasks.parts.training.config import DistillationConfig, TrainerConfig
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
     from torch import nn
 
-    from tasks.parts.model_card import ModelCard
+    from tasks.parts.networks.model_card import ModelCard
 
 logger = logging.getLogger(__name__)
 
@@ -84,17 +83,18 @@ def quantize_aware_train(
     """
     import torch
 
-    from tasks.parts.checkpoint import load_checkpoint
-    from tasks.parts.data import read_manifest
-    from tasks.parts.distillation_objective import build_objective
-    from tasks.parts.export import export_graph, fold_batchnorm
-    from tasks.parts.fake_quantization import fake_quantize, float_weights
-    from tasks.parts.judge import open_judge
-    from tasks.parts.onnx_graph import read_graph, write_graph
-    from tasks.parts.onnx_qdq import insert_qdq, read_ranges
-    from tasks.parts.same_classes import check_same_classes
-    from tasks.parts.training import train_network
-    from tasks.parts.weight_sparsity import keep_zeros
+    from tasks.parts.data.dataset import read_manifest
+    from tasks.parts.data.input_card import check_same_classes
+    from tasks.parts.networks.batchnorm_folding import fold_batchnorm
+    from tasks.parts.networks.checkpoint import load_checkpoint
+    from tasks.parts.networks.zeros import keep_zeros
+    from tasks.parts.onnx_graphs.export import export_graph
+    from tasks.parts.onnx_graphs.graph import read_graph, write_graph
+    from tasks.parts.quantization.evaluation import open_judge
+    from tasks.parts.quantization.fake_quantization import fake_quantize, float_weights
+    from tasks.parts.quantization.qdq import insert_qdq, read_ranges
+    from tasks.parts.training.distillation import build_objective
+    from tasks.parts.training.loop import train_network
 
     network, card = load_checkpoint(checkpoint)
     manifest = read_manifest(data)
@@ -138,7 +138,7 @@ def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_typ
     import numpy as np
     from onnx import numpy_helper
 
-    from tasks.parts.onnx_qdq import is_layer, quantizable_nodes
+    from tasks.parts.quantization.qdq import is_layer, quantizable_nodes
 
     constants = {tensor.name: tensor for tensor in graph.graph.initializer}
     weights = folded.state_dict()
@@ -169,8 +169,9 @@ def check_agreement(
 
     Raises GateFailed where one of the two differs too often.
     """
-    from tasks.parts import onnx_predict, torch_predict
-    from tasks.parts.onnx_graph import activations_to_uint8
+    from tasks.parts.onnx_graphs import predict as onnx_predict
+    from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
+    from tasks.parts.training import predict as torch_predict
 
     batch_size = cfg.trainer.batch_size
     trained_NHW = torch_predict.predict_classes(simulated, images_NHWC, card, batch_size=batch_size)

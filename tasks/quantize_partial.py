@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.parts.op_types import check_op_types
+from tasks.parts.quantization.config import check_op_types
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-    from tasks.parts.judge import Judge, Judgement
-    from tasks.parts.onnx_qdq import TensorRange
+    from tasks.parts.quantization.evaluation import Judge, Judgement
+    from tasks.parts.quantization.qdq import TensorRange
 
 logger = logging.getLogger(__name__)
 
@@ -139,9 +139,10 @@ def quantize_partial(
     files of quantize_ptq and rank_layers for the same `model`. Raises ArtifactError when they are not, ConfigError
     when `keep_float` names no layer.
     """
-    from tasks.parts.judge import open_judge
-    from tasks.parts.onnx_graph import conv_macs, node_sources, read_graph, write_graph
-    from tasks.parts.onnx_qdq import insert_qdq, quantizable_nodes, read_ranges
+    from tasks.parts.onnx_graphs.graph import node_sources, read_graph, write_graph
+    from tasks.parts.onnx_graphs.macs import conv_macs
+    from tasks.parts.quantization.evaluation import open_judge
+    from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes, read_ranges
     from tasks.parts.tables import write_table
 
     graph, known = read_graph(model), read_ranges(ranges)
@@ -216,7 +217,7 @@ class _Search:
         return len(self._known)
 
     def score(self, kept: Iterable[str]) -> float:
-        from tasks.parts.onnx_qdq import insert_qdq
+        from tasks.parts.quantization.qdq import insert_qdq
 
         names = frozenset(kept)
         if names not in self._known:
@@ -275,7 +276,7 @@ def _choose_float_layers(
 
 def _excluded(cfg: Config, graph: "ModelProto") -> set[str]:
     """Find the layers that `exclusions` stand for."""
-    from tasks.parts.onnx_qdq import is_layer, quantizable_nodes
+    from tasks.parts.quantization.qdq import is_layer, quantizable_nodes
 
     nodes = list(graph.graph.node)
     constants = {tensor.name for tensor in graph.graph.initializer}

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError, DataError
-from tasks.parts.calibrator import Calibrator
-from tasks.parts.op_types import check_op_types
+from tasks.parts.quantization.config import Calibrator, check_op_types
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,12 +104,12 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
 
     Raises DataError for calibration images that would spoil the ranges.
     """
-    from tasks.parts.calibration import choose_range, collect_statistics
-    from tasks.parts.judge import open_judge
-    from tasks.parts.onnx_graph import is_quantized, read_graph, write_graph
-    from tasks.parts.onnx_qdq import insert_qdq, quantizable_tensors, write_ranges
+    from tasks.parts.data.dataset import open_images
+    from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
+    from tasks.parts.quantization.calibration import choose_range, collect_statistics
+    from tasks.parts.quantization.evaluation import open_judge
+    from tasks.parts.quantization.qdq import insert_qdq, quantizable_tensors, write_ranges
     from tasks.parts.tables import write_table
-    from tasks.parts.truth import open_images
 
     graph = read_graph(model)
     if is_quantized(graph):
@@ -181,9 +180,9 @@ def _check_calibration_set(cfg: Config, images_NHWC: "NDArray[Any]", test_images
 def _batches(
     cfg: Config, graph: "ModelProto", images_NHWC: "NDArray[Any]"
 ) -> Iterator["NDArray[np.float32]"]:
-    from tasks.parts.calibration import check_images
-    from tasks.parts.data import normalise
-    from tasks.parts.onnx_graph import read_card_of_graph
+    from tasks.parts.data.dataset import normalise
+    from tasks.parts.onnx_graphs.graph import read_card_of_graph
+    from tasks.parts.quantization.calibration import check_images
 
     card = read_card_of_graph(graph)
     batch_size = card.fit_batch(cfg.batch_size)

@@ -87,8 +87,8 @@ def race_rungs(cfg: Config, *, builds: Path, out: Path) -> Report:
     """
     import numpy as np
 
-    from tasks.parts.latency import ratio_spread
-    from tasks.parts.runners.contract import read_engine_manifest
+    from tasks.parts.engines.manifest import read_engine_manifest
+    from tasks.parts.measuring.intervals import ratio_spread
 
     engines = {
         variant: Path(*(variant if part == "*" else part for part in builds.parts), "engine")
@@ -124,7 +124,7 @@ def _race(cfg: Config, engines: Mapping[str, Path]) -> dict[str, list[list[float
     """Return the latencies in ms of each engine by round, and of the control."""
     import random
 
-    from tasks.parts.runners.burst_process import open_processes, run_round
+    from tasks.parts.measuring.engine_process import open_processes, run_round
 
     first = next(iter(engines))
     starters = {**engines, CONTROL: engines[first]}
@@ -144,7 +144,7 @@ def _race(cfg: Config, engines: Mapping[str, Path]) -> dict[str, list[list[float
 def _ratio(faster: str, slower: str, factors: "Sequence[float]", seed: int) -> Ratio:
     import numpy as np
 
-    from tasks.parts.latency import bootstrap_interval
+    from tasks.parts.measuring.intervals import bootstrap_interval
 
     return Ratio(faster, slower, float(np.median(factors)), *bootstrap_interval(factors, seed=seed))
 

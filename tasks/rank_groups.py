@@ -85,13 +85,14 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
     why: a run may prune in another way. Raises ArtifactError for weights that are not finite or a data set of other
     classes.
     """
-    from tasks.parts.channel_pruning import ChannelGroup, cut_group, list_groups, measure_convs, total_macs
-    from tasks.parts.checkpoint import load_checkpoint
-    from tasks.parts.data import open_split, read_manifest
+    from tasks.parts.data.dataset import open_split, read_manifest
+    from tasks.parts.data.input_card import check_same_classes
+    from tasks.parts.networks.checkpoint import load_checkpoint
     from tasks.parts.progress import tracked
-    from tasks.parts.same_classes import check_same_classes
+    from tasks.parts.pruning.channel_groups import ChannelGroup, cut_group, list_groups
+    from tasks.parts.pruning.macs import measure_convs, total_macs
     from tasks.parts.tables import write_table
-    from tasks.parts.torch_predict import measure_miou
+    from tasks.parts.training.predict import measure_miou
 
     network, card = load_checkpoint(checkpoint)
     check_same_classes(checkpoint, card.classes, read_manifest(data).classes, "distill")

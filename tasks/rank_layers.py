@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.parts.op_types import check_op_types
+from tasks.parts.quantization.config import check_op_types
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-    from tasks.parts.judge import Judge
-    from tasks.parts.onnx_qdq import TensorRange
+    from tasks.parts.quantization.evaluation import Judge
+    from tasks.parts.quantization.qdq import TensorRange
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,10 @@ def rank_layers(cfg: Config, *, model: Path, ranges: Path, data: Path, out: Path
 
     Raises ArtifactError when the graph is quantized already or a layer has no range.
     """
-    from tasks.parts.judge import open_judge
-    from tasks.parts.onnx_graph import conv_macs, is_quantized, node_sources, read_graph
-    from tasks.parts.onnx_qdq import quantizable_nodes, read_ranges
+    from tasks.parts.onnx_graphs.graph import is_quantized, node_sources, read_graph
+    from tasks.parts.onnx_graphs.macs import conv_macs
+    from tasks.parts.quantization.evaluation import open_judge
+    from tasks.parts.quantization.qdq import quantizable_nodes, read_ranges
     from tasks.parts.tables import write_table
 
     graph, known = read_graph(model), read_ranges(ranges)
@@ -131,11 +132,10 @@ def _own_sqnr_db(
     """Run each layer twice on the same exact inputs, in float and in INT8, and compare inside the graph."""
     import numpy as np
 
-    from tasks.parts.data import normalise
-    from tasks.parts.onnx_graph import read_card_of_graph
-    from tasks.parts.onnx_predict import open_session
-    from tasks.parts.onnx_qdq import add_quantized_twins
-    from tasks.parts.truth import open_images
+    from tasks.parts.data.dataset import normalise, open_images
+    from tasks.parts.onnx_graphs.graph import read_card_of_graph
+    from tasks.parts.onnx_session import open_session
+    from tasks.parts.quantization.qdq import add_quantized_twins
 
     twinned, noise_of, signal_of = add_quantized_twins(graph, ranges, op_types=cfg.op_types)
     session, card = open_session(twinned), read_card_of_graph(graph)
@@ -160,8 +160,8 @@ def _costs_alone(
     cfg: Config, graph: "ModelProto", ranges: Mapping[str, "TensorRange"], judge: "Judge"
 ) -> dict[str, tuple[float, float]]:
     """Per layer: drop of the score and disagreement of the network when it alone runs in INT8."""
-    from tasks.parts.onnx_qdq import insert_qdq, quantizable_nodes
     from tasks.parts.progress import tracked
+    from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes
 
     names = [node.name for node in quantizable_nodes(graph, cfg.op_types)]
     costs = {}

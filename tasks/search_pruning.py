@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, GateFailed, TargetMismatch
-from tasks.parts.channel_pruning import ChannelPruning
-from tasks.parts.target import CHECKPOINT_RUNTIMES, Target
-from tasks.parts.trainer_config import TrainerConfig
+from tasks.parts.engines.target import CHECKPOINT_RUNTIMES, Target
+from tasks.parts.pruning.config import ChannelPruning
+from tasks.parts.training.config import TrainerConfig
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from tasks.parts.model_card import ModelCard
+    from tasks.parts.networks.model_card import ModelCard
 
 logger = logging.getLogger(__name__)
 
@@ -131,16 +131,16 @@ class _Latency:
 def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:
     """Write ``curve.csv``, ``curve.png`` and ``choice.json`` for a network that is to be pruned.
 
-    The choice is the knee of the front of latency and mIoU (Kneedle, `tasks.parts.pareto.find_knee`). Where no
+    The choice is the knee of the front of latency and mIoU (Kneedle, `measuring.pareto.find_knee`). Where no
     ratio can be reached nothing is timed or drawn, and the report says why: a run may prune in another way. Raises
     TargetMismatch or BuildFailed when the target cannot be built here, ConfigError when the layer ratios do not
     fit the network, ArtifactError for weights that are not finite or a data set of other classes.
     """
-    from tasks.parts.channel_pruning import measure_convs, total_macs
-    from tasks.parts.checkpoint import load_checkpoint
-    from tasks.parts.data import read_manifest
-    from tasks.parts.pruning_choice import write_choice
-    from tasks.parts.same_classes import check_same_classes
+    from tasks.parts.data.dataset import read_manifest
+    from tasks.parts.data.input_card import check_same_classes
+    from tasks.parts.networks.checkpoint import load_checkpoint
+    from tasks.parts.pruning.chosen_ratio import write_choice
+    from tasks.parts.pruning.macs import measure_convs, total_macs
     from tasks.parts.tables import write_table
 
     network, card = load_checkpoint(checkpoint)
@@ -186,8 +186,9 @@ def _prune_all(
 
     There are no networks at all where no ratio can be reached.
     """
-    from tasks.parts.channel_pruning import check_layer_names, check_multiple, list_groups, prune_channels
-    from tasks.parts.pruning_recovery import batch_losses
+    from tasks.parts.pruning.channel_groups import list_groups
+    from tasks.parts.pruning.channels import check_layer_names, check_multiple, prune_channels
+    from tasks.parts.pruning.recovery import batch_losses
 
     check_layer_names(cfg.pruning.layer_ratios, network)
     losses = partial(
@@ -228,7 +229,7 @@ def _measure(
     """
     from tempfile import TemporaryDirectory
 
-    from tasks.parts.pruning_recovery import recover
+    from tasks.parts.pruning.recovery import recover
 
     with TemporaryDirectory(dir=out) as scratch:
         engines = {UNPRUNED: _build(cfg, networks[UNPRUNED], card, Path(scratch, f"{UNPRUNED}"))}
@@ -248,7 +249,8 @@ def _first_images(cfg: Config, data: Path, small_data: Path) -> Path:
     """Write the images that the recoveries use, unless a killed run has."""
     import shutil
 
-    from tasks.parts.data import MANIFEST_FILE, write_first_images
+    from tasks.parts.data.dataset import MANIFEST_FILE
+    from tasks.parts.data.dataset_writer import write_first_images
 
     if not (small_data / MANIFEST_FILE).is_file():
         shutil.rmtree(small_data, ignore_errors=True)
@@ -263,11 +265,11 @@ def _build(cfg: Config, network: "nn.Module", card: "ModelCard", out: Path) -> P
     """
     import torch
 
-    from tasks.parts.checkpoint import save_checkpoint
-    from tasks.parts.engine_build import ENGINE_FOLDER, build
-    from tasks.parts.export import export_graph
-    from tasks.parts.onnx_graph import write_graph
-    from tasks.parts.runners.contract import EngineStatus
+    from tasks.parts.builders.build import build
+    from tasks.parts.engines.manifest import ENGINE_FOLDER, EngineStatus
+    from tasks.parts.networks.checkpoint import save_checkpoint
+    from tasks.parts.onnx_graphs.export import export_graph
+    from tasks.parts.onnx_graphs.graph import write_graph
 
     out.mkdir()
     if cfg.target.runtime in CHECKPOINT_RUNTIMES:
@@ -294,9 +296,10 @@ def _measure_latencies(engines: Mapping[float, Path], num_rounds: int) -> tuple[
 
     import numpy as np
 
-    from tasks.parts.engine_build import draw_golden_images
-    from tasks.parts.latency import bootstrap_interval, ratio_spread, rounds_ms
-    from tasks.parts.runners.open_engine import open_engine
+    from tasks.parts.builders.agreement import draw_golden_images
+    from tasks.parts.engines.open_engine import open_engine
+    from tasks.parts.engines.rounds import rounds_ms
+    from tasks.parts.measuring.intervals import bootstrap_interval, ratio_spread
 
     folders = {f"{ratio}": folder for ratio, folder in engines.items()}
     unpruned = f"{UNPRUNED}"
@@ -325,7 +328,7 @@ def _candidates(
     latencies: Mapping[float, _Latency],
 ) -> list[Candidate]:
     """Join what was measured, by rising ratio, and mark the knee."""
-    from tasks.parts.pareto import find_knee
+    from tasks.parts.measuring.pareto import find_knee
 
     measured = sorted(macs)
     index = find_knee([(latencies[ratio].ratio, mious[ratio]) for ratio in measured])
@@ -357,7 +360,7 @@ def _choose(candidates: Sequence[Candidate]) -> Candidate | None:
 
     Faster than the unpruned one: the whole interval of the ratio of their latencies is below 1.
     """
-    from tasks.parts.pareto import pareto_front
+    from tasks.parts.measuring.pareto import pareto_front
 
     measured = [row for row in candidates if row.macs is not None]
     front = pareto_front([(row.latency_ratio or 0.0, row.val_miou or 0.0) for row in measured])
@@ -385,7 +388,7 @@ def _plot_curve(path: Path, candidates: Sequence[Candidate], choice: Candidate |
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from tasks.parts.pareto import pareto_front
+    from tasks.parts.measuring.pareto import pareto_front
 
     figure = Figure(figsize=(7.2, 4.8), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)

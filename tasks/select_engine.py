@@ -24,12 +24,12 @@ from tasks.core.tracking import (
     log_or_keep,
     registered_name,
 )
-from tasks.parts.engine_row import EngineRow, Verdict, rungs
-from tasks.parts.pareto import pareto_front
-from tasks.parts.rung_race import Race, read_race
+from tasks.parts.measuring.pareto import pareto_front
+from tasks.parts.selection.engine_row import EngineRow, Verdict, rungs
+from tasks.parts.selection.race import Race, read_race
 
 if TYPE_CHECKING:
-    from tasks.parts.engine_evidence import EvidenceFolders
+    from tasks.parts.selection.stage_reports import EvidenceFolders
 
 logger = logging.getLogger(__name__)
 
@@ -181,12 +181,12 @@ def select_engine(
 
     Raises ArtifactError when a report is missing or accuracy and latency come from different files.
     """
-    from tasks.parts.bundle import write_bundle
-    from tasks.parts.engine_evidence import EvidenceFolders, engine_file, read_row
-    from tasks.parts.engine_findings import Findings
-    from tasks.parts.engine_markdown import render_markdown
-    from tasks.parts.engine_page import render_page
-    from tasks.parts.engine_plots import draw_pareto
+    from tasks.parts.selection.bundle import write_bundle
+    from tasks.parts.selection.findings import Findings
+    from tasks.parts.selection.markdown import render_markdown
+    from tasks.parts.selection.page import render_page
+    from tasks.parts.selection.plots import draw_pareto
+    from tasks.parts.selection.stage_reports import EvidenceFolders, engine_file, read_row
 
     logger.info("select_engine: %d engines from %s", len(cfg.engines), builds)
     folders = EvidenceFolders(builds, validations, benchmarks, diffs)
@@ -468,8 +468,8 @@ def _track(
 
 
 def _record(folders: "EvidenceFolders", row: EngineRow, data: DataSet, companions: Path) -> RunRecord:
-    from tasks.parts.bundle import write_companions
-    from tasks.parts.engine_evidence import engine_file, evidence_files, stage_keys
+    from tasks.parts.selection.bundle import write_companions
+    from tasks.parts.selection.stage_reports import engine_file, evidence_files, stage_keys
 
     artifacts = evidence_files(folders, row)
     if row.engine_sha256 is not None:

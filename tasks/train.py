@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tasks.parts.networks.config import NetworkConfig
-from tasks.parts.pretrained import PretrainedConfig
-from tasks.parts.trainer_config import TrainerConfig, TrainingReport
+from tasks.parts.training.config import TrainerConfig, TrainingReport
+from tasks.parts.training.pretrained import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +31,14 @@ def train(cfg: Config, *, data: Path, out: Path) -> TrainingReport:
     """
     import torch
 
-    from tasks.parts.checkpoint import save_checkpoint
-    from tasks.parts.data import read_manifest
-    from tasks.parts.losses import class_weights
-    from tasks.parts.model_card import ModelCard
+    from tasks.parts.data.dataset import read_manifest
     from tasks.parts.networks.build import build_network
-    from tasks.parts.pretrained import load_pretrained
-    from tasks.parts.training import CrossEntropy, train_network
+    from tasks.parts.networks.checkpoint import save_checkpoint
+    from tasks.parts.networks.model_card import ModelCard
+    from tasks.parts.training.loop import train_network
+    from tasks.parts.training.losses import class_weights
+    from tasks.parts.training.module import CrossEntropy
+    from tasks.parts.training.pretrained import load_pretrained
 
     manifest = read_manifest(data)
     torch.manual_seed(cfg.trainer.seed)

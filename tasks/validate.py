@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
 
 if TYPE_CHECKING:
-    from tasks.parts.runners.contract import EngineManifest, Runner
+    from tasks.parts.engines.manifest import EngineManifest
+    from tasks.parts.engines.runner import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +61,11 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     An engine that was skipped or failed gives a report with that status. Raises ArtifactError when engine and
     data set differ in their classes, GateFailed for logits that are not finite.
     """
-    from tasks.parts.data import read_manifest
-    from tasks.parts.input_card import Task
-    from tasks.parts.metrics import scores
-    from tasks.parts.runners.contract import read_engine_manifest
-    from tasks.parts.runners.open_engine import open_engine
-    from tasks.parts.score import metric_of
+    from tasks.parts.data.dataset import read_manifest
+    from tasks.parts.data.input_card import Task
+    from tasks.parts.data.metrics import metric_of, scores
+    from tasks.parts.engines.manifest import read_engine_manifest
+    from tasks.parts.engines.open_engine import open_engine
 
     manifest = read_engine_manifest(engine)
     if not manifest.is_built:
@@ -108,12 +108,10 @@ def _check_classes(manifest: "EngineManifest", engine: Path, classes: tuple[str,
 def _count_confusion(runner: "Runner", data: Path, cfg: Config) -> tuple[Any, int]:
     import numpy as np
 
-    from tasks.parts.data import IGNORE_INDEX, normalise
-    from tasks.parts.input_card import Task
-    from tasks.parts.metrics import confusion_matrix
+    from tasks.parts.data.dataset import IGNORE_INDEX, normalise, open_images, open_truth
+    from tasks.parts.data.input_card import Task
+    from tasks.parts.data.metrics import NO_LABEL, confusion_matrix
     from tasks.parts.progress import tracked
-    from tasks.parts.score import NO_LABEL
-    from tasks.parts.truth import open_images, open_truth
 
     card = runner.manifest.card
     images_NHWC, truth = open_images(data, cfg.split), open_truth(data, cfg.split, card.task)

@@ -22,12 +22,12 @@ from rich.progress import Progress
 
 from tasks.core.config import typed_config
 from tasks.core.errors import BuildFailed
-from tasks.parts.onnx_graph import set_node_source
-from tasks.parts.target import Target
-from tasks.parts.tensorrt_build import BuildProgress, configure, describe_parser_errors
-from tasks.parts.tensorrt_debug import DebugTensors
-from tasks.parts.tensorrt_log import TensorrtLog, describe_errors
-from tasks.parts.tensorrt_options import HardwareCompatibility, TacticSource, TensorrtOptions
+from tasks.parts.builders.tensorrt_plan import BuildProgress, configure, describe_parser_errors
+from tasks.parts.engines.target import Target
+from tasks.parts.engines.tensorrt.debug_tensors import DebugTensors
+from tasks.parts.engines.tensorrt.log import TensorrtLog, describe_errors
+from tasks.parts.engines.tensorrt_options import HardwareCompatibility, TacticSource, TensorrtOptions
+from tasks.parts.onnx_graphs.graph import set_node_source
 from tests.conftest import REPOSITORY
 
 MAJOR = int(os.environ["MAJOR"])
@@ -210,7 +210,7 @@ def test_memory_for_logits_grows_where_an_engine_writes_more(monkeypatch: pytest
     vars(pycuda)["driver"] = driver
     monkeypatch.setitem(sys.modules, "pycuda", pycuda)
     monkeypatch.setitem(sys.modules, "pycuda.driver", driver)
-    from tasks.parts.runners.tensorrt import LogitsMemory
+    from tasks.parts.engines.tensorrt.runner import LogitsMemory
 
     memory = LogitsMemory(64)
     assert memory.reallocate_output_async("logits", 0, 48, 256, 0) == 1064

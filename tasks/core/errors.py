@@ -63,3 +63,9 @@ class DiskError(EnginewrightError):
 
 class ProcessDied(EnginewrightError):
     """A data worker or a rank of a training was killed or failed."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, shortened to what fits into a message."""
+    lines = str(error).strip().splitlines() or [repr(error)]
+    return lines[0][:400]

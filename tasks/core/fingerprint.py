@@ -23,6 +23,9 @@ SCHEMA_VERSION = 1
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds the package ``tasks``."""
 
+_PACKAGE_DEPTH = 3
+"""A package is a folder like ``tasks/parts/data``: the parts of its path."""
+
 _CHUNK_BYTES = 1 << 20
 
 
@@ -74,8 +77,8 @@ def listing_md5(files: Iterable[Mapping[str, str]]) -> str:
 def stage_key(stage: str, config: Mapping[str, Any], inputs: Mapping[str, Path]) -> str:
     """Return the key of one stage call: equal keys mean equal outputs.
 
-    Covers the schema version, the stage's name, its resolved configuration, the source of its module and of
-    every ``tasks`` module that it imports, and the content of its inputs.
+    Covers the schema version, the stage's name, its resolved configuration, the source of its module and of the
+    packages that it imports from, and the content of its inputs.
     """
     content = {
         "schema": SCHEMA_VERSION,
@@ -89,21 +92,21 @@ def stage_key(stage: str, config: Mapping[str, Any], inputs: Mapping[str, Path])
 
 @functools.cache
 def code_digests(module: str) -> dict[str, str]:
-    """Return ``{file relative to the repository: md5}`` of a module and the ``tasks`` modules it imports.
+    """Return ``{path relative to the repository: md5}`` of a module and the ``tasks`` modules that it imports.
 
-    Imports are found by ``ast``, at any depth of the file, so that a helper cannot be forgotten. Package
-    ``__init__`` files are left out: they hold a docstring.
+    Imports are found by ``ast``, at any depth of the file, so that a helper cannot be forgotten. A module in a
+    package of ``tasks/core`` or ``tasks/parts`` stands for that whole folder, as in dvc.yaml; what the rest of the
+    folder imports is not followed.
     """
-    found: dict[str, str] = {}
+    reached: set[Path] = set()
     waiting = [module]
     while waiting:
         file = SOURCE_ROOT.joinpath(*waiting.pop().split(".")).with_suffix(".py")
-        name = file.relative_to(SOURCE_ROOT).as_posix()
-        if name in found or not file.is_file():
-            continue
-        found[name] = _file_md5(file)
-        waiting += _imported_task_modules(file)
-    return dict(sorted(found.items()))
+        if file not in reached and file.is_file():
+            reached.add(file)
+            waiting += _imported_task_modules(file)
+    paths = {Path(*file.relative_to(SOURCE_ROOT).parts[:_PACKAGE_DEPTH]) for file in reached}
+    return {path.as_posix(): digest(SOURCE_ROOT / path) for path in sorted(paths)}
 
 
 def _imported_task_modules(file: Path) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.parts.cuda_driver import find_gpus
+from tasks.parts.engines.gpu import find_gpus
 from tests.conftest import Workspace
 
 NUM_RUNS = 13

@@ -16,17 +16,17 @@ import yaml
 from tasks.build_engine import Report, build_engine
 from tasks.core.config import typed_config
 from tasks.core.errors import DataError, TargetMismatch
-from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
-from tasks.parts.cuda_driver import find_gpus
-from tasks.parts.engine_build import draw_golden_images
-from tasks.parts.model_card import ModelCard
-from tasks.parts.network_precision import CastNetwork
+from tasks.parts.builders.agreement import draw_golden_images
+from tasks.parts.engines.gpu import find_gpus
+from tasks.parts.engines.manifest import EngineStatus, read_engine_manifest, write_engine_manifest
+from tasks.parts.engines.open_engine import open_engine
+from tasks.parts.engines.target import Precision, Target
+from tasks.parts.engines.torch.precision import CastNetwork
+from tasks.parts.engines.torch.runner import set_up_torch
 from tasks.parts.networks.build import build_network
+from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.networks.config import NetworkConfig, NetworkName
-from tasks.parts.runners.contract import EngineStatus, read_engine_manifest, write_engine_manifest
-from tasks.parts.runners.open_engine import open_engine
-from tasks.parts.runners.torch_runner import set_up_torch
-from tasks.parts.target import Precision, Target
+from tasks.parts.networks.model_card import ModelCard
 
 pytestmark = [
     pytest.mark.gpu,
@@ -165,8 +165,8 @@ def test_package_of_another_gpu_is_never_loaded(engines: dict[tuple[str, str], P
     reason="ONNX Runtime without CUDA (onnxruntime-gpu is not installed)",
 )
 def test_onnxruntime_runs_every_layer_on_the_gpu(checkpoint: Path, tmp_path: Path) -> None:
-    from tasks.parts.export import export_graph
-    from tasks.parts.onnx_graph import write_graph
+    from tasks.parts.onnx_graphs.export import export_graph
+    from tasks.parts.onnx_graphs.graph import write_graph
 
     network, card = load_checkpoint(checkpoint)
     graph = export_graph(network, card, height=card.height, width=card.width, opset=20)

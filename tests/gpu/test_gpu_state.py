@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from tasks.parts.cuda_driver import find_gpus
-from tasks.parts.machine_state import read_gpu_memory_mib, read_machine_state, read_versions
+from tasks.parts.engines.gpu import find_gpus
+from tasks.parts.measuring.machine_state import read_gpu_memory_mib, read_machine_state, read_versions
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,26 +12,21 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from tests.tasks.parts.test_bundle import infer
 
 from tasks.benchmark import benchmark
 from tasks.build_engine import Report, build_engine
 from tasks.core.errors import ArtifactError, DataError, TargetMismatch
 from tasks.diff_layers import BisectionConfig, Config, diff_layers
-from tasks.parts.bundle import write_bundle
-from tasks.parts.cuda_driver import find_gpus
-from tasks.parts.data import normalise, open_split
-from tasks.parts.engine_build import draw_golden_images
-from tasks.parts.runners.contract import (
-    EngineStatus,
-    FloatArray,
-    Runner,
-    read_engine_manifest,
-    write_engine_manifest,
-)
-from tasks.parts.runners.open_engine import open_engine
-from tasks.parts.target import Target
+from tasks.parts.builders.agreement import draw_golden_images
+from tasks.parts.data.dataset import normalise, open_split
+from tasks.parts.engines.gpu import find_gpus
+from tasks.parts.engines.manifest import EngineStatus, FloatArray, read_engine_manifest, write_engine_manifest
+from tasks.parts.engines.open_engine import open_engine
+from tasks.parts.engines.runner import Runner
+from tasks.parts.engines.target import Target
+from tasks.parts.selection.bundle import write_bundle
 from tests.tasks.conftest import Workshop
-from tests.tasks.parts.test_bundle import infer
 from tests.tasks.test_benchmark import CONFIG
 
 _HAS_TENSORRT = all(importlib.util.find_spec(name) for name in ("tensorrt", "pycuda"))

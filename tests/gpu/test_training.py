@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tasks import train
-from tasks.parts.trainer_config import Accelerator, Precision
+from tasks.parts.training.config import Accelerator, Precision
 from tests.tasks.test_train import FRESH, STUDENT, TRAINER, run
 
 pytestmark = [

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from tasks.parts.target import CHECKPOINT_RUNTIMES, Runtime, Target
+from tasks.parts.engines.target import CHECKPOINT_RUNTIMES, Runtime, Target
 
 CLASSES = ("background", "zero", "one")
 HEIGHT, WIDTH = 64, 96
@@ -65,13 +65,14 @@ def threads_as_before() -> Iterator[None]:
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """Make data set, checkpoint, float graph and Q/DQ graph of a narrow Fast-SCNN with trained-like
     statistics."""
-    from tasks.parts.checkpoint import save_checkpoint
-    from tasks.parts.data import SplitBatches, batches_of, normalise, open_split, write_dataset
-    from tasks.parts.export import export_graph
-    from tasks.parts.model_card import ModelCard
+    from tasks.parts.data.dataset import normalise, open_split
+    from tasks.parts.data.dataset_writer import SplitBatches, batches_of, write_dataset
     from tasks.parts.networks.build import build_network
+    from tasks.parts.networks.checkpoint import save_checkpoint
     from tasks.parts.networks.config import NetworkConfig, NetworkName
-    from tasks.parts.onnx_graph import write_graph
+    from tasks.parts.networks.model_card import ModelCard
+    from tasks.parts.onnx_graphs.export import export_graph
+    from tasks.parts.onnx_graphs.graph import write_graph
 
     root = tmp_path_factory.mktemp("workshop")
     random = np.random.default_rng(0)
@@ -120,8 +121,8 @@ def unbalanced(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> 
     """
     from onnx import numpy_helper
 
-    from tasks.parts.onnx_graph import read_graph, write_graph
-    from tasks.parts.onnx_predict import predict_classes
+    from tasks.parts.onnx_graphs.graph import read_graph, write_graph
+    from tasks.parts.onnx_graphs.predict import predict_classes
     from tasks.quantize_ptq import Calibrator, quantize_ptq
     from tasks.quantize_ptq import Config as QuantizeConfig
     from tasks.rank_layers import Config as RankConfig
@@ -191,7 +192,7 @@ def _quantize(graph: Any, images_NCHW: np.ndarray) -> Any:
     import onnxruntime
     from polygraphy.backend.onnx import ModifyOutputs
 
-    from tasks.parts.onnx_qdq import TensorRange, insert_qdq, quantizable_tensors
+    from tasks.parts.quantization.qdq import TensorRange, insert_qdq, quantizable_tensors
 
     op_types = ("Conv",)
     names = quantizable_tensors(graph, op_types)

@@ -12,15 +12,15 @@ from flows.params import compose_params
 from tasks.build_engine import Report, build_engine
 from tasks.core.errors import BuildFailed, TargetMismatch
 from tasks.diff_layers import Config, diff_layers
-from tasks.parts.aotinductor_build import export_program
-from tasks.parts.cuda_driver import find_gpus
-from tasks.parts.engine_build import signal_to_noise_db
-from tasks.parts.network_precision import CastNetwork, precisions_of_program
+from tasks.parts.builders.torch_program import export_program
+from tasks.parts.engines.gpu import find_gpus
+from tasks.parts.engines.manifest import EngineStatus, read_engine_manifest
+from tasks.parts.engines.target import CHECKPOINT_RUNTIMES, Precision, Target
+from tasks.parts.engines.torch.precision import CastNetwork, precisions_of_program
+from tasks.parts.engines.torch.runner import set_up_torch
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
-from tasks.parts.runners.contract import EngineStatus, read_engine_manifest
-from tasks.parts.runners.torch_runner import set_up_torch
-from tasks.parts.target import CHECKPOINT_RUNTIMES, Precision, Target
+from tasks.parts.onnx_graphs.signal_to_noise import signal_to_noise_db
 from tests.tasks.conftest import Workshop
 from tests.tasks.test_diff_layers import NO_BISECTION
 

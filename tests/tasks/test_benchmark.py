@@ -16,11 +16,10 @@ import pytest
 from tasks.benchmark import Config, benchmark
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.parts.batch_latency import Windows
-from tasks.parts.engine_truth import LAYERS_FILE
-from tasks.parts.runners import burst_process
-from tasks.parts.runners.burst_process import BurstProcess
-from tasks.parts.runners.contract import read_engine_manifest
+from tasks.parts.engines.manifest import LAYERS_FILE, read_engine_manifest
+from tasks.parts.measuring import engine_process as burst_process
+from tasks.parts.measuring.batch_latency import Windows
+from tasks.parts.measuring.engine_process import BurstProcess
 
 REPOSITORY = Path(burst_process.__file__).resolve().parents[3]
 CONFIG = Config(
@@ -232,7 +231,7 @@ def test_engine_process_ends_with_the_block(workshop):
 def test_engine_process_dies_with_its_killed_parent(workshop):
     program = (
         "import sys, time; from pathlib import Path\n"
-        "from tasks.parts.runners.burst_process import BurstProcess\n"
+        "from tasks.parts.measuring.engine_process import BurstProcess\n"
         "process = BurstProcess(Path(sys.argv[1]), num_threads=1, timeout_s=60)\n"
         "process.wait_until_loaded(); print(process.pid, flush=True); time.sleep(600)"
     )

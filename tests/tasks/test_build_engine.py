@@ -7,15 +7,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, TargetMismatch
-from tasks.parts.engine_build import (
-    MAX_AGREEMENT_DB,
-    LayerCounts,
-    count_layers,
-    find_precision_fault,
-    signal_to_noise_db,
-)
-from tasks.parts.runners.contract import read_engine_manifest, sha256_of
-from tasks.parts.target import Precision, missing_cpu_flags
+from tasks.parts.builders.report import LayerCounts, count_layers, find_precision_fault
+from tasks.parts.engines.machine import missing_cpu_flags
+from tasks.parts.engines.manifest import read_engine_manifest, sha256_of
+from tasks.parts.engines.target import Precision
+from tasks.parts.onnx_graphs.signal_to_noise import MAX_AGREEMENT_DB, signal_to_noise_db
 
 
 def changed_graph(workshop, tmp_path, change):

@@ -16,11 +16,11 @@ from onnx import TensorProto, helper, numpy_helper
 from tasks.build_engine import build_engine
 from tasks.convert_precision import Config, Method, Report, convert_precision
 from tasks.core.errors import ArtifactError, ConfigError, DataError
-from tasks.parts.data import normalise, open_split
-from tasks.parts.engine_build import count_layers
-from tasks.parts.logit_difference import difference
-from tasks.parts.onnx_graph import node_sources, read_card_of_graph, read_graph, write_graph
-from tasks.parts.onnx_predict import open_session
+from tasks.parts.builders.report import count_layers
+from tasks.parts.data.dataset import normalise, open_split
+from tasks.parts.onnx_graphs.graph import node_sources, read_card_of_graph, read_graph, write_graph
+from tasks.parts.onnx_graphs.signal_to_noise import difference
+from tasks.parts.onnx_session import open_session
 from tests.wheels import unpack_wheel
 
 CONFIG = Config(

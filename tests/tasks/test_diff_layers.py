@@ -11,9 +11,10 @@ from onnx import numpy_helper
 from tasks.build_engine import build_engine
 from tasks.core.errors import ConfigError
 from tasks.diff_layers import BisectionConfig, Config, diff_layers
-from tasks.parts.layer_table import MAX_SQNR_DB, Compared, Difference, find_guilty, list_layers
-from tasks.parts.onnx_graph import read_graph
-from tasks.parts.runners.contract import read_engine_manifest, write_engine_manifest
+from tasks.parts.engines.manifest import read_engine_manifest, write_engine_manifest
+from tasks.parts.layer_diff.table import Compared, Difference, find_guilty, list_layers
+from tasks.parts.onnx_graphs.graph import read_graph
+from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB
 
 NO_BISECTION = BisectionConfig(enabled=False, max_miou_rel_loss=0.0, num_val_images=0, batch_size=4)
 CONFIG = Config(split="calibration", num_images=2, collapse_db=10.0, bisection=NO_BISECTION)

@@ -9,9 +9,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
 from tasks.export_onnx import Config, export_onnx, two_of_four_macs_share
-from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
-from tasks.parts.onnx_graph import conv_macs, node_sources, read_card_of_graph, read_graph
-from tasks.parts.weight_sparsity import layers_without_pattern, prune_two_of_four
+from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
+from tasks.parts.networks.zeros import layers_without_pattern
+from tasks.parts.onnx_graphs.graph import node_sources, read_card_of_graph, read_graph
+from tasks.parts.onnx_graphs.macs import conv_macs
+from tasks.parts.pruning.weights import prune_two_of_four
 
 CONFIG = Config(opset=20, batch_sizes=[1, 3], max_abs_difference=1e-3, min_sqnr_db=80.0, seed=0)
 

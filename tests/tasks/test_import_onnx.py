@@ -23,16 +23,17 @@ from tasks.core.errors import ArtifactError, ConfigError, DataError, GateFailed
 from tasks.import_onnx import Config, Report, import_onnx
 from tasks.label_images import Config as LabelConfig
 from tasks.label_images import label_images
-from tasks.parts.calibration import collect_statistics
-from tasks.parts.data import normalise, read_manifest
-from tasks.parts.input_card import Task
-from tasks.parts.onnx_graph import conv_macs, other_types, read_card_of_graph, read_graph
-from tasks.parts.onnx_predict import predict_classes
-from tasks.parts.onnx_qdq import quantizable_tensors
-from tasks.parts.runners.contract import read_engine_manifest
-from tasks.parts.score import FLOAT_MODEL
-from tasks.parts.target import Target
-from tasks.parts.truth import ImageBatches, open_images, open_truth, write_images
+from tasks.parts.data.dataset import normalise, open_images, open_truth, read_manifest
+from tasks.parts.data.dataset_writer import ImageBatches, write_images
+from tasks.parts.data.input_card import Task
+from tasks.parts.data.metrics import FLOAT_MODEL
+from tasks.parts.engines.manifest import read_engine_manifest
+from tasks.parts.engines.target import Target
+from tasks.parts.onnx_graphs.graph import other_types, read_card_of_graph, read_graph
+from tasks.parts.onnx_graphs.macs import conv_macs
+from tasks.parts.onnx_graphs.predict import predict_classes
+from tasks.parts.quantization.calibration import collect_statistics
+from tasks.parts.quantization.qdq import quantizable_tensors
 from tasks.validate import Config as ValidateConfig
 from tasks.validate import validate
 

@@ -18,11 +18,10 @@ from PIL import Image
 
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError, DataError
-from tasks.parts.data import IGNORE_INDEX, open_split, read_manifest
-from tasks.parts.digit_scenes import load_pool
-from tasks.parts.image_files import ColourMask, OversizedImage, UnreadableImage, read_image
-from tasks.parts.input_card import Task
-from tasks.parts.truth import open_images, open_truth
+from tasks.parts.data.dataset import IGNORE_INDEX, open_images, open_split, open_truth, read_manifest
+from tasks.parts.data.input_card import Task
+from tasks.parts.sources.digit_scenes import load_pool
+from tasks.parts.sources.image_files import ColourMask, OversizedImage, UnreadableImage, read_image
 from tasks.prepare_data import Config, Report, prepare_data
 
 REPOSITORY = Path(__file__).parents[2]

@@ -14,20 +14,20 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
-from tasks.parts.block_pruning import logit_changes, prune_blocks
-from tasks.parts.channel_importance import Importance
-from tasks.parts.channel_pruning import Ranking, prune_channels
-from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
-from tasks.parts.export import export_graph
-from tasks.parts.model_card import CARD_KEY, ModelCard, read_card
 from tasks.parts.networks.build import build_network
+from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.networks.config import NetworkConfig, NetworkName
+from tasks.parts.networks.model_card import CARD_KEY, ModelCard, read_card
 from tasks.parts.networks.residual import residual_blocks
-from tasks.parts.onnx_graph import node_sources
-from tasks.parts.pruning_choice import write_choice
-from tasks.parts.pruning_recovery import measure_val_miou, read_batches
-from tasks.parts.trainer_config import Strategy
-from tasks.parts.weight_sparsity import is_two_of_four
+from tasks.parts.networks.zeros import is_two_of_four
+from tasks.parts.onnx_graphs.export import export_graph
+from tasks.parts.onnx_graphs.graph import node_sources
+from tasks.parts.pruning.blocks import logit_changes, prune_blocks
+from tasks.parts.pruning.channels import prune_channels
+from tasks.parts.pruning.chosen_ratio import write_choice
+from tasks.parts.pruning.config import Importance, Ranking
+from tasks.parts.pruning.recovery import measure_val_miou, read_batches
+from tasks.parts.training.config import Strategy
 from tasks.prune import Config, Method, Recovery, Report, _save_loadable, prune
 from tests.tasks.conftest import CLASSES as WORKSHOP_CLASSES
 from tests.tasks.conftest import Workshop

@@ -15,13 +15,14 @@ from onnx import numpy_helper
 
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed, TrainingDiverged
-from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
-from tasks.parts.data import open_split
-from tasks.parts.export import export_graph, fold_batchnorm
-from tasks.parts.fake_quantization import fake_quantize
-from tasks.parts.onnx_graph import is_quantized, node_sources, read_graph, write_graph
-from tasks.parts.onnx_qdq import TensorRange, insert_qdq, read_ranges
-from tasks.parts.weight_sparsity import prune_two_of_four
+from tasks.parts.data.dataset import open_split
+from tasks.parts.networks.batchnorm_folding import fold_batchnorm
+from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
+from tasks.parts.onnx_graphs.export import export_graph
+from tasks.parts.onnx_graphs.graph import is_quantized, node_sources, read_graph, write_graph
+from tasks.parts.pruning.weights import prune_two_of_four
+from tasks.parts.quantization.fake_quantization import fake_quantize
+from tasks.parts.quantization.qdq import TensorRange, insert_qdq, read_ranges
 from tasks.quantize_aware_train import Config, check_agreement, quantize_aware_train
 
 VALUES: dict[str, Any] = {
@@ -66,7 +67,7 @@ def config(**trainer: Any) -> Config:
 @pytest.fixture(scope="module")
 def calibrated(workshop: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the inputs of the stage."""
-    from tasks.parts.calibrator import Calibrator
+    from tasks.parts.quantization.config import Calibrator
     from tasks.quantize_ptq import Config as PtqConfig
     from tasks.quantize_ptq import quantize_ptq
 
@@ -259,8 +260,8 @@ def _float_graph_that_is_already_right(calibrated: dict[str, Path], folder: Path
     """Return the inputs with a data set whose validation masks are what the calibrated graph predicts."""
     import shutil
 
-    from tasks.parts.onnx_graph import activations_to_uint8
-    from tasks.parts.onnx_predict import predict_classes
+    from tasks.parts.onnx_graphs.predict import predict_classes
+    from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
 
     data = Path(shutil.copytree(calibrated["data"], folder / "dataset"))
     graph = insert_qdq(

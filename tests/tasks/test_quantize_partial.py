@@ -8,9 +8,9 @@ import pytest
 from onnx import helper, numpy_helper, shape_inference
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.parts.judge import open_judge
-from tasks.parts.onnx_graph import read_graph, write_graph
-from tasks.parts.onnx_qdq import insert_qdq, quantizable_nodes, read_ranges
+from tasks.parts.onnx_graphs.graph import read_graph, write_graph
+from tasks.parts.quantization.evaluation import open_judge
+from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes, read_ranges
 from tasks.quantize_partial import Config, Report, quantize_partial
 
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]

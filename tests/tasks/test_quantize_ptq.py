@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tasks.core.errors import ArtifactError, ConfigError, DataError
-from tasks.parts.calibrator import Calibrator
-from tasks.parts.onnx_graph import is_quantized, node_sources, read_graph
+from tasks.parts.onnx_graphs.graph import is_quantized, node_sources, read_graph
+from tasks.parts.quantization.config import Calibrator
 from tasks.quantize_ptq import Config, quantize_ptq
 
 CONFIG = Config(

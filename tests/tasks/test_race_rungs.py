@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tasks.core.errors import ConfigError
-from tasks.parts.runners.contract import EngineStatus, read_engine_manifest, write_engine_manifest
+from tasks.parts.engines.manifest import EngineStatus, read_engine_manifest, write_engine_manifest
 from tasks.race_rungs import CONTROL, Config, Report, race_rungs
 from tests.tasks.conftest import Workshop
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.numpy import load, save
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
-from tasks.parts.model_card import CARD_KEY
+from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
+from tasks.parts.networks.model_card import CARD_KEY
 from tasks.rank_groups import Config, Report, cut_sizes, rank_groups
 from tests.tasks.conftest import Workshop
 

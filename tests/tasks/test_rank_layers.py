@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.parts.onnx_graph import conv_macs, read_graph
+from tasks.parts.onnx_graphs.graph import read_graph
+from tasks.parts.onnx_graphs.macs import conv_macs
 from tasks.rank_layers import Config, Report, rank_layers
 
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
@@ -61,7 +62,7 @@ def test_a_layer_that_int8_ruins_is_ranked_first(ranked: tuple[Report, Path], un
 def test_macs_are_those_of_an_independent_count(workshop: Any) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    from tasks.parts.checkpoint import load_checkpoint
+    from tasks.parts.networks.checkpoint import load_checkpoint
 
     model, card = load_checkpoint(workshop.checkpoint)
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -13,13 +13,12 @@ from safetensors.numpy import load, save
 
 from tasks import prune
 from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, GateFailed, TargetMismatch
-from tasks.parts.channel_importance import Importance
-from tasks.parts.channel_pruning import ChannelPruning, Ranking
-from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
-from tasks.parts.data import read_manifest
-from tasks.parts.model_card import CARD_KEY
-from tasks.parts.pruning_choice import read_choice
-from tasks.parts.trainer_config import Strategy
+from tasks.parts.data.dataset import read_manifest
+from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
+from tasks.parts.networks.model_card import CARD_KEY
+from tasks.parts.pruning.chosen_ratio import read_choice
+from tasks.parts.pruning.config import ChannelPruning, Importance, Ranking
+from tasks.parts.training.config import Strategy
 from tasks.search_pruning import (
     Config,
     Report,

@@ -17,10 +17,10 @@ from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.fingerprint import digest
 from tasks.core.tracking import TrackingConfig, send_pending
-from tasks.parts.encoding import GRAPH_FILE
-from tasks.parts.pareto import pareto_front
-from tasks.parts.runners.contract import EngineManifest, EngineStatus, InputCard, write_engine_manifest
-from tasks.parts.target import Precision, Runtime, Target
+from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, EngineStatus, write_engine_manifest
+from tasks.parts.engines.target import Precision, Runtime, Target
+from tasks.parts.measuring.pareto import pareto_front
 from tasks.select_engine import Config, EngineName, Report, Technique, select_engine
 
 CLASSES = ("background", "three", "<b>seven</b>")

@@ -14,22 +14,24 @@ from polygraphy.tools.convert.convert import Convert
 from flows.params import compose_params
 from tasks.build_engine import build_engine
 from tasks.core.errors import ConfigError, TargetMismatch
-from tasks.parts.cuda_driver import Gpu, find_gpus
-from tasks.parts.engine_build import LayerCounts, find_precision_fault
-from tasks.parts.ep_context import wrap_plan
-from tasks.parts.onnx_graph import read_graph, write_graph
-from tasks.parts.runners.contract import InputCard, count_precisions
-from tasks.parts.runners.onnxruntime import open_session, provider_of
-from tasks.parts.runners.open_engine import _runs_on
-from tasks.parts.target import Runtime, Target, check_gpu, check_runtime_version, check_tensorrt_version
-from tasks.parts.tensorrt_commands import Build, polygraphy_command, trtexec_command, write_commands
-from tasks.parts.tensorrt_inspector import read_layers
-from tasks.parts.tensorrt_options import (
+from tasks.parts.builders.onnxruntime_graph import wrap_plan
+from tasks.parts.builders.report import LayerCounts, find_precision_fault
+from tasks.parts.builders.tensorrt_commands import Build, polygraphy_command, trtexec_command, write_commands
+from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.gpu import Gpu, find_gpus
+from tasks.parts.engines.machine import _runs_on, check_gpu, check_runtime_version, check_tensorrt_version
+from tasks.parts.engines.manifest import count_precisions
+from tasks.parts.engines.onnxruntime.runner import provider_of
+from tasks.parts.engines.target import Runtime, Target
+from tasks.parts.engines.tensorrt.inspector import read_layers
+from tasks.parts.engines.tensorrt_options import (
     BatchProfile,
     HardwareCompatibility,
     TacticSource,
     TensorrtOptions,
 )
+from tasks.parts.onnx_graphs.graph import read_graph, write_graph
+from tasks.parts.onnx_session import open_session
 from tests.tasks.conftest import Workshop
 
 TARGETS = [

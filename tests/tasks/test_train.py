@@ -13,17 +13,17 @@ from torch.nn import functional as F
 
 from tasks import distill, finetune, train
 from tasks.core.errors import ArtifactError, ConfigError, TrainingDiverged
-from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
-from tasks.parts.distillation import DistillationConfig
-from tasks.parts.distillation_objective import DistillationObjective
-from tasks.parts.losses import channel_wise_loss, class_weights, segmentation_loss, soft_target_loss
-from tasks.parts.model_card import ModelCard
 from tasks.parts.networks.build import build_network
+from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.networks.config import NetworkConfig, NetworkName
-from tasks.parts.pretrained import PretrainedConfig
-from tasks.parts.trainer_config import Accelerator, Precision, Strategy, TrainerConfig
-from tasks.parts.training import batchnorm_l1_norm, enable_gradient_checkpointing
-from tasks.parts.weight_sparsity import count_zeros, prune_two_of_four
+from tasks.parts.networks.model_card import ModelCard
+from tasks.parts.networks.zeros import count_zeros
+from tasks.parts.pruning.weights import prune_two_of_four
+from tasks.parts.training.config import Accelerator, DistillationConfig, Precision, Strategy, TrainerConfig
+from tasks.parts.training.distillation import DistillationObjective
+from tasks.parts.training.losses import channel_wise_loss, class_weights, segmentation_loss, soft_target_loss
+from tasks.parts.training.module import batchnorm_l1_norm, enable_gradient_checkpointing
+from tasks.parts.training.pretrained import PretrainedConfig
 from tests.tasks.conftest import Workshop
 
 TRAINER = TrainerConfig(

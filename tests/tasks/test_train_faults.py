@@ -18,7 +18,8 @@ from torch import nn
 
 from tasks.core.execute import prepare_call
 from tasks.parts.networks.build import build_network
-from tasks.parts.training import CrossEntropy, train_network
+from tasks.parts.training.loop import train_network
+from tasks.parts.training.module import CrossEntropy
 from tests.conftest import REPOSITORY, Workspace
 from tests.tasks.conftest import Workshop
 from tests.tasks.core.test_execute import PREPARE, TINY_SCENES, TRAIN, change_params

@@ -15,13 +15,14 @@ from tasks.diff_layers import BisectionConfig, diff_layers
 from tasks.diff_layers import Config as DiffConfig
 from tasks.export_onnx import Config as ExportConfig
 from tasks.export_onnx import export_onnx
-from tasks.parts.calibrator import Calibrator
-from tasks.parts.checkpoint import load_checkpoint, save_checkpoint
-from tasks.parts.data import read_manifest
-from tasks.parts.model_card import ModelCard
+from tasks.parts.data.dataset import read_manifest
 from tasks.parts.networks.build import build_network
+from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.networks.config import NetworkConfig, NetworkName
-from tasks.parts.onnx_graph import conv_macs, node_sources, read_graph
+from tasks.parts.networks.model_card import ModelCard
+from tasks.parts.onnx_graphs.graph import node_sources, read_graph
+from tasks.parts.onnx_graphs.macs import conv_macs
+from tasks.parts.quantization.config import Calibrator
 from tasks.quantize_aware_train import quantize_aware_train
 from tasks.quantize_ptq import Config as QuantizeConfig
 from tasks.quantize_ptq import quantize_ptq

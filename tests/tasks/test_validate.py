@@ -9,9 +9,9 @@ from onnx import helper
 
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
-from tasks.parts.data import normalise, open_split, read_manifest
-from tasks.parts.metrics import confusion_matrix, scores
-from tasks.parts.runners.contract import read_engine_manifest, sha256_of, write_engine_manifest
+from tasks.parts.data.dataset import normalise, open_split, read_manifest
+from tasks.parts.data.metrics import confusion_matrix, scores
+from tasks.parts.engines.manifest import read_engine_manifest, sha256_of, write_engine_manifest
 from tasks.validate import Config, validate
 
 CONFIG = Config(split="test", batch_size=4)
@@ -21,7 +21,7 @@ CONFIG = Config(split="test", batch_size=4)
 def test_scores_are_those_of_the_network_itself(workshop, tmp_path, target):
     import torch
 
-    from tasks.parts.checkpoint import load_checkpoint
+    from tasks.parts.networks.checkpoint import load_checkpoint
 
     report = validate(CONFIG, engine=workshop.engine("float", target), data=workshop.data, out=tmp_path)
     network, card = load_checkpoint(workshop.checkpoint)

@@ -1,1 +1,1 @@
-"""Segmentation networks, one architecture a file."""
+"""Architectures of networks, and how one is kept in a file."""

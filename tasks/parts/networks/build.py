@@ -33,7 +33,7 @@ def build_network(config: NetworkConfig, num_classes: int) -> nn.Module:
         case NetworkName.mobile_unet:
             network = MobileUNet(num_classes, width=config.width, depth=config.depth)
         case NetworkName.segformer:
-            from tasks.parts.networks.segformer import SegFormer  # imports transformers, for seconds
+            from tasks.parts.networks.segformer import SegFormer
 
             network = SegFormer(num_classes, width=config.width, depth=config.depth)
         case NetworkName.dinov2:

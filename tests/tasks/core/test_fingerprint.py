@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.core import fingerprint
 from tasks.core.errors import ArtifactError
 from tasks.core.fingerprint import code_digests, digest, stage_key
 
@@ -58,9 +59,37 @@ def test_a_changed_file_changes_the_digest_even_at_equal_size(tmp_path: Path) ->
 def test_code_of_a_stage_covers_imports_inside_functions() -> None:
     found = code_digests("tasks.train")
     assert "tasks/train.py" in found
-    assert "tasks/parts/training.py" in found  # imported inside the function
-    assert "tasks/parts/networks/fast_scnn.py" in found  # imported by an import
+    assert "tasks/core/errors.py" in found
+    assert "tasks/parts/training" in found  # imported inside the function
+    assert "tasks/parts/networks" in found  # imported by an import
     assert "tasks/distill.py" not in found
+
+
+def test_code_of_a_stage_covers_whole_packages_and_the_packages_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {
+        "tasks/train.py": "from tasks.parts.engines.torch.runner import run\nfrom tasks.parts import tables\n",
+        "tasks/parts/tables.py": "",
+        "tasks/parts/engines/torch/runner.py": "",
+        "tasks/parts/engines/torch/unused.py": "from tasks.parts.data import dataset\n",
+        "tasks/parts/engines/openvino/runner.py": "",
+        "tasks/parts/data/dataset.py": "",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(fingerprint, "SOURCE_ROOT", tmp_path)
+    code_digests.cache_clear()
+    found = code_digests("tasks.train")
+    assert list(found) == ["tasks/parts/engines", "tasks/parts/tables.py", "tasks/train.py"]
+    for name in ("openvino/runner.py", "torch/unused.py"):  # not imported, but in the folder
+        (tmp_path / "tasks/parts/engines" / name).write_text("one = 1\n")
+        code_digests.cache_clear()
+        changed = code_digests("tasks.train")
+        assert changed["tasks/parts/engines"] != found["tasks/parts/engines"]
+        found = changed
+    code_digests.cache_clear()
 
 
 def test_key_depends_on_config_inputs_and_stage_but_not_on_names_of_folders(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""From a graph or checkpoint to an engine; one module per runtime."""

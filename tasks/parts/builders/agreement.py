@@ -1,0 +1,104 @@
+"""Hold an engine against the graph or network that it was built from, on images drawn for that purpose."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tasks.core.errors import ArtifactError, BuildFailed
+from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.manifest import EngineManifest, FloatArray
+from tasks.parts.engines.target import CHECKPOINT_RUNTIMES, Target
+from tasks.parts.onnx_graphs.signal_to_noise import signal_to_noise_db
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+NUM_GOLDEN_IMAGES = 2
+
+
+def draw_golden_images(card: InputCard) -> FloatArray:
+    """Draw a few deterministic normalised images with edges, gradients and noise, as photos have them."""
+    from tasks.parts.data.dataset import normalise
+
+    generator = np.random.default_rng(0)
+    y_HW, x_HW = np.mgrid[0 : card.height, 0 : card.width] / max(card.height, card.width)
+    images = []
+    for _ in range(NUM_GOLDEN_IMAGES):
+        slopes = generator.uniform(-1, 1, (2, 3))
+        image_HWC = 0.5 + 0.5 * (y_HW[..., None] * slopes[0] + x_HW[..., None] * slopes[1])
+        for _ in range(4):
+            top, left = (
+                generator.integers(0, card.height // 2 + 1),
+                generator.integers(0, card.width // 2 + 1),
+            )
+            image_HWC[top : top + card.height // 3, left : left + card.width // 3] = generator.uniform(
+                0, 1, 3
+            )
+        images.append(image_HWC + generator.normal(0, 0.05, image_HWC.shape))
+    images_NHWC = (np.clip(np.stack(images), 0, 1) * 255).astype(np.uint8)
+    return normalise(images_NHWC, card.mean, card.std)
+
+
+def run_graph(graph: "ModelProto", images_NCHW: FloatArray, target: Target) -> FloatArray:
+    """Return the logits of the plain graph, by ONNX Runtime on the CPU."""
+    from tasks.parts.onnx_session import open_session
+
+    session = open_session(graph, num_threads=target.num_threads, is_optimised=False)
+    logits_NCHW: FloatArray = session.run(None, {session.get_inputs()[0].name: images_NCHW})[0]
+    return logits_NCHW
+
+
+def measure_agreement(
+    expected_NCHW: FloatArray,
+    images_NCHW: FloatArray,
+    manifest: EngineManifest,
+    file: Path,
+    *,
+    is_int8: bool = False,
+) -> tuple[float, str]:
+    """Return the engine's signal-to-noise against the logits that are expected, and its provider.
+
+    Images go in one by one and as a batch. Raises BuildFailed below the target's floor.
+    """
+    from tasks.parts.engines.open_engine import load_runner
+
+    target, card = manifest.target, manifest.card
+    _check_logits(expected_NCHW, target, card)
+    with load_runner(file, manifest) as runner:
+        batched = runner.infer(images_NCHW)
+        single = np.concatenate([runner.infer(image[None]) for image in images_NCHW])
+        provider = runner.describe().provider
+    _check_logits(batched, target, card)
+    agreement_db = min(signal_to_noise_db(expected_NCHW, found) for found in (batched, single))
+    floor_db = target.min_agreement_int8_db if is_int8 else target.min_agreement_db
+    if agreement_db < floor_db:
+        key = f"target.{target.name}.min_agreement{'_int8' if is_int8 else ''}_db"
+        is_network = target.runtime in CHECKPOINT_RUNTIMES
+        source = "float32 network" if is_network else "graph"
+        advice = (
+            f"another version of it or a wider target.{target.name}.precision may be right"
+            if is_network
+            else "diff_layers with that floor at 0 shows where; another version of the runtime may be right"
+        )
+        raise BuildFailed(
+            f"Target {target.name}: the engine's logits agree with the {source} by {agreement_db:.1f} dB only, "
+            f"expected {floor_db:g} dB or more ({key}). The runtime computes something else than the {source} says: "
+            f"{advice}."
+        )
+    return agreement_db, provider
+
+
+def _check_logits(logits: FloatArray, target: Target, card: InputCard) -> None:
+    if logits.shape[1:] != card.logits_shape:
+        raise ArtifactError(
+            f"Target {target.name}: the model answers with {list(logits.shape[1:])} for an image, its card says "
+            f"{list(card.logits_shape)} for {card.task} ({len(card.classes)} classes). Train or export it again "
+            "for this data set."
+        )
+    if not np.isfinite(logits).all():
+        raise BuildFailed(
+            f"Target {target.name}: the engine answers with NaN or infinity to a plain image, expected "
+            f"finite logits. Values overflow in {target.precision}; use a wider precision "
+            f"(target.{target.name}.precision)."
+        )

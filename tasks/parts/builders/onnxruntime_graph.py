@@ -1,0 +1,84 @@
+"""Engines for ONNX Runtime: the graph itself, or a TensorRT plan wrapped into one."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onnx import ModelProto, helper
+
+from tasks.core.errors import BuildFailed
+from tasks.parts.builders.agreement import draw_golden_images
+from tasks.parts.builders.report import LAYER_WORDS
+from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.target import Target
+from tasks.parts.onnx_session import PLAN_OPERATOR
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+logger = logging.getLogger(__name__)
+
+_DOMAIN = "com.microsoft"
+
+_MAX_BYTES = 2**31 - 2**20
+"""What a protobuf message takes, less what is beside the plan."""
+
+
+def wrap_plan(plan: bytes, graph: ModelProto) -> ModelProto:
+    """Return a graph with the inputs and outputs of `graph`, that the plan was built from, and the plan as only node.
+
+    Raises BuildFailed for a plan of 2 GB or more.
+    """
+    if len(plan) > _MAX_BYTES:
+        raise BuildFailed(
+            f"The plan has {len(plan) / 2**30:.2f} GB, an ONNX file takes less than 2. Build it for a target of "
+            "runtime tensorrt."
+        )
+    node = helper.make_node(
+        PLAN_OPERATOR,
+        [value.name for value in graph.graph.input],
+        [value.name for value in graph.graph.output],
+        name=graph.graph.name,
+        domain=_DOMAIN,
+        embed_mode=1,
+        ep_cache_context=plan,
+    )
+    wrapped = helper.make_graph([node], graph.graph.name, graph.graph.input, graph.graph.output)
+    opsets = [entry for entry in graph.opset_import if entry.domain != _DOMAIN]
+    return helper.make_model(
+        wrapped, ir_version=graph.ir_version, opset_imports=[*opsets, helper.make_opsetid(_DOMAIN, 1)]
+    )
+
+
+def write_wrapped_plan(file: Path, graph: "ModelProto") -> Path:
+    """Replace a plan by the graph that has ONNX Runtime run it."""
+    from tasks.parts.engines.onnxruntime.runner import ENGINE_FILE
+    from tasks.parts.onnx_graphs.graph import write_graph
+
+    wrapped = file.with_name(ENGINE_FILE)
+    write_graph(wrap_plan(file.read_bytes(), graph), wrapped)
+    file.unlink()
+    return wrapped
+
+
+def check_placement(file: Path, target: Target, card: InputCard) -> None:
+    """Raise BuildFailed where ONNX Runtime runs convolutions or matrix products on the CPU instead of the GPU."""
+    from tasks.parts.engines.onnxruntime.layers import find_nodes_elsewhere, record_nodes
+    from tasks.parts.engines.onnxruntime.runner import provider_of
+
+    provider = provider_of(target)
+    events = record_nodes(
+        file, draw_golden_images(card)[:1], 1, provider=provider, num_threads=target.num_threads
+    )
+    elsewhere = find_nodes_elsewhere(events, provider)
+    layers = [f"{kind} '{name}'" for name, kind in elsewhere.items() if LAYER_WORDS.search(kind)]
+    if layers:
+        raise BuildFailed(
+            f"Target {target.name}: ONNX Runtime runs {len(layers)} convolutions or matrix products on the CPU, "
+            f"expected all on the GPU: {', '.join(layers[:5])}. Take this variant out of the target, or build it for "
+            "one of runtime tensorrt."
+        )
+    if elsewhere:
+        logger.warning(
+            "build_engine: target %s: %d small operators run on the CPU", target.name, len(elsewhere)
+        )

@@ -1,0 +1,224 @@
+"""What a build reports: how it ended, and in which precision the layers of the engine really run."""
+
+import logging
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.parts.builders.executed_layers import EngineTruth
+from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.gpu import find_gpus
+from tasks.parts.engines.machine import read_isa
+from tasks.parts.engines.manifest import (
+    EngineManifest,
+    EngineStatus,
+    Precisions,
+    sha256_of,
+    write_engine_manifest,
+)
+from tasks.parts.engines.target import Precision, Runtime, Target
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+logger = logging.getLogger(__name__)
+
+_MIN_SHARE = 0.5
+"""The declared precision must hold for at least this share of the layers that should have it."""
+
+LAYER_TYPES = ("Conv", "ConvTranspose", "MatMul", "Gemm")
+
+LAYER_WORDS = re.compile(r"conv(?!ert)|matmul|gemm|fullyconnected", re.IGNORECASE)
+"""In the runtimes' own names of these operators."""
+
+
+@dataclass(frozen=True)
+class EngineBuild:
+    """How the build ended, and what the runtime really made of the graph."""
+
+    status: EngineStatus
+    reason: str
+    """Why there is no engine; empty if there is one."""
+    runtime: Runtime
+    runtime_version: str
+    provider: str
+    """Where the runtime really placed the graph, in its own words."""
+    file: str
+    size_bytes: int
+    engine_sha256: str
+    is_quantized: bool
+    num_layers_quantized: int
+    """Convolutions and matrix products of the graph between Q/DQ pairs."""
+    num_layers_int8: int
+    """Convolutions and matrix products that the runtime really runs in int8."""
+    precisions: Precisions
+    precision_ok: bool
+    precision_note: str
+    """What contradicts the declared precision; empty if nothing does."""
+    agreement_db: float | None
+    """Signal-to-noise of the engine's logits on drawn images, against the unoptimised graph, or against the float32
+    network on the CPU where the runtime reads checkpoints; None without engine."""
+    truth: EngineTruth | None
+    """What the layers of the engine come to, engine/layers.csv shows them one by one; None for torch and
+    aotinductor, of which only `precisions` is known: by module and weights, by exported operator and input."""
+    build_latencies_ms: tuple[float, ...]
+    """Median latency of each build at batch 1, where TensorRT built several times; the fastest was kept."""
+
+
+def end_without_engine(
+    target: Target, status: EngineStatus, reason: str, version: str, card: InputCard, engine: Path
+) -> EngineBuild:
+    logger.warning("build_engine: target %s %s: %s", target.name, status, reason)
+    manifest = new_manifest(target, version, card, status=status, reason=reason)
+    write_engine_manifest(engine, manifest)
+    return build_report(manifest, num_layers_quantized=0, note="", agreement_db=None)
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """What the graph wants of its convolutions and matrix products."""
+
+    num: int
+    num_quantized: int
+    """Those whose input and weight both come from DequantizeLinear."""
+    num_float16: int
+    """Those with FP16 weights."""
+
+
+def count_layers(graph: "ModelProto") -> LayerCounts:
+    """Count the convolutions and matrix products of a graph by their precision."""
+    from onnx import TensorProto
+
+    halves = {tensor.name for tensor in graph.graph.initializer if tensor.data_type == TensorProto.FLOAT16}
+    dequantized = {n.output[0] for n in graph.graph.node if n.op_type == "DequantizeLinear"}
+    layers = [node for node in graph.graph.node if node.op_type in LAYER_TYPES]
+    quantized = [node for node in layers if node.input[0] in dequantized and node.input[1] in dequantized]
+    return LayerCounts(len(layers), len(quantized), sum(node.input[1] in halves for node in layers))
+
+
+def find_precision_fault(target: Target, precisions: Precisions, layers: LayerCounts) -> str:
+    """Return how the floating-point precision in use contradicts the declared one, or an empty text.
+
+    Whether enough runs in int8 is judged by select_engine, from the share of the MACs.
+    Shares and not counts are compared, because a runtime may fuse two layers into one.
+    """
+    used = _layer_precisions(precisions)
+    num_used = max(1, sum(used.values()))
+    if layers.num and not used:
+        return "the runtime does not tell the precision of its layers, so it is not proved"
+    share_quantized = layers.num_quantized / max(1, layers.num)
+    if used.get("f16", 0) / num_used < _MIN_SHARE * layers.num_float16 / max(1, layers.num):
+        return f"{layers.num_float16} of {layers.num} layers are FP16, but the runtime computes {used}"
+    if (
+        target.precision is Precision.f32
+        and not layers.num_float16
+        and used.get("bf16", 0) + used.get("f16", 0)
+    ):
+        return f"declared is f32, but layers run in {used}"
+    reduced = target.precision is not Precision.f32
+    if reduced and used.get(target.precision, 0) / num_used < _MIN_SHARE * (1 - share_quantized):
+        return f"declared is {target.precision}, but layers run in {used}"
+    return ""
+
+
+def _layer_precisions(precisions: Precisions) -> dict[str, int]:
+    used: dict[str, int] = {}
+    for op_type, counts in precisions.items():
+        if LAYER_WORDS.search(op_type):
+            for precision, count in counts.items():
+                used[precision] = used.get(precision, 0) + count
+    return used
+
+
+def new_manifest(
+    target: Target,
+    version: str,
+    card: InputCard,
+    *,
+    status: EngineStatus = EngineStatus.built,
+    reason: str = "",
+    file: Path | None = None,
+) -> EngineManifest:
+    """Return what is known before the runtime was asked what it made of the graph."""
+    from tasks.parts.engines.machine import installed_version
+
+    return EngineManifest(
+        target=target,
+        status=status,
+        reason=reason,
+        file=file.name if file else "",
+        sha256=sha256_of(file) if file else "",
+        size_bytes=file.stat().st_size if file else 0,
+        runtime_version=version,
+        tensorrt_version=installed_version(Runtime.tensorrt) if target.tensorrt else "",
+        isa=read_isa(),
+        gpu=None if target.gpu is None else find_gpus()[0],
+        card=card,
+        is_quantized=False,
+        precisions={},
+        precision_ok=False,
+        provider="",
+    )
+
+
+def publish(
+    manifest: EngineManifest,
+    precisions: Precisions,
+    provider: str,
+    engine: Path,
+    layers: LayerCounts,
+    *,
+    agreement_db: float | None = None,
+    truth: EngineTruth | None = None,
+    build_latencies_ms: tuple[float, ...] = (),
+) -> EngineBuild:
+    note = find_precision_fault(manifest.target, precisions, layers)
+    manifest = replace(
+        manifest,
+        is_quantized=layers.num_quantized > 0,
+        precisions=precisions,
+        precision_ok=not note,
+        provider=provider,
+    )
+    write_engine_manifest(engine, manifest)
+    if note:
+        logger.warning("build_engine: target %s: %s", manifest.target.name, note)
+    return build_report(
+        manifest,
+        num_layers_quantized=layers.num_quantized,
+        note=note,
+        agreement_db=agreement_db,
+        truth=truth,
+        build_latencies_ms=build_latencies_ms,
+    )
+
+
+def build_report(
+    manifest: EngineManifest,
+    *,
+    num_layers_quantized: int,
+    note: str,
+    agreement_db: float | None,
+    truth: EngineTruth | None = None,
+    build_latencies_ms: tuple[float, ...] = (),
+) -> EngineBuild:
+    return EngineBuild(
+        status=manifest.status,
+        reason=manifest.reason,
+        runtime=manifest.target.runtime,
+        runtime_version=manifest.runtime_version,
+        provider=manifest.provider,
+        file=manifest.file,
+        size_bytes=manifest.size_bytes,
+        engine_sha256=manifest.sha256,
+        is_quantized=manifest.is_quantized,
+        num_layers_quantized=num_layers_quantized,
+        num_layers_int8=_layer_precisions(manifest.precisions).get("int8", 0),
+        precisions=manifest.precisions,
+        precision_ok=manifest.precision_ok,
+        precision_note=note,
+        agreement_db=agreement_db,
+        truth=truth,
+        build_latencies_ms=build_latencies_ms,
+    )

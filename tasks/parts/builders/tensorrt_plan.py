@@ -1,0 +1,255 @@
+"""From an ONNX graph to a TensorRT plan: one path for TensorRT 10.12 to 11. Not run on real hardware.
+
+The network is strongly typed: the precision of every layer is that of the graph (FP16 by convert_precision, INT8 by
+Q/DQ), and no builder flag may change it. Importing this module needs TensorRT.
+"""
+
+import fcntl
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import tensorrt as trt
+from onnx import ModelProto
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from tasks.core.errors import BuildFailed
+from tasks.parts.builders.agreement import draw_golden_images
+from tasks.parts.builders.report import new_manifest
+from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.gpu import Gpu, find_gpus
+from tasks.parts.engines.manifest import EngineLayer
+from tasks.parts.engines.target import Runtime, Target
+from tasks.parts.engines.tensorrt.log import LOG, describe_errors
+from tasks.parts.engines.tensorrt_options import TensorrtOptions, timing_cache_file
+from tasks.parts.onnx_graphs.graph import node_sources
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_ERRORS = 5
+
+_OUT_OF_MEMORY = re.compile(r"out ?of ?memory|insufficient memory|cuda failure: 2\b", re.IGNORECASE)
+
+_MIB = 2**20
+
+_ROUNDS_OF_BUILDS = 20
+
+
+class BuildProgress(trt.IProgressMonitor):  # type: ignore[misc]
+    """Draws one bar for each phase of a build; silent where stderr is no terminal."""
+
+    def __init__(self, progress: Progress) -> None:
+        trt.IProgressMonitor.__init__(self)
+        self._progress = progress
+        self._bars: dict[str, TaskID] = {}
+
+    def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+        """Add a bar, indented below its parent's."""
+        indent = "" if parent_phase is None else "  "
+        self._bars[phase_name] = self._progress.add_task(indent + phase_name, total=num_steps)
+
+    def step_complete(self, phase_name: str, step: int) -> bool:
+        """Move a bar on; the build goes on."""
+        self._progress.update(self._bars[phase_name], completed=step + 1)
+        return True
+
+    def phase_finish(self, phase_name: str) -> None:
+        """Take a bar away."""
+        self._progress.remove_task(self._bars.pop(phase_name))
+
+
+def build_plan(
+    graph: ModelProto,
+    target: Target,
+    card: InputCard,
+    gpu: Gpu,
+    *,
+    is_cache_read: bool = True,
+    are_tensors_marked: bool = False,
+) -> bytes:
+    """Return the serialized engine; without `is_cache_read` all kernels are timed again.
+
+    With `are_tensors_marked` a run can show the tensors that fusion leaves (tasks/parts/tensorrt_debug.py). Raises
+    BuildFailed with the nodes that TensorRT refuses, in terms of module and file:line, or where GPU memory is too
+    small.
+    """
+    options = target.tensorrt
+    assert options is not None
+    num_before = len(LOG.errors)
+    builder = trt.Builder(LOG)
+    # 11 knows no other kind of network and ignores the flag.
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, LOG)
+    if not parser.parse(graph.SerializeToString()):
+        raise BuildFailed(f"Target {target.name}: {describe_parser_errors(parser, graph)}")
+    if are_tensors_marked and not network.mark_unfused_tensors_as_debug_tensors():
+        raise BuildFailed(f"Target {target.name}: {_explain(LOG.errors[num_before:], target)}")
+    config = builder.create_builder_config()
+    configure(config, options, major=int(trt.__version__.partition(".")[0]))
+    size = (3, card.height, card.width)
+    for one in options.profiles_for(target.max_batch):
+        profile = builder.create_optimization_profile()
+        profile.set_shape(
+            graph.graph.input[0].name, min=(one.min, *size), opt=(one.opt, *size), max=(one.max, *size)
+        )
+        config.add_optimization_profile(profile)
+    console = Console(stderr=True)
+    bars = Progress(console=console, transient=True, disable=not console.is_terminal)
+    with _timing_cache(config, options, gpu, is_read=is_cache_read), bars as progress:
+        config.progress_monitor = BuildProgress(progress)
+        plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise BuildFailed(f"Target {target.name}: {_explain(LOG.errors[num_before:], target)}")
+    return bytes(plan)
+
+
+def configure(config: "trt.IBuilderConfig", options: TensorrtOptions, *, major: int) -> None:
+    """Set what a target declares."""
+    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib * _MIB)
+    config.builder_optimization_level = options.optimization_level
+    config.profiling_verbosity = trt.ProfilingVerbosity.__members__[options.profiling_verbosity.upper()]
+    config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.__members__[
+        options.hardware_compatibility.upper()
+    ]
+    if options.tactic_sources:
+        config.set_tactic_sources(_tactic_bits(options, major))
+    if options.max_aux_streams is not None:
+        config.max_aux_streams = options.max_aux_streams
+    for flag, is_wanted in (
+        (trt.BuilderFlag.VERSION_COMPATIBLE, options.version_compatible),
+        (trt.BuilderFlag.SPARSE_WEIGHTS, options.sparse_weights),
+        (trt.BuilderFlag.TF32, options.tf32),
+        (trt.BuilderFlag.ERROR_ON_TIMING_CACHE_MISS, options.error_on_timing_cache_miss),
+        (trt.BuilderFlag.GPU_FALLBACK, options.dla_core is not None),
+    ):
+        if is_wanted:
+            config.set_flag(flag)
+        else:
+            config.clear_flag(flag)  # TF32 is on by itself
+    if options.dla_core is not None:
+        config.default_device_type = trt.DeviceType.DLA
+        config.DLA_core = options.dla_core
+
+
+def _tactic_bits(options: TensorrtOptions, major: int) -> int:
+    known = trt.TacticSource.__members__
+    missing = [source.value for source in options.tactic_sources if source.upper() not in known]
+    if missing:
+        raise BuildFailed(
+            f"TensorRT {major} has no tactic source {', '.join(missing)}; it has {', '.join(known).lower()}. Mend "
+            "tensorrt.tactic_sources of the target."
+        )
+    return sum(1 << int(known[source.upper()]) for source in options.tactic_sources)
+
+
+def describe_parser_errors(parser: "trt.OnnxParser", graph: ModelProto) -> str:
+    """Say which nodes TensorRT does not take, and where in the network's source they come from."""
+    sources = node_sources(graph)
+    lines = []
+    for index in range(min(parser.num_errors, _SHOWN_ERRORS)):
+        error: trt.ParserError = parser.get_error(index)
+        name = error.node_name() or f"node {error.node()}"
+        module, line = sources.get(name, ("", ""))
+        origin = f" (module {module}, {line})" if module else ""
+        lines.append(f"{error.node_operator()} '{name}'{origin}: {error.desc().strip()}")
+    return (
+        f"TensorRT {trt.__version__} refuses {parser.num_errors} nodes of the graph: {'; '.join(lines)}. Replace "
+        "these operators in the network, or lower export_onnx.opset."
+    )
+
+
+def _explain(errors: list[str], target: Target) -> str:
+    said = describe_errors(errors)
+    if any(_OUT_OF_MEMORY.search(error) for error in errors):
+        return (
+            f"GPU memory is too small for the build ({said}). End other processes on the GPU, or lower "
+            f"target.{target.name}.tensorrt.workspace_mib, .optimization_level or target.{target.name}.max_batch."
+        )
+    return f"TensorRT {trt.__version__} cannot build the engine ({said})."
+
+
+@contextmanager
+def _timing_cache(
+    config: "trt.IBuilderConfig", options: TensorrtOptions, gpu: Gpu, *, is_read: bool
+) -> Iterator[None]:
+    """Build with what the cache file knows, and merge what the build learnt into it; safe for several builds."""
+    path = timing_cache_file(options, gpu, trt.__version__)
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = path.read_bytes() if is_read and path.is_file() else b""
+    cache: trt.ITimingCache = config.create_timing_cache(known)
+    if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
+        raise BuildFailed(
+            f"{path}: TensorRT refuses this timing cache, it is damaged or of another GPU. Delete it; the next build "
+            "writes it again."
+        )
+    yield
+    learnt = config.get_timing_cache()
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.is_file() and (others := path.read_bytes()) != known:
+            theirs = config.create_timing_cache(others)
+            if theirs is None or not learnt.combine(theirs, ignore_mismatch=False):
+                logger.warning("%s cannot be merged with what this build learnt, and stays as it is", path)
+                return
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(bytes(learnt.serialize()))
+        draft.replace(path)
+
+
+def build_plans(
+    target: Target, graph: "ModelProto", model: Path, card: InputCard, engine: Path
+) -> tuple[Path, tuple[EngineLayer, ...], tuple[float, ...]]:
+    """Build as often as the target declares and keep the fastest plan; TensorRT picks kernels by timing them."""
+    from tasks.parts.builders.tensorrt_commands import Build, write_commands
+    from tasks.parts.engines.machine import installed_version
+    from tasks.parts.engines.tensorrt import runner as tensorrt
+    from tasks.parts.engines.tensorrt.inspector import read_layers
+
+    version = installed_version(Runtime.tensorrt)
+    target = replace(target, runtime=Runtime.tensorrt)  # here TensorRT itself runs the plan
+    assert target.tensorrt is not None
+    gpu = find_gpus()[0]
+    file = engine / tensorrt.ENGINE_FILE
+    files = []
+    for number in range(1, target.tensorrt.num_builds + 1):
+        logger.info("build_engine: build %d of %d", number, target.tensorrt.num_builds)
+        files.append(engine / f"{number}.plan")
+        is_cache_read = target.tensorrt.num_builds == 1  # what the cache knows would make all builds the same
+        files[-1].write_bytes(build_plan(graph, target, card, gpu, is_cache_read=is_cache_read))
+    latencies_ms = _time_builds(files, target, version, card) if len(files) > 1 else ()
+    files[int(np.argmin(latencies_ms)) if latencies_ms else 0].rename(file)
+    for other in files:
+        other.unlink(missing_ok=True)
+    with tensorrt.PrimaryContext():
+        layers = read_layers(tensorrt.inspect(tensorrt.load_plan(file.read_bytes(), target), target, card))
+    write_commands(engine, target, Build(model, graph.graph.input[0].name, card, gpu, version))
+    return file, layers, latencies_ms
+
+
+def _time_builds(files: list[Path], target: Target, version: str, card: InputCard) -> tuple[float, ...]:
+    """Return the median latency of each build of the same graph, in ms at batch 1, measured in turns."""
+    from contextlib import ExitStack
+
+    from tasks.parts.engines.open_engine import load_runner
+    from tasks.parts.engines.rounds import rounds_ms
+
+    with ExitStack() as stack:
+        runners = {
+            file.name: stack.enter_context(load_runner(file, new_manifest(target, version, card, file=file)))
+            for file in files
+        }
+        calls = {name: runner.run for name, runner in runners.items()}
+        rounds = rounds_ms(calls, draw_golden_images(card)[:1], _ROUNDS_OF_BUILDS)
+    return tuple(float(np.median(np.concatenate(rounds[file.name]))) for file in files)

@@ -1,0 +1,127 @@
+"""From a checkpoint to a package of native code: torch.export, then AOTInductor, for the CPU or an NVIDIA GPU.
+
+Building for a GPU was not run on real hardware.
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.utils import fresh_cache
+from torch.export import Dim, ExportedProgram
+
+from tasks.core.errors import BuildFailed, TargetMismatch
+from tasks.parts.builders.agreement import draw_golden_images, measure_agreement
+from tasks.parts.builders.report import EngineBuild, LayerCounts, new_manifest, publish
+from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.manifest import Precisions
+from tasks.parts.engines.target import CPU, Runtime, Target
+from tasks.parts.engines.torch.precision import CastNetwork, precisions_of_program
+from tasks.parts.networks.batchnorm_folding import fold_batchnorm
+from tasks.parts.networks.checkpoint import load_checkpoint
+
+_OPTIONS = {
+    "freezing": True,  # weights are constants, laid out once as their kernels read them
+    "aot_inductor.precompile_headers": False,  # pays for many compilations in one cache; here there is one
+}
+
+
+def build_package(checkpoint: Path, target: Target, file: Path) -> Precisions:
+    """Write the package of a network, its BatchNorm folded in float32; return what its operators compute in.
+
+    Raises TargetMismatch without a C++ compiler, BuildFailed where the network cannot be exported or compiled.
+    """
+    _check_compiler(target)
+    network, card = load_checkpoint(checkpoint)
+    # torch takes a size of 1 for a constant (0/1 specialisation), so the example is a batch of 2.
+    example_NCHW = torch.zeros(min(2, target.max_batch), 3, card.height, card.width)
+    folded = CastNetwork(fold_batchnorm(network, example_NCHW), target.precision).to(target.device)
+    program = export_program(folded, example_NCHW.to(target.device), target)
+    _compile(program, target, file)
+    return precisions_of_program(program)
+
+
+def export_program(network: nn.Module, example_NCHW: Tensor, target: Target) -> ExportedProgram:
+    """Trace a network for batches of 1..max_batch; raise BuildFailed with torch's words where it cannot be."""
+    batch = {0: Dim("batch", min=1, max=target.max_batch)} if target.max_batch > 1 else None
+    try:
+        with torch.no_grad():
+            return torch.export.export(network, (example_NCHW,), dynamic_shapes=(batch,))
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise BuildFailed(
+            f"Target {target.name}: torch.export cannot trace the network for batches of 1..{target.max_batch} "
+            f"({_first_lines(error)}). Take out of its forward what depends on values or on the size of the batch, "
+            "or build the variant for a target of runtime torch."
+        ) from error
+
+
+def _check_compiler(target: Target) -> None:
+    """Raise TargetMismatch where there is no C++ compiler; code for a GPU is called from C++ as well."""
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise TargetMismatch(
+            f"Target {target.name} needs a C++ compiler; this machine has no {torch._inductor.config.cpp.cxx[1]}. "
+            "Install g++, name another one in the environment variable CXX, or run this on a worker of pool "
+            f"'{target.work_pool}'."
+        ) from error
+
+
+def _compile(program: ExportedProgram, target: Target, file: Path) -> None:
+    """Compile in a cache folder of its own that vanishes, so that a package holds only what this build made."""
+    failure: RuntimeError | None = None
+    with tempfile.TemporaryDirectory() as folder, fresh_cache(dir=folder), torch.no_grad():
+        try:
+            torch._inductor.aoti_compile_and_package(
+                program,
+                package_path=str(file),
+                # Names kernels for the profiler; on a GPU the driver does.
+                inductor_configs=_OPTIONS | {"cpp.enable_kernel_profile": target.device == CPU},
+            )
+        except RuntimeError as error:
+            failure = error
+    if failure:
+        raise BuildFailed(
+            f"Target {target.name}: AOTInductor of torch {torch.__version__} cannot compile the network "
+            f"({_first_lines(failure)}). Build the variant for a target of runtime torch, or set another "
+            f"target.{target.name}.precision. For a GPU it needs the headers of CUDA (CUDA_HOME) as well."
+        ) from failure
+
+
+def _first_lines(error: BaseException) -> str:
+    """Return the lines that tell most: a compiler's errors stand below its command line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    told = [line for line in lines if "error:" in line.lower()] or lines
+    return " ".join(told[:3])[:400]
+
+
+def build_from_checkpoint(
+    target: Target, checkpoint: Path, card: InputCard, version: str, engine: Path
+) -> EngineBuild:
+    import torch
+
+    from tasks.parts.engines.torch import aotinductor
+    from tasks.parts.engines.torch import eager as torch_eager
+    from tasks.parts.engines.torch.precision import precisions_of
+    from tasks.parts.engines.torch.runner import set_up_torch
+    from tasks.parts.networks.checkpoint import load_checkpoint
+
+    set_up_torch(target)
+    if target.runtime is Runtime.aotinductor:
+        file = engine / aotinductor.ENGINE_FILE
+        precisions = build_package(checkpoint, target, file)
+    else:
+        file = engine / torch_eager.ENGINE_FILE
+        shutil.copyfile(checkpoint, file)
+        precisions = precisions_of(torch_eager.load_network(file, target))
+    manifest = new_manifest(target, version, card, file=file)
+    images_NCHW = draw_golden_images(card)[: target.max_batch]
+    with torch.inference_mode():
+        expected_NCHW = load_checkpoint(checkpoint)[0](torch.from_numpy(images_NCHW)).numpy()
+    agreement_db, provider = measure_agreement(expected_NCHW, images_NCHW, manifest, file)
+    no_layers = LayerCounts(0, 0, 0)
+    return publish(manifest, precisions, provider, engine, no_layers, agreement_db=agreement_db)

@@ -1,0 +1,100 @@
+"""What a graph or an engine expects and means: its task, its classes, its image size, its preprocessing."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from tasks.core.errors import ArtifactError
+
+
+def check_same_classes(checkpoint: Path, known: tuple[str, ...], data: tuple[str, ...], stage: str) -> None:
+    """Raise ArtifactError unless a checkpoint, made by `stage`, knows the classes of the data in their order."""
+    if known != data:
+        raise ArtifactError(
+            f"{checkpoint}: knows the classes {list(known)}, the data {list(data)}. Train it on this data set "
+            f"({stage})."
+        )
+
+
+class Task(StrEnum):
+    """What the logits are of."""
+
+    segmentation = "segmentation"
+    """Logits [N, C, H, W]: the class of each pixel."""
+    classification = "classification"
+    """Logits [N, C]: the class of the image."""
+
+
+@dataclass(frozen=True)
+class InputCard:
+    """Enough to feed a graph and to read its answer."""
+
+    classes: tuple[str, ...]
+    """Names in the order of the logits."""
+    mean: tuple[float, float, float]
+    """RGB, on a 0..1 scale: pixels are (value / 255 - mean) / std."""
+    std: tuple[float, float, float]
+    height: int
+    width: int
+    task: Task = Task.segmentation
+    """Cards of our own networks do not name it: they all segment."""
+    max_batch: int | None = None
+    """Of a graph with a fixed batch; None: any."""
+
+    def __post_init__(self) -> None:
+        if len(self.classes) < 2 or len(set(self.classes)) != len(self.classes):
+            raise ArtifactError(
+                f"Card: {len(self.classes)} classes ({', '.join(self.classes[:8])}), of which "
+                f"{len(set(self.classes))} differ; expected at least two different names."
+            )
+        for name, values, low in (("mean", self.mean, -math.inf), ("std", self.std, 0.0)):
+            if len(values) != 3 or not all(math.isfinite(value) and value > low for value in values):
+                raise ArtifactError(f"Card: {name} is {values}; expected three finite numbers above {low}.")
+        if self.height < 1 or self.width < 1:
+            raise ArtifactError(f"Card: image size is {self.height}x{self.width}; expected at least 1x1.")
+
+    @property
+    def logits_shape(self) -> tuple[int, ...]:
+        """Shape of the logits of one image."""
+        size = (self.height, self.width) if self.task is Task.segmentation else ()
+        return (len(self.classes), *size)
+
+    def fit_batch(self, batch_size: int) -> int:
+        """Return how many images may go in at once."""
+        return batch_size if self.max_batch is None else min(batch_size, self.max_batch)
+
+    def to_json(self) -> str:
+        """Write the card as one line with sorted keys."""
+        return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "InputCard":
+        """Read the card of a graph; what else it says of a network is left out.
+
+        Raises ArtifactError when keys are missing or impossible.
+        """
+        try:
+            fields = json.loads(text)
+            mean, std = (triple(fields[key]) for key in ("mean", "std"))
+            return cls(
+                classes=tuple(str(name) for name in fields["classes"]),
+                mean=mean,
+                std=std,
+                height=int(fields["height"]),
+                width=int(fields["width"]),
+                task=Task(fields.get("task", Task.segmentation)),
+                max_batch=fields.get("max_batch"),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArtifactError(
+                f"The card of the graph cannot be read ({error!r}). The file was changed or written by another "
+                "version; run the stage that makes it again."
+            ) from error
+
+
+def triple(values: list[float]) -> tuple[float, float, float]:
+    """Return the numbers of the three channels; raise ValueError for more or less."""
+    red, green, blue = values
+    return float(red), float(green), float(blue)

@@ -1,0 +1,114 @@
+"""How right predictions are: mIoU of masks, top-1 accuracy of images.
+
+Shape letters: N images, H height, W width, C classes.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.core.errors import DataError
+from tasks.parts.data.input_card import Task
+
+FLOAT_MODEL = "float_model"
+"""Source of a data set whose truth is what the float model predicts."""
+
+NO_LABEL = -1
+"""What no label is: every image counts."""
+
+
+class Metric(StrEnum):
+    """What a score is."""
+
+    miou = "mIoU"
+    top1 = "top-1 accuracy"
+    miou_agreement = "agreement with the float model (mIoU)"
+    top1_agreement = "agreement with the float model (top-1)"
+
+
+def metric_of(task: Task, source: str) -> Metric:
+    """Return the metric of a task on the data set of a source (`Manifest.source`)."""
+    is_agreement = source == FLOAT_MODEL
+    if task is Task.segmentation:
+        return Metric.miou_agreement if is_agreement else Metric.miou
+    return Metric.top1_agreement if is_agreement else Metric.top1
+
+
+def score(prediction: NDArray[Any], truth: NDArray[Any], num_classes: int, task: Task) -> float:
+    """Return mIoU of masks [N, H, W], or the share of right images of labels [N], 0..1."""
+    if task is Task.segmentation:
+        return mean_iou(prediction, truth, num_classes)
+    return float((prediction == truth).mean())
+
+
+def class_scores(
+    prediction: NDArray[Any], truth: NDArray[Any], num_classes: int, task: Task
+) -> tuple[float | None, ...]:
+    """Return the IoU of each class, or the share of its images that are right; None for a class that is absent."""
+    if task is Task.segmentation:
+        return scores(confusion_matrix(prediction, truth, num_classes)).iou
+    confusion_CC = confusion_matrix(prediction, truth, num_classes, ignore_index=NO_LABEL)
+    return tuple(
+        float(right / count) if count else None
+        for right, count in zip(np.diag(confusion_CC), confusion_CC.sum(axis=1), strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """None where a number is undefined, never 0 or NaN."""
+
+    miou: float | None
+    """Mean of the defined class IoUs, 0..1."""
+    iou: tuple[float | None, ...]
+    """Intersection over union per class; None for a class that neither truth nor prediction shows."""
+    pixel_accuracy: float | None
+    """Share of right pixels among those that are not ignored."""
+
+
+def confusion_matrix(
+    prediction_NHW: NDArray[Any], mask_NHW: NDArray[Any], num_classes: int, ignore_index: int = 255
+) -> NDArray[np.int64]:
+    """Count pixels by (true class, predicted class) as [C, C]; matrices of several batches add up.
+
+    Raises:
+        DataError: the shapes differ, or a counted value is no class (bincount would grow silently).
+    """
+    if prediction_NHW.shape != mask_NHW.shape:
+        raise DataError(
+            f"predictions have shape {prediction_NHW.shape}, masks {mask_NHW.shape}: both must be [N, H, W]. "
+            "Run validate on the data set that the engine was built for."
+        )
+    is_counted = mask_NHW != ignore_index
+    truth = mask_NHW[is_counted].astype(np.int64)
+    prediction = prediction_NHW[is_counted].astype(np.int64)
+    for name, values in (("masks", truth), ("predictions", prediction)):
+        if values.size and (values.min() < 0 or values.max() >= num_classes):
+            raise DataError(
+                f"{name} hold labels from {values.min()} to {values.max()}, expected 0 to {num_classes - 1}. "
+                "Model and data set must have the same classes."
+            )
+    counts = np.bincount(truth * num_classes + prediction, minlength=num_classes**2)
+    return counts.reshape(num_classes, num_classes)
+
+
+def mean_iou(prediction_NHW: NDArray[Any], mask_NHW: NDArray[Any], num_classes: int) -> float:
+    """Return the mIoU, 0..1; 0 where no class is defined, so that it can be compared."""
+    return scores(confusion_matrix(prediction_NHW, mask_NHW, num_classes)).miou or 0.0
+
+
+def scores(confusion_CC: NDArray[np.int64]) -> Scores:
+    """Compute IoU per class, their mean and the pixel accuracy (rows of the matrix are the truth)."""
+    hits_C = np.diag(confusion_CC)
+    union_C = confusion_CC.sum(axis=0) + confusion_CC.sum(axis=1) - hits_C
+    iou = tuple(float(hit / area) if area else None for hit, area in zip(hits_C, union_C, strict=True))
+    defined = [value for value in iou if value is not None]
+    total = int(confusion_CC.sum())
+    return Scores(
+        miou=sum(defined) / len(defined) if defined else None,
+        iou=iou,
+        pixel_accuracy=float(hits_C.sum() / total) if total else None,
+    )

@@ -1,0 +1,212 @@
+"""Run the engine of this folder: ``python infer.py IMAGES.npy CLASSES.npy``.
+
+IMAGES.npy holds RGB images as uint8 [N, H, W, 3] of the size in model.json; CLASSES.npy gets the index of the class
+of each pixel, [N, H, W], or of each image, [N]: uint8, or uint16 for more than 256 classes. From Python:
+``Engine().predict(images_NHWC)``. Needs what requirements.txt names: numpy and the runtime, in the version that was
+measured.
+
+Images of another size or kind are refused. Pillow makes them of image files as prepare_data stretches its own:
+``ImageOps.exif_transpose(image).convert("RGB").resize((width, height), Image.Resampling.BILINEAR)``.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FOLDER = Path(__file__).resolve().parent
+
+Array = np.ndarray[Any, Any]
+
+Run = Callable[[Array], Array]
+
+
+class Engine:
+    """The engine of a bundle, checked and loaded."""
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        """Load it; raise ValueError for other bytes, another runtime or another machine than was measured."""
+        self.card: dict[str, Any] = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+        content = (folder / self.card["file"]).read_bytes()
+        found = hashlib.sha256(content).hexdigest()
+        if found != self.card["sha256"]:
+            raise ValueError(
+                f"{folder / self.card['file']}: sha256 {found[:12]}..., model.json says "
+                f"{self.card['sha256'][:12]}...; the file was changed or truncated and is not loaded. Copy the "
+                "bundle again."
+            )
+        _check_version(self.card)
+        openers = {"onnxruntime": _open_onnxruntime, "openvino": _open_openvino, "tensorrt": _open_tensorrt}
+        self._run = openers[self.card["runtime"]](content, self.card)
+
+    def predict(self, images_NHWC: Array) -> Array:
+        """Return the class of each pixel, [N, H, W], or of each image, [N], for RGB images uint8 [N, H, W, 3].
+
+        Raises ValueError for images of another type or size.
+        """
+        card = self.card
+        expected = (card["height"], card["width"], 3)
+        if images_NHWC.dtype != np.uint8 or images_NHWC.shape[1:] != expected or not len(images_NHWC):
+            raise ValueError(
+                f"images are {images_NHWC.dtype} {list(images_NHWC.shape)}, expected uint8 [N, {card['height']}, "
+                f"{card['width']}, 3], RGB, with one image or more. Convert and resize them first."
+            )
+        std = np.asarray(card["std"], np.float64)
+        scale_C = (1.0 / (255.0 * std)).astype(np.float32)
+        shift_C = (-np.asarray(card["mean"], np.float64) / std).astype(np.float32)
+        classes = []
+        smallest = np.min_scalar_type(len(card["classes"]) - 1)
+        for batch in cut_batches(len(images_NHWC), card["batches"]):
+            batch_NCHW = np.ascontiguousarray(np.moveaxis(images_NHWC[batch], -1, 1), dtype=np.float32)
+            logits = self._run(batch_NCHW * scale_C[:, None, None] + shift_C[:, None, None])
+            classes.append(logits.argmax(axis=1).astype(smallest))
+        return np.concatenate(classes)
+
+
+def cut_batches(num_images: int, ranges: list[list[int]]) -> Iterator[slice]:
+    """Cut the images into the largest batches that the engine takes; `ranges` are pairs of lowest and highest."""
+    start = 0
+    while start < num_images:
+        left = num_images - start
+        size = max(min(highest, left) for lowest, highest in ranges if lowest <= left)
+        yield slice(start, start + size)
+        start += size
+
+
+def _check_version(card: dict[str, Any]) -> None:
+    package, measured = card["package"], card["runtime_version"]
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    if found == "none" or (found != measured and not card["options"].get("version_compatible")):
+        raise ValueError(
+            f"the engine was built and measured with {package} {measured}, installed is {found}. Run "
+            "pip install -r requirements.txt, or build the engine again with that version."
+        )
+
+
+def _open_onnxruntime(content: bytes, card: dict[str, Any]) -> Run:
+    import onnxruntime
+
+    options, provider = onnxruntime.SessionOptions(), card["options"]["provider"]
+    options.intra_op_num_threads, options.inter_op_num_threads = card["options"]["num_threads"], 1
+    chosen = (provider, card["options"]["provider_options"])
+    session = onnxruntime.InferenceSession(content, options, providers=[chosen])
+    if session.get_providers()[0] != provider:  # by itself it falls back to the CPU
+        raise ValueError(
+            f"the engine was measured on {provider}, onnxruntime here has {', '.join(session.get_providers())}."
+        )
+    name = session.get_inputs()[0].name
+    return lambda images_NCHW: session.run(None, {name: images_NCHW})[0]
+
+
+def _open_openvino(content: bytes, card: dict[str, Any]) -> Run:
+    import io
+
+    import openvino
+
+    try:
+        compiled = openvino.Core().import_model(io.BytesIO(content), "CPU", card["options"]["properties"])
+    except RuntimeError as error:
+        raise ValueError(
+            f"OpenVINO cannot load the engine, which was compiled on a CPU with {', '.join(card['options']['isa'])} "
+            "and runs only there. Build it again for this machine."
+        ) from error
+    request = compiled.create_infer_request()
+    return lambda images_NCHW: request.infer({0: images_NCHW})[0]
+
+
+def _open_tensorrt(content: bytes, card: dict[str, Any]) -> Run:
+    """Load a plan on the GPU of pycuda's primary context (CUDA_DEVICE chooses). Not run on real hardware."""
+    import pycuda.autoprimaryctx
+    import pycuda.driver as cuda
+    import tensorrt as trt
+
+    device = pycuda.autoprimaryctx.device
+    check_gpu(device.name(), device.compute_capability(), card["options"])
+    runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
+    runtime.engine_host_code_allowed = card["options"]["version_compatible"]
+    engine = runtime.deserialize_cuda_engine(content)
+    if engine is None:
+        raise ValueError(
+            f"TensorRT {trt.__version__} cannot load the engine; its own words are above. Build it again here."
+        )
+    context = engine.create_execution_context()
+    if context is None:
+        raise ValueError("TensorRT has too little GPU memory for the engine. End other processes on the GPU.")
+    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+    [image] = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
+    [logits] = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT]
+    largest, size = max(highest for _, highest in card["batches"]), (card["height"], card["width"])
+    host_images = cuda.pagelocked_empty((largest, 3, *size), np.float32)
+    host_logits = cuda.pagelocked_empty((largest, *card["logits_shape"]), np.float32)
+    device_images, device_logits = cuda.mem_alloc(host_images.nbytes), cuda.mem_alloc(host_logits.nbytes)
+    context.set_tensor_address(image, int(device_images))
+    context.set_tensor_address(logits, int(device_logits))
+    stream = cuda.Stream()
+
+    def run(images_NCHW: Array) -> Array:
+        batch = len(images_NCHW)
+        fitting = [index for index, (low, high) in enumerate(card["batches"]) if low <= batch <= high]
+        if context.active_optimization_profile != fitting[0]:
+            context.set_optimization_profile_async(fitting[0], stream.handle)
+        context.set_input_shape(image, images_NCHW.shape)
+        host_images[:batch] = images_NCHW
+        cuda.memcpy_htod_async(device_images, host_images[:batch], stream)
+        if not context.execute_async_v3(stream.handle):
+            raise ValueError("TensorRT cannot run the engine; its own words are above. Build it again here.")
+        cuda.memcpy_dtoh_async(host_logits[:batch], device_logits, stream)
+        stream.synchronize()
+        logits_NCHW: Array = host_logits[:batch]
+        return logits_NCHW
+
+    return run
+
+
+def check_gpu(name: str, compute_capability: tuple[int, int], options: dict[str, Any]) -> None:
+    """Raise ValueError for a GPU on which the plan does not run, or not as it was measured."""
+    built_on, compatibility = options["gpu"], options["hardware_compatibility"]
+    here = ".".join(map(str, compute_capability))
+    is_same = here == built_on["compute_capability"]
+    fits = {
+        "none": is_same and name == built_on["name"],
+        "same_compute_capability": is_same,
+        "ampere_plus": compute_capability >= (8, 0),
+    }
+    if not fits[compatibility]:
+        raise ValueError(
+            f"the engine was built on {built_on['name']} ({built_on['compute_capability']}) with "
+            f"hardware_compatibility {compatibility}, this GPU is {name} ({here}). Build it again here."
+        )
+
+
+def _read_images(path: str) -> Array:
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}: no whole .npy file ({error}). Write the images with numpy.save."
+        ) from error
+
+
+def main() -> None:
+    """Read images, write classes."""
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    try:
+        images_NHWC = _read_images(sys.argv[1])
+        np.save(sys.argv[2], Engine().predict(images_NHWC), allow_pickle=False)
+    except ImportError as error:
+        sys.exit(f"infer.py: {error}. Run pip install -r requirements.txt.")
+    except (OSError, ValueError) as error:
+        sys.exit(f"infer.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

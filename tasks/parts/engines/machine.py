@@ -1,0 +1,211 @@
+"""This machine, held against what a target declares and what an engine was built on."""
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import TargetMismatch
+from tasks.parts.engines.gpu import Gpu, find_gpus
+from tasks.parts.engines.target import ANY, CUDA, Runtime, Target
+from tasks.parts.engines.tensorrt_options import OLDEST_TENSORRT, HardwareCompatibility, TensorrtOptions
+from tasks.parts.onnx_session import TENSORRT_MAJOR as ONNXRUNTIME_TENSORRT_MAJOR
+
+if TYPE_CHECKING:
+    from tasks.parts.engines.manifest import EngineManifest
+
+ISA_FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+"""Flags of /proc/cpuinfo that change which kernels a runtime picks."""
+
+_AMPERE = (8, 0)
+"""Compute capability from which on engines of hardware_compatibility ampere_plus run."""
+
+_DISTRIBUTIONS = {Runtime.onnxruntime: ("onnxruntime", "onnxruntime-gpu"), Runtime.aotinductor: ("torch",)}
+"""Packages that hold a runtime, where they are named otherwise; the first that is installed counts."""
+
+
+@functools.cache
+def read_cpu_flags() -> frozenset[str]:
+    """Return the flags of this machine's CPU; empty where the system does not tell (no Linux)."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return frozenset()
+    for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith(("flags", "Features")):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def read_isa() -> tuple[str, ...]:
+    """Return those flags of this CPU that change which kernels a runtime picks."""
+    return tuple(flag for flag in ISA_FLAGS if flag in read_cpu_flags())
+
+
+def read_cpu_model() -> str:
+    """Return the CPU's name as the system gives it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()} ({os.cpu_count()} logical cores)"
+    return f"unknown ({os.cpu_count()} logical cores)"
+
+
+def missing_cpu_flags(target: Target) -> list[str]:
+    """Return the CPU flags that the target asks for and this machine lacks."""
+    return [flag for flag in target.cpu_flags if flag not in read_cpu_flags()]
+
+
+def check_gpu(target: Target) -> None:
+    """Raise TargetMismatch unless the first visible GPU is the declared one (CUDA_VISIBLE_DEVICES chooses)."""
+    declared = target.gpu
+    if declared is None:
+        return
+    found = find_gpus()
+    traits = {"compute capability": declared.compute_capability, "the name": declared.name}
+    named = " and ".join(f"{trait} {value}" for trait, value in traits.items() if value != ANY)
+    wanted = f"an NVIDIA GPU with {named}" if named else "an NVIDIA GPU"
+    if not found:
+        raise TargetMismatch(
+            f"Target {target.name} needs {wanted}; this machine has none, or no driver "
+            f"(libcuda.so.1). Run it on a worker of pool '{target.work_pool}', or take it out of target."
+        )
+    is_same = declared.compute_capability in (ANY, found[0].compute_capability)
+    if not is_same or declared.name not in (ANY, found[0].name):
+        raise TargetMismatch(
+            f"Target {target.name} needs {wanted}; the first one here is {found[0].name} with "
+            f"{found[0].compute_capability}. An engine is fast, or runs at all, only on the GPU that it was built "
+            f"on. Run it on a worker of pool '{target.work_pool}', or declare this GPU (target.{target.name}.gpu)."
+        )
+
+
+def check_runtime_version(target: Target, installed: str) -> None:
+    """Raise TargetMismatch when the installed runtime is not of the declared version."""
+    declared = target.runtime_version
+    if declared == ANY or installed == declared or installed.startswith((declared + ".", declared + "+")):
+        return
+    raise TargetMismatch(
+        f"Target {target.name} declares {target.runtime} {declared}, this machine has {installed}. Run it on "
+        f"a worker of pool '{target.work_pool}', or declare target.{target.name}.runtime_version={installed} "
+        "and build again."
+    )
+
+
+def check_tensorrt_version(target: Target, installed: str) -> None:
+    """Raise TargetMismatch for a TensorRT that is too old, or that ONNX Runtime does not run plans of."""
+    version = tuple(map(int, installed.split(".")[:2]))
+    if version < OLDEST_TENSORRT:
+        raise TargetMismatch(
+            f"Target {target.name} needs TensorRT {'.'.join(map(str, OLDEST_TENSORRT))} or later, this machine has "
+            f"{installed}. Install a later one (extra gpu), or run it on a worker of pool '{target.work_pool}'."
+        )
+    if target.runtime is Runtime.onnxruntime and version[0] != ONNXRUNTIME_TENSORRT_MAJOR:
+        raise TargetMismatch(
+            f"Target {target.name} needs TensorRT {ONNXRUNTIME_TENSORRT_MAJOR}, whose plans onnxruntime-gpu runs; "
+            f"this machine has {installed}. Install `tensorrt<{ONNXRUNTIME_TENSORRT_MAJOR + 1}`, run it on a worker "
+            f"of pool '{target.work_pool}', or take a target of runtime tensorrt."
+        )
+
+
+def installed_version(runtime: Runtime) -> str:
+    """Return the installed version of a runtime without importing it; raise TargetMismatch where there is none."""
+    names = _DISTRIBUTIONS.get(runtime, (runtime,))
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    raise TargetMismatch(
+        f"Package {' or '.join(names)} is not installed. Install it (TensorRT comes with the extra gpu: `pip install "
+        "-e '.[gpu]'`), or run this on a worker of the target's work pool."
+    )
+
+
+def check_versions(target: Target) -> str:
+    """Return the installed version of the target's runtime; raise TargetMismatch unless it is the declared one, and
+    TensorRT, where that makes a plan, one that can."""
+    installed = installed_version(target.runtime)
+    check_runtime_version(target, installed)
+    if target.tensorrt is not None:
+        check_tensorrt_version(target, installed_version(Runtime.tensorrt))
+    return installed
+
+
+def check_machine(manifest: "EngineManifest") -> None:
+    """Raise TargetMismatch unless this machine can run the engine that the manifest describes."""
+    target = manifest.target
+    if target.tensorrt is None:
+        check_gpu(target)
+    installed = check_versions(target)
+    missing = missing_cpu_flags(target)
+    if missing:
+        raise TargetMismatch(
+            f"Target {target.name} needs the CPU flags {', '.join(target.cpu_flags)}; this machine lacks "
+            f"{', '.join(missing)}. Run it on a worker of pool '{target.work_pool}' "
+            f"(target.{target.name}.cpu_flags)."
+        )
+    if target.runtime in (Runtime.openvino, Runtime.aotinductor):
+        _check_compiled(manifest, installed)
+    if target.tensorrt is not None:
+        _check_plan(manifest, target.tensorrt, installed_version(Runtime.tensorrt))
+
+
+def _check_compiled(manifest: "EngineManifest", installed: str) -> None:
+    """Native code of a compiler: the same version, CPU and GPU or none."""
+    target = manifest.target
+    if installed != manifest.runtime_version:
+        raise TargetMismatch(
+            f"Engine {manifest.file} of target {target.name} was compiled by {target.runtime} "
+            f"{manifest.runtime_version}, this machine has {installed}; native code loads only in the version that "
+            f"made it. Build it again here (build_engine for target {target.name}), or install that "
+            "version."
+        )
+    if read_isa() != manifest.isa:
+        raise TargetMismatch(
+            f"Engine {manifest.file} of target {target.name} was compiled for a CPU with "
+            f"{', '.join(manifest.isa)}, this one has {', '.join(read_isa())}. Build it again here "
+            f"(build_engine for target {target.name}), or run it on a worker of pool '{target.work_pool}'."
+        )
+    if target.device == CUDA and (here := _first_gpu()) != manifest.gpu:
+        raise TargetMismatch(
+            f"Engine {manifest.file} of target {target.name} was compiled on {_gpu_text(manifest.gpu)}, this machine "
+            f"has {_gpu_text(here)}. Build it again here (build_engine for target {target.name}), or run it on a "
+            f"worker of pool '{target.work_pool}'."
+        )
+
+
+def _check_plan(manifest: "EngineManifest", options: TensorrtOptions, installed: str) -> None:
+    target, built_by = manifest.target, manifest.tensorrt_version
+    if installed != built_by and not options.version_compatible:
+        raise TargetMismatch(
+            f"Engine {manifest.file} of target {target.name} was built by TensorRT {built_by}, this machine has "
+            f"{installed}; a plan loads only in the version that made it. Build it again here (build_engine for "
+            f"target {target.name}), install that version, or build with target.{target.name}.tensorrt"
+            ".version_compatible."
+        )
+    here, built_on = _first_gpu(), manifest.gpu
+    if here is None or built_on is None or not _runs_on(options.hardware_compatibility, here, built_on):
+        raise TargetMismatch(
+            f"Engine {manifest.file} of target {target.name} was built on {_gpu_text(built_on)}, this machine has "
+            f"{_gpu_text(here)}, and its hardware_compatibility is {options.hardware_compatibility}. Build it again "
+            f"here (build_engine for target {target.name}), run it on a worker of pool "
+            f"'{target.work_pool}', or build with target.{target.name}.tensorrt.hardware_compatibility."
+        )
+
+
+def _runs_on(compatibility: HardwareCompatibility, here: Gpu, built_on: Gpu) -> bool:
+    match compatibility:
+        case HardwareCompatibility.none:
+            return here == built_on
+        case HardwareCompatibility.same_compute_capability:
+            return here.compute_capability == built_on.compute_capability
+        case HardwareCompatibility.ampere_plus:
+            return tuple(map(int, here.compute_capability.split("."))) >= _AMPERE
+
+
+def _first_gpu() -> Gpu | None:
+    return next(iter(find_gpus()), None)
+
+
+def _gpu_text(gpu: Gpu | None) -> str:
+    return f"{gpu.name} ({gpu.compute_capability})" if gpu else "no NVIDIA GPU"

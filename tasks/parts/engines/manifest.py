@@ -1,0 +1,131 @@
+"""What an engine is on disk.
+
+engine/manifest.json     EngineManifest
+engine/<file>            the one file that a user deploys (absent unless status is "built")
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import dacite
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.gpu import Gpu
+from tasks.parts.engines.target import Target
+
+MANIFEST_FILE = "manifest.json"
+
+Precisions = dict[str, dict[str, int]]
+"""Operator type -> precision that the runtime really chose -> number of nodes."""
+
+FloatArray = NDArray[np.float32]
+
+ENGINE_FOLDER = "engine"
+
+LAYERS_FILE = "layers.csv"
+"""Beside the engine file; benchmark writes another one with the time of each layer."""
+
+GRAPH_FILE = "graph.onnx"
+"""Beside an engine that is no graph itself: the encoded graph that it was compiled from."""
+
+
+class EngineStatus(StrEnum):
+    """How a build ended."""
+
+    built = "built"
+    skipped = "skipped"
+    failed = "failed"
+
+
+@dataclass(frozen=True)
+class EngineManifest:
+    """All that must be known about an engine before its file is opened."""
+
+    target: Target
+    status: EngineStatus
+    reason: str
+    """Why there is no engine; empty if there is one."""
+    file: str
+    sha256: str
+    size_bytes: int
+    runtime_version: str
+    """The full version that built the file."""
+    tensorrt_version: str
+    """The full version of TensorRT that made the plan; empty for engines without one."""
+    isa: tuple[str, ...]
+    """Instruction sets of the CPU that built the file."""
+    gpu: Gpu | None
+    """The GPU that built the file, for targets with one."""
+    card: InputCard
+    is_quantized: bool
+    precisions: Precisions
+    precision_ok: bool
+    """Whether the runtime really computes in the precision that graph and target declare."""
+    provider: str
+    """Where the runtime really placed the graph, in its own words."""
+
+    @property
+    def is_built(self) -> bool:
+        """Whether there is an engine file."""
+        return self.status is EngineStatus.built
+
+
+@dataclass(frozen=True)
+class EngineLayer:
+    """One layer that a runtime really executes, in its own words."""
+
+    name: str
+    kind: str
+    """Its type, such as Convolution, QLinearConv or CaskConvolution."""
+    precision: str
+    """int8, fp8, f16, bf16 or f32; empty where it computes in none of them."""
+    nodes: tuple[str, ...]
+    """Names of the ONNX nodes that it computes, as far as the runtime tells."""
+    is_conversion: bool
+    """Whether it only changes layout or precision."""
+
+
+def count_precisions(layers: Sequence[EngineLayer]) -> Precisions:
+    """Count the layers that compute, by kind and precision."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for layer in layers:
+        if layer.precision and not layer.is_conversion:
+            counts[layer.kind][layer.precision] += 1
+    return {kind: dict(sorted(found.items())) for kind, found in sorted(counts.items())}
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_engine_manifest(engine: Path, manifest: EngineManifest) -> None:
+    """Write `engine/manifest.json`."""
+    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False)
+    (engine / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_engine_manifest(engine: Path) -> EngineManifest:
+    """Read `engine/manifest.json`; raise ArtifactError if it is missing or damaged."""
+    path = engine / MANIFEST_FILE
+    if not path.is_file():
+        raise ArtifactError(
+            f"{path}: not found, expected the output of build_engine. Run build_engine first."
+        )
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return dacite.from_dict(EngineManifest, fields, dacite.Config(cast=[StrEnum, tuple], strict=True))
+    except (ValueError, TypeError, dacite.DaciteError) as error:
+        raise ArtifactError(
+            f"{path}: damaged or of another version ({error!r}). Run build_engine again."
+        ) from error

@@ -1,0 +1,130 @@
+"""Read from ONNX Runtime which layers it really executes, in which precision, and how long each takes."""
+
+import json
+import re
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from tasks.parts.engines.manifest import EngineLayer, FloatArray
+from tasks.parts.engines.runner import OperatorTime
+from tasks.parts.onnx_session import open_session
+
+_INT8_TYPES = {2: "int8", 3: "int8"}  # TensorProto.UINT8, INT8
+
+_FLOAT_TYPES = {1: "f32", 10: "f16", 16: "bf16"}  # TensorProto.FLOAT, FLOAT16, BFLOAT16
+
+_CONVERSIONS = {
+    "QuantizeLinear",
+    "DequantizeLinear",
+    "ReorderInput",
+    "ReorderOutput",
+    "Cast",
+    "MemcpyFromHost",
+    "MemcpyToHost",
+}
+
+_INSERTED = re.compile(r"Transpose(_token_\d+)?")
+
+_ADDED_TO_NAMES = re.compile(r"^(InsertedPrecisionFreeCast_)+|(_nchwc|_quant|_token_\d+|/MatMulAddFusion)+$")
+
+_SAME_TYPE_OPS = {
+    "MaxPool",
+    "Resize",
+    "Reshape",
+    "Transpose",
+    "Concat",
+    "Relu",
+    "Clip",
+    "Slice",
+    "Squeeze",
+    "Split",
+}
+
+
+def record_nodes(
+    file: Path, images_NCHW: FloatArray, num_iterations: int, *, provider: str, num_threads: int
+) -> list[dict[str, Any]]:
+    """Return what ONNX Runtime's profiler records of every node that ran."""
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = str(Path(folder) / "profile")
+        session = open_session(file, provider=provider, num_threads=num_threads, profile_prefix=prefix)
+        for _ in range(num_iterations):
+            session.run(None, {session.get_inputs()[0].name: images_NCHW})
+        events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+    return [
+        event for event in events if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")
+    ]
+
+
+def without_first_runs(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out the first run of each node, which is slower."""
+    seen: set[str] = set()
+    later = []
+    for event in events:
+        if event["name"] in seen:
+            later.append(event)
+        seen.add(event["name"])
+    return later
+
+
+def find_nodes_elsewhere(events: list[dict[str, Any]], provider: str) -> dict[str, str]:
+    """Return node -> operator type of recorded nodes that another provider ran; ONNX Runtime moves them silently."""
+    return {
+        event["name"].removesuffix("_kernel_time"): event["args"]["op_name"]
+        for event in events
+        if event["args"].get("provider") != provider
+    }
+
+
+def layers_of(file: Path, *, provider: str, num_threads: int) -> tuple[EngineLayer, ...]:
+    """Read the graph that ONNX Runtime really executes."""
+    import onnx
+
+    with tempfile.TemporaryDirectory() as folder:
+        optimised_file = Path(folder) / "optimised.onnx"
+        open_session(file, provider=provider, num_threads=num_threads, optimised_file=optimised_file)
+        graph = onnx.load(optimised_file).graph
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    types |= {value.name: value.type.tensor_type.elem_type for value in [*graph.value_info, *graph.input]}
+    own = {tensor.name for tensor in graph.initializer}
+    return tuple(
+        EngineLayer(
+            name=node.name,
+            kind=node.op_type,
+            precision=_node_precision(node, types),
+            nodes=(_ADDED_TO_NAMES.sub("", node.name),),
+            is_conversion=node.op_type in _CONVERSIONS or bool(_INSERTED.fullmatch(node.name)),
+        )
+        for node in graph.node
+        if not own >= set(node.input)  # a constant that is dequantized once
+    )
+
+
+def _node_precision(node: Any, types: dict[str, int]) -> str:
+    """Return what a node computes in, and note the type of its outputs; nodes must come in topological
+    order."""
+    if node.op_type.startswith("QLinear") or node.op_type.endswith("Integer"):
+        zero_point = types.get(node.input[-1] if node.op_type == "QLinearConcat" else node.input[2], 2)
+        types.update(dict.fromkeys(node.output, zero_point if zero_point in _INT8_TYPES else 2))
+        return "int8"
+    if node.op_type == "QuantizeLinear":
+        types[node.output[0]] = types.get(node.input[2], 2) if len(node.input) > 2 else 2
+        return "f32"
+    if node.op_type == "DequantizeLinear":
+        types[node.output[0]] = 1
+        return "f32"
+    found = types.get(node.input[0], 0) if node.input else 0
+    if node.op_type in _SAME_TYPE_OPS or found in _FLOAT_TYPES:
+        types.update({name: found for name in node.output if name not in types})
+    return _INT8_TYPES.get(found) or _FLOAT_TYPES.get(found) or ""
+
+
+def operator_times(events: list[dict[str, Any]], num_iterations: int) -> tuple[OperatorTime, ...]:
+    milliseconds: dict[tuple[str, str], float] = defaultdict(float)
+    for event in events:
+        name = event["name"].removesuffix("_kernel_time")
+        milliseconds[name, event["args"].get("op_name", "")] += event["dur"] / 1000 / num_iterations
+    times = [OperatorTime(name, op_type, value) for (name, op_type), value in milliseconds.items()]
+    return tuple(sorted(times, key=lambda time: -time.milliseconds))

@@ -1,0 +1,133 @@
+"""ONNX Runtime, on the CPU or an NVIDIA GPU. The engine file is an ONNX graph; the runtime optimises it for the
+machine at hand when it is loaded. For its TensorRT provider the graph holds a plan, and nothing is optimised.
+
+An offline-optimised file would load 2-20 ms faster and run no faster, but only on the CPU that made it.
+The GPU was not run on real hardware.
+"""
+
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from tasks.parts.engines.manifest import EngineManifest, FloatArray
+from tasks.parts.engines.onnxruntime.layers import operator_times, record_nodes, without_first_runs
+from tasks.parts.engines.runner import OperatorTime, RunnerDescription, check_batch
+from tasks.parts.engines.target import CPU, CUDA, Target
+from tasks.parts.onnx_session import CPU_PROVIDER, CUDA_PROVIDER, TENSORRT_PROVIDER, open_session
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+ENGINE_FILE = "engine.onnx"
+
+_PROVIDERS = {CPU: CPU_PROVIDER, CUDA: CUDA_PROVIDER}
+
+
+def provider_of(target: Target) -> str:
+    """Return the provider that must really be in use."""
+    return _PROVIDERS[target.device] if target.tensorrt is None else TENSORRT_PROVIDER
+
+
+class BoundBatch:
+    """Images and logits of one batch size on a device, bound to a session, so that no call allocates them again."""
+
+    def __init__(
+        self,
+        session: "onnxruntime.InferenceSession",
+        device: str,
+        images_shape: tuple[int, ...],
+        logits_shape: tuple[int, ...],
+    ) -> None:
+        import onnxruntime
+
+        allocate = onnxruntime.OrtValue.ortvalue_from_shape_and_type
+        self._session, self._binding = session, session.io_binding()
+        self._images_NCHW = allocate(images_shape, np.float32, device)
+        self._logits_NCHW = allocate(logits_shape, np.float32, device)
+        self._binding.bind_ortvalue_input(session.get_inputs()[0].name, self._images_NCHW)
+        self._binding.bind_ortvalue_output(session.get_outputs()[0].name, self._logits_NCHW)
+
+    def run(self, images_NCHW: FloatArray) -> FloatArray:
+        """Copy images to the device, run, wait, and copy the logits back."""
+        self._images_NCHW.update_inplace(images_NCHW)
+        self._session.run_with_iobinding(self._binding)
+        logits_NCHW: FloatArray = self._logits_NCHW.numpy()
+        return logits_NCHW
+
+
+class OnnxruntimeRunner:
+    """Runs an ONNX file in an ONNX Runtime session; on a GPU through buffers that stay there."""
+
+    def __init__(
+        self, file: Path, manifest: EngineManifest, session: "onnxruntime.InferenceSession | None" = None
+    ) -> None:
+        self._file, self.manifest, self._session = file, manifest, session
+        self._input_name = ""
+        self._bound: dict[int, BoundBatch] = {}
+
+    def __enter__(self) -> Self:
+        if self._session is None:
+            self._session = self._open()
+        self._input_name = self._session.get_inputs()[0].name
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bound.clear()
+        self._session = None
+
+    def infer(self, images_NCHW: FloatArray) -> FloatArray:
+        check_batch(images_NCHW, self.manifest)
+        return self.run(images_NCHW)
+
+    def run(self, images_NCHW: FloatArray) -> FloatArray:
+        assert self._session is not None, "use the runner in a with block"
+        if self.manifest.target.device == CPU:
+            logits: FloatArray = self._session.run(None, {self._input_name: images_NCHW})[0]
+            return logits
+        num_images, card = len(images_NCHW), self.manifest.card
+        if num_images not in self._bound:
+            logits_shape = (num_images, *card.logits_shape)
+            self._bound[num_images] = BoundBatch(self._session, CUDA, images_NCHW.shape, logits_shape)
+        return self._bound[num_images].run(images_NCHW)
+
+    def describe(self) -> RunnerDescription:
+        import onnxruntime
+
+        assert self._session is not None, "use the runner in a with block"
+        options = self._session.get_session_options()
+        return RunnerDescription(
+            runtime="onnxruntime",
+            runtime_version=onnxruntime.__version__,
+            provider=self._session.get_providers()[0],
+            num_threads=options.intra_op_num_threads,
+            options={"graph_optimization_level": options.graph_optimization_level.name},
+        )
+
+    def profile(self, images_NCHW: FloatArray, num_iterations: int) -> tuple[OperatorTime, ...]:
+        check_batch(images_NCHW, self.manifest)
+        target = self.manifest.target
+        if target.device == CUDA:
+            return ()  # its events time the launch of a kernel and not the kernel
+        events = record_nodes(
+            self._file,
+            images_NCHW,
+            1 + num_iterations,
+            provider=provider_of(target),
+            num_threads=target.num_threads,
+        )
+        return operator_times(without_first_runs(events), num_iterations)
+
+    def open_lanes(self, count: int) -> tuple[Self, ...]:
+        """Return runners that share the session: it computes in the threads that call it."""
+        return tuple(type(self)(self._file, self.manifest, self._session) for _ in range(count))
+
+    def time_on_device(self, images_NCHW: FloatArray, num_iterations: int) -> None:
+        return None
+
+    def _open(self) -> "onnxruntime.InferenceSession":
+        target = self.manifest.target
+        return open_session(self._file, provider=provider_of(target), num_threads=target.num_threads)

@@ -1,0 +1,114 @@
+"""What every runner of engines offers, whatever its runtime.
+
+Shape letters: N batch, C channels (images) or classes (logits), H height, W width. Logits are
+[N, C, H, W], or [N, C] of an engine that classifies images.
+"""
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+import numpy as np
+
+from tasks.core.errors import DataError
+from tasks.parts.engines.manifest import EngineManifest, FloatArray
+
+
+@dataclass(frozen=True)
+class RunnerDescription:
+    """What is really in use, asked from the runtime."""
+
+    runtime: str
+    runtime_version: str
+    provider: str
+    num_threads: int
+    options: dict[str, str | int | bool]
+    """What was on that changes the time, by the runtime's own names."""
+
+
+@dataclass(frozen=True)
+class DeviceTimes:
+    """Milliseconds of inferences on a GPU, by CUDA events; one value for each inference."""
+
+    total_ms: list[float]
+    """From the copy of the images to the copy of the logits."""
+    compute_ms: list[float]
+    """Kernels alone; of other inferences than `total_ms`."""
+
+
+@dataclass(frozen=True)
+class OperatorTime:
+    """Mean time of one operator in one inference, from the runtime's own profiler."""
+
+    name: str
+    op_type: str
+    milliseconds: float
+
+
+class Runner(Protocol):
+    """A loaded engine. Use it in a `with` block."""
+
+    manifest: EngineManifest
+
+    def __enter__(self) -> Self:
+        """Load the engine."""
+        ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Free it."""
+        ...
+
+    def infer(self, images_NCHW: FloatArray) -> FloatArray:
+        """Return the logits of normalised images; raise DataError for a batch that does not fit."""
+        ...
+
+    def run(self, images_NCHW: FloatArray) -> FloatArray:
+        """Do the same without checks; the result may be overwritten by the next call. This is what is
+        timed."""
+        ...
+
+    def describe(self) -> RunnerDescription:
+        """Tell what is really in use."""
+        ...
+
+    def profile(self, images_NCHW: FloatArray, num_iterations: int) -> tuple[OperatorTime, ...]:
+        """Measure every operator, slowest first."""
+        ...
+
+    def open_lanes(self, count: int) -> "tuple[Runner, ...]":
+        """Return `count` runners of this loaded engine that work at the same time: throughput is measured with them.
+
+        Each belongs to the thread that enters it. Together they use `count` times the threads of one inference. They
+        end before this runner does.
+        """
+        ...
+
+    def time_on_device(self, images_NCHW: FloatArray, num_iterations: int) -> DeviceTimes | None:
+        """Measure inferences by the clock of the GPU; None on a CPU, and where the runtime shows no stream."""
+        ...
+
+
+def check_batch(images_NCHW: FloatArray, manifest: EngineManifest) -> None:
+    """Raise DataError unless the batch has the dtype, the shape and the finite values that the engine
+    expects."""
+    card, target = manifest.card, manifest.target
+    who = f"Engine {manifest.file} of target {target.name}"
+    expected = f"float32 [1..{target.max_batch}, 3, {card.height}, {card.width}], normalised, RGB"
+    if images_NCHW.dtype != np.float32 or images_NCHW.shape[1:] != (3, card.height, card.width):
+        raise DataError(
+            f"{who}: input is {images_NCHW.dtype} {list(images_NCHW.shape)}, expected {expected}. Resize the "
+            "images, or export the variant for that size (prepare_data) and build again."
+        )
+    if not 1 <= len(images_NCHW) <= target.max_batch:
+        raise DataError(
+            f"{who}: input is a batch of {len(images_NCHW)}, expected {expected}. Raise "
+            f"target.{target.name}.max_batch and build again, or send smaller batches."
+        )
+    if not np.isfinite(images_NCHW).all():
+        bad = [int(i) for i in np.flatnonzero(~np.isfinite(images_NCHW).all(axis=(1, 2, 3)))]
+        raise DataError(
+            f"{who}: NaN or infinity in image {bad[0]} of the batch ({len(bad)} in all), expected finite "
+            "values. Check the normalisation and the source of the images."
+        )

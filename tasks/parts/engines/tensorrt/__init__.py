@@ -1,0 +1,1 @@
+"""TensorRT. Not run on real hardware."""

@@ -1,0 +1,39 @@
+"""Captured CUDA graphs, which pycuda has no binding for, by ctypes. Not run on real hardware."""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from tasks.parts.engines.gpu import CUDA_LIBRARY, check_driver_call
+
+_CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+
+class CapturedGraph:
+    """Work on a stream that was recorded once and is launched again by a single call. pycuda has no such binding."""
+
+    def __init__(self, stream: int, record: Callable[[], None]) -> None:
+        """Record what `record` puts on the stream (a CUstream handle); nothing of it runs yet."""
+        self._driver, self._stream = ctypes.CDLL(CUDA_LIBRARY), ctypes.c_void_p(stream)
+        self._graph, self._executable = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuStreamBeginCapture_v2", self._stream, _CAPTURE_THREAD_LOCAL)
+        try:
+            record()
+        except BaseException:  # the stream must leave the capture, whatever broke it
+            self._driver.cuStreamEndCapture(self._stream, ctypes.byref(self._graph))
+            raise
+        self._call("cuStreamEndCapture", self._stream, ctypes.byref(self._graph))
+        flags = ctypes.c_ulonglong(0)
+        self._call("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), self._graph, flags)
+
+    def launch(self) -> None:
+        """Put the recorded work on the stream."""
+        self._call("cuGraphLaunch", self._executable, self._stream)
+
+    def close(self) -> None:
+        """Free the graph."""
+        self._call("cuGraphExecDestroy", self._executable)
+        self._call("cuGraphDestroy", self._graph)
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        check_driver_call(getattr(self._driver, function)(*arguments), function)

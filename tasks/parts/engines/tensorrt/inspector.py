@@ -1,0 +1,52 @@
+"""What TensorRT's engine inspector tells about the layers of an engine.
+
+Its JSON differs by major: 10 says "Format/Datatype" in one text and "Bindings", 11 "Format" and "DataType" apart and
+"I/O Tensors". Both are read.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tasks.parts.engines.manifest import EngineLayer
+
+_PRECISIONS = (
+    (re.compile(r"\b(int8|i8)\b", re.IGNORECASE), "int8"),
+    (re.compile(r"\b(fp8\w*|e4m3\w*)\b", re.IGNORECASE), "fp8"),
+    (re.compile(r"\b(bf16|bfloat16|bfloat)\b", re.IGNORECASE), "bf16"),
+    (re.compile(r"\b(fp16|half|float16)\b", re.IGNORECASE), "f16"),
+    (re.compile(r"\b(fp32|float|float32)\b", re.IGNORECASE), "f32"),
+)
+
+_NODE = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
+
+_REFORMAT = re.compile(r"reformat|copy", re.IGNORECASE)
+
+
+def read_layers(text: str) -> tuple[EngineLayer, ...]:
+    """Read the inspector's JSON; an engine that tells names only, or nothing, has layers without precision."""
+    layers = json.loads(text).get("Layers", [])
+    layers = [{"Name": layer} if isinstance(layer, str) else layer for layer in layers]
+    return tuple(_read_layer(layer) for layer in layers)
+
+
+def _read_layer(layer: dict[str, Any]) -> EngineLayer:
+    kind = str(layer.get("LayerType", ""))
+    nodes = tuple(_NODE.findall(str(layer.get("Metadata", ""))))
+    return EngineLayer(
+        name=str(layer.get("Name", "")),
+        kind=kind,
+        precision=_precision(layer),
+        nodes=nodes,
+        is_conversion=bool(_REFORMAT.search(kind)) and not nodes,
+    )
+
+
+def _precision(layer: dict[str, Any]) -> str:
+    """Read the precision of the first input; of the weights where that depends on a shape that is not known."""
+    inputs: Sequence[dict[str, Any]] = layer.get("Inputs", [])
+    told = [str(inputs[0].get(key, "")) for key in ("DataType", "Format/Datatype")] if inputs else []
+    weights = layer.get("Weights")
+    told += [str(weights.get("Type", ""))] if isinstance(weights, dict) else []
+    return next((name for said in told for pattern, name in _PRECISIONS if pattern.search(said)), "")

@@ -1,0 +1,44 @@
+"""TensorRT's messages in Python's log, and its errors at hand for our own messages. Needs TensorRT.
+
+TensorRT keeps the first logger that it is given for the whole process, so there is one.
+"""
+
+import logging
+
+import tensorrt as trt
+
+logger = logging.getLogger(__name__)
+
+_LEVELS = {
+    trt.ILogger.Severity.INTERNAL_ERROR: logging.ERROR,
+    trt.ILogger.Severity.ERROR: logging.ERROR,
+    trt.ILogger.Severity.WARNING: logging.WARNING,
+    trt.ILogger.Severity.INFO: logging.DEBUG,
+    trt.ILogger.Severity.VERBOSE: logging.NOTSET,
+}
+
+_SHOWN_ERRORS = 3
+
+
+class TensorrtLog(trt.ILogger):  # type: ignore[misc]
+    """Takes what TensorRT says."""
+
+    def __init__(self) -> None:
+        trt.ILogger.__init__(self)
+        self.errors: list[str] = []
+
+    def log(self, severity: "trt.ILogger.Severity", msg: str) -> None:
+        """Pass one message on."""
+        level = _LEVELS[severity]
+        if level == logging.ERROR:
+            self.errors.append(msg)
+        if level:
+            logger.log(level, "TensorRT: %s", msg)
+
+
+LOG = TensorrtLog()
+
+
+def describe_errors(errors: list[str]) -> str:
+    """Return the first errors in one line."""
+    return "; ".join(errors[:_SHOWN_ERRORS]) or "it gave no reason"

@@ -1,0 +1,367 @@
+"""TensorRT. The engine file is a serialized plan. Not run on real hardware.
+
+A plan belongs to the exact TensorRT version and the GPU that built it. Importing this module needs TensorRT and
+pycuda; whoever imports it has checked the target first.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import pycuda.driver as cuda
+import tensorrt as trt
+from numpy.typing import NDArray
+
+from tasks.core.errors import ArtifactError, DataError
+from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.manifest import EngineManifest, FloatArray
+from tasks.parts.engines.runner import DeviceTimes, OperatorTime, RunnerDescription, check_batch
+from tasks.parts.engines.target import Target
+from tasks.parts.engines.tensorrt.cuda_graph import CapturedGraph
+from tasks.parts.engines.tensorrt.debug_tensors import DebugTensors
+from tasks.parts.engines.tensorrt.inspector import read_layers
+from tasks.parts.engines.tensorrt.log import LOG, describe_errors
+
+if TYPE_CHECKING:
+    import torch
+
+ENGINE_FILE = "engine.plan"
+
+
+class PrimaryContext:
+    """The CUDA context that torch and other libraries of this process use as well, current inside the block."""
+
+    def __enter__(self) -> Self:
+        cuda.init()
+        self._primary = cuda.Device(0).retain_primary_context()
+        self._primary.push()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._primary.pop()
+        self._primary.detach()
+
+
+def _copy_from_device(values: NDArray[Any], address: int) -> None:
+    cuda.Context.synchronize()
+    cuda.memcpy_dtoh(values, address)
+
+
+class LayerTimes(trt.IProfiler):  # type: ignore[misc]
+    """Adds up the milliseconds that each layer takes."""
+
+    def __init__(self) -> None:
+        trt.IProfiler.__init__(self)
+        self.milliseconds: dict[str, float] = {}
+
+    def report_layer_time(self, layer_name: str, ms: float) -> None:
+        """Add one run of one layer."""
+        self.milliseconds[layer_name] = self.milliseconds.get(layer_name, 0.0) + ms
+
+
+class LogitsMemory(trt.IOutputAllocator):  # type: ignore[misc]
+    """Gives TensorRT the memory for the logits, more of it where an engine writes more than its card says."""
+
+    def __init__(self, num_bytes: int) -> None:
+        trt.IOutputAllocator.__init__(self)
+        self.memory, self._num_bytes = cuda.mem_alloc(num_bytes), num_bytes
+        self.shape: tuple[int, ...] = ()
+        """Of the latest logits, as TensorRT tells it."""
+
+    def reallocate_output_async(
+        self, tensor_name: str, memory: int, size: int, alignment: int, stream: int
+    ) -> int:
+        """Return the address of at least `size` bytes."""
+        if size > self._num_bytes:
+            self.memory, self._num_bytes = cuda.mem_alloc(size), size
+        return int(self.memory)
+
+    def notify_shape(self, tensor_name: str, shape: "trt.Dims") -> None:
+        """Keep the shape of what is written."""
+        self.shape = tuple(shape)
+
+
+def load_plan(plan: bytes, target: Target) -> "trt.ICudaEngine":
+    """Deserialize a plan; raise ArtifactError with TensorRT's own words where it refuses."""
+    assert target.tensorrt is not None
+    num_before = len(LOG.errors)
+    runtime = trt.Runtime(LOG)
+    # The plan of a version-compatible engine carries a runtime of its own, which is host code.
+    runtime.engine_host_code_allowed = target.tensorrt.version_compatible
+    engine = runtime.deserialize_cuda_engine(plan)
+    if engine is None:
+        raise ArtifactError(
+            f"TensorRT {trt.__version__} cannot load the engine ({describe_errors(LOG.errors[num_before:])}). Run "
+            f"build_engine for target {target.name} again on this machine."
+        )
+    return engine
+
+
+def open_context(engine: "trt.ICudaEngine", target: Target) -> "trt.IExecutionContext":
+    """Create an execution context with memory of its own; raise ArtifactError where the GPU has too little."""
+    num_before = len(LOG.errors)
+    context = engine.create_execution_context()
+    if context is None:
+        raise ArtifactError(
+            f"TensorRT has no memory for an execution context ({describe_errors(LOG.errors[num_before:])}). End "
+            f"other processes on the GPU, or lower target.{target.name}.max_batch and build again."
+        )
+    return context
+
+
+def tensor_names(engine: "trt.ICudaEngine", mode: "trt.TensorIOMode") -> list[str]:
+    """Return the names of an engine's inputs or outputs."""
+    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+    return [name for name in names if engine.get_tensor_mode(name) == mode]
+
+
+def inspect(engine: "trt.ICudaEngine", target: Target, card: InputCard) -> str:
+    """Return what the engine inspector says about all layers, as JSON.
+
+    A context with known shapes goes with it: without one, layers that depend on the batch tell no precision.
+    """
+    assert target.tensorrt is not None
+    [name] = tensor_names(engine, trt.TensorIOMode.INPUT)
+    context = open_context(engine, target)
+    context.set_input_shape(
+        name, (target.tensorrt.profiles_for(target.max_batch)[0].opt, 3, card.height, card.width)
+    )
+    inspector = engine.create_engine_inspector()
+    inspector.execution_context = context
+    return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+
+
+class TensorrtRunner:
+    """Runs a plan on one stream, through page-locked host memory.
+
+    A captured graph belongs to the shapes that its context had: there is one, recorded again when the batch changes.
+    """
+
+    def __init__(self, file: Path, manifest: EngineManifest, engine: "trt.ICudaEngine | None" = None) -> None:
+        self._file, self.manifest, self._shared = file, manifest, engine
+        self._graph: CapturedGraph | None = None
+        self._batch = 0
+        self._tensor_context: trt.IExecutionContext | None = None
+
+    def __enter__(self) -> Self:
+        target, card = self.manifest.target, self.manifest.card
+        size = (card.height, card.width)
+        with ExitStack() as stack:
+            stack.enter_context(PrimaryContext())
+            shared = self._shared
+            self._engine = load_plan(self._file.read_bytes(), target) if shared is None else shared
+            self._context = open_context(self._engine, target)
+            self._stream = cuda.Stream()
+            [self._input] = tensor_names(self._engine, trt.TensorIOMode.INPUT)
+            [self._output] = tensor_names(self._engine, trt.TensorIOMode.OUTPUT)
+            try:
+                shape = (target.max_batch, *card.logits_shape)
+                self._images_NCHW = cuda.pagelocked_empty((target.max_batch, 3, *size), np.float32)
+                self._logits_NCHW = cuda.pagelocked_empty(shape, np.float32)
+                self._device_images = cuda.mem_alloc(self._images_NCHW.nbytes)
+                self._device_logits = LogitsMemory(self._logits_NCHW.nbytes)
+            except cuda.MemoryError as error:
+                raise ArtifactError(
+                    f"Target {target.name}: no memory for {target.max_batch} images and their logits ({error}). End "
+                    f"other processes on the GPU, or lower target.{target.name}.max_batch and build again."
+                ) from error
+            self._context.set_tensor_address(self._input, int(self._device_images))
+            self._context.set_output_allocator(self._output, self._device_logits)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._stack:
+            self._forget_graph()
+            self._stream.synchronize()
+            # In this order, while the CUDA context lives: what outlives it is never freed.
+            self._tensor_context = None
+            del self._context, self._engine, self._device_images, self._device_logits
+            del self._images_NCHW, self._logits_NCHW, self._stream
+
+    def infer(self, images_NCHW: FloatArray) -> FloatArray:
+        check_batch(images_NCHW, self.manifest)
+        return self.run(images_NCHW).copy()
+
+    def run(self, images_NCHW: FloatArray) -> FloatArray:
+        num_images = len(images_NCHW)
+        self._images_NCHW[:num_images] = images_NCHW
+        if num_images != self._batch:
+            self._choose_batch(num_images)
+        self._start()
+        self._stream.synchronize()
+        expected = (num_images, *self.manifest.card.logits_shape)
+        if self._device_logits.shape != expected:
+            raise ArtifactError(
+                f"{self._file} writes logits {list(self._device_logits.shape)}, its card says {list(expected)}. Run "
+                f"build_engine for target {self.manifest.target.name} again."
+            )
+        logits_NCHW: FloatArray = self._logits_NCHW[:num_images]
+        return logits_NCHW
+
+    def infer_tensor(self, images_NCHW: "torch.Tensor", logits_NCHW: "torch.Tensor") -> None:
+        """Read a contiguous CUDA tensor and write another one, float32, without copies.
+
+        The work is queued on torch's current stream in an execution context of its own, so it neither waits for nor
+        disturbs `run`. Calls of this method have to follow each other on one stream.
+
+        Raises DataError for tensors that are not contiguous float32 on the GPU or do not fit the engine.
+        """
+        import torch
+
+        num_images, card = len(images_NCHW), self.manifest.card
+        shapes = (3, card.height, card.width), card.logits_shape
+        for tensor, shape in zip((images_NCHW, logits_NCHW), shapes, strict=True):
+            expected = (num_images, *shape)
+            is_plain = tensor.is_cuda and tensor.is_contiguous() and tensor.dtype == torch.float32
+            if not is_plain or tuple(tensor.shape) != expected:
+                raise DataError(
+                    f"Engine of target {self.manifest.target.name}: got {tensor.dtype} {list(tensor.shape)} on "
+                    f"{tensor.device}, expected contiguous float32 {list(expected)} on the GPU."
+                )
+        context = self._tensor_context = self._tensor_context or open_context(
+            self._engine, self.manifest.target
+        )
+        stream = torch.cuda.current_stream().cuda_stream
+        self._set_shape(context, num_images, stream)
+        context.set_tensor_address(self._input, images_NCHW.data_ptr())
+        context.set_tensor_address(self._output, logits_NCHW.data_ptr())
+        self._launch(context, stream)
+
+    def infer_tensors(self, images_NCHW: FloatArray) -> dict[str, NDArray[Any]]:
+        """Return what the plan shows of its tensors, by TensorRT's names, and the logits.
+
+        More than the logits only where the plan was built with its tensors marked.
+        """
+        check_batch(images_NCHW, self.manifest)
+        num_images, listener = len(images_NCHW), DebugTensors(_copy_from_device)
+        self._images_NCHW[:num_images] = images_NCHW
+        self._forget_graph()
+        self._set_shape(self._context, num_images, self._stream.handle)
+        self._context.set_debug_listener(listener)
+        self._context.unfused_tensors_debug_state = True
+        self._enqueue(num_images)
+        self._stream.synchronize()
+        self._context.unfused_tensors_debug_state = False
+        return {**listener.tensors, self._output: self._logits_NCHW[:num_images].copy()}
+
+    def describe(self) -> RunnerDescription:
+        target, device = self.manifest.target, cuda.Device(0)
+        assert target.tensorrt is not None
+        return RunnerDescription(
+            runtime="tensorrt",
+            runtime_version=trt.__version__,
+            provider=f"{device.name()} sm_{''.join(map(str, device.compute_capability()))}",
+            num_threads=target.num_threads,
+            options={
+                "cuda_graph": target.tensorrt.cuda_graph,
+                "transfers_included": True,
+                "tf32": target.tensorrt.tf32,
+                "sparse_weights": target.tensorrt.sparse_weights,
+            },
+        )
+
+    def profile(self, images_NCHW: FloatArray, num_iterations: int) -> tuple[OperatorTime, ...]:
+        check_batch(images_NCHW, self.manifest)
+        num_images, times = len(images_NCHW), LayerTimes()
+        kinds = {
+            layer.name: layer.kind
+            for layer in read_layers(inspect(self._engine, self.manifest.target, self.manifest.card))
+        }
+        self._images_NCHW[:num_images] = images_NCHW
+        self._forget_graph()
+        self._set_shape(self._context, num_images, self._stream.handle)
+        self._context.profiler = times
+        for _ in range(num_iterations):
+            self._enqueue(num_images)
+            self._stream.synchronize()
+        self._context.profiler = None
+        found = [
+            OperatorTime(name, kinds.get(name, ""), total / num_iterations)
+            for name, total in times.milliseconds.items()
+        ]
+        return tuple(sorted(found, key=lambda time: -time.milliseconds))
+
+    def open_lanes(self, count: int) -> tuple[Self, ...]:
+        """Return runners that share the plan; each has an execution context, a stream and memory of its own."""
+        return tuple(type(self)(self._file, self.manifest, self._engine) for _ in range(count))
+
+    def time_on_device(self, images_NCHW: FloatArray, num_iterations: int) -> DeviceTimes:
+        """Measure what `run` puts on the GPU, and the kernels alone; waiting for the host counts as well."""
+        self.infer(images_NCHW)
+        total_ms = [self._elapsed_ms(self._start) for _ in range(num_iterations)]
+        if self._graph is None:
+            return DeviceTimes(total_ms, [self._elapsed_ms(self._compute) for _ in range(num_iterations)])
+        graph = CapturedGraph(self._stream.handle, self._compute)
+        compute_ms = [self._elapsed_ms(graph.launch) for _ in range(num_iterations)]
+        graph.close()
+        return DeviceTimes(total_ms, compute_ms)
+
+    def _elapsed_ms(self, start: Callable[[], None]) -> float:
+        before, after = cuda.Event(), cuda.Event()
+        before.record(self._stream)
+        start()
+        after.record(self._stream)
+        after.synchronize()
+        return float(after.time_since(before))
+
+    def _start(self) -> None:
+        if self._graph is None:
+            self._enqueue(self._batch)
+        else:
+            self._graph.launch()
+
+    def _compute(self) -> None:
+        self._launch(self._context, self._stream.handle)
+
+    def _choose_batch(self, num_images: int) -> None:
+        """Set the shape of a batch, and capture its work where that is wanted."""
+        options = self.manifest.target.tensorrt
+        assert options is not None
+        self._forget_graph()
+        self._set_shape(self._context, num_images, self._stream.handle)
+        if options.cuda_graph:
+            self._enqueue(num_images)  # lazily loaded kernels must be there before a capture
+            self._stream.synchronize()
+            self._graph = CapturedGraph(self._stream.handle, lambda: self._enqueue(num_images))
+        self._batch = num_images
+
+    def _forget_graph(self) -> None:
+        if self._graph is not None:
+            self._graph.close()
+        self._graph, self._batch = None, 0
+
+    def _set_shape(self, context: "trt.IExecutionContext", num_images: int, stream: int) -> None:
+        target = self.manifest.target
+        assert target.tensorrt is not None
+        profiles = target.tensorrt.profiles_for(target.max_batch)
+        fitting = [index for index, one in enumerate(profiles) if one.min <= num_images <= one.max]
+        if not fitting:
+            raise DataError(
+                f"Target {target.name}: no profile takes a batch of {num_images} (target.{target.name}.tensorrt"
+                ".profiles). Declare one and build again."
+            )
+        if context.active_optimization_profile != fitting[0]:
+            context.set_optimization_profile_async(fitting[0], stream)
+        card = self.manifest.card
+        context.set_input_shape(self._input, (num_images, 3, card.height, card.width))
+
+    def _enqueue(self, num_images: int) -> None:
+        cuda.memcpy_htod_async(self._device_images, self._images_NCHW[:num_images], self._stream)
+        self._compute()
+        cuda.memcpy_dtoh_async(self._logits_NCHW[:num_images], self._device_logits.memory, self._stream)
+
+    def _launch(self, context: "trt.IExecutionContext", stream: int) -> None:
+        num_before = len(LOG.errors)
+        if not context.execute_async_v3(stream):
+            raise ArtifactError(
+                f"{self._file}: TensorRT cannot run the engine ({describe_errors(LOG.errors[num_before:])}). Run "
+                f"build_engine for target {self.manifest.target.name} again on this machine."
+            )

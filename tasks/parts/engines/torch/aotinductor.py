@@ -1,0 +1,27 @@
+"""AOTInductor. The engine file is a package of native code that torch compiled ahead of time.
+
+A package belongs to the torch version, the CPU's instruction sets and the GPU that compiled it.
+"""
+
+from pathlib import Path
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.engines.target import Target
+from tasks.parts.engines.torch.runner import Program
+
+ENGINE_FILE = "engine.pt2"
+
+
+def load_package(file: Path, target: Target) -> Program:
+    """Load a package; raise ArtifactError with torch's own words where it refuses."""
+    import torch
+
+    try:
+        program: Program = torch._inductor.aoti_load_package(str(file))
+    except RuntimeError as error:
+        first_line = (str(error).strip().splitlines() or [repr(error)])[0]
+        raise ArtifactError(
+            f"{file}: torch {torch.__version__} cannot load the engine ({first_line}). Run build_engine for target "
+            f"{target.name} again on this machine."
+        ) from error
+    return program

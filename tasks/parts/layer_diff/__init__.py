@@ -1,0 +1,1 @@
+"""Where along its layers an engine departs from the network."""

@@ -1,0 +1,161 @@
+"""Run an engine, its variant's graph and the float graph side by side, and measure the tensors of all three."""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onnx import ModelProto
+from polygraphy.comparator import Comparator
+from polygraphy.logger import G_LOGGER
+
+from tasks.parts.builders.graph_rewrites import encode_for
+from tasks.parts.engines.manifest import EngineManifest, FloatArray
+from tasks.parts.engines.target import Runtime
+from tasks.parts.layer_diff.matching import Match, add_exact_twins, match_modules, match_tensors
+from tasks.parts.layer_diff.measures import PairSums
+from tasks.parts.layer_diff.readers import (
+    OpenvinoMarkedRunner,
+    TensorrtDebugRunner,
+    TorchHookedRunner,
+    onnxruntime_runner,
+    plain_runner,
+)
+from tasks.parts.layer_diff.table import Compared
+from tasks.parts.onnx_graphs.graph import read_graph
+from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB, sqnr_db
+
+
+@dataclass
+class _TensorSums:
+    engine: PairSums = field(default_factory=PairSums)
+    variant: PairSums = field(default_factory=PairSums)
+    runtime: PairSums = field(default_factory=PairSums)
+    own_noise: float | None = None
+
+    def compared(self) -> Compared:
+        has_variant = self.variant.histograms is not None
+        return Compared(
+            engine=self.engine.difference,
+            variant=self.variant.difference if has_variant else None,
+            runtime=self.runtime.difference if has_variant else None,
+            own_sqnr_db=None if self.own_noise is None else sqnr_db(self.engine.signal, self.own_noise),
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the passes over the images came to."""
+
+    match: Match
+    compared: dict[str, Compared]
+    """By tensor of the float graph; of those that match, what really was there, in the same shape."""
+    marked_logits: list[FloatArray]
+    """Of the engine with readable tensors, one per image."""
+
+    @property
+    def num_fused(self) -> int:
+        """Count the tensors that are judged with the layer that they are fused into."""
+        return sum(behind in self.compared for behind in self.match.fused.values())
+
+    def own_sqnr_db(self, tensor: str) -> float:
+        """Return how noisy the variant's layer is that makes a tensor, or is fused with it; MAX_SQNR_DB: unknown."""
+        found = self.compared.get(tensor) or self.compared.get(self.match.fused.get(tensor, ""))
+        return MAX_SQNR_DB if found is None or found.own_sqnr_db is None else found.own_sqnr_db
+
+
+def compare(
+    manifest: EngineManifest, engine: Path, model: Path, graph: ModelProto, images_NCHW: FloatArray
+) -> Comparison:
+    """Run all side by side, image by image; only one image's tensors are in memory at a time.
+
+    `model` is the variant: what the engine was built from. Where it is the float graph itself, or a checkpoint,
+    there is nothing between the two to compare with.
+    """
+    image, logits = graph.graph.input[0].name, graph.graph.output[0].name
+    num_threads = manifest.target.num_threads
+    variant = None if manifest.target.runtime is Runtime.torch else read_graph(model)
+    match, engine_runner = _open_engine(manifest, engine, variant, graph)
+    names, runners = match.names, [engine_runner]
+    float_graph, twins, noise_of = graph, dict[str, str](), dict[str, str]()
+    if variant is not None and variant != graph:
+        found = match_tensors(graph, variant).names
+        twins = {name: found[name] for name in names if name in found}
+        float_graph, noise_of = add_exact_twins(graph, variant, twins)
+        shown = [name for name in twins.values() if name != image]
+        runners.append(plain_runner(variant, shown, num_threads=num_threads, name="variant"))
+    shown = [name for name in [*names, *noise_of.values()] if name != image]
+    runners.append(plain_runner(float_graph, shown, num_threads=num_threads, name="float"))
+    sums = {name: _TensorSums() for name in names}
+    marked_logits: list[FloatArray] = []
+    feeds = [{image: one[None]} for one in images_NCHW]
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL), _torch_left_alone():
+        for results in Comparator.run(runners, data_loader=feeds, streaming=True):
+            # Each runner's one iteration; reading by name loads the array.
+            tensors = {
+                runner: {name: iterations[0][name] for name in iterations[0]}
+                for runner, iterations in results.items()
+            }
+            expected = {**tensors["float"], **feeds[len(marked_logits)]}
+            found_by_name, variant_by_name = (
+                {name: tensors.get(runner, {}).get(twin) for name, twin in matched.items()}
+                for runner, matched in (("engine", names), ("variant", twins))
+            )
+            _add(sums, expected, found_by_name, variant_by_name)
+            for name in noise_of.keys() & sums.keys():
+                sums[name].own_noise = (sums[name].own_noise or 0.0) + float(expected[noise_of[name]])
+            marked_logits.append(tensors["engine"][names[logits]].copy())
+    return Comparison(match, {name: one.compared() for name, one in sums.items()}, marked_logits)
+
+
+def _open_engine(
+    manifest: EngineManifest, engine: Path, variant: ModelProto | None, graph: ModelProto
+) -> tuple[Match, Any]:
+    """Return what of the float graph the engine shows, and the runner that reads it."""
+    if variant is None:
+        match = match_modules(graph)
+        return match, TorchHookedRunner(engine / manifest.file, match.names, graph, manifest)
+    if manifest.target.compiler is Runtime.onnxruntime:
+        encoded = read_graph(engine / manifest.file)
+    else:
+        encoded = encode_for(manifest.target, variant)
+    match = match_tensors(graph, encoded)
+    if manifest.target.compiler is Runtime.tensorrt:
+        return match, TensorrtDebugRunner(encoded, match.names, manifest)
+    shown = [name for name in match.names.values() if name != graph.graph.input[0].name]
+    if manifest.target.compiler is Runtime.onnxruntime:
+        return match, onnxruntime_runner(encoded, shown, manifest)
+    return match, OpenvinoMarkedRunner(encoded, shown, manifest)
+
+
+def _add(
+    sums: dict[str, _TensorSums],
+    expected: Mapping[str, Any],
+    found: Mapping[str, Any],
+    variant: Mapping[str, Any],
+) -> None:
+    """Add one image; tensors that are absent, of another shape or no floats are left out for good."""
+    for name in list(sums):
+        a, b, c = expected.get(name), found.get(name), variant.get(name)
+        if a is None or b is None or a.shape != b.shape or a.dtype.kind != "f" or a.ndim < 2:
+            del sums[name]
+            continue
+        sums[name].engine.add(a, b)
+        if c is not None:
+            sums[name].variant.add(a, c)
+            sums[name].runtime.add(c, b)
+
+
+@contextlib.contextmanager
+def _torch_left_alone() -> Iterator[None]:
+    """Keep Polygraphy from importing torch, for more than a second, only to ask whether an array is a tensor."""
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's own way to say: not importable
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]

@@ -1,0 +1,177 @@
+"""Which tensor of a variant stands for which one of its float graph, and graphs in which such tensors can be read."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.onnx_graphs.graph import node_sources
+
+_FUSED_BEFORE_QUANTIZE = {"Relu", "Clip"}
+
+_PREFIX = "variant:"
+
+_LAYERS = ("Conv", "ConvTranspose", "Gemm")
+
+
+@dataclass(frozen=True)
+class Match:
+    """What of a float graph can be compared."""
+
+    names: dict[str, str]
+    """Tensor of the float graph -> tensor of the variant with the same meaning, in graph order, the image first."""
+    fused: dict[str, str]
+    """Tensor of the float graph that a runtime computes and never shows -> the next one, with which it is judged."""
+    num_tensors: int
+    """Tensors of the float graph that depend on the image."""
+
+
+def match_tensors(graph: ModelProto, variant: ModelProto) -> Match:
+    """Match by name, through fusions.
+
+    A tensor that the variant quantizes is compared behind its DequantizeLinear. An int8 convolution whose only
+    readers are activations is judged with the activation: reading a tensor between the two would forbid the fused
+    int8 kernel. Raises ArtifactError for graphs that have no names in common.
+    """
+    readers: dict[str, list[NodeProto]] = {}
+    for node in variant.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    makers = {name: node for node in variant.graph.node for name in node.output}
+    dequantizers = {name for name, node in makers.items() if node.op_type == "DequantizeLinear"}
+
+    def dequantised(name: str) -> str | None:
+        for quantize in (node for node in readers.get(name, []) if node.op_type == "QuantizeLinear"):
+            for reader in readers.get(quantize.output[0], []):
+                if reader.op_type == "DequantizeLinear":
+                    return str(reader.output[0])
+        return None
+
+    def is_fused(name: str) -> bool:
+        users, maker = readers.get(name, []), makers.get(name)
+        is_int8 = maker is not None and bool(dequantizers.intersection(maker.input))
+        return bool(users) and all(
+            user.op_type in _FUSED_BEFORE_QUANTIZE and (is_int8 or dequantised(user.output[0]))
+            for user in users
+        )
+
+    names, fused = {}, {}
+    logits = graph.graph.output[0].name
+    tensors = [*_activations(graph)]
+    for name in tensors:
+        twin = dequantised(name)
+        if name == logits:
+            names[name] = variant.graph.output[0].name
+        elif twin is not None:
+            names[name] = twin
+        elif name in makers and is_fused(name):
+            fused[name] = readers[name][0].output[0]
+        elif name in makers:
+            names[name] = name
+    if len(names) < 2:
+        raise ArtifactError(
+            f"The engine's graph '{variant.graph.name}' and the float graph '{graph.graph.name}' have no "
+            "tensor names in common but the logits, so layers cannot be compared. Give diff_layers the "
+            "float graph that this variant was quantized from."
+        )
+    return Match(names, fused, len(tensors))
+
+
+def match_modules(graph: ModelProto) -> Match:
+    """Match each tensor of the graph with the torch module that makes it, where that has no parts of its own.
+
+    Such a module's output is that of its last node. Modules that run several times are left out.
+    """
+    sources = node_sources(graph)
+    last_of: dict[str, str] = {}
+    layers: list[str] = []
+    for node in graph.graph.node:
+        module = sources.get(node.name, ("", ""))[0]
+        last_of[module] = node.output[0]
+        layers += [module] if node.op_type in _LAYERS else []
+    logits = graph.graph.output[0].name
+    names = {
+        tensor: module
+        for module, tensor in last_of.items()
+        if module and tensor != logits and layers.count(module) < 2
+    }
+    return Match({**names, logits: logits}, {}, len([*_activations(graph)]))
+
+
+def _activations(graph: ModelProto) -> Iterator[str]:
+    """Yield the image and all float tensors that depend on it, in graph order."""
+    types = _types(graph)
+    dependent = {graph.graph.input[0].name}
+    yield graph.graph.input[0].name
+    for node in graph.graph.node:
+        if node.op_type in ("Shape", "Constant") or not dependent.intersection(node.input):
+            continue
+        dependent.update(node.output)
+        if types.get(node.output[0], TensorProto.FLOAT) == TensorProto.FLOAT:
+            yield node.output[0]
+
+
+def _types(graph: ModelProto) -> dict[str, int]:
+    inferred = onnx.shape_inference.infer_shapes(graph).graph
+    values = [*inferred.value_info, *inferred.input, *inferred.output]
+    return {value.name: value.type.tensor_type.elem_type for value in values}
+
+
+def mark(graph: ModelProto, names: Sequence[str]) -> bytes:
+    """Return the graph with `names` as its outputs."""
+    from polygraphy.backend.onnx import ModifyOutputs
+    from polygraphy.logger import G_LOGGER
+
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+        marked = ModifyOutputs(graph, outputs=list(names), copy=True)()
+    content: bytes = marked.SerializeToString()
+    return content
+
+
+def add_exact_twins(
+    graph: ModelProto, variant: ModelProto, names: Mapping[str, str]
+) -> tuple[ModelProto, dict[str, str]]:
+    """Return a copy of the float graph that computes each layer of the variant too, from the exact inputs.
+
+    Wherever the variant reads a tensor of `names`, its copy reads that of the float graph. The second value says, by
+    tensor, which scalar holds the sum of squares of the difference. A variant in another opset gives no twins.
+    """
+    twinned = ModelProto()
+    twinned.CopyFrom(graph)
+    opsets = [{(one.domain, one.version) for one in model.opset_import} for model in (graph, variant)]
+    if opsets[0] != opsets[1]:
+        return twinned, {}
+    makers = {name: node for node in variant.graph.node for name in node.output}
+    types = _types(variant)
+    own = makers.keys() | {tensor.name for tensor in variant.graph.initializer}
+    halves = [name for name in names if types.get(name) == TensorProto.FLOAT16]
+    # Of two versions of an exact input the one in the variant's own precision.
+    exact = {name: f"{_PREFIX}{name}:half" if name in halves else name for name in names}
+    added = [helper.make_node("Cast", [name], [exact[name]], to=TensorProto.FLOAT16) for name in halves]
+    for node in variant.graph.node:
+        twin = NodeProto()
+        twin.CopyFrom(node)
+        twin.name = f"{_PREFIX}{node.name}"
+        twin.input[:] = [exact.get(name, f"{_PREFIX}{name}" if name in own else name) for name in node.input]
+        twin.output[:] = [f"{_PREFIX}{name}" for name in node.output]
+        added.append(twin)
+    for tensor in variant.graph.initializer:
+        constant = twinned.graph.initializer.add()
+        constant.CopyFrom(tensor)
+        constant.name = f"{_PREFIX}{tensor.name}"
+    noise_of = {}
+    for name in names:
+        found = name if name in makers else names[name]
+        if found not in makers or name == graph.graph.input[0].name:
+            continue
+        real, difference, noise = (f"{_PREFIX}{name}:{what}" for what in ("real", "difference", "noise"))
+        added += [
+            helper.make_node("Cast", [f"{_PREFIX}{found}"], [real], to=TensorProto.FLOAT),
+            helper.make_node("Sub", [name, real], [difference]),
+            helper.make_node("ReduceSumSquare", [difference], [noise], keepdims=0),
+        ]
+        noise_of[name] = noise
+    twinned.graph.node.extend(added)
+    return twinned, noise_of

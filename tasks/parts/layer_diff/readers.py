@@ -1,0 +1,192 @@
+"""Runners for Polygraphy's Comparator that show the inner tensors of a graph or an engine."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from onnx import ModelProto, numpy_helper
+from polygraphy.backend.base import BaseRunner
+from polygraphy.backend.onnxrt import OnnxrtRunner
+from polygraphy.common import TensorMetadata
+
+from tasks.parts.engines.manifest import EngineManifest
+from tasks.parts.engines.openvino.compile import compile_graph
+from tasks.parts.layer_diff.matching import mark
+from tasks.parts.onnx_session import open_session
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def plain_runner(graph: ModelProto, names: Sequence[str], *, num_threads: int, name: str) -> Any:
+    """Return a runner that computes a graph node by node, as it stands, on the CPU."""
+    marked = mark(graph, names)
+    return OnnxrtRunner(
+        lambda: open_session(
+            marked, provider="CPUExecutionProvider", num_threads=num_threads, is_optimised=False
+        ),
+        name=name,
+    )
+
+
+def onnxruntime_runner(graph: ModelProto, names: Sequence[str], manifest: EngineManifest) -> Any:
+    """Return a runner of the graph, optimised as the engine is, as far as the marked outputs let it."""
+    marked, num_threads = mark(graph, names), manifest.target.num_threads
+    return OnnxrtRunner(
+        lambda: open_session(marked, provider=manifest.provider, num_threads=num_threads), name="engine"
+    )
+
+
+class OpenvinoMarkedRunner(BaseRunner):  # type: ignore[misc]
+    """All marked tensors of one compiled graph, by name, compiled with the options of the target."""
+
+    def __init__(self, graph: ModelProto, names: Sequence[str], manifest: EngineManifest) -> None:
+        super().__init__(name="engine")
+        self._marked, self._manifest = mark(graph, names), manifest
+
+    def activate_impl(self) -> None:
+        """Compile the graph."""
+        self._compiled = compile_graph(self._marked, self._manifest.target)
+
+    def get_input_metadata_impl(self) -> Any:
+        """Describe the image."""
+        return _metadata(self._compiled.input(0).any_name, self._manifest)
+
+    def infer_impl(self, feed_dict: Any) -> dict[str, Any]:
+        """Return the marked tensors."""
+        results = self._compiled([*feed_dict.values()])
+        self.inference_time = 0.0
+        return {name: results[port] for port in self._compiled.outputs for name in port.names}
+
+    def deactivate_impl(self) -> None:
+        """Free the graph."""
+        del self._compiled
+
+
+class TorchHookedRunner(BaseRunner):  # type: ignore[misc]
+    """The output of each named module of an eager network, by module name, and the logits."""
+
+    def __init__(
+        self, checkpoint: Path, names: Mapping[str, str], graph: ModelProto, manifest: EngineManifest
+    ) -> None:
+        from tasks.parts.engines.torch.eager import load_network
+        from tasks.parts.engines.torch.runner import set_up_torch
+
+        super().__init__(name="engine")
+        set_up_torch(manifest.target)
+        self._manifest = manifest
+        self._image, self._logits = graph.graph.input[0].name, graph.graph.output[0].name
+        self._model = load_network(checkpoint, manifest.target)
+        self._outputs: dict[str, Any] = {}
+        _hook_modules(self._model.network, set(names.values()), self._outputs)
+
+    def get_input_metadata_impl(self) -> Any:
+        """Describe the image."""
+        return _metadata(self._image, self._manifest)
+
+    def infer_impl(self, feed_dict: Any) -> dict[str, Any]:
+        """Return what the hooks saw."""
+        import torch
+
+        self._outputs.clear()
+        with torch.inference_mode():
+            answer = self._model(torch.from_numpy(feed_dict[self._image]).to(self._manifest.target.device))
+        self.inference_time = 0.0
+        return {**self._outputs, self._logits: answer.cpu().numpy()}
+
+
+def _hook_modules(model: "nn.Module", names: set[str], outputs: dict[str, Any]) -> None:
+    """Keep a copy of the output of each named module without parts; where a BatchNorm that the graph has folded reads
+    it directly, that one's instead."""
+    import torch
+    from torch import nn
+
+    made_by: dict[int, str] = {}
+
+    def keep(name: str) -> Any:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            made_by[id(output)] = name
+            outputs[name] = output.detach().to("cpu", torch.float32, copy=True).numpy()
+
+        return hook
+
+    def replace(_module: Any, inputs: Any, output: Any) -> None:
+        name = made_by.get(id(inputs[0]))
+        if name is not None:
+            outputs[name] = output.detach().to("cpu", torch.float32, copy=True).numpy()
+
+    for name, module in model.named_modules():
+        if name in names and not any(True for _ in module.children()):
+            module.register_forward_hook(keep(name))
+        elif isinstance(module, nn.BatchNorm2d):
+            module.register_forward_hook(replace)
+    model.register_forward_pre_hook(lambda *_: made_by.clear())
+
+
+class TensorrtDebugRunner(BaseRunner):  # type: ignore[misc]
+    """What fusion leaves of the tensors of a plan, under the names of `names`. Not run on real hardware.
+
+    The plan is built for this: marking changes no fusion, but the engine file itself shows no tensors.
+    """
+
+    def __init__(self, graph: ModelProto, names: Mapping[str, str], manifest: EngineManifest) -> None:
+        super().__init__(name="engine")
+        self._graph, self._names, self._manifest = graph, names, manifest
+
+    def activate_impl(self) -> None:
+        """Build the plan and load it."""
+        from tasks.parts.builders.tensorrt_plan import build_plan
+        from tasks.parts.engines.gpu import find_gpus
+        from tasks.parts.engines.tensorrt.runner import TensorrtRunner
+
+        target, card = self._manifest.target, self._manifest.card
+        assert target.tensorrt is not None
+        target = replace(target, tensorrt=replace(target.tensorrt, error_on_timing_cache_miss=False))
+        plan = build_plan(self._graph, target, card, find_gpus()[0], are_tensors_marked=True)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / self._manifest.file
+            file.write_bytes(plan)
+            self._runner = TensorrtRunner(file, self._manifest).__enter__()
+
+    def get_input_metadata_impl(self) -> Any:
+        """Describe the image."""
+        return _metadata(self._graph.graph.input[0].name, self._manifest)
+
+    def infer_impl(self, feed_dict: Any) -> dict[str, Any]:
+        """Return the tensors that the plan shows."""
+        [images_NCHW] = feed_dict.values()
+        self.inference_time = 0.0
+        return named_as(self._names, self._graph, self._runner.infer_tensors(images_NCHW))
+
+    def deactivate_impl(self) -> None:
+        """Free the plan."""
+        self._runner.__exit__(None, None, None)
+
+
+def named_as(
+    names: Mapping[str, str], graph: ModelProto, found: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return the tensors that a fused engine shows, by the values of `names`, in float32.
+
+    A tensor that the graph quantizes may be there as its int8 levels, behind DequantizeLinear, or as it was before.
+    """
+    constants = {tensor.name: tensor for tensor in graph.graph.initializer}
+    makers = {name: node for node in graph.graph.node for name in node.output}
+    tensors = {}
+    for original, twin in names.items():
+        dequantize = makers.get(twin)
+        levels = dequantize.input[0] if dequantize and dequantize.op_type == "DequantizeLinear" else ""
+        if levels in found:
+            assert dequantize is not None
+            scale = numpy_helper.to_array(constants[dequantize.input[1]])
+            tensors[twin] = found[levels].astype(np.float32) * scale
+        elif twin in found or original in found:
+            tensors[twin] = found[twin if twin in found else original].astype(np.float32)
+    return tensors
+
+
+def _metadata(name: str, manifest: EngineManifest) -> Any:
+    return TensorMetadata().add(name, np.float32, (None, 3, manifest.card.height, manifest.card.width))

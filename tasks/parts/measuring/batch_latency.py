@@ -1,0 +1,155 @@
+"""From rounds of bursts to the latency of an engine at one batch size, with intervals and a verdict on stability."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tasks.parts.engines.runner import DeviceTimes
+
+_PERCENTS = (50, 90, 95, 99)
+
+_EQUAL_WINDOWS = 3
+
+
+@dataclass(frozen=True)
+class Round:
+    """Latencies in ms of one burst of each process."""
+
+    reference: list[float]
+    engine: list[float]
+    control: list[float]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Rounds in groups: a measurement is stable when the medians of the last three groups agree."""
+
+    num_rounds: int
+    """Rounds of a window."""
+    tolerance: float
+    """By how much the medians may differ; 0.05 is 5 %. Lower: stops later, or only at the budget."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for impossible values."""
+        if self.num_rounds < 1:
+            raise ConfigError(f"benchmark.windows.num_rounds is {self.num_rounds}, allowed: 1 or more.")
+        if not self.tolerance > 0:
+            raise ConfigError(f"benchmark.windows.tolerance is {self.tolerance}, allowed: more than 0.")
+
+    def count(self, rounds: Sequence[Round]) -> int:
+        """Return the number of full windows."""
+        return len(rounds) // self.num_rounds
+
+    def are_stable(self, rounds: Sequence[Round]) -> bool:
+        """Tell whether the last three full windows agree, for the engine and for the reference."""
+        first = self.count(rounds) - _EQUAL_WINDOWS
+        if first < 0:
+            return False
+        starts = [number * self.num_rounds for number in range(first, first + _EQUAL_WINDOWS)]
+        windows = [rounds[start : start + self.num_rounds] for start in starts]
+        engine = [statistics.median(chain(*_engine_ms(window))) for window in windows]
+        reference = [statistics.median(chain(*(one.reference for one in window))) for window in windows]
+        return all(max(medians) <= min(medians) * (1 + self.tolerance) for medians in (engine, reference))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """95 % bootstrap interval."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class BatchLatency:
+    """Latency at one batch size, by the clock of the host unless its name says device."""
+
+    batch: int
+    latency_ms_p50: float
+    latency_ms_p90: float
+    latency_ms_p95: float
+    latency_ms_p99: float
+    latency_ms_mean: float
+    latency_ms_intervals: dict[str, Interval]
+    """Of p50, p90, p95 and p99, over the rounds: calls within a burst are not independent."""
+    device_ms_p50: float | None
+    """By CUDA events, copies to and from the GPU included; None on a CPU."""
+    device_compute_ms_p50: float | None
+    """By CUDA events, kernels alone."""
+    throughput_per_s: float
+    """Images per second, one inference after the other."""
+    reference_latency_ms_p50: float
+    speedup_vs_reference: float
+    """Reference time / engine time: median over rounds."""
+    speedup_vs_reference_low: float
+    """Lower end of the 95 % bootstrap interval."""
+    speedup_vs_reference_high: float
+    aa_ratio_spread: float
+    """Largest distance from 1 of the 95 % interval of engine / same engine. Smaller differences may not be
+    claimed."""
+    is_stable: bool
+    """Whether the last three windows agreed, for engine and reference; if not, time ran out."""
+    num_windows: int
+    num_rounds: int
+    num_samples: int
+    """Timed inferences of the engine (both processes)."""
+    num_repeats: int
+    """1 if the measurement was void once and done again."""
+
+
+def summarise(
+    rounds: Sequence[Round],
+    *,
+    batch: int,
+    windows: Windows,
+    device: "DeviceTimes | None",
+    seed: int,
+    num_repeats: int,
+) -> BatchLatency:
+    """Turn rounds into percentiles and ratios."""
+    import numpy as np
+
+    from tasks.parts.measuring.intervals import bootstrap_interval, percentile_intervals, ratio_spread
+
+    by_round_ms = _engine_ms(rounds)
+    latencies_ms = np.concatenate(by_round_ms)
+    medians = np.array([[np.median(r.reference), np.median(r.engine), np.median(r.control)] for r in rounds])
+    speedups = medians[:, 0] / np.sqrt(medians[:, 1] * medians[:, 2])
+    low, high = bootstrap_interval(speedups, seed=seed)
+    p50, p90, p95, p99 = (float(value) for value in np.percentile(latencies_ms, _PERCENTS))
+    intervals = percentile_intervals(by_round_ms, _PERCENTS, seed=seed)
+    mean = float(latencies_ms.mean())
+    return BatchLatency(
+        batch=batch,
+        latency_ms_p50=p50,
+        latency_ms_p90=p90,
+        latency_ms_p95=p95,
+        latency_ms_p99=p99,
+        latency_ms_mean=mean,
+        latency_ms_intervals={
+            f"p{percent}": Interval(*ends) for percent, ends in zip(_PERCENTS, intervals, strict=True)
+        },
+        device_ms_p50=float(np.median(device.total_ms)) if device else None,
+        device_compute_ms_p50=float(np.median(device.compute_ms)) if device else None,
+        throughput_per_s=1000 * batch / mean,
+        reference_latency_ms_p50=float(np.median(np.concatenate([r.reference for r in rounds]))),
+        speedup_vs_reference=float(np.median(speedups)),
+        speedup_vs_reference_low=low,
+        speedup_vs_reference_high=high,
+        aa_ratio_spread=ratio_spread(medians[:, 1] / medians[:, 2], seed=seed),
+        is_stable=windows.are_stable(rounds),
+        num_windows=windows.count(rounds),
+        num_rounds=len(rounds),
+        num_samples=len(latencies_ms),
+        num_repeats=num_repeats,
+    )
+
+
+def _engine_ms(rounds: Sequence[Round]) -> list[list[float]]:
+    """Return what both processes of the engine measured in each round."""
+    return [[*one.engine, *one.control] for one in rounds]

@@ -1,0 +1,343 @@
+"""An engine in a process of its own, that runs bursts of inferences on command.
+
+Each engine of a benchmark gets a process: its memory is its own, and no thread pool of another runtime spins
+beside it. The parent holds `BurstProcess`; the child is `python -m tasks.parts.measuring.engine_process
+<engine>`.
+They talk in JSON lines over the child's stdin and stdout. The child dies with its parent.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from tasks.core.errors import ArtifactError, EnginewrightError
+from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.manifest import FloatArray, read_engine_manifest
+from tasks.parts.engines.runner import DeviceTimes, Runner
+
+_SOURCE_ROOT = Path(__file__).resolve().parents[3]
+
+_PR_SET_PDEATHSIG = 1
+
+_MIB = 1 << 20
+
+_SETTLE_SECONDS = 0.003
+"""Pause before a burst, in which the thread pools of the engine that ran before go to sleep."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident memory of an engine's process, in MiB."""
+
+    engine: float
+    """After warm-up, less what Python needed before the runtime was imported: runtime + weights + buffers."""
+    total: float
+    """Peak of the whole process."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine does while several threads keep it busy."""
+
+    calls_per_s: list[float]
+    """Inferences per second of all lanes together, in each window."""
+    latencies_ns: list[int]
+    """Of each inference, in all windows."""
+
+
+class BurstProcess:
+    """The parent's end of one engine process; use it in a `with` block."""
+
+    def __init__(self, engine: Path, *, num_threads: int, timeout_s: float) -> None:
+        self._engine, self._timeout_s = engine, timeout_s
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join([str(_SOURCE_ROOT), environment.get("PYTHONPATH", "")])
+        environment["OMP_NUM_THREADS"] = str(num_threads)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tasks.parts.measuring.engine_process", str(engine), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        self._unread = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.kill()  # it has nothing to save, and some runtimes take long to unload
+        self._process.wait()
+        with contextlib.suppress(BrokenPipeError):  # what the child did not read any more
+            self._process.stdin.close()
+        self._process.stdout.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    def wait_until_loaded(self) -> dict[str, Any]:
+        """Return the runner's description; raise the child's error if the engine does not load."""
+        return self._answer()
+
+    def warm_up(self, batch: int, *, seconds: float) -> Memory:
+        """Run until `seconds` are over, at least three times."""
+        answer = self._ask({"do": "warm_up", "batch": batch, "seconds": seconds})
+        return Memory(answer["engine_mib"], answer["total_mib"])
+
+    def burst(self, batch: int, *, seconds: float, min_calls: int) -> list[int]:
+        """Return the latency of each call in nanoseconds, after one call that does not count."""
+        answer = self._ask({"do": "burst", "batch": batch, "seconds": seconds, "min_calls": min_calls})
+        latencies_ns: list[int] = answer["latencies_ns"]
+        return latencies_ns
+
+    def profile(self, *, num_iterations: int) -> dict[str, float]:
+        """Return the mean milliseconds of each layer at batch 1, by the runtime's own name of it."""
+        answer = self._ask({"do": "profile", "batch": 1, "num_iterations": num_iterations})
+        milliseconds: dict[str, float] = answer["milliseconds"]
+        return milliseconds
+
+    def time_on_device(self, batch: int, *, num_iterations: int) -> DeviceTimes | None:
+        """Return what the clock of the GPU says; None for an engine on the CPU."""
+        answer = self._ask({"do": "time_on_device", "batch": batch, "num_iterations": num_iterations})
+        return DeviceTimes(**answer["times"]) if answer["times"] else None
+
+    def load(self, batch: int, *, concurrency: int, seconds: float, num_windows: int) -> Load:
+        """Keep `concurrency` lanes of the engine busy for `num_windows` times `seconds`."""
+        command = {"do": "load", "batch": batch, "concurrency": concurrency}
+        answer = self._ask({**command, "seconds": seconds, "num_windows": num_windows})
+        return Load(answer["calls_per_s"], answer["latencies_ns"])
+
+    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._death() from error
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._read_line()
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ArtifactError(f"{self._engine}: {answer['error']}")
+        return answer
+
+    def _read_line(self) -> bytes:
+        assert self._process.stdout is not None
+        output = select.poll()  # select() takes no file descriptor above 1023
+        output.register(self._process.stdout, select.POLLIN)
+        deadline = time.monotonic() + self._timeout_s
+        while b"\n" not in self._unread:
+            left = deadline - time.monotonic()
+            if left <= 0 or not output.poll(left * 1000):
+                raise ArtifactError(
+                    f"{self._engine}: its process gave no answer for {self._timeout_s:g} s. The engine hangs "
+                    "or the machine is overloaded; run it alone, or raise timeout_s of the stage."
+                )
+            chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                raise self._death()
+            self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _death(self) -> ArtifactError:
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            code = 0
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return ArtifactError(
+            f"{self._engine}: the process that ran it died ({how}). Its own output is above. SIGKILL often "
+            "means that the machine ran out of memory, SIGILL that the engine was built for another CPU."
+        )
+
+
+@contextmanager
+def open_processes(engines: Mapping[str, Path], *, timeout_s: float) -> Iterator[dict[str, BurstProcess]]:
+    """Start a process for each engine, with the threads that its target declares; they load side by side."""
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(
+                BurstProcess(
+                    engine,
+                    num_threads=read_engine_manifest(engine).target.num_threads,
+                    timeout_s=timeout_s,
+                )
+            )
+            for name, engine in engines.items()
+        }
+
+
+def run_round(
+    processes: Mapping[str, BurstProcess],
+    batch: int,
+    shuffler: random.Random,
+    *,
+    burst_ms: float,
+    min_calls: int,
+) -> dict[str, list[float]]:
+    """Let each process run one burst, in random order, and return the latencies in ms of each."""
+    bursts = {
+        name: processes[name].burst(batch, seconds=burst_ms / 1000, min_calls=min_calls)
+        for name in shuffler.sample(list(processes), len(processes))
+    }
+    return {name: [value / 1e6 for value in bursts[name]] for name in processes}
+
+
+def serve(engine: Path, commands: IO[str], answers: IO[str]) -> None:
+    """Load the engine, then answer one command a line until `commands` ends."""
+    from tasks.parts.engines.open_engine import open_engine
+
+    rss_before_mib = _rss_mib()
+    with open_engine(engine) as runner:
+        _send(answers, vars(runner.describe()))
+        images: dict[int, FloatArray] = {}
+        gc.disable()
+        for line in commands:
+            command = json.loads(line)
+            batch = command.pop("batch")
+            if batch not in images:
+                images[batch] = _draw_images(runner.manifest.card, batch)
+            answer = _carry_out(runner, images[batch], **command)
+            if command["do"] == "warm_up":
+                answer = {"engine_mib": _rss_mib() - rss_before_mib, "total_mib": _peak_mib()}
+            _send(answers, answer)
+
+
+def _draw_images(card: InputCard, batch: int) -> FloatArray:
+    import numpy as np
+
+    from tasks.parts.data.dataset import normalise
+
+    images_NHWC = np.random.default_rng(0).integers(0, 256, (batch, card.height, card.width, 3), np.uint8)
+    return normalise(images_NHWC, card.mean, card.std)
+
+
+def _carry_out(runner: Runner, images_NCHW: FloatArray, *, do: str, **options: Any) -> dict[str, Any]:
+    match do:
+        case "warm_up":
+            runner.infer(images_NCHW)
+            _time_calls(runner.run, images_NCHW, options["seconds"], min_calls=2)
+            return {}
+        case "burst":
+            time.sleep(_SETTLE_SECONDS)
+            runner.run(images_NCHW)
+            return {"latencies_ns": _time_calls(runner.run, images_NCHW, **options)}
+        case "load":
+            return _load(runner.open_lanes(options.pop("concurrency")), images_NCHW, **options)
+        case "time_on_device":
+            times = runner.time_on_device(images_NCHW, **options)
+            return {"times": times and vars(times)}
+        case _:
+            milliseconds: dict[str, float] = {}
+            for layer in runner.profile(images_NCHW, **options):
+                milliseconds[layer.name] = milliseconds.get(layer.name, 0.0) + layer.milliseconds
+            return {"milliseconds": milliseconds}
+
+
+def _load(
+    lanes: Sequence[Runner], images_NCHW: FloatArray, *, seconds: float, num_windows: int
+) -> dict[str, Any]:
+    """Let each lane run in a thread of its own; all start each window together."""
+    barrier, entry = threading.Barrier(len(lanes)), threading.Lock()
+
+    def drive(lane: Runner) -> list[list[int]]:
+        windows = []
+        with ExitStack() as stack:
+            with entry:  # one after the other: not every runtime opens contexts in two threads at once
+                stack.enter_context(lane)
+                lane.run(images_NCHW)
+            for _ in range(num_windows):
+                barrier.wait()
+                windows.append(_time_calls(lane.run, images_NCHW, seconds, min_calls=1))
+            barrier.wait()  # a lane that closes disturbs the others
+        return windows
+
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        futures = [pool.submit(drive, lane) for lane in lanes]
+        for future in as_completed(futures):
+            if error := future.exception():
+                barrier.abort()  # the other lanes wait for it
+                raise error
+    by_lane = [future.result() for future in futures]
+    return {
+        "calls_per_s": [
+            1e9 * sum(map(len, window)) / max(map(sum, window)) for window in zip(*by_lane, strict=True)
+        ],
+        "latencies_ns": [value for windows in by_lane for window in windows for value in window],
+    }
+
+
+def _time_calls(run: Any, images_NCHW: Any, seconds: float, min_calls: int) -> list[int]:
+    latencies_ns: list[int] = []
+    clock = time.perf_counter_ns
+    end = clock() + int(seconds * 1e9)
+    while clock() < end or len(latencies_ns) < min_calls:
+        start = clock()
+        run(images_NCHW)
+        latencies_ns.append(clock() - start)
+    return latencies_ns
+
+
+def _rss_mib() -> float:
+    import psutil
+
+    return float(psutil.Process().memory_info().rss) / _MIB
+
+
+def _peak_mib() -> float:
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak) / (_MIB if sys.platform == "darwin" else 1024)
+
+
+def _send(answers: IO[str], answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask Linux to kill this process when its parent dies, and leave at once if that has happened already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(1)
+
+
+def main(engine: str, parent_pid: str) -> None:
+    """Be the child: answers go to the first stdout; whatever a library prints goes to stderr."""
+    die_with_parent(int(parent_pid))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+        try:
+            serve(Path(engine), sys.stdin, answers)
+        except EnginewrightError as error:
+            _send(answers, {"error": str(error)})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

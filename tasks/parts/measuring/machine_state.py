@@ -1,0 +1,148 @@
+"""What of the machine changes a latency beside the engine: clocks, power, temperatures, versions.
+
+What a GPU tells through NVML was not run on real hardware.
+"""
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.parts.engines.gpu import first_bus_id
+from tasks.parts.engines.target import CUDA
+
+_MIB = 1 << 20
+
+_CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
+"""Names of Linux drivers that measure the processor."""
+
+_THROTTLE_REASONS = {
+    "SwPowerCap": "power cap",
+    "HwSlowdown": "hardware slowdown",
+    "SwThermalSlowdown": "software thermal slowdown",
+    "HwThermalSlowdown": "hardware thermal slowdown",
+    "HwPowerBrakeSlowdown": "power brake",
+    "ApplicationsClocksSetting": "clocks set by the user",
+}
+"""Ends of NVML's names -> what they mean; an idle GPU is no reason."""
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """What NVML says; None where this GPU does not tell."""
+
+    sm_mhz: int | None
+    memory_mhz: int | None
+    watts: float | None
+    celsius: int | None
+    throttled_by: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class MachineState:
+    """One moment; None where the machine does not tell."""
+
+    cpu_mhz: float | None
+    """Mean of all cores."""
+    cpu_celsius: float | None
+    """The hottest sensor of the processor."""
+    gpu: GpuState | None
+    gpu_note: str
+    """Why there is no `gpu`; empty where there is one."""
+
+
+def read_machine_state(device: str) -> MachineState:
+    """Read the CPU, and for a target of device cuda the first visible GPU."""
+    import psutil
+
+    try:
+        frequency = psutil.cpu_freq()
+    except NotImplementedError:  # some virtual machines
+        frequency = None
+    sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
+    celsius = [sensor.current for name in _CPU_SENSORS for sensor in sensors.get(name, [])]
+    gpu, note = _read_gpu() if device == CUDA else (None, "the target does not use one")
+    return MachineState(frequency.current if frequency else None, max(celsius, default=None), gpu, note)
+
+
+def read_gpu_memory_mib(pid: int) -> float | None:
+    """Return what a process holds on the first visible GPU, its CUDA context included.
+
+    None where NVML does not tell, as in a container that does not see the process ids of its host.
+    """
+    with _open_gpu() as (nvml, handle, _):
+        processes = _ask(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) if nvml else None
+    used = [one.usedGpuMemory for one in processes or () if one.pid == pid]
+    return used[0] / _MIB if used and used[0] is not None else None
+
+
+def read_versions(device: str) -> dict[str, str]:
+    """Return the versions that a latency depends on beside that of the runtime."""
+    versions = {
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "numpy": importlib.metadata.version("numpy"),
+    }
+    if device == CUDA:
+        with _open_gpu() as (nvml, _, _):
+            driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion) if nvml else None
+        versions["nvidia driver"] = driver or "unknown"
+    return versions
+
+
+def _read_gpu() -> tuple[GpuState | None, str]:
+    with _open_gpu() as (nvml, handle, note):
+        if nvml is None:
+            return None, note
+        milliwatts = _ask(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
+        reasons = _ask(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+        state = GpuState(
+            sm_mhz=_ask(nvml, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+            memory_mhz=_ask(nvml, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
+            watts=None if milliwatts is None else milliwatts / 1000,
+            celsius=_ask(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+            throttled_by=None if reasons is None else name_throttle_reasons(nvml, reasons),
+        )
+    return state, ""
+
+
+def name_throttle_reasons(nvml: Any, reasons: int) -> tuple[str, ...]:
+    """Say in words what slows the clocks down; `nvml` is the module pynvml."""
+    return tuple(
+        words
+        for name, words in _THROTTLE_REASONS.items()
+        if reasons & getattr(nvml, f"nvmlClocksThrottleReason{name}")
+    )
+
+
+@contextmanager
+def _open_gpu() -> Iterator[tuple[Any, Any, str]]:
+    """Give pynvml and the handle of the first visible GPU; without one None, None and the reason."""
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        yield None, None, "nvidia-ml-py is not installed (extra gpu)"
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        yield None, None, f"NVML does not start: {error}"
+        return
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByPciBusId(first_bus_id())
+    except pynvml.NVMLError as error:
+        yield None, None, f"NVML does not know the GPU: {error}"
+    else:
+        yield pynvml, handle, ""
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _ask(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of NVML; None where this GPU does not support it."""
+    try:
+        return function(*arguments)
+    except nvml.NVMLError:
+        return None

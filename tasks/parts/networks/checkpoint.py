@@ -1,0 +1,152 @@
+"""One model in one file: weights as safetensors, and in its metadata a card that says what they are.
+
+The file holds no code: pickles (.pt, .ckpt) are refused. Equal weights and card give equal bytes.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.networks.model_card import CARD_KEY, ModelCard, read_card_and_keys
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+DRY_RUN_SIZE = 64
+
+_LISTED = 8
+
+
+def save_checkpoint(path: Path, model: "nn.Module", card: ModelCard) -> None:
+    """Write the weights of a network, also of a pruned or compiled one, with its card.
+
+    Raises ArtifactError when a tensor is not finite.
+    """
+    import torch
+    from safetensors.torch import save
+
+    source = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in source.state_dict().items():
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        tensors[name] = tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+    _check_finite(path, tensors)
+    path.write_bytes(save(tensors, metadata={CARD_KEY: card.to_json()}))
+
+
+def load_checkpoint(path: Path) -> "tuple[nn.Module, ModelCard]":
+    """Rebuild a network from a checkpoint and return it, in eval mode, with its card.
+
+    A pruned model's layers take the sizes of the stored tensors, and a residual block without any stored tensor
+    was dropped. Random state is left alone.
+    Raises ArtifactError when the file is damaged, its keys are not exactly the network's, a tensor is not
+    finite, or shapes contradict each other.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    from tasks.parts.networks.build import build_network
+    from tasks.parts.networks.residual import drop_absent_blocks
+
+    card, keys = read_card_and_keys(path)
+    try:
+        tensors = {name: tensor.clone() for name, tensor in load(path.read_bytes()).items()}
+    except SafetensorError as error:
+        raise ArtifactError(f"{path} is damaged ({error}). Run the stage that makes it again.") from error
+    with torch.device("meta"):
+        model = build_network(card.network, len(card.classes))
+    drop_absent_blocks(model, keys)
+    _check_keys(path, set(keys), set(model.state_dict()))
+    _check_finite(path, tensors)
+    _fit_layers(path, model, card, tensors)
+    model.load_state_dict(tensors, strict=True, assign=True)
+    model.eval()
+    _dry_run(path, model, card)
+    return model, card
+
+
+def _check_keys(path: Path, found: set[str], expected: set[str]) -> None:
+    missing, extra = sorted(expected - found), sorted(found - expected)
+    if not missing and not extra:
+        return
+    text = f"{path}: the stored tensors are not those of the network that its card names."
+    text += _list_names(" Missing", missing) + _list_names(" Not expected", extra)
+    if any(name.startswith("_orig_mod.") for name in extra):
+        text += (
+            " The prefix `_orig_mod.` is left by torch.compile and is not accepted: save `model._orig_mod`."
+        )
+    elif any(name.startswith(("model.", "module.", "network.")) for name in extra):
+        text += " The names carry the prefix of a wrapper (Lightning, DDP): save the network inside it."
+    raise ArtifactError(text)
+
+
+def _list_names(title: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    rest = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{title} ({len(names)}): {', '.join(names[:_LISTED])}{rest}."
+
+
+def _check_finite(path: Path, tensors: "dict[str, Tensor]") -> None:
+    import torch
+
+    bad = sorted(name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all()))
+    if bad:
+        raise ArtifactError(
+            f"{path}: NaN or infinite weights.{_list_names(' Tensors', bad)} Training diverged: lower the "
+            "learning rate and run the stage that makes this file again."
+        )
+
+
+def _fit_layers(path: Path, model: "nn.Module", card: ModelCard, tensors: "dict[str, Tensor]") -> None:
+    """Give each layer of the unpruned network on the meta device the size of its stored tensors."""
+    import torch
+    from torch import nn
+
+    for name, built in list(model.state_dict().items()):
+        found, expected = tuple(tensors[name].shape), tuple(built.shape)
+        is_cut = len(found) == len(expected) and all(0 < a <= b for a, b in zip(found, expected, strict=True))
+        if not is_cut or found[2:] != expected[2:]:
+            raise ArtifactError(
+                f"{path}: tensor {name!r} is {list(found)}, the network of the card has {list(expected)} "
+                "there; pruning makes channels fewer but never more, and leaves kernels alone."
+            )
+        if found != expected:
+            owner_name, _, attribute = name.rpartition(".")
+            owner = model.get_submodule(owner_name)
+            empty = torch.empty(found, device="meta")
+            is_parameter = isinstance(getattr(owner, attribute), nn.Parameter)
+            setattr(owner, attribute, nn.Parameter(empty) if is_parameter else empty)
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            is_depthwise = layer.groups > 1
+            layer.out_channels = layer.weight.shape[0]
+            layer.groups = layer.out_channels if is_depthwise else 1
+            layer.in_channels = layer.weight.shape[1] * layer.groups
+        elif isinstance(layer, nn.BatchNorm2d):
+            layer.num_features = layer.running_var.shape[0] if layer.running_var is not None else 0
+        elif isinstance(layer, nn.LayerNorm) and tuple(layer.weight.shape) != tuple(layer.normalized_shape):
+            raise ArtifactError(
+                f"{path}: a LayerNorm has {layer.weight.shape[0]} channels, {card.network.name} normalises "
+                f"{layer.normalized_shape[0]} there: channels that attention reads belong to heads and cannot be "
+                "pruned. Leave this network unpruned, or prune one of convolutions (network.name)."
+            )
+
+
+def _dry_run(path: Path, model: "nn.Module", card: ModelCard) -> None:
+    """Prove by one small forward pass that the layers fit together."""
+    import torch
+
+    height, width = min(card.height, DRY_RUN_SIZE), min(card.width, DRY_RUN_SIZE)
+    try:
+        with torch.inference_mode():
+            found = tuple(model(torch.zeros(1, 3, height, width)).shape)
+    except RuntimeError as error:
+        raise ArtifactError(f"{path}: the stored layers do not fit together: {error}") from error
+    expected = (1, len(card.classes), height, width)
+    if found != expected:
+        raise ArtifactError(
+            f"{path}: the logits are {found}, expected {expected}: the card names {len(card.classes)} "
+            "classes."
+        )

@@ -1,0 +1,1 @@
+"""ONNX graphs: written from a network, read from a file, measured and rewritten."""

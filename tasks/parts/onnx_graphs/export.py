@@ -1,0 +1,179 @@
+"""From a torch network to an ONNX graph whose nodes say which module and which line of code they come from.
+
+Exports of one architecture have the same node and tensor names whatever their weights are, so calibrated
+ranges, layer comparisons and trained weights can be matched by name.
+"""
+
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import onnx
+import onnxslim
+import torch
+from onnx import ModelProto, NodeProto, numpy_helper
+from torch import Tensor, nn
+
+from tasks.parts.networks.batchnorm_folding import check_finite, fold_batchnorm
+from tasks.parts.networks.model_card import ModelCard
+from tasks.parts.onnx_graphs.graph import CARD_KEY
+from tasks.parts.onnx_graphs.node_names import name_nodes, read_sources
+
+INPUT_NAME = "image"
+
+OUTPUT_NAME = "logits"
+
+_MAX_BATCH_OF_EXPORT = 4096
+
+
+def export_graph(model: nn.Module, card: ModelCard, *, height: int, width: int, opset: int) -> ModelProto:
+    """Export a network in eval mode for images of height x width with a dynamic batch.
+
+    BatchNorm is folded into the convolutions before it. The graph is simplified, checked, self-contained, and
+    equal for equal weights. Raises ArtifactError for weights that are not finite (ONNX and its checker accept
+    them).
+    """
+    check_finite(model)
+    example_NCHW = torch.zeros(2, 3, height, width)
+    folded = fold_batchnorm(model, example_NCHW)
+    raw = _run_exporter(folded, example_NCHW, opset)
+    graph = _simplify(raw)
+    name_nodes(graph, read_sources(raw))
+    _clear_unstable_fields(graph)
+    entry = graph.metadata_props.add()
+    entry.key, entry.value = CARD_KEY, card.to_json()
+    onnx.checker.check_model(graph, full_check=True)
+    return graph
+
+
+def _run_exporter(model: nn.Module, example_NCHW: Tensor, opset: int) -> ModelProto:
+    batch = torch.export.Dim("batch", min=1, max=_MAX_BATCH_OF_EXPORT)
+    with _quiet_exporter():
+        program = torch.onnx.export(
+            model,
+            (example_NCHW,),
+            dynamo=True,
+            opset_version=opset,
+            input_names=[INPUT_NAME],
+            output_names=[OUTPUT_NAME],
+            dynamic_shapes=({0: batch},),
+            verbose=False,
+        )
+    assert program is not None
+    proto: ModelProto = program.model_proto
+    return proto
+
+
+@contextlib.contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Hold back what the exporter says about packages that we do not use."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _simplify(raw: ModelProto) -> ModelProto:
+    """Simplify; then write what only depends on the batch (Shape, Concat) as plain constants."""
+    bare = ModelProto()
+    bare.CopyFrom(raw)
+    with _quiet_exporter():
+        slim = onnxslim.slim(bare)
+        slim = onnx.shape_inference.infer_shapes(slim, data_prop=True)
+    shapes = _static_shapes(slim)
+    for node in slim.graph.node:
+        if node.op_type == "Resize":
+            _resize_by_scales(slim, node, shapes)
+        elif node.op_type == "ReduceMean":
+            _mean_as_global_pool(slim, node, shapes)
+    _drop_dead_nodes(slim)
+    return slim
+
+
+def _static_shapes(model: ModelProto) -> dict[str, list[int | None]]:
+    shapes: dict[str, list[int | None]] = {}
+    for value in [*model.graph.value_info, *model.graph.input, *model.graph.output]:
+        dims = value.type.tensor_type.shape.dim
+        shapes[value.name] = [dim.dim_value if dim.HasField("dim_value") else None for dim in dims]
+    return shapes
+
+
+def _resize_by_scales(model: ModelProto, node: NodeProto, shapes: dict[str, list[int | None]]) -> None:
+    """Give Resize constant scales: the exporter computes `sizes` from the batch by Shape and Concat."""
+    if len(node.input) < 4 or not node.input[3]:
+        return
+    source, target = shapes.get(node.input[0], []), shapes.get(node.output[0], [])
+    if len(source) != 4 or len(target) != 4 or None in source[1:] or None in target[1:]:
+        return
+    scales = np.ones(4, dtype=np.float32)
+    for axis in (2, 3):
+        before, after = source[axis], target[axis]
+        assert before is not None and after is not None
+        scales[axis] = np.float32(after) / np.float32(before)
+        if int(np.floor(np.float32(before) * scales[axis])) != after:
+            return
+    name = f"{node.output[0]}:scales"
+    model.graph.initializer.append(numpy_helper.from_array(scales, name))
+    del node.input[3]
+    node.input[2] = name
+
+
+def _mean_as_global_pool(model: ModelProto, node: NodeProto, shapes: dict[str, list[int | None]]) -> None:
+    """Write the mean over height and width as GlobalAveragePool, which runtimes have INT8 kernels for."""
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    keep = next((attribute.i for attribute in node.attribute if attribute.name == "keepdims"), 1)
+    if len(node.input) < 2 or node.input[1] not in constants or not keep:
+        return
+    axes = sorted(int(axis) % 4 for axis in numpy_helper.to_array(constants[node.input[1]]).ravel())
+    if len(shapes.get(node.input[0], [])) == 4 and axes == [2, 3]:
+        node.op_type = "GlobalAveragePool"
+        del node.input[1]
+        del node.attribute[:]
+
+
+def _drop_dead_nodes(model: ModelProto) -> None:
+    graph = model.graph
+    needed = {value.name for value in graph.output}
+    kept: list[NodeProto] = []
+    for node in reversed(graph.node):
+        if needed & set(node.output):
+            needed.update(node.input)
+            kept.append(node)
+    nodes = [copy.deepcopy(node) for node in reversed(kept)]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    constants = [copy.deepcopy(tensor) for tensor in graph.initializer if tensor.name in needed]
+    del graph.initializer[:]
+    graph.initializer.extend(constants)
+
+
+def _clear_unstable_fields(model: ModelProto) -> None:
+    """Drop what holds paths, versions of tools or counters, so that equal networks give equal bytes."""
+    del model.metadata_props[:]
+    del model.functions[:]
+    model.doc_string = ""
+    model.graph.doc_string = ""
+    model.graph.name = "enginewright"
+    del model.graph.metadata_props[:]
+    for item in [*model.graph.node, *model.graph.initializer]:
+        item.doc_string = ""
+    values = [*model.graph.value_info, *model.graph.input, *model.graph.output]
+    for value in values:
+        value.doc_string = ""
+        del value.metadata_props[:]
+    for value in [*model.graph.input, *model.graph.output]:
+        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+    used = {name for node in model.graph.node for name in node.output}
+    kept = [copy.deepcopy(value) for value in model.graph.value_info if value.name in used]
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(sorted(kept, key=lambda value: value.name))

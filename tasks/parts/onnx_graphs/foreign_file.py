@@ -1,0 +1,134 @@
+"""Open an ONNX file that another tool wrote, with its weights, and refuse what is damaged."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, numpy_helper
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.onnx_graphs.graph import all_tensors
+from tasks.parts.onnx_session import open_session
+
+_INTEGER_OPERATORS = {
+    "QuantizeLinear",
+    "DequantizeLinear",
+    "DynamicQuantizeLinear",
+    "QLinearConv",
+    "QLinearMatMul",
+    "ConvInteger",
+    "MatMulInteger",
+}
+
+
+def find_file(model: Path) -> Path:
+    """Return the ONNX file at a path: the file itself, or the only one of a folder (with its weights beside it)."""
+    if not model.is_dir():
+        return model
+    files = sorted(model.glob("*.onnx"))
+    if len(files) != 1:
+        raise ArtifactError(
+            f"{model}: a folder with {len(files)} files *.onnx, expected one, with its weights beside it "
+            "(model.path)."
+        )
+    return files[0]
+
+
+def read_foreign(model: Path) -> ModelProto:
+    """Open an ONNX file, or a folder with one and its external weights.
+
+    Raises ArtifactError that says what is wrong with it.
+    """
+    path = find_file(model)
+    if not path.is_file() or path.stat().st_size == 0:
+        raise ArtifactError(f"{path}: missing or 0 bytes, expected an ONNX model (model.path).")
+    try:
+        graph = onnx.load(path, load_external_data=False)
+    except DecodeError as error:
+        raise ArtifactError(
+            f"{path}: {path.stat().st_size} bytes that are no whole ONNX model ({error}); the file is torn or of "
+            "another kind. Copy or export it again (model.path)."
+        ) from error
+    if not graph.graph.node or not graph.graph.output:
+        raise ArtifactError(
+            f"{path}: a graph with {len(graph.graph.node)} nodes and {len(graph.graph.output)} outputs; the file is "
+            "torn or no ONNX model. Copy or export it again (model.path)."
+        )
+    _load_weights(graph, path, is_folder=model.is_dir())
+    try:
+        onnx.checker.check_model(graph)
+    except onnx.checker.ValidationError as error:
+        raise ArtifactError(
+            f"{path}: not a valid ONNX model ({str(error).strip().splitlines()[0]}). Export it again (model.path)."
+        ) from error
+    _check_values(graph, path)
+    return graph
+
+
+def _load_weights(graph: ModelProto, path: Path, *, is_folder: bool) -> None:
+    outside = [tensor for tensor in all_tensors(graph.graph) if tensor.data_location == TensorProto.EXTERNAL]
+    if not outside:
+        return
+    files = sorted(
+        {entry.value for item in outside for entry in item.external_data if entry.key == "location"}
+    )
+    if not is_folder:
+        raise ArtifactError(
+            f"{path}: {len(outside)} tensors lie in other files ({', '.join(files[:3])}), whose changes would not be "
+            "seen. Put the model and these files alone into a folder and give the folder (model.path)."
+        )
+    try:
+        onnx.load_external_data_for_model(graph, str(path.parent))
+    except (OSError, ValueError, onnx.checker.ValidationError) as error:
+        raise ArtifactError(
+            f"{path}: its weights in {', '.join(files[:3])} cannot be read ({str(error).strip().splitlines()[0]}). "
+            "Copy the whole folder again (model.path)."
+        ) from error
+
+
+def _check_values(graph: ModelProto, path: Path) -> None:
+    for tensor in all_tensors(graph.graph):
+        if tensor.data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
+            raise ArtifactError(
+                f"{path}: tensor '{tensor.name}' has 16 bits, expected the float32 model: reduced precisions are "
+                "made from it. Export it in float32."
+            )
+        if tensor.data_type in (TensorProto.FLOAT, TensorProto.DOUBLE):
+            values = numpy_helper.to_array(tensor)
+            if not np.isfinite(values).all():
+                raise ArtifactError(
+                    f"{path}: tensor '{tensor.name}' holds NaN or infinity, expected finite weights. Take another "
+                    "checkpoint of the model and export it again."
+                )
+    integer = sorted({node.op_type for node in graph.graph.node} & _INTEGER_OPERATORS)
+    if integer:
+        raise ArtifactError(
+            f"{path}: is quantized already ({', '.join(integer)}), expected the float model: it is "
+            "quantized here. Give the file that was "
+            "quantized."
+        )
+
+
+def open_original(
+    model: Path, tensor: str, static_batch: int | None
+) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
+    """Return a function from images_NCHW to what the untouched file answers in ONNX Runtime.
+
+    A file with a fixed batch runs as often as it takes. Raises BuildFailed when the runtime refuses the file.
+    """
+    session = open_session(find_file(model))
+    name, step = session.get_inputs()[0].name, static_batch
+
+    def answer(images_NCHW: NDArray[np.float32]) -> NDArray[np.float32]:
+        found = []
+        for start in range(0, len(images_NCHW), step or len(images_NCHW)):
+            part_NCHW = images_NCHW[start : start + (step or len(images_NCHW))]
+            if step:
+                part_NCHW = np.resize(part_NCHW, (step, *images_NCHW.shape[1:]))  # repeats what is there
+            found.append(session.run([tensor], {name: part_NCHW})[0])
+        return np.concatenate(found)[: len(images_NCHW)]
+
+    return answer

@@ -1,0 +1,160 @@
+"""What every reader of an ONNX file needs: a safe open, its card, and the origin of its nodes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.data.input_card import InputCard
+
+CARD_KEY = "enginewright"
+
+MODULE_KEY = "module"
+
+SOURCE_KEY = "source"
+
+MIN_OPSET, MAX_OPSET = 13, 23  # 13: first with per-channel Q/DQ; 23: last that all our runtimes read
+
+MIN_IR_VERSION, MAX_IR_VERSION = 7, 12
+
+
+def read_graph(path: Path) -> ModelProto:
+    """Open one self-contained ONNX file, or raise ArtifactError that says what is wrong with it.
+
+    Weights outside the file are refused: such files can be missing, truncated or linked to anywhere.
+    """
+    if not path.is_file():
+        raise ArtifactError(
+            f"{path}: no such file, expected an ONNX model. Run the stage that exports it (export_onnx)."
+        )
+    size_bytes = path.stat().st_size
+    if size_bytes == 0:
+        raise ArtifactError(f"{path}: 0 bytes, expected an ONNX model. Delete it and run its stage again.")
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except DecodeError as error:
+        raise ArtifactError(
+            f"{path}: {size_bytes} bytes that are no whole ONNX model ({error}); the file is torn or of "
+            "another kind. Delete it and run its stage again."
+        ) from error
+    _refuse_external_data(model, path)
+    _check_versions(model, path)
+    try:
+        onnx.checker.check_model(model)
+    except onnx.checker.ValidationError as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ArtifactError(
+            f"{path}: not a valid ONNX model ({first_line}). Delete it and run its stage again."
+        ) from error
+    return model
+
+
+def write_graph(model: ModelProto, path: Path) -> None:
+    """Write one self-contained file; equal models give equal bytes."""
+    path.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def read_card_of_graph(model: ModelProto) -> InputCard:
+    """Return the card (task, classes, mean and std, size) that export_onnx or import_onnx stored in the graph."""
+    cards = [entry.value for entry in model.metadata_props if entry.key == CARD_KEY]
+    if len(cards) != 1:
+        raise ArtifactError(
+            f"graph '{model.graph.name}': {len(cards)} metadata entries '{CARD_KEY}', expected 1 with "
+            "classes, mean and std. Use a graph that export_onnx wrote; a file of another tool enters through "
+            "import_onnx (model=onnx model.path=<file>)."
+        )
+    return InputCard.from_json(cards[0])
+
+
+def node_sources(model: ModelProto) -> dict[str, tuple[str, str]]:
+    """Return node name -> (dotted torch module, file:line) for all nodes that know where they come from."""
+    sources: dict[str, tuple[str, str]] = {}
+    for node in model.graph.node:
+        entries = {entry.key: entry.value for entry in node.metadata_props}
+        if MODULE_KEY in entries and SOURCE_KEY in entries:
+            sources[node.name] = (entries[MODULE_KEY], entries[SOURCE_KEY])
+    return sources
+
+
+def set_node_source(node: NodeProto, module: str, source: str) -> None:
+    """Replace all metadata of a node by its module and file:line."""
+    del node.metadata_props[:]
+    for key, value in ((MODULE_KEY, module), (SOURCE_KEY, source)):
+        entry = node.metadata_props.add()
+        entry.key, entry.value = key, value
+
+
+def is_quantized(model: ModelProto) -> bool:
+    """Tell whether the graph carries Q/DQ."""
+    return any(node.op_type == "QuantizeLinear" for node in model.graph.node)
+
+
+def other_types(model: ModelProto) -> set[str]:
+    """Names of the tensors that are not float32, such as shapes, as far as the graph says."""
+    values = [*model.graph.value_info, *model.graph.input, *model.graph.output]
+    known = {value.name: value.type.tensor_type.elem_type for value in values}
+    return {name for name, kind in known.items() if kind not in (TensorProto.UNDEFINED, TensorProto.FLOAT)}
+
+
+def _refuse_external_data(model: ModelProto, path: Path) -> None:
+    outside = [
+        tensor.name for tensor in all_tensors(model.graph) if tensor.data_location == TensorProto.EXTERNAL
+    ]
+    if outside:
+        raise ArtifactError(
+            f"{path}: {len(outside)} tensors lie outside the file (first: '{outside[0]}'), expected one "
+            "self-contained file. Save it again with onnx.save(model, path, save_as_external_data=False)."
+        )
+
+
+def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    """Yield every constant of a graph, those inside of nodes and of their subgraphs too."""
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield sparse.values
+        yield sparse.indices
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.TENSOR:
+                yield attribute.t
+            yield from attribute.tensors
+            for subgraph in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
+                yield from all_tensors(subgraph)
+
+
+def _check_versions(model: ModelProto, path: Path) -> None:
+    if not model.graph.node or not model.graph.output:
+        raise ArtifactError(
+            f"{path}: a graph with {len(model.graph.node)} nodes and {len(model.graph.output)} outputs, "
+            "expected at least one of each; the file is torn or no ONNX model. Delete it and run its stage "
+            "again."
+        )
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    opset = opsets.get("", opsets.get("ai.onnx"))
+    if opset is None or not MIN_OPSET <= opset <= MAX_OPSET:
+        raise ArtifactError(
+            f"{path}: opset {opset}, expected {MIN_OPSET}..{MAX_OPSET}. Export it again with "
+            "export_onnx.opset in that range."
+        )
+    if not MIN_IR_VERSION <= model.ir_version <= MAX_IR_VERSION:
+        raise ArtifactError(
+            f"{path}: IR version {model.ir_version}, expected {MIN_IR_VERSION}..{MAX_IR_VERSION}. Export it "
+            "again with the installed torch and onnx."
+        )
+
+
+def drop_unused(graph: GraphProto) -> None:
+    """Take out nodes and constants that nothing reads."""
+    while True:
+        used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+        unread = [node for node in graph.node if not used & set(node.output)]
+        for node in unread:
+            graph.node.remove(node)
+        if not unread:
+            break
+    kept = [tensor for tensor in graph.initializer if tensor.name in used]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)

@@ -1,0 +1,64 @@
+"""How many multiply-accumulate operations (MACs) each convolution and matrix product of a graph takes."""
+
+import math
+
+import numpy as np
+import onnx
+from onnx import ModelProto, NodeProto, helper
+
+
+def conv_macs(model: ModelProto) -> dict[str, int]:
+    """Multiply-accumulates of each convolution and matrix product for one image, by node name."""
+    layers = [
+        node for node in model.graph.node if node.op_type in ("Conv", "ConvTranspose", "MatMul", "Gemm")
+    ]
+    needed = {name for node in layers for name in (*node.input[:2], node.output[0])}
+    sizes = _sizes_of_one_image(model)
+    unknown = sorted(name for name in needed if not sizes.get(name) or not all(sizes[name]))
+    if unknown:  # shapes that the graph computes
+        sizes |= _run_for_sizes(model, unknown)
+    macs = {}
+    for node in layers:
+        image, weight, output = (sizes[name] for name in (*node.input[:2], node.output[0]))
+        if node.op_type == "Conv":
+            macs[node.name] = math.prod(weight) * math.prod(output[2:])
+        elif node.op_type == "ConvTranspose":
+            macs[node.name] = math.prod(weight) * math.prod(image[2:])
+        else:
+            channels = weight[-1 if _flag(node, "transB") or len(weight) == 1 else -2]
+            macs[node.name] = channels * math.prod(output)
+    return macs
+
+
+def _sizes_of_one_image(model: ModelProto) -> dict[str, list[int]]:
+    """Infer the sizes of all tensors for a batch of 1, since tokens and windows may be folded into the batch."""
+    single = ModelProto()
+    single.CopyFrom(model)
+    single.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+    del single.graph.value_info[:]
+    for value in single.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    inferred = onnx.shape_inference.infer_shapes(single, data_prop=True).graph
+    sizes = {
+        value.name: [axis.dim_value for axis in value.type.tensor_type.shape.dim]
+        for value in [*inferred.input, *inferred.value_info, *inferred.output]
+    }
+    return sizes | {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+
+
+def _run_for_sizes(model: ModelProto, names: list[str]) -> dict[str, list[int]]:
+    """Run one black image and look at the named tensors."""
+    from tasks.parts.onnx_session import open_session
+
+    marked = ModelProto()
+    marked.CopyFrom(model)
+    own = {value.name for value in model.graph.output}
+    marked.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in own)
+    image = model.graph.input[0]
+    size = [axis.dim_value for axis in image.type.tensor_type.shape.dim[1:]]
+    found = open_session(marked).run(names, {image.name: np.zeros((1, *size), np.float32)})
+    return {name: list(values.shape) for name, values in zip(names, found, strict=True)}
+
+
+def _flag(node: NodeProto, name: str) -> bool:
+    return any(attribute.i for attribute in node.attribute if attribute.name == name)

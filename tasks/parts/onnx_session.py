@@ -1,0 +1,99 @@
+"""Open ONNX Runtime sessions, for graphs that are judged and for engines alike."""
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import BuildFailed, TargetMismatch, first_line
+
+if TYPE_CHECKING:
+    import onnxruntime
+    from onnx import ModelProto
+
+CPU_PROVIDER = "CPUExecutionProvider"
+CUDA_PROVIDER = "CUDAExecutionProvider"
+TENSORRT_PROVIDER = "TensorrtExecutionProvider"
+
+TENSORRT_MAJOR = 10
+"""onnxruntime-gpu 1.31 is linked against libnvinfer.so.10."""
+
+PLAN_OPERATOR = "EPContext"
+"""Of graphs that hold what another compiler made."""
+
+PROVIDER_OPTIONS = {CUDA_PROVIDER: {"use_tf32": "0"}}  # else float32 is rounded to 10 bits of mantissa
+
+_LOG_ERRORS_ONLY = 3
+
+
+def open_session(
+    model: "Path | bytes | ModelProto",
+    *,
+    provider: str = CPU_PROVIDER,
+    num_threads: int = 0,
+    is_optimised: bool = True,
+    optimised_file: Path | None = None,
+    profile_prefix: str | None = None,
+) -> "onnxruntime.InferenceSession":
+    """Create a session that really runs on `provider`; without `num_threads` it takes one for each core.
+
+    By itself ONNX Runtime falls back to the CPU silently when the provider is absent: here that raises
+    TargetMismatch. Raises BuildFailed when the runtime refuses the graph.
+    """
+    import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    if provider != CPU_PROVIDER:
+        onnxruntime.preload_dlls()  # pip's CUDA libraries lie where the loader does not look
+    available = onnxruntime.get_available_providers()
+    if provider not in available:
+        raise TargetMismatch(
+            f"ONNX Runtime has no provider {provider}; available: {', '.join(available)}. Install the build "
+            "of onnxruntime that has it (for CUDA `pip uninstall onnxruntime` and `pip install onnxruntime-gpu`), or "
+            "run on a worker of the target's work pool (target.<name>.device)."
+        )
+    providers = [provider]
+    if provider == TENSORRT_PROVIDER:
+        importlib.import_module("tensorrt")  # it loads its libraries, which the provider is linked against
+        providers.append(CUDA_PROVIDER)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = num_threads, 1
+    options.log_severity_level = _LOG_ERRORS_ONLY
+    # Between inferences the threads sleep, so that a waiting engine does not slow its neighbours down.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    if not is_optimised:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if optimised_file is not None:
+        options.optimized_model_filepath = str(optimised_file)
+    if profile_prefix is not None:
+        options.enable_profiling, options.profile_file_prefix = True, profile_prefix
+    if isinstance(model, Path):
+        source: str | bytes = str(model)
+    else:
+        source = model if isinstance(model, bytes) else model.SerializeToString()
+    try:
+        session = onnxruntime.InferenceSession(
+            source, options, providers=[(name, PROVIDER_OPTIONS.get(name, {})) for name in providers]
+        )
+    except (
+        state.Fail,
+        state.InvalidGraph,
+        state.InvalidProtobuf,
+        state.NotImplemented,
+        state.InvalidArgument,
+        state.RuntimeException,
+    ) as error:
+        if isinstance(error, state.NotImplemented) and PLAN_OPERATOR in str(error):
+            raise TargetMismatch(
+                f"ONNX Runtime {onnxruntime.__version__} did not load its TensorRT provider, which the engine's plan "
+                f"needs. Install the TensorRT {TENSORRT_MAJOR}, CUDA and cuDNN that this onnxruntime-gpu "
+                "was built for, or run on a worker of the target's work pool."
+            ) from error
+        raise BuildFailed(
+            f"ONNX Runtime {onnxruntime.__version__} refuses the graph: {first_line(error)}"
+        ) from error
+    in_use = session.get_providers()
+    if in_use[0] != provider:
+        raise TargetMismatch(
+            f"ONNX Runtime runs on {in_use[0]}, requested was {provider} (target.<name>.device)."
+        )
+    return session

@@ -1,0 +1,1 @@
+"""What is removed from a network, and how it recovers."""

@@ -1,0 +1,72 @@
+"""How channels are pruned; light, so that a configuration can be checked without torch."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tasks.core.errors import ConfigError
+
+
+class Importance(StrEnum):
+    """What makes a channel important."""
+
+    l1 = "l1"
+    """L1 norm of all weights that go with the channel, relative to the mean of its group of layers; after
+    Li et al., "Pruning Filters for Efficient ConvNets", 2017, arXiv:1608.08710."""
+    l2 = "l2"
+    """Squared L2 norm of the channel's own filter, relative to the mean of its layer; after He et al., "Soft
+    Filter Pruning", 2018, arXiv:1808.06866."""
+    batchnorm_scale = "batchnorm_scale"
+    """Magnitude of the BatchNorm scales, compared over the whole network; train with trainer.batchnorm_l1
+    first. Liu et al., "Network Slimming", 2017, arXiv:1708.06519."""
+    group_norm = "group_norm"
+    """Squared L2 norm of all weights that go with the channel, relative to the mean of its group of layers;
+    Fang et al., "DepGraph", 2023, arXiv:2301.12900."""
+    taylor = "taylor"
+    """First-order change of the training loss without the channel, compared over the whole network; Molchanov
+    et al., "Importance Estimation for Neural Network Pruning", 2019, arXiv:1906.10771. Needs labelled images."""
+
+
+class Ranking(StrEnum):
+    """How layers compete."""
+
+    across_layers = "across_layers"
+    """The least important channels of the whole network go first: layers end up differently thin."""
+    uniform = "uniform"
+    """Each layer loses the same share of its channels."""
+
+
+@dataclass(frozen=True)
+class ChannelPruning:
+    """How much is removed, and in which portions."""
+
+    target_macs_ratio: float
+    """MACs that may remain, as a share of the original's; lower: faster, less accurate."""
+    channel_multiple: int
+    """Pruned layers keep a multiple of this many channels; 8 or 16 suit vector units and tensor cores."""
+    ranking: Ranking
+    """Whether layers compete (across_layers) or lose the same share (uniform)."""
+    max_layer_ratio: float
+    """Largest share of its channels that one layer may lose; keeps thin layers from becoming bottlenecks."""
+    num_steps: int
+    """Portions; the importance is measured again before each one."""
+    importance: Importance
+    """What makes a channel important."""
+    layer_ratios: dict[str, float]
+    """Layer -> share of its channels that go; 0 keeps it whole. All other layers compete for the target."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.target_macs_ratio < 1.0:
+            raise ConfigError(
+                f"prune.target_macs_ratio is {self.target_macs_ratio}; expected between 0 and 1."
+            )
+        if not 1 <= self.channel_multiple <= 1024:
+            raise ConfigError(f"prune.channel_multiple is {self.channel_multiple}; expected 1 to 1024.")
+        if not 0.0 < self.max_layer_ratio < 1.0:
+            raise ConfigError(f"prune.max_layer_ratio is {self.max_layer_ratio}; expected between 0 and 1.")
+        if not 1 <= self.num_steps <= 100:
+            raise ConfigError(f"prune.num_steps is {self.num_steps}; expected 1 to 100.")
+        for name, ratio in self.layer_ratios.items():
+            if not 0.0 <= ratio < 1.0:
+                raise ConfigError(
+                    f"prune.layer_ratios.{name} is {ratio}; expected at least 0 and less than 1."
+                )

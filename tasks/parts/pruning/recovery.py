@@ -1,0 +1,69 @@
+"""What pruning needs the data set for: sample batches, the loss on them, accuracy, and a short training.
+
+Tensor suffixes: N images, C channels or classes, H height, W width.
+"""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tasks.parts.data.dataset import normalise, open_split, read_manifest
+from tasks.parts.networks.model_card import ModelCard
+from tasks.parts.networks.zeros import keep_zeros
+from tasks.parts.training.config import TrainerConfig
+from tasks.parts.training.loop import train_network
+from tasks.parts.training.losses import class_weights
+from tasks.parts.training.module import CrossEntropy
+from tasks.parts.training.predict import measure_miou
+
+
+def read_batches(
+    data: Path, split: str, *, batch_size: int, num_images: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield images_NCHW (normalised) and masks_NHW of the first `num_images` of a split; None takes all."""
+    manifest = read_manifest(data)
+    images_NHWC, masks_NHW = open_split(data, split)
+    end = len(images_NHWC) if num_images is None else min(num_images, len(images_NHWC))
+    for start in range(0, end, batch_size):
+        part = slice(start, min(start + batch_size, end))
+        images_NCHW = normalise(images_NHWC[part], manifest.mean, manifest.std)
+        yield torch.from_numpy(images_NCHW), torch.from_numpy(np.asarray(masks_NHW[part], dtype=np.int64))
+
+
+def batch_losses(
+    network: nn.Module, data: Path, *, class_balance: float, num_images: int, batch_size: int
+) -> Iterator[Tensor]:
+    """Yield the label loss on some images of the training split, a batch at a time, in eval mode."""
+    network.eval()
+    objective = label_objective(data, class_balance)
+    for images_NCHW, masks_NHW in read_batches(data, "train", batch_size=batch_size, num_images=num_images):
+        yield objective(network, images_NCHW, masks_NHW)
+
+
+def label_objective(data: Path, class_balance: float) -> CrossEntropy:
+    """Return the loss of plain supervised training on a data set."""
+    return CrossEntropy(class_weights(read_manifest(data).pixel_share["train"], class_balance))
+
+
+def measure_val_miou(network: nn.Module, card: ModelCard, data: Path, batch_size: int) -> float:
+    """Return the mIoU of a network on the validation split."""
+    return measure_miou(network, *open_split(data, "val"), card, batch_size=batch_size)
+
+
+def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) -> float:
+    """Train a network on the labels, in place, and return the val mIoU of its best epoch; zeros stay zero.
+
+    The weights of that epoch are left in the network. `out` takes what a killed run resumes from. A copy is
+    trained: training leaves hooks and other forward functions behind, and the network is traced afterwards.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    trained = copy.deepcopy(network)
+    keep_zeros(trained)
+    objective = label_objective(data, config.class_balance)
+    report = train_network(trained, objective, data=data, config=config, out=out)
+    network.load_state_dict(trained.state_dict())
+    return report.val_miou

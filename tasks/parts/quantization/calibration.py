@@ -1,0 +1,209 @@
+"""Ranges for INT8 from calibration images: one collection of statistics, several ways to choose from it.
+
+N images, C channels, H rows, W columns.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, helper
+
+from tasks.core.errors import ArtifactError, DataError
+from tasks.parts.onnx_session import open_session
+from tasks.parts.quantization.config import Calibrator
+from tasks.parts.quantization.qdq import INT8_MAX, TensorRange
+
+NUM_BINS = 2048
+
+NUM_LEVELS = 128  # magnitudes that symmetric INT8 tells apart
+
+_BINS_PER_STEP = 8
+
+_MAX_BYTES = 1 << 30
+"""Of activations that are read at once; large images go one by one, which changes no statistic."""
+
+
+@dataclass(frozen=True)
+class TensorStatistics:
+    """What one tensor held over all calibration images."""
+
+    low: float
+    high: float
+    counts: NDArray[np.int64]
+    """Histogram of the magnitudes over [0, amax] in NUM_BINS equal bins."""
+
+    @property
+    def amax(self) -> float:
+        """Largest magnitude."""
+        return max(abs(self.low), abs(self.high))
+
+
+def check_images(images_NCHW: NDArray[np.float32], max_abs: float) -> None:
+    """Raise DataError for normalised images that would spoil calibration without any other sign.
+
+    One pixel of 1e6 stretches a range so far that everything else becomes 0.
+    """
+    if not np.isfinite(images_NCHW).all():
+        raise DataError("calibration images hold NaN or infinite values. Check mean and std in the manifest.")
+    largest = float(np.abs(images_NCHW).max())
+    if largest > max_abs:
+        raise DataError(
+            f"calibration images reach {largest:.3g} after normalisation, expected at most {max_abs} "
+            "(quantize_ptq.max_abs_input). Check mean and std in the manifest, or outliers in the images."
+        )
+    is_flat = np.ptp(images_NCHW, axis=(2, 3)).max(axis=1) == 0
+    if is_flat.any():
+        raise DataError(
+            f"{int(is_flat.sum())} of {len(images_NCHW)} calibration images hold one value only (first: "
+            f"number {int(is_flat.argmax())}), expected real images. Run prepare_data again."
+        )
+
+
+def collect_statistics(
+    model: ModelProto, batches: Callable[[], Iterable[NDArray[np.float32]]], names: Sequence[str]
+) -> dict[str, TensorStatistics]:
+    """Run the float graph over all batches twice: for the extremes of the named tensors, then for histograms.
+
+    Raises ArtifactError for a tensor that is not finite.
+    """
+    run = _tensor_reader(model, names)
+    lows = dict.fromkeys(names, np.inf)
+    highs = dict.fromkeys(names, -np.inf)
+    for images_NCHW in batches():
+        for name, values in run(images_NCHW):
+            lows[name] = float(np.minimum(lows[name], values.min()))  # keeps NaN, unlike min()
+            highs[name] = float(np.maximum(highs[name], values.max()))
+    for name in names:
+        if not np.isfinite([lows[name], highs[name]]).all():
+            raise ArtifactError(
+                f"tensor '{name}': range [{lows[name]}, {highs[name]}] over the calibration images, expected "
+                "finite numbers. Check the checkpoint that the graph was exported from."
+            )
+    counts = {name: np.zeros(NUM_BINS, dtype=np.int64) for name in names}
+    for images_NCHW in batches():
+        for name, values in run(images_NCHW):
+            amax = max(abs(lows[name]), abs(highs[name]))
+            counts[name] += _histogram(values, amax)
+    return {name: TensorStatistics(lows[name], highs[name], counts[name]) for name in names}
+
+
+def choose_range(statistics: TensorStatistics, calibrator: Calibrator, *, percentile: float) -> TensorRange:
+    """Return the range that one calibrator gives a tensor."""
+    match calibrator:
+        case Calibrator.minmax:
+            amax = statistics.amax
+        case Calibrator.percentile:
+            amax = _percentile_amax(statistics, percentile)
+        case Calibrator.entropy:
+            amax = _entropy_amax(statistics)
+        case Calibrator.mse:
+            amax = _mse_amax(statistics)
+    return TensorRange(low=max(statistics.low, -amax), high=min(statistics.high, amax))
+
+
+def _tensor_reader(
+    model: ModelProto, names: Sequence[str]
+) -> Callable[[NDArray[np.float32]], Iterable[tuple[str, NDArray[Any]]]]:
+    """Return a function from one batch to (name, values) of the named tensors."""
+    marked = ModelProto()
+    marked.CopyFrom(model)
+    image = model.graph.input[0].name
+    outputs = {value.name for value in model.graph.output}
+    for name in names:
+        if name != image and name not in outputs:
+            marked.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    session = open_session(marked)
+    inner = [name for name in names if name != image]
+    at_once = max(1, _MAX_BYTES // max(1, _bytes_per_image(model, inner)))
+
+    def run(images_NCHW: NDArray[np.float32]) -> Iterable[tuple[str, NDArray[Any]]]:
+        if image in names:
+            yield image, images_NCHW
+        if inner:  # an empty list of names means all outputs to ONNX Runtime
+            for start in range(0, len(images_NCHW), at_once):
+                found = session.run(inner, {image: images_NCHW[start : start + at_once]})
+                yield from zip(inner, found, strict=True)
+
+    return run
+
+
+def _bytes_per_image(model: ModelProto, names: Sequence[str]) -> int:
+    """Return what the named float32 tensors of one image take; tensors of unknown size count as nothing."""
+    sizes = {
+        value.name: [axis.dim_value for axis in value.type.tensor_type.shape.dim]
+        for value in onnx.shape_inference.infer_shapes(model).graph.value_info
+    }
+    return sum(4 * math.prod(sizes[name][1:]) for name in names if name in sizes)
+
+
+def _histogram(values: NDArray[Any], amax: float) -> NDArray[np.int64]:
+    if amax <= 0:
+        return np.zeros(NUM_BINS, dtype=np.int64)
+    bins = np.abs(values).ravel() * np.float32(NUM_BINS / amax)
+    return np.bincount(np.minimum(bins.astype(np.int32), NUM_BINS - 1), minlength=NUM_BINS).astype(np.int64)
+
+
+def _percentile_amax(statistics: TensorStatistics, percentile: float) -> float:
+    """Upper edge of the first bin under which `percentile` % of all magnitudes lie."""
+    cumulated = np.cumsum(statistics.counts)
+    if cumulated[-1] == 0:
+        return statistics.amax
+    index = int(np.searchsorted(cumulated, cumulated[-1] * percentile / 100))
+    return statistics.amax * min(index + 1, NUM_BINS) / NUM_BINS
+
+
+def _mse_amax(statistics: TensorStatistics) -> float:
+    """Threshold with the least mean squared error between the magnitudes and their INT8 levels.
+
+    Rounding grows with the threshold, clipping shrinks; each bin counts with its centre.
+    """
+    centres = (np.arange(NUM_BINS) + 0.5) * statistics.amax / NUM_BINS
+    best_amax, least_error = statistics.amax, np.inf
+    for num_kept in range(NUM_LEVELS, NUM_BINS + 1, _BINS_PER_STEP):
+        amax = statistics.amax * num_kept / NUM_BINS
+        scale = amax / INT8_MAX
+        levels = np.minimum(np.rint(centres / scale), INT8_MAX)
+        error = float(statistics.counts @ np.square(centres - levels * scale))
+        if error < least_error:
+            best_amax, least_error = amax, error
+    return best_amax
+
+
+def _entropy_amax(statistics: TensorStatistics) -> float:
+    """Threshold whose INT8 histogram keeps most information of the float one (least KL divergence).
+
+    Migacz, "8-bit Inference with TensorRT", GTC 2017, slides 26-37. The bin of the smallest magnitudes is set
+    to the next one: ReLU fills it with zeros, which any range represents.
+    """
+    counts = statistics.counts.astype(np.float64)
+    counts[0] = counts[1]
+    if counts.sum() == 0:
+        return statistics.amax
+    best_amax, least_divergence = statistics.amax, np.inf
+    for num_kept in range(NUM_LEVELS, NUM_BINS + 1, _BINS_PER_STEP):
+        divergence = _divergence(counts, num_kept)
+        if divergence < least_divergence:
+            best_amax, least_divergence = statistics.amax * num_kept / NUM_BINS, divergence
+    return best_amax
+
+
+def _divergence(counts: NDArray[np.float64], num_kept: int) -> float:
+    """KL(P || Q): P the first bins, with clipped values in the last one; Q these bins at INT8 resolution."""
+    kept = counts[:num_kept]
+    reference = kept.copy()
+    reference[-1] += counts[num_kept:].sum()
+    level = np.arange(num_kept) * NUM_LEVELS // num_kept
+    is_filled = reference > 0
+    sums = np.bincount(level, weights=kept, minlength=NUM_LEVELS)
+    num_filled = np.bincount(level, weights=is_filled, minlength=NUM_LEVELS)
+    spread = np.where(is_filled, (sums / np.maximum(num_filled, 1))[level], 0.0)
+    if spread.sum() == 0:
+        return float(np.inf)
+    p, q = reference / reference.sum(), spread / spread.sum()
+    shared = p > 0
+    return float((p[shared] * np.log(p[shared] / np.maximum(q[shared], 1e-12))).sum())

@@ -1,1 +1,0 @@
-"""One small runner per runtime, all with one contract."""

@@ -1,0 +1,1 @@
+"""Which engine ships, and why: verdicts, pages, bundles."""

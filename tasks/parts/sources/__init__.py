@@ -1,0 +1,1 @@
+"""Where images and their labels come from: folders of the user, or drawn scenes."""

@@ -1,0 +1,146 @@
+"""A user's images without masks: one sub-folder for each class, or plain images that nobody labelled.
+
+<root>/images/<class>/**/<name>.png|jpg|jpeg   classes as in <root>/classes.yaml, in the order of the logits
+<root>/images/**/<name>.png|jpg|jpeg           plain images; no classes.yaml
+<root>/train.txt, val.txt, test.txt, calibration.txt   as in tasks/parts/folder_data.py
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import DataError
+from tasks.parts.sources.class_list import CLASSES_FILE, read_class_list
+from tasks.parts.sources.config import FolderConfig
+from tasks.parts.sources.image_files import (
+    FILES_PER_BATCH,
+    IMAGE_SUFFIXES,
+    UnreadableImage,
+    fit,
+    list_files,
+    pillow_without_own_cap,
+    read_image,
+    thread_pool,
+)
+from tasks.parts.sources.splits import (
+    digest_of_pixels,
+    find_duplicates,
+    further,
+    read_split_files,
+    refuse_empty,
+    share_out,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+MAX_CLASSES = 65535
+"""Labels are stored as uint16."""
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """An image and its class."""
+
+    path: Path
+    label: int | None
+    """None where nobody labelled it."""
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """A folder that passed every check."""
+
+    classes: tuple[str, ...]
+    """Empty for plain images."""
+    splits: dict[str, tuple[ImageFile, ...]]
+    num_bad_images: int
+    num_duplicates: int
+    """Images of val or test whose pixels also are in another of train, val, test."""
+    warnings: tuple[str, ...]
+
+
+def scan_images(root: Path, config: FolderConfig, *, seed: int, is_labelled: bool) -> ImageFolder:
+    """List the images of a folder, decode each once, and share them out to the splits.
+
+    Raises DataError for a class folder that classes.yaml does not name, an unreadable image, an empty split.
+    """
+    classes = read_class_list(root, max_classes=MAX_CLASSES).names if is_labelled else ()
+    paths = list_files(root / "images", IMAGE_SUFFIXES)
+    files = {
+        name: ImageFile(path, _label(root, name, classes) if classes else None)
+        for name, path in paths.items()
+    }
+    lists = read_split_files(root, set(files))
+    digests, bad = _read_all(files, config)
+    names, warnings = share_out(list(digests), lists, config, seed)
+    refuse_empty(root, names, lists)
+    images = {name: (files[name].path, digest) for name, digest in digests.items()}
+    num_duplicates, duplicate_warnings = find_duplicates(names, images)
+    warnings += duplicate_warnings
+    if bad:
+        warnings.append(f"{len(bad)} unreadable file(s) skipped, the first: {next(iter(bad.values()))}")
+    splits = {split: tuple(files[name] for name in listed) for split, listed in names.items()}
+    return ImageFolder(classes, splits, len(bad), num_duplicates, tuple(warnings))
+
+
+def read_image_batches(
+    files: Sequence[ImageFile], config: FolderConfig, *, height: int, width: int
+) -> Iterator[NDArray[np.uint8]]:
+    """Decode images again and yield them at their final size, as images_NHWC."""
+    import numpy as np
+
+    def read(file: ImageFile) -> NDArray[np.uint8]:
+        image_HWC = read_image(file.path, max_pixels=config.max_pixels)
+        mask_HW = np.zeros(image_HWC.shape[:2], np.uint8)
+        return fit(image_HWC, mask_HW, height=height, width=width, mode=config.resize_mode, fill=0)[0]
+
+    with pillow_without_own_cap(), thread_pool() as pool:
+        for start in range(0, len(files), FILES_PER_BATCH):
+            yield np.stack(list(pool.map(read, files[start : start + FILES_PER_BATCH])))
+
+
+def _label(root: Path, name: str, classes: tuple[str, ...]) -> int:
+    folder, separator, _ = name.partition("/")
+    if not separator or folder not in classes:
+        found = f"the folder '{folder}'" if separator else "no folder of a class"
+        raise DataError(
+            f"{root / 'images' / name}: lies in {found}, expected images/<class>/ with a class of "
+            f"{root / CLASSES_FILE}: {', '.join(classes[:8])}{further(classes[7:], 'class')}."
+        )
+    return classes.index(folder)
+
+
+def _read_all(
+    files: dict[str, ImageFile], config: FolderConfig
+) -> tuple[dict[str, str], dict[str, DataError]]:
+    """Decode every file; return the digests of those that can be read, and what is wrong with the others.
+
+    Stops where more are unreadable than the configuration allows.
+    """
+
+    def read(file: ImageFile) -> str | DataError:
+        try:
+            return digest_of_pixels(read_image(file.path, max_pixels=config.max_pixels))
+        except UnreadableImage as error:
+            return error
+
+    with pillow_without_own_cap(), thread_pool() as pool:
+        found = dict(zip(files, pool.map(read, files.values()), strict=True))
+    digests = {name: one for name, one in found.items() if isinstance(one, str)}
+    bad = {name: one for name, one in found.items() if not isinstance(one, str)}
+    if len(bad) > config.max_bad_images:
+        first = next(iter(bad.values()))
+        raise UnreadableImage(
+            f"{first} Found {len(bad)} unreadable file(s), prepare_data.folder.max_bad_images = "
+            f"{config.max_bad_images}."
+        ) from first
+    logger.info("checked %d images", len(files))
+    return digests, bad

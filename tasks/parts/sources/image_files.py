@@ -1,0 +1,218 @@
+"""Read a user's images and masks by fixed rules. H height, W width, C RGB.
+
+Images become 8-bit RGB: grey is repeated, transparent pixels are laid over black, of 16 bits the high byte is
+kept, CMYK is converted by Pillow, the EXIF orientation is applied. Masks are read as stored: grey or palette
+indices.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import unicodedata
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.core.errors import DataError
+from tasks.parts.sources.class_list import check_relative_name
+from tasks.parts.sources.config import ResizeMode
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from PIL import Image
+
+_FORMATS = {".png": ("PNG",), ".jpg": ("JPEG", "MPO"), ".jpeg": ("JPEG", "MPO")}
+
+IMAGE_SUFFIXES = tuple(_FORMATS)
+
+_DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, EOFError, KeyError, struct.error, zlib.error)
+"""What Pillow raises for damaged files, depending on where the damage is."""
+
+FILES_PER_BATCH = 64
+
+
+class UnreadableImage(DataError):
+    """A file is empty, cut off, or not what its name says."""
+
+
+class OversizedImage(DataError):
+    """An image has more pixels than allowed."""
+
+
+class ColourMask(DataError):
+    """A mask holds colours instead of class indices."""
+
+
+@contextmanager
+def pillow_without_own_cap() -> Iterator[None]:
+    """Let our own configured pixel cap decide alone: Pillow's is fixed, and partly only a warning."""
+    from PIL import Image
+
+    Image.preinit()
+    cap, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = cap
+
+
+def read_image(path: Path, *, max_pixels: int) -> NDArray[np.uint8]:
+    """Decode an image to image_HWC; raise UnreadableImage or OversizedImage."""
+    from PIL import ImageOps
+
+    with _decoded(path, max_pixels) as image:
+        return _to_rgb(ImageOps.exif_transpose(image))
+
+
+def read_mask(path: Path, *, max_pixels: int) -> NDArray[np.uint16]:
+    """Decode an index mask to mask_HW; raise UnreadableImage, OversizedImage or ColourMask."""
+    import numpy as np
+
+    with _decoded(path, max_pixels) as image:
+        if image.mode in ("1", "L", "P"):
+            return np.asarray(image).astype(np.uint16)
+        if image.mode.startswith("I"):
+            return np.asarray(image).astype(np.uint16)
+        raise ColourMask(_colour_mask_text(path, image))
+
+
+def fit(
+    image_HWC: NDArray[np.uint8],
+    mask_HW: NDArray[np.uint8],
+    *,
+    height: int,
+    width: int,
+    mode: ResizeMode,
+    fill: int,
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Bring an image and its mask to one size; mask pixels outside the image get the value `fill`."""
+    from PIL import Image
+
+    if mask_HW.shape == (height, width):
+        return image_HWC, mask_HW
+    if mode is ResizeMode.crop:
+        return _crop(image_HWC, height, width, 0), _crop(mask_HW, height, width, fill)
+    image = Image.fromarray(image_HWC).resize((width, height), Image.Resampling.BILINEAR)
+    mask = Image.fromarray(mask_HW).resize((width, height), Image.Resampling.NEAREST)
+    return _as_array(image), _as_array(mask)
+
+
+@contextmanager
+def _decoded(path: Path, max_pixels: int) -> Iterator[Image.Image]:
+    """Open a file, check its kind and size from the header, then decode it."""
+    from PIL import Image
+
+    formats = _FORMATS[path.suffix.lower()]
+    try:
+        if path.stat().st_size == 0:
+            raise UnreadableImage(f"{path}: 0 bytes. Restore the file, or remove it with its mask.")
+        with Image.open(path, formats=("PNG", "JPEG")) as image:
+            if image.format not in formats:
+                raise UnreadableImage(
+                    f"{path}: the content is {image.format}, the name says {formats[0]}. Rename or convert "
+                    "it."
+                )
+            if image.width * image.height > max_pixels:
+                raise OversizedImage(
+                    f"{path}: {image.width} x {image.height} pixels, at most {max_pixels / 1e6:g} megapixels "
+                    "are allowed. Cut it into tiles, or raise prepare_data.folder.max_megapixels."
+                )
+            image.load()
+            yield image
+    except _DECODER_ERRORS as error:
+        raise UnreadableImage(
+            f"{path}: cannot be decoded as {formats[0]} ({error}). Restore the file, or remove it with its "
+            "mask."
+        ) from error
+
+
+def _to_rgb(image: Image.Image) -> NDArray[np.uint8]:
+    import numpy as np
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        grey_HW = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
+        return np.repeat(grey_HW[..., None], 3, axis=2)
+    if image.has_transparency_data:
+        black = Image.new("RGBA", image.size, (0, 0, 0, 255))
+        image = Image.alpha_composite(black, image.convert("RGBA"))
+    return _as_array(image.convert("RGB"))
+
+
+def _as_array(image: Image.Image) -> NDArray[np.uint8]:
+    import numpy as np
+
+    return np.array(image, dtype=np.uint8)
+
+
+def _crop(array: NDArray[Any], height: int, width: int, fill: int) -> NDArray[Any]:
+    """Take the centre of the first two axes, padded where the array is smaller."""
+    import numpy as np
+
+    top, left = max(0, array.shape[0] - height) // 2, max(0, array.shape[1] - width) // 2
+    centre = array[top : top + height, left : left + width]
+    missing_y, missing_x = height - centre.shape[0], width - centre.shape[1]
+    padding = [(missing_y // 2, missing_y - missing_y // 2), (missing_x // 2, missing_x - missing_x // 2)]
+    return np.pad(centre, padding + [(0, 0)] * (array.ndim - 2), constant_values=fill)
+
+
+def _colour_mask_text(path: Path, image: Image.Image) -> str:
+    colours = image.convert("RGB").getcolors(maxcolors=4096)
+    if colours is None:
+        found = "more than 4096 colours (is it a photo?)"
+    else:
+        most = sorted(colours, key=lambda entry: (-entry[0], entry[1]))[:6]
+        found = f"{len(colours)} colours, such as " + ", ".join(str(colour) for _, colour in most)
+    return (
+        f"{path}: a {image.mode} image with {found}; expected one channel with the class index of each "
+        "pixel. Map each colour to its index and save as 8-bit grey, for example index[(mask == "
+        "colour).all(axis=-1)] = class_index for every row of classes.yaml."
+    )
+
+
+def file_name_is_text(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a file name is valid UTF-8, so that logs, reports and manifests can hold it."""
+    try:
+        os.fspath(path).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def list_files(folder: Path, suffixes: Iterable[str]) -> dict[str, Path]:
+    """Map the name of each file below a folder to its path, without hidden files and other suffixes."""
+    if not folder.is_dir() or folder.is_symlink():
+        raise DataError(
+            f"{folder}: no folder. Expected images/ and masks/ in prepare_data.root, and no symbolic links."
+        )
+    found: dict[str, Path] = {}
+    for parent, folders, files in os.walk(folder):
+        for entry in (*folders, *files):
+            path = Path(parent, entry)
+            if not file_name_is_text(path):
+                raise DataError(f"{os.fsencode(path)!r}: the file name is no UTF-8. Rename it.")
+            if path.is_symlink():
+                raise DataError(f"{path}: is a symbolic link, which is refused. Put the file itself there.")
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(parent, name) for name in files if not name.startswith(".")):
+            if path.suffix.lower() not in suffixes:
+                continue
+            # macOS stores é as two characters: without one form, image and mask of one name would not meet.
+            name = unicodedata.normalize("NFC", path.relative_to(folder).with_suffix("").as_posix())
+            check_relative_name(name, source=folder)
+            if name in found:
+                raise DataError(
+                    f"{path}: has the same name as {found[name]}. Masks belong to one image: rename one."
+                )
+            found[name] = path
+    return found
+
+
+def thread_pool() -> ThreadPoolExecutor:
+    """Return threads that decode images side by side."""
+    return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))

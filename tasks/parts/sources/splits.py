@@ -1,0 +1,142 @@
+"""Share the images of a folder out to train, val, test and calibration."""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.errors import DataError
+from tasks.parts.sources.class_list import check_relative_name
+from tasks.parts.sources.config import FolderConfig
+from tasks.parts.sources.image_files import IMAGE_SUFFIXES
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_LISTED_SPLITS = ("train", "val", "test")
+
+
+def read_split_files(root: Path, names: set[str]) -> dict[str, tuple[str, ...]]:
+    """Read train.txt, val.txt, test.txt (all or none) and calibration.txt."""
+    paths = {split: root / f"{split}.txt" for split in (*_LISTED_SPLITS, "calibration")}
+    present = {split: path for split, path in paths.items() if path.exists() or path.is_symlink()}
+    missing = [paths[split].name for split in _LISTED_SPLITS if split not in present]
+    if present and missing:
+        raise DataError(
+            f"{root}: holds {', '.join(path.name for path in present.values())}, but not "
+            f"{', '.join(missing)}. Add all three of train.txt, val.txt, test.txt, or remove all lists."
+        )
+    return {split: _read_names(path, names) for split, path in present.items()}
+
+
+def _read_names(path: Path, names: set[str]) -> tuple[str, ...]:
+    if path.is_symlink():
+        raise DataError(f"{path}: is a symbolic link, which is refused. Put the file itself there.")
+    try:
+        lines = [
+            unicodedata.normalize("NFC", line.strip()) for line in path.read_text("utf-8-sig").split("\n")
+        ]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is no UTF-8 ({error}). Save it as UTF-8.") from error
+    listed: list[str] = []
+    unknown: list[str] = []
+    for line in filter(None, lines):
+        check_relative_name(line, source=path)
+        stem = line[: -len(Path(line).suffix)] if Path(line).suffix.lower() in IMAGE_SUFFIXES else line
+        name = line if line in names else stem
+        (listed if name in names else unknown).append(name)
+    if unknown:
+        raise DataError(
+            f"{path}: lists '{unknown[0]}', but there is no image of that name{further(unknown, 'name')}. "
+            "Names are paths below images/, with or without suffix."
+        )
+    return tuple(dict.fromkeys(listed))
+
+
+def digest_of_pixels(image_HWC: NDArray[np.uint8]) -> str:
+    """Return the same for the same picture in another file."""
+    return hashlib.sha256(str(image_HWC.shape).encode() + image_HWC.tobytes()).hexdigest()
+
+
+def share_out(
+    names: Sequence[str], lists: dict[str, tuple[str, ...]], config: FolderConfig, seed: int
+) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """Share readable images out to train, val, test and calibration, with warnings about doubtful choices."""
+    readable = set(names)
+    by_digest = sorted(readable, key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
+    splits = {split: [name for name in listed if name in readable] for split, listed in lists.items()}
+    warnings: list[str] = []
+    if lists:
+        chosen = {name for split in _LISTED_SPLITS for name in splits[split]}
+        if len(chosen) < len(readable):
+            warnings.append(
+                f"{len(readable) - len(chosen)} image(s) are in none of train.txt, val.txt, test.txt."
+            )
+    else:
+        # A rounded-down share must not leave a small folder without val or test.
+        num_val = max(1, round(config.val_share * len(readable)))
+        num_test = max(1, round(config.test_share * len(readable)))
+        splits["val"] = by_digest[:num_val]
+        splits["test"] = by_digest[num_val : num_val + num_test]
+        splits["train"] = by_digest[num_val + num_test :]
+    if "calibration" not in splits:
+        in_train = set(splits["train"])
+        splits["calibration"] = [name for name in by_digest if name in in_train][: config.num_calibration]
+    in_test = set(splits["test"]).intersection(splits["calibration"])
+    if in_test:
+        warnings.append(
+            f"{len(in_test)} calibration image(s) are test images, so quantized accuracy flatters: "
+            f"{min(in_test)}."
+        )
+    if len(splits["calibration"]) < config.num_calibration:
+        warnings.append(
+            f"{len(splits['calibration'])} calibration image(s), prepare_data.folder.num_calibration asks "
+            f"for {config.num_calibration}: ranges of quantizers will be less certain."
+        )
+    order = (*_LISTED_SPLITS, "calibration")
+    return {split: tuple(sorted(splits[split])) for split in order}, warnings
+
+
+def refuse_empty(root: Path, splits: dict[str, tuple[str, ...]], lists: dict[str, tuple[str, ...]]) -> None:
+    """Raise DataError for a split without images."""
+    num_images = len({name for names in splits.values() for name in names})
+    for split, names in splits.items():
+        if not names:
+            where = root / f"{split}.txt" if split in lists else root / "images"
+            raise DataError(
+                f"{where}: split '{split}' is empty ({num_images} usable images in all). Add images, or "
+                "change the lists or prepare_data.folder.val_share and test_share."
+            )
+
+
+def find_duplicates(
+    splits: Mapping[str, Sequence[str]], images: Mapping[str, tuple[Path, str]]
+) -> tuple[int, list[str]]:
+    """Count images of val or test whose pixels are in an earlier split too, and warn of them.
+
+    `splits` holds names, `images` the file and the digest of the pixels of each.
+    """
+    first_of: dict[str, tuple[str, Path]] = {}
+    found = []
+    for split in _LISTED_SPLITS:
+        for name in splits[split]:
+            path, digest = images[name]
+            first_split, first = first_of.setdefault(digest, (split, path))
+            if first_split != split:
+                found.append((first, path))
+    if not found:
+        return 0, []
+    first, second = found[0]
+    return len(found), [
+        f"{len(found)} image(s) of val or test also occur in another split, so the accuracy flatters: {second} has "
+        f"the pixels of {first}."
+    ]
+
+
+def further(names: Sequence[str], what: str) -> str:
+    """Say how many more there are."""
+    return f" (and {len(names) - 1} more {what}s)" if len(names) > 1 else ""

@@ -1,0 +1,156 @@
+"""Training of segmentation networks with Lightning: seeded, resumable, best epoch by validation mIoU.
+
+Shapes: N images, C channels or classes, H rows, W columns.
+"""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import lightning
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks.progress.tqdm_progress import TQDMProgressBar
+from torch import nn
+from torch.distributed import DistError
+
+from tasks.core.errors import ProcessDied
+from tasks.parts.data.dataset import read_manifest
+from tasks.parts.training.callbacks import History, WorkerMemory
+from tasks.parts.training.config import Precision, Strategy, TrainerConfig, TrainingReport
+from tasks.parts.training.module import SegmentationModule, enable_gradient_checkpointing
+from tasks.parts.training.ranks import is_rank, run_ranks
+
+logger = logging.getLogger(__name__)
+
+_LIGHTNING_PRECISION = {
+    Precision.fp32: "32-true",
+    Precision.bf16_mixed: "bf16-mixed",
+    Precision.fp16_mixed: "16-mixed",
+}
+
+
+def train_network(
+    network: nn.Module, objective: nn.Module, *, data: Path, config: TrainerConfig, out: Path
+) -> TrainingReport:
+    """Train a network in place and leave the weights of its best epoch in it.
+
+    A checkpoint in ``out/resume`` continues a killed run, with the same result as an undisturbed one. Writes
+    ``out/history.csv`` (epoch, loss, val_miou, learning_rate).
+
+    Raises TrainingDiverged when the loss is not finite, ProcessDied when a data worker or a rank was killed.
+    """
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its tips would bury the epochs
+    warnings.filterwarnings("ignore", message=r".*LeafSpec.*|.*does not have many workers.*")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Its filling of fresh memory is a debugging aid and takes a tenth of a step.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    best = ModelCheckpoint(
+        out / "resume", "best", monitor="val_miou", mode="max", enable_version_counter=False
+    )
+    if config.num_devices > 1 and "LOCAL_RANK" not in os.environ:
+        cluster = LightningEnvironment()
+        run_ranks(config.num_devices, main_address=cluster.main_address, main_port=cluster.main_port)
+        writes_outputs = cluster.node_rank() == 0
+    else:
+        writes_outputs = _fit(network, objective, data, config, out, best) and not is_rank()
+    if not writes_outputs:
+        raise SystemExit(0)
+    last_state, best_state = (
+        torch.load(out / "resume" / name, map_location="cpu", weights_only=True)
+        for name in ("last.ckpt", "best.ckpt")
+    )
+    prefix = "network."
+    weights = {n.removeprefix(prefix): w for n, w in best_state["state_dict"].items() if n.startswith(prefix)}
+    network.load_state_dict(weights)
+    network.to(device="cpu", memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    network.eval()
+    return TrainingReport(
+        val_miou=float(last_state["callbacks"][best.state_key]["best_model_score"]),
+        best_epoch=int(best_state["epoch"]) + 1,
+        num_epochs=int(last_state["epoch"]) + 1,
+        num_parameters=sum(parameter.numel() for parameter in network.parameters()),
+    )
+
+
+def _fit(
+    network: nn.Module,
+    objective: nn.Module,
+    data: Path,
+    config: TrainerConfig,
+    out: Path,
+    best: ModelCheckpoint,
+) -> bool:
+    """Train in this process and tell whether it is the first one of all.
+
+    Raises ProcessDied when a data worker was killed.
+    """
+    if config.gradient_checkpointing:
+        enable_gradient_checkpointing(network)
+    last = ModelCheckpoint(out / "resume", "last", enable_version_counter=False)
+    network.train()  # a loaded checkpoint is in eval mode, and Lightning leaves modes as they are
+    module = SegmentationModule(network, objective, data, read_manifest(data), config)
+    module.to(memory_format=torch.channels_last)
+    workers = WorkerMemory()
+    trainer = lightning.Trainer(
+        max_epochs=config.max_epochs,
+        accelerator=config.accelerator.value,
+        devices=config.num_devices,
+        num_nodes=config.num_nodes,
+        strategy=config.strategy.value,
+        sync_batchnorm=config.strategy is Strategy.ddp and config.accelerator is not config.accelerator.cpu,
+        precision=_LIGHTNING_PRECISION[config.precision],  # type: ignore[arg-type]
+        callbacks=[
+            EarlyStopping("val_miou", mode="max", patience=config.patience_epochs, check_finite=False),
+            History(out / "history.csv"),
+            workers,
+            best,
+            last,
+            *([TQDMProgressBar()] if sys.stderr.isatty() else []),
+        ],
+        enable_progress_bar=sys.stderr.isatty(),
+        enable_model_summary=False,
+        logger=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+    )
+    try:
+        trainer.fit(module, ckpt_path=_resumable(out / "resume"), weights_only=True)
+    except (RuntimeError, OSError, EOFError) as error:
+        killed = workers.describe_killed(error)
+        if killed:
+            raise ProcessDied(
+                f"{killed} Usually memory ran out. The same command, run again, resumes from the last whole "
+                f"checkpoint; a lower trainer.num_workers (now {config.num_workers}) needs less memory and starts "
+                "over."
+            ) from error
+        if is_rank() and (isinstance(error, DistError) or "by peer" in str(error)):
+            logger.warning("another rank is gone: %s", str(error).splitlines()[0])
+            raise SystemExit(1) from error
+        raise
+    return trainer.is_global_zero
+
+
+def _resumable(folder: Path) -> Path | None:
+    """Return the newest checkpoint of a killed run that can be read; name the ones that cannot."""
+    for path in _checkpoints(folder):
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, ValueError, OSError) as error:
+            logger.warning(
+                "ignoring %s, which is not a whole checkpoint: %s", path, str(error).splitlines()[0]
+            )
+            continue
+        logger.info("resuming after epoch %d from %s", state["epoch"] + 1, path)
+        return path
+    return None
+
+
+def _checkpoints(folder: Path) -> Iterator[Path]:
+    for name in ("last.ckpt", "best.ckpt"):
+        if (folder / name).is_file():
+            yield folder / name

@@ -1,0 +1,248 @@
+"""A network in training, as Lightning sees it: objective, steps, optimizer, images.
+
+N images, H rows, W columns.
+"""
+
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from tasks.core.errors import ConfigError, TrainingDiverged
+from tasks.parts.data.dataset import Manifest, normalise, open_split
+from tasks.parts.data.metrics import scores
+from tasks.parts.training.config import TrainerConfig
+from tasks.parts.training.losses import segmentation_loss
+
+_WARM_UP_SHARE = 0.15
+
+
+class Objective(Protocol):
+    """What a training minimises; an ``nn.Module`` whose own parameters are trained along."""
+
+    def __call__(self, network: nn.Module, images_NCHW: Tensor, masks_NHW: Tensor) -> Tensor:
+        """Return the loss of one batch."""
+        ...
+
+
+class CrossEntropy(nn.Module):
+    """Plain supervised segmentation."""
+
+    weights_C: Tensor
+
+    def __init__(self, weights_C: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weights_C", weights_C, persistent=False)
+
+    def forward(self, network: nn.Module, images_NCHW: Tensor, masks_NHW: Tensor) -> Tensor:
+        """Return the mean cross-entropy of one batch."""
+        return segmentation_loss(network(images_NCHW), masks_NHW, self.weights_C)
+
+
+class SegmentationModule(lightning.LightningModule):
+    """A network with its objective, data and schedule."""
+
+    _confusion: Tensor
+
+    def __init__(
+        self, network: nn.Module, objective: nn.Module, data: Path, manifest: Manifest, config: TrainerConfig
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.objective = objective
+        self._data = data
+        self._manifest = manifest
+        self._config = config
+        self._num_classes = len(manifest.classes)
+        self.register_buffer(
+            "_confusion",
+            torch.zeros(self._num_classes, self._num_classes, dtype=torch.int64),
+            persistent=False,
+        )
+        self._losses: list[Tensor] = []
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Load the shuffled training split; the order depends on seed and epoch only."""
+        return self._loader("train", shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Load the validation split in its order."""
+        return self._loader("val", shuffle=False)
+
+    def on_train_epoch_start(self) -> None:
+        """Seed the epoch, so that a resumed run draws the same random numbers as an undisturbed one."""
+        seed = (self._config.seed << 24) + (self.current_epoch << 8) + self.global_rank
+        torch.manual_seed(seed)
+        self._random = torch.Generator(self.device).manual_seed(seed)
+        self._losses = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+        """Return the loss of one batch of images_NCHW and masks_NHW."""
+        images_NCHW, masks_NHW = self._augment(*batch)
+        images_NCHW = images_NCHW.contiguous(memory_format=torch.channels_last)
+        loss: Tensor = self.objective(self.network, images_NCHW, masks_NHW)
+        if self._config.batchnorm_l1:
+            loss = loss + self._config.batchnorm_l1 * batchnorm_l1_norm(self.network)
+        if not torch.isfinite(loss):
+            raise TrainingDiverged(
+                f"The loss is {loss.item()} at step {self.global_step} (learning rate {self._learning_rate():.2e}). "
+                f"Lower trainer.learning_rate (now {self._config.learning_rate}) or set trainer.precision=fp32. "
+                "The last good checkpoint is kept."
+            )
+        self._losses.append(loss.detach())
+        self.log("loss", loss.detach(), prog_bar=True, logger=False)
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the counts of the previous epoch."""
+        self._confusion.zero_()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
+        """Count predictions against labels."""
+        images_NCHW, masks_NHW = batch
+        logits_NCHW = self.network(images_NCHW.contiguous(memory_format=torch.channels_last))
+        prediction_NHW = logits_NCHW.argmax(dim=1)
+        labelled = masks_NHW < self._num_classes
+        pairs = masks_NHW[labelled] * self._num_classes + prediction_NHW[labelled]
+        self._confusion += torch.bincount(pairs, minlength=self._num_classes**2).view_as(self._confusion)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the mIoU over all ranks."""
+        confusion: Any = self.trainer.strategy.reduce(self._confusion, reduce_op="sum")
+        miou = scores(confusion.cpu().numpy()).miou
+        self.log(
+            "val_miou",
+            miou if miou is not None else math.nan,
+            prog_bar=True,
+            logger=False,
+            rank_zero_only=False,
+        )
+
+    def epoch_loss(self) -> float:
+        """Return the mean training loss of the epoch so far."""
+        return float(torch.stack(self._losses).float().mean()) if self._losses else math.nan
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with a one-cycle schedule over all steps."""
+        optimizer = torch.optim.AdamW(
+            self.parameters(),
+            lr=self._config.learning_rate,
+            weight_decay=self._config.weight_decay,
+            fused=True,
+        )
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            max_lr=self._config.learning_rate,
+            total_steps=int(self.trainer.estimated_stepping_batches) + 1,
+            pct_start=_WARM_UP_SHARE,
+            cycle_momentum=False,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _loader(self, split: str, *, shuffle: bool) -> DataLoader[Any]:
+        images = SplitDataset(self._data, split, self._manifest)
+        config = self._config
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            images,
+            num_replicas=self.trainer.world_size,
+            rank=self.trainer.global_rank,
+            shuffle=shuffle,
+            seed=config.seed,
+        )
+        return DataLoader(
+            images,
+            batch_size=config.batch_size,
+            sampler=sampler,
+            drop_last=shuffle and len(images) >= config.batch_size * self.trainer.world_size,
+            num_workers=config.num_workers,
+            multiprocessing_context="spawn" if config.num_workers else None,
+            persistent_workers=config.num_workers > 0,
+            collate_fn=_as_is,
+            generator=torch.Generator(),  # or else each epoch would take its seed from the global one
+        )
+
+    def _augment(self, images_NCHW: Tensor, masks_NHW: Tensor) -> tuple[Tensor, Tensor]:
+        num_images = len(images_NCHW)
+        if self._config.horizontal_flip:
+            mirrored = self._draw(num_images) < self._config.horizontal_flip
+            images_NCHW = torch.where(mirrored[:, None, None, None], images_NCHW.flip(3), images_NCHW)
+            masks_NHW = torch.where(mirrored[:, None, None], masks_NHW.flip(2), masks_NHW)
+        if self._config.brightness:
+            spread = self._draw(num_images, 1, 1, 1) * 2 - 1
+            mean, std = (
+                torch.tensor(value, device=images_NCHW.device).view(1, 3, 1, 1)
+                for value in (self._manifest.mean, self._manifest.std)
+            )
+            gain = 1 + spread * self._config.brightness
+            images_NCHW = images_NCHW * gain + mean / std * (gain - 1)
+        return images_NCHW, masks_NHW
+
+    def _draw(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self._random, device=self.device)
+
+    def _learning_rate(self) -> float:
+        return float(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+class SplitDataset(Dataset[Any]):
+    """One split of the canonical layout, fetched a batch at a time."""
+
+    def __init__(self, data: Path, split: str, manifest: Manifest) -> None:
+        self._images_NHWC, self._masks_NHW = open_split(data, split)
+        self._manifest = manifest
+
+    def __len__(self) -> int:
+        return len(self._images_NHWC)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """Return images_NCHW (float32, normalised) and masks_NHW (int64)."""
+        images_NCHW = normalise(self._images_NHWC[indices], self._manifest.mean, self._manifest.std)
+        masks_NHW = np.asarray(self._masks_NHW[indices], dtype=np.int64)
+        return torch.from_numpy(images_NCHW), torch.from_numpy(masks_NHW)
+
+
+def batchnorm_l1_norm(network: nn.Module) -> Tensor:
+    """Return the sum of the magnitudes of all BatchNorm scales (Liu et al., 2017, arXiv:1708.06519).
+
+    Raises ConfigError when there is none: the penalty would do nothing.
+    """
+    scales: list[Tensor] = [
+        layer.weight for layer in network.modules() if isinstance(layer, nn.BatchNorm2d) and layer.affine
+    ]
+    if not scales:
+        raise ConfigError(
+            "trainer.batchnorm_l1 is above 0, but the network has no BatchNorm scale. Set it to 0."
+        )
+    return torch.cat(scales).abs().sum()
+
+
+def enable_gradient_checkpointing(network: nn.Module) -> None:
+    """Recompute the activations of each child of the network in the backward pass (Chen et al., 2016).
+
+    BatchNorm sees each batch twice, so its running statistics move a little faster.
+    """
+    for child in network.children():
+        if any(True for _ in child.parameters()):
+            _checkpoint_forward(child)
+
+
+def _checkpoint_forward(module: nn.Module) -> None:
+    plain_forward = module.forward
+
+    def forward(*inputs: Any) -> Any:
+        if torch.is_grad_enabled() and module.training:
+            return checkpoint(plain_forward, *inputs, use_reentrant=False)
+        return plain_forward(*inputs)
+
+    module.forward = forward
+
+
+def _as_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,264 @@
+"""Weights to start a training from: a local file of this project, of torch or of Hugging Face `transformers`.
+
+The file is read as data: of a pickle (.pt, .pth) only tensors are taken, and one that needs code is refused.
+"""
+
+import hashlib
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.networks.config import NetworkName
+from tasks.parts.training.config import PretrainedReport
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+_LISTED = 4
+
+_WRAPPERS = ("_orig_mod.", "module.", "network.", "model.")
+
+_CONTAINERS = ("state_dict", "model", "model_state_dict")
+
+_FILE_OF_FOLDER = "model.safetensors"
+
+_SEGFORMER_DECODER = "decode_head."
+
+_SEGFORMER_NAMES = (
+    (r"^(encoder|stages)\.", r"segformer.\1."),
+    (r"encoder\.patch_embeddings\.(\d+)\.", r"stages.\1.patch_embeddings."),
+    (r"encoder\.block\.(\d+)\.", r"stages.\1.blocks."),
+    (r"encoder\.layer_norm\.(\d+)\.", r"stages.\1.layer_norm."),
+    (r"attention\.self\.query\.", "attention.q_proj."),
+    (r"attention\.self\.key\.", "attention.k_proj."),
+    (r"attention\.self\.value\.", "attention.v_proj."),
+    (r"attention\.self\.sr\.", "attention.sequence_reduction.sequence_reduction."),
+    (r"attention\.self\.layer_norm\.", "attention.sequence_reduction.layer_norm."),
+    (r"attention\.output\.dense\.", "attention.o_proj."),
+    (r"mlp\.dense(\d)\.", r"mlp.fc\1."),
+    (r"\.layer_norm_1\.", ".layernorm_before."),
+    (r"\.layer_norm_2\.", ".layernorm_after."),
+    (r"decode_head\.linear_c\.", "decode_head.linear_projections."),
+)
+
+_DINOV2_NAMES = (
+    (r"^(embeddings|encoder|layernorm)\.", r"dinov2.\1."),
+    (r"attention\.attention\.query\.", "attention.q_proj."),
+    (r"attention\.attention\.key\.", "attention.k_proj."),
+    (r"attention\.attention\.value\.", "attention.v_proj."),
+    (r"attention\.output\.dense\.", "attention.o_proj."),
+)
+
+_FOREIGN_NAMES: Mapping[NetworkName, Sequence[tuple[str, str]]] = {
+    NetworkName.segformer: _SEGFORMER_NAMES,
+    NetworkName.dinov2: _DINOV2_NAMES,
+}
+"""Names in published files, of `transformers` before and since version 5, and what they are here."""
+
+
+@dataclass(frozen=True)
+class PretrainedConfig:
+    """The file, and the content that it must have."""
+
+    file: str | None
+    """.safetensors, or .pt / .pth with tensors only, or a folder with model.safetensors, as `transformers` saves it;
+    null starts from random weights."""
+    sha256: str | None
+    """Of the file's content: part of the stage's key, so that other weights are another training."""
+
+    def __post_init__(self) -> None:
+        if (self.file is None) != (self.sha256 is None):
+            raise ConfigError(
+                f"pretrained.file is {self.file}, pretrained.sha256 is {self.sha256}; expected both or none. "
+                "`sha256sum <file>` prints the value."
+            )
+        if self.sha256 is not None and not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
+            raise ConfigError(
+                f"pretrained.sha256 is {self.sha256!r}, expected 64 hexadecimal digits in lower case, as "
+                "`sha256sum <file>` prints them."
+            )
+
+
+def load_pretrained(
+    network: "nn.Module", name: NetworkName, config: PretrainedConfig
+) -> PretrainedReport | None:
+    """Copy into a fresh network what a file holds under the same names and shapes; None without a file.
+
+    The classifier may differ (other classes) and then stays fresh. Raises ArtifactError for a missing, torn or
+    other file, for a pickle that needs code, for weights that are not finite, and where the file is that of
+    another network: nothing matches, a tensor other than the classifier's has another shape, or the file has layers
+    in a part of the network that are not there (another depth). Whole parts that the network has not are skipped.
+    """
+    if config.file is None:
+        return None
+    import torch
+
+    path = _find_file(Path(config.file))
+    tensors = _rename(_read(path, config), name)
+    own = network.state_dict()
+    classifier = f"{network.classifier_layer}."
+    shared = {key: tensor for key, tensor in tensors.items() if key in own}
+    other = {key for key, tensor in shared.items() if tensor.shape != own[key].shape}
+    wrong = sorted(key for key in other if not key.startswith(classifier))
+    loaded = {key: tensor for key, tensor in shared.items() if key not in other}
+    if wrong or all(key.startswith(classifier) for key in loaded):
+        raise ArtifactError(_misfit(path, name, wrong, tensors, own))
+    _refuse_other_depth(path, name, network, tensors)
+    broken = [key for key, tensor in loaded.items() if not bool(torch.isfinite(tensor).all())]
+    if broken:
+        raise ArtifactError(
+            f"{path} (pretrained.file): NaN or infinite values in {len(broken)} tensors: "
+            f"{', '.join(broken[:_LISTED])}; expected finite weights. Take another file."
+        )
+    network.load_state_dict(loaded, strict=False)
+    report = PretrainedReport(len(loaded), len(own) - len(loaded), len(tensors) - len(loaded))
+    fresh = [key for key in own if key not in loaded]
+    logger.info(
+        "%s: %d tensors loaded, %d stay fresh (%s), %d of the file skipped",
+        path,
+        report.num_loaded,
+        report.num_fresh,
+        ", ".join(fresh[:_LISTED]) or "none",
+        report.num_skipped,
+    )
+    return report
+
+
+def _find_file(path: Path) -> Path:
+    """Return the file of weights in a folder that `transformers` saved; a file as it is."""
+    if not path.is_dir():
+        return path
+    found = path / _FILE_OF_FOLDER
+    if not found.is_file():
+        raise ArtifactError(
+            f"{path} (pretrained.file) is a folder without {_FILE_OF_FOLDER}; expected a file of weights, or the "
+            f"folder of save_pretrained with one {_FILE_OF_FOLDER}. It holds: "
+            f"{', '.join(sorted(item.name for item in path.iterdir())[:_LISTED]) or 'nothing'}."
+        )
+    return found
+
+
+def _refuse_other_depth(
+    path: Path, name: NetworkName, network: "nn.Module", tensors: "Mapping[str, Tensor]"
+) -> None:
+    """Raise ArtifactError when the file has layers, in a part that the network has, which are not in the network."""
+    modules = {key for key, _ in network.named_modules() if key}
+    unknown = []
+    for key in tensors:
+        layer, part = key.rpartition(".")[0], key.partition(".")[0]
+        is_classifier = key.startswith(f"{network.classifier_layer}.")
+        if part in modules and layer not in modules and not is_classifier:
+            unknown.append(key)
+    if unknown:
+        own = network.state_dict()
+        parts = {key.partition(".")[0] for key in unknown}
+        in_file, in_network = (
+            sum(key.partition(".")[0] in parts for key in names) for names in (tensors, own)
+        )
+        raise ArtifactError(
+            f"{path} (pretrained.file) does not fit {name}: in {', '.join(sorted(parts))} it has {in_file} tensors, "
+            f"the network {in_network}; {len(unknown)} belong to layers that the network has not: "
+            f"{', '.join(unknown[:_LISTED])}. Set network.depth to that of the file. Where no depth gives these "
+            "layers and the rest is wanted, write a file without these tensors (safetensors.torch.save_file)."
+        )
+
+
+def _read(path: Path, config: PretrainedConfig) -> "dict[str, Tensor]":
+    """Check the content and return its tensors."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ArtifactError(
+            f"{path} (pretrained.file) cannot be read: {error.strerror}. Relative paths start at the folder "
+            "that the command runs in."
+        ) from error
+    found = hashlib.sha256(content).hexdigest()
+    if found != config.sha256:
+        raise ArtifactError(
+            f"{path} (pretrained.file) has sha256 {found}, pretrained.sha256 is {config.sha256}. If this is the "
+            f"right file, set pretrained.sha256={found}; else fetch it again."
+        )
+    if content.startswith((b"PK\x03\x04", b"\x80")):
+        return _read_pickle(path)
+    try:
+        return load(content)
+    except SafetensorError as error:
+        raise ArtifactError(
+            f"{path} (pretrained.file) is torn or of another kind ({error}); expected .safetensors, or a .pt "
+            "file of tensors. Fetch it again."
+        ) from error
+
+
+def _read_pickle(path: Path) -> "dict[str, Tensor]":
+    import pickle
+
+    import torch
+
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        needs_code = "global" in str(error).lower() or "TorchScript" in str(error)
+        what = "needs code to be run" if needs_code else "is torn or no file of torch"
+        raise ArtifactError(
+            f"{path} (pretrained.file) {what} ({str(error).strip().splitlines()[0][:200]}); expected tensors only. "
+            "Save model.state_dict() with safetensors or torch.save in the program that made it."
+        ) from error
+    for key in _CONTAINERS:
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    tensors: dict[str, Any] = content if isinstance(content, dict) else {}
+    tensors = {str(key): value for key, value in tensors.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise ArtifactError(
+            f"{path} (pretrained.file) holds no tensors by name, expected a state dict. Save model.state_dict()."
+        )
+    return tensors
+
+
+def _rename(tensors: "dict[str, Tensor]", name: NetworkName) -> "dict[str, Tensor]":
+    """Take off the prefixes of wrappers and translate the names of published files."""
+    for prefix in _WRAPPERS:
+        if all(key.startswith(prefix) for key in tensors):
+            tensors = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+    renamed = {}
+    for key, tensor in tensors.items():
+        for pattern, replacement in _FOREIGN_NAMES.get(name, ()):
+            key = re.sub(pattern, replacement, key)
+        renamed[key] = tensor
+    return renamed
+
+
+def _misfit(
+    path: Path,
+    name: NetworkName,
+    wrong: Sequence[str],
+    tensors: "Mapping[str, Tensor]",
+    own: "Mapping[str, Tensor]",
+) -> str:
+    if wrong:
+        listed = "; ".join(
+            f"{key} is {list(tensors[key].shape)}, the network has {list(own[key].shape)}"
+            for key in wrong[:_LISTED]
+        )
+        text = f"{path} (pretrained.file) does not fit {name}: {len(wrong)} tensors have another shape: {listed}. "
+        if name is NetworkName.segformer and all(key.startswith(_SEGFORMER_DECODER) for key in wrong):
+            return (
+                f"{text}The encoder fits; the decoder's width follows from network.width and cannot be set alone. "
+                f"Write a file without the tensors {_SEGFORMER_DECODER}* (safetensors.torch.save_file): the decoder "
+                "then starts from random weights."
+            )
+        return f"{text}Set network.width and network.depth to those of the file."
+    return (
+        f"{path} (pretrained.file) does not fit {name}: none of its {len(tensors)} tensors has a name of the "
+        f"network. Found {', '.join(list(tensors)[:_LISTED])}; expected {', '.join(list(own)[:_LISTED])}. Set "
+        "network.name to that of the file."
+    )

@@ -1,0 +1,118 @@
+"""Encodings: the same function by other operators, and left alone where it would not be the same."""
+
+import numpy as np
+import onnx
+import pytest
+import tiny_networks as tiny
+from onnx import ModelProto, helper
+
+from tasks.parts.builders.graph_rewrites import MAX_MACS_PER_VALUE, resize_as_matmul, stem_in_float
+from tasks.parts.onnx_graphs.graph import is_quantized
+from tasks.parts.onnx_graphs.signal_to_noise import difference
+from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
+from tasks.parts.onnx_session import open_session
+
+
+def op_types(model: ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node]
+
+
+def run(model: ModelProto, images_NCHW: np.ndarray) -> np.ndarray:
+    onnx.checker.check_model(model, full_check=True)
+    return np.asarray(open_session(model).run(None, {"image": images_NCHW})[0])
+
+
+def only_resize(height: int, width: int, factor: int, **attributes: object) -> ModelProto:
+    scales = onnx.numpy_helper.from_array(np.array([1, 1, factor, factor], np.float32), "scales")
+    node = helper.make_node("Resize", ["image", "", "scales"], ["logits"], "resize", **attributes)
+    shapes = [[1, 2, height, width], [1, 2, height * factor, width * factor]]
+    image, logits = (
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+        for name, shape in zip(("image", "logits"), shapes, strict=True)
+    )
+    graph = helper.make_graph([node], "resize", [image], [logits], [scales])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+@pytest.mark.parametrize(("height", "width", "factor"), [(16, 16, 4), (5, 9, 2), (1, 3, 8), (7, 2, 1)])
+def test_matrix_products_interpolate_as_resize_does(height: int, width: int, factor: int) -> None:
+    resize = only_resize(height, width, factor, mode="linear")
+    images_NCHW = np.random.default_rng(0).normal(size=(1, 2, height, width)).astype(np.float32)
+    product = resize_as_matmul(resize)
+    assert op_types(product) == ["MatMul", "MatMul"]
+    assert [value.name for value in product.graph.output] == ["logits"]
+    np.testing.assert_allclose(run(product, images_NCHW), run(resize, images_NCHW), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"mode": "nearest"},
+        {"mode": "cubic"},
+        {"mode": "linear", "coordinate_transformation_mode": "align_corners"},
+        {"mode": "linear", "antialias": 1},
+    ],
+)
+def test_another_interpolation_is_left_alone(attributes: dict[str, object]) -> None:
+    resize = only_resize(4, 4, 2, **attributes)
+    assert resize_as_matmul(resize) == resize
+
+
+def test_large_maps_and_open_sizes_are_left_alone() -> None:
+    large = only_resize(MAX_MACS_PER_VALUE, MAX_MACS_PER_VALUE, 4, mode="linear")
+    assert resize_as_matmul(large) == large
+    open_size = only_resize(4, 4, 2, mode="linear")
+    for value in (*open_size.graph.input, *open_size.graph.output):
+        value.type.tensor_type.shape.dim[2].dim_param = "height"
+    assert resize_as_matmul(open_size) == open_size
+
+
+@pytest.mark.parametrize("network_type", [tiny.Straight, tiny.Branched])
+def test_resize_inside_a_network_keeps_its_node_sources_and_logits(network_type: type) -> None:
+    graph, _, images_NCHW = tiny.quantized(network_type, tiny.OP_TYPES)
+    product = resize_as_matmul(graph)
+    assert op_types(product).count("MatMul") == 2
+    assert product.graph.node[-1].metadata_props == graph.graph.node[-1].metadata_props
+    np.testing.assert_allclose(run(product, images_NCHW), run(graph, images_NCHW), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("network_type", [tiny.Straight, tiny.Branched])
+def test_only_the_convolution_that_reads_the_image_becomes_float(network_type: type) -> None:
+    graph, signed, images_NCHW = tiny.quantized(network_type, tiny.OP_TYPES)
+    unsigned = activations_to_uint8(signed)
+    encoded = stem_in_float(unsigned)
+    assert op_types(encoded).count("Conv") == op_types(unsigned).count("Conv")
+    assert op_types(encoded).count("QuantizeLinear") == op_types(unsigned).count("QuantizeLinear") - 1
+    # The image's Q/DQ and the DQ of one weight are gone.
+    assert op_types(encoded).count("DequantizeLinear") == op_types(unsigned).count("DequantizeLinear") - 2
+    exact, before, after = (run(model, images_NCHW) for model in (graph, unsigned, encoded))
+    assert difference(exact, after).sqnr_db > difference(exact, before).sqnr_db - 0.5
+    assert difference(before, after).sqnr_db > 20
+
+
+def test_a_float_graph_and_wide_stems_are_left_alone() -> None:
+    graph, signed, _ = tiny.quantized(tiny.Straight, ("Conv",))
+    assert not is_quantized(graph) and stem_in_float(graph) == graph
+    wide = ModelProto()
+    wide.CopyFrom(signed)
+    weight = next(tensor for tensor in wide.graph.initializer if list(tensor.dims) == [8, 3, 3, 3])
+    levels = np.zeros((8, 6, 3, 3), np.int8)
+    weight.CopyFrom(onnx.numpy_helper.from_array(levels, weight.name))
+    assert stem_in_float(wide) == wide
+
+
+def test_readers_of_the_image_beside_the_stem_keep_its_quantization() -> None:
+    _, signed, images_NCHW = tiny.quantized(tiny.Straight, ("Conv",))
+    image_levels = next(node.output[0] for node in signed.graph.node if node.op_type == "QuantizeLinear")
+    image_again = next(
+        node.output[0]
+        for node in signed.graph.node
+        if node.op_type == "DequantizeLinear" and node.input[0] == image_levels
+    )
+    second = helper.make_node("ReduceMax", [image_again], ["largest"], "second", keepdims=0)
+    signed.graph.node.append(second)
+    signed.graph.output.append(helper.make_tensor_value_info("largest", onnx.TensorProto.FLOAT, []))
+    encoded = stem_in_float(signed)
+    assert op_types(encoded).count("QuantizeLinear") == op_types(signed).count("QuantizeLinear")
+    session = open_session(encoded)
+    assert np.isfinite(session.run(None, {"image": images_NCHW})[1])

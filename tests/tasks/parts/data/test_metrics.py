@@ -1,0 +1,83 @@
+"""tasks/parts/data/metrics.py, held against torchmetrics."""
+
+import numpy as np
+import pytest
+import torch
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassJaccardIndex
+
+from tasks.core.errors import DataError
+from tasks.parts.data.metrics import confusion_matrix, scores
+
+
+def draw_masks(num_classes: int, *, ignored_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    prediction = rng.integers(num_classes, size=(3, 17, 23))
+    mask = np.where(
+        rng.uniform(size=prediction.shape) < 0.5, prediction, rng.integers(num_classes, size=prediction.shape)
+    )
+    mask[rng.uniform(size=mask.shape) < ignored_share] = 255
+    return prediction, mask.astype(np.uint8)
+
+
+@pytest.mark.parametrize("ignored_share", [0.0, 0.3])
+def test_scores_equal_torchmetrics(ignored_share: float) -> None:
+    prediction, mask = draw_masks(6, ignored_share=ignored_share, seed=1)
+    result = scores(confusion_matrix(prediction, mask, 6))
+
+    given = torch.from_numpy(prediction), torch.from_numpy(mask.astype(np.int64))
+    settings = {"num_classes": 6, "ignore_index": 255}
+    assert result.iou == pytest.approx(
+        MulticlassJaccardIndex(**settings, average=None)(*given).tolist(), abs=1e-6
+    )
+    assert result.miou == pytest.approx(MulticlassJaccardIndex(**settings)(*given).item(), abs=1e-6)
+    accuracy = MulticlassAccuracy(**settings, average="micro")(*given).item()
+    assert result.pixel_accuracy == pytest.approx(accuracy, abs=1e-6)
+
+
+def test_confusion_matrix_has_truth_in_rows_as_torchmetrics() -> None:
+    prediction, mask = draw_masks(4, ignored_share=0.1, seed=2)
+    expected = MulticlassConfusionMatrix(4, ignore_index=255)(
+        torch.from_numpy(prediction), torch.from_numpy(mask.astype(np.int64))
+    )
+    assert confusion_matrix(prediction, mask, 4).tolist() == expected.tolist()
+
+
+def test_class_absent_from_truth_and_prediction_is_left_out_of_the_mean() -> None:
+    prediction, mask = draw_masks(3, ignored_share=0.2, seed=3)
+    result = scores(confusion_matrix(prediction, mask, 5))
+    expected = MulticlassJaccardIndex(5, ignore_index=255)(
+        torch.from_numpy(prediction), torch.from_numpy(mask.astype(np.int64))
+    )
+    assert result.iou[3:] == (None, None)
+    assert result.miou == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_class_that_is_only_predicted_counts_as_zero() -> None:
+    result = scores(confusion_matrix(np.array([[[0, 1]]]), np.array([[[0, 0]]]), 2))
+    assert result.iou == (0.5, 0.0)
+    assert result.miou == 0.25
+
+
+def test_all_pixels_ignored_leaves_every_score_undefined() -> None:
+    result = scores(confusion_matrix(np.zeros((1, 4, 4), np.int64), np.full((1, 4, 4), 255, np.uint8), 2))
+    assert (result.miou, result.iou, result.pixel_accuracy) == (None, (None, None), None)
+
+
+def test_matrices_of_batches_add_up() -> None:
+    prediction, mask = draw_masks(4, ignored_share=0.1, seed=4)
+    in_parts = sum(confusion_matrix(prediction[n : n + 1], mask[n : n + 1], 4) for n in range(3))
+    assert (in_parts == confusion_matrix(prediction, mask, 4)).all()
+
+
+def test_label_outside_the_classes_is_refused_instead_of_growing_the_matrix() -> None:
+    prediction, mask = np.zeros((1, 2, 2), np.int64), np.zeros((1, 2, 2), np.uint8)
+    mask[0, 0, 0] = 7
+    with pytest.raises(DataError, match="masks hold labels from 0 to 7, expected 0 to 2"):
+        confusion_matrix(prediction, mask, 3)
+    with pytest.raises(DataError, match="predictions hold labels"):
+        confusion_matrix(prediction - 1, np.zeros_like(mask), 3)
+
+
+def test_shapes_that_differ_are_refused() -> None:
+    with pytest.raises(DataError, match=r"\(1, 2, 2\).*\(1, 2, 3\)"):
+        confusion_matrix(np.zeros((1, 2, 2)), np.zeros((1, 2, 3)), 2)

@@ -1,0 +1,150 @@
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import tiny_networks as tiny
+from onnx import TensorProto, helper, numpy_helper
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.data.input_card import InputCard
+from tasks.parts.onnx_graphs.export import export_graph
+from tasks.parts.onnx_graphs.graph import is_quantized, read_card_of_graph, read_graph, write_graph
+from tasks.parts.onnx_graphs.signal_to_noise import difference
+from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
+from tasks.parts.onnx_session import open_session
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("graph") / "model.onnx"
+    graph = export_graph(tiny.make(tiny.Straight), tiny.card(), height=tiny.SIZE, width=tiny.SIZE, opset=20)
+    write_graph(graph, path)
+    return path
+
+
+@pytest.mark.parametrize("network_type", [tiny.Straight, tiny.Branched, tiny.Spoilt])
+@pytest.mark.parametrize("op_types", [("Conv",), tiny.OP_TYPES])
+def test_uint8_activations_compute_what_int8_ones_do(network_type: type, op_types: tuple[str, ...]) -> None:
+    graph, signed, images_NCHW = tiny.quantized(network_type, op_types)
+    unsigned = activations_to_uint8(signed)
+    onnx.checker.check_model(unsigned, full_check=True)
+    feed = {"image": images_NCHW}
+    exact, left, right = (open_session(model).run(None, feed)[0] for model in (graph, signed, unsigned))
+    assert difference(left, right).sqnr_db > 30  # float sums in another order flip some roundings
+    assert difference(exact, right).sqnr_db > difference(exact, left).sqnr_db - 1
+
+
+def test_uint8_encoding_of_one_tensor_is_bit_identical() -> None:
+    for is_positive in (False, True):
+        nodes = [helper.make_node("Relu", ["image"], ["relu"])] if is_positive else []
+        nodes += [
+            helper.make_node("QuantizeLinear", ["relu" if is_positive else "image", "scale", "zero"], ["q"]),
+            helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["logits"]),
+        ]
+        constants = [
+            numpy_helper.from_array(np.array(1 / 127, dtype=np.float32), "scale"),
+            numpy_helper.from_array(np.array(0, dtype=np.int8), "zero"),
+        ]
+        shape = ["batch", 255]
+        graph = helper.make_graph(
+            nodes,
+            "one",
+            [helper.make_tensor_value_info("image", TensorProto.FLOAT, shape)],
+            [helper.make_tensor_value_info("logits", TensorProto.FLOAT, shape)],
+            constants,
+        )
+        signed = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+        feed = {"image": np.linspace(-1, 1, 2550, dtype=np.float32).reshape(10, 255)}
+        left, right = (
+            open_session(model).run(None, feed)[0] for model in (signed, activations_to_uint8(signed))
+        )
+        np.testing.assert_array_equal(left, right)
+
+
+def test_only_activations_become_uint8() -> None:
+    _, signed, _ = tiny.quantized(tiny.Branched, tiny.OP_TYPES)
+    unsigned = activations_to_uint8(signed)
+    weights = {item.name: item for item in signed.graph.initializer if item.name.endswith(":int8")}
+    kept = {item.name: item for item in unsigned.graph.initializer if item.name in weights}
+    assert kept == weights
+    types = {item.name: item.data_type for item in unsigned.graph.initializer}
+    for node in unsigned.graph.node:
+        if node.op_type == "QuantizeLinear":
+            assert types[node.input[2]] == TensorProto.UINT8
+    assert not any(item.data_type == TensorProto.UINT8 for item in signed.graph.initializer)
+
+
+def test_onnxruntime_runs_all_convolutions_in_integers(tmp_path: Path) -> None:
+    import onnxruntime
+
+    _, signed, _ = tiny.quantized(tiny.Branched, tiny.OP_TYPES)
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(activations_to_uint8(signed).SerializeToString(), options)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert kinds.count("QLinearConv") == 5  # the last one feeds the float Resize of the logits
+    assert "Relu" not in kinds
+    assert {"QLinearAdd", "QLinearConcat", "QLinearMul", "QLinearSigmoid"} <= set(kinds)
+
+
+def test_is_quantized_and_the_card_survive_quantization() -> None:
+    graph, signed, _ = tiny.quantized(tiny.Straight, ("Conv",))
+    assert (is_quantized(graph), is_quantized(signed)) == (False, True)
+    assert read_card_of_graph(activations_to_uint8(signed)) == InputCard.from_json(tiny.card().to_json())
+
+
+def test_a_whole_file_is_read_back_equal(written: Path) -> None:
+    graph = read_graph(written)
+    assert graph.SerializeToString(deterministic=True) == written.read_bytes()
+
+
+def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="no such file"):
+        read_graph(tmp_path / "model.onnx")
+    (tmp_path / "model.onnx").touch()
+    with pytest.raises(ArtifactError, match="0 bytes"):
+        read_graph(tmp_path / "model.onnx")
+
+
+def test_a_file_cut_anywhere_is_refused(written: Path, tmp_path: Path) -> None:
+    whole = written.read_bytes()
+    torn = tmp_path / "torn.onnx"
+    for length in [*range(1, len(whole), 397), len(whole) - 1]:
+        torn.write_bytes(whole[:length])
+        with pytest.raises(ArtifactError, match=r"torn\.onnx"):
+            read_graph(torn)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "picture.onnx"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
+    with pytest.raises(ArtifactError, match=r"picture\.onnx"):
+        read_graph(path)
+
+
+def test_weights_outside_the_file_are_refused(written: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(onnx.load(written), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    with pytest.raises(ArtifactError, match="lie outside the file"):
+        read_graph(path)
+
+
+@pytest.mark.parametrize(("opset", "ir_version", "text"), [(99, 10, "opset 99"), (20, 99, "IR version 99")])
+def test_versions_out_of_range_are_refused(
+    written: Path, tmp_path: Path, opset: int, ir_version: int, text: str
+) -> None:
+    graph = onnx.load(written)
+    graph.opset_import[0].version, graph.ir_version = opset, ir_version
+    path = tmp_path / "model.onnx"
+    path.write_bytes(graph.SerializeToString())
+    with pytest.raises(ArtifactError, match=text):
+        read_graph(path)
+
+
+def test_a_graph_without_card_is_refused(written: Path) -> None:
+    graph = onnx.load(written)
+    del graph.metadata_props[:]
+    with pytest.raises(ArtifactError, match="expected 1 with classes"):
+        read_card_of_graph(graph)

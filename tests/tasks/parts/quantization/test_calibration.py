@@ -1,0 +1,114 @@
+import numpy as np
+import pytest
+import tiny_networks as tiny
+from onnx import numpy_helper
+
+from tasks.core.errors import ArtifactError, DataError
+from tasks.parts.onnx_graphs.export import export_graph
+from tasks.parts.quantization.calibration import (
+    NUM_BINS,
+    TensorStatistics,
+    check_images,
+    choose_range,
+    collect_statistics,
+)
+from tasks.parts.quantization.config import Calibrator
+
+
+def statistics_of(values: np.ndarray) -> TensorStatistics:
+    amax = float(np.abs(values).max())
+    counts = np.histogram(np.abs(values), bins=NUM_BINS, range=(0, amax))[0]
+    return TensorStatistics(float(values.min()), float(values.max()), counts)
+
+
+def test_statistics_do_not_depend_on_how_images_are_batched() -> None:
+    graph = export_graph(tiny.make(tiny.Straight), tiny.card(), height=tiny.SIZE, width=tiny.SIZE, opset=20)
+    images_NCHW = tiny.images(6).numpy()
+    name = "image"
+    one = collect_statistics(graph, lambda: [images_NCHW], [name, "stem.0/Conv"])
+    three = collect_statistics(graph, lambda: np.split(images_NCHW, 3), [name, "stem.0/Conv"])
+    assert (one[name].low, one[name].high) == (float(images_NCHW.min()), float(images_NCHW.max()))
+    assert one[name].counts.sum() == images_NCHW.size
+    np.testing.assert_array_equal(one[name].counts, three[name].counts)
+    assert one["stem.0/Conv"].counts.sum() == 6 * 8 * 16 * 16
+
+
+def test_minmax_keeps_everything_and_percentile_the_configured_share() -> None:
+    values = np.random.default_rng(0).standard_normal(200_000)
+    found = statistics_of(values)
+    assert choose_range(found, Calibrator.minmax, percentile=99.0).amax == found.amax
+    amax = choose_range(found, Calibrator.percentile, percentile=99.0).amax
+    assert amax == pytest.approx(np.percentile(np.abs(values), 99), rel=0.01)
+    assert choose_range(found, Calibrator.percentile, percentile=100.0).amax == pytest.approx(found.amax)
+
+
+def test_entropy_drops_a_lonely_outlier_and_keeps_uniform_values() -> None:
+    random = np.random.default_rng(0)
+    normal = np.append(random.standard_normal(200_000), 100.0)
+    assert choose_range(statistics_of(normal), Calibrator.entropy, percentile=99.0).amax < 20
+    uniform = random.uniform(-1, 1, 200_000)
+    assert choose_range(statistics_of(uniform), Calibrator.entropy, percentile=99.0).amax > 0.9
+
+
+def test_entropy_agrees_with_onnxruntime() -> None:
+    from onnxruntime.quantization.calibrate import HistogramCollector
+
+    values = np.random.default_rng(0).laplace(size=1_000_000).astype(np.float32)
+    reference = HistogramCollector("entropy", True, NUM_BINS, 128, 99.9, None)
+    reference.collect({"tensor": [values]})
+    expected = float(reference.compute_collection_result()["tensor"][1])
+    found = choose_range(statistics_of(values), Calibrator.entropy, percentile=99.0).amax
+    assert found < 0.9 * np.abs(values).max()
+    assert found == pytest.approx(expected, rel=0.15)
+
+
+def test_mse_takes_the_threshold_with_the_least_error_of_the_levels() -> None:
+    values = np.random.default_rng(0).laplace(size=200_000)
+    found = choose_range(statistics_of(values), Calibrator.mse, percentile=100.0).amax
+
+    def error(amax: float) -> float:
+        scale = amax / 127
+        return float(np.square(values - np.clip(np.rint(values / scale), -127, 127) * scale).mean())
+
+    brute = min(np.linspace(1, np.abs(values).max(), 200), key=error)
+    assert found < 0.95 * np.abs(values).max()
+    assert error(found) <= 1.01 * error(brute)
+
+
+def test_range_of_a_relu_keeps_its_sign() -> None:
+    values = np.maximum(np.random.default_rng(0).standard_normal(100_000), 0)
+    found = choose_range(statistics_of(values), Calibrator.percentile, percentile=99.9)
+    assert found.low == 0
+    assert 3 < found.high < 4
+
+
+def test_images_that_would_spoil_ranges_are_refused() -> None:
+    good_NCHW = tiny.images(4).numpy()
+    check_images(good_NCHW, max_abs=20.0)
+    outlier_NCHW = good_NCHW.copy()
+    outlier_NCHW[2, 1, 5, 5] = 1e6
+    with pytest.raises(DataError, match=r"reach 1e\+06 .*max_abs_input"):
+        check_images(outlier_NCHW, max_abs=20.0)
+    outlier_NCHW[2, 1, 5, 5] = np.nan
+    with pytest.raises(DataError, match="NaN"):
+        check_images(outlier_NCHW, max_abs=20.0)
+    good_NCHW[3] = np.array([0.0, 0.1, 0.2]).reshape(3, 1, 1)
+    with pytest.raises(DataError, match=r"1 of 4 .*number 3"):
+        check_images(good_NCHW, max_abs=20.0)
+
+
+def test_one_nan_in_a_later_batch_is_found() -> None:
+    graph = export_graph(tiny.make(tiny.Straight), tiny.card(), height=tiny.SIZE, width=tiny.SIZE, opset=20)
+    good_NCHW, bad_NCHW = tiny.images(1).numpy(), tiny.images(1).numpy().copy()
+    bad_NCHW[0, 0, 0, 0] = np.nan
+    with pytest.raises(ArtifactError, match="tensor 'image'"):
+        collect_statistics(graph, lambda: [good_NCHW, bad_NCHW, good_NCHW], ["image"])
+
+
+def test_a_tensor_that_is_not_finite_is_named() -> None:
+    graph = export_graph(tiny.make(tiny.Straight), tiny.card(), height=tiny.SIZE, width=tiny.SIZE, opset=20)
+    for tensor in graph.graph.initializer:
+        if tensor.name == "classifier/Conv:bias":
+            tensor.CopyFrom(numpy_helper.from_array(np.full(3, np.nan, dtype=np.float32), tensor.name))
+    with pytest.raises(ArtifactError, match=r"tensor 'classifier/Conv'.* finite"):
+        collect_statistics(graph, lambda: [tiny.images(1).numpy()], ["image", "classifier/Conv"])

@@ -1,0 +1,185 @@
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import tiny_networks as tiny
+from onnx import ModelProto, TensorProto, numpy_helper
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.onnx_graphs.export import export_graph
+from tasks.parts.onnx_graphs.graph import node_sources
+from tasks.parts.onnx_graphs.signal_to_noise import difference
+from tasks.parts.onnx_session import open_session
+from tasks.parts.quantization.calibration import choose_range, collect_statistics
+from tasks.parts.quantization.config import Calibrator
+from tasks.parts.quantization.qdq import (
+    TensorRange,
+    add_quantized_twins,
+    inherit_ranges,
+    insert_qdq,
+    quantizable_nodes,
+    quantizable_tensors,
+    read_ranges,
+    weight_scales,
+    write_ranges,
+)
+
+Calibrated = tuple[ModelProto, dict[str, TensorRange]]
+
+
+def calibrate(network_type: type) -> Calibrated:
+    graph = export_graph(tiny.make(network_type), tiny.card(), height=tiny.SIZE, width=tiny.SIZE, opset=20)
+    images_NCHW = tiny.images(8).numpy()
+    statistics = collect_statistics(graph, lambda: [images_NCHW], quantizable_tensors(graph, tiny.OP_TYPES))
+    return graph, {
+        name: choose_range(found, Calibrator.minmax, percentile=100.0) for name, found in statistics.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def branched() -> Calibrated:
+    return calibrate(tiny.Branched)
+
+
+def test_scheme_is_s8s8_symmetric_with_one_weight_scale_per_channel(branched: Calibrated) -> None:
+    quantized = insert_qdq(branched[0], branched[1], op_types=tiny.OP_TYPES)
+    constants = {item.name: item for item in quantized.graph.initializer}
+    for node in quantized.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            zero_point = constants[node.input[2]]
+            assert zero_point.data_type == TensorProto.INT8
+            assert not numpy_helper.to_array(zero_point).any()
+        if node.op_type == "Conv":
+            assert node.input[1].endswith("/DequantizeLinear")
+            assert constants[node.input[2]].data_type == TensorProto.FLOAT
+    levels = numpy_helper.to_array(constants["stem.0/Conv:weight:int8"])
+    assert levels.dtype == np.int8
+    np.testing.assert_array_equal(np.abs(levels).reshape(8, -1).max(axis=1), 127)
+
+
+def test_logits_stay_float_and_everything_else_is_read_quantized(branched: Calibrated) -> None:
+    quantized = insert_qdq(branched[0], branched[1], op_types=tiny.OP_TYPES)
+    made_by = {name: node.op_type for node in quantized.graph.node for name in node.output}
+    for node in quantized.graph.node:
+        if "logits" in node.output:
+            assert made_by[node.input[0]] == "Conv"
+        elif node.op_type in tiny.OP_TYPES:
+            maps = node.input if node.op_type in ("Add", "Mul", "Concat") else node.input[:1]
+            assert {made_by[name] for name in maps} == {"DequantizeLinear"}
+
+
+def test_names_and_sources_of_the_float_graph_stay(branched: Calibrated) -> None:
+    quantized = insert_qdq(branched[0], branched[1], op_types=tiny.OP_TYPES)
+    before, after = node_sources(branched[0]), node_sources(quantized)
+    assert before.items() <= after.items()
+    assert after.keys() == {node.name for node in quantized.graph.node}
+    assert after["stem.0/Conv:weight/DequantizeLinear"] == before["stem.0/Conv"]
+
+
+def test_a_quantizer_that_saw_no_data_is_named(branched: Calibrated) -> None:
+    graph, ranges = branched
+    name = "block.2.0/Conv"
+    for broken in (None, TensorRange(0.0, 0.0), TensorRange(np.inf, -np.inf), TensorRange(0.0, np.nan)):
+        changed = {key: value for key, value in ranges.items() if key != name}
+        if broken is not None:
+            changed[name] = broken
+        with pytest.raises(ArtifactError, match=f"tensor '{name}'.*saw no data"):
+            insert_qdq(graph, changed, op_types=tiny.OP_TYPES)
+
+
+def test_a_graph_is_not_quantized_twice(branched: Calibrated) -> None:
+    quantized = insert_qdq(branched[0], branched[1], op_types=("Conv",))
+    more = {name: TensorRange(-1.0, 1.0) for name in quantizable_tensors(quantized, ("Conv",))}
+    with pytest.raises(ArtifactError, match="twice"):
+        insert_qdq(quantized, more, op_types=("Conv",))
+
+
+def test_weight_scale_of_a_dead_channel_is_finite() -> None:
+    weights_OIHW = np.zeros((2, 1, 1, 1), dtype=np.float32)
+    weights_OIHW[1] = -2.0
+    np.testing.assert_allclose(weight_scales(weights_OIHW), [1 / 127, 2 / 127], rtol=1e-6)
+
+
+def test_ranges_are_read_back_and_damaged_ones_refused(tmp_path: Path) -> None:
+    ranges = {"image": TensorRange(-1.5, 2.0), "a/Conv": TensorRange(-0.1, 0.3)}
+    write_ranges(tmp_path / "ranges.json", "entropy", ranges)
+    assert read_ranges(tmp_path / "ranges.json") == ranges
+    (tmp_path / "ranges.json").write_text('{"ranges": {"image": [1]}}', encoding="utf-8")
+    with pytest.raises(ArtifactError, match="Run quantize_ptq again"):
+        read_ranges(tmp_path / "ranges.json")
+
+
+def test_outputs_of_pooling_and_resizing_inherit_a_missing_range(branched: Calibrated) -> None:
+    graph, ranges = branched
+    known = {name: found for name, found in ranges.items() if not name.endswith(("Pool", "/Resize"))}
+    assert len(known) < len(ranges)
+    complete = inherit_ranges(graph, known)
+    insert_qdq(graph, complete, op_types=tiny.OP_TYPES)
+    for name in ranges.keys() - known.keys():
+        assert complete[name].low <= ranges[name].low
+        assert complete[name].high >= ranges[name].high
+
+
+@pytest.mark.parametrize("num_float", [0, 1, 2])
+def test_layers_that_share_a_weight_share_its_int8_form(num_float: int) -> None:
+    graph, ranges = calibrate(tiny.Shared)
+    layers = [node for node in graph.graph.node if node.op_type == "Conv"]
+    weight = max((node.input[1] for node in layers), key=[node.input[1] for node in layers].count)
+    sharing = [node.name for node in layers if node.input[1] == weight]
+    assert len(sharing) == 2
+    float_nodes = sharing[:num_float]
+    quantized = insert_qdq(graph, ranges, op_types=tiny.OP_TYPES, float_nodes=float_nodes)
+    onnx.checker.check_model(quantized, full_check=True)
+    reads = {node.name: node.input[1] for node in quantized.graph.node if node.op_type == "Conv"}
+    int8 = f"{weight}/DequantizeLinear"
+    assert [reads[name] for name in sharing] == [weight if name in float_nodes else int8 for name in sharing]
+    kept = {item.name for item in quantized.graph.initializer}
+    assert (weight in kept, f"{weight}:int8" in kept) == (num_float > 0, num_float < 2)
+    images_NCHW = tiny.images(4).numpy()
+    exact_NCHW, found_NCHW = (output_of(model, "logits", images_NCHW) for model in (graph, quantized))
+    assert difference(exact_NCHW, found_NCHW).sqnr_db > 20
+
+
+def test_a_float_node_reads_float_activations_and_weights_and_the_others_do_not(branched: Calibrated) -> None:
+    graph, ranges = branched
+    kept = {"block.0.0/Conv", "classifier/Conv"}
+    quantized = insert_qdq(graph, ranges, op_types=tiny.OP_TYPES, float_nodes=kept)
+    onnx.checker.check_model(quantized, full_check=True)
+    made_by = {name: node.op_type for node in quantized.graph.node for name in node.output}
+    for node in quantized.graph.node:
+        if node.op_type == "Conv":
+            is_float = "DequantizeLinear" not in {made_by.get(name) for name in node.input}
+            assert is_float is (node.name in kept)
+
+
+def test_all_layers_in_float_are_the_float_graph(branched: Calibrated) -> None:
+    graph, ranges = branched
+    names = {node.name for node in quantizable_nodes(graph, tiny.OP_TYPES)}
+    assert insert_qdq(graph, ranges, op_types=tiny.OP_TYPES, float_nodes=names) == graph
+
+
+def test_noise_of_a_twin_is_that_of_the_layer_quantized_alone(branched: Calibrated) -> None:
+    """Marking the layer's output in a graph where it alone is quantized gives the same noise."""
+    graph, ranges = branched
+    images_NCHW = tiny.images(4).numpy()
+    twinned, noise_of, signal_of = add_quantized_twins(graph, ranges, op_types=tiny.OP_TYPES)
+    session = open_session(twinned)
+    layers = quantizable_nodes(graph, tiny.OP_TYPES)
+    assert list(noise_of) == [node.name for node in layers]
+    for node in layers:
+        others = {other.name for other in layers} - {node.name}
+        alone = insert_qdq(graph, ranges, op_types=tiny.OP_TYPES, float_nodes=others)
+        exact, quantized = (output_of(model, node.output[0], images_NCHW) for model in (graph, alone))
+        found = session.run([noise_of[node.name], signal_of[node.name]], {"image": images_NCHW})
+        assert found[0] == pytest.approx(np.square(exact - quantized).sum(), rel=1e-2, abs=1e-6)
+        assert found[1] == pytest.approx(np.square(exact).sum(), rel=1e-4)
+
+
+def output_of(model: ModelProto, name: str, images_NCHW: np.ndarray) -> np.ndarray:
+    marked = ModelProto()
+    marked.CopyFrom(model)
+    if name not in {value.name for value in model.graph.output}:
+        marked.graph.output.append(onnx.helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    output: np.ndarray = open_session(marked).run([name], {"image": images_NCHW})[0]
+    return output

@@ -1,0 +1,342 @@
+"""Bundles: run in another folder, in another environment, with the same predictions."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import pytest
+from google.protobuf import text_format
+
+from tasks.parts.data.dataset import normalise, open_split
+from tasks.parts.engines.bundle_infer import check_gpu, cut_batches
+from tasks.parts.engines.gpu import Gpu
+from tasks.parts.engines.manifest import (
+    GRAPH_FILE,
+    EngineManifest,
+    read_engine_manifest,
+    sha256_of,
+    write_engine_manifest,
+)
+from tasks.parts.engines.open_engine import open_engine
+from tasks.parts.engines.tensorrt_options import BatchProfile
+from tasks.parts.onnx_graphs.graph import read_graph
+from tasks.parts.selection.bundle import configure_triton, describe_engine, write_bundle
+from tests.tasks.conftest import Workshop
+from tests.wheels import unpack_wheel
+
+TARGETS = ["cpu_onnxruntime", "cpu_openvino"]
+
+
+def bundled(workshop: Workshop, target: str, out: Path, variant: str = "quantized") -> Path:
+    row = {"variant": variant, "target": target, "miou": 0.5}
+    assert write_bundle(workshop.engine(variant, target), row, out)
+    return out
+
+
+def manifest_of(workshop: Workshop, target: str) -> EngineManifest:
+    return read_engine_manifest(workshop.engine("quantized", target))
+
+
+def change_card(bundle: Path, **fields: Any) -> None:
+    card = json.loads((bundle / "model.json").read_text())
+    (bundle / "model.json").write_text(json.dumps(card | fields))
+
+
+def predictions(workshop: Workshop, target: str, images_NHWC: np.ndarray) -> np.ndarray:
+    with open_engine(workshop.engine("quantized", target)) as runner:
+        card = runner.manifest.card
+        logits = [runner.infer(normalise(image[None], card.mean, card.std)) for image in images_NHWC]
+    return np.concatenate(logits).argmax(axis=1).astype(np.uint8)
+
+
+def infer(
+    python: str, bundle: Path, images_NHWC: np.ndarray, folder: Path
+) -> subprocess.CompletedProcess[str]:
+    np.save(folder / "images.npy", images_NHWC)
+    return run_script(python, bundle, folder)
+
+
+def run_script(python: str, bundle: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run infer.py as a user would, away from the repository."""
+    command = [python, "-I", str(bundle / "infer.py"), "images.npy", "classes.npy"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_moved_bundle_predicts_what_the_engine_does(workshop: Workshop, tmp_path: Path, target: str) -> None:
+    moved = shutil.move(bundled(workshop, target, tmp_path / "a"), tmp_path / "elsewhere")
+    images_NHWC = np.asarray(open_split(workshop.data, "test")[0][:6])  # more than one batch
+    done = infer(sys.executable, Path(moved), images_NHWC, tmp_path)
+    assert done.returncode == 0, done.stderr
+    found_NHW = np.load(tmp_path / "classes.npy")
+    np.testing.assert_array_equal(found_NHW, predictions(workshop, target, images_NHWC))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_bundle_runs_with_nothing_but_its_requirements(
+    workshop: Workshop, tmp_path: Path, target: str
+) -> None:
+    bundle = bundled(workshop, target, tmp_path / "a")
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    install = [python, "-m", "pip", "install", "--quiet", "-r", str(bundle / "requirements.txt")]
+    subprocess.run(install, check=True)
+    images_NHWC = np.asarray(open_split(workshop.data, "test")[0][:2])
+    done = infer(python, bundle, images_NHWC, tmp_path)
+    assert done.returncode == 0, done.stderr
+    found_NHW = np.load(tmp_path / "classes.npy")
+    np.testing.assert_array_equal(found_NHW, predictions(workshop, target, images_NHWC))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("damage", [lambda content: content[:-1] + b"x", lambda content: content[:-1]])
+def test_changed_engine_is_not_loaded(
+    workshop: Workshop, tmp_path: Path, target: str, damage: Callable[[bytes], bytes]
+) -> None:
+    bundle = bundled(workshop, target, tmp_path / "a")
+    [engine] = bundle.glob("engine.*")
+    engine.write_bytes(damage(engine.read_bytes()))
+    done = infer(sys.executable, bundle, np.zeros((1, 64, 96, 3), np.uint8), tmp_path)
+    assert done.returncode != 0 and "is not loaded. Copy the bundle again" in done.stderr
+    sums = subprocess.run(
+        ["sha256sum", "-c", "SHA256SUMS"], cwd=bundle, capture_output=True, text=True, check=False
+    )
+    assert sums.returncode != 0 and f"{engine.name}: FAILED" in sums.stdout
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_other_version_of_the_runtime_is_named(workshop: Workshop, tmp_path: Path, target: str) -> None:
+    bundle = bundled(workshop, target, tmp_path / "a")
+    runtime, installed = (
+        describe_engine(manifest_of(workshop, target))[key] for key in ("runtime", "runtime_version")
+    )
+    change_card(bundle, runtime_version="1.2.3")
+    done = infer(sys.executable, bundle, np.zeros((1, 64, 96, 3), np.uint8), tmp_path)
+    assert done.returncode != 0
+    assert f"measured with {runtime} 1.2.3, installed is {installed}" in done.stderr
+
+
+OPTIONS = {"provider_options": {}, "num_threads": 1}
+
+
+def test_provider_that_is_not_here_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+    bundle = bundled(workshop, "cpu_onnxruntime", tmp_path / "a")
+    change_card(bundle, options={**OPTIONS, "provider": "CUDAExecutionProvider"})
+    done = infer(sys.executable, bundle, np.zeros((1, 64, 96, 3), np.uint8), tmp_path)
+    assert done.returncode != 0
+    assert "measured on CUDAExecutionProvider, onnxruntime here has CPUExecutionProvider" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "images_NHWC",
+    [
+        np.zeros((1, 64, 96, 3), np.float32),
+        np.zeros((1, 32, 96, 3), np.uint8),
+        np.zeros((0, 64, 96, 3), np.uint8),
+        np.zeros((64, 96, 3), np.uint8),  # one image without its axis
+        np.zeros((1, 64, 96), np.uint8),  # grey
+        np.zeros((1, 64, 96, 4), np.uint8),  # RGBA
+    ],
+)
+def test_images_that_do_not_fit_are_refused(
+    workshop: Workshop, tmp_path: Path, images_NHWC: np.ndarray
+) -> None:
+    bundle = bundled(workshop, "cpu_onnxruntime", tmp_path / "a")
+    done = infer(sys.executable, bundle, images_NHWC, tmp_path)
+    assert done.returncode != 0
+    assert "expected uint8 [N, 64, 96, 3], RGB, with one image or more" in done.stderr
+
+
+def write_torn(path: Path) -> None:
+    np.save(path, np.zeros((2, 64, 96, 3), np.uint8))
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        Path.mkdir,
+        Path.touch,
+        write_torn,
+        lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n"),
+        lambda path: np.save(path, np.array([{}]), allow_pickle=True),
+        lambda path: None,
+    ],
+)
+def test_file_without_whole_images_is_named(
+    workshop: Workshop, tmp_path: Path, write: Callable[[Path], Any]
+) -> None:
+    bundle, images = bundled(workshop, "cpu_onnxruntime", tmp_path / "a"), tmp_path / "images.npy"
+    write(images)
+    done = run_script(sys.executable, bundle, tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.startswith("infer.py: images.npy: no whole .npy file (")
+
+
+@pytest.mark.parametrize(
+    ("ranges", "sizes"),
+    [([[1, 4]], [4, 4, 1]), ([[1, 1], [4, 8]], [8, 1]), ([[1, 1], [2, 3]], [3, 3, 3]), ([[1, 1]], [1] * 9)],
+)
+def test_batches_are_the_largest_that_the_engine_takes(ranges: list[list[int]], sizes: list[int]) -> None:
+    cut = list(cut_batches(9, ranges))
+    assert [batch.stop - batch.start for batch in cut] == sizes
+    assert np.concatenate([np.arange(9)[batch] for batch in cut]).tolist() == list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("compatibility", "runs_on"),
+    [
+        ("none", ["NVIDIA A100"]),
+        ("same_compute_capability", ["NVIDIA A100", "NVIDIA A30"]),
+        ("ampere_plus", ["NVIDIA A100", "NVIDIA A30", "NVIDIA Thor"]),
+    ],
+)
+def test_plan_is_refused_on_a_gpu_that_it_was_not_built_for(compatibility: str, runs_on: list[str]) -> None:
+    gpu = {"name": "NVIDIA A100", "compute_capability": "8.0"}
+    options = {"gpu": gpu, "hardware_compatibility": compatibility}
+    for name, capability in (
+        ("NVIDIA T4", (7, 5)),
+        ("NVIDIA A100", (8, 0)),
+        ("NVIDIA A30", (8, 0)),
+        ("NVIDIA Thor", (11, 0)),
+    ):
+        if name in runs_on:
+            check_gpu(name, capability, options)
+        else:
+            expected = rf"built on NVIDIA A100 \(8\.0\) with .* {compatibility}, this GPU is {name}"
+            with pytest.raises(ValueError, match=expected):
+                check_gpu(name, capability, options)
+
+
+def test_checksums_cover_every_file(workshop: Workshop, tmp_path: Path) -> None:
+    bundle = bundled(workshop, "cpu_onnxruntime", tmp_path / "a")
+    done = subprocess.run(
+        ["sha256sum", "-c", "SHA256SUMS"], cwd=bundle, capture_output=True, text=True, check=True
+    )
+    files = [path for path in bundle.rglob("*") if path.is_file() and path.name != "SHA256SUMS"]
+    assert done.stdout.count(": OK") == len(files)
+
+
+def test_eager_engine_has_no_bundle(workshop: Workshop, tmp_path: Path) -> None:
+    assert not write_bundle(workshop.engine("float", "cpu_torch"), {}, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.fixture(scope="session")
+def triton_schema(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Load the schema of a model's configuration from Triton's client."""
+    folder = unpack_wheel("tritonclient==2.*", tmp_path_factory.mktemp("client"))
+    path = folder / "tritonclient" / "grpc" / "model_config_pb2.py"
+    spec = importlib.util.spec_from_file_location("model_config_pb2", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_triton_serves_the_file_of_onnxruntime(
+    workshop: Workshop, tmp_path: Path, triton_schema: Any
+) -> None:
+    bundle = bundled(workshop, "cpu_onnxruntime", tmp_path / "a")
+    [model] = (bundle / "triton").iterdir()
+    config = text_format.Parse((model / "config.pbtxt").read_text(), triton_schema.ModelConfig())
+    assert (config.name, config.backend, config.max_batch_size) == (model.name, "onnxruntime", 4)
+    assert list(config.input[0].dims) == [3, 64, 96] and config.input[0].name == "image"
+    assert list(config.output[0].dims) == [3, 64, 96] and config.output[0].name == "logits"
+    assert (model / "1" / "model.onnx").read_bytes() == (bundle / "engine.onnx").read_bytes()
+
+
+@pytest.mark.parametrize("variant", ["float", "quantized"])
+def test_triton_serves_the_graph_that_openvino_compiled(
+    workshop: Workshop, tmp_path: Path, triton_schema: Any, variant: str
+) -> None:
+    bundle = bundled(workshop, "cpu_openvino", tmp_path / "a", variant)
+    [model] = (bundle / "triton").iterdir()
+    config = text_format.Parse((model / "config.pbtxt").read_text(), triton_schema.ModelConfig())
+    assert (config.name, config.backend, config.max_batch_size) == (model.name, "openvino", 0)
+    graph = openvino.Core().read_model(model / "1" / config.default_model_filename)
+    for declared, found in ((config.input, graph.inputs), (config.output, graph.outputs)):
+        assert [one.name for one in declared] == [one.get_any_name() for one in found]
+        assert openvino.PartialShape(list(declared[0].dims)) == found[0].partial_shape
+    parameters = {key: value.string_value for key, value in config.parameters.items()}
+    assert parameters["INFERENCE_NUM_THREADS"] == "1" and "HINT_BF16" not in parameters
+    properties = describe_engine(manifest_of(workshop, "cpu_openvino"))["options"]["properties"]
+    compiled = openvino.Core().compile_model(graph, "CPU", properties)
+    images_NHWC = np.asarray(open_split(workshop.data, "test")[0][:4])
+    with open_engine(workshop.engine(variant, "cpu_openvino")) as runner:
+        images_NCHW = normalise(images_NHWC, runner.manifest.card.mean, runner.manifest.card.std)
+        np.testing.assert_allclose(compiled(images_NCHW)[0], runner.infer(images_NCHW), rtol=1e-4, atol=1e-4)
+
+
+def test_triton_computes_in_bf16_where_the_target_does(workshop: Workshop, triton_schema: Any) -> None:
+    manifest = manifest_of(workshop, "cpu_openvino")
+    manifest = replace(manifest, target=workshop.target("cpu_openvino_bf16"))
+    text = configure_triton("name", manifest, read_graph(workshop.graph).graph)
+    config = text_format.Parse(text, triton_schema.ModelConfig())
+    assert config.parameters["HINT_BF16"].string_value == "YES"
+
+
+def plan_manifest(workshop: Workshop, **options: Any) -> EngineManifest:
+    """What build_engine would say of a plan for an H200."""
+    target = workshop.target("h200_tensorrt")
+    assert target.tensorrt is not None
+    return replace(
+        manifest_of(workshop, "cpu_openvino"),
+        target=replace(target, tensorrt=replace(target.tensorrt, **options)),
+        file="engine.plan",
+        runtime_version="11.4.0.1",
+        tensorrt_version="11.4.0.1",
+        gpu=Gpu("NVIDIA H200", "9.0"),
+    )
+
+
+def test_triton_gets_the_profiles_of_a_plan(workshop: Workshop, triton_schema: Any) -> None:
+    graph = read_graph(workshop.graph).graph
+    text = configure_triton("name", plan_manifest(workshop), graph)
+    config = text_format.Parse(text, triton_schema.ModelConfig())
+    assert (config.name, config.platform, config.max_batch_size) == ("name", "tensorrt_plan", 4)
+    assert list(config.input[0].dims) == [3, 64, 96] and config.input[0].name == "image"
+    assert list(config.output[0].dims) == [3, 64, 96] and config.output[0].name == "logits"
+    [group] = config.instance_group
+    assert group.kind == triton_schema.ModelInstanceGroup.KIND_GPU and list(group.profile) == ["0"]
+    assert "Built by TensorRT 11.4.0.1 on NVIDIA H200 (9.0)" in text and "version-compatible" not in text
+    several = plan_manifest(
+        workshop, profiles=[BatchProfile(1, 1, 1), BatchProfile(2, 2, 4)], version_compatible=True
+    )
+    text = configure_triton("name", several, graph)
+    config = text_format.Parse(text, triton_schema.ModelConfig())
+    assert config.max_batch_size == 4 and list(config.instance_group[0].profile) == ["0", "1"]
+    assert "--backend-config=tensorrt,version-compatible=true" in text
+
+
+def test_plan_is_packed_with_what_its_script_needs(workshop: Workshop, tmp_path: Path) -> None:
+    """Packing reads no plan: any bytes will do here, and are refused without TensorRT."""
+    engine, bundle = tmp_path / "engine", tmp_path / "bundle"
+    engine.mkdir()
+    (engine / "engine.plan").write_bytes(b"no plan")
+    shutil.copyfile(workshop.graph, engine / GRAPH_FILE)
+    manifest = plan_manifest(workshop, profiles=[BatchProfile(1, 1, 1), BatchProfile(2, 2, 4)])
+    write_engine_manifest(engine, replace(manifest, sha256=sha256_of(engine / "engine.plan")))
+    assert write_bundle(engine, {"variant": "pruned", "target": "h200_tensorrt"}, bundle)
+    assert (bundle / "triton" / "pruned-h200_tensorrt" / "1" / "model.plan").read_bytes() == b"no plan"
+    assert (bundle / "requirements.txt").read_text().split()[::2] == ["tensorrt==11.4.0.1", "pycuda"]
+    card = json.loads((bundle / "model.json").read_text())
+    assert card["batches"] == [[1, 1], [2, 4]]
+    assert card["options"] == {
+        "gpu": {"name": "NVIDIA H200", "compute_capability": "9.0"},
+        "version_compatible": False,
+        "hardware_compatibility": "none",
+    }
+    done = infer(sys.executable, bundle, np.zeros((1, 64, 96, 3), np.uint8), tmp_path)
+    assert done.returncode != 0 and "measured with tensorrt 11.4.0.1, installed is " in done.stderr
