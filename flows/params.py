@@ -32,6 +32,7 @@ _HEADER = (
 
 SHARED_CALLS = (
     "prepare_data",
+    "select_engine",
     "convert_precision",
     "quantize_ptq",
     "rank_layers",
@@ -40,19 +41,21 @@ SHARED_CALLS = (
     "validate",
     "benchmark",
     "diff_layers",
-    "select_engine",
 )
-"""The sections that every run reads; build_engine and race_rungs have one for each target."""
+"""The sections that every run reads; build_engine and race_rungs have one for each target.
+
+Sections that others copy values from come first, here and below, so that an error names the key to set.
+"""
 
 TRAINING_CALLS = (
     "train.teacher",
     "train.baseline",
     "distill",
-    "rank_groups",
-    "search_pruning",
     "prune",
     "finetune",
     "export_onnx",
+    "rank_groups",
+    "search_pruning",
     "quantize_aware_train",
 )
 """With model=trained."""
@@ -129,18 +132,24 @@ def check_params(params: dict[str, Any]) -> None:
     stages = ("build_engine", "race_rungs")
     own = IMPORT_CALLS if params["pipeline"]["imports"] else TRAINING_CALLS
     calls = [
+        *(f"{stage}.{target}" for stage in stages for target in params["build_engine"]),
         *SHARED_CALLS,
         *own,
-        *(f"{stage}.{target}" for stage in stages for target in params["build_engine"]),
     ]
     for address in calls:
         name, section = find_section(params, address)
-        typed_config(load_stage(address)[1], section, name)
+        typed_config(load_stage(address)[1], section, _key_in_conf(name))
     unknown = set(params) - {call.split(".")[0] for call in calls} - {"engines", "pipeline"}
     if unknown:
         raise ConfigError(
             f"{sorted(unknown)[0]} is no section of the configuration. Found: {', '.join(params)}."
         )
+
+
+def _key_in_conf(section: str) -> str:
+    """Return the name in conf/ of a section of params.yaml."""
+    stage, _, target = section.partition(".")
+    return {"build_engine": f"target.{target}", "race_rungs": stage}.get(stage, section)
 
 
 def _complete_training(params: dict[str, Any], targets: dict[str, Any]) -> None:

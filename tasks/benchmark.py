@@ -15,9 +15,10 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.bounds import AtLeast, MoreThan
+from tasks.core.errors import ArtifactError
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.target import CUDA
 from tasks.parts.measuring.batch_latency import BatchLatency, Interval, Round, Windows, summarise
@@ -47,49 +48,33 @@ _TIMED_ON_DEVICE = 50
 class Config:
     """What `benchmark` reads from params.yaml."""
 
-    seed: int
-    """Order of the processes within the rounds, and the bootstrap."""
-    batch_sizes: list[int]
-    """What is measured besides batch 1, which comes first; left out where the target's max_batch is smaller."""
-    warm_up_ms: float
-    """Per process and batch size, before anything counts."""
-    burst_ms: float
+    seed: Annotated[int, AtLeast(0)]
+    """Fixes the order of the processes within the rounds, and the bootstrap."""
+    batch_sizes: list[Annotated[int, AtLeast(2)]]
+    """Batch sizes that are measured after batch 1; those beyond the target's max_batch are left out."""
+    warm_up_ms: Annotated[float, AtLeast(0)]
+    """How long each process warms up for each batch size before anything counts."""
+    burst_ms: Annotated[float, MoreThan(0)]
     """Length of one burst. Longer: fewer rounds, and slow phases of the machine fit less well into one
     round."""
-    min_calls: int
-    """Inferences per burst at least, for engines slower than burst_ms / min_calls."""
-    min_rounds: int
-    """Rounds at least, even past the time budget, up to twice that budget."""
+    min_calls: Annotated[int, AtLeast(1)]
+    """Fewest inferences in a burst, for engines slower than burst_ms / min_calls."""
+    min_rounds: Annotated[int, AtLeast(_ROUNDS_AT_ANY_COST)]
+    """Fewest rounds, even past the time budget, up to twice that budget."""
     windows: Windows
     """When a measurement may end before its time budget."""
-    budget_s: float
+    budget_s: Annotated[float, MoreThan(0)]
     """Time for the rounds at batch 1. More: narrower interval."""
-    budget_batch_s: float
+    budget_batch_s: Annotated[float, MoreThan(0)]
     """Time for the rounds at each of batch_sizes."""
-    concurrencies: list[int]
-    """How many threads keep the engine busy at a time, for the throughput at batch 1. Empty: not measured."""
-    throughput_s: float
+    concurrencies: list[Annotated[int, AtLeast(1)]]
+    """Numbers of threads that keep the engine busy at a time, for the throughput at batch 1. Empty: not measured."""
+    throughput_s: Annotated[float, MoreThan(0)]
     """Time for each of concurrencies."""
-    max_aa_spread: float
+    max_aa_spread: Annotated[float, MoreThan(0)]
     """A/A spread over which a measurement is void: repeated once, then called inconclusive. 0.05 is 5 %."""
-    timeout_s: float
+    timeout_s: Annotated[float, MoreThan(0)]
     """How long an engine's process may stay silent before it is given up."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for impossible values."""
-        self._require(all(batch >= 2 for batch in self.batch_sizes), "batch_sizes", "each 2 or more")
-        self._require(all(one >= 1 for one in self.concurrencies), "concurrencies", "each 1 or more")
-        self._require(self.min_calls >= 1, "min_calls", "1 or more")
-        at_least = _ROUNDS_AT_ANY_COST
-        self._require(self.min_rounds >= at_least, "min_rounds", f"{at_least} or more")
-        for name in ("burst_ms", "budget_s", "budget_batch_s", "throughput_s", "max_aa_spread", "timeout_s"):
-            self._require(getattr(self, name) > 0, name, "more than 0")
-        self._require(self.warm_up_ms >= 0, "warm_up_ms", "0 or more")
-        self._require(self.seed >= 0, "seed", "0 or more")
-
-    def _require(self, is_met: bool, field: str, allowed: str) -> None:
-        if not is_met:
-            raise ConfigError(f"benchmark.{field} is {getattr(self, field)!r}, allowed: {allowed}.")
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tasks.core.errors import ArtifactError, ConfigError
-from tasks.parts.quantization.config import check_op_types
+from tasks.core.bounds import AtLeast, LessThan, MoreThan
+from tasks.core.errors import ArtifactError
+from tasks.parts.quantization.config import OpTypes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,34 +35,20 @@ _MAX_CLASSES = 12
 class Config:
     """On how many images, and from where on an answer is suspect."""
 
-    op_types: list[str]
-    """ONNX operators whose inputs are INT8; those of quantize_ptq."""
-    num_images: int
+    op_types: OpTypes
+    """ONNX operators whose inputs are INT8, the same as in quantize_ptq."""
+    num_images: Annotated[int, AtLeast(2)]
     """Calibration images, as in quantize_ptq."""
-    num_train_images: int
+    num_train_images: Annotated[int, AtLeast(1)]
     """Training images that the calibrated ranges are held against, evenly spread over the split."""
-    num_val_images: int
-    """Validation images that are judged; 0 takes all."""
-    batch_size: int
-    """Images at once, and what batch 1 is compared with."""
-    suspect_loss: float
-    """A loss of the score (mIoU, or accuracy), or of that of one class, from which on an answer is suspect, 0..1."""
-    suspect_clipped_share: float
-    """Share of a tensor's values beyond its range, more in training than in calibration, that is suspect, 0..1."""
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("num_images", 2),
-            ("num_train_images", 1),
-            ("num_val_images", 0),
-            ("batch_size", 2),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"check_int8.{name} is {getattr(self, name)}, expected at least {least}.")
-        for name in ("suspect_loss", "suspect_clipped_share"):
-            if not 0 < getattr(self, name) < 1:
-                raise ConfigError(f"check_int8.{name} is {getattr(self, name)}, expected between 0 and 1.")
-        check_op_types(self.op_types, "check_int8.op_types")
+    num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
+    """Validation images that are judged."""
+    batch_size: Annotated[int, AtLeast(2)]
+    """Images in one batch, whose answers are compared with those of batch 1."""
+    suspect_loss: Annotated[float, MoreThan(0), LessThan(1)]
+    """Loss of the score (mIoU, or accuracy), or of that of one class, from which on an answer is suspect."""
+    suspect_clipped_share: Annotated[float, MoreThan(0), LessThan(1)]
+    """Share of a tensor's values beyond its range, more in training than in calibration, that is suspect."""
 
 
 @dataclass(frozen=True)

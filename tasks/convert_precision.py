@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from tasks.core.bounds import AtLeast, AtMost, MoreThan
 from tasks.core.errors import ArtifactError, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -36,32 +37,20 @@ class Config:
     """Who converts, what stays in FP32, and on which images that is found out."""
 
     method: Method
-    num_images: int
+    """Tool that converts the graph."""
+    num_images: Annotated[int, AtLeast(1)]
     """Calibration images on which the largest activations are looked for."""
-    batch_size: int
-    """Images at once; changes memory and speed only."""
-    num_val_images: int
-    """Validation images for the accuracy in the report; 0 takes all."""
-    max_abs: float
-    """A node with a weight, an input or an output beyond this stays in FP32.
+    batch_size: Annotated[int, AtLeast(1)]
+    """Images in one batch; changes memory and speed only."""
+    num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
+    """Validation images for the accuracy in the report."""
+    max_abs: Annotated[float, MoreThan(0), AtMost(_LARGEST_FP16)]
+    """Magnitude beyond which a weight, an input or an output keeps its node in FP32.
 
     FP16 ends at 65504; other images go further.
     """
     float32_op_types: list[str]
     """ONNX operators that stay in FP32 in any case."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_images", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"convert_precision.{name} is {getattr(self, name)}, expected at least 1.")
-        if self.num_val_images < 0:
-            raise ConfigError(
-                f"convert_precision.num_val_images is {self.num_val_images}, expected at least 0 (0: all)."
-            )
-        if not 0 < self.max_abs <= _LARGEST_FP16:
-            raise ConfigError(
-                f"convert_precision.max_abs is {self.max_abs}, expected above 0 and at most {_LARGEST_FP16:g}."
-            )
 
 
 @dataclass(frozen=True)

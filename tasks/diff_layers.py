@@ -10,9 +10,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from tasks.core.errors import ConfigError, TargetMismatch
+from tasks.core.bounds import AtLeast, Between, LessThan
+from tasks.core.errors import TargetMismatch
 from tasks.parts.layer_diff.bisection import Bisection
 from tasks.parts.layer_diff.table import Layer
 from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB
@@ -53,50 +54,27 @@ class BisectionConfig:
     """How the layers are searched that have to run in float."""
 
     enabled: bool
-    """Search at all: many passes over the validation images, for Q/DQ graphs only."""
-    max_miou_rel_loss: float
-    """The mIoU is recovered when at most this share of the float graph's is lost, 0..1."""
-    num_val_images: int
-    """Validation images that graphs are judged on; 0 takes all."""
-    batch_size: int
-    """Images at once; changes memory and speed only."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for impossible values."""
-        if not 0 <= self.max_miou_rel_loss < 1:
-            raise ConfigError(
-                f"diff_layers.bisection.max_miou_rel_loss is {self.max_miou_rel_loss}, allowed: 0 up to, not with, 1."
-            )
-        for name, least in (("num_val_images", 0), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"diff_layers.bisection.{name} is {getattr(self, name)}, allowed: {least} or more."
-                )
+    """Whether to search at all: many passes over the validation images, for Q/DQ graphs only."""
+    max_miou_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
+    """Largest share of the float graph's mIoU that may be lost where it counts as recovered."""
+    num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
+    """Validation images that graphs are judged on."""
+    batch_size: Annotated[int, AtLeast(1)]
+    """Images in one batch; changes memory and speed only."""
 
 
 @dataclass(frozen=True)
 class Config:
     """What `diff_layers` reads from params.yaml."""
 
-    split: str
+    split: Literal["train", "val", "test", "calibration"]
     """Split that the images come from. The default, calibration, keeps the test split unseen."""
-    num_images: int
+    num_images: Annotated[int, AtLeast(1)]
     """Images that are compared, evenly spread over the split. More: steadier numbers, slower."""
-    collapse_db: float
-    """A layer whose SQNR is below this has collapsed: 10 dB is noise of a third of the signal's amplitude."""
+    collapse_db: Annotated[float, Between(0, MAX_SQNR_DB)]
+    """SQNR in dB below which a layer has collapsed: 10 dB is noise of a third of the signal's amplitude."""
     bisection: BisectionConfig
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for impossible values."""
-        if self.split not in ("train", "val", "test", "calibration"):
-            allowed = "train, val, test, calibration"
-            raise ConfigError(f"diff_layers.split is {self.split!r}, allowed: {allowed}.")
-        if self.num_images < 1:
-            raise ConfigError(f"diff_layers.num_images is {self.num_images}, allowed: 1 or more.")
-        if not 0 <= self.collapse_db <= MAX_SQNR_DB:
-            raise ConfigError(
-                f"diff_layers.collapse_db is {self.collapse_db}, allowed: 0..{MAX_SQNR_DB:g} dB."
-            )
+    """How the layers are searched that have to run in float."""
 
 
 @dataclass(frozen=True)

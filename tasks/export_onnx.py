@@ -1,12 +1,12 @@
 """Export a trained network as one ONNX file that names module and line of code of each node."""
 
 import logging
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from tasks.core.errors import ConfigError, GateFailed
+from tasks.core.bounds import AtLeast, Between, LessThan, MinItems, MoreThan
+from tasks.core.errors import GateFailed
 from tasks.parts.onnx_graphs.signal_to_noise import Difference
 
 if TYPE_CHECKING:
@@ -17,39 +17,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MIN_OPSET, _MAX_OPSET = 18, 23
-
 
 @dataclass(frozen=True)
 class Config:
     """How to export, and how far ONNX Runtime may differ from torch."""
 
-    opset: int
-    """ONNX operator set, 18 to 23. Higher: newer operators, fewer runtimes that read it."""
-    batch_sizes: list[int]
+    opset: Annotated[int, Between(18, 23)]
+    """Version of the ONNX operator set. Higher: newer operators, fewer runtimes that read it."""
+    batch_sizes: Annotated[list[Annotated[int, Between(1, 1024)]], MinItems(1)]
     """Batches on which torch and ONNX Runtime are compared; two or more prove that the batch is dynamic."""
-    max_abs_difference: float
+    max_abs_difference: Annotated[float, MoreThan(0)]
     """Gate: largest absolute difference of a logit."""
-    min_sqnr_db: float
+    min_sqnr_db: Annotated[float, AtLeast(0), LessThan(200)]
     """Gate: least signal to noise ratio of the logits, dB. Float32 reaches more than 100."""
-    seed: int
-    """Of the random images that are compared."""
-
-    def __post_init__(self) -> None:
-        if not _MIN_OPSET <= self.opset <= _MAX_OPSET:
-            raise ConfigError(f"export_onnx.opset is {self.opset}, expected {_MIN_OPSET}..{_MAX_OPSET}.")
-        if not self.batch_sizes or min(self.batch_sizes) < 1 or max(self.batch_sizes) > 1024:
-            raise ConfigError(
-                f"export_onnx.batch_sizes is {list(self.batch_sizes)}, expected one or more sizes of 1..1024."
-            )
-        if not (math.isfinite(self.max_abs_difference) and self.max_abs_difference > 0):
-            raise ConfigError(
-                f"export_onnx.max_abs_difference is {self.max_abs_difference}, expected a number above 0."
-            )
-        if not 0 <= self.min_sqnr_db < 200:
-            raise ConfigError(f"export_onnx.min_sqnr_db is {self.min_sqnr_db}, expected 0 <= value < 200.")
-        if self.seed < 0:
-            raise ConfigError(f"export_onnx.seed is {self.seed}, expected at least 0.")
+    seed: Annotated[int, AtLeast(0)]
+    """Fixes the random images that are compared."""
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, GateFailed, first_line
+from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems, MoreThan, NumItems
+from tasks.core.errors import ArtifactError, BuildFailed, GateFailed, first_line
 from tasks.parts.data.input_card import InputCard, Task
 from tasks.parts.onnx_graphs.signal_to_noise import Difference
 
@@ -23,47 +24,24 @@ logger = logging.getLogger(__name__)
 class Config:
     """What the file does not say of itself, and how far the written graph may differ from it."""
 
-    classes: list[str] | None
+    classes: Annotated[list[str], MinItems(2), Distinct()] | None
     """Names in the order of the logits; null: those of the data set, or numbers where that has none."""
-    mean: list[float]
-    """RGB on a 0..1 scale: the model reads (value / 255 - mean) / std."""
-    std: list[float]
-    """RGB on a 0..1 scale."""
-    height: int | None
-    """Of the images, where the graph leaves it open; null: the graph's own."""
-    width: int | None
+    mean: Annotated[list[float], NumItems(3), "RGB, 0..1 scale"]
+    """Mean of RGB on a 0..1 scale: the model reads (value / 255 - mean) / std."""
+    std: Annotated[list[Annotated[float, MoreThan(0)]], NumItems(3), "RGB, 0..1 scale"]
+    """Standard deviation of RGB on a 0..1 scale."""
+    height: Annotated[int, Between(16, 8192)] | None
+    """Rows of the images in pixels, where the graph leaves them open; null: the graph's own."""
+    width: Annotated[int, Between(16, 8192)] | None
+    """Columns of the images in pixels, where the graph leaves them open; null: the graph's own."""
     output: str | int | None
     """Name of the output with the logits, for models with several; null: the only one."""
-    batch_sizes: list[int]
+    batch_sizes: Annotated[list[Annotated[int, Between(1, 1024)]], MinItems(1)]
     """Batches on which the file and the written graph are compared; two or more prove that the batch is dynamic."""
-    min_sqnr_db: float
+    min_sqnr_db: Annotated[float, AtLeast(0), LessThan(200)]
     """Gate: least signal to noise ratio of the logits against the file in ONNX Runtime, dB. Float32 reaches 100."""
-    seed: int
-    """Of the random images that are compared."""
-
-    def __post_init__(self) -> None:
-        for name, values, low in (("mean", self.mean, -math.inf), ("std", self.std, 0.0)):
-            if len(values) != 3 or not all(math.isfinite(value) and value > low for value in values):
-                raise ConfigError(
-                    f"model.{name} is {list(values)}, expected three finite numbers above {low} (RGB, 0..1 scale)."
-                )
-        for name in ("height", "width"):
-            value = getattr(self, name)
-            if value is not None and not 16 <= value <= 8192:
-                raise ConfigError(f"model.{name} is {value}, expected 16 to 8192 pixels, or null.")
-        if self.classes is not None and (len(self.classes) < 2 or len(set(self.classes)) < len(self.classes)):
-            raise ConfigError(
-                f"model.classes holds {len(self.classes)} names, {len(set(self.classes))} of them different; "
-                "expected two or more different ones, or null."
-            )
-        if not self.batch_sizes or min(self.batch_sizes) < 1 or max(self.batch_sizes) > 1024:
-            raise ConfigError(
-                f"import_onnx.batch_sizes is {list(self.batch_sizes)}, expected one or more sizes of 1..1024."
-            )
-        if not 0 <= self.min_sqnr_db < 200:
-            raise ConfigError(f"import_onnx.min_sqnr_db is {self.min_sqnr_db}, expected 0 <= value < 200.")
-        if self.seed < 0:
-            raise ConfigError(f"import_onnx.seed is {self.seed}, expected at least 0.")
+    seed: Annotated[int, AtLeast(0)]
+    """Fixes the random images that are compared."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ import logging
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
-from tasks.core.errors import ArtifactError, ConfigError, DataError
+from tasks.core.bounds import AtLeast
+from tasks.core.errors import ArtifactError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -14,12 +16,8 @@ logger = logging.getLogger(__name__)
 class Config:
     """How the float model runs."""
 
-    batch_size: int
-    """Images at once; changes memory and speed only."""
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ConfigError(f"label_images.batch_size is {self.batch_size}, expected at least 1.")
+    batch_size: Annotated[int, AtLeast(1)]
+    """Images in one batch; changes memory and speed only."""
 
 
 @dataclass(frozen=True)

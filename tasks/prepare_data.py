@@ -4,8 +4,9 @@ import logging
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from tasks.core.bounds import Between
 from tasks.core.errors import ConfigError
 from tasks.parts.sources.config import FolderConfig, ScenesConfig
 
@@ -40,36 +41,29 @@ class Config:
     """Loader that reads `root`."""
     root: str
     """Folder with classes.yaml (and a user's images), relative to the repository."""
-    seed: int
-    """Decides scans, scenes and, where a folder has no lists, the splits; 0 to 4294967295."""
-    height: int
-    """Rows of every image and mask after this stage, 16 to 8192; latency grows with height x width."""
-    width: int
-    """Columns of every image and mask after this stage, 16 to 8192."""
+    seed: Annotated[int, Between(0, 2**32 - 1)]
+    """Decides scans, scenes and, where a folder has no lists, the splits."""
+    height: Annotated[int, Between(16, 8192)]
+    """Rows of every image and mask after this stage; latency grows with height x width."""
+    width: Annotated[int, Between(16, 8192)]
+    """Columns of every image and mask after this stage."""
     scenes: ScenesConfig | None
-    """Only for source digit_scenes."""
+    """What the scenes look like, for source digit_scenes alone."""
     folder: FolderConfig | None
-    """For all sources but digit_scenes."""
+    """How the user's folder is read, for all sources but digit_scenes."""
 
     def __post_init__(self) -> None:
         path = PurePath(self.root)
         if not self.root or path.is_absolute() or ".." in path.parts or "\0" in self.root:
             raise ConfigError(
-                f"prepare_data.root = {self.root!r}: must be a folder inside the repository, without '..'. "
+                f"root is {self.root!r}, expected a folder inside the repository, without '..'. "
                 "Put the data set there, for example under data/."
             )
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"prepare_data.seed = {self.seed}: must be from 0 to {2**32 - 1}.")
-        for key in ("height", "width"):
-            if not 16 <= getattr(self, key) <= 8192:
-                raise ConfigError(
-                    f"prepare_data.{key} = {getattr(self, key)}: must be from 16 to 8192 pixels."
-                )
         is_drawn = self.source is Source.digit_scenes
         section, value = ("scenes", self.scenes) if is_drawn else ("folder", self.folder)
         if value is None:
             raise ConfigError(
-                f"prepare_data.{section} is missing, and source is {self.source}. Choose the file "
+                f"{section} is missing, and source is {self.source}. Choose the file "
                 f"conf/data/{self.source}.yaml with data={self.source}."
             )
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from tasks.core.bounds import Between, LessThan, MoreThan
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.pruning.channel_importance import BatchLosses
 from tasks.parts.pruning.config import ChannelPruning, Importance, Ranking
@@ -50,36 +51,25 @@ class Config(ChannelPruning):
     """What is removed, how much, and in how many steps with training between."""
 
     method: Method
-    """What is removed."""
+    """What is removed: channels, blocks or single weights."""
     from_search: bool
-    """Method channels: take the ratio that search_pruning chose by measured latency, instead of
+    """Whether method channels takes the ratio that search_pruning chose by measured latency, instead of
     target_macs_ratio."""
-    weight_sparsity: float
-    """Method weights: share of the weights of all convolutions and linear layers but the classifier that become
-    zero."""
-    num_images: int
+    weight_sparsity: Annotated[float, MoreThan(0), LessThan(1)]
+    """Share of the weights of all convolutions and linear layers but the classifier that become zero, for method
+    weights."""
+    num_images: Annotated[int, Between(1, 10**9)]
     """Images that importance taylor (training split) and method blocks (calibration split) measure on."""
-    batch_size: int
-    """Of these images."""
-    iterations: int
+    batch_size: Annotated[int, Between(1, 10**6)]
+    """Images that importance taylor and method blocks measure in one batch."""
+    iterations: Annotated[int, Between(1, 100)]
     """Steps of pruning, each but a single one followed by a training."""
-    min_val_miou_ratio: float
-    """With several iterations: floor of the val mIoU after a step, relative to that of the network as it came."""
+    min_val_miou_ratio: Annotated[float, Between(0, 1)]
+    """Floor of the val mIoU after a step, relative to that of the network as it came; for several iterations."""
     recovery: Recovery
-    """With several iterations: the training after each step."""
+    """Training after each step, for several iterations."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.0 < self.weight_sparsity < 1.0:
-            raise ConfigError(f"prune.weight_sparsity is {self.weight_sparsity}; expected between 0 and 1.")
-        for name, most in (("num_images", 10**9), ("batch_size", 10**6), ("iterations", 100)):
-            if not 1 <= getattr(self, name) <= most:
-                raise ConfigError(f"prune.{name} is {getattr(self, name)}; expected 1 to {most}.")
-        if not 0.0 <= self.min_val_miou_ratio <= 1.0:
-            raise ConfigError(f"prune.min_val_miou_ratio is {self.min_val_miou_ratio}; expected 0 to 1.")
-        self._check_combination()
-
-    def _check_combination(self) -> None:
         """Refuse what the chosen method would ignore."""
         channels, weights = Method.channels, Method.weights
         for key, neutral, methods in (
@@ -92,14 +82,14 @@ class Config(ChannelPruning):
             value = getattr(self, key)
             if value != neutral and self.method not in methods:
                 raise ConfigError(
-                    f"prune.{key} is {value}, which only prune.method {' and '.join(methods)} can use; "
-                    f"prune.method is {self.method}. Set prune.{key}={neutral}."
+                    f"{key} is {value}, which only method {' and '.join(methods)} can use; method is "
+                    f"{self.method}. Set {key} to {neutral}."
                 )
         trainer = self.recovery.trainer
         if self.iterations > 1 and trainer.num_devices * trainer.num_nodes > 1:
             raise ConfigError(
-                f"prune.recovery.trainer has {trainer.num_devices} devices on {trainer.num_nodes} nodes; the "
-                "short trainings between steps run in one process. Set num_devices=1 and num_nodes=1."
+                f"recovery.trainer has {trainer.num_devices} devices on {trainer.num_nodes} nodes; the "
+                "short trainings between steps run in one process. Set num_devices and num_nodes to 1."
             )
 
     @property

@@ -4,10 +4,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from tasks.core.bounds import Between
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
-from tasks.parts.quantization.config import check_op_types
+from tasks.parts.quantization.config import OpTypes
 from tasks.parts.training.config import DistillationConfig, TrainerConfig
 
 if TYPE_CHECKING:
@@ -28,25 +29,19 @@ class Config:
     """Terms of the loss; label_weight alone trains without the teacher."""
     trainer: TrainerConfig
     """Schedule: about 10 % of the original epochs at 1 % of the learning rate, falling as a cosine."""
-    op_types: list[str]
+    op_types: OpTypes
     """ONNX operators whose inputs become INT8; as in quantize_ptq, whose ranges are used."""
-    opset: int
-    """ONNX operator set; as in export_onnx."""
-    min_agreement: float
+    opset: Annotated[int, Between(18, 23)]
+    """Version of the ONNX operator set, as in export_onnx."""
+    min_agreement: Annotated[float, Between(0, 1)]
     """Gate: share of validation pixels on which INT8 graph, in either encoding, and trained network give the same
     class."""
 
     def __post_init__(self) -> None:
-        check_op_types(self.op_types, "quantize_aware_train.op_types")
-        if not 18 <= self.opset <= 23:
-            raise ConfigError(f"quantize_aware_train.opset is {self.opset}, expected 18..23.")
-        if not 0 <= self.min_agreement <= 1:
-            raise ConfigError(f"quantize_aware_train.min_agreement is {self.min_agreement}, expected 0 to 1.")
         if self.trainer.gradient_checkpointing:
             raise ConfigError(
-                "quantize_aware_train.trainer.gradient_checkpointing is true, expected false: what the backward pass "
-                "recomputes would not be rounded as the forward pass was. For less memory lower "
-                "quantize_aware_train.trainer.batch_size."
+                "trainer.gradient_checkpointing is True, expected false: what the backward pass recomputes would not "
+                "be rounded as the forward pass was. For less memory lower trainer.batch_size."
             )
 
 

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from tasks.core.bounds import AtLeast, LessThan
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.parts.quantization.config import check_op_types
+from tasks.parts.quantization.config import OpTypes
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -40,40 +41,23 @@ class Exclusion(StrEnum):
 class Config:
     """The gate, and how far the search goes."""
 
-    op_types: list[str]
-    """ONNX operators whose inputs become INT8; those of quantize_ptq."""
-    max_miou_rel_loss: float
-    """Gate: share of the reference's validation score that may be lost, 0..1; as in select_engine."""
-    num_candidates: int
+    op_types: OpTypes
+    """ONNX operators whose inputs become INT8, the same as in quantize_ptq."""
+    max_miou_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
+    """Gate: share of the reference's validation score that may be lost, as in select_engine."""
+    num_candidates: Annotated[int, AtLeast(1)]
     """Layers tried in each step, from the top of the ranking. More: better choice, slower."""
-    max_float_layers: int
-    """The search gives up with so many layers in float; the best graph found is written all the same: highest score,
-    then fewest layers in float."""
+    max_float_layers: Annotated[int, AtLeast(0)]
+    """Number of layers in float at which the search gives up; the best graph found is written all the same: highest
+    score, then fewest layers in float."""
     keep_float: list[str]
     """Nodes that stay in float whatever they cost, by name. Empty: the search earns every one."""
     exclusions: list[Exclusion]
-    """The same for usual suspects, found in the graph."""
-    num_val_images: int
-    """Validation images that graphs are judged on; 0 takes all."""
-    batch_size: int
-    """Images at once; changes memory and speed only."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.max_miou_rel_loss < 1:
-            raise ConfigError(
-                f"quantize_partial.max_miou_rel_loss is {self.max_miou_rel_loss}, expected 0 up to, not with, 1."
-            )
-        for name, least in (
-            ("num_candidates", 1),
-            ("max_float_layers", 0),
-            ("num_val_images", 0),
-            ("batch_size", 1),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"quantize_partial.{name} is {getattr(self, name)}, expected at least {least}."
-                )
-        check_op_types(self.op_types, "quantize_partial.op_types")
+    """Usual suspects that stay in float whatever they cost; the graph is searched for them."""
+    num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
+    """Validation images that graphs are judged on."""
+    batch_size: Annotated[int, AtLeast(1)]
+    """Images in one batch; changes memory and speed only."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tasks.core.errors import ArtifactError, ConfigError, DataError
-from tasks.parts.quantization.config import Calibrator, check_op_types
+from tasks.core.bounds import AtLeast, AtMost, Distinct, LessThan, MinItems, MoreThan
+from tasks.core.errors import ArtifactError, DataError
+from tasks.parts.quantization.config import Calibrator, OpTypes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,43 +23,21 @@ logger = logging.getLogger(__name__)
 class Config:
     """Which images, which calibrators, and what runs in INT8."""
 
-    calibrators: list[Calibrator]
-    """Each is tried; the first of the best is kept."""
-    percentiles: list[float]
-    """What `percentile` tries: % of the magnitudes of a tensor in its range. Lower: finer steps, more clipping."""
-    num_images: int
+    calibrators: Annotated[list[Calibrator], MinItems(1), Distinct()]
+    """Ways to choose the ranges; each is tried, and the first of the best is kept."""
+    percentiles: Annotated[list[Annotated[float, MoreThan(50), AtMost(100)]], MinItems(1)]
+    """Percentages of the magnitudes of a tensor that calibrator percentile keeps in range. Lower: finer steps, more
+    clipping."""
+    num_images: Annotated[int, AtLeast(1)]
     """Images of the calibration split, from its start."""
-    batch_size: int
-    """Images at once; changes memory and speed only."""
-    num_val_images: int
-    """Validation images that calibrators are judged on; 0 takes all."""
-    max_abs_input: float
-    """Refuse calibration images whose normalised values go beyond this."""
-    op_types: list[str]
+    batch_size: Annotated[int, AtLeast(1)]
+    """Images in one batch; changes memory and speed only."""
+    num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
+    """Validation images that calibrators are judged on."""
+    max_abs_input: Annotated[float, MoreThan(0), LessThan(1e6)]
+    """Largest magnitude of a normalised value in a calibration image; images beyond it are refused."""
+    op_types: OpTypes
     """ONNX operators whose inputs become INT8. Fewer: more conversions between layers, slower."""
-
-    def __post_init__(self) -> None:
-        if not self.calibrators or len(set(self.calibrators)) < len(self.calibrators):
-            raise ConfigError(
-                f"quantize_ptq.calibrators is {[str(name) for name in self.calibrators]}, expected one or "
-                f"more different ones of {[name.value for name in Calibrator]}."
-            )
-        if not self.percentiles or not all(50 < share <= 100 for share in self.percentiles):
-            raise ConfigError(
-                f"quantize_ptq.percentiles is {list(self.percentiles)}, expected one or more, each 50 < value <= 100."
-            )
-        for name in ("num_images", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"quantize_ptq.{name} is {getattr(self, name)}, expected at least 1.")
-        if self.num_val_images < 0:
-            raise ConfigError(
-                f"quantize_ptq.num_val_images is {self.num_val_images}, expected at least 0 (0: all)."
-            )
-        if not 0 < self.max_abs_input < 1e6:
-            raise ConfigError(
-                f"quantize_ptq.max_abs_input is {self.max_abs_input}, expected 0 < value < 1e6."
-            )
-        check_op_types(self.op_types, "quantize_ptq.op_types")
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from tasks.core.errors import ConfigError
+from tasks.core.bounds import AtLeast, MoreThan
 
 logger = logging.getLogger(__name__)
 
@@ -23,30 +24,21 @@ class Config:
     """Which rungs, and how long they race."""
 
     target: str
+    """Name of the target that the rungs race on."""
     variants: list[str]
     """Rungs that are built for the target, in the order of the ladder."""
-    seed: int
-    """Order of the engines within the rounds, and the bootstrap."""
-    warm_up_ms: float
-    """Per engine, before anything counts."""
-    burst_ms: float
+    seed: Annotated[int, AtLeast(0)]
+    """Fixes the order of the engines within the rounds, and the bootstrap."""
+    warm_up_ms: Annotated[float, AtLeast(0)]
+    """How long each engine warms up before anything counts."""
+    burst_ms: Annotated[float, MoreThan(0)]
     """Length of one burst."""
-    min_calls: int
-    """Inferences per burst at least, for engines slower than a burst."""
-    num_rounds: int
-    """In each one every engine has one burst. More: narrower intervals."""
-    timeout_s: float
+    min_calls: Annotated[int, AtLeast(1)]
+    """Fewest inferences in a burst, for engines slower than a burst."""
+    num_rounds: Annotated[int, AtLeast(_FEWEST_ROUNDS)]
+    """Rounds, in each of which every engine has one burst. More: narrower intervals."""
+    timeout_s: Annotated[float, MoreThan(0)]
     """How long an engine's process may stay silent before it is given up."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("min_calls", 1), ("num_rounds", _FEWEST_ROUNDS), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"race_rungs.{name} is {getattr(self, name)}, expected at least {least}.")
-        for name in ("burst_ms", "timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"race_rungs.{name} is {getattr(self, name)}, expected more than 0.")
-        if not self.warm_up_ms >= 0:
-            raise ConfigError(f"race_rungs.warm_up_ms is {self.warm_up_ms}, expected 0 or more.")
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
-from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.bounds import AtLeast, Distinct, LessThan, MinItems, MoreThan
+from tasks.core.errors import ArtifactError
 
 logger = logging.getLogger(__name__)
 
@@ -21,24 +23,14 @@ logger = logging.getLogger(__name__)
 class Config:
     """How much each group loses, and on how many images that is judged."""
 
-    ratios: list[float]
+    ratios: Annotated[list[Annotated[float, MoreThan(0), LessThan(1)]], MinItems(1), Distinct()]
     """Shares of its channels that a group loses."""
-    channel_multiple: int
-    """What is left is the nearest multiple of it, at least one; that of the stage prune."""
-    num_val_images: int
-    """First images of the val split. More: steadier, slower."""
-    batch_size: int
-    """Images at once; changes memory and speed only."""
-
-    def __post_init__(self) -> None:
-        ratios = list(self.ratios)
-        if not ratios or not all(0.0 < ratio < 1.0 for ratio in ratios) or len(set(ratios)) < len(ratios):
-            raise ConfigError(
-                f"rank_groups.ratios is {ratios}, expected one or more different numbers between 0 and 1."
-            )
-        for name in ("channel_multiple", "num_val_images", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"rank_groups.{name} is {getattr(self, name)}, expected at least 1.")
+    channel_multiple: Annotated[int, AtLeast(1)]
+    """Number of which the kept channels are the nearest multiple, at least one; that of the stage prune."""
+    num_val_images: Annotated[int, AtLeast(1)]
+    """First images of the val split, which judge each group. More: steadier, slower."""
+    batch_size: Annotated[int, AtLeast(1)]
+    """Images in one batch; changes memory and speed only."""
 
 
 @dataclass(frozen=True)

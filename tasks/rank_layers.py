@@ -10,10 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from tasks.core.errors import ArtifactError, ConfigError
-from tasks.parts.quantization.config import check_op_types
+from tasks.core.bounds import AtLeast
+from tasks.core.errors import ArtifactError
+from tasks.parts.quantization.config import OpTypes
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -31,24 +32,14 @@ MAX_SQNR_DB = 120.0
 class Config:
     """Which layers, and on how many images."""
 
-    op_types: list[str]
-    """ONNX operators that are layers; those of quantize_ptq."""
-    num_images: int
+    op_types: OpTypes
+    """ONNX operators that count as layers, the same as in quantize_ptq."""
+    num_images: Annotated[int, AtLeast(1)]
     """Calibration images for the SQNR."""
-    num_val_images: int
-    """Validation images for the predictions; 0 takes all. More: steadier, slower (one pass per layer)."""
-    batch_size: int
-    """Images at once; changes memory and speed only."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_images", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"rank_layers.{name} is {getattr(self, name)}, expected at least 1.")
-        if self.num_val_images < 0:
-            raise ConfigError(
-                f"rank_layers.num_val_images is {self.num_val_images}, expected at least 0 (0: all)."
-            )
-        check_op_types(self.op_types, "rank_layers.op_types")
+    num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
+    """Validation images for the predictions. More: steadier, slower (one pass per layer)."""
+    batch_size: Annotated[int, AtLeast(1)]
+    """Images in one batch; changes memory and speed only."""
 
 
 @dataclass(frozen=True)

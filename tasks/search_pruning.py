@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from tasks.core.bounds import AtLeast, Distinct, LessThan, MinItems, MoreThan
 from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, GateFailed, TargetMismatch
 from tasks.parts.engines.target import CHECKPOINT_RUNTIMES, Target
 from tasks.parts.pruning.config import ChannelPruning
@@ -35,42 +36,36 @@ class Config:
     """Which ratios, on which target, and how much work goes into each."""
 
     target: Target
-    """Where latency counts."""
-    target_macs_ratios: list[float]
+    """Target on which latency counts."""
+    target_macs_ratios: Annotated[
+        list[Annotated[float, MoreThan(0), LessThan(1)]],
+        MinItems(1),
+        Distinct(),
+        "the unpruned network is always measured",
+    ]
     """Shares of the MACs that may remain, each tried. More: finer curve, slower."""
     pruning: ChannelPruning
-    """How channels are chosen; its own target_macs_ratio is replaced by each of the above."""
-    num_images: int
-    """First images of the train split that importance taylor measures on; those of the stage prune."""
-    batch_size: int
-    """Of these images."""
+    """How channels are chosen; its own target_macs_ratio is replaced by each of target_macs_ratios."""
+    num_images: Annotated[int, AtLeast(1)]
+    """First images of the train split, on which importance taylor measures; those of the stage prune."""
+    batch_size: Annotated[int, AtLeast(1)]
+    """Images that importance taylor measures in one batch."""
     trainer: TrainerConfig
-    """The short recovery after each cut, with the labels alone."""
-    num_train_images: int
+    """Short recovery after each cut, with the labels alone."""
+    num_train_images: Annotated[int, AtLeast(1)]
     """First images of the train split that each recovery sees. More: closer to a full fine-tuning, slower."""
-    num_val_images: int
-    """First images of the val split. More: steadier mIoU, slower."""
-    num_rounds: int
-    """Of timing; in each one every engine has one burst. More: narrower intervals."""
+    num_val_images: Annotated[int, AtLeast(1)]
+    """First images of the val split, which judge each network. More: steadier mIoU, slower."""
+    num_rounds: Annotated[int, AtLeast(3)]
+    """Rounds of timing, in each of which every engine has one burst. More: narrower intervals."""
     opset: int
     """ONNX operator set of the graphs."""
 
     def __post_init__(self) -> None:
-        ratios = list(self.target_macs_ratios)
-        if not ratios or not all(0.0 < ratio < 1.0 for ratio in ratios) or len(set(ratios)) < len(ratios):
-            raise ConfigError(
-                f"search_pruning.target_macs_ratios is {ratios}, expected one or more different numbers between 0 "
-                "and 1. The unpruned network is always measured."
-            )
-        for name in ("num_images", "batch_size", "num_train_images", "num_val_images"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"search_pruning.{name} is {getattr(self, name)}, expected at least 1.")
-        if self.num_rounds < 3:
-            raise ConfigError(f"search_pruning.num_rounds is {self.num_rounds}, expected at least 3.")
         if self.trainer.num_devices * self.trainer.num_nodes > 1:
             raise ConfigError(
-                f"search_pruning.trainer has num_devices {self.trainer.num_devices} and num_nodes "
-                f"{self.trainer.num_nodes}, expected 1 and 1: the recoveries are short and run one after the other."
+                f"trainer has num_devices {self.trainer.num_devices} and num_nodes {self.trainer.num_nodes}, "
+                "expected 1 and 1: the recoveries are short and run one after the other."
             )
 
 

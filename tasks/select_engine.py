@@ -12,8 +12,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.fingerprint import digest
 from tasks.core.tracking import (
@@ -75,15 +76,15 @@ class Config:
 
     float_reference: EngineName
     """The engine whose score (mIoU, or top-1 accuracy) counts as 100 %. It must be in ``engines``."""
-    max_miou_rel_loss: float
-    """Share of the reference's score that an accepted engine may lose, 0..1."""
-    ladder: list[str]
+    max_miou_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
+    """Share of the reference's score that an accepted engine may lose."""
+    ladder: Annotated[list[str], MinItems(1), Distinct(), "the float start first"]
     """Variants from the float start to the last rung of compression. On each target a rung must be faster than the
     last one below it that was accepted."""
-    min_int8_macs_share: float
-    """Of the MACs that its graph wants in int8, an engine must really run this share in int8, 0..1."""
-    min_speedup_factor: float
-    """How many times as fast as that one it must be, at least 1."""
+    min_int8_macs_share: Annotated[float, Between(0, 1)]
+    """Share of the MACs wanted in int8 by its graph that an engine must really run in int8."""
+    min_speedup_factor: Annotated[float, Between(1, 1000), "1.02 is two per cent faster"]
+    """How many times as fast as the last accepted rung below it a rung must be."""
     techniques: list[Technique]
     """What the report compares."""
     engines: list[EngineName]
@@ -100,33 +101,14 @@ class Config:
         )
         if not names or twice:
             raise ConfigError(
-                f"select_engine.engines {'repeats ' + ', '.join(twice) if twice else 'is empty'}, "
-                "expected every built {variant, target} once."
+                f"engines {'repeats ' + ', '.join(twice) if twice else 'is empty'}, expected every built "
+                "{variant, target} once."
             )
         wanted = (self.float_reference.variant, self.float_reference.target)
         if wanted not in names:
             raise ConfigError(
-                f"select_engine.float_reference is {'-'.join(wanted)}, allowed is one of "
-                f"select_engine.engines: "
+                f"float_reference is {'-'.join(wanted)}, expected one of engines: "
                 f"{', '.join('-'.join(name) for name in names)}."
-            )
-        if not 0 <= self.max_miou_rel_loss < 1:
-            raise ConfigError(
-                f"select_engine.max_miou_rel_loss is {self.max_miou_rel_loss}, allowed: 0 up to, not with, 1."
-            )
-        if not 0 <= self.min_int8_macs_share <= 1:
-            raise ConfigError(
-                f"select_engine.min_int8_macs_share is {self.min_int8_macs_share}, allowed: 0 to 1."
-            )
-        if not 1 <= self.min_speedup_factor <= 1000:
-            raise ConfigError(
-                f"select_engine.min_speedup_factor is {self.min_speedup_factor}, allowed: 1 to 1000 "
-                "(1.02 is two per cent faster)."
-            )
-        if not self.ladder or len(set(self.ladder)) < len(self.ladder):
-            raise ConfigError(
-                f"select_engine.ladder is [{', '.join(self.ladder)}], expected one or more different variants, the "
-                "float start first."
             )
 
 

@@ -4,9 +4,10 @@ import csv
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+from tasks.core.bounds import AtLeast
+from tasks.core.errors import ArtifactError, GateFailed
 
 if TYPE_CHECKING:
     from tasks.parts.engines.manifest import EngineManifest
@@ -19,17 +20,10 @@ logger = logging.getLogger(__name__)
 class Config:
     """What `validate` reads from params.yaml."""
 
-    split: str
+    split: Literal["train", "val", "test"]
     """Split of the data set that is measured. Decisions about training use val, so that test stays unseen."""
-    batch_size: int
+    batch_size: Annotated[int, AtLeast(1)]
     """Images per inference, at most the target's max_batch. Larger: faster, more memory; same result."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for impossible values."""
-        if self.split not in ("train", "val", "test"):
-            raise ConfigError(f"validate.split is {self.split!r}, allowed: train, val, test.")
-        if self.batch_size < 1:
-            raise ConfigError(f"validate.batch_size is {self.batch_size}, allowed: 1 or more.")
 
 
 @dataclass(frozen=True)

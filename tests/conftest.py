@@ -1,5 +1,6 @@
 """Fixtures that several test files share: real workspaces in temporary folders."""
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -7,13 +8,21 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tasks.core.config import typed_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 SMOKE = ("debug=smoke", "target=[cpu_torch,cpu_onnxruntime]")
 """The true program, small enough for a test."""
+
+
+def checked(config: Any, section: str, **changes: Any) -> Any:
+    """Return a config with changes, built and checked as a section of params.yaml."""
+    return typed_config(type(config), dataclasses.asdict(config) | changes, section)
 
 
 @dataclass(frozen=True)

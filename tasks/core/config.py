@@ -1,6 +1,8 @@
 """From a section of params.yaml to the typed ``Config`` of a stage."""
 
 import dataclasses
+import math
+import types
 import typing
 from collections.abc import Mapping
 from enum import StrEnum
@@ -10,6 +12,7 @@ from typing import Any
 import dacite
 import yaml
 
+from tasks.core import bounds
 from tasks.core.errors import ConfigError
 
 PARAMS_FILE = Path("params.yaml")
@@ -56,13 +59,22 @@ def find_section(params: Mapping[str, Any], address: str) -> tuple[str, dict[str
 def typed_config(config_class: type[Any], section: Mapping[str, Any], name: str) -> Any:
     """Build a stage's frozen ``Config`` from its section and run its checks.
 
+    Fields are held against their bounds (core/bounds.py). A ``__post_init__`` refuses fields that contradict each
+    other, in a text that begins with the name of one of them: only this function knows the section.
+
     Raises ConfigError for an unknown key, a wrong type, a missing or an impossible value.
     """
-    _check_keys(config_class, section, name)
+    hints = typing.get_type_hints(config_class, include_extras=True)
+    for key in section:
+        if key not in hints:
+            raise ConfigError(
+                f"{name}.{key} is no key of the configuration. Keys of {name}: {', '.join(hints)}."
+            )
+    values = {key: _checked(hints[key], value, f"{name}.{key}") for key, value in section.items()}
     try:
-        return dacite.from_dict(config_class, section, _STRICT)
+        return dacite.from_dict(config_class, values, _STRICT)
     except ConfigError as error:
-        raise ConfigError(f"Section {name}: {error}") from error
+        raise ConfigError(f"{name}.{error}") from error
     except dacite.DaciteFieldError as error:
         problem = str(error).replace(f' for field "{error.field_path}"', "")
         raise ConfigError(f"{name}.{error.field_path}: {problem}. Mend it in conf/.") from error
@@ -81,23 +93,42 @@ def _as_int(value: Any) -> Any:
 _STRICT = dacite.Config(type_hooks={float: _as_float, int: _as_int}, cast=[StrEnum])
 
 
-def _check_keys(config_class: type[Any], section: Mapping[str, Any], name: str) -> None:
-    """Refuse unknown keys, and values that are none of a field's choices, at any depth."""
-    types = typing.get_type_hints(config_class)
-    for key, value in section.items():
-        if key not in types:
-            raise ConfigError(
-                f"{name}.{key} is no key of the configuration. Keys of {name}: {', '.join(types)}."
-            )
-        for option in (types[key], *typing.get_args(types[key])):
-            for place, item in _items(f"{name}.{key}", value):
-                if dataclasses.is_dataclass(option) and isinstance(item, Mapping):
-                    _check_keys(typing.cast(type[Any], option), item, place)
-                elif isinstance(option, type) and issubclass(option, StrEnum) and item not in [*option, None]:
-                    raise ConfigError(f"{place} is {item!r}, expected one of {', '.join(option)}.")
+def _checked(hint: Any, value: Any, key: str, or_null: str = "") -> Any:
+    """Return a value with the sections in it built.
+
+    Raises ConfigError where it, or an item of it, is out of bounds or none of the choices.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        if not bounds.allows(hint, value):
+            raise _impossible(key, value, f"{bounds.in_words(hint)}{or_null}", bounds.advice(hint))
+        return _checked(arguments[0], value, key)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and types.NoneType in arguments:
+            return None
+        for option in arguments:
+            value = _checked(option, value, key, " or null" * (types.NoneType in arguments))
+    elif origin is list and isinstance(value, list):
+        return [_checked(arguments[0], item, f"{key}[{index}]") for index, item in enumerate(value)]
+    elif origin is dict and isinstance(value, Mapping):
+        return {name: _checked(arguments[1], item, f"{key}.{name}") for name, item in value.items()}
+    elif dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return typed_config(typing.cast(type[Any], hint), value, key)
+    elif choices := _choices(hint):
+        if value not in choices or isinstance(value, bool | float):
+            raise _impossible(key, value, f"one of {', '.join(map(str, choices))}{or_null}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise _impossible(key, value, "a finite number")
+    return value
 
 
-def _items(name: str, value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, list):
-        return [(f"{name}[{index}]", item) for index, item in enumerate(value)]
-    return [(name, value)]
+def _choices(hint: Any) -> list[Any]:
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return list(hint)
+    return list(typing.get_args(hint)) if typing.get_origin(hint) is typing.Literal else []
+
+
+def _impossible(key: str, value: object, expected: str, advice: str = "") -> ConfigError:
+    return ConfigError(
+        f"{key} is {value!r}, expected {expected}{advice}. Set it in conf/ or on the command line."
+    )

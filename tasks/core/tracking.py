@@ -26,8 +26,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from tasks.core.bounds import Matches
 from tasks.core.config import PARAMS_FILE, find_section, read_params, typed_config
 from tasks.core.errors import ArtifactError, ConfigError, EnginewrightError, TrackingUnavailable
 
@@ -93,21 +94,17 @@ class TrackingConfig:
     """Where runs are logged."""
 
     enabled: bool
-    """Off: nothing is logged, and MLflow is not needed."""
+    """Whether runs are logged; without it MLflow is not needed."""
     uri: str
     """``sqlite:///mlflow.db`` is a file in the working directory; a server is ``http://host:port``."""
-    experiment: str
-    """The experiment that gets the runs; made when it does not exist."""
+    experiment: Annotated[str, Matches(r"(?s).*\S.*", "the name of an experiment")]
+    """Experiment that gets the runs; made when it does not exist."""
 
     def __post_init__(self) -> None:
         if not self.uri.startswith((_SQLITE, "http://", "https://", "postgresql")):
             raise ConfigError(
-                f"select_engine.tracking.uri is {mask_credentials(self.uri)!r}, expected sqlite:///<file>, "
-                "http://<host>:<port>, https://... or postgresql://..."
-            )
-        if not self.experiment.strip():
-            raise ConfigError(
-                "select_engine.tracking.experiment is empty, expected the name of an experiment."
+                f"uri is {mask_credentials(self.uri)!r}, expected sqlite:///<file>, http://<host>:<port>, "
+                "https://... or postgresql://..."
             )
 
 

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from tasks.core.config import typed_config
 from tasks.parts.engines.target import CHECKPOINT_RUNTIMES, Runtime, Target
 
 CLASSES = ("background", "zero", "one")
@@ -31,11 +32,10 @@ class Workshop:
 
     def target(self, name: str, /, **changes: Any) -> Target:
         """Return a declared target, made to fit any installed version unless said otherwise."""
-        from tasks.core.config import typed_config
-
         fields = yaml.safe_load((REPOSITORY / "conf" / "target" / f"{name}.yaml").read_text(encoding="utf-8"))
-        target: Target = typed_config(Target, fields, f"build_engine.{name}")
-        return replace(target, **({"runtime_version": "any", "max_batch": 4} | changes))
+        fields |= {"runtime_version": "any", "max_batch": 4} | changes
+        target: Target = typed_config(Target, fields, f"target.{name}")
+        return target
 
     def engine(self, variant: str, target: str) -> Path:
         """Return the engine of a variant (float, quantized) for a target, built on first use."""

@@ -1,7 +1,6 @@
 import csv
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from tasks.check_int8 import Answer, Config, Report, check_int8
 from tasks.core.errors import ArtifactError, ConfigError
+from tests.conftest import checked
 
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 CONFIG = Config(
@@ -118,4 +118,4 @@ def test_a_damaged_table_is_refused(unbalanced: Any, tmp_path: Path, text: str) 
 )
 def test_impossible_values_name_their_key(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"check_int8\.{next(iter(change))} is .*expected"):
-        replace(CONFIG, **change)
+        checked(CONFIG, "check_int8", **change)

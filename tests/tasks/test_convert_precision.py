@@ -21,6 +21,7 @@ from tasks.parts.data.dataset import normalise, open_split
 from tasks.parts.onnx_graphs.graph import node_sources, read_card_of_graph, read_graph, write_graph
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
+from tests.conftest import checked
 from tests.wheels import unpack_wheel
 
 CONFIG = Config(
@@ -192,4 +193,4 @@ def test_an_empty_calibration_split_is_named(workshop: Any, tmp_path: Path) -> N
 )
 def test_impossible_values_name_their_key(change: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"convert_precision\.{key} is"):
-        replace(CONFIG, **change)
+        checked(CONFIG, "convert_precision", **change)

@@ -15,6 +15,7 @@ from tasks.parts.engines.manifest import read_engine_manifest, write_engine_mani
 from tasks.parts.layer_diff.table import Compared, Difference, find_guilty, list_layers
 from tasks.parts.onnx_graphs.graph import read_graph
 from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB
+from tests.conftest import checked
 
 NO_BISECTION = BisectionConfig(enabled=False, max_miou_rel_loss=0.0, num_val_images=0, batch_size=4)
 CONFIG = Config(split="calibration", num_images=2, collapse_db=10.0, bisection=NO_BISECTION)
@@ -209,12 +210,11 @@ def test_graph_without_qdq_is_not_bisected(workshop, tmp_path):
     "change", [{"split": "all"}, {"num_images": 0}, {"collapse_db": -1.0}, {"collapse_db": 500.0}]
 )
 def test_impossible_config_is_refused(change):
-    fields = {"split": "val", "num_images": 1, "collapse_db": 10.0, "bisection": NO_BISECTION} | change
-    with pytest.raises(ConfigError, match=rf"diff_layers\.{next(iter(change))} is .*allowed"):
-        Config(**fields)
+    with pytest.raises(ConfigError, match=rf"diff_layers\.{next(iter(change))} is .*expected"):
+        checked(CONFIG, "diff_layers", **change)
 
 
 @pytest.mark.parametrize("change", [{"max_miou_rel_loss": 1.0}, {"num_val_images": -1}, {"batch_size": 0}])
 def test_impossible_bisection_is_refused(change):
-    with pytest.raises(ConfigError, match=rf"diff_layers\.bisection\.{next(iter(change))} is .*allowed"):
-        replace(NO_BISECTION, **change)
+    with pytest.raises(ConfigError, match=rf"diff_layers\.bisection\.{next(iter(change))} is .*expected"):
+        checked(NO_BISECTION, "diff_layers.bisection", **change)

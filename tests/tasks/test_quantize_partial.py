@@ -12,6 +12,7 @@ from tasks.parts.onnx_graphs.graph import read_graph, write_graph
 from tasks.parts.quantization.evaluation import open_judge
 from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes, read_ranges
 from tasks.quantize_partial import Config, Report, quantize_partial
+from tests.conftest import checked
 
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 CONFIG = Config(
@@ -225,4 +226,4 @@ def test_a_ranking_of_something_else_is_refused(unbalanced: Any, tmp_path: Path,
 )
 def test_impossible_values_name_their_key(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"quantize_partial\.{next(iter(change))} is .*expected"):
-        replace(CONFIG, **change)
+        checked(CONFIG, "quantize_partial", **change)

@@ -13,6 +13,7 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.networks.model_card import CARD_KEY
 from tasks.rank_groups import Config, Report, cut_sizes, rank_groups
+from tests.conftest import checked
 from tests.tasks.conftest import Workshop
 
 CONFIG = Config(ratios=[0.25, 0.5], channel_multiple=4, num_val_images=4, batch_size=3)
@@ -139,5 +140,5 @@ def test_other_classes_than_those_of_the_data_are_refused(workshop: Workshop, tm
     ],
 )
 def test_impossible_values_name_their_key(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"rank_groups\.{next(iter(change))} is .*expected"):
-        replace(CONFIG, **change)
+    with pytest.raises(ConfigError, match=rf"rank_groups\.{next(iter(change))}(\[0\])? is .*expected"):
+        checked(CONFIG, "rank_groups", **change)

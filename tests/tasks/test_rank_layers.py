@@ -1,5 +1,4 @@
 import csv
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.onnx_graphs.graph import read_graph
 from tasks.parts.onnx_graphs.macs import conv_macs
 from tasks.rank_layers import Config, Report, rank_layers
+from tests.conftest import checked
 
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 CONFIG = Config(op_types=OP_TYPES, num_images=4, num_val_images=0, batch_size=2)
@@ -86,4 +86,4 @@ def test_ranges_of_another_graph_are_refused(unbalanced: Any, tmp_path: Path) ->
 )
 def test_impossible_values_name_their_key(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"rank_layers\.{next(iter(change))} is .*expected"):
-        replace(CONFIG, **change)
+        checked(CONFIG, "rank_layers", **change)

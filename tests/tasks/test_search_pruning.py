@@ -29,6 +29,7 @@ from tasks.search_pruning import (
     _why_none,
     search_pruning,
 )
+from tests.conftest import checked
 from tests.tasks.conftest import Workshop
 from tests.tasks.test_train import TRAINER
 
@@ -284,5 +285,7 @@ def test_choice_is_the_knee_or_else_the_most_accurate_of_the_faster_networks(
     ],
 )
 def test_impossible_values_name_their_key(change: dict[str, Any], workshop: Workshop) -> None:
-    with pytest.raises(ConfigError, match=rf"search_pruning\.{next(iter(change))} (is|has) .*expected"):
-        replace(config(workshop), **change)
+    with pytest.raises(
+        ConfigError, match=rf"search_pruning\.{next(iter(change))}(\[[01]\])? (is|has) .*expected"
+    ):
+        checked(config(workshop), "search_pruning", **change)

@@ -22,6 +22,7 @@ from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, EngineStatu
 from tasks.parts.engines.target import Precision, Runtime, Target
 from tasks.parts.measuring.pareto import pareto_front
 from tasks.select_engine import Config, EngineName, Report, Technique, select_engine
+from tests.conftest import checked
 
 CLASSES = ("background", "three", "<b>seven</b>")
 REFERENCE = EngineName("distilled", "cpu_torch")
@@ -745,12 +746,12 @@ def test_an_engine_file_changed_after_it_was_measured_is_not_handed_out(artifact
         ({"min_speedup_factor": 0.5}, "min_speedup_factor is 0.5"),
         ({"min_int8_macs_share": 1.1}, "min_int8_macs_share is 1.1"),
         ({"ladder": []}, "ladder is []"),
-        ({"ladder": ["pruned", "pruned"]}, "ladder is [pruned, pruned]"),
+        ({"ladder": ["pruned", "pruned"]}, "ladder is ['pruned', 'pruned']"),
     ],
 )
 def test_impossible_values_are_refused_with_their_key(artifacts, changes, key) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"select_engine.{key}")):
-        config_for(artifacts, **changes)
+        checked(config_for(artifacts), "select_engine", **changes)
 
 
 def test_the_default_values_in_conf_fit_the_config() -> None:

@@ -4,10 +4,11 @@ A target is declared in `conf/target/<name>.yaml` and never detected, so that th
 depend on the machine that asks for it. The machine is only held against the declaration.
 """
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, Literal
 
+from tasks.core.bounds import AtLeast, Between, Matches
 from tasks.core.errors import ConfigError
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.tensorrt_options import TensorrtOptions
@@ -15,12 +16,6 @@ from tasks.parts.engines.tensorrt_options import TensorrtOptions
 ANY = "any"
 
 CPU, CUDA = "cpu", "cuda"
-
-CHANNEL_MULTIPLES = (1, 8, 16, 32, 64)
-
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
-
-_VERSION = re.compile(r"\d+(\.\d+)*|" + ANY)
 
 
 class Runtime(StrEnum):
@@ -66,10 +61,10 @@ _PRECISIONS = {
 class Target:
     """A runtime on a declared device with declared options."""
 
-    name: str
+    name: Annotated[str, Matches(r"[a-z][a-z0-9_]*", "made of lower-case letters, digits and _")]
     """Last part of the addresses of this target's engines."""
     runtime: Runtime
-    runtime_version: str
+    runtime_version: Annotated[str, Matches(r"\d+(\.\d+)*|" + ANY, 'a prefix such as "1.31", or "any"')]
     """Leading parts of the version that must be installed, such as "2026.4", or "any"."""
     device: str
     """"cpu", or "cuda" for an NVIDIA GPU."""
@@ -80,11 +75,11 @@ class Target:
     """Flags of /proc/cpuinfo without which this target makes no sense: the build is skipped there, with
     the reason."""
     precision: Precision
-    num_threads: int
+    num_threads: Annotated[int, Between(1, 1024)]
     """Threads of one inference. More than free cores makes latency worse and noisy."""
-    max_batch: int
+    max_batch: Annotated[int, Between(1, 4096)]
     """Largest batch that the engine accepts. OpenVINO compiles for 1..max_batch."""
-    channel_multiple: int
+    channel_multiple: Literal[1, 8, 16, 32, 64]
     """Layer widths that this device computes without waste; pruning keeps multiples of the largest of all targets.
 
     16 floats fill an AVX-512 register, 32 int8 channels are one vector of TensorRT's CHW32 format, 64 a row of
@@ -102,84 +97,45 @@ class Target:
     """Interpolate the logits by two matrix products where they are small."""
     opsets: list[int]
     """Lowest and highest ONNX opset that this runtime takes. Empty for runtimes that read checkpoints."""
-    min_agreement_db: float
+    min_agreement_db: Annotated[float, AtLeast(0)]
     """A build fails if the engine's logits keep less signal-to-noise (dB) against the unoptimised graph, or
     against the float32 network on the CPU where the runtime reads checkpoints."""
-    min_agreement_int8_db: float
+    min_agreement_int8_db: Annotated[float, AtLeast(0)]
     """The same floor for Q/DQ graphs. Two right int8 engines differ by about the noise of quantization itself."""
-    work_pool: str
+    work_pool: Annotated[str, Matches(r"(?s).+", "the name of a work pool")]
     """Where the engines of this target are built and measured."""
     tensorrt: TensorrtOptions | None
     """Options of the plan, for runtime tensorrt and where ONNX Runtime shall run a plan; null for the others."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values that no machine could satisfy."""
-        self._require(bool(_NAME.fullmatch(self.name)), "name", self.name, "lower-case letters, digits, _")
-        version_ok = bool(_VERSION.fullmatch(self.runtime_version))
-        self._require(
-            version_ok, "runtime_version", self.runtime_version, 'a prefix such as "1.31", or "any"'
-        )
-        devices = _DEVICES[self.runtime]
-        named = " or ".join(f'"{device}"' for device in devices)
-        self._require(self.device in devices, "device", self.device, f"{named} for runtime {self.runtime}")
-        self._require(
-            (self.gpu is None) == (self.device == CPU), "gpu", self.gpu, "a GPU for cuda, null for cpu"
-        )
+        devices, precisions = _DEVICES[self.runtime], _PRECISIONS[self.runtime]
+        runtime = f"for runtime {self.runtime}"
+        self._require(self.device in devices, "device", f"{' or '.join(devices)} {runtime}")
+        self._require(self.precision in precisions, "precision", f"{', '.join(precisions)} {runtime}")
+        self._require((self.gpu is None) == (self.device == CPU), "gpu", "a GPU for cuda, null for cpu")
         may_run_plan = self.device == CUDA and self.runtime in (Runtime.tensorrt, Runtime.onnxruntime)
         self._require(
             may_run_plan if self.tensorrt else self.runtime is not Runtime.tensorrt,
             "tensorrt",
-            self.tensorrt,
             "options for runtime tensorrt, options or null for onnxruntime on cuda, null for the others",
         )
         if self.tensorrt:
-            self.tensorrt.check(self.name, self.max_batch)
+            self.tensorrt.check_profiles(self.max_batch)
             for switch in ("uint8_activations", "stem_in_float", "resize_as_matmul"):
-                self._require(not getattr(self, switch), switch, True, "false for engines of TensorRT")
+                self._require(not getattr(self, switch), switch, "false for engines of TensorRT")
             if self.runtime is Runtime.onnxruntime:
-                self._check_provider(self.tensorrt)
-        self._require(1 <= self.num_threads <= 1024, "num_threads", self.num_threads, "1..1024")
-        self._require(1 <= self.max_batch <= 4096, "max_batch", self.max_batch, "1..4096")
-        self._require(
-            self.channel_multiple in CHANNEL_MULTIPLES,
-            "channel_multiple",
-            self.channel_multiple,
-            ", ".join(map(str, CHANNEL_MULTIPLES)),
-        )
-        self._require(bool(self.work_pool), "work_pool", self.work_pool, "the name of a work pool")
-        for floor in ("min_agreement_db", "min_agreement_int8_db"):
-            self._require(getattr(self, floor) >= 0, floor, getattr(self, floor), "0 dB or more")
+                self.tensorrt.check_provider()
         if self.runtime in CHECKPOINT_RUNTIMES:
-            self._require(not self.opsets, "opsets", self.opsets, f"[] for runtime {self.runtime}")
+            self._require(not self.opsets, "opsets", f"[] {runtime}")
         else:
             opsets_ok = len(self.opsets) == 2 and self.opsets[0] <= self.opsets[1]
-            self._require(opsets_ok, "opsets", self.opsets, "[lowest, highest]")
-        precisions = _PRECISIONS[self.runtime]
-        self._require(
-            self.precision in precisions,
-            "precision",
-            self.precision,
-            f"{', '.join(precisions)} for runtime {self.runtime}",
-        )
-
-    def _check_provider(self, options: TensorrtOptions) -> None:
-        """ONNX Runtime launches kernels one by one, loads no plan with host code, takes the first profile only."""
-        for switch in ("cuda_graph", "version_compatible"):
-            self._require(
-                not getattr(options, switch), f"tensorrt.{switch}", True, "false for runtime onnxruntime"
-            )
-        self._require(
-            options.dla_core is None, "tensorrt.dla_core", options.dla_core, "null for runtime onnxruntime"
-        )
-        num_profiles = len(options.profiles)
-        self._require(num_profiles <= 1, "tensorrt.profiles", num_profiles, "one for runtime onnxruntime")
+            self._require(opsets_ok, "opsets", "[lowest, highest]")
 
     @property
     def compiler(self) -> Runtime:
         """What makes the engine out of a graph: TensorRT also where ONNX Runtime runs its plan."""
         return Runtime.tensorrt if self.tensorrt else self.runtime
 
-    def _require(self, is_met: bool, field: str, found: object, allowed: str) -> None:
+    def _require(self, is_met: bool, field: str, expected: str) -> None:
         if not is_met:
-            shown = str(found) if isinstance(found, StrEnum) else repr(found)
-            raise ConfigError(f"target.{self.name}.{field} is {shown}, allowed: {allowed}.")
+            raise ConfigError(f"{field} is {getattr(self, field)!s}, expected {expected}.")

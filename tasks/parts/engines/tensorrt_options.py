@@ -4,7 +4,9 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
+from tasks.core.bounds import AtLeast, Between
 from tasks.core.errors import ConfigError
 from tasks.parts.engines.gpu import Gpu
 
@@ -43,34 +45,39 @@ class TacticSource(StrEnum):
 class BatchProfile:
     """One optimization profile: which batches it takes, and for which one it is fastest."""
 
-    min: int
-    opt: int
-    max: int
+    min: Annotated[int, AtLeast(1)]
+    """Smallest batch."""
+    opt: Annotated[int, AtLeast(1)]
+    """Batch for which it is fastest."""
+    max: Annotated[int, AtLeast(1)]
+    """Largest batch."""
 
 
 @dataclass(frozen=True)
 class TensorrtOptions:
     """Build options; the names are those of TensorRT's IBuilderConfig."""
 
-    workspace_mib: int
+    workspace_mib: Annotated[int, Between(1, 2**20)]
     """GPU memory that kernels may use while they are tried and while they run."""
-    optimization_level: int
+    optimization_level: Annotated[int, Between(0, MAX_OPTIMIZATION_LEVEL)]
     """0 builds fastest, 5 tries most kernels."""
     tactic_sources: list[TacticSource]
-    """Empty: TensorRT's default."""
+    """Libraries that kernels may come from. Empty: TensorRT's default."""
     profiles: list[BatchProfile]
-    """Empty: one profile for 1..max_batch, fastest at 1. Of several the first that fits a batch is used."""
+    """Optimization profiles; the first that fits a batch is used. Empty: one for 1..max_batch, fastest at 1."""
     version_compatible: bool
     """Run on later TensorRT versions too; larger, and slower."""
     hardware_compatibility: HardwareCompatibility
+    """Other GPUs on which the plan shall run."""
     timing_cache: str | None
     """Folder with one cache per GPU and TensorRT version; null: none."""
     error_on_timing_cache_miss: bool
     """Build only what the cache knows: the same kernels again, bit by bit the same plan, or an error."""
-    max_aux_streams: int | None
+    max_aux_streams: Annotated[int, Between(0, 64)] | None
     """Streams beside the main one; null: TensorRT decides."""
     profiling_verbosity: ProfilingVerbosity
-    dla_core: int | None
+    """How much the plan tells of its layers."""
+    dla_core: Annotated[int, Between(0, 7)] | None
     """Core of a deep learning accelerator (Jetson), with the GPU for what it cannot run; null: GPU alone."""
     sparse_weights: bool
     """Let TensorRT use the kernels for 2:4 sparse weights."""
@@ -78,35 +85,45 @@ class TensorrtOptions:
     """Let float32 layers multiply in TF32 (10 bits of mantissa)."""
     cuda_graph: bool
     """Launch all kernels of a batch size as one captured graph."""
-    num_builds: int
+    num_builds: Annotated[int, Between(1, 100)]
     """Build so many times and keep the fastest; the report says how far the builds lie apart."""
 
-    def check(self, target: str, max_batch: int) -> None:
-        """Raise ConfigError for values that no build could use."""
+    def __post_init__(self) -> None:
+        if self.error_on_timing_cache_miss and self.timing_cache is None:
+            raise ConfigError(
+                "error_on_timing_cache_miss is True, expected false where timing_cache is null."
+            )
+        if self.error_on_timing_cache_miss and self.num_builds > 1:
+            raise ConfigError(
+                f"num_builds is {self.num_builds}, expected 1 where error_on_timing_cache_miss makes every build the "
+                "same."
+            )
 
-        def require(is_met: bool, field: str, allowed: str) -> None:
-            if not is_met:
-                found = getattr(self, field)
-                raise ConfigError(f"target.{target}.tensorrt.{field} is {found!r}, allowed: {allowed}.")
+    def check_profiles(self, max_batch: int) -> None:
+        """Raise ConfigError unless the profiles take every batch of a target."""
+        found = f"tensorrt.profiles is {self.profiles}"
+        if not all(one.min <= one.opt <= one.max <= max_batch for one in self.profiles):
+            raise ConfigError(f"{found}, expected min <= opt <= max <= max_batch ({max_batch}).")
+        covered = {size for one in self.profiles for size in range(one.min, one.max + 1)}
+        if self.profiles and len(covered) < max_batch:
+            raise ConfigError(
+                f"{found}, expected profiles that take every batch of 1..{max_batch} (max_batch), or none."
+            )
 
-        require(1 <= self.workspace_mib <= 2**20, "workspace_mib", "1..1048576")
-        levels_ok = 0 <= self.optimization_level <= MAX_OPTIMIZATION_LEVEL
-        require(levels_ok, "optimization_level", f"0..{MAX_OPTIMIZATION_LEVEL}")
-        profiles_ok = all(1 <= one.min <= one.opt <= one.max <= max_batch for one in self.profiles)
-        require(profiles_ok, "profiles", f"1 <= min <= opt <= max <= max_batch ({max_batch})")
-        covered = {n for one in self.profiles for n in range(one.min, one.max + 1)}
-        is_whole = not self.profiles or len(covered) == max_batch
-        require(
-            is_whole, "profiles", f"profiles that take every batch of 1..{max_batch} (max_batch), or none"
-        )
-        cache_ok = not (self.error_on_timing_cache_miss and self.timing_cache is None)
-        require(cache_ok, "error_on_timing_cache_miss", "false where timing_cache is null")
-        builds_ok = self.num_builds == 1 or not self.error_on_timing_cache_miss
-        require(builds_ok, "num_builds", "1 where error_on_timing_cache_miss makes every build the same")
-        streams_ok = self.max_aux_streams is None or 0 <= self.max_aux_streams <= 64
-        require(streams_ok, "max_aux_streams", "0..64 or null")
-        require(self.dla_core is None or 0 <= self.dla_core <= 7, "dla_core", "0..7 or null")
-        require(1 <= self.num_builds <= 100, "num_builds", "1..100")
+    def check_provider(self) -> None:
+        """Raise ConfigError for what ONNX Runtime does not do with a plan.
+
+        It launches kernels one by one, loads no plan with host code, and takes the first profile only.
+        """
+        for switch in ("cuda_graph", "version_compatible"):
+            if getattr(self, switch):
+                raise ConfigError(f"tensorrt.{switch} is True, expected false for runtime onnxruntime.")
+        if self.dla_core is not None:
+            raise ConfigError(f"tensorrt.dla_core is {self.dla_core}, expected null for runtime onnxruntime.")
+        if len(self.profiles) > 1:
+            raise ConfigError(
+                f"tensorrt.profiles holds {len(self.profiles)}, expected one for runtime onnxruntime."
+            )
 
     def profiles_for(self, max_batch: int) -> list[BatchProfile]:
         """Return the declared profiles, or the one that stands for none."""

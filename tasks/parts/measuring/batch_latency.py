@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from tasks.core.errors import ConfigError
+from tasks.core.bounds import AtLeast, MoreThan
 
 if TYPE_CHECKING:
     from tasks.parts.engines.runner import DeviceTimes
@@ -29,17 +29,10 @@ class Round:
 class Windows:
     """Rounds in groups: a measurement is stable when the medians of the last three groups agree."""
 
-    num_rounds: int
+    num_rounds: Annotated[int, AtLeast(1)]
     """Rounds of a window."""
-    tolerance: float
-    """By how much the medians may differ; 0.05 is 5 %. Lower: stops later, or only at the budget."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for impossible values."""
-        if self.num_rounds < 1:
-            raise ConfigError(f"benchmark.windows.num_rounds is {self.num_rounds}, allowed: 1 or more.")
-        if not self.tolerance > 0:
-            raise ConfigError(f"benchmark.windows.tolerance is {self.tolerance}, allowed: more than 0.")
+    tolerance: Annotated[float, MoreThan(0)]
+    """Share by which the medians may differ; 0.05 is 5 %. Lower: stops later, or only at the budget."""
 
     def count(self, rounds: Sequence[Round]) -> int:
         """Return the number of full windows."""

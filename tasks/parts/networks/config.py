@@ -1,10 +1,10 @@
 """Which network to build, and how large; light, so that a configuration can be checked without torch."""
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
-from tasks.core.errors import ConfigError
+from tasks.core.bounds import AtMost, MoreThan
 
 
 class NetworkName(StrEnum):
@@ -18,18 +18,16 @@ class NetworkName(StrEnum):
     dinov2 = "dinov2"
 
 
+Multiplier = Annotated[float, MoreThan(0), AtMost(8)]
+
+
 @dataclass(frozen=True)
 class NetworkConfig:
     name: NetworkName
     """Architecture; the file of the same name says what it is and where it comes from."""
-    width: float
+    width: Multiplier
     """Multiplier of all channel counts, rounded to multiples of 8. MACs grow with its square."""
-    depth: float
+    depth: Multiplier
     """Multiplier of the number of blocks in each repeated stage; at least one block stays."""
     depthwise: bool
     """Replace plain convolutions of 3x3 or more by depthwise-separable ones: about 1/8 of the MACs."""
-
-    def __post_init__(self) -> None:
-        for key, value in (("width", self.width), ("depth", self.depth)):
-            if not (math.isfinite(value) and 0.0 < value <= 8.0):
-                raise ConfigError(f"network.{key} is {value}; expected a number above 0 and up to 8.")

@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.bounds import allows, in_words
+from tasks.core.errors import ArtifactError
 from tasks.parts.data.input_card import InputCard, triple
-from tasks.parts.networks.config import NetworkConfig, NetworkName
+from tasks.parts.networks.config import Multiplier, NetworkConfig, NetworkName
 
 CARD_KEY = "enginewright"  # the only metadata entry: safetensors writes several in random order
 
@@ -22,13 +23,13 @@ class ModelCard:
     classes: tuple[str, ...]
     """Names in the order of the logits."""
     mean: tuple[float, float, float]
-    """Of the training images: RGB, 0..1 scale."""
+    """Mean of the training images: RGB, 0..1 scale."""
     std: tuple[float, float, float]
-    """Of the training images: RGB, 0..1 scale."""
+    """Standard deviation of the training images: RGB, 0..1 scale."""
     height: int
-    """Of the training images, in pixels."""
+    """Rows of the training images, in pixels."""
     width: int
-    """Of the training images, in pixels."""
+    """Columns of the training images, in pixels."""
 
     def __post_init__(self) -> None:
         self.for_input()
@@ -52,9 +53,12 @@ class ModelCard:
             network = fields.pop("network")
             network = NetworkConfig(name=NetworkName(network.pop("name")), **network)
             mean, std = (triple(fields.pop(key)) for key in ("mean", "std"))
+            for value in (network.width, network.depth):
+                if not allows(Multiplier, value):
+                    raise ValueError(f"multiplier {value}, expected {in_words(Multiplier)}")
             classes = tuple(str(name) for name in fields.pop("classes"))
             return cls(network=network, classes=classes, mean=mean, std=std, **fields)
-        except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(
                 f"The model card cannot be read ({error!r}). The file was changed or written by another "
                 "version; run the stage that makes it again."

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
-from tasks.core.errors import ConfigError
+from tasks.core.bounds import AtLeast, Between, LessThan, MoreThan
 
 
 class Importance(StrEnum):
@@ -39,34 +40,17 @@ class Ranking(StrEnum):
 class ChannelPruning:
     """How much is removed, and in which portions."""
 
-    target_macs_ratio: float
+    target_macs_ratio: Annotated[float, MoreThan(0), LessThan(1)]
     """MACs that may remain, as a share of the original's; lower: faster, less accurate."""
-    channel_multiple: int
+    channel_multiple: Annotated[int, Between(1, 1024)]
     """Pruned layers keep a multiple of this many channels; 8 or 16 suit vector units and tensor cores."""
     ranking: Ranking
     """Whether layers compete (across_layers) or lose the same share (uniform)."""
-    max_layer_ratio: float
+    max_layer_ratio: Annotated[float, MoreThan(0), LessThan(1)]
     """Largest share of its channels that one layer may lose; keeps thin layers from becoming bottlenecks."""
-    num_steps: int
-    """Portions; the importance is measured again before each one."""
+    num_steps: Annotated[int, Between(1, 100)]
+    """Portions in which channels go; the importance is measured again before each one."""
     importance: Importance
     """What makes a channel important."""
-    layer_ratios: dict[str, float]
-    """Layer -> share of its channels that go; 0 keeps it whole. All other layers compete for the target."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.target_macs_ratio < 1.0:
-            raise ConfigError(
-                f"prune.target_macs_ratio is {self.target_macs_ratio}; expected between 0 and 1."
-            )
-        if not 1 <= self.channel_multiple <= 1024:
-            raise ConfigError(f"prune.channel_multiple is {self.channel_multiple}; expected 1 to 1024.")
-        if not 0.0 < self.max_layer_ratio < 1.0:
-            raise ConfigError(f"prune.max_layer_ratio is {self.max_layer_ratio}; expected between 0 and 1.")
-        if not 1 <= self.num_steps <= 100:
-            raise ConfigError(f"prune.num_steps is {self.num_steps}; expected 1 to 100.")
-        for name, ratio in self.layer_ratios.items():
-            if not 0.0 <= ratio < 1.0:
-                raise ConfigError(
-                    f"prune.layer_ratios.{name} is {ratio}; expected at least 0 and less than 1."
-                )
+    layer_ratios: dict[str, Annotated[float, AtLeast(0), LessThan(1)]]
+    """Share of the channels that go, by layer; 0 keeps the layer whole. All other layers compete for the target."""

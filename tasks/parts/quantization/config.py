@@ -1,12 +1,12 @@
 """The names of calibrators and of operators that can read INT8; light, so that a configuration can be checked
 without onnx."""
 
-from collections.abc import Sequence
 from enum import StrEnum
+from typing import Annotated, Literal
 
-from tasks.core.errors import ConfigError
+from tasks.core.bounds import Holds
 
-OP_TYPES = (
+OpType = Literal[
     "Conv",
     "MatMul",
     "Gemm",
@@ -18,18 +18,10 @@ OP_TYPES = (
     "MaxPool",
     "Resize",
     "Sigmoid",
-)
+]
 """All that Q/DQ insertion and training in simulated INT8 know."""
 
-
-def check_op_types(op_types: Sequence[str], key: str) -> None:
-    """Raise ConfigError unless these are known operators, Conv among them; `key` is the one in the configuration."""
-    unknown = [name for name in op_types if name not in OP_TYPES]
-    if unknown or "Conv" not in op_types:
-        problem = f"has {', '.join(unknown)}" if unknown else "lacks Conv"
-        raise ConfigError(
-            f"{key} is [{', '.join(op_types)}], which {problem}; expected Conv and any of {', '.join(OP_TYPES[1:])}."
-        )
+OpTypes = Annotated[list[OpType], Holds("Conv")]
 
 
 class Calibrator(StrEnum):

@@ -1,9 +1,10 @@
 """How a network is trained, by itself or by a teacher, and what came of it."""
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
+from tasks.core.bounds import AtLeast, Between, LessThan, MoreThan
 from tasks.core.errors import ConfigError
 
 
@@ -11,33 +12,22 @@ from tasks.core.errors import ConfigError
 class DistillationConfig:
     """Weights of the terms of the loss; a term of weight 0 is not computed."""
 
-    label_weight: float
-    """Cross-entropy with the labels."""
-    soft_target_weight: float
-    """Temperature-softened class probabilities per pixel (Hinton et al., 2015)."""
-    channel_wise_weight: float
-    """Temperature-softened channel maps of the logits, CWD (Shu et al., 2021)."""
-    hint_weight: float
-    """Feature map before the classifier through a trained 1x1 adapter (Romero et al., 2015)."""
-    temperature: float
-    """Softens both distributions; higher: the teacher's small probabilities count more."""
+    label_weight: Annotated[float, AtLeast(0)]
+    """Weight of the cross-entropy with the labels."""
+    soft_target_weight: Annotated[float, AtLeast(0)]
+    """Weight of the temperature-softened class probabilities per pixel (Hinton et al., 2015)."""
+    channel_wise_weight: Annotated[float, AtLeast(0)]
+    """Weight of the temperature-softened channel maps of the logits, CWD (Shu et al., 2021)."""
+    hint_weight: Annotated[float, AtLeast(0)]
+    """Weight of the feature map before the classifier through a trained 1x1 adapter (Romero et al., 2015)."""
+    temperature: Annotated[float, MoreThan(0)]
+    """Temperature that softens both distributions; higher: the teacher's small probabilities count more."""
 
     def __post_init__(self) -> None:
-        weights = {
-            "label_weight": self.label_weight,
-            "soft_target_weight": self.soft_target_weight,
-            "channel_wise_weight": self.channel_wise_weight,
-            "hint_weight": self.hint_weight,
-        }
-        for name, weight in weights.items():
-            if not (math.isfinite(weight) and weight >= 0):
-                raise ConfigError(f"distillation.{name} is {weight}, expected a number of at least 0.")
-        if not any(weights.values()):
+        if self.label_weight == 0 and not self.needs_teacher:
             raise ConfigError(
-                "All weights of distillation are 0. Set distillation.label_weight to 1, for example."
+                "label_weight and all other weights are 0, expected one above 0. Set label_weight to 1, for example."
             )
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ConfigError(f"distillation.temperature is {self.temperature}, expected a number over 0.")
 
     @property
     def needs_teacher(self) -> bool:
@@ -72,60 +62,47 @@ class Strategy(StrEnum):
 class TrainerConfig:
     """Schedule, optimizer, augmentation and devices of one training."""
 
-    seed: int
+    seed: Annotated[int, AtLeast(0)]
     """Fixes initial weights, order of the images and augmentation."""
-    max_epochs: int
+    max_epochs: Annotated[int, AtLeast(1)]
     """Passes over the training split; fewer when early stopping ends it."""
-    batch_size: int
+    batch_size: Annotated[int, AtLeast(1)]
     """Images per step and device."""
-    learning_rate: float
+    learning_rate: Annotated[float, MoreThan(0), LessThan(10)]
     """Peak of the one-cycle schedule (Smith and Topin, 2018), for AdamW."""
-    weight_decay: float
+    weight_decay: Annotated[float, AtLeast(0)]
     """AdamW's decoupled weight decay."""
-    batchnorm_l1: float
+    batchnorm_l1: Annotated[float, AtLeast(0)]
     """Weight of the L1 norm of all BatchNorm scales in the loss, for prune.importance batchnorm_scale (Liu et al.,
     "Network Slimming", 2017, arXiv:1708.06519, equation 1, with 1e-5 to 1e-4); 0 leaves it out."""
-    patience_epochs: int
-    """Stop after so many epochs without a better validation mIoU."""
-    class_balance: float
-    """A class counts by its pixel share to the power of minus this: 0 counts pixels, 1 counts classes."""
-    horizontal_flip: float
+    patience_epochs: Annotated[int, AtLeast(1)]
+    """Epochs without a better validation mIoU after which the training stops."""
+    class_balance: Annotated[float, Between(0, 1)]
+    """How far rare classes are raised: a class counts by its pixel share to the power of minus this; 0 counts pixels,
+    1 counts classes."""
+    horizontal_flip: Annotated[float, Between(0, 1)]
     """Probability of mirroring an image; 0 where left and right differ in meaning, as in digits."""
-    brightness: float
-    """Images are scaled by a random factor in 1 ± this."""
+    brightness: Annotated[float, AtLeast(0), LessThan(1)]
+    """Range of the random factor that scales an image: 1 ± this."""
     precision: Precision
-    """bf16_mixed and fp16_mixed train with automatic mixed precision."""
+    """Number format of the training; bf16_mixed and fp16_mixed train with automatic mixed precision."""
     gradient_checkpointing: bool
     """Recompute activations in the backward pass: less memory, about a third more time."""
     accelerator: Accelerator
-    """auto takes a GPU where there is one."""
-    num_devices: int
+    """Device that trains; auto takes a GPU where there is one."""
+    num_devices: Annotated[int, AtLeast(1)]
     """Processes per node, one device each."""
-    num_nodes: int
+    num_nodes: Annotated[int, AtLeast(1)]
     """Machines; each starts the same command with the environment of its cluster."""
     strategy: Strategy
-    """ddp when num_devices * num_nodes > 1."""
-    num_workers: int
+    """How devices share the work: ddp when num_devices * num_nodes > 1."""
+    num_workers: Annotated[int, AtLeast(0)]
     """Processes that load images; 0 loads in the training process."""
 
     def __post_init__(self) -> None:
-        for name in ("max_epochs", "batch_size", "patience_epochs", "num_devices", "num_nodes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"trainer.{name} is {getattr(self, name)}, expected at least 1.")
-        for name in ("seed", "num_workers", "weight_decay", "batchnorm_l1"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"trainer.{name} is {getattr(self, name)}, expected at least 0.")
-        if not 0 < self.learning_rate < 10:
-            raise ConfigError(f"trainer.learning_rate is {self.learning_rate}, expected 0 < value < 10.")
-        for name in ("horizontal_flip", "class_balance"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"trainer.{name} is {getattr(self, name)}, expected 0 to 1.")
-        if not 0 <= self.brightness < 1:
-            raise ConfigError(f"trainer.brightness is {self.brightness}, expected 0 <= value < 1.")
         if self.strategy is Strategy.auto and self.num_devices * self.num_nodes > 1:
             raise ConfigError(
-                f"trainer.strategy is auto with {self.num_devices} devices on {self.num_nodes} nodes. "
-                "Set trainer.strategy=ddp."
+                f"strategy is auto with {self.num_devices} devices on {self.num_nodes} nodes, expected ddp."
             )
 
 

@@ -9,8 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from tasks.core.bounds import Matches
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.networks.config import NetworkName
 from tasks.parts.training.config import PretrainedReport
@@ -69,19 +70,21 @@ class PretrainedConfig:
     file: str | None
     """.safetensors, or .pt / .pth with tensors only, or a folder with model.safetensors, as `transformers` saves it;
     null starts from random weights."""
-    sha256: str | None
-    """Of the file's content: part of the stage's key, so that other weights are another training."""
+    sha256: (
+        Annotated[
+            str,
+            Matches(r"[0-9a-f]{64}", "64 hexadecimal digits in lower case"),
+            "`sha256sum <file>` prints them",
+        ]
+        | None
+    )
+    """Digest of the file's content: part of the stage's key, so that other weights are another training."""
 
     def __post_init__(self) -> None:
         if (self.file is None) != (self.sha256 is None):
             raise ConfigError(
-                f"pretrained.file is {self.file}, pretrained.sha256 is {self.sha256}; expected both or none. "
+                f"file is {self.file} and sha256 is {self.sha256}, expected both or none. "
                 "`sha256sum <file>` prints the value."
-            )
-        if self.sha256 is not None and not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
-            raise ConfigError(
-                f"pretrained.sha256 is {self.sha256!r}, expected 64 hexadecimal digits in lower case, as "
-                "`sha256sum <file>` prints them."
             )
 
 

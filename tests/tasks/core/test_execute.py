@@ -471,10 +471,10 @@ def test_section_of_an_address_is_found_by_descending() -> None:
     [
         ({"max_epochs": True}, "train.baseline.trainer.max_epochs"),
         ({"max_epochs": "3"}, "train.baseline.trainer.max_epochs"),
-        ({"max_epochs": -1}, "max_epochs is -1, expected at least 1"),
+        ({"max_epochs": -1}, "max_epochs is -1, expected an integer of at least 1"),
         ({"max_epoch": 3}, "train.baseline.trainer.max_epoch is no key"),
         ({"precision": "fp8"}, "expected one of fp32, bf16_mixed, fp16_mixed"),
-        ({"num_devices": 2}, "Set trainer.strategy=ddp"),
+        ({"num_devices": 2}, "train.baseline.trainer.strategy is auto with 2 .*expected ddp"),
     ],
 )
 def test_bad_value_names_key_value_and_what_is_allowed(change: dict[str, object], expected: str) -> None:

@@ -26,6 +26,7 @@ from tasks.core.tracking import (
     mask_credentials,
     send_pending,
 )
+from tests.conftest import checked
 
 
 @pytest.fixture(scope="module")
@@ -452,4 +453,4 @@ def test_credentials_are_masked(uri: str, shown: str) -> None:
 @pytest.mark.parametrize("uri", ["", "mlruns", "file:///mlruns", "ftp://host"])
 def test_an_unknown_kind_of_store_is_refused(uri: str) -> None:
     with pytest.raises(ConfigError, match=r"select_engine\.tracking\.uri"):
-        TrackingConfig(enabled=True, uri=uri, experiment="engines")
+        checked(TrackingConfig(True, "sqlite:///mlflow.db", "engines"), "select_engine.tracking", uri=uri)

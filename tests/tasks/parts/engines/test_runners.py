@@ -220,17 +220,17 @@ def test_opening_an_engine_imports_no_other_runtime(workshop):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("name", "Cpu Torch", r"name is 'Cpu Torch', allowed: lower-case"),
+        ("name", "Cpu Torch", r"name is 'Cpu Torch', expected a text that is made of lower-case"),
         ("runtime_version", "new", r"runtime_version is 'new'"),
-        ("device", "tpu", r"device is 'tpu', allowed: \"cpu\" or \"cuda\" for runtime onnxruntime"),
-        ("device", "cuda", r"gpu is None, allowed: a GPU for cuda"),
-        ("num_threads", 0, r"num_threads is 0, allowed: 1\.\.1024"),
+        ("device", "tpu", r"device is tpu, expected cpu or cuda for runtime onnxruntime"),
+        ("device", "cuda", r"gpu is None, expected a GPU for cuda"),
+        ("num_threads", 0, r"num_threads is 0, expected an integer from 1 to 1024"),
         ("max_batch", -1, r"max_batch is -1"),
-        ("channel_multiple", 12, r"channel_multiple is 12, allowed: 1, 8, 16, 32, 64"),
-        ("opsets", [20], r"opsets is \[20\], allowed: \[lowest, highest\]"),
+        ("channel_multiple", 12, r"channel_multiple is 12, expected one of 1, 8, 16, 32, 64"),
+        ("opsets", [20], r"opsets is \[20\], expected \[lowest, highest\]"),
         ("min_agreement_db", -1.0, r"min_agreement_db is -1\.0"),
         ("work_pool", "", "work_pool is ''"),
-        ("precision", Precision.bf16, r"precision is bf16, allowed: f32 for runtime onnxruntime"),
+        ("precision", Precision.bf16, r"precision is bf16, expected f32 for runtime onnxruntime"),
     ],
 )
 def test_impossible_target_is_refused_with_its_key(workshop, field, value, message):

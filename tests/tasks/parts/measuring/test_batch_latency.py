@@ -8,6 +8,7 @@ import pytest
 from tasks.core.errors import ConfigError
 from tasks.parts.engines.runner import DeviceTimes
 from tasks.parts.measuring.batch_latency import BatchLatency, Round, Windows, summarise
+from tests.conftest import checked
 
 WINDOWS = Windows(num_rounds=2, tolerance=0.05)
 
@@ -86,4 +87,4 @@ def test_stable_means_that_three_windows_agree(
 )
 def test_impossible_windows_are_refused(num_rounds: int, tolerance: float, field: str) -> None:
     with pytest.raises(ConfigError, match=rf"benchmark\.windows\.{field} is 0"):
-        Windows(num_rounds, tolerance)
+        checked(WINDOWS, "benchmark.windows", num_rounds=num_rounds, tolerance=tolerance)

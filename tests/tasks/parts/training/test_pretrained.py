@@ -14,6 +14,7 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.training.pretrained import PretrainedConfig, load_pretrained
+from tests.conftest import checked
 
 FAST_SCNN, SEGFORMER, DINOV2 = NetworkName.fast_scnn, NetworkName.segformer, NetworkName.dinov2
 
@@ -248,5 +249,5 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("file", "sha256"), [("a.pt", None), (None, "0" * 64), ("a.pt", "short")])
 def test_impossible_values_name_their_key(file: str | None, sha256: str | None) -> None:
-    with pytest.raises(ConfigError, match=r"pretrained\.sha256 is .*expected .*sha256sum"):
-        PretrainedConfig(file, sha256)
+    with pytest.raises(ConfigError, match=r"train\.pretrained\.(file|sha256) is .*expected .*sha256sum"):
+        checked(PretrainedConfig(None, None), "train.pretrained", file=file, sha256=sha256)

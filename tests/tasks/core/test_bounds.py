@@ -1,0 +1,142 @@
+"""Bounds that config fields declare in their types."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from tasks.core.bounds import (
+    AtLeast,
+    AtMost,
+    Between,
+    Distinct,
+    Holds,
+    LessThan,
+    Matches,
+    MinItems,
+    MoreThan,
+    NumItems,
+)
+from tasks.core.config import typed_config
+from tasks.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Inner:
+    low: Annotated[int, AtLeast(0)]
+    high: int
+
+    def __post_init__(self) -> None:
+        if self.high < self.low:
+            raise ConfigError(f"high is {self.high}, expected at least low, which is {self.low}.")
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    inners: list[Inner]
+    maybe: Inner | None
+
+
+HINTS: dict[str, Any] = {
+    "between": Annotated[int, Between(1, 2**32 - 1)],
+    "above": Annotated[float, MoreThan(0), AtMost(8)],
+    "below": Annotated[float, AtLeast(0), LessThan(1)],
+    "advised": Annotated[int, AtLeast(0), "0 takes all"],
+    "optional": Annotated[int, AtLeast(16)] | None,
+    "text": Annotated[str, Matches(r"\w+", "one word")],
+    "choice": Literal[1, 8],
+    "items": Annotated[list[Annotated[float, LessThan(1)]], MinItems(1), Distinct()],
+    "triple": Annotated[list[float], NumItems(3)],
+    "holding": Annotated[list[str], Holds("Conv")],
+    "by_name": dict[str, Annotated[float, LessThan(1)]],
+    "unbounded": float,
+}
+
+
+def build(field: str, value: object) -> Any:
+    config_class = dataclass(frozen=True)(type("One", (), {"__annotations__": {field: HINTS[field]}}))
+    return getattr(typed_config(config_class, {field: value}, "stage.part"), field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("between", 1),
+        ("between", 2**32 - 1),
+        ("above", 8),
+        ("below", 0.0),
+        ("optional", None),
+        ("optional", 16),
+        ("text", "word"),
+        ("choice", 8),
+        ("items", [0.5, 0.25]),
+        ("triple", [1.0, 1.0, -1.0]),
+        ("holding", ["Add", "Conv"]),
+        ("by_name", {"a.b": 0.5}),
+    ],
+)
+def test_values_within_their_bounds_are_taken_as_they_are(field: str, value: object) -> None:
+    assert build(field, value) == value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("between", 0, "between is 0, expected an integer from 1 to 4294967295."),
+        ("between", 2**32, "between is 4294967296, expected"),
+        ("between", True, "between is True, expected an integer"),
+        ("between", 2.5, "between is 2.5, expected an integer"),
+        ("between", "3", "between is '3', expected an integer"),
+        ("between", None, "between is None, expected an integer"),
+        ("above", 0, "above is 0, expected a number above 0 and at most 8."),
+        ("above", 8.5, "above is 8.5, expected"),
+        ("above", math.nan, "above is nan, expected"),
+        ("below", 1, "below is 1, expected a number of at least 0 and below 1."),
+        ("below", -0.1, "below is -0.1, expected"),
+        ("advised", -1, "advised is -1, expected an integer of at least 0 (0 takes all)."),
+        ("optional", 4, "optional is 4, expected an integer of at least 16 or null."),
+        ("text", "two words", "text is 'two words', expected a text that is one word."),
+        ("choice", 2, "choice is 2, expected one of 1, 8."),
+        ("choice", True, "choice is True, expected one of 1, 8."),
+        ("items", [], "items is [], expected a list of at least 1 item and without repeats."),
+        ("items", [0.5, 0.5], "items is [0.5, 0.5], expected a list"),
+        ("items", [0.5, 1.0], "items[1] is 1.0, expected a number below 1."),
+        ("items", [-math.inf], "items[0] is -inf, expected a finite number."),
+        ("items", 0.5, "items is 0.5, expected a list"),
+        ("triple", [1.0, 1.0], "triple is [1.0, 1.0], expected a list of 3 items."),
+        ("holding", ["Add"], "holding is ['Add'], expected a list with Conv in it."),
+        ("by_name", {"a.b": 1.0}, "by_name.a.b is 1.0, expected a number below 1."),
+        ("unbounded", math.nan, "unbounded is nan, expected a finite number."),
+    ],
+)
+def test_values_out_of_bounds_are_refused_with_key_and_bound(field: str, value: object, text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        build(field, value)
+    assert str(refused.value).startswith(f"stage.part.{text}")
+    assert str(refused.value).endswith("Set it in conf/ or on the command line.")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"inner": {"low": -1, "high": 0}}, "stage.inner.low is -1, expected an integer of at least 0."),
+        ({"inner": {"low": 2, "high": 1}}, "stage.inner.high is 1, expected at least low, which is 2."),
+        ({"inners": [{"low": 0, "high": 1}, {"low": 2, "high": 1}]}, "stage.inners[1].high is 1, expected"),
+        ({"maybe": {"low": 2, "high": 1}}, "stage.maybe.high is 1, expected"),
+        ({"maybe": {"low": 0, "hihg": 1}}, "stage.maybe.hihg is no key of the configuration."),
+        ({"inners": [{"low": 0}]}, "stage.inners[0].high: missing value"),
+    ],
+)
+def test_sections_within_sections_name_their_whole_key(change: dict[str, Any], text: str) -> None:
+    section = {"inner": {"low": 0, "high": 1}, "inners": [], "maybe": None} | change
+    with pytest.raises(ConfigError) as refused:
+        typed_config(Outer, section, "stage")
+    assert str(refused.value).startswith(text)
+
+
+def test_sections_within_sections_are_built() -> None:
+    values = {"low": 0, "high": 1}
+    built = typed_config(Outer, {"inner": values, "inners": [values], "maybe": None}, "stage")
+    assert built == Outer(Inner(0, 1), [Inner(0, 1)], None)
