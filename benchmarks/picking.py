@@ -27,16 +27,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
 from flows.pick import Limits, pick
-from tasks.core.tracking import (
-    DataSet,
-    RunRecord,
-    TrackingConfig,
-    find_engines,
-    log_pipeline,
-    page_of,
-    read_tracking_config,
-    registered_name,
-)
+from tasks.core.tracking.config import TrackingConfig, read_tracking_config, registered_name
+from tasks.core.tracking.log import log_pipeline
+from tasks.core.tracking.lookup import find_engines, page_of
+from tasks.core.tracking.records import DataSet, RunRecord
 from tasks.parts.engines.machine import read_cpu_model
 
 if TYPE_CHECKING:

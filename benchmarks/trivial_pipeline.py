@@ -15,9 +15,10 @@ from typing import Any
 import yaml
 
 from flows import local_server
-from flows.optimize import hold_workspace, optimize, run_flow
+from flows.optimize import optimize, run_flow
 from flows.params import write_params
 from flows.pipeline import RecordedStages, run_pipeline
+from flows.workspace import hold_workspace
 from tasks.core.config import PARAMS_FILE, find_section, read_params
 from tasks.core.errors import EnginewrightError
 from tasks.core.execute import ARTIFACTS

@@ -25,14 +25,15 @@ from flows.exchange import (
     read_entries,
 )
 from flows.flow_record import close_killed_flow_run, record_flow_run, recorded_flow
-from flows.optimize import check_gpus, hold_workspace
 from flows.params import CONF, compose_params, write_params
 from flows.pipeline import RecordedStages, run_targets
+from flows.preflight import check_gpus
 from flows.run_page import publish_progress
 from flows.stage_task import TaskStages, task_runner
+from flows.workspace import hold_workspace
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.execute import ARTIFACTS, explained_full_disk, prepare_call
-from tasks.core.tracking import git_commit
+from tasks.core.tracking.records import git_commit
 
 if TYPE_CHECKING:
     TargetName = str
@@ -54,13 +55,13 @@ class Handover:
     """What the machine that made the models tells the one that makes engines of them."""
 
     commit: str
-    """Of its code."""
+    """The commit of the code that made the models."""
     place: str
-    """Its checkout, as ``find_place`` tells."""
+    """The checkout that made the models, as ``find_place`` names it."""
     entries: Entries
-    """Lines of dvc.lock: the models and the data, which are in the DVC remote."""
+    """The lines of dvc.lock for the models and the data, which are in the DVC remote."""
     keys: dict[str, str]
-    """Of every build, by address: the same code and the same configuration have the same keys."""
+    """The key of every build, by address: the same code and the same configuration have the same keys."""
 
 
 @flow(name="deploy_target", log_prints=True, task_runner=task_runner())

@@ -20,9 +20,10 @@ import yaml
 
 from flows import local_server
 from flows.params import CONF, compose_params
+from flows.result_table import open_console
 from tasks.core.config import typed_config
 from tasks.core.errors import EnginewrightError
-from tasks.core.tracking import database_file, mask_credentials
+from tasks.core.tracking.config import database_file, mask_credentials
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.machine import check_gpu, check_versions, missing_cpu_flags, read_cpu_model, read_isa
 from tasks.parts.engines.target import Target
@@ -45,9 +46,9 @@ class State(StrEnum):
 
     ok = "ok"
     missing = "missing"
-    """Only what this run does not use needs it."""
+    """Something is missing that this run does not use."""
     needed = "NEEDED"
-    """This run fails without it."""
+    """Something is missing without which this run fails."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class Finding:
 
     state: State
     subject: str
-    found: str
+    text: str
     mend: str = ""
-    """What to do; empty where nothing is missing."""
+    """What the user can do; empty where nothing is missing."""
 
 
 def examine(params: Mapping[str, Any]) -> Iterator[Finding]:
@@ -137,13 +138,13 @@ def _examine_target(file: Path, used: Mapping[str, Any] | None) -> Finding:
 
 def _examine_disk() -> Finding:
     free_gb = shutil.disk_usage(Path.cwd()).free / 1e9
-    found = f"{free_gb:.1f} GB free under {Path.cwd()}"
+    text = f"{free_gb:.1f} GB free under {Path.cwd()}"
     if free_gb >= _NEEDED_GB:
-        return Finding(State.ok, "disk", found)
+        return Finding(State.ok, "disk", text)
     return Finding(
         State.needed,
         "disk",
-        found,
+        text,
         f"Free some: {_NEEDED_GB} GB are wanted. `make clean` removes all outputs.",
     )
 
@@ -230,16 +231,15 @@ def _dvc(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def show(findings: Sequence[Finding]) -> None:
     """Print one line for each finding, and below it how to mend what is missing."""
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     colours = {State.ok: "green", State.missing: "yellow", State.needed: "bold red"}
     table = Table.grid("", "", "", padding=(0, 2))
     for finding in findings:
-        text = escape(finding.found) + (f"\n[dim]{escape(finding.mend)}[/dim]" if finding.mend else "")
+        text = escape(finding.text) + (f"\n[dim]{escape(finding.mend)}[/dim]" if finding.mend else "")
         table.add_row(f"[{colours[finding.state]}]{finding.state}[/]", finding.subject, text)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    open_console().print(table)
 
 
 def main(overrides: Sequence[str]) -> int:

@@ -1,11 +1,14 @@
-"""Run DVC as a command, and say what it said when it failed."""
+"""Run DVC as a command; when it fails, the error quotes its words."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 from tasks.core.errors import DiskError, EnginewrightError
 from tasks.core.execute import is_full_disk
-from tasks.core.tracking import mask_credentials
+from tasks.core.tracking.config import mask_credentials
+
+DVC_CACHE = Path(".dvc/cache")
 
 _DVC_FOOTER = "Having any troubles?"  # and its address of support, below the error
 
@@ -14,8 +17,8 @@ class DvcFailed(EnginewrightError):
     """DVC ended with an error; its own words are in the message."""
 
 
-def run_dvc(*arguments: str) -> None:
-    """Run a DVC command without a word.
+def run_dvc(*arguments: str) -> str:
+    """Run a DVC command without showing its output, which is returned.
 
     Raises DvcFailed; DiskError where this machine's or the remote's disk is full.
     """
@@ -32,3 +35,4 @@ def run_dvc(*arguments: str) -> None:
                 f"run again: what is made and what was transferred are kept. DVC says: {words}"
             )
         raise failed
+    return done.stdout

@@ -24,10 +24,10 @@ from tasks.core.fingerprint import digest
 LOCK_FILE = Path("dvc.lock")
 
 Entries = dict[str, dict[str, Any]]
-"""DVC's name of a stage -> its lines of dvc.lock: the command, and path and md5 of each output."""
+"""Lines of dvc.lock by DVC's name of a stage: the command, and path and md5 of each output."""
 
 _NUM_RETRIES = 4
-"""After 4, 8, 16 and 32 s: for a network or a store that is away for a minute."""
+"""Retries come after 4, 8, 16 and 32 s: a network or a store may be away for a minute."""
 
 
 def check_remote() -> None:

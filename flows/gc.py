@@ -1,7 +1,7 @@
 """Free disk without losing an engine that was picked.
 
 ``python -m flows.gc`` removes from DVC's cache what neither the workspace (``dvc.lock``) nor a picked engine needs.
-Picked is what an alias of a registered model in MLflow shows to: MLflow keeps the engine's files, and the cache keeps
+Picked is what an alias of a registered model in MLflow points to. MLflow keeps the engine's files; the cache keeps
 all that ``flows.reproduce`` needs to build it again without training, found in DVC's run cache. Records of Prefect
 and leftovers of killed stages older than a day go as well. With ``--dry`` nothing goes, and DVC lists what would.
 """
@@ -20,11 +20,13 @@ from typing import Any
 import yaml
 
 from flows import local_server
-from flows.optimize import hold_workspace
+from flows.dvc_command import run_dvc
+from flows.workspace import hold_workspace
 from tasks.core.errors import EnginewrightError
 from tasks.core.execute import ARTIFACTS, KEY_FILE, LEFTOVER_AGE_S, remove_leftovers
 from tasks.core.fingerprint import listing_md5
-from tasks.core.tracking import find_picked_engines, read_tracking_config
+from tasks.core.tracking.config import read_tracking_config
+from tasks.core.tracking.lookup import find_picked_engines
 
 
 class CollectionFailed(EnginewrightError):
@@ -36,12 +38,12 @@ class Cache:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        found = (
+        records = (
             yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
             for file in sorted((folder / "runs").glob("*/*/*"))
         )
         self.runs: list[Mapping[str, Any]] = [
-            run for run in found if run["cmd"].startswith("python -m tasks ")
+            run for run in records if run["cmd"].startswith("python -m tasks ")
         ]
         self._listings: dict[str, dict[str, str]] = {}
         self._by_output: defaultdict[Path, list[Mapping[str, Any]]] = defaultdict(list)
@@ -65,8 +67,8 @@ class Cache:
         for run in waiting:  # grows while it is walked
             for dependency in run["deps"]:
                 waiting += [maker for maker in self._makers(dependency) if maker not in waiting]
-        found = {entry["md5"] for run in waiting for entry in (*run["deps"], *run["outs"])}
-        return {md5 for md5 in found if self.holds(md5)}
+        used = {entry["md5"] for run in waiting for entry in (*run["deps"], *run["outs"])}
+        return {md5 for md5 in used if self.holds(md5)}
 
     def _makers(self, dependency: Mapping[str, str]) -> Iterator[Mapping[str, Any]]:
         path = Path(dependency["path"])
@@ -119,8 +121,8 @@ def find_kept(cache: Cache) -> set[str]:
         if "key_build_engine" not in engine.tags:
             continue  # a model of somebody else on the same server
         needed = cache.lineage({engine.tags["key_build_engine"]})
-        found = f"{len(needed)} objects kept" if needed else "built elsewhere, only MLflow holds its files"
-        print(f"{engine.tags['variant']} on {engine.tags['target']}: {found}")
+        place = f"{len(needed)} objects kept" if needed else "built elsewhere, only MLflow holds its files"
+        print(f"{engine.tags['variant']} on {engine.tags['target']}: {place}")
         kept |= needed
     return kept
 
@@ -170,11 +172,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         with hold_workspace():
-            command = [sys.executable, "-m", "dvc", "cache", "dir"]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise CollectionFailed(f"`dvc cache dir` failed: {done.stderr.strip()}")
-            cache = Cache(Path(done.stdout.strip()).resolve())
+            cache = Cache(Path(run_dvc("cache", "dir").strip()).resolve())
             collect_garbage(cache, find_kept(cache), is_dry=options.dry)
             if not options.dry:
                 remove_leftovers()

@@ -40,21 +40,15 @@ from flows.exchange import (
     read_entries,
 )
 from flows.flow_record import close_killed_flow_run, record_flow_run, recorded_flow
-from flows.optimize import (
-    check_folders,
-    check_models,
-    commit_outputs,
-    count_calls,
-    hold_workspace,
-    send_pending_runs,
-)
 from flows.params import compose_params, keep_targets, write_params
 from flows.pipeline import RecordedStages, run_models, run_pipeline
+from flows.preflight import check_folders, check_models, count_calls, send_pending_runs
 from flows.run_page import publish_progress, publish_result
 from flows.stage_task import TaskStages, task_runner
+from flows.workspace import commit_outputs, hold_workspace
 from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import ARTIFACTS, explained_full_disk, is_fresh, prepare_call, remove_leftovers
-from tasks.core.tracking import git_commit
+from tasks.core.tracking.records import git_commit
 
 _FAN_OUT_TAG = "fan-out"
 _POLL_S = 2.0
@@ -71,7 +65,7 @@ class Outcome(enum.StrEnum):
 
     DONE = enum.auto()
     WAITING = enum.auto()
-    """No worker of its pool was there. Its run stays scheduled; the next pipeline takes what it made."""
+    """The target's pool had no worker. Its run stays scheduled; the next pipeline takes what it made."""
     FAILED = enum.auto()
 
 
@@ -85,7 +79,7 @@ class TargetResult:
 
     @property
     def line(self) -> str:
-        """What people read."""
+        """The outcome as people read it."""
         return f"{self.outcome.upper()}. {self.words}".strip()
 
 
@@ -259,14 +253,14 @@ def _has_worker(client: SyncPrefectClient, pool: str) -> bool:
 
 
 def _read_artifact(client: SyncPrefectClient, run_id: UUID) -> Entries:
-    found = client.read_artifacts(
+    artifacts = client.read_artifacts(
         artifact_filter=ArtifactFilter(
             flow_run_id=ArtifactFilterFlowRunId(any_=[run_id]),
             type=ArtifactFilterType(any_=[ENTRIES_ARTIFACT]),
         )
     )
-    assert isinstance(found[0].data, str)  # Prefect stores what it is given as JSON
-    entries: Entries = json.loads(found[0].data)
+    assert isinstance(artifacts[0].data, str)  # Prefect stores what it is given as JSON
+    entries: Entries = json.loads(artifacts[0].data)
     return entries
 
 

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tasks.core.config import PARAMS_FILE, find_section, typed_config
 from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import load_stage
-from tasks.core.tracking import mask_credentials
+from tasks.core.tracking.config import mask_credentials
 from tasks.parts.engines.target import CHECKPOINT_RUNTIMES
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -58,10 +58,10 @@ TRAINING_CALLS = (
     "search_pruning",
     "quantize_aware_train",
 )
-"""With model=trained."""
+"""The sections that only model=trained reads."""
 
 IMPORT_CALLS = ("import_onnx", "label_images")
-"""With model=onnx."""
+"""The sections that only model=onnx reads."""
 
 
 def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -251,20 +251,20 @@ def _check_variants(select_engine: dict[str, Any], variants: dict[str, Any]) -> 
 
 def _largest_multiple(targets: dict[str, Any]) -> int | None:
     """Return the largest channel multiple of the targets; None where none declares one, which is found later."""
-    found = [options.get("channel_multiple") for options in targets.values()]
-    return max((multiple for multiple in found if isinstance(multiple, int)), default=None)
+    multiples = [options.get("channel_multiple") for options in targets.values()]
+    return max((multiple for multiple in multiples if isinstance(multiple, int)), default=None)
 
 
 def _find_target(name: str | None, targets: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the declaration that search_pruning.target names; null: the first that is not eager."""
     deployed = [target for target, options in targets.items() if options["runtime"] != "torch"]
-    found = [*deployed, *targets][0] if name is None else name
-    if found not in list(targets):
+    chosen = [*deployed, *targets][0] if name is None else name
+    if chosen not in list(targets):
         raise ConfigError(
-            f"search_pruning.target is {found}, which is no target of this run: [{', '.join(targets)}]. Name one of "
+            f"search_pruning.target is {chosen}, which is no target of this run: [{', '.join(targets)}]. Name one of "
             "them, or add it to target."
         )
-    declared: dict[str, Any] = copy.deepcopy(targets[found])
+    declared: dict[str, Any] = copy.deepcopy(targets[chosen])
     return declared
 
 

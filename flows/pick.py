@@ -15,23 +15,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flows.result_table import format_number, open_console
 from tasks.core.errors import ArtifactError, ConfigError, EnginewrightError, GateFailed
-from tasks.core.tracking import (
-    PENDING,
-    TrackedEngine,
-    TrackingConfig,
-    download_engine,
-    find_engines,
-    mask_credentials,
-    page_of,
-    promote,
-    read_tracking_config,
-)
+from tasks.core.tracking.config import TrackingConfig, mask_credentials, read_tracking_config
+from tasks.core.tracking.lookup import download_engine, find_engines, page_of, promote
+from tasks.core.tracking.pending import has_pending
+from tasks.core.tracking.records import TrackedEngine
 from tasks.parts.engines.manifest import sha256_of
 from tasks.parts.selection.engine_row import Verdict
 
 SHIPPABLE = (Verdict.ACCEPT, Verdict.NOT_FASTER)
-"""Both hold the accuracy gate and are what they claim to be; a rung that is not faster may still be more accurate."""
+"""The verdicts that hold the accuracy gate: a rung that is not faster may still be more accurate."""
 
 _TARGET = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -41,11 +35,11 @@ class Limits:
     """What an engine has to hold; None asks for nothing."""
 
     max_latency_ms: float | None
-    """p50 at batch 1."""
+    """The highest p50 at batch 1."""
     min_miou: float | None
-    """Of a segmentation."""
+    """The lowest mIoU of a segmentation."""
     min_top1: float | None
-    """Of a classification."""
+    """The lowest top-1 accuracy of a classification."""
 
     def are_held_by(self, run: TrackedEngine) -> bool:
         """Tell whether the engine of a run is one to ship."""
@@ -102,7 +96,6 @@ def fetch(tracking: TrackingConfig, run: TrackedEngine, folder: Path) -> Path:
 
 def show(runs: Sequence[TrackedEngine], picked: TrackedEngine | None) -> None:
     """Print the engines of a target, fastest first."""
-    from rich.console import Console
     from rich.table import Table
 
     metric = "miou" if any("miou" in run.metrics for run in runs) else "top1"
@@ -118,23 +111,18 @@ def show(runs: Sequence[TrackedEngine], picked: TrackedEngine | None) -> None:
     )
     for run in sorted(runs, key=lambda run: run.metrics.get("latency_ms_p50", float("inf"))):
         tags = run.tags
-        numbers = [_shown(run, name, digits) for name, digits in ((metric, 4), ("latency_ms_p50", 3))]
         table.add_row(
             tags["variant"],
-            *numbers,
-            _shown(run, "latency_ms_p99", 3),
-            _shown(run, "size_bytes", 2, scale=1e-6),
+            format_number(run.metrics.get(metric), 4),
+            format_number(run.metrics.get("latency_ms_p50"), 3),
+            format_number(run.metrics.get("latency_ms_p99"), 3),
+            format_number(run.metrics.get("size_bytes"), 2, scale=1e-6),
             tags["precision"],
             tags["verdict"],
             "yes" if tags["pareto"] == "true" else "",
             style="bold green" if picked is not None and run.run_id == picked.run_id else None,
         )
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-
-
-def _shown(run: TrackedEngine, metric: str, digits: int, scale: float = 1.0) -> str:
-    value = run.metrics.get(metric)
-    return "-" if value is None else f"{value * scale:.{digits}f}"
+    open_console().print(table)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -167,25 +155,25 @@ def main(arguments: Sequence[str]) -> int:
             )
         limits = Limits(options.max_latency_ms, options.min_miou, options.min_top1)
         try:
-            found = pick(runs, limits)
+            picked = pick(runs, limits)
         except GateFailed:
             show(runs, None)
             raise
-        show(runs, found)
-        if any(PENDING.glob("*/record.json")):
+        show(runs, picked)
+        if has_pending():
             print("runs are pending that MLflow did not take yet: `python -m tasks.core.tracking` sends them")
-        print(f"{found.tags['variant']} on {options.target}: {found.tags['reason']}")
-        print(f"run {found.run_id}, engine sha256 {found.tags['engine_sha256']}")
-        if page := page_of(tracking, found):
+        print(f"{picked.tags['variant']} on {options.target}: {picked.tags['reason']}")
+        print(f"run {picked.run_id}, engine sha256 {picked.tags['engine_sha256']}")
+        if page := page_of(tracking, picked):
             print(f"what was accepted, fastest first: {page}")
         if options.download:
-            engine = fetch(tracking, found, options.download)
+            engine = fetch(tracking, picked, options.download)
             alone = (
                 "; infer.py in it runs it without this repository" if (engine / "infer.py").is_file() else ""
             )
             print(f"downloaded to {engine}{alone}")
         if options.promote:
-            print(f"champion: version {promote(tracking, options.target, found.run_id)}")
+            print(f"champion: version {promote(tracking, options.target, picked.run_id)}")
     except EnginewrightError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

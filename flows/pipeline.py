@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from tasks.core.execute import ARTIFACTS
 
 Calls = Mapping[str, Mapping[str, Path]]
-"""Address -> inputs by name."""
+"""The inputs of stage calls, by address and by name."""
 
 
 class Stages(Protocol):

@@ -21,15 +21,9 @@ import yaml
 from tasks.core.config import PARAMS_FILE
 from tasks.core.errors import ArtifactError, ConfigError, EnginewrightError
 from tasks.core.execute import ARTIFACTS
-from tasks.core.tracking import (
-    UNCOMMITTED,
-    UNKNOWN_COMMIT,
-    TrackedEngine,
-    find_engine,
-    mask_credentials,
-    read_pipeline_params,
-    read_tracking_config,
-)
+from tasks.core.tracking.config import mask_credentials, read_tracking_config
+from tasks.core.tracking.lookup import find_engine, read_pipeline_params
+from tasks.core.tracking.records import UNCOMMITTED, UNKNOWN_COMMIT, TrackedEngine
 from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.engines.target import Runtime
 
@@ -101,7 +95,9 @@ def lineage(lock: Mapping[str, Any], stage: str) -> Iterator[str]:
             if path.parts[0] == "tasks":
                 continue
             yield f"    reads {path}, md5 {dependency['md5']}"
-            maker = next((makers[str(one)] for one in (path, *path.parents) if str(one) in makers), None)
+            maker = next(
+                (makers[str(place)] for place in (path, *path.parents) if str(place) in makers), None
+            )
             if maker is not None and maker not in order:
                 order.append(maker)
 
@@ -135,9 +131,9 @@ def _run(*command: str, cwd: Path | None = None, is_shown: bool = False) -> str:
     return done.stdout or ""
 
 
-def _verdict(engine: TrackedEngine, found: str, folder: Path) -> tuple[str, bool]:
+def _verdict(engine: TrackedEngine, rebuilt_sha256: str, folder: Path) -> tuple[str, bool]:
     asked = engine.tags["engine_sha256"]
-    if found == asked:
+    if rebuilt_sha256 == asked:
         return f"the same bytes: {asked}", True
     output = folder / ARTIFACTS / "build_engine" / engine.tags["variant"] / engine.tags["target"]
     manifest = read_engine_manifest(output / "engine")
@@ -151,7 +147,7 @@ def _verdict(engine: TrackedEngine, found: str, folder: Path) -> tuple[str, bool
         )
     if manifest.target.compiler is Runtime.tensorrt:
         return (
-            f"other bytes, {found}: TensorRT chooses kernels by timing them, so no two plans are equal",
+            f"other bytes, {rebuilt_sha256}: TensorRT chooses kernels by timing them, so no two plans are equal",
             True,
         )
     why = (
@@ -159,7 +155,7 @@ def _verdict(engine: TrackedEngine, found: str, folder: Path) -> tuple[str, bool
         if _is_other_lock(folder)
         else "its build is not deterministic"
     )
-    return f"other bytes, {found} instead of {asked}: {why}, or this CPU is another one", False
+    return f"other bytes, {rebuilt_sha256} instead of {asked}: {why}, or this CPU is another one", False
 
 
 def _is_other_lock(folder: Path) -> bool:

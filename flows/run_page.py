@@ -18,12 +18,12 @@ from prefect.artifacts import (
 from prefect.events import emit_event
 
 from tasks.core.execute import REPORT_FILE
-from tasks.core.tracking import experiments_page
+from tasks.core.tracking.config import experiments_page
 
 _PICTURES = re.compile(r"!\[[^]]*\]\([^)]*\)\n*")  # files beside the report, which the page cannot show
 
 GATE_FAILED_EVENT = "enginewright.gate-failed"
-"""Sent for each target without a pick, for automations that notify people."""
+"""The event that is sent for each target without a pick, for automations that notify people."""
 
 
 def publish_result(folder: Path, params: Mapping[str, Any], outcomes: Mapping[str, str]) -> None:

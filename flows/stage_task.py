@@ -1,13 +1,12 @@
 """The bridge: one stage call becomes one cached Prefect task."""
 
 import contextlib
-import fcntl
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,11 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.pipeline import Calls
 from tasks.core.errors import EnginewrightError
 from tasks.core.execute import Call, is_fresh, prepare_call
-from tasks.core.tracking import mask_credentials
+from tasks.core.locks import hold_lock
+from tasks.core.tracking.config import mask_credentials
 
 MAX_SIDE_BY_SIDE = 4
-"""Stages at once where they are independent; each loads libraries of up to a gigabyte."""
+"""The most stages that run at once; each loads libraries of up to a gigabyte."""
 
 
 class StageFailed(EnginewrightError):
@@ -58,7 +58,7 @@ def run_stage(address: str, command: list[str], key: str, fresh: bool, keeps_wor
 
 
 _recall_stage = run_stage.with_options(refresh_cache=False)
-"""Answers from Prefect's record where there is one.
+"""The same task, which answers from Prefect's record where there is one.
 
 Which of the two is called follows the files on disk: after configuration A, then B, then A again, Prefect would still
 answer from its record of A while the folder holds B.
@@ -148,13 +148,8 @@ class TaskStages:
             print(f"[{self._num_done:3d}/{self.num_calls}] {call.address}: {what}", flush=True)
 
 
-@contextlib.contextmanager
-def _only_measurement() -> Iterator[None]:
-    """Wait while a flow in another checkout measures on this machine; the kernel lets go when a process dies."""
-    with Path(tempfile.gettempdir(), f"enginewright-measuring-{os.getuid()}").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("another checkout measures on this machine; waiting until it is done", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _only_measurement() -> contextlib.AbstractContextManager[None]:
+    """Wait while a flow in another checkout measures on this machine."""
+    words = "another checkout measures on this machine; waiting until it is done"
+    file = Path(tempfile.gettempdir(), f"enginewright-measuring-{os.getuid()}")
+    return hold_lock(file, "", before_waiting=lambda _: print(words, flush=True))

@@ -2,7 +2,6 @@
 task."""
 
 import argparse
-import ctypes
 import errno
 import logging
 import os
@@ -14,9 +13,9 @@ from types import FrameType
 from tasks.core.config import PARAMS_FILE, read_params
 from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import execute, execute_as_follower, explained_full_disk, prepare_call
+from tasks.core.processes import die_with_parent
 from tasks.parts.training.ranks import SUPERVISOR, is_rank
 
-_PR_SET_PDEATHSIG = 1
 _ASK_AGAIN_S = 1.0
 
 
@@ -29,7 +28,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
     _DEPARTURE.prepare()
-    _die_with_parent()
+    # A rank has nothing to tidy up, and hears no signal but SIGKILL while it waits for another rank.
+    death_signal = signal.SIGKILL if is_rank() else signal.SIGTERM
+    die_with_parent(int(os.environ.get(SUPERVISOR, os.getppid())), death_signal)
     try:
         call = prepare_call(options.address, _parse_inputs(options.inputs), read_params(options.params))
         if is_rank() or int(os.environ.get("LOCAL_RANK", "0")) > 0:
@@ -91,18 +92,6 @@ def _is_exiting(handled: BaseException | None) -> bool:
 
 
 _DEPARTURE = _Departure()
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent dies (Linux).
-
-    A rank, which has nothing to tidy up, is killed: one that waits for another rank hears no other signal.
-    """
-    if sys.platform == "linux":
-        parent = int(os.environ.get(SUPERVISOR, os.getppid()))
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if is_rank() else signal.SIGTERM)
-        if os.getppid() != parent:
-            sys.exit(128 + signal.SIGTERM)
 
 
 def _leave(code: int) -> None:

@@ -17,14 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.fingerprint import digest
-from tasks.core.tracking import (
-    ENGINE_FOLDER,
-    DataSet,
-    RunRecord,
-    TrackingConfig,
-    log_or_keep,
-    registered_name,
-)
+from tasks.core.tracking.config import TrackingConfig, registered_name
+from tasks.core.tracking.pending import log_or_keep
+from tasks.core.tracking.records import ENGINE_FOLDER, DataSet, RunRecord
 from tasks.parts.measuring.pareto import pareto_front
 from tasks.parts.selection.engine_row import EngineRow, Verdict, rungs
 from tasks.parts.selection.race import Race, read_race

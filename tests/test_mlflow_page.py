@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.picking import CHROMIUM, DRIVER, free_port, log_engines, opened_browser, read_page, served
 from flows.pick import main
-from tasks.core.tracking import TrackingConfig, find_engines, page_of, read_tracking_config
+from tasks.core.tracking.config import TrackingConfig, read_tracking_config
+from tasks.core.tracking.lookup import find_engines, page_of
 
 TARGET = "target_1"
 

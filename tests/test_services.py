@@ -20,7 +20,8 @@ import yaml
 
 from flows.pick import main as pick
 from tasks.core.errors import TrackingUnavailable
-from tasks.core.tracking import TrackingConfig, find_engine, find_engines, promote, read_pipeline_params
+from tasks.core.tracking.config import TrackingConfig
+from tasks.core.tracking.lookup import find_engine, find_engines, promote, read_pipeline_params
 from tests.conftest import REPOSITORY, SMOKE, Workspace
 from tests.flows.test_pick import TARGET, log, record
 from tests.services import (

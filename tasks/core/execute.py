@@ -24,6 +24,7 @@ from typing import Any
 from tasks.core.config import find_section, typed_config
 from tasks.core.errors import ArtifactError, ConfigError, DiskError, WorkspaceBusy
 from tasks.core.fingerprint import SCHEMA_VERSION, digest, is_pattern, matches, stage_key
+from tasks.core.locks import hold_lock
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,12 @@ ARTIFACTS = Path("artifacts")
 KEY_FILE = "key.json"
 REPORT_FILE = "report.json"
 RESUME_FOLDER = "resume"
-"""What a stage keeps in ``out/resume`` survives a kill, and is not published."""
+"""The folder inside ``out`` whose content survives a kill, to resume from, and is not published."""
 
 _ADDRESS = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
 _REPLACED = "replaced"
 LEFTOVER_AGE_S = 24 * 3600.0
-"""What a killed run left is kept so long, to resume from."""
+"""The time for which the leftovers of a killed run are kept, to resume from."""
 _DISK_IS_FULL = re.compile(r"no space left on device|quota exceeded|disk is full", re.IGNORECASE)
 
 
@@ -379,28 +380,20 @@ def _age_s(folder: Path) -> float:
     return time.time() - max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
 
 
-@contextlib.contextmanager
-def _lock(call: Call) -> Iterator[None]:
-    """Hold the address; the kernel lets go of it when this process dies, however it dies."""
-    path = ARTIFACTS / ".locks" / call.address
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder, _, key = file.read().partition(" ")
-            if key and key != call.key:
-                raise WorkspaceBusy(
-                    f"{call.address} is being made by process {holder} from another configuration. Wait "
-                    "until it ends, or stop it, then run again."
-                ) from None
-            logger.info("%s: waiting for process %s, which is making the same output", call.address, holder)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        file.truncate(0)
-        file.write(f"{os.getpid()} {call.key}")
-        file.flush()
-        yield
+def _lock(call: Call) -> contextlib.AbstractContextManager[None]:
+    """Hold the address; wait for a process that makes the same output, refuse to wait for one that makes another."""
+
+    def compare_keys(note: str) -> None:
+        holder, _, key = note.partition(" ")
+        if key and key != call.key:
+            raise WorkspaceBusy(
+                f"{call.address} is being made by process {holder} from another configuration. Wait "
+                "until it ends, or stop it, then run again."
+            ) from None
+        logger.info("%s: waiting for process %s, which is making the same output", call.address, holder)
+
+    file = ARTIFACTS / ".locks" / call.address
+    return hold_lock(file, f"{os.getpid()} {call.key}", before_waiting=compare_keys)
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -18,7 +18,7 @@ import yaml
 from tasks.core.errors import ArtifactError
 
 SCHEMA_VERSION = 1
-"""Part of every key: raise it when the meaning of an output folder changes, and old outputs are made again."""
+"""A part of every key: raise it when the meaning of an output folder changes, and old outputs are made again."""
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds the package ``tasks``."""
@@ -62,10 +62,10 @@ def matches(pattern: Path) -> list[Path]:
 
     Raises ArtifactError when nothing does.
     """
-    found = sorted(Path().glob(pattern.as_posix()))
-    if not found:
+    paths = sorted(Path().glob(pattern.as_posix()))
+    if not paths:
         raise ArtifactError(f"{pattern} matches nothing. Run the stage that makes it first, or `dvc repro`.")
-    return found
+    return paths
 
 
 def listing_md5(files: Iterable[Mapping[str, str]]) -> str:

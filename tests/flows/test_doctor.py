@@ -58,24 +58,24 @@ def test_target_of_the_run_that_cannot_be_built_here_fails_and_says_why(checkout
 def test_silent_servers_are_told_without_their_passwords(checkout, monkeypatch):
     monkeypatch.setenv("PREFECT_API_URL", f"{CLOSED}/api")
     prefect = found("Prefect")
-    assert prefect.state is State.needed and "no answer" in prefect.found
+    assert prefect.state is State.needed and "no answer" in prefect.text
     mlflow = found("MLflow", f"select_engine.tracking.uri={CLOSED}")
-    assert mlflow.state is State.missing and "no answer" in mlflow.found
+    assert mlflow.state is State.missing and "no answer" in mlflow.text
     assert "secret" not in f"{prefect}{mlflow}"
 
 
 def test_remote_is_asked_and_a_missing_one_is_told(checkout):
     assert found("DVC remote").state is State.missing
     add_remote(str(checkout / "store"))
-    assert "empty" in found("DVC remote").found
+    assert "empty" in found("DVC remote").text
     (checkout / "store/files/md5").mkdir(parents=True)
-    assert found("DVC remote").found == "store"
+    assert found("DVC remote").text == "store"
 
 
 def test_remote_without_its_package_tells_what_to_install(checkout):
     add_remote("gs://bucket/path")  # dvc-s3 is installed with the tests
     remote = found("DVC remote")
-    assert remote.state is State.missing and "dvc-gs" in remote.found
+    assert remote.state is State.missing and "dvc-gs" in remote.text
 
 
 def test_impossible_override_is_an_error_of_one_line(checkout, capsys):

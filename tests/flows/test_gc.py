@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from benchmarks.trivial_pipeline import write_workspace
-from tasks.core.tracking import RunRecord, TrackingConfig, log_pipeline
+from tasks.core.tracking.config import TrackingConfig
+from tasks.core.tracking.log import log_pipeline
+from tasks.core.tracking.records import RunRecord
 from tests.conftest import Workspace
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,10 @@ import yaml
 
 from flows.params import compose_params
 from flows.pick import main
-from tasks.core.tracking import RunRecord, TrackingConfig, find_engines, log_pipeline
+from tasks.core.tracking.config import TrackingConfig
+from tasks.core.tracking.log import log_pipeline
+from tasks.core.tracking.lookup import find_engines
+from tasks.core.tracking.records import RunRecord
 
 TARGET = "cpu_openvino"
 

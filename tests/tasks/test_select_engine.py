@@ -16,7 +16,8 @@ from onnx import TensorProto, helper
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.fingerprint import digest
-from tasks.core.tracking import TrackingConfig, send_pending
+from tasks.core.tracking.config import TrackingConfig
+from tasks.core.tracking.pending import send_pending
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, EngineStatus, write_engine_manifest
 from tasks.parts.engines.target import Precision, Runtime, Target

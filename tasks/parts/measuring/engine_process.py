@@ -7,7 +7,6 @@ They talk in JSON lines over the child's stdin and stdout. The child dies with i
 """
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -27,13 +26,12 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from tasks.core.errors import ArtifactError, EnginewrightError
+from tasks.core.processes import die_with_parent
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import FloatArray, read_engine_manifest
 from tasks.parts.engines.runner import DeviceTimes, Runner
 
 _SOURCE_ROOT = Path(__file__).resolve().parents[3]
-
-_PR_SET_PDEATHSIG = 1
 
 _MIB = 1 << 20
 
@@ -319,17 +317,9 @@ def _send(answers: IO[str], answer: dict[str, Any]) -> None:
     answers.flush()
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Ask Linux to kill this process when its parent dies, and leave at once if that has happened already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        sys.exit(1)
-
-
 def main(engine: str, parent_pid: str) -> None:
     """Be the child: answers go to the first stdout; whatever a library prints goes to stderr."""
-    die_with_parent(int(parent_pid))
+    die_with_parent(int(parent_pid), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)

@@ -1,0 +1,85 @@
+"""What a flow does before its first stage: check that nothing will stop it later, and send pending runs."""
+
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from flows import local_server
+from flows.dvc_command import DVC_CACHE
+from flows.pipeline import RecordedStages, run_pipeline
+from tasks.core.config import typed_config
+from tasks.core.errors import ConfigError
+from tasks.core.execute import ARTIFACTS, check_writable
+from tasks.core.tracking.config import database_file
+from tasks.core.tracking.pending import has_pending
+from tasks.parts.engines.machine import check_gpu
+from tasks.parts.engines.target import Target
+
+
+def check_folders(params: dict[str, Any]) -> None:
+    """Check before the first stage that everything the flow writes can be written.
+
+    Raises DiskError.
+    """
+    outputs = _outputs(params)
+    check_writable(*outputs, *(output.parent for output in outputs))
+    check_writable(*(ARTIFACTS / name for name in (".drafts", ".locks")), local_server.HOME)
+    check_writable(DVC_CACHE, DVC_CACHE / "files/md5", Path(".dvc/tmp"))
+    tracking = params["select_engine"]["tracking"]
+    database = database_file(tracking["uri"])
+    if tracking["enabled"] and database:
+        check_writable(database, database.parent, database.with_name("mlruns"))
+
+
+def check_gpus(params: dict[str, Any], targets: Collection[str]) -> None:
+    """Check before the first stage that this machine has the GPU of these targets.
+
+    Raises TargetMismatch.
+    """
+    for name in targets:
+        section = params["build_engine"][name]
+        if section["gpu"] is not None:
+            check_gpu(typed_config(Target, section, f"target.{name}"))
+
+
+def check_models(params: dict[str, Any]) -> None:
+    """Check before the first stage that the user's model can be read and fits the images of the data set.
+
+    Raises ConfigError, ArtifactError.
+    """
+    for name in params["pipeline"]["imports"].values():
+        if not Path(name).exists():
+            raise ConfigError(f"{name} is missing, expected an ONNX file, or a folder with one (model.path).")
+        if (ARTIFACTS / "import_onnx" / "report.json").is_file():
+            continue  # was read before; the stage sees what has changed
+        from tasks.parts.onnx_graphs.foreign_rewrite import read_image_size
+
+        section, data = params["import_onnx"], params["prepare_data"]
+        output = None if section["output"] is None else str(section["output"])
+        height, width = read_image_size(
+            Path(name), height=section["height"], width=section["width"], output=output
+        )
+        if (data["height"], data["width"]) != (height, width):
+            raise ConfigError(
+                f"{name} reads images of {height}x{width}, prepare_data makes them {data['height']}x{data['width']}. "
+                f"Set prepare_data.height={height} prepare_data.width={width}."
+            )
+
+
+def send_pending_runs(params: dict[str, Any]) -> None:
+    """Log what MLflow did not take from earlier flows; the command says what became of it."""
+    if params["select_engine"]["tracking"]["enabled"] and has_pending():
+        subprocess.run([sys.executable, "-m", "tasks.core.tracking"], check=False)
+
+
+def count_calls(params: dict[str, Any]) -> int:
+    """Return how many stage calls the pipeline has."""
+    return len(_outputs(params))
+
+
+def _outputs(params: dict[str, Any]) -> list[Path]:
+    plan = RecordedStages()
+    run_pipeline(plan, params)
+    return [ARTIFACTS.joinpath(*address.split(".")) for address in plan.calls]

@@ -1,0 +1,26 @@
+"""Locks between processes: the kernel releases one when its holder dies, however it dies."""
+
+import contextlib
+import fcntl
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def hold_lock(file: Path, note: str, *, before_waiting: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of a file, which then contains `note`; wait while another process holds it.
+
+    `before_waiting` gets the note of that process; what it raises ends the waiting before it begins.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a+", encoding="utf-8") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            opened.seek(0)
+            before_waiting(opened.read())
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        opened.truncate(0)
+        opened.write(note)
+        opened.flush()
+        yield

@@ -1,0 +1,220 @@
+"""Log measured candidates to MLflow, once.
+
+One parent run stands for the pipeline, one child run for each candidate, with a logged model for its engine; the
+chosen candidates become versions of registered models. Every run names the data set, and carries a digest of its
+content, so that logging the same content again adds nothing and a killed logging is continued. Each target has a view
+of the runs page to pick from. MLflow is imported in functions: it takes seconds.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tasks.core.config import PARAMS_FILE
+from tasks.core.tracking.client import client_of, find_aliases, make_version
+from tasks.core.tracking.config import TrackingConfig, database_file, model_name
+from tasks.core.tracking.records import (
+    CANDIDATE_ALIAS,
+    DIGEST_TAG,
+    PARENT_TAG,
+    PIPELINE_TAG,
+    VIEW,
+    DataSet,
+    RunRecord,
+    Tracked,
+)
+
+if TYPE_CHECKING:
+    from mlflow.entities import DatasetInput, Run
+    from mlflow.tracking import MlflowClient
+
+_VIEW_TAG = "mlflow.sharedViewState." + VIEW
+"""The tag of the experiment in which MLflow's page keeps a view that is shared by a link."""
+
+_VIEW_METRICS = ("latency_ms_p50", "latency_ms_p99", "miou", "top1", "size_bytes")
+_VIEW_TAGS = ("picked", "verdict", "variant", "precision", "target")
+
+_ACCEPTED = "ACCEPT"
+"""The verdict of an engine that holds all gates."""
+
+_MODEL_PARAMS = ("variant", "target", "precision")
+_MAX_TAG_CHARS = 5000
+_MAX_METRICS_PER_BATCH = 900
+
+_MAX_CHILDREN = 50_000
+"""The most runs that MLflow returns at once."""
+
+
+def log_pipeline(
+    config: TrackingConfig,
+    *,
+    pipeline: RunRecord,
+    candidates: Sequence[RunRecord],
+    picks: Mapping[str, str | None],
+) -> Tracked:
+    """Log the pipeline, its candidates and the chosen ones, unless the same content is there already.
+
+    ``picks`` maps the name of a registered model to the name of the chosen candidate. Without a chosen
+    candidate the alias is taken from the model, so that nobody deploys what no longer passes.
+
+    Raises TrackingUnavailable when MLflow does not answer, within about ten seconds.
+    """
+    with client_of(config) as client:
+        experiment_id = _experiment(client, config)
+        digests = {record.name: record.content_digest() for record in candidates}
+        whole = hashlib.sha256("\n".join([pipeline.content_digest(), *sorted(digests.values())]).encode())
+        parent, is_new = _parent_run(client, experiment_id, pipeline, whole.hexdigest())
+        children = _child_runs(client, experiment_id, parent)
+        missing = [record for record in candidates if digests[record.name] not in children]
+        for record in missing:
+            child = _log_candidate(client, experiment_id, parent, record, digests[record.name])
+            children[digests[record.name]] = child
+        num_versions = sum(
+            _point_alias(client, model, None if name is None else children[digests[name]], parent)
+            for model, name in picks.items()
+        )
+        for target in sorted({record.tags["target"] for record in candidates}):
+            view = _view(target, parent, candidates)
+            client.set_experiment_tag(experiment_id, _VIEW_TAG.format(target=target), json.dumps(view))
+        if parent.info.status != "FINISHED":
+            _log_content(client, parent, pipeline)
+            client.log_text(parent.info.run_id, pipeline.params, PARAMS_FILE.name)
+            client.set_terminated(parent.info.run_id, "FINISHED")
+    return Tracked(experiment_id, parent.info.run_id, len(missing) + is_new, num_versions)
+
+
+def _experiment(client: "MlflowClient", config: TrackingConfig) -> str:
+    experiment = client.get_experiment_by_name(config.experiment)
+    if experiment is None:
+        return str(client.create_experiment(config.experiment, artifact_location=_artifact_location(config)))
+    if experiment.lifecycle_stage != "active":
+        client.restore_experiment(experiment.experiment_id)
+    return str(experiment.experiment_id)
+
+
+def _artifact_location(config: TrackingConfig) -> str | None:
+    """Keep the files beside a local database; a server decides for itself."""
+    file = database_file(config.uri)
+    return (file.resolve().parent / "mlruns").as_uri() if file else None
+
+
+def _parent_run(
+    client: "MlflowClient", experiment_id: str, record: RunRecord, digest: str
+) -> tuple["Run", bool]:
+    """Return the run of this content, and whether it had to be made."""
+    same = client.search_runs([experiment_id], f"tags.{DIGEST_TAG} = '{digest}'", max_results=1)
+    if same:
+        return same[0], False
+    tags = {**record.tags, "git_commit": record.commit, DIGEST_TAG: digest}
+    return client.create_run(experiment_id, run_name=record.name, tags=_fitting(tags)), True
+
+
+def _child_runs(client: "MlflowClient", experiment_id: str, parent: "Run") -> dict[str, "Run"]:
+    """Return the finished children by content digest; what a killed logging left half done is deleted."""
+    children: dict[str, Run] = {}
+    of_parent = f"tags.`{PARENT_TAG}` = '{parent.info.run_id}'"
+    for run in client.search_runs([experiment_id], of_parent, max_results=_MAX_CHILDREN):
+        if run.info.status == "FINISHED":
+            children[run.data.tags[DIGEST_TAG]] = run
+            continue
+        for model in client.search_logged_models([experiment_id], f"source_run_id = '{run.info.run_id}'"):
+            client.delete_logged_model(model.model_id)
+        client.delete_run(run.info.run_id)
+    return children
+
+
+def _log_candidate(
+    client: "MlflowClient", experiment_id: str, parent: "Run", record: RunRecord, digest: str
+) -> "Run":
+    tags = {
+        **record.tags,
+        "git_commit": record.commit,
+        DIGEST_TAG: digest,
+        PARENT_TAG: parent.info.run_id,
+    }
+    run = client.create_run(experiment_id, run_name=record.name, tags=_fitting(tags))
+    if record.metrics:
+        _log_engine(client, run, record)
+    else:  # nothing was built
+        _log_content(client, run, record)
+    client.set_terminated(run.info.run_id, "FINISHED")
+    return run
+
+
+def _log_engine(client: "MlflowClient", run: "Run", record: RunRecord) -> None:
+    """Log a candidate and the entry of MLflow's model table that shares its metrics; the files stay in the run."""
+    from mlflow.entities import LoggedModelOutput
+
+    model = client.create_logged_model(
+        run.info.experiment_id,
+        name=model_name(record.name),
+        source_run_id=run.info.run_id,
+        tags={**_fitting(record.tags), "mlflow.model.isExternal": "true"},
+        params={name: record.tags[name] for name in _MODEL_PARAMS if name in record.tags},
+        model_type="engine",
+    )
+    client.log_outputs(run.info.run_id, [LoggedModelOutput(model.model_id, step=0)])
+    _log_content(client, run, record, model_id=model.model_id)
+    client.finalize_logged_model(model.model_id, "READY")
+
+
+def _log_content(client: "MlflowClient", run: "Run", record: RunRecord, model_id: str | None = None) -> None:
+    """Log metrics, for the run and for a logged model, files, and the data set."""
+    from mlflow.entities import Metric
+
+    now_ms = int(time.time() * 1000)
+    metrics = [
+        Metric(name, value, now_ms, 0, model_id=model_id) for name, value in sorted(record.metrics.items())
+    ]
+    for start in range(0, len(metrics), _MAX_METRICS_PER_BATCH):
+        client.log_batch(run.info.run_id, metrics=metrics[start : start + _MAX_METRICS_PER_BATCH])
+    for folder, file in record.artifacts:
+        client.log_artifact(run.info.run_id, str(file), folder or None)
+    if record.data is not None:
+        client.log_inputs(run.info.run_id, [_data_input(record.data)])
+
+
+def _data_input(data: DataSet) -> "DatasetInput":
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    source = json.dumps({"uri": data.path})
+    dataset = Dataset(data.name, data.digest, source_type="local", source=source)
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", "evaluation")])
+
+
+def _view(target: str, parent: "Run", candidates: Sequence[RunRecord]) -> dict[str, object]:
+    """Return the state of MLflow's runs page that shows what the pipeline accepted on a target, fastest first."""
+    measured = {name for record in candidates for name in record.metrics}
+    columns = [f"metrics.`{name}`" for name in _VIEW_METRICS if name in measured]
+    columns += [f"tags.`{name}`" for name in _VIEW_TAGS]
+    return {
+        "searchFilter": f"tags.target = '{target}' and tags.verdict = '{_ACCEPTED}' "
+        f"and tags.`{PARENT_TAG}` = '{parent.info.run_id}'",
+        "orderByKey": "metrics.`latency_ms_p50`",
+        "orderByAsc": True,
+        "selectedColumns": columns,
+        "columnOrder": columns,
+    }
+
+
+def _point_alias(client: "MlflowClient", model: str, run: "Run | None", parent: "Run") -> bool:
+    """Point the alias of a registered model to a run's engine; return whether a version was added."""
+    known = find_aliases(client, model)
+    current = (known or {}).get(CANDIDATE_ALIAS)
+    if run is None:
+        if current is not None:
+            client.delete_registered_model_alias(model, CANDIDATE_ALIAS)
+        return False
+    if known is None:
+        client.create_registered_model(model, tags={"kind": "engine"})
+    version, is_new = make_version(client, model, run)
+    client.set_model_version_tag(model, version, PIPELINE_TAG, parent.info.run_id)
+    if current != version:
+        client.set_registered_model_alias(model, CANDIDATE_ALIAS, version)
+    return is_new
+
+
+def _fitting(tags: Mapping[str, str]) -> dict[str, str]:
+    return {name: value[:_MAX_TAG_CHARS] for name, value in tags.items()}

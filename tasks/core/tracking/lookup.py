@@ -1,0 +1,133 @@
+"""Find logged engines in MLflow, fetch their files, and promote one."""
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core.config import PARAMS_FILE
+from tasks.core.errors import ArtifactError
+from tasks.core.tracking.client import client_of, find_aliases, make_version
+from tasks.core.tracking.config import TrackingConfig, experiments_page, registered_name
+from tasks.core.tracking.records import (
+    CANDIDATE_ALIAS,
+    CHAMPION_ALIAS,
+    ENGINE_FOLDER,
+    PARENT_TAG,
+    PIPELINE_TAG,
+    VIEW,
+    TrackedEngine,
+)
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+
+
+def find_engines(config: TrackingConfig, target: str) -> list[TrackedEngine]:
+    """Return the logged runs of a target's engines in one pipeline: that of its candidate, else the latest.
+
+    Raises TrackingUnavailable when MLflow does not answer.
+    """
+    with client_of(config) as client:
+        experiment = client.get_experiment_by_name(config.experiment)
+        if experiment is None:
+            return []
+        of_target = f"tags.target = '{target}' and attributes.status = 'FINISHED'"
+        version = (find_aliases(client, registered_name(config, target)) or {}).get(CANDIDATE_ALIAS)
+        if version is None:
+            order = ["attributes.start_time DESC"]
+            runs = client.search_runs([experiment.experiment_id], of_target, order_by=order, max_results=1)
+            pipelines = [run.data.tags[PARENT_TAG] for run in runs]
+        else:
+            candidate = client.get_model_version(registered_name(config, target), version)
+            pipelines = [candidate.tags[PIPELINE_TAG]] if PIPELINE_TAG in candidate.tags else []
+        if not pipelines:
+            return []
+        same = f"{of_target} and tags.`{PARENT_TAG}` = '{pipelines[0]}'"
+        return [_tracked(run) for run in client.search_runs([experiment.experiment_id], same)]
+
+
+def find_engine(config: TrackingConfig, sha256: str) -> TrackedEngine | None:
+    """Return the latest run of the engine file whose sha256 begins like this.
+
+    Raises TrackingUnavailable when MLflow does not answer.
+    """
+    with client_of(config) as client:
+        experiment = client.get_experiment_by_name(config.experiment)
+        if experiment is None:
+            return None
+        runs = client.search_runs(
+            [experiment.experiment_id],
+            f"tags.engine_sha256 LIKE '{sha256}%' and attributes.status = 'FINISHED'",
+            order_by=["attributes.start_time DESC"],
+            max_results=1,
+        )
+        return _tracked(runs[0]) if runs else None
+
+
+def find_picked_engines(config: TrackingConfig) -> list[TrackedEngine]:
+    """Return the runs of all engines that an alias of a registered model points to.
+
+    Raises TrackingUnavailable when MLflow does not answer.
+    """
+    with client_of(config) as client:
+        picked = {
+            run_id
+            for model in client.search_registered_models(max_results=1000)
+            for version in model.aliases.values()
+            if (run_id := client.get_model_version(model.name, version).run_id)
+        }
+        return [_tracked(client.get_run(run_id)) for run_id in sorted(picked)]
+
+
+def _tracked(run: "Run") -> TrackedEngine:
+    return TrackedEngine(run.info.experiment_id, run.info.run_id, run.data.tags, run.data.metrics)
+
+
+def read_pipeline_params(config: TrackingConfig, engine: TrackedEngine) -> str:
+    """Return the params.yaml of the pipeline that made an engine.
+
+    Raises TrackingUnavailable when MLflow does not answer, ArtifactError where its run has no such file.
+    """
+    with client_of(config) as client, tempfile.TemporaryDirectory() as folder:
+        pipeline = engine.tags[PARENT_TAG]
+        if PARAMS_FILE.name not in {file.path for file in client.list_artifacts(pipeline)}:
+            raise ArtifactError(
+                f"MLflow's run {pipeline} holds no {PARAMS_FILE}: an earlier version logged it. Run the pipeline "
+                "again in an experiment of its own (select_engine.tracking.experiment)."
+            )
+        return Path(client.download_artifacts(pipeline, PARAMS_FILE.name, folder)).read_text(encoding="utf-8")
+
+
+def page_of(config: TrackingConfig, engine: TrackedEngine) -> str | None:
+    """Return the address of the page that shows what was accepted on an engine's target, fastest first.
+
+    None without a server. What the page shows, `log_pipeline` has put into the experiment.
+    """
+    page = experiments_page(config.uri)
+    if page is None:
+        return None
+    view = VIEW.format(target=engine.tags["target"])
+    return f"{page}/{engine.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey={view}"
+
+
+def download_engine(config: TrackingConfig, run_id: str, folder: Path) -> Path:
+    """Copy the engine of a run with what lies beside it into `folder` and return where it is.
+
+    Raises TrackingUnavailable when MLflow does not answer.
+    """
+    with client_of(config) as client:
+        return Path(client.download_artifacts(run_id, ENGINE_FOLDER, str(folder)))
+
+
+def promote(config: TrackingConfig, target: str, run_id: str) -> str:
+    """Let the champion of a target be the engine of a run; return the version of its registered model.
+
+    Raises TrackingUnavailable when MLflow does not answer.
+    """
+    model = registered_name(config, target)
+    with client_of(config) as client:
+        if find_aliases(client, model) is None:
+            client.create_registered_model(model, tags={"kind": "engine"})
+        version, _ = make_version(client, model, client.get_run(run_id))
+        client.set_registered_model_alias(model, CHAMPION_ALIAS, version)
+        return version

@@ -1,0 +1,128 @@
+"""Keep on disk what MLflow does not take, and send it later."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tasks.core.errors import TrackingUnavailable
+from tasks.core.locks import hold_lock
+from tasks.core.tracking.config import TrackingConfig
+from tasks.core.tracking.log import log_pipeline
+from tasks.core.tracking.records import DataSet, RunRecord, Tracked
+
+logger = logging.getLogger(__name__)
+
+PENDING = Path("artifacts/.pending")
+"""The folder of what MLflow did not take yet: one folder for each pipeline, with copies of the files."""
+
+_RECORD_FILE = "record.json"
+
+
+def log_or_keep(
+    config: TrackingConfig,
+    *,
+    pipeline: RunRecord,
+    candidates: Sequence[RunRecord],
+    picks: Mapping[str, str | None],
+) -> Tracked | None:
+    """Log what is pending and then this pipeline; what MLflow does not take is kept on disk, and None returned."""
+    try:
+        send_pending(config)
+        return log_pipeline(config, pipeline=pipeline, candidates=candidates, picks=picks)
+    except TrackingUnavailable as error:
+        _keep((pipeline, *candidates), picks)
+        logger.warning("%s %s", error, describe_pending())
+        return None
+
+
+def send_pending(config: TrackingConfig) -> int:
+    """Log what is pending, oldest first, and forget it; return the number of runs that were added.
+
+    Raises TrackingUnavailable when MLflow does not answer; the rest stays pending.
+    """
+    num_added = 0
+    if not PENDING.is_dir():
+        return num_added
+    with _lock():
+        for file, runs, picks in _read_pending():
+            num_added += log_pipeline(
+                config, pipeline=runs[0], candidates=runs[1:], picks=picks
+            ).num_runs_added
+            file.unlink()
+            shutil.rmtree(file.parent)
+    return num_added
+
+
+def has_pending() -> bool:
+    """Tell whether any runs wait to be sent."""
+    return any(PENDING.glob(f"*/{_RECORD_FILE}"))
+
+
+def describe_pending() -> str:
+    """Return how many runs are pending, and what sends them."""
+    num_runs = sum(len(runs) for _, runs, _ in _read_pending())
+    return (
+        f"{num_runs} runs pending in {PENDING}: the next run sends them, and so does `python -m "
+        "tasks.core.tracking`."
+    )
+
+
+def _lock() -> contextlib.AbstractContextManager[None]:
+    """Let one process at a time work in the folder of pending runs."""
+    return hold_lock(
+        PENDING.parent / ".locks" / "pending",
+        str(os.getpid()),
+        before_waiting=lambda pid: logger.info("waiting for process %s, which works in %s", pid, PENDING),
+    )
+
+
+def _keep(runs: Sequence[RunRecord], picks: Mapping[str, str | None]) -> None:
+    """Copy all that logging needs, since the next run replaces the originals; the record is written last."""
+    digest = hashlib.sha256("".join(run.content_digest() for run in runs).encode()).hexdigest()
+    content = {
+        "runs": [
+            dataclasses.asdict(run) | {"artifacts": [(folder, file.name) for folder, file in run.artifacts]}
+            for run in runs
+        ],
+        "picks": dict(picks),
+    }
+    kept = PENDING / digest[:12]
+    with _lock():
+        shutil.rmtree(kept, ignore_errors=True)
+        try:
+            for number, run in enumerate(runs):
+                for folder, file in run.artifacts:
+                    copy = kept / str(number) / folder / file.name
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, copy)
+            (kept / "draft").write_text(json.dumps(content), encoding="utf-8")
+            (kept / "draft").rename(kept / _RECORD_FILE)
+        except OSError:
+            shutil.rmtree(kept, ignore_errors=True)
+            raise
+
+
+def _read_pending() -> list[tuple[Path, list[RunRecord], dict[str, str | None]]]:
+    """Return the file, the runs and the picks of every pending pipeline, oldest first."""
+    pipelines = []
+    for file in sorted(PENDING.glob(f"*/{_RECORD_FILE}"), key=lambda file: file.stat().st_mtime_ns):
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            logger.warning("ignoring %s, which is damaged; remove %s", file, file.parent)
+            continue
+        runs = []
+        for number, run in enumerate(content["runs"]):
+            copies = (
+                (folder, file.parent / str(number) / folder / name) for folder, name in run["artifacts"]
+            )
+            data = DataSet(**run["data"]) if run.get("data") else None
+            runs.append(RunRecord(**(run | {"artifacts": tuple(copies), "data": data})))
+        pipelines.append((file, runs, content["picks"]))
+    return pipelines

@@ -1,0 +1,129 @@
+"""What a run in MLflow holds, and the names by which it is found there."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tasks.core.config import PARAMS_FILE
+from tasks.core.fingerprint import SOURCE_ROOT
+from tasks.core.tracking.config import mask_credentials
+
+CANDIDATE_ALIAS = "candidate"
+"""The alias of the version of a registered model that the latest pipeline picked."""
+
+CHAMPION_ALIAS = "champion"
+"""The alias of the version that a person promoted: the one to deploy."""
+
+ENGINE_FOLDER = "engine"
+"""The folder of a candidate's run that a registered version hands out."""
+
+DIGEST_TAG = "content_digest"
+PARENT_TAG = "mlflow.parentRunId"
+
+PIPELINE_TAG = "pipeline_run_id"
+"""The tag of a version that names the latest pipeline that picked it.
+
+The run of the version may belong to an earlier pipeline with the same content.
+"""
+
+VIEW = "pick-{target}"
+"""The name of the view of the runs page that shows the engines of a target."""
+
+UNKNOWN_COMMIT, UNCOMMITTED = "unknown", " and uncommitted changes"
+_CODE = ("tasks", "dvc.yaml")
+
+
+@functools.cache
+def git_commit() -> str:
+    """Return the commit of the checkout that this code lies in, or "unknown".
+
+    UNCOMMITTED follows it where the stages' code was changed since.
+    """
+    try:
+        commit = _git("rev-parse", "HEAD")
+        changes = _git("status", "--porcelain", "--", *_CODE)
+    except (OSError, subprocess.SubprocessError):
+        return UNKNOWN_COMMIT
+    return commit + (UNCOMMITTED if changes else "")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=SOURCE_ROOT, capture_output=True, text=True, check=True, timeout=10
+    )
+    return done.stdout.strip()
+
+
+def _params_text() -> str:
+    """Return params.yaml without passwords: what is logged is read by others."""
+    return mask_credentials(PARAMS_FILE.read_text(encoding="utf-8")) if PARAMS_FILE.is_file() else ""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """The data that engines were made from and measured on."""
+
+    name: str
+    digest: str
+    """The md5 that DVC gives the data."""
+    path: str
+    """The place of the data in a checkout."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What one run in MLflow is to hold."""
+
+    name: str
+    metrics: Mapping[str, float]
+    tags: Mapping[str, str]
+    artifacts: tuple[tuple[str, Path], ...]
+    """The files of the run, as pairs of (folder inside the run, file)."""
+    data: DataSet | None = None
+    """The data set; None in a record that an earlier version kept."""
+    commit: str = field(default_factory=git_commit)
+    """The commit of the code that made it, which is no part of the content."""
+    params: str = field(default_factory=_params_text)
+    """The text of params.yaml, which is no part of the content either. The pipeline's run keeps it."""
+
+    def content_digest(self) -> str:
+        """Return a digest of everything in the record, the files' bytes included."""
+        content = {
+            "name": self.name,
+            "metrics": dict(self.metrics),
+            "tags": dict(self.tags),
+            "artifacts": [[folder, file.name, _sha256(file)] for folder, file in self.artifacts],
+            "data": self.data and dataclasses.asdict(self.data),
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """What a call of ``log_pipeline`` added, and where."""
+
+    experiment_id: str
+    parent_run_id: str
+    num_runs_added: int
+    num_versions_added: int
+
+
+@dataclass(frozen=True)
+class TrackedEngine:
+    """An engine as its run in MLflow describes it."""
+
+    experiment_id: str
+    run_id: str
+    tags: Mapping[str, str]
+    """The tags of the run: variant, verdict, reason, engine_sha256 and so on."""
+    metrics: Mapping[str, float]

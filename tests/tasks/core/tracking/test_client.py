@@ -1,0 +1,91 @@
+"""A store that cannot be used is given up soon."""
+
+import dataclasses
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.picking import free_port
+from tasks.core.errors import TrackingUnavailable
+from tasks.core.tracking.config import TrackingConfig
+from tasks.core.tracking.log import log_pipeline
+
+
+def test_a_closed_port_is_reported_soon_and_without_credentials(config, pipeline, candidates) -> None:
+    uri = f"http://user:secret@127.0.0.1:{free_port()}"
+    gone = dataclasses.replace(config, uri=uri)
+    started = time.monotonic()
+    with pytest.raises(TrackingUnavailable, match=r"select_engine\.tracking\.uri") as caught:
+        log_pipeline(gone, pipeline=pipeline, candidates=candidates, picks={})
+    assert "secret" not in str(caught.value)
+    assert time.monotonic() - started < 15
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A server that takes connections and never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(8)
+        kept: list[socket.socket] = []
+        stop = threading.Event()
+
+        def accept() -> None:
+            server.settimeout(0.1)
+            while not stop.is_set():
+                try:
+                    kept.append(server.accept()[0])
+                except TimeoutError:
+                    continue
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield int(server.getsockname()[1])
+        stop.set()
+        thread.join()
+        for connection in kept:
+            connection.close()
+
+
+def test_a_server_that_never_answers_is_given_up_within_the_limit(
+    config, pipeline, candidates, silent_port
+) -> None:
+    import mlflow.tracking  # noqa: F401  (its import is no part of the waiting)
+
+    silent = dataclasses.replace(config, uri=f"http://127.0.0.1:{silent_port}")
+    started = time.monotonic()
+    with pytest.raises(TrackingUnavailable):
+        log_pipeline(silent, pipeline=pipeline, candidates=candidates, picks={})
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("damage", ["folder", "text", "locked"])
+def test_a_database_that_cannot_be_used_is_reported_soon(
+    config, pipeline, candidates, tmp_path, damage
+) -> None:
+    import mlflow.tracking  # noqa: F401
+
+    file = tmp_path / "broken.db"
+    holder = sqlite3.connect(tmp_path / "other.db")
+    if damage == "folder":
+        file.mkdir()
+    elif damage == "text":
+        file.write_text("this is no database" * 100)
+    else:
+        holder = sqlite3.connect(file)
+        holder.execute("BEGIN EXCLUSIVE")
+    broken = dataclasses.replace(config, uri=f"sqlite:///{file}")
+    started = time.monotonic()
+    with pytest.raises(TrackingUnavailable, match="does not take or give the runs"):
+        log_pipeline(broken, pipeline=pipeline, candidates=candidates, picks={})
+    assert time.monotonic() - started < 15
+    holder.close()
+
+
+def test_a_database_in_a_new_folder_is_made(tmp_path, pipeline, candidates) -> None:
+    new = TrackingConfig(enabled=True, uri=f"sqlite:///{tmp_path}/new/mlflow.db", experiment="engines")
+    assert log_pipeline(new, pipeline=pipeline, candidates=candidates, picks={}).num_runs_added == 3

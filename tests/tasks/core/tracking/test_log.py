@@ -1,0 +1,167 @@
+"""MLflow gets each candidate once, against a real SQLite store."""
+
+import dataclasses
+from pathlib import Path
+
+from tasks.core.tracking.config import TrackingConfig
+from tasks.core.tracking.log import log_pipeline
+from tasks.core.tracking.records import git_commit
+from tests.tasks.core.tracking.conftest import DATA, client_of, record, runs_of
+
+
+def models_of(config: TrackingConfig):
+    client = client_of(config)
+    experiment = client.get_experiment_by_name(config.experiment)
+    return {model.name: model for model in client.search_logged_models([experiment.experiment_id])}
+
+
+def test_each_candidate_is_a_child_run_of_the_pipeline(config, pipeline, candidates) -> None:
+    tracked = log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={})
+
+    assert tracked.num_runs_added == 3
+    runs = {run.info.run_name: run for run in runs_of(config)}
+    assert set(runs) == {"pipeline", "a", "b"}
+    assert runs["b"].data.tags["mlflow.parentRunId"] == tracked.parent_run_id
+    assert runs["b"].data.metrics == {"latency_ms_p50": 1.0, "miou": 0.5}
+    assert runs["b"].data.tags["git_commit"] == git_commit()
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    client = client_of(config)
+    assert [file.path for file in client.list_artifacts(runs["a"].info.run_id, "engine")] == [
+        "engine/a.engine"
+    ]
+    of_pipeline = [file.path for file in client.list_artifacts(tracked.parent_run_id)]
+    assert of_pipeline == ["params.yaml", "report.html"]
+
+
+def test_every_metric_has_one_point(config, pipeline, candidates) -> None:
+    log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={})
+    log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={})
+
+    client = client_of(config)
+    for run in runs_of(config):
+        for name in run.data.metrics:
+            assert len(client.get_metric_history(run.info.run_id, name)) == 1
+
+
+def test_the_model_table_sorts_by_latency(config, pipeline, candidates) -> None:
+    log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={})
+
+    client = client_of(config)
+    experiment = client.get_experiment_by_name(config.experiment)
+    models = client.search_logged_models(
+        [experiment.experiment_id],
+        order_by=[{"field_name": "metrics.latency_ms_p50", "ascending": True}],
+    )
+    assert [model.name for model in models] == ["b", "a"]
+
+
+def test_every_run_names_the_data_set_with_the_digest_of_dvc(config, pipeline, candidates) -> None:
+    log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={})
+
+    for run in runs_of(config):
+        [found] = run.inputs.dataset_inputs
+        assert (found.dataset.name, found.dataset.digest) == (DATA.name, DATA.digest)
+        assert DATA.path in found.dataset.source
+
+
+def test_each_engine_is_a_ready_model_that_its_run_puts_out(config, pipeline, candidates) -> None:
+    for _ in range(2):
+        log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={})
+
+    runs, models = {run.info.run_name: run for run in runs_of(config)}, models_of(config)
+    assert set(models) == {"a", "b"}
+    for name, model in models.items():
+        assert [output.model_id for output in runs[name].outputs.model_outputs] == [model.model_id]
+        assert (model.status, model.model_type, model.source_run_id) == (
+            "READY",
+            "engine",
+            runs[name].info.run_id,
+        )
+        assert {metric.key: metric.value for metric in model.metrics} == runs[name].data.metrics
+        assert model.params == {"variant": name, "target": "cpu"} and model.tags["reason"] == "fast enough"
+
+
+def test_what_was_not_built_is_a_run_and_no_model(config, pipeline, candidates) -> None:
+    skipped = dataclasses.replace(candidates[0], metrics={})
+    log_pipeline(config, pipeline=pipeline, candidates=[skipped, candidates[1]], picks={})
+    assert set(models_of(config)) == {"b"} and len(runs_of(config)) == 3
+
+
+def test_the_same_content_adds_no_run_and_no_version(config, pipeline, candidates) -> None:
+    picks = {"enginewright-cpu": "b"}
+    first = log_pipeline(config, pipeline=pipeline, candidates=candidates, picks=picks)
+    second = log_pipeline(config, pipeline=pipeline, candidates=candidates, picks=picks)
+
+    assert (first.num_runs_added, first.num_versions_added) == (3, 1)
+    assert (second.num_runs_added, second.num_versions_added) == (0, 0)
+    assert second.parent_run_id == first.parent_run_id
+    assert len(runs_of(config)) == 3
+
+
+def test_other_content_is_another_pipeline_run(config, pipeline, candidates, tmp_path) -> None:
+    log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={})
+    changed = [candidates[0], record(tmp_path, "b", 0.5)]
+    tracked = log_pipeline(config, pipeline=pipeline, candidates=changed, picks={})
+
+    assert tracked.num_runs_added == 3
+    assert len(runs_of(config)) == 6
+
+
+def test_a_killed_logging_is_continued(config, pipeline, candidates) -> None:
+    first = log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={})
+    client = client_of(config)
+    half_done = next(run for run in runs_of(config) if run.info.run_name == "b")
+    client.update_run(half_done.info.run_id, status="RUNNING")
+    client.update_run(first.parent_run_id, status="RUNNING")
+    models_before = list(models_of(config).values())
+
+    second = log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={})
+
+    assert second.parent_run_id == first.parent_run_id
+    assert second.num_runs_added == 1
+    names = sorted(run.info.run_name for run in runs_of(config))
+    assert names == ["a", "b", "pipeline"]
+    [first_try] = [model for model in models_before if model.name == "b"]
+    assert first_try.model_id not in {model.model_id for model in models_of(config).values()}
+    assert set(models_of(config)) == {"a", "b"}
+    assert {run.info.status for run in runs_of(config)} == {"FINISHED"}
+
+
+def test_the_pick_is_a_version_that_hands_out_the_engine(config, pipeline, candidates, tmp_path) -> None:
+    log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={"enginewright-cpu": "b"})
+
+    client = client_of(config)
+    version = client.get_model_version_by_alias("enginewright-cpu", "candidate")
+    assert version.tags["variant"] == "b"
+    assert version.description == "fast enough"
+    folder = Path(version.source.removeprefix("file://"))
+    assert (folder / "b.engine").read_bytes() == b"b"
+
+
+def test_the_alias_moves_to_a_new_pick_and_back_without_a_third_version(config, pipeline, candidates) -> None:
+    for name in ("a", "b", "a"):
+        log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={"enginewright-cpu": name})
+        version = client_of(config).get_model_version_by_alias("enginewright-cpu", "candidate")
+        assert version.tags["variant"] == name
+    assert len(client_of(config).search_model_versions("name = 'enginewright-cpu'")) == 2
+
+
+def test_a_target_without_a_pick_loses_the_alias(config, pipeline, candidates) -> None:
+    log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={"enginewright-cpu": "a"})
+    log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={"enginewright-cpu": None})
+
+    model = client_of(config).get_registered_model("enginewright-cpu")
+    assert "candidate" not in model.aliases
+
+
+def test_no_model_is_registered_for_a_target_that_never_had_a_pick(config, pipeline, candidates) -> None:
+    log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={"enginewright-cpu": None})
+    assert list(client_of(config).search_registered_models()) == []
+
+
+def test_a_deleted_experiment_is_used_again(config, pipeline, candidates) -> None:
+    log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={})
+    client = client_of(config)
+    client.delete_experiment(client.get_experiment_by_name(config.experiment).experiment_id)
+
+    assert log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={}).parent_run_id

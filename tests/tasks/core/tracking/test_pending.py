@@ -1,0 +1,115 @@
+"""What MLflow does not take is kept, and sent once."""
+
+import dataclasses
+import shutil
+
+import pytest
+
+from benchmarks.picking import free_port, served
+from tasks.core.tracking.config import TrackingConfig
+from tasks.core.tracking.lookup import download_engine
+from tasks.core.tracking.pending import PENDING, log_or_keep, send_pending
+from tests.tasks.core.tracking.conftest import client_of, record, runs_of
+
+
+@pytest.fixture
+def stopped(config, tmp_path, monkeypatch) -> TrackingConfig:
+    """A server that nobody started."""
+    monkeypatch.chdir(tmp_path)
+    return dataclasses.replace(config, uri=f"http://127.0.0.1:{free_port()}")
+
+
+def test_runs_that_were_not_taken_are_logged_once_by_the_next_run(
+    config, stopped, pipeline, candidates, caplog
+) -> None:
+    picks = {"enginewright-cpu": "b"}
+    assert log_or_keep(stopped, pipeline=pipeline, candidates=candidates, picks=picks) is None
+    assert "3 runs pending" in caplog.text and "python -m tasks.core.tracking" in caplog.text
+    contents = {candidate.content_digest() for candidate in candidates}
+    for _, file in (*pipeline.artifacts, *candidates[0].artifacts):
+        file.unlink()  # the next run of the stages replaces the originals
+
+    assert send_pending(config) == 3
+    assert send_pending(config) == 0
+    runs = {run.info.run_name: run for run in runs_of(config)}
+    assert {runs["a"].data.tags["content_digest"], runs["b"].data.tags["content_digest"]} == contents
+    assert (
+        client_of(config).get_model_version_by_alias("enginewright-cpu", "candidate").tags["variant"] == "b"
+    )
+    assert len(runs_of(config)) == 3 and not list(PENDING.iterdir())
+
+
+def test_pending_runs_are_logged_before_newer_ones(config, stopped, pipeline, candidates, tmp_path) -> None:
+    picks = {"enginewright-cpu": "a"}
+    log_or_keep(stopped, pipeline=pipeline, candidates=candidates, picks=picks)
+    log_or_keep(stopped, pipeline=pipeline, candidates=candidates, picks=picks)  # the same again: kept once
+    changed = [candidates[0], record(tmp_path, "b", 0.5)]
+    tracked = log_or_keep(config, pipeline=pipeline, candidates=changed, picks={"enginewright-cpu": "b"})
+
+    assert tracked is not None and tracked.num_runs_added == 3
+    assert len(runs_of(config)) == 6 and not list(PENDING.iterdir())
+    assert (
+        client_of(config).get_model_version_by_alias("enginewright-cpu", "candidate").tags["variant"] == "b"
+    )
+
+
+@pytest.mark.slow
+def test_what_a_stopped_server_missed_is_sent_when_it_is_back(
+    config, pipeline, candidates, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    port, changed = free_port(), record(tmp_path, "b", 0.5)
+    with served(config, tmp_path, port) as server:
+        log_or_keep(server, pipeline=pipeline, candidates=candidates, picks={"enginewright-cpu": "a"})
+    runs_before = len(runs_of(config))
+
+    missed = [candidates[0], changed]
+    assert log_or_keep(server, pipeline=pipeline, candidates=missed, picks={"enginewright-cpu": "b"}) is None
+    changed.artifacts[0][1].write_bytes(b"of a later run")
+    with served(config, tmp_path, port):
+        assert send_pending(server) == 3
+        assert send_pending(server) == 0
+        version = client_of(server).get_model_version_by_alias("enginewright-cpu", "candidate")
+        engine = download_engine(server, version.run_id, tmp_path) / "b.engine"
+
+    assert (runs_before, len(runs_of(config))) == (3, 6) and not list(PENDING.iterdir())
+    assert engine.read_bytes() == b"b"
+
+
+def test_sending_that_was_killed_before_it_could_forget_adds_nothing(
+    config, stopped, pipeline, candidates, tmp_path
+) -> None:
+    log_or_keep(stopped, pipeline=pipeline, candidates=candidates, picks={})
+    shutil.copytree(PENDING, tmp_path / "as_it_was", copy_function=shutil.copy2)
+    assert send_pending(config) == 3
+    shutil.copytree(tmp_path / "as_it_was", PENDING, dirs_exist_ok=True)
+    assert send_pending(config) == 0
+    assert len(runs_of(config)) == 3 and not list(PENDING.iterdir())
+
+
+def test_a_damaged_pending_record_is_named_and_stops_nothing(
+    config, stopped, pipeline, candidates, caplog
+) -> None:
+    log_or_keep(stopped, pipeline=pipeline, candidates=candidates, picks={})
+    [file] = PENDING.glob("*/record.json")
+    file.write_bytes(file.read_bytes()[:100])
+    assert log_or_keep(config, pipeline=pipeline, candidates=candidates, picks={}).num_runs_added == 3
+    assert f"ignoring {file}, which is damaged" in caplog.text
+
+
+def test_a_full_disk_under_the_database_leaves_the_runs_pending(
+    config, pipeline, candidates, tmp_path, monkeypatch, mount_disk, empty_database, caplog
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mount_disk(tmp_path / "small", "size=16m")
+    shutil.copy(empty_database, tmp_path / "small" / "mlflow.db")
+    small = dataclasses.replace(config, uri=f"sqlite:///{tmp_path}/small/mlflow.db")
+    filler = tmp_path / "small" / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(tmp_path / "small").free - 16384))
+
+    assert log_or_keep(small, pipeline=pipeline, candidates=candidates, picks={}) is None
+    assert "disk is full" in caplog.text or "No space left" in caplog.text
+    filler.unlink()
+    send_pending(small)
+    assert sorted(run.info.run_name for run in runs_of(small)) == ["a", "b", "pipeline"]
+    assert {run.info.status for run in runs_of(small)} == {"FINISHED"}
