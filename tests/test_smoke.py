@@ -239,7 +239,7 @@ def test_two_flows_at_once_take_turns(smoke_run: tuple[Workspace, str]) -> None:
     ("override", "expected"),
     [
         ("train.teacher.trainer.max_epoch=3", "max_epoch"),
-        ("train.teacher.trainer.max_epochs=0", "max_epochs is 0, expected at least 1"),
+        ("train.teacher.trainer.max_epochs=0", "max_epochs is 0, expected an integer of at least 1"),
         ("train.teacher.trainer.max_epochs=many", "train.teacher.trainer.max_epochs"),
         ("prune.target_macs_ratio=1.5", "target_macs_ratio"),
         ("network@train.baseline.network=resnet9000", "resnet9000"),

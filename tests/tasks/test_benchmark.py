@@ -14,12 +14,11 @@ import pytest
 
 from tasks.benchmark import Config, benchmark
 from tasks.build_engine import build_engine
-from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.errors import ArtifactError
 from tasks.parts.engines.manifest import LAYERS_FILE, read_engine_manifest
 from tasks.parts.measuring import engine_process as burst_process
 from tasks.parts.measuring.batch_latency import Windows
 from tasks.parts.measuring.engine_process import BurstProcess
-from tests.conftest import checked
 
 REPOSITORY = Path(burst_process.__file__).resolve().parents[3]
 CONFIG = Config(
@@ -243,20 +242,3 @@ def test_engine_process_dies_with_its_killed_parent(workshop):
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("batch_sizes", [4, 1]),
-        ("concurrencies", [0]),
-        ("throughput_s", 0.0),
-        ("min_rounds", 1),
-        ("burst_ms", 0.0),
-        ("budget_s", -1.0),
-        ("max_aa_spread", 0.0),
-    ],
-)
-def test_impossible_config_is_refused_with_its_key(field, value):
-    with pytest.raises(ConfigError, match=rf"benchmark\.{field}(\[[01]\] is [01]| is {value}), expected"):
-        checked(CONFIG, "benchmark", **{field: value})

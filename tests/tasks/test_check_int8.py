@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tasks.check_int8 import Answer, Config, Report, check_int8
-from tasks.core.errors import ArtifactError, ConfigError
-from tests.conftest import checked
+from tasks.core.errors import ArtifactError
 
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 CONFIG = Config(
@@ -102,20 +101,3 @@ def test_a_damaged_table_is_refused(unbalanced: Any, tmp_path: Path, text: str) 
     (tmp_path / "calibrators.csv").write_text(text, encoding="utf-8")
     with pytest.raises(ArtifactError, match="Run quantize_ptq again"):
         check(unbalanced, tmp_path, trials=tmp_path / "calibrators.csv")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"op_types": ["Add"]},
-        {"num_images": 1},
-        {"num_train_images": 0},
-        {"num_val_images": -1},
-        {"batch_size": 1},
-        {"suspect_loss": 0.0},
-        {"suspect_clipped_share": 1.0},
-    ],
-)
-def test_impossible_values_name_their_key(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"check_int8\.{next(iter(change))} is .*expected"):
-        checked(CONFIG, "check_int8", **change)

@@ -21,7 +21,6 @@ from tasks.parts.data.dataset import normalise, open_split
 from tasks.parts.onnx_graphs.graph import node_sources, read_card_of_graph, read_graph, write_graph
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
-from tests.conftest import checked
 from tests.wheels import unpack_wheel
 
 CONFIG = Config(
@@ -179,18 +178,3 @@ def test_an_empty_calibration_split_is_named(workshop: Any, tmp_path: Path) -> N
         np.save(data / f"{name}.npy", np.load(data / f"{name}.npy")[:0])
     with pytest.raises(DataError, match="calibration split"):
         convert_precision(CONFIG, model=workshop.graph, data=data, out=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ({"num_images": 0}, "num_images"),
-        ({"batch_size": 0}, "batch_size"),
-        ({"num_val_images": -1}, "num_val_images"),
-        ({"max_abs": 1e5}, "max_abs"),
-        ({"max_abs": 0.0}, "max_abs"),
-    ],
-)
-def test_impossible_values_name_their_key(change: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"convert_precision\.{key} is"):
-        checked(CONFIG, "convert_precision", **change)

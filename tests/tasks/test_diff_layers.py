@@ -9,13 +9,11 @@ import pytest
 from onnx import numpy_helper
 
 from tasks.build_engine import build_engine
-from tasks.core.errors import ConfigError
 from tasks.diff_layers import BisectionConfig, Config, diff_layers
 from tasks.parts.engines.manifest import read_engine_manifest, write_engine_manifest
 from tasks.parts.layer_diff.table import Compared, Difference, find_guilty, list_layers
 from tasks.parts.onnx_graphs.graph import read_graph
 from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB
-from tests.conftest import checked
 
 NO_BISECTION = BisectionConfig(enabled=False, max_miou_rel_loss=0.0, num_val_images=0, batch_size=4)
 CONFIG = Config(split="calibration", num_images=2, collapse_db=10.0, bisection=NO_BISECTION)
@@ -204,17 +202,3 @@ def test_graph_without_qdq_is_not_bisected(workshop, tmp_path):
         out=tmp_path,
     )
     assert report.bisection is None and not (tmp_path / "bisection.csv").exists()
-
-
-@pytest.mark.parametrize(
-    "change", [{"split": "all"}, {"num_images": 0}, {"collapse_db": -1.0}, {"collapse_db": 500.0}]
-)
-def test_impossible_config_is_refused(change):
-    with pytest.raises(ConfigError, match=rf"diff_layers\.{next(iter(change))} is .*expected"):
-        checked(CONFIG, "diff_layers", **change)
-
-
-@pytest.mark.parametrize("change", [{"max_miou_rel_loss": 1.0}, {"num_val_images": -1}, {"batch_size": 0}])
-def test_impossible_bisection_is_refused(change):
-    with pytest.raises(ConfigError, match=rf"diff_layers\.bisection\.{next(iter(change))} is .*expected"):
-        checked(NO_BISECTION, "diff_layers.bisection", **change)

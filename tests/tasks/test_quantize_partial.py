@@ -12,7 +12,6 @@ from tasks.parts.onnx_graphs.graph import read_graph, write_graph
 from tasks.parts.quantization.evaluation import open_judge
 from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes, read_ranges
 from tasks.quantize_partial import Config, Report, quantize_partial
-from tests.conftest import checked
 
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 CONFIG = Config(
@@ -211,19 +210,3 @@ def test_a_ranking_of_something_else_is_refused(unbalanced: Any, tmp_path: Path,
     (tmp_path / "ranking.csv").write_text(text, encoding="utf-8")
     with pytest.raises(ArtifactError, match="Run rank_layers again"):
         search(unbalanced, tmp_path, tmp_path / "ranking.csv")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"max_miou_rel_loss": 1.0},
-        {"num_candidates": 0},
-        {"max_float_layers": -1},
-        {"num_val_images": -1},
-        {"batch_size": 0},
-        {"op_types": ["Add"]},
-    ],
-)
-def test_impossible_values_name_their_key(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"quantize_partial\.{next(iter(change))} is .*expected"):
-        checked(CONFIG, "quantize_partial", **change)

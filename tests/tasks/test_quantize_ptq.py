@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.core.errors import ArtifactError, ConfigError, DataError
+from tasks.core.errors import ArtifactError, DataError
 from tasks.parts.onnx_graphs.graph import is_quantized, node_sources, read_graph
 from tasks.parts.quantization.config import Calibrator
 from tasks.quantize_ptq import Config, quantize_ptq
-from tests.conftest import checked
 
 CONFIG = Config(
     calibrators=list(Calibrator),
@@ -125,22 +124,3 @@ def test_other_classes_are_refused(workshop: Any, data: Path, tmp_path: Path) ->
     manifest.write_text(manifest.read_text(encoding="utf-8").replace('"zero"', '"nine"'), encoding="utf-8")
     with pytest.raises(ArtifactError, match=r"zero.*nine"):
         quantize_ptq(CONFIG, model=workshop.graph, data=data, out=tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"calibrators": []},
-        {"calibrators": [Calibrator.minmax, Calibrator.minmax]},
-        {"percentiles": [99.0, 101.0]},
-        {"percentiles": []},
-        {"num_images": 0},
-        {"batch_size": 0},
-        {"num_val_images": -1},
-        {"max_abs_input": 0.0},
-        {"op_types": ["Add"]},
-    ],
-)
-def test_impossible_values_name_their_key(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"quantize_ptq\.{next(iter(change))}(\[1\])? is .*expected"):
-        checked(CONFIG, "quantize_ptq", **change)

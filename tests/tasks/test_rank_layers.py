@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.errors import ArtifactError
 from tasks.parts.onnx_graphs.graph import read_graph
 from tasks.parts.onnx_graphs.macs import conv_macs
 from tasks.rank_layers import Config, Report, rank_layers
-from tests.conftest import checked
 
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 CONFIG = Config(op_types=OP_TYPES, num_images=4, num_val_images=0, batch_size=2)
@@ -79,11 +78,3 @@ def test_ranges_of_another_graph_are_refused(unbalanced: Any, tmp_path: Path) ->
     (tmp_path / "ranges.json").write_text('{"ranges": {"image": [-1, 1]}}', encoding="utf-8")
     with pytest.raises(ArtifactError, match="no range"):
         rank(unbalanced, tmp_path, ranges=tmp_path / "ranges.json")
-
-
-@pytest.mark.parametrize(
-    "change", [{"num_images": 0}, {"batch_size": 0}, {"num_val_images": -1}, {"op_types": ["Add"]}]
-)
-def test_impossible_values_name_their_key(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"rank_layers\.{next(iter(change))} is .*expected"):
-        checked(CONFIG, "rank_layers", **change)

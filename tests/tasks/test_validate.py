@@ -8,12 +8,11 @@ import pytest
 from onnx import helper
 
 from tasks.build_engine import build_engine
-from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+from tasks.core.errors import ArtifactError, GateFailed
 from tasks.parts.data.dataset import normalise, open_split, read_manifest
 from tasks.parts.data.metrics import confusion_matrix, scores
 from tasks.parts.engines.manifest import read_engine_manifest, sha256_of, write_engine_manifest
 from tasks.validate import Config, validate
-from tests.conftest import checked
 
 CONFIG = Config(split="test", batch_size=4)
 
@@ -99,9 +98,3 @@ def test_nan_logits_fail_with_the_index_of_the_image(workshop, tmp_path):
     )
     with pytest.raises(GateFailed, match="NaN or infinity in the logits of image 4 of split 'test'"):
         validate(Config("test", 1), engine=engine, data=data, out=tmp_path)
-
-
-@pytest.mark.parametrize(("split", "batch_size"), [("calibration", 4), ("test", 0)])
-def test_impossible_config_is_refused(split, batch_size):
-    with pytest.raises(ConfigError, match=r"validate\.(split|batch_size) is .*expected"):
-        checked(CONFIG, "validate", split=split, batch_size=batch_size)

@@ -1,6 +1,8 @@
 """Bounds that config fields declare in their types."""
 
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -18,8 +20,10 @@ from tasks.core.bounds import (
     MoreThan,
     NumItems,
 )
-from tasks.core.config import typed_config
+from tasks.core.config import find_section, read_params, typed_config
 from tasks.core.errors import ConfigError
+from tasks.core.execute import load_stage
+from tests.conftest import REPOSITORY
 
 
 @dataclass(frozen=True)
@@ -140,3 +144,126 @@ def test_sections_within_sections_are_built() -> None:
     values = {"low": 0, "high": 1}
     built = typed_config(Outer, {"inner": values, "inners": [values], "maybe": None}, "stage")
     assert built == Outer(Inner(0, 1), [Inner(0, 1)], None)
+
+
+NAN, INFINITE = math.nan, math.inf
+IMPOSSIBLE: dict[str, dict[str, list[Any]]] = {
+    "train.teacher": {f"network.{key}": [0.0, -1.0, 9.0, NAN, INFINITE] for key in ("width", "depth")},
+    "distill": {
+        f"distillation.{key}": [NAN, INFINITE, -1.0]
+        for key in ("label_weight", "soft_target_weight", "channel_wise_weight", "hint_weight", "temperature")
+    }
+    | {"distillation.temperature": [0.0, NAN, INFINITE, -1.0]},
+    "prune": {
+        "target_macs_ratio": [0.0, 1.0, 1.5, -0.2, NAN],
+        "channel_multiple": [0, 5000],
+        "max_layer_ratio": [0.0, 1.0],
+        "num_steps": [0],
+        "layer_ratios": [{"a": 1.0}, {"a": -0.1}],
+        "weight_sparsity": [1.0, NAN],
+        "iterations": [0],
+        "num_images": [0],
+        "batch_size": [0],
+        "min_val_miou_ratio": [1.1],
+    },
+    "rank_groups": {
+        "ratios": [[], [0.5, 0.5], [0.0], [1.0], [NAN]],
+        "channel_multiple": [0],
+        "num_val_images": [0],
+        "batch_size": [0],
+    },
+    "search_pruning": {
+        "target_macs_ratios": [[], [0.5, 0.5], [0.5, 1.0], [0.0], [NAN]],
+        "num_images": [0],
+        "batch_size": [0],
+        "num_train_images": [0],
+        "num_val_images": [0],
+        "num_rounds": [2],
+        "pruning.num_steps": [0],
+    },
+    "export_onnx": {
+        "opset": [99],
+        "batch_sizes": [[], [0]],
+        "max_abs_difference": [0.0],
+        "min_sqnr_db": [-1.0],
+        "seed": [-1],
+    },
+    "convert_precision": {
+        "num_images": [0],
+        "batch_size": [0],
+        "num_val_images": [-1],
+        "max_abs": [1e5, 0.0],
+    },
+    "quantize_ptq": {
+        "calibrators": [[], ["minmax", "minmax"]],
+        "percentiles": [[99.0, 101.0], []],
+        "num_images": [0],
+        "batch_size": [0],
+        "num_val_images": [-1],
+        "max_abs_input": [0.0],
+        "op_types": [["Add"]],
+    },
+    "quantize_aware_train": {"op_types": [[]], "opset": [3], "min_agreement": [-0.1]},
+    "quantize_partial": {
+        "max_miou_rel_loss": [1.0],
+        "num_candidates": [0],
+        "max_float_layers": [-1],
+        "num_val_images": [-1],
+        "batch_size": [0],
+        "op_types": [["Add"]],
+    },
+    "rank_layers": {"num_images": [0], "batch_size": [0], "num_val_images": [-1], "op_types": [["Add"]]},
+    "check_int8": {
+        "op_types": [["Add"]],
+        "num_images": [1],
+        "num_train_images": [0],
+        "num_val_images": [-1],
+        "batch_size": [1],
+        "suspect_loss": [0.0],
+        "suspect_clipped_share": [1.0],
+    },
+    "validate": {"split": ["calibration"], "batch_size": [0]},
+    "benchmark": {
+        "batch_sizes": [[4, 1]],
+        "concurrencies": [[0]],
+        "throughput_s": [0.0],
+        "min_rounds": [1],
+        "burst_ms": [0.0],
+        "budget_s": [-1.0],
+        "max_aa_spread": [0.0],
+        "windows.num_rounds": [0],
+        "windows.tolerance": [0.0],
+    },
+    "race_rungs.cpu_torch": {
+        "num_rounds": [4],
+        "min_calls": [0],
+        "burst_ms": [0.0],
+        "warm_up_ms": [NAN],
+        "timeout_s": [-1.0],
+    },
+    "diff_layers": {
+        "split": ["all"],
+        "num_images": [0],
+        "collapse_db": [-1.0, 500.0],
+        "bisection.max_miou_rel_loss": [1.0],
+        "bisection.num_val_images": [-1],
+        "bisection.batch_size": [0],
+    },
+}
+
+
+def _impossible() -> Iterator[tuple[str, str, object]]:
+    for address, fields in IMPOSSIBLE.items():
+        yield from ((address, key, value) for key, values in fields.items() for value in values)
+
+
+@pytest.mark.parametrize(("address", "key", "value"), _impossible())
+def test_impossible_value_of_a_stage_names_its_key(address: str, key: str, value: object) -> None:
+    name, section = find_section(read_params(REPOSITORY / "params.yaml"), address)
+    *parents, last = key.split(".")
+    part = section
+    for parent in parents:
+        part = part[parent]
+    part[last] = value
+    with pytest.raises(ConfigError, match=rf"^{re.escape(f'{name}.{key}')}(\[\d\]|\.a)? is .*expected"):
+        typed_config(load_stage(address)[1], section, name)
