@@ -109,13 +109,23 @@ def code_digests(module: str) -> dict[str, str]:
     return {path.as_posix(): digest(SOURCE_ROOT / path) for path in sorted(paths)}
 
 
-def _imported_task_modules(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+@functools.cache
+def _imported_task_modules(file: Path) -> tuple[str, ...]:
+    names: list[str] = []
+    for node in _statements(ast.parse(file.read_text(encoding="utf-8")).body):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("tasks."))
+            names += (alias.name for alias in node.names if alias.name.startswith("tasks."))
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tasks":
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+    return tuple(names)
+
+
+def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield statements at any depth, without the expressions in them: those are most of a tree."""
+    for node in body:
+        yield node
+        for blocks in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from _statements(getattr(node, blocks, ()))
 
 
 def _files(folder: Path) -> Iterator[Path]:
