@@ -86,11 +86,15 @@ def measure(workspace: Path, overrides: list[str]) -> dict[str, Any]:
 
 def timed(command: list[str], workspace: Path, **environment: str) -> tuple[float, list[tuple[float, str]]]:
     """Run a command and return its wall time in seconds and the lines that it printed, with the time of each."""
+    environment = {**os.environ, **environment}
+    environment.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # rarely set: each process would compile our modules again
     started = time.monotonic()
     process = subprocess.Popen(
         command,
         cwd=workspace,
-        env={**os.environ, **environment},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

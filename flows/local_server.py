@@ -53,33 +53,30 @@ def prepare_environment() -> None:
 
 
 def begin_start() -> None:
-    """Start the server without waiting, unless PREFECT_API_URL names one or ours already answers."""
+    """Start the server without waiting and set PREFECT_API_URL, unless that is set or ours already answers."""
     if "PREFECT_API_URL" in os.environ:
         return
     record = _read_record()
     if record is None or not answers(str(record["url"])):
-        _start()
+        record = _start()
+    os.environ["PREFECT_API_URL"] = str(record["url"])
 
 
 def wait_until_ready() -> str:
-    """Wait for the server, set PREFECT_API_URL and return it.
+    """Wait for the server at PREFECT_API_URL, if it is ours, and return the URL.
 
     Raises ServerUnavailable when nothing answers in time.
     """
-    url = os.environ.get("PREFECT_API_URL")
-    if url is None:
-        record = _read_record()
-        assert record is not None, "begin_start comes first"
-        url = str(record["url"])
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while not answers(url) and time.monotonic() < deadline:
-            time.sleep(0.2)
+    url = os.environ["PREFECT_API_URL"]
+    record = _read_record()
+    deadline = time.monotonic() + (_START_TIMEOUT_S if record and record["url"] == url else 0)
+    while not answers(url) and time.monotonic() < deadline:
+        time.sleep(0.1)
     if not answers(url):
         raise ServerUnavailable(
             f"No Prefect server answers at {url}. Unset PREFECT_API_URL to use a local one, or start yours; "
             f"the log of the local server is {HOME / 'server.log'}."
         )
-    os.environ["PREFECT_API_URL"] = url
     return url
 
 
@@ -104,7 +101,7 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _start() -> None:
+def _start() -> dict[str, str | int]:
     port = _free_port()
     environment = {**os.environ, "PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
     with (HOME / "server.log").open("ab") as log:
@@ -116,8 +113,9 @@ def _start() -> None:
             stderr=log,
             start_new_session=True,
         )
-    record = {"url": environment["PREFECT_API_URL"], "pid": process.pid}
+    record: dict[str, str | int] = {"url": environment["PREFECT_API_URL"], "pid": process.pid}
     _record_file().write_text(json.dumps(record), encoding="utf-8")
+    return record
 
 
 def _record_file() -> Path:

@@ -3,6 +3,7 @@
 ``python -m flows.optimize [hydra override ...]``, for example ``python -m flows.optimize debug=smoke``.
 """
 
+import importlib
 import logging
 import os
 import sys
@@ -50,6 +51,7 @@ def run_flow(params: dict[str, Any]) -> Path:
     with explained_full_disk(ARTIFACTS), hold_workspace():
         local_server.prepare_environment()
         local_server.begin_start()
+        importlib.import_module("prefect")  # takes a second, in which the server starts
         write_params(params)
         send_pending_runs(params)
         local_server.wait_until_ready()
