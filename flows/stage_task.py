@@ -79,7 +79,7 @@ def _run_and_log(command: list[str]) -> int:
 
 
 def task_runner() -> Any:
-    """Return what runs independent stages side by side: one more than the machine has cores, which starts meanwhile."""
+    """Return what runs independent stages side by side: one more than there are cores, which starts meanwhile."""
     return ThreadPoolTaskRunner(min(MAX_SIDE_BY_SIDE, 1 + (os.cpu_count() or 1)))
 
 
