@@ -5,6 +5,7 @@ checked against the ``Config`` of its stage before anything is written.
 """
 
 import copy
+import dataclasses
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from flows.pipeline import RecordedStages, run_pipeline
 from tasks.core.config import PARAMS_FILE, find_section, typed_config
 from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import load_stage
@@ -30,38 +32,8 @@ _HEADER = (
     "# Written from conf/ by `python -m flows.params [override ...]`. Edit conf/ instead of this file.\n"
 )
 
-SHARED_CALLS = (
-    "prepare_data",
-    "select_engine",
-    "convert_precision",
-    "quantize_ptq",
-    "rank_layers",
-    "check_int8",
-    "quantize_partial",
-    "validate",
-    "benchmark",
-    "diff_layers",
-)
-"""The sections that every run reads; build_engine and race_rungs have one for each target.
-
-Sections that others copy values from come first, here and below, so that an error names the key to set.
-"""
-
-TRAINING_CALLS = (
-    "train.teacher",
-    "train.baseline",
-    "distill",
-    "prune",
-    "finetune",
-    "export_onnx",
-    "rank_groups",
-    "search_pruning",
-    "quantize_aware_train",
-)
-"""The sections that only model=trained reads."""
-
-IMPORT_CALLS = ("import_onnx", "label_images")
-"""The sections that only model=onnx reads."""
+_COPIED_FROM = ("build_engine", "prepare_data", "select_engine", "quantize_ptq", "prune", "finetune")
+"""Sections that others copy values from are checked first, so that an error names the key to set."""
 
 
 def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -98,6 +70,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
         }
         for target in targets
     }
+    _drop_uncalled(params)
     check_params(params)
     _check_variants(params["select_engine"], variants)
     return params
@@ -125,25 +98,41 @@ def _check_names(targets: dict[str, Any]) -> None:
 
 
 def check_params(params: dict[str, Any]) -> None:
-    """Build the typed ``Config`` of every stage.
+    """Build the typed ``Config`` of every section, and find one for every stage call.
 
     Raises ConfigError at the first section that is not valid.
     """
-    stages = ("build_engine", "race_rungs")
-    own = IMPORT_CALLS if params["pipeline"]["imports"] else TRAINING_CALLS
-    calls = [
-        *(f"{stage}.{target}" for stage in stages for target in params["build_engine"]),
-        *SHARED_CALLS,
-        *own,
-    ]
-    for address in calls:
-        name, section = find_section(params, address)
-        typed_config(load_stage(address)[1], section, _key_in_conf(name))
-    unknown = set(params) - {call.split(".")[0] for call in calls} - {"engines", "pipeline"}
-    if unknown:
-        raise ConfigError(
-            f"{sorted(unknown)[0]} is no section of the configuration. Found: {', '.join(params)}."
-        )
+    for stage in sorted(_stages(params), key=lambda stage: (stage not in _COPIED_FROM, stage)):
+        config_class = load_stage(stage)[1]
+        fields = {field.name for field in dataclasses.fields(config_class)}
+        is_shared = bool(fields & set(params[stage]))  # else it holds one section for each address
+        for name in [stage] if is_shared else [f"{stage}.{part}" for part in params[stage]]:
+            typed_config(config_class, find_section(params, name)[1], _key_in_conf(name))
+    for address in _planned(params):
+        find_section(params, address)
+
+
+def _drop_uncalled(params: dict[str, Any]) -> None:
+    """Drop the sections of stages that this pipeline does not call; refuse those that belong to no stage."""
+    for stage in _stages(params):
+        try:
+            load_stage(stage)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{stage} is no section of the configuration. Found: {', '.join(params)}."
+            ) from error
+    for stage in _stages(params) - {address.split(".")[0] for address in _planned(params)}:
+        del params[stage]
+
+
+def _stages(params: dict[str, Any]) -> set[str]:
+    return set(params) - {"engines", "pipeline"}
+
+
+def _planned(params: dict[str, Any]) -> Collection[str]:
+    plan = RecordedStages()
+    run_pipeline(plan, params)
+    return plan.calls
 
 
 def _key_in_conf(section: str) -> str:
@@ -178,8 +167,6 @@ def _complete_import(params: dict[str, Any], model: dict[str, Any]) -> None:
             "data is digit_scenes, which a model of your own was hardly trained on. Name yours: data=class_folder, "
             "data=folder or, without labels, data=images, and prepare_data.root=<folder>."
         )
-    for call in TRAINING_CALLS:
-        params.pop(call.split(".")[0], None)
     pipeline = params["pipeline"]
     if params["prepare_data"]["source"] == "images":
         pipeline["unlabelled"] = {"images": pipeline["data"]}

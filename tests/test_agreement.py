@@ -1,7 +1,9 @@
 """The two drivers, the configuration and the digests say the same."""
 
 import os
+import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,16 @@ def dvc_stages(space: Workspace) -> Iterator[dict[str, Any]]:
 
 def test_params_are_what_conf_composes() -> None:
     assert read_params(REPOSITORY / "params.yaml") == compose_params()
+
+
+def test_import_linter_keeps_every_stage_independent() -> None:
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    row = next(layer for layer in contracts[0]["layers"] if "tasks.train " in layer)
+    named = set(re.findall(r"tasks\.(\w+)", row))
+    stages = {file.stem for file in (REPOSITORY / "tasks").glob("[!_]*.py")}
+    assert named == stages, "the stages in the first contract of pyproject.toml"
 
 
 @pytest.mark.parametrize(
