@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, AtMost, MoreThan
-from tasks.core.errors import ArtifactError, ConfigError, DataError
+from tasks.core.errors import ArtifactError, ConfigError, DataError, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -203,7 +203,7 @@ def _by_autocast(graph: "ModelProto", float32_nodes: list[str]) -> "ModelProto":
         from modelopt.onnx.autocast import convert_to_mixed_precision
     except ImportError as error:
         raise ConfigError(
-            f"convert_precision.method is autocast, which cannot be imported ({str(error).splitlines()[0]}). Install "
+            f"convert_precision.method is autocast, which cannot be imported ({first_line(error)}). Install "
             "the extra autocast (`pip install -e '.[autocast]'`), or set convert_precision.method=converter."
         ) from error
     with tempfile.TemporaryDirectory() as folder:

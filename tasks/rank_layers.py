@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_SQNR_DB = 120.0
-"""Given where INT8 changes nothing, to the last bit of float32."""
-
 
 @dataclass(frozen=True)
 class Config:
@@ -125,6 +122,7 @@ def _own_sqnr_db(
 
     from tasks.parts.data.dataset import normalise, open_images
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
+    from tasks.parts.onnx_graphs.signal_to_noise import sqnr_db
     from tasks.parts.onnx_session import open_session
     from tasks.parts.quantization.qdq import add_quantized_twins
 
@@ -138,13 +136,7 @@ def _own_sqnr_db(
         found = session.run(names, {graph.graph.input[0].name: images_NCHW})
         for name, energy in zip(names, found, strict=True):
             energies[name] += float(np.sum(energy))
-    return {node: _sqnr_db(energies[signal_of[node]], energies[noise_of[node]]) for node in noise_of}
-
-
-def _sqnr_db(signal: float, noise: float) -> float:
-    if noise <= signal * 10 ** (-MAX_SQNR_DB / 10):
-        return MAX_SQNR_DB
-    return 10 * math.log10(max(signal, 1e-30) / noise)
+    return {node: sqnr_db(energies[signal_of[node]], energies[noise_of[node]]) for node in noise_of}
 
 
 def _costs_alone(

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, numpy_helper
 
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.onnx_graphs.graph import all_tensors
 from tasks.parts.onnx_session import open_session
 
@@ -62,7 +62,7 @@ def read_foreign(model: Path) -> ModelProto:
         onnx.checker.check_model(graph)
     except onnx.checker.ValidationError as error:
         raise ArtifactError(
-            f"{path}: not a valid ONNX model ({str(error).strip().splitlines()[0]}). Export it again (model.path)."
+            f"{path}: not a valid ONNX model ({first_line(error)}). Export it again (model.path)."
         ) from error
     _check_values(graph, path)
     return graph
@@ -84,7 +84,7 @@ def _load_weights(graph: ModelProto, path: Path, *, is_folder: bool) -> None:
         onnx.load_external_data_for_model(graph, str(path.parent))
     except (OSError, ValueError, onnx.checker.ValidationError) as error:
         raise ArtifactError(
-            f"{path}: its weights in {', '.join(files[:3])} cannot be read ({str(error).strip().splitlines()[0]}). "
+            f"{path}: its weights in {', '.join(files[:3])} cannot be read ({first_line(error)}). "
             "Copy the whole folder again (model.path)."
         ) from error
 

@@ -17,7 +17,7 @@ import onnxslim
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 from onnx.inliner import inline_local_functions
 
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.data.dataset import MAX_CLASSES
 from tasks.parts.data.input_card import Task
 from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
@@ -239,7 +239,7 @@ def _convert(model: ModelProto, path: Path) -> ModelProto:
         return onnx.version_converter.convert_version(model, MIN_OPSET)
     except (RuntimeError, ValueError) as error:
         raise ArtifactError(
-            f"{path}: onnx cannot convert it to opset {MIN_OPSET} ({str(error).strip().splitlines()[0]}). Export it "
+            f"{path}: onnx cannot convert it to opset {MIN_OPSET} ({first_line(error)}). Export it "
             f"with opset {MIN_OPSET} to {MAX_OPSET}."
         ) from error
 
@@ -323,7 +323,7 @@ def _infer(model: ModelProto, path: Path, max_batch: int | None) -> ModelProto:
     try:
         inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
     except onnx.shape_inference.InferenceError as error:
-        raise _fixed_batch(path, str(error).strip().splitlines()[0]) from error
+        raise _fixed_batch(path, first_line(error)) from error
     sizes = _sizes(inferred.graph.output[0])
     if not sizes or sizes[0] != (max_batch or 0) or not all(sizes[1:]):
         raise _fixed_batch(path, f"the output is {_describe(inferred.graph.output[0])}")

@@ -7,7 +7,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.data.input_card import InputCard
 
 CARD_KEY = "enginewright"
@@ -45,9 +45,8 @@ def read_graph(path: Path) -> ModelProto:
     try:
         onnx.checker.check_model(model)
     except onnx.checker.ValidationError as error:
-        first_line = str(error).strip().splitlines()[0]
         raise ArtifactError(
-            f"{path}: not a valid ONNX model ({first_line}). Delete it and run its stage again."
+            f"{path}: not a valid ONNX model ({first_line(error)}). Delete it and run its stage again."
         ) from error
     return model
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tasks.core.bounds import Matches
-from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.errors import ArtifactError, ConfigError, first_line
 from tasks.parts.networks.config import NetworkName
 from tasks.parts.training.config import PretrainedReport
 
@@ -212,7 +212,7 @@ def _read_pickle(path: Path) -> "dict[str, Tensor]":
         needs_code = "global" in str(error).lower() or "TorchScript" in str(error)
         what = "needs code to be run" if needs_code else "is torn or no file of torch"
         raise ArtifactError(
-            f"{path} (pretrained.file) {what} ({str(error).strip().splitlines()[0][:200]}); expected tensors only. "
+            f"{path} (pretrained.file) {what} ({first_line(error)}); expected tensors only. "
             "Save model.state_dict() with safetensors or torch.save in the program that made it."
         ) from error
     for key in _CONTAINERS:
