@@ -150,7 +150,7 @@ def _rewrite(cfg: Config, original: "ModelProto", model: Path) -> tuple["Importe
 
 def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> InputCard:
     """Say what the graph expects; raise ArtifactError where it and the data set do not fit each other."""
-    from tasks.parts.data.dataset import open_truth
+    from tasks.parts.data.dataset import open_labels
 
     sizes = [axis.dim_value for axis in imported.graph.graph.input[0].type.tensor_type.shape.dim]
     height, width = sizes[2:]
@@ -173,7 +173,7 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
             "order must be equal; leave model.classes at null to take those of the data set."
         )
     if data.classes:
-        open_truth(path, "val", imported.task)  # masks for a segmentation, labels for a classification
+        open_labels(path, "val", imported.task)  # masks for a segmentation, labels for a classification
     return InputCard(
         classes=classes,
         mean=(cfg.mean[0], cfg.mean[1], cfg.mean[2]),

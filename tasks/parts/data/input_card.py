@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -77,7 +78,7 @@ class InputCard:
         """
         try:
             fields = json.loads(text)
-            mean, std = (triple(fields[key]) for key in ("mean", "std"))
+            mean, std = (rgb_triple(fields[key]) for key in ("mean", "std"))
             return cls(
                 classes=tuple(str(name) for name in fields["classes"]),
                 mean=mean,
@@ -94,7 +95,7 @@ class InputCard:
             ) from error
 
 
-def triple(values: list[float]) -> tuple[float, float, float]:
+def rgb_triple(values: Iterable[float]) -> tuple[float, float, float]:
     """Return the numbers of the three channels; raise ValueError for more or less."""
     red, green, blue = values
     return float(red), float(green), float(blue)

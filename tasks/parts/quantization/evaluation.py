@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.data.dataset import open_images, open_truth, read_manifest
+from tasks.parts.data.dataset import open_images, open_labels, read_manifest
 from tasks.parts.data.input_card import Task
 from tasks.parts.data.metrics import Metric, metric_of, score
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
@@ -69,7 +69,7 @@ def open_judge(graph: ModelProto, data: Path, *, num_images: int, batch_size: in
             "network that was trained on this data set."
         )
     images_NHWC = open_images(data, "val")[: num_images or None]
-    truth = open_truth(data, "val", card.task)[: num_images or None]
+    truth = open_labels(data, "val", card.task)[: num_images or None]
     return Judge(
         images_NHWC=images_NHWC,
         truth=truth,

@@ -20,7 +20,7 @@ def load_package(file: Path, target: Target) -> Program:
         program: Program = torch._inductor.aoti_load_package(str(file))
     except RuntimeError as error:
         raise ArtifactError(
-            f"{file}: torch {torch.__version__} cannot load the engine ({first_line(error)}). Run build_engine for target "
-            f"{target.name} again on this machine."
+            f"{file}: torch {torch.__version__} cannot load the engine ({first_line(error)}). Run build_engine "
+            f"for target {target.name} again on this machine."
         ) from error
     return program
