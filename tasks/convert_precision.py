@@ -58,15 +58,15 @@ class Report:
     """What became FP16, and what that does to the predictions."""
 
     num_nodes: int
-    """Nodes of the float graph."""
+    """Number of nodes of the float graph."""
     float32_nodes: tuple[str, ...]
-    """Those that stay in FP32."""
+    """Names of the nodes that stay in FP32."""
     metric: str
     """What a score is."""
     score: float
-    """Of the FP16 graph on the validation images. ONNX Runtime rounds what passes between the nodes to FP16."""
+    """Score of the FP16 graph on the validation images. ONNX Runtime rounds what passes between nodes to FP16."""
     float_score: float
-    """Of the float graph on the same images."""
+    """Score of the float graph on the same images."""
     agreement: float
     """Share of pixels, or images, with the class that the float graph gives."""
 
@@ -77,31 +77,36 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
     Raises ArtifactError for a graph that is quantized already, ConfigError where AutoCast cannot be imported.
     """
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
-    from tasks.parts.quantization.evaluation import open_judge
+    from tasks.parts.quantization.evaluation import open_evaluator
 
     graph = read_graph(model)
     if is_quantized(graph):
         raise ArtifactError(f"{model}: already has Q/DQ, expected the float graph of export_onnx.")
-    judge = open_judge(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    evaluator = open_evaluator(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
     kept = _nodes_in_float32(cfg, graph, _largest_outputs(cfg, graph, data))
     convert = {Method.converter: _by_converter, Method.autocast: _by_autocast}[cfg.method]
     converted = convert(graph, kept)
     write_graph(converted, out / "model.onnx")
-    found = judge.judge(converted)
+    evaluation = evaluator.evaluate(converted)
     logger.info(
         "%s in FP16: val score %.4f (float %.4f), %d nodes in FP32",
         model,
-        found.score,
-        judge.float_score,
+        evaluation.score,
+        evaluator.float_score,
         len(kept),
     )
     return Report(
-        len(graph.graph.node), tuple(kept), judge.metric, found.score, judge.float_score, found.agreement
+        num_nodes=len(graph.graph.node),
+        float32_nodes=tuple(kept),
+        metric=evaluator.metric,
+        score=evaluation.score,
+        float_score=evaluator.float_score,
+        agreement=evaluation.agreement,
     )
 
 
 def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, float]:
-    """Largest magnitude of each tensor that a node makes, on calibration images."""
+    """Return tensor -> largest magnitude on calibration images, for each tensor that a node makes."""
     from tasks.parts.data.dataset import normalise, open_images
     from tasks.parts.onnx_graphs.graph import other_types, read_card_of_graph
     from tasks.parts.quantization.calibration import collect_statistics
@@ -119,7 +124,7 @@ def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, 
         lambda: (normalise(images_NHWC[start : start + batch_size], card.mean, card.std) for start in starts),
         names,
     )
-    return {name: found.amax for name, found in statistics.items()}
+    return {name: seen.amax for name, seen in statistics.items()}
 
 
 def _nodes_in_float32(cfg: Config, graph: "ModelProto", tensors: "Mapping[str, float]") -> list[str]:

@@ -78,13 +78,13 @@ class Report:
     height: int
     width: int
     num_images: dict[str, int]
-    """Per split."""
+    """Number of images per split."""
     pixel_share: dict[str, dict[str, float]]
-    """Split -> class -> share of the pixels that are not ignored, or of the labelled images."""
+    """Share of the pixels that are not ignored, or of the labelled images, by split and class."""
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     size_bytes: int
-    """Of all arrays together."""
+    """Size of all arrays together."""
     num_bad_images: int
     """Unreadable files that were skipped."""
     num_duplicates: int

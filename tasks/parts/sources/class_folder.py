@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CLASSES = 65535
-"""Labels are stored as uint16."""
+"""Most classes that labels can tell apart: they are stored as uint16."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ImageFile:
 
     path: Path
     label: int | None
-    """None where nobody labelled it."""
+    """Index of the class; None where nobody labelled the image."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,12 @@ class ImageFolder:
     """A folder that passed every check."""
 
     classes: tuple[str, ...]
-    """Empty for plain images."""
+    """Names of the classes; empty for plain images."""
     splits: dict[str, tuple[ImageFile, ...]]
     num_bad_images: int
+    """Number of images that are skipped because they cannot be read."""
     num_duplicates: int
-    """Images of val or test whose pixels also are in another of train, val, test."""
+    """Number of images of val or test whose pixels also are in another of train, val, test."""
     warnings: tuple[str, ...]
 
 

@@ -2,11 +2,11 @@
 
     <root>/images/**/<name>.png|jpg|jpeg     sub-folders and non-ASCII names are allowed
     <root>/masks/**/<name>.png               grey or palette indices
-    <root>/classes.yaml                      see tasks/parts/class_list.py
+    <root>/classes.yaml                      see class_list.py
     <root>/train.txt, val.txt, test.txt      optional, one name per line; else digests of names decide
     <root>/calibration.txt                   optional; else the first images of train
 
-Everything is read and checked once before anything is written; N, H, W as in tasks/parts/data.py.
+Everything is read and checked once before anything is written; N images, H height, W width.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class FolderContent:
     class_list: ClassList
     splits: dict[str, tuple[Pair, ...]]
     num_bad_images: int
-    """Skipped because they cannot be read."""
+    """Number of images that are skipped because they cannot be read."""
     num_duplicates: int
-    """Images of val or test whose pixels also are in another of train, val, test."""
+    """Number of images of val or test whose pixels also are in another of train, val, test."""
     warnings: tuple[str, ...]
 
 
@@ -126,10 +126,11 @@ class _Check:
 
     pair: Pair
     fault: DataError | None
+    """What is wrong with the pair, or None."""
     digest: str
-    """Of the decoded image."""
+    """Digest of the decoded image; empty where the pair cannot be read."""
     labels: tuple[int, ...]
-    """Mask values, ignored ones left out."""
+    """Values of the mask without the ignored one."""
 
 
 class _SizeMismatch(DataError):
