@@ -60,8 +60,8 @@ class Report:
     agreement: float
     """Share of validation pixels on which the written graph gives the class of the simulated network."""
     agreement_uint8: float
-    """Share of validation pixels on which the written graph gives that class with uint8 activations, as CPU targets run
-    it: what is never negative then reaches up to twice as far as in training, where it was clipped."""
+    """Share of validation pixels on which the written graph gives that class with uint8 activations, as CPU targets
+    run it: what is never negative then reaches up to twice as far as in training, where it was clipped."""
 
 
 def quantize_aware_train(

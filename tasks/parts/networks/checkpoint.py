@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 DRY_RUN_SIZE = 64
-
 _LISTED = 8
 
 

@@ -23,7 +23,6 @@ from tasks.parts.onnx_graphs.graph import CARD_KEY
 from tasks.parts.onnx_graphs.node_names import name_nodes, read_sources
 
 INPUT_NAME = "image"
-
 OUTPUT_NAME = "logits"
 
 _MAX_BATCH_OF_EXPORT = 4096

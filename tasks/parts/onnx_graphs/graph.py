@@ -11,13 +11,9 @@ from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.data.input_card import InputCard
 
 CARD_KEY = "enginewright"
-
 MODULE_KEY = "module"
-
 SOURCE_KEY = "source"
-
 MIN_OPSET, MAX_OPSET = 13, 23  # 13: first with per-channel Q/DQ; 23: last that all our runtimes read
-
 MIN_IR_VERSION, MAX_IR_VERSION = 7, 12
 
 

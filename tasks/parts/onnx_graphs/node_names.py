@@ -15,18 +15,13 @@ from tasks.parts.onnx_graphs.graph import set_node_source
 ROOT_MODULE = "network"  # the module name of code that stands in the network's own forward
 
 _REPOSITORY = Path(__file__).resolve().parents[3]
-
 _PACKAGES = Path(sysconfig.get_paths()["purelib"]).resolve()
-
 _NETWORKS = (_REPOSITORY / "tasks" / "parts" / "networks", _PACKAGES / "transformers" / "models")
-
 _LIBRARIES = tuple(
     {str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("stdlib", "purelib", "platlib")}
     | {str(Path(torch.__file__).resolve().parent)}
 )
-
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+), in ')
-
 _NO_MODULE = "_empty_nn_module_stack"  # torch's name for sizes that it reads ahead of all modules
 
 

@@ -10,11 +10,9 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 from tasks.parts.onnx_graphs.graph import drop_unused
 
 _UINT8_SHIFT = 128
-
 _KEEPS_SIGN_OF_FIRST = frozenset(
     {"MaxPool", "AveragePool", "GlobalAveragePool", "QuantizeLinear", "DequantizeLinear", "Reshape"}
 )
-
 _KEEPS_SIGN_OF_ALL = frozenset({"Concat", "Add", "Mul"})
 
 

@@ -38,9 +38,7 @@ _OPERATORS: dict[Callable[..., Any], str] = {
     F.avg_pool2d: "AveragePool",
     F.max_pool2d: "MaxPool",
 }
-
 _LAYERS: dict[str, type[nn.Module]] = {"Conv": nn.Conv2d, "MatMul": nn.Linear, "Gemm": nn.Linear}
-
 _GLOBAL_POOLS = (F.adaptive_avg_pool2d, torch.mean, Tensor.mean)
 
 

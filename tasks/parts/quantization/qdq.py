@@ -23,11 +23,8 @@ from tasks.parts.onnx_graphs.graph import node_sources, other_types, set_node_so
 INT8_MAX = 127
 
 _STAY_IN_RANGE = frozenset({"AveragePool", "GlobalAveragePool", "MaxPool", "Resize", "Relu"})
-
 _ALL_INPUTS_ARE_MAPS = frozenset({"Add", "Mul", "Concat"})
-
 _LINEAR = frozenset({"MatMul", "Gemm"})
-
 _ALWAYS_FLOAT = frozenset(
     {"LayerNormalization", "Softmax", "Gelu", "Reshape", "Transpose", "Slice", "Pad", "Squeeze", "Unsqueeze"}
 )

@@ -12,11 +12,9 @@ if TYPE_CHECKING:
     from tasks.parts.data.dataset import Batch
 
 _BACKGROUND = (250, 250, 248)
-
 _INK = (32, 33, 36)
 
 _GAP_PX, _MARGIN_PX, _LINE_PX = 6, 24, 26
-
 _IGNORED = (255, 255, 255)
 
 

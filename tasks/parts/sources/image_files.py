@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _FORMATS = {".png": ("PNG",), ".jpg": ("JPEG", "MPO"), ".jpeg": ("JPEG", "MPO")}
-
 IMAGE_SUFFIXES = tuple(_FORMATS)
-
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, EOFError, KeyError, struct.error, zlib.error)
 """What Pillow raises for damaged files, depending on where the damage is."""
 

@@ -22,15 +22,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LISTED = 4
-
 _WRAPPERS = ("_orig_mod.", "module.", "network.", "model.")
-
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
-
 _FILE_OF_FOLDER = "model.safetensors"
-
 _SEGFORMER_DECODER = "decode_head."
-
 _SEGFORMER_NAMES = (
     (r"^(encoder|stages)\.", r"segformer.\1."),
     (r"encoder\.patch_embeddings\.(\d+)\.", r"stages.\1.patch_embeddings."),
@@ -47,7 +42,6 @@ _SEGFORMER_NAMES = (
     (r"\.layer_norm_2\.", ".layernorm_after."),
     (r"decode_head\.linear_c\.", "decode_head.linear_projections."),
 )
-
 _DINOV2_NAMES = (
     (r"^(embeddings|encoder|layernorm)\.", r"dinov2.\1."),
     (r"attention\.attention\.query\.", "attention.q_proj."),
@@ -55,7 +49,6 @@ _DINOV2_NAMES = (
     (r"attention\.attention\.value\.", "attention.v_proj."),
     (r"attention\.output\.dense\.", "attention.o_proj."),
 )
-
 _FOREIGN_NAMES: Mapping[NetworkName, Sequence[tuple[str, str]]] = {
     NetworkName.segformer: _SEGFORMER_NAMES,
     NetworkName.dinov2: _DINOV2_NAMES,
