@@ -111,8 +111,8 @@ def check_int8(
     evaluator = open_evaluator(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
     classes = predict_classes(int8, evaluator.images_NHWC, batch_size=cfg.batch_size)
     before, after = (
-        class_scores(found, evaluator.labels, evaluator.num_classes, evaluator.task)
-        for found in (evaluator.float_classes, classes)
+        class_scores(predicted, evaluator.labels, evaluator.num_classes, evaluator.task)
+        for predicted in (evaluator.float_classes, classes)
     )
     reached = score(classes, evaluator.labels, evaluator.num_classes, evaluator.task)
     statistics = _statistics(cfg, graph, list(known), data)
@@ -138,7 +138,7 @@ def check_int8(
 
 
 def _ends(cfg: Config, convs: Sequence[str], layers: Mapping[str, Mapping[str, str]]) -> Answer:
-    """The first convolution reads the quantized image, the last one makes the logits."""
+    """Look at the first convolution, which reads the quantized image, and the last one, which makes the logits."""
     ends = [convs[0], convs[-1]]
     drops = [float(layers[name]["score_drop"]) for name in ends]
     return Answer(
@@ -193,10 +193,10 @@ def _calibration_size(
     half = max(1, len(images_NHWC) // 2)
     seen = _collect(cfg, graph, images_NHWC[:half], quantizable_tensors(graph, cfg.op_types))
     fewer = {
-        tensor: choose_range(found, Calibrator(name), percentile=float(percentile or 100))
-        if found.amax
+        tensor: choose_range(statistics, Calibrator(name), percentile=float(percentile or 100))
+        if statistics.amax
         else known[tensor]
-        for tensor, found in seen.items()
+        for tensor, statistics in seen.items()
     }
     change = evaluator.evaluate(insert_qdq(graph, fewer, op_types=cfg.op_types)).score - reached
     return Answer(
@@ -213,7 +213,7 @@ def _coverage(
     statistics: Mapping[str, tuple["TensorStatistics", "TensorStatistics"]],
 ) -> Answer:
     clipped = {
-        name: tuple(_share_beyond(found, ranges[name].amax) for found in pair)
+        name: tuple(_share_beyond(split, ranges[name].amax) for split in pair)
         for name, pair in statistics.items()
     }
     worst = max(clipped, key=lambda name: clipped[name][1] - clipped[name][0])
@@ -256,7 +256,10 @@ def _calibrators(cfg: Config, trials: Path) -> Answer:
 
 
 def _guilty(cfg: Config, layers: Mapping[str, Mapping[str, str]]) -> Answer:
-    """The ranking is by changed predictions, so the layer that costs most of the score need not be its first."""
+    """Name the first layers of the ranking.
+
+    It is by changed predictions, so the layer that costs most of the score need not be its first.
+    """
     first = list(layers.values())[:NUM_GUILTY]
     return Answer(
         question="Which layers are guilty?",
@@ -273,7 +276,7 @@ def _guilty(cfg: Config, layers: Mapping[str, Mapping[str, str]]) -> Answer:
 def _statistics(
     cfg: Config, graph: "ModelProto", names: Sequence[str], data: Path
 ) -> dict[str, tuple["TensorStatistics", "TensorStatistics"]]:
-    """Per tensor: what calibration images and what training images made of it."""
+    """Return tensor -> what it held on calibration images, and on training images."""
     import numpy as np
 
     from tasks.parts.data.dataset import open_images
@@ -305,7 +308,7 @@ def _collect(
 
 
 def _share_beyond(statistics: "TensorStatistics", amax: float) -> float:
-    """Share of the magnitudes over `amax`, to the width of a bin."""
+    """Return the share of the magnitudes over `amax`, to the width of a bin."""
     import numpy as np
 
     num_bins = len(statistics.counts)

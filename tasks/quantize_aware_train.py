@@ -142,15 +142,15 @@ def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_typ
         if node.op_type != "Conv" and node.name not in layers:
             continue
         name = f"{node.name.partition('/')[0]}.weight"
-        found = numpy_helper.to_array(constants[node.input[1]]) if node.input[1] in constants else None
-        if node.op_type == "MatMul" and found is not None:
-            found = found.T
-        if name not in weights or found is None or found.shape != tuple(weights[name].shape):
+        values = numpy_helper.to_array(constants[node.input[1]]) if node.input[1] in constants else None
+        if node.op_type == "MatMul" and values is not None:
+            values = values.T
+        if name not in weights or values is None or values.shape != tuple(weights[name].shape):
             raise ArtifactError(
                 f"{path}: node '{node.name}' has no twin of the same shape in the checkpoint, expected the "
                 "float graph that export_onnx made from it. Export this checkpoint and calibrate its graph."
             )
-        if not np.allclose(found, weights[name].numpy(), rtol=1e-4, atol=1e-7):  # folded on another machine
+        if not np.allclose(values, weights[name].numpy(), rtol=1e-4, atol=1e-7):  # folded on another machine
             raise ArtifactError(
                 f"{path}: node '{node.name}' holds other weights than the checkpoint, expected the float graph "
                 "that export_onnx made from it. Export this checkpoint and calibrate its graph."

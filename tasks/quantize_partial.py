@@ -266,24 +266,24 @@ def _excluded(cfg: Config, graph: "ModelProto") -> set[str]:
     constants = {tensor.name for tensor in graph.graph.initializer}
     makers = {name: node for node in nodes for name in node.output}
     layers = {node.name for node in quantizable_nodes(graph, cfg.op_types)}
-    found: set[str] = set()
+    excluded: set[str] = set()
     if Exclusion.first in cfg.exclusions:
         images = {value.name for value in graph.graph.input}
-        found |= {node.name for node in nodes if images & set(node.input)}
+        excluded |= {node.name for node in nodes if images & set(node.input)}
     if Exclusion.logits in cfg.exclusions:
         waiting = [makers[value.name] for value in graph.graph.output]
         while waiting:
             node = waiting.pop()
             if is_layer(node) and node.input[1] in constants:
-                found.add(node.name)
+                excluded.add(node.name)
             else:
                 waiting += [makers[name] for name in node.input if name in makers]
     if Exclusion.resize_neighbours in cfg.exclusions:
         resizes = [node for node in nodes if node.op_type == "Resize"]
         made = {name for node in resizes for name in node.output}
-        found |= {node.name for node in resizes} | {node.name for node in nodes if made & set(node.input)}
-        found |= {makers[node.input[0]].name for node in resizes if node.input[0] in makers}
-    return found & layers
+        excluded |= {node.name for node in resizes} | {node.name for node in nodes if made & set(node.input)}
+        excluded |= {makers[node.input[0]].name for node in resizes if node.input[0] in makers}
+    return excluded & layers
 
 
 def _check_kept(cfg: Config, ranked: Sequence[str]) -> None:

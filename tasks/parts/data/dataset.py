@@ -39,15 +39,16 @@ Batch = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a data set holds, as numbers."""
+    """What a data set holds: its classes, sizes, statistics and files."""
 
     classes: tuple[str, ...]
     height: int
     width: int
     counts: dict[str, int]
-    """Images per split."""
+    """Number of images per split."""
     pixel_share: dict[str, tuple[float, ...]]
-    """Per split: the share of each class among the pixels that are not ignored (all 0 if all are)."""
+    """Share of each class, per split: among the pixels that are not ignored (all 0 if all are), or among the images;
+    empty where nobody labelled them."""
     mean: tuple[float, float, float]
     """RGB mean of the train split, on a 0..1 scale."""
     std: tuple[float, float, float]
@@ -55,6 +56,7 @@ class Manifest:
     files: dict[str, str]
     """File name in the data set folder -> sha256."""
     source: str
+    """Source that prepare_data read, or FLOAT_MODEL where the float model gave the labels."""
 
 
 def read_manifest(dataset: Path) -> Manifest:

@@ -191,13 +191,13 @@ def _class_shares(
 ) -> dict[str, tuple[float, ...]]:
     """Return split -> share of each class among what is labelled; nothing where nobody labelled it."""
     shares: dict[str, tuple[float, ...]] = {}
-    for split, found in statistics.items():
-        values = (int(value) for value in np.flatnonzero(found.label_counts))
+    for split, counted in statistics.items():
+        values = (int(value) for value in np.flatnonzero(counted.label_counts))
         ignored = IGNORE_INDEX if task is Task.segmentation else None
         outside = [value for value in values if num_classes <= value != ignored]
         if outside:
             raise DataError(f"split '{split}': labels {outside} outside the {num_classes} classes.")
-        counts = found.label_counts[:num_classes] if task else ()
+        counts = counted.label_counts[:num_classes] if task else ()
         total = max(1, int(np.sum(counts)))
         shares[split] = tuple(float(count / total) for count in counts)
     return shares
@@ -223,7 +223,7 @@ def _mean_and_std(
 
 
 def _all_files(statistics: Mapping[str, _SplitStatistics]) -> dict[str, str]:
-    return {name: digest for found in statistics.values() for name, digest in found.files.items()}
+    return {name: digest for written in statistics.values() for name, digest in written.files.items()}
 
 
 def _write_manifest(dataset: Path, manifest: Manifest) -> None:

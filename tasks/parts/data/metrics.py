@@ -59,7 +59,7 @@ def class_scores(
 
 @dataclass(frozen=True)
 class Scores:
-    """None where a number is undefined, never 0 or NaN."""
+    """IoU of the classes and pixel accuracy; None where a number is undefined, never 0 or NaN."""
 
     miou: float | None
     """Mean of the defined class IoUs, 0..1."""

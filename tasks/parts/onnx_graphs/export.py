@@ -130,8 +130,8 @@ def _resize_by_scales(model: ModelProto, node: NodeProto, shapes: dict[str, list
 def _mean_as_global_pool(model: ModelProto, node: NodeProto, shapes: dict[str, list[int | None]]) -> None:
     """Write the mean over height and width as GlobalAveragePool, which runtimes have INT8 kernels for."""
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    keep = next((attribute.i for attribute in node.attribute if attribute.name == "keepdims"), 1)
-    if len(node.input) < 2 or node.input[1] not in constants or not keep:
+    has_kept_axes = next((attribute.i for attribute in node.attribute if attribute.name == "keepdims"), 1)
+    if len(node.input) < 2 or node.input[1] not in constants or not has_kept_axes:
         return
     axes = sorted(int(axis) % 4 for axis in numpy_helper.to_array(constants[node.input[1]]).ravel())
     if len(shapes.get(node.input[0], [])) == 4 and axes == [2, 3]:

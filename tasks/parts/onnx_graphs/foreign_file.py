@@ -106,9 +106,8 @@ def _check_values(graph: ModelProto, path: Path) -> None:
     integer = sorted({node.op_type for node in graph.graph.node} & _INTEGER_OPERATORS)
     if integer:
         raise ArtifactError(
-            f"{path}: is quantized already ({', '.join(integer)}), expected the float model: it is "
-            "quantized here. Give the file that was "
-            "quantized."
+            f"{path}: is quantized already ({', '.join(integer)}), expected the float model: it is quantized here. "
+            "Give the file that was quantized."
         )
 
 
@@ -123,12 +122,12 @@ def open_original(
     name, step = session.get_inputs()[0].name, static_batch
 
     def answer(images_NCHW: NDArray[np.float32]) -> NDArray[np.float32]:
-        found = []
+        answers = []
         for start in range(0, len(images_NCHW), step or len(images_NCHW)):
             part_NCHW = images_NCHW[start : start + (step or len(images_NCHW))]
             if step:
                 part_NCHW = np.resize(part_NCHW, (step, *images_NCHW.shape[1:]))  # repeats what is there
-            found.append(session.run([tensor], {name: part_NCHW})[0])
-        return np.concatenate(found)[: len(images_NCHW)]
+            answers.append(session.run([tensor], {name: part_NCHW})[0])
+        return np.concatenate(answers)[: len(images_NCHW)]
 
     return answer

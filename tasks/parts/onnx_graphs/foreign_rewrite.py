@@ -1,4 +1,4 @@
-"""An ONNX graph that another tool wrote: read it, refuse what the pipeline cannot take, and write the rest our way.
+"""Write an ONNX graph of another tool our way, and refuse what the pipeline cannot take.
 
 What comes out has one float32 input [batch, 3, H, W] with a dynamic batch, one output (logits [batch, C], or
 [batch, C, H, W] of the image's size), standard operators of an opset that every runtime and quantizer reads, named
@@ -112,8 +112,8 @@ def read_image_size(
     image = _find_image(graph, path)
     _choose_output(graph, path, output)
     _set_size(image, path, height=height, width=width)
-    found = _sizes(image)
-    return found[2], found[3]
+    _, _, image_height, image_width = _sizes(image)
+    return image_height, image_width
 
 
 def with_output(model: ModelProto, tensor: str) -> ModelProto:

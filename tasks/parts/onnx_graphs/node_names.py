@@ -26,7 +26,7 @@ _NO_MODULE = "_empty_nn_module_stack"  # torch's name for sizes that it reads ah
 
 
 def read_sources(raw: ModelProto) -> dict[str, tuple[str, str]]:
-    """Tensor name -> (module, file:line) from the metadata of torch's exporter, in order of execution."""
+    """Return tensor name -> (module, file:line), from the metadata of torch's exporter, in order of execution."""
     sources = {}
     for node in raw.graph.node:
         entries = {entry.key: entry.value for entry in node.metadata_props}
@@ -98,17 +98,17 @@ def _complete_origins(
     nodes: Sequence[NodeProto], sources: dict[str, tuple[str, str]]
 ) -> list[tuple[str, str]]:
     """Give nodes that simplification made the origin of the node that reads them, else of the one before."""
-    found: list[tuple[str, str] | None] = [
+    origins: list[tuple[str, str] | None] = [
         next((sources[name] for name in node.output if name in sources), None) for node in nodes
     ]
     made_by = {name: index for index, node in enumerate(nodes) for name in node.output}
     for index in reversed(range(len(nodes))):
         for name in nodes[index].input:
             producer = made_by.get(name)
-            if producer is not None and found[producer] is None:
-                found[producer] = found[index]
+            if producer is not None and origins[producer] is None:
+                origins[producer] = origins[index]
     for index, node in enumerate(nodes):
-        if found[index] is None:
-            before = [found[made_by[name]] for name in node.input if name in made_by]
-            found[index] = next((origin for origin in before if origin), (ROOT_MODULE, "unknown:0"))
-    return [origin for origin in found if origin is not None]
+        if origins[index] is None:
+            before = [origins[made_by[name]] for name in node.input if name in made_by]
+            origins[index] = next((origin for origin in before if origin), (ROOT_MODULE, "unknown:0"))
+    return [origin for origin in origins if origin is not None]

@@ -1,4 +1,4 @@
-"""Run an ONNX graph with ONNX Runtime over the images of a split: what quantization stages judge graphs by.
+"""Run an ONNX graph with ONNX Runtime over the images of a split, to evaluate it.
 
 Engines that are deployed run through tasks.parts.engines. N images, C classes, H rows, W columns.
 """
@@ -30,5 +30,5 @@ def predict_classes(model: ModelProto, images_NHWC: NDArray[Any], *, batch_size:
 
 
 def agreement(left: NDArray[Any], right: NDArray[Any]) -> float:
-    """Share of pixels, or of images, with the same class, 0..1."""
+    """Return the share of pixels, or of images, with the same class, 0..1."""
     return float((left == right).mean())

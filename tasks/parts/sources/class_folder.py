@@ -113,9 +113,9 @@ def read_image_batches(
 def _label(root: Path, name: str, classes: tuple[str, ...]) -> int:
     folder, separator, _ = name.partition("/")
     if not separator or folder not in classes:
-        found = f"the folder '{folder}'" if separator else "no folder of a class"
+        place = f"the folder '{folder}'" if separator else "no folder of a class"
         raise DataError(
-            f"{root / 'images' / name}: lies in {found}, expected images/<class>/ with a class of "
+            f"{root / 'images' / name}: lies in {place}, expected images/<class>/ with a class of "
             f"{root / CLASSES_FILE}: {', '.join(classes[:8])}{further(classes[7:], 'class')}."
         )
     return classes.index(folder)

@@ -122,7 +122,7 @@ def read_batches(
 
 @dataclass(frozen=True)
 class _Check:
-    """What reading one pair found."""
+    """What was found in one pair."""
 
     pair: Pair
     fault: DataError | None
@@ -218,10 +218,10 @@ def _drop_bad(checks: list[_Check], max_bad_images: int) -> tuple[list[_Check], 
             faults.setdefault(type(check.fault), []).append(check.fault)
     unreadable = faults.pop(UnreadableImage, [])
     if faults:
-        kind, found = next(iter(faults.items()))
-        others = sum(map(len, faults.values())) - len(found) + len(unreadable)
+        kind, errors = next(iter(faults.items()))
+        others = sum(map(len, faults.values())) - len(errors) + len(unreadable)
         also = f" {others} more file(s) have other faults." if others else ""
-        raise kind(f"{found[0]}{_same_fault(found)}{also}") from found[0]
+        raise kind(f"{errors[0]}{_same_fault(errors)}{also}") from errors[0]
     if len(unreadable) > max_bad_images:
         raise UnreadableImage(
             f"{unreadable[0]}{_same_fault(unreadable)} Found {len(unreadable)} unreadable file(s), "
@@ -236,9 +236,9 @@ def _drop_bad(checks: list[_Check], max_bad_images: int) -> tuple[list[_Check], 
 def _refuse_single_class(root: Path, train: list[_Check], class_list: ClassList) -> None:
     present = {label for check in train for label in check.labels}
     if len(present) < 2:
-        found = f"only class '{class_list.names[present.pop()]}'" if present else "only ignored pixels"
+        content = f"only class '{class_list.names[present.pop()]}'" if present else "only ignored pixels"
         raise DataError(
-            f"{root / 'masks'}: the {len(train)} masks of the train split hold {found} (the first: "
+            f"{root / 'masks'}: the {len(train)} masks of the train split hold {content} (the first: "
             f"{train[0].pair.mask}). At least two classes are needed: check the export of the masks."
         )
 

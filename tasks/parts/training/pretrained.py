@@ -130,14 +130,14 @@ def _find_file(path: Path) -> Path:
     """Return the file of weights in a folder that `transformers` saved; a file as it is."""
     if not path.is_dir():
         return path
-    found = path / _FILE_OF_FOLDER
-    if not found.is_file():
+    file = path / _FILE_OF_FOLDER
+    if not file.is_file():
         raise ArtifactError(
             f"{path} (pretrained.file) is a folder without {_FILE_OF_FOLDER}; expected a file of weights, or the "
             f"folder of save_pretrained with one {_FILE_OF_FOLDER}. It holds: "
             f"{', '.join(sorted(item.name for item in path.iterdir())[:_LISTED]) or 'nothing'}."
         )
-    return found
+    return file
 
 
 def _refuse_other_depth(
@@ -177,11 +177,11 @@ def _read(path: Path, config: PretrainedConfig) -> "dict[str, Tensor]":
             f"{path} (pretrained.file) cannot be read: {error.strerror}. Relative paths start at the folder "
             "that the command runs in."
         ) from error
-    found = hashlib.sha256(content).hexdigest()
-    if found != config.sha256:
+    sha256 = hashlib.sha256(content).hexdigest()
+    if sha256 != config.sha256:
         raise ArtifactError(
-            f"{path} (pretrained.file) has sha256 {found}, pretrained.sha256 is {config.sha256}. If this is the "
-            f"right file, set pretrained.sha256={found}; else fetch it again."
+            f"{path} (pretrained.file) has sha256 {sha256}, pretrained.sha256 is {config.sha256}. If this is the "
+            f"right file, set pretrained.sha256={sha256}; else fetch it again."
         )
     if content.startswith((b"PK\x03\x04", b"\x80")):
         return _read_pickle(path)
