@@ -293,18 +293,12 @@ def _statistics(
 def _collect(
     cfg: Config, graph: "ModelProto", images_NHWC: "NDArray[Any]", names: Sequence[str]
 ) -> dict[str, "TensorStatistics"]:
-    from tasks.parts.data.dataset import normalise
+    from tasks.parts.data.dataset import normalised_batches
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
     from tasks.parts.quantization.calibration import collect_statistics
 
     card = read_card_of_graph(graph)
-    batch_size = card.fit_batch(cfg.batch_size)
-    starts = range(0, len(images_NHWC), batch_size)
-    return collect_statistics(
-        graph,
-        lambda: (normalise(images_NHWC[start : start + batch_size], card.mean, card.std) for start in starts),
-        names,
-    )
+    return collect_statistics(graph, lambda: normalised_batches(images_NHWC, card, cfg.batch_size), names)
 
 
 def _share_beyond(statistics: "TensorStatistics", amax: float) -> float:

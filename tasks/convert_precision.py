@@ -107,7 +107,7 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
 
 def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, float]:
     """Return tensor -> largest magnitude on calibration images, for each tensor that a node makes."""
-    from tasks.parts.data.dataset import normalise, open_images
+    from tasks.parts.data.dataset import normalised_batches, open_images
     from tasks.parts.onnx_graphs.graph import other_types, read_card_of_graph
     from tasks.parts.quantization.calibration import collect_statistics
 
@@ -115,14 +115,10 @@ def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, 
     images_NHWC = open_images(data, "calibration")[: cfg.num_images]
     if not len(images_NHWC):
         raise DataError("the calibration split has no images. Give it some: prepare_data.scenes or .splits.")
-    batch_size = card.fit_batch(cfg.batch_size)
-    starts = range(0, len(images_NHWC), batch_size)
     others = other_types(graph)
     names = [name for node in graph.graph.node for name in node.output if name and name not in others]
     statistics = collect_statistics(
-        graph,
-        lambda: (normalise(images_NHWC[start : start + batch_size], card.mean, card.std) for start in starts),
-        names,
+        graph, lambda: normalised_batches(images_NHWC, card, cfg.batch_size), names
     )
     return {name: seen.amax for name, seen in statistics.items()}
 

@@ -159,13 +159,10 @@ def _check_calibration_set(cfg: Config, images_NHWC: "NDArray[Any]", test_images
 def _batches(
     cfg: Config, graph: "ModelProto", images_NHWC: "NDArray[Any]"
 ) -> Iterator["NDArray[np.float32]"]:
-    from tasks.parts.data.dataset import normalise
+    from tasks.parts.data.dataset import normalised_batches
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
     from tasks.parts.quantization.calibration import check_images
 
-    card = read_card_of_graph(graph)
-    batch_size = card.fit_batch(cfg.batch_size)
-    for start in range(0, len(images_NHWC), batch_size):
-        images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
+    for images_NCHW in normalised_batches(images_NHWC, read_card_of_graph(graph), cfg.batch_size):
         check_images(images_NCHW, cfg.max_abs_input)
         yield images_NCHW

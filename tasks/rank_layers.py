@@ -122,7 +122,7 @@ def _own_sqnr_db(
     """Run each layer twice on the same exact inputs, in float and in INT8, and compare inside the graph."""
     import numpy as np
 
-    from tasks.parts.data.dataset import normalise, open_images
+    from tasks.parts.data.dataset import normalised_batches, open_images
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
     from tasks.parts.onnx_graphs.signal_to_noise import sqnr_db
     from tasks.parts.onnx_session import open_session
@@ -132,9 +132,8 @@ def _own_sqnr_db(
     session, card = open_session(twinned), read_card_of_graph(graph)
     names = [*noise_of.values(), *signal_of.values()]
     images_NHWC = open_images(data, "calibration")[: cfg.num_images]
-    energies, batch_size = dict.fromkeys(names, 0.0), card.fit_batch(cfg.batch_size)
-    for start in range(0, len(images_NHWC), batch_size):
-        images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
+    energies = dict.fromkeys(names, 0.0)
+    for images_NCHW in normalised_batches(images_NHWC, card, cfg.batch_size):
         batch_energies = session.run(names, {graph.graph.input[0].name: images_NCHW})
         for name, energy in zip(names, batch_energies, strict=True):
             energies[name] += float(np.sum(energy))

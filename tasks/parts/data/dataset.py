@@ -11,6 +11,7 @@ Shape letters: N images, H height, W width, C channels (in images) or classes (i
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.data.input_card import Task, rgb_triple
+from tasks.parts.data.input_card import InputCard, Task, rgb_triple
 
 MANIFEST_FILE = "manifest.json"
 SPLITS = ("train", "val", "test", "calibration")
@@ -126,6 +127,15 @@ def normalise(
     images_NCHW *= scale_C[:, None, None]
     images_NCHW += shift_C[:, None, None]
     return images_NCHW
+
+
+def normalised_batches(
+    images_NHWC: NDArray[np.uint8], card: InputCard, batch_size: int
+) -> Iterator[NDArray[np.float32]]:
+    """Yield images as images_NCHW for the network or graph of a card, no more at once than it takes."""
+    batch_size = card.fit_batch(batch_size)
+    for start in range(0, len(images_NHWC), batch_size):
+        yield normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
 
 
 def _num_images(dataset: Path, manifest: Manifest, split: str) -> int:
