@@ -34,7 +34,7 @@ from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.rounds import rounds_ms
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.onnx_graphs.graph import read_graph, write_graph
-from tasks.parts.onnx_graphs.signal_to_noise import signal_to_noise_db
+from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
 from tasks.parts.quantization.config import Calibrator
 from tasks.quantize_ptq import quantize_ptq
@@ -95,7 +95,7 @@ def measure(network: str, float_graph: Path, quantized_graph: Path) -> list[dict
             "onnxruntime_ms_p50": round(float(np.median(onnxruntime_ms[name])), 4),
             "openvino_ms_p50": round(float(np.median(openvino_ms[name])), 4),
             "openvino_sqnr_db": round(
-                signal_to_noise_db(onnxruntimes[name](images_NCHW), openvinos[name](images_NCHW)), 1
+                difference(onnxruntimes[name](images_NCHW), openvinos[name](images_NCHW)).sqnr_db, 1
             ),
         }
         for name in graphs

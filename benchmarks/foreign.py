@@ -29,7 +29,7 @@ from tasks.core.execute import load_stage
 from tasks.import_onnx import import_onnx
 from tasks.label_images import label_images
 from tasks.parts.data.dataset import normalise, open_images
-from tasks.parts.data.dataset_writer import ImageBatches, write_images
+from tasks.parts.data.dataset_writer import SplitBatches, write_dataset
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.engines.rounds import rounds_ms
@@ -72,14 +72,21 @@ def write_scenes(folder: Path) -> Path:
     counts = {f"num_{split}": count for split, count in NUM_IMAGES.items()}
     config: ScenesConfig = typed_config(ScenesConfig, scenes | counts, "prepare_data.scenes")
     splits = {
-        split: ImageBatches(
+        split: SplitBatches(
             count,
-            (images for images, _ in draw_scenes(split, config, height=SIDE, width=SIDE, seed=0)),
-            None,
+            ((images, None) for images, _ in draw_scenes(split, config, height=SIDE, width=SIDE, seed=0)),
         )
         for split, count in NUM_IMAGES.items()
     }
-    write_images(folder / "images", classes=(), height=SIDE, width=SIDE, source="images", splits=splits)
+    write_dataset(
+        folder / "images",
+        task=None,
+        classes=(),
+        height=SIDE,
+        width=SIDE,
+        source="images",
+        splits=splits,
+    )
     return folder / "images"
 
 

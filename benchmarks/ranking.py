@@ -19,7 +19,7 @@ from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.onnx_graphs.graph import read_graph, write_graph
 from tasks.parts.quantization.config import Calibrator
-from tasks.parts.quantization.evaluation import open_judge
+from tasks.parts.quantization.evaluation import open_evaluator
 from tasks.quantize_ptq import quantize_ptq
 from tasks.rank_layers import rank_layers
 
@@ -46,9 +46,9 @@ def measure(depth: float, folder: Path) -> dict[str, Any]:
     quantize_ptq(ptq, model=folder / "float.onnx", data=DATA, out=folder)
     cfg = stage_config("rank_layers")
     graph = read_graph(folder / "float.onnx")
-    judge = open_judge(graph, DATA, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    evaluator = open_evaluator(graph, DATA, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
     started = time.perf_counter()
-    judge.judge(read_graph(folder / "model.onnx"))
+    evaluator.evaluate(read_graph(folder / "model.onnx"))
     pass_s = time.perf_counter() - started
     started = time.perf_counter()
     report = rank_layers(

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
     from tasks.parts.data.input_card import Task
     from tasks.parts.quantization.calibration import TensorStatistics
-    from tasks.parts.quantization.evaluation import Judge
+    from tasks.parts.quantization.evaluation import GraphEvaluator
     from tasks.parts.quantization.qdq import TensorRange
 
 logger = logging.getLogger(__name__)
 
 NUM_GUILTY = 3
 _MAX_CLASSES = 12
-"""So many classes are named, those that fell most."""
+"""Number of classes that are named: those that fell most."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Answer:
     question: str
     is_suspect: bool
     found: str
-    """With its numbers."""
+    """What was measured, in words with the numbers."""
     advice: str
     """What to change, with the config key."""
 
@@ -70,8 +70,9 @@ class Report:
     metric: str
     """What a score is."""
     float_score: float
+    """Score of the float graph on the validation images."""
     score: float
-    """Of the INT8 graph on the same validation images."""
+    """Score of the INT8 graph on the validation images."""
     num_suspect: int
     answers: tuple[Answer, ...]
 
@@ -96,7 +97,7 @@ def check_int8(
     from tasks.parts.onnx_graphs.graph import read_graph
     from tasks.parts.onnx_graphs.predict import predict_classes
     from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
-    from tasks.parts.quantization.evaluation import open_judge
+    from tasks.parts.quantization.evaluation import open_evaluator
     from tasks.parts.quantization.qdq import quantizable_nodes, read_ranges
     from tasks.parts.tables import read_table
 
@@ -107,33 +108,37 @@ def check_int8(
         raise ArtifactError(
             f"{ranking}: ranks the layers of another graph than {model}. Run rank_layers again."
         )
-    judge = open_judge(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
-    classes = predict_classes(int8, judge.images_NHWC, batch_size=cfg.batch_size)
+    evaluator = open_evaluator(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    classes = predict_classes(int8, evaluator.images_NHWC, batch_size=cfg.batch_size)
     before, after = (
-        class_scores(found, judge.truth, judge.num_classes, judge.task)
-        for found in (judge.float_classes, classes)
+        class_scores(predicted, evaluator.labels, evaluator.num_classes, evaluator.task)
+        for predicted in (evaluator.float_classes, classes)
     )
-    reached = score(classes, judge.truth, judge.num_classes, judge.task)
+    reached = score(classes, evaluator.labels, evaluator.num_classes, evaluator.task)
     statistics = _statistics(cfg, graph, list(known), data)
     answers = (
         _ends(cfg, convs, layers),
-        _classes(cfg, data, judge.task, before, after),
-        _calibration_size(cfg, graph, ranges, known, data, judge, reached),
+        _classes(cfg, data, evaluator.task, before, after),
+        _calibration_size(cfg, graph, ranges, known, data, evaluator, reached),
         _coverage(cfg, known, statistics),
-        _batch(cfg, int8, judge.images_NHWC, classes),
+        _batch(cfg, int8, evaluator.images_NHWC, classes),
         _calibrators(cfg, trials),
         _guilty(cfg, layers),
     )
-    _write_checklist(out / "checklist.md", answers, judge, reached)
+    _write_checklist(out / "checklist.md", answers, evaluator, reached)
     report = Report(
-        judge.metric, judge.float_score, reached, sum(answer.is_suspect for answer in answers), answers
+        evaluator.metric,
+        evaluator.float_score,
+        reached,
+        sum(answer.is_suspect for answer in answers),
+        answers,
     )
     logger.info("check_int8: %d of %d answers are suspect", report.num_suspect, len(answers))
     return report
 
 
 def _ends(cfg: Config, convs: Sequence[str], layers: Mapping[str, Mapping[str, str]]) -> Answer:
-    """The first convolution reads the quantized image, the last one makes the logits."""
+    """Look at the first convolution, which reads the quantized image, and the last one, which makes the logits."""
     ends = [convs[0], convs[-1]]
     drops = [float(layers[name]["score_drop"]) for name in ends]
     return Answer(
@@ -173,7 +178,7 @@ def _calibration_size(
     ranges: Path,
     known: Mapping[str, "TensorRange"],
     data: Path,
-    judge: "Judge",
+    evaluator: "GraphEvaluator",
     reached: float,
 ) -> Answer:
     """Calibrate again, in the same way, on half of the images; a tensor that is 0 on them keeps its range."""
@@ -188,12 +193,12 @@ def _calibration_size(
     half = max(1, len(images_NHWC) // 2)
     seen = _collect(cfg, graph, images_NHWC[:half], quantizable_tensors(graph, cfg.op_types))
     fewer = {
-        tensor: choose_range(found, Calibrator(name), percentile=float(percentile or 100))
-        if found.amax
+        tensor: choose_range(statistics, Calibrator(name), percentile=float(percentile or 100))
+        if statistics.amax
         else known[tensor]
-        for tensor, found in seen.items()
+        for tensor, statistics in seen.items()
     }
-    change = judge.judge(insert_qdq(graph, fewer, op_types=cfg.op_types)).score - reached
+    change = evaluator.evaluate(insert_qdq(graph, fewer, op_types=cfg.op_types)).score - reached
     return Answer(
         question="Are there enough calibration images?",
         is_suspect=abs(change) > cfg.suspect_loss,
@@ -208,7 +213,7 @@ def _coverage(
     statistics: Mapping[str, tuple["TensorStatistics", "TensorStatistics"]],
 ) -> Answer:
     clipped = {
-        name: tuple(_share_beyond(found, ranges[name].amax) for found in pair)
+        name: tuple(_share_beyond(split, ranges[name].amax) for split in pair)
         for name, pair in statistics.items()
     }
     worst = max(clipped, key=lambda name: clipped[name][1] - clipped[name][0])
@@ -251,7 +256,10 @@ def _calibrators(cfg: Config, trials: Path) -> Answer:
 
 
 def _guilty(cfg: Config, layers: Mapping[str, Mapping[str, str]]) -> Answer:
-    """The ranking is by changed predictions, so the layer that costs most of the score need not be its first."""
+    """Name the first layers of the ranking.
+
+    It is by changed predictions, so the layer that costs most of the score need not be its first.
+    """
     first = list(layers.values())[:NUM_GUILTY]
     return Answer(
         question="Which layers are guilty?",
@@ -268,7 +276,7 @@ def _guilty(cfg: Config, layers: Mapping[str, Mapping[str, str]]) -> Answer:
 def _statistics(
     cfg: Config, graph: "ModelProto", names: Sequence[str], data: Path
 ) -> dict[str, tuple["TensorStatistics", "TensorStatistics"]]:
-    """Per tensor: what calibration images and what training images made of it."""
+    """Return tensor -> what it held on calibration images, and on training images."""
     import numpy as np
 
     from tasks.parts.data.dataset import open_images
@@ -285,22 +293,16 @@ def _statistics(
 def _collect(
     cfg: Config, graph: "ModelProto", images_NHWC: "NDArray[Any]", names: Sequence[str]
 ) -> dict[str, "TensorStatistics"]:
-    from tasks.parts.data.dataset import normalise
+    from tasks.parts.data.dataset import normalised_batches
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
     from tasks.parts.quantization.calibration import collect_statistics
 
     card = read_card_of_graph(graph)
-    batch_size = card.fit_batch(cfg.batch_size)
-    starts = range(0, len(images_NHWC), batch_size)
-    return collect_statistics(
-        graph,
-        lambda: (normalise(images_NHWC[start : start + batch_size], card.mean, card.std) for start in starts),
-        names,
-    )
+    return collect_statistics(graph, lambda: normalised_batches(images_NHWC, card, cfg.batch_size), names)
 
 
 def _share_beyond(statistics: "TensorStatistics", amax: float) -> float:
-    """Share of the magnitudes over `amax`, to the width of a bin."""
+    """Return the share of the magnitudes over `amax`, to the width of a bin."""
     import numpy as np
 
     num_bins = len(statistics.counts)
@@ -308,12 +310,14 @@ def _share_beyond(statistics: "TensorStatistics", amax: float) -> float:
     return float(statistics.counts[lower_edges >= amax].sum() / max(1, statistics.counts.sum()))
 
 
-def _write_checklist(path: Path, answers: Sequence[Answer], judge: "Judge", reached: float) -> None:
+def _write_checklist(
+    path: Path, answers: Sequence[Answer], evaluator: "GraphEvaluator", reached: float
+) -> None:
     lines = [
         "# INT8 checklist",
         "",
-        f"Validation {judge.metric}: {reached:.4f} in INT8, {judge.float_score:.4f} in float. Every answer is a "
-        "measurement of this run.",
+        f"Validation {evaluator.metric}: {reached:.4f} in INT8, {evaluator.float_score:.4f} in float. Every answer "
+        "is a measurement of this run.",
         "",
     ]
     for answer in answers:

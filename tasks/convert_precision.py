@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, AtMost, MoreThan
-from tasks.core.errors import ArtifactError, ConfigError, DataError
+from tasks.core.errors import ArtifactError, ConfigError, DataError, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,15 +58,15 @@ class Report:
     """What became FP16, and what that does to the predictions."""
 
     num_nodes: int
-    """Nodes of the float graph."""
+    """Number of nodes of the float graph."""
     float32_nodes: tuple[str, ...]
-    """Those that stay in FP32."""
+    """Names of the nodes that stay in FP32."""
     metric: str
     """What a score is."""
     score: float
-    """Of the FP16 graph on the validation images. ONNX Runtime rounds what passes between the nodes to FP16."""
+    """Score of the FP16 graph on the validation images. ONNX Runtime rounds what passes between nodes to FP16."""
     float_score: float
-    """Of the float graph on the same images."""
+    """Score of the float graph on the same images."""
     agreement: float
     """Share of pixels, or images, with the class that the float graph gives."""
 
@@ -77,32 +77,37 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
     Raises ArtifactError for a graph that is quantized already, ConfigError where AutoCast cannot be imported.
     """
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
-    from tasks.parts.quantization.evaluation import open_judge
+    from tasks.parts.quantization.evaluation import open_evaluator
 
     graph = read_graph(model)
     if is_quantized(graph):
         raise ArtifactError(f"{model}: already has Q/DQ, expected the float graph of export_onnx.")
-    judge = open_judge(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    evaluator = open_evaluator(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
     kept = _nodes_in_float32(cfg, graph, _largest_outputs(cfg, graph, data))
     convert = {Method.converter: _by_converter, Method.autocast: _by_autocast}[cfg.method]
     converted = convert(graph, kept)
     write_graph(converted, out / "model.onnx")
-    found = judge.judge(converted)
+    evaluation = evaluator.evaluate(converted)
     logger.info(
         "%s in FP16: val score %.4f (float %.4f), %d nodes in FP32",
         model,
-        found.score,
-        judge.float_score,
+        evaluation.score,
+        evaluator.float_score,
         len(kept),
     )
     return Report(
-        len(graph.graph.node), tuple(kept), judge.metric, found.score, judge.float_score, found.agreement
+        num_nodes=len(graph.graph.node),
+        float32_nodes=tuple(kept),
+        metric=evaluator.metric,
+        score=evaluation.score,
+        float_score=evaluator.float_score,
+        agreement=evaluation.agreement,
     )
 
 
 def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, float]:
-    """Largest magnitude of each tensor that a node makes, on calibration images."""
-    from tasks.parts.data.dataset import normalise, open_images
+    """Return tensor -> largest magnitude on calibration images, for each tensor that a node makes."""
+    from tasks.parts.data.dataset import normalised_batches, open_images
     from tasks.parts.onnx_graphs.graph import other_types, read_card_of_graph
     from tasks.parts.quantization.calibration import collect_statistics
 
@@ -110,16 +115,12 @@ def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, 
     images_NHWC = open_images(data, "calibration")[: cfg.num_images]
     if not len(images_NHWC):
         raise DataError("the calibration split has no images. Give it some: prepare_data.scenes or .splits.")
-    batch_size = card.fit_batch(cfg.batch_size)
-    starts = range(0, len(images_NHWC), batch_size)
     others = other_types(graph)
     names = [name for node in graph.graph.node for name in node.output if name and name not in others]
     statistics = collect_statistics(
-        graph,
-        lambda: (normalise(images_NHWC[start : start + batch_size], card.mean, card.std) for start in starts),
-        names,
+        graph, lambda: normalised_batches(images_NHWC, card, cfg.batch_size), names
     )
-    return {name: found.amax for name, found in statistics.items()}
+    return {name: seen.amax for name, seen in statistics.items()}
 
 
 def _nodes_in_float32(cfg: Config, graph: "ModelProto", tensors: "Mapping[str, float]") -> list[str]:
@@ -203,7 +204,7 @@ def _by_autocast(graph: "ModelProto", float32_nodes: list[str]) -> "ModelProto":
         from modelopt.onnx.autocast import convert_to_mixed_precision
     except ImportError as error:
         raise ConfigError(
-            f"convert_precision.method is autocast, which cannot be imported ({str(error).splitlines()[0]}). Install "
+            f"convert_precision.method is autocast, which cannot be imported ({first_line(error)}). Install "
             "the extra autocast (`pip install -e '.[autocast]'`), or set convert_precision.method=converter."
         ) from error
     with tempfile.TemporaryDirectory() as folder:

@@ -258,12 +258,12 @@ def _bisect(
 ) -> Bisection:
     """Search from the noisiest layer on, and write all trials."""
     from tasks.parts.layer_diff.bisection import bisect, quantized_nodes
-    from tasks.parts.quantization.evaluation import open_judge
+    from tasks.parts.quantization.evaluation import open_evaluator
     from tasks.parts.tables import write_table
 
     tensor_of = {node.name: node.output[0] for node in graph.graph.node}
     ranked = sorted(quantized_nodes(variant, graph), key=lambda node: comparison.own_sqnr_db(tensor_of[node]))
-    judge = open_judge(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
-    bisection, trials = bisect(variant, graph, ranked, judge, max_miou_rel_loss=cfg.max_miou_rel_loss)
+    evaluator = open_evaluator(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    bisection, trials = bisect(variant, graph, ranked, evaluator, max_miou_rel_loss=cfg.max_miou_rel_loss)
     write_table(out / "bisection.csv", trials)
     return bisection

@@ -39,18 +39,18 @@ class Report:
     """What was exported."""
 
     num_nodes: int
-    """After simplification."""
+    """Number of nodes after simplification."""
     num_parameters: int
-    """Of the network, BatchNorm included."""
+    """Number of weights of the network, BatchNorm included."""
     size_bytes: int
-    """Of model.onnx."""
+    """Size of model.onnx."""
     opset: int
-    """ONNX operator set."""
+    """Version of the ONNX operator set."""
     two_of_four_macs_share: float
     """Share of the MACs of convolutions and matrix products whose weights in the graph have at most two of four input
     channels non-zero."""
     differences: tuple[Difference, ...]
-    """Torch against ONNX Runtime, one per batch size."""
+    """How far ONNX Runtime is from torch, for each batch size."""
 
 
 def export_onnx(cfg: Config, *, checkpoint: Path, out: Path) -> Report:
@@ -81,7 +81,7 @@ def export_onnx(cfg: Config, *, checkpoint: Path, out: Path) -> Report:
         path,
         report.num_nodes,
         report.size_bytes,
-        max(found.max_abs for found in differences),
+        max(compared.max_abs for compared in differences),
     )
     return report
 
@@ -121,7 +121,7 @@ def _compare(cfg: Config, network: "nn.Module", graph: "ModelProto", card: "Mode
 
     session = open_session(graph)
     generator = torch.Generator().manual_seed(cfg.seed)
-    found = []
+    differences = []
     for batch_size in cfg.batch_sizes:
         images_NCHW = torch.randn(batch_size, 3, card.height, card.width, generator=generator)
         with torch.no_grad():
@@ -135,5 +135,5 @@ def _compare(cfg: Config, network: "nn.Module", graph: "ModelProto", card: "Mode
                 f"(export_onnx.max_abs_difference) and {cfg.min_sqnr_db} dB (export_onnx.min_sqnr_db). Look "
                 "for an operator that the exporter changed."
             )
-        found.append(result)
-    return found
+        differences.append(result)
+    return differences

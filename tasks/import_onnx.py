@@ -60,17 +60,17 @@ class Report:
     num_nodes_before: int
     num_nodes: int
     num_parameters: int
-    """Float constants of the written graph."""
+    """Number of values in the float constants of the written graph."""
     macs: int
     """Multiply-accumulates of convolutions and matrix products for one image."""
     static_batch_before: int | None
     """The batch that the file fixes; None where it is dynamic."""
     max_batch: int | None
-    """1 where the written graph keeps that; None where its batch is dynamic."""
+    """1 where the written graph keeps a fixed batch of 1; None where its batch is dynamic."""
     rewritten: tuple[str, ...]
     """One sentence for each change."""
     size_bytes: int
-    """Of model.onnx."""
+    """Size of model.onnx."""
     differences: tuple[Difference, ...]
     """The file against the written graph, one per batch size."""
 
@@ -120,7 +120,7 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         size_bytes=(out / "model.onnx").stat().st_size,
         differences=differences,
     )
-    worst = min(found.sqnr_db for found in differences)
+    worst = min(compared.sqnr_db for compared in differences)
     logger.info("%s: %d nodes, %.1f dB to the file", out / "model.onnx", report.num_nodes, worst)
     return report
 
@@ -150,7 +150,7 @@ def _rewrite(cfg: Config, original: "ModelProto", model: Path) -> tuple["Importe
 
 def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> InputCard:
     """Say what the graph expects; raise ArtifactError where it and the data set do not fit each other."""
-    from tasks.parts.data.dataset import open_truth
+    from tasks.parts.data.dataset import open_labels
 
     sizes = [axis.dim_value for axis in imported.graph.graph.input[0].type.tensor_type.shape.dim]
     height, width = sizes[2:]
@@ -173,7 +173,7 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
             "order must be equal; leave model.classes at null to take those of the data set."
         )
     if data.classes:
-        open_truth(path, "val", imported.task)  # masks for a segmentation, labels for a classification
+        open_labels(path, "val", imported.task)  # masks for a segmentation, labels for a classification
     return InputCard(
         classes=classes,
         mean=(cfg.mean[0], cfg.mean[1], cfg.mean[2]),
@@ -213,7 +213,7 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[Difference
     image = imported.graph.graph.input[0]
     sizes = [axis.dim_value for axis in image.type.tensor_type.shape.dim[1:]]
     generator = np.random.default_rng(cfg.seed)
-    found = []
+    differences = []
     for batch_size in cfg.batch_sizes:
         images_NCHW = generator.standard_normal((batch_size, *sizes), np.float32)
         try:
@@ -248,8 +248,8 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[Difference
                 f"{result.sqnr_db:.1f} dB), allowed are {cfg.min_sqnr_db} dB (import_onnx.min_sqnr_db). "
                 f"{_dynamic_batch_hint(imported)}"
             )
-        found.append(result)
-    return tuple(found)
+        differences.append(result)
+    return tuple(differences)
 
 
 def _dynamic_batch_hint(imported: "Imported") -> str:

@@ -1,13 +1,18 @@
 """Label images with what the float model predicts, so that engines are measured by their agreement with it."""
 
 import logging
-import shutil
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tasks.core.bounds import AtLeast
 from tasks.core.errors import ArtifactError, DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from onnx import ModelProto
 
 logger = logging.getLogger(__name__)
 
@@ -25,25 +30,22 @@ class Report:
     """What was labelled."""
 
     num_images: dict[str, int]
-    """Per split."""
+    """Number of images per split."""
     num_classes: int
-    """That the model can give."""
+    """Number of classes that the model knows."""
     num_classes_given: int
-    """That it gave to some image, or pixel."""
+    """Number of classes that the model gave to some image, or pixel."""
 
 
 def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
-    """Write ``dataset/``: the images of `data`, with the predictions of the float graph of import_onnx as truth.
+    """Write ``dataset/``: the images of `data`, labelled with the predictions of the float graph of import_onnx.
 
     Raises ArtifactError for images that have labels or masks already, DataError where the model knows one class only.
     """
-    import numpy as np
-
-    from tasks.parts.data.dataset import open_images, read_manifest
-    from tasks.parts.data.dataset_writer import write_manifest, write_truth
+    from tasks.parts.data.dataset import read_manifest
+    from tasks.parts.data.dataset_writer import SplitBatches, write_dataset
     from tasks.parts.data.metrics import FLOAT_MODEL
     from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
-    from tasks.parts.onnx_graphs.predict import predict_classes
 
     graph, manifest = read_graph(model), read_manifest(data)
     if manifest.classes:
@@ -51,24 +53,43 @@ def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
             f"{data}: knows the classes {', '.join(manifest.classes[:8])}, expected images that nobody labelled "
             "(data=images). Measure on the labels that there are."
         )
-    classes = read_card_of_graph(graph).classes
-    dataset = out / "dataset"
-    dataset.mkdir()
-    files, shares, given = dict(manifest.files), {}, np.zeros(len(classes), np.int64)
-    for split in manifest.counts:
-        shutil.copyfile(data / f"{split}_images.npy", dataset / f"{split}_images.npy")
-        predictions = predict_classes(graph, open_images(data, split), batch_size=cfg.batch_size)
-        files |= write_truth(dataset, split, predictions)
-        counts = np.bincount(predictions.ravel(), minlength=len(classes))
-        shares[split] = tuple(float(share) for share in counts / max(1, counts.sum()))
-        given += counts
-    if (given > 0).sum() < 2:
+    card = read_card_of_graph(graph)
+    labelled = write_dataset(
+        out / "dataset",
+        task=card.task,
+        classes=card.classes,
+        height=manifest.height,
+        width=manifest.width,
+        source=FLOAT_MODEL,
+        splits={
+            split: SplitBatches(num_images, _label(cfg, graph, data, split))
+            for split, num_images in manifest.counts.items()
+        },
+    )
+    given = [
+        name
+        for name, *shares in zip(card.classes, *labelled.pixel_share.values(), strict=True)
+        if any(share > 0 for share in shares)
+    ]
+    if len(given) < 2:
         raise DataError(
-            f"{data}: the float model answers every image with the class {classes[int(given.argmax())]}, so "
+            f"{data}: the float model answers every image with the class {given[0]}, so "
             "agreement with it would tell nothing. Check model.mean and model.std, or give images that show more."
         )
-    labelled = replace(manifest, classes=classes, files=files, pixel_share=shares, source=FLOAT_MODEL)
-    write_manifest(dataset, labelled)
-    report = Report(manifest.counts, len(classes), int((given > 0).sum()))
+    report = Report(labelled.counts, len(card.classes), len(given))
     logger.info("label_images: %d of %d classes given", report.num_classes_given, report.num_classes)
     return report
+
+
+def _label(
+    cfg: Config, graph: "ModelProto", data: Path, split: str
+) -> "Iterator[tuple[NDArray[np.uint8], NDArray[Any]]]":
+    """Yield the images of a split in batches, each with what the graph predicts for them."""
+    from tasks.parts.data.dataset import LABEL_TYPES, open_images
+    from tasks.parts.data.dataset_writer import batches_of
+    from tasks.parts.onnx_graphs.graph import read_card_of_graph
+    from tasks.parts.onnx_graphs.predict import predict_classes
+
+    images_NHWC = open_images(data, split)
+    classes = predict_classes(graph, images_NHWC, batch_size=cfg.batch_size)
+    yield from batches_of(images_NHWC, classes.astype(LABEL_TYPES[read_card_of_graph(graph).task]))

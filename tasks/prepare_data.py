@@ -13,6 +13,7 @@ from tasks.parts.sources.config import FolderConfig, ScenesConfig
 if TYPE_CHECKING:
     from tasks.parts.data.dataset import Manifest
     from tasks.parts.data.dataset_writer import SplitBatches
+    from tasks.parts.data.input_card import Task
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +78,13 @@ class Report:
     height: int
     width: int
     num_images: dict[str, int]
-    """Per split."""
+    """Number of images per split."""
     pixel_share: dict[str, dict[str, float]]
-    """Split -> class -> share of the pixels that are not ignored, or of the labelled images."""
+    """Share of the pixels that are not ignored, or of the labelled images, by split and class."""
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     size_bytes: int
-    """Of all arrays together."""
+    """Size of all arrays together."""
     num_bad_images: int
     """Unreadable files that were skipped."""
     num_duplicates: int
@@ -95,6 +96,8 @@ class Report:
 class _Loaded:
     """A source that passed its checks; nothing is written yet."""
 
+    task: "Task | None"
+    """What the labels are of; None where there are none."""
     classes: tuple[str, ...]
     splits: "dict[str, SplitBatches]"
     num_bad_images: int
@@ -110,52 +113,26 @@ def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
         ConfigError: more classes are configured than classes.yaml lists.
     """
     from tasks.parts.data.dataset_writer import write_dataset
+    from tasks.parts.data.input_card import Task
 
     logger.info("%s from %s, %d x %d pixels", cfg.source, root, cfg.height, cfg.width)
-    if cfg.source in (Source.class_folder, Source.images):
-        return _prepare_images(cfg, root, out)
-    loaded = _load_scenes(cfg, root) if cfg.source is Source.digit_scenes else _load_folder(cfg, root)
+    load = {Source.digit_scenes: _load_scenes, Source.folder: _load_folder}.get(cfg.source, _load_images)
+    loaded = load(cfg, root)
     manifest = write_dataset(
         out / "dataset",
+        task=loaded.task,
         classes=loaded.classes,
         height=cfg.height,
         width=cfg.width,
         source=str(cfg.source),
         splits=loaded.splits,
     )
-    _draw_samples(out)
-    warnings = (*loaded.warnings, *_absent_class_warnings(manifest), *_flat_image_warnings(manifest))
+    absent: tuple[str, ...] = ()
+    if loaded.task is Task.segmentation:
+        _draw_samples(out)
+        absent = _absent_class_warnings(manifest)
+    warnings = (*loaded.warnings, *absent, *_flat_image_warnings(manifest))
     return _report(manifest, out, loaded.num_bad_images, loaded.num_duplicates, warnings)
-
-
-def _prepare_images(cfg: Config, root: Path, out: Path) -> Report:
-    """Write a data set of images with labels, or of images alone."""
-    import numpy as np
-
-    from tasks.parts.data.dataset_writer import ImageBatches, write_images
-    from tasks.parts.sources.class_folder import read_image_batches, scan_images
-
-    folder, is_labelled = cfg.folder, cfg.source is Source.class_folder
-    assert folder is not None
-    found = scan_images(root, folder, seed=cfg.seed, is_labelled=is_labelled)
-    splits = {
-        split: ImageBatches(
-            len(files),
-            read_image_batches(files, folder, height=cfg.height, width=cfg.width),
-            np.array([file.label for file in files], np.uint16) if is_labelled else None,
-        )
-        for split, files in found.splits.items()
-    }
-    manifest = write_images(
-        out / "dataset",
-        classes=found.classes,
-        height=cfg.height,
-        width=cfg.width,
-        source=str(cfg.source),
-        splits=splits,
-    )
-    warnings = (*found.warnings, *_flat_image_warnings(manifest))
-    return _report(manifest, out, found.num_bad_images, found.num_duplicates, warnings)
 
 
 def _report(
@@ -187,6 +164,7 @@ def _report(
 def _load_scenes(cfg: Config, root: Path) -> _Loaded:
     from tasks.parts.data.dataset import SPLITS
     from tasks.parts.data.dataset_writer import SplitBatches
+    from tasks.parts.data.input_card import Task
     from tasks.parts.sources.class_list import read_class_list
     from tasks.parts.sources.digit_scenes import draw_scenes
 
@@ -205,11 +183,12 @@ def _load_scenes(cfg: Config, root: Path) -> _Loaded:
         )
         for split in SPLITS
     }
-    return _Loaded(names[: scenes.num_digits + 1], splits, 0, 0, ())
+    return _Loaded(Task.segmentation, names[: scenes.num_digits + 1], splits, 0, 0, ())
 
 
 def _load_folder(cfg: Config, root: Path) -> _Loaded:
     from tasks.parts.data.dataset_writer import SplitBatches
+    from tasks.parts.data.input_card import Task
     from tasks.parts.sources.mask_folder import read_batches, scan_folder
 
     folder = cfg.folder
@@ -222,7 +201,30 @@ def _load_folder(cfg: Config, root: Path) -> _Loaded:
         for split, pairs in content.splits.items()
     }
     return _Loaded(
-        content.class_list.names, splits, content.num_bad_images, content.num_duplicates, content.warnings
+        Task.segmentation,
+        content.class_list.names,
+        splits,
+        content.num_bad_images,
+        content.num_duplicates,
+        content.warnings,
+    )
+
+
+def _load_images(cfg: Config, root: Path) -> _Loaded:
+    """Load images whose folders are their classes, or images alone."""
+    from tasks.parts.data.dataset_writer import SplitBatches
+    from tasks.parts.data.input_card import Task
+    from tasks.parts.sources.class_folder import read_image_batches, scan_images
+
+    folder, task = cfg.folder, Task.classification if cfg.source is Source.class_folder else None
+    assert folder is not None
+    content = scan_images(root, folder, seed=cfg.seed, is_labelled=task is not None)
+    splits = {
+        split: SplitBatches(len(files), read_image_batches(files, folder, height=cfg.height, width=cfg.width))
+        for split, files in content.splits.items()
+    }
+    return _Loaded(
+        task, content.classes, splits, content.num_bad_images, content.num_duplicates, content.warnings
     )
 
 

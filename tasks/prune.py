@@ -103,13 +103,13 @@ class Step:
     """One step of pruning, with the training after it."""
 
     step: int
-    """Counted from 1."""
+    """Number of the step, counted from 1."""
     macs_ratio: float
     """MACs after this step by MACs of the network as it came."""
     weight_sparsity: float
     """Share of the weights of convolutions and linear layers that are zero."""
     val_miou: float | None
-    """After the training; None with a single step, which is not trained here."""
+    """mIoU after the training, on the validation split; None with a single step, which is not trained here."""
     is_kept: bool
     """Whether val_miou reached the floor."""
 
@@ -137,11 +137,11 @@ class Report:
     dense_layers: tuple[str, ...]
     """Method two_of_four: layers that stay dense because their input channels are no multiple of 4."""
     val_miou_before: float | None
-    """Of the network as it came; None with a single step."""
+    """mIoU of the network as it came on the validation split; None with a single step."""
     is_stopped_at_floor: bool
     """Whether a step fell below min_val_miou_ratio; the state before that step was written."""
     steps: tuple[Step, ...]
-    """In order; the last one that is kept is what was written."""
+    """The steps in their order; the network after the last one that is kept was written."""
 
 
 def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path) -> Report:

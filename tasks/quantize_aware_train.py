@@ -50,9 +50,9 @@ class Report:
     """What training in simulated INT8 gave."""
 
     val_miou_before: float
-    """Of the INT8 graph with the weights as they came, through ONNX Runtime."""
+    """mIoU of the INT8 graph with the weights as they came, through ONNX Runtime."""
     val_miou: float
-    """Of the written INT8 graph, through ONNX Runtime."""
+    """mIoU of the written INT8 graph, through ONNX Runtime."""
     best_epoch: int
     """The written epoch; 0 where no epoch was better than the weights as they came."""
     num_epochs: int
@@ -60,8 +60,8 @@ class Report:
     agreement: float
     """Share of validation pixels on which the written graph gives the class of the simulated network."""
     agreement_uint8: float
-    """The same with uint8 activations, as CPU targets run the graph: what is never negative then reaches up to twice
-    as far as in training, where it was clipped."""
+    """Share of validation pixels on which the written graph gives that class with uint8 activations, as CPU targets
+    run it: what is never negative then reaches up to twice as far as in training, where it was clipped."""
 
 
 def quantize_aware_train(
@@ -85,7 +85,7 @@ def quantize_aware_train(
     from tasks.parts.networks.zeros import keep_zeros
     from tasks.parts.onnx_graphs.export import export_graph
     from tasks.parts.onnx_graphs.graph import read_graph, write_graph
-    from tasks.parts.quantization.evaluation import open_judge
+    from tasks.parts.quantization.evaluation import open_evaluator
     from tasks.parts.quantization.fake_quantization import fake_quantize, float_weights
     from tasks.parts.quantization.qdq import insert_qdq, read_ranges
     from tasks.parts.training.distillation import build_objective
@@ -97,9 +97,9 @@ def quantize_aware_train(
     float_graph, tensor_ranges = read_graph(model), read_ranges(ranges)
     folded = fold_batchnorm(network, torch.zeros(2, 3, card.height, card.width))
     _check_graph_of(folded, float_graph, model, cfg.op_types)
-    judge = open_judge(float_graph, data, num_images=0, batch_size=cfg.trainer.batch_size)
+    evaluator = open_evaluator(float_graph, data, num_images=0, batch_size=cfg.trainer.batch_size)
     before = insert_qdq(float_graph, tensor_ranges, op_types=cfg.op_types)
-    miou_before = judge.judge(before).score
+    miou_before = evaluator.evaluate(before).score
     logger.info("%s: val mIoU %.4f in INT8 before training", model, miou_before)
 
     start = {name: value.clone() for name, value in folded.state_dict().items()}
@@ -118,11 +118,11 @@ def quantize_aware_train(
     plain.load_state_dict(float_weights(simulated))
     trained = export_graph(plain, card, height=card.height, width=card.width, opset=cfg.opset)
     graph, best_epoch = insert_qdq(trained, tensor_ranges, op_types=cfg.op_types), result.best_epoch
-    miou = judge.judge(graph).score
+    miou = evaluator.evaluate(graph).score
     if miou < miou_before:
         graph, best_epoch, miou = before, 0, miou_before
         simulated.load_state_dict(start, strict=False)
-    agreement, agreement_uint8 = check_agreement(cfg, simulated, card, graph, judge.images_NHWC)
+    agreement, agreement_uint8 = check_agreement(cfg, simulated, card, graph, evaluator.images_NHWC)
     write_graph(graph, out / "model.onnx")
     logger.info("epoch %d kept: val mIoU %.4f (before %.4f)", best_epoch, miou, miou_before)
     return Report(miou_before, miou, best_epoch, result.num_epochs, agreement, agreement_uint8)
@@ -142,15 +142,15 @@ def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_typ
         if node.op_type != "Conv" and node.name not in layers:
             continue
         name = f"{node.name.partition('/')[0]}.weight"
-        found = numpy_helper.to_array(constants[node.input[1]]) if node.input[1] in constants else None
-        if node.op_type == "MatMul" and found is not None:
-            found = found.T
-        if name not in weights or found is None or found.shape != tuple(weights[name].shape):
+        values = numpy_helper.to_array(constants[node.input[1]]) if node.input[1] in constants else None
+        if node.op_type == "MatMul" and values is not None:
+            values = values.T
+        if name not in weights or values is None or values.shape != tuple(weights[name].shape):
             raise ArtifactError(
                 f"{path}: node '{node.name}' has no twin of the same shape in the checkpoint, expected the "
                 "float graph that export_onnx made from it. Export this checkpoint and calibrate its graph."
             )
-        if not np.allclose(found, weights[name].numpy(), rtol=1e-4, atol=1e-7):  # folded on another machine
+        if not np.allclose(values, weights[name].numpy(), rtol=1e-4, atol=1e-7):  # folded on another machine
             raise ArtifactError(
                 f"{path}: node '{node.name}' holds other weights than the checkpoint, expected the float graph "
                 "that export_onnx made from it. Export this checkpoint and calibrate its graph."

@@ -20,7 +20,7 @@ from tasks.parts.quantization.config import OpTypes
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-    from tasks.parts.quantization.evaluation import Judge, Judgement
+    from tasks.parts.quantization.evaluation import Evaluation, GraphEvaluator
     from tasks.parts.quantization.qdq import TensorRange
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Exclusion(StrEnum):
     """Layers that practitioners often leave in float without measuring."""
 
     first = "first"
-    """What reads the image."""
+    """The layers that read the image."""
     logits = "logits"
     """The last layers with weights before the output."""
     resize_neighbours = "resize_neighbours"
@@ -68,9 +68,9 @@ class Step:
     """``start``, ``float`` (a layer left INT8), ``int8`` (it went back) or ``back`` (to the best graph,
     because the gate never held)."""
     node: str
-    """Empty for ``start`` and ``back``."""
+    """Name of the layer; empty for ``start`` and ``back``."""
     score: float
-    """On the validation images."""
+    """Score of the graph on the validation images."""
     num_float_layers: int
 
 
@@ -82,9 +82,9 @@ class FloatLayer:
     module: str
     source: str
     macs_share: float
-    """Of all multiply-accumulates of the graph, 0..1."""
+    """Share of the multiply-accumulates of the graph, 0..1."""
     score_in_int8: float
-    """Of the final graph if this layer ran in INT8 too."""
+    """Score that the final graph would have if this layer ran in INT8 too."""
     reason: str
 
 
@@ -96,19 +96,19 @@ class Report:
     metric: str
     """What a score is."""
     reference_score: float
-    """Of the reference graph, on the same validation images."""
+    """Score of the reference graph on the validation images."""
     float_score: float
-    """Of the float graph that is quantized."""
+    """Score of the float graph that is quantized, on the validation images."""
     score: float
-    """Of the written graph, on the same validation images."""
+    """Score of the written graph on the validation images."""
     score_rel_loss: float
-    """Of the written graph, against the reference."""
+    """Share of the reference's score that the written graph loses."""
     num_layers: int
-    """Quantizable ones."""
+    """Number of layers that can be quantized."""
     float_macs_share: float
     """Share of the multiply-accumulates that run in float."""
     num_judged: int
-    """Graphs that were run over the validation images."""
+    """Number of graphs that were run over the validation images."""
     float_layers: tuple[FloatLayer, ...]
     steps: tuple[Step, ...]
 
@@ -125,18 +125,18 @@ def quantize_partial(
     """
     from tasks.parts.onnx_graphs.graph import node_sources, read_graph, write_graph
     from tasks.parts.onnx_graphs.macs import conv_macs
-    from tasks.parts.quantization.evaluation import open_judge
+    from tasks.parts.quantization.evaluation import open_evaluator
     from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes, read_ranges
     from tasks.parts.tables import write_table
 
     graph, known = read_graph(model), read_ranges(ranges)
     ranked = _read_ranking(ranking, [node.name for node in quantizable_nodes(graph, cfg.op_types)])
     _check_kept(cfg, ranked)
-    judge, best = (
-        open_judge(found, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
-        for found in (graph, read_graph(reference))
+    evaluator, reference_evaluator = (
+        open_evaluator(float_graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+        for float_graph in (graph, read_graph(reference))
     )
-    search = _Search(cfg, graph, known, judge, best.float_score)
+    search = _Search(cfg, graph, known, evaluator, reference_evaluator.float_score)
     preset = {*cfg.keep_float, *_excluded(cfg, graph)}
     kept, steps = _choose_float_layers(cfg, search, ranked, preset)
     macs, sources = conv_macs(graph), node_sources(graph)
@@ -160,9 +160,9 @@ def quantize_partial(
     score = search.score(kept)
     report = Report(
         gate_holds=search.holds(kept),
-        metric=judge.metric,
-        reference_score=best.float_score,
-        float_score=judge.float_score,
+        metric=evaluator.metric,
+        reference_score=reference_evaluator.float_score,
+        float_score=evaluator.float_score,
         score=score,
         score_rel_loss=search.loss(kept),
         num_layers=len(ranked),
@@ -176,25 +176,25 @@ def quantize_partial(
         len(kept),
         len(ranked),
         score,
-        judge.float_score,
+        evaluator.float_score,
     )
     return report
 
 
 class _Search:
-    """Judges sets of float layers, each set once."""
+    """Evaluates sets of float layers, each set once."""
 
     def __init__(
         self,
         cfg: Config,
         graph: "ModelProto",
         ranges: Mapping[str, "TensorRange"],
-        judge: "Judge",
+        evaluator: "GraphEvaluator",
         reference_score: float,
     ) -> None:
-        self._cfg, self._graph, self._ranges, self._judge = cfg, graph, ranges, judge
+        self._cfg, self._graph, self._ranges, self._evaluator = cfg, graph, ranges, evaluator
         self._reference_score = reference_score
-        self._known: dict[frozenset[str], Judgement] = {}
+        self._known: dict[frozenset[str], Evaluation] = {}
 
     @property
     def num_judged(self) -> int:
@@ -206,7 +206,7 @@ class _Search:
         names = frozenset(kept)
         if names not in self._known:
             candidate = insert_qdq(self._graph, self._ranges, op_types=self._cfg.op_types, float_nodes=names)
-            self._known[names] = self._judge.judge(candidate)
+            self._known[names] = self._evaluator.evaluate(candidate)
         return self._known[names].score
 
     def loss(self, kept: Iterable[str]) -> float:
@@ -219,7 +219,7 @@ class _Search:
     @property
     def is_hopeless(self) -> bool:
         """Whether the float graph fails the gate already."""
-        return self._loss(self._judge.float_score) > self._cfg.max_miou_rel_loss
+        return self._loss(self._evaluator.float_score) > self._cfg.max_miou_rel_loss
 
     def _loss(self, score: float) -> float:
         return 1 - score / self._reference_score if self._reference_score else 0.0
@@ -266,24 +266,24 @@ def _excluded(cfg: Config, graph: "ModelProto") -> set[str]:
     constants = {tensor.name for tensor in graph.graph.initializer}
     makers = {name: node for node in nodes for name in node.output}
     layers = {node.name for node in quantizable_nodes(graph, cfg.op_types)}
-    found: set[str] = set()
+    excluded: set[str] = set()
     if Exclusion.first in cfg.exclusions:
         images = {value.name for value in graph.graph.input}
-        found |= {node.name for node in nodes if images & set(node.input)}
+        excluded |= {node.name for node in nodes if images & set(node.input)}
     if Exclusion.logits in cfg.exclusions:
         waiting = [makers[value.name] for value in graph.graph.output]
         while waiting:
             node = waiting.pop()
             if is_layer(node) and node.input[1] in constants:
-                found.add(node.name)
+                excluded.add(node.name)
             else:
                 waiting += [makers[name] for name in node.input if name in makers]
     if Exclusion.resize_neighbours in cfg.exclusions:
         resizes = [node for node in nodes if node.op_type == "Resize"]
         made = {name for node in resizes for name in node.output}
-        found |= {node.name for node in resizes} | {node.name for node in nodes if made & set(node.input)}
-        found |= {makers[node.input[0]].name for node in resizes if node.input[0] in makers}
-    return found & layers
+        excluded |= {node.name for node in resizes} | {node.name for node in nodes if made & set(node.input)}
+        excluded |= {makers[node.input[0]].name for node in resizes if node.input[0] in makers}
+    return excluded & layers
 
 
 def _check_kept(cfg: Config, ranked: Sequence[str]) -> None:

@@ -45,9 +45,9 @@ class Trial:
     """What one calibrator reached."""
 
     calibrator: str
-    """Name, with the percentile if it has one."""
+    """Name of the calibrator, with the percentile if it has one."""
     score: float
-    """On the validation images, through ONNX Runtime."""
+    """Score on the validation images, through ONNX Runtime."""
     agreement: float
     """Share of pixels, or images, with the class that the float graph gives."""
 
@@ -59,21 +59,21 @@ class Report:
     metric: str
     """What a score is: mIoU or top-1 accuracy, or the agreement with the float model in one of them."""
     calibrator: str
-    """The kept one."""
+    """Calibrator whose ranges were kept, with the percentile if it has one."""
     score: float
-    """Of the kept graph on the validation images."""
+    """Score of the kept graph on the validation images."""
     float_score: float
-    """Of the float graph on the same images."""
+    """Score of the float graph on the same images."""
     agreement: float
-    """Of the kept graph with the float graph, share of pixels or images."""
+    """Share of pixels, or images, on which the kept graph gives the class of the float graph."""
     num_images: int
-    """Calibration images used; fewer than configured where the split has no more."""
+    """Number of calibration images used; fewer than configured where the split has no more."""
     num_images_in_test: int
-    """Calibration images that are also in the test split; the measured accuracy is then too good."""
+    """Number of calibration images that are also in the test split; the measured accuracy is then too good."""
     num_quantized_tensors: int
-    """Activations with a Q/DQ pair."""
+    """Number of activations with a Q/DQ pair."""
     trials: tuple[Trial, ...]
-    """All in the configured order."""
+    """All trials in the configured order."""
 
 
 def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
@@ -86,7 +86,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     from tasks.parts.data.dataset import open_images
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
     from tasks.parts.quantization.calibration import choose_range, collect_statistics
-    from tasks.parts.quantization.evaluation import open_judge
+    from tasks.parts.quantization.evaluation import open_evaluator
     from tasks.parts.quantization.qdq import insert_qdq, quantizable_tensors, write_ranges
     from tasks.parts.tables import write_table
 
@@ -98,27 +98,27 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     logger.info("calibrating %s on %d images", model, len(images_NHWC))
     names = quantizable_tensors(graph, cfg.op_types)
     statistics = collect_statistics(graph, lambda: _batches(cfg, graph, images_NHWC), names)
-    judge = open_judge(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    evaluator = open_evaluator(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
     trials, candidates = [], []
-    for title, calibrator, percentile in _ways(cfg):
+    for title, calibrator, percentile in _calibrations(cfg):
         ranges = {
             name: choose_range(seen, calibrator, percentile=percentile) for name, seen in statistics.items()
         }
         candidates.append((insert_qdq(graph, ranges, op_types=cfg.op_types), ranges))
-        found = judge.judge(candidates[-1][0])
-        trials.append(Trial(title, found.score, found.agreement))
-        logger.info("%s: val score %.4f, agreement %.4f", title, found.score, found.agreement)
+        evaluation = evaluator.evaluate(candidates[-1][0])
+        trials.append(Trial(title, evaluation.score, evaluation.agreement))
+        logger.info("%s: val score %.4f, agreement %.4f", title, evaluation.score, evaluation.agreement)
     best = max(range(len(trials)), key=lambda index: trials[index].score)
     write_graph(candidates[best][0], out / "model.onnx")
     write_ranges(out / "ranges.json", trials[best].calibrator, candidates[best][1])
     write_table(out / "calibrators.csv", trials)
     kept = trials[best]
-    logger.info("%s kept: val score %.4f (float %.4f)", kept.calibrator, kept.score, judge.float_score)
+    logger.info("%s kept: val score %.4f (float %.4f)", kept.calibrator, kept.score, evaluator.float_score)
     return Report(
-        metric=judge.metric,
+        metric=evaluator.metric,
         calibrator=kept.calibrator,
         score=kept.score,
-        float_score=judge.float_score,
+        float_score=evaluator.float_score,
         agreement=kept.agreement,
         num_images=len(images_NHWC),
         num_images_in_test=num_images_in_test,
@@ -127,8 +127,8 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     )
 
 
-def _ways(cfg: Config) -> Iterator[tuple[str, Calibrator, float]]:
-    """Every way to choose ranges that the configuration names: title, calibrator, percentile."""
+def _calibrations(cfg: Config) -> Iterator[tuple[str, Calibrator, float]]:
+    """Yield title, calibrator and percentile of each choice of ranges that the configuration names."""
     for calibrator in cfg.calibrators:
         if calibrator is Calibrator.percentile:
             yield from ((f"percentile {share:g}", calibrator, share) for share in cfg.percentiles)
@@ -159,13 +159,10 @@ def _check_calibration_set(cfg: Config, images_NHWC: "NDArray[Any]", test_images
 def _batches(
     cfg: Config, graph: "ModelProto", images_NHWC: "NDArray[Any]"
 ) -> Iterator["NDArray[np.float32]"]:
-    from tasks.parts.data.dataset import normalise
+    from tasks.parts.data.dataset import normalised_batches
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
     from tasks.parts.quantization.calibration import check_images
 
-    card = read_card_of_graph(graph)
-    batch_size = card.fit_batch(cfg.batch_size)
-    for start in range(0, len(images_NHWC), batch_size):
-        images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
+    for images_NCHW in normalised_batches(images_NHWC, read_card_of_graph(graph), cfg.batch_size):
         check_images(images_NCHW, cfg.max_abs_input)
         yield images_NCHW

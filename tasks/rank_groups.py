@@ -42,14 +42,14 @@ class GroupCut:
     layers: str
     """All convolutions that lose output channels, separated by spaces."""
     channels: int
-    """Before the cut."""
+    """Number of channels before the cut."""
     channels_removed: int
     ratio: float
-    """channels_removed / channels."""
+    """Share of the channels that is removed: channels_removed / channels."""
     macs_saved_share: float
-    """Of all MACs of the network, 0..1."""
+    """Share of the MACs of the network that the cut saves, 0..1."""
     miou_drop: float
-    """Of the network, without training. Less than 0: it rose."""
+    """Loss of the network's mIoU, without training; less than 0 where the mIoU rose."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Report:
     """The scan; cuts are in the order of the network's modules."""
 
     miou: float
-    """Of the network as it came, on the same images."""
+    """mIoU of the network as it came, on the same images."""
     num_val_images: int
     num_groups: int
     num_groups_uncut: int
-    """Groups that are too narrow to lose a multiple of channels."""
+    """Number of groups that are too narrow to lose a multiple of channels."""
     num_evaluations: int
-    """Passes over the images: one per cut, and one of the network as it came."""
+    """Number of passes over the images: one per cut, and one of the network as it came."""
     cuts: tuple[GroupCut, ...]
     reason: str
     """Why no group can be cut; empty if one can."""

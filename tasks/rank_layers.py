@@ -19,13 +19,10 @@ from tasks.parts.quantization.config import OpTypes
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-    from tasks.parts.quantization.evaluation import Judge
+    from tasks.parts.quantization.evaluation import GraphEvaluator
     from tasks.parts.quantization.qdq import TensorRange
 
 logger = logging.getLogger(__name__)
-
-MAX_SQNR_DB = 120.0
-"""Given where INT8 changes nothing, to the last bit of float32."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +44,20 @@ class RankedLayer:
     """What INT8 costs in one layer."""
 
     node: str
-    """Name in the graph."""
+    """Name of the node in the graph."""
     op_type: str
     module: str
-    """Dotted name in the torch network."""
+    """Dotted name of the layer's module in the torch network."""
     source: str
-    """file:line in the network's code."""
+    """Line of the network's code that makes the layer, as file:line."""
     macs_share: float
-    """Of all multiply-accumulates of the graph, 0..1."""
+    """Share of the multiply-accumulates of the graph, 0..1."""
     sqnr_db: float
-    """Of its own output, with exact inputs."""
+    """Signal-to-noise ratio of the layer's own output, fed exact inputs, in dB."""
     score_drop: float
-    """Of the network, when only this layer runs in INT8. Less than 0: it rose."""
+    """Loss of the network's score when this layer alone runs in INT8; less than 0 where the score rose."""
     disagreement: float
-    """Share of pixels, or images, whose class changes then, 0..1."""
+    """Share of pixels, or images, whose class changes when this layer alone runs in INT8, 0..1."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +67,12 @@ class Report:
     metric: str
     """What a score is."""
     float_score: float
-    """On the same validation images."""
+    """Score of the float graph on the same validation images."""
     num_val_images: int
     num_passes: int
     """Passes over the validation images: one per layer, and one in float."""
     layers: tuple[RankedLayer, ...]
-    """Most sensitive first: by disagreement, then by SQNR."""
+    """The layers, most sensitive first: by disagreement, then by SQNR."""
 
 
 def rank_layers(cfg: Config, *, model: Path, ranges: Path, data: Path, out: Path) -> Report:
@@ -85,18 +82,18 @@ def rank_layers(cfg: Config, *, model: Path, ranges: Path, data: Path, out: Path
     """
     from tasks.parts.onnx_graphs.graph import is_quantized, node_sources, read_graph
     from tasks.parts.onnx_graphs.macs import conv_macs
-    from tasks.parts.quantization.evaluation import open_judge
+    from tasks.parts.quantization.evaluation import open_evaluator
     from tasks.parts.quantization.qdq import quantizable_nodes, read_ranges
     from tasks.parts.tables import write_table
 
     graph, known = read_graph(model), read_ranges(ranges)
     if is_quantized(graph):
         raise ArtifactError(f"{model}: already has Q/DQ, expected the float graph of export_onnx.")
-    judge = open_judge(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    evaluator = open_evaluator(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
     nodes = quantizable_nodes(graph, cfg.op_types)
     logger.info("rank_layers: %d layers of %s", len(nodes), model)
     sqnr_db = _own_sqnr_db(cfg, graph, known, data)
-    costs = _costs_alone(cfg, graph, known, judge)
+    costs = _costs_alone(cfg, graph, known, evaluator)
     macs, sources = conv_macs(graph), node_sources(graph)
     layers = [
         RankedLayer(
@@ -114,7 +111,9 @@ def rank_layers(cfg: Config, *, model: Path, ranges: Path, data: Path, out: Path
     layers.sort(key=lambda layer: (-layer.disagreement, layer.sqnr_db, layer.node))
     write_table(out / "ranking.csv", layers)
     _plot_ranking(out / "ranking.png", layers)
-    return Report(judge.metric, judge.float_score, len(judge.images_NHWC), len(nodes) + 1, tuple(layers))
+    return Report(
+        evaluator.metric, evaluator.float_score, len(evaluator.images_NHWC), len(nodes) + 1, tuple(layers)
+    )
 
 
 def _own_sqnr_db(
@@ -123,8 +122,9 @@ def _own_sqnr_db(
     """Run each layer twice on the same exact inputs, in float and in INT8, and compare inside the graph."""
     import numpy as np
 
-    from tasks.parts.data.dataset import normalise, open_images
+    from tasks.parts.data.dataset import normalised_batches, open_images
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
+    from tasks.parts.onnx_graphs.signal_to_noise import sqnr_db
     from tasks.parts.onnx_session import open_session
     from tasks.parts.quantization.qdq import add_quantized_twins
 
@@ -132,25 +132,18 @@ def _own_sqnr_db(
     session, card = open_session(twinned), read_card_of_graph(graph)
     names = [*noise_of.values(), *signal_of.values()]
     images_NHWC = open_images(data, "calibration")[: cfg.num_images]
-    energies, batch_size = dict.fromkeys(names, 0.0), card.fit_batch(cfg.batch_size)
-    for start in range(0, len(images_NHWC), batch_size):
-        images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
-        found = session.run(names, {graph.graph.input[0].name: images_NCHW})
-        for name, energy in zip(names, found, strict=True):
+    energies = dict.fromkeys(names, 0.0)
+    for images_NCHW in normalised_batches(images_NHWC, card, cfg.batch_size):
+        batch_energies = session.run(names, {graph.graph.input[0].name: images_NCHW})
+        for name, energy in zip(names, batch_energies, strict=True):
             energies[name] += float(np.sum(energy))
-    return {node: _sqnr_db(energies[signal_of[node]], energies[noise_of[node]]) for node in noise_of}
-
-
-def _sqnr_db(signal: float, noise: float) -> float:
-    if noise <= signal * 10 ** (-MAX_SQNR_DB / 10):
-        return MAX_SQNR_DB
-    return 10 * math.log10(max(signal, 1e-30) / noise)
+    return {node: sqnr_db(energies[signal_of[node]], energies[noise_of[node]]) for node in noise_of}
 
 
 def _costs_alone(
-    cfg: Config, graph: "ModelProto", ranges: Mapping[str, "TensorRange"], judge: "Judge"
+    cfg: Config, graph: "ModelProto", ranges: Mapping[str, "TensorRange"], evaluator: "GraphEvaluator"
 ) -> dict[str, tuple[float, float]]:
-    """Per layer: drop of the score and disagreement of the network when it alone runs in INT8."""
+    """Return layer -> drop of the score and disagreement of the network when it alone runs in INT8."""
     from tasks.parts.progress import tracked
     from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes
 
@@ -158,8 +151,8 @@ def _costs_alone(
     costs = {}
     for name in tracked(names, "rank_layers"):
         others = set(names) - {name}
-        found = judge.judge(insert_qdq(graph, ranges, op_types=cfg.op_types, float_nodes=others))
-        costs[name] = (judge.float_score - found.score, 1 - found.agreement)
+        evaluation = evaluator.evaluate(insert_qdq(graph, ranges, op_types=cfg.op_types, float_nodes=others))
+        costs[name] = (evaluator.float_score - evaluation.score, 1 - evaluation.agreement)
     return costs
 
 

@@ -74,21 +74,23 @@ class Candidate:
     """One ratio; None where it cannot be reached."""
 
     target_macs_ratio: float
-    """Wanted; 1 is the unpruned network."""
+    """Share of the MACs that should remain; 1 is the unpruned network."""
     macs: int | None
-    """Of one image of the training size."""
+    """MACs that remain, for one image of the training size."""
     macs_ratio: float | None
-    """Reached."""
+    """Share of the MACs that remains."""
     latency_ms_p50: float | None
-    """At batch 1."""
+    """Median latency at batch 1."""
     latency_ratio: float | None
-    """To the unpruned network: median over the rounds."""
+    """Latency relative to the unpruned network: median over the rounds."""
     latency_ratio_low: float | None
-    """Lower end of the 95 % bootstrap interval."""
+    """Lower end of the 95 % bootstrap interval of latency_ratio."""
     latency_ratio_high: float | None
+    """Upper end of the 95 % bootstrap interval of latency_ratio."""
     val_miou: float | None
-    """After the short recovery, in torch."""
+    """mIoU on the validation images after the short recovery, in torch."""
     is_knee: bool
+    """Whether this is the knee of the front of latency and mIoU."""
     note: str
     """Why the ratio cannot be reached; empty if it can."""
 
@@ -110,12 +112,12 @@ class Report:
     """Largest distance from 1 of the 95 % interval of unpruned / same unpruned engine: smaller differences of
     latency may not be claimed. None where no ratio can be reached, and nothing was timed."""
     candidates: tuple[Candidate, ...]
-    """By rising ratio, the unpruned network last if it was timed."""
+    """All candidates by rising ratio, the unpruned network last if it was timed."""
 
 
 @dataclass(frozen=True)
 class _Latency:
-    """Of one engine, and relative to the unpruned one."""
+    """Latency of one engine, and its ratio to that of the unpruned one, with the interval of the ratio."""
 
     ms_p50: float
     ratio: float
@@ -143,7 +145,7 @@ def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> R
     ratios, size = sorted(cfg.target_macs_ratios), (card.height, card.width)
     logger.info("search_pruning: %s on %s, ratios %s", checkpoint, cfg.target.name, ratios)
     networks, notes = _prune_all(cfg, network, size, data)
-    macs = {ratio: total_macs(measure_convs(found, size)) for ratio, found in networks.items()}
+    macs = {ratio: total_macs(measure_convs(pruned, size)) for ratio, pruned in networks.items()}
     mious, latencies, aa_ratio_spread = (
         _measure(cfg, networks, card, data, out) if networks else ({}, {}, None)
     )

@@ -102,13 +102,13 @@ def _check_classes(manifest: "EngineManifest", engine: Path, classes: tuple[str,
 def _count_confusion(runner: "Runner", data: Path, cfg: Config) -> tuple[Any, int]:
     import numpy as np
 
-    from tasks.parts.data.dataset import IGNORE_INDEX, normalise, open_images, open_truth
+    from tasks.parts.data.dataset import IGNORE_INDEX, normalise, open_images, open_labels
     from tasks.parts.data.input_card import Task
     from tasks.parts.data.metrics import NO_LABEL, confusion_matrix
     from tasks.parts.progress import tracked
 
     card = runner.manifest.card
-    images_NHWC, truth = open_images(data, cfg.split), open_truth(data, cfg.split, card.task)
+    images_NHWC, truth = open_images(data, cfg.split), open_labels(data, cfg.split, card.task)
     ignore_index = IGNORE_INDEX if card.task is Task.segmentation else NO_LABEL
     batch_size = min(cfg.batch_size, runner.manifest.target.max_batch)
     confusion_CC = np.zeros((len(card.classes), len(card.classes)), np.int64)

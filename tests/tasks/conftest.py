@@ -67,6 +67,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     statistics."""
     from tasks.parts.data.dataset import normalise, open_split
     from tasks.parts.data.dataset_writer import SplitBatches, batches_of, write_dataset
+    from tasks.parts.data.input_card import Task
     from tasks.parts.networks.build import build_network
     from tasks.parts.networks.checkpoint import save_checkpoint
     from tasks.parts.networks.config import NetworkConfig, NetworkName
@@ -82,7 +83,13 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
         masks_NHW = (images_NHWC[..., 0] > 96).astype(np.uint8) + (images_NHWC[..., 1] > 160)
         splits[split] = SplitBatches(count, [*batches_of(images_NHWC, masks_NHW.astype(np.uint8))])
     manifest = write_dataset(
-        root / "dataset", classes=CLASSES, height=HEIGHT, width=WIDTH, source="test", splits=splits
+        root / "dataset",
+        task=Task.segmentation,
+        classes=CLASSES,
+        height=HEIGHT,
+        width=WIDTH,
+        source="test",
+        splits=splits,
     )
     torch.manual_seed(0)
     config = NetworkConfig(name=NetworkName.fast_scnn, width=0.25, depth=0.34, depthwise=False)

@@ -20,7 +20,7 @@ from tasks.parts.engines.torch.precision import CastNetwork, precisions_of_progr
 from tasks.parts.engines.torch.runner import set_up_torch
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
-from tasks.parts.onnx_graphs.signal_to_noise import signal_to_noise_db
+from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tests.tasks.conftest import Workshop
 from tests.tasks.test_diff_layers import NO_BISECTION
 
@@ -97,7 +97,7 @@ def test_every_network_is_traced_in_every_precision(workshop: Workshop, name: Ne
         program = export_program(cast, images_NCHW[:2], workshop.target("cpu_aotinductor"))
         with torch.inference_mode():
             found_NCHW = program.module()(images_NCHW).numpy()
-        assert signal_to_noise_db(expected_NCHW, found_NCHW) > least_db
+        assert difference(expected_NCHW, found_NCHW).sqnr_db > least_db
         assert precisions_of_program(program)["conv2d"].keys() == {precision}
 
 

@@ -11,7 +11,7 @@ from tasks.parts.builders.report import LayerCounts, count_layers, find_precisio
 from tasks.parts.engines.machine import missing_cpu_flags
 from tasks.parts.engines.manifest import read_engine_manifest, sha256_of
 from tasks.parts.engines.target import Precision
-from tasks.parts.onnx_graphs.signal_to_noise import MAX_AGREEMENT_DB, signal_to_noise_db
+from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB, difference
 
 
 def changed_graph(workshop, tmp_path, change):
@@ -94,7 +94,7 @@ def test_bf16_target_runs_bf16_and_f32_target_does_not(workshop, tmp_path):
     report, engine = built(target, workshop.graph, tmp_path)
     assert report.precision_ok and report.precisions["Convolution"].get("bf16", 0) > 10
     assert "bf16" not in json.dumps(read_engine_manifest(workshop.engine("float", "cpu_openvino")).precisions)
-    assert report.agreement_db < MAX_AGREEMENT_DB
+    assert report.agreement_db < MAX_SQNR_DB
     assert read_engine_manifest(engine).target.precision is Precision.bf16
 
 
@@ -216,5 +216,5 @@ def test_precision_in_use_is_held_against_the_declared_one(
 
 def test_signal_to_noise_follows_its_formula():
     expected = np.array([3.0, 4.0], np.float32)
-    assert signal_to_noise_db(expected, expected) == MAX_AGREEMENT_DB
-    assert signal_to_noise_db(expected, expected + np.array([0.5, 0], np.float32)) == pytest.approx(20.0)
+    assert difference(expected, expected).sqnr_db == MAX_SQNR_DB
+    assert difference(expected, expected + np.array([0.5, 0], np.float32)).sqnr_db == pytest.approx(20.0)

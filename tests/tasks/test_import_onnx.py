@@ -23,8 +23,8 @@ from tasks.core.errors import ArtifactError, ConfigError, DataError, GateFailed
 from tasks.import_onnx import Config, Report, import_onnx
 from tasks.label_images import Config as LabelConfig
 from tasks.label_images import label_images
-from tasks.parts.data.dataset import normalise, open_images, open_truth, read_manifest
-from tasks.parts.data.dataset_writer import ImageBatches, write_images
+from tasks.parts.data.dataset import normalise, open_images, open_labels, read_manifest
+from tasks.parts.data.dataset_writer import SplitBatches, write_dataset
 from tasks.parts.data.input_card import Task
 from tasks.parts.data.metrics import FLOAT_MODEL
 from tasks.parts.engines.manifest import read_engine_manifest
@@ -60,8 +60,16 @@ def images(folder: Path, side: int, classes: tuple[str, ...] = ()) -> Path:
         images_NHWC = random.integers(0, 64, (4, side, side, 3), np.uint8)
         images_NHWC[np.arange(3), ..., np.arange(3)] += 190  # a red, a green, a blue and a dark one
         labels_N = (np.arange(4) % len(classes)).astype(np.uint16) if classes else None
-        splits[split] = ImageBatches(4, [images_NHWC], labels_N)
-    write_images(folder / "dataset", classes=classes, height=side, width=side, source="images", splits=splits)
+        splits[split] = SplitBatches(4, [(images_NHWC, labels_N)])
+    write_dataset(
+        folder / "dataset",
+        task=Task.classification if classes else None,
+        classes=classes,
+        height=side,
+        width=side,
+        source="images",
+        splits=splits,
+    )
     return folder / "dataset"
 
 
@@ -205,7 +213,7 @@ def test_logits_with_two_empty_axes_are_flattened_and_labels_give_top_1(tmp_path
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     images_NCHW = normalise(np.asarray(open_images(data, "test")), card.mean, card.std)
     logits = session.run(["logits0"], {"pixels": images_NCHW})[0][:, :, 0, 0]
-    right = (logits.argmax(1) == open_truth(data, "test", Task.classification)).mean()
+    right = (logits.argmax(1) == open_labels(data, "test", Task.classification)).mean()
     assert (checked.metric, checked.top1, checked.miou, checked.iou) == ("top-1 accuracy", right, None, {})
 
 

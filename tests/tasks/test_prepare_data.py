@@ -18,7 +18,7 @@ from PIL import Image
 
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError, DataError
-from tasks.parts.data.dataset import IGNORE_INDEX, open_images, open_split, open_truth, read_manifest
+from tasks.parts.data.dataset import IGNORE_INDEX, open_images, open_labels, open_split, read_manifest
 from tasks.parts.data.input_card import Task
 from tasks.parts.sources.digit_scenes import load_pool
 from tasks.parts.sources.image_files import ColourMask, OversizedImage, UnreadableImage, read_image
@@ -593,7 +593,7 @@ def test_folder_of_each_class_gives_labels_in_the_order_of_classes_yaml(tmp_path
     report = run(images_config("class_folder"), root, tmp_path / "out")
     assert report.classes == ("hen", "cat", "dog") and report.num_images["train"] == 12
     dataset = tmp_path / "out" / "dataset"
-    assert list(open_truth(dataset, "val", Task.classification)) == [1, 1, 2, 2, 0, 0]
+    assert list(open_labels(dataset, "val", Task.classification)) == [1, 1, 2, 2, 0, 0]
     image = np.asarray(Image.open(root / "images" / names[1]).resize((24, 16), Image.Resampling.BILINEAR))
     assert (open_images(dataset, "val")[0] == image).all()
     train = open_images(dataset, "train").reshape(-1, 3) / 255
@@ -601,7 +601,7 @@ def test_folder_of_each_class_gives_labels_in_the_order_of_classes_yaml(tmp_path
     for name, digest in read_manifest(dataset).files.items():
         assert hashlib.sha256((dataset / name).read_bytes()).hexdigest() == digest
     with pytest.raises(ArtifactError, match=r"split 'val' has no masks, expected them for segmentation"):
-        open_truth(dataset, "val", Task.segmentation)
+        open_labels(dataset, "val", Task.segmentation)
 
 
 def test_image_of_one_split_that_is_in_another_too_is_counted(tmp_path: Path) -> None:
@@ -619,7 +619,7 @@ def test_plain_images_need_no_classes(tmp_path: Path) -> None:
     report = run(images_config("images"), root, tmp_path / "out")
     assert report.classes == () and sum(report.num_images.values()) == 12 + 2
     with pytest.raises(ArtifactError, match=r"split 'val' has no labels"):
-        open_truth(tmp_path / "out" / "dataset", "val", Task.classification)
+        open_labels(tmp_path / "out" / "dataset", "val", Task.classification)
 
 
 @pytest.mark.parametrize(

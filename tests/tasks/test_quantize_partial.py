@@ -9,7 +9,7 @@ from onnx import helper, numpy_helper, shape_inference
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.onnx_graphs.graph import read_graph, write_graph
-from tasks.parts.quantization.evaluation import open_judge
+from tasks.parts.quantization.evaluation import open_evaluator
 from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes, read_ranges
 from tasks.quantize_partial import Config, Report, quantize_partial
 
@@ -56,9 +56,9 @@ def test_only_the_layer_that_int8_ruins_stays_in_float(unbalanced: Any, tmp_path
 def test_the_written_graph_is_the_one_that_was_judged(unbalanced: Any, tmp_path: Path) -> None:
     report = search(unbalanced, tmp_path)
     graph = read_graph(unbalanced.graph)
-    judge = open_judge(graph, unbalanced.data, num_images=0, batch_size=4)
+    evaluator = open_evaluator(graph, unbalanced.data, num_images=0, batch_size=4)
     written = read_graph(tmp_path / "model.onnx")
-    assert judge.judge(written).score == report.score
+    assert evaluator.evaluate(written).score == report.score
     made_by = {name: node.op_type for node in written.graph.node for name in node.output}
     in_float = [
         node.name
@@ -120,8 +120,8 @@ def test_a_search_that_gives_up_writes_the_best_graph_it_tried(unbalanced: Any, 
     assert last.score == report.score == max(scores)
     assert last.num_float_layers == len(report.float_layers) == scores.index(max(scores))
     written = read_graph(tmp_path / "model.onnx")
-    judge = open_judge(read_graph(unbalanced.graph), unbalanced.data, num_images=0, batch_size=4)
-    assert judge.judge(written).score == report.score
+    evaluator = open_evaluator(read_graph(unbalanced.graph), unbalanced.data, num_images=0, batch_size=4)
+    assert evaluator.evaluate(written).score == report.score
 
 
 def test_the_preset_stays_in_float_and_is_named_as_such(unbalanced: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from tasks.core.errors import ArtifactError, BuildFailed
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
 from tasks.parts.engines.target import CHECKPOINT_RUNTIMES, Target
-from tasks.parts.onnx_graphs.signal_to_noise import signal_to_noise_db
+from tasks.parts.onnx_graphs.signal_to_noise import difference
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -70,7 +70,7 @@ def measure_agreement(
         single = np.concatenate([runner.infer(image[None]) for image in images_NCHW])
         provider = runner.describe().provider
     _check_logits(batched, target, card)
-    agreement_db = min(signal_to_noise_db(expected_NCHW, found) for found in (batched, single))
+    agreement_db = min(difference(expected_NCHW, found).sqnr_db for found in (batched, single))
     floor_db = target.min_agreement_int8_db if is_int8 else target.min_agreement_db
     if agreement_db < floor_db:
         key = f"target.{target.name}.min_agreement{'_int8' if is_int8 else ''}_db"

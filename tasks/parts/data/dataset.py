@@ -2,13 +2,16 @@
 
     dataset/manifest.json          Manifest
     dataset/<split>_images.npy     uint8 [N, H, W, 3], RGB
-    dataset/<split>_masks.npy      uint8 [N, H, W], class index or IGNORE_INDEX
+    dataset/<split>_masks.npy      uint8 [N, H, W], class index or IGNORE_INDEX, for segmentation
+    dataset/<split>_labels.npy     uint16 [N], class index, for classification
+
+A data set that nobody labelled holds images alone.
 
 Shape letters: N images, H height, W width, C channels (in images) or classes (in histograms).
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,35 +20,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.data.input_card import Task
+from tasks.parts.data.input_card import InputCard, Task, rgb_triple
 
 MANIFEST_FILE = "manifest.json"
-
+SPLITS = ("train", "val", "test", "calibration")
+LABEL_FILES = {Task.segmentation: "masks", Task.classification: "labels"}
+LABEL_TYPES: dict[Task, type[np.unsignedinteger[Any]]] = {
+    Task.segmentation: np.uint8,
+    Task.classification: np.uint16,
+}
 IGNORE_INDEX = 255
 """Mask value of pixels that count neither in a loss nor in a metric."""
-
-SPLITS = ("train", "val", "test", "calibration")
+MAX_CLASSES = 255
+"""Most classes that masks can hold: they are stored as uint8, and 255 means ignored."""
 
 Batch = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 """images_NHWC and masks_NHW of some consecutive images of a split."""
 
-LABEL_FILES = {Task.segmentation: "masks", Task.classification: "labels"}
-
-MAX_CLASSES = 255
-"""Masks are stored as uint8, and 255 means ignored."""
-
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a data set holds, as numbers."""
+    """What a data set holds: its classes, sizes, statistics and files."""
 
     classes: tuple[str, ...]
     height: int
     width: int
     counts: dict[str, int]
-    """Images per split."""
+    """Number of images per split."""
     pixel_share: dict[str, tuple[float, ...]]
-    """Per split: the share of each class among the pixels that are not ignored (all 0 if all are)."""
+    """Share of each class, per split: among the pixels that are not ignored (all 0 if all are), or among the images;
+    empty where nobody labelled them."""
     mean: tuple[float, float, float]
     """RGB mean of the train split, on a 0..1 scale."""
     std: tuple[float, float, float]
@@ -53,6 +57,7 @@ class Manifest:
     files: dict[str, str]
     """File name in the data set folder -> sha256."""
     source: str
+    """Source that prepare_data read, or FLOAT_MODEL where the float model gave the labels."""
 
 
 def read_manifest(dataset: Path) -> Manifest:
@@ -83,13 +88,32 @@ def read_manifest(dataset: Path) -> Manifest:
 
 def open_split(dataset: Path, split: str) -> Batch:
     """Map images_NHWC and masks_NHW of one split into memory, read-only; raise ArtifactError if damaged."""
+    return open_images(dataset, split), open_labels(dataset, split, Task.segmentation)
+
+
+def open_images(dataset: Path, split: str) -> NDArray[np.uint8]:
+    """Map images_NHWC of one split into memory, read-only; raise ArtifactError if damaged."""
     manifest = read_manifest(dataset)
-    if split not in manifest.counts:
-        raise ArtifactError(f"{dataset}: no split '{split}'. Found: {', '.join(manifest.counts)}.")
-    shape_NHW = (manifest.counts[split], manifest.height, manifest.width)
-    images_NHWC = map_array(dataset / f"{split}_images.npy", (*shape_NHW, 3))
-    masks_NHW = map_array(dataset / f"{split}_masks.npy", shape_NHW)
-    return images_NHWC, masks_NHW
+    shape_NHWC = (_num_images(dataset, manifest, split), manifest.height, manifest.width, 3)
+    return _map_array(dataset / f"{split}_images.npy", shape_NHWC, np.uint8)
+
+
+def open_labels(dataset: Path, split: str, task: Task) -> NDArray[Any]:
+    """Map masks_NHW or labels_N of one split into memory, read-only.
+
+    Raises ArtifactError if they are damaged, or if the data set has none for this task.
+    """
+    manifest = read_manifest(dataset)
+    num_images = _num_images(dataset, manifest, split)
+    path = dataset / f"{split}_{LABEL_FILES[task]}.npy"
+    if path.name not in manifest.files:
+        raise ArtifactError(
+            f"{dataset}: split '{split}' has no {LABEL_FILES[task]}, expected them for {task}. Choose "
+            "data=folder for segmentation, data=class_folder for classification, and data=images where nothing "
+            "is labelled."
+        )
+    size = (manifest.height, manifest.width) if task is Task.segmentation else ()
+    return _map_array(path, (num_images, *size), LABEL_TYPES[task])
 
 
 def normalise(
@@ -105,12 +129,22 @@ def normalise(
     return images_NCHW
 
 
-def rgb_triple(values: Iterable[float]) -> tuple[float, float, float]:
-    red, green, blue = (float(value) for value in values)
-    return red, green, blue
+def normalised_batches(
+    images_NHWC: NDArray[np.uint8], card: InputCard, batch_size: int
+) -> Iterator[NDArray[np.float32]]:
+    """Yield images as images_NCHW for the network or graph of a card, no more at once than it takes."""
+    batch_size = card.fit_batch(batch_size)
+    for start in range(0, len(images_NHWC), batch_size):
+        yield normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
 
 
-def map_array(path: Path, shape: tuple[int, ...], dtype: type[np.generic] = np.uint8) -> NDArray[Any]:
+def _num_images(dataset: Path, manifest: Manifest, split: str) -> int:
+    if split not in manifest.counts:
+        raise ArtifactError(f"{dataset}: no split '{split}'. Found: {', '.join(manifest.counts)}.")
+    return manifest.counts[split]
+
+
+def _map_array(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
     """Map a .npy file into memory, read-only; raise ArtifactError where it is not what the manifest says."""
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -122,35 +156,3 @@ def map_array(path: Path, shape: tuple[int, ...], dtype: type[np.generic] = np.u
             "prepare_data again."
         )
     return array
-
-
-def open_images(dataset: Path, split: str) -> NDArray[np.uint8]:
-    """Map images_NHWC of one split into memory; raise ArtifactError if damaged."""
-    manifest = read_manifest(dataset)
-    if f"{split}_masks.npy" in manifest.files:
-        return open_split(dataset, split)[0]
-    shape = (_count(dataset, manifest, split), manifest.height, manifest.width, 3)
-    return map_array(dataset / f"{split}_images.npy", shape)
-
-
-def open_truth(dataset: Path, split: str, task: Task) -> NDArray[Any]:
-    """Map masks_NHW or labels_N of one split into memory.
-
-    Raises ArtifactError for a data set that has none for this task.
-    """
-    manifest = read_manifest(dataset)
-    if f"{split}_{LABEL_FILES[task]}.npy" not in manifest.files:
-        raise ArtifactError(
-            f"{dataset}: split '{split}' has no {LABEL_FILES[task]}, expected them for {task}. Choose "
-            "data=folder for segmentation, data=class_folder for classification, and data=images where nothing "
-            "is labelled."
-        )
-    if task is Task.segmentation:
-        return open_split(dataset, split)[1]
-    return map_array(dataset / f"{split}_labels.npy", (_count(dataset, manifest, split),), np.uint16)
-
-
-def _count(dataset: Path, manifest: Manifest, split: str) -> int:
-    if split not in manifest.counts:
-        raise ArtifactError(f"{dataset}: no split '{split}'. Found: {', '.join(manifest.counts)}.")
-    return manifest.counts[split]

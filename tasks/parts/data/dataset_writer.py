@@ -3,6 +3,7 @@
 Shape letters: N images, H height, W width, C channels.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -18,14 +19,14 @@ from tasks.core.errors import DataError
 from tasks.parts.data.dataset import (
     IGNORE_INDEX,
     LABEL_FILES,
+    LABEL_TYPES,
     MANIFEST_FILE,
-    Batch,
+    MAX_CLASSES,
     Manifest,
     open_split,
     read_manifest,
-    rgb_triple,
 )
-from tasks.parts.data.input_card import Task
+from tasks.parts.data.input_card import Task, rgb_triple
 
 MIN_STD = 1 / 255
 """Floor of the standard deviation of a channel, for images of one flat colour."""
@@ -36,35 +37,44 @@ class SplitBatches:
     """The content of one split, as a stream, so that no split has to fit into memory."""
 
     num_images: int
-    batches: Iterable[Batch]
+    batches: Iterable[tuple[NDArray[np.uint8], NDArray[Any] | None]]
+    """images_NHWC, each with their masks_NHW or labels_N; None where nobody labelled them."""
 
 
 def write_dataset(
     dataset: Path,
     *,
+    task: Task | None,
     classes: tuple[str, ...],
     height: int,
     width: int,
     source: str,
     splits: Mapping[str, SplitBatches],
 ) -> Manifest:
-    """Write all splits and the manifest into a new folder; mean and std come from the split `train`."""
-    if len(classes) > IGNORE_INDEX:
-        raise DataError(f"{len(classes)} classes; masks are uint8 and hold at most {IGNORE_INDEX}.")
+    """Write all splits and the manifest into a new folder; mean and std come from the split `train`.
+
+    `task` says what the labels are: masks, classes of images, or None where there are none.
+    """
+    if task is Task.segmentation and len(classes) > MAX_CLASSES:
+        raise DataError(f"{len(classes)} classes; masks are uint8 and hold at most {MAX_CLASSES}.")
     dataset.mkdir(parents=True)
-    files: dict[str, str] = {}
-    shares: dict[str, tuple[float, ...]] = {}
-    train_colours = np.zeros((3, 256), np.int64)
-    for split, content in splits.items():
-        statistics = _write_split(dataset, split, content, height=height, width=width)
-        files |= statistics.files
-        shares[split] = _pixel_share(statistics.labels, len(classes), split)
-        if split == "train":
-            train_colours = statistics.colours
-    mean, std = mean_and_std(train_colours)
-    counts = {split: content.num_images for split, content in splits.items()}
-    manifest = Manifest(classes, height, width, counts, shares, mean, std, files, source)
-    write_manifest(dataset, manifest)
+    statistics = {
+        split: _write_split(dataset, split, content, task=task, height=height, width=width)
+        for split, content in splits.items()
+    }
+    mean, std = _mean_and_std(statistics["train"].colour_counts)
+    manifest = Manifest(
+        classes=classes,
+        height=height,
+        width=width,
+        counts={split: content.num_images for split, content in splits.items()},
+        pixel_share=_class_shares(statistics, len(classes), task),
+        mean=mean,
+        std=std,
+        files=_all_files(statistics),
+        source=source,
+    )
+    _write_manifest(dataset, manifest)
     return manifest
 
 
@@ -75,58 +85,73 @@ def write_first_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> M
     """
     whole = read_manifest(dataset)
     out.mkdir(parents=True)
-    files: dict[str, str] = {}
-    shares, taken = {}, {}
+    statistics, first_counts = {}, {}
     for split, count in counts.items():
         images_NHWC, masks_NHW = (array[:count] for array in open_split(dataset, split))
         content = SplitBatches(len(images_NHWC), batches_of(images_NHWC, masks_NHW))
-        statistics = _write_split(out, split, content, height=whole.height, width=whole.width)
-        files |= statistics.files
-        shares[split] = _pixel_share(statistics.labels, len(whole.classes), split)
-        taken[split] = len(images_NHWC)
-    manifest = dataclasses.replace(whole, counts=taken, pixel_share=shares, files=files)
-    write_manifest(out, manifest)
+        statistics[split] = _write_split(
+            out, split, content, task=Task.segmentation, height=whole.height, width=whole.width
+        )
+        first_counts[split] = len(images_NHWC)
+    shares = _class_shares(statistics, len(whole.classes), Task.segmentation)
+    manifest = dataclasses.replace(
+        whole, counts=first_counts, pixel_share=shares, files=_all_files(statistics)
+    )
+    _write_manifest(out, manifest)
     return manifest
 
 
-def write_manifest(dataset: Path, manifest: Manifest) -> None:
-    """Write `dataset/manifest.json`."""
-    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False)
-    (dataset / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
+def batches_of(
+    images_NHWC: NDArray[np.uint8], labels: NDArray[Any], size: int = 256
+) -> Iterator[tuple[NDArray[np.uint8], NDArray[Any]]]:
+    """Cut arrays that are in memory into batches for `write_dataset`."""
+    for start in range(0, len(images_NHWC), size):
+        yield images_NHWC[start : start + size], labels[start : start + size]
 
 
 @dataclass(frozen=True)
 class _SplitStatistics:
-    labels: NDArray[np.int64]
-    """Pixels per mask value, 256 values."""
-    colours: NDArray[np.int64]
-    """Pixels per channel and value, [3, 256]."""
+    label_counts: NDArray[np.int64]
+    """Number of pixels, or of images, per value that a label can have."""
+    colour_counts: NDArray[np.int64]
+    """Number of pixels per channel and value, [3, 256]."""
     files: dict[str, str]
+    """File name -> sha256."""
 
 
 def _write_split(
-    dataset: Path, split: str, content: SplitBatches, *, height: int, width: int
+    dataset: Path, split: str, content: SplitBatches, *, task: Task | None, height: int, width: int
 ) -> _SplitStatistics:
-    labels = np.zeros(256, np.int64)
-    colours = np.zeros((3, 256), np.int64)
+    label_type = LABEL_TYPES[task or Task.segmentation]
+    num_values = np.iinfo(label_type).max + 1
+    label_counts, colour_counts = np.zeros(num_values, np.int64), np.zeros((3, 256), np.int64)
     shape_NHW = (content.num_images, height, width)
-    images_path, masks_path = dataset / f"{split}_images.npy", dataset / f"{split}_masks.npy"
-    with images_path.open("wb") as images_file, masks_path.open("wb") as masks_file:
-        images = NpyStream(images_file, (*shape_NHW, 3))
-        masks = NpyStream(masks_file, shape_NHW)
-        for images_NHWC, masks_NHW in content.batches:
-            images.append(images_NHWC)
-            masks.append(masks_NHW)
-            labels += np.bincount(masks_NHW.ravel(), minlength=256)
-            colours += count_colours(images_NHWC)
-        digests = {images_path.name: images.finish(), masks_path.name: masks.finish()}
-    return _SplitStatistics(labels, colours, digests)
+    streams: dict[str, _NpyStream] = {}
+    with contextlib.ExitStack() as files:
+
+        def open_stream(kind: str, shape: tuple[int, ...], dtype: type[np.generic]) -> _NpyStream:
+            name = f"{split}_{kind}.npy"
+            streams[name] = _NpyStream(files.enter_context((dataset / name).open("wb")), shape, dtype)
+            return streams[name]
+
+        image_stream, label_stream = open_stream("images", (*shape_NHW, 3), np.uint8), None
+        if task:
+            shape = shape_NHW if task is Task.segmentation else shape_NHW[:1]
+            label_stream = open_stream(LABEL_FILES[task], shape, label_type)
+        for images_NHWC, labels in content.batches:
+            image_stream.append(images_NHWC)
+            colour_counts += _count_colours(images_NHWC)
+            if label_stream and labels is not None:
+                label_stream.append(labels)
+                label_counts += np.bincount(labels.ravel(), minlength=num_values)
+        digests = {name: stream.finish() for name, stream in streams.items()}
+    return _SplitStatistics(label_counts, colour_counts, digests)
 
 
-class NpyStream:
+class _NpyStream:
     """Write a .npy file piece by piece; plain writes, because a memory map turns a full disk into SIGBUS."""
 
-    def __init__(self, file: BinaryIO, shape: tuple[int, ...], dtype: type[np.generic] = np.uint8) -> None:
+    def __init__(self, file: BinaryIO, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
         """Announce the whole array; the first axis counts the rows to come."""
         self._file, self._shape, self._dtype = file, shape, np.dtype(dtype)
         self._num_rows, self._sha256 = 0, hashlib.sha256()
@@ -161,31 +186,32 @@ class _Tee:
         self._sha256.update(content)
 
 
-def batches_of(
-    images_NHWC: NDArray[np.uint8], masks_NHW: NDArray[np.uint8], size: int = 256
-) -> Iterator[Batch]:
-    """Cut arrays that are in memory into batches for `write_dataset`."""
-    for start in range(0, len(images_NHWC), size):
-        yield images_NHWC[start : start + size], masks_NHW[start : start + size]
+def _class_shares(
+    statistics: Mapping[str, _SplitStatistics], num_classes: int, task: Task | None
+) -> dict[str, tuple[float, ...]]:
+    """Return split -> share of each class among what is labelled; nothing where nobody labelled it."""
+    shares: dict[str, tuple[float, ...]] = {}
+    for split, counted in statistics.items():
+        values = (int(value) for value in np.flatnonzero(counted.label_counts))
+        ignored = IGNORE_INDEX if task is Task.segmentation else None
+        outside = [value for value in values if num_classes <= value != ignored]
+        if outside:
+            raise DataError(f"split '{split}': labels {outside} outside the {num_classes} classes.")
+        counts = counted.label_counts[:num_classes] if task else ()
+        total = max(1, int(np.sum(counts)))
+        shares[split] = tuple(float(count / total) for count in counts)
+    return shares
 
 
-def _pixel_share(labels: NDArray[np.int64], num_classes: int, split: str) -> tuple[float, ...]:
-    outside = [int(v) for v in np.flatnonzero(labels) if num_classes <= v != IGNORE_INDEX]
-    if outside:
-        raise DataError(f"split '{split}': labels {outside} outside the {num_classes} classes.")
-    total = int(labels[:num_classes].sum())
-    return tuple(float(count / total) if total else 0.0 for count in labels[:num_classes])
-
-
-def count_colours(images_NHWC: NDArray[np.uint8]) -> NDArray[np.int64]:
+def _count_colours(images_NHWC: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Return the pixels per channel and value, [3, 256]."""
     return np.stack([np.bincount(images_NHWC[..., channel].ravel(), minlength=256) for channel in range(3)])
 
 
-def mean_and_std(
+def _mean_and_std(
     colours: NDArray[np.int64],
 ) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """Return both per channel, on a 0..1 scale, from the counts of `count_colours`."""
+    """Return both per channel, on a 0..1 scale, from the counts of `_count_colours`."""
     values = np.arange(256, dtype=np.float64) / 255
     num_pixels = np.maximum(colours.sum(axis=1), 1)
     mean_C = colours @ values / num_pixels
@@ -196,59 +222,10 @@ def mean_and_std(
     return rgb_triple(mean_C), rgb_triple(np.maximum(np.sqrt(variance_C), MIN_STD))
 
 
-@dataclass(frozen=True)
-class ImageBatches:
-    """The images of one split, as a stream."""
-
-    num_images: int
-    batches: Iterable[NDArray[np.uint8]]
-    labels_N: NDArray[np.uint16] | None
-    """Class of each image; None where it is not known."""
+def _all_files(statistics: Mapping[str, _SplitStatistics]) -> dict[str, str]:
+    return {name: digest for written in statistics.values() for name, digest in written.files.items()}
 
 
-def write_images(
-    dataset: Path,
-    *,
-    classes: tuple[str, ...],
-    height: int,
-    width: int,
-    source: str,
-    splits: Mapping[str, ImageBatches],
-) -> Manifest:
-    """Write images, with labels where they are known, and the manifest into a new folder.
-
-    Mean and standard deviation are those of the split `train`.
-    """
-    dataset.mkdir(parents=True)
-    files: dict[str, str] = {}
-    shares: dict[str, tuple[float, ...]] = {}
-    train_colours = np.zeros((3, 256), np.int64)
-    for split, content in splits.items():
-        path = dataset / f"{split}_images.npy"
-        with path.open("wb") as file:
-            images = NpyStream(file, (content.num_images, height, width, 3))
-            for images_NHWC in content.batches:
-                images.append(images_NHWC)
-                if split == "train":
-                    train_colours += count_colours(images_NHWC)
-            files[path.name] = images.finish()
-        shares[split] = ()
-        if content.labels_N is not None:
-            files |= write_truth(dataset, split, content.labels_N)
-            counts = np.bincount(content.labels_N, minlength=len(classes))
-            shares[split] = tuple(float(share) for share in counts / max(1, len(content.labels_N)))
-    mean, std = mean_and_std(train_colours)
-    counts_by_split = {split: content.num_images for split, content in splits.items()}
-    manifest = Manifest(classes, height, width, counts_by_split, shares, mean, std, files, source)
-    write_manifest(dataset, manifest)
-    return manifest
-
-
-def write_truth(dataset: Path, split: str, truth: NDArray[Any]) -> dict[str, str]:
-    """Write masks_NHW (uint8) or labels_N (uint16) of a split; return the file's name and sha256."""
-    task, dtype = (Task.classification, np.uint16) if truth.ndim == 1 else (Task.segmentation, np.uint8)
-    path = dataset / f"{split}_{LABEL_FILES[task]}.npy"
-    with path.open("wb") as file:
-        stream = NpyStream(file, truth.shape, dtype)
-        stream.append(truth.astype(dtype))
-        return {path.name: stream.finish()}
+def _write_manifest(dataset: Path, manifest: Manifest) -> None:
+    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False)
+    (dataset / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,12 +20,12 @@ def check_same_classes(checkpoint: Path, known: tuple[str, ...], data: tuple[str
 
 
 class Task(StrEnum):
-    """What the logits are of."""
+    """What a network predicts."""
 
     segmentation = "segmentation"
-    """Logits [N, C, H, W]: the class of each pixel."""
+    """The class of each pixel: logits [N, C, H, W]."""
     classification = "classification"
-    """Logits [N, C]: the class of the image."""
+    """The class of the image: logits [N, C]."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,17 @@ class InputCard:
     """Enough to feed a graph and to read its answer."""
 
     classes: tuple[str, ...]
-    """Names in the order of the logits."""
+    """Names of the classes in the order of the logits."""
     mean: tuple[float, float, float]
-    """RGB, on a 0..1 scale: pixels are (value / 255 - mean) / std."""
+    """Mean of RGB on a 0..1 scale: the graph reads (value / 255 - mean) / std."""
     std: tuple[float, float, float]
+    """Standard deviation of RGB on a 0..1 scale."""
     height: int
     width: int
     task: Task = Task.segmentation
-    """Cards of our own networks do not name it: they all segment."""
+    """What the logits are of; cards of our own networks do not name it, because they all segment."""
     max_batch: int | None = None
-    """Of a graph with a fixed batch; None: any."""
+    """Largest batch that the graph takes; None where its batch is dynamic."""
 
     def __post_init__(self) -> None:
         if len(self.classes) < 2 or len(set(self.classes)) != len(self.classes):
@@ -77,7 +79,7 @@ class InputCard:
         """
         try:
             fields = json.loads(text)
-            mean, std = (triple(fields[key]) for key in ("mean", "std"))
+            mean, std = (rgb_triple(fields[key]) for key in ("mean", "std"))
             return cls(
                 classes=tuple(str(name) for name in fields["classes"]),
                 mean=mean,
@@ -94,7 +96,7 @@ class InputCard:
             ) from error
 
 
-def triple(values: list[float]) -> tuple[float, float, float]:
+def rgb_triple(values: Iterable[float]) -> tuple[float, float, float]:
     """Return the numbers of the three channels; raise ValueError for more or less."""
     red, green, blue = values
     return float(red), float(green), float(blue)

@@ -14,10 +14,10 @@ from tasks.core.errors import DataError
 from tasks.parts.data.input_card import Task
 
 FLOAT_MODEL = "float_model"
-"""Source of a data set whose truth is what the float model predicts."""
+"""Source of a data set whose labels are what the float model predicts."""
 
 NO_LABEL = -1
-"""What no label is: every image counts."""
+"""Index to ignore among labels of images: no label has it, so every image counts."""
 
 
 class Metric(StrEnum):
@@ -37,20 +37,20 @@ def metric_of(task: Task, source: str) -> Metric:
     return Metric.top1_agreement if is_agreement else Metric.top1
 
 
-def score(prediction: NDArray[Any], truth: NDArray[Any], num_classes: int, task: Task) -> float:
+def score(prediction: NDArray[Any], labels: NDArray[Any], num_classes: int, task: Task) -> float:
     """Return mIoU of masks [N, H, W], or the share of right images of labels [N], 0..1."""
     if task is Task.segmentation:
-        return mean_iou(prediction, truth, num_classes)
-    return float((prediction == truth).mean())
+        return mean_iou(prediction, labels, num_classes)
+    return float((prediction == labels).mean())
 
 
 def class_scores(
-    prediction: NDArray[Any], truth: NDArray[Any], num_classes: int, task: Task
+    prediction: NDArray[Any], labels: NDArray[Any], num_classes: int, task: Task
 ) -> tuple[float | None, ...]:
     """Return the IoU of each class, or the share of its images that are right; None for a class that is absent."""
     if task is Task.segmentation:
-        return scores(confusion_matrix(prediction, truth, num_classes)).iou
-    confusion_CC = confusion_matrix(prediction, truth, num_classes, ignore_index=NO_LABEL)
+        return scores(confusion_matrix(prediction, labels, num_classes)).iou
+    confusion_CC = confusion_matrix(prediction, labels, num_classes, ignore_index=NO_LABEL)
     return tuple(
         float(right / count) if count else None
         for right, count in zip(np.diag(confusion_CC), confusion_CC.sum(axis=1), strict=True)
@@ -59,12 +59,12 @@ def class_scores(
 
 @dataclass(frozen=True)
 class Scores:
-    """None where a number is undefined, never 0 or NaN."""
+    """IoU of the classes and pixel accuracy; None where a number is undefined, never 0 or NaN."""
 
     miou: float | None
     """Mean of the defined class IoUs, 0..1."""
     iou: tuple[float | None, ...]
-    """Intersection over union per class; None for a class that neither truth nor prediction shows."""
+    """Intersection over union per class; None for a class that neither labels nor prediction show."""
     pixel_accuracy: float | None
     """Share of right pixels among those that are not ignored."""
 
@@ -83,15 +83,15 @@ def confusion_matrix(
             "Run validate on the data set that the engine was built for."
         )
     is_counted = mask_NHW != ignore_index
-    truth = mask_NHW[is_counted].astype(np.int64)
+    labels = mask_NHW[is_counted].astype(np.int64)
     prediction = prediction_NHW[is_counted].astype(np.int64)
-    for name, values in (("masks", truth), ("predictions", prediction)):
+    for name, values in (("masks", labels), ("predictions", prediction)):
         if values.size and (values.min() < 0 or values.max() >= num_classes):
             raise DataError(
                 f"{name} hold labels from {values.min()} to {values.max()}, expected 0 to {num_classes - 1}. "
                 "Model and data set must have the same classes."
             )
-    counts = np.bincount(truth * num_classes + prediction, minlength=num_classes**2)
+    counts = np.bincount(labels * num_classes + prediction, minlength=num_classes**2)
     return counts.reshape(num_classes, num_classes)
 
 
@@ -101,7 +101,7 @@ def mean_iou(prediction_NHW: NDArray[Any], mask_NHW: NDArray[Any], num_classes: 
 
 
 def scores(confusion_CC: NDArray[np.int64]) -> Scores:
-    """Compute IoU per class, their mean and the pixel accuracy (rows of the matrix are the truth)."""
+    """Compute IoU per class, their mean and the pixel accuracy (rows of the matrix are the labels)."""
     hits_C = np.diag(confusion_CC)
     union_C = confusion_CC.sum(axis=0) + confusion_CC.sum(axis=1) - hits_C
     iou = tuple(float(hit / area) if area else None for hit, area in zip(hits_C, union_C, strict=True))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-    from tasks.parts.quantization.evaluation import Judge
+    from tasks.parts.quantization.evaluation import GraphEvaluator
 
 logger = logging.getLogger(__name__)
 
@@ -62,20 +62,20 @@ def bisect(
     variant: "ModelProto",
     graph: "ModelProto",
     ranked: Sequence[str],
-    judge: "Judge",
+    evaluator: "GraphEvaluator",
     *,
     max_miou_rel_loss: float,
 ) -> tuple[Bisection, list[Trial]]:
     """Search among the nodes `ranked`, noisiest first, of a Q/DQ graph of the float graph `graph`."""
     from tasks.parts.onnx_graphs.graph import node_sources
 
-    target_score = judge.float_score * (1 - max_miou_rel_loss)
+    target_score = evaluator.float_score * (1 - max_miou_rel_loss)
     known: dict[frozenset[str], Trial] = {}
 
     def attempt(nodes: Sequence[str]) -> Trial:
         key = frozenset(nodes)
         if key not in known:
-            score = judge.judge(with_float_layers(variant, graph, key)).score
+            score = evaluator.evaluate(with_float_layers(variant, graph, key)).score
             shown = " ".join(node for node in ranked if node in key)
             known[key] = Trial(score, score >= target_score, len(key), shown)
             logger.info("diff_layers: %d layers in float, val score %.4f", len(key), score)
@@ -89,7 +89,7 @@ def bisect(
     sources = node_sources(graph)
     found = Bisection(
         is_recovered=is_recovered,
-        float_score=judge.float_score,
+        float_score=evaluator.float_score,
         variant_score=before.score,
         target_score=target_score,
         recovered_score=attempt(chosen if is_recovered else ranked).score,

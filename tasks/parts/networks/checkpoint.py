@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 DRY_RUN_SIZE = 64
-
 _LISTED = 8
 
 
@@ -141,12 +140,12 @@ def _dry_run(path: Path, model: "nn.Module", card: ModelCard) -> None:
     height, width = min(card.height, DRY_RUN_SIZE), min(card.width, DRY_RUN_SIZE)
     try:
         with torch.inference_mode():
-            found = tuple(model(torch.zeros(1, 3, height, width)).shape)
+            shape = tuple(model(torch.zeros(1, 3, height, width)).shape)
     except RuntimeError as error:
         raise ArtifactError(f"{path}: the stored layers do not fit together: {error}") from error
     expected = (1, len(card.classes), height, width)
-    if found != expected:
+    if shape != expected:
         raise ArtifactError(
-            f"{path}: the logits are {found}, expected {expected}: the card names {len(card.classes)} "
+            f"{path}: the logits are {shape}, expected {expected}: the card names {len(card.classes)} "
             "classes."
         )

@@ -8,7 +8,7 @@ from tasks.core.bounds import AtMost, MoreThan
 
 
 class NetworkName(StrEnum):
-    """The architectures in this folder."""
+    """An architecture; the file of that name says where it comes from."""
 
     deeplabv3plus = "deeplabv3plus"
     fast_scnn = "fast_scnn"
@@ -23,6 +23,8 @@ Multiplier = Annotated[float, MoreThan(0), AtMost(8)]
 
 @dataclass(frozen=True)
 class NetworkConfig:
+    """Which network, and how large."""
+
     name: NetworkName
     """Architecture; the file of the same name says what it is and where it comes from."""
     width: Multiplier

@@ -22,15 +22,10 @@ from transformers import Dinov2Config, Dinov2Model
 from tasks.parts.networks.blocks import ConvNormRelu, resize_to, scale_blocks, scale_channels, spatial_size
 
 HEADS = 6
-
 HEAD_CHANNELS = 64
-
 BLOCKS = 12
-
 PATCH = 14
-
 PATCHES_OF_TRAINING = 37
-
 STRIDE = 8
 
 

@@ -21,7 +21,6 @@ from transformers.models.segformer.modeling_segformer import SegformerDecodeHead
 from tasks.parts.networks.blocks import resize_to, scale_blocks, scale_channels, spatial_size
 
 HEADS = (1, 2, 5, 8)
-
 HEAD_CHANNELS = 32
 
 

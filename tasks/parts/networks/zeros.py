@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 BLOCK = 4
-"""Of so many consecutive input channels at most half keep a weight."""
+"""Number of consecutive input channels of which at most half keep a weight in the 2:4 pattern."""
 
 
 def layer_weights(network: "nn.Module") -> "dict[str, Tensor]":

@@ -23,7 +23,6 @@ from tasks.parts.onnx_graphs.graph import CARD_KEY
 from tasks.parts.onnx_graphs.node_names import name_nodes, read_sources
 
 INPUT_NAME = "image"
-
 OUTPUT_NAME = "logits"
 
 _MAX_BATCH_OF_EXPORT = 4096
@@ -131,8 +130,8 @@ def _resize_by_scales(model: ModelProto, node: NodeProto, shapes: dict[str, list
 def _mean_as_global_pool(model: ModelProto, node: NodeProto, shapes: dict[str, list[int | None]]) -> None:
     """Write the mean over height and width as GlobalAveragePool, which runtimes have INT8 kernels for."""
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    keep = next((attribute.i for attribute in node.attribute if attribute.name == "keepdims"), 1)
-    if len(node.input) < 2 or node.input[1] not in constants or not keep:
+    has_kept_axes = next((attribute.i for attribute in node.attribute if attribute.name == "keepdims"), 1)
+    if len(node.input) < 2 or node.input[1] not in constants or not has_kept_axes:
         return
     axes = sorted(int(axis) % 4 for axis in numpy_helper.to_array(constants[node.input[1]]).ravel())
     if len(shapes.get(node.input[0], [])) == 4 and axes == [2, 3]:

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, numpy_helper
 
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.onnx_graphs.graph import all_tensors
 from tasks.parts.onnx_session import open_session
 
@@ -62,7 +62,7 @@ def read_foreign(model: Path) -> ModelProto:
         onnx.checker.check_model(graph)
     except onnx.checker.ValidationError as error:
         raise ArtifactError(
-            f"{path}: not a valid ONNX model ({str(error).strip().splitlines()[0]}). Export it again (model.path)."
+            f"{path}: not a valid ONNX model ({first_line(error)}). Export it again (model.path)."
         ) from error
     _check_values(graph, path)
     return graph
@@ -84,7 +84,7 @@ def _load_weights(graph: ModelProto, path: Path, *, is_folder: bool) -> None:
         onnx.load_external_data_for_model(graph, str(path.parent))
     except (OSError, ValueError, onnx.checker.ValidationError) as error:
         raise ArtifactError(
-            f"{path}: its weights in {', '.join(files[:3])} cannot be read ({str(error).strip().splitlines()[0]}). "
+            f"{path}: its weights in {', '.join(files[:3])} cannot be read ({first_line(error)}). "
             "Copy the whole folder again (model.path)."
         ) from error
 
@@ -106,9 +106,8 @@ def _check_values(graph: ModelProto, path: Path) -> None:
     integer = sorted({node.op_type for node in graph.graph.node} & _INTEGER_OPERATORS)
     if integer:
         raise ArtifactError(
-            f"{path}: is quantized already ({', '.join(integer)}), expected the float model: it is "
-            "quantized here. Give the file that was "
-            "quantized."
+            f"{path}: is quantized already ({', '.join(integer)}), expected the float model: it is quantized here. "
+            "Give the file that was quantized."
         )
 
 
@@ -123,12 +122,12 @@ def open_original(
     name, step = session.get_inputs()[0].name, static_batch
 
     def answer(images_NCHW: NDArray[np.float32]) -> NDArray[np.float32]:
-        found = []
+        answers = []
         for start in range(0, len(images_NCHW), step or len(images_NCHW)):
             part_NCHW = images_NCHW[start : start + (step or len(images_NCHW))]
             if step:
                 part_NCHW = np.resize(part_NCHW, (step, *images_NCHW.shape[1:]))  # repeats what is there
-            found.append(session.run([tensor], {name: part_NCHW})[0])
-        return np.concatenate(found)[: len(images_NCHW)]
+            answers.append(session.run([tensor], {name: part_NCHW})[0])
+        return np.concatenate(answers)[: len(images_NCHW)]
 
     return answer

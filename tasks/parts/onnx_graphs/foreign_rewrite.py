@@ -1,4 +1,4 @@
-"""An ONNX graph that another tool wrote: read it, refuse what the pipeline cannot take, and write the rest our way.
+"""Write an ONNX graph of another tool our way, and refuse what the pipeline cannot take.
 
 What comes out has one float32 input [batch, 3, H, W] with a dynamic batch, one output (logits [batch, C], or
 [batch, C, H, W] of the image's size), standard operators of an opset that every runtime and quantizer reads, named
@@ -17,16 +17,14 @@ import onnxslim
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 from onnx.inliner import inline_local_functions
 
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.data.dataset import MAX_CLASSES
 from tasks.parts.data.input_card import Task
 from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
 from tasks.parts.onnx_graphs.graph import MAX_IR_VERSION, MAX_OPSET, MIN_IR_VERSION, MIN_OPSET, drop_unused
 
-BATCH = "batch"
-
+_BATCH = "batch"
 _STANDARD = ("", "ai.onnx")
-
 _LAYOUT = "float32 [N, 3, height, width], N fixed or dynamic"
 
 
@@ -39,15 +37,15 @@ class Imported:
     """A graph written our way, and what was done to it."""
 
     graph: ModelProto
-    """Without card."""
+    """The written graph, without a card."""
     task: Task
     num_classes: int
     tensor: str
-    """What the original file calls its output; inside the graph this is still the same tensor."""
+    """Name of the output in the original file; inside the graph it is still the same tensor."""
     static_batch: int | None
-    """Of the original file; None where it was dynamic."""
+    """Batch that the original file fixes; None where it was dynamic."""
     max_batch: int | None
-    """1 where the batch stayed fixed, None where it is dynamic."""
+    """1 where the batch stayed fixed; None where it is dynamic."""
     opset_before: int
     rewritten: tuple[str, ...]
     """One sentence for each change."""
@@ -67,11 +65,11 @@ def rewrite(
     With `is_batch_freed`, a fixed batch is made dynamic; FixedBatch is raised where that cannot be. Raises
     ArtifactError for what the pipeline cannot take.
     """
-    model, said = ModelProto(), []
+    model, changes = ModelProto(), []
     model.CopyFrom(original)
     opset = _opset(model, path)
     if model.functions:
-        said.append(f"{len(model.functions)} functions written out")
+        changes.append(f"{len(model.functions)} functions written out")
         model = inline_local_functions(model)
     _check_operators(model, path)
     image = _find_image(model, path)
@@ -79,27 +77,27 @@ def rewrite(
     static_batch = _set_size(image, path, height=height, width=width)
     if opset < MIN_OPSET:
         model = _convert(model, path)
-        said.append(f"opset {opset} converted to {MIN_OPSET}")
+        changes.append(f"opset {opset} converted to {MIN_OPSET}")
     num_before = len(model.graph.node)
     model = _simplify(model)
-    said.append(f"simplified from {num_before} to {len(model.graph.node)} nodes")
-    said += _name_nodes(model)
+    changes.append(f"simplified from {num_before} to {len(model.graph.node)} nodes")
+    changes += _name_nodes(model)
     max_batch = None if is_batch_freed else static_batch
     if max_batch not in (None, 1):
         raise _fixed_batch(path, f"the batch of {max_batch} cannot be made dynamic, and no engine keeps it")
     if max_batch == 1:
-        said.append("batch stays 1, which the graph means")
+        changes.append("batch stays 1, which the graph means")
     elif static_batch is not None:
         num_rewritten = _free_batch(model, static_batch)
-        said.append(f"batch of {static_batch} made dynamic, {num_rewritten} Reshape constants rewritten")
+        changes.append(f"batch of {static_batch} made dynamic, {num_rewritten} Reshape constants rewritten")
     model = _infer(model, path, max_batch)
     task, num_classes, head = _rewrite_head(model, tensor, path)
-    said += head
+    changes += head
     del model.metadata_props[:]
     model.ir_version = min(max(model.ir_version, MIN_IR_VERSION), MAX_IR_VERSION)
     model = _infer(model, path, max_batch)
     onnx.checker.check_model(model, full_check=True)
-    return Imported(model, task, num_classes, tensor, static_batch, max_batch, opset, tuple(said))
+    return Imported(model, task, num_classes, tensor, static_batch, max_batch, opset, tuple(changes))
 
 
 def read_image_size(
@@ -114,8 +112,8 @@ def read_image_size(
     image = _find_image(graph, path)
     _choose_output(graph, path, output)
     _set_size(image, path, height=height, width=width)
-    found = _sizes(image)
-    return found[2], found[3]
+    _, _, image_height, image_width = _sizes(image)
+    return image_height, image_width
 
 
 def with_output(model: ModelProto, tensor: str) -> ModelProto:
@@ -239,7 +237,7 @@ def _convert(model: ModelProto, path: Path) -> ModelProto:
         return onnx.version_converter.convert_version(model, MIN_OPSET)
     except (RuntimeError, ValueError) as error:
         raise ArtifactError(
-            f"{path}: onnx cannot convert it to opset {MIN_OPSET} ({str(error).strip().splitlines()[0]}). Export it "
+            f"{path}: onnx cannot convert it to opset {MIN_OPSET} ({first_line(error)}). Export it "
             f"with opset {MIN_OPSET} to {MAX_OPSET}."
         ) from error
 
@@ -305,7 +303,7 @@ def _free_batch(model: ModelProto, static_batch: int) -> int:
             graph.initializer.append(numpy_helper.from_array(shape, name))
             node.input[1] = name
             num_rewritten += 1
-    graph.input[0].type.tensor_type.shape.dim[0].dim_param = BATCH
+    graph.input[0].type.tensor_type.shape.dim[0].dim_param = _BATCH
     drop_unused(graph)
     return num_rewritten
 
@@ -317,13 +315,13 @@ def _infer(model: ModelProto, path: Path, max_batch: int | None) -> ModelProto:
     """
     graph = model.graph
     if max_batch is None:
-        graph.input[0].type.tensor_type.shape.dim[0].dim_param = BATCH
+        graph.input[0].type.tensor_type.shape.dim[0].dim_param = _BATCH
     del graph.value_info[:]
     graph.output[0].type.tensor_type.ClearField("shape")
     try:
         inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
     except onnx.shape_inference.InferenceError as error:
-        raise _fixed_batch(path, str(error).strip().splitlines()[0]) from error
+        raise _fixed_batch(path, first_line(error)) from error
     sizes = _sizes(inferred.graph.output[0])
     if not sizes or sizes[0] != (max_batch or 0) or not all(sizes[1:]):
         raise _fixed_batch(path, f"the output is {_describe(inferred.graph.output[0])}")

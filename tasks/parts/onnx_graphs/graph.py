@@ -1,4 +1,4 @@
-"""What every reader of an ONNX file needs: a safe open, its card, and the origin of its nodes."""
+"""Read and write ONNX files; a graph's card, the origin of its nodes, and what else many stages ask of it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,17 +7,13 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.data.input_card import InputCard
 
 CARD_KEY = "enginewright"
-
 MODULE_KEY = "module"
-
 SOURCE_KEY = "source"
-
 MIN_OPSET, MAX_OPSET = 13, 23  # 13: first with per-channel Q/DQ; 23: last that all our runtimes read
-
 MIN_IR_VERSION, MAX_IR_VERSION = 7, 12
 
 
@@ -45,9 +41,8 @@ def read_graph(path: Path) -> ModelProto:
     try:
         onnx.checker.check_model(model)
     except onnx.checker.ValidationError as error:
-        first_line = str(error).strip().splitlines()[0]
         raise ArtifactError(
-            f"{path}: not a valid ONNX model ({first_line}). Delete it and run its stage again."
+            f"{path}: not a valid ONNX model ({first_line(error)}). Delete it and run its stage again."
         ) from error
     return model
 
@@ -93,21 +88,10 @@ def is_quantized(model: ModelProto) -> bool:
 
 
 def other_types(model: ModelProto) -> set[str]:
-    """Names of the tensors that are not float32, such as shapes, as far as the graph says."""
+    """Return the names of the tensors that are not float32, such as shapes, as far as the graph says."""
     values = [*model.graph.value_info, *model.graph.input, *model.graph.output]
     known = {value.name: value.type.tensor_type.elem_type for value in values}
     return {name for name, kind in known.items() if kind not in (TensorProto.UNDEFINED, TensorProto.FLOAT)}
-
-
-def _refuse_external_data(model: ModelProto, path: Path) -> None:
-    outside = [
-        tensor.name for tensor in all_tensors(model.graph) if tensor.data_location == TensorProto.EXTERNAL
-    ]
-    if outside:
-        raise ArtifactError(
-            f"{path}: {len(outside)} tensors lie outside the file (first: '{outside[0]}'), expected one "
-            "self-contained file. Save it again with onnx.save(model, path, save_as_external_data=False)."
-        )
 
 
 def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
@@ -123,6 +107,31 @@ def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
             yield from attribute.tensors
             for subgraph in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
                 yield from all_tensors(subgraph)
+
+
+def drop_unused(graph: GraphProto) -> None:
+    """Take out nodes and constants that nothing reads."""
+    while True:
+        used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+        unread = [node for node in graph.node if not used & set(node.output)]
+        for node in unread:
+            graph.node.remove(node)
+        if not unread:
+            break
+    kept = [tensor for tensor in graph.initializer if tensor.name in used]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
+
+
+def _refuse_external_data(model: ModelProto, path: Path) -> None:
+    outside = [
+        tensor.name for tensor in all_tensors(model.graph) if tensor.data_location == TensorProto.EXTERNAL
+    ]
+    if outside:
+        raise ArtifactError(
+            f"{path}: {len(outside)} tensors lie outside the file (first: '{outside[0]}'), expected one "
+            "self-contained file. Save it again with onnx.save(model, path, save_as_external_data=False)."
+        )
 
 
 def _check_versions(model: ModelProto, path: Path) -> None:
@@ -144,17 +153,3 @@ def _check_versions(model: ModelProto, path: Path) -> None:
             f"{path}: IR version {model.ir_version}, expected {MIN_IR_VERSION}..{MAX_IR_VERSION}. Export it "
             "again with the installed torch and onnx."
         )
-
-
-def drop_unused(graph: GraphProto) -> None:
-    """Take out nodes and constants that nothing reads."""
-    while True:
-        used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
-        unread = [node for node in graph.node if not used & set(node.output)]
-        for node in unread:
-            graph.node.remove(node)
-        if not unread:
-            break
-    kept = [tensor for tensor in graph.initializer if tensor.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)

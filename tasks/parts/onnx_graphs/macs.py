@@ -8,7 +8,7 @@ from onnx import ModelProto, NodeProto, helper
 
 
 def conv_macs(model: ModelProto) -> dict[str, int]:
-    """Multiply-accumulates of each convolution and matrix product for one image, by node name."""
+    """Return the multiply-accumulates of each convolution and matrix product for one image, by node name."""
     layers = [
         node for node in model.graph.node if node.op_type in ("Conv", "ConvTranspose", "MatMul", "Gemm")
     ]
@@ -56,8 +56,8 @@ def _run_for_sizes(model: ModelProto, names: list[str]) -> dict[str, list[int]]:
     marked.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in own)
     image = model.graph.input[0]
     size = [axis.dim_value for axis in image.type.tensor_type.shape.dim[1:]]
-    found = open_session(marked).run(names, {image.name: np.zeros((1, *size), np.float32)})
-    return {name: list(values.shape) for name, values in zip(names, found, strict=True)}
+    arrays = open_session(marked).run(names, {image.name: np.zeros((1, *size), np.float32)})
+    return {name: list(values.shape) for name, values in zip(names, arrays, strict=True)}
 
 
 def _flag(node: NodeProto, name: str) -> bool:

@@ -15,23 +15,18 @@ from tasks.parts.onnx_graphs.graph import set_node_source
 ROOT_MODULE = "network"  # the module name of code that stands in the network's own forward
 
 _REPOSITORY = Path(__file__).resolve().parents[3]
-
 _PACKAGES = Path(sysconfig.get_paths()["purelib"]).resolve()
-
 _NETWORKS = (_REPOSITORY / "tasks" / "parts" / "networks", _PACKAGES / "transformers" / "models")
-
 _LIBRARIES = tuple(
     {str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("stdlib", "purelib", "platlib")}
     | {str(Path(torch.__file__).resolve().parent)}
 )
-
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+), in ')
-
 _NO_MODULE = "_empty_nn_module_stack"  # torch's name for sizes that it reads ahead of all modules
 
 
 def read_sources(raw: ModelProto) -> dict[str, tuple[str, str]]:
-    """Tensor name -> (module, file:line) from the metadata of torch's exporter, in order of execution."""
+    """Return tensor name -> (module, file:line), from the metadata of torch's exporter, in order of execution."""
     sources = {}
     for node in raw.graph.node:
         entries = {entry.key: entry.value for entry in node.metadata_props}
@@ -103,17 +98,17 @@ def _complete_origins(
     nodes: Sequence[NodeProto], sources: dict[str, tuple[str, str]]
 ) -> list[tuple[str, str]]:
     """Give nodes that simplification made the origin of the node that reads them, else of the one before."""
-    found: list[tuple[str, str] | None] = [
+    origins: list[tuple[str, str] | None] = [
         next((sources[name] for name in node.output if name in sources), None) for node in nodes
     ]
     made_by = {name: index for index, node in enumerate(nodes) for name in node.output}
     for index in reversed(range(len(nodes))):
         for name in nodes[index].input:
             producer = made_by.get(name)
-            if producer is not None and found[producer] is None:
-                found[producer] = found[index]
+            if producer is not None and origins[producer] is None:
+                origins[producer] = origins[index]
     for index, node in enumerate(nodes):
-        if found[index] is None:
-            before = [found[made_by[name]] for name in node.input if name in made_by]
-            found[index] = next((origin for origin in before if origin), (ROOT_MODULE, "unknown:0"))
-    return [origin for origin in found if origin is not None]
+        if origins[index] is None:
+            before = [origins[made_by[name]] for name in node.input if name in made_by]
+            origins[index] = next((origin for origin in before if origin), (ROOT_MODULE, "unknown:0"))
+    return [origin for origin in origins if origin is not None]

@@ -10,11 +10,9 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 from tasks.parts.onnx_graphs.graph import drop_unused
 
 _UINT8_SHIFT = 128
-
 _KEEPS_SIGN_OF_FIRST = frozenset(
     {"MaxPool", "AveragePool", "GlobalAveragePool", "QuantizeLinear", "DequantizeLinear", "Reshape"}
 )
-
 _KEEPS_SIGN_OF_ALL = frozenset({"Concat", "Add", "Mul"})
 
 
@@ -66,14 +64,14 @@ def activations_to_uint8(model: ModelProto) -> ModelProto:
 
 
 def _never_negative(graph: GraphProto) -> set[str]:
-    """Names of tensors that are >= 0 whatever the input is; nodes are in topological order."""
+    """Return the names of the tensors that are >= 0 whatever the input is; nodes are in topological order."""
     positive: set[str] = set()
     for node in graph.node:
-        always = node.op_type in ("Relu", "Sigmoid")
-        interpolates = node.op_type == "Resize" and _text_attribute(node, "mode") != "cubic"
-        first = (interpolates or node.op_type in _KEEPS_SIGN_OF_FIRST) and node.input[0] in positive
-        every = node.op_type in _KEEPS_SIGN_OF_ALL and all(name in positive for name in node.input)
-        if always or first or every:
+        is_activation = node.op_type in ("Relu", "Sigmoid")
+        is_interpolation = node.op_type == "Resize" and _text_attribute(node, "mode") != "cubic"
+        keeps_first = (is_interpolation or node.op_type in _KEEPS_SIGN_OF_FIRST) and node.input[0] in positive
+        keeps_all = node.op_type in _KEEPS_SIGN_OF_ALL and all(name in positive for name in node.input)
+        if is_activation or keeps_first or keeps_all:
             positive.update(node.output)
     return positive
 

@@ -12,6 +12,8 @@ from tasks.parts.pruning.config import Importance
 if TYPE_CHECKING:
     from torch import nn
 
+ALTERNATIVES = "Train a network of convolutions (network.name), or set prune.method to weights."
+
 
 @dataclass(frozen=True)
 class ChannelGroup:
@@ -20,14 +22,11 @@ class ChannelGroup:
     root: str
     """Convolution that stands for the group."""
     importance: tuple[float, ...]
-    """One number a channel, comparable between groups; zeros where the group is kept whole."""
+    """Importance of each channel, comparable between groups; zeros where the group is kept whole."""
     cut_outputs: Mapping[str, int]
     """Convolution -> output channels that it loses."""
     cut_inputs: Mapping[str, int]
     """Convolution -> input channels that it loses."""
-
-
-OTHER_WAYS = "Train a network of convolutions (network.name), or set prune.method to weights."
 
 
 def trace_dependencies(network: "nn.Module", size: tuple[int, int]) -> Any:
@@ -56,9 +55,9 @@ def find_groups(
     """
     import torch
 
-    found = _coupled_groups(graph, network)
+    groups = _coupled_groups(graph, network)
     scored = [
-        (group, coupled) for group, coupled in found if not any(name in kept for name in group.cut_outputs)
+        (group, coupled) for group, coupled in groups if not any(name in kept for name in group.cut_outputs)
     ]
     values = score_channels(importance, [coupled for _, coupled in scored], network, batch_losses)
     # A group of zeros has no mean to divide by.
@@ -66,7 +65,35 @@ def find_groups(
         group.root: tuple(torch.nan_to_num(value, nan=0.0).tolist())
         for (group, _), value in zip(scored, values, strict=True)
     }
-    return [replace(group, importance=scores.get(group.root, group.importance)) for group, _ in found]
+    return [replace(group, importance=scores.get(group.root, group.importance)) for group, _ in groups]
+
+
+def by_importance(group: ChannelGroup) -> list[int]:
+    """Return the channels of a group, least important first."""
+    return sorted(range(len(group.importance)), key=lambda channel: (group.importance[channel], channel))
+
+
+def list_groups(network: "nn.Module", size: tuple[int, int]) -> list[ChannelGroup]:
+    """List the groups that may be cut, with the L1 importance of their channels; `size` is (height, width)."""
+    return find_groups(trace_dependencies(network, size), network)
+
+
+def cut_group(network: "nn.Module", group: ChannelGroup, num_channels: int, *, size: tuple[int, int]) -> None:
+    """Remove the least important channels of one group, in place."""
+    cut_channels(trace_dependencies(network, size), network, group, by_importance(group)[:num_channels])
+
+
+def cut_channels(graph: Any, network: "nn.Module", group: ChannelGroup, channels: list[int]) -> None:
+    """Remove channels of one group from all of its layers."""
+    with tracing_errors():
+        coupled = _coupled_layers(graph, network.get_submodule(group.root), sorted(channels))
+        is_allowed = graph.check_pruning_group(coupled)
+        if is_allowed:
+            coupled.prune()
+    if not is_allowed:
+        raise ArtifactError(
+            f"Removing {len(channels)} channels of {group.root!r} would empty a coupled layer."
+        )
 
 
 def _coupled_groups(graph: Any, network: "nn.Module") -> list[tuple[ChannelGroup, Any]]:
@@ -77,10 +104,9 @@ def _coupled_groups(graph: Any, network: "nn.Module") -> list[tuple[ChannelGroup
     from torch import nn
     from torch_pruning import ops
 
-    movable = (nn.Conv2d, nn.BatchNorm2d, ops._ElementWiseOp, ops._ConcatOp, ops._SplitOp)
-
+    cuttable = (nn.Conv2d, nn.BatchNorm2d, ops._ElementWiseOp, ops._ConcatOp, ops._SplitOp)
     names = {module: name for name, module in network.named_modules()}
-    found: list[tuple[ChannelGroup, Any]] = []
+    groups: list[tuple[ChannelGroup, Any]] = []
     seen = {str(network.classifier_layer)}
     for root, name in names.items():
         if not isinstance(root, nn.Conv2d) or root.groups > 1 or name in seen:
@@ -90,14 +116,14 @@ def _coupled_groups(graph: Any, network: "nn.Module") -> list[tuple[ChannelGroup
             group = _describe_group(graph, names, coupled)
         is_classifier = str(network.classifier_layer) in group.cut_outputs
         seen.update(group.cut_outputs)
-        if not is_classifier and all(isinstance(item.target.module, movable) for item, _ in coupled):
-            found.append((group, coupled))
-    if not found:
+        if not is_classifier and all(isinstance(item.target.module, cuttable) for item, _ in coupled):
+            groups.append((group, coupled))
+    if not groups:
         raise ArtifactError(
             "The network has no convolution that may be pruned: the classifier is kept whole, and so are linear and "
-            f"attention layers with all that is coupled to them. {OTHER_WAYS}"
+            f"attention layers with all that is coupled to them. {ALTERNATIVES}"
         )
-    return found
+    return groups
 
 
 def _coupled_layers(graph: Any, root: "nn.Module", channels: list[int]) -> Any:
@@ -118,30 +144,3 @@ def _describe_group(graph: Any, names: Mapping["nn.Module", str], coupled: Any) 
             (outputs if is_output else inputs)[names[layer]] += len(idxs) // num_channels
     root = names[coupled[0].dep.target.module]
     return ChannelGroup(root, (0.0,) * num_channels, outputs, inputs)
-
-
-def by_importance(group: ChannelGroup) -> list[int]:
-    return sorted(range(len(group.importance)), key=lambda channel: (group.importance[channel], channel))
-
-
-def cut_channels(graph: Any, network: "nn.Module", group: ChannelGroup, channels: list[int]) -> None:
-    """Remove channels of one group from all of its layers."""
-    with tracing_errors():
-        coupled = _coupled_layers(graph, network.get_submodule(group.root), sorted(channels))
-        is_allowed = graph.check_pruning_group(coupled)
-        if is_allowed:
-            coupled.prune()
-    if not is_allowed:
-        raise ArtifactError(
-            f"Removing {len(channels)} channels of {group.root!r} would empty a coupled layer."
-        )
-
-
-def list_groups(network: "nn.Module", size: tuple[int, int]) -> list[ChannelGroup]:
-    """List the groups that may be cut, with the L1 importance of their channels; `size` is (height, width)."""
-    return find_groups(trace_dependencies(network, size), network)
-
-
-def cut_group(network: "nn.Module", group: ChannelGroup, num_channels: int, *, size: tuple[int, int]) -> None:
-    """Remove the least important channels of one group, in place."""
-    cut_channels(trace_dependencies(network, size), network, group, by_importance(group)[:num_channels])

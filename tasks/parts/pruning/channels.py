@@ -1,7 +1,7 @@
 """Remove whole channels of coupled layers.
 
 Over the groups of coupled layers of Fang et al., "DepGraph: Towards Any Structural Pruning", 2023,
-arXiv:2301.12900 (torch-pruning), the least important channels first (tasks/parts/channel_importance.py).
+arXiv:2301.12900 (torch-pruning), the least important channels first (channel_importance.py).
 
 Only convolutions that no linear or attention layer touches lose channels: the channels of attention belong to
 heads, and torch-pruning does not follow them through its reshapes.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
 from tasks.parts.pruning.channel_groups import (
-    OTHER_WAYS,
+    ALTERNATIVES,
     ChannelGroup,
     by_importance,
     cut_channels,
@@ -73,30 +73,6 @@ def prune_channels(
                 cut_channels(graph, network, group, cuts[group.root])
 
 
-def _shares_by_root(groups: list[ChannelGroup], layer_ratios: Mapping[str, float]) -> dict[str, float]:
-    """Return root -> share of its channels that go, for the groups that `layer_ratios` names.
-
-    Raises ConfigError for a layer that follows several others, or two of one group with different shares.
-    """
-    shares: dict[str, float] = {}
-    for name, ratio in layer_ratios.items():
-        owners = [group for group in groups if name in group.cut_outputs]
-        if len(owners) != 1:
-            roots = ", ".join(group.root for group in owners)
-            raise ConfigError(
-                f"prune.layer_ratios names {name!r}, whose channels are those of {roots}. Name these instead."
-                if owners
-                else f"prune.layer_ratios names {name!r}, whose channels are those of the classifier or of linear "
-                "and attention layers, which are always kept whole. Remove it from prune.layer_ratios."
-            )
-        if shares.setdefault(owners[0].root, ratio) != ratio:
-            raise ConfigError(
-                f"prune.layer_ratios gives {name!r} {ratio}, but a layer that is added to it {shares[owners[0].root]}"
-                f"; {', '.join(owners[0].cut_outputs)} only lose channels together. Give one share to all."
-            )
-    return shares
-
-
 def check_layer_names(
     layer_ratios: Mapping[str, float], network: "nn.Module", layers: Collection[str] | None = None
 ) -> None:
@@ -128,6 +104,45 @@ def check_multiple(widths: Mapping[str, int], multiple: int) -> None:
             f"{widths[widest]} channels; each layer keeps at least one multiple. Set prune.channel_multiple below "
             f"{widths[widest]}, or train a wider network (network.width)."
         )
+
+
+def check_runs(network: "nn.Module", height: int, width: int, num_classes: int) -> None:
+    """Raise ArtifactError when the pruned network does not give logits of the right shape."""
+    import torch
+
+    try:
+        with torch.inference_mode():
+            shape = tuple(network(torch.zeros(1, 3, height, width)).shape)
+    except RuntimeError as error:
+        raise ArtifactError(f"The pruned network does not run at {height}x{width}: {error}") from error
+    if shape != (1, num_classes, height, width):
+        raise ArtifactError(
+            f"The pruned network's logits are {shape} at {height}x{width}, {num_classes} classes."
+        )
+
+
+def _shares_by_root(groups: list[ChannelGroup], layer_ratios: Mapping[str, float]) -> dict[str, float]:
+    """Return root -> share of its channels that go, for the groups that `layer_ratios` names.
+
+    Raises ConfigError for a layer that follows several others, or two of one group with different shares.
+    """
+    shares: dict[str, float] = {}
+    for name, ratio in layer_ratios.items():
+        owners = [group for group in groups if name in group.cut_outputs]
+        if len(owners) != 1:
+            roots = ", ".join(group.root for group in owners)
+            raise ConfigError(
+                f"prune.layer_ratios names {name!r}, whose channels are those of {roots}. Name these instead."
+                if owners
+                else f"prune.layer_ratios names {name!r}, whose channels are those of the classifier or of linear "
+                "and attention layers, which are always kept whole. Remove it from prune.layer_ratios."
+            )
+        if shares.setdefault(owners[0].root, ratio) != ratio:
+            raise ConfigError(
+                f"prune.layer_ratios gives {name!r} {ratio}, but a layer that is added to it {shares[owners[0].root]}"
+                f"; {', '.join(owners[0].cut_outputs)} only lose channels together. Give one share to all."
+            )
+    return shares
 
 
 def _log_narrow(widths: Mapping[str, int], multiple: int) -> None:
@@ -190,7 +205,7 @@ def _describe_kept(groups: list[ChannelGroup], convs: Mapping[str, ConvSize]) ->
     share = total_macs(kept) / total_macs(convs)
     return (
         f" {len(kept)} layers with {share:.0%} of the MACs are kept whole: linear and attention layers, and what is "
-        f"coupled to them. {OTHER_WAYS}"
+        f"coupled to them. {ALTERNATIVES}"
     )
 
 
@@ -205,19 +220,19 @@ def _portions(group: ChannelGroup, width: int, cfg: ChannelPruning) -> list[tupl
 
     The first portion brings the rest to a whole multiple, each further one takes one multiple.
     """
-    found = len(group.importance)
+    num_channels = len(group.importance)
     order = by_importance(group)
     floor = max(cfg.channel_multiple, math.ceil(width * (1 - cfg.max_layer_ratio)))
     portions: list[tuple[float, list[int]]] = []
     start = 0
     while True:
-        left = found - start
+        left = num_channels - start
         end = start + (left % cfg.channel_multiple or cfg.channel_multiple)
-        if found - end < floor:
+        if num_channels - end < floor:
             return portions
         channels = order[start:end]
         if cfg.ranking is Ranking.uniform:
-            score = (width - (found - end)) / width
+            score = (width - (num_channels - end)) / width
         else:
             score = sum(group.importance[channel] for channel in channels) / len(channels)
         portions.append((score, channels))
@@ -240,18 +255,3 @@ def _macs_after(
         outputs[name] * (1 if conv.is_depthwise else inputs[name]) * conv.macs_per_connection
         for name, conv in convs.items()
     )
-
-
-def check_runs(network: "nn.Module", height: int, width: int, num_classes: int) -> None:
-    """Raise ArtifactError when the pruned network does not give logits of the right shape."""
-    import torch
-
-    try:
-        with torch.inference_mode():
-            found = tuple(network(torch.zeros(1, 3, height, width)).shape)
-    except RuntimeError as error:
-        raise ArtifactError(f"The pruned network does not run at {height}x{width}: {error}") from error
-    if found != (1, num_classes, height, width):
-        raise ArtifactError(
-            f"The pruned network's logits are {found} at {height}x{width}, {num_classes} classes."
-        )

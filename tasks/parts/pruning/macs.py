@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConvSize:
-    """Of one convolution or linear layer: its channels, and what one connection between channels costs."""
+    """Channels of one convolution or linear layer, and what one connection between channels costs."""
 
     in_channels: int
     out_channels: int
     macs_per_connection: int
-    """Output positions (of a linear layer: tokens) times kernel positions."""
+    """Multiply-accumulates: output positions (tokens, for a linear layer) times kernel positions."""
     is_depthwise: bool
 
     @property

@@ -19,13 +19,10 @@ from tasks.parts.quantization.config import Calibrator
 from tasks.parts.quantization.qdq import INT8_MAX, TensorRange
 
 NUM_BINS = 2048
-
 NUM_LEVELS = 128  # magnitudes that symmetric INT8 tells apart
-
 _BINS_PER_STEP = 8
-
 _MAX_BYTES = 1 << 30
-"""Of activations that are read at once; large images go one by one, which changes no statistic."""
+"""Size of the activations that are read at once; large images go one by one, which changes no statistic."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class TensorStatistics:
 
     @property
     def amax(self) -> float:
-        """Largest magnitude."""
+        """Largest magnitude that the tensor held."""
         return max(abs(self.low), abs(self.high))
 
 
@@ -126,8 +123,8 @@ def _tensor_reader(
             yield image, images_NCHW
         if inner:  # an empty list of names means all outputs to ONNX Runtime
             for start in range(0, len(images_NCHW), at_once):
-                found = session.run(inner, {image: images_NCHW[start : start + at_once]})
-                yield from zip(inner, found, strict=True)
+                arrays = session.run(inner, {image: images_NCHW[start : start + at_once]})
+                yield from zip(inner, arrays, strict=True)
 
     return run
 
@@ -149,7 +146,7 @@ def _histogram(values: NDArray[Any], amax: float) -> NDArray[np.int64]:
 
 
 def _percentile_amax(statistics: TensorStatistics, percentile: float) -> float:
-    """Upper edge of the first bin under which `percentile` % of all magnitudes lie."""
+    """Return the upper edge of the first bin under which `percentile` % of all magnitudes lie."""
     cumulated = np.cumsum(statistics.counts)
     if cumulated[-1] == 0:
         return statistics.amax
@@ -158,7 +155,7 @@ def _percentile_amax(statistics: TensorStatistics, percentile: float) -> float:
 
 
 def _mse_amax(statistics: TensorStatistics) -> float:
-    """Threshold with the least mean squared error between the magnitudes and their INT8 levels.
+    """Return the threshold with the least mean squared error between the magnitudes and their INT8 levels.
 
     Rounding grows with the threshold, clipping shrinks; each bin counts with its centre.
     """
@@ -175,7 +172,7 @@ def _mse_amax(statistics: TensorStatistics) -> float:
 
 
 def _entropy_amax(statistics: TensorStatistics) -> float:
-    """Threshold whose INT8 histogram keeps most information of the float one (least KL divergence).
+    """Return the threshold whose INT8 histogram keeps most information of the float one (least KL divergence).
 
     Migacz, "8-bit Inference with TensorRT", GTC 2017, slides 26-37. The bin of the smallest magnitudes is set
     to the next one: ReLU fills it with zeros, which any range represents.
@@ -193,7 +190,7 @@ def _entropy_amax(statistics: TensorStatistics) -> float:
 
 
 def _divergence(counts: NDArray[np.float64], num_kept: int) -> float:
-    """KL(P || Q): P the first bins, with clipped values in the last one; Q these bins at INT8 resolution."""
+    """Return KL(P || Q): P the first bins, with clipped values in the last one; Q these bins at INT8 resolution."""
     kept = counts[:num_kept]
     reference = kept.copy()
     reference[-1] += counts[num_kept:].sum()

@@ -1,5 +1,4 @@
-"""The names of calibrators and of operators that can read INT8; light, so that a configuration can be checked
-without onnx."""
+"""The calibrators and the operators that can read INT8; light, so that a configuration is checked without onnx."""
 
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -19,7 +18,7 @@ OpType = Literal[
     "Resize",
     "Sigmoid",
 ]
-"""All that Q/DQ insertion and training in simulated INT8 know."""
+"""An ONNX operator that Q/DQ insertion and training in simulated INT8 know."""
 
 OpTypes = Annotated[list[OpType], Holds("Conv")]
 

@@ -1,4 +1,4 @@
-"""Judge quantized graphs on validation images, by one measure for every stage that quantizes.
+"""Evaluate quantized graphs on validation images, in the same way for every stage that quantizes.
 
 N images, H rows, W columns.
 """
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.data.dataset import open_images, open_truth, read_manifest
+from tasks.parts.data.dataset import open_images, open_labels, read_manifest
 from tasks.parts.data.input_card import Task
 from tasks.parts.data.metrics import Metric, metric_of, score
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
@@ -21,24 +21,24 @@ from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What a graph is worth."""
+class Evaluation:
+    """How good the predictions of a graph are."""
 
     score: float
-    """By the judge's metric, 0..1."""
+    """Score by the metric of the data set, 0..1."""
     agreement: float
     """Share of pixels, or of images, with the class that the float graph gives, 0..1."""
 
 
 @dataclass(frozen=True)
-class Judge:
-    """Validation images, what is right about them, and the classes that the float graph gives them."""
+class GraphEvaluator:
+    """Validation images with their labels, and the classes that the float graph gives them."""
 
     images_NHWC: NDArray[Any]
-    truth: NDArray[Any]
+    labels: NDArray[Any]
     """masks_NHW or labels_N."""
     float_classes: NDArray[Any]
-    """Of the shape of `truth`."""
+    """Classes that the float graph gives, in the shape of `labels`."""
     num_classes: int
     batch_size: int
     task: Task
@@ -47,17 +47,20 @@ class Judge:
     @cached_property
     def float_score(self) -> float:
         """Score of the float graph on the same images."""
-        return score(self.float_classes, self.truth, self.num_classes, self.task)
+        return score(self.float_classes, self.labels, self.num_classes, self.task)
 
-    def judge(self, quantized: ModelProto) -> Judgement:
+    def evaluate(self, quantized: ModelProto) -> Evaluation:
         """Measure a graph as it runs in ONNX Runtime: with uint8 activations."""
-        encoded = activations_to_uint8(quantized)
-        classes = predict_classes(encoded, self.images_NHWC, batch_size=self.batch_size)
-        found = score(classes, self.truth, self.num_classes, self.task)
-        return Judgement(found, agreement(classes, self.float_classes))
+        classes = predict_classes(
+            activations_to_uint8(quantized), self.images_NHWC, batch_size=self.batch_size
+        )
+        return Evaluation(
+            score=score(classes, self.labels, self.num_classes, self.task),
+            agreement=agreement(classes, self.float_classes),
+        )
 
 
-def open_judge(graph: ModelProto, data: Path, *, num_images: int, batch_size: int) -> Judge:
+def open_evaluator(graph: ModelProto, data: Path, *, num_images: int, batch_size: int) -> GraphEvaluator:
     """Run the float graph on the first `num_images` of the validation split; 0 takes all.
 
     Raises ArtifactError when the graph knows other classes than the data.
@@ -69,10 +72,9 @@ def open_judge(graph: ModelProto, data: Path, *, num_images: int, batch_size: in
             "network that was trained on this data set."
         )
     images_NHWC = open_images(data, "val")[: num_images or None]
-    truth = open_truth(data, "val", card.task)[: num_images or None]
-    return Judge(
+    return GraphEvaluator(
         images_NHWC=images_NHWC,
-        truth=truth,
+        labels=open_labels(data, "val", card.task)[: num_images or None],
         float_classes=predict_classes(graph, images_NHWC, batch_size=batch_size),
         num_classes=len(card.classes),
         batch_size=batch_size,

@@ -38,9 +38,7 @@ _OPERATORS: dict[Callable[..., Any], str] = {
     F.avg_pool2d: "AveragePool",
     F.max_pool2d: "MaxPool",
 }
-
 _LAYERS: dict[str, type[nn.Module]] = {"Conv": nn.Conv2d, "MatMul": nn.Linear, "Gemm": nn.Linear}
-
 _GLOBAL_POOLS = (F.adaptive_avg_pool2d, torch.mean, Tensor.mean)
 
 
@@ -53,8 +51,8 @@ def fake_quantize(
     """
     amax = _amax_of_inputs(graph, ranges, op_types)
     layers, functions = {}, {}
-    for op_type, found in amax.items():
-        for name, values in found.items():
+    for op_type, amax_of_nodes in amax.items():
+        for name, values in amax_of_nodes.items():
             if op_type in _LAYERS:
                 layers[name] = values[0]
             else:
@@ -72,21 +70,21 @@ def float_weights(fake_quantized: nn.Module) -> dict[str, Tensor]:
 def _amax_of_inputs(
     graph: ModelProto, ranges: Mapping[str, TensorRange], op_types: Sequence[str]
 ) -> dict[str, dict[str, list[float | None]]]:
-    """Operator -> node name, for layers module name -> largest magnitude of each input that is quantized."""
+    """Return operator -> node (for layers: module) -> largest magnitude of each input that is quantized."""
     names = set(quantizable_tensors(graph, op_types))
     check_ranges({name: ranges.get(name) for name in sorted(names)})
-    found: dict[str, dict[str, list[float | None]]] = {}
+    amax_of_inputs: dict[str, dict[str, list[float | None]]] = {}
     sources, in_float = node_sources(graph), float_readers(graph, op_types)
     for node in graph.graph.node:
         amax = [ranges[name].amax if name in names else None for name in node.input]
         if any(amax) and node.name not in in_float:
             name = sources[node.name][0] if node.op_type in _LAYERS else node.name
-            if found.setdefault(node.op_type, {}).setdefault(name, amax) != amax:
+            if amax_of_inputs.setdefault(node.op_type, {}).setdefault(name, amax) != amax:
                 raise ArtifactError(
                     f"node '{node.name}' is one more call of the layer '{name}' with another range, expected one "
                     "range for each layer, which has one quantizer in training. Give each call a layer of its own."
                 )
-    return found
+    return amax_of_inputs
 
 
 def _quantize_layers(network: nn.Module, amax: Mapping[str, float | None], op_types: Sequence[str]) -> None:
@@ -146,7 +144,7 @@ def _round_functions(network: nn.Module, amax: Mapping[tuple[str, str], Sequence
         path[:] = [ROOT_MODULE]
         with _FunctionRounding(amax, path) as rounding:
             logits_NCHW = plain_forward(images_NCHW)
-        missed = sorted(name for _, name in amax.keys() - rounding.found)
+        missed = sorted(name for _, name in amax.keys() - rounding.rounded)
         if missed:
             raise ArtifactError(
                 f"{len(missed)} INT8 nodes of the graph have no function in the network (first: "
@@ -168,7 +166,7 @@ class _FunctionRounding(TorchFunctionMode):
         self._amax = amax
         self._path = path
         self._calls: Counter[str] = Counter()
-        self.found: set[tuple[str, str]] = set()
+        self.rounded: set[tuple[str, str]] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -182,7 +180,7 @@ class _FunctionRounding(TorchFunctionMode):
         name = base if self._calls[base] == 1 else f"{base}_{self._calls[base]}"
         limits = self._amax.get((operator, name))
         if limits is not None:
-            self.found.add((operator, name))
+            self.rounded.add((operator, name))
             args = tuple(_rounded(args, limits))
         return func(*args, **kwargs)
 

@@ -2,7 +2,8 @@
 
 Scheme S8S8: activations int8 with one symmetric scale per tensor, weights of convolutions and linear layers
 (MatMul and Gemm with a constant) int8 with one symmetric scale per output channel, biases float. TensorRT
-reads exactly this, OpenVINO too; for ONNX Runtime see `onnx_graph.activations_to_uint8`.
+reads exactly this, OpenVINO too; for ONNX Runtime see
+`onnx_graphs/uint8_activations.py`.
 
 Own insertion and not onnxruntime.quantization's: that one either puts a pair between a convolution and its
 ReLU (no runtime can fuse them then) or leaves the inputs of poolings, Resize and Concat in float; here one
@@ -23,11 +24,8 @@ from tasks.parts.onnx_graphs.graph import node_sources, other_types, set_node_so
 INT8_MAX = 127
 
 _STAY_IN_RANGE = frozenset({"AveragePool", "GlobalAveragePool", "MaxPool", "Resize", "Relu"})
-
 _ALL_INPUTS_ARE_MAPS = frozenset({"Add", "Mul", "Concat"})
-
 _LINEAR = frozenset({"MatMul", "Gemm"})
-
 _ALWAYS_FLOAT = frozenset(
     {"LayerNormalization", "Softmax", "Gelu", "Reshape", "Transpose", "Slice", "Pad", "Squeeze", "Unsqueeze"}
 )
@@ -48,7 +46,7 @@ class TensorRange:
 
 
 def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodeProto]:
-    """The nodes of these types, in graph order.
+    """Return the nodes of these types, in graph order.
 
     The node that makes a graph output (the last Resize) reads float, so that logits keep their precision; a
     convolution there is quantized like the others. Float stay: products of two activations (attention),
@@ -75,7 +73,7 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
 
 
 def float_readers(model: ModelProto, op_types: Sequence[str]) -> set[str]:
-    """Names of the nodes that read the float form of an activation also where others read it quantized."""
+    """Return the names of the nodes that read the float form of an activation also where others read it quantized."""
     quantizable = {node.name for node in quantizable_nodes(model, op_types)}
     chosen = _LINEAR | {"Add", "Mul"}
     return {
@@ -92,7 +90,7 @@ def is_layer(node: NodeProto) -> bool:
 
 
 def map_inputs(model: ModelProto, node: NodeProto) -> list[str]:
-    """Names of the activations that a node reads, without weights and other constants."""
+    """Return the names of the activations that a node reads, without weights and other constants."""
     constants = {tensor.name for tensor in model.graph.initializer}
     inputs = node.input if node.op_type in _ALL_INPUTS_ARE_MAPS else node.input[:1]
     return [name for name in inputs if name and name not in constants]
@@ -101,7 +99,7 @@ def map_inputs(model: ModelProto, node: NodeProto) -> list[str]:
 def quantizable_tensors(
     model: ModelProto, op_types: Sequence[str], *, float_nodes: Container[str] = ()
 ) -> list[str]:
-    """Names of the activations that quantizable nodes read, in graph order, without those of `float_nodes`."""
+    """Return the names of the activations that quantizable nodes but `float_nodes` read, in graph order."""
     names: dict[str, None] = {}
     for node in quantizable_nodes(model, op_types):
         if node.name not in float_nodes:
@@ -138,7 +136,6 @@ def insert_qdq(
             if node.name not in float_nodes and node.name not in in_float:
                 readers.setdefault(name, []).append(node)
     after: dict[str, list[NodeProto]] = {}
-    before: dict[str, list[NodeProto]] = {}
     for name in names:
         scale = np.float32(ranges[name].amax / INT8_MAX)
         pair = _activation_pair(quantized, name, scale)
@@ -147,22 +144,9 @@ def insert_qdq(
             _copy_source(sources, owner, node)
         after.setdefault(name, []).extend(pair)
         for reader in readers[name]:
-            reader.input[:] = [pair[1].output[0] if found == name else found for found in reader.input]
+            reader.input[:] = [pair[1].output[0] if read == name else read for read in reader.input]
     layers = {node.name for node in quantizable_nodes(model, op_types) if is_layer(node)}
-    quantized_weights: dict[str, str] = {}
-    for node in graph.node:
-        if node.name in layers and node.name not in float_nodes:
-            weight = node.input[1]
-            if weight not in quantized_weights:
-                dequantize = _quantize_weight(quantized, node)
-                _copy_source(sources, node, dequantize)
-                before[node.name] = [dequantize]
-                quantized_weights[weight] = dequantize.output[0]
-            node.input[1] = quantized_weights[weight]  # layers may share a weight
-    still_read = {name for node in graph.node for name in node.input}
-    for tensor in [item for item in graph.initializer if item.name in quantized_weights]:
-        if tensor.name not in still_read:
-            graph.initializer.remove(tensor)
+    before = _quantize_weights(quantized, {name for name in layers if name not in float_nodes}, sources)
     _rewrite_nodes(quantized, after, before)
     return quantized
 
@@ -231,7 +215,7 @@ def write_ranges(path: Path, calibrator: str, ranges: Mapping[str, TensorRange])
     """Write `{"calibrator": name, "ranges": {tensor: [low, high]}}`."""
     content = {
         "calibrator": calibrator,
-        "ranges": {name: [found.low, found.high] for name, found in ranges.items()},
+        "ranges": {name: [limits.low, limits.high] for name, limits in ranges.items()},
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -250,14 +234,40 @@ def read_ranges(path: Path) -> dict[str, TensorRange]:
 
 def check_ranges(ranges: Mapping[str, TensorRange | None]) -> None:
     """Raise ArtifactError unless each tensor has a finite range that is more than the point 0."""
-    for name, found in ranges.items():
-        if found is None or not np.isfinite([found.low, found.high]).all() or found.amax <= 0:
-            text = "no range" if found is None else f"range [{found.low}, {found.high}]"
+    for name, limits in ranges.items():
+        if limits is None or not np.isfinite([limits.low, limits.high]).all() or limits.amax <= 0:
+            text = "no range" if limits is None else f"range [{limits.low}, {limits.high}]"
             raise ArtifactError(
                 f"tensor '{name}': {text}, expected a finite one that is not all zero; its quantizer saw no "
                 "data or a dead layer. Check the calibration images (quantize_ptq.num_images) and the "
                 "weights before it."
             )
+
+
+def float_weight(model: ModelProto, layer: NodeProto) -> TensorProto:
+    """Return the weight of a layer; ArtifactError unless it is a float constant."""
+    weights = (tensor for tensor in model.graph.initializer if tensor.name == layer.input[1])
+    weight: TensorProto | None = next(weights, None)
+    if weight is None or weight.data_type != TensorProto.FLOAT:
+        raise ArtifactError(
+            f"node '{layer.name}': its weight '{layer.input[1]}' is no float constant, expected a float graph "
+            "from export_onnx. Do not quantize a graph twice."
+        )
+    return weight
+
+
+def weight_levels(values: np.ndarray, *, axis: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return int8 levels of the weight's shape and float32 scales [O]; `axis` is that of the output channels."""
+    scales_O = weight_scales(np.moveaxis(values, axis, 0))
+    levels = np.clip(np.rint(values / _along(scales_O, axis, values.ndim)), -INT8_MAX, INT8_MAX)
+    return levels.astype(np.int8), scales_O
+
+
+def weight_scales(values_OI: np.ndarray) -> np.ndarray:
+    """Return the largest magnitude per output channel / 127; a channel of zeros gets 1 / 127."""
+    amax_O = np.abs(values_OI).reshape(len(values_OI), -1).max(axis=1)
+    scales_O: np.ndarray = (np.where(amax_O > 0, amax_O, 1.0) / INT8_MAX).astype(np.float32)
+    return scales_O
 
 
 def _activation_pair(model: ModelProto, name: str, scale: np.float32) -> list[NodeProto]:
@@ -273,6 +283,28 @@ def _activation_pair(model: ModelProto, name: str, scale: np.float32) -> list[No
         helper.make_node("QuantizeLinear", [name, scale_name, zero_name], [levels], name=levels),
         helper.make_node("DequantizeLinear", [levels, scale_name, zero_name], [real], name=real),
     ]
+
+
+def _quantize_weights(
+    model: ModelProto, layers: Container[str], sources: Mapping[str, tuple[str, str]]
+) -> dict[str, list[NodeProto]]:
+    """Let these layers read int8 weights; return layer -> the node before it that makes its weight float again."""
+    before: dict[str, list[NodeProto]] = {}
+    quantized_weights: dict[str, str] = {}
+    for node in model.graph.node:
+        if node.name in layers:
+            weight = node.input[1]
+            if weight not in quantized_weights:
+                dequantize = _quantize_weight(model, node)
+                _copy_source(sources, node, dequantize)
+                before[node.name] = [dequantize]
+                quantized_weights[weight] = dequantize.output[0]
+            node.input[1] = quantized_weights[weight]  # layers may share a weight
+    still_read = {name for node in model.graph.node for name in node.input}
+    for tensor in [item for item in model.graph.initializer if item.name in quantized_weights]:
+        if tensor.name not in still_read:
+            model.graph.initializer.remove(tensor)
+    return before
 
 
 def _quantize_weight(model: ModelProto, layer: NodeProto) -> NodeProto:
@@ -293,34 +325,8 @@ def _quantize_weight(model: ModelProto, layer: NodeProto) -> NodeProto:
     )
 
 
-def float_weight(model: ModelProto, layer: NodeProto) -> TensorProto:
-    """Return the weight of a layer; ArtifactError unless it is a float constant."""
-    found = (item for item in model.graph.initializer if item.name == layer.input[1])
-    weight: TensorProto | None = next(found, None)
-    if weight is None or weight.data_type != TensorProto.FLOAT:
-        raise ArtifactError(
-            f"node '{layer.name}': its weight '{layer.input[1]}' is no float constant, expected a float graph "
-            "from export_onnx. Do not quantize a graph twice."
-        )
-    return weight
-
-
-def weight_levels(values: np.ndarray, *, axis: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return int8 levels of the weight's shape and float32 scales [O]; `axis` is that of the output channels."""
-    scales_O = weight_scales(np.moveaxis(values, axis, 0))
-    levels = np.clip(np.rint(values / _along(scales_O, axis, values.ndim)), -INT8_MAX, INT8_MAX)
-    return levels.astype(np.int8), scales_O
-
-
-def weight_scales(values_OI: np.ndarray) -> np.ndarray:
-    """Largest magnitude per output channel / 127; a channel of zeros gets 1 / 127."""
-    amax_O = np.abs(values_OI).reshape(len(values_OI), -1).max(axis=1)
-    scales_O: np.ndarray = (np.where(amax_O > 0, amax_O, 1.0) / INT8_MAX).astype(np.float32)
-    return scales_O
-
-
 def _output_axis(layer: NodeProto) -> int:
-    """Axis of a weight that counts the output channels."""
+    """Return the axis of a weight that counts the output channels."""
     is_transposed = any(attribute.i for attribute in layer.attribute if attribute.name == "transB")
     return 0 if layer.op_type == "Conv" or is_transposed else 1
 

@@ -2,7 +2,7 @@
 
 <root>/images/<class>/**/<name>.png|jpg|jpeg   classes as in <root>/classes.yaml, in the order of the logits
 <root>/images/**/<name>.png|jpg|jpeg           plain images; no classes.yaml
-<root>/train.txt, val.txt, test.txt, calibration.txt   as in tasks/parts/folder_data.py
+<root>/train.txt, val.txt, test.txt, calibration.txt   as for mask_folder.py
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CLASSES = 65535
-"""Labels are stored as uint16."""
+"""Most classes that labels can tell apart: they are stored as uint16."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ImageFile:
 
     path: Path
     label: int | None
-    """None where nobody labelled it."""
+    """Index of the class; None where nobody labelled the image."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,12 @@ class ImageFolder:
     """A folder that passed every check."""
 
     classes: tuple[str, ...]
-    """Empty for plain images."""
+    """Names of the classes; empty for plain images."""
     splits: dict[str, tuple[ImageFile, ...]]
     num_bad_images: int
+    """Number of images that are skipped because they cannot be read."""
     num_duplicates: int
-    """Images of val or test whose pixels also are in another of train, val, test."""
+    """Number of images of val or test whose pixels also are in another of train, val, test."""
     warnings: tuple[str, ...]
 
 
@@ -93,8 +94,8 @@ def scan_images(root: Path, config: FolderConfig, *, seed: int, is_labelled: boo
 
 def read_image_batches(
     files: Sequence[ImageFile], config: FolderConfig, *, height: int, width: int
-) -> Iterator[NDArray[np.uint8]]:
-    """Decode images again and yield them at their final size, as images_NHWC."""
+) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint16] | None]]:
+    """Decode images again and yield images_NHWC at their final size, with labels_N where they have labels."""
     import numpy as np
 
     def read(file: ImageFile) -> NDArray[np.uint8]:
@@ -104,15 +105,17 @@ def read_image_batches(
 
     with pillow_without_own_cap(), thread_pool() as pool:
         for start in range(0, len(files), FILES_PER_BATCH):
-            yield np.stack(list(pool.map(read, files[start : start + FILES_PER_BATCH])))
+            batch = files[start : start + FILES_PER_BATCH]
+            labels = [file.label for file in batch if file.label is not None]
+            yield np.stack(list(pool.map(read, batch))), np.array(labels, np.uint16) if labels else None
 
 
 def _label(root: Path, name: str, classes: tuple[str, ...]) -> int:
     folder, separator, _ = name.partition("/")
     if not separator or folder not in classes:
-        found = f"the folder '{folder}'" if separator else "no folder of a class"
+        place = f"the folder '{folder}'" if separator else "no folder of a class"
         raise DataError(
-            f"{root / 'images' / name}: lies in {found}, expected images/<class>/ with a class of "
+            f"{root / 'images' / name}: lies in {place}, expected images/<class>/ with a class of "
             f"{root / CLASSES_FILE}: {', '.join(classes[:8])}{further(classes[7:], 'class')}."
         )
     return classes.index(folder)
@@ -133,9 +136,9 @@ def _read_all(
             return error
 
     with pillow_without_own_cap(), thread_pool() as pool:
-        found = dict(zip(files, pool.map(read, files.values()), strict=True))
-    digests = {name: one for name, one in found.items() if isinstance(one, str)}
-    bad = {name: one for name, one in found.items() if not isinstance(one, str)}
+        results = dict(zip(files, pool.map(read, files.values()), strict=True))
+    digests = {name: result for name, result in results.items() if isinstance(result, str)}
+    bad = {name: result for name, result in results.items() if not isinstance(result, str)}
     if len(bad) > config.max_bad_images:
         first = next(iter(bad.values()))
         raise UnreadableImage(

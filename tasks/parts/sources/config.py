@@ -1,4 +1,4 @@
-"""How `prepare_data` reads a folder of the user, and how it draws scenes."""
+"""Configuration of the sources of prepare_data: how a user's folder is read, and how scenes are drawn."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FolderConfig:
 
     @property
     def max_pixels(self) -> int:
-        """The pixel cap in pixels."""
+        """Largest number of pixels that an image may have."""
         return round(self.max_megapixels * 1e6)
 
 
@@ -86,7 +86,7 @@ class ScenesConfig:
                 )
 
     def num_scenes(self, split: str) -> int:
-        """Configured number of scenes of a split."""
+        """Return the configured number of scenes of a split."""
         counts = {
             "train": self.num_train,
             "val": self.num_val,

@@ -12,16 +12,14 @@ if TYPE_CHECKING:
     from tasks.parts.data.dataset import Batch
 
 _BACKGROUND = (250, 250, 248)
-
 _INK = (32, 33, 36)
 
 _GAP_PX, _MARGIN_PX, _LINE_PX = 6, 24, 26
-
 _IGNORED = (255, 255, 255)
 
 
 def class_colour(index: int) -> tuple[int, int, int]:
-    """Colour of a class: hues a golden angle apart, in three brightness steps; class 0 is a dark grey."""
+    """Return the colour of a class: hues a golden angle apart, in three brightness steps; class 0 is a dark grey."""
     import colorsys
 
     if index == 0:
@@ -94,7 +92,7 @@ def _tiles(
 def _legend_places(
     classes: tuple[str, ...], font: ImageFont.FreeTypeFont, width_px: int
 ) -> list[tuple[int, int]]:
-    """Left edge and line number of each legend entry."""
+    """Return the left edge and the line number of each legend entry."""
     places = []
     x, line = 0, 0
     for name in classes:

@@ -22,15 +22,11 @@ if TYPE_CHECKING:
     from tasks.parts.data.dataset import Batch
 
 POOL_OF_SPLIT = {"train": "train", "val": "val", "test": "test", "calibration": "train"}
-
 _POOL_BOUNDS = {"train": (0.0, 0.55), "val": (0.55, 0.75), "test": (0.75, 1.0)}
 """Part of the scans of each digit, and of the columns of each photo, that a pool owns."""
-
 _CROP_SIDE_PX = (64, 120)
 """Longer side of a background crop in photo pixels; the narrowest pool is 128 columns wide."""
-
 _SCAN_PX = 8
-
 _CHUNK_PIXELS = 32 * 64 * 64
 """Scenes are made in chunks of about so many pixels: small enough for the CPU's cache."""
 

@@ -1,4 +1,4 @@
-"""Read a user's images and masks by fixed rules. H height, W width, C RGB.
+"""Find and read a user's images and masks, and bring them to one size. H height, W width, C RGB.
 
 Images become 8-bit RGB: grey is repeated, transparent pixels are laid over black, of 16 bits the high byte is
 kept, CMYK is converted by Pillow, the EXIF orientation is applied. Masks are read as stored: grey or palette
@@ -27,13 +27,12 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _FORMATS = {".png": ("PNG",), ".jpg": ("JPEG", "MPO"), ".jpeg": ("JPEG", "MPO")}
-
 IMAGE_SUFFIXES = tuple(_FORMATS)
-
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, EOFError, KeyError, struct.error, zlib.error)
 """What Pillow raises for damaged files, depending on where the damage is."""
 
 FILES_PER_BATCH = 64
+"""Number of files that are decoded at once."""
 
 
 class UnreadableImage(DataError):
@@ -46,6 +45,49 @@ class OversizedImage(DataError):
 
 class ColourMask(DataError):
     """A mask holds colours instead of class indices."""
+
+
+def list_files(folder: Path, suffixes: Iterable[str]) -> dict[str, Path]:
+    """Map the name of each file below a folder to its path, without hidden files and other suffixes."""
+    if not folder.is_dir() or folder.is_symlink():
+        raise DataError(
+            f"{folder}: no folder. Expected images/ and masks/ in prepare_data.root, and no symbolic links."
+        )
+    paths: dict[str, Path] = {}
+    for parent, folders, files in os.walk(folder):
+        for entry in (*folders, *files):
+            path = Path(parent, entry)
+            if not file_name_is_text(path):
+                raise DataError(f"{os.fsencode(path)!r}: the file name is no UTF-8. Rename it.")
+            if path.is_symlink():
+                raise DataError(f"{path}: is a symbolic link, which is refused. Put the file itself there.")
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(parent, name) for name in files if not name.startswith(".")):
+            if path.suffix.lower() not in suffixes:
+                continue
+            # macOS stores é as two characters: without one form, image and mask of one name would not meet.
+            name = unicodedata.normalize("NFC", path.relative_to(folder).with_suffix("").as_posix())
+            check_relative_name(name, source=folder)
+            if name in paths:
+                raise DataError(
+                    f"{path}: has the same name as {paths[name]}. Masks belong to one image: rename one."
+                )
+            paths[name] = path
+    return paths
+
+
+def file_name_is_text(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a file name is valid UTF-8, so that logs, reports and manifests can hold it."""
+    try:
+        os.fspath(path).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def thread_pool() -> ThreadPoolExecutor:
+    """Return threads that decode images side by side."""
+    return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
 
 
 @contextmanager
@@ -164,55 +206,12 @@ def _crop(array: NDArray[Any], height: int, width: int, fill: int) -> NDArray[An
 def _colour_mask_text(path: Path, image: Image.Image) -> str:
     colours = image.convert("RGB").getcolors(maxcolors=4096)
     if colours is None:
-        found = "more than 4096 colours (is it a photo?)"
+        content = "more than 4096 colours (is it a photo?)"
     else:
         most = sorted(colours, key=lambda entry: (-entry[0], entry[1]))[:6]
-        found = f"{len(colours)} colours, such as " + ", ".join(str(colour) for _, colour in most)
+        content = f"{len(colours)} colours, such as " + ", ".join(str(colour) for _, colour in most)
     return (
-        f"{path}: a {image.mode} image with {found}; expected one channel with the class index of each "
+        f"{path}: a {image.mode} image with {content}; expected one channel with the class index of each "
         "pixel. Map each colour to its index and save as 8-bit grey, for example index[(mask == "
         "colour).all(axis=-1)] = class_index for every row of classes.yaml."
     )
-
-
-def file_name_is_text(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a file name is valid UTF-8, so that logs, reports and manifests can hold it."""
-    try:
-        os.fspath(path).encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def list_files(folder: Path, suffixes: Iterable[str]) -> dict[str, Path]:
-    """Map the name of each file below a folder to its path, without hidden files and other suffixes."""
-    if not folder.is_dir() or folder.is_symlink():
-        raise DataError(
-            f"{folder}: no folder. Expected images/ and masks/ in prepare_data.root, and no symbolic links."
-        )
-    found: dict[str, Path] = {}
-    for parent, folders, files in os.walk(folder):
-        for entry in (*folders, *files):
-            path = Path(parent, entry)
-            if not file_name_is_text(path):
-                raise DataError(f"{os.fsencode(path)!r}: the file name is no UTF-8. Rename it.")
-            if path.is_symlink():
-                raise DataError(f"{path}: is a symbolic link, which is refused. Put the file itself there.")
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for path in (Path(parent, name) for name in files if not name.startswith(".")):
-            if path.suffix.lower() not in suffixes:
-                continue
-            # macOS stores é as two characters: without one form, image and mask of one name would not meet.
-            name = unicodedata.normalize("NFC", path.relative_to(folder).with_suffix("").as_posix())
-            check_relative_name(name, source=folder)
-            if name in found:
-                raise DataError(
-                    f"{path}: has the same name as {found[name]}. Masks belong to one image: rename one."
-                )
-            found[name] = path
-    return found
-
-
-def thread_pool() -> ThreadPoolExecutor:
-    """Return threads that decode images side by side."""
-    return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))

@@ -2,11 +2,11 @@
 
     <root>/images/**/<name>.png|jpg|jpeg     sub-folders and non-ASCII names are allowed
     <root>/masks/**/<name>.png               grey or palette indices
-    <root>/classes.yaml                      see tasks/parts/class_list.py
+    <root>/classes.yaml                      see class_list.py
     <root>/train.txt, val.txt, test.txt      optional, one name per line; else digests of names decide
     <root>/calibration.txt                   optional; else the first images of train
 
-Everything is read and checked once before anything is written; N, H, W as in tasks/parts/data.py.
+Everything is read and checked once before anything is written; N images, H height, W width.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class FolderContent:
     class_list: ClassList
     splits: dict[str, tuple[Pair, ...]]
     num_bad_images: int
-    """Skipped because they cannot be read."""
+    """Number of images that are skipped because they cannot be read."""
     num_duplicates: int
-    """Images of val or test whose pixels also are in another of train, val, test."""
+    """Number of images of val or test whose pixels also are in another of train, val, test."""
     warnings: tuple[str, ...]
 
 
@@ -122,14 +122,15 @@ def read_batches(
 
 @dataclass(frozen=True)
 class _Check:
-    """What reading one pair found."""
+    """What was found in one pair."""
 
     pair: Pair
     fault: DataError | None
+    """What is wrong with the pair, or None."""
     digest: str
-    """Of the decoded image."""
+    """Digest of the decoded image; empty where the pair cannot be read."""
     labels: tuple[int, ...]
-    """Mask values, ignored ones left out."""
+    """Values of the mask without the ignored one."""
 
 
 class _SizeMismatch(DataError):
@@ -217,10 +218,10 @@ def _drop_bad(checks: list[_Check], max_bad_images: int) -> tuple[list[_Check], 
             faults.setdefault(type(check.fault), []).append(check.fault)
     unreadable = faults.pop(UnreadableImage, [])
     if faults:
-        kind, found = next(iter(faults.items()))
-        others = sum(map(len, faults.values())) - len(found) + len(unreadable)
+        kind, errors = next(iter(faults.items()))
+        others = sum(map(len, faults.values())) - len(errors) + len(unreadable)
         also = f" {others} more file(s) have other faults." if others else ""
-        raise kind(f"{found[0]}{_same_fault(found)}{also}") from found[0]
+        raise kind(f"{errors[0]}{_same_fault(errors)}{also}") from errors[0]
     if len(unreadable) > max_bad_images:
         raise UnreadableImage(
             f"{unreadable[0]}{_same_fault(unreadable)} Found {len(unreadable)} unreadable file(s), "
@@ -235,9 +236,9 @@ def _drop_bad(checks: list[_Check], max_bad_images: int) -> tuple[list[_Check], 
 def _refuse_single_class(root: Path, train: list[_Check], class_list: ClassList) -> None:
     present = {label for check in train for label in check.labels}
     if len(present) < 2:
-        found = f"only class '{class_list.names[present.pop()]}'" if present else "only ignored pixels"
+        content = f"only class '{class_list.names[present.pop()]}'" if present else "only ignored pixels"
         raise DataError(
-            f"{root / 'masks'}: the {len(train)} masks of the train split hold {found} (the first: "
+            f"{root / 'masks'}: the {len(train)} masks of the train split hold {content} (the first: "
             f"{train[0].pair.mask}). At least two classes are needed: check the export of the masks."
         )
 

@@ -58,7 +58,7 @@ def _read_names(path: Path, names: set[str]) -> tuple[str, ...]:
 
 
 def digest_of_pixels(image_HWC: NDArray[np.uint8]) -> str:
-    """Return the same for the same picture in another file."""
+    """Return a digest that is the same for the same picture in another file."""
     return hashlib.sha256(str(image_HWC.shape).encode() + image_HWC.tobytes()).hexdigest()
 
 
@@ -67,7 +67,7 @@ def share_out(
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Share readable images out to train, val, test and calibration, with warnings about doubtful choices."""
     readable = set(names)
-    by_digest = sorted(readable, key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
+    shuffled = sorted(readable, key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
     splits = {split: [name for name in listed if name in readable] for split, listed in lists.items()}
     warnings: list[str] = []
     if lists:
@@ -80,12 +80,12 @@ def share_out(
         # A rounded-down share must not leave a small folder without val or test.
         num_val = max(1, round(config.val_share * len(readable)))
         num_test = max(1, round(config.test_share * len(readable)))
-        splits["val"] = by_digest[:num_val]
-        splits["test"] = by_digest[num_val : num_val + num_test]
-        splits["train"] = by_digest[num_val + num_test :]
+        splits["val"] = shuffled[:num_val]
+        splits["test"] = shuffled[num_val : num_val + num_test]
+        splits["train"] = shuffled[num_val + num_test :]
     if "calibration" not in splits:
         in_train = set(splits["train"])
-        splits["calibration"] = [name for name in by_digest if name in in_train][: config.num_calibration]
+        splits["calibration"] = [name for name in shuffled if name in in_train][: config.num_calibration]
     in_test = set(splits["test"]).intersection(splits["calibration"])
     if in_test:
         warnings.append(
@@ -121,22 +121,22 @@ def find_duplicates(
     `splits` holds names, `images` the file and the digest of the pixels of each.
     """
     first_of: dict[str, tuple[str, Path]] = {}
-    found = []
+    duplicates = []
     for split in _LISTED_SPLITS:
         for name in splits[split]:
             path, digest = images[name]
             first_split, first = first_of.setdefault(digest, (split, path))
             if first_split != split:
-                found.append((first, path))
-    if not found:
+                duplicates.append((first, path))
+    if not duplicates:
         return 0, []
-    first, second = found[0]
-    return len(found), [
-        f"{len(found)} image(s) of val or test also occur in another split, so the accuracy flatters: {second} has "
-        f"the pixels of {first}."
+    first, second = duplicates[0]
+    return len(duplicates), [
+        f"{len(duplicates)} image(s) of val or test also occur in another split, so the accuracy flatters: "
+        f"{second} has the pixels of {first}."
     ]
 
 
 def further(names: Sequence[str], what: str) -> str:
-    """Say how many more there are."""
+    """Return the words that say how many more names there are; none for a single one."""
     return f" (and {len(names) - 1} more {what}s)" if len(names) > 1 else ""

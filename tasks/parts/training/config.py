@@ -1,4 +1,4 @@
-"""How a network is trained, by itself or by a teacher, and what came of it."""
+"""Configuration of a training, with or without a teacher, and the report of what it reached."""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import TQDMProgressBar
 from torch import nn
 from torch.distributed import DistError
 
-from tasks.core.errors import ProcessDied
+from tasks.core.errors import ProcessDied, first_line
 from tasks.parts.data.dataset import read_manifest
 from tasks.parts.training.callbacks import History, WorkerMemory
 from tasks.parts.training.config import Precision, Strategy, TrainerConfig, TrainingReport
@@ -129,7 +129,7 @@ def _fit(
                 "over."
             ) from error
         if is_rank() and (isinstance(error, DistError) or "by peer" in str(error)):
-            logger.warning("another rank is gone: %s", str(error).splitlines()[0])
+            logger.warning("another rank is gone: %s", first_line(error))
             raise SystemExit(1) from error
         raise
     return trainer.is_global_zero
@@ -141,9 +141,7 @@ def _resumable(folder: Path) -> Path | None:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, ValueError, OSError) as error:
-            logger.warning(
-                "ignoring %s, which is not a whole checkpoint: %s", path, str(error).splitlines()[0]
-            )
+            logger.warning("ignoring %s, which is not a whole checkpoint: %s", path, first_line(error))
             continue
         logger.info("resuming after epoch %d from %s", state["epoch"] + 1, path)
         return path

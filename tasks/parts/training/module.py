@@ -109,8 +109,8 @@ class SegmentationModule(lightning.LightningModule):
         images_NCHW, masks_NHW = batch
         logits_NCHW = self.network(images_NCHW.contiguous(memory_format=torch.channels_last))
         prediction_NHW = logits_NCHW.argmax(dim=1)
-        labelled = masks_NHW < self._num_classes
-        pairs = masks_NHW[labelled] * self._num_classes + prediction_NHW[labelled]
+        is_labelled_NHW = masks_NHW < self._num_classes
+        pairs = masks_NHW[is_labelled_NHW] * self._num_classes + prediction_NHW[is_labelled_NHW]
         self._confusion += torch.bincount(pairs, minlength=self._num_classes**2).view_as(self._confusion)
 
     def on_validation_epoch_end(self) -> None:
@@ -130,7 +130,7 @@ class SegmentationModule(lightning.LightningModule):
         return float(torch.stack(self._losses).float().mean()) if self._losses else math.nan
 
     def configure_optimizers(self) -> Any:
-        """AdamW with a one-cycle schedule over all steps."""
+        """Return AdamW with a one-cycle schedule over all steps."""
         optimizer = torch.optim.AdamW(
             self.parameters(),
             lr=self._config.learning_rate,
@@ -171,9 +171,9 @@ class SegmentationModule(lightning.LightningModule):
     def _augment(self, images_NCHW: Tensor, masks_NHW: Tensor) -> tuple[Tensor, Tensor]:
         num_images = len(images_NCHW)
         if self._config.horizontal_flip:
-            mirrored = self._draw(num_images) < self._config.horizontal_flip
-            images_NCHW = torch.where(mirrored[:, None, None, None], images_NCHW.flip(3), images_NCHW)
-            masks_NHW = torch.where(mirrored[:, None, None], masks_NHW.flip(2), masks_NHW)
+            is_mirrored_N = self._draw(num_images) < self._config.horizontal_flip
+            images_NCHW = torch.where(is_mirrored_N[:, None, None, None], images_NCHW.flip(3), images_NCHW)
+            masks_NHW = torch.where(is_mirrored_N[:, None, None], masks_NHW.flip(2), masks_NHW)
         if self._config.brightness:
             spread = self._draw(num_images, 1, 1, 1) * 2 - 1
             mean, std = (

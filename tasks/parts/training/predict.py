@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from tasks.parts.data.dataset import normalise
+from tasks.parts.data.dataset import normalised_batches
 from tasks.parts.data.metrics import mean_iou
 from tasks.parts.networks.model_card import ModelCard
 
@@ -18,12 +18,10 @@ def predict_classes(
     """Return the class of each pixel, [N, H, W], for images uint8 [N, H, W, 3]; the network is left in eval mode."""
     network.eval()
     predictions = []
-    for start in range(0, len(images_NHWC), batch_size):
-        images_NCHW = torch.from_numpy(
-            normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
-        )
+    for batch_NCHW in normalised_batches(images_NHWC, card.for_input(), batch_size):
+        images_NCHW = torch.from_numpy(batch_NCHW).contiguous(memory_format=torch.channels_last)
         with torch.inference_mode():
-            logits_NCHW = network(images_NCHW.contiguous(memory_format=torch.channels_last))
+            logits_NCHW = network(images_NCHW)
         predictions.append(logits_NCHW.argmax(dim=1).to(torch.uint8).numpy())
     return np.concatenate(predictions)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tasks.core.bounds import Matches
-from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.errors import ArtifactError, ConfigError, first_line
 from tasks.parts.networks.config import NetworkName
 from tasks.parts.training.config import PretrainedReport
 
@@ -22,15 +22,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LISTED = 4
-
 _WRAPPERS = ("_orig_mod.", "module.", "network.", "model.")
-
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
-
 _FILE_OF_FOLDER = "model.safetensors"
-
 _SEGFORMER_DECODER = "decode_head."
-
 _SEGFORMER_NAMES = (
     (r"^(encoder|stages)\.", r"segformer.\1."),
     (r"encoder\.patch_embeddings\.(\d+)\.", r"stages.\1.patch_embeddings."),
@@ -47,7 +42,6 @@ _SEGFORMER_NAMES = (
     (r"\.layer_norm_2\.", ".layernorm_after."),
     (r"decode_head\.linear_c\.", "decode_head.linear_projections."),
 )
-
 _DINOV2_NAMES = (
     (r"^(embeddings|encoder|layernorm)\.", r"dinov2.\1."),
     (r"attention\.attention\.query\.", "attention.q_proj."),
@@ -55,7 +49,6 @@ _DINOV2_NAMES = (
     (r"attention\.attention\.value\.", "attention.v_proj."),
     (r"attention\.output\.dense\.", "attention.o_proj."),
 )
-
 _FOREIGN_NAMES: Mapping[NetworkName, Sequence[tuple[str, str]]] = {
     NetworkName.segformer: _SEGFORMER_NAMES,
     NetworkName.dinov2: _DINOV2_NAMES,
@@ -137,14 +130,14 @@ def _find_file(path: Path) -> Path:
     """Return the file of weights in a folder that `transformers` saved; a file as it is."""
     if not path.is_dir():
         return path
-    found = path / _FILE_OF_FOLDER
-    if not found.is_file():
+    file = path / _FILE_OF_FOLDER
+    if not file.is_file():
         raise ArtifactError(
             f"{path} (pretrained.file) is a folder without {_FILE_OF_FOLDER}; expected a file of weights, or the "
             f"folder of save_pretrained with one {_FILE_OF_FOLDER}. It holds: "
             f"{', '.join(sorted(item.name for item in path.iterdir())[:_LISTED]) or 'nothing'}."
         )
-    return found
+    return file
 
 
 def _refuse_other_depth(
@@ -184,11 +177,11 @@ def _read(path: Path, config: PretrainedConfig) -> "dict[str, Tensor]":
             f"{path} (pretrained.file) cannot be read: {error.strerror}. Relative paths start at the folder "
             "that the command runs in."
         ) from error
-    found = hashlib.sha256(content).hexdigest()
-    if found != config.sha256:
+    sha256 = hashlib.sha256(content).hexdigest()
+    if sha256 != config.sha256:
         raise ArtifactError(
-            f"{path} (pretrained.file) has sha256 {found}, pretrained.sha256 is {config.sha256}. If this is the "
-            f"right file, set pretrained.sha256={found}; else fetch it again."
+            f"{path} (pretrained.file) has sha256 {sha256}, pretrained.sha256 is {config.sha256}. If this is the "
+            f"right file, set pretrained.sha256={sha256}; else fetch it again."
         )
     if content.startswith((b"PK\x03\x04", b"\x80")):
         return _read_pickle(path)
@@ -212,7 +205,7 @@ def _read_pickle(path: Path) -> "dict[str, Tensor]":
         needs_code = "global" in str(error).lower() or "TorchScript" in str(error)
         what = "needs code to be run" if needs_code else "is torn or no file of torch"
         raise ArtifactError(
-            f"{path} (pretrained.file) {what} ({str(error).strip().splitlines()[0][:200]}); expected tensors only. "
+            f"{path} (pretrained.file) {what} ({first_line(error)}); expected tensors only. "
             "Save model.state_dict() with safetensors or torch.save in the program that made it."
         ) from error
     for key in _CONTAINERS:

@@ -5,7 +5,7 @@ A package belongs to the torch version, the CPU's instruction sets and the GPU t
 
 from pathlib import Path
 
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.torch.runner import Program
 
@@ -19,9 +19,8 @@ def load_package(file: Path, target: Target) -> Program:
     try:
         program: Program = torch._inductor.aoti_load_package(str(file))
     except RuntimeError as error:
-        first_line = (str(error).strip().splitlines() or [repr(error)])[0]
         raise ArtifactError(
-            f"{file}: torch {torch.__version__} cannot load the engine ({first_line}). Run build_engine for target "
-            f"{target.name} again on this machine."
+            f"{file}: torch {torch.__version__} cannot load the engine ({first_line(error)}). Run build_engine "
+            f"for target {target.name} again on this machine."
         ) from error
     return program

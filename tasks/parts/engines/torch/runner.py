@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from tasks.core.errors import ArtifactError, TargetMismatch
+from tasks.core.errors import ArtifactError, TargetMismatch, first_line
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
 from tasks.parts.engines.runner import DeviceTimes, OperatorTime, RunnerDescription, check_batch
 from tasks.parts.engines.target import CUDA, Runtime, Target
@@ -51,7 +51,7 @@ def _explained_out_of_memory(target: Target) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ArtifactError(
-            f"Target {target.name}: the GPU has too little memory ({str(error).splitlines()[0]}). End other "
+            f"Target {target.name}: the GPU has too little memory ({first_line(error)}). End other "
             "processes on it, send smaller batches (validate.batch_size, benchmark.batch_sizes), or lower "
             f"target.{target.name}.max_batch and build again."
         ) from error

@@ -10,6 +10,7 @@ import pytest
 from tasks.core.errors import ArtifactError, DataError
 from tasks.parts.data.dataset import IGNORE_INDEX, Manifest, normalise, open_split, read_manifest
 from tasks.parts.data.dataset_writer import SplitBatches, batches_of, write_dataset, write_first_images
+from tasks.parts.data.input_card import Task
 
 
 @pytest.fixture
@@ -22,7 +23,15 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
 
 def write(dataset: Path, arrays: tuple[np.ndarray, np.ndarray]) -> Manifest:
     splits = {split: SplitBatches(5, batches_of(*arrays, size=2)) for split in ("train", "val")}
-    return write_dataset(dataset, classes=("a", "bé"), height=6, width=8, source="test", splits=splits)
+    return write_dataset(
+        dataset,
+        task=Task.segmentation,
+        classes=("a", "bé"),
+        height=6,
+        width=8,
+        source="test",
+        splits=splits,
+    )
 
 
 def test_written_data_set_is_read_back(tmp_path: Path, arrays: tuple[np.ndarray, np.ndarray]) -> None:
@@ -63,7 +72,13 @@ def test_all_pixels_ignored_gives_no_share_and_no_nan(tmp_path: Path) -> None:
     images, masks = np.zeros((1, 4, 4, 3), np.uint8), np.full((1, 4, 4), IGNORE_INDEX, np.uint8)
     splits = {"train": SplitBatches(1, [(images, masks)])}
     manifest = write_dataset(
-        tmp_path / "d", classes=("a", "b"), height=4, width=4, source="test", splits=splits
+        tmp_path / "d",
+        task=Task.segmentation,
+        classes=("a", "b"),
+        height=4,
+        width=4,
+        source="test",
+        splits=splits,
     )
     assert manifest.pixel_share == {"train": (0.0, 0.0)}
     assert np.isfinite(normalise(images, manifest.mean, manifest.std)).all()
@@ -74,6 +89,7 @@ def test_label_outside_the_classes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"labels \[9\] outside the 2 classes"):
         write_dataset(
             tmp_path / "d",
+            task=Task.segmentation,
             classes=("a", "b"),
             height=4,
             width=4,

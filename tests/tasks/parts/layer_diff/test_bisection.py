@@ -6,7 +6,7 @@ import pytest
 from tasks.parts.layer_diff.bisection import bisect, minimal_set, quantized_nodes, with_float_layers
 from tasks.parts.onnx_graphs.graph import is_quantized, read_graph
 from tasks.parts.onnx_session import open_session
-from tasks.parts.quantization.evaluation import open_judge
+from tasks.parts.quantization.evaluation import open_evaluator
 
 
 @pytest.mark.parametrize("needed", [{0}, {19}, {3, 4}, {2, 9, 17}, set(range(20))])
@@ -63,11 +63,11 @@ def test_layer_whose_float_input_the_variant_has_not_cannot_go_back(workshop):
 
 def test_search_ends_at_once_where_there_is_nothing_to_find(unbalanced):
     graph, variant = read_graph(unbalanced.graph), read_graph(unbalanced.graph.parent / "model.onnx")
-    judge = open_judge(graph, unbalanced.data, num_images=0, batch_size=4)
+    evaluator = open_evaluator(graph, unbalanced.data, num_images=0, batch_size=4)
     nodes = quantized_nodes(variant, graph)
-    found, trials = bisect(variant, graph, nodes, judge, max_miou_rel_loss=0.99)
+    found, trials = bisect(variant, graph, nodes, evaluator, max_miou_rel_loss=0.99)
     assert found.is_recovered and found.layers == () and len(trials) == 1
     innocent = [node for node in nodes if node != unbalanced.node]
-    found, trials = bisect(variant, graph, innocent, judge, max_miou_rel_loss=0.01)
+    found, trials = bisect(variant, graph, innocent, evaluator, max_miou_rel_loss=0.01)
     assert not found.is_recovered and found.layers == () and len(trials) == 2
     assert found.recovered_score < found.target_score
