@@ -11,7 +11,7 @@ from torch import nn
 
 from tasks.core.config import find_section, read_params, typed_config
 from tasks.core.execute import ARTIFACTS, load_stage
-from tasks.parts.builders.graph_rewrites import encode_for
+from tasks.parts.builders.graph_rewrites import rewrite_for
 from tasks.parts.data.dataset import normalise, open_split, read_manifest
 from tasks.parts.engines.openvino.compile import compile_graph
 from tasks.parts.engines.rounds import Network
@@ -60,7 +60,7 @@ def in_target(graph: ModelProto, target: str) -> Network:
     """Open a graph in the runtime of a target, encoded as build_engine does."""
     if target not in ("cpu_onnxruntime", "cpu_openvino"):
         raise SystemExit(f"{target} is not compared; expected cpu_onnxruntime or cpu_openvino")
-    encoded = encode_for(stage_config(f"build_engine.{target}"), graph)
+    encoded = rewrite_for(stage_config(f"build_engine.{target}"), graph)
     return in_onnxruntime(encoded) if target == "cpu_onnxruntime" else in_openvino(encoded)
 
 

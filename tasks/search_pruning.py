@@ -293,7 +293,7 @@ def _measure_latencies(engines: Mapping[float, Path], num_rounds: int) -> tuple[
 
     import numpy as np
 
-    from tasks.parts.builders.agreement import draw_golden_images
+    from tasks.parts.builders.agreement import draw_probe_images
     from tasks.parts.engines.open_engine import open_engine
     from tasks.parts.engines.rounds import rounds_ms
     from tasks.parts.measuring.intervals import bootstrap_interval, ratio_spread
@@ -306,7 +306,7 @@ def _measure_latencies(engines: Mapping[float, Path], num_rounds: int) -> tuple[
             for name, folder in (folders | {CONTROL: folders[unpruned]}).items()
         }
         calls = {name: runner.run for name, runner in runners.items()}
-        images_NCHW = draw_golden_images(runners[unpruned].manifest.card)[:1]
+        images_NCHW = draw_probe_images(runners[unpruned].manifest.card)[:1]
         rounds_ms(calls, images_NCHW, 1)  # warm-up
         rounds = rounds_ms(calls, images_NCHW, num_rounds)
     medians = {name: np.array([np.median(burst) for burst in bursts]) for name, bursts in rounds.items()}

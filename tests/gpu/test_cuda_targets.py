@@ -16,7 +16,7 @@ import yaml
 from tasks.build_engine import Report, build_engine
 from tasks.core.config import typed_config
 from tasks.core.errors import DataError, TargetMismatch
-from tasks.parts.builders.agreement import draw_golden_images
+from tasks.parts.builders.agreement import draw_probe_images
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.manifest import EngineStatus, read_engine_manifest, write_engine_manifest
 from tasks.parts.engines.open_engine import open_engine
@@ -96,7 +96,7 @@ def test_engine_runs_on_the_gpu_in_the_declared_precision(
 ) -> None:
     manifest = read_engine_manifest(engines[name, precision])
     convolutions = manifest.precisions["Conv2d" if name == "cuda_torch" else "conv2d"]
-    assert manifest.precision_ok and convolutions.keys() == {precision}
+    assert manifest.is_precision_ok and convolutions.keys() == {precision}
     assert manifest.gpu == find_gpus()[0] and manifest.gpu.name in manifest.provider
 
 
@@ -107,7 +107,7 @@ def test_compiled_engine_agrees_with_torch_compile(
     set_up_torch(declared("cuda_torch"))
     network = CastNetwork(load_checkpoint(checkpoint)[0], Precision(precision)).cuda()
     with open_engine(engines["cuda_aotinductor", precision]) as runner, torch.inference_mode():
-        images_NCHW = draw_golden_images(runner.manifest.card)
+        images_NCHW = draw_probe_images(runner.manifest.card)
         found = runner.infer(images_NCHW)
         expected = torch.compile(network)(torch.from_numpy(images_NCHW).cuda()).cpu().numpy()
     noise, signal = np.square(found - expected).sum(), np.square(expected).sum()
@@ -117,7 +117,7 @@ def test_compiled_engine_agrees_with_torch_compile(
 @pytest.mark.parametrize("name", TORCH_TARGETS)
 def test_batches_in_any_order_give_the_same_logits(engines: dict[tuple[str, str], Path], name: str) -> None:
     with open_engine(engines[name, "f32"]) as runner:
-        images_NCHW = np.repeat(draw_golden_images(runner.manifest.card), 2, axis=0)
+        images_NCHW = np.repeat(draw_probe_images(runner.manifest.card), 2, axis=0)
         expected = np.concatenate([runner.infer(image[None]) for image in images_NCHW])
         for num_images in (4, 1, 3, 2, 4):
             found = runner.infer(images_NCHW[:num_images])
@@ -133,7 +133,7 @@ def test_batches_in_any_order_give_the_same_logits(engines: dict[tuple[str, str]
 @pytest.mark.parametrize("name", TORCH_TARGETS)
 def test_runs_take_no_more_memory_of_the_gpu(engines: dict[tuple[str, str], Path], name: str) -> None:
     with open_engine(engines[name, "f16"]) as runner:
-        images_NCHW = draw_golden_images(runner.manifest.card)
+        images_NCHW = draw_probe_images(runner.manifest.card)
         for _ in range(3):
             runner.run(images_NCHW)
         reserved = torch.cuda.memory_reserved()
@@ -172,9 +172,9 @@ def test_onnxruntime_runs_every_layer_on_the_gpu(checkpoint: Path, tmp_path: Pat
     graph = export_graph(network, card, height=card.height, width=card.width, opset=20)
     write_graph(graph, tmp_path / "model.onnx")
     report = build(declared("cuda_onnxruntime"), tmp_path / "model.onnx", tmp_path / "a")
-    assert report.provider == "CUDAExecutionProvider" and report.precision_ok
+    assert report.provider == "CUDAExecutionProvider" and report.is_precision_ok
     with open_engine(tmp_path / "a" / "engine") as runner:
-        images_NCHW = np.repeat(draw_golden_images(runner.manifest.card), 2, axis=0)
+        images_NCHW = np.repeat(draw_probe_images(runner.manifest.card), 2, axis=0)
         expected = np.concatenate([runner.infer(image[None]) for image in images_NCHW])
         for num_images in (4, 1, 3, 2, 4):
             found = runner.infer(images_NCHW[:num_images])

@@ -18,7 +18,7 @@ from tasks.benchmark import benchmark
 from tasks.build_engine import Report, build_engine
 from tasks.core.errors import ArtifactError, DataError, TargetMismatch
 from tasks.diff_layers import BisectionConfig, Config, diff_layers
-from tasks.parts.builders.agreement import draw_golden_images
+from tasks.parts.builders.agreement import draw_probe_images
 from tasks.parts.data.dataset import normalise, open_split
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.manifest import EngineStatus, FloatArray, read_engine_manifest, write_engine_manifest
@@ -61,7 +61,7 @@ def build(target: Target, model: Path, out: Path) -> Report:
 
 def assert_batches_agree(runner: Runner) -> None:
     """Batches of any size, in any order, give the logits of single images."""
-    images_NCHW = np.repeat(draw_golden_images(runner.manifest.card), 2, axis=0)
+    images_NCHW = np.repeat(draw_probe_images(runner.manifest.card), 2, axis=0)
     expected = np.concatenate([runner.infer(image[None]) for image in images_NCHW])
     for num_images in (4, 1, 3, 2, 4):
         found = runner.infer(images_NCHW[:num_images])
@@ -70,13 +70,13 @@ def assert_batches_agree(runner: Runner) -> None:
 
 def test_float_engine_agrees_with_the_graph(workshop: Workshop, target: Target, tmp_path: Path) -> None:
     report = build(target, workshop.graph, tmp_path / "a")
-    assert report.precision_ok and report.agreement_db is not None and report.agreement_db > 30
+    assert report.is_precision_ok and report.agreement_db is not None and report.agreement_db > 30
     assert (tmp_path / "a" / "engine" / "commands.sh").is_file()
 
 
 def test_quantized_graph_really_runs_in_int8(workshop: Workshop, target: Target, tmp_path: Path) -> None:
     report = build(target, workshop.quantized, tmp_path / "a")
-    assert report.precision_ok and report.num_layers_int8 > 0
+    assert report.is_precision_ok and report.num_layers_int8 > 0
 
 
 @pytest.mark.skipif(
@@ -89,7 +89,7 @@ def test_onnxruntime_runs_a_plan(workshop: Workshop, target: Target, tmp_path: P
     options = with_options(target, cuda_graph=False).tensorrt
     model = workshop.quantized if variant == "quantized" else workshop.graph
     report = build(replace(declared, tensorrt=options), model, tmp_path / "a")
-    assert report.provider == "TensorrtExecutionProvider" and report.precision_ok
+    assert report.provider == "TensorrtExecutionProvider" and report.is_precision_ok
     assert (report.num_layers_int8 > 0) == (variant == "quantized")
     with open_engine(tmp_path / "a" / "engine") as runner:
         assert_batches_agree(runner)
@@ -122,7 +122,7 @@ def test_batches_in_any_order_give_the_same_logits(
     build(with_options(target, cuda_graph=cuda_graph), workshop.graph, tmp_path / "a")
     with open_engine(tmp_path / "a" / "engine") as runner:
         assert_batches_agree(runner)
-        images_NCHW = np.repeat(draw_golden_images(runner.manifest.card), 3, axis=0)
+        images_NCHW = np.repeat(draw_probe_images(runner.manifest.card), 3, axis=0)
         assert runner.profile(images_NCHW[:1], 3)[0].milliseconds > 0
         with pytest.raises(DataError, match="batch of 5"):
             runner.infer(images_NCHW[:5])
@@ -134,7 +134,7 @@ def test_execution_contexts_work_at_the_same_time(
 ) -> None:
     build(with_options(target, cuda_graph=cuda_graph), workshop.graph, tmp_path / "a")
     with open_engine(tmp_path / "a" / "engine") as runner:
-        images_NCHW = np.repeat(draw_golden_images(runner.manifest.card), 2, axis=0)[:3]
+        images_NCHW = np.repeat(draw_probe_images(runner.manifest.card), 2, axis=0)[:3]
         expected = [runner.infer(image[None]) for image in images_NCHW]
 
         def drive(lane: Runner, image_CHW: FloatArray) -> list[FloatArray]:
@@ -142,7 +142,7 @@ def test_execution_contexts_work_at_the_same_time(
                 return [lane.run(image_CHW[None]).copy() for _ in range(20)]
 
         with ThreadPoolExecutor(3) as pool:
-            found = list(pool.map(drive, runner.open_lanes(3), images_NCHW))
+            found = list(pool.map(drive, runner.open_concurrent(3), images_NCHW))
         for logits, right in zip(found, expected, strict=True):
             np.testing.assert_allclose(logits, [right] * 20, rtol=1e-3, atol=1e-3)
         np.testing.assert_array_equal(runner.infer(images_NCHW[:1]), expected[0])
@@ -167,7 +167,7 @@ def test_benchmark_tells_the_time_of_the_gpu_and_its_state(
 def test_tensors_on_the_gpu_need_no_copy(workshop: Workshop, target: Target, tmp_path: Path) -> None:
     build(target, workshop.graph, tmp_path / "a")
     with open_engine(tmp_path / "a" / "engine") as runner:
-        images_NCHW = draw_golden_images(runner.manifest.card)
+        images_NCHW = draw_probe_images(runner.manifest.card)
         expected = runner.infer(images_NCHW)
         logits_NCHW = torch.empty(expected.shape, device="cuda")
         runner.infer_tensor(torch.from_numpy(images_NCHW).cuda(), logits_NCHW)

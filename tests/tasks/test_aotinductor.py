@@ -39,7 +39,7 @@ def test_engine_is_one_file_that_follows_the_network(workshop: Workshop) -> None
     engine = workshop.engine("float", "cpu_aotinductor")
     manifest = read_engine_manifest(engine)
     assert sorted(file.name for file in engine.iterdir()) == ["engine.pt2", "manifest.json"]
-    assert manifest.precision_ok and not manifest.is_quantized
+    assert manifest.is_precision_ok and not manifest.is_quantized
     assert manifest.precisions["conv2d"].keys() == {"f32"}
     assert "batch_norm" not in manifest.precisions  # folded
 
@@ -52,7 +52,7 @@ def test_bfloat16_engine_says_so_and_is_compared_with_float32(workshop: Workshop
     )
     report = built(target, workshop.checkpoint, tmp_path / "a")
     assert report.status is EngineStatus.built, report.reason
-    assert report.precision_ok and report.precisions["conv2d"].keys() == {"bf16"}
+    assert report.is_precision_ok and report.precisions["conv2d"].keys() == {"bf16"}
     assert report.agreement_db is not None and report.agreement_db < 60
 
 
@@ -62,7 +62,7 @@ def test_eager_engine_computes_in_the_declared_precision(
 ) -> None:
     target = workshop.target("cpu_torch", precision=Precision(precision))
     report = built(target, workshop.checkpoint, tmp_path / "a")
-    assert report.precision_ok and report.precisions["Conv2d"].keys() == {precision}
+    assert report.is_precision_ok and report.precisions["Conv2d"].keys() == {precision}
     assert report.agreement_db is not None and report.agreement_db > LEAST_DB[precision]
 
 

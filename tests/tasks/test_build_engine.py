@@ -41,7 +41,7 @@ def test_float_engine_is_one_file_with_its_digest(workshop, tmp_path, target, be
     report, engine = built(workshop.target(target), model, tmp_path)
     manifest = read_engine_manifest(engine)
     assert sorted(file.name for file in engine.iterdir()) == sorted(["manifest.json", report.file, *beside])
-    assert (report.status, report.reason, report.precision_ok, report.is_quantized) == (
+    assert (report.status, report.reason, report.is_precision_ok, report.is_quantized) == (
         "built",
         "",
         True,
@@ -57,7 +57,7 @@ def test_float_engine_is_one_file_with_its_digest(workshop, tmp_path, target, be
 def test_quantized_engine_really_runs_int8(workshop, tmp_path, target):
     report, _ = built(workshop.target(target), workshop.quantized, tmp_path)
     num_quantized = count_layers(onnx.load(workshop.quantized)).num_quantized
-    assert report.is_quantized and report.precision_ok and not report.precision_note
+    assert report.is_quantized and report.is_precision_ok and not report.precision_note
     assert report.num_layers_quantized == num_quantized > 10
     assert report.num_layers_int8 > num_quantized / 2
     assert report.agreement_db > 10
@@ -92,7 +92,7 @@ def test_bf16_target_runs_bf16_and_f32_target_does_not(workshop, tmp_path):
     if missing_cpu_flags(target):
         pytest.skip(f"this CPU lacks {missing_cpu_flags(target)}")
     report, engine = built(target, workshop.graph, tmp_path)
-    assert report.precision_ok and report.precisions["Convolution"].get("bf16", 0) > 10
+    assert report.is_precision_ok and report.precisions["Convolution"].get("bf16", 0) > 10
     assert "bf16" not in json.dumps(read_engine_manifest(workshop.engine("float", "cpu_openvino")).precisions)
     assert report.agreement_db < MAX_SQNR_DB
     assert read_engine_manifest(engine).target.precision is Precision.bf16

@@ -160,7 +160,7 @@ def test_a_runtime_that_computes_fp16_in_another_precision_is_found_out(
 ) -> None:
     report = build_engine(workshop.target(target), model=converted[1], out=tmp_path)
     assert report.status == "built" and report.agreement_db is not None and report.agreement_db > 40
-    assert not report.precision_ok
+    assert not report.is_precision_ok
     assert "layers are FP16, but the runtime computes" in report.precision_note
 
 

@@ -112,7 +112,7 @@ class Artifacts:
         latency_ms: float,
         speedup: float,
         *,
-        precision_ok: bool = True,
+        is_precision_ok: bool = True,
         precision_note: str = "",
         inconclusive: bool = False,
         aa_ratio_spread: float = 0.01,
@@ -122,7 +122,7 @@ class Artifacts:
         sha256 = hashlib.sha256(content).hexdigest()
         used = precision or ("int8" if variant.startswith("pruned_") else "f32")
         manifest = dataclasses.replace(
-            self._manifest(target, EngineStatus.built, "", sha256, len(content), precision_ok),
+            self._manifest(target, EngineStatus.built, "", sha256, len(content), is_precision_ok),
             precisions={"Conv": {"f32": 3, used: 5}},
         )
         folder = self._build(variant, target, manifest, {"precision_note": precision_note})
@@ -187,7 +187,13 @@ class Artifacts:
         self._build(variant, target, manifest, {})
 
     def _manifest(
-        self, target: str, status: EngineStatus, reason: str, sha256: str, size_bytes: int, precision_ok: bool
+        self,
+        target: str,
+        status: EngineStatus,
+        reason: str,
+        sha256: str,
+        size_bytes: int,
+        is_precision_ok: bool,
     ) -> EngineManifest:
         declared = Target(
             name=target,
@@ -223,7 +229,7 @@ class Artifacts:
             card=InputCard(CLASSES, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), 64, 64),
             is_quantized=False,
             precisions={"Conv": {"f32": 3, "int8": 5}},
-            precision_ok=precision_ok,
+            is_precision_ok=is_precision_ok,
             provider="CPUExecutionProvider",
         )
 
@@ -435,7 +441,7 @@ def test_teacher_and_baseline_need_no_speed_but_accuracy(artifacts, tmp_path) ->
 
 def test_an_engine_that_is_not_what_it_claims_is_neither_picked_nor_on_the_front(artifacts, tmp_path) -> None:
     artifacts.add(
-        "pruned_qat", "cpu_openvino", 0.54, 0.1, 186.0, precision_ok=False, precision_note="no int8"
+        "pruned_qat", "cpu_openvino", 0.54, 0.1, 186.0, is_precision_ok=False, precision_note="no int8"
     )
     report, rows = run(artifacts, tmp_path / "out")
 
@@ -458,8 +464,8 @@ def test_each_pick_has_a_bundle(artifacts, tmp_path) -> None:
 @pytest.mark.parametrize(("in_int8", "verdict"), [(0.3, "PRECISION_MISMATCH"), (0.5, "ACCEPT")])
 def test_int8_engine_has_to_run_its_macs_in_int8(artifacts, tmp_path, in_int8: float, verdict: str) -> None:
     artifacts.add("pruned_qat", "cpu_openvino", 0.54, 0.1, 186.0)
-    truth = {"macs_share": {"int8": in_int8, "f32": 1 - in_int8}, "macs_share_quantized": 0.8}
-    artifacts.change("build_engine", "pruned_qat-cpu_openvino", truth=truth)
+    executed = {"macs_share": {"int8": in_int8, "f32": 1 - in_int8}, "macs_share_quantized": 0.8}
+    artifacts.change("build_engine", "pruned_qat-cpu_openvino", executed=executed)
     _, rows = run(artifacts, tmp_path / "out")
 
     row = rows["pruned_qat-cpu_openvino"]

@@ -1,4 +1,4 @@
-"""Hold an engine against the graph or network that it was built from, on images drawn for that purpose."""
+"""Hold an engine against the graph or network that it was built from, on probe images."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,17 +14,17 @@ from tasks.parts.onnx_graphs.signal_to_noise import difference
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-NUM_GOLDEN_IMAGES = 2
+NUM_PROBE_IMAGES = 2
 
 
-def draw_golden_images(card: InputCard) -> FloatArray:
+def draw_probe_images(card: InputCard) -> FloatArray:
     """Draw a few deterministic normalised images with edges, gradients and noise, as photos have them."""
     from tasks.parts.data.dataset import normalise
 
     generator = np.random.default_rng(0)
     y_HW, x_HW = np.mgrid[0 : card.height, 0 : card.width] / max(card.height, card.width)
     images = []
-    for _ in range(NUM_GOLDEN_IMAGES):
+    for _ in range(NUM_PROBE_IMAGES):
         slopes = generator.uniform(-1, 1, (2, 3))
         image_HWC = 0.5 + 0.5 * (y_HW[..., None] * slopes[0] + x_HW[..., None] * slopes[1])
         for _ in range(4):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tasks.core.errors import ArtifactError, BuildFailed
-from tasks.parts.builders.agreement import draw_golden_images, measure_agreement, run_graph
-from tasks.parts.builders.executed_layers import find_truth, join_fused, list_rows
+from tasks.parts.builders.agreement import draw_probe_images, measure_agreement, run_graph
+from tasks.parts.builders.executed_layers import sum_up_layers, join_fused, list_rows
 from tasks.parts.builders.report import (
     LAYER_TYPES,
     EngineBuild,
@@ -67,7 +67,7 @@ def build(target: Target, *, model: Path, out: Path) -> EngineBuild:
             leftover.unlink()
         return end_without_engine(target, EngineStatus.failed, str(error), version, card, engine)
     logger.info(
-        "build_engine: %s, %d bytes, precision ok: %s", report.file, report.size_bytes, report.precision_ok
+        "build_engine: %s, %d bytes, precision ok: %s", report.file, report.size_bytes, report.is_precision_ok
     )
     return report
 
@@ -91,7 +91,7 @@ def _read_card(target: Target, model: Path) -> InputCard:
 def _build_from_graph(
     target: Target, model: Path, card: InputCard, version: str, engine: Path
 ) -> EngineBuild:
-    from tasks.parts.builders.graph_rewrites import encode_for
+    from tasks.parts.builders.graph_rewrites import rewrite_for
     from tasks.parts.engines.manifest import GRAPH_FILE
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
     from tasks.parts.tables import write_table
@@ -99,7 +99,7 @@ def _build_from_graph(
     graph = read_graph(model)
     _check_weights(graph, model)
     _check_operators(graph, target)
-    encoded = encode_for(target, graph)
+    encoded = rewrite_for(target, graph)
     layers: tuple[EngineLayer, ...]
     build_latencies_ms: tuple[float, ...] = ()
     if target.runtime is Runtime.openvino:
@@ -131,7 +131,7 @@ def _build_from_graph(
     if target.compiler is not Runtime.onnxruntime:
         write_graph(encoded, engine / GRAPH_FILE)
     manifest = new_manifest(target, version, card, file=file)
-    images_NCHW = draw_golden_images(card)[: target.max_batch]
+    images_NCHW = draw_probe_images(card)[: target.max_batch]
     agreement_db, provider = measure_agreement(
         run_graph(graph, images_NCHW, target), images_NCHW, manifest, file, is_int8=is_quantized(graph)
     )
@@ -144,7 +144,7 @@ def _build_from_graph(
         engine,
         count_layers(graph),
         agreement_db=agreement_db,
-        truth=find_truth(layers, graph),
+        executed=sum_up_layers(layers, graph),
         build_latencies_ms=build_latencies_ms,
     )
 

@@ -33,7 +33,7 @@ class LayerRow:
 
 
 @dataclass(frozen=True)
-class EngineTruth:
+class ExecutedLayers:
     """What the layers of an engine come to."""
 
     macs_share: dict[str, float]
@@ -48,7 +48,7 @@ class EngineTruth:
     """Layers that only change layout or precision."""
 
 
-def find_truth(layers: Sequence[EngineLayer], graph: "ModelProto") -> EngineTruth:
+def sum_up_layers(layers: Sequence[EngineLayer], graph: "ModelProto") -> ExecutedLayers:
     """Sum up the layers of an engine that was built from `graph`."""
     from tasks.parts.onnx_graphs.macs import conv_macs
 
@@ -61,7 +61,7 @@ def find_truth(layers: Sequence[EngineLayer], graph: "ModelProto") -> EngineTrut
     dequantized = {node.output[0] for node in graph.graph.node if node.op_type == "DequantizeLinear"}
     wanted = [node.name for node in graph.graph.node if len(dequantized & set(node.input[:2])) == 2]
     working = [layer for layer in layers if not layer.is_conversion]
-    return EngineTruth(
+    return ExecutedLayers(
         macs_share={precision: count / total for precision, count in sorted(found.items())},
         macs_share_quantized=sum(macs.get(name, 0) for name in wanted) / total,
         num_layers=len(working),

@@ -19,7 +19,7 @@ MAX_MACS_PER_VALUE = 32
 """Interpolation as matrix products costs this many multiply-adds a value at the most; beyond, Resize is faster."""
 
 
-def encode_for(target: Target, graph: ModelProto) -> ModelProto:
+def rewrite_for(target: Target, graph: ModelProto) -> ModelProto:
     """Return the graph as the target wants it."""
     if target.uint8_activations and is_quantized(graph):
         graph = activations_to_uint8(graph)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from onnx import ModelProto, helper
 
 from tasks.core.errors import BuildFailed
-from tasks.parts.builders.agreement import draw_golden_images
+from tasks.parts.builders.agreement import draw_probe_images
 from tasks.parts.builders.report import LAYER_WORDS
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.target import Target
@@ -68,7 +68,7 @@ def check_placement(file: Path, target: Target, card: InputCard) -> None:
 
     provider = provider_of(target)
     events = record_nodes(
-        file, draw_golden_images(card)[:1], 1, provider=provider, num_threads=target.num_threads
+        file, draw_probe_images(card)[:1], 1, provider=provider, num_threads=target.num_threads
     )
     elsewhere = find_nodes_elsewhere(events, provider)
     layers = [f"{kind} '{name}'" for name, kind in elsewhere.items() if LAYER_WORDS.search(kind)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.parts.builders.executed_layers import EngineTruth
+from tasks.parts.builders.executed_layers import ExecutedLayers
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.machine import read_isa
@@ -53,13 +53,13 @@ class EngineBuild:
     num_layers_int8: int
     """Convolutions and matrix products that the runtime really runs in int8."""
     precisions: Precisions
-    precision_ok: bool
+    is_precision_ok: bool
     precision_note: str
     """What contradicts the declared precision; empty if nothing does."""
     agreement_db: float | None
     """Signal-to-noise of the engine's logits on drawn images, against the unoptimised graph, or against the float32
     network on the CPU where the runtime reads checkpoints; None without engine."""
-    truth: EngineTruth | None
+    executed: ExecutedLayers | None
     """What the layers of the engine come to, engine/layers.csv shows them one by one; None for torch and
     aotinductor, of which only `precisions` is known: by module and weights, by exported operator and input."""
     build_latencies_ms: tuple[float, ...]
@@ -157,7 +157,7 @@ def new_manifest(
         card=card,
         is_quantized=False,
         precisions={},
-        precision_ok=False,
+        is_precision_ok=False,
         provider="",
     )
 
@@ -170,7 +170,7 @@ def publish(
     layers: LayerCounts,
     *,
     agreement_db: float | None = None,
-    truth: EngineTruth | None = None,
+    executed: ExecutedLayers | None = None,
     build_latencies_ms: tuple[float, ...] = (),
 ) -> EngineBuild:
     note = find_precision_fault(manifest.target, precisions, layers)
@@ -178,7 +178,7 @@ def publish(
         manifest,
         is_quantized=layers.num_quantized > 0,
         precisions=precisions,
-        precision_ok=not note,
+        is_precision_ok=not note,
         provider=provider,
     )
     write_engine_manifest(engine, manifest)
@@ -189,7 +189,7 @@ def publish(
         num_layers_quantized=layers.num_quantized,
         note=note,
         agreement_db=agreement_db,
-        truth=truth,
+        executed=executed,
         build_latencies_ms=build_latencies_ms,
     )
 
@@ -200,7 +200,7 @@ def build_report(
     num_layers_quantized: int,
     note: str,
     agreement_db: float | None,
-    truth: EngineTruth | None = None,
+    executed: ExecutedLayers | None = None,
     build_latencies_ms: tuple[float, ...] = (),
 ) -> EngineBuild:
     return EngineBuild(
@@ -216,9 +216,9 @@ def build_report(
         num_layers_quantized=num_layers_quantized,
         num_layers_int8=_layer_precisions(manifest.precisions).get("int8", 0),
         precisions=manifest.precisions,
-        precision_ok=manifest.precision_ok,
+        is_precision_ok=manifest.is_precision_ok,
         precision_note=note,
         agreement_db=agreement_db,
-        truth=truth,
+        executed=executed,
         build_latencies_ms=build_latencies_ms,
     )

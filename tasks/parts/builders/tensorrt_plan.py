@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from tasks.core.errors import BuildFailed
-from tasks.parts.builders.agreement import draw_golden_images
+from tasks.parts.builders.agreement import draw_probe_images
 from tasks.parts.builders.report import new_manifest
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.gpu import Gpu, find_gpus
@@ -251,5 +251,5 @@ def _time_builds(files: list[Path], target: Target, version: str, card: InputCar
             for file in files
         }
         calls = {name: runner.run for name, runner in runners.items()}
-        rounds = rounds_ms(calls, draw_golden_images(card)[:1], _ROUNDS_OF_BUILDS)
+        rounds = rounds_ms(calls, draw_probe_images(card)[:1], _ROUNDS_OF_BUILDS)
     return tuple(float(np.median(np.concatenate(rounds[file.name]))) for file in files)

@@ -15,7 +15,7 @@ from torch._inductor.utils import fresh_cache
 from torch.export import Dim, ExportedProgram
 
 from tasks.core.errors import BuildFailed, TargetMismatch
-from tasks.parts.builders.agreement import draw_golden_images, measure_agreement
+from tasks.parts.builders.agreement import draw_probe_images, measure_agreement
 from tasks.parts.builders.report import EngineBuild, LayerCounts, new_manifest, publish
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import Precisions
@@ -119,7 +119,7 @@ def build_from_checkpoint(
         shutil.copyfile(checkpoint, file)
         precisions = precisions_of(torch_eager.load_network(file, target))
     manifest = new_manifest(target, version, card, file=file)
-    images_NCHW = draw_golden_images(card)[: target.max_batch]
+    images_NCHW = draw_probe_images(card)[: target.max_batch]
     with torch.inference_mode():
         expected_NCHW = load_checkpoint(checkpoint)[0](torch.from_numpy(images_NCHW)).numpy()
     agreement_db, provider = measure_agreement(expected_NCHW, images_NCHW, manifest, file)

@@ -68,7 +68,7 @@ class EngineManifest:
     card: InputCard
     is_quantized: bool
     precisions: Precisions
-    precision_ok: bool
+    is_precision_ok: bool
     """Whether the runtime really computes in the precision that graph and target declare."""
     provider: str
     """Where the runtime really placed the graph, in its own words."""

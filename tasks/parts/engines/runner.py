@@ -77,7 +77,7 @@ class Runner(Protocol):
         """Measure every operator, slowest first."""
         ...
 
-    def open_lanes(self, count: int) -> "tuple[Runner, ...]":
+    def open_concurrent(self, count: int) -> "tuple[Runner, ...]":
         """Return `count` runners of this loaded engine that work at the same time: throughput is measured with them.
 
         Each belongs to the thread that enters it. Together they use `count` times the threads of one inference. They

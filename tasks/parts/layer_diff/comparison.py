@@ -11,7 +11,7 @@ from onnx import ModelProto
 from polygraphy.comparator import Comparator
 from polygraphy.logger import G_LOGGER
 
-from tasks.parts.builders.graph_rewrites import encode_for
+from tasks.parts.builders.graph_rewrites import rewrite_for
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
 from tasks.parts.engines.target import Runtime
 from tasks.parts.layer_diff.matching import Match, add_exact_twins, match_modules, match_tensors
@@ -120,7 +120,7 @@ def _open_engine(
     if manifest.target.compiler is Runtime.onnxruntime:
         encoded = read_graph(engine / manifest.file)
     else:
-        encoded = encode_for(manifest.target, variant)
+        encoded = rewrite_for(manifest.target, variant)
     match = match_tensors(graph, encoded)
     if manifest.target.compiler is Runtime.tensorrt:
         return match, TensorrtDebugRunner(encoded, match.names, manifest)

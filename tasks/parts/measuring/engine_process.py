@@ -244,7 +244,7 @@ def _carry_out(runner: Runner, images_NCHW: FloatArray, *, do: str, **options: A
             runner.run(images_NCHW)
             return {"latencies_ns": _time_calls(runner.run, images_NCHW, **options)}
         case "load":
-            return _load(runner.open_lanes(options.pop("concurrency")), images_NCHW, **options)
+            return _load(runner.open_concurrent(options.pop("concurrency")), images_NCHW, **options)
         case "time_on_device":
             times = runner.time_on_device(images_NCHW, **options)
             return {"times": times and vars(times)}

@@ -57,17 +57,17 @@ def read_row(folders: EvidenceFolders, variant: str, target: str) -> EngineRow:
     benchmark = _read_report(of["benchmark"])
     _check_same_file(variant, target, manifest, of, validation, benchmark)
     build = _read_report(of["build_engine"])
-    note, truth = str(build.get("precision_note", "")), build.get("truth") or {}
+    note, executed = str(build.get("precision_note", "")), build.get("executed") or {}
     return EngineRow(
         variant=variant,
         target=target,
-        verdict=Verdict.ACCEPT if manifest.precision_ok else Verdict.PRECISION_MISMATCH,
-        reason="" if manifest.precision_ok else note or "the runtime does not compute as declared",
+        verdict=Verdict.ACCEPT if manifest.is_precision_ok else Verdict.PRECISION_MISMATCH,
+        reason="" if manifest.is_precision_ok else note or "the runtime does not compute as declared",
         pareto=False,
         picked=False,
         precision=_precision(manifest),
-        macs_share=dict(truth.get("macs_share", {})),
-        macs_share_quantized=truth.get("macs_share_quantized"),
+        macs_share=dict(executed.get("macs_share", {})),
+        macs_share_quantized=executed.get("macs_share_quantized"),
         metric=str(_field(validation, "metric", of["validate"])),
         miou=_number(validation, "miou", of["validate"]),
         top1=_number(validation, "top1", of["validate"]),

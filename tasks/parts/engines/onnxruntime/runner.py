@@ -121,7 +121,7 @@ class OnnxruntimeRunner:
         )
         return operator_times(without_first_runs(events), num_iterations)
 
-    def open_lanes(self, count: int) -> tuple[Self, ...]:
+    def open_concurrent(self, count: int) -> tuple[Self, ...]:
         """Return runners that share the session: it computes in the threads that call it."""
         return tuple(type(self)(self._file, self.manifest, self._session) for _ in range(count))
 

@@ -71,7 +71,7 @@ class OpenvinoRunner:
         times = [OperatorTime(name, kind, value) for (name, kind), value in milliseconds.items() if value > 0]
         return tuple(sorted(times, key=lambda time: -time.milliseconds))
 
-    def open_lanes(self, count: int) -> tuple[Self, ...]:
+    def open_concurrent(self, count: int) -> tuple[Self, ...]:
         """Load the blob once more with a stream for each runner."""
         num_threads = count * self.manifest.target.num_threads
         compiled = self._import({"NUM_STREAMS": count, "INFERENCE_NUM_THREADS": num_threads})

@@ -289,7 +289,7 @@ class TensorrtRunner:
         ]
         return tuple(sorted(found, key=lambda time: -time.milliseconds))
 
-    def open_lanes(self, count: int) -> tuple[Self, ...]:
+    def open_concurrent(self, count: int) -> tuple[Self, ...]:
         """Return runners that share the plan; each has an execution context, a stream and memory of its own."""
         return tuple(type(self)(self._file, self.manifest, self._engine) for _ in range(count))
 

@@ -150,7 +150,7 @@ class TorchRunner:
         times = [OperatorTime(name, name, value) for name, value in milliseconds.items()]
         return tuple(sorted(times, key=lambda time: -time.milliseconds))
 
-    def open_lanes(self, count: int) -> tuple[Self, ...]:
+    def open_concurrent(self, count: int) -> tuple[Self, ...]:
         """Return runners of this file; on a GPU each has a stream of its own.
 
         Eager ones share the network. A package of AOTInductor lets one caller in at a time, so each loads its own; on

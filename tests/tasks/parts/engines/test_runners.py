@@ -84,7 +84,7 @@ def test_lanes_that_work_at_the_same_time_do_not_disturb_each_other(workshop, im
                 return [lane.run(image_CHW[None]).copy() for _ in range(20)]
 
         with ThreadPoolExecutor(3) as pool:
-            found = list(pool.map(drive, runner.open_lanes(3), images_NCHW[:3]))
+            found = list(pool.map(drive, runner.open_concurrent(3), images_NCHW[:3]))
         for logits, right in zip(found, expected, strict=True):
             np.testing.assert_allclose(logits, [right] * 20, rtol=1e-4, atol=1e-4)
         assert runner.time_on_device(images_NCHW[:1], 2) is None
