@@ -22,7 +22,7 @@ from tasks.core.config import PARAMS_FILE, find_section, typed_config
 from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import load_stage
 from tasks.core.tracking.config import mask_credentials
-from tasks.parts.engines.target import CHECKPOINT_RUNTIMES
+from tasks.parts.engines.runtimes import CHECKPOINT_RUNTIMES
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 

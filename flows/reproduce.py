@@ -25,7 +25,7 @@ from tasks.core.tracking.config import mask_credentials, read_tracking_config
 from tasks.core.tracking.lookup import find_engine, read_pipeline_params
 from tasks.core.tracking.records import UNCOMMITTED, UNKNOWN_COMMIT, TrackedEngine
 from tasks.parts.engines.manifest import read_engine_manifest
-from tasks.parts.engines.target import Runtime
+from tasks.parts.engines.runtimes import Runtime
 
 _SHA256 = re.compile(r"[0-9a-f]{8,64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tasks.core.bounds import AtLeast, MoreThan
 from tasks.core.errors import ArtifactError
 from tasks.parts.engines.machine import read_cpu_model
-from tasks.parts.engines.target import CUDA
+from tasks.parts.engines.runtimes import CUDA
 from tasks.parts.measuring.batch_latency import BatchLatency, Interval, Round, Windows, summarise
 from tasks.parts.measuring.machine_state import (
     MachineState,

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, Distinct, LessThan, MinItems, MoreThan
 from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, GateFailed, TargetMismatch
-from tasks.parts.engines.target import CHECKPOINT_RUNTIMES, Target
+from tasks.parts.engines.runtimes import CHECKPOINT_RUNTIMES
+from tasks.parts.engines.target import Target
 from tasks.parts.pruning.config import ChannelPruning
 from tasks.parts.training.config import TrainerConfig
 

@@ -94,7 +94,8 @@ def stage_key(stage: str, config: Mapping[str, Any], inputs: Mapping[str, Path])
 def code_digests(module: str) -> dict[str, str]:
     """Return ``{path relative to the repository: md5}`` of a module and the ``tasks`` modules that it imports.
 
-    Imports are found by ``ast``, at any depth of the file, so that a helper cannot be forgotten. A module in a
+    Imports are found by ``ast``, at any depth of the file, so that a helper cannot be forgotten; where a name is
+    filled in as the program runs, all modules count that it may name. A module in a
     package of ``tasks/core`` or ``tasks/parts`` stands for that whole folder, as in dvc.yaml; what the rest of the
     folder imports is not followed.
     """
@@ -111,12 +112,15 @@ def code_digests(module: str) -> dict[str, str]:
 
 @functools.cache
 def _imported_task_modules(file: Path) -> tuple[str, ...]:
-    names: list[str] = []
-    for node in _statements(ast.parse(file.read_text(encoding="utf-8")).body):
+    text = file.read_text(encoding="utf-8")
+    tree, names = ast.parse(text), list[str]()
+    for node in _statements(tree.body):
         if isinstance(node, ast.Import):
             names += (alias.name for alias in node.names if alias.name.startswith("tasks."))
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tasks":
             names += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+    if "import_module(" in text:
+        names += _modules_named_at_run_time(tree)
     return tuple(names)
 
 
@@ -126,6 +130,17 @@ def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
         yield node
         for blocks in ("body", "orelse", "finalbody", "handlers", "cases"):
             yield from _statements(getattr(node, blocks, ()))
+
+
+def _modules_named_at_run_time(tree: ast.AST) -> Iterator[str]:
+    """Yield all modules that an import_module(f"tasks.parts.engines.{runtime}.runner") may mean."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0]
+            parts = name.values if isinstance(name, ast.JoinedStr) else [name]
+            form = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)
+            for file in SOURCE_ROOT.glob(f"{form.replace('.', '/')}.py") if form.startswith("tasks.") else ():
+                yield ".".join(file.relative_to(SOURCE_ROOT).with_suffix("").parts)
 
 
 def _files(folder: Path) -> Iterator[Path]:

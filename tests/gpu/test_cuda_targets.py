@@ -20,7 +20,8 @@ from tasks.parts.builders.agreement import draw_probe_images
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.manifest import EngineStatus, read_engine_manifest, write_engine_manifest
 from tasks.parts.engines.open_engine import open_engine
-from tasks.parts.engines.target import Precision, Target
+from tasks.parts.engines.runtimes import Precision
+from tasks.parts.engines.target import Target
 from tasks.parts.engines.torch.precision import CastNetwork
 from tasks.parts.engines.torch.runner import set_up_torch
 from tasks.parts.networks.build import build_network

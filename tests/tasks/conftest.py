@@ -12,7 +12,8 @@ import torch
 import yaml
 
 from tasks.core.config import typed_config
-from tasks.parts.engines.target import CHECKPOINT_RUNTIMES, Runtime, Target
+from tasks.parts.engines.runtimes import CHECKPOINT_RUNTIMES, Runtime
+from tasks.parts.engines.target import Target
 
 CLASSES = ("background", "zero", "one")
 HEIGHT, WIDTH = 64, 96

@@ -12,10 +12,11 @@ from flows.params import compose_params
 from tasks.build_engine import Report, build_engine
 from tasks.core.errors import BuildFailed, TargetMismatch
 from tasks.diff_layers import Config, diff_layers
-from tasks.parts.builders.torch_program import export_program
+from tasks.parts.builders.aotinductor import export_program
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.manifest import EngineStatus, read_engine_manifest
-from tasks.parts.engines.target import CHECKPOINT_RUNTIMES, Precision, Target
+from tasks.parts.engines.runtimes import CHECKPOINT_RUNTIMES, Precision
+from tasks.parts.engines.target import Target
 from tasks.parts.engines.torch.precision import CastNetwork, precisions_of_program
 from tasks.parts.engines.torch.runner import set_up_torch
 from tasks.parts.networks.build import build_network

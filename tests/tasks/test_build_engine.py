@@ -10,7 +10,7 @@ from tasks.core.errors import ArtifactError, TargetMismatch
 from tasks.parts.builders.report import LayerCounts, count_layers, find_precision_fault
 from tasks.parts.engines.machine import missing_cpu_flags
 from tasks.parts.engines.manifest import read_engine_manifest, sha256_of
-from tasks.parts.engines.target import Precision
+from tasks.parts.engines.runtimes import Precision
 from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB, difference
 
 

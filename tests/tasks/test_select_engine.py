@@ -20,7 +20,8 @@ from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.pending import send_pending
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, EngineStatus, write_engine_manifest
-from tasks.parts.engines.target import Precision, Runtime, Target
+from tasks.parts.engines.runtimes import Precision, Runtime
+from tasks.parts.engines.target import Target
 from tasks.parts.measuring.pareto import pareto_front
 from tasks.select_engine import Config, EngineName, Report, Technique, select_engine
 from tests.conftest import checked

@@ -14,7 +14,7 @@ from polygraphy.tools.convert.convert import Convert
 from flows.params import compose_params
 from tasks.build_engine import build_engine
 from tasks.core.errors import ConfigError, TargetMismatch
-from tasks.parts.builders.onnxruntime_graph import wrap_plan
+from tasks.parts.builders.onnxruntime import wrap_plan
 from tasks.parts.builders.report import LayerCounts, find_precision_fault
 from tasks.parts.builders.tensorrt_commands import Build, polygraphy_command, trtexec_command, write_commands
 from tasks.parts.data.input_card import InputCard
@@ -22,7 +22,8 @@ from tasks.parts.engines.gpu import Gpu, find_gpus
 from tasks.parts.engines.machine import _runs_on, check_gpu, check_runtime_version, check_tensorrt_version
 from tasks.parts.engines.manifest import count_precisions
 from tasks.parts.engines.onnxruntime.runner import provider_of
-from tasks.parts.engines.target import Runtime, Target
+from tasks.parts.engines.runtimes import Runtime
+from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.inspector import read_layers
 from tasks.parts.engines.tensorrt_options import (
     BatchProfile,

@@ -1,18 +1,14 @@
 """Hold an engine against the graph or network that it was built from, on probe images."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tasks.core.errors import ArtifactError, BuildFailed
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
-from tasks.parts.engines.target import CHECKPOINT_RUNTIMES, Target
+from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.signal_to_noise import difference
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
 
 NUM_PROBE_IMAGES = 2
 
@@ -40,15 +36,6 @@ def draw_probe_images(card: InputCard) -> FloatArray:
     return normalise(images_NHWC, card.mean, card.std)
 
 
-def run_graph(graph: "ModelProto", images_NCHW: FloatArray, target: Target) -> FloatArray:
-    """Return the logits of the plain graph, by ONNX Runtime on the CPU."""
-    from tasks.parts.onnx_session import open_session
-
-    session = open_session(graph, num_threads=target.num_threads, is_optimised=False)
-    logits_NCHW: FloatArray = session.run(None, {session.get_inputs()[0].name: images_NCHW})[0]
-    return logits_NCHW
-
-
 def measure_agreement(
     expected_NCHW: FloatArray,
     images_NCHW: FloatArray,
@@ -70,11 +57,11 @@ def measure_agreement(
         single = np.concatenate([runner.infer(image[None]) for image in images_NCHW])
         provider = runner.describe().provider
     _check_logits(batched, target, card)
-    agreement_db = min(difference(expected_NCHW, found).sqnr_db for found in (batched, single))
+    agreement_db = min(difference(expected_NCHW, logits_NCHW).sqnr_db for logits_NCHW in (batched, single))
     floor_db = target.min_agreement_int8_db if is_int8 else target.min_agreement_db
     if agreement_db < floor_db:
         key = f"target.{target.name}.min_agreement{'_int8' if is_int8 else ''}_db"
-        is_network = target.runtime in CHECKPOINT_RUNTIMES
+        is_network = target.runtime.traits.reads_checkpoints
         source = "float32 network" if is_network else "graph"
         advice = (
             f"another version of it or a wider target.{target.name}.precision may be right"
@@ -90,6 +77,7 @@ def measure_agreement(
 
 
 def _check_logits(logits: FloatArray, target: Target, card: InputCard) -> None:
+    """Raise ArtifactError for logits of another shape than the card says, BuildFailed for NaN or infinity."""
     if logits.shape[1:] != card.logits_shape:
         raise ArtifactError(
             f"Target {target.name}: the model answers with {list(logits.shape[1:])} for an image, its card says "

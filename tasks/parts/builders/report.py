@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tasks.parts.builders.executed_layers import ExecutedLayers
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.gpu import find_gpus
-from tasks.parts.engines.machine import read_isa
+from tasks.parts.engines.machine import installed_version, read_isa
 from tasks.parts.engines.manifest import (
     EngineManifest,
     EngineStatus,
@@ -17,7 +17,8 @@ from tasks.parts.engines.manifest import (
     sha256_of,
     write_engine_manifest,
 )
-from tasks.parts.engines.target import Precision, Runtime, Target
+from tasks.parts.engines.runtimes import Precision, Runtime
+from tasks.parts.engines.target import Target
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -28,9 +29,10 @@ _MIN_SHARE = 0.5
 """The declared precision must hold for at least this share of the layers that should have it."""
 
 LAYER_TYPES = ("Conv", "ConvTranspose", "MatMul", "Gemm")
+"""Operators of ONNX that do nearly all the work."""
 
 LAYER_WORDS = re.compile(r"conv(?!ert)|matmul|gemm|fullyconnected", re.IGNORECASE)
-"""In the runtimes' own names of these operators."""
+"""Matches the names that the runtimes have for these operators."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class EngineBuild:
     """Convolutions and matrix products that the runtime really runs in int8."""
     precisions: Precisions
     is_precision_ok: bool
+    """Whether the runtime really computes in the precision that graph and target declare."""
     precision_note: str
     """What contradicts the declared precision; empty if nothing does."""
     agreement_db: float | None
@@ -66,24 +69,20 @@ class EngineBuild:
     """Median latency of each build at batch 1, where TensorRT built several times; the fastest was kept."""
 
 
-def end_without_engine(
-    target: Target, status: EngineStatus, reason: str, version: str, card: InputCard, engine: Path
-) -> EngineBuild:
-    logger.warning("build_engine: target %s %s: %s", target.name, status, reason)
-    manifest = new_manifest(target, version, card, status=status, reason=reason)
-    write_engine_manifest(engine, manifest)
-    return build_report(manifest, num_layers_quantized=0, note="", agreement_db=None)
-
-
 @dataclass(frozen=True)
 class LayerCounts:
-    """What the graph wants of its convolutions and matrix products."""
+    """How many convolutions and matrix products a graph has, by the precision that it wants of them."""
 
     num: int
+    """All layers of these kinds."""
     num_quantized: int
-    """Those whose input and weight both come from DequantizeLinear."""
+    """Layers whose input and weight both come from DequantizeLinear."""
     num_float16: int
-    """Those with FP16 weights."""
+    """Layers with FP16 weights."""
+
+
+NO_LAYERS = LayerCounts(0, 0, 0)
+"""What a checkpoint wants: it declares no precision by layer."""
 
 
 def count_layers(graph: "ModelProto") -> LayerCounts:
@@ -132,21 +131,13 @@ def _layer_precisions(precisions: Precisions) -> dict[str, int]:
 
 
 def new_manifest(
-    target: Target,
-    version: str,
-    card: InputCard,
-    *,
-    status: EngineStatus = EngineStatus.built,
-    reason: str = "",
-    file: Path | None = None,
+    target: Target, version: str, card: InputCard, *, file: Path | None = None
 ) -> EngineManifest:
-    """Return what is known before the runtime was asked what it made of the graph."""
-    from tasks.parts.engines.machine import installed_version
-
+    """Return what is known before the runtime was asked what it made of the model."""
     return EngineManifest(
         target=target,
-        status=status,
-        reason=reason,
+        status=EngineStatus.built,
+        reason="",
         file=file.name if file else "",
         sha256=sha256_of(file) if file else "",
         size_bytes=file.stat().st_size if file else 0,
@@ -164,56 +155,39 @@ def new_manifest(
 
 def publish(
     manifest: EngineManifest,
-    precisions: Precisions,
-    provider: str,
     engine: Path,
-    layers: LayerCounts,
+    layers: LayerCounts = NO_LAYERS,
     *,
     agreement_db: float | None = None,
     executed: ExecutedLayers | None = None,
     build_latencies_ms: tuple[float, ...] = (),
 ) -> EngineBuild:
-    note = find_precision_fault(manifest.target, precisions, layers)
+    """Settle whether the precision is the declared one, write the manifest and return the report."""
+    target = manifest.target
+    note = find_precision_fault(target, manifest.precisions, layers) if manifest.is_built else ""
     manifest = replace(
         manifest,
         is_quantized=layers.num_quantized > 0,
-        precisions=precisions,
-        is_precision_ok=not note,
-        provider=provider,
+        is_precision_ok=manifest.is_built and not note,
     )
     write_engine_manifest(engine, manifest)
+    if manifest.is_built:
+        logger.info("build_engine: %s, %d bytes", manifest.file, manifest.size_bytes)
+    else:
+        logger.warning("build_engine: target %s %s: %s", target.name, manifest.status, manifest.reason)
     if note:
-        logger.warning("build_engine: target %s: %s", manifest.target.name, note)
-    return build_report(
-        manifest,
-        num_layers_quantized=layers.num_quantized,
-        note=note,
-        agreement_db=agreement_db,
-        executed=executed,
-        build_latencies_ms=build_latencies_ms,
-    )
-
-
-def build_report(
-    manifest: EngineManifest,
-    *,
-    num_layers_quantized: int,
-    note: str,
-    agreement_db: float | None,
-    executed: ExecutedLayers | None = None,
-    build_latencies_ms: tuple[float, ...] = (),
-) -> EngineBuild:
+        logger.warning("build_engine: target %s: %s", target.name, note)
     return EngineBuild(
         status=manifest.status,
         reason=manifest.reason,
-        runtime=manifest.target.runtime,
+        runtime=target.runtime,
         runtime_version=manifest.runtime_version,
         provider=manifest.provider,
         file=manifest.file,
         size_bytes=manifest.size_bytes,
         engine_sha256=manifest.sha256,
         is_quantized=manifest.is_quantized,
-        num_layers_quantized=num_layers_quantized,
+        num_layers_quantized=layers.num_quantized,
         num_layers_int8=_layer_precisions(manifest.precisions).get("int8", 0),
         precisions=manifest.precisions,
         is_precision_ok=manifest.is_precision_ok,

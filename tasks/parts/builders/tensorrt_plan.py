@@ -2,6 +2,9 @@
 
 The network is strongly typed: the precision of every layer is that of the graph (FP16 by convert_precision, INT8 by
 Q/DQ), and no builder flag may change it. Importing this module needs TensorRT.
+
+Polygraphy's loaders are laxer: the nodes that TensorRT refuses stand in their log and not in the error, a damaged
+timing cache counts as an empty one and is overwritten in place, and DLA is always core 0.
 """
 
 import fcntl
@@ -9,29 +12,19 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 import tensorrt as trt
 from onnx import ModelProto
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from tasks.core.errors import BuildFailed
-from tasks.parts.builders.agreement import draw_probe_images
-from tasks.parts.builders.report import new_manifest
 from tasks.parts.data.input_card import InputCard
-from tasks.parts.engines.gpu import Gpu, find_gpus
-from tasks.parts.engines.manifest import EngineLayer
-from tasks.parts.engines.target import Runtime, Target
+from tasks.parts.engines.gpu import Gpu
+from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.log import LOG, describe_errors
 from tasks.parts.engines.tensorrt_options import TensorrtOptions, timing_cache_file
 from tasks.parts.onnx_graphs.graph import node_sources
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +33,6 @@ _SHOWN_ERRORS = 5
 _OUT_OF_MEMORY = re.compile(r"out ?of ?memory|insufficient memory|cuda failure: 2\b", re.IGNORECASE)
 
 _MIB = 2**20
-
-_ROUNDS_OF_BUILDS = 20
 
 
 class BuildProgress(trt.IProgressMonitor):  # type: ignore[misc]
@@ -78,7 +69,7 @@ def build_plan(
 ) -> bytes:
     """Return the serialized engine; without `is_cache_read` all kernels are timed again.
 
-    With `are_tensors_marked` a run can show the tensors that fusion leaves (tasks/parts/tensorrt_debug.py). Raises
+    With `are_tensors_marked` a run can show the tensors that fusion leaves (tensorrt/debug_tensors.py). Raises
     BuildFailed with the nodes that TensorRT refuses, in terms of module and file:line, or where GPU memory is too
     small.
     """
@@ -96,11 +87,10 @@ def build_plan(
     config = builder.create_builder_config()
     configure(config, options, major=int(trt.__version__.partition(".")[0]))
     size = (3, card.height, card.width)
-    for one in options.profiles_for(target.max_batch):
+    image = graph.graph.input[0].name
+    for batch in options.profiles_for(target.max_batch):
         profile = builder.create_optimization_profile()
-        profile.set_shape(
-            graph.graph.input[0].name, min=(one.min, *size), opt=(one.opt, *size), max=(one.max, *size)
-        )
+        profile.set_shape(image, min=(batch.min, *size), opt=(batch.opt, *size), max=(batch.max, *size))
         config.add_optimization_profile(profile)
     console = Console(stderr=True)
     bars = Progress(console=console, transient=True, disable=not console.is_terminal)
@@ -168,13 +158,13 @@ def describe_parser_errors(parser: "trt.OnnxParser", graph: ModelProto) -> str:
 
 
 def _explain(errors: list[str], target: Target) -> str:
-    said = describe_errors(errors)
+    reasons = describe_errors(errors)
     if any(_OUT_OF_MEMORY.search(error) for error in errors):
         return (
-            f"GPU memory is too small for the build ({said}). End other processes on the GPU, or lower "
+            f"GPU memory is too small for the build ({reasons}). End other processes on the GPU, or lower "
             f"target.{target.name}.tensorrt.workspace_mib, .optimization_level or target.{target.name}.max_batch."
         )
-    return f"TensorRT {trt.__version__} cannot build the engine ({said})."
+    return f"TensorRT {trt.__version__} cannot build the engine ({reasons})."
 
 
 @contextmanager
@@ -206,50 +196,3 @@ def _timing_cache(
         draft = path.with_suffix(".draft")
         draft.write_bytes(bytes(learnt.serialize()))
         draft.replace(path)
-
-
-def build_plans(
-    target: Target, graph: "ModelProto", model: Path, card: InputCard, engine: Path
-) -> tuple[Path, tuple[EngineLayer, ...], tuple[float, ...]]:
-    """Build as often as the target declares and keep the fastest plan; TensorRT picks kernels by timing them."""
-    from tasks.parts.builders.tensorrt_commands import Build, write_commands
-    from tasks.parts.engines.machine import installed_version
-    from tasks.parts.engines.tensorrt import runner as tensorrt
-    from tasks.parts.engines.tensorrt.inspector import read_layers
-
-    version = installed_version(Runtime.tensorrt)
-    target = replace(target, runtime=Runtime.tensorrt)  # here TensorRT itself runs the plan
-    assert target.tensorrt is not None
-    gpu = find_gpus()[0]
-    file = engine / tensorrt.ENGINE_FILE
-    files = []
-    for number in range(1, target.tensorrt.num_builds + 1):
-        logger.info("build_engine: build %d of %d", number, target.tensorrt.num_builds)
-        files.append(engine / f"{number}.plan")
-        is_cache_read = target.tensorrt.num_builds == 1  # what the cache knows would make all builds the same
-        files[-1].write_bytes(build_plan(graph, target, card, gpu, is_cache_read=is_cache_read))
-    latencies_ms = _time_builds(files, target, version, card) if len(files) > 1 else ()
-    files[int(np.argmin(latencies_ms)) if latencies_ms else 0].rename(file)
-    for other in files:
-        other.unlink(missing_ok=True)
-    with tensorrt.PrimaryContext():
-        layers = read_layers(tensorrt.inspect(tensorrt.load_plan(file.read_bytes(), target), target, card))
-    write_commands(engine, target, Build(model, graph.graph.input[0].name, card, gpu, version))
-    return file, layers, latencies_ms
-
-
-def _time_builds(files: list[Path], target: Target, version: str, card: InputCard) -> tuple[float, ...]:
-    """Return the median latency of each build of the same graph, in ms at batch 1, measured in turns."""
-    from contextlib import ExitStack
-
-    from tasks.parts.engines.open_engine import load_runner
-    from tasks.parts.engines.rounds import rounds_ms
-
-    with ExitStack() as stack:
-        runners = {
-            file.name: stack.enter_context(load_runner(file, new_manifest(target, version, card, file=file)))
-            for file in files
-        }
-        calls = {name: runner.run for name, runner in runners.items()}
-        rounds = rounds_ms(calls, draw_probe_images(card)[:1], _ROUNDS_OF_BUILDS)
-    return tuple(float(np.median(np.concatenate(rounds[file.name]))) for file in files)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from tasks.core.errors import TargetMismatch
 from tasks.parts.engines.gpu import Gpu, find_gpus
-from tasks.parts.engines.target import ANY, CUDA, Runtime, Target
+from tasks.parts.engines.runtimes import CUDA, Runtime
+from tasks.parts.engines.target import ANY, Target
 from tasks.parts.engines.tensorrt_options import OLDEST_TENSORRT, HardwareCompatibility, TensorrtOptions
 from tasks.parts.onnx_session import TENSORRT_MAJOR as ONNXRUNTIME_TENSORRT_MAJOR
 
@@ -21,9 +22,6 @@ ISA_FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_t
 
 _AMPERE = (8, 0)
 """Compute capability from which on engines of hardware_compatibility ampere_plus run."""
-
-_DISTRIBUTIONS = {Runtime.onnxruntime: ("onnxruntime", "onnxruntime-gpu"), Runtime.aotinductor: ("torch",)}
-"""Packages that hold a runtime, where they are named otherwise; the first that is installed counts."""
 
 
 @functools.cache
@@ -111,7 +109,7 @@ def check_tensorrt_version(target: Target, installed: str) -> None:
 
 def installed_version(runtime: Runtime) -> str:
     """Return the installed version of a runtime without importing it; raise TargetMismatch where there is none."""
-    names = _DISTRIBUTIONS.get(runtime, (runtime,))
+    names = runtime.traits.distributions
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -144,14 +142,14 @@ def check_machine(manifest: "EngineManifest") -> None:
             f"{', '.join(missing)}. Run it on a worker of pool '{target.work_pool}' "
             f"(target.{target.name}.cpu_flags)."
         )
-    if target.runtime in (Runtime.openvino, Runtime.aotinductor):
-        _check_compiled(manifest, installed)
+    if target.runtime.traits.is_native_code:
+        _check_native_code(manifest, installed)
     if target.tensorrt is not None:
         _check_plan(manifest, target.tensorrt, installed_version(Runtime.tensorrt))
 
 
-def _check_compiled(manifest: "EngineManifest", installed: str) -> None:
-    """Native code of a compiler: the same version, CPU and GPU or none."""
+def _check_native_code(manifest: "EngineManifest", installed: str) -> None:
+    """Raise TargetMismatch unless version, CPU and GPU are those that compiled the engine."""
     target = manifest.target
     if installed != manifest.runtime_version:
         raise TargetMismatch(

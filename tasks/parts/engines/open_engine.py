@@ -1,17 +1,12 @@
 """From an engine folder to the runner of its runtime, without asking the caller which runtime that is."""
 
+import importlib
 from pathlib import Path
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.engines.machine import check_machine
 from tasks.parts.engines.manifest import EngineManifest, read_engine_manifest, sha256_of
-from tasks.parts.engines.onnxruntime import runner as onnxruntime
-from tasks.parts.engines.openvino import runner as openvino
 from tasks.parts.engines.runner import Runner
-from tasks.parts.engines.target import Runtime
-from tasks.parts.engines.torch import aotinductor
-from tasks.parts.engines.torch import eager as torch_eager
-from tasks.parts.engines.torch.runner import TorchRunner
 
 
 def open_engine(engine: Path) -> Runner:
@@ -29,19 +24,9 @@ def open_engine(engine: Path) -> Runner:
 
 def load_runner(file: Path, manifest: EngineManifest) -> Runner:
     """Return the runner of a file that needs no check, because this process has just made it."""
-    match manifest.target.runtime:
-        case Runtime.torch:
-            return TorchRunner(file, manifest, torch_eager.load_network)
-        case Runtime.onnxruntime:
-            return onnxruntime.OnnxruntimeRunner(file, manifest)
-        case Runtime.openvino:
-            return openvino.OpenvinoRunner(file, manifest)
-        case Runtime.tensorrt:
-            from tasks.parts.engines.tensorrt.runner import TensorrtRunner
-
-            return TensorrtRunner(file, manifest)
-        case Runtime.aotinductor:
-            return TorchRunner(file, manifest, aotinductor.load_package)
+    module = importlib.import_module(f"tasks.parts.engines.{manifest.target.runtime}.runner")
+    runner: Runner = module.open_runner(file, manifest)
+    return runner
 
 
 def _checked_file(engine: Path, manifest: EngineManifest) -> Path:
@@ -57,10 +42,10 @@ def _checked_file(engine: Path, manifest: EngineManifest) -> Path:
     file = engine / manifest.file
     if not file.is_file():
         raise ArtifactError(f"{file}: not found, expected the engine. Run build_engine again.")
-    found = sha256_of(file)
-    if found != manifest.sha256:
+    sha256 = sha256_of(file)
+    if sha256 != manifest.sha256:
         raise ArtifactError(
-            f"{file}: sha256 {found[:12]}..., the manifest says {manifest.sha256[:12]}...; the file was "
+            f"{file}: sha256 {sha256[:12]}..., the manifest says {manifest.sha256[:12]}...; the file was "
             "changed or truncated and is not loaded. Run build_engine again, or fetch it again from the "
             "remote."
         )

@@ -5,56 +5,15 @@ depend on the machine that asks for it. The machine is only held against the dec
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from tasks.core.bounds import AtLeast, Between, Matches
 from tasks.core.errors import ConfigError
 from tasks.parts.engines.gpu import Gpu
+from tasks.parts.engines.runtimes import CPU, CUDA, Precision, Runtime
 from tasks.parts.engines.tensorrt_options import TensorrtOptions
 
 ANY = "any"
-
-CPU, CUDA = "cpu", "cuda"
-
-
-class Runtime(StrEnum):
-    """The library that runs an engine."""
-
-    torch = "torch"
-    onnxruntime = "onnxruntime"
-    openvino = "openvino"
-    tensorrt = "tensorrt"
-    aotinductor = "aotinductor"
-
-
-CHECKPOINT_RUNTIMES = (Runtime.torch, Runtime.aotinductor)
-"""They make engines from a checkpoint instead of an ONNX graph; Q/DQ variants have none."""
-
-
-class Precision(StrEnum):
-    """What unquantized layers compute in; Q/DQ layers are int8 in any case."""
-
-    f32 = "f32"
-    bf16 = "bf16"
-    f16 = "f16"
-
-
-_DEVICES = {
-    Runtime.torch: (CPU, CUDA),
-    Runtime.onnxruntime: (CPU, CUDA),
-    Runtime.openvino: (CPU,),
-    Runtime.tensorrt: (CUDA,),
-    Runtime.aotinductor: (CPU, CUDA),
-}
-
-_PRECISIONS = {
-    Runtime.torch: tuple(Precision),
-    Runtime.onnxruntime: (Precision.f32,),
-    Runtime.openvino: (Precision.f32, Precision.bf16),
-    Runtime.tensorrt: (Precision.f32,),
-    Runtime.aotinductor: tuple(Precision),
-}
 
 
 @dataclass(frozen=True)
@@ -108,14 +67,15 @@ class Target:
     """Options of the plan, for runtime tensorrt and where ONNX Runtime shall run a plan; null for the others."""
 
     def __post_init__(self) -> None:
-        devices, precisions = _DEVICES[self.runtime], _PRECISIONS[self.runtime]
-        runtime = f"for runtime {self.runtime}"
-        self._require(self.device in devices, "device", f"{' or '.join(devices)} {runtime}")
-        self._require(self.precision in precisions, "precision", f"{', '.join(precisions)} {runtime}")
-        self._require((self.gpu is None) == (self.device == CPU), "gpu", "a GPU for cuda, null for cpu")
-        may_run_plan = self.device == CUDA and self.runtime in (Runtime.tensorrt, Runtime.onnxruntime)
+        traits, runtime = self.runtime.traits, f"for runtime {self.runtime}"
+        self._require(self.device in traits.devices, "device", f"{' or '.join(traits.devices)} {runtime}")
         self._require(
-            may_run_plan if self.tensorrt else self.runtime is not Runtime.tensorrt,
+            self.precision in traits.precisions, "precision", f"{', '.join(traits.precisions)} {runtime}"
+        )
+        self._require((self.gpu is None) == (self.device == CPU), "gpu", "a GPU for cuda, null for cpu")
+        may_be_plan = self.device == CUDA and traits.plans != "none"
+        self._require(
+            may_be_plan if self.tensorrt else traits.plans != "required",
             "tensorrt",
             "options for runtime tensorrt, options or null for onnxruntime on cuda, null for the others",
         )
@@ -125,11 +85,11 @@ class Target:
                 self._require(not getattr(self, switch), switch, "false for engines of TensorRT")
             if self.runtime is Runtime.onnxruntime:
                 self.tensorrt.check_provider()
-        if self.runtime in CHECKPOINT_RUNTIMES:
+        if traits.reads_checkpoints:
             self._require(not self.opsets, "opsets", f"[] {runtime}")
         else:
-            opsets_ok = len(self.opsets) == 2 and self.opsets[0] <= self.opsets[1]
-            self._require(opsets_ok, "opsets", "[lowest, highest]")
+            are_opsets_ordered = len(self.opsets) == 2 and self.opsets[0] <= self.opsets[1]
+            self._require(are_opsets_ordered, "opsets", "[lowest, highest]")
 
     @property
     def compiler(self) -> Runtime:

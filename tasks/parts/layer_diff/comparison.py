@@ -13,7 +13,7 @@ from polygraphy.logger import G_LOGGER
 
 from tasks.parts.builders.graph_rewrites import rewrite_for
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
-from tasks.parts.engines.target import Runtime
+from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.layer_diff.matching import Match, add_exact_twins, match_modules, match_tensors
 from tasks.parts.layer_diff.measures import PairSums
 from tasks.parts.layer_diff.readers import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.parts.engines.gpu import first_bus_id
-from tasks.parts.engines.target import CUDA
+from tasks.parts.engines.runtimes import CUDA
 
 _MIB = 1 << 20
 

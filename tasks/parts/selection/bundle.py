@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from tasks.parts.engines import bundle_infer
 from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, read_engine_manifest, sha256_of
 from tasks.parts.engines.openvino.compile import compile_options
-from tasks.parts.engines.target import CUDA, Precision, Runtime, Target
+from tasks.parts.engines.runtimes import CUDA, Precision, Runtime
+from tasks.parts.engines.target import Target
 from tasks.parts.onnx_session import PROVIDER_OPTIONS
 
 if TYPE_CHECKING:

@@ -92,6 +92,29 @@ def test_code_of_a_stage_covers_whole_packages_and_the_packages_in_them(
     code_digests.cache_clear()
 
 
+def test_module_that_is_named_at_run_time_stands_for_all_that_it_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = 'importlib.import_module(f"tasks.parts.engines.{runtime}.runner")'
+    for name, text in {
+        "tasks/train.py": f"import importlib\n\n\ndef load(runtime):\n    return {call}\n",
+        "tasks/parts/engines/torch/runner.py": "from tasks.parts.networks import zeros\n",
+        "tasks/parts/engines/openvino/runner.py": "from tasks.parts import tables\n",
+        "tasks/parts/engines/openvino/compile.py": "from tasks.parts.data import dataset\n",
+        "tasks/parts/networks/zeros.py": "",
+        "tasks/parts/data/dataset.py": "",
+        "tasks/parts/tables.py": "",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(fingerprint, "SOURCE_ROOT", tmp_path)
+    code_digests.cache_clear()
+    parts = ["tasks/parts/engines", "tasks/parts/networks", "tasks/parts/tables.py"]
+    assert list(code_digests("tasks.train")) == [*parts, "tasks/train.py"]
+    code_digests.cache_clear()
+
+
 def test_key_depends_on_config_inputs_and_stage_but_not_on_names_of_folders(tmp_path: Path) -> None:
     one, two = tmp_path / "one.bin", tmp_path / "elsewhere" / "two.bin"
     two.parent.mkdir()

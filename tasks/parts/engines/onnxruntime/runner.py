@@ -14,7 +14,8 @@ import numpy as np
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
 from tasks.parts.engines.onnxruntime.layers import operator_times, record_nodes, without_first_runs
 from tasks.parts.engines.runner import OperatorTime, RunnerDescription, check_batch
-from tasks.parts.engines.target import CPU, CUDA, Target
+from tasks.parts.engines.runtimes import CPU, CUDA
+from tasks.parts.engines.target import Target
 from tasks.parts.onnx_session import CPU_PROVIDER, CUDA_PROVIDER, TENSORRT_PROVIDER, open_session
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ _PROVIDERS = {CPU: CPU_PROVIDER, CUDA: CUDA_PROVIDER}
 def provider_of(target: Target) -> str:
     """Return the provider that must really be in use."""
     return _PROVIDERS[target.device] if target.tensorrt is None else TENSORRT_PROVIDER
+
+
+def open_runner(file: Path, manifest: EngineManifest) -> "OnnxruntimeRunner":
+    """Return the runner of a graph."""
+    return OnnxruntimeRunner(file, manifest)
 
 
 class BoundBatch:

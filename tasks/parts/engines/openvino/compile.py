@@ -1,12 +1,13 @@
 """Compile a graph with OpenVINO, and read which layers it really executes."""
 
-import importlib.metadata
 import io
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import BuildFailed
+from tasks.parts.engines.machine import installed_version
 from tasks.parts.engines.manifest import EngineLayer
-from tasks.parts.engines.target import Precision, Target
+from tasks.parts.engines.runtimes import Precision, Runtime
+from tasks.parts.engines.target import Target
 
 if TYPE_CHECKING:
     import openvino
@@ -20,11 +21,6 @@ _PRECISION_NAMES = {"u8": "int8", "i8": "int8", "f32": "f32", "bf16": "bf16", "f
 _NO_WORK = {"Input", "Output", "Const", "Reshape", "ShapeOf"}
 
 _CONVERSIONS = {"Reorder", "FakeQuantize", "Convert"}
-
-
-def installed_version() -> str:
-    """Return OpenVINO's version without importing it."""
-    return importlib.metadata.version("openvino")
 
 
 def compile_options(target: Target) -> dict[str, Any]:
@@ -54,7 +50,9 @@ def compile_graph(model: bytes, target: Target) -> "openvino.CompiledModel":
         graph.reshape({0: shape})
         return core.compile_model(graph, PROVIDER, compile_options(target))
     except RuntimeError as error:
-        raise BuildFailed(f"OpenVINO {installed_version()} refuses the graph: {cause_of(error)}") from error
+        raise BuildFailed(
+            f"OpenVINO {installed_version(Runtime.openvino)} refuses the graph: {cause_of(error)}"
+        ) from error
 
 
 def export_blob(compiled: "openvino.CompiledModel") -> bytes:

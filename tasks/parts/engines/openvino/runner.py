@@ -10,12 +10,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tasks.core.errors import ArtifactError
+from tasks.parts.engines.machine import installed_version
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
-from tasks.parts.engines.openvino.compile import PROVIDER, cause_of, compile_options, installed_version
+from tasks.parts.engines.openvino.compile import PROVIDER, cause_of, compile_options
 from tasks.parts.engines.runner import OperatorTime, RunnerDescription, check_batch
+from tasks.parts.engines.runtimes import Runtime
 
 if TYPE_CHECKING:
     import openvino
+
+
+def open_runner(file: Path, manifest: EngineManifest) -> "OpenvinoRunner":
+    """Return the runner of a blob."""
+    return OpenvinoRunner(file, manifest)
 
 
 class OpenvinoRunner:
@@ -49,7 +56,7 @@ class OpenvinoRunner:
         get = self._compiled.get_property
         return RunnerDescription(
             runtime="openvino",
-            runtime_version=installed_version(),
+            runtime_version=installed_version(Runtime.openvino),
             provider="+".join(get("EXECUTION_DEVICES")),
             num_threads=int(get("INFERENCE_NUM_THREADS")),
             options={
@@ -88,6 +95,6 @@ class OpenvinoRunner:
             return openvino.Core().import_model(io.BytesIO(self._file.read_bytes()), PROVIDER, options)
         except RuntimeError as error:
             raise ArtifactError(
-                f"{self._file}: OpenVINO {installed_version()} cannot load it ({cause_of(error)}). Run "
-                f"build_engine for target {self.manifest.target.name} again on this machine."
+                f"{self._file}: OpenVINO {installed_version(Runtime.openvino)} cannot load it ({cause_of(error)}). "
+                f"Run build_engine for target {self.manifest.target.name} again on this machine."
             ) from error

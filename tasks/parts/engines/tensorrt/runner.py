@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 ENGINE_FILE = "engine.plan"
 
 
+def open_runner(file: Path, manifest: EngineManifest) -> "TensorrtRunner":
+    """Return the runner of a plan."""
+    return TensorrtRunner(file, manifest)
+
+
 class PrimaryContext:
     """The CUDA context that torch and other libraries of this process use as well, current inside the block."""
 

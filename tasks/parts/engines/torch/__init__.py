@@ -1,1 +1,1 @@
-"""PyTorch, eager or compiled ahead of time."""
+"""PyTorch, eager."""

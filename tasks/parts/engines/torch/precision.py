@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tasks.parts.engines.manifest import Precisions
-from tasks.parts.engines.target import Precision
+from tasks.parts.engines.runtimes import Precision
 
 _TYPES = {Precision.f32: torch.float32, Precision.bf16: torch.bfloat16, Precision.f16: torch.float16}
 

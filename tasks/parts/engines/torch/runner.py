@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Self
 from tasks.core.errors import ArtifactError, TargetMismatch, first_line
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
 from tasks.parts.engines.runner import DeviceTimes, OperatorTime, RunnerDescription, check_batch
-from tasks.parts.engines.target import CUDA, Runtime, Target
+from tasks.parts.engines.runtimes import CUDA
+from tasks.parts.engines.target import Target
+from tasks.parts.engines.torch.eager import load_network
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,11 +59,25 @@ def _explained_out_of_memory(target: Target) -> Iterator[None]:
         ) from error
 
 
+def open_runner(file: Path, manifest: EngineManifest) -> "TorchRunner":
+    """Return the runner of an eager network."""
+    return TorchRunner(file, manifest, load_network)
+
+
 class TorchRunner:
     """Runs what `load` makes of an engine file, in inference mode."""
 
-    def __init__(self, file: Path, manifest: EngineManifest, load: Callable[[Path, Target], Program]) -> None:
+    def __init__(
+        self,
+        file: Path,
+        manifest: EngineManifest,
+        load: Callable[[Path, Target], Program],
+        *,
+        is_program_shared: bool = True,
+    ) -> None:
+        """Take a loader, and whether concurrent runners may call one loaded program."""
         self._file, self.manifest, self._load = file, manifest, load
+        self._is_program_shared = is_program_shared
         self._program: Program | None = None
         self._torch: Any = None
 
@@ -153,12 +169,11 @@ class TorchRunner:
     def open_concurrent(self, count: int) -> tuple[Self, ...]:
         """Return runners of this file; on a GPU each has a stream of its own.
 
-        Eager ones share the network. A package of AOTInductor lets one caller in at a time, so each loads its own; on
-        the CPU it holds Python's lock while it computes, and several lanes are no faster than one.
+        Packages of AOTInductor hold Python's lock while they compute on the CPU: several are no faster than one.
         """
         program = self._program
         assert program is not None, "use the runner in a with block"
-        load = self._load if self.manifest.target.runtime is Runtime.aotinductor else lambda *_: program
+        load = (lambda *_: program) if self._is_program_shared else self._load
         return tuple(type(self)(self._file, self.manifest, load) for _ in range(count))
 
     def time_on_device(self, images_NCHW: FloatArray, num_iterations: int) -> DeviceTimes | None:

@@ -15,7 +15,7 @@ from tasks.parts.engines.manifest import read_engine_manifest, write_engine_mani
 from tasks.parts.engines.onnxruntime.layers import find_nodes_elsewhere, record_nodes
 from tasks.parts.engines.onnxruntime.runner import BoundBatch
 from tasks.parts.engines.open_engine import open_engine
-from tasks.parts.engines.target import Precision, Runtime
+from tasks.parts.engines.runtimes import Precision, Runtime
 from tasks.parts.onnx_session import open_session
 
 FLOAT_TARGETS = ["cpu_torch", "cpu_onnxruntime", "cpu_openvino", "cpu_aotinductor"]

@@ -6,10 +6,16 @@ A package belongs to the torch version, the CPU's instruction sets and the GPU t
 from pathlib import Path
 
 from tasks.core.errors import ArtifactError, first_line
+from tasks.parts.engines.manifest import EngineManifest
 from tasks.parts.engines.target import Target
-from tasks.parts.engines.torch.runner import Program
+from tasks.parts.engines.torch.runner import Program, TorchRunner
 
 ENGINE_FILE = "engine.pt2"
+
+
+def open_runner(file: Path, manifest: EngineManifest) -> TorchRunner:
+    """Return the runner of a package; concurrent ones load their own, because it lets one caller in at a time."""
+    return TorchRunner(file, manifest, load_package, is_program_shared=False)
 
 
 def load_package(file: Path, target: Target) -> Program:
@@ -20,7 +26,7 @@ def load_package(file: Path, target: Target) -> Program:
         program: Program = torch._inductor.aoti_load_package(str(file))
     except RuntimeError as error:
         raise ArtifactError(
-            f"{file}: torch {torch.__version__} cannot load the engine ({first_line(error)}). Run build_engine "
-            f"for target {target.name} again on this machine."
+            f"{file}: torch {torch.__version__} cannot load the engine ({first_line(error)}). Run build_engine for "
+            f"target {target.name} again on this machine."
         ) from error
     return program

@@ -1,20 +1,24 @@
 """Engines for ONNX Runtime: the graph itself, or a TensorRT plan wrapped into one."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from onnx import ModelProto, helper
 
 from tasks.core.errors import BuildFailed
 from tasks.parts.builders.agreement import draw_probe_images
+from tasks.parts.builders.contract import Built, GraphSource
+from tasks.parts.builders.graph_rewrites import rewrite_for
 from tasks.parts.builders.report import LAYER_WORDS
 from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.manifest import count_precisions
+from tasks.parts.engines.onnxruntime.layers import find_nodes_elsewhere, layers_of, record_nodes
+from tasks.parts.engines.onnxruntime.runner import ENGINE_FILE, provider_of
+from tasks.parts.engines.runtimes import CUDA
 from tasks.parts.engines.target import Target
+from tasks.parts.onnx_graphs.graph import write_graph
 from tasks.parts.onnx_session import PLAN_OPERATOR
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +26,23 @@ _DOMAIN = "com.microsoft"
 
 _MAX_BYTES = 2**31 - 2**20
 """What a protobuf message takes, less what is beside the plan."""
+
+
+def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
+    """Write the graph as the target wants it, or the graph that has ONNX Runtime run a TensorRT plan."""
+    file = engine / ENGINE_FILE
+    if target.tensorrt is not None:
+        from tasks.parts.builders import tensorrt
+
+        built = tensorrt.build_file(target, source, engine)
+        write_graph(wrap_plan(built.file.read_bytes(), source.graph), file)
+        built.file.unlink()
+        return replace(built, file=file)
+    write_graph(rewrite_for(target, source.graph), file)
+    layers = layers_of(file, provider=provider_of(target), num_threads=target.num_threads)
+    if target.device == CUDA:
+        check_placement(file, target, source.card)
+    return Built(file, count_precisions(layers), layers)
 
 
 def wrap_plan(plan: bytes, graph: ModelProto) -> ModelProto:
@@ -50,22 +71,8 @@ def wrap_plan(plan: bytes, graph: ModelProto) -> ModelProto:
     )
 
 
-def write_wrapped_plan(file: Path, graph: "ModelProto") -> Path:
-    """Replace a plan by the graph that has ONNX Runtime run it."""
-    from tasks.parts.engines.onnxruntime.runner import ENGINE_FILE
-    from tasks.parts.onnx_graphs.graph import write_graph
-
-    wrapped = file.with_name(ENGINE_FILE)
-    write_graph(wrap_plan(file.read_bytes(), graph), wrapped)
-    file.unlink()
-    return wrapped
-
-
 def check_placement(file: Path, target: Target, card: InputCard) -> None:
     """Raise BuildFailed where ONNX Runtime runs convolutions or matrix products on the CPU instead of the GPU."""
-    from tasks.parts.engines.onnxruntime.layers import find_nodes_elsewhere, record_nodes
-    from tasks.parts.engines.onnxruntime.runner import provider_of
-
     provider = provider_of(target)
     events = record_nodes(
         file, draw_probe_images(card)[:1], 1, provider=provider, num_threads=target.num_threads

@@ -3,7 +3,6 @@
 Building for a GPU was not run on real hardware.
 """
 
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -15,12 +14,12 @@ from torch._inductor.utils import fresh_cache
 from torch.export import Dim, ExportedProgram
 
 from tasks.core.errors import BuildFailed, TargetMismatch
-from tasks.parts.builders.agreement import draw_probe_images, measure_agreement
-from tasks.parts.builders.report import EngineBuild, LayerCounts, new_manifest, publish
-from tasks.parts.data.input_card import InputCard
-from tasks.parts.engines.manifest import Precisions
-from tasks.parts.engines.target import CPU, Runtime, Target
+from tasks.parts.builders.contract import Built, CheckpointSource
+from tasks.parts.engines.aotinductor.runner import ENGINE_FILE
+from tasks.parts.engines.runtimes import CPU
+from tasks.parts.engines.target import Target
 from tasks.parts.engines.torch.precision import CastNetwork, precisions_of_program
+from tasks.parts.engines.torch.runner import set_up_torch
 from tasks.parts.networks.batchnorm_folding import fold_batchnorm
 from tasks.parts.networks.checkpoint import load_checkpoint
 
@@ -30,19 +29,21 @@ _OPTIONS = {
 }
 
 
-def build_package(checkpoint: Path, target: Target, file: Path) -> Precisions:
-    """Write the package of a network, its BatchNorm folded in float32; return what its operators compute in.
+def build_file(target: Target, source: CheckpointSource, engine: Path) -> Built:
+    """Write the package of a network, its BatchNorm folded in float32.
 
     Raises TargetMismatch without a C++ compiler, BuildFailed where the network cannot be exported or compiled.
     """
+    set_up_torch(target)
     _check_compiler(target)
-    network, card = load_checkpoint(checkpoint)
+    file = engine / ENGINE_FILE
+    network, card = load_checkpoint(source.file)
     # torch takes a size of 1 for a constant (0/1 specialisation), so the example is a batch of 2.
     example_NCHW = torch.zeros(min(2, target.max_batch), 3, card.height, card.width)
     folded = CastNetwork(fold_batchnorm(network, example_NCHW), target.precision).to(target.device)
     program = export_program(folded, example_NCHW.to(target.device), target)
     _compile(program, target, file)
-    return precisions_of_program(program)
+    return Built(file, precisions_of_program(program))
 
 
 def export_program(network: nn.Module, example_NCHW: Tensor, target: Target) -> ExportedProgram:
@@ -95,33 +96,5 @@ def _compile(program: ExportedProgram, target: Target, file: Path) -> None:
 def _first_lines(error: BaseException) -> str:
     """Return the lines that tell most: a compiler's errors stand below its command line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
-    told = [line for line in lines if "error:" in line.lower()] or lines
-    return " ".join(told[:3])[:400]
-
-
-def build_from_checkpoint(
-    target: Target, checkpoint: Path, card: InputCard, version: str, engine: Path
-) -> EngineBuild:
-    import torch
-
-    from tasks.parts.engines.torch import aotinductor
-    from tasks.parts.engines.torch import eager as torch_eager
-    from tasks.parts.engines.torch.precision import precisions_of
-    from tasks.parts.engines.torch.runner import set_up_torch
-    from tasks.parts.networks.checkpoint import load_checkpoint
-
-    set_up_torch(target)
-    if target.runtime is Runtime.aotinductor:
-        file = engine / aotinductor.ENGINE_FILE
-        precisions = build_package(checkpoint, target, file)
-    else:
-        file = engine / torch_eager.ENGINE_FILE
-        shutil.copyfile(checkpoint, file)
-        precisions = precisions_of(torch_eager.load_network(file, target))
-    manifest = new_manifest(target, version, card, file=file)
-    images_NCHW = draw_probe_images(card)[: target.max_batch]
-    with torch.inference_mode():
-        expected_NCHW = load_checkpoint(checkpoint)[0](torch.from_numpy(images_NCHW)).numpy()
-    agreement_db, provider = measure_agreement(expected_NCHW, images_NCHW, manifest, file)
-    no_layers = LayerCounts(0, 0, 0)
-    return publish(manifest, precisions, provider, engine, no_layers, agreement_db=agreement_db)
+    telling = [line for line in lines if "error:" in line.lower()] or lines
+    return " ".join(telling[:3])[:400]

@@ -1,0 +1,148 @@
+"""What the builder of each runtime takes and returns: `build_file(target, source, engine) -> Built`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tasks.core.errors import ArtifactError, BuildFailed
+from tasks.parts.builders.report import NO_LAYERS, LayerCounts, count_layers
+from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.manifest import EngineLayer, FloatArray, Precisions
+from tasks.parts.engines.target import Target
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a runtime made of a model."""
+
+    file: Path
+    """The engine file, in the engine's folder."""
+    precisions: Precisions
+    """Precisions that the runtime chose, by type of operator."""
+    layers: tuple[EngineLayer, ...] = ()
+    """Layers that the runtime executes; empty where the source is a checkpoint."""
+    build_latencies_ms: tuple[float, ...] = ()
+    """Median latency of each build, where there were several and the fastest was kept."""
+
+
+@dataclass(frozen=True)
+class GraphSource:
+    """The ONNX graph of a variant."""
+
+    file: Path
+    """File of the graph."""
+    graph: "ModelProto"
+    """The graph as it stands in the file."""
+    card: InputCard
+    """Card that the graph carries."""
+
+    def check(self, target: Target) -> None:
+        """Raise ArtifactError for a damaged weight, BuildFailed for what the target's runtime does not know."""
+        _check_weights(self.graph, self.file)
+        _check_operators(self.graph, target)
+
+    def compute_logits(self, images_NCHW: FloatArray, target: Target) -> FloatArray:
+        """Return the logits of the graph as it stands, by ONNX Runtime on the CPU."""
+        from tasks.parts.onnx_session import open_session
+
+        session = open_session(self.graph, num_threads=target.num_threads, is_optimised=False)
+        logits_NCHW: FloatArray = session.run(None, {session.get_inputs()[0].name: images_NCHW})[0]
+        return logits_NCHW
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the graph holds Q/DQ pairs."""
+        from tasks.parts.onnx_graphs.graph import is_quantized
+
+        return is_quantized(self.graph)
+
+    def count_layers(self) -> LayerCounts:
+        """Count the layers that the graph wants in each precision."""
+        return count_layers(self.graph)
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """The checkpoint of a float variant."""
+
+    file: Path
+    """File of the checkpoint."""
+    card: InputCard
+    """Card that lies in the checkpoint."""
+    is_quantized: bool = False
+    """Whether its network holds Q/DQ pairs, which no checkpoint does."""
+
+    def check(self, target: Target) -> None:
+        """Accept it: loading checks a checkpoint."""
+
+    def compute_logits(self, images_NCHW: FloatArray, target: Target) -> FloatArray:
+        """Return the logits of the network in float32, on the CPU."""
+        import torch
+
+        from tasks.parts.networks.checkpoint import load_checkpoint
+
+        with torch.inference_mode():
+            logits_NCHW: FloatArray = load_checkpoint(self.file)[0](torch.from_numpy(images_NCHW)).numpy()
+        return logits_NCHW
+
+    def count_layers(self) -> LayerCounts:
+        """Count nothing: a network declares no precision by layer."""
+        return NO_LAYERS
+
+
+def read_source(target: Target, file: Path) -> GraphSource | CheckpointSource:
+    """Read the kind of source that the target's runtime takes; raise ArtifactError for another or a damaged one."""
+    if not target.runtime.traits.reads_checkpoints:
+        from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
+
+        graph = read_graph(file)
+        return GraphSource(file, graph, read_card_of_graph(graph))
+    if file.suffix == ".onnx":
+        raise ArtifactError(
+            f"{file}: an ONNX graph, expected a .safetensors checkpoint: target {target.name} of runtime "
+            f"{target.runtime} is built from the network. Quantized variants have no such engine; take "
+            "them out of this target's variants."
+        )
+    from tasks.parts.networks.model_card import read_card
+
+    return CheckpointSource(file, read_card(file).for_input())
+
+
+def _check_weights(graph: "ModelProto", path: Path) -> None:
+    """Raise ArtifactError for NaN weights, which ONNX, its checker and the runtimes accept."""
+    from onnx import numpy_helper
+
+    for tensor in graph.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            raise ArtifactError(
+                f"{path}: weight '{tensor.name}' holds NaN or infinity, expected finite values. The training "
+                "that made it diverged: lower its learning rate and run it again."
+            )
+
+
+def _check_operators(graph: "ModelProto", target: Target) -> None:
+    """Raise BuildFailed for an opset or an operator that the target's runtime does not know."""
+    lowest, highest = target.opsets
+    opset = next(entry.version for entry in graph.opset_import if entry.domain in ("", "ai.onnx"))
+    if not lowest <= opset <= highest:
+        raise BuildFailed(
+            f"Target {target.name}: the graph has opset {opset}, allowed are {lowest}..{highest} "
+            f"(target.{target.name}.opsets). Export it with export_onnx.opset in that range."
+        )
+    own = {(function.domain, function.name) for function in graph.functions}
+    foreign = [
+        f"{node.domain}::{node.op_type} ('{node.name}')"
+        for node in graph.graph.node
+        if node.domain not in ("", "ai.onnx") and (node.domain, node.op_type) not in own
+    ]
+    if foreign:
+        raise BuildFailed(
+            f"Target {target.name}: {target.runtime} knows {len(foreign)} nodes of the graph not: "
+            f"{', '.join(foreign[:5])}. Replace these operators by standard ONNX ones in the network."
+        )

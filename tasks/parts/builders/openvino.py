@@ -1,0 +1,20 @@
+"""Engines for OpenVINO: the compiled blob of a graph, with the graph beside it."""
+
+from pathlib import Path
+
+from tasks.parts.builders.contract import Built, GraphSource
+from tasks.parts.builders.graph_rewrites import rewrite_for
+from tasks.parts.engines.manifest import GRAPH_FILE, count_precisions
+from tasks.parts.engines.openvino.compile import ENGINE_FILE, compile_graph, export_blob, layers_of
+from tasks.parts.engines.target import Target
+from tasks.parts.onnx_graphs.graph import write_graph
+
+
+def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
+    """Compile the graph as the target wants it."""
+    file, graph = engine / ENGINE_FILE, engine / GRAPH_FILE
+    write_graph(rewrite_for(target, source.graph), graph)
+    compiled = compile_graph(graph.read_bytes(), target)
+    file.write_bytes(export_blob(compiled))
+    layers = layers_of(compiled)
+    return Built(file, count_precisions(layers), layers)

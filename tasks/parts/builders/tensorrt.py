@@ -1,0 +1,67 @@
+"""Engines for TensorRT: the fastest of several plans of a graph. Not run on real hardware.
+
+Importing this module needs TensorRT and pycuda.
+"""
+
+import logging
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from tasks.parts.builders.agreement import draw_probe_images
+from tasks.parts.builders.contract import Built, GraphSource
+from tasks.parts.builders.report import new_manifest
+from tasks.parts.builders.tensorrt_commands import Build, write_commands
+from tasks.parts.builders.tensorrt_plan import build_plan
+from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.gpu import find_gpus
+from tasks.parts.engines.machine import installed_version
+from tasks.parts.engines.manifest import GRAPH_FILE, count_precisions
+from tasks.parts.engines.open_engine import load_runner
+from tasks.parts.engines.rounds import rounds_ms
+from tasks.parts.engines.runtimes import Runtime
+from tasks.parts.engines.target import Target
+from tasks.parts.engines.tensorrt import runner
+from tasks.parts.engines.tensorrt.inspector import read_layers
+from tasks.parts.onnx_graphs.graph import write_graph
+
+logger = logging.getLogger(__name__)
+
+_ROUNDS_OF_BUILDS = 20
+
+
+def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
+    """Build as often as the target declares and keep the fastest plan; TensorRT picks kernels by timing them."""
+    version, gpu = installed_version(Runtime.tensorrt), find_gpus()[0]
+    target = replace(target, runtime=Runtime.tensorrt)  # here TensorRT itself runs the plan
+    assert target.tensorrt is not None
+    file, plans = engine / runner.ENGINE_FILE, []
+    for number in range(1, target.tensorrt.num_builds + 1):
+        logger.info("build_engine: build %d of %d", number, target.tensorrt.num_builds)
+        plans.append(engine / f"{number}.plan")
+        is_cache_read = target.tensorrt.num_builds == 1  # what the cache knows would make all builds the same
+        plans[-1].write_bytes(build_plan(source.graph, target, source.card, gpu, is_cache_read=is_cache_read))
+    latencies_ms = _time_builds(plans, target, version, source.card) if len(plans) > 1 else ()
+    plans[int(np.argmin(latencies_ms)) if latencies_ms else 0].rename(file)
+    for plan in plans:
+        plan.unlink(missing_ok=True)
+    with runner.PrimaryContext():
+        layers = read_layers(runner.inspect(runner.load_plan(file.read_bytes(), target), target, source.card))
+    image = source.graph.graph.input[0].name
+    write_commands(engine, target, Build(source.file, image, source.card, gpu, version))
+    write_graph(source.graph, engine / GRAPH_FILE)
+    return Built(file, count_precisions(layers), layers, latencies_ms)
+
+
+def _time_builds(plans: list[Path], target: Target, version: str, card: InputCard) -> tuple[float, ...]:
+    """Return the median latency of each build of the same graph, in ms at batch 1, measured in turns."""
+    with ExitStack() as stack:
+        runners = {
+            plan.name: stack.enter_context(load_runner(plan, new_manifest(target, version, card, file=plan)))
+            for plan in plans
+        }
+        calls = {name: opened.run for name, opened in runners.items()}
+        rounds = rounds_ms(calls, draw_probe_images(card)[:1], _ROUNDS_OF_BUILDS)
+    return tuple(float(np.median(np.concatenate(rounds[plan.name]))) for plan in plans)

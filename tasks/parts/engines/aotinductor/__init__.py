@@ -1,0 +1,1 @@
+"""PyTorch, compiled ahead of time."""

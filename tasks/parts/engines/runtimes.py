@@ -1,0 +1,87 @@
+"""The runtimes there are, and what holds for each of them on any machine.
+
+A new runtime is one entry of `Runtime`, a package `tasks/parts/engines/<runtime>` whose module `runner` has
+`open_runner(file, manifest)`, a module `tasks/parts/builders/<runtime>.py` with `build_file(target, source, engine)`,
+and a target that names it in `conf/target/`.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, Self
+
+CPU, CUDA = "cpu", "cuda"
+
+
+class Precision(StrEnum):
+    """What unquantized layers compute in; Q/DQ layers are int8 in any case."""
+
+    f32 = "f32"
+    bf16 = "bf16"
+    f16 = "f16"
+
+
+@dataclass(frozen=True)
+class RuntimeTraits:
+    """What holds for a runtime on any machine."""
+
+    devices: tuple[str, ...]
+    """Devices that it can run on."""
+    precisions: tuple[Precision, ...]
+    """Precisions that a target may declare for it."""
+    distributions: tuple[str, ...]
+    """Python packages that bring it; the first that is installed counts."""
+    reads_checkpoints: bool = False
+    """Whether its engines are made from a checkpoint instead of an ONNX graph; Q/DQ variants have none then."""
+    is_native_code: bool = False
+    """Whether its engines load only in the version and on the CPU and GPU that compiled them."""
+    plans: Literal["none", "optional", "required"] = "none"
+    """Whether it runs TensorRT plans on a GPU, whose options a target then declares."""
+
+
+class Runtime(StrEnum):
+    """The library that runs an engine."""
+
+    traits: RuntimeTraits
+
+    def __new__(cls, name: str, traits: RuntimeTraits) -> Self:
+        """Make a member that equals its name."""
+        member = str.__new__(cls, name)
+        member._value_, member.traits = name, traits
+        return member
+
+    torch = (
+        "torch",
+        RuntimeTraits((CPU, CUDA), tuple(Precision), distributions=("torch",), reads_checkpoints=True),
+    )
+    onnxruntime = (
+        "onnxruntime",
+        RuntimeTraits(
+            (CPU, CUDA),
+            (Precision.f32,),
+            distributions=("onnxruntime", "onnxruntime-gpu"),
+            plans="optional",
+        ),
+    )
+    openvino = (
+        "openvino",
+        RuntimeTraits(
+            (CPU,), (Precision.f32, Precision.bf16), distributions=("openvino",), is_native_code=True
+        ),
+    )
+    tensorrt = (
+        "tensorrt",
+        RuntimeTraits((CUDA,), (Precision.f32,), distributions=("tensorrt",), plans="required"),
+    )
+    aotinductor = (
+        "aotinductor",
+        RuntimeTraits(
+            (CPU, CUDA),
+            tuple(Precision),
+            distributions=("torch",),
+            reads_checkpoints=True,
+            is_native_code=True,
+        ),
+    )
+
+
+CHECKPOINT_RUNTIMES = tuple(runtime for runtime in Runtime if runtime.traits.reads_checkpoints)
