@@ -57,11 +57,11 @@ def in_openvino(graph: ModelProto) -> Network:
 
 
 def in_target(graph: ModelProto, target: str) -> Network:
-    """Open a graph in the runtime of a target, encoded as build_engine does."""
+    """Open a graph in the runtime of a target, rewritten as build_engine does."""
     if target not in ("cpu_onnxruntime", "cpu_openvino"):
         raise SystemExit(f"{target} is not compared; expected cpu_onnxruntime or cpu_openvino")
-    encoded = rewrite_for(stage_config(f"build_engine.{target}"), graph)
-    return in_onnxruntime(encoded) if target == "cpu_onnxruntime" else in_openvino(encoded)
+    rewritten = rewrite_for(stage_config(f"build_engine.{target}"), graph)
+    return in_onnxruntime(rewritten) if target == "cpu_onnxruntime" else in_openvino(rewritten)
 
 
 def requests_of(compiled: Any) -> Network:

@@ -26,9 +26,10 @@ from tasks.core.errors import EnginewrightError
 from tasks.core.tracking.config import database_file, mask_credentials
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.machine import check_gpu, check_versions, missing_cpu_flags, read_cpu_model, read_isa
+from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.engines.target import Target
 
-_RUNTIMES = ("torch", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt", "pycuda")
+_PACKAGES = dict.fromkeys([*(name for runtime in Runtime for name in runtime.traits.distributions), "pycuda"])
 _HOW_TO_INSTALL = {
     "onnxruntime-gpu": "pip install onnxruntime-gpu in place of onnxruntime, on a machine with a GPU.",
     "tensorrt": "pip install -e '.[gpu]' on a machine with a GPU.",
@@ -67,7 +68,7 @@ def examine(params: Mapping[str, Any]) -> Iterator[Finding]:
     flags = ", ".join(read_isa()) or "none of those that change kernels"
     yield Finding(State.ok, "CPU", f"{read_cpu_model()}; {flags}")
     yield _examine_gpus()
-    for package in _RUNTIMES:
+    for package in _PACKAGES:
         yield _examine_package(package)
     for file in sorted((CONF / "target").glob("*.yaml")):
         yield _examine_target(file, params["build_engine"].get(file.stem))

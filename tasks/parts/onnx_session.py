@@ -18,7 +18,7 @@ TENSORRT_MAJOR = 10
 """onnxruntime-gpu 1.31 is linked against libnvinfer.so.10."""
 
 PLAN_OPERATOR = "EPContext"
-"""Of graphs that hold what another compiler made."""
+"""Operator that holds what another compiler made."""
 
 PROVIDER_OPTIONS = {CUDA_PROVIDER: {"use_tf32": "0"}}  # else float32 is rounded to 10 bits of mantissa
 

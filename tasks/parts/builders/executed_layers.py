@@ -29,7 +29,7 @@ class LayerRow:
     """ONNX nodes that it computes, separated by spaces."""
     is_conversion: bool
     macs: int
-    """Of one image."""
+    """Multiply-adds of one image."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ExecutedLayers:
     """What the layers of an engine come to."""
 
     macs_share: dict[str, float]
-    """Precision -> share of the graph's MACs that runs in it."""
+    """Share of the graph's MACs that runs in each precision."""
     macs_share_quantized: float
     """Share of the MACs that the graph wants in int8: between Q/DQ pairs."""
     num_layers: int
@@ -55,14 +55,14 @@ def sum_up_layers(layers: Sequence[EngineLayer], graph: "ModelProto") -> Execute
     macs = conv_macs(graph)
     total = sum(macs.values()) or 1
     precision_of = {node: layer.precision for layer in layers for node in layer.nodes}
-    found: dict[str, int] = defaultdict(int)
+    macs_of: dict[str, int] = defaultdict(int)
     for node, count in macs.items():
-        found[precision_of.get(node) or UNKNOWN] += count
+        macs_of[precision_of.get(node) or UNKNOWN] += count
     dequantized = {node.output[0] for node in graph.graph.node if node.op_type == "DequantizeLinear"}
     wanted = [node.name for node in graph.graph.node if len(dequantized & set(node.input[:2])) == 2]
     working = [layer for layer in layers if not layer.is_conversion]
     return ExecutedLayers(
-        macs_share={precision: count / total for precision, count in sorted(found.items())},
+        macs_share={precision: count / total for precision, count in sorted(macs_of.items())},
         macs_share_quantized=sum(macs.get(name, 0) for name in wanted) / total,
         num_layers=len(working),
         num_fused_nodes=sum(max(0, len(layer.nodes) - 1) for layer in working),

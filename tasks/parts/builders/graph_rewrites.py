@@ -1,4 +1,4 @@
-"""One graph, encoded as a target computes it fastest: the same function, other operators.
+"""One graph, rewritten as a target computes it fastest: the same function, other operators.
 
 Each rewriting is a switch of the target and measured by benchmarks/encodings.py.
 """
@@ -13,7 +13,7 @@ from tasks.parts.onnx_graphs.graph import drop_unused, is_quantized
 from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
 
 STEM_CHANNELS = 4
-"""An image has at most so many channels."""
+"""Most channels that an image has."""
 
 MAX_MACS_PER_VALUE = 32
 """Interpolation as matrix products costs this many multiply-adds a value at the most; beyond, Resize is faster."""
@@ -34,9 +34,9 @@ def stem_in_float(model: ModelProto) -> ModelProto:
     Their int8 weights become the float numbers that they stand for. Three channels fill no vector register of an
     integer kernel: ONNX Runtime takes twice as long as for the same convolution in float.
     """
-    encoded = ModelProto()
-    encoded.CopyFrom(model)
-    graph = encoded.graph
+    rewritten = ModelProto()
+    rewritten.CopyFrom(model)
+    graph = rewritten.graph
     constants = {tensor.name: tensor for tensor in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
     images = {value.name for value in graph.input}
@@ -58,7 +58,7 @@ def stem_in_float(model: ModelProto) -> ModelProto:
         assert quantize is not None
         node.input[0], node.input[1] = quantize.input[0], name
     drop_unused(graph)
-    return encoded
+    return rewritten
 
 
 def resize_as_matmul(model: ModelProto) -> ModelProto:
@@ -67,24 +67,24 @@ def resize_as_matmul(model: ModelProto) -> ModelProto:
     Bilinear interpolation is linear and separable: rows times a constant matrix, columns times another. For the
     small maps of a segmentation head that is three times as fast as the Resize kernel of ONNX Runtime.
     """
-    encoded = ModelProto()
-    encoded.CopyFrom(model)
-    graph = encoded.graph
+    rewritten = ModelProto()
+    rewritten.CopyFrom(model)
+    graph = rewritten.graph
     maker = next(node for node in graph.node if graph.output[0].name in node.output)
     if maker.op_type != "Resize" or not _is_bilinear(maker):
-        return encoded
+        return rewritten
     inferred = onnx.shape_inference.infer_shapes(model).graph
     sizes = {
         value.name: [axis.dim_value for axis in value.type.tensor_type.shape.dim]
         for value in [*inferred.value_info, *inferred.input, *inferred.output]
     }
     maps, logits = maker.input[0], maker.output[0]
-    found, wanted = sizes.get(maps, []), sizes[logits]
-    if len(found) != 4 or not all([*found[2:], *wanted[2:]]):
-        return encoded  # sizes that change from call to call
-    (height, width), (new_height, new_width) = found[2:], wanted[2:]
+    size, new_size = sizes.get(maps, []), sizes[logits]
+    if len(size) != 4 or not all([*size[2:], *new_size[2:]]):
+        return rewritten  # sizes that change from call to call
+    (height, width), (new_height, new_width) = size[2:], new_size[2:]
     if height + width * height / new_height > MAX_MACS_PER_VALUE:
-        return encoded
+        return rewritten
     widen_wW, heighten_Hh = f"{logits}:widen", f"{logits}:heighten"
     graph.initializer.append(numpy_helper.from_array(_interpolation(width, new_width).T.copy(), widen_wW))
     graph.initializer.append(numpy_helper.from_array(_interpolation(height, new_height), heighten_Hh))
@@ -97,7 +97,7 @@ def resize_as_matmul(model: ModelProto) -> ModelProto:
     graph.node.insert(index, widened)
     graph.node.insert(index + 1, heightened)
     drop_unused(graph)
-    return encoded
+    return rewritten
 
 
 def _is_bilinear(node: NodeProto) -> bool:

@@ -33,7 +33,7 @@ class Build:
     card: InputCard
     gpu: Gpu
     version: str
-    """Of TensorRT."""
+    """Version of TensorRT."""
 
     @property
     def is_typed_by_flag(self) -> bool:

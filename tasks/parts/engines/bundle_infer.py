@@ -33,10 +33,10 @@ class Engine:
         """Load it; raise ValueError for other bytes, another runtime or another machine than was measured."""
         self.card: dict[str, Any] = json.loads((folder / "model.json").read_text(encoding="utf-8"))
         content = (folder / self.card["file"]).read_bytes()
-        found = hashlib.sha256(content).hexdigest()
-        if found != self.card["sha256"]:
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 != self.card["sha256"]:
             raise ValueError(
-                f"{folder / self.card['file']}: sha256 {found[:12]}..., model.json says "
+                f"{folder / self.card['file']}: sha256 {sha256[:12]}..., model.json says "
                 f"{self.card['sha256'][:12]}...; the file was changed or truncated and is not loaded. Copy the "
                 "bundle again."
             )
@@ -81,12 +81,12 @@ def cut_batches(num_images: int, ranges: list[list[int]]) -> Iterator[slice]:
 def _check_version(card: dict[str, Any]) -> None:
     package, measured = card["package"], card["runtime_version"]
     try:
-        found = importlib.metadata.version(package)
+        installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        found = "none"
-    if found == "none" or (found != measured and not card["options"].get("version_compatible")):
+        installed = "none"
+    if installed == "none" or (installed != measured and not card["options"].get("version_compatible")):
         raise ValueError(
-            f"the engine was built and measured with {package} {measured}, installed is {found}. Run "
+            f"the engine was built and measured with {package} {measured}, installed is {installed}. Run "
             "pip install -r requirements.txt, or build the engine again with that version."
         )
 

@@ -61,20 +61,20 @@ def check_gpu(target: Target) -> None:
     declared = target.gpu
     if declared is None:
         return
-    found = find_gpus()
+    gpus = find_gpus()
     traits = {"compute capability": declared.compute_capability, "the name": declared.name}
     named = " and ".join(f"{trait} {value}" for trait, value in traits.items() if value != ANY)
     wanted = f"an NVIDIA GPU with {named}" if named else "an NVIDIA GPU"
-    if not found:
+    if not gpus:
         raise TargetMismatch(
             f"Target {target.name} needs {wanted}; this machine has none, or no driver "
             f"(libcuda.so.1). Run it on a worker of pool '{target.work_pool}', or take it out of target."
         )
-    is_same = declared.compute_capability in (ANY, found[0].compute_capability)
-    if not is_same or declared.name not in (ANY, found[0].name):
+    is_same = declared.compute_capability in (ANY, gpus[0].compute_capability)
+    if not is_same or declared.name not in (ANY, gpus[0].name):
         raise TargetMismatch(
-            f"Target {target.name} needs {wanted}; the first one here is {found[0].name} with "
-            f"{found[0].compute_capability}. An engine is fast, or runs at all, only on the GPU that it was built "
+            f"Target {target.name} needs {wanted}; the first one here is {gpus[0].name} with "
+            f"{gpus[0].compute_capability}. An engine is fast, or runs at all, only on the GPU that it was built "
             f"on. Run it on a worker of pool '{target.work_pool}', or declare this GPU (target.{target.name}.gpu)."
         )
 

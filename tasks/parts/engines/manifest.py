@@ -32,10 +32,10 @@ FloatArray = NDArray[np.float32]
 ENGINE_FOLDER = "engine"
 
 LAYERS_FILE = "layers.csv"
-"""Beside the engine file; benchmark writes another one with the time of each layer."""
+"""Table beside the engine file; benchmark writes another one with the time of each layer."""
 
 GRAPH_FILE = "graph.onnx"
-"""Beside an engine that is no graph itself: the encoded graph that it was compiled from."""
+"""Graph beside an engine that is none itself: what it was compiled from."""
 
 
 class EngineStatus(StrEnum):
@@ -55,7 +55,9 @@ class EngineManifest:
     reason: str
     """Why there is no engine; empty if there is one."""
     file: str
+    """Name of the engine file; empty without one."""
     sha256: str
+    """Digest of the engine file, in hex; empty without one."""
     size_bytes: int
     runtime_version: str
     """The full version that built the file."""
@@ -100,7 +102,7 @@ def count_precisions(layers: Sequence[EngineLayer]) -> Precisions:
     for layer in layers:
         if layer.precision and not layer.is_conversion:
             counts[layer.kind][layer.precision] += 1
-    return {kind: dict(sorted(found.items())) for kind, found in sorted(counts.items())}
+    return {kind: dict(sorted(by_precision.items())) for kind, by_precision in sorted(counts.items())}
 
 
 def sha256_of(path: Path) -> str:

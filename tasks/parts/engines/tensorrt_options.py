@@ -101,13 +101,15 @@ class TensorrtOptions:
 
     def check_profiles(self, max_batch: int) -> None:
         """Raise ConfigError unless the profiles take every batch of a target."""
-        found = f"tensorrt.profiles is {self.profiles}"
-        if not all(one.min <= one.opt <= one.max <= max_batch for one in self.profiles):
-            raise ConfigError(f"{found}, expected min <= opt <= max <= max_batch ({max_batch}).")
-        covered = {size for one in self.profiles for size in range(one.min, one.max + 1)}
+        if not all(profile.min <= profile.opt <= profile.max <= max_batch for profile in self.profiles):
+            raise ConfigError(
+                f"tensorrt.profiles is {self.profiles}, expected min <= opt <= max <= max_batch ({max_batch})."
+            )
+        covered = {size for profile in self.profiles for size in range(profile.min, profile.max + 1)}
         if self.profiles and len(covered) < max_batch:
             raise ConfigError(
-                f"{found}, expected profiles that take every batch of 1..{max_batch} (max_batch), or none."
+                f"tensorrt.profiles is {self.profiles}, expected profiles that take every batch of 1..{max_batch} "
+                "(max_batch), or none."
             )
 
     def check_provider(self) -> None:

@@ -115,10 +115,10 @@ def _node_precision(node: Any, types: dict[str, int]) -> str:
     if node.op_type == "DequantizeLinear":
         types[node.output[0]] = 1
         return "f32"
-    found = types.get(node.input[0], 0) if node.input else 0
-    if node.op_type in _SAME_TYPE_OPS or found in _FLOAT_TYPES:
-        types.update({name: found for name in node.output if name not in types})
-    return _INT8_TYPES.get(found) or _FLOAT_TYPES.get(found) or ""
+    input_type = types.get(node.input[0], 0) if node.input else 0
+    if node.op_type in _SAME_TYPE_OPS or input_type in _FLOAT_TYPES:
+        types.update({name: input_type for name in node.output if name not in types})
+    return _INT8_TYPES.get(input_type) or _FLOAT_TYPES.get(input_type) or ""
 
 
 def operator_times(events: list[dict[str, Any]], num_iterations: int) -> tuple[OperatorTime, ...]:

@@ -46,7 +46,7 @@ def _read_layer(layer: dict[str, Any]) -> EngineLayer:
 def _precision(layer: dict[str, Any]) -> str:
     """Read the precision of the first input; of the weights where that depends on a shape that is not known."""
     inputs: Sequence[dict[str, Any]] = layer.get("Inputs", [])
-    told = [str(inputs[0].get(key, "")) for key in ("DataType", "Format/Datatype")] if inputs else []
+    texts = [str(inputs[0].get(key, "")) for key in ("DataType", "Format/Datatype")] if inputs else []
     weights = layer.get("Weights")
-    told += [str(weights.get("Type", ""))] if isinstance(weights, dict) else []
-    return next((name for said in told for pattern, name in _PRECISIONS if pattern.search(said)), "")
+    texts += [str(weights.get("Type", ""))] if isinstance(weights, dict) else []
+    return next((name for text in texts for pattern, name in _PRECISIONS if pattern.search(text)), "")

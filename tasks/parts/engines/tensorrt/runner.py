@@ -76,7 +76,7 @@ class LogitsMemory(trt.IOutputAllocator):  # type: ignore[misc]
         trt.IOutputAllocator.__init__(self)
         self.memory, self._num_bytes = cuda.mem_alloc(num_bytes), num_bytes
         self.shape: tuple[int, ...] = ()
-        """Of the latest logits, as TensorRT tells it."""
+        """Shape of the latest logits, as TensorRT tells it."""
 
     def reallocate_output_async(
         self, tensor_name: str, memory: int, size: int, alignment: int, stream: int
@@ -288,11 +288,11 @@ class TensorrtRunner:
             self._enqueue(num_images)
             self._stream.synchronize()
         self._context.profiler = None
-        found = [
+        layer_times = [
             OperatorTime(name, kinds.get(name, ""), total / num_iterations)
             for name, total in times.milliseconds.items()
         ]
-        return tuple(sorted(found, key=lambda time: -time.milliseconds))
+        return tuple(sorted(layer_times, key=lambda time: -time.milliseconds))
 
     def open_concurrent(self, count: int) -> tuple[Self, ...]:
         """Return runners that share the plan; each has an execution context, a stream and memory of its own."""
@@ -347,7 +347,9 @@ class TensorrtRunner:
         target = self.manifest.target
         assert target.tensorrt is not None
         profiles = target.tensorrt.profiles_for(target.max_batch)
-        fitting = [index for index, one in enumerate(profiles) if one.min <= num_images <= one.max]
+        fitting = [
+            index for index, profile in enumerate(profiles) if profile.min <= num_images <= profile.max
+        ]
         if not fitting:
             raise DataError(
                 f"Target {target.name}: no profile takes a batch of {num_images} (target.{target.name}.tensorrt"

@@ -49,7 +49,7 @@ def precisions_of_program(program: "torch.export.ExportedProgram") -> Precisions
     """Count the operators of an exported program by kind and by the type of their first input."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for node in program.graph.nodes:
-        value = next((one.meta.get("val") for one in node.all_input_nodes), None)
+        value = next((maker.meta.get("val") for maker in node.all_input_nodes), None)
         is_operator = isinstance(node.target, torch._ops.OpOverload)
         kind = node.target._schema.name.removeprefix("aten::") if is_operator else ""
         if (
@@ -67,4 +67,4 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _sorted(counts: dict[str, Counter[str]]) -> Precisions:
-    return {kind: dict(sorted(found.items())) for kind, found in sorted(counts.items())}
+    return {kind: dict(sorted(by_precision.items())) for kind, by_precision in sorted(counts.items())}

@@ -78,7 +78,8 @@ def test_runtime_of_four_additions_builds_validates_and_is_measured(
     validation = report_of(extended, "validate")
     assert validation["status"] == "built" and validation["num_images"] == 6
     run(extended, "tasks", f"benchmark.{ADDRESS}", f"engine={engine}", f"reference={engine}")
-    assert report_of(extended, "benchmark")["latency_ms_p50"] > 0
+    measured = report_of(extended, "benchmark")
+    assert (measured["status"], measured["engine_sha256"]) == ("built", report["engine_sha256"])
 
 
 def test_new_runtime_is_in_the_keys_of_stages_and_in_the_choices(extended: Workspace) -> None:
@@ -93,7 +94,7 @@ def test_new_runtime_is_in_the_keys_of_stages_and_in_the_choices(extended: Works
     target = extended.path / TARGET
     target.write_text(target.read_text().replace("runtime: reference", "runtime: imaginary"))
     done = extended.run(
-        "python", "-m", "flows.params", "target=[cpu_reference]", PYTHONPATH=str(extended.path)
+        "python", "-m", "flows.params", "target=[cpu_torch,cpu_reference]", PYTHONPATH=str(extended.path)
     )
     known = "reference, torch, onnxruntime, openvino, tensorrt, aotinductor"
     assert done.returncode == 1 and f"runtime is 'imaginary', expected one of {known}" in done.stderr
