@@ -60,7 +60,7 @@ class EngineBuild:
     precision_note: str
     """What contradicts the declared precision; empty if nothing does."""
     agreement_db: float | None
-    """Signal-to-noise of the engine's logits on drawn images, against the unoptimised graph, or against the float32
+    """Signal-to-noise of the engine's logits on probe images, against the unoptimised graph, or against the float32
     network on the CPU where the runtime reads checkpoints; None without engine."""
     executed: ExecutedLayers | None
     """What the layers of the engine come to, engine/layers.csv shows them one by one; None for torch and

@@ -21,9 +21,9 @@ class Gpu:
     """A GPU as the driver describes it."""
 
     name: str
-    """Such as "NVIDIA H200"."""
+    """Name, such as "NVIDIA H200"."""
     compute_capability: str
-    """Such as "9.0", also written sm_90."""
+    """Compute capability, such as "9.0", also written sm_90."""
 
 
 def find_gpus() -> tuple[Gpu, ...]:

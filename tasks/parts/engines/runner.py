@@ -23,7 +23,7 @@ class RunnerDescription:
     provider: str
     num_threads: int
     options: dict[str, str | int | bool]
-    """What was on that changes the time, by the runtime's own names."""
+    """Switches that change the time, by the runtime's own names."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DeviceTimes:
     total_ms: list[float]
     """From the copy of the images to the copy of the logits."""
     compute_ms: list[float]
-    """Kernels alone; of other inferences than `total_ms`."""
+    """Kernels alone, in other inferences than those of `total_ms`."""
 
 
 @dataclass(frozen=True)
