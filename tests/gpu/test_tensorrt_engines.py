@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from tests.tasks.parts.test_bundle import infer
+from tests.tasks.parts.selection.test_bundle import infer
 
 from tasks.benchmark import benchmark
 from tasks.build_engine import Report, build_engine
@@ -137,9 +137,9 @@ def test_execution_contexts_work_at_the_same_time(
         images_NCHW = np.repeat(draw_probe_images(runner.manifest.card), 2, axis=0)[:3]
         expected = [runner.infer(image[None]) for image in images_NCHW]
 
-        def drive(lane: Runner, image_CHW: FloatArray) -> list[FloatArray]:
-            with lane:
-                return [lane.run(image_CHW[None]).copy() for _ in range(20)]
+        def drive(member: Runner, image_CHW: FloatArray) -> list[FloatArray]:
+            with member:
+                return [member.run(image_CHW[None]).copy() for _ in range(20)]
 
         with ThreadPoolExecutor(3) as pool:
             found = list(pool.map(drive, runner.open_concurrent(3), images_NCHW))

@@ -60,7 +60,7 @@ class Target:
     """A build fails if the engine's logits keep less signal-to-noise (dB) against the unoptimised graph, or
     against the float32 network on the CPU where the runtime reads checkpoints."""
     min_agreement_int8_db: Annotated[float, AtLeast(0)]
-    """Least signal-to-noise (dB) of engines of Q/DQ graphs; two right ones differ by about the noise of quantization."""
+    """Least signal-to-noise (dB) of engines of Q/DQ graphs; two right ones differ by the noise of quantization."""
     work_pool: Annotated[str, Matches(r"(?s).+", "the name of a work pool")]
     """Where the engines of this target are built and measured."""
     tensorrt: TensorrtOptions | None
