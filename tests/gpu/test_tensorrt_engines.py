@@ -12,7 +12,6 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from tests.tasks.parts.selection.test_bundle import infer
 
 from tasks.benchmark import benchmark
 from tasks.build_engine import Report, build_engine
@@ -27,6 +26,7 @@ from tasks.parts.engines.runner import Runner
 from tasks.parts.engines.target import Target
 from tasks.parts.selection.bundle import write_bundle
 from tests.tasks.conftest import Workshop
+from tests.tasks.parts.selection.test_bundle import infer
 from tests.tasks.test_benchmark import CONFIG
 
 _HAS_TENSORRT = all(importlib.util.find_spec(name) for name in ("tensorrt", "pycuda"))

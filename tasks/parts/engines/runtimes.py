@@ -49,38 +49,19 @@ class Runtime(StrEnum):
         member._value_, member.traits = name, traits
         return member
 
-    torch = (
-        "torch",
-        RuntimeTraits((CPU, CUDA), tuple(Precision), distributions=("torch",), reads_checkpoints=True),
-    )
+    torch = "torch", RuntimeTraits((CPU, CUDA), tuple(Precision), ("torch",), reads_checkpoints=True)
     onnxruntime = (
         "onnxruntime",
-        RuntimeTraits(
-            (CPU, CUDA),
-            (Precision.f32,),
-            distributions=("onnxruntime", "onnxruntime-gpu"),
-            plans="optional",
-        ),
+        RuntimeTraits((CPU, CUDA), (Precision.f32,), ("onnxruntime", "onnxruntime-gpu"), plans="optional"),
     )
     openvino = (
         "openvino",
-        RuntimeTraits(
-            (CPU,), (Precision.f32, Precision.bf16), distributions=("openvino",), is_native_code=True
-        ),
+        RuntimeTraits((CPU,), (Precision.f32, Precision.bf16), ("openvino",), is_native_code=True),
     )
-    tensorrt = (
-        "tensorrt",
-        RuntimeTraits((CUDA,), (Precision.f32,), distributions=("tensorrt",), plans="required"),
-    )
+    tensorrt = "tensorrt", RuntimeTraits((CUDA,), (Precision.f32,), ("tensorrt",), plans="required")
     aotinductor = (
         "aotinductor",
-        RuntimeTraits(
-            (CPU, CUDA),
-            tuple(Precision),
-            distributions=("torch",),
-            reads_checkpoints=True,
-            is_native_code=True,
-        ),
+        RuntimeTraits((CPU, CUDA), tuple(Precision), ("torch",), reads_checkpoints=True, is_native_code=True),
     )
 
 

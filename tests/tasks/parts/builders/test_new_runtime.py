@@ -14,10 +14,8 @@ from tests.tasks.conftest import Workshop
 PARTS = Path("tasks/parts")
 TABLE = PARTS / "engines/runtimes.py"
 TARGET = Path("conf/target/cpu_reference.yaml")
-ENTRY = """\
-    reference = "reference", RuntimeTraits((CPU,), (Precision.f32,), distributions=("onnx",))
-    torch = (
-"""
+ENTRY = '    reference = "reference", RuntimeTraits((CPU,), (Precision.f32,), ("onnx",))\n'
+FIRST_ENTRY = '    torch = "torch", '
 ADDED = {
     PARTS / "engines/reference/__init__.py",
     PARTS / "engines/reference/runner.py",
@@ -38,8 +36,8 @@ def extended(workspace: Workspace) -> Workspace:
     shutil.copyfile(sources / "builder.py", workspace.path / PARTS / "builders/reference.py")
     table = workspace.path / TABLE
     text = table.read_text()
-    assert text.count("    torch = (\n") == 1
-    table.write_text(text.replace("    torch = (\n", ENTRY))
+    assert text.count(FIRST_ENTRY) == 1
+    table.write_text(text.replace(FIRST_ENTRY, ENTRY + FIRST_ENTRY))
     target = (REPOSITORY / "conf/target/cpu_onnxruntime.yaml").read_text()
     target = target.replace("cpu_onnxruntime", "cpu_reference").replace(
         "runtime: onnxruntime", "runtime: reference"
