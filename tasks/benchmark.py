@@ -31,7 +31,7 @@ from tasks.parts.measuring.machine_state import (
 
 if TYPE_CHECKING:
     from tasks.parts.engines.manifest import EngineManifest
-    from tasks.parts.measuring.engine_process import BurstProcess, Memory
+    from tasks.parts.measuring.engine_process import EngineProcess, Memory
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ def _measure(
     )
 
 
-def _warm_up(cfg: Config, processes: dict[str, "BurstProcess"], batch: int) -> "Memory":
+def _warm_up(cfg: Config, processes: dict[str, "EngineProcess"], batch: int) -> "Memory":
     """Warm every process up, and return the memory of the engine's."""
     used = {
         name: process.warm_up(batch, seconds=cfg.warm_up_ms / 1000) for name, process in processes.items()
@@ -254,7 +254,7 @@ def _warm_up(cfg: Config, processes: dict[str, "BurstProcess"], batch: int) -> "
 
 
 def _measure_batch(
-    cfg: Config, processes: dict[str, "BurstProcess"], batch: int, budget_s: float
+    cfg: Config, processes: dict[str, "EngineProcess"], batch: int, budget_s: float
 ) -> tuple[BatchLatency, list[Round]]:
     """Measure, and at batch 1 once again if the A/A control says that the measurement is void."""
     for num_repeats in (0, 1) if batch == 1 else (0,):
@@ -274,7 +274,7 @@ def _measure_batch(
 
 
 def _run_rounds(
-    cfg: Config, processes: dict[str, "BurstProcess"], batch: int, budget_s: float, *, seed: int
+    cfg: Config, processes: dict[str, "EngineProcess"], batch: int, budget_s: float, *, seed: int
 ) -> list[Round]:
     from tasks.parts.measuring.engine_process import run_round
 
@@ -294,7 +294,7 @@ def _is_over(cfg: Config, rounds: list[Round], share_of_budget: float) -> bool:
     return share_of_budget >= 1 or cfg.windows.are_stable(rounds)
 
 
-def _measure_load(cfg: Config, process: "BurstProcess", concurrency: int) -> Throughput:
+def _measure_load(cfg: Config, process: "EngineProcess", concurrency: int) -> Throughput:
     seconds = cfg.throughput_s / _LOAD_WINDOWS
     load = process.load(1, concurrency=concurrency, seconds=seconds, num_windows=_LOAD_WINDOWS)
     return Throughput(

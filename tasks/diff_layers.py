@@ -55,8 +55,8 @@ class BisectionConfig:
 
     enabled: bool
     """Whether to search at all: many passes over the validation images, for Q/DQ graphs only."""
-    max_miou_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
-    """Largest share of the float graph's mIoU that may be lost where it counts as recovered."""
+    max_score_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
+    """Largest share of the float graph's score that may be lost where it counts as recovered."""
     num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
     """Validation images that graphs are judged on."""
     batch_size: Annotated[int, AtLeast(1)]
@@ -125,7 +125,7 @@ def diff_layers(
     from tasks.parts.engines.manifest import read_engine_manifest
     from tasks.parts.layer_diff.comparison import compare
     from tasks.parts.layer_diff.plot import plot_growth
-    from tasks.parts.layer_diff.table import find_guilty, list_layers, write_layers
+    from tasks.parts.layer_diff.table import find_suspects, list_layers, write_layers
     from tasks.parts.onnx_graphs.graph import read_graph
 
     manifest = read_engine_manifest(engine)
@@ -140,7 +140,7 @@ def diff_layers(
     images_NCHW = _read_images(cfg, manifest, data)
     comparison = compare(manifest, engine, model, graph, images_NCHW)
     layers = list_layers(graph, comparison.compared)
-    first_collapse, largest_own_drop = find_guilty(layers, collapse_db=cfg.collapse_db)
+    first_collapse, largest_own_drop = find_suspects(layers, collapse_db=cfg.collapse_db)
     write_layers(out / "layers.csv", layers)
     plot_growth(
         out / "layers.png",
@@ -264,6 +264,6 @@ def _bisect(
     tensor_of = {node.name: node.output[0] for node in graph.graph.node}
     ranked = sorted(quantized_nodes(variant, graph), key=lambda node: comparison.own_sqnr_db(tensor_of[node]))
     judge = open_judge(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
-    bisection, trials = bisect(variant, graph, ranked, judge, max_miou_rel_loss=cfg.max_miou_rel_loss)
+    bisection, trials = bisect(variant, graph, ranked, judge, max_score_rel_loss=cfg.max_score_rel_loss)
     write_table(out / "bisection.csv", trials)
     return bisection

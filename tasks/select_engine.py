@@ -25,21 +25,21 @@ from tasks.parts.selection.engine_row import EngineRow, Verdict, rungs
 from tasks.parts.selection.race import Race, read_race
 
 if TYPE_CHECKING:
-    from tasks.parts.selection.stage_reports import EvidenceFolders
+    from tasks.parts.selection.stage_reports import StageFolders
 
 logger = logging.getLogger(__name__)
 
 _SCALARS = (
     "miou",
     "top1",
-    "miou_rel_loss",
+    "score_rel_loss",
     "pixel_accuracy",
     "latency_ms_p50",
     "latency_ms_p90",
     "latency_ms_p99",
     "throughput_per_s",
     "throughput_per_s_batched",
-    "speedup_vs_eager",
+    "speedup_vs_reference",
     "speedup_low",
     "speedup_high",
     "aa_ratio_spread",
@@ -71,7 +71,7 @@ class Config:
 
     float_reference: EngineName
     """The engine whose score (mIoU, or top-1 accuracy) counts as 100 %. It must be in ``engines``."""
-    max_miou_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
+    max_score_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
     """Share of the reference's score that an accepted engine may lose."""
     ladder: Annotated[list[str], MinItems(1), Distinct(), "the float start first"]
     """Variants from the float start to the last rung of compression. On each target a rung must be faster than the
@@ -120,8 +120,8 @@ class Pick:
     """None for classification."""
     top1: float | None
     """None for segmentation."""
-    miou_rel_loss: float
-    speedup_vs_eager: float
+    score_rel_loss: float
+    speedup_vs_reference: float
     engine_sha256: str
 
 
@@ -163,10 +163,10 @@ def select_engine(
     from tasks.parts.selection.markdown import render_markdown
     from tasks.parts.selection.page import render_page
     from tasks.parts.selection.plots import draw_pareto
-    from tasks.parts.selection.stage_reports import EvidenceFolders, engine_file, read_row
+    from tasks.parts.selection.stage_reports import StageFolders, engine_file, read_row
 
     logger.info("select_engine: %d engines from %s", len(cfg.engines), builds)
-    folders = EvidenceFolders(builds, validations, benchmarks, diffs)
+    folders = StageFolders(builds, validations, benchmarks, diffs)
     targets = dict.fromkeys(engine.target for engine in cfg.engines)
     rows = judge_all(
         cfg,
@@ -184,7 +184,7 @@ def select_engine(
         metric=reference.metric,
         reference_score=reference_score,
         speed_reference=_speed_reference(cfg, reference),
-        max_miou_rel_loss=cfg.max_miou_rel_loss,
+        max_score_rel_loss=cfg.max_score_rel_loss,
     )
     _write_json(out / "engines.json", [_row_json(row) for row in rows])
     _write_json(out / "picks.json", {row.target: _row_json(row) for row in rows if row.picked})
@@ -253,14 +253,14 @@ def _judge(
     """Apply the gates in order; the first that fails gives the verdict. `below` is the accepted rung to beat."""
     if row.verdict in (Verdict.SKIPPED, Verdict.BUILD_FAILED):
         return row
-    if row.score is None or row.latency_ms_p50 is None or row.speedup_vs_eager is None:
+    if row.score is None or row.latency_ms_p50 is None or row.speedup_vs_reference is None:
         raise ArtifactError(
             f"{row.name} was built, but has no score or no latency. Run it again: "
             f"dvc repro validate@{row.name} benchmark@{row.name}."
         )
     reference_score, eager = _reference_score(reference), _speed_reference(cfg, reference)
     loss = 1 - row.score / reference_score
-    row = dataclasses.replace(row, miou_rel_loss=loss)
+    row = dataclasses.replace(row, score_rel_loss=loss)
     accuracy = (
         f"{row.metric} {row.score:.4f}, {_loss_text(loss)} "
         f"{cfg.float_reference.variant} ({reference_score:.4f})"
@@ -274,11 +274,11 @@ def _judge(
             f"(select_engine.min_int8_macs_share {cfg.min_int8_macs_share:g} of them)"
         )
         return _with(row, Verdict.PRECISION_MISMATCH, reason, accuracy)
-    if loss > cfg.max_miou_rel_loss:
+    if loss > cfg.max_score_rel_loss:
         return _with(
             row,
             Verdict.TOO_LOSSY,
-            f"{accuracy}, allowed are {100 * cfg.max_miou_rel_loss:g} %",
+            f"{accuracy}, allowed are {100 * cfg.max_score_rel_loss:g} %",
             _speed(row, eager),
         )
     if below is not None and race is not None:
@@ -314,7 +314,7 @@ def _loss_text(loss: float) -> str:
 
 
 def _speed(row: EngineRow, reference: str) -> str:
-    return f"p50 {row.latency_ms_p50:.3g} ms, {row.speedup_vs_eager:.3g}x the speed of {reference}"
+    return f"p50 {row.latency_ms_p50:.3g} ms, {row.speedup_vs_reference:.3g}x the speed of {reference}"
 
 
 def _speed_reference(cfg: Config, reference: EngineRow) -> str:
@@ -393,8 +393,8 @@ def _report(rows: Sequence[EngineRow], without_pick: dict[str, str]) -> Report:
 
 
 def _pick(row: EngineRow) -> Pick:
-    assert row.latency_ms_p50 is not None and row.miou_rel_loss is not None
-    assert row.speedup_vs_eager is not None and row.engine_sha256 is not None
+    assert row.latency_ms_p50 is not None and row.score_rel_loss is not None
+    assert row.speedup_vs_reference is not None and row.engine_sha256 is not None
     return Pick(
         variant=row.variant,
         target=row.target,
@@ -402,8 +402,8 @@ def _pick(row: EngineRow) -> Pick:
         metric=row.metric,
         miou=row.miou,
         top1=row.top1,
-        miou_rel_loss=row.miou_rel_loss,
-        speedup_vs_eager=row.speedup_vs_eager,
+        score_rel_loss=row.score_rel_loss,
+        speedup_vs_reference=row.speedup_vs_reference,
         engine_sha256=row.engine_sha256,
     )
 
@@ -411,7 +411,7 @@ def _pick(row: EngineRow) -> Pick:
 def _track(
     cfg: Config,
     data: DataSet,
-    folders: "EvidenceFolders",
+    folders: "StageFolders",
     report: Report,
     rows: Sequence[EngineRow],
     out: Path,
@@ -444,7 +444,7 @@ def _track(
     return f"{tracked.experiment_id}/runs/{tracked.parent_run_id}"
 
 
-def _record(folders: "EvidenceFolders", row: EngineRow, data: DataSet, companions: Path) -> RunRecord:
+def _record(folders: "StageFolders", row: EngineRow, data: DataSet, companions: Path) -> RunRecord:
     from tasks.parts.selection.bundle import write_companions
     from tasks.parts.selection.stage_reports import engine_file, evidence_files, stage_keys
 

@@ -16,11 +16,11 @@ from tasks.benchmark import Config, benchmark
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError
 from tasks.parts.engines.manifest import LAYERS_FILE, read_engine_manifest
-from tasks.parts.measuring import engine_process as burst_process
+from tasks.parts.measuring import engine_process
 from tasks.parts.measuring.batch_latency import Windows
-from tasks.parts.measuring.engine_process import BurstProcess
+from tasks.parts.measuring.engine_process import EngineProcess
 
-REPOSITORY = Path(burst_process.__file__).resolve().parents[3]
+REPOSITORY = Path(engine_process.__file__).resolve().parents[3]
 CONFIG = Config(
     seed=0,
     batch_sizes=[4],
@@ -194,7 +194,7 @@ def test_changed_engine_is_refused_in_its_process(workshop, tmp_path, reference)
 
 def test_death_of_the_engine_s_process_is_a_typed_error(workshop):
     engine = workshop.engine("float", "cpu_onnxruntime")
-    with BurstProcess(engine, num_threads=1, timeout_s=60) as process:
+    with EngineProcess(engine, num_threads=1, timeout_s=60) as process:
         process.wait_until_loaded()
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(ArtifactError, match=r"the process that ran it died \(killed by SIGKILL\)"):
@@ -203,7 +203,7 @@ def test_death_of_the_engine_s_process_is_a_typed_error(workshop):
 
 def test_lane_that_fails_ends_the_others(workshop):
     engine = workshop.engine("float", "cpu_openvino")  # compiled for batches up to 4
-    with BurstProcess(engine, num_threads=1, timeout_s=60) as process:
+    with EngineProcess(engine, num_threads=1, timeout_s=60) as process:
         process.wait_until_loaded()
         with pytest.raises(ArtifactError, match=r"the process that ran it died \(exit code 1\)"):
             process.load(5, concurrency=3, seconds=0.01, num_windows=3)
@@ -211,7 +211,7 @@ def test_lane_that_fails_ends_the_others(workshop):
 
 def test_silent_process_is_given_up(workshop):
     engine = workshop.engine("float", "cpu_onnxruntime")
-    with BurstProcess(engine, num_threads=1, timeout_s=60) as process:
+    with EngineProcess(engine, num_threads=1, timeout_s=60) as process:
         process.wait_until_loaded()
         process._timeout_s = 0.2
         os.kill(process.pid, signal.SIGSTOP)
@@ -221,7 +221,7 @@ def test_silent_process_is_given_up(workshop):
 
 
 def test_engine_process_ends_with_the_block(workshop):
-    with BurstProcess(workshop.engine("float", "cpu_onnxruntime"), num_threads=1, timeout_s=60) as process:
+    with EngineProcess(workshop.engine("float", "cpu_onnxruntime"), num_threads=1, timeout_s=60) as process:
         process.wait_until_loaded()
     assert not psutil.pid_exists(process.pid)
 
@@ -230,8 +230,8 @@ def test_engine_process_ends_with_the_block(workshop):
 def test_engine_process_dies_with_its_killed_parent(workshop):
     program = (
         "import sys, time; from pathlib import Path\n"
-        "from tasks.parts.measuring.engine_process import BurstProcess\n"
-        "process = BurstProcess(Path(sys.argv[1]), num_threads=1, timeout_s=60)\n"
+        "from tasks.parts.measuring.engine_process import EngineProcess\n"
+        "process = EngineProcess(Path(sys.argv[1]), num_threads=1, timeout_s=60)\n"
         "process.wait_until_loaded(); print(process.pid, flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", program, str(workshop.engine("float", "cpu_onnxruntime"))]

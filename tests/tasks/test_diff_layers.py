@@ -11,11 +11,11 @@ from onnx import numpy_helper
 from tasks.build_engine import build_engine
 from tasks.diff_layers import BisectionConfig, Config, diff_layers
 from tasks.parts.engines.manifest import read_engine_manifest, write_engine_manifest
-from tasks.parts.layer_diff.table import Compared, Difference, find_guilty, list_layers
+from tasks.parts.layer_diff.table import Compared, Difference, find_suspects, list_layers
 from tasks.parts.onnx_graphs.graph import read_graph
 from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB
 
-NO_BISECTION = BisectionConfig(enabled=False, max_miou_rel_loss=0.0, num_val_images=0, batch_size=4)
+NO_BISECTION = BisectionConfig(enabled=False, max_score_rel_loss=0.0, num_val_images=0, batch_size=4)
 CONFIG = Config(split="calibration", num_images=2, collapse_db=10.0, bisection=NO_BISECTION)
 
 
@@ -149,7 +149,7 @@ def test_noise_that_was_there_before_is_not_a_layer_s_own(workshop):
     for index, name in enumerate([*names, graph.graph.output[0].name]):
         found = Difference(MAX_SQNR_DB if index < 2 else 7.0, 1.0, 0.1, 1.0)
         compared[name] = Compared(engine=found, variant=None, runtime=None, own_sqnr_db=None)
-    first, worst = find_guilty(list_layers(graph, compared), collapse_db=10.0)
+    first, worst = find_suspects(list_layers(graph, compared), collapse_db=10.0)
     assert first is not None and worst is not None
     assert first.tensor == worst.tensor == names[2]
 
@@ -161,7 +161,7 @@ def test_measured_own_noise_counts_more_than_the_rise_of_the_noise(workshop):
     for index, name in enumerate([*names, graph.graph.output[0].name]):
         found = Difference(7.0, 1.0, 0.1, 1.0)
         compared[name] = Compared(found, found, found, own_sqnr_db=20.0 if index == 4 else 40.0)
-    _, worst = find_guilty(list_layers(graph, compared), collapse_db=10.0)
+    _, worst = find_suspects(list_layers(graph, compared), collapse_db=10.0)
     assert worst is not None and worst.tensor == names[4]
 
 
@@ -171,7 +171,7 @@ def test_bisection_names_the_layer_that_has_to_run_in_float(unbalanced, workshop
     build_engine(
         workshop.target("cpu_onnxruntime", min_agreement_int8_db=0.0), model=model, out=tmp_path / "build"
     )
-    config = replace(CONFIG, bisection=replace(NO_BISECTION, enabled=True, max_miou_rel_loss=0.35))
+    config = replace(CONFIG, bisection=replace(NO_BISECTION, enabled=True, max_score_rel_loss=0.35))
     report = diff_layers(
         config,
         engine=tmp_path / "build" / "engine",

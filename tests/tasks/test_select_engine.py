@@ -253,7 +253,7 @@ def artifacts(tmp_path: Path) -> Artifacts:
 def config_for(artifacts: Artifacts, **changes: Any) -> Config:
     config = Config(
         float_reference=REFERENCE,
-        max_miou_rel_loss=0.02,
+        max_score_rel_loss=0.02,
         ladder=LADDER,
         min_int8_macs_share=0.5,
         min_speedup_factor=1.02,
@@ -294,14 +294,14 @@ def test_a_relative_loss_over_the_gate_is_too_lossy_and_the_reason_has_the_numbe
 
     row = rows["pruned_ptq-cpu_onnxruntime"]
     assert row["verdict"] == "TOO_LOSSY"
-    assert row["miou_rel_loss"] == pytest.approx(1 - 0.510 / 0.540)
+    assert row["score_rel_loss"] == pytest.approx(1 - 0.510 / 0.540)
     for number in ("0.5100", "5.56 %", "0.5400", "2 %"):
         assert number in row["reason"]
 
 
 def test_a_loss_of_exactly_the_gate_passes(artifacts, tmp_path) -> None:
     loss = 1 - 0.510 / 0.540
-    _, rows = run(artifacts, tmp_path / "out", max_miou_rel_loss=loss)
+    _, rows = run(artifacts, tmp_path / "out", max_score_rel_loss=loss)
     assert rows["pruned_ptq-cpu_onnxruntime"]["verdict"] == "ACCEPT"
 
 
@@ -346,7 +346,7 @@ def test_the_report_draws_the_ladder_of_each_target_and_says_where_it_ends(artif
     assert "cpu_onnxruntime: pruned_qat is the last rung that is accepted." in ladder
     assert "artifacts/check_int8/checklist.md" in ladder  # pruned_ptq is too lossy
     assert "cpu_torch: No compression is worth it" in ladder
-    run(artifacts, tmp_path / "strict", max_miou_rel_loss=0.0)
+    run(artifacts, tmp_path / "strict", max_score_rel_loss=0.0)
     ladder = (tmp_path / "strict" / "report.md").read_text(encoding="utf-8")
     assert (
         "cpu_onnxruntime: No reduced precision is acceptable for this model on this target: distilled stays."
@@ -485,7 +485,7 @@ def test_without_an_engine_numbers_are_null_and_the_reason_is_kept(
     assert "cpu_openvino_bf16" not in json.loads((tmp_path / "out" / "picks.json").read_text())
 
 
-def test_guilty_layers_are_named_in_both_reports_with_their_own_noise(artifacts, tmp_path) -> None:
+def test_suspect_layers_are_named_in_both_reports_with_their_own_noise(artifacts, tmp_path) -> None:
     run(artifacts, tmp_path / "out")
     text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert "| first collapse | 7.5 | 21.2 | node_conv_3 | head.conv | tasks/x.py:12 |" in text
@@ -741,9 +741,9 @@ def test_an_engine_file_changed_after_it_was_measured_is_not_handed_out(artifact
         ({"engines": []}, "engines is empty"),
         ({"engines": [REFERENCE, REFERENCE]}, "engines repeats distilled-cpu_torch"),
         ({"float_reference": EngineName("distilled", "gpu")}, "float_reference is distilled-gpu"),
-        ({"max_miou_rel_loss": 1.0}, "max_miou_rel_loss is 1.0"),
-        ({"max_miou_rel_loss": -0.1}, "max_miou_rel_loss is -0.1"),
-        ({"max_miou_rel_loss": float("nan")}, "max_miou_rel_loss is nan"),
+        ({"max_score_rel_loss": 1.0}, "max_score_rel_loss is 1.0"),
+        ({"max_score_rel_loss": -0.1}, "max_score_rel_loss is -0.1"),
+        ({"max_score_rel_loss": float("nan")}, "max_score_rel_loss is nan"),
         ({"min_speedup_factor": 0.5}, "min_speedup_factor is 0.5"),
         ({"min_int8_macs_share": 1.1}, "min_int8_macs_share is 1.1"),
         ({"ladder": []}, "ladder is []"),
@@ -759,7 +759,7 @@ def test_the_default_values_in_conf_fit_the_config() -> None:
     section = yaml.safe_load(Path("conf/select_engine/default.yaml").read_text(encoding="utf-8"))
     section["engines"] = [{"variant": "distilled", "target": "cpu_torch"}]
     config = typed_config(Config, section, "select_engine")
-    assert config.max_miou_rel_loss == 0.02
+    assert config.max_score_rel_loss == 0.02
     assert config.float_reference == REFERENCE
     assert config.tracking.uri == "sqlite:///mlflow.db"
 

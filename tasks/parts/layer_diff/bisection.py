@@ -64,12 +64,12 @@ def bisect(
     ranked: Sequence[str],
     judge: "Judge",
     *,
-    max_miou_rel_loss: float,
+    max_score_rel_loss: float,
 ) -> tuple[Bisection, list[Trial]]:
     """Search among the nodes `ranked`, noisiest first, of a Q/DQ graph of the float graph `graph`."""
     from tasks.parts.onnx_graphs.graph import node_sources
 
-    target_score = judge.float_score * (1 - max_miou_rel_loss)
+    target_score = judge.float_score * (1 - max_score_rel_loss)
     known: dict[frozenset[str], Trial] = {}
 
     def attempt(nodes: Sequence[str]) -> Trial:

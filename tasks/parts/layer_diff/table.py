@@ -116,7 +116,7 @@ def _layer(
     )
 
 
-def find_guilty(layers: Sequence[Layer], *, collapse_db: float) -> tuple[Layer | None, Layer | None]:
+def find_suspects(layers: Sequence[Layer], *, collapse_db: float) -> tuple[Layer | None, Layer | None]:
     """Return the first layer below `collapse_db`, and the one that adds most noise itself.
 
     The second is measured with exact inputs where the variant is not the float graph; else by the rise of the noise.

@@ -17,11 +17,11 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class GuiltyLayer:
+class SuspectLayer:
     """A layer that differs from the float graph, with the way back to its source."""
 
     kind: str
-    """How it is guilty: the first to collapse, or the one with the largest own drop."""
+    """Why it is suspect: it is the first to collapse, or the one with the largest own drop."""
     node: str
     module: str
     source: str
@@ -56,7 +56,7 @@ class EngineRow:
     """None for classification."""
     top1: float | None
     """None for segmentation."""
-    miou_rel_loss: float | None
+    score_rel_loss: float | None
     """Share of the float reference's score that is lost; negative: better than the reference."""
     pixel_accuracy: float | None
     iou: dict[str, float | None]
@@ -68,7 +68,7 @@ class EngineRow:
     """Images per second at batch 1, like every number of time that names no batch."""
     throughput_per_s_batched: float | None
     """Images per second at the largest of benchmark.batch_sizes that the engine takes."""
-    speedup_vs_eager: float | None
+    speedup_vs_reference: float | None
     """Over the reference engine, measured in pairs with it; eager PyTorch with model=trained."""
     speedup_low: float | None
     speedup_high: float | None
@@ -82,7 +82,7 @@ class EngineRow:
     """The file that accuracy and latency were measured on."""
     reference_sha256: str | None
     """The engine that the speed-up is over."""
-    guilty_layers: tuple[GuiltyLayer, ...]
+    suspect_layers: tuple[SuspectLayer, ...]
     conditions: dict[str, str]
     """How the latency was measured."""
 

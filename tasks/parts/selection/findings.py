@@ -39,12 +39,12 @@ class Findings:
     reference_score: float
     speed_reference: str
     """The engine that speed-ups are over."""
-    max_miou_rel_loss: float
+    max_score_rel_loss: float
 
     @property
     def gate(self) -> float:
         """The score that an accepted engine has at least."""
-        return self.reference_score * (1 - self.max_miou_rel_loss)
+        return self.reference_score * (1 - self.max_score_rel_loss)
 
     @property
     def targets(self) -> list[str]:
@@ -93,9 +93,14 @@ class Findings:
         old, new = self.row(before, target), self.row(after, target)
         if old is None or new is None:
             return None
-        if old.score is None or new.score is None or not old.speedup_vs_eager or not new.speedup_vs_eager:
+        if (
+            old.score is None
+            or new.score is None
+            or not old.speedup_vs_reference
+            or not new.speedup_vs_reference
+        ):
             return None
-        return Gain(new.score - old.score, new.speedup_vs_eager / old.speedup_vs_eager)
+        return Gain(new.score - old.score, new.speedup_vs_reference / old.speedup_vs_reference)
 
     def conditions(self) -> dict[str, dict[str, str]]:
         """Return target -> condition -> its value, or the range of values over the target's engines."""

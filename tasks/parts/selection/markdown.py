@@ -41,7 +41,7 @@ def render_markdown(findings: Findings) -> str:
 
 def _headline(findings: Findings) -> str:
     gate = (
-        f"An engine is accepted if it loses at most {100 * findings.max_miou_rel_loss:g} % of the "
+        f"An engine is accepted if it loses at most {100 * findings.max_score_rel_loss:g} % of the "
         f"{findings.metric} of {findings.reference} ({findings.reference_score:.4f}), so from {findings.gate:.4f} on."
     )
     if not findings.picks:
@@ -49,9 +49,9 @@ def _headline(findings: Findings) -> str:
     best = findings.picks[0]
     return (
         f"Best pick: **{best.variant} on {best.target}**, p50 {milliseconds(best.latency_ms_p50)} ms, "
-        f"{times(best.speedup_vs_eager)} the speed of {findings.speed_reference}, {findings.metric} "
+        f"{times(best.speedup_vs_reference)} the speed of {findings.speed_reference}, {findings.metric} "
         f"{number(best.score, '.4f')} "
-        f"({percent_change(best.miou_rel_loss)}). {gate}"
+        f"({percent_change(best.score_rel_loss)}). {gate}"
     )
 
 
@@ -61,9 +61,9 @@ def _picks(findings: Findings) -> str:
             row.target,
             row.variant,
             milliseconds(row.latency_ms_p50),
-            times(row.speedup_vs_eager),
+            times(row.speedup_vs_reference),
             number(row.score, ".4f"),
-            percent_change(row.miou_rel_loss),
+            percent_change(row.score_rel_loss),
             megabytes(row.size_bytes),
         ]
         for row in findings.picks
@@ -97,10 +97,10 @@ def _engines(findings: Findings) -> str:
             row.target,
             row.verdict,
             number(row.score, ".4f"),
-            percent_change(row.miou_rel_loss),
+            percent_change(row.score_rel_loss),
             milliseconds(row.latency_ms_p50),
             milliseconds(row.latency_ms_p99),
-            times(row.speedup_vs_eager),
+            times(row.speedup_vs_reference),
             megabytes(row.size_bytes),
             "yes" if row.pareto else "",
             row.reason,
@@ -115,9 +115,9 @@ def _ladders(findings: Findings) -> str:
         [
             row.target,
             row.variant,
-            percent_change(row.miou_rel_loss),
+            percent_change(row.score_rel_loss),
             milliseconds(row.latency_ms_p50),
-            times(row.speedup_vs_eager),
+            times(row.speedup_vs_reference),
             row.verdict,
             row.reason,
         ]
@@ -164,7 +164,7 @@ def _layers(findings: Findings) -> str:
             layer.source,
         ]
         for row in findings.ordered
-        for layer in row.guilty_layers
+        for layer in row.suspect_layers
     ]
     if not rows:
         return "None was named."

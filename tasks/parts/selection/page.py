@@ -70,7 +70,7 @@ def _inside_script(text: str) -> str:
 
 def _hero(findings: Findings) -> str:
     gate = (
-        f"Accepted is what loses at most {100 * findings.max_miou_rel_loss:g} % of the {escape(findings.metric)} of "
+        f"Accepted is what loses at most {100 * findings.max_score_rel_loss:g} % of the {escape(findings.metric)} of "
         f"{escape(findings.reference)} ({findings.reference_score:.4f}). {len(findings.rows)} engines, "
         f"{sum(row.verdict is Verdict.ACCEPT for row in findings.rows)} accepted."
     )
@@ -80,9 +80,9 @@ def _hero(findings: Findings) -> str:
     best = findings.picks[0]
     figures = (
         (f"{milliseconds(best.latency_ms_p50)} ms", "latency p50, batch 1"),
-        (times(best.speedup_vs_eager), f"the speed of {escape(findings.speed_reference)}"),
+        (times(best.speedup_vs_reference), f"the speed of {escape(findings.speed_reference)}"),
         (number(best.score, ".4f"), f"{escape(findings.metric)} on the test split"),
-        (percent_change(best.miou_rel_loss), "of it against the reference"),
+        (percent_change(best.score_rel_loss), "of it against the reference"),
         (f"{megabytes(best.size_bytes)} MB", "engine file"),
     )
     items = "".join(f"<li><b>{value}</b><span>{label}</span></li>" for value, label in figures)
@@ -98,9 +98,9 @@ def _picks(findings: Findings) -> str:
     cards = [
         f'<article class="pick"><h3>{_dot(dots[row.target])}{escape(row.target)}</h3>'
         f"<strong>{escape(row.variant)}</strong>"
-        f"<p>{milliseconds(row.latency_ms_p50)} ms, {times(row.speedup_vs_eager)} "
+        f"<p>{milliseconds(row.latency_ms_p50)} ms, {times(row.speedup_vs_reference)} "
         f"{escape(findings.speed_reference)}<br>"
-        f"{escape(findings.metric)} {number(row.score, '.4f')} ({percent_change(row.miou_rel_loss)})<br>"
+        f"{escape(findings.metric)} {number(row.score, '.4f')} ({percent_change(row.score_rel_loss)})<br>"
         f"{megabytes(row.size_bytes)} MB, {escape(row.precision)}</p></article>"
         for row in findings.picks
     ]
@@ -152,9 +152,9 @@ def _engine_line(row: EngineRow, colour: str) -> str:
         f'<td class="name" data-value="{escape(label)}">'
         f'<span class="chip {_CHIPS[row.verdict]}">{escape(label)}</span>'
         f"<small>{'on the front' if row.pareto else ''}</small></td>",
-        _number_cell(row.score, number(row.score, ".4f"), percent_change(row.miou_rel_loss)),
+        _number_cell(row.score, number(row.score, ".4f"), percent_change(row.score_rel_loss)),
         _number_cell(row.latency_ms_p50, milliseconds(row.latency_ms_p50), milliseconds(row.latency_ms_p99)),
-        _number_cell(row.speedup_vs_eager, times(row.speedup_vs_eager), interval),
+        _number_cell(row.speedup_vs_reference, times(row.speedup_vs_reference), interval),
         _number_cell(row.size_bytes, megabytes(row.size_bytes), row.precision),
         f'<td class="why">{escape(row.reason)}</td>',
     )
@@ -167,9 +167,9 @@ def _ladders(findings: Findings) -> str:
         for row in findings.rungs(target):
             label = row.verdict.lower().replace("_", " ")
             lines.append(
-                f'<tr>{_name_cell(row)}<td class="num">{percent_change(row.miou_rel_loss)}</td>'
+                f'<tr>{_name_cell(row)}<td class="num">{percent_change(row.score_rel_loss)}</td>'
                 f'<td class="num">{milliseconds(row.latency_ms_p50)}</td>'
-                f'<td class="num">{times(row.speedup_vs_eager)}</td>'
+                f'<td class="num">{times(row.speedup_vs_reference)}</td>'
                 f'<td class="name"><span class="chip {_CHIPS[row.verdict]}">{escape(label)}</span></td>'
                 f'<td class="why">{escape(row.reason)}</td></tr>'
             )
@@ -222,13 +222,13 @@ def _layers(findings: Findings) -> str:
         f'<td class="code">{escape(layer.node)}</td><td class="code">{escape(layer.module)}</td>'
         f'<td class="code">{escape(layer.source)}</td></tr>'
         for row in findings.ordered
-        for layer in row.guilty_layers
+        for layer in row.suspect_layers
     ]
     if not lines:
         return ""
     heads = ["Engine", "What", "SQNR dB", "Own dB", "Node", "Module", "Source"]
     text = "Where the engine leaves its float graph: the first layer to collapse, and the largest own drop."
-    return _section("Guilty layers", text, heads, [], lines)
+    return _section("Suspect layers", text, heads, [], lines)
 
 
 def _conditions(findings: Findings) -> str:
@@ -255,7 +255,7 @@ def _verdicts(findings: Findings) -> str:
         (Verdict.ACCEPT, "sound, accurate enough, and compression pays off"),
         (
             Verdict.TOO_LOSSY,
-            f"loses more than {100 * findings.max_miou_rel_loss:g} % of the reference's {escape(findings.metric)}",
+            f"loses more than {100 * findings.max_score_rel_loss:g} % of the reference's {escape(findings.metric)}",
         ),
         (
             Verdict.NOT_FASTER,

@@ -193,10 +193,10 @@ def _hover(row: EngineRow) -> str:
     lines = [
         f"<b>{escape(row.variant)}</b> on {escape(row.target)}" + (" (pick)" if row.picked else ""),
         f"{row.verdict}, {escape(row.precision)}",
-        f"{escape(row.metric)} {number(row.score, '.4f')} ({percent_change(row.miou_rel_loss)})",
+        f"{escape(row.metric)} {number(row.score, '.4f')} ({percent_change(row.score_rel_loss)})",
         f"p50 {milliseconds(row.latency_ms_p50)}, p90 {milliseconds(row.latency_ms_p90)}, p99 "
         f"{milliseconds(row.latency_ms_p99)} ms",
-        f"{times(row.speedup_vs_eager)} the reference ({times(row.speedup_low)} to {times(row.speedup_high)})",
+        f"{times(row.speedup_vs_reference)} the reference ({times(row.speedup_low)} to {times(row.speedup_high)})",
         f"{number(row.throughput_per_s, '.0f')} images/s, {number(row.throughput_per_s_batched, '.0f')} "
         "batched",
         f"{megabytes(row.size_bytes)} MB file, {number(row.memory_mib, '.0f')} MiB memory",

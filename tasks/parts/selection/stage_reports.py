@@ -13,7 +13,7 @@ from tasks.parts.engines.manifest import (
     read_engine_manifest,
     sha256_of,
 )
-from tasks.parts.selection.engine_row import EngineRow, GuiltyLayer, Verdict
+from tasks.parts.selection.engine_row import EngineRow, SuspectLayer, Verdict
 
 ENGINE_FOLDER = "engine"
 
@@ -23,7 +23,7 @@ _WITHOUT_ENGINE = {EngineStatus.skipped: Verdict.SKIPPED, EngineStatus.failed: V
 
 
 @dataclass(frozen=True)
-class EvidenceFolders:
+class StageFolders:
     """The folders of the four stages; below each lies ``<variant>/<target>``."""
 
     builds: Path
@@ -41,7 +41,7 @@ class EvidenceFolders:
         }
 
 
-def read_row(folders: EvidenceFolders, variant: str, target: str) -> EngineRow:
+def read_row(folders: StageFolders, variant: str, target: str) -> EngineRow:
     """Read the reports of one engine into a row that the gates have not judged yet.
 
     The verdict is what the build alone says: ACCEPT means only that a sound engine was built and measured.
@@ -71,7 +71,7 @@ def read_row(folders: EvidenceFolders, variant: str, target: str) -> EngineRow:
         metric=str(_field(validation, "metric", of["validate"])),
         miou=_number(validation, "miou", of["validate"]),
         top1=_number(validation, "top1", of["validate"]),
-        miou_rel_loss=None,
+        score_rel_loss=None,
         pixel_accuracy=_number(validation, "pixel_accuracy", of["validate"]),
         iou=_iou(validation, of["validate"]),
         latency_ms_p50=_number(benchmark, "latency_ms_p50", of["benchmark"]),
@@ -79,7 +79,7 @@ def read_row(folders: EvidenceFolders, variant: str, target: str) -> EngineRow:
         latency_ms_p99=_number(benchmark, "latency_ms_p99", of["benchmark"]),
         throughput_per_s=_number(benchmark, "throughput_per_s", of["benchmark"]),
         throughput_per_s_batched=_number(benchmark, "throughput_per_s_batched", of["benchmark"]),
-        speedup_vs_eager=_number(benchmark, "speedup_vs_reference", of["benchmark"]),
+        speedup_vs_reference=_number(benchmark, "speedup_vs_reference", of["benchmark"]),
         speedup_low=_number(benchmark, "speedup_vs_reference_low", of["benchmark"]),
         speedup_high=_number(benchmark, "speedup_vs_reference_high", of["benchmark"]),
         aa_ratio_spread=_number(benchmark, "aa_ratio_spread", of["benchmark"]),
@@ -88,12 +88,12 @@ def read_row(folders: EvidenceFolders, variant: str, target: str) -> EngineRow:
         size_bytes=manifest.size_bytes,
         engine_sha256=manifest.sha256,
         reference_sha256=str(_field(benchmark, "reference_sha256", of["benchmark"])),
-        guilty_layers=_guilty_layers(of["diff_layers"]),
+        suspect_layers=_suspect_layers(of["diff_layers"]),
         conditions=_conditions(benchmark),
     )
 
 
-def engine_file(folders: EvidenceFolders, row: EngineRow) -> Path:
+def engine_file(folders: StageFolders, row: EngineRow) -> Path:
     """Return the file of a built engine.
 
     Raises ArtifactError when its bytes are not the ones that were measured.
@@ -108,7 +108,7 @@ def engine_file(folders: EvidenceFolders, row: EngineRow) -> Path:
     return file
 
 
-def evidence_files(folders: EvidenceFolders, row: EngineRow) -> tuple[tuple[str, Path], ...]:
+def evidence_files(folders: StageFolders, row: EngineRow) -> tuple[tuple[str, Path], ...]:
     """Return (stage, file) of the manifest and of all that the measuring stages wrote for an engine."""
     of = folders.of(row.variant, row.target)
     found = [(ENGINE_FOLDER, of["build_engine"] / ENGINE_FOLDER / MANIFEST_FILE)]
@@ -118,7 +118,7 @@ def evidence_files(folders: EvidenceFolders, row: EngineRow) -> tuple[tuple[str,
     return tuple(found)
 
 
-def stage_keys(folders: EvidenceFolders, row: EngineRow) -> dict[str, str]:
+def stage_keys(folders: StageFolders, row: EngineRow) -> dict[str, str]:
     """Return the key under which each stage made its output for this engine, as far as recorded."""
     keys = {}
     for stage, folder in folders.of(row.variant, row.target).items():
@@ -141,7 +141,7 @@ def _row_without_engine(variant: str, target: str, manifest: EngineManifest) -> 
         metric="",
         miou=None,
         top1=None,
-        miou_rel_loss=None,
+        score_rel_loss=None,
         pixel_accuracy=None,
         iou={},
         latency_ms_p50=None,
@@ -149,7 +149,7 @@ def _row_without_engine(variant: str, target: str, manifest: EngineManifest) -> 
         latency_ms_p99=None,
         throughput_per_s=None,
         throughput_per_s_batched=None,
-        speedup_vs_eager=None,
+        speedup_vs_reference=None,
         speedup_low=None,
         speedup_high=None,
         aa_ratio_spread=None,
@@ -158,7 +158,7 @@ def _row_without_engine(variant: str, target: str, manifest: EngineManifest) -> 
         size_bytes=None,
         engine_sha256=None,
         reference_sha256=None,
-        guilty_layers=(),
+        suspect_layers=(),
         conditions={},
     )
 
@@ -190,7 +190,7 @@ def _precision(manifest: EngineManifest) -> str:
     return "+".join(sorted(used, key=lambda name: (-used[name], name))) or str(manifest.target.precision)
 
 
-def _guilty_layers(folder: Path) -> tuple[GuiltyLayer, ...]:
+def _suspect_layers(folder: Path) -> tuple[SuspectLayer, ...]:
     if not (folder / REPORT_FILE).is_file():
         return ()
     report = _read_report(folder)
@@ -199,7 +199,7 @@ def _guilty_layers(folder: Path) -> tuple[GuiltyLayer, ...]:
         layer = report.get(kind)
         if layer:
             found.append(
-                GuiltyLayer(
+                SuspectLayer(
                     kind=kind.replace("_", " "),
                     node=str(layer.get("node") or ""),
                     module=str(layer.get("module") or ""),
