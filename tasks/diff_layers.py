@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tasks.core.bounds import AtLeast, Between, LessThan
 from tasks.core.errors import TargetMismatch
 from tasks.parts.layer_diff.bisection import Bisection
-from tasks.parts.layer_diff.table import Layer
+from tasks.parts.layer_diff.report import DiffReport, LayerDifferences
 from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB
 
 if TYPE_CHECKING:
@@ -77,40 +77,7 @@ class Config:
     """How the layers are searched that have to run in float."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """The layers to look at first; None where there is no engine."""
-
-    status: str
-    """"built", or why there was nothing to compare: "skipped", "failed"."""
-    reason: str
-    engine_sha256: str
-    num_images: int
-    num_tensors: int
-    """Of the float graph, as far as they depend on the image."""
-    num_layers: int
-    """Of these tensors: compared one by one, the lines of layers.csv."""
-    num_fused: int
-    """Of these tensors: never shown by the engine, and judged with the layer that they are fused into."""
-    logits_sqnr_db: float | None
-    """Of the engine against the float graph."""
-    logits_cosine: float | None
-    variant_logits_sqnr_db: float | None
-    """Of the variant's graph against the float graph; None where it is the float graph."""
-    runtime_logits_sqnr_db: float | None
-    """Of the engine against the variant's graph; None where that is the float graph."""
-    worst_sqnr_db: float | None
-    first_collapse: Layer | None
-    """First layer in graph order below diff_layers.collapse_db; None if none is."""
-    largest_own_drop: Layer | None
-    """Layer that adds most noise relative to its signal, fed exact inputs where the variant is not the float graph;
-    None if none adds any."""
-    marking: str
-    """What reading the layers changes about the engine."""
-    marked_agreement_db: float | None
-    """SQNR of the logits of the engine file against those of the run with marked layers."""
-    bisection: Bisection | None
-    """Which layers have to run in float; None unless asked for, and of a graph without Q/DQ."""
+Report = DiffReport
 
 
 def diff_layers(
@@ -162,10 +129,7 @@ def diff_layers(
         comparison.num_fused,
         logits.sqnr_db,
     )
-    return Report(
-        status=manifest.status,
-        reason="",
-        engine_sha256=manifest.sha256,
+    differences = LayerDifferences(
         num_images=len(images_NCHW),
         num_tensors=comparison.match.num_tensors,
         num_layers=len(layers),
@@ -181,6 +145,7 @@ def diff_layers(
         marked_agreement_db=agreement_db,
         bisection=bisection,
     )
+    return Report(manifest.status, "", manifest.sha256, differences)
 
 
 def _obstacle(manifest: "EngineManifest") -> str:
@@ -203,25 +168,7 @@ def _obstacle(manifest: "EngineManifest") -> str:
 
 def _report_without_layers(engine: Path, status: str, reason: str) -> Report:
     logger.warning("diff_layers: %s is not compared: %s", engine, reason)
-    return Report(
-        status=status,
-        reason=reason,
-        engine_sha256="",
-        num_images=0,
-        num_tensors=0,
-        num_layers=0,
-        num_fused=0,
-        logits_sqnr_db=None,
-        logits_cosine=None,
-        variant_logits_sqnr_db=None,
-        runtime_logits_sqnr_db=None,
-        worst_sqnr_db=None,
-        first_collapse=None,
-        largest_own_drop=None,
-        marking="",
-        marked_agreement_db=None,
-        bisection=None,
-    )
+    return Report(status, reason, "", None)
 
 
 def _read_images(cfg: Config, manifest: "EngineManifest", data: Path) -> "FloatArray":

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasks.core.reports import write_json
 from tasks.parts.engines import bundle_infer
 from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, read_engine_manifest, sha256_of
 from tasks.parts.engines.openvino.compile import compile_options
@@ -56,8 +57,8 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
         return []
     out.mkdir(parents=True)
     shutil.copyfile(bundle_infer.__file__, out / "infer.py")
-    _write_json(out / "model.json", describe_engine(manifest))
-    _write_json(out / "report.json", row)
+    write_json(out / "model.json", describe_engine(manifest))
+    write_json(out / "report.json", row)
     packages = [f"{_package(manifest)}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
     if manifest.target.runtime is Runtime.tensorrt:
         packages.append("pycuda")
@@ -197,7 +198,3 @@ def _triton_tensorrt(manifest: EngineManifest) -> list[str]:
 
 def _triton_parameter(key: str, value: int | str) -> str:
     return f'parameters [ {{ key: "{key}" value: {{ string_value: "{value}" }} }} ]'
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
