@@ -128,10 +128,10 @@ def _check_comparable(
             f"{reference}: the reference engine was {base.status} ({base.reason}); without it there is no "
             "speed-up. Mend its build first."
         )
-    found, expected = (manifest.card.height, manifest.card.width), (base.card.height, base.card.width)
-    if found != expected:
+    size, expected = (manifest.card.height, manifest.card.width), (base.card.height, base.card.width)
+    if size != expected:
         raise ArtifactError(
-            f"{engine}: takes images of {found}, the reference {reference} of {expected} (height, width). "
+            f"{engine}: takes images of {size}, the reference {reference} of {expected} (height, width). "
             "Build both from variants of the same data set."
         )
 
@@ -238,9 +238,9 @@ def _write_latencies(rounds: dict[int, list[Round]], path: Path) -> None:
         writer = csv.writer(file)
         writer.writerow(["batch", "round", "process", "latency_ms"])
         for batch, of_batch in rounds.items():
-            for number, one in enumerate(of_batch):
+            for number, bursts in enumerate(of_batch):
                 for name in (REFERENCE, ENGINE, CONTROL):
-                    writer.writerows([batch, number, name, f"{value:.5f}"] for value in getattr(one, name))
+                    writer.writerows([batch, number, name, f"{value:.5f}"] for value in getattr(bursts, name))
 
 
 def _write_layers(engine: Path, layers_ms: dict[str, float], out: Path) -> None:

@@ -104,7 +104,7 @@ def _race(cfg: Config, engines: Mapping[str, Path]) -> dict[str, list[list[float
             run_round(processes, 1, shuffler, burst_ms=cfg.burst_ms, min_calls=cfg.min_calls)
             for _ in range(cfg.num_rounds)
         ]
-    return {name: [one[name] for one in rounds] for name in starters}
+    return {name: [bursts[name] for bursts in rounds] for name in starters}
 
 
 def _ratio(faster: str, slower: str, factors: "Sequence[float]", seed: int) -> RungRatio:

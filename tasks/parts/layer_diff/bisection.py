@@ -48,10 +48,10 @@ class Bisection:
     """False: with all layers in float, too, the graph stays below the target; its weights are not the float ones."""
     float_score: float
     variant_score: float
-    """Of the Q/DQ graph as it is."""
+    """Score of the Q/DQ graph as it is."""
     target_score: float
     recovered_score: float
-    """With `layers` in float; where nothing recovers it, with all of them."""
+    """Score with `layers` in float; where nothing recovers it, with all of them."""
     num_quantized_layers: int
     num_trials: int
     layers: tuple[FloatLayer, ...]
@@ -87,7 +87,7 @@ def bisect(
         is_recovered = True
         chosen = minimal_set(ranked, lambda nodes: attempt(nodes).is_recovered)
     sources = node_sources(graph)
-    found = Bisection(
+    bisection = Bisection(
         is_recovered=is_recovered,
         float_score=judge.float_score,
         variant_score=before.score,
@@ -97,7 +97,7 @@ def bisect(
         num_trials=len(known),
         layers=tuple(FloatLayer(node, *sources.get(node, ("", ""))) for node in chosen),
     )
-    return found, list(known.values())
+    return bisection, list(known.values())
 
 
 def minimal_set(items: Sequence[str], holds: Callable[[Sequence[str]], bool]) -> list[str]:

@@ -56,7 +56,7 @@ class Load:
     calls_per_s: list[float]
     """Inferences per second of all lanes together, in each window."""
     latencies_ns: list[int]
-    """Of each inference, in all windows."""
+    """Latency of each inference, in all windows."""
 
 
 class EngineProcess:

@@ -72,7 +72,7 @@ def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
     batches, options = [[1, target.max_batch]], {}
     if target.tensorrt is not None:
         assert manifest.gpu is not None
-        batches = [[one.min, one.max] for one in target.tensorrt.profiles_for(target.max_batch)]
+        batches = [[profile.min, profile.max] for profile in target.tensorrt.profiles_for(target.max_batch)]
         options = {
             "gpu": dataclasses.asdict(manifest.gpu),
             "version_compatible": target.tensorrt.version_compatible,
@@ -191,7 +191,7 @@ def _triton_tensorrt(manifest: EngineManifest) -> list[str]:
     return [
         *lines,
         'platform: "tensorrt_plan"',
-        f"max_batch_size: {0 if manifest.card.max_batch else max(one.max for one in profiles)}",
+        f"max_batch_size: {0 if manifest.card.max_batch else max(profile.max for profile in profiles)}",
         f"instance_group [ {{ kind: KIND_GPU count: 1 profile: {names} }} ]",
     ]
 

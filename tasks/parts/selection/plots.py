@@ -222,7 +222,9 @@ def _ticks(rows: Sequence[EngineRow]) -> dict[str, list[float]]:
 def _coordinates(rows: Sequence[EngineRow]) -> tuple[list[float], list[float]]:
     """Return latencies and scores of measured rows."""
     measured = [row.measured for row in rows if row.measured]
-    return [one.speed.latency_ms_p50 for one in measured], [one.accuracy.score for one in measured]
+    return [engine.speed.latency_ms_p50 for engine in measured], [
+        engine.accuracy.score for engine in measured
+    ]
 
 
 def _front(rows: Sequence[EngineRow], target: str) -> list[EngineRow]:
