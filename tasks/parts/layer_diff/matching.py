@@ -163,12 +163,12 @@ def add_exact_twins(
         constant.name = f"{_PREFIX}{tensor.name}"
     noise_of = {}
     for name in names:
-        twin = name if name in makers else names[name]
-        if twin not in makers or name == graph.graph.input[0].name:
+        counterpart = name if name in makers else names[name]
+        if counterpart not in makers or name == graph.graph.input[0].name:
             continue
         real, difference, noise = (f"{_PREFIX}{name}:{what}" for what in ("real", "difference", "noise"))
         added += [
-            helper.make_node("Cast", [f"{_PREFIX}{twin}"], [real], to=TensorProto.FLOAT),
+            helper.make_node("Cast", [f"{_PREFIX}{counterpart}"], [real], to=TensorProto.FLOAT),
             helper.make_node("Sub", [name, real], [difference]),
             helper.make_node("ReduceSumSquare", [difference], [noise], keepdims=0),
         ]
