@@ -20,7 +20,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass
 class Histograms:
-    """Histograms of two versions of a tensor: equal bins over what the first image spans, one more beyond each end."""
+    """Counts of two versions of a tensor: equal bins over what the first image spans, one more beyond each end."""
 
     low: float
     width: float

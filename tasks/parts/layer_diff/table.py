@@ -61,7 +61,7 @@ class Layer:
     added_noise: float
     """Rise of noise power / signal power from input to output: what this layer seems to add itself."""
     own_sqnr_db: float | None
-    """SQNR of the variant's layer fed exact inputs: what it adds itself. None where the variant is the float graph."""
+    """SQNR of the variant's layer fed exact inputs: what it adds itself; None where the variant is the float one."""
     variant: Difference | None
     """The variant's graph against the float graph: what precision alone changed so far. None as above."""
     runtime: Difference | None
