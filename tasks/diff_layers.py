@@ -117,7 +117,6 @@ def diff_layers(
         first_collapse=first_collapse,
         largest_own_drop=largest_own_drop,
     )
-    agreement_db = _agreement_with_engine(engine, images_NCHW, comparison.marked_logits)
     bisection = None
     if cfg.bisection.enabled and manifest.is_quantized:
         bisection = _bisect(cfg.bisection, read_graph(model), graph, comparison, data, out)
@@ -142,7 +141,7 @@ def diff_layers(
         first_collapse=first_collapse,
         largest_own_drop=largest_own_drop,
         marking=_MARKING[manifest.target.compiler],
-        marked_agreement_db=agreement_db,
+        marked_agreement_db=_agreement_with_engine(engine, images_NCHW, comparison.marked_logits),
         bisection=bisection,
     )
     return Report(manifest.status, "", manifest.sha256, differences)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems
 from tasks.core.errors import ConfigError
@@ -21,6 +21,10 @@ from tasks.core.tracking.records import DataSet
 from tasks.parts.measuring.reports import RaceReport
 from tasks.parts.selection.engine_row import ENGINES_FILE, EngineRow, Verdict, flatten
 from tasks.parts.selection.verdicts import Gates, find_reference, judge_all, rank, targets_without_pick
+
+if TYPE_CHECKING:
+    from tasks.parts.selection.findings import Findings
+    from tasks.parts.selection.stage_reports import StageFolders
 
 logger = logging.getLogger(__name__)
 
@@ -135,23 +139,34 @@ def select_engine(
 
     Raises ArtifactError when a report is missing or accuracy and latency come from different files.
     """
-    from tasks.parts.selection.bundle import write_bundle
-    from tasks.parts.selection.findings import Findings
-    from tasks.parts.selection.markdown import render_markdown
-    from tasks.parts.selection.page import render_page
-    from tasks.parts.selection.plots import draw_pareto
-    from tasks.parts.selection.run_records import log_pipeline
-    from tasks.parts.selection.stage_reports import StageFolders, engine_file, read_row
+    from tasks.parts.selection.stage_reports import StageFolders
 
     logger.info("select_engine: %d engines from %s", len(cfg.engines), builds)
     folders = StageFolders(builds, validations, benchmarks, diffs)
+    findings = _judge(cfg, folders, races)
+    _write(findings, folders, out)
+    report = _report(findings)
+    if cfg.tracking.enabled:
+        data_set = DataSet(cfg.data_name, digest(data), data.as_posix())
+        run = _track(cfg.tracking, data_set, folders, report, findings.rows, out)
+        report = dataclasses.replace(report, mlflow_run=run)
+    logger.info(
+        "select_engine: %d of %d accepted, best %s", report.num_accepted, report.num_engines, report.best
+    )
+    return report
+
+
+def _judge(cfg: Config, folders: "StageFolders", races: Path) -> "Findings":
+    from tasks.parts.selection.findings import Findings
+    from tasks.parts.selection.stage_reports import read_row
+
     rows = [read_row(folders, engine.variant, engine.target) for engine in cfg.engines]
     reference = find_reference(rows, cfg.float_reference.variant, cfg.float_reference.target)
     gates = Gates(cfg.max_score_rel_loss, cfg.min_int8_macs_share, cfg.min_speedup_factor)
     targets = dict.fromkeys(engine.target for engine in cfg.engines)
-    ratios = {target: read_report(RaceReport, races / target) for target in targets}
-    rows = judge_all(rows, gates, reference, cfg.ladder, ratios)
-    findings = Findings(
+    race_reports = {target: read_report(RaceReport, races / target) for target in targets}
+    rows = judge_all(rows, gates, reference, cfg.ladder, race_reports)
+    return Findings(
         rows=rows,
         without_pick=targets_without_pick(rows),
         ladder=cfg.ladder,
@@ -159,34 +174,32 @@ def select_engine(
         reference=reference,
         max_score_rel_loss=cfg.max_score_rel_loss,
     )
+
+
+def _write(findings: "Findings", folders: "StageFolders", out: Path) -> None:
+    from tasks.parts.selection.bundle import write_bundle
+    from tasks.parts.selection.markdown import render_markdown
+    from tasks.parts.selection.page import render_page
+    from tasks.parts.selection.plots import draw_pareto
+    from tasks.parts.selection.stage_reports import engine_file
+
+    rows = findings.rows
     write_json(out / ENGINES_FILE, [flatten(row) for row in rows])
     write_json(out / "picks.json", {row.target: flatten(row) for row in rows if row.picked})
-    draw_pareto(rows, gate=findings.gate, metric=reference.metric, file=out / "pareto.png")
+    draw_pareto(rows, gate=findings.gate, metric=findings.reference.metric, file=out / "pareto.png")
     (out / "report.md").write_text(render_markdown(findings), encoding="utf-8")
     (out / "report.html").write_text(render_page(findings), encoding="utf-8")
     for row in findings.picks:
         write_bundle(engine_file(folders, row).parent, flatten(row), out / "bundles" / row.target)
-    report = _report(rows, findings.without_pick)
-    if cfg.tracking.enabled:
-        data_set = DataSet(cfg.data_name, digest(data), data.as_posix())
-        best = f"{report.best.variant}-{report.best.target}" if report.best else "none"
-        tracked = log_pipeline(
-            cfg.tracking, rows, metrics=_metrics(report), best=best, folders=folders, data=data_set, out=out
-        )
-        if tracked is not None:
-            run = f"{tracked.experiment_id}/runs/{tracked.parent_run_id}"
-            report = dataclasses.replace(report, mlflow_run=run)
-    logger.info("select_engine: %d of %d accepted, best %s", report.num_accepted, len(rows), report.best)
-    return report
 
 
-def _report(rows: Sequence[EngineRow], without_pick: dict[str, str]) -> Report:
-    picks = {row.target: _pick(row) for row in sorted((row for row in rows if row.picked), key=rank)}
+def _report(findings: "Findings") -> Report:
+    picks = {row.target: _pick(row) for row in sorted(findings.picks, key=rank)}
     return Report(
-        num_engines=len(rows),
-        num_accepted=sum(row.verdict is Verdict.ACCEPT for row in rows),
+        num_engines=len(findings.rows),
+        num_accepted=sum(row.verdict is Verdict.ACCEPT for row in findings.rows),
         picks=picks,
-        without_pick=without_pick,
+        without_pick=findings.without_pick,
         best=next(iter(picks.values()), None),
         mlflow_run=None,
     )
@@ -207,8 +220,29 @@ def _pick(row: EngineRow) -> Pick:
     )
 
 
-def _metrics(report: Report) -> dict[str, float]:
-    """Return what MLflow shows of the pipeline as a whole."""
+def _track(
+    tracking: TrackingConfig,
+    data: DataSet,
+    folders: "StageFolders",
+    report: Report,
+    rows: Sequence[EngineRow],
+    out: Path,
+) -> str | None:
+    """Log everything and return where MLflow has it."""
+    from tasks.parts.selection.run_records import log_pipeline
+
     best = dataclasses.asdict(report.best) if report.best else {}
-    numbers = {f"best_{name}": value for name, value in best.items() if isinstance(value, float)}
-    return {"num_engines": float(report.num_engines), "num_accepted": float(report.num_accepted), **numbers}
+    metrics = {f"best_{name}": value for name, value in best.items() if isinstance(value, float)}
+    metrics |= {"num_engines": float(report.num_engines), "num_accepted": float(report.num_accepted)}
+    best_name = f"{report.best.variant}-{report.best.target}" if report.best else "none"
+    tracked = log_pipeline(
+        tracking, rows, metrics=metrics, best=best_name, folders=folders, data=data, out=out
+    )
+    if tracked is None:
+        return None
+    logger.info(
+        "select_engine: MLflow has %d new runs and %d new versions",
+        tracked.num_runs_added,
+        tracked.num_versions_added,
+    )
+    return f"{tracked.experiment_id}/runs/{tracked.parent_run_id}"
