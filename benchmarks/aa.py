@@ -72,8 +72,8 @@ def measure(config: Config, name: str, num_repeats: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             seeded = replace(config, seed=seed)
             reports.append(benchmark(seeded, engine=engine, reference=engine, out=Path(folder)))
-    ratios = [report.speedup_vs_reference for report in reports]
-    first = [report.batches[0] for report in reports]
+    first = [report.latency.at_batch_1 for report in reports if report.latency]
+    ratios = [one.speedup_vs_reference for one in first]
     return {
         "engine": name,
         "ratio": round(statistics.median(ratios), 4),

@@ -126,8 +126,8 @@ def measured_miou(folder: Path) -> float:
         stage_config("build_engine.distilled.cpu_torch"), model=folder / "model.safetensors", out=folder
     )
     report = validate(stage_config("validate"), engine=folder / "engine", data=DATA, out=folder)
-    assert report.miou is not None
-    return report.miou
+    assert report.accuracy is not None
+    return report.accuracy.score
 
 
 def summary(

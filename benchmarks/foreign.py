@@ -145,7 +145,8 @@ def measure_target(
             raise SystemExit(f"{target} has no engine of {graph}: {built.reason}")
         engines[kind] = engine / "engine"
         report = validate(config(params, "validate"), engine=engines[kind], data=data, out=checked)
-        found[f"{target}_{kind}_agreement"] = report.top1
+        assert report.accuracy is not None
+        found[f"{target}_{kind}_agreement"] = report.accuracy.top1
     with open_engine(engines["float"]) as plain, open_engine(engines["int8"]) as quantized:
         card = plain.manifest.card
         images_NCHW = normalise(open_images(data, "test")[:1], card.mean, card.std)

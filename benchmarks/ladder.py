@@ -38,7 +38,7 @@ STUDENTS = {
         "train.baseline.network.depth=0.5",
     ],
 }
-COLUMNS = ("variant", "target", "miou", "miou_rel_loss", "latency_ms_p50", "verdict", "picked", "reason")
+COLUMNS = ("variant", "target", "miou", "score_rel_loss", "latency_ms_p50", "verdict", "picked", "reason")
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def print_ladder(student: str, rungs: Sequence[dict[str, Any]]) -> None:
     """Print one line per rung."""
     print(f"\n{student}")
     for row in rungs:
-        loss = "-" if row["miou_rel_loss"] is None else f"{100 * row['miou_rel_loss']:+.2f} %"
+        loss = "-" if row["score_rel_loss"] is None else f"{100 * row['score_rel_loss']:+.2f} %"
         latency = "-" if row["latency_ms_p50"] is None else f"{row['latency_ms_p50']:.3f} ms"
         print(
             f"  {row['target']:>20} {row['variant']:>15}  loss {loss:>8}  {latency:>9}  {row['verdict']}"

@@ -58,7 +58,7 @@ def main() -> None:
     engine = params["engines"][f"{pick['variant']}-{pick['target']}"]
     float_graph, num_images = Path(engine["float_graph"]), params["quantize_ptq"]["num_images"]
     networks = {f"float on {pick['target']}": in_target(read_graph(float_graph), pick["target"])} | peers(
-        float_graph, images("calibration", num_images), params["select_engine"]["max_miou_rel_loss"]
+        float_graph, images("calibration", num_images), params["select_engine"]["max_score_rel_loss"]
     )
     ours = f"Enginewright: {pick['variant']} on {pick['target']}"
     networks[ours] = in_target(read_graph(Path(engine["model"])), pick["target"])

@@ -76,6 +76,8 @@ def measure_size(
             out = Path(folder, f"against_{name}")
             out.mkdir()
             report = benchmark(config, engine=engine, reference=other, out=out)
+            assert report.latency is not None
+            measured = report.latency.at_batch_1
             rows.append(
                 {
                     "size": side,
@@ -83,12 +85,12 @@ def measure_size(
                     "target": target,
                     "reference": reference,
                     "reference_target": reference_target,
-                    "latency_ms_p50": report.latency_ms_p50,
-                    "reference_ms_p50": report.batches[0].reference_latency_ms_p50,
-                    "speedup": report.speedup_vs_reference,
-                    "low": report.speedup_vs_reference_low,
-                    "high": report.speedup_vs_reference_high,
-                    "aa_spread": report.aa_ratio_spread,
+                    "latency_ms_p50": measured.latency_ms_p50,
+                    "reference_ms_p50": measured.reference_latency_ms_p50,
+                    "speedup": measured.speedup_vs_reference,
+                    "low": measured.speedup_vs_reference_low,
+                    "high": measured.speedup_vs_reference_high,
+                    "aa_spread": measured.aa_ratio_spread,
                     "num_threads": report.num_threads,
                     "runtime_version": report.runtime_version,
                     "cpu_model": report.cpu_model,

@@ -38,7 +38,7 @@ OUTPUTS = {
     "diff_layers": ("layers.csv",),
     "benchmark": ("times.csv",),
     "race_rungs": ("races.csv",),
-    "select_engine": ("report.md", "picks.json"),
+    "select_engine": ("report.md",),
 }
 """What each stage writes: the files that the next ones read."""
 
@@ -63,6 +63,7 @@ class Config:
 class Report:
     started_s: float
     finished_s: float
+    without_pick: dict[str, str]
 
 
 def {stage}(cfg: Config, *, out: Path, **inputs: Path) -> Report:
@@ -72,9 +73,8 @@ def {stage}(cfg: Config, *, out: Path, **inputs: Path) -> Report:
     read += [(path / "model.bin").read_bytes() for path in inputs.values() if (path / "model.bin").is_file()]
     for name in {outputs}:
         (out / name).parent.mkdir(exist_ok=True)
-        content = b"|".join([b"{stage} %d" % cfg.salt, *read])
-        (out / name).write_bytes(b"{{}}" if name == "picks.json" else content)
-    return Report(started_s, time.monotonic())
+        (out / name).write_bytes(b"|".join([b"{stage} %d" % cfg.salt, *read]))
+    return Report(started_s, time.monotonic(), {{}})
 '''
 
 

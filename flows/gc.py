@@ -23,8 +23,9 @@ from flows import local_server
 from flows.dvc_command import run_dvc
 from flows.workspace import hold_workspace
 from tasks.core.errors import EnginewrightError
-from tasks.core.execute import ARTIFACTS, KEY_FILE, LEFTOVER_AGE_S, remove_leftovers
+from tasks.core.execute import ARTIFACTS, LEFTOVER_AGE_S, remove_leftovers
 from tasks.core.fingerprint import listing_md5
+from tasks.core.reports import KEY_FILE, read_key
 from tasks.core.tracking.config import read_tracking_config
 from tasks.core.tracking.lookup import find_picked_engines
 
@@ -153,9 +154,7 @@ def _write_project(folder: Path, cache: Path, kept: Collection[str]) -> None:
 
 def remove_old_results() -> None:
     """Remove Prefect's records of calls that no output here is of, a day after they were written."""
-    current = {
-        json.loads(file.read_text(encoding="utf-8"))["key"] for file in ARTIFACTS.glob(f"[!.]*/**/{KEY_FILE}")
-    }
+    current = {read_key(file.parent) for file in ARTIFACTS.glob(f"[!.]*/**/{KEY_FILE}")}
     for file in (local_server.HOME / "storage").glob("*"):
         if file.name not in current and time.time() - file.stat().st_mtime > LEFTOVER_AGE_S:
             file.unlink()

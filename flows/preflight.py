@@ -12,6 +12,7 @@ from flows.pipeline import RecordedStages, run_pipeline
 from tasks.core.config import typed_config
 from tasks.core.errors import ConfigError
 from tasks.core.execute import ARTIFACTS, check_writable
+from tasks.core.reports import REPORT_FILE
 from tasks.core.tracking.config import database_file
 from tasks.core.tracking.pending import has_pending
 from tasks.parts.engines.machine import check_gpu
@@ -52,7 +53,7 @@ def check_models(params: dict[str, Any]) -> None:
     for name in params["pipeline"]["imports"].values():
         if not Path(name).exists():
             raise ConfigError(f"{name} is missing, expected an ONNX file, or a folder with one (model.path).")
-        if (ARTIFACTS / "import_onnx" / "report.json").is_file():
+        if (ARTIFACTS / "import_onnx" / REPORT_FILE).is_file():
             continue  # was read before; the stage sees what has changed
         from tasks.parts.onnx_graphs.foreign_rewrite import read_image_size
 

@@ -6,7 +6,6 @@ lineage from data to engine, and builds the engine once more. It says whether th
 """
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ import yaml
 from tasks.core.config import PARAMS_FILE
 from tasks.core.errors import ArtifactError, ConfigError, EnginewrightError
 from tasks.core.execute import ARTIFACTS
+from tasks.core.reports import read_key
 from tasks.core.tracking.config import mask_credentials, read_tracking_config
 from tasks.core.tracking.lookup import find_engine, read_pipeline_params
 from tasks.core.tracking.records import UNCOMMITTED, UNKNOWN_COMMIT, TrackedEngine
@@ -139,8 +139,7 @@ def _verdict(engine: TrackedEngine, rebuilt_sha256: str, folder: Path) -> tuple[
     manifest = read_engine_manifest(output / "engine")
     if not manifest.is_built:
         return f"no engine: the build was {manifest.status}, {manifest.reason}", False
-    key = json.loads((output / "key.json").read_text(encoding="utf-8"))["key"]
-    if key != engine.tags["key_build_engine"]:
+    if read_key(output) != engine.tags["key_build_engine"]:
         return (
             "other bytes: the build's inputs are not those that were logged (data, parameters or code)",
             False,

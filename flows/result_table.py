@@ -1,9 +1,13 @@
 """The table of engines that a flow prints at its end."""
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tasks.core.reports import read_report
+from tasks.parts.selection.engine_row import Measured, read_rows
+from tasks.parts.selection.findings import latency_ms
+from tasks.select_engine import Report
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -13,31 +17,39 @@ def print_result(folder: Path) -> None:
     """Print every engine, the pick of each target, and where to look further."""
     from rich.table import Table
 
-    engines = json.loads((folder / "engines.json").read_text(encoding="utf-8"))
-    picks = json.loads((folder / "picks.json").read_text(encoding="utf-8"))
-    metric = next((row["metric"] for row in engines if row["metric"]), "score")
+    rows = read_rows(folder)
+    metric = next((row.measured.accuracy.metric for row in rows if row.measured), "score")
     table = Table("target", "variant", metric, "loss %", "p50 ms", "p99 ms", "x ref.", "MB", "verdict")
-    for row in sorted(engines, key=lambda row: (row["target"], row["latency_ms_p50"] or float("inf"))):
-        picked = picks.get(row["target"], {}).get("variant") == row["variant"]
+    for row in sorted(rows, key=lambda row: (row.target, latency_ms(row))):
         table.add_row(
-            row["target"],
-            row["variant"],
-            format_number(row["top1"] if row["miou"] is None else row["miou"], 4),
-            format_number(row["miou_rel_loss"], 2, scale=100),
-            format_number(row["latency_ms_p50"], 3),
-            format_number(row["latency_ms_p99"], 3),
-            format_number(row["speedup_vs_eager"], 1),
-            format_number(row["size_bytes"] or None, 2, scale=1e-6),
-            f"{row['verdict']}{'  <- pick' if picked else ''}",
-            style="bold green" if picked else None,
+            row.target,
+            row.variant,
+            *_numbers(row.measured),
+            f"{row.verdict}{'  <- pick' if row.picked else ''}",
+            style="bold green" if row.picked else None,
         )
     console = open_console()
     console.print(table)
-    for target, row in picks.items():
-        console.print(
-            f"{target}: {row.get('variant') or 'no pick'}. {row.get('reason', '')}", highlight=False
-        )
+    for row in rows:
+        if row.picked:
+            console.print(f"{row.target}: {row.variant}. {row.reason}", highlight=False)
+    for target, reason in read_report(Report, folder).without_pick.items():
+        console.print(f"{target}: no pick. {reason}", highlight=False)
     console.print(f"report: {(folder / 'report.html').resolve()}", highlight=False, soft_wrap=True)
+
+
+def _numbers(measured: Measured | None) -> tuple[str, ...]:
+    if measured is None:
+        return ("-",) * 6
+    speed = measured.speed
+    return (
+        format_number(measured.accuracy.score, 4),
+        format_number(measured.score_rel_loss, 2, scale=100),
+        format_number(speed.latency_ms_p50, 3),
+        format_number(speed.latency_ms_p99, 3),
+        format_number(speed.speedup_vs_reference, 1),
+        format_number(measured.size_bytes, 2, scale=1e-6),
+    )
 
 
 def format_number(value: float | None, digits: int, *, scale: float = 1.0) -> str:

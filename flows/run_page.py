@@ -1,7 +1,6 @@
 """What the page of a Prefect run shows besides its logs: the engines, what is done so far, where MLflow has it."""
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,8 +16,9 @@ from prefect.artifacts import (
 )
 from prefect.events import emit_event
 
-from tasks.core.execute import REPORT_FILE
+from tasks.core.reports import read_report
 from tasks.core.tracking.config import experiments_page
+from tasks.select_engine import Report
 
 _PICTURES = re.compile(r"!\[[^]]*\]\([^)]*\)\n*")  # files beside the report, which the page cannot show
 
@@ -27,21 +27,21 @@ GATE_FAILED_EVENT = "enginewright.gate-failed"
 
 
 def publish_result(folder: Path, params: Mapping[str, Any], outcomes: Mapping[str, str]) -> None:
-    """Attach the engine report to the run, with what became of each target's pool."""
+    """Attach the engine report to the run, with what became of each target's pool; tell of targets without a pick."""
+    result = read_report(Report, folder)
     report = _PICTURES.sub("", (folder / "report.md").read_text(encoding="utf-8"))
     pools = "".join(f"- {target}: {words}\n" for target, words in outcomes.items())
     create_markdown_artifact(key="engines", markdown=f"{pools}\n{report}" if pools else report)
     tracking = params["select_engine"]["tracking"]
     if tracking["enabled"] and (page := experiments_page(tracking["uri"])):
-        run = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))["mlflow_run"]
-        create_link_artifact(key="mlflow", link=f"{page}/{run}" if run else page, link_text="MLflow")
-    for target, pick in json.loads((folder / "picks.json").read_text(encoding="utf-8")).items():
-        if pick.get("variant") is None:
-            emit_event(
-                GATE_FAILED_EVENT,
-                resource={"prefect.resource.id": f"enginewright.target.{target}"},
-                payload={"reason": pick.get("reason", "")},
-            )
+        link = f"{page}/{result.mlflow_run}" if result.mlflow_run else page
+        create_link_artifact(key="mlflow", link=link, link_text="MLflow")
+    for target, reason in result.without_pick.items():
+        emit_event(
+            GATE_FAILED_EVENT,
+            resource={"prefect.resource.id": f"enginewright.target.{target}"},
+            payload={"reason": reason},
+        )
 
 
 def publish_progress() -> Callable[[int, int], None]:

@@ -9,6 +9,7 @@ from flows.dvc_command import run_dvc
 from tasks.core.execute import ARTIFACTS
 from tasks.core.fingerprint import digest
 from tasks.core.locks import hold_lock
+from tasks.core.reports import KEY_FILE
 
 
 def hold_workspace() -> AbstractContextManager[None]:
@@ -37,6 +38,6 @@ def commit_outputs() -> None:
 
 
 def _commit_stamp() -> str:
-    keys = {path.as_posix(): digest(path) for path in sorted(ARTIFACTS.glob("[!.]*/**/key.json"))}
+    keys = {path.as_posix(): digest(path) for path in sorted(ARTIFACTS.glob(f"[!.]*/**/{KEY_FILE}"))}
     lock = Path("dvc.lock")
     return json.dumps({"keys": keys, "lock": lock.read_text(encoding="utf-8") if lock.is_file() else None})

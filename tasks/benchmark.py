@@ -21,17 +21,13 @@ from tasks.core.bounds import AtLeast, MoreThan
 from tasks.core.errors import ArtifactError
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.runtimes import CUDA
-from tasks.parts.measuring.batch_latency import BatchLatency, Interval, Round, Windows, summarise
-from tasks.parts.measuring.machine_state import (
-    MachineState,
-    read_gpu_memory_mib,
-    read_machine_state,
-    read_versions,
-)
+from tasks.parts.measuring.batch_latency import BatchLatency, Round, Windows, summarise
+from tasks.parts.measuring.machine_state import read_gpu_memory_mib, read_machine_state, read_versions
+from tasks.parts.measuring.reports import Latency, LatencyReport, Throughput
 
 if TYPE_CHECKING:
     from tasks.parts.engines.manifest import EngineManifest
-    from tasks.parts.measuring.engine_process import BurstProcess, Memory
+    from tasks.parts.measuring.engine_process import EngineProcess, Memory
 
 logger = logging.getLogger(__name__)
 
@@ -77,90 +73,19 @@ class Config:
     """How long an engine's process may stay silent before it is given up."""
 
 
-@dataclass(frozen=True)
-class Throughput:
-    """What an engine does at batch 1 while several threads keep it busy."""
-
-    concurrency: int
-    throughput_per_s: float
-    """Images per second: median of the windows."""
-    throughput_per_s_low: float
-    """The slowest window."""
-    throughput_per_s_high: float
-    latency_ms_p50: float
-    """Of one inference under this load."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """Speed and size of one engine file; None where there is no engine."""
-
-    status: str
-    """"built", or why there was nothing to measure: "skipped", "failed"."""
-    reason: str
-    engine_sha256: str
-    reference_sha256: str
-    size_bytes: int
-    latency_ms_p50: float | None
-    """At batch 1, like all numbers of this class that name no batch."""
-    latency_ms_p90: float | None
-    latency_ms_p95: float | None
-    latency_ms_p99: float | None
-    latency_ms_mean: float | None
-    latency_ms_intervals: dict[str, Interval]
-    device_ms_p50: float | None
-    """By CUDA events, with the copies to and from the GPU; None on a CPU."""
-    device_compute_ms_p50: float | None
-    throughput_per_s: float | None
-    """Images per second at batch 1, one inference after the other."""
-    throughput_per_s_batched: float | None
-    """Images per second at the largest of benchmark.batch_sizes that the engine takes."""
-    throughputs: tuple[Throughput, ...]
-    speedup_vs_reference: float | None
-    speedup_vs_reference_low: float | None
-    speedup_vs_reference_high: float | None
-    aa_ratio_spread: float | None
-    is_stable: bool | None
-    """Whether the last three windows at batch 1 agreed; if not, the machine never settled within the time."""
-    inconclusive: bool
-    """Whether the A/A spread at batch 1 stayed over benchmark.max_aa_spread: the machine was too noisy."""
-    memory_mib: float | None
-    """Resident memory that runtime, weights and buffers take."""
-    memory_total_mib: float | None
-    """Peak of the whole process, with Python."""
-    gpu_memory_mib: float | None
-    """What the process holds on the GPU; None on a CPU, or where NVML does not tell."""
-    batches: tuple[BatchLatency, ...]
-    runtime: str
-    runtime_version: str
-    provider: str
-    num_threads: int
-    options: dict[str, str | int | bool]
-    """What was on that changes the time, such as a captured CUDA graph, by the runtime's own names."""
-    precisions: dict[str, dict[str, int]]
-    cpu_model: str
-    versions: dict[str, str]
-    load_average_before: float | None
-    machine_before: MachineState | None
-    """After warm-up, before the first round."""
-    machine_after: MachineState | None
-    """Right after the last round."""
+Report = LatencyReport
 
 
 @dataclass(frozen=True)
 class _Measured:
     """What the processes gave."""
 
-    batches: tuple[BatchLatency, ...]
+    latency: Latency
     rounds: dict[int, list[Round]]
-    """By batch size."""
-    throughputs: tuple[Throughput, ...]
+    """Rounds by batch size."""
     layers_ms: dict[str, float]
-    memory: "Memory"
-    gpu_memory_mib: float | None
     description: dict[str, Any]
-    machine_before: MachineState
-    machine_after: MachineState
+    """What the engine's runner says of itself."""
 
 
 def benchmark(cfg: Config, *, engine: Path, reference: Path, out: Path) -> Report:
@@ -175,7 +100,7 @@ def benchmark(cfg: Config, *, engine: Path, reference: Path, out: Path) -> Repor
     load_before = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     if not manifest.is_built:
         logger.warning("benchmark: %s has no engine: %s", engine, manifest.reason)
-        return _report(cfg, manifest, base, None, load_before)
+        return _report(manifest, base, None, load_before)
     _check_comparable(manifest, base, engine, reference)
     logger.info(
         "benchmark: %s of target %s against %s", manifest.file, manifest.target.name, base.target.name
@@ -183,7 +108,7 @@ def benchmark(cfg: Config, *, engine: Path, reference: Path, out: Path) -> Repor
     measured = _measure(cfg, manifest, base, engine, reference)
     _write_latencies(measured.rounds, out / "latencies.csv")
     _write_layers(engine, measured.layers_ms, out)
-    first = measured.batches[0]
+    first = measured.latency.at_batch_1
     logger.info(
         "benchmark: p50 %.3f ms, %.2f times the reference's speed, A/A spread %.1f %%, %s after %d rounds",
         first.latency_ms_p50,
@@ -192,7 +117,7 @@ def benchmark(cfg: Config, *, engine: Path, reference: Path, out: Path) -> Repor
         "stable" if first.is_stable else "not stable",
         first.num_rounds,
     )
-    return _report(cfg, manifest, base, measured, load_before)
+    return _report(manifest, base, measured, load_before)
 
 
 def _check_comparable(
@@ -203,10 +128,10 @@ def _check_comparable(
             f"{reference}: the reference engine was {base.status} ({base.reason}); without it there is no "
             "speed-up. Mend its build first."
         )
-    found, expected = (manifest.card.height, manifest.card.width), (base.card.height, base.card.width)
-    if found != expected:
+    size, expected = (manifest.card.height, manifest.card.width), (base.card.height, base.card.width)
+    if size != expected:
         raise ArtifactError(
-            f"{engine}: takes images of {found}, the reference {reference} of {expected} (height, width). "
+            f"{engine}: takes images of {size}, the reference {reference} of {expected} (height, width). "
             "Build both from variants of the same data set."
         )
 
@@ -225,27 +150,29 @@ def _measure(
         memory = _warm_up(cfg, processes, 1)
         gpu_memory_mib = read_gpu_memory_mib(processes[ENGINE].pid) if device == CUDA else None
         machine_before = read_machine_state(device)
-        measured = {1: _measure_batch(cfg, processes, 1, cfg.budget_s)}
+        by_batch = {1: _measure_batch(cfg, processes, 1, cfg.budget_s)}
         for batch in batch_sizes:
             _warm_up(cfg, processes, batch)
-            measured[batch] = _measure_batch(cfg, processes, batch, cfg.budget_batch_s)
+            by_batch[batch] = _measure_batch(cfg, processes, batch, cfg.budget_batch_s)
         machine_after = read_machine_state(device)
         throughputs = tuple(_measure_load(cfg, processes[ENGINE], count) for count in cfg.concurrencies)
         layers_ms = processes[ENGINE].profile(num_iterations=_PROFILED)
-    return _Measured(
-        batches=tuple(result for result, _ in measured.values()),
-        rounds={batch: rounds for batch, (_, rounds) in measured.items()},
+    batches = tuple(result for result, _ in by_batch.values())
+    latency = Latency(
+        batches=batches,
         throughputs=throughputs,
-        layers_ms=layers_ms,
-        memory=memory,
+        is_inconclusive=batches[0].aa_ratio_spread > cfg.max_aa_spread,
+        memory_mib=memory.engine,
+        memory_total_mib=memory.total,
         gpu_memory_mib=gpu_memory_mib,
-        description=descriptions[ENGINE],
         machine_before=machine_before,
         machine_after=machine_after,
     )
+    rounds_by_batch = {batch: rounds for batch, (_, rounds) in by_batch.items()}
+    return _Measured(latency, rounds_by_batch, layers_ms, descriptions[ENGINE])
 
 
-def _warm_up(cfg: Config, processes: dict[str, "BurstProcess"], batch: int) -> "Memory":
+def _warm_up(cfg: Config, processes: dict[str, "EngineProcess"], batch: int) -> "Memory":
     """Warm every process up, and return the memory of the engine's."""
     used = {
         name: process.warm_up(batch, seconds=cfg.warm_up_ms / 1000) for name, process in processes.items()
@@ -254,7 +181,7 @@ def _warm_up(cfg: Config, processes: dict[str, "BurstProcess"], batch: int) -> "
 
 
 def _measure_batch(
-    cfg: Config, processes: dict[str, "BurstProcess"], batch: int, budget_s: float
+    cfg: Config, processes: dict[str, "EngineProcess"], batch: int, budget_s: float
 ) -> tuple[BatchLatency, list[Round]]:
     """Measure, and at batch 1 once again if the A/A control says that the measurement is void."""
     for num_repeats in (0, 1) if batch == 1 else (0,):
@@ -274,7 +201,7 @@ def _measure_batch(
 
 
 def _run_rounds(
-    cfg: Config, processes: dict[str, "BurstProcess"], batch: int, budget_s: float, *, seed: int
+    cfg: Config, processes: dict[str, "EngineProcess"], batch: int, budget_s: float, *, seed: int
 ) -> list[Round]:
     from tasks.parts.measuring.engine_process import run_round
 
@@ -294,7 +221,7 @@ def _is_over(cfg: Config, rounds: list[Round], share_of_budget: float) -> bool:
     return share_of_budget >= 1 or cfg.windows.are_stable(rounds)
 
 
-def _measure_load(cfg: Config, process: "BurstProcess", concurrency: int) -> Throughput:
+def _measure_load(cfg: Config, process: "EngineProcess", concurrency: int) -> Throughput:
     seconds = cfg.throughput_s / _LOAD_WINDOWS
     load = process.load(1, concurrency=concurrency, seconds=seconds, num_windows=_LOAD_WINDOWS)
     return Throughput(
@@ -311,9 +238,9 @@ def _write_latencies(rounds: dict[int, list[Round]], path: Path) -> None:
         writer = csv.writer(file)
         writer.writerow(["batch", "round", "process", "latency_ms"])
         for batch, of_batch in rounds.items():
-            for number, one in enumerate(of_batch):
+            for number, bursts in enumerate(of_batch):
                 for name in (REFERENCE, ENGINE, CONTROL):
-                    writer.writerows([batch, number, name, f"{value:.5f}"] for value in getattr(one, name))
+                    writer.writerows([batch, number, name, f"{value:.5f}"] for value in getattr(bursts, name))
 
 
 def _write_layers(engine: Path, layers_ms: dict[str, float], out: Path) -> None:
@@ -339,53 +266,23 @@ def _write_layers(engine: Path, layers_ms: dict[str, float], out: Path) -> None:
 
 
 def _report(
-    cfg: Config,
-    manifest: "EngineManifest",
-    base: "EngineManifest",
-    measured: _Measured | None,
-    load_before: float | None,
+    manifest: "EngineManifest", base: "EngineManifest", measured: _Measured | None, load_before: float | None
 ) -> Report:
-
-    first = measured.batches[0] if measured else None
-    used = measured.description if measured else {}
+    description = measured.description if measured else {}
     return Report(
         status=manifest.status,
         reason=manifest.reason,
         engine_sha256=manifest.sha256,
         reference_sha256=base.sha256,
         size_bytes=manifest.size_bytes,
-        latency_ms_p50=first.latency_ms_p50 if first else None,
-        latency_ms_p90=first.latency_ms_p90 if first else None,
-        latency_ms_p95=first.latency_ms_p95 if first else None,
-        latency_ms_p99=first.latency_ms_p99 if first else None,
-        latency_ms_mean=first.latency_ms_mean if first else None,
-        latency_ms_intervals=first.latency_ms_intervals if first else {},
-        device_ms_p50=first.device_ms_p50 if first else None,
-        device_compute_ms_p50=first.device_compute_ms_p50 if first else None,
-        throughput_per_s=first.throughput_per_s if first else None,
-        throughput_per_s_batched=(
-            measured.batches[-1].throughput_per_s if measured and len(measured.batches) > 1 else None
-        ),
-        throughputs=measured.throughputs if measured else (),
-        speedup_vs_reference=first.speedup_vs_reference if first else None,
-        speedup_vs_reference_low=first.speedup_vs_reference_low if first else None,
-        speedup_vs_reference_high=first.speedup_vs_reference_high if first else None,
-        aa_ratio_spread=first.aa_ratio_spread if first else None,
-        is_stable=first.is_stable if first else None,
-        inconclusive=bool(first and first.aa_ratio_spread > cfg.max_aa_spread),
-        memory_mib=measured.memory.engine if measured else None,
-        memory_total_mib=measured.memory.total if measured else None,
-        gpu_memory_mib=measured.gpu_memory_mib if measured else None,
-        batches=measured.batches if measured else (),
+        latency=measured.latency if measured else None,
         runtime=manifest.target.runtime,
-        runtime_version=str(used.get("runtime_version", manifest.runtime_version)),
-        provider=used.get("provider", manifest.provider),
-        num_threads=used.get("num_threads", manifest.target.num_threads),
-        options=used.get("options", {}),
+        runtime_version=str(description.get("runtime_version", manifest.runtime_version)),
+        provider=description.get("provider", manifest.provider),
+        num_threads=description.get("num_threads", manifest.target.num_threads),
+        options=description.get("options", {}),
         precisions=manifest.precisions,
         cpu_model=read_cpu_model(),
         versions=read_versions(manifest.target.device),
         load_average_before=load_before,
-        machine_before=measured.machine_before if measured else None,
-        machine_after=measured.machine_after if measured else None,
     )

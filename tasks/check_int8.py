@@ -1,7 +1,7 @@
 """Answer, by measurement, what one asks when INT8 costs too much accuracy.
 
 Do the image and the logits stand it? Which classes fell? Are there enough calibration images, and do they cover what
-the network sees in training? Does the batch size matter, or the calibrator? Which layers are guilty?
+the network sees in training? Does the batch size matter, or the calibrator? Which layers are suspect?
 """
 
 import json
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NUM_GUILTY = 3
+NUM_SUSPECTS = 3
 _MAX_CLASSES = 12
 """Number of classes that are named: those that fell most."""
 
@@ -123,7 +123,7 @@ def check_int8(
         _coverage(cfg, known, statistics),
         _batch(cfg, int8, evaluator.images_NHWC, classes),
         _calibrators(cfg, trials),
-        _guilty(cfg, layers),
+        _suspects(cfg, layers),
     )
     _write_checklist(out / "checklist.md", answers, evaluator, reached)
     report = Report(
@@ -251,18 +251,18 @@ def _calibrators(cfg: Config, trials: Path) -> Answer:
         question="Does the calibrator matter?",
         is_suspect=spread > cfg.suspect_loss,
         found=f"{len(reached)} tried: from {worst} {reached[worst]:.4f} to {best} {reached[best]:.4f}",
-        advice="ranges are delicate: try more quantize_ptq.percentiles, and look at the guilty layers",
+        advice="ranges are delicate: try more quantize_ptq.percentiles, and look at the suspect layers",
     )
 
 
-def _guilty(cfg: Config, layers: Mapping[str, Mapping[str, str]]) -> Answer:
+def _suspects(cfg: Config, layers: Mapping[str, Mapping[str, str]]) -> Answer:
     """Name the first layers of the ranking.
 
     It is by changed predictions, so the layer that costs most of the score need not be its first.
     """
-    first = list(layers.values())[:NUM_GUILTY]
+    first = list(layers.values())[:NUM_SUSPECTS]
     return Answer(
-        question="Which layers are guilty?",
+        question="Which layers are suspect?",
         is_suspect=max(float(row["score_drop"]) for row in first) > cfg.suspect_loss,
         found="; ".join(
             f"{row['node']} ({row['source']}): score {-float(row['score_drop']):+.4f}, {float(row['sqnr_db']):.1f} dB"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tasks.core.bounds import AtLeast, Between, LessThan
 from tasks.core.errors import TargetMismatch
 from tasks.parts.layer_diff.bisection import Bisection
-from tasks.parts.layer_diff.table import Layer
+from tasks.parts.layer_diff.report import DiffReport, LayerDifferences
 from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class BisectionConfig:
 
     enabled: bool
     """Whether to search at all: many passes over the validation images, for Q/DQ graphs only."""
-    max_miou_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
-    """Largest share of the float graph's mIoU that may be lost where it counts as recovered."""
+    max_score_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
+    """Largest share of the float graph's score that may be lost where it counts as recovered."""
     num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
     """Validation images that graphs are judged on."""
     batch_size: Annotated[int, AtLeast(1)]
@@ -77,40 +77,7 @@ class Config:
     """How the layers are searched that have to run in float."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """The layers to look at first; None where there is no engine."""
-
-    status: str
-    """"built", or why there was nothing to compare: "skipped", "failed"."""
-    reason: str
-    engine_sha256: str
-    num_images: int
-    num_tensors: int
-    """Of the float graph, as far as they depend on the image."""
-    num_layers: int
-    """Of these tensors: compared one by one, the lines of layers.csv."""
-    num_fused: int
-    """Of these tensors: never shown by the engine, and judged with the layer that they are fused into."""
-    logits_sqnr_db: float | None
-    """Of the engine against the float graph."""
-    logits_cosine: float | None
-    variant_logits_sqnr_db: float | None
-    """Of the variant's graph against the float graph; None where it is the float graph."""
-    runtime_logits_sqnr_db: float | None
-    """Of the engine against the variant's graph; None where that is the float graph."""
-    worst_sqnr_db: float | None
-    first_collapse: Layer | None
-    """First layer in graph order below diff_layers.collapse_db; None if none is."""
-    largest_own_drop: Layer | None
-    """Layer that adds most noise relative to its signal, fed exact inputs where the variant is not the float graph;
-    None if none adds any."""
-    marking: str
-    """What reading the layers changes about the engine."""
-    marked_agreement_db: float | None
-    """SQNR of the logits of the engine file against those of the run with marked layers."""
-    bisection: Bisection | None
-    """Which layers have to run in float; None unless asked for, and of a graph without Q/DQ."""
+Report = DiffReport
 
 
 def diff_layers(
@@ -125,7 +92,7 @@ def diff_layers(
     from tasks.parts.engines.manifest import read_engine_manifest
     from tasks.parts.layer_diff.comparison import compare
     from tasks.parts.layer_diff.plot import plot_growth
-    from tasks.parts.layer_diff.table import find_guilty, list_layers, write_layers
+    from tasks.parts.layer_diff.table import find_suspects, list_layers, write_layers
     from tasks.parts.onnx_graphs.graph import read_graph
 
     manifest = read_engine_manifest(engine)
@@ -140,7 +107,7 @@ def diff_layers(
     images_NCHW = _read_images(cfg, manifest, data)
     comparison = compare(manifest, engine, model, graph, images_NCHW)
     layers = list_layers(graph, comparison.compared)
-    first_collapse, largest_own_drop = find_guilty(layers, collapse_db=cfg.collapse_db)
+    first_collapse, largest_own_drop = find_suspects(layers, collapse_db=cfg.collapse_db)
     write_layers(out / "layers.csv", layers)
     plot_growth(
         out / "layers.png",
@@ -150,7 +117,6 @@ def diff_layers(
         first_collapse=first_collapse,
         largest_own_drop=largest_own_drop,
     )
-    agreement_db = _agreement_with_engine(engine, images_NCHW, comparison.marked_logits)
     bisection = None
     if cfg.bisection.enabled and manifest.is_quantized:
         bisection = _bisect(cfg.bisection, read_graph(model), graph, comparison, data, out)
@@ -162,10 +128,7 @@ def diff_layers(
         comparison.num_fused,
         logits.sqnr_db,
     )
-    return Report(
-        status=manifest.status,
-        reason="",
-        engine_sha256=manifest.sha256,
+    differences = LayerDifferences(
         num_images=len(images_NCHW),
         num_tensors=comparison.match.num_tensors,
         num_layers=len(layers),
@@ -178,9 +141,10 @@ def diff_layers(
         first_collapse=first_collapse,
         largest_own_drop=largest_own_drop,
         marking=_MARKING[manifest.target.compiler],
-        marked_agreement_db=agreement_db,
+        marked_agreement_db=_agreement_with_engine(engine, images_NCHW, comparison.marked_logits),
         bisection=bisection,
     )
+    return Report(manifest.status, "", manifest.sha256, differences)
 
 
 def _obstacle(manifest: "EngineManifest") -> str:
@@ -203,25 +167,7 @@ def _obstacle(manifest: "EngineManifest") -> str:
 
 def _report_without_layers(engine: Path, status: str, reason: str) -> Report:
     logger.warning("diff_layers: %s is not compared: %s", engine, reason)
-    return Report(
-        status=status,
-        reason=reason,
-        engine_sha256="",
-        num_images=0,
-        num_tensors=0,
-        num_layers=0,
-        num_fused=0,
-        logits_sqnr_db=None,
-        logits_cosine=None,
-        variant_logits_sqnr_db=None,
-        runtime_logits_sqnr_db=None,
-        worst_sqnr_db=None,
-        first_collapse=None,
-        largest_own_drop=None,
-        marking="",
-        marked_agreement_db=None,
-        bisection=None,
-    )
+    return Report(status, reason, "", None)
 
 
 def _read_images(cfg: Config, manifest: "EngineManifest", data: Path) -> "FloatArray":
@@ -264,6 +210,6 @@ def _bisect(
     tensor_of = {node.name: node.output[0] for node in graph.graph.node}
     ranked = sorted(quantized_nodes(variant, graph), key=lambda node: comparison.own_sqnr_db(tensor_of[node]))
     evaluator = open_evaluator(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
-    bisection, trials = bisect(variant, graph, ranked, evaluator, max_miou_rel_loss=cfg.max_miou_rel_loss)
+    bisection, trials = bisect(variant, graph, ranked, evaluator, max_score_rel_loss=cfg.max_score_rel_loss)
     write_table(out / "bisection.csv", trials)
     return bisection

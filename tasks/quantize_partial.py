@@ -43,7 +43,7 @@ class Config:
 
     op_types: OpTypes
     """ONNX operators whose inputs become INT8, the same as in quantize_ptq."""
-    max_miou_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
+    max_score_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
     """Gate: share of the reference's validation score that may be lost, as in select_engine."""
     num_candidates: Annotated[int, AtLeast(1)]
     """Layers tried in each step, from the top of the ranking. More: better choice, slower."""
@@ -214,12 +214,12 @@ class _Search:
         return self._loss(self.score(kept))
 
     def holds(self, kept: Iterable[str]) -> bool:
-        return self.loss(kept) <= self._cfg.max_miou_rel_loss
+        return self.loss(kept) <= self._cfg.max_score_rel_loss
 
     @property
     def is_hopeless(self) -> bool:
         """Whether the float graph fails the gate already."""
-        return self._loss(self._evaluator.float_score) > self._cfg.max_miou_rel_loss
+        return self._loss(self._evaluator.float_score) > self._cfg.max_score_rel_loss
 
     def _loss(self, score: float) -> float:
         return 1 - score / self._reference_score if self._reference_score else 0.0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from tasks.core.bounds import AtLeast, MoreThan
+from tasks.parts.measuring.reports import RaceReport, RungRatio
 
 logger = logging.getLogger(__name__)
 
@@ -41,34 +42,7 @@ class Config:
     """How long an engine's process may stay silent before it is given up."""
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """How many times as fast one engine file is as another, at batch 1."""
-
-    faster: str
-    """Variant of the engine whose time divides."""
-    slower: str
-    """Variant of the engine whose time is divided. The names say the order, not who won."""
-    factor: float
-    """Median over the rounds."""
-    low: float
-    """Lower end of the 95 % bootstrap interval."""
-    high: float
-
-
-@dataclass(frozen=True)
-class Report:
-    """The race; rungs that are the same file ran once, under the name of the first."""
-
-    engine_sha256: dict[str, str]
-    """Of each variant that was built."""
-    latency_ms_p50: dict[str, float]
-    """By variant, at batch 1."""
-    ratios: tuple[Ratio, ...]
-    """Of each two different files: the later rung over the earlier one."""
-    aa_ratio_spread: float | None
-    """Largest distance from 1 of the 95 % interval of the first rung / itself; None where nothing ran."""
-    num_rounds: int
+Report = RaceReport
 
 
 def race_rungs(cfg: Config, *, builds: Path, out: Path) -> Report:
@@ -130,15 +104,15 @@ def _race(cfg: Config, engines: Mapping[str, Path]) -> dict[str, list[list[float
             run_round(processes, 1, shuffler, burst_ms=cfg.burst_ms, min_calls=cfg.min_calls)
             for _ in range(cfg.num_rounds)
         ]
-    return {name: [one[name] for one in rounds] for name in starters}
+    return {name: [bursts[name] for bursts in rounds] for name in starters}
 
 
-def _ratio(faster: str, slower: str, factors: "Sequence[float]", seed: int) -> Ratio:
+def _ratio(faster: str, slower: str, factors: "Sequence[float]", seed: int) -> RungRatio:
     import numpy as np
 
     from tasks.parts.measuring.intervals import bootstrap_interval
 
-    return Ratio(faster, slower, float(np.median(factors)), *bootstrap_interval(factors, seed=seed))
+    return RungRatio(faster, slower, float(np.median(factors)), *bootstrap_interval(factors, seed=seed))
 
 
 def _write_latencies(rounds: Mapping[str, list[list[float]]], path: Path) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tasks.core.bounds import AtLeast
 from tasks.core.errors import ArtifactError, GateFailed
+from tasks.parts.measuring.reports import Accuracy, AccuracyReport
 
 if TYPE_CHECKING:
+    from tasks.parts.data.input_card import InputCard
     from tasks.parts.engines.manifest import EngineManifest
     from tasks.parts.engines.runner import Runner
 
@@ -26,27 +28,7 @@ class Config:
     """Images per inference, at most the target's max_batch. Larger: faster, more memory; same result."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """Accuracy of one engine file."""
-
-    status: str
-    """"built", or why there was nothing to measure: "skipped", "failed"."""
-    reason: str
-    engine_sha256: str
-    """The file that was measured; empty without one."""
-    split: str
-    num_images: int
-    metric: str
-    """What the score is: mIoU or top-1 accuracy, or the agreement with the float model in one of them; empty without
-    engine."""
-    miou: float | None
-    """Mean IoU over the classes that occur in truth or prediction; None without engine and for classification."""
-    top1: float | None
-    """Share of images whose class is right; None without engine and for segmentation."""
-    iou: dict[str, float | None]
-    """Class name -> IoU; None for a class that occurs in neither. Empty for classification."""
-    pixel_accuracy: float | None
+Report = AccuracyReport
 
 
 def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
@@ -56,37 +38,34 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     data set differ in their classes, GateFailed for logits that are not finite.
     """
     from tasks.parts.data.dataset import read_manifest
-    from tasks.parts.data.input_card import Task
-    from tasks.parts.data.metrics import metric_of, scores
+    from tasks.parts.data.metrics import metric_of
     from tasks.parts.engines.manifest import read_engine_manifest
     from tasks.parts.engines.open_engine import open_engine
 
     manifest = read_engine_manifest(engine)
     if not manifest.is_built:
         logger.warning("validate: %s has no engine: %s", engine, manifest.reason)
-        return Report(manifest.status, manifest.reason, "", cfg.split, 0, "", None, None, {}, None)
+        return Report(manifest.status, manifest.reason, "", cfg.split, 0, None)
     dataset = read_manifest(data)
     _check_classes(manifest, engine, dataset.classes, data)
     logger.info("validate: %s of target %s, split %s", manifest.file, manifest.target.name, cfg.split)
     with open_engine(engine) as runner:
         confusion_CC, num_images = _count_confusion(runner, data, cfg)
     _write_confusion(confusion_CC, manifest.card.classes, out / "confusion.csv")
-    result, is_segmentation = scores(confusion_CC), manifest.card.task is Task.segmentation
-    metric = metric_of(manifest.card.task, dataset.source)
-    miou, top1 = (result.miou, None) if is_segmentation else (None, result.pixel_accuracy)
-    logger.info("validate: %s %s on %d images", metric, miou if is_segmentation else top1, num_images)
-    return Report(
-        status=manifest.status,
-        reason="",
-        engine_sha256=manifest.sha256,
-        split=cfg.split,
-        num_images=num_images,
-        metric=metric,
-        miou=miou,
-        top1=top1,
-        iou=dict(zip(manifest.card.classes, result.iou, strict=True)) if is_segmentation else {},
-        pixel_accuracy=result.pixel_accuracy if is_segmentation else None,
-    )
+    accuracy = _accuracy(confusion_CC, manifest.card, metric_of(manifest.card.task, dataset.source))
+    logger.info("validate: %s %s on %d images", accuracy.metric, accuracy.score, num_images)
+    return Report(manifest.status, "", manifest.sha256, cfg.split, num_images, accuracy)
+
+
+def _accuracy(confusion_CC: Any, card: "InputCard", metric: str) -> Accuracy:
+    from tasks.parts.data.input_card import Task
+    from tasks.parts.data.metrics import scores
+
+    result = scores(confusion_CC)
+    if card.task is not Task.segmentation:
+        return Accuracy(metric, miou=None, top1=result.pixel_accuracy, pixel_accuracy=None, iou={})
+    iou = dict(zip(card.classes, result.iou, strict=True))
+    return Accuracy(metric, miou=result.miou, top1=None, pixel_accuracy=result.pixel_accuracy, iou=iou)
 
 
 def _check_classes(manifest: "EngineManifest", engine: Path, classes: tuple[str, ...], data: Path) -> None:

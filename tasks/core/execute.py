@@ -25,12 +25,11 @@ from tasks.core.config import find_section, typed_config
 from tasks.core.errors import ArtifactError, ConfigError, DiskError, WorkspaceBusy
 from tasks.core.fingerprint import SCHEMA_VERSION, digest, is_pattern, matches, stage_key
 from tasks.core.locks import hold_lock
+from tasks.core.reports import KEY_FILE, REPORT_FILE, write_json
 
 logger = logging.getLogger(__name__)
 
 ARTIFACTS = Path("artifacts")
-KEY_FILE = "key.json"
-REPORT_FILE = "report.json"
 RESUME_FOLDER = "resume"
 """The folder inside ``out`` whose content survives a kill, to resume from, and is not published."""
 
@@ -286,7 +285,7 @@ def _copy_twin(call: Call) -> str:
         (call.draft / KEY_FILE).unlink(
             missing_ok=True
         )  # read-only where DVC links its cache into the workspace
-        _write_json(call.draft / KEY_FILE, {**record, "address": call.address})
+        write_json(call.draft / KEY_FILE, {**record, "address": call.address})
         if _is_complete(call):
             return str(record["address"])
     return ""
@@ -328,7 +327,7 @@ def _keep_only_resume(draft: Path) -> None:
 
 def _finish_draft(call: Call, report: Any) -> None:
     shutil.rmtree(call.draft / RESUME_FOLDER, ignore_errors=True)
-    _write_json(call.draft / REPORT_FILE, dataclasses.asdict(report))
+    write_json(call.draft / REPORT_FILE, dataclasses.asdict(report))
     names = sorted(
         path.relative_to(call.draft).as_posix() for path in call.draft.rglob("*") if path.is_file()
     )
@@ -340,7 +339,7 @@ def _finish_draft(call: Call, report: Any) -> None:
         "key": call.key,
         "files": {name: digest(call.draft / name) for name in names},
     }
-    _write_json(call.draft / KEY_FILE, record)
+    write_json(call.draft / KEY_FILE, record)
     _sync(call.draft / KEY_FILE)
 
 
@@ -394,11 +393,6 @@ def _lock(call: Call) -> contextlib.AbstractContextManager[None]:
 
     file = ARTIFACTS / ".locks" / call.address
     return hold_lock(file, f"{os.getpid()} {call.key}", before_waiting=compare_keys)
-
-
-def _write_json(path: Path, content: Any) -> None:
-    text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _sync(path: Path) -> None:

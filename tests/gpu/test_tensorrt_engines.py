@@ -110,9 +110,9 @@ def test_layers_are_compared_through_debug_tensors(
         out=tmp_path,
     )
     assert report.status == "built", report.reason
-    assert report.num_layers > 5
-    assert report.marked_agreement_db is not None and report.marked_agreement_db > 30
-    assert report.worst_sqnr_db is not None and report.worst_sqnr_db > (0 if variant == "quantized" else 30)
+    assert report.differences is not None and report.differences.num_layers > 5
+    assert report.differences.marked_agreement_db > 30
+    assert report.differences.worst_sqnr_db > (0 if variant == "quantized" else 30)
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
@@ -155,13 +155,15 @@ def test_benchmark_tells_the_time_of_the_gpu_and_its_state(
     build(with_options(target, cuda_graph=cuda_graph), workshop.graph, tmp_path / "a")
     engine = tmp_path / "a" / "engine"
     report = benchmark(BENCHMARK, engine=engine, reference=engine, out=tmp_path)
-    assert report.device_ms_p50 and report.device_compute_ms_p50 and report.latency_ms_p50
-    assert 0 < report.device_compute_ms_p50 < report.device_ms_p50
+    assert report.latency is not None
+    single = report.latency.at_batch_1
+    assert single.device_ms_p50 and single.device_compute_ms_p50 and single.latency_ms_p50
+    assert 0 < single.device_compute_ms_p50 < single.device_ms_p50
     assert report.options["cuda_graph"] is cuda_graph and report.options["transfers_included"]
-    for state in (report.machine_before, report.machine_after):
-        assert state is not None and state.gpu is not None and state.gpu.sm_mhz
+    for state in (report.latency.machine_before, report.latency.machine_after):
+        assert state.gpu is not None and state.gpu.sm_mhz
     assert report.versions["nvidia driver"] != "unknown"
-    assert [one.concurrency for one in report.throughputs] == [2]
+    assert [one.concurrency for one in report.latency.throughputs] == [2]
 
 
 def test_tensors_on_the_gpu_need_no_copy(workshop: Workshop, target: Target, tmp_path: Path) -> None:

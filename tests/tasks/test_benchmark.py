@@ -16,11 +16,11 @@ from tasks.benchmark import Config, benchmark
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError
 from tasks.parts.engines.manifest import LAYERS_FILE, read_engine_manifest
-from tasks.parts.measuring import engine_process as burst_process
+from tasks.parts.measuring import engine_process
 from tasks.parts.measuring.batch_latency import Windows
-from tasks.parts.measuring.engine_process import BurstProcess
+from tasks.parts.measuring.engine_process import EngineProcess
 
-REPOSITORY = Path(burst_process.__file__).resolve().parents[3]
+REPOSITORY = Path(engine_process.__file__).resolve().parents[3]
 CONFIG = Config(
     seed=0,
     batch_sizes=[4],
@@ -48,27 +48,28 @@ def test_report_holds_all_numbers_of_engine_and_reference(workshop, tmp_path, re
     report = benchmark(CONFIG, engine=engine, reference=reference, out=tmp_path)
     manifest = read_engine_manifest(engine)
     assert report.engine_sha256 == manifest.sha256
+    latency, single = report.latency, report.latency.at_batch_1
     assert report.reference_sha256 == read_engine_manifest(reference).sha256
     assert (
-        0 < report.latency_ms_p50 <= report.latency_ms_p90 <= report.latency_ms_p95 <= report.latency_ms_p99
+        0 < single.latency_ms_p50 <= single.latency_ms_p90 <= single.latency_ms_p95 <= single.latency_ms_p99
     )
-    assert list(report.latency_ms_intervals) == ["p50", "p90", "p95", "p99"]
-    p50 = report.latency_ms_intervals["p50"]
+    assert list(single.latency_ms_intervals) == ["p50", "p90", "p95", "p99"]
+    p50 = single.latency_ms_intervals["p50"]
     assert 0 < p50.low <= p50.high
-    assert (report.device_ms_p50, report.device_compute_ms_p50, report.gpu_memory_mib) == (None, None, None)
-    assert report.speedup_vs_reference_low <= report.speedup_vs_reference <= report.speedup_vs_reference_high
-    assert report.memory_mib > 0 and report.memory_total_mib > report.memory_mib
-    assert [result.batch for result in report.batches] == [1, 4]
-    assert report.throughput_per_s_batched == report.batches[1].throughput_per_s
-    assert all(result.num_rounds >= 3 and result.num_samples >= 12 for result in report.batches)
+    assert (single.device_ms_p50, single.device_compute_ms_p50) == (None, None)
+    assert latency.gpu_memory_mib is None
+    assert single.speedup_vs_reference_low <= single.speedup_vs_reference <= single.speedup_vs_reference_high
+    assert latency.memory_mib > 0 and latency.memory_total_mib > latency.memory_mib
+    assert [result.batch for result in latency.batches] == [1, 4]
+    assert latency.throughput_per_s_batched == latency.batches[1].throughput_per_s
+    assert all(result.num_rounds >= 3 and result.num_samples >= 12 for result in latency.batches)
     assert report.provider == "CPUExecutionProvider" and report.num_threads == manifest.target.num_threads
     assert report.precisions["QLinearConv"]["int8"] > 0
-    assert not report.inconclusive and report.throughputs == ()
+    assert not latency.is_inconclusive and latency.throughputs == ()
     assert report.options == {"graph_optimization_level": "ORT_ENABLE_ALL"}
     assert report.versions["numpy"] == np.__version__ and "nvidia driver" not in report.versions
-    assert (
-        report.machine_before.gpu is None and report.machine_after.gpu_note == "the target does not use one"
-    )
+    assert latency.machine_before.gpu is None
+    assert latency.machine_after.gpu_note == "the target does not use one"
 
 
 def test_every_timed_inference_is_in_the_table(workshop, tmp_path, reference):
@@ -77,9 +78,9 @@ def test_every_timed_inference_is_in_the_table(workshop, tmp_path, reference):
     with (tmp_path / "latencies.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     mine = [row for row in rows if row["batch"] == "1" and row["process"] in ("engine", "control")]
-    assert len(mine) == report.batches[0].num_samples
+    assert len(mine) == report.latency.batches[0].num_samples
     assert np.median([float(row["latency_ms"]) for row in mine]) == pytest.approx(
-        report.latency_ms_p50, abs=1e-4
+        report.latency.at_batch_1.latency_ms_p50, abs=1e-4
     )
 
 
@@ -96,7 +97,7 @@ def test_every_layer_that_computes_has_its_time(workshop, tmp_path, reference, t
 def test_reference_can_be_measured_against_itself(tmp_path, reference):
     report = benchmark(CONFIG, engine=reference, reference=reference, out=tmp_path)
     assert report.engine_sha256 == report.reference_sha256
-    assert report.speedup_vs_reference > 0
+    assert report.latency.at_batch_1.speedup_vs_reference > 0
 
 
 def test_batch_beyond_the_engine_is_left_out(workshop, tmp_path, reference):
@@ -106,8 +107,8 @@ def test_batch_beyond_the_engine_is_left_out(workshop, tmp_path, reference):
         reference=reference,
         out=tmp_path,
     )
-    assert [result.batch for result in report.batches] == [1]
-    assert report.throughput_per_s_batched is None
+    assert [result.batch for result in report.latency.batches] == [1]
+    assert report.latency.throughput_per_s_batched is None
 
 
 def test_sweep_measures_each_batch_once_and_by_size(workshop, tmp_path, reference):
@@ -117,9 +118,8 @@ def test_sweep_measures_each_batch_once_and_by_size(workshop, tmp_path, referenc
         reference=reference,
         out=tmp_path,
     )
-    assert [result.batch for result in report.batches] == [1, 2, 4]
-    assert report.throughput_per_s == report.batches[0].throughput_per_s
-    assert report.throughput_per_s_batched == report.batches[2].throughput_per_s
+    assert [result.batch for result in report.latency.batches] == [1, 2, 4]
+    assert report.latency.throughput_per_s_batched == report.latency.batches[2].throughput_per_s
 
 
 def test_measurement_ends_long_before_its_budget_when_three_windows_agree(workshop, tmp_path, reference):
@@ -130,8 +130,8 @@ def test_measurement_ends_long_before_its_budget_when_three_windows_agree(worksh
         reference=reference,
         out=tmp_path,
     )
-    [result] = report.batches
-    assert report.is_stable and (result.num_windows, result.num_rounds) == (3, 6)
+    [result] = report.latency.batches
+    assert report.latency.at_batch_1.is_stable and (result.num_windows, result.num_rounds) == (3, 6)
 
 
 def test_machine_that_never_settles_is_given_up_at_the_budget(workshop, tmp_path, reference):
@@ -141,7 +141,7 @@ def test_machine_that_never_settles_is_given_up_at_the_budget(workshop, tmp_path
         reference=reference,
         out=tmp_path,
     )
-    assert not report.is_stable and report.batches[0].num_rounds >= 3
+    assert not report.latency.at_batch_1.is_stable and report.latency.batches[0].num_rounds >= 3
 
 
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
@@ -152,8 +152,8 @@ def test_throughput_is_measured_with_every_number_of_threads(workshop, tmp_path,
         reference=reference,
         out=tmp_path,
     )
-    assert [one.concurrency for one in report.throughputs] == [1, 3]
-    for one in report.throughputs:
+    assert [one.concurrency for one in report.latency.throughputs] == [1, 3]
+    for one in report.latency.throughputs:
         assert 0 < one.throughput_per_s_low <= one.throughput_per_s <= one.throughput_per_s_high
         assert one.latency_ms_p50 > 0
 
@@ -167,8 +167,8 @@ def test_machine_too_noisy_for_a_claim_is_measured_twice_and_called_inconclusive
         reference=reference,
         out=tmp_path,
     )
-    assert report.inconclusive
-    assert [result.num_repeats for result in report.batches] == [1, 0]
+    assert report.latency.is_inconclusive
+    assert [result.num_repeats for result in report.latency.batches] == [1, 0]
 
 
 def test_engine_that_was_skipped_gives_a_report_with_the_reason(workshop, tmp_path, reference):
@@ -177,7 +177,7 @@ def test_engine_that_was_skipped_gives_a_report_with_the_reason(workshop, tmp_pa
     build_engine(target, model=workshop.graph, out=tmp_path / "build")
     skipped = tmp_path / "build" / "engine"
     report = benchmark(CONFIG, engine=skipped, reference=reference, out=tmp_path)
-    assert (report.status, report.latency_ms_p50, report.batches) == ("skipped", None, ())
+    assert (report.status, report.latency) == ("skipped", None)
     assert "avx_imaginary" in report.reason
     with pytest.raises(ArtifactError, match=r"the reference engine was skipped \(this CPU lacks"):
         benchmark(CONFIG, engine=reference, reference=skipped, out=tmp_path)
@@ -194,7 +194,7 @@ def test_changed_engine_is_refused_in_its_process(workshop, tmp_path, reference)
 
 def test_death_of_the_engine_s_process_is_a_typed_error(workshop):
     engine = workshop.engine("float", "cpu_onnxruntime")
-    with BurstProcess(engine, num_threads=1, timeout_s=60) as process:
+    with EngineProcess(engine, num_threads=1, timeout_s=60) as process:
         process.wait_until_loaded()
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(ArtifactError, match=r"the process that ran it died \(killed by SIGKILL\)"):
@@ -203,7 +203,7 @@ def test_death_of_the_engine_s_process_is_a_typed_error(workshop):
 
 def test_lane_that_fails_ends_the_others(workshop):
     engine = workshop.engine("float", "cpu_openvino")  # compiled for batches up to 4
-    with BurstProcess(engine, num_threads=1, timeout_s=60) as process:
+    with EngineProcess(engine, num_threads=1, timeout_s=60) as process:
         process.wait_until_loaded()
         with pytest.raises(ArtifactError, match=r"the process that ran it died \(exit code 1\)"):
             process.load(5, concurrency=3, seconds=0.01, num_windows=3)
@@ -211,7 +211,7 @@ def test_lane_that_fails_ends_the_others(workshop):
 
 def test_silent_process_is_given_up(workshop):
     engine = workshop.engine("float", "cpu_onnxruntime")
-    with BurstProcess(engine, num_threads=1, timeout_s=60) as process:
+    with EngineProcess(engine, num_threads=1, timeout_s=60) as process:
         process.wait_until_loaded()
         process._timeout_s = 0.2
         os.kill(process.pid, signal.SIGSTOP)
@@ -221,7 +221,7 @@ def test_silent_process_is_given_up(workshop):
 
 
 def test_engine_process_ends_with_the_block(workshop):
-    with BurstProcess(workshop.engine("float", "cpu_onnxruntime"), num_threads=1, timeout_s=60) as process:
+    with EngineProcess(workshop.engine("float", "cpu_onnxruntime"), num_threads=1, timeout_s=60) as process:
         process.wait_until_loaded()
     assert not psutil.pid_exists(process.pid)
 
@@ -230,8 +230,8 @@ def test_engine_process_ends_with_the_block(workshop):
 def test_engine_process_dies_with_its_killed_parent(workshop):
     program = (
         "import sys, time; from pathlib import Path\n"
-        "from tasks.parts.measuring.engine_process import BurstProcess\n"
-        "process = BurstProcess(Path(sys.argv[1]), num_threads=1, timeout_s=60)\n"
+        "from tasks.parts.measuring.engine_process import EngineProcess\n"
+        "process = EngineProcess(Path(sys.argv[1]), num_threads=1, timeout_s=60)\n"
         "process.wait_until_loaded(); print(process.pid, flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", program, str(workshop.engine("float", "cpu_onnxruntime"))]

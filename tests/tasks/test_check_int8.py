@@ -42,9 +42,9 @@ def test_a_ruined_layer_is_named_and_what_is_sound_is_not_suspect(unbalanced: An
     report = check(unbalanced, tmp_path)
     assert report.float_score == 1.0
     assert report.score < 0.7
-    guilty = answer(report, "guilty")
-    assert guilty.is_suspect
-    assert guilty.found.startswith(unbalanced.node)
+    suspect = answer(report, "Which layers")
+    assert suspect.is_suspect
+    assert suspect.found.startswith(unbalanced.node)
     assert answer(report, "classes").is_suspect
     assert not answer(report, "batch").is_suspect
     assert not answer(report, "calibrator").is_suspect  # one was tried
@@ -54,16 +54,14 @@ def test_a_ruined_layer_is_named_and_what_is_sound_is_not_suspect(unbalanced: An
     assert sum(line.startswith("  What to do:") for line in lines) == report.num_suspect
 
 
-def test_a_guilty_layer_that_is_not_the_first_of_the_ranking_is_suspect(
-    unbalanced: Any, tmp_path: Path
-) -> None:
+def test_a_layer_that_is_not_the_first_of_the_ranking_is_suspect(unbalanced: Any, tmp_path: Path) -> None:
     rows = list(csv.DictReader(unbalanced.ranking.open(encoding="utf-8")))
     assert float(rows[0]["score_drop"]) > CONFIG.suspect_loss > float(rows[-1]["score_drop"])
     with (tmp_path / "ranking.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows([rows[-1], *rows[:-1]])
-    found = answer(check(unbalanced, tmp_path, ranking=tmp_path / "ranking.csv"), "guilty")
+    found = answer(check(unbalanced, tmp_path, ranking=tmp_path / "ranking.csv"), "Which layers")
     assert found.is_suspect
     assert "artifacts/diff_layers/<variant>/<target>" in found.advice
 

@@ -11,11 +11,11 @@ from onnx import numpy_helper
 from tasks.build_engine import build_engine
 from tasks.diff_layers import BisectionConfig, Config, diff_layers
 from tasks.parts.engines.manifest import read_engine_manifest, write_engine_manifest
-from tasks.parts.layer_diff.table import Compared, Difference, find_guilty, list_layers
+from tasks.parts.layer_diff.table import Compared, Difference, find_suspects, list_layers
 from tasks.parts.onnx_graphs.graph import read_graph
 from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB
 
-NO_BISECTION = BisectionConfig(enabled=False, max_miou_rel_loss=0.0, num_val_images=0, batch_size=4)
+NO_BISECTION = BisectionConfig(enabled=False, max_score_rel_loss=0.0, num_val_images=0, batch_size=4)
 CONFIG = Config(split="calibration", num_images=2, collapse_db=10.0, bisection=NO_BISECTION)
 
 
@@ -53,37 +53,41 @@ def build_with_a_wrong_scale(workshop, folder, target):
 
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
 def test_float_engine_equals_the_float_graph_in_every_layer(workshop, tmp_path, target):
-    report = compare(workshop, tmp_path, workshop.engine("float", target), workshop.graph)
-    assert report.num_layers > 20
-    assert report.worst_sqnr_db > 70
-    assert report.logits_cosine == pytest.approx(1, abs=1e-4)
-    assert report.first_collapse is None
-    assert report.marked_agreement_db > 70
-    assert report.num_layers == report.num_tensors - 1  # all but the image
-    assert report.variant_logits_sqnr_db is None and report.runtime_logits_sqnr_db is None
+    differences = compare(workshop, tmp_path, workshop.engine("float", target), workshop.graph).differences
+    assert differences.num_layers > 20
+    assert differences.worst_sqnr_db > 70
+    assert differences.logits_cosine == pytest.approx(1, abs=1e-4)
+    assert differences.first_collapse is None
+    assert differences.marked_agreement_db > 70
+    assert differences.num_layers == differences.num_tensors - 1  # all but the image
+    assert differences.variant_logits_sqnr_db is None and differences.runtime_logits_sqnr_db is None
     assert {
         row["own_sqnr_db"] + row["variant_sqnr_db"] + row["runtime_cosine"] for row in read_rows(tmp_path)
     } == {""}
 
 
 def test_eager_network_equals_the_float_graph_behind_folded_batchnorms(workshop, tmp_path):
-    report = compare(workshop, tmp_path, workshop.engine("float", "cpu_torch"), workshop.checkpoint)
+    differences = compare(
+        workshop, tmp_path, workshop.engine("float", "cpu_torch"), workshop.checkpoint
+    ).differences
     layers = [node for node in read_graph(workshop.graph).graph.node if node.op_type in ("Conv", "Relu")]
-    assert report.num_layers >= len(layers)
-    assert report.worst_sqnr_db > 70
+    assert differences.num_layers >= len(layers)
+    assert differences.worst_sqnr_db > 70
     assert {"Conv", "Relu"} <= {row["op_type"] for row in read_rows(tmp_path)}
 
 
 def test_runtime_that_does_not_follow_its_graph_is_told_apart_from_quantization(workshop, tmp_path):
     victim, engine = build_with_a_wrong_scale(workshop, tmp_path, "cpu_onnxruntime")
-    report = compare(workshop, tmp_path, engine, workshop.quantized)  # not the graph of this engine
+    differences = compare(
+        workshop, tmp_path, engine, workshop.quantized
+    ).differences  # not the graph of this engine
     rows = read_rows(tmp_path)
     names = [row["node"] for row in rows]
     broken = next(index for index, name in enumerate(names) if name in victim)
     assert all(float(row["runtime_sqnr_db"]) > 10 for row in rows[:broken])
     assert float(rows[broken]["runtime_sqnr_db"]) < 3 < 15 < float(rows[broken]["variant_sqnr_db"])
     assert float(rows[broken]["histogram_overlap"]) < float(rows[broken]["variant_histogram_overlap"])
-    assert report.runtime_logits_sqnr_db < report.variant_logits_sqnr_db
+    assert differences.runtime_logits_sqnr_db < differences.variant_logits_sqnr_db
     for row in rows:
         assert 0 < float(row["histogram_overlap"]) <= 1 and 0 < float(row["runtime_histogram_overlap"]) <= 1
         assert float(row["max_abs"]) > 0
@@ -91,15 +95,19 @@ def test_runtime_that_does_not_follow_its_graph_is_told_apart_from_quantization(
 
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
 def test_quantized_engine_is_compared_behind_its_dequantizers(workshop, tmp_path, target):
-    report = compare(workshop, tmp_path, workshop.engine("quantized", target), workshop.quantized)
+    differences = compare(
+        workshop, tmp_path, workshop.engine("quantized", target), workshop.quantized
+    ).differences
     rows = read_rows(tmp_path)
-    assert len(rows) == report.num_layers > 15
-    assert report.num_fused > 5
-    assert report.num_layers + report.num_fused >= report.num_tensors - 1  # the image may stay in float
+    assert len(rows) == differences.num_layers > 15
+    assert differences.num_fused > 5
+    assert (
+        differences.num_layers + differences.num_fused >= differences.num_tensors - 1
+    )  # the image may stay in float
     assert "Relu" in {row["op_type"] for row in rows}
-    assert 3 < report.logits_sqnr_db < MAX_SQNR_DB
-    assert report.marked_agreement_db > 10
-    assert report.largest_own_drop is not None and report.largest_own_drop.added_noise > 0
+    assert 3 < differences.logits_sqnr_db < MAX_SQNR_DB
+    assert differences.marked_agreement_db > 10
+    assert differences.largest_own_drop is not None and differences.largest_own_drop.added_noise > 0
     assert (tmp_path / "layers.png").stat().st_size > 10_000
     assert all(math.isfinite(float(row["sqnr_db"])) for row in rows)
 
@@ -107,18 +115,18 @@ def test_quantized_engine_is_compared_behind_its_dequantizers(workshop, tmp_path
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
 def test_layer_with_a_wrong_scale_is_named_with_module_and_line(workshop, tmp_path, target):
     victim, engine = build_with_a_wrong_scale(workshop, tmp_path, target)
-    report = compare(workshop, tmp_path, engine, tmp_path / "broken.onnx")
-    assert report.first_collapse is not None and report.largest_own_drop is not None
-    assert report.largest_own_drop.node in victim
-    assert report.first_collapse.node in victim
-    assert report.largest_own_drop.own_sqnr_db < 0
+    differences = compare(workshop, tmp_path, engine, tmp_path / "broken.onnx").differences
+    assert differences.first_collapse is not None and differences.largest_own_drop is not None
+    assert differences.largest_own_drop.node in victim
+    assert differences.first_collapse.node in victim
+    assert differences.largest_own_drop.own_sqnr_db < 0
     rows = read_rows(tmp_path)
-    behind = rows[[row["node"] for row in rows].index(report.largest_own_drop.node) + 1 :]
+    behind = rows[[row["node"] for row in rows].index(differences.largest_own_drop.node) + 1 :]
     # The layers behind it inherit its noise and add little themselves.
     assert len(behind) > 5 and all(float(row["own_sqnr_db"]) > 15 for row in behind)
-    file, _, line = report.largest_own_drop.source.rpartition(":")
+    file, _, line = differences.largest_own_drop.source.rpartition(":")
     assert file.startswith("tasks/parts/networks/") and line.isdigit()
-    assert {report.largest_own_drop.module.split(".")[0]} == {name.split(".")[0] for name in victim}
+    assert {differences.largest_own_drop.module.split(".")[0]} == {name.split(".")[0] for name in victim}
 
 
 def test_engine_that_was_skipped_gives_a_report_with_the_reason(workshop, tmp_path):
@@ -126,7 +134,7 @@ def test_engine_that_was_skipped_gives_a_report_with_the_reason(workshop, tmp_pa
     target = workshop.target("cpu_openvino_bf16", cpu_flags=["avx_imaginary"])
     build_engine(target, model=workshop.graph, out=tmp_path / "build")
     report = compare(workshop, tmp_path, tmp_path / "build" / "engine", workshop.graph)
-    assert (report.status, report.num_layers, report.first_collapse) == ("skipped", 0, None)
+    assert (report.status, report.differences) == ("skipped", None)
     assert "avx_imaginary" in report.reason
 
 
@@ -138,7 +146,7 @@ def test_engine_whose_tensors_are_not_read_is_skipped_and_not_compared_with_anot
     target = workshop.target("h200_tensorrt")
     write_engine_manifest(tmp_path / "engine", replace(read_engine_manifest(engine), target=target))
     report = compare(workshop, tmp_path, tmp_path / "engine", workshop.graph)
-    assert (report.status, report.num_layers) == ("skipped", 0)
+    assert (report.status, report.differences) == ("skipped", None)
     assert "tensorrt is not installed" in report.reason
 
 
@@ -149,7 +157,7 @@ def test_noise_that_was_there_before_is_not_a_layer_s_own(workshop):
     for index, name in enumerate([*names, graph.graph.output[0].name]):
         found = Difference(MAX_SQNR_DB if index < 2 else 7.0, 1.0, 0.1, 1.0)
         compared[name] = Compared(engine=found, variant=None, runtime=None, own_sqnr_db=None)
-    first, worst = find_guilty(list_layers(graph, compared), collapse_db=10.0)
+    first, worst = find_suspects(list_layers(graph, compared), collapse_db=10.0)
     assert first is not None and worst is not None
     assert first.tensor == worst.tensor == names[2]
 
@@ -161,7 +169,7 @@ def test_measured_own_noise_counts_more_than_the_rise_of_the_noise(workshop):
     for index, name in enumerate([*names, graph.graph.output[0].name]):
         found = Difference(7.0, 1.0, 0.1, 1.0)
         compared[name] = Compared(found, found, found, own_sqnr_db=20.0 if index == 4 else 40.0)
-    _, worst = find_guilty(list_layers(graph, compared), collapse_db=10.0)
+    _, worst = find_suspects(list_layers(graph, compared), collapse_db=10.0)
     assert worst is not None and worst.tensor == names[4]
 
 
@@ -171,7 +179,7 @@ def test_bisection_names_the_layer_that_has_to_run_in_float(unbalanced, workshop
     build_engine(
         workshop.target("cpu_onnxruntime", min_agreement_int8_db=0.0), model=model, out=tmp_path / "build"
     )
-    config = replace(CONFIG, bisection=replace(NO_BISECTION, enabled=True, max_miou_rel_loss=0.35))
+    config = replace(CONFIG, bisection=replace(NO_BISECTION, enabled=True, max_score_rel_loss=0.35))
     report = diff_layers(
         config,
         engine=tmp_path / "build" / "engine",
@@ -180,7 +188,7 @@ def test_bisection_names_the_layer_that_has_to_run_in_float(unbalanced, workshop
         data=unbalanced.data,
         out=tmp_path,
     )
-    found = report.bisection
+    found = report.differences.bisection
     assert found is not None and found.is_recovered
     assert found.variant_score < found.target_score <= found.recovered_score
     assert [layer.node for layer in found.layers] == [unbalanced.node]
@@ -201,4 +209,4 @@ def test_graph_without_qdq_is_not_bisected(workshop, tmp_path):
         data=workshop.data,
         out=tmp_path,
     )
-    assert report.bisection is None and not (tmp_path / "bisection.csv").exists()
+    assert report.differences.bisection is None and not (tmp_path / "bisection.csv").exists()

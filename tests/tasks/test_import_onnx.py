@@ -29,6 +29,7 @@ from tasks.parts.data.input_card import Task
 from tasks.parts.data.metrics import FLOAT_MODEL
 from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.engines.target import Target
+from tasks.parts.measuring.reports import Accuracy
 from tasks.parts.onnx_graphs.graph import other_types, read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.macs import conv_macs
 from tasks.parts.onnx_graphs.predict import predict_classes
@@ -214,7 +215,7 @@ def test_logits_with_two_empty_axes_are_flattened_and_labels_give_top_1(tmp_path
     images_NCHW = normalise(np.asarray(open_images(data, "test")), card.mean, card.std)
     logits = session.run(["logits0"], {"pixels": images_NCHW})[0][:, :, 0, 0]
     right = (logits.argmax(1) == open_labels(data, "test", Task.classification)).mean()
-    assert (checked.metric, checked.top1, checked.miou, checked.iou) == ("top-1 accuracy", right, None, {})
+    assert checked.accuracy == Accuracy("top-1 accuracy", miou=None, top1=right, pixel_accuracy=None, iou={})
 
 
 def test_unlabelled_images_get_the_float_model_s_own_answers(small: Path, tmp_path: Path) -> None:
@@ -235,7 +236,8 @@ def test_unlabelled_images_get_the_float_model_s_own_answers(small: Path, tmp_pa
         data=labelled / "dataset",
         out=tmp_path / "validated",
     )
-    assert (checked.metric, checked.top1) == ("agreement with the float model (top-1)", 1.0)
+    assert checked.accuracy is not None
+    assert (checked.accuracy.metric, checked.accuracy.top1) == ("agreement with the float model (top-1)", 1.0)
     with pytest.raises(ArtifactError, match=r"knows the classes cat, dog, hen, expected images that nobody"):
         label_images(LabelConfig(1), model=model, data=labelled / "dataset", out=tmp_path / "engine")
 

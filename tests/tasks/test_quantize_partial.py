@@ -16,7 +16,7 @@ from tasks.quantize_partial import Config, Report, quantize_partial
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 CONFIG = Config(
     op_types=OP_TYPES,
-    max_miou_rel_loss=0.35,  # random weights: INT8 costs a quarter even with every layer balanced
+    max_score_rel_loss=0.35,  # random weights: INT8 costs a quarter even with every layer balanced
     num_candidates=3,
     max_float_layers=8,
     keep_float=[],
@@ -41,9 +41,9 @@ def search(files: Any, out: Path, ranking: Path | None = None, **changes: Any) -
 def test_only_the_layer_that_int8_ruins_stays_in_float(unbalanced: Any, tmp_path: Path) -> None:
     report = search(unbalanced, tmp_path)
     assert report.steps[0].action == "start"
-    assert 1 - report.steps[0].score / report.float_score > CONFIG.max_miou_rel_loss  # PTQ fails the gate
+    assert 1 - report.steps[0].score / report.float_score > CONFIG.max_score_rel_loss  # PTQ fails the gate
     assert report.gate_holds
-    assert report.score_rel_loss <= CONFIG.max_miou_rel_loss
+    assert report.score_rel_loss <= CONFIG.max_score_rel_loss
     assert [layer.node for layer in report.float_layers] == [unbalanced.node]
     layer = report.float_layers[0]
     assert 0 < layer.macs_share == report.float_macs_share < 0.5
@@ -69,7 +69,7 @@ def test_the_written_graph_is_the_one_that_was_judged(unbalanced: Any, tmp_path:
 
 
 def test_a_graph_that_passes_at_once_is_the_ptq_graph(unbalanced: Any, tmp_path: Path) -> None:
-    report = search(unbalanced, tmp_path, max_miou_rel_loss=0.99)
+    report = search(unbalanced, tmp_path, max_score_rel_loss=0.99)
     assert report.float_layers == ()
     assert len(report.steps) == 1
     expected = insert_qdq(read_graph(unbalanced.graph), read_ranges(unbalanced.ranges), op_types=OP_TYPES)
@@ -110,7 +110,7 @@ def test_a_search_that_gives_up_writes_the_best_graph_it_tried(unbalanced: Any, 
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(reversed(rows))
-    limits = {"num_candidates": 1, "max_float_layers": 3, "max_miou_rel_loss": 0.0}
+    limits = {"num_candidates": 1, "max_float_layers": 3, "max_score_rel_loss": 0.0}
     report = search(unbalanced, tmp_path, tmp_path / "ranking.csv", **limits)
     assert not report.gate_holds
     scores = [step.score for step in report.steps[:-1]]
@@ -126,7 +126,7 @@ def test_a_search_that_gives_up_writes_the_best_graph_it_tried(unbalanced: Any, 
 
 def test_the_preset_stays_in_float_and_is_named_as_such(unbalanced: Any, tmp_path: Path) -> None:
     first = quantizable_nodes(read_graph(unbalanced.graph), OP_TYPES)[0].name
-    report = search(unbalanced, tmp_path, keep_float=[first], max_miou_rel_loss=0.99)
+    report = search(unbalanced, tmp_path, keep_float=[first], max_score_rel_loss=0.99)
     assert [(layer.node, layer.reason) for layer in report.float_layers] == [
         (first, "quantize_partial.keep_float or .exclusions")
     ]
@@ -134,7 +134,7 @@ def test_the_preset_stays_in_float_and_is_named_as_such(unbalanced: Any, tmp_pat
 
 def against(reference: Path, files: Any, model: Path, out: Path) -> Report:
     return quantize_partial(
-        replace(CONFIG, max_miou_rel_loss=0.0),
+        replace(CONFIG, max_score_rel_loss=0.0),
         model=model,
         reference=reference,
         ranges=files.ranges,
@@ -169,13 +169,13 @@ def test_usual_exclusions_are_found_in_the_graph(unbalanced: Any, tmp_path: Path
     graph = read_graph(unbalanced.graph)
     layers = quantizable_nodes(graph, OP_TYPES)
     first, logits = (
-        search(unbalanced, tmp_path, exclusions=[name], max_miou_rel_loss=0.99)
+        search(unbalanced, tmp_path, exclusions=[name], max_score_rel_loss=0.99)
         for name in ("first", "logits")
     )
     assert [layer.node for layer in first.float_layers] == [layers[0].name]
     convs = [node.name for node in graph.graph.node if node.op_type == "Conv"]
     assert [layer.node for layer in logits.float_layers] == [convs[-1]]
-    neighbours = search(unbalanced, tmp_path, exclusions=["resize_neighbours"], max_miou_rel_loss=0.99)
+    neighbours = search(unbalanced, tmp_path, exclusions=["resize_neighbours"], max_score_rel_loss=0.99)
     names = {layer.node for layer in neighbours.float_layers}
     assert {node.name for node in layers if node.op_type == "Resize"} <= names
     assert 2 < len(names) < len(layers)
@@ -196,7 +196,7 @@ def test_logits_that_a_matrix_product_makes_exclude_no_convolution_before_it(
     graph.graph.node.insert(list(graph.graph.node).index(conv) + 1, head)
     write_graph(graph, tmp_path / "head.onnx")
     files = replace(unbalanced, graph=tmp_path / "head.onnx")
-    report = search(files, tmp_path, exclusions=["logits"], max_miou_rel_loss=0.99)
+    report = search(files, tmp_path, exclusions=["logits"], max_score_rel_loss=0.99)
     assert report.float_layers == ()
 
 

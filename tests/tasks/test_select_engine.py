@@ -18,11 +18,25 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.fingerprint import digest
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.pending import send_pending
+from tasks.parts.builders.report import build_report
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, EngineStatus, write_engine_manifest
 from tasks.parts.engines.runtimes import Precision, Runtime
 from tasks.parts.engines.target import Target
+from tasks.parts.layer_diff.report import DiffReport, LayerDifferences
+from tasks.parts.layer_diff.table import Layer
+from tasks.parts.measuring.batch_latency import BatchLatency, Interval
+from tasks.parts.measuring.machine_state import MachineState
 from tasks.parts.measuring.pareto import pareto_front
+from tasks.parts.measuring.reports import (
+    Accuracy,
+    AccuracyReport,
+    Latency,
+    LatencyReport,
+    RaceReport,
+    RungRatio,
+)
+from tasks.parts.selection.engine_row import flatten, read_rows
 from tasks.select_engine import Config, EngineName, Report, Technique, select_engine
 from tests.conftest import checked
 
@@ -51,6 +65,83 @@ def engine_bytes(variant: str, target: str) -> bytes:
     return helper.make_model(
         graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10
     ).SerializeToString()
+
+
+def batch_latency(latency_ms: float, speedup: float, aa_ratio_spread: float) -> BatchLatency:
+    """Return what a benchmark finds at batch 1."""
+    return BatchLatency(
+        batch=1,
+        latency_ms_p50=latency_ms,
+        latency_ms_p90=latency_ms * 1.1,
+        latency_ms_p95=latency_ms * 1.2,
+        latency_ms_p99=latency_ms * 1.3,
+        latency_ms_mean=latency_ms,
+        latency_ms_intervals={"p50": Interval(latency_ms, latency_ms)},
+        device_ms_p50=None,
+        device_compute_ms_p50=None,
+        throughput_per_s=1000 / latency_ms,
+        reference_latency_ms_p50=latency_ms * speedup,
+        speedup_vs_reference=speedup,
+        speedup_vs_reference_low=speedup * 0.98,
+        speedup_vs_reference_high=speedup * 1.02,
+        aa_ratio_spread=aa_ratio_spread,
+        is_stable=True,
+        num_windows=3,
+        num_rounds=30,
+        num_samples=900,
+        num_repeats=0,
+    )
+
+
+def latency_report(sha256: str, size_bytes: int, latency: Latency) -> LatencyReport:
+    return LatencyReport(
+        status="built",
+        reason="",
+        engine_sha256=sha256,
+        reference_sha256="reference",
+        size_bytes=size_bytes,
+        latency=latency,
+        runtime="onnxruntime",
+        runtime_version="1.31.1",
+        provider="CPUExecutionProvider",
+        num_threads=2,
+        options={"cuda_graph": True},
+        precisions={},
+        cpu_model="A CPU",
+        versions={},
+        load_average_before=0.4,
+    )
+
+
+def layer_difference(node: str, module: str, source: str) -> Layer:
+    return Layer(node, "Conv", node, module, source, 7.5, 0.9, 1.0, 0.8, 20.0, 0.1, 21.25, None, None)
+
+
+def diff_report(sha256: str, first_collapse: Layer | None, largest_own_drop: Layer) -> DiffReport:
+    differences = LayerDifferences(
+        num_images=8,
+        num_tensors=30,
+        num_layers=20,
+        num_fused=9,
+        logits_sqnr_db=12.0,
+        logits_cosine=0.9,
+        variant_logits_sqnr_db=None,
+        runtime_logits_sqnr_db=None,
+        worst_sqnr_db=7.5,
+        first_collapse=first_collapse,
+        largest_own_drop=largest_own_drop,
+        marking="",
+        marked_agreement_db=60.0,
+        bisection=None,
+    )
+    return DiffReport("built", "", sha256, differences)
+
+
+def inside(report: Any, path: str) -> Any:
+    """Return the part of a report that a dotted path names; the whole for an empty one."""
+    for key in path.split(".") if path else ():
+        report = report[int(key) if key.isdigit() else key]
+    return report
 
 
 class Artifacts:
@@ -87,23 +178,26 @@ class Artifacts:
                 report = self.root / "benchmark" / rung / target / "report.json"
                 if not report.is_file() or not report.read_text().endswith("}"):
                     continue  # not built, or damaged by a test
-                found = json.loads(report.read_text())
+                benchmark = json.loads(report.read_text())
+                rung_ms = benchmark["latency"]["batches"][0]["latency_ms_p50"]
                 for earlier, latency_ms in latencies.items():
-                    factor = latency_ms / found["latency_ms_p50"]
+                    factor = latency_ms / rung_ms
                     low, spread = self.race_changes.get(f"{rung}-{target}", (0.99 * factor, spread))
-                    ratio = {"faster": rung, "slower": earlier, "factor": factor}
-                    ratios.append({**ratio, "low": low, "high": 1.01 * factor})
-                sha256[rung], latencies[rung] = found["engine_sha256"], found["latency_ms_p50"]
-            content = {"engine_sha256": sha256, "ratios": ratios, "aa_ratio_spread": spread}
+                    ratios.append(RungRatio(rung, earlier, factor, low, 1.01 * factor))
+                sha256[rung], latencies[rung] = benchmark["engine_sha256"], rung_ms
+            race = RaceReport(sha256, latencies, tuple(ratios), spread, 40)
             folder = self.root / "race_rungs" / target
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "report.json").write_text(json.dumps(content))
+            (folder / "report.json").write_text(json.dumps(dataclasses.asdict(race)))
         return self.root / "race_rungs"
 
-    def change(self, stage: str, name: str, **fields: Any) -> None:
+    def change(self, stage: str, name: str, part: str = "", **fields: Any) -> None:
+        """Change fields of a report, or of the part of it that a dotted path names."""
         variant, target = name.split("-")
         file = self.root / stage / variant / target / "report.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+        report = json.loads(file.read_text())
+        inside(report, part).update(fields)
+        file.write_text(json.dumps(report))
 
     def add(
         self,
@@ -115,7 +209,7 @@ class Artifacts:
         *,
         is_precision_ok: bool = True,
         precision_note: str = "",
-        inconclusive: bool = False,
+        is_inconclusive: bool = False,
         aa_ratio_spread: float = 0.01,
         precision: str | None = None,
     ) -> None:
@@ -126,54 +220,20 @@ class Artifacts:
             self._manifest(target, EngineStatus.built, "", sha256, len(content), is_precision_ok),
             precisions={"Conv": {"f32": 3, used: 5}},
         )
-        folder = self._build(variant, target, manifest, {"precision_note": precision_note})
+        folder = self._build(variant, target, manifest, precision_note)
         (folder / "engine" / "model.engine").write_bytes(content)
         (folder / "engine" / GRAPH_FILE).write_bytes(content)
-        self._report(
-            "validate",
-            variant,
-            target,
-            {
-                "metric": "mIoU",
-                "miou": miou,
-                "top1": None,
-                "pixel_accuracy": 0.9,
-                "iou": {"background": 0.95, "three": miou, "<b>seven</b>": None},
-                "engine_sha256": sha256,
-            },
-        )
-        self._report(
-            "benchmark",
-            variant,
-            target,
-            {
-                "latency_ms_p50": latency_ms,
-                "latency_ms_p90": latency_ms * 1.1,
-                "latency_ms_p99": latency_ms * 1.3,
-                "throughput_per_s": 1000 / latency_ms,
-                "throughput_per_s_batched": 1400 / latency_ms,
-                "speedup_vs_reference": speedup,
-                "speedup_vs_reference_low": speedup * 0.98,
-                "speedup_vs_reference_high": speedup * 1.02,
-                "aa_ratio_spread": aa_ratio_spread,
-                "inconclusive": inconclusive,
-                "memory_mib": 40.0,
-                "engine_sha256": sha256,
-                "reference_sha256": "reference",
-                "runtime": "onnxruntime",
-                "runtime_version": "1.31.1",
-                "provider": "CPUExecutionProvider",
-                "num_threads": 2,
-                "cpu_model": "A CPU",
-                "load_average_before": 0.4,
-                "options": {"cuda_graph": True},
-                "is_stable": True,
-            },
-        )
-        layer = {"node": "node_conv_3", "module": "head.conv", "source": "tasks/x.py:12"}
-        layer |= {"sqnr_db": 7.5, "own_sqnr_db": 21.25}
-        found = {"first_collapse": layer if "ptq" in variant else None, "largest_own_drop": layer}
-        self._report("diff_layers", variant, target, found)
+        iou = {"background": 0.95, "three": miou, "<b>seven</b>": None}
+        accuracy = Accuracy("mIoU", miou=miou, top1=None, pixel_accuracy=0.9, iou=iou)
+        self._report("validate", variant, target, AccuracyReport("built", "", sha256, "test", 60, accuracy))
+        single = batch_latency(latency_ms, speedup, aa_ratio_spread)
+        batched = dataclasses.replace(single, batch=8, throughput_per_s=1400 / latency_ms)
+        machine = MachineState(None, None, None, "the target does not use one")
+        latency = Latency((single, batched), (), is_inconclusive, 40.0, 90.0, None, machine, machine)
+        self._report("benchmark", variant, target, latency_report(sha256, len(content), latency))
+        layer = layer_difference("node_conv_3", "head.conv", "tasks/x.py:12")
+        first_collapse = layer if "ptq" in variant else None
+        self._report("diff_layers", variant, target, diff_report(sha256, first_collapse, layer))
 
     def give_file(self, variant: str, owner: str, target: str) -> None:
         """Make the engine of `variant` the file of another variant."""
@@ -185,7 +245,7 @@ class Artifacts:
 
     def add_without_engine(self, variant: str, target: str, status: EngineStatus, reason: str) -> None:
         manifest = self._manifest(target, status, reason, "", 0, False)
-        self._build(variant, target, manifest, {})
+        self._build(variant, target, manifest, "")
 
     def _manifest(
         self,
@@ -234,19 +294,20 @@ class Artifacts:
             provider="CPUExecutionProvider",
         )
 
-    def _build(self, variant: str, target: str, manifest: EngineManifest, report: dict[str, Any]) -> Path:
+    def _build(self, variant: str, target: str, manifest: EngineManifest, note: str) -> Path:
         folder = self.root / "build_engine" / variant / target
         (folder / "engine").mkdir(parents=True)
         write_engine_manifest(folder / "engine", manifest)
-        (folder / "report.json").write_text(json.dumps(report))
+        report = build_report(manifest, num_layers_quantized=0, note=note, agreement_db=60.0)
+        (folder / "report.json").write_text(json.dumps(dataclasses.asdict(report)))
         (folder / "key.json").write_text(json.dumps({"key": f"key of {variant}"}))
         self.names.append(EngineName(variant, target))
         return folder
 
-    def _report(self, stage: str, variant: str, target: str, content: dict[str, Any]) -> None:
+    def _report(self, stage: str, variant: str, target: str, report: Any) -> None:
         folder = self.root / stage / variant / target
         folder.mkdir(parents=True)
-        (folder / "report.json").write_text(json.dumps(content))
+        (folder / "report.json").write_text(json.dumps(dataclasses.asdict(report)))
 
 
 @pytest.fixture
@@ -260,7 +321,7 @@ def artifacts(tmp_path: Path) -> Artifacts:
 def config_for(artifacts: Artifacts, **changes: Any) -> Config:
     config = Config(
         float_reference=REFERENCE,
-        max_miou_rel_loss=0.02,
+        max_score_rel_loss=0.02,
         ladder=LADDER,
         min_int8_macs_share=0.5,
         min_speedup_factor=1.02,
@@ -287,6 +348,8 @@ def test_the_fastest_engine_that_is_accurate_enough_is_picked(artifacts, tmp_pat
 
     picks = json.loads((tmp_path / "out" / "picks.json").read_text())
     assert picks["cpu_onnxruntime"] == rows["pruned_qat-cpu_onnxruntime"]
+    read_again = [flatten(row) for row in read_rows(tmp_path / "out")]
+    assert json.loads(json.dumps(read_again)) == [*rows.values()]
     assert picks["cpu_torch"]["variant"] == "distilled"
     assert report.best is not None
     assert (report.best.variant, report.best.target) == ("pruned_qat", "cpu_onnxruntime")
@@ -301,14 +364,14 @@ def test_a_relative_loss_over_the_gate_is_too_lossy_and_the_reason_has_the_numbe
 
     row = rows["pruned_ptq-cpu_onnxruntime"]
     assert row["verdict"] == "TOO_LOSSY"
-    assert row["miou_rel_loss"] == pytest.approx(1 - 0.510 / 0.540)
+    assert row["score_rel_loss"] == pytest.approx(1 - 0.510 / 0.540)
     for number in ("0.5100", "5.56 %", "0.5400", "2 %"):
         assert number in row["reason"]
 
 
 def test_a_loss_of_exactly_the_gate_passes(artifacts, tmp_path) -> None:
     loss = 1 - 0.510 / 0.540
-    _, rows = run(artifacts, tmp_path / "out", max_miou_rel_loss=loss)
+    _, rows = run(artifacts, tmp_path / "out", max_score_rel_loss=loss)
     assert rows["pruned_ptq-cpu_onnxruntime"]["verdict"] == "ACCEPT"
 
 
@@ -335,8 +398,10 @@ def test_a_rung_must_beat_the_last_accepted_one_below_it(artifacts, tmp_path) ->
 
 
 def test_a_rung_that_is_the_same_file_as_a_lower_one_is_not_faster_by_noise(artifacts, tmp_path) -> None:
-    artifacts.change("validate", "pruned_ptq-cpu_onnxruntime", miou=0.535)
-    artifacts.change("benchmark", "pruned_qat-cpu_onnxruntime", speedup_vs_reference=30.0)
+    artifacts.change("validate", "pruned_ptq-cpu_onnxruntime", "accuracy", miou=0.535)
+    artifacts.change(
+        "benchmark", "pruned_qat-cpu_onnxruntime", "latency.batches.0", speedup_vs_reference=30.0
+    )
     artifacts.give_file("pruned_qat", "pruned_ptq", "cpu_onnxruntime")
     _, rows = run(artifacts, tmp_path)
     assert rows["pruned_ptq-cpu_onnxruntime"]["verdict"] == "ACCEPT"
@@ -353,7 +418,7 @@ def test_the_report_draws_the_ladder_of_each_target_and_says_where_it_ends(artif
     assert "cpu_onnxruntime: pruned_qat is the last rung that is accepted." in ladder
     assert "artifacts/check_int8/checklist.md" in ladder  # pruned_ptq is too lossy
     assert "cpu_torch: No compression is worth it" in ladder
-    run(artifacts, tmp_path / "strict", max_miou_rel_loss=0.0)
+    run(artifacts, tmp_path / "strict", max_score_rel_loss=0.0)
     ladder = (tmp_path / "strict" / "report.md").read_text(encoding="utf-8")
     assert (
         "cpu_onnxruntime: No reduced precision is acceptable for this model on this target: distilled stays."
@@ -363,7 +428,7 @@ def test_the_report_draws_the_ladder_of_each_target_and_says_where_it_ends(artif
 
 def test_float_rungs_alone_end_the_ladder_with_no_reduced_precision(artifacts, tmp_path) -> None:
     for variant in ("pruned_ptq", "pruned_qat"):
-        artifacts.change("validate", f"{variant}-cpu_onnxruntime", miou=0.4)
+        artifacts.change("validate", f"{variant}-cpu_onnxruntime", "accuracy", miou=0.4)
     artifacts.add("pruned", "cpu_torch", 0.539, 12.0, 1.5)
     artifacts.add("distilled", "cpu_openvino_bf16", 0.540, 1.7, 10.9, precision="bf16")
     artifacts.add("pruned", "cpu_openvino_bf16", 0.539, 1.2, 15.5, precision="bf16")
@@ -379,8 +444,8 @@ def test_float_rungs_alone_end_the_ladder_with_no_reduced_precision(artifacts, t
 
 
 def test_a_float_rung_that_is_too_lossy_does_not_point_to_the_int8_checklist(artifacts, tmp_path) -> None:
-    artifacts.change("validate", "pruned-cpu_onnxruntime", miou=0.4)
-    artifacts.change("validate", "pruned_ptq-cpu_onnxruntime", miou=0.54)
+    artifacts.change("validate", "pruned-cpu_onnxruntime", "accuracy", miou=0.4)
+    artifacts.change("validate", "pruned_ptq-cpu_onnxruntime", "accuracy", miou=0.54)
     run(artifacts, tmp_path)
     assert "check_int8" not in (tmp_path / "report.md").read_text(encoding="utf-8")
 
@@ -422,12 +487,12 @@ def test_a_race_of_other_files_or_none_is_refused(artifacts, tmp_path) -> None:
     ):
         select_engine(config_for(artifacts), **inputs, out=tmp_path / "out")
     race.unlink()
-    with pytest.raises(ArtifactError, match=r"report\.json: missing, damaged"):
+    with pytest.raises(ArtifactError, match=r"report\.json is missing\. Run the stage that writes it"):
         select_engine(config_for(artifacts), **inputs, out=tmp_path / "out")
 
 
 def test_an_inconclusive_latency_is_said_in_the_reason(artifacts, tmp_path) -> None:
-    artifacts.add("pruned", "cpu_torch", 0.539, 12.0, 1.5, inconclusive=True, aa_ratio_spread=0.083)
+    artifacts.add("pruned", "cpu_torch", 0.539, 12.0, 1.5, is_inconclusive=True, aa_ratio_spread=0.083)
     _, rows = run(artifacts, tmp_path / "out")
     assert "inconclusive" in rows["pruned-cpu_torch"]["reason"]
     assert "8.3 %" in rows["pruned-cpu_torch"]["reason"]
@@ -465,7 +530,7 @@ def test_each_pick_has_a_bundle(artifacts, tmp_path) -> None:
 @pytest.mark.parametrize(("in_int8", "verdict"), [(0.3, "PRECISION_MISMATCH"), (0.5, "ACCEPT")])
 def test_int8_engine_has_to_run_its_macs_in_int8(artifacts, tmp_path, in_int8: float, verdict: str) -> None:
     artifacts.add("pruned_qat", "cpu_openvino", 0.54, 0.1, 186.0)
-    executed = {"macs_share": {"int8": in_int8, "f32": 1 - in_int8}, "macs_share_quantized": 0.8}
+    executed = dataclasses.asdict(ExecutedLayers({"int8": in_int8, "f32": 1 - in_int8}, 0.8, 9, 0, 0))
     artifacts.change("build_engine", "pruned_qat-cpu_openvino", executed=executed)
     _, rows = run(artifacts, tmp_path / "out")
 
@@ -492,7 +557,7 @@ def test_without_an_engine_numbers_are_null_and_the_reason_is_kept(
     assert "cpu_openvino_bf16" not in json.loads((tmp_path / "out" / "picks.json").read_text())
 
 
-def test_guilty_layers_are_named_in_both_reports_with_their_own_noise(artifacts, tmp_path) -> None:
+def test_suspect_layers_are_named_in_both_reports_with_their_own_noise(artifacts, tmp_path) -> None:
     run(artifacts, tmp_path / "out")
     text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert "| first collapse | 7.5 | 21.2 | node_conv_3 | head.conv | tasks/x.py:12 |" in text
@@ -568,26 +633,42 @@ def test_a_damaged_report_is_named(artifacts, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "field"),
-    [("benchmark", "latency_ms_p99"), ("benchmark", "reference_sha256"), ("validate", "iou")],
+    ("stage", "part", "field", "path"),
+    [
+        ("benchmark", "latency.batches.0", "latency_ms_p99", "latency.batches.latency_ms_p99"),
+        (
+            "benchmark",
+            "latency.batches.0",
+            "device_ms_p50",
+            "latency.batches.0.device_ms_p50",
+        ),  # it may be null
+        ("benchmark", "", "reference_sha256", "reference_sha256"),
+        ("validate", "accuracy", "iou", "accuracy.iou"),
+    ],
 )
-def test_a_report_of_an_older_version_is_refused(artifacts, tmp_path, stage, field) -> None:
+def test_a_report_of_an_older_version_is_refused(artifacts, tmp_path, stage, part, field, path) -> None:
     file = artifacts.root / stage / "pruned" / "cpu_onnxruntime" / "report.json"
     report = json.loads(file.read_text())
-    del report[field]
+    del inside(report, part)[field]
     file.write_text(json.dumps(report))
-    with pytest.raises(ArtifactError, match=f"has no field '{field}'"):
+    with pytest.raises(ArtifactError, match=f"{file} has no field '{re.escape(path)}'.*dvc repro"):
+        run(artifacts, tmp_path / "out")
+
+
+def test_a_report_with_an_unknown_field_is_refused(artifacts, tmp_path) -> None:
+    artifacts.change("benchmark", "pruned-cpu_onnxruntime", latency_ms_p50=1.2)
+    with pytest.raises(ArtifactError, match=r"damaged or of another version .*latency_ms_p50"):
         run(artifacts, tmp_path / "out")
 
 
 def test_classes_without_numbers_are_refused(artifacts, tmp_path) -> None:
-    artifacts.change("validate", "pruned-cpu_onnxruntime", iou=None)
-    with pytest.raises(ArtifactError, match="has the field 'iou' = None, expected a number for each class"):
+    artifacts.change("validate", "pruned-cpu_onnxruntime", "accuracy", iou=None)
+    with pytest.raises(ArtifactError, match=r"has the field 'accuracy\.iou' = None, expected dict"):
         run(artifacts, tmp_path / "out")
 
 
 def test_a_reference_without_accuracy_is_refused(artifacts, tmp_path) -> None:
-    artifacts.change("validate", "distilled-cpu_torch", miou=0.0)
+    artifacts.change("validate", "distilled-cpu_torch", "accuracy", miou=0.0)
     with pytest.raises(ArtifactError, match=r"select_engine\.float_reference"):
         run(artifacts, tmp_path / "out")
 
@@ -748,9 +829,9 @@ def test_an_engine_file_changed_after_it_was_measured_is_not_handed_out(artifact
         ({"engines": []}, "engines is empty"),
         ({"engines": [REFERENCE, REFERENCE]}, "engines repeats distilled-cpu_torch"),
         ({"float_reference": EngineName("distilled", "gpu")}, "float_reference is distilled-gpu"),
-        ({"max_miou_rel_loss": 1.0}, "max_miou_rel_loss is 1.0"),
-        ({"max_miou_rel_loss": -0.1}, "max_miou_rel_loss is -0.1"),
-        ({"max_miou_rel_loss": float("nan")}, "max_miou_rel_loss is nan"),
+        ({"max_score_rel_loss": 1.0}, "max_score_rel_loss is 1.0"),
+        ({"max_score_rel_loss": -0.1}, "max_score_rel_loss is -0.1"),
+        ({"max_score_rel_loss": float("nan")}, "max_score_rel_loss is nan"),
         ({"min_speedup_factor": 0.5}, "min_speedup_factor is 0.5"),
         ({"min_int8_macs_share": 1.1}, "min_int8_macs_share is 1.1"),
         ({"ladder": []}, "ladder is []"),
@@ -766,7 +847,7 @@ def test_the_default_values_in_conf_fit_the_config() -> None:
     section = yaml.safe_load(Path("conf/select_engine/default.yaml").read_text(encoding="utf-8"))
     section["engines"] = [{"variant": "distilled", "target": "cpu_torch"}]
     config = typed_config(Config, section, "select_engine")
-    assert config.max_miou_rel_loss == 0.02
+    assert config.max_score_rel_loss == 0.02
     assert config.float_reference == REFERENCE
     assert config.tracking.uri == "sqlite:///mlflow.db"
 

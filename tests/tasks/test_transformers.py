@@ -130,7 +130,8 @@ def test_engines_compute_what_the_graph_says(
         data=shop.data,
         out=out,
     )
-    assert found.logits_sqnr_db is not None and found.logits_sqnr_db > (10 if variant == "quantized" else 60)
+    assert found.differences is not None
+    assert found.differences.logits_sqnr_db > (10 if variant == "quantized" else 60)
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ def test_scores_are_those_of_the_network_itself(workshop, tmp_path, target):
     with torch.inference_mode():
         logits_NCHW = network(torch.from_numpy(normalise(images_NHWC, card.mean, card.std)))
     expected = scores(confusion_matrix(logits_NCHW.argmax(1).numpy(), masks_NHW, 3))
-    assert report.miou == pytest.approx(expected.miou, abs=1e-3)
-    assert report.pixel_accuracy == pytest.approx(expected.pixel_accuracy, abs=1e-3)
-    assert list(report.iou) == ["background", "zero", "one"]
+    assert report.accuracy.miou == pytest.approx(expected.miou, abs=1e-3)
+    assert report.accuracy.pixel_accuracy == pytest.approx(expected.pixel_accuracy, abs=1e-3)
+    assert list(report.accuracy.iou) == ["background", "zero", "one"]
     assert report.num_images == 6
     assert report.engine_sha256 == read_engine_manifest(workshop.engine("float", target)).sha256
 
@@ -55,7 +55,7 @@ def test_engine_that_was_skipped_gives_a_report_with_the_reason(workshop, tmp_pa
     target = workshop.target("cpu_openvino_bf16", cpu_flags=["avx_imaginary"])
     build_engine(target, model=workshop.graph, out=tmp_path / "build")
     report = validate(CONFIG, engine=tmp_path / "build" / "engine", data=workshop.data, out=tmp_path)
-    assert (report.status, report.miou, report.engine_sha256) == ("skipped", None, "")
+    assert (report.status, report.accuracy, report.engine_sha256) == ("skipped", None, "")
     assert "avx_imaginary" in report.reason
     assert not (tmp_path / "confusion.csv").exists()
 

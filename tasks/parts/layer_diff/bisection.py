@@ -48,10 +48,10 @@ class Bisection:
     """False: with all layers in float, too, the graph stays below the target; its weights are not the float ones."""
     float_score: float
     variant_score: float
-    """Of the Q/DQ graph as it is."""
+    """Score of the Q/DQ graph as it is."""
     target_score: float
     recovered_score: float
-    """With `layers` in float; where nothing recovers it, with all of them."""
+    """Score with `layers` in float; where nothing recovers it, with all of them."""
     num_quantized_layers: int
     num_trials: int
     layers: tuple[FloatLayer, ...]
@@ -64,12 +64,12 @@ def bisect(
     ranked: Sequence[str],
     evaluator: "GraphEvaluator",
     *,
-    max_miou_rel_loss: float,
+    max_score_rel_loss: float,
 ) -> tuple[Bisection, list[Trial]]:
     """Search among the nodes `ranked`, noisiest first, of a Q/DQ graph of the float graph `graph`."""
     from tasks.parts.onnx_graphs.graph import node_sources
 
-    target_score = evaluator.float_score * (1 - max_miou_rel_loss)
+    target_score = evaluator.float_score * (1 - max_score_rel_loss)
     known: dict[frozenset[str], Trial] = {}
 
     def attempt(nodes: Sequence[str]) -> Trial:
@@ -87,7 +87,7 @@ def bisect(
         is_recovered = True
         chosen = minimal_set(ranked, lambda nodes: attempt(nodes).is_recovered)
     sources = node_sources(graph)
-    found = Bisection(
+    bisection = Bisection(
         is_recovered=is_recovered,
         float_score=evaluator.float_score,
         variant_score=before.score,
@@ -97,7 +97,7 @@ def bisect(
         num_trials=len(known),
         layers=tuple(FloatLayer(node, *sources.get(node, ("", ""))) for node in chosen),
     )
-    return found, list(known.values())
+    return bisection, list(known.values())
 
 
 def minimal_set(items: Sequence[str], holds: Callable[[Sequence[str]], bool]) -> list[str]:

@@ -51,9 +51,9 @@ class Comparison:
 
     match: Match
     compared: dict[str, Compared]
-    """By tensor of the float graph; of those that match, what really was there, in the same shape."""
+    """Tensor of the float graph -> how it differs, for those that match and were there in the same shape."""
     marked_logits: list[FloatArray]
-    """Of the engine with readable tensors, one per image."""
+    """Logits of the engine with readable tensors, one per image."""
 
     @property
     def num_fused(self) -> int:
@@ -62,8 +62,8 @@ class Comparison:
 
     def own_sqnr_db(self, tensor: str) -> float:
         """Return how noisy the variant's layer is that makes a tensor, or is fused with it; MAX_SQNR_DB: unknown."""
-        found = self.compared.get(tensor) or self.compared.get(self.match.fused.get(tensor, ""))
-        return MAX_SQNR_DB if found is None or found.own_sqnr_db is None else found.own_sqnr_db
+        compared = self.compared.get(tensor) or self.compared.get(self.match.fused.get(tensor, ""))
+        return MAX_SQNR_DB if compared is None or compared.own_sqnr_db is None else compared.own_sqnr_db
 
 
 def compare(
@@ -81,8 +81,8 @@ def compare(
     names, runners = match.names, [engine_runner]
     float_graph, twins, noise_of = graph, dict[str, str](), dict[str, str]()
     if variant is not None and variant != graph:
-        found = match_tensors(graph, variant).names
-        twins = {name: found[name] for name in names if name in found}
+        in_variant = match_tensors(graph, variant).names
+        twins = {name: in_variant[name] for name in names if name in in_variant}
         float_graph, noise_of = add_exact_twins(graph, variant, twins)
         shown = [name for name in twins.values() if name != image]
         runners.append(plain_runner(variant, shown, num_threads=num_threads, name="variant"))
@@ -90,7 +90,7 @@ def compare(
     runners.append(plain_runner(float_graph, shown, num_threads=num_threads, name="float"))
     sums = {name: _TensorSums() for name in names}
     marked_logits: list[FloatArray] = []
-    feeds = [{image: one[None]} for one in images_NCHW]
+    feeds = [{image: image_CHW[None]} for image_CHW in images_NCHW]
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL), _torch_left_alone():
         for results in Comparator.run(runners, data_loader=feeds, streaming=True):
             # Each runner's one iteration; reading by name loads the array.
@@ -99,15 +99,17 @@ def compare(
                 for runner, iterations in results.items()
             }
             expected = {**tensors["float"], **feeds[len(marked_logits)]}
-            found_by_name, variant_by_name = (
+            engine_by_name, variant_by_name = (
                 {name: tensors.get(runner, {}).get(twin) for name, twin in matched.items()}
                 for runner, matched in (("engine", names), ("variant", twins))
             )
-            _add(sums, expected, found_by_name, variant_by_name)
+            _add(sums, expected, engine_by_name, variant_by_name)
             for name in noise_of.keys() & sums.keys():
                 sums[name].own_noise = (sums[name].own_noise or 0.0) + float(expected[noise_of[name]])
             marked_logits.append(tensors["engine"][names[logits]].copy())
-    return Comparison(match, {name: one.compared() for name, one in sums.items()}, marked_logits)
+    return Comparison(
+        match, {name: tensor_sums.compared() for name, tensor_sums in sums.items()}, marked_logits
+    )
 
 
 def _open_engine(
@@ -133,12 +135,12 @@ def _open_engine(
 def _add(
     sums: dict[str, _TensorSums],
     expected: Mapping[str, Any],
-    found: Mapping[str, Any],
+    engine: Mapping[str, Any],
     variant: Mapping[str, Any],
 ) -> None:
     """Add one image; tensors that are absent, of another shape or no floats are left out for good."""
     for name in list(sums):
-        a, b, c = expected.get(name), found.get(name), variant.get(name)
+        a, b, c = expected.get(name), engine.get(name), variant.get(name)
         if a is None or b is None or a.shape != b.shape or a.dtype.kind != "f" or a.ndim < 2:
             del sums[name]
             continue

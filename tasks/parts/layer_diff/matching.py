@@ -140,7 +140,7 @@ def add_exact_twins(
     """
     twinned = ModelProto()
     twinned.CopyFrom(graph)
-    opsets = [{(one.domain, one.version) for one in model.opset_import} for model in (graph, variant)]
+    opsets = [{(opset.domain, opset.version) for opset in model.opset_import} for model in (graph, variant)]
     if opsets[0] != opsets[1]:
         return twinned, {}
     makers = {name: node for node in variant.graph.node for name in node.output}
@@ -163,12 +163,12 @@ def add_exact_twins(
         constant.name = f"{_PREFIX}{tensor.name}"
     noise_of = {}
     for name in names:
-        found = name if name in makers else names[name]
-        if found not in makers or name == graph.graph.input[0].name:
+        counterpart = name if name in makers else names[name]
+        if counterpart not in makers or name == graph.graph.input[0].name:
             continue
         real, difference, noise = (f"{_PREFIX}{name}:{what}" for what in ("real", "difference", "noise"))
         added += [
-            helper.make_node("Cast", [f"{_PREFIX}{found}"], [real], to=TensorProto.FLOAT),
+            helper.make_node("Cast", [f"{_PREFIX}{counterpart}"], [real], to=TensorProto.FLOAT),
             helper.make_node("Sub", [name, real], [difference]),
             helper.make_node("ReduceSumSquare", [difference], [noise], keepdims=0),
         ]

@@ -20,12 +20,12 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass
 class Histograms:
-    """Of two versions of a tensor: equal bins over what the first image spans, and one for all beyond each end."""
+    """Counts of two versions of a tensor: equal bins over what the first image spans, one more beyond each end."""
 
     low: float
     width: float
     expected: NDArray[np.int64] = field(default_factory=lambda: np.zeros(NUM_BINS + 2, np.int64))
-    found: NDArray[np.int64] = field(default_factory=lambda: np.zeros(NUM_BINS + 2, np.int64))
+    actual: NDArray[np.int64] = field(default_factory=lambda: np.zeros(NUM_BINS + 2, np.int64))
 
     def count(self, values: NDArray[Any]) -> NDArray[np.int64]:
         """Count some values of a tensor by bin; NaN counts as below."""
@@ -37,7 +37,7 @@ class Histograms:
     @property
     def overlap(self) -> float:
         """Return the intersection of the two normalised histograms, 0..1."""
-        p, q = self.expected / self.expected.sum(), self.found / self.found.sum()
+        p, q = self.expected / self.expected.sum(), self.actual / self.actual.sum()
         return float(np.minimum(p, q).sum())
 
 
@@ -47,21 +47,21 @@ class PairSums:
 
     signal: float = 0.0
     noise: float = 0.0
-    found: float = 0.0
+    actual: float = 0.0
     max_abs: float = 0.0
     histograms: Histograms | None = None
 
-    def add(self, expected: NDArray[Any], found: NDArray[Any]) -> None:
+    def add(self, expected: NDArray[Any], actual: NDArray[Any]) -> None:
         """Add one image."""
-        a, b = expected.ravel().astype(np.float64), found.ravel().astype(np.float64)
+        a, b = expected.ravel().astype(np.float64), actual.ravel().astype(np.float64)
         if self.histograms is None:
             low, high = float(a.min()), float(a.max())
             self.histograms = Histograms(low, (high - low) or 1.0)
         self.histograms.expected += self.histograms.count(a)
-        self.histograms.found += self.histograms.count(b)
+        self.histograms.actual += self.histograms.count(b)
         # einsum and not @: the threads of BLAS would fight with those of the runtimes.
         self.signal += float(np.einsum("i,i", a, a))
-        self.found += float(np.einsum("i,i", b, b))
+        self.actual += float(np.einsum("i,i", b, b))
         a -= b
         self.noise += float(np.einsum("i,i", a, a))
         largest = max(float(a.max()), -float(a.min()))
@@ -75,8 +75,8 @@ class PairSums:
 
     @property
     def _cosine(self) -> float:
-        norm = math.sqrt(self.signal * self.found)
+        norm = math.sqrt(self.signal * self.actual)
         if not math.isfinite(norm):
             return 0.0
-        product = (self.signal + self.found - self.noise) / 2
+        product = (self.signal + self.actual - self.noise) / 2
         return product / norm if norm > 0 else float(self.noise == 0)

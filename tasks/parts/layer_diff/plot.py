@@ -31,7 +31,7 @@ def plot_growth(
     axes.plot(range(len(layers)), sqnr_db, color="#8a97a8", linewidth=1, zorder=1)
     is_conv = ["Conv" in layer.op_type or layer.op_type == "Gemm" for layer in layers]
     for wanted, colour, label in ((True, "#1f5fa8", "convolution"), (False, "#9fb8d6", "other layer")):
-        points = [index for index, found in enumerate(is_conv) if found is wanted]
+        points = [index for index, is_wanted in enumerate(is_conv) if is_wanted is wanted]
         axes.scatter(points, [sqnr_db[index] for index in points], s=22, color=colour, label=label, zorder=2)
     _draw_variant(axes, layers)
     axes.axhline(collapse_db, color=_RED, linestyle="--", linewidth=1, label=f"collapse, {collapse_db:g} dB")

@@ -167,7 +167,7 @@ class TensorrtDebugRunner(BaseRunner):  # type: ignore[misc]
 
 
 def named_as(
-    names: Mapping[str, str], graph: ModelProto, found: Mapping[str, np.ndarray]
+    names: Mapping[str, str], graph: ModelProto, tensors_by_name: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Return the tensors that a fused engine shows, by the values of `names`, in float32.
 
@@ -179,12 +179,12 @@ def named_as(
     for original, twin in names.items():
         dequantize = makers.get(twin)
         levels = dequantize.input[0] if dequantize and dequantize.op_type == "DequantizeLinear" else ""
-        if levels in found:
+        if levels in tensors_by_name:
             assert dequantize is not None
             scale = numpy_helper.to_array(constants[dequantize.input[1]])
-            tensors[twin] = found[levels].astype(np.float32) * scale
-        elif twin in found or original in found:
-            tensors[twin] = found[twin if twin in found else original].astype(np.float32)
+            tensors[twin] = tensors_by_name[levels].astype(np.float32) * scale
+        elif twin in tensors_by_name or original in tensors_by_name:
+            tensors[twin] = tensors_by_name[twin if twin in tensors_by_name else original].astype(np.float32)
     return tensors
 
 

@@ -57,11 +57,11 @@ class Layer:
     max_abs: float
     histogram_overlap: float
     input_sqnr_db: float
-    """Of the noisiest input."""
+    """SQNR of the noisiest input."""
     added_noise: float
     """Rise of noise power / signal power from input to output: what this layer seems to add itself."""
     own_sqnr_db: float | None
-    """Of the variant's layer fed exact inputs: what it does add itself. None where the variant is the float graph."""
+    """SQNR of the variant's layer fed exact inputs: what it adds itself; None where the variant is the float one."""
     variant: Difference | None
     """The variant's graph against the float graph: what precision alone changed so far. None as above."""
     runtime: Difference | None
@@ -96,18 +96,18 @@ def list_layers(graph: "ModelProto", compared: Mapping[str, Compared]) -> list[L
 def _layer(
     node: str, op_type: str, tensor: str, origin: tuple[str, str], compared: Compared, input_sqnr_db: float
 ) -> Layer:
-    found = compared.engine
-    added = 10 ** (-found.sqnr_db / 10) - 10 ** (-input_sqnr_db / 10)
+    difference = compared.engine
+    added = 10 ** (-difference.sqnr_db / 10) - 10 ** (-input_sqnr_db / 10)
     return Layer(
         node=node,
         op_type=op_type,
         tensor=tensor,
         module=origin[0],
         source=origin[1],
-        sqnr_db=found.sqnr_db,
-        cosine=found.cosine,
-        max_abs=found.max_abs,
-        histogram_overlap=found.histogram_overlap,
+        sqnr_db=difference.sqnr_db,
+        cosine=difference.cosine,
+        max_abs=difference.max_abs,
+        histogram_overlap=difference.histogram_overlap,
         input_sqnr_db=input_sqnr_db,
         added_noise=max(0.0, added),
         own_sqnr_db=compared.own_sqnr_db,
@@ -116,7 +116,7 @@ def _layer(
     )
 
 
-def find_guilty(layers: Sequence[Layer], *, collapse_db: float) -> tuple[Layer | None, Layer | None]:
+def find_suspects(layers: Sequence[Layer], *, collapse_db: float) -> tuple[Layer | None, Layer | None]:
     """Return the first layer below `collapse_db`, and the one that adds most noise itself.
 
     The second is measured with exact inputs where the variant is not the float graph; else by the rise of the noise.
@@ -137,8 +137,14 @@ def write_layers(path: Path, layers: Sequence[Layer]) -> None:
     measures = [field.name for field in fields(Difference)]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow([*names, *(f"{one}_{measure}" for one in nested for measure in measures)])
+        writer.writerow(
+            [*names, *(f"{comparison}_{measure}" for comparison in nested for measure in measures)]
+        )
         for layer in layers:
             values = [getattr(layer, name) for name in names]
-            values += [getattr(getattr(layer, one), measure, None) for one in nested for measure in measures]
+            values += [
+                getattr(getattr(layer, comparison), measure, None)
+                for comparison in nested
+                for measure in measures
+            ]
             writer.writerow([f"{value:.6g}" if isinstance(value, float) else value for value in values])

@@ -1,1 +1,1 @@
-"""How fast an engine is, and how certain that is."""
+"""What is measured of an engine: how accurate it is, how fast, and how certain that is."""

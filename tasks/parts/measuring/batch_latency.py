@@ -46,7 +46,7 @@ class Windows:
         starts = [number * self.num_rounds for number in range(first, first + _EQUAL_WINDOWS)]
         windows = [rounds[start : start + self.num_rounds] for start in starts]
         engine = [statistics.median(chain(*_engine_ms(window))) for window in windows]
-        reference = [statistics.median(chain(*(one.reference for one in window))) for window in windows]
+        reference = [statistics.median(chain(*(burst.reference for burst in window))) for window in windows]
         return all(max(medians) <= min(medians) * (1 + self.tolerance) for medians in (engine, reference))
 
 
@@ -69,7 +69,7 @@ class BatchLatency:
     latency_ms_p99: float
     latency_ms_mean: float
     latency_ms_intervals: dict[str, Interval]
-    """Of p50, p90, p95 and p99, over the rounds: calls within a burst are not independent."""
+    """Intervals of p50, p90, p95 and p99, over the rounds: calls within a burst are not independent."""
     device_ms_p50: float | None
     """By CUDA events, copies to and from the GPU included; None on a CPU."""
     device_compute_ms_p50: float | None
@@ -145,4 +145,4 @@ def summarise(
 
 def _engine_ms(rounds: Sequence[Round]) -> list[list[float]]:
     """Return what both processes of the engine measured in each round."""
-    return [[*one.engine, *one.control] for one in rounds]
+    return [[*burst.engine, *burst.control] for burst in rounds]

@@ -1,7 +1,7 @@
 """An engine in a process of its own, that runs bursts of inferences on command.
 
 Each engine of a benchmark gets a process: its memory is its own, and no thread pool of another runtime spins
-beside it. The parent holds `BurstProcess`; the child is `python -m tasks.parts.measuring.engine_process
+beside it. The parent holds `EngineProcess`; the child is `python -m tasks.parts.measuring.engine_process
 <engine>`.
 They talk in JSON lines over the child's stdin and stdout. The child dies with its parent.
 """
@@ -56,10 +56,10 @@ class Load:
     calls_per_s: list[float]
     """Inferences per second of all lanes together, in each window."""
     latencies_ns: list[int]
-    """Of each inference, in all windows."""
+    """Latency of each inference, in all windows."""
 
 
-class BurstProcess:
+class EngineProcess:
     """The parent's end of one engine process; use it in a `with` block."""
 
     def __init__(self, engine: Path, *, num_threads: int, timeout_s: float) -> None:
@@ -173,12 +173,12 @@ class BurstProcess:
 
 
 @contextmanager
-def open_processes(engines: Mapping[str, Path], *, timeout_s: float) -> Iterator[dict[str, BurstProcess]]:
+def open_processes(engines: Mapping[str, Path], *, timeout_s: float) -> Iterator[dict[str, EngineProcess]]:
     """Start a process for each engine, with the threads that its target declares; they load side by side."""
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(
-                BurstProcess(
+                EngineProcess(
                     engine,
                     num_threads=read_engine_manifest(engine).target.num_threads,
                     timeout_s=timeout_s,
@@ -189,7 +189,7 @@ def open_processes(engines: Mapping[str, Path], *, timeout_s: float) -> Iterator
 
 
 def run_round(
-    processes: Mapping[str, BurstProcess],
+    processes: Mapping[str, EngineProcess],
     batch: int,
     shuffler: random.Random,
     *,

@@ -32,7 +32,7 @@ def percentile_intervals(
     """
     values = np.concatenate(rounds)
     order = np.argsort(values)
-    values, round_of = values[order], np.repeat(np.arange(len(rounds)), [len(one) for one in rounds])[order]
+    values, round_of = values[order], np.repeat(np.arange(len(rounds)), [*map(len, rounds)])[order]
     generator, quantiles = np.random.default_rng(seed), np.asarray(percents) / 100
     drawn = np.empty((_NUM_RESAMPLES_OF_ROUNDS, len(percents)))
     for resample in drawn:

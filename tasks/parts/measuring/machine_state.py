@@ -74,7 +74,7 @@ def read_gpu_memory_mib(pid: int) -> float | None:
     """
     with _open_gpu() as (nvml, handle, _):
         processes = _ask(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) if nvml else None
-    used = [one.usedGpuMemory for one in processes or () if one.pid == pid]
+    used = [process.usedGpuMemory for process in processes or () if process.pid == pid]
     return used[0] / _MIB if used and used[0] is not None else None
 
 

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasks.core.reports import write_json
 from tasks.parts.engines import bundle_infer
 from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, read_engine_manifest, sha256_of
 from tasks.parts.engines.openvino.compile import compile_options
@@ -57,8 +58,8 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
         return []
     out.mkdir(parents=True)
     shutil.copyfile(bundle_infer.__file__, out / "infer.py")
-    _write_json(out / "model.json", describe_engine(manifest))
-    _write_json(out / "report.json", row)
+    write_json(out / "model.json", describe_engine(manifest))
+    write_json(out / "report.json", row)
     packages = [f"{_package(manifest)}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
     if manifest.target.runtime is Runtime.tensorrt:
         packages.append("pycuda")
@@ -72,7 +73,7 @@ def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
     batches, options = [[1, target.max_batch]], {}
     if target.tensorrt is not None:
         assert manifest.gpu is not None
-        batches = [[one.min, one.max] for one in target.tensorrt.profiles_for(target.max_batch)]
+        batches = [[profile.min, profile.max] for profile in target.tensorrt.profiles_for(target.max_batch)]
         options = {
             "gpu": dataclasses.asdict(manifest.gpu),
             "version_compatible": target.tensorrt.version_compatible,
@@ -191,14 +192,10 @@ def _triton_tensorrt(manifest: EngineManifest) -> list[str]:
     return [
         *lines,
         'platform: "tensorrt_plan"',
-        f"max_batch_size: {0 if manifest.card.max_batch else max(one.max for one in profiles)}",
+        f"max_batch_size: {0 if manifest.card.max_batch else max(profile.max for profile in profiles)}",
         f"instance_group [ {{ kind: KIND_GPU count: 1 profile: {names} }} ]",
     ]
 
 
 def _triton_parameter(key: str, value: int | str) -> str:
     return f'parameters [ {{ key: "{key}" value: {{ string_value: "{value}" }} }} ]'
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

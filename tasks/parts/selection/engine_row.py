@@ -1,8 +1,19 @@
 """One engine with everything that was measured about it and the verdict: a row of engines.json."""
 
+import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import dacite
+
+from tasks.core.reports import STRICT
+from tasks.parts.measuring.reports import Accuracy
+
+ENGINES_FILE = "engines.json"
 
 
 class Verdict(StrEnum):
@@ -17,24 +28,62 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class GuiltyLayer:
+class SuspectLayer:
     """A layer that differs from the float graph, with the way back to its source."""
 
     kind: str
-    """How it is guilty: the first to collapse, or the one with the largest own drop."""
+    """Why it is suspect: it is the first to collapse, or the one with the largest own drop."""
     node: str
     module: str
     source: str
     """``file:line`` of the module's call."""
-    sqnr_db: float | None
-    """Of the engine's output there, with the noise of all layers before."""
+    sqnr_db: float
+    """What the engine's output there is like, with the noise of all layers before."""
     own_sqnr_db: float | None
-    """Of the layer alone, fed exact inputs; None where nothing but the runtime differs from the float graph."""
+    """What the layer alone does, fed exact inputs; None where only the runtime differs from the float graph."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Latency at batch 1, and what goes with it."""
+
+    latency_ms_p50: float
+    latency_ms_p90: float
+    latency_ms_p99: float
+    throughput_per_s: float
+    """Images per second, one inference after the other."""
+    throughput_per_s_batched: float | None
+    """Images per second at the largest of benchmark.batch_sizes that the engine takes."""
+    speedup_vs_reference: float
+    """How many times as fast as the reference engine, measured in pairs with it; eager PyTorch with model=trained."""
+    speedup_low: float
+    """Lower end of the bootstrap interval."""
+    speedup_high: float
+    aa_ratio_spread: float
+    """What the A/A control differs by: no smaller difference means anything."""
+    is_inconclusive: bool
+    """Whether the machine was too noisy."""
+    memory_mib: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of an engine file."""
+
+    accuracy: Accuracy
+    score_rel_loss: float | None
+    """Share of the float reference's score that is lost, negative where it is better; None until it is judged."""
+    speed: Speed
+    size_bytes: int
+    engine_sha256: str
+    """The file that accuracy and latency were measured on."""
+    reference_sha256: str
+    """The engine that the speed-up is over."""
 
 
 @dataclass(frozen=True)
 class EngineRow:
-    """Numbers are None where there is no engine."""
+    """An engine that was to be built."""
 
     variant: str
     target: str
@@ -45,51 +94,16 @@ class EngineRow:
     picked: bool
     """The fastest accepted engine of its target."""
     precision: str
-    """What the convolutions run in, most used first, as ``int8+f32``; of a row without an engine the target's."""
+    """What the convolutions run in, most used first, as ``int8+f32``; without an engine what the target declares."""
     macs_share: dict[str, float]
     """Precision -> share of the graph's MACs that the runtime really runs in it; empty where it does not tell."""
     macs_share_quantized: float | None
     """Share of the MACs that the graph wants in int8."""
-    metric: str
-    """What the score is: mIoU or top-1 accuracy, or the agreement with the float model in one of them."""
-    miou: float | None
-    """None for classification."""
-    top1: float | None
-    """None for segmentation."""
-    miou_rel_loss: float | None
-    """Share of the float reference's score that is lost; negative: better than the reference."""
-    pixel_accuracy: float | None
-    iou: dict[str, float | None]
-    """Per class; None for a class that neither truth nor prediction shows."""
-    latency_ms_p50: float | None
-    latency_ms_p90: float | None
-    latency_ms_p99: float | None
-    throughput_per_s: float | None
-    """Images per second at batch 1, like every number of time that names no batch."""
-    throughput_per_s_batched: float | None
-    """Images per second at the largest of benchmark.batch_sizes that the engine takes."""
-    speedup_vs_eager: float | None
-    """Over the reference engine, measured in pairs with it; eager PyTorch with model=trained."""
-    speedup_low: float | None
-    speedup_high: float | None
-    """Bounds of the bootstrap interval."""
-    aa_ratio_spread: float | None
-    """What the A/A control differs by: no smaller difference means anything."""
-    inconclusive: bool
-    memory_mib: float | None
-    size_bytes: int | None
-    engine_sha256: str | None
-    """The file that accuracy and latency were measured on."""
-    reference_sha256: str | None
-    """The engine that the speed-up is over."""
-    guilty_layers: tuple[GuiltyLayer, ...]
+    measured: Measured | None
+    """None where there is no engine."""
+    suspect_layers: tuple[SuspectLayer, ...]
     conditions: dict[str, str]
     """How the latency was measured."""
-
-    @property
-    def score(self) -> float | None:
-        """MIoU, or top-1 accuracy."""
-        return self.top1 if self.miou is None else self.miou
 
     @property
     def is_reduced(self) -> bool:
@@ -104,5 +118,33 @@ class EngineRow:
 
 def rungs(rows: Sequence[EngineRow], ladder: Sequence[str], target: str) -> list[EngineRow]:
     """Return the engines of a target that are rungs of the ladder, in its order."""
-    found = {row.variant: row for row in rows if row.target == target}
-    return [found[variant] for variant in ladder if variant in found]
+    by_variant = {row.variant: row for row in rows if row.target == target}
+    return [by_variant[variant] for variant in ladder if variant in by_variant]
+
+
+def flatten(row: EngineRow) -> dict[str, Any]:
+    """Return a row as engines.json has it: all numbers side by side, null where there is no engine."""
+    flat = dataclasses.asdict(row)
+    measured = flat.pop("measured") or {}
+    parts = measured | measured.get("accuracy", {}) | measured.get("speed", {})
+    return flat | {name: parts.get(name) for name in measured_names()}
+
+
+def read_rows(folder: Path) -> list[EngineRow]:
+    """Return the rows of the engines.json that select_engine wrote into a folder."""
+    rows = []
+    for flat in json.loads((folder / ENGINES_FILE).read_text(encoding="utf-8")):
+        parts = {name: _pick(flat, part) for name, part in (("accuracy", Accuracy), ("speed", Speed))}
+        measured = _pick(flat, Measured) | parts if flat["engine_sha256"] else None
+        rows.append(dacite.from_dict(EngineRow, _pick(flat, EngineRow) | {"measured": measured}, STRICT))
+    return rows
+
+
+def measured_names() -> list[str]:
+    """Return the keys of engines.json that are null where there is no engine."""
+    names = [field.name for part in (Accuracy, Speed, Measured) for field in dataclasses.fields(part)]
+    return [name for name in names if name not in ("accuracy", "speed")]
+
+
+def _pick(flat: dict[str, Any], part: type[Any]) -> dict[str, Any]:
+    return {field.name: flat[field.name] for field in dataclasses.fields(part) if field.name in flat}

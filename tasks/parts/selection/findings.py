@@ -1,9 +1,11 @@
 """What a reader of the engine report wants to know, in an order and with numbers fit to be read."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tasks.parts.selection.engine_row import EngineRow, Verdict, rungs
+from tasks.parts.selection.verdicts import Reference
 
 INT8_CHECKLIST = "artifacts/check_int8/checklist.md"
 
@@ -22,6 +24,20 @@ class Gain:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """The numbers of an engine as a reader sees them; a dash each where there is no engine."""
+
+    score: str = NOTHING
+    change: str = NOTHING
+    """Change of the score against the reference."""
+    p50_ms: str = NOTHING
+    p90_ms: str = NOTHING
+    p99_ms: str = NOTHING
+    speedup: str = NOTHING
+    size_mb: str = NOTHING
+
+
+@dataclass(frozen=True)
 class Findings:
     """All rows and what they are held against."""
 
@@ -32,19 +48,13 @@ class Findings:
     """Variants from the float start to the last rung of compression."""
     techniques: Sequence[tuple[str, str, str]]
     """Name, variant before, variant after."""
-    metric: str
-    """What scores are: mIoU or top-1 accuracy, or the agreement with the float model in one of them."""
-    reference: str
-    """The engine whose score counts as 100 %."""
-    reference_score: float
-    speed_reference: str
-    """The engine that speed-ups are over."""
-    max_miou_rel_loss: float
+    reference: Reference
+    max_score_rel_loss: float
 
     @property
     def gate(self) -> float:
         """The score that an accepted engine has at least."""
-        return self.reference_score * (1 - self.max_miou_rel_loss)
+        return self.reference.score * (1 - self.max_score_rel_loss)
 
     @property
     def targets(self) -> list[str]:
@@ -54,15 +64,12 @@ class Findings:
     @property
     def picks(self) -> list[EngineRow]:
         """The picked rows, fastest first."""
-        return sorted((row for row in self.rows if row.picked), key=lambda row: row.latency_ms_p50 or 0)
+        return sorted((row for row in self.rows if row.picked), key=latency_ms)
 
     @property
     def ordered(self) -> list[EngineRow]:
         """Picks, then by latency, then what has no engine."""
-        return sorted(
-            self.rows,
-            key=lambda row: (not row.picked, row.latency_ms_p50 is None, row.latency_ms_p50 or 0, row.name),
-        )
+        return sorted(self.rows, key=lambda row: (not row.picked, latency_ms(row), row.name))
 
     def row(self, variant: str, target: str) -> EngineRow | None:
         """Return one engine's row."""
@@ -90,12 +97,18 @@ class Findings:
 
     def gain(self, before: str, after: str, target: str) -> Gain | None:
         """Compare two variants on one target; None unless both were measured there."""
-        old, new = self.row(before, target), self.row(after, target)
+        rows = self.row(before, target), self.row(after, target)
+        old, new = (row.measured if row else None for row in rows)
         if old is None or new is None:
             return None
-        if old.score is None or new.score is None or not old.speedup_vs_eager or not new.speedup_vs_eager:
-            return None
-        return Gain(new.score - old.score, new.speedup_vs_eager / old.speedup_vs_eager)
+        factor = new.speed.speedup_vs_reference / old.speed.speedup_vs_reference
+        return Gain(new.accuracy.score - old.accuracy.score, factor)
+
+    @property
+    def ious(self) -> list[tuple[EngineRow, dict[str, float | None]]]:
+        """Every engine that was measured by class, with its IoU of each class."""
+        measured = [(row, row.measured.accuracy.iou) for row in self.ordered if row.measured]
+        return [(row, iou) for row, iou in measured if iou]
 
     def conditions(self) -> dict[str, dict[str, str]]:
         """Return target -> condition -> its value, or the range of values over the target's engines."""
@@ -106,15 +119,40 @@ class Findings:
         }
 
 
+def shown(row: EngineRow) -> Shown:
+    """Format the numbers of an engine."""
+    if row.measured is None:
+        return Shown()
+    speed = row.measured.speed
+    return Shown(
+        score=f"{row.measured.accuracy.score:.4f}",
+        change=percent_change(row.measured.score_rel_loss or 0.0),
+        p50_ms=milliseconds(speed.latency_ms_p50),
+        p90_ms=milliseconds(speed.latency_ms_p90),
+        p99_ms=milliseconds(speed.latency_ms_p99),
+        speedup=times(speed.speedup_vs_reference),
+        size_mb=megabytes(row.measured.size_bytes),
+    )
+
+
+def latency_ms(row: EngineRow) -> float:
+    """Return what engines are ordered by; infinity without an engine."""
+    return row.measured.speed.latency_ms_p50 if row.measured else math.inf
+
+
+def columns(rows: Iterable[Mapping[str, object]]) -> list[str]:
+    """Return the names that occur in any of the rows, each once."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
 def _collect(rows: Sequence[EngineRow], target: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for row in rows:
-        if row.target == target:
-            for name, value in row.conditions.items():
-                found.setdefault(name, []).append(value)
-            if row.aa_ratio_spread is not None:
-                found.setdefault("A/A spread", []).append(f"{100 * row.aa_ratio_spread:.1f} %")
-    return found
+        if row.target == target and row.measured:
+            spread = {"A/A spread": f"{100 * row.measured.speed.aa_ratio_spread:.1f} %"}
+            for name, value in (row.conditions | spread).items():
+                values.setdefault(name, []).append(value)
+    return values
 
 
 def _span(values: Sequence[str]) -> str:
@@ -133,22 +171,18 @@ def number(value: float | None, spec: str) -> str:
     return NOTHING if value is None else format(value, spec)
 
 
-def milliseconds(value: float | None) -> str:
+def milliseconds(value: float) -> str:
     """Format with three digits: ``0.663``, ``18.6``, ``252``."""
-    if value is None:
-        return NOTHING
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
-def times(value: float | None) -> str:
+def times(value: float) -> str:
     """Format a factor: ``0.98x``, ``28.2x``."""
-    return NOTHING if value is None else f"{value:.{2 if value < 10 else 1}f}×"  # noqa: RUF001
+    return f"{value:.{2 if value < 10 else 1}f}×"  # noqa: RUF001
 
 
-def percent_change(loss: float | None) -> str:
+def percent_change(loss: float) -> str:
     """Format a relative loss as a change: a loss of 0.012 is ``-1.2 %``."""
-    if loss is None:
-        return NOTHING
     text = f"{-100 * loss:+.1f}"
     return "0.0 %" if text in ("+0.0", "-0.0") else f"{text.replace('-', '−')} %"  # noqa: RUF001
 
@@ -158,8 +192,6 @@ def signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", "−")  # noqa: RUF001
 
 
-def megabytes(size_bytes: int | None) -> str:
+def megabytes(size_bytes: int) -> str:
     """Format a file size in MB (1e6 bytes)."""
-    if size_bytes is None:
-        return NOTHING
     return f"{size_bytes / 1e6:.2f}" if size_bytes < 10e6 else f"{size_bytes / 1e6:.1f}"

@@ -2,16 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from tasks.parts.selection.findings import (
-    NOTHING,
-    Findings,
-    megabytes,
-    milliseconds,
-    number,
-    percent_change,
-    signed,
-    times,
-)
+from tasks.parts.selection.findings import NOTHING, Findings, columns, shown, signed, times
 
 
 def render_markdown(findings: Findings) -> str:
@@ -28,7 +19,7 @@ def render_markdown(findings: Findings) -> str:
         "A rung must be accurate enough and faster than the last accepted one below it.",
         _ladders(findings),
         "## What each technique gave",
-        f"Change of {_safe(findings.metric)} and of speed on the same target.",
+        f"Change of {_safe(findings.reference.metric)} and of speed on the same target.",
         _techniques(findings),
         _classes(findings),
         "## Layers that differ most from the float graph",
@@ -40,89 +31,49 @@ def render_markdown(findings: Findings) -> str:
 
 
 def _headline(findings: Findings) -> str:
+    reference = findings.reference
     gate = (
-        f"An engine is accepted if it loses at most {100 * findings.max_miou_rel_loss:g} % of the "
-        f"{findings.metric} of {findings.reference} ({findings.reference_score:.4f}), so from {findings.gate:.4f} on."
+        f"An engine is accepted if it loses at most {100 * findings.max_score_rel_loss:g} % of the "
+        f"{reference.metric} of {reference.variant} on {reference.target} ({reference.score:.4f}), so from "
+        f"{findings.gate:.4f} on."
     )
     if not findings.picks:
         return f"**No engine passes.** {gate}"
     best = findings.picks[0]
+    numbers = shown(best)
     return (
-        f"Best pick: **{best.variant} on {best.target}**, p50 {milliseconds(best.latency_ms_p50)} ms, "
-        f"{times(best.speedup_vs_eager)} the speed of {findings.speed_reference}, {findings.metric} "
-        f"{number(best.score, '.4f')} "
-        f"({percent_change(best.miou_rel_loss)}). {gate}"
+        f"Best pick: **{best.variant} on {best.target}**, p50 {numbers.p50_ms} ms, {numbers.speedup} the speed of "
+        f"{reference.speed_name}, {reference.metric} {numbers.score} ({numbers.change}). {gate}"
     )
 
 
 def _picks(findings: Findings) -> str:
     rows = [
-        [
-            row.target,
-            row.variant,
-            milliseconds(row.latency_ms_p50),
-            times(row.speedup_vs_eager),
-            number(row.score, ".4f"),
-            percent_change(row.miou_rel_loss),
-            megabytes(row.size_bytes),
-        ]
-        for row in findings.picks
+        [row.target, row.variant, cells.p50_ms, cells.speedup, cells.score, cells.change, cells.size_mb]
+        for row, cells in ((row, shown(row)) for row in findings.picks)
     ]
-    table = (
-        _table(["target", "pick", "p50 ms", "speed-up", findings.metric, "change", "MB"], rows)
-        if rows
-        else ""
-    )
+    head = ["target", "pick", "p50 ms", "speed-up", findings.reference.metric, "change", "MB"]
+    table = _table(head, rows) if rows else ""
     missing = [f"- {_safe(target)}: no pick. {_safe(why)}" for target, why in findings.without_pick.items()]
     return "\n\n".join(part for part in (table, "\n".join(missing)) if part)
 
 
 def _engines(findings: Findings) -> str:
-    head = [
-        "variant",
-        "target",
-        "verdict",
-        findings.metric,
-        "change",
-        "p50 ms",
-        "p99 ms",
-        "speed-up",
-        "MB",
-        "front",
-        "why",
-    ]
-    rows = [
-        [
-            row.variant,
-            row.target,
-            row.verdict,
-            number(row.score, ".4f"),
-            percent_change(row.miou_rel_loss),
-            milliseconds(row.latency_ms_p50),
-            milliseconds(row.latency_ms_p99),
-            times(row.speedup_vs_eager),
-            megabytes(row.size_bytes),
-            "yes" if row.pareto else "",
-            row.reason,
-        ]
-        for row in findings.ordered
-    ]
-    return _table(head, rows)
+    numbers = [findings.reference.metric, "change", "p50 ms", "p99 ms", "speed-up", "MB"]
+    rows = []
+    for row in findings.ordered:
+        cells = shown(row)
+        shown_numbers = [cells.score, cells.change, cells.p50_ms, cells.p99_ms, cells.speedup, cells.size_mb]
+        front = "yes" if row.pareto else ""
+        rows.append([row.variant, row.target, row.verdict, *shown_numbers, front, row.reason])
+    return _table(["variant", "target", "verdict", *numbers, "front", "why"], rows)
 
 
 def _ladders(findings: Findings) -> str:
+    rungs = [row for target in findings.targets for row in findings.rungs(target)]
     rows = [
-        [
-            row.target,
-            row.variant,
-            percent_change(row.miou_rel_loss),
-            milliseconds(row.latency_ms_p50),
-            times(row.speedup_vs_eager),
-            row.verdict,
-            row.reason,
-        ]
-        for target in findings.targets
-        for row in findings.rungs(target)
+        [row.target, row.variant, cells.change, cells.p50_ms, cells.speedup, row.verdict, row.reason]
+        for row, cells in ((row, shown(row)) for row in rungs)
     ]
     table = _table(["target", "rung", "change", "p50 ms", "speed-up", "verdict", "why"], rows)
     ends = [f"- {_safe(target)}: {_safe(findings.ladder_end(target))}" for target in findings.targets]
@@ -141,31 +92,22 @@ def _techniques(findings: Findings) -> str:
 
 
 def _classes(findings: Findings) -> str:
-    rows = [row for row in findings.ordered if row.iou]
-    if not rows:
+    if not findings.ious:
         return ""
-    classes = list(dict.fromkeys(name for row in rows for name in row.iou))
-    cells = [
-        [row.variant, row.target, *(number(row.iou.get(name), ".3f") for name in classes)] for row in rows
+    classes = columns(iou for _, iou in findings.ious)
+    rows = [
+        [row.variant, row.target, *(_decimals(iou.get(name), 3) for name in classes)]
+        for row, iou in findings.ious
     ]
-    return "## IoU per class\n\n" + _table(["variant", "target", *classes], cells)
+    return "## IoU per class\n\n" + _table(["variant", "target", *classes], rows)
 
 
 def _layers(findings: Findings) -> str:
-    rows = [
-        [
-            row.variant,
-            row.target,
-            layer.kind,
-            number(layer.sqnr_db, ".1f"),
-            number(layer.own_sqnr_db, ".1f"),
-            layer.node,
-            layer.module,
-            layer.source,
-        ]
-        for row in findings.ordered
-        for layer in row.guilty_layers
-    ]
+    rows = []
+    for row in findings.ordered:
+        for layer in row.suspect_layers:
+            noise = _decimals(layer.sqnr_db, 1), _decimals(layer.own_sqnr_db, 1)
+            rows.append([row.variant, row.target, layer.kind, *noise, layer.node, layer.module, layer.source])
     if not rows:
         return "None was named."
     return _table(["variant", "target", "what", "SQNR dB", "own dB", "node", "module", "source"], rows)
@@ -173,9 +115,13 @@ def _layers(findings: Findings) -> str:
 
 def _conditions(findings: Findings) -> str:
     by_target = findings.conditions()
-    names = list(dict.fromkeys(name for found in by_target.values() for name in found))
-    rows = [[target, *(found.get(name, NOTHING) for name in names)] for target, found in by_target.items()]
+    names = columns(by_target.values())
+    rows = [[target, *(values.get(name, NOTHING) for name in names)] for target, values in by_target.items()]
     return _table(["target", *names], rows)
+
+
+def _decimals(value: float | None, digits: int) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

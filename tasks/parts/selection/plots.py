@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.parts.selection.engine_row import EngineRow, Verdict
-from tasks.parts.selection.findings import megabytes, milliseconds, number, percent_change, times
+from tasks.parts.selection.findings import NOTHING, latency_ms, shown, times
 
 TARGET_COLOURS = ("#3b7dd8", "#e07b39", "#2a9d72", "#a45ccb", "#c9a227", "#d1495b", "#4c9aa8", "#7a7f87")
 """One per target, in the order of the rows; told apart on white, on black and by the colour-blind."""
@@ -149,10 +149,10 @@ def interactive_pareto(rows: Sequence[EngineRow], *, gate: float, metric: str) -
 
 
 def _points(
-    found: Sequence[EngineRow], rows: Sequence[EngineRow], target: str, colour: str
+    shown_rows: Sequence[EngineRow], rows: Sequence[EngineRow], target: str, colour: str
 ) -> dict[str, Any]:
     symbols = _styles(rows, _SYMBOLS)
-    x, y = _coordinates(found)
+    x, y = _coordinates(shown_rows)
     return {
         "type": "scatter",
         "mode": "markers",
@@ -160,16 +160,17 @@ def _points(
         "legendgroup": target,
         "x": x,
         "y": y,
-        "text": [_hover(row) for row in found],
+        "text": [_hover(row) for row in shown_rows],
         "hovertemplate": "%{text}<extra></extra>",
         "marker": {
             "color": colour,
             "opacity": 1,
             "symbol": [
-                symbols[row.variant] + ("" if row.verdict is Verdict.ACCEPT else "-open") for row in found
+                symbols[row.variant] + ("" if row.verdict is Verdict.ACCEPT else "-open")
+                for row in shown_rows
             ],
-            "size": [17 if row.picked else 11 for row in found],
-            "line": {"color": colour, "width": [3 if row.picked else 1.5 for row in found]},
+            "size": [17 if row.picked else 11 for row in shown_rows],
+            "line": {"color": colour, "width": [3 if row.picked else 1.5 for row in shown_rows]},
         },
     }
 
@@ -190,22 +191,23 @@ def _hover(row: EngineRow) -> str:
     """Plotly reads a little markup in texts, so that names are escaped."""
     from html import escape
 
+    assert row.measured is not None
+    numbers, speed = shown(row), row.measured.speed
+    batched = NOTHING if speed.throughput_per_s_batched is None else f"{speed.throughput_per_s_batched:.0f}"
     lines = [
         f"<b>{escape(row.variant)}</b> on {escape(row.target)}" + (" (pick)" if row.picked else ""),
         f"{row.verdict}, {escape(row.precision)}",
-        f"{escape(row.metric)} {number(row.score, '.4f')} ({percent_change(row.miou_rel_loss)})",
-        f"p50 {milliseconds(row.latency_ms_p50)}, p90 {milliseconds(row.latency_ms_p90)}, p99 "
-        f"{milliseconds(row.latency_ms_p99)} ms",
-        f"{times(row.speedup_vs_eager)} the reference ({times(row.speedup_low)} to {times(row.speedup_high)})",
-        f"{number(row.throughput_per_s, '.0f')} images/s, {number(row.throughput_per_s_batched, '.0f')} "
-        "batched",
-        f"{megabytes(row.size_bytes)} MB file, {number(row.memory_mib, '.0f')} MiB memory",
+        f"{escape(row.measured.accuracy.metric)} {numbers.score} ({numbers.change})",
+        f"p50 {numbers.p50_ms}, p90 {numbers.p90_ms}, p99 {numbers.p99_ms} ms",
+        f"{numbers.speedup} the reference ({times(speed.speedup_low)} to {times(speed.speedup_high)})",
+        f"{speed.throughput_per_s:.0f} images/s, {batched} batched",
+        f"{numbers.size_mb} MB file, {speed.memory_mib:.0f} MiB memory",
     ]
     return "<br>".join(lines)
 
 
 def _measured(rows: Sequence[EngineRow]) -> list[EngineRow]:
-    return [row for row in rows if row.latency_ms_p50 is not None and row.score is not None]
+    return [row for row in rows if row.measured is not None]
 
 
 def _ticks(rows: Sequence[EngineRow]) -> dict[str, list[float]]:
@@ -219,12 +221,14 @@ def _ticks(rows: Sequence[EngineRow]) -> dict[str, list[float]]:
 
 def _coordinates(rows: Sequence[EngineRow]) -> tuple[list[float], list[float]]:
     """Return latencies and scores of measured rows."""
-    return [row.latency_ms_p50 or 0.0 for row in rows], [row.score or 0.0 for row in rows]
+    measured = [row.measured for row in rows if row.measured]
+    return [engine.speed.latency_ms_p50 for engine in measured], [
+        engine.accuracy.score for engine in measured
+    ]
 
 
 def _front(rows: Sequence[EngineRow], target: str) -> list[EngineRow]:
-    found = [row for row in rows if row.pareto and row.target == target]
-    return sorted(found, key=lambda row: row.latency_ms_p50 or 0)
+    return sorted((row for row in rows if row.pareto and row.target == target), key=latency_ms)
 
 
 def _styles(rows: Sequence[EngineRow], styles: Sequence[str]) -> dict[str, str]:

@@ -1,11 +1,11 @@
 """Gather what was built and measured for one engine from the reports of its stages."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tasks.core.errors import ArtifactError
+from tasks.core.reports import KEY_FILE, REPORT_FILE, ReportT, read_key, read_report
+from tasks.parts.builders.report import EngineBuild
 from tasks.parts.engines.manifest import (
     MANIFEST_FILE,
     EngineManifest,
@@ -13,17 +13,17 @@ from tasks.parts.engines.manifest import (
     read_engine_manifest,
     sha256_of,
 )
-from tasks.parts.selection.engine_row import EngineRow, GuiltyLayer, Verdict
+from tasks.parts.layer_diff.report import DiffReport
+from tasks.parts.measuring.reports import AccuracyReport, Latency, LatencyReport
+from tasks.parts.selection.engine_row import EngineRow, Measured, Speed, SuspectLayer, Verdict
 
 ENGINE_FOLDER = "engine"
-
-REPORT_FILE = "report.json"
 
 _WITHOUT_ENGINE = {EngineStatus.skipped: Verdict.SKIPPED, EngineStatus.failed: Verdict.BUILD_FAILED}
 
 
 @dataclass(frozen=True)
-class EvidenceFolders:
+class StageFolders:
     """The folders of the four stages; below each lies ``<variant>/<target>``."""
 
     builds: Path
@@ -41,7 +41,7 @@ class EvidenceFolders:
         }
 
 
-def read_row(folders: EvidenceFolders, variant: str, target: str) -> EngineRow:
+def read_row(folders: StageFolders, variant: str, target: str) -> EngineRow:
     """Read the reports of one engine into a row that the gates have not judged yet.
 
     The verdict is what the build alone says: ACCEPT means only that a sound engine was built and measured.
@@ -53,54 +53,35 @@ def read_row(folders: EvidenceFolders, variant: str, target: str) -> EngineRow:
     manifest = read_engine_manifest(of["build_engine"] / ENGINE_FOLDER)
     if not manifest.is_built:
         return _row_without_engine(variant, target, manifest)
-    validation = _read_report(of["validate"])
-    benchmark = _read_report(of["benchmark"])
-    _check_same_file(variant, target, manifest, of, validation, benchmark)
-    build = _read_report(of["build_engine"])
-    note, executed = str(build.get("precision_note", "")), build.get("executed") or {}
+    validation, benchmark = _read(AccuracyReport, of["validate"]), _read(LatencyReport, of["benchmark"])
+    build = _read(EngineBuild, of["build_engine"])
+    fault = (
+        "" if manifest.is_precision_ok else build.precision_note or "the runtime does not compute as declared"
+    )
     return EngineRow(
         variant=variant,
         target=target,
         verdict=Verdict.ACCEPT if manifest.is_precision_ok else Verdict.PRECISION_MISMATCH,
-        reason="" if manifest.is_precision_ok else note or "the runtime does not compute as declared",
+        reason=fault,
         pareto=False,
         picked=False,
         precision=_precision(manifest),
-        macs_share=dict(executed.get("macs_share", {})),
-        macs_share_quantized=executed.get("macs_share_quantized"),
-        metric=str(_field(validation, "metric", of["validate"])),
-        miou=_number(validation, "miou", of["validate"]),
-        top1=_number(validation, "top1", of["validate"]),
-        miou_rel_loss=None,
-        pixel_accuracy=_number(validation, "pixel_accuracy", of["validate"]),
-        iou=_iou(validation, of["validate"]),
-        latency_ms_p50=_number(benchmark, "latency_ms_p50", of["benchmark"]),
-        latency_ms_p90=_number(benchmark, "latency_ms_p90", of["benchmark"]),
-        latency_ms_p99=_number(benchmark, "latency_ms_p99", of["benchmark"]),
-        throughput_per_s=_number(benchmark, "throughput_per_s", of["benchmark"]),
-        throughput_per_s_batched=_number(benchmark, "throughput_per_s_batched", of["benchmark"]),
-        speedup_vs_eager=_number(benchmark, "speedup_vs_reference", of["benchmark"]),
-        speedup_low=_number(benchmark, "speedup_vs_reference_low", of["benchmark"]),
-        speedup_high=_number(benchmark, "speedup_vs_reference_high", of["benchmark"]),
-        aa_ratio_spread=_number(benchmark, "aa_ratio_spread", of["benchmark"]),
-        inconclusive=bool(benchmark.get("inconclusive", False)),
-        memory_mib=_number(benchmark, "memory_mib", of["benchmark"]),
-        size_bytes=manifest.size_bytes,
-        engine_sha256=manifest.sha256,
-        reference_sha256=str(_field(benchmark, "reference_sha256", of["benchmark"])),
-        guilty_layers=_guilty_layers(of["diff_layers"]),
+        macs_share=build.executed.macs_share if build.executed else {},
+        macs_share_quantized=build.executed.macs_share_quantized if build.executed else None,
+        measured=_measured(of, manifest, validation, benchmark),
+        suspect_layers=_suspect_layers(of["diff_layers"]),
         conditions=_conditions(benchmark),
     )
 
 
-def engine_file(folders: EvidenceFolders, row: EngineRow) -> Path:
+def engine_file(folders: StageFolders, row: EngineRow) -> Path:
     """Return the file of a built engine.
 
     Raises ArtifactError when its bytes are not the ones that were measured.
     """
     folder = folders.of(row.variant, row.target)["build_engine"] / ENGINE_FOLDER
     file = folder / read_engine_manifest(folder).file
-    if not file.is_file() or sha256_of(file) != row.engine_sha256:
+    if row.measured is None or not file.is_file() or sha256_of(file) != row.measured.engine_sha256:
         raise ArtifactError(
             f"{file} is missing or is not the file that was measured (sha256 differs from the manifest). "
             f"Build it again: dvc repro build_engine@{row.name}."
@@ -108,23 +89,30 @@ def engine_file(folders: EvidenceFolders, row: EngineRow) -> Path:
     return file
 
 
-def evidence_files(folders: EvidenceFolders, row: EngineRow) -> tuple[tuple[str, Path], ...]:
+def written_files(folders: StageFolders, row: EngineRow) -> tuple[tuple[str, Path], ...]:
     """Return (stage, file) of the manifest and of all that the measuring stages wrote for an engine."""
     of = folders.of(row.variant, row.target)
-    found = [(ENGINE_FOLDER, of["build_engine"] / ENGINE_FOLDER / MANIFEST_FILE)]
+    files = [(ENGINE_FOLDER, of["build_engine"] / ENGINE_FOLDER / MANIFEST_FILE)]
     for stage, folder in of.items():
         if folder.is_dir():
-            found += [(stage, file) for file in sorted(folder.iterdir()) if file.is_file()]
-    return tuple(found)
+            files += [(stage, file) for file in sorted(folder.iterdir()) if file.is_file()]
+    return tuple(files)
 
 
-def stage_keys(folders: EvidenceFolders, row: EngineRow) -> dict[str, str]:
+def stage_keys(folders: StageFolders, row: EngineRow) -> dict[str, str]:
     """Return the key under which each stage made its output for this engine, as far as recorded."""
-    keys = {}
-    for stage, folder in folders.of(row.variant, row.target).items():
-        if (folder / "key.json").is_file():
-            keys[stage] = str(_read_json(folder / "key.json").get("key", ""))
-    return keys
+    of = folders.of(row.variant, row.target)
+    return {stage: read_key(folder) for stage, folder in of.items() if (folder / KEY_FILE).is_file()}
+
+
+def _read(report_class: type[ReportT], folder: Path) -> ReportT:
+    if not (folder / REPORT_FILE).is_file():
+        variant, target = folder.parts[-2:]
+        raise ArtifactError(
+            f"{folder / REPORT_FILE} is missing, but select_engine.engines lists variant {variant!r} on "
+            f"target {target!r}. Run the stage that writes it (`dvc repro`), or take the engine off the list."
+        )
+    return read_report(report_class, folder)
 
 
 def _row_without_engine(variant: str, target: str, manifest: EngineManifest) -> EngineRow:
@@ -138,46 +126,54 @@ def _row_without_engine(variant: str, target: str, manifest: EngineManifest) -> 
         precision=manifest.target.precision,
         macs_share={},
         macs_share_quantized=None,
-        metric="",
-        miou=None,
-        top1=None,
-        miou_rel_loss=None,
-        pixel_accuracy=None,
-        iou={},
-        latency_ms_p50=None,
-        latency_ms_p90=None,
-        latency_ms_p99=None,
-        throughput_per_s=None,
-        throughput_per_s_batched=None,
-        speedup_vs_eager=None,
-        speedup_low=None,
-        speedup_high=None,
-        aa_ratio_spread=None,
-        inconclusive=False,
-        memory_mib=None,
-        size_bytes=None,
-        engine_sha256=None,
-        reference_sha256=None,
-        guilty_layers=(),
+        measured=None,
+        suspect_layers=(),
         conditions={},
     )
 
 
-def _check_same_file(
-    variant: str,
-    target: str,
-    manifest: EngineManifest,
-    of: dict[str, Path],
-    validation: dict[str, Any],
-    benchmark: dict[str, Any],
-) -> None:
+def _measured(
+    of: dict[str, Path], manifest: EngineManifest, validation: AccuracyReport, benchmark: LatencyReport
+) -> Measured:
     for stage, report in (("validate", validation), ("benchmark", benchmark)):
-        if report.get("engine_sha256") != manifest.sha256:
+        if report.engine_sha256 != manifest.sha256:
             raise ArtifactError(
-                f"{of[stage] / REPORT_FILE} speaks of the engine file {report.get('engine_sha256')}, but "
+                f"{of[stage] / REPORT_FILE} speaks of the engine file {report.engine_sha256}, but "
                 f"build_engine made {manifest.sha256}: accuracy and latency must come from the same file. "
-                f"Run it again: dvc repro {stage}@{variant}-{target}."
+                f"Run it again: dvc repro {stage}@{'-'.join(of[stage].parts[-2:])}."
             )
+    accuracy, latency = validation.accuracy, benchmark.latency
+    if accuracy is None or latency is None or (accuracy.miou is None and accuracy.top1 is None):
+        name = "-".join(of["validate"].parts[-2:])
+        raise ArtifactError(
+            f"{name} was built, but has no score or no latency. Run it again: "
+            f"dvc repro validate@{name} benchmark@{name}."
+        )
+    return Measured(
+        accuracy=accuracy,
+        score_rel_loss=None,
+        speed=_speed(latency),
+        size_bytes=manifest.size_bytes,
+        engine_sha256=manifest.sha256,
+        reference_sha256=benchmark.reference_sha256,
+    )
+
+
+def _speed(latency: Latency) -> Speed:
+    single = latency.at_batch_1
+    return Speed(
+        latency_ms_p50=single.latency_ms_p50,
+        latency_ms_p90=single.latency_ms_p90,
+        latency_ms_p99=single.latency_ms_p99,
+        throughput_per_s=single.throughput_per_s,
+        throughput_per_s_batched=latency.throughput_per_s_batched,
+        speedup_vs_reference=single.speedup_vs_reference,
+        speedup_low=single.speedup_vs_reference_low,
+        speedup_high=single.speedup_vs_reference_high,
+        aa_ratio_spread=single.aa_ratio_spread,
+        is_inconclusive=latency.is_inconclusive,
+        memory_mib=latency.memory_mib,
+    )
 
 
 def _precision(manifest: EngineManifest) -> str:
@@ -190,84 +186,33 @@ def _precision(manifest: EngineManifest) -> str:
     return "+".join(sorted(used, key=lambda name: (-used[name], name))) or str(manifest.target.precision)
 
 
-def _guilty_layers(folder: Path) -> tuple[GuiltyLayer, ...]:
+def _suspect_layers(folder: Path) -> tuple[SuspectLayer, ...]:
     if not (folder / REPORT_FILE).is_file():
         return ()
-    report = _read_report(folder)
-    found = []
-    for kind in ("first_collapse", "largest_own_drop"):
-        layer = report.get(kind)
-        if layer:
-            found.append(
-                GuiltyLayer(
-                    kind=kind.replace("_", " "),
-                    node=str(layer.get("node") or ""),
-                    module=str(layer.get("module") or ""),
-                    source=str(layer.get("source") or ""),
-                    sqnr_db=layer.get("sqnr_db"),
-                    own_sqnr_db=layer.get("own_sqnr_db"),
-                )
-            )
-    return tuple(found)
+    differences = read_report(DiffReport, folder).differences
+    if differences is None:
+        return ()
+    suspects = (
+        ("first collapse", differences.first_collapse),
+        ("largest own drop", differences.largest_own_drop),
+    )
+    return tuple(
+        SuspectLayer(kind, layer.node, layer.module, layer.source, layer.sqnr_db, layer.own_sqnr_db)
+        for kind, layer in suspects
+        if layer is not None
+    )
 
 
-def _conditions(benchmark: dict[str, Any]) -> dict[str, str]:
+def _conditions(benchmark: LatencyReport) -> dict[str, str]:
     """Name what a reader must know before comparing the latency with another one."""
-    options = benchmark.get("options", {})
-    found = {
-        "CPU": benchmark.get("cpu_model"),
-        "Runtime": f"{benchmark.get('runtime')} {benchmark.get('runtime_version')}",
-        "Provider": benchmark.get("provider"),
-        "Threads": benchmark.get("num_threads"),
-        "Options": ", ".join(f"{name}: {value}" for name, value in options.items()),
-        "Windows agree": "yes" if benchmark.get("is_stable") else "no",
-        "Load before": benchmark.get("load_average_before"),
+    is_stable = benchmark.latency is not None and benchmark.latency.at_batch_1.is_stable
+    load = benchmark.load_average_before
+    return {
+        "CPU": benchmark.cpu_model,
+        "Runtime": f"{benchmark.runtime} {benchmark.runtime_version}",
+        "Provider": benchmark.provider,
+        "Threads": str(benchmark.num_threads),
+        "Options": ", ".join(f"{name}: {value}" for name, value in benchmark.options.items()),
+        "Windows agree": "yes" if is_stable else "no",
+        "Load before": "None" if load is None else f"{load:.2f}",
     }
-    return {name: f"{value:.2f}" if isinstance(value, float) else str(value) for name, value in found.items()}
-
-
-def _number(report: dict[str, Any], name: str, folder: Path) -> float | None:
-    value = _field(report, name, folder)
-    return None if value is None else float(value)
-
-
-def _iou(report: dict[str, Any], folder: Path) -> dict[str, float | None]:
-    value = _field(report, "iou", folder)
-    if not isinstance(value, dict):
-        raise ArtifactError(
-            f"{folder / REPORT_FILE} has the field 'iou' = {value!r}, expected a number for each class. "
-            "Run its stage again."
-        )
-    return value
-
-
-def _field(report: dict[str, Any], name: str, folder: Path) -> Any:
-    if name not in report:
-        raise ArtifactError(
-            f"{folder / REPORT_FILE} has no field {name!r}. It is of another version; run its stage again."
-        )
-    return report[name]
-
-
-def _read_report(folder: Path) -> dict[str, Any]:
-    if not (folder / REPORT_FILE).is_file():
-        variant, target = folder.parts[-2:]
-        raise ArtifactError(
-            f"{folder / REPORT_FILE} is missing, but select_engine.engines lists variant {variant!r} on "
-            f"target {target!r}. Run the stage that writes it (`dvc repro`), or take the engine off the list."
-        )
-    return _read_json(folder / REPORT_FILE)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ArtifactError(
-            f"{path} is no valid JSON ({error}). Remove its folder and run its stage again."
-        ) from error
-    if not isinstance(content, dict):
-        raise ArtifactError(
-            f"{path} holds a {type(content).__name__}, expected an object. Run its stage again."
-        )
-    return content

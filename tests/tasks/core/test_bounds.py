@@ -205,7 +205,7 @@ IMPOSSIBLE: dict[str, dict[str, list[Any]]] = {
     },
     "quantize_aware_train": {"op_types": [[]], "opset": [3], "min_agreement": [-0.1]},
     "quantize_partial": {
-        "max_miou_rel_loss": [1.0],
+        "max_score_rel_loss": [1.0],
         "num_candidates": [0],
         "max_float_layers": [-1],
         "num_val_images": [-1],
@@ -245,7 +245,7 @@ IMPOSSIBLE: dict[str, dict[str, list[Any]]] = {
         "split": ["all"],
         "num_images": [0],
         "collapse_db": [-1.0, 500.0],
-        "bisection.max_miou_rel_loss": [1.0],
+        "bisection.max_score_rel_loss": [1.0],
         "bisection.num_val_images": [-1],
         "bisection.batch_size": [0],
     },

@@ -65,9 +65,9 @@ def test_search_ends_at_once_where_there_is_nothing_to_find(unbalanced):
     graph, variant = read_graph(unbalanced.graph), read_graph(unbalanced.graph.parent / "model.onnx")
     evaluator = open_evaluator(graph, unbalanced.data, num_images=0, batch_size=4)
     nodes = quantized_nodes(variant, graph)
-    found, trials = bisect(variant, graph, nodes, evaluator, max_miou_rel_loss=0.99)
+    found, trials = bisect(variant, graph, nodes, evaluator, max_score_rel_loss=0.99)
     assert found.is_recovered and found.layers == () and len(trials) == 1
     innocent = [node for node in nodes if node != unbalanced.node]
-    found, trials = bisect(variant, graph, innocent, evaluator, max_miou_rel_loss=0.01)
+    found, trials = bisect(variant, graph, innocent, evaluator, max_score_rel_loss=0.01)
     assert not found.is_recovered and found.layers == () and len(trials) == 2
     assert found.recovered_score < found.target_score

@@ -1,0 +1,66 @@
+"""What MLflow is to hold of a pipeline: a run for itself, and one for each engine."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tasks.core.tracking.config import TrackingConfig, registered_name
+from tasks.core.tracking.pending import log_or_keep
+from tasks.core.tracking.records import ENGINE_FOLDER, DataSet, RunRecord, Tracked
+from tasks.parts.selection.bundle import write_companions
+from tasks.parts.selection.engine_row import ENGINES_FILE, EngineRow, flatten, measured_names
+from tasks.parts.selection.stage_reports import StageFolders, engine_file, stage_keys, written_files
+
+_PAGES = ("report.html", "report.md", "pareto.png", ENGINES_FILE, "picks.json")
+
+_TEXTS = ("metric", "iou", "is_inconclusive", "engine_sha256", "reference_sha256")
+"""What of the measured values is no number to compare runs by."""
+
+
+def log_pipeline(
+    tracking: TrackingConfig,
+    rows: Sequence[EngineRow],
+    *,
+    metrics: Mapping[str, float],
+    best: str,
+    folders: StageFolders,
+    data: DataSet,
+    out: Path,
+) -> Tracked | None:
+    """Log the pipeline with `metrics`, its engines and its picks; return None where MLflow does not answer."""
+    picked = {row.target: row.name for row in rows if row.picked}
+    artifacts = tuple(("", out / page) for page in _PAGES)
+    pipeline = RunRecord("pipeline", metrics, {"best": best}, artifacts, data)
+    with tempfile.TemporaryDirectory() as companions:
+        return log_or_keep(
+            tracking,
+            pipeline=pipeline,
+            candidates=[_record(folders, row, data, Path(companions) / row.name) for row in rows],
+            picks={registered_name(tracking, row.target): picked.get(row.target) for row in rows},
+        )
+
+
+def _record(folders: StageFolders, row: EngineRow, data: DataSet, companions: Path) -> RunRecord:
+    artifacts = written_files(folders, row)
+    if row.measured is not None:
+        file = engine_file(folders, row)
+        beside = write_companions(file.parent, flatten(row), companions)
+        artifacts = (*((ENGINE_FOLDER, path) for path in (file, *beside)), *artifacts)
+    tags = {
+        "variant": row.variant,
+        "target": row.target,
+        "metric": row.measured.accuracy.metric if row.measured else "",
+        "precision": row.precision,
+        "pareto": str(row.pareto).lower(),
+        "picked": str(row.picked).lower(),
+        "verdict": row.verdict,
+        "reason": row.reason,
+        "engine_sha256": row.measured.engine_sha256 if row.measured else "",
+    }
+    keys = {f"key_{stage}": key for stage, key in stage_keys(folders, row).items()}
+    return RunRecord(row.name, _metrics(row), tags | keys, artifacts, data)
+
+
+def _metrics(row: EngineRow) -> dict[str, float]:
+    numbers = {name: flatten(row)[name] for name in measured_names() if name not in _TEXTS}
+    return {name: float(value) for name, value in numbers.items() if value is not None}

@@ -1,0 +1,228 @@
+"""The verdict on every engine, the front of each target, and the pick of each target."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.measuring.pareto import pareto_front
+from tasks.parts.measuring.reports import RaceReport, RungRatio
+from tasks.parts.selection.engine_row import EngineRow, Measured, Verdict, rungs
+
+
+@dataclass(frozen=True)
+class Gates:
+    """What an accepted engine holds."""
+
+    max_score_rel_loss: float
+    """Share of the reference's score that it may lose."""
+    min_int8_macs_share: float
+    """Share of the MACs wanted in int8 by its graph that it really runs in int8."""
+    min_speedup_factor: float
+    """How many times as fast as the last accepted rung below it a rung is at least."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The float engine that all others are held against."""
+
+    variant: str
+    target: str
+    metric: str
+    """What scores are: mIoU or top-1 accuracy, or the agreement with the float model in one of them."""
+    score: float
+    """The score that counts as 100 %."""
+    speed_name: str
+    """What a reader calls the engine that speed-ups are over."""
+
+
+def find_reference(rows: Sequence[EngineRow], variant: str, target: str) -> Reference:
+    """Return what the float reference among the rows scores.
+
+    Raises ArtifactError when it has no score, or when the speed-ups have several references.
+    """
+    row = next(row for row in rows if (row.variant, row.target) == (variant, target))
+    score = row.measured.accuracy.score if row.measured else None
+    if row.measured is None or not score:
+        raise ArtifactError(
+            f"The float reference {row.name} has the score {score} ({row.verdict}: {row.reason}), expected more than "
+            "0: no loss can be told without it. Mend its build or its training, or choose another "
+            "select_engine.float_reference."
+        )
+    engines = sorted({row.measured.reference_sha256 for row in rows if row.measured})
+    if len(engines) > 1:
+        raise ArtifactError(
+            f"The benchmarks compare with {len(engines)} different reference engines ({', '.join(engines)}), "
+            "expected one. Run all of them again: dvc repro benchmark."
+        )
+    is_eager = row.conditions["Runtime"].startswith("torch ")
+    speed_name = "eager PyTorch" if is_eager else f"{variant} on {target}"
+    return Reference(variant, target, row.measured.accuracy.metric, score, speed_name)
+
+
+def judge_all(
+    rows: Sequence[EngineRow],
+    gates: Gates,
+    reference: Reference,
+    ladder: Sequence[str],
+    races: Mapping[str, RaceReport],
+) -> list[EngineRow]:
+    """Give every row its verdict, its place on the front of its target, and the picks; `races` by target.
+
+    On each target a rung of the ladder must be faster than the last one below it that was accepted.
+
+    Raises ArtifactError when a race was run with other engine files.
+    """
+    judged = {row.name: _judge(row, gates, reference, None) for row in rows if row.variant not in ladder}
+    for target in dict.fromkeys(row.target for row in rows):
+        below: EngineRow | None = None
+        first_with: dict[str, str] = {}
+        for rung in rungs(rows, ladder, target):
+            sha256 = rung.measured.engine_sha256 if rung.measured else rung.name
+            twin = first_with.setdefault(sha256, rung.variant)
+            has_twin = twin != rung.variant
+            rival = (below, races[target]) if below and not has_twin else None
+            row = _judge(rung, gates, reference, rival)
+            if has_twin and row.verdict is Verdict.ACCEPT:
+                row = _decide(row, Verdict.NOT_FASTER, f"the same engine file as {twin}")
+            if row.verdict is Verdict.ACCEPT:
+                below = row
+            judged[row.name] = row
+    return _mark_picks(_mark_front([judged[row.name] for row in rows]), ladder)
+
+
+def targets_without_pick(rows: Sequence[EngineRow]) -> dict[str, str]:
+    """Say for each target without a pick what became of its engines; equal reasons are said once."""
+    picked = {row.target for row in rows if row.picked}
+    variants_by_fate: dict[str, dict[str, list[str]]] = {}
+    for row in rows:
+        if row.target not in picked:
+            fate = f"{row.verdict}, {row.reason}"
+            variants_by_fate.setdefault(row.target, {}).setdefault(fate, []).append(row.variant)
+    return {
+        target: "; ".join(f"{', '.join(variants)}: {fate}" for fate, variants in fates.items())
+        for target, fates in variants_by_fate.items()
+    }
+
+
+def _judge(
+    row: EngineRow, gates: Gates, reference: Reference, rival: tuple[EngineRow, RaceReport] | None
+) -> EngineRow:
+    """Apply the gates in order; the first that fails gives the verdict. `rival` is the accepted rung to beat."""
+    if row.measured is None:
+        return row
+    score, speed = row.measured.accuracy.score, row.measured.speed
+    loss, metric = 1 - score / reference.score, row.measured.accuracy.metric
+    row = dataclasses.replace(row, measured=dataclasses.replace(row.measured, score_rel_loss=loss))
+    accuracy = f"{metric} {score:.4f}, {_loss_text(loss)} {reference.variant} ({reference.score:.4f})"
+    factor = f"{speed.speedup_vs_reference:.3g}x the speed of {reference.speed_name}"
+    speed_text = f"p50 {speed.latency_ms_p50:.3g} ms, {factor}"
+    if fault := row.reason if row.verdict is Verdict.PRECISION_MISMATCH else _int8_fault(row, gates):
+        return _decide(row, Verdict.PRECISION_MISMATCH, fault, accuracy)
+    if loss > gates.max_score_rel_loss:
+        allowed = f"allowed are {100 * gates.max_score_rel_loss:g} %"
+        return _decide(row, Verdict.TOO_LOSSY, f"{accuracy}, {allowed}", speed_text)
+    if rival is None:
+        return _decide(row, Verdict.ACCEPT, accuracy, speed_text)
+    is_faster, compared = _compare(row, *rival, gates.min_speedup_factor)
+    if not is_faster:
+        return _decide(row, Verdict.NOT_FASTER, compared, accuracy)
+    return _decide(row, Verdict.ACCEPT, accuracy, speed_text, compared)
+
+
+def _int8_fault(row: EngineRow, gates: Gates) -> str:
+    """Say that too few of the MACs run in int8; empty where enough do, and where the runtime does not tell."""
+    wanted, in_int8 = row.macs_share_quantized or 0.0, row.macs_share.get("int8", 0.0)
+    if not row.macs_share or in_int8 >= gates.min_int8_macs_share * wanted:
+        return ""
+    return (
+        f"the graph wants {wanted:.0%} of the MACs in int8, the runtime runs {in_int8:.0%} "
+        f"(select_engine.min_int8_macs_share {gates.min_int8_macs_share:g} of them)"
+    )
+
+
+def _compare(row: EngineRow, below: EngineRow, race: RaceReport, min_factor: float) -> tuple[bool, str]:
+    """Tell whether a rung is faster for certain than one below it, and how they compare."""
+    ratio, spread = _find_ratio(row, below, race), race.aa_ratio_spread or 0.0
+    text = (
+        f"{ratio.factor:.3f}x as fast as {below.variant} in the same rounds "
+        f"({ratio.low:.3f} to {ratio.high:.3f})"
+    )
+    is_noise = abs(ratio.factor - 1) <= spread
+    if is_noise:
+        text += f", which is within the A/A spread of {100 * spread:.1f} %"
+    if is_noise or ratio.low < min_factor:
+        return False, f"{text}, expected {min_factor:g}x or more for certain"
+    return True, text
+
+
+def _find_ratio(row: EngineRow, below: EngineRow, race: RaceReport) -> RungRatio:
+    """Return how many times as fast a rung is as one below it; raise ArtifactError where other files raced."""
+    files = {rung.name: _measured(rung).engine_sha256 for rung in (row, below)}
+    for rung in (row, below):
+        if race.engine_sha256.get(rung.variant) != files[rung.name]:
+            raise ArtifactError(
+                f"race_rungs measured another engine file of {rung.name} than the one that was built. Run it "
+                f"again: dvc repro race_rungs@{rung.target}."
+            )
+    return next(
+        ratio
+        for ratio in race.ratios
+        if race.engine_sha256[ratio.faster] == files[row.name]
+        and race.engine_sha256[ratio.slower] == files[below.name]
+    )
+
+
+def _decide(row: EngineRow, verdict: Verdict, *reasons: str) -> EngineRow:
+    speed = _measured(row).speed
+    if speed.is_inconclusive:
+        spread = f"{100 * speed.aa_ratio_spread:.1f} %"
+        reasons += (f"latency inconclusive: two processes of the same engine differ by {spread}",)
+    return dataclasses.replace(row, verdict=verdict, reason="; ".join(reasons))
+
+
+def _loss_text(loss: float) -> str:
+    if abs(loss) < 5e-5:
+        return "equal to"
+    return f"{100 * abs(loss):.2f} % {'below' if loss > 0 else 'above'}"
+
+
+def _measured(row: EngineRow) -> Measured:
+    assert row.measured is not None
+    return row.measured
+
+
+def _mark_front(rows: Sequence[EngineRow]) -> list[EngineRow]:
+    """Mark the front of each target; an engine that is not what it claims has no place on it."""
+    on_front: set[str] = set()
+    for target in dict.fromkeys(row.target for row in rows):
+        sound = {
+            row.name: (row.measured.speed.latency_ms_p50, row.measured.accuracy.score)
+            for row in rows
+            if row.target == target and row.measured and row.verdict is not Verdict.PRECISION_MISMATCH
+        }
+        on_front |= {
+            name for name, is_kept in zip(sound, pareto_front([*sound.values()]), strict=True) if is_kept
+        }
+    return [dataclasses.replace(row, pareto=row.name in on_front) for row in rows]
+
+
+def _mark_picks(rows: Sequence[EngineRow], ladder: Sequence[str]) -> list[EngineRow]:
+    """Mark the fastest accepted engine of each target; between equals the more accurate, then the smaller one.
+
+    Only the last accepted rung of the ladder counts: the race has shown that it is the fastest of them.
+    """
+    picks: set[str] = set()
+    for target in dict.fromkeys(row.target for row in rows):
+        accepted = [row for row in rows if row.target == target and row.verdict is Verdict.ACCEPT]
+        last_rung = rungs(accepted, ladder, target)[-1:]
+        candidates = last_rung + [row for row in accepted if row.variant not in ladder]
+        if candidates:
+            picks.add(min(candidates, key=rank).name)
+    return [dataclasses.replace(row, picked=row.name in picks) for row in rows]
+
+
+def rank(row: EngineRow) -> tuple[float, float, int, str]:
+    """Return what accepted engines are ordered by, the best first."""
+    measured = _measured(row)
+    return measured.speed.latency_ms_p50, -measured.accuracy.score, measured.size_bytes, row.variant
