@@ -18,7 +18,8 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.fingerprint import digest
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.pending import send_pending
-from tasks.parts.builders.report import build_report
+from tasks.parts.builders.executed_layers import ExecutedLayers
+from tasks.parts.builders.report import publish
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, EngineStatus, write_engine_manifest
 from tasks.parts.engines.runtimes import Precision, Runtime
@@ -297,8 +298,9 @@ class Artifacts:
     def _build(self, variant: str, target: str, manifest: EngineManifest, note: str) -> Path:
         folder = self.root / "build_engine" / variant / target
         (folder / "engine").mkdir(parents=True)
+        report = publish(manifest, folder / "engine", agreement_db=60.0)
+        report = dataclasses.replace(report, is_precision_ok=manifest.is_precision_ok, precision_note=note)
         write_engine_manifest(folder / "engine", manifest)
-        report = build_report(manifest, num_layers_quantized=0, note=note, agreement_db=60.0)
         (folder / "report.json").write_text(json.dumps(dataclasses.asdict(report)))
         (folder / "key.json").write_text(json.dumps({"key": f"key of {variant}"}))
         self.names.append(EngineName(variant, target))
