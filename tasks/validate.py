@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tasks.core.bounds import AtLeast
 from tasks.core.errors import ArtifactError, GateFailed
-from tasks.parts.measuring.reports import Accuracy, AccuracyReport
+from tasks.parts.data.accuracy import Accuracy, AccuracyReport
 
 if TYPE_CHECKING:
     from tasks.parts.data.input_card import InputCard

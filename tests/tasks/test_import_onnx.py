@@ -23,13 +23,13 @@ from tasks.core.errors import ArtifactError, ConfigError, DataError, GateFailed
 from tasks.import_onnx import Config, Report, import_onnx
 from tasks.label_images import Config as LabelConfig
 from tasks.label_images import label_images
+from tasks.parts.data.accuracy import Accuracy
 from tasks.parts.data.dataset import normalise, open_images, open_labels, read_manifest
 from tasks.parts.data.dataset_writer import SplitBatches, write_dataset
 from tasks.parts.data.input_card import Task
 from tasks.parts.data.metrics import FLOAT_MODEL
 from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.engines.target import Target
-from tasks.parts.measuring.reports import Accuracy
 from tasks.parts.onnx_graphs.graph import other_types, read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.macs import conv_macs
 from tasks.parts.onnx_graphs.predict import predict_classes

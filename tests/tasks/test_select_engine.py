@@ -20,6 +20,7 @@ from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.pending import send_pending
 from tasks.parts.builders.executed_layers import ExecutedLayers
 from tasks.parts.builders.report import publish
+from tasks.parts.data.accuracy import Accuracy, AccuracyReport
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, EngineStatus, write_engine_manifest
 from tasks.parts.engines.runtimes import Precision, Runtime
@@ -30,8 +31,6 @@ from tasks.parts.measuring.batch_latency import BatchLatency, Interval
 from tasks.parts.measuring.machine_state import MachineState
 from tasks.parts.measuring.pareto import pareto_front
 from tasks.parts.measuring.reports import (
-    Accuracy,
-    AccuracyReport,
     Latency,
     LatencyReport,
     RaceReport,

@@ -35,14 +35,11 @@ _VIEW_TAG = "mlflow.sharedViewState." + VIEW
 
 _VIEW_METRICS = ("latency_ms_p50", "latency_ms_p99", "miou", "top1", "size_bytes")
 _VIEW_TAGS = ("picked", "verdict", "variant", "precision", "target")
-
 _ACCEPTED = "ACCEPT"
 """The verdict of an engine that holds all gates."""
-
 _MODEL_PARAMS = ("variant", "target", "precision")
 _MAX_TAG_CHARS = 5000
 _MAX_METRICS_PER_BATCH = 900
-
 _MAX_CHILDREN = 50_000
 """The most runs that MLflow returns at once."""
 

@@ -23,7 +23,6 @@ from tasks.parts.onnx_session import PLAN_OPERATOR
 logger = logging.getLogger(__name__)
 
 _DOMAIN = "com.microsoft"
-
 _MAX_BYTES = 2**31 - 2**20
 """What a protobuf message takes, less what is beside the plan."""
 

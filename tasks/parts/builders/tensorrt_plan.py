@@ -29,9 +29,7 @@ from tasks.parts.onnx_graphs.graph import node_sources
 logger = logging.getLogger(__name__)
 
 _SHOWN_ERRORS = 5
-
 _OUT_OF_MEMORY = re.compile(r"out ?of ?memory|insufficient memory|cuda failure: 2\b", re.IGNORECASE)
-
 _MIB = 2**20
 
 

@@ -22,7 +22,6 @@ import numpy as np
 FOLDER = Path(__file__).resolve().parent
 
 Array = np.ndarray[Any, Any]
-
 Run = Callable[[Array], Array]
 
 

@@ -11,7 +11,6 @@ from tasks.core.errors import ConfigError
 from tasks.parts.engines.gpu import Gpu
 
 MAX_OPTIMIZATION_LEVEL = 5
-
 OLDEST_TENSORRT = (10, 12)
 
 

@@ -10,9 +10,7 @@ from tasks.core.errors import ArtifactError
 from tasks.parts.onnx_graphs.graph import node_sources
 
 _FUSED_BEFORE_QUANTIZE = {"Relu", "Clip"}
-
 _PREFIX = "variant:"
-
 _LAYERS = ("Conv", "ConvTranspose", "Gemm")
 
 

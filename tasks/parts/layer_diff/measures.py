@@ -11,7 +11,6 @@ from tasks.parts.layer_diff.table import Difference
 from tasks.parts.onnx_graphs.signal_to_noise import sqnr_db
 
 NUM_BINS = 64
-
 MAX_VALUES = 2**14
 """Values of a tensor that one image gives to the histograms, evenly spread, in both versions the same."""
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from tasks.parts.engines.runner import DeviceTimes
 
 _PERCENTS = (50, 90, 95, 99)
-
 _EQUAL_WINDOWS = 3
 
 

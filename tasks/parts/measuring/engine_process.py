@@ -34,7 +34,6 @@ from tasks.parts.engines.runner import DeviceTimes, Runner
 _SOURCE_ROOT = Path(__file__).resolve().parents[3]
 
 _MIB = 1 << 20
-
 _SETTLE_SECONDS = 0.003
 """Pause before a burst, in which the thread pools of the engine that ran before go to sleep."""
 

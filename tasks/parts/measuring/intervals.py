@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 
 _NUM_RESAMPLES = 2000
-
 _NUM_RESAMPLES_OF_ROUNDS = 500
 
 

@@ -14,10 +14,8 @@ from tasks.parts.engines.gpu import first_bus_id
 from tasks.parts.engines.runtimes import CUDA
 
 _MIB = 1 << 20
-
 _CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
 """Names of Linux drivers that measure the processor."""
-
 _THROTTLE_REASONS = {
     "SwPowerCap": "power cap",
     "HwSlowdown": "hardware slowdown",

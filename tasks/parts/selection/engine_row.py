@@ -11,7 +11,7 @@ from typing import Any
 import dacite
 
 from tasks.core.reports import STRICT
-from tasks.parts.measuring.reports import Accuracy
+from tasks.parts.data.accuracy import Accuracy
 
 ENGINES_FILE = "engines.json"
 

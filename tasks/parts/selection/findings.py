@@ -8,10 +8,8 @@ from tasks.parts.selection.engine_row import EngineRow, Verdict, rungs
 from tasks.parts.selection.verdicts import Reference
 
 INT8_CHECKLIST = "artifacts/check_int8/checklist.md"
-
 _REDUCED_IN_VAIN = (Verdict.PRECISION_MISMATCH, Verdict.BUILD_FAILED, Verdict.SKIPPED)
 """What can become of a rung of reduced precision that shows no such precision."""
-
 NOTHING = "–"  # noqa: RUF001
 
 

@@ -17,7 +17,6 @@ _CHIPS = {
     Verdict.NOT_FASTER: "mild",
     Verdict.SKIPPED: "off",
 }
-
 _WIDEST_HEAT = 0.42
 
 

@@ -12,7 +12,6 @@ TARGET_COLOURS = ("#3b7dd8", "#e07b39", "#2a9d72", "#a45ccb", "#c9a227", "#d1495
 """One per target, in the order of the rows; told apart on white, on black and by the colour-blind."""
 
 _MARKERS = ("o", "s", "D", "^", "P", "*", "v", "X")
-
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "triangle-down", "x")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from tasks.core.errors import ArtifactError
 from tasks.core.reports import KEY_FILE, REPORT_FILE, ReportT, read_key, read_report
 from tasks.parts.builders.report import EngineBuild
+from tasks.parts.data.accuracy import AccuracyReport
 from tasks.parts.engines.manifest import (
     MANIFEST_FILE,
     EngineManifest,
@@ -14,7 +15,7 @@ from tasks.parts.engines.manifest import (
     sha256_of,
 )
 from tasks.parts.layer_diff.report import DiffReport
-from tasks.parts.measuring.reports import AccuracyReport, Latency, LatencyReport
+from tasks.parts.measuring.reports import Latency, LatencyReport
 from tasks.parts.selection.engine_row import EngineRow, Measured, Speed, SuspectLayer, Verdict
 
 ENGINE_FOLDER = "engine"

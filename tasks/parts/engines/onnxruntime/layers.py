@@ -12,9 +12,7 @@ from tasks.parts.engines.runner import OperatorTime
 from tasks.parts.onnx_session import open_session
 
 _INT8_TYPES = {2: "int8", 3: "int8"}  # TensorProto.UINT8, INT8
-
 _FLOAT_TYPES = {1: "f32", 10: "f16", 16: "bf16"}  # TensorProto.FLOAT, FLOAT16, BFLOAT16
-
 _CONVERSIONS = {
     "QuantizeLinear",
     "DequantizeLinear",
@@ -24,11 +22,8 @@ _CONVERSIONS = {
     "MemcpyFromHost",
     "MemcpyToHost",
 }
-
 _INSERTED = re.compile(r"Transpose(_token_\d+)?")
-
 _ADDED_TO_NAMES = re.compile(r"^(InsertedPrecisionFreeCast_)+|(_nchwc|_quant|_token_\d+|/MatMulAddFusion)+$")
-
 _SAME_TYPE_OPS = {
     "MaxPool",
     "Resize",

@@ -13,13 +13,10 @@ if TYPE_CHECKING:
     import openvino
 
 ENGINE_FILE = "engine.blob"
-
 PROVIDER = "CPU"
 
 _PRECISION_NAMES = {"u8": "int8", "i8": "int8", "f32": "f32", "bf16": "bf16", "f16": "f16"}
-
 _NO_WORK = {"Input", "Output", "Const", "Reshape", "ShapeOf"}
-
 _CONVERSIONS = {"Reorder", "FakeQuantize", "Convert"}
 
 

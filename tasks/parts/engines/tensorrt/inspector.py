@@ -18,9 +18,7 @@ _PRECISIONS = (
     (re.compile(r"\b(fp16|half|float16)\b", re.IGNORECASE), "f16"),
     (re.compile(r"\b(fp32|float|float32)\b", re.IGNORECASE), "f32"),
 )
-
 _NODE = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
-
 _REFORMAT = re.compile(r"reformat|copy", re.IGNORECASE)
 
 

@@ -16,7 +16,6 @@ _LEVELS = {
     trt.ILogger.Severity.INFO: logging.DEBUG,
     trt.ILogger.Severity.VERBOSE: logging.NOTSET,
 }
-
 _SHOWN_ERRORS = 3
 
 

@@ -13,7 +13,6 @@ from tasks.parts.engines.manifest import Precisions
 from tasks.parts.engines.runtimes import Precision
 
 _TYPES = {Precision.f32: torch.float32, Precision.bf16: torch.bfloat16, Precision.f16: torch.float16}
-
 _PRECISIONS = {dtype: str(precision) for precision, dtype in _TYPES.items()}
 
 
