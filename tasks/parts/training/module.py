@@ -4,7 +4,9 @@ N images, H rows, W columns.
 """
 
 import math
+import sys
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import lightning
@@ -164,6 +166,7 @@ class SegmentationModule(lightning.LightningModule):
             num_workers=config.num_workers,
             multiprocessing_context="spawn" if config.num_workers else None,
             persistent_workers=config.num_workers > 0,
+            worker_init_fn=hide_broken_connections,
             collate_fn=_as_is,
             generator=torch.Generator(),  # or else each epoch would take its seed from the global one
         )
@@ -242,6 +245,19 @@ def _checkpoint_forward(module: nn.Module) -> None:
         return plain_forward(*inputs)
 
     module.forward = forward
+
+
+def hide_broken_connections(_worker: int) -> None:
+    """Let a data worker print no traceback where the training ends while it hands over a batch.
+
+    A thread of multiprocessing does that, by `sys.excepthook`; how the training ended is said by its own process.
+    """
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, OSError | EOFError):
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = show
 
 
 def _as_is(batch: Any) -> Any:
