@@ -98,6 +98,19 @@ def insert(space: Workspace, name: str, before: str, text: str) -> None:
     file.write_text(content.replace(before, text + before))
 
 
+def add_stage(space: Workspace, dvc_stage: str) -> None:
+    add(space, "tasks/count_images.py", STAGE)
+    add(space, "conf/count_images/default.yaml", "min_images: 1\n")
+    insert(space, "conf/config.yaml", "  - rank_groups: default\n", "  - count_images: default\n")
+    insert(
+        space,
+        "flows/pipeline.py",
+        '    stages.run("train.baseline", data=data)\n',
+        '    stages.run("count_images", data=data)\n',
+    )
+    insert(space, "dvc.yaml", "  rank_groups:\n", dvc_stage)
+
+
 def touched(space: Workspace) -> set[str]:
     status = space.run("git", "status", "--porcelain", "--untracked-files=all").stdout
     return {line[3:] for line in status.splitlines()} - {"params.yaml"}
@@ -138,16 +151,7 @@ def test_network_of_four_files_is_trained_and_exported(workspace: Workspace) -> 
 
 @pytest.mark.slow
 def test_stage_of_six_files_runs_and_both_drivers_know_it(workspace: Workspace) -> None:
-    add(workspace, "tasks/count_images.py", STAGE)
-    add(workspace, "conf/count_images/default.yaml", "min_images: 1\n")
-    insert(workspace, "conf/config.yaml", "  - rank_groups: default\n", "  - count_images: default\n")
-    insert(
-        workspace,
-        "flows/pipeline.py",
-        '    stages.run("train.baseline", data=data)\n',
-        '    stages.run("count_images", data=data)\n',
-    )
-    insert(workspace, "dvc.yaml", "  rank_groups:\n", DVC_STAGE)
+    add_stage(workspace, DVC_STAGE)
     insert(workspace, "pyproject.toml", "tasks.rank_groups | ", "tasks.count_images | ")
     run(workspace, "flows.params")
     assert touched(workspace) == {
@@ -163,24 +167,14 @@ def test_stage_of_six_files_runs_and_both_drivers_know_it(workspace: Workspace) 
 
     run(workspace, "flows.params", *SMOKE)
     run(workspace, "tasks", "prepare_data", "root=data/digit_scenes")
-    said = run(workspace, "tasks", "count_images", "data=artifacts/prepare_data/dataset")
-    assert "finished" in said
+    output = run(workspace, "tasks", "count_images", "data=artifacts/prepare_data/dataset")
+    assert "finished" in output
     assert '"num_images": 160' in (workspace.path / "artifacts/count_images/report.json").read_text()
 
 
 @pytest.mark.slow
 def test_agreement_names_what_a_new_stage_forgot(workspace: Workspace) -> None:
-    add(workspace, "tasks/count_images.py", STAGE)
-    add(workspace, "conf/count_images/default.yaml", "min_images: 1\n")
-    insert(workspace, "conf/config.yaml", "  - rank_groups: default\n", "  - count_images: default\n")
-    insert(
-        workspace,
-        "flows/pipeline.py",
-        '    stages.run("train.baseline", data=data)\n',
-        '    stages.run("count_images", data=data)\n',
-    )
-    forgetful = DVC_STAGE.replace("    - tasks/parts/data\n", "")
-    insert(workspace, "dvc.yaml", "  rank_groups:\n", forgetful)
+    add_stage(workspace, DVC_STAGE.replace("    - tasks/parts/data\n", ""))
     run(workspace, "flows.params")
     done = workspace.run(
         "python",
