@@ -1,8 +1,7 @@
-"""How far an engine differs from itself in ``benchmark``: no smaller speed-up means anything.
+"""How far an engine differs from itself in ``race_engines``: no smaller speed-up means anything.
 
-``python -m benchmarks.aa`` after a run of the pipeline, on a machine with nothing else to do. Each engine is measured
-against its own file, several times, as ``conf/benchmark`` says: three processes of the same engine in interleaved
-rounds, as in every benchmark. The ratio of reference and engine should be 1. Prints a table, writes
+``python -m benchmarks.aa`` after a run of the pipeline, on a machine with nothing else to do. Each engine races its
+own file, several times, as ``conf/race_engines`` says. The ratio of the two should be 1. Prints a table, writes
 ``benchmarks/results/aa.json``, and fails if the median ratio of an engine is further from 1 than 2 %. By default the
 pick of each target and the eager reference of all speed-ups.
 """
@@ -20,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runtimes import read_selection, stage_config
-from tasks.benchmark import Config, benchmark
 from tasks.core.config import read_params
 from tasks.core.execute import ARTIFACTS
 from tasks.parts.engines.machine import read_cpu_model
+from tasks.race_engines import race_engines
 
 RESULTS = Path(__file__).parent / "results" / "aa.json"
 LIMIT = 0.02
@@ -38,10 +37,10 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", help="such as pruned_qat-cpu_openvino")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    config = replace(stage_config("benchmark"), batch_sizes=[], concurrencies=[])
     rows = []
     for name in options.engines or default_engines():
-        rows.append(measure(config, name, options.repeats))
+        rival = next(other for other in default_engines() if other != name)
+        rows.append(measure(name, rival, options.repeats))
         print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     record = {
         "date": date.today().isoformat(),
@@ -64,26 +63,27 @@ def default_engines() -> list[str]:
     return list(dict.fromkeys([*names, f"{reference['variant']}-{reference['target']}"]))
 
 
-def measure(config: Config, name: str, num_repeats: int) -> dict[str, Any]:
-    """Measure an engine against itself, several times, each with another order of the processes."""
-    engine = ARTIFACTS.joinpath("build_engine", *name.split("-"), "engine")
+def measure(name: str, rival: str, num_repeats: int) -> dict[str, Any]:
+    """Race an engine and its A/A control several times, each with another order; another engine runs beside them."""
+    variant, target = name.split("-")
+    config = replace(stage_config(f"race_engines.{target}"), variants=[variant])
+    builds = ARTIFACTS / "build_engine" / "*" / target / "engine"
+    reference = ARTIFACTS.joinpath("build_engine", *rival.split("-"), "engine")
     reports = []
     for seed in range(num_repeats):
         with tempfile.TemporaryDirectory() as folder:
             seeded = replace(config, seed=seed)
-            reports.append(benchmark(seeded, engine=engine, reference=engine, out=Path(folder)))
-    first = [report.latency.at_batch_1 for report in reports if report.latency]
-    ratios = [one.speedup_vs_reference for one in first]
+            reports.append(race_engines(seeded, builds=builds, reference=reference, out=Path(folder)))
+    ratios = [report.aa_ratio.factor for report in reports if report.aa_ratio]
     return {
         "engine": name,
         "ratio": round(statistics.median(ratios), 4),
         "ratio_low": round(min(ratios), 4),
         "ratio_high": round(max(ratios), 4),
-        "aa_spread": round(statistics.median(one.aa_ratio_spread for one in first), 4),
-        "latency_ms_p50": round(statistics.median(one.latency_ms_p50 for one in first), 4),
-        "num_stable": sum(one.is_stable for one in first),
+        "aa_spread": round(statistics.median(report.aa_ratio_spread for report in reports), 4),
+        "latency_ms_p50": round(statistics.median(report.latency_ms_p50[variant] for report in reports), 4),
         "num_repeats": num_repeats,
-        "num_rounds": round(statistics.mean(one.num_rounds for one in first), 1),
+        "num_rounds": config.num_rounds,
     }
 
 

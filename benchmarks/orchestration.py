@@ -37,7 +37,7 @@ from tasks.parts.engines.machine import read_cpu_model
 
 RESULTS = Path(__file__).parent / "results" / "orchestration.json"
 
-ALONE = ("benchmark", "race_rungs", "select_engine")
+ALONE = ("benchmark", "race_engines", "select_engine")
 """Stages that the flow runs one at a time; of the others as many as there are places."""
 
 

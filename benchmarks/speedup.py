@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.speedup`` after a run of the pipeline. Needs a quiet machine for tight intervals.
 
-The best pick of ``artifacts/select_engine`` is measured in interleaved rounds against four references: eager
-PyTorch of the float student (``distilled``) and of the ``teacher``, and on the pick's own target the float variant
-that was quantized (``pruned``) and the student before pruning (``distilled``). For the larger size the same weights
-get a larger input (latency only): the graphs resize by scale factors, so that only the declared input changes.
+The best pick of ``artifacts/select_engine`` runs in the same rounds as four references: eager PyTorch of the float
+student (``distilled``) and of the ``teacher``, and on the pick's own target the float variant that was quantized
+(``pruned``) and the student before pruning (``distilled``). For the larger size the same weights get a larger input
+(latency only): the graphs resize by scale factors, so that only the declared input changes.
 Prints a table and writes ``benchmarks/results/speedup.json``.
 """
 
@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runtimes import read_selection, stage_config
-from tasks.benchmark import benchmark
 from tasks.build_engine import build_engine
 from tasks.core.config import read_params
+from tasks.parts.engines.machine import read_cpu_model
+from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph, write_graph
+from tasks.race_engines import race_engines
 
 RESULTS = Path(__file__).parent / "results" / "speedup.json"
 EAGER = "cpu_torch"
@@ -37,7 +39,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", type=int, default=256, help="side of the larger input in pixels")
-    parser.add_argument("--budget-s", type=float, default=15.0, help="time for each pair of engines")
+    parser.add_argument("--rounds", type=int, default=150, help="rounds in which each engine has one burst")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     params = read_params()
@@ -46,7 +48,7 @@ def main() -> None:
     rows = [
         row
         for side in (size, options.size)
-        for row in measure_size(params, pick["variant"], pick["target"], side, options.budget_s)
+        for row in measure_size(params, pick["variant"], pick["target"], side, options.rounds)
     ]
     for row in rows:
         print(
@@ -60,42 +62,45 @@ def main() -> None:
 
 
 def measure_size(
-    params: dict[str, Any], variant: str, target: str, side: int, budget_s: float
+    params: dict[str, Any], variant: str, target: str, side: int, num_rounds: int
 ) -> list[dict[str, Any]]:
-    """Build the pick and its references for an input of ``side`` x ``side`` and measure the pairs."""
-    references = [("distilled", EAGER), ("teacher", EAGER), ("pruned", target), ("distilled", target)]
-    config = stage_config("benchmark")
-    to_the_end = replace(config.windows, tolerance=1e-9)
-    config = replace(config, budget_s=budget_s, windows=to_the_end, batch_sizes=[], concurrencies=[])
+    """Build the pick and its references for an input of ``side`` x ``side`` and race them."""
+    references = [("teacher", EAGER), ("distilled", EAGER), ("distilled", target), ("pruned", target)]
+    names = [*references, (variant, target)]
     with tempfile.TemporaryDirectory() as folder:
-        engine = build_resized(params, variant, target, side, Path(folder, "pick"))
-        rows = []
-        for reference, reference_target in references:
-            name = f"{reference}-{reference_target}"
-            other = build_resized(params, reference, reference_target, side, Path(folder, name))
-            out = Path(folder, f"against_{name}")
-            out.mkdir()
-            report = benchmark(config, engine=engine, reference=other, out=out)
-            assert report.latency is not None
-            measured = report.latency.at_batch_1
-            rows.append(
-                {
-                    "size": side,
-                    "variant": variant,
-                    "target": target,
-                    "reference": reference,
-                    "reference_target": reference_target,
-                    "latency_ms_p50": measured.latency_ms_p50,
-                    "reference_ms_p50": measured.reference_latency_ms_p50,
-                    "speedup": measured.speedup_vs_reference,
-                    "low": measured.speedup_vs_reference_low,
-                    "high": measured.speedup_vs_reference_high,
-                    "aa_spread": measured.aa_ratio_spread,
-                    "num_threads": report.num_threads,
-                    "runtime_version": report.runtime_version,
-                    "cpu_model": report.cpu_model,
-                }
-            )
+        engines = {
+            name: build_resized(params, *name, side, Path(folder, "-".join(name)))
+            for name in dict.fromkeys(names)
+        }
+        first, *others = ("-".join(name) for name in engines)
+        config = replace(stage_config(f"race_engines.{target}"), variants=others, num_rounds=num_rounds)
+        builds = Path(folder, "*", "engine")
+        report = race_engines(
+            config, builds=builds, reference=Path(folder, first, "engine"), out=Path(folder)
+        )
+        manifests = {name: read_engine_manifest(engine) for name, engine in engines.items()}
+    pick = manifests[variant, target]
+    rows = []
+    for reference in references:
+        ratio = report.ratio(pick.sha256, manifests[reference].sha256)
+        rows.append(
+            {
+                "size": side,
+                "variant": variant,
+                "target": target,
+                "reference": reference[0],
+                "reference_target": reference[1],
+                "latency_ms_p50": report.latency_ms_p50[f"{variant}-{target}"],
+                "reference_ms_p50": report.latency_ms_p50[ratio.slower],
+                "speedup": ratio.factor,
+                "low": ratio.low,
+                "high": ratio.high,
+                "aa_spread": report.aa_ratio_spread,
+                "num_threads": pick.target.num_threads,
+                "runtime_version": pick.runtime_version,
+                "cpu_model": read_cpu_model(),
+            }
+        )
     return rows
 
 

@@ -57,7 +57,7 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
         builds=ARTIFACTS / "build_engine",
         validations=ARTIFACTS / "validate",
         benchmarks=ARTIFACTS / "benchmark",
-        races=ARTIFACTS / "race_rungs",
+        races=ARTIFACTS / "race_engines",
         diffs=ARTIFACTS / "diff_layers",
         data=Path(params["pipeline"]["data"]),
     )
@@ -160,7 +160,7 @@ def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[s
             "float_graph": Path(item["float_graph"]),
             "data": data,
         }
-        measurements[f"benchmark.{name}"] = {"engine": engine, "reference": reference}
+        measurements[f"benchmark.{name}"] = {"engine": engine}
     tuned = [
         address for address in builds if params["build_engine"][address.split(".")[2]]["gpu"] is not None
     ]
@@ -171,4 +171,5 @@ def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[s
     for address, inputs in measurements.items():
         stages.run_alone(address, **inputs)
     for target in targets:
-        stages.run_alone(f"race_rungs.{target}", builds=ARTIFACTS / "build_engine" / "*" / target)
+        built = ARTIFACTS / "build_engine" / "*" / target / "engine"
+        stages.run_alone(f"race_engines.{target}", builds=built, reference=reference)

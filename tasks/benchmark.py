@@ -1,10 +1,8 @@
-"""Measure an engine file against a reference engine, so that the ratio survives a noisy machine.
+"""Measure the latency, throughput and memory of an engine file.
 
-Three processes: the reference, the engine, and the engine once more (the A/A control). They run short bursts
-in rounds, in random order within a round. The speed-up is the median over the rounds of the ratio of burst
-medians, so that slow phases of the machine hit both sides. What the two equal processes differ by is the
-smallest difference that may be claimed. (Blocks one after the other differ by 10 % on a shared machine,
-rounds by 1-2 %.) Rounds go on until three windows of them agree, or until the time is over.
+Two processes of the same engine, the second as the A/A control, run short bursts in rounds, in random order within a
+round. What they differ by is what the machine's noise does to a latency. Rounds go on until three windows of them
+agree, or until the time is over. How much faster one engine is than another is measured by race_engines.
 """
 
 import csv
@@ -18,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tasks.core.bounds import AtLeast, MoreThan
-from tasks.core.errors import ArtifactError
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.runtimes import CUDA
 from tasks.parts.measuring.batch_latency import BatchLatency, Round, Windows, summarise
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REFERENCE, ENGINE, CONTROL = "reference", "engine", "control"
+ENGINE, CONTROL = "engine", "control"
 _ROUNDS_AT_ANY_COST = 3
 _LOAD_WINDOWS = 3
 _PROFILED = 10
@@ -88,64 +85,39 @@ class _Measured:
     """What the engine's runner says of itself."""
 
 
-def benchmark(cfg: Config, *, engine: Path, reference: Path, out: Path) -> Report:
-    """Write latencies.csv and layers.csv, and return latency, throughput, memory and the speed-up over `reference`.
+def benchmark(cfg: Config, *, engine: Path, out: Path) -> Report:
+    """Write latencies.csv and layers.csv, and return latency, throughput and memory.
 
-    An engine that was skipped or failed gives a report with that status. Raises ArtifactError when the
-    reference was not built, when the two do not take the same images, or when a process dies.
+    An engine that was skipped or failed gives a report with that status. Raises ArtifactError when a process dies.
     """
     from tasks.parts.engines.manifest import read_engine_manifest
 
-    manifest, base = read_engine_manifest(engine), read_engine_manifest(reference)
+    manifest = read_engine_manifest(engine)
     load_before = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     if not manifest.is_built:
         logger.warning("benchmark: %s has no engine: %s", engine, manifest.reason)
-        return _report(manifest, base, None, load_before)
-    _check_comparable(manifest, base, engine, reference)
-    logger.info(
-        "benchmark: %s of target %s against %s", manifest.file, manifest.target.name, base.target.name
-    )
-    measured = _measure(cfg, manifest, base, engine, reference)
+        return _report(manifest, None, load_before)
+    logger.info("benchmark: %s of target %s", manifest.file, manifest.target.name)
+    measured = _measure(cfg, manifest, engine)
     _write_latencies(measured.rounds, out / "latencies.csv")
     _write_layers(engine, measured.layers_ms, out)
     first = measured.latency.at_batch_1
     logger.info(
-        "benchmark: p50 %.3f ms, %.2f times the reference's speed, A/A spread %.1f %%, %s after %d rounds",
+        "benchmark: p50 %.3f ms, A/A spread %.1f %%, %s after %d rounds",
         first.latency_ms_p50,
-        first.speedup_vs_reference,
         100 * first.aa_ratio_spread,
         "stable" if first.is_stable else "not stable",
         first.num_rounds,
     )
-    return _report(manifest, base, measured, load_before)
+    return _report(manifest, measured, load_before)
 
 
-def _check_comparable(
-    manifest: "EngineManifest", base: "EngineManifest", engine: Path, reference: Path
-) -> None:
-    if not base.is_built:
-        raise ArtifactError(
-            f"{reference}: the reference engine was {base.status} ({base.reason}); without it there is no "
-            "speed-up. Mend its build first."
-        )
-    size, expected = (manifest.card.height, manifest.card.width), (base.card.height, base.card.width)
-    if size != expected:
-        raise ArtifactError(
-            f"{engine}: takes images of {size}, the reference {reference} of {expected} (height, width). "
-            "Build both from variants of the same data set."
-        )
-
-
-def _measure(
-    cfg: Config, manifest: "EngineManifest", base: "EngineManifest", engine: Path, reference: Path
-) -> _Measured:
+def _measure(cfg: Config, manifest: "EngineManifest", engine: Path) -> _Measured:
     from tasks.parts.measuring.engine_process import open_processes
 
-    largest = min(manifest.target.max_batch, base.target.max_batch)
-    batch_sizes = sorted({batch for batch in cfg.batch_sizes if batch <= largest})
+    batch_sizes = sorted({batch for batch in cfg.batch_sizes if batch <= manifest.target.max_batch})
     device = manifest.target.device
-    engines = {REFERENCE: reference, ENGINE: engine, CONTROL: engine}
-    with open_processes(engines, timeout_s=cfg.timeout_s) as processes:
+    with open_processes({ENGINE: engine, CONTROL: engine}, timeout_s=cfg.timeout_s) as processes:
         descriptions = {name: process.wait_until_loaded() for name, process in processes.items()}
         memory = _warm_up(cfg, processes, 1)
         gpu_memory_mib = read_gpu_memory_mib(processes[ENGINE].pid) if device == CUDA else None
@@ -239,7 +211,7 @@ def _write_latencies(rounds: dict[int, list[Round]], path: Path) -> None:
         writer.writerow(["batch", "round", "process", "latency_ms"])
         for batch, of_batch in rounds.items():
             for number, bursts in enumerate(of_batch):
-                for name in (REFERENCE, ENGINE, CONTROL):
+                for name in (ENGINE, CONTROL):
                     writer.writerows([batch, number, name, f"{value:.5f}"] for value in getattr(bursts, name))
 
 
@@ -265,15 +237,12 @@ def _write_layers(engine: Path, layers_ms: dict[str, float], out: Path) -> None:
                 )
 
 
-def _report(
-    manifest: "EngineManifest", base: "EngineManifest", measured: _Measured | None, load_before: float | None
-) -> Report:
+def _report(manifest: "EngineManifest", measured: _Measured | None, load_before: float | None) -> Report:
     description = measured.description if measured else {}
     return Report(
         status=manifest.status,
         reason=manifest.reason,
         engine_sha256=manifest.sha256,
-        reference_sha256=base.sha256,
         size_bytes=manifest.size_bytes,
         latency=measured.latency if measured else None,
         runtime=manifest.target.runtime,

@@ -20,7 +20,7 @@ from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.records import DataSet
 from tasks.parts.measuring.reports import RaceReport
 from tasks.parts.selection.engine_row import ENGINES_FILE, EngineRow, Verdict, flatten
-from tasks.parts.selection.verdicts import Gates, find_reference, judge_all, rank, targets_without_pick
+from tasks.parts.selection.verdicts import Gates, find_reference, judge_all, targets_without_pick
 
 if TYPE_CHECKING:
     from tasks.parts.selection.findings import Findings
@@ -137,13 +137,13 @@ def select_engine(
 
     When MLflow does not answer, the runs stay pending on disk.
 
-    Raises ArtifactError when a report is missing or accuracy and latency come from different files.
+    Raises ArtifactError when a report is missing or accuracy, latency and speed-up come from different files.
     """
     from tasks.parts.selection.stage_reports import StageFolders
 
     logger.info("select_engine: %d engines from %s", len(cfg.engines), builds)
-    folders = StageFolders(builds, validations, benchmarks, diffs)
-    findings = _judge(cfg, folders, races)
+    folders = StageFolders(builds, validations, benchmarks, races, diffs)
+    findings = _judge(cfg, folders)
     _write(findings, folders, out)
     report = _report(findings)
     if cfg.tracking.enabled:
@@ -156,16 +156,16 @@ def select_engine(
     return report
 
 
-def _judge(cfg: Config, folders: "StageFolders", races: Path) -> "Findings":
+def _judge(cfg: Config, folders: "StageFolders") -> "Findings":
     from tasks.parts.selection.findings import Findings
     from tasks.parts.selection.stage_reports import read_row
 
-    rows = [read_row(folders, engine.variant, engine.target) for engine in cfg.engines]
+    targets = dict.fromkeys(engine.target for engine in cfg.engines)
+    races = {target: read_report(RaceReport, folders.races / target) for target in targets}
+    rows = [read_row(folders, engine.variant, engine.target, races[engine.target]) for engine in cfg.engines]
     reference = find_reference(rows, cfg.float_reference.variant, cfg.float_reference.target)
     gates = Gates(cfg.max_score_rel_loss, cfg.min_int8_macs_share, cfg.min_speedup_factor)
-    targets = dict.fromkeys(engine.target for engine in cfg.engines)
-    race_reports = {target: read_report(RaceReport, races / target) for target in targets}
-    rows = judge_all(rows, gates, reference, cfg.ladder, race_reports)
+    rows = judge_all(rows, gates, reference, cfg.ladder, races)
     return Findings(
         rows=rows,
         without_pick=targets_without_pick(rows),
@@ -194,7 +194,7 @@ def _write(findings: "Findings", folders: "StageFolders", out: Path) -> None:
 
 
 def _report(findings: "Findings") -> Report:
-    picks = {row.target: _pick(row) for row in sorted(findings.picks, key=rank)}
+    picks = {row.target: _pick(row) for row in findings.picks}
     return Report(
         num_engines=len(findings.rows),
         num_accepted=sum(row.verdict is Verdict.ACCEPT for row in findings.rows),

@@ -38,7 +38,7 @@ def test_pruning_is_searched_on_the_named_target_or_the_first_that_reads_graphs(
         ("quantize_ptq.op_types=[Add]", r"^quantize_ptq\.op_types is \['Add'\], expected a list with Conv"),
         ("target.cpu_onnxruntime.num_threads=0", r"^target\.cpu_onnxruntime\.num_threads is 0"),
         ("target.cpu_openvino.precision=f16", r"^target\.cpu_openvino\.precision is f16, expected f32"),
-        ("race_rungs.num_rounds=4", r"^race_rungs\.num_rounds is 4"),
+        ("race_engines.num_rounds=4", r"^race_engines\.num_rounds is 4"),
         ("select_engine.max_score_rel_loss=1", r"^select_engine\.max_score_rel_loss is 1"),
         ("rank_groups.ratios=[0.5,0.5]", r"rank_groups\.ratios is \[0\.5, 0\.5\]"),
         (

@@ -154,7 +154,7 @@ def test_benchmark_tells_the_time_of_the_gpu_and_its_state(
 ) -> None:
     build(with_options(target, cuda_graph=cuda_graph), workshop.graph, tmp_path / "a")
     engine = tmp_path / "a" / "engine"
-    report = benchmark(BENCHMARK, engine=engine, reference=engine, out=tmp_path)
+    report = benchmark(BENCHMARK, engine=engine, out=tmp_path)
     assert report.latency is not None
     single = report.latency.at_batch_1
     assert single.device_ms_p50 and single.device_compute_ms_p50 and single.latency_ms_p50

@@ -34,7 +34,7 @@ from tasks.parts.measuring.reports import (
     Latency,
     LatencyReport,
     RaceReport,
-    RungRatio,
+    SpeedRatio,
 )
 from tasks.parts.selection.engine_row import flatten, read_rows
 from tasks.select_engine import Config, EngineName, Report, Technique, select_engine
@@ -67,7 +67,7 @@ def engine_bytes(variant: str, target: str) -> bytes:
     ).SerializeToString()
 
 
-def batch_latency(latency_ms: float, speedup: float, aa_ratio_spread: float) -> BatchLatency:
+def batch_latency(latency_ms: float, aa_ratio_spread: float) -> BatchLatency:
     """Return what a benchmark finds at batch 1."""
     return BatchLatency(
         batch=1,
@@ -80,10 +80,6 @@ def batch_latency(latency_ms: float, speedup: float, aa_ratio_spread: float) -> 
         device_ms_p50=None,
         device_compute_ms_p50=None,
         throughput_per_s=1000 / latency_ms,
-        reference_latency_ms_p50=latency_ms * speedup,
-        speedup_vs_reference=speedup,
-        speedup_vs_reference_low=speedup * 0.98,
-        speedup_vs_reference_high=speedup * 1.02,
         aa_ratio_spread=aa_ratio_spread,
         is_stable=True,
         num_windows=3,
@@ -98,7 +94,6 @@ def latency_report(sha256: str, size_bytes: int, latency: Latency) -> LatencyRep
         status="built",
         reason="",
         engine_sha256=sha256,
-        reference_sha256="reference",
         size_bytes=size_bytes,
         latency=latency,
         runtime="onnxruntime",
@@ -150,6 +145,7 @@ class Artifacts:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.names: list[EngineName] = []
+        self.speedups: dict[str, float] = {}
         self.race_changes: dict[str, tuple[float, float]] = {}
         for stage in ("build_engine", "validate", "benchmark", "diff_layers"):
             (root / stage).mkdir(parents=True)
@@ -171,25 +167,31 @@ class Artifacts:
         self.race_changes[name] = low, aa_ratio_spread
 
     def _write_races(self) -> Path:
-        """Write what race_rungs would have found, where latencies are those of the benchmarks."""
+        """Write what race_engines would have found, where latencies are those of the benchmarks."""
+        reference = hashlib.sha256(engine_bytes(REFERENCE.variant, REFERENCE.target)).hexdigest()
         for target in {name.target for name in self.names}:
-            sha256, latencies, ratios, spread = {}, {}, [], 0.005
-            for rung in LADDER:
-                report = self.root / "benchmark" / rung / target / "report.json"
+            sha256, latencies, ratios, spread = {}, {"reference": 18.6}, [], 0.005
+            for variant in dict.fromkeys([*LADDER, *(name.variant for name in self.names)]):
+                report = self.root / "benchmark" / variant / target / "report.json"
                 if not report.is_file() or not report.read_text().endswith("}"):
                     continue  # not built, or damaged by a test
                 benchmark = json.loads(report.read_text())
-                rung_ms = benchmark["latency"]["batches"][0]["latency_ms_p50"]
-                for earlier, latency_ms in latencies.items():
-                    factor = latency_ms / rung_ms
-                    low, spread = self.race_changes.get(f"{rung}-{target}", (0.99 * factor, spread))
-                    ratios.append(RungRatio(rung, earlier, factor, low, 1.01 * factor))
-                sha256[rung], latencies[rung] = benchmark["engine_sha256"], rung_ms
-            race = RaceReport(sha256, latencies, tuple(ratios), spread, 40)
-            folder = self.root / "race_rungs" / target
+                latency_ms = inside(benchmark, "latency.batches.0")["latency_ms_p50"]
+                for earlier, earlier_ms in latencies.items():
+                    factor = earlier_ms / latency_ms
+                    if earlier == "reference":
+                        factor = self.speedups[f"{variant}-{target}"]
+                    low, spread = self.race_changes.get(f"{variant}-{target}", (0.99 * factor, spread))
+                    ratios.append(SpeedRatio(variant, earlier, factor, low, 1.02 * factor))
+                sha256[variant] = benchmark["engine_sha256"]
+                if sha256[variant] != reference:
+                    latencies[variant] = latency_ms
+            control = SpeedRatio("control", "first", 1.0, 1 - spread, 1 + spread)
+            race = RaceReport(sha256, reference, latencies, tuple(ratios), control, 40)
+            folder = self.root / "race_engines" / target
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "report.json").write_text(json.dumps(dataclasses.asdict(race)))
-        return self.root / "race_rungs"
+        return self.root / "race_engines"
 
     def change(self, stage: str, name: str, part: str = "", **fields: Any) -> None:
         """Change fields of a report, or of the part of it that a dotted path names."""
@@ -213,6 +215,7 @@ class Artifacts:
         aa_ratio_spread: float = 0.01,
         precision: str | None = None,
     ) -> None:
+        self.speedups[f"{variant}-{target}"] = speedup
         content = engine_bytes(variant, target)
         sha256 = hashlib.sha256(content).hexdigest()
         used = precision or ("int8" if variant.startswith("pruned_") else "f32")
@@ -226,7 +229,7 @@ class Artifacts:
         iou = {"background": 0.95, "three": miou, "<b>seven</b>": None}
         accuracy = Accuracy("mIoU", miou=miou, top1=None, pixel_accuracy=0.9, iou=iou)
         self._report("validate", variant, target, AccuracyReport("built", "", sha256, "test", 60, accuracy))
-        single = batch_latency(latency_ms, speedup, aa_ratio_spread)
+        single = batch_latency(latency_ms, aa_ratio_spread)
         batched = dataclasses.replace(single, batch=8, throughput_per_s=1400 / latency_ms)
         machine = MachineState(None, None, None, "the target does not use one")
         latency = Latency((single, batched), (), is_inconclusive, 40.0, 90.0, None, machine, machine)
@@ -377,7 +380,7 @@ def test_a_loss_of_exactly_the_gate_passes(artifacts, tmp_path) -> None:
 
 
 def test_compression_without_speed_is_not_faster(artifacts, tmp_path) -> None:
-    artifacts.add("pruned", "cpu_torch", 0.539, 18.5, 1.01)
+    artifacts.add("pruned", "cpu_torch", 0.539, 18.5, 1.005)
     _, rows = run(artifacts, tmp_path / "out")
 
     row = rows["pruned-cpu_torch"]
@@ -400,9 +403,7 @@ def test_a_rung_must_beat_the_last_accepted_one_below_it(artifacts, tmp_path) ->
 
 def test_a_rung_that_is_the_same_file_as_a_lower_one_is_not_faster_by_noise(artifacts, tmp_path) -> None:
     artifacts.change("validate", "pruned_ptq-cpu_onnxruntime", "accuracy", miou=0.535)
-    artifacts.change(
-        "benchmark", "pruned_qat-cpu_onnxruntime", "latency.batches.0", speedup_vs_reference=30.0
-    )
+    artifacts.change("benchmark", "pruned_qat-cpu_onnxruntime", "latency.batches.0", latency_ms_p50=0.6)
     artifacts.give_file("pruned_qat", "pruned_ptq", "cpu_onnxruntime")
     _, rows = run(artifacts, tmp_path)
     assert rows["pruned_ptq-cpu_onnxruntime"]["verdict"] == "ACCEPT"
@@ -452,7 +453,7 @@ def test_a_float_rung_that_is_too_lossy_does_not_point_to_the_int8_checklist(art
 
 
 def test_the_speed_gate_uses_the_race_and_not_latencies_of_different_minutes(artifacts, tmp_path) -> None:
-    artifacts.add("pruned", "cpu_torch", 0.539, 25.0, 0.70)  # measured while the machine was slow
+    artifacts.add("pruned", "cpu_torch", 0.539, 25.0, 1.27)  # measured while the machine was slow
     artifacts.change_race("pruned-cpu_torch", low=1.25)
     report, rows = run(artifacts, tmp_path / "out")
     assert rows["pruned-cpu_torch"]["verdict"] == "ACCEPT"
@@ -484,7 +485,7 @@ def test_a_race_of_other_files_or_none_is_refused(artifacts, tmp_path) -> None:
     race.write_text(json.dumps(content))
     (tmp_path / "out").mkdir()
     with pytest.raises(
-        ArtifactError, match=r"another engine file of pruned-cpu_onnxruntime .* race_rungs@cpu_onn"
+        ArtifactError, match=r"another engine file of pruned-cpu_onnxruntime .* race_engines@cpu_onn"
     ):
         select_engine(config_for(artifacts), **inputs, out=tmp_path / "out")
     race.unlink()
@@ -615,9 +616,12 @@ def test_accuracy_and_latency_of_another_file_are_refused(artifacts, tmp_path, s
 
 
 def test_speedups_over_different_references_are_refused(artifacts, tmp_path) -> None:
-    artifacts.change("benchmark", "pruned-cpu_onnxruntime", reference_sha256="another")
+    inputs = artifacts.inputs()
+    race = inputs["races"] / "cpu_onnxruntime" / "report.json"
+    content = json.loads(race.read_text())
+    race.write_text(json.dumps(content | {"reference_sha256": "another"}))
     with pytest.raises(ArtifactError, match="2 different reference engines"):
-        run(artifacts, tmp_path / "out")
+        select_engine(config_for(artifacts), **inputs, out=tmp_path)
 
 
 def test_a_missing_report_names_the_engine(artifacts, tmp_path) -> None:
@@ -643,7 +647,7 @@ def test_a_damaged_report_is_named(artifacts, tmp_path) -> None:
             "device_ms_p50",
             "latency.batches.0.device_ms_p50",
         ),  # it may be null
-        ("benchmark", "", "reference_sha256", "reference_sha256"),
+        ("benchmark", "", "size_bytes", "size_bytes"),
         ("validate", "accuracy", "iou", "accuracy.iou"),
     ],
 )

@@ -17,9 +17,8 @@ _EQUAL_WINDOWS = 3
 
 @dataclass(frozen=True)
 class Round:
-    """Latencies in ms of one burst of each process."""
+    """Latencies in ms of one burst of each of the engine's two processes."""
 
-    reference: list[float]
     engine: list[float]
     control: list[float]
 
@@ -38,15 +37,15 @@ class Windows:
         return len(rounds) // self.num_rounds
 
     def are_stable(self, rounds: Sequence[Round]) -> bool:
-        """Tell whether the last three full windows agree, for the engine and for the reference."""
+        """Tell whether the last three full windows agree."""
         first = self.count(rounds) - _EQUAL_WINDOWS
         if first < 0:
             return False
         starts = [number * self.num_rounds for number in range(first, first + _EQUAL_WINDOWS)]
-        windows = [rounds[start : start + self.num_rounds] for start in starts]
-        engine = [statistics.median(chain(*_engine_ms(window))) for window in windows]
-        reference = [statistics.median(chain(*(burst.reference for burst in window))) for window in windows]
-        return all(max(medians) <= min(medians) * (1 + self.tolerance) for medians in (engine, reference))
+        medians = [
+            statistics.median(chain(*_engine_ms(rounds[start : start + self.num_rounds]))) for start in starts
+        ]
+        return max(medians) <= min(medians) * (1 + self.tolerance)
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,11 @@ class BatchLatency:
     """By CUDA events, kernels alone."""
     throughput_per_s: float
     """Images per second, one inference after the other."""
-    reference_latency_ms_p50: float
-    speedup_vs_reference: float
-    """Reference time / engine time: median over rounds."""
-    speedup_vs_reference_low: float
-    """Lower end of the 95 % bootstrap interval."""
-    speedup_vs_reference_high: float
     aa_ratio_spread: float
     """Largest distance from 1 of the 95 % interval of engine / same engine. Smaller differences may not be
     claimed."""
     is_stable: bool
-    """Whether the last three windows agreed, for engine and reference; if not, time ran out."""
+    """Whether the last three windows agreed; if not, time ran out."""
     num_windows: int
     num_rounds: int
     num_samples: int
@@ -103,16 +96,14 @@ def summarise(
     seed: int,
     num_repeats: int,
 ) -> BatchLatency:
-    """Turn rounds into percentiles and ratios."""
+    """Turn rounds into percentiles and the A/A spread."""
     import numpy as np
 
-    from tasks.parts.measuring.intervals import bootstrap_interval, percentile_intervals, ratio_spread
+    from tasks.parts.measuring.intervals import percentile_intervals, ratio_spread
 
     by_round_ms = _engine_ms(rounds)
     latencies_ms = np.concatenate(by_round_ms)
-    medians = np.array([[np.median(r.reference), np.median(r.engine), np.median(r.control)] for r in rounds])
-    speedups = medians[:, 0] / np.sqrt(medians[:, 1] * medians[:, 2])
-    low, high = bootstrap_interval(speedups, seed=seed)
+    engine, control = np.array([[np.median(r.engine), np.median(r.control)] for r in rounds]).T
     p50, p90, p95, p99 = (float(value) for value in np.percentile(latencies_ms, _PERCENTS))
     intervals = percentile_intervals(by_round_ms, _PERCENTS, seed=seed)
     mean = float(latencies_ms.mean())
@@ -129,11 +120,7 @@ def summarise(
         device_ms_p50=float(np.median(device.total_ms)) if device else None,
         device_compute_ms_p50=float(np.median(device.compute_ms)) if device else None,
         throughput_per_s=1000 * batch / mean,
-        reference_latency_ms_p50=float(np.median(np.concatenate([r.reference for r in rounds]))),
-        speedup_vs_reference=float(np.median(speedups)),
-        speedup_vs_reference_low=low,
-        speedup_vs_reference_high=high,
-        aa_ratio_spread=ratio_spread(medians[:, 1] / medians[:, 2], seed=seed),
+        aa_ratio_spread=ratio_spread(engine / control, seed=seed),
         is_stable=windows.are_stable(rounds),
         num_windows=windows.count(rounds),
         num_rounds=len(rounds),

@@ -1,9 +1,12 @@
-"""What the measuring stages report of engines: latency, and the races between rungs."""
+"""What the measuring stages report of engines: latency, and the race of a target's engines."""
 
 from dataclasses import dataclass
 
 from tasks.parts.measuring.batch_latency import BatchLatency
 from tasks.parts.measuring.machine_state import MachineState
+
+REFERENCE = "reference"
+"""What a race calls the engine that all speed-ups refer to."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,6 @@ class LatencyReport:
     """"built", or why there was nothing to measure: "skipped", "failed"."""
     reason: str
     engine_sha256: str
-    reference_sha256: str
     size_bytes: int
     latency: Latency | None
     """None where there is no engine."""
@@ -76,30 +78,54 @@ class LatencyReport:
 
 
 @dataclass(frozen=True)
-class RungRatio:
-    """How many times as fast one engine file is as another, at batch 1."""
+class SpeedRatio:
+    """How many times as fast one engine file is as another at batch 1, from bursts in the same rounds."""
 
     faster: str
-    """Variant of the engine whose time divides."""
+    """Name of the engine whose time divides."""
     slower: str
-    """Variant of the engine whose time is divided. The names say the order, not who won."""
+    """Name of the engine whose time is divided. The names say the order, not who won."""
     factor: float
     """Median over the rounds."""
     low: float
     """Lower end of the 95 % bootstrap interval."""
     high: float
 
+    @property
+    def spread(self) -> float:
+        """The largest distance from 1 of the interval: how far two equal engines seem to differ."""
+        return max(abs(self.low - 1), abs(self.high - 1))
+
 
 @dataclass(frozen=True)
 class RaceReport:
-    """The race of a target's rungs; those that are the same file ran once, under the name of the first."""
+    """The race of a target's engines and the reference; equal files ran once, under the name of the first."""
 
     engine_sha256: dict[str, str]
     """Variant -> its engine file, where it was built."""
+    reference_sha256: str
+    """The engine file that all speed-ups refer to."""
     latency_ms_p50: dict[str, float]
-    """Variant -> its latency at batch 1."""
-    ratios: tuple[RungRatio, ...]
-    """The later rung over the earlier one, for each two different files."""
-    aa_ratio_spread: float | None
-    """Largest distance from 1 of the 95 % interval of the first rung / itself; None where nothing ran."""
+    """Name -> latency at batch 1 of each file that ran."""
+    ratios: tuple[SpeedRatio, ...]
+    """The later engine over the earlier one, for each two different files; the reference is the first."""
+    aa_ratio: SpeedRatio | None
+    """The A/A control over the same file; None where nothing ran."""
     num_rounds: int
+
+    @property
+    def aa_ratio_spread(self) -> float:
+        """Smaller differences may not be claimed."""
+        return self.aa_ratio.spread if self.aa_ratio else 0.0
+
+    def ratio(self, faster: str, slower: str) -> SpeedRatio:
+        """Return how many times as fast an engine file is as another, both given by sha256.
+
+        `slower` ran before `faster`: the reference, or an earlier variant.
+        """
+        if faster == slower:
+            return SpeedRatio(faster, slower, 1.0, 1.0, 1.0)
+        files = self.engine_sha256 | {REFERENCE: self.reference_sha256}
+        return next(
+            ratio for ratio in self.ratios if files[ratio.faster] == faster and files[ratio.slower] == slower
+        )

@@ -55,7 +55,7 @@ class Speed:
     throughput_per_s_batched: float | None
     """Images per second at the largest of benchmark.batch_sizes that the engine takes."""
     speedup_vs_reference: float
-    """How many times as fast as the reference engine, measured in pairs with it; eager PyTorch with model=trained."""
+    """How many times as fast as the reference engine in the race of the target; eager PyTorch with model=trained."""
     speedup_low: float
     """Lower end of the bootstrap interval."""
     speedup_high: float

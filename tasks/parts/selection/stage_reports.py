@@ -15,7 +15,7 @@ from tasks.parts.engines.manifest import (
     sha256_of,
 )
 from tasks.parts.layer_diff.report import DiffReport
-from tasks.parts.measuring.reports import Latency, LatencyReport
+from tasks.parts.measuring.reports import Latency, LatencyReport, RaceReport, SpeedRatio
 from tasks.parts.selection.engine_row import EngineRow, Measured, Speed, SuspectLayer, Verdict
 
 ENGINE_FOLDER = "engine"
@@ -25,11 +25,12 @@ _WITHOUT_ENGINE = {EngineStatus.skipped: Verdict.SKIPPED, EngineStatus.failed: V
 
 @dataclass(frozen=True)
 class StageFolders:
-    """The folders of the four stages; below each lies ``<variant>/<target>``."""
+    """The folders of the stages; below each lies ``<variant>/<target>``, below races ``<target>``."""
 
     builds: Path
     validations: Path
     benchmarks: Path
+    races: Path
     diffs: Path
 
     def of(self, variant: str, target: str) -> dict[str, Path]:
@@ -42,13 +43,13 @@ class StageFolders:
         }
 
 
-def read_row(folders: StageFolders, variant: str, target: str) -> EngineRow:
+def read_row(folders: StageFolders, variant: str, target: str, race: RaceReport) -> EngineRow:
     """Read the reports of one engine into a row that the gates have not judged yet.
 
     The verdict is what the build alone says: ACCEPT means only that a sound engine was built and measured.
 
-    Raises ArtifactError when a report is missing or damaged, or when accuracy and latency were measured on
-    other files than the one that was built.
+    Raises ArtifactError when a report is missing or damaged, or when accuracy, latency and speed-up were measured
+    on other files than the one that was built.
     """
     of = folders.of(variant, target)
     manifest = read_engine_manifest(of["build_engine"] / ENGINE_FOLDER)
@@ -69,7 +70,7 @@ def read_row(folders: StageFolders, variant: str, target: str) -> EngineRow:
         precision=_precision(manifest),
         macs_share=build.executed.macs_share if build.executed else {},
         macs_share_quantized=build.executed.macs_share_quantized if build.executed else None,
-        measured=_measured(of, manifest, validation, benchmark),
+        measured=_measured(of, manifest, validation, benchmark, race),
         suspect_layers=_suspect_layers(of["diff_layers"]),
         conditions=_conditions(benchmark),
     )
@@ -134,7 +135,11 @@ def _row_without_engine(variant: str, target: str, manifest: EngineManifest) -> 
 
 
 def _measured(
-    of: dict[str, Path], manifest: EngineManifest, validation: AccuracyReport, benchmark: LatencyReport
+    of: dict[str, Path],
+    manifest: EngineManifest,
+    validation: AccuracyReport,
+    benchmark: LatencyReport,
+    race: RaceReport,
 ) -> Measured:
     for stage, report in (("validate", validation), ("benchmark", benchmark)):
         if report.engine_sha256 != manifest.sha256:
@@ -143,9 +148,15 @@ def _measured(
                 f"build_engine made {manifest.sha256}: accuracy and latency must come from the same file. "
                 f"Run it again: dvc repro {stage}@{'-'.join(of[stage].parts[-2:])}."
             )
+    variant, target = of["build_engine"].parts[-2:]
+    if race.engine_sha256.get(variant) != manifest.sha256:
+        raise ArtifactError(
+            f"race_engines measured another engine file of {variant}-{target} than the one that was built. Run it "
+            f"again: dvc repro race_engines@{target}."
+        )
     accuracy, latency = validation.accuracy, benchmark.latency
     if accuracy is None or latency is None or (accuracy.miou is None and accuracy.top1 is None):
-        name = "-".join(of["validate"].parts[-2:])
+        name = f"{variant}-{target}"
         raise ArtifactError(
             f"{name} was built, but has no score or no latency. Run it again: "
             f"dvc repro validate@{name} benchmark@{name}."
@@ -153,14 +164,14 @@ def _measured(
     return Measured(
         accuracy=accuracy,
         score_rel_loss=None,
-        speed=_speed(latency),
+        speed=_speed(latency, race.ratio(manifest.sha256, race.reference_sha256)),
         size_bytes=manifest.size_bytes,
         engine_sha256=manifest.sha256,
-        reference_sha256=benchmark.reference_sha256,
+        reference_sha256=race.reference_sha256,
     )
 
 
-def _speed(latency: Latency) -> Speed:
+def _speed(latency: Latency, over_reference: SpeedRatio) -> Speed:
     single = latency.at_batch_1
     return Speed(
         latency_ms_p50=single.latency_ms_p50,
@@ -168,9 +179,9 @@ def _speed(latency: Latency) -> Speed:
         latency_ms_p99=single.latency_ms_p99,
         throughput_per_s=single.throughput_per_s,
         throughput_per_s_batched=latency.throughput_per_s_batched,
-        speedup_vs_reference=single.speedup_vs_reference,
-        speedup_low=single.speedup_vs_reference_low,
-        speedup_high=single.speedup_vs_reference_high,
+        speedup_vs_reference=over_reference.factor,
+        speedup_low=over_reference.low,
+        speedup_high=over_reference.high,
         aa_ratio_spread=single.aa_ratio_spread,
         is_inconclusive=latency.is_inconclusive,
         memory_mib=latency.memory_mib,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.measuring.pareto import pareto_front
-from tasks.parts.measuring.reports import RaceReport, RungRatio
+from tasks.parts.measuring.reports import RaceReport
 from tasks.parts.selection.engine_row import EngineRow, Measured, Verdict, rungs
 
 
@@ -52,8 +52,8 @@ def find_reference(rows: Sequence[EngineRow], variant: str, target: str) -> Refe
     engines = sorted({row.measured.reference_sha256 for row in rows if row.measured})
     if len(engines) > 1:
         raise ArtifactError(
-            f"The benchmarks compare with {len(engines)} different reference engines ({', '.join(engines)}), "
-            "expected one. Run all of them again: dvc repro benchmark."
+            f"The races compare with {len(engines)} different reference engines ({', '.join(engines)}), "
+            "expected one. Run all of them again: dvc repro race_engines."
         )
     is_eager = row.conditions["Runtime"].startswith("torch ")
     speed_name = "eager PyTorch" if is_eager else f"{variant} on {target}"
@@ -70,8 +70,6 @@ def judge_all(
     """Give every row its verdict, its place on the front of its target, and the picks; `races` by target.
 
     On each target a rung of the ladder must be faster than the last one below it that was accepted.
-
-    Raises ArtifactError when a race was run with other engine files.
     """
     judged = {row.name: _judge(row, gates, reference, None) for row in rows if row.variant not in ladder}
     for target in dict.fromkeys(row.target for row in rows):
@@ -143,34 +141,17 @@ def _int8_fault(row: EngineRow, gates: Gates) -> str:
 
 def _compare(row: EngineRow, below: EngineRow, race: RaceReport, min_factor: float) -> tuple[bool, str]:
     """Tell whether a rung is faster for certain than one below it, and how they compare."""
-    ratio, spread = _find_ratio(row, below, race), race.aa_ratio_spread or 0.0
+    ratio = race.ratio(_measured(row).engine_sha256, _measured(below).engine_sha256)
     text = (
         f"{ratio.factor:.3f}x as fast as {below.variant} in the same rounds "
         f"({ratio.low:.3f} to {ratio.high:.3f})"
     )
-    is_noise = abs(ratio.factor - 1) <= spread
+    is_noise = abs(ratio.factor - 1) <= race.aa_ratio_spread
     if is_noise:
-        text += f", which is within the A/A spread of {100 * spread:.1f} %"
+        text += f", which is within the A/A spread of {100 * race.aa_ratio_spread:.1f} %"
     if is_noise or ratio.low < min_factor:
         return False, f"{text}, expected {min_factor:g}x or more for certain"
     return True, text
-
-
-def _find_ratio(row: EngineRow, below: EngineRow, race: RaceReport) -> RungRatio:
-    """Return how many times as fast a rung is as one below it; raise ArtifactError where other files raced."""
-    files = {rung.name: _measured(rung).engine_sha256 for rung in (row, below)}
-    for rung in (row, below):
-        if race.engine_sha256.get(rung.variant) != files[rung.name]:
-            raise ArtifactError(
-                f"race_rungs measured another engine file of {rung.name} than the one that was built. Run it "
-                f"again: dvc repro race_rungs@{rung.target}."
-            )
-    return next(
-        ratio
-        for ratio in race.ratios
-        if race.engine_sha256[ratio.faster] == files[row.name]
-        and race.engine_sha256[ratio.slower] == files[below.name]
-    )
 
 
 def _decide(row: EngineRow, verdict: Verdict, *reasons: str) -> EngineRow:
@@ -197,7 +178,7 @@ def _mark_front(rows: Sequence[EngineRow]) -> list[EngineRow]:
     on_front: set[str] = set()
     for target in dict.fromkeys(row.target for row in rows):
         sound = {
-            row.name: (row.measured.speed.latency_ms_p50, row.measured.accuracy.score)
+            row.name: (-row.measured.speed.speedup_vs_reference, row.measured.accuracy.score)
             for row in rows
             if row.target == target and row.measured and row.verdict is not Verdict.PRECISION_MISMATCH
         }
@@ -218,11 +199,11 @@ def _mark_picks(rows: Sequence[EngineRow], ladder: Sequence[str]) -> list[Engine
         last_rung = rungs(accepted, ladder, target)[-1:]
         candidates = last_rung + [row for row in accepted if row.variant not in ladder]
         if candidates:
-            picks.add(min(candidates, key=rank).name)
+            picks.add(min(candidates, key=_rank).name)
     return [dataclasses.replace(row, picked=row.name in picks) for row in rows]
 
 
-def rank(row: EngineRow) -> tuple[float, float, int, str]:
-    """Return what accepted engines are ordered by, the best first."""
+def _rank(row: EngineRow) -> tuple[float, float, int, str]:
+    """Return what the accepted engines of a target are ordered by, the best first: they ran in the same rounds."""
     measured = _measured(row)
-    return measured.speed.latency_ms_p50, -measured.accuracy.score, measured.size_bytes, row.variant
+    return -measured.speed.speedup_vs_reference, -measured.accuracy.score, measured.size_bytes, row.variant

@@ -234,7 +234,7 @@ IMPOSSIBLE: dict[str, dict[str, list[Any]]] = {
         "windows.num_rounds": [0],
         "windows.tolerance": [0.0],
     },
-    "race_rungs.cpu_torch": {
+    "race_engines.cpu_torch": {
         "num_rounds": [4],
         "min_calls": [0],
         "burst_ms": [0.0],

@@ -1,0 +1,164 @@
+"""Time all engines of one target against each other, and against the engine that all speed-ups refer to.
+
+Speed-ups that were measured in different minutes differ on a shared machine by more than rungs of the ladder do, so
+here all engines run in the same rounds: a process for each engine file, one for the reference, and one more of the
+first file as the A/A control.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tasks.core.bounds import AtLeast, MoreThan
+from tasks.core.errors import ArtifactError
+from tasks.parts.measuring.reports import REFERENCE, RaceReport, SpeedRatio
+
+if TYPE_CHECKING:
+    from tasks.parts.engines.manifest import EngineManifest
+
+logger = logging.getLogger(__name__)
+
+CONTROL = "control"
+_FEWEST_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which engines, and how long they race."""
+
+    target: str
+    """Name of the target that the engines race on."""
+    variants: list[str]
+    """Variants that are built for the target, the rungs of the ladder first and in its order."""
+    seed: Annotated[int, AtLeast(0)]
+    """Fixes the order of the engines within the rounds, and the bootstrap."""
+    warm_up_ms: Annotated[float, AtLeast(0)]
+    """How long each engine warms up before anything counts."""
+    burst_ms: Annotated[float, MoreThan(0)]
+    """Length of one burst."""
+    min_calls: Annotated[int, AtLeast(1)]
+    """Fewest inferences in a burst, for engines slower than a burst."""
+    num_rounds: Annotated[int, AtLeast(_FEWEST_ROUNDS)]
+    """Rounds, in each of which every engine has one burst. More: narrower intervals."""
+    timeout_s: Annotated[float, MoreThan(0)]
+    """How long an engine's process may stay silent before it is given up."""
+
+
+Report = RaceReport
+
+
+def race_engines(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Report:
+    """Write ``latencies.csv`` and return the ratios of all engines of a target.
+
+    ``builds`` has a ``*`` for the variant: other targets, which other machines may build, are not its inputs.
+    A target without any engine file but the reference's own has no race. Raises ArtifactError when the reference was
+    not built, when an engine takes other images than the reference, or when a process dies.
+    """
+    from tasks.parts.engines.manifest import read_engine_manifest
+
+    engines = {
+        variant: Path(*(variant if part == "*" else part for part in builds.parts))
+        for variant in cfg.variants
+    }
+    manifests = {variant: read_engine_manifest(engine) for variant, engine in engines.items()}
+    base = read_engine_manifest(reference)
+    built = {variant: manifest for variant, manifest in manifests.items() if manifest.is_built}
+    for variant, manifest in built.items():
+        _check_comparable(manifest, base, engines[variant], reference)
+    files = {variant: manifest.sha256 for variant, manifest in built.items()}
+    first = {sha256: variant for variant, sha256 in reversed(files.items())} | {base.sha256: REFERENCE}
+    racing = [variant for variant in built if first[files[variant]] == variant]
+    if not racing:
+        logger.info("race_engines: %s has no engine file to race, no race", cfg.target)
+        return Report(files, base.sha256, {}, (), None, 0)
+    rounds = _race(cfg, {REFERENCE: reference, **{variant: engines[variant] for variant in racing}})
+    _write_latencies(rounds, out / "latencies.csv")
+    report = _compare(rounds, files, base.sha256, cfg.seed)
+    logger.info(
+        "race_engines: %s, %d engine files, A/A spread %.1f %%",
+        cfg.target,
+        len(racing),
+        100 * report.aa_ratio_spread,
+    )
+    return report
+
+
+def _check_comparable(
+    manifest: "EngineManifest", base: "EngineManifest", engine: Path, reference: Path
+) -> None:
+    if not base.is_built:
+        raise ArtifactError(
+            f"{reference}: the reference engine was {base.status} ({base.reason}); without it there is no "
+            "speed-up. Mend its build first."
+        )
+    size, expected = (manifest.card.height, manifest.card.width), (base.card.height, base.card.width)
+    if size != expected:
+        raise ArtifactError(
+            f"{engine}: takes images of {size}, the reference {reference} of {expected} (height, width). "
+            "Build both from variants of the same data set."
+        )
+
+
+def _race(cfg: Config, engines: Mapping[str, Path]) -> dict[str, list[list[float]]]:
+    """Return the latencies in ms of each engine by round, and of the control."""
+    import random
+
+    from tasks.parts.measuring.engine_process import open_processes, run_round
+
+    first = next(name for name in engines if name != REFERENCE)
+    starters = {**engines, CONTROL: engines[first]}
+    with open_processes(starters, timeout_s=cfg.timeout_s) as processes:
+        for process in processes.values():
+            process.wait_until_loaded()
+        for process in processes.values():
+            process.warm_up(1, seconds=cfg.warm_up_ms / 1000)
+        shuffler = random.Random(cfg.seed)
+        rounds = [
+            run_round(processes, 1, shuffler, burst_ms=cfg.burst_ms, min_calls=cfg.min_calls)
+            for _ in range(cfg.num_rounds)
+        ]
+    return {name: [bursts[name] for bursts in rounds] for name in starters}
+
+
+def _compare(
+    rounds: Mapping[str, list[list[float]]], files: dict[str, str], reference_sha256: str, seed: int
+) -> Report:
+    import numpy as np
+
+    medians = {name: np.array([np.median(burst) for burst in bursts]) for name, bursts in rounds.items()}
+    racing = [name for name in rounds if name != CONTROL]
+
+    def ratio(faster: str, slower: str) -> SpeedRatio:
+        return _ratio(faster, slower, medians[slower] / medians[faster], seed)
+
+    return Report(
+        engine_sha256=files,
+        reference_sha256=reference_sha256,
+        latency_ms_p50={name: float(np.median(np.concatenate(rounds[name]))) for name in racing},
+        ratios=tuple(
+            ratio(later, earlier) for number, later in enumerate(racing) for earlier in racing[:number]
+        ),
+        aa_ratio=ratio(CONTROL, racing[1]),
+        num_rounds=len(rounds[CONTROL]),
+    )
+
+
+def _ratio(faster: str, slower: str, factors: "Sequence[float]", seed: int) -> SpeedRatio:
+    import numpy as np
+
+    from tasks.parts.measuring.intervals import bootstrap_interval
+
+    return SpeedRatio(faster, slower, float(np.median(factors)), *bootstrap_interval(factors, seed=seed))
+
+
+def _write_latencies(rounds: Mapping[str, list[list[float]]], path: Path) -> None:
+    import csv
+
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["engine", "round", "latency_ms"])
+        for name, bursts in rounds.items():
+            for number, burst in enumerate(bursts):
+                writer.writerows([name, number, f"{value:.5f}"] for value in burst)
