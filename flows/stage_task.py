@@ -34,6 +34,11 @@ def stage_command(address: str, inputs: Mapping[str, Path]) -> list[str]:
     return ["python", "-m", "tasks", address, *(f"{name}={path}" for name, path in inputs.items())]
 
 
+def print_line(line: str) -> None:
+    """Print a line by one write: another thread may print between a line and the end that ``print`` adds."""
+    print(f"{line}\n", end="", flush=True)
+
+
 @task(
     task_run_name="{address}",
     cache_policy=CacheKeyFnPolicy(cache_key_fn=lambda _, arguments: str(arguments["key"])),
@@ -48,7 +53,7 @@ def run_stage(address: str, command: list[str], key: str, fresh: bool, keeps_wor
     ``keeps_words``, Prefect keeps what the stage says; else it goes to the terminal as it comes.
     """
     if not fresh:
-        print(f"{address}: running", flush=True)
+        print_line(f"{address}: running")
         code = (_run_and_log if keeps_words else _run)([sys.executable, *command[1:]])
         if code != 0:
             raise StageFailed(
@@ -145,11 +150,11 @@ class TaskStages:
         if not fresh:
             self.num_executed += 1
             self._show_progress(self._num_done, self.num_calls)
-            print(f"[{self._num_done:3d}/{self.num_calls}] {call.address}: {what}", flush=True)
+            print_line(f"[{self._num_done:3d}/{self.num_calls}] {call.address}: {what}")
 
 
 def _only_measurement() -> contextlib.AbstractContextManager[None]:
     """Wait while a flow in another checkout measures on this machine."""
     words = "another checkout measures on this machine; waiting until it is done"
     file = Path(tempfile.gettempdir(), f"enginewright-measuring-{os.getuid()}")
-    return hold_lock(file, "", before_waiting=lambda _: print(words, flush=True))
+    return hold_lock(file, "", before_waiting=lambda _: print_line(words))
