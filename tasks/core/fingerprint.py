@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from tasks.core.digest_index import FileVersion, enter_md5, find_md5
 from tasks.core.errors import ArtifactError
 
 SCHEMA_VERSION = 1
@@ -150,14 +151,19 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _file_md5(path: Path) -> str:
-    status = path.stat()
-    return _md5_of_version(str(path), status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+    return _md5_of_version(str(path), FileVersion.from_status(path.stat()))
 
 
 @functools.lru_cache(maxsize=65536)
-def _md5_of_version(path: str, _device: int, _inode: int, _mtime_ns: int, _size: int) -> str:
+def _md5_of_version(path: str, version: FileVersion) -> str:
+    is_indexed = version.belongs_in_index()
+    if is_indexed and (known := find_md5(path, version)):
+        return known
     md5 = hashlib.md5()
     with Path(path).open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             md5.update(chunk)
+        version_after = FileVersion.from_status(os.fstat(file.fileno()))
+    if is_indexed and version_after == version:
+        enter_md5(path, version, md5.hexdigest())
     return md5.hexdigest()

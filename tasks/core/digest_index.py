@@ -1,0 +1,113 @@
+"""The md5 of large files, kept from process to process, so that not every stage reads the data set again.
+
+The index is a database in the checkout. It only saves time: it may be removed at any moment, and where it cannot
+be used, files are read as if there were none.
+"""
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import sqlite3
+
+INDEX_FILE = Path("artifacts/.digests.sqlite")
+MIN_SIZE_BYTES = 64 * 1024
+"""A smaller file is read faster than it is looked up."""
+
+_MIN_AGE_S = 2.0
+"""A younger file may change once more within one tick of the file system's clock, and look the same."""
+
+_BUSY_TIMEOUT_S = 1.0
+
+_PROCESS = os.getpid()
+_lock = threading.Lock()
+_connections: dict[Path, "sqlite3.Connection | None"] = {}
+"""By file, because a process may change its folder; None where the index cannot be used."""
+
+
+@dataclass(frozen=True)
+class FileVersion:
+    """What tells the content of a file from an earlier one at the same path, without reading it."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    """Set by the kernel alone, so that a change is seen where a program sets mtime back."""
+
+    @classmethod
+    def from_status(cls, status: os.stat_result) -> "FileVersion":
+        """Take what `os.stat` tells."""
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+    def belongs_in_index(self) -> bool:
+        """Tell whether the file is large, and old enough for a later change to show."""
+        age_s = time.time() - max(self.mtime_ns, self.ctime_ns) / 1e9
+        return self.size_bytes >= MIN_SIZE_BYTES and age_s >= _MIN_AGE_S
+
+
+def find_md5(path: str, version: FileVersion) -> str | None:
+    """Return the md5 that was entered for this version of a file, if there is one."""
+    rows = _execute("SELECT md5, checksum FROM digests WHERE path = ?", (os.fsencode(path),))
+    for md5, checksum in rows:
+        if checksum == _checksum(path, version, md5):
+            return str(md5, "ascii")
+    return None
+
+
+def enter_md5(path: str, version: FileVersion, md5: str) -> None:
+    """Keep the md5 of a file instead of that of its previous version."""
+    values = (os.fsencode(path), md5.encode(), _checksum(path, version, md5.encode()))
+    _execute("INSERT OR REPLACE INTO digests VALUES (?, ?, ?)", values)
+
+
+def _checksum(path: str, version: FileVersion, md5: bytes) -> bytes:
+    """Sign a row: one of another version does not match, nor a damaged one, which SQLite would not notice."""
+    return hashlib.md5(repr((path, version, md5)).encode()).digest()
+
+
+def _execute(statement: str, values: tuple[bytes, ...]) -> list[tuple[bytes, ...]]:
+    """Run a statement; return no rows where the index cannot be used, and do not try again in this process."""
+    file = INDEX_FILE.absolute()
+    if os.getpid() != _PROCESS or not file.parent.is_dir():  # SQLite must not be used on both sides of a fork
+        return []
+    import sqlite3
+
+    with _lock:
+        try:
+            if file not in _connections:
+                _connections[file] = _open_index(file)
+            connection = _connections[file]
+            return connection.execute(statement, values).fetchall() if connection else []
+        except sqlite3.Error as error:
+            # read-only folder, full disk, locked or damaged: files are read then, which takes time and no more
+            _connections[file] = None
+            if type(error) is sqlite3.DatabaseError:  # damaged, or no database: the next process starts anew
+                with contextlib.suppress(OSError):
+                    file.unlink()
+            return []
+
+
+def _open_index(file: Path) -> "sqlite3.Connection":
+    """Open the index in a form that is one file and never waits for the disk.
+
+    A process that is killed while it writes may damage it. A journal on disk would prevent that, but outlive the
+    removal of a damaged index and be played into its successor.
+    """
+    import sqlite3
+
+    connection = sqlite3.connect(file, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    connection.text_factory = bytes  # what damage made a text is no reason to fail
+    connection.execute("PRAGMA journal_mode = MEMORY")
+    connection.execute("PRAGMA synchronous = OFF")
+    connection.execute(
+        "CREATE TABLE IF NOT EXISTS digests (path BLOB PRIMARY KEY, md5 BLOB, checksum BLOB) WITHOUT ROWID"
+    )
+    return connection
