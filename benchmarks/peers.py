@@ -11,14 +11,15 @@ says that the pick is faster. Prints a table and writes ``benchmarks/results/pee
 import argparse
 import json
 import platform
+import sys
 import tempfile
 from collections.abc import Iterable
 from datetime import date
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import nncf
 import numpy as np
 import openvino
 from onnxruntime.quantization import CalibrationDataReader, quantize_static
@@ -52,6 +53,8 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=150, help="interleaved rounds")
     options = parser.parse_args()
+    if find_spec("nncf") is None:
+        sys.exit("NNCF is not installed. Install what the benchmarks compare with: pip install -e '.[dev]'")
     params = read_params()
     picks = read_selection("picks.json")
     pick = min(picks.values(), key=lambda row: row["latency_ms_p50"])
@@ -94,6 +97,8 @@ def main() -> None:
 
 def peers(float_graph: Path, images_NCHW: np.ndarray, max_rel_loss: float) -> dict[str, Network]:
     """Quantize the float graph with each of the other tools."""
+    import nncf
+
     float_model = openvino.Core().read_model(float_graph)
     calibration = nncf.Dataset([image_CHW[None] for image_CHW in images_NCHW])
     val_images_NCHW, val_masks_NHW = images("val"), open_split(DATA, "val")[1]

@@ -1,10 +1,11 @@
 """Tell what this machine can do, and how to mend what it lacks.
 
-``python -m flows.doctor [hydra override ...]`` looks at the CPU, the GPUs, the runtimes, every target in conf/, the
-disk, the servers and the DVC remote. It changes nothing. The exit code is 1 where something is missing that a run
-with these overrides needs.
+``python -m flows.doctor [--all] [hydra override ...]`` looks at the CPU, the GPUs, the runtimes, the targets of the
+run, the disk, the servers and the DVC remote; with ``--all`` at every target in conf/. It changes nothing. The exit
+code is 1 where something is missing without which a run with these overrides fails.
 """
 
+import argparse
 import importlib.metadata
 import os
 import shutil
@@ -48,6 +49,8 @@ class State(StrEnum):
     ok = "ok"
     missing = "missing"
     """Something is missing that this run does not use."""
+    skipped = "skipped"
+    """The run leaves this out and goes on."""
     needed = "NEEDED"
     """Something is missing without which this run fails."""
 
@@ -63,15 +66,25 @@ class Finding:
     """What the user can do; empty where nothing is missing."""
 
 
-def examine(params: Mapping[str, Any]) -> Iterator[Finding]:
+def examine(params: Mapping[str, Any], *, all_targets: bool) -> Iterator[Finding]:
     """Yield the findings, cheap ones first; ``params`` is what a run would use."""
     flags = ", ".join(read_isa()) or "none of those that change kernels"
     yield Finding(State.ok, "CPU", f"{read_cpu_model()}; {flags}")
+    reference = params["select_engine"]["float_reference"]["target"]
+    for name, section in params["build_engine"].items():
+        lack = State.needed if name == reference else State.skipped
+        yield _examine_target(name, section, without_gpu=State.needed, without_flags=lack)
+    others = sorted({file.stem for file in (CONF / "target").glob("*.yaml")} - set(params["build_engine"]))
     yield _examine_gpus()
     for package in _PACKAGES:
         yield _examine_package(package)
-    for file in sorted((CONF / "target").glob("*.yaml")):
-        yield _examine_target(file, params["build_engine"].get(file.stem))
+    if all_targets:
+        for name in others:
+            yield _examine_other_target(name)
+    elif others:
+        yield Finding(
+            State.ok, "other targets", f"{', '.join(others)}: not part of this run (--all looks at them)"
+        )
     yield _examine_disk()
     yield _examine_prefect()
     tracking = params["select_engine"]["tracking"]
@@ -114,20 +127,30 @@ def _cuda_of_torch() -> str:
     return f", CUDA {torch.version.cuda}" if torch.version.cuda else ", built without CUDA"
 
 
-def _examine_target(file: Path, used: Mapping[str, Any] | None) -> Finding:
-    """Look at a target as the run uses it, or as its file declares it where the run does without."""
-    subject, lack = f"target {file.stem}", State.missing if used is None else State.needed
+def _examine_other_target(name: str) -> Finding:
+    """Look at a target as its file declares it."""
     try:
-        section = used or yaml.safe_load(file.read_text(encoding="utf-8"))
+        section = yaml.safe_load((CONF / f"target/{name}.yaml").read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        return Finding(State.missing, f"target {name}", "its file is no YAML", str(error))
+    return _examine_target(name, section, without_gpu=State.missing, without_flags=State.missing)
+
+
+def _examine_target(
+    name: str, section: Mapping[str, Any], *, without_gpu: State, without_flags: State
+) -> Finding:
+    """Look at a target; the states say what it means that this machine lacks a GPU or library, or CPU flags."""
+    subject = f"target {name}"
+    try:
         target: Target = typed_config(Target, section, subject)
         check_gpu(target)
         version = check_versions(target)
-    except (EnginewrightError, yaml.YAMLError) as error:
-        return Finding(lack, subject, "cannot be built here", str(error))
+    except EnginewrightError as error:
+        return Finding(without_gpu, subject, "cannot be built here", str(error))
     flags = missing_cpu_flags(target)
     if flags:
         return Finding(
-            lack,
+            without_flags,
             subject,
             f"this CPU lacks {', '.join(flags)}",
             f"Run it on a worker of pool {target.work_pool}.",
@@ -235,7 +258,12 @@ def show(findings: Sequence[Finding]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    colours = {State.ok: "green", State.missing: "yellow", State.needed: "bold red"}
+    colours = {
+        State.ok: "green",
+        State.missing: "yellow",
+        State.skipped: "yellow",
+        State.needed: "bold red",
+    }
     table = Table.grid("", "", "", padding=(0, 2))
     for finding in findings:
         text = escape(finding.text) + (f"\n[dim]{escape(finding.mend)}[/dim]" if finding.mend else "")
@@ -243,10 +271,14 @@ def show(findings: Sequence[Finding]) -> None:
     open_console().print(table)
 
 
-def main(overrides: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the diagnosis and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m flows.doctor", description="What this machine can do.")
+    parser.add_argument("--all", action="store_true", help="look at every target in conf/")
+    parser.add_argument("overrides", nargs="*", help="as for flows.optimize")
+    options = parser.parse_args(arguments)
     try:
-        findings = list(examine(compose_params(overrides)))
+        findings = list(examine(compose_params(options.overrides), all_targets=options.all))
     except EnginewrightError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -6,11 +6,13 @@
 import importlib
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from flows import local_server
 from flows.dvc_command import DVC_CACHE
@@ -64,10 +66,11 @@ def run_flow(params: dict[str, Any]) -> Path:
 
 
 def main(overrides: Sequence[str]) -> int:
-    """Run the flow and return the exit code: 0 done, 1 a problem that the user can mend, 130 interrupted."""
+    """Run the flow and return the exit code: 0 done, 1 a problem that the user can mend, 130 or 143 interrupted."""
     logging.getLogger("tasks").addHandler(
         logging.StreamHandler()
     )  # the root would print Prefect's records too
+    signal.signal(signal.SIGTERM, _interrupt)
     started = time.perf_counter()
     try:
         params = compose_params(overrides)
@@ -79,9 +82,13 @@ def main(overrides: Sequence[str]) -> int:
     except EnginewrightError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("Interrupted. Finished stages are kept; run again to go on.", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as interrupt:
+        print(
+            "Interrupted. Finished stages and the checkpoints of a training are kept in artifacts/. Run the same "
+            "command again to go on.",
+            file=sys.stderr,
+        )
+        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     tracking = params["select_engine"]["tracking"]["uri"]
     print(f"MLflow: {mask_credentials(tracking)} (`make ui` opens it on http://127.0.0.1:5000)")
     if has_pending():
@@ -90,6 +97,11 @@ def main(overrides: Sequence[str]) -> int:
     print(f"Prefect: {url} (`make stop` ends this local server)")
     print(f"total: {time.perf_counter() - started:.1f} s")
     return 0
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    """Let SIGTERM end the flow as Ctrl-C does."""
+    raise KeyboardInterrupt(number)
 
 
 if __name__ == "__main__":

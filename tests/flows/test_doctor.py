@@ -16,7 +16,8 @@ CLOSED = "http://user:secret@127.0.0.1:9"
 
 
 def found(subject, *overrides):
-    [finding] = [one for one in examine(compose_params(overrides)) if one.subject == subject]
+    findings = examine(compose_params(overrides), all_targets=False)
+    [finding] = [one for one in findings if one.subject == subject]
     return finding
 
 
@@ -36,15 +37,26 @@ def add_remote(url):
     )
 
 
+def states(*overrides, all_targets):
+    findings = examine(compose_params(overrides), all_targets=all_targets)
+    return {one.subject: one.state for one in findings}
+
+
 def test_this_machine_has_all_that_the_defaults_need(checkout):
     assert main([]) == 0
-    targets = {
-        one.subject.removeprefix("target "): one.state
-        for one in examine(compose_params())
-        if one.subject.startswith("target")
-    }
-    assert set(targets) == {file.stem for file in (REPOSITORY / "conf/target").glob("*.yaml")}
-    assert targets["cpu_onnxruntime"] == targets["cpu_torch"] == State.ok
+    found_states = states(all_targets=False)
+    assert found_states["target cpu_onnxruntime"] == found_states["target cpu_torch"] == State.ok
+    assert list(found_states).index("target cpu_torch") < list(found_states).index("GPU")
+
+
+def test_targets_that_nobody_asked_for_are_one_line_unless_all_are_wanted(checkout, capsys):
+    assert "target thor_tensorrt" not in states(all_targets=False)
+    assert "thor_tensorrt" in found("other targets").text
+    shown = states(all_targets=True)
+    names = {file.stem for file in (REPOSITORY / "conf/target").glob("*.yaml")}
+    assert {one.removeprefix("target ") for one in shown if one.startswith("target ")} == names
+    assert shown["target thor_tensorrt"] is State.missing and "other targets" not in shown
+    assert main(["--all"]) == 0 and "compute capability 11.0" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_target_of_the_run_that_cannot_be_built_here_fails_and_says_why(checkout, capsys):
@@ -53,6 +65,20 @@ def test_target_of_the_run_that_cannot_be_built_here_fails_and_says_why(checkout
     assert thor.state is State.needed and "compute capability 11.0" in thor.mend
     assert main(overrides) == 1
     assert "thor_tensorrt" in capsys.readouterr().out
+
+
+def test_target_that_the_run_skips_for_want_of_cpu_flags_is_no_failure(checkout, capsys):
+    flags = "target.cpu_openvino_bf16.cpu_flags=[avx_imaginary]"
+    bf16 = found("target cpu_openvino_bf16", flags)
+    assert bf16.state is State.skipped and "avx_imaginary" in bf16.text
+    assert main([flags]) == 0
+    assert "skipped" in capsys.readouterr().out
+
+
+def test_target_of_the_reference_is_never_skipped(checkout):
+    flags = "target.cpu_torch.cpu_flags=[avx_imaginary]"
+    assert found("target cpu_torch", flags).state is State.needed
+    assert main([flags]) == 1
 
 
 def test_silent_servers_are_told_without_their_passwords(checkout, monkeypatch):

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sqlite3
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasks.parts.engines.gpu import find_gpus
-from tests.conftest import Workspace
+from tests.conftest import SMOKE, Workspace
 
 NUM_RUNS = 13
 """The pipeline's, and one for each of the 4 + 8 engines of the two smoke targets."""
@@ -47,6 +48,21 @@ def test_full_disk_ends_the_flow_with_one_line(
     failed = workspace.flow()
     assert failed.returncode == 1 and "Traceback" not in failed.stderr
     assert failed.stderr.startswith("DiskError: artifacts: the disk or its quota is full")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_flow_says_what_is_kept_and_how_to_go_on(
+    workspace: Workspace, number: signal.Signals
+) -> None:
+    flow = workspace.start("python", "-m", "flows.optimize", *SMOKE)
+    assert flow.stdout is not None
+    assert any(line.startswith("prepare_data: running") for line in flow.stdout)
+    flow.send_signal(number)
+    output = flow.communicate(timeout=60)[0]
+    assert flow.returncode == 128 + number
+    assert "Finished stages" in output and "Run the same command again to go on." in output
+    assert "Traceback" not in output, output[-3000:]
 
 
 @pytest.mark.slow
