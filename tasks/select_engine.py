@@ -173,6 +173,7 @@ def _judge(cfg: Config, folders: "StageFolders") -> "Findings":
         techniques=[(technique.name, technique.before, technique.after) for technique in cfg.techniques],
         reference=reference,
         max_score_rel_loss=cfg.max_score_rel_loss,
+        races=races,
     )
 
 

@@ -64,6 +64,10 @@ def test_every_two_files_are_compared_once_and_twins_are_one(
     assert report.ratio(files["twin"], report.reference_sha256) == report.ratios[0]
     assert report.ratio(files["quantized"], files["twin"]) == report.ratios[2]
     assert report.ratio(files["twin"], files["float"]).factor == 1
+    backwards = report.ratio(files["float"], files["quantized"])
+    assert (backwards.faster, backwards.slower) == ("float", "quantized")
+    assert backwards.factor == 1 / report.ratios[2].factor
+    assert backwards.low <= backwards.factor <= backwards.high
     assert set(report.latency_ms_p50) == {"reference", "float", "quantized"}
     assert report.aa_ratio is not None and report.aa_ratio_spread == report.aa_ratio.spread >= 0
     with (tmp_path / "out" / "latencies.csv").open() as file:

@@ -96,6 +96,11 @@ class SpeedRatio:
         """The largest distance from 1 of the interval: how far two equal engines seem to differ."""
         return max(abs(self.low - 1), abs(self.high - 1))
 
+    @property
+    def inverse(self) -> "SpeedRatio":
+        """The same comparison with the names exchanged."""
+        return SpeedRatio(self.slower, self.faster, 1 / self.factor, 1 / self.high, 1 / self.low)
+
 
 @dataclass(frozen=True)
 class RaceReport:
@@ -119,13 +124,11 @@ class RaceReport:
         return self.aa_ratio.spread if self.aa_ratio else 0.0
 
     def ratio(self, faster: str, slower: str) -> SpeedRatio:
-        """Return how many times as fast an engine file is as another, both given by sha256.
-
-        `slower` ran before `faster`: the reference, or an earlier variant.
-        """
+        """Return how many times as fast an engine file is as another, both given by sha256."""
         if faster == slower:
             return SpeedRatio(faster, slower, 1.0, 1.0, 1.0)
         files = self.engine_sha256 | {REFERENCE: self.reference_sha256}
-        return next(
-            ratio for ratio in self.ratios if files[ratio.faster] == faster and files[ratio.slower] == slower
+        ratio = next(
+            ratio for ratio in self.ratios if {files[ratio.faster], files[ratio.slower]} == {faster, slower}
         )
+        return ratio if files[ratio.faster] == faster else ratio.inverse

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tasks.parts.measuring.reports import RaceReport
 from tasks.parts.selection.engine_row import EngineRow, Verdict, rungs
 from tasks.parts.selection.verdicts import Reference
 
@@ -19,6 +20,7 @@ class Gain:
 
     score_change: float
     speed_factor: float
+    """From the race of the target."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Findings:
     """Name, variant before, variant after."""
     reference: Reference
     max_score_rel_loss: float
+    races: Mapping[str, RaceReport]
+    """By target."""
 
     @property
     def gate(self) -> float:
@@ -99,8 +103,8 @@ class Findings:
         old, new = (row.measured if row else None for row in rows)
         if old is None or new is None:
             return None
-        factor = new.speed.speedup_vs_reference / old.speed.speedup_vs_reference
-        return Gain(new.accuracy.score - old.accuracy.score, factor)
+        ratio = self.races[target].ratio(new.engine_sha256, old.engine_sha256)
+        return Gain(new.accuracy.score - old.accuracy.score, ratio.factor)
 
     @property
     def ious(self) -> list[tuple[EngineRow, dict[str, float | None]]]:
