@@ -93,11 +93,14 @@ def copy_repository(target: Path) -> Workspace:
 
 
 @pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
+def workspace(tmp_path: Path) -> Iterator[Workspace]:
     """A copy of the repository in which nothing has run."""
     folder = tmp_path / "workspace"
     folder.mkdir()
-    return copy_repository(folder)
+    space = copy_repository(folder)
+    yield space
+    if (folder / ".prefect/server.json").is_file():
+        space.run("python", "-m", "flows.local_server", "--stop")
 
 
 @pytest.fixture(scope="session")
