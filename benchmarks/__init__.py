@@ -1,1 +1,1 @@
-"""Scripts that measure what the README claims; each prints a table."""
+"""Scripts that measure what the documentation claims; each prints a table."""

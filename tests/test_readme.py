@@ -1,4 +1,4 @@
-"""Every command of the README runs, in the smoke configuration."""
+"""Every command of the README and of the guides runs, in the smoke configuration."""
 
 import re
 import shlex
@@ -12,9 +12,11 @@ from tests.conftest import REPOSITORY, SMOKE, Workspace
 
 pytestmark = pytest.mark.slow
 
+PAGES = ("README.md", "docs/guide.md", "docs/outputs.md")
 COMMANDS = [
     line
-    for block in re.findall(r"```bash\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    for page in PAGES
+    for block in re.findall(r"```bash\n(.*?)```", (REPOSITORY / page).read_text(), re.DOTALL)
     for line in block.splitlines()
     if line and not line.startswith("#")
 ]
@@ -49,8 +51,19 @@ def make_folder_data(root: Path) -> None:
     (root / "classes.yaml").write_text("classes: [background, cell]\n")
 
 
-def test_readme_has_commands() -> None:
-    assert "make run" in COMMANDS and len(COMMANDS) >= 5
+def test_pages_have_commands() -> None:
+    assert "make run" in COMMANDS and len(COMMANDS) == 12
+
+
+def test_links_of_the_pages_lead_somewhere() -> None:
+    for page in [
+        REPOSITORY / "README.md",
+        REPOSITORY / "CONTRIBUTING.md",
+        *(REPOSITORY / "docs").glob("*.md"),
+    ]:
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if "://" not in link:
+                assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
