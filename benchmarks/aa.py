@@ -22,6 +22,7 @@ from benchmarks.runtimes import read_selection, stage_config
 from tasks.core.config import read_params
 from tasks.core.execute import ARTIFACTS
 from tasks.parts.engines.machine import read_cpu_model
+from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.race_engines import race_engines
 
 RESULTS = Path(__file__).parent / "results" / "aa.json"
@@ -39,8 +40,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     rows = []
     for name in options.engines or default_engines():
-        rival = next(other for other in default_engines() if other != name)
-        rows.append(measure(name, rival, options.repeats))
+        rows.append(measure(name, options.repeats))
         print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     record = {
         "date": date.today().isoformat(),
@@ -63,12 +63,14 @@ def default_engines() -> list[str]:
     return list(dict.fromkeys([*names, f"{reference['variant']}-{reference['target']}"]))
 
 
-def measure(name: str, rival: str, num_repeats: int) -> dict[str, Any]:
+def measure(name: str, num_repeats: int) -> dict[str, Any]:
     """Race an engine and its A/A control several times, each with another order; another engine runs beside them."""
     variant, target = name.split("-")
     config = replace(stage_config(f"race_engines.{target}"), variants=[variant])
     builds = ARTIFACTS / "build_engine" / "*" / target / "engine"
-    reference = ARTIFACTS.joinpath("build_engine", *rival.split("-"), "engine")
+    sha256 = read_engine_manifest(ARTIFACTS.joinpath("build_engine", variant, target, "engine")).sha256
+    folders = sorted(ARTIFACTS.glob("build_engine/*/*/engine"))
+    reference = next(folder for folder in folders if read_engine_manifest(folder).sha256 not in ("", sha256))
     reports = []
     for seed in range(num_repeats):
         with tempfile.TemporaryDirectory() as folder:

@@ -276,7 +276,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m flows.doctor", description="What this machine can do.")
     parser.add_argument("--all", action="store_true", help="look at every target in conf/")
     parser.add_argument("overrides", nargs="*", help="as for flows.optimize")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         findings = list(examine(compose_params(options.overrides), all_targets=options.all))
     except EnginewrightError as error:

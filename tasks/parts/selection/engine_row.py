@@ -48,12 +48,15 @@ class Speed:
     """Latency at batch 1, and what goes with it."""
 
     latency_ms_p50: float
+    """Measured alone; engines are compared by race_latency_ms_p50."""
     latency_ms_p90: float
     latency_ms_p99: float
     throughput_per_s: float
     """Images per second, one inference after the other."""
     throughput_per_s_batched: float | None
     """Images per second at the largest of benchmark.batch_sizes that the engine takes."""
+    race_latency_ms_p50: float
+    """Measured in the same rounds as the other engines of the target."""
     speedup_vs_reference: float
     """How many times as fast as the reference engine in the race of the target; eager PyTorch with model=trained."""
     speedup_low: float

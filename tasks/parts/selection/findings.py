@@ -116,6 +116,7 @@ class Findings:
         """Return target -> condition -> its value, or the range of values over the target's engines."""
         return {
             target: {name: _span(values) for name, values in _collect(self.rows, target).items()}
+            | {"A/A spread of the race": f"{100 * self.races[target].aa_ratio_spread:.1f} %"}
             for target in self.targets
             if _collect(self.rows, target)
         }

@@ -178,7 +178,7 @@ def _mark_front(rows: Sequence[EngineRow]) -> list[EngineRow]:
     on_front: set[str] = set()
     for target in dict.fromkeys(row.target for row in rows):
         sound = {
-            row.name: (-row.measured.speed.speedup_vs_reference, row.measured.accuracy.score)
+            row.name: (row.measured.speed.race_latency_ms_p50, row.measured.accuracy.score)
             for row in rows
             if row.target == target and row.measured and row.verdict is not Verdict.PRECISION_MISMATCH
         }
@@ -206,4 +206,4 @@ def _mark_picks(rows: Sequence[EngineRow], ladder: Sequence[str]) -> list[Engine
 def _rank(row: EngineRow) -> tuple[float, float, int, str]:
     """Return what the accepted engines of a target are ordered by, the best first: they ran in the same rounds."""
     measured = _measured(row)
-    return -measured.speed.speedup_vs_reference, -measured.accuracy.score, measured.size_bytes, row.variant
+    return measured.speed.race_latency_ms_p50, -measured.accuracy.score, measured.size_bytes, row.variant
