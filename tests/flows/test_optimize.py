@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import sqlite3
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +56,8 @@ def test_full_disk_ends_the_flow_with_one_line(
 def test_interrupted_flow_says_what_is_kept_and_how_to_go_on(
     workspace: Workspace, number: signal.Signals
 ) -> None:
-    flow = workspace.start("python", "-m", "flows.optimize", *SMOKE)
+    heard = f"--default-signal={number.name.removeprefix('SIG')}"  # background jobs of a shell ignore Ctrl-C
+    flow = workspace.start("env", heard, sys.executable, "-m", "flows.optimize", *SMOKE)
     assert flow.stdout is not None
     assert any(line.startswith("prepare_data: running") for line in flow.stdout)
     flow.send_signal(number)
