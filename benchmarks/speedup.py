@@ -24,6 +24,7 @@ from tasks.build_engine import build_engine
 from tasks.core.config import read_params
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.manifest import read_engine_manifest
+from tasks.parts.measuring.reports import REFERENCE
 from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph, write_graph
 from tasks.race_engines import race_engines
@@ -78,16 +79,11 @@ def measure_size(
         report = race_engines(
             config, builds=builds, reference=Path(folder, first, "engine"), out=Path(folder)
         )
-        manifests = {name: read_engine_manifest(engine) for name, engine in engines.items()}
-    pick = manifests[variant, target]
-    race_ms = {
-        report.engine_sha256.get(name, report.reference_sha256): milliseconds
-        for name, milliseconds in report.latency_ms_p50.items()
-    }
+        pick = read_engine_manifest(engines[variant, target])
     rows = []
     for reference in references:
-        sha256 = manifests[reference].sha256
-        ratio = report.ratio(pick.sha256, sha256)
+        name = "-".join(reference)
+        ratio = report.ratio(f"{variant}-{target}", REFERENCE if name == first else name)
         rows.append(
             {
                 "size": side,
@@ -95,8 +91,8 @@ def measure_size(
                 "target": target,
                 "reference": reference[0],
                 "reference_target": reference[1],
-                "latency_ms_p50": race_ms[pick.sha256],
-                "reference_ms_p50": race_ms[sha256],
+                "latency_ms_p50": report.latency_ms_p50[report.raced_as[f"{variant}-{target}"]],
+                "reference_ms_p50": report.latency_ms_p50[report.raced_as.get(name, REFERENCE)],
                 "speedup": ratio.factor,
                 "low": ratio.low,
                 "high": ratio.high,

@@ -5,7 +5,9 @@ here all engines run in the same rounds: a process for each engine file, one for
 first file as the A/A control.
 """
 
+import itertools
 import logging
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,14 +70,30 @@ def race_engines(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Re
     for variant, manifest in built.items():
         _check_comparable(manifest, base, engines[variant], reference)
     files = {variant: manifest.sha256 for variant, manifest in built.items()}
-    first = {sha256: variant for variant, sha256 in reversed(files.items())} | {base.sha256: REFERENCE}
-    racing = [variant for variant in built if first[files[variant]] == variant]
+    first = {sha256: variant for variant, sha256 in reversed(files.items())}
+    if (
+        base.target.name == cfg.target
+    ):  # elsewhere the same file is another engine: eager PyTorch on CPU and GPU
+        first[base.sha256] = REFERENCE
+    raced_as = {variant: first[sha256] for variant, sha256 in files.items()}
+    racing = [variant for variant, name in raced_as.items() if variant == name]
     if not racing:
         logger.info("race_engines: %s has no engine file to race, no race", cfg.target)
-        return Report(files, base.sha256, {}, (), None, 0)
+        return Report(files, raced_as, base.sha256, {}, (), None, 0)
     rounds = _race(cfg, {REFERENCE: reference, **{variant: engines[variant] for variant in racing}})
     _write_latencies(rounds, out / "latencies.csv")
-    report = _compare(rounds, files, base.sha256, cfg.seed)
+    ratios, aa_ratio = _compare(rounds, cfg.seed)
+    report = Report(
+        engine_sha256=files,
+        raced_as=raced_as,
+        reference_sha256=base.sha256,
+        latency_ms_p50={
+            name: statistics.median(itertools.chain(*rounds[name])) for name in (REFERENCE, *racing)
+        },
+        ratios=ratios,
+        aa_ratio=aa_ratio,
+        num_rounds=cfg.num_rounds,
+    )
     logger.info(
         "race_engines: %s, %d engine files, A/A spread %.1f %%",
         cfg.target,
@@ -122,9 +140,8 @@ def _race(cfg: Config, engines: Mapping[str, Path]) -> dict[str, list[list[float
     return {name: [bursts[name] for bursts in rounds] for name in starters}
 
 
-def _compare(
-    rounds: Mapping[str, list[list[float]]], files: dict[str, str], reference_sha256: str, seed: int
-) -> Report:
+def _compare(rounds: Mapping[str, list[list[float]]], seed: int) -> tuple[tuple[SpeedRatio, ...], SpeedRatio]:
+    """Return the ratios of all pairs, the later over the earlier engine, and that of the control."""
     import numpy as np
 
     medians = {name: np.array([np.median(burst) for burst in bursts]) for name, bursts in rounds.items()}
@@ -133,16 +150,8 @@ def _compare(
     def ratio(faster: str, slower: str) -> SpeedRatio:
         return _ratio(faster, slower, medians[slower] / medians[faster], seed)
 
-    return Report(
-        engine_sha256=files,
-        reference_sha256=reference_sha256,
-        latency_ms_p50={name: float(np.median(np.concatenate(rounds[name]))) for name in racing},
-        ratios=tuple(
-            ratio(later, earlier) for number, later in enumerate(racing) for earlier in racing[:number]
-        ),
-        aa_ratio=ratio(CONTROL, racing[1]),
-        num_rounds=len(rounds[CONTROL]),
-    )
+    pairs = [(later, earlier) for number, later in enumerate(racing) for earlier in racing[:number]]
+    return tuple(ratio(*pair) for pair in pairs), ratio(CONTROL, racing[1])
 
 
 def _ratio(faster: str, slower: str, factors: "Sequence[float]", seed: int) -> SpeedRatio:

@@ -9,6 +9,7 @@ import pytest
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.engines.manifest import EngineStatus, read_engine_manifest, write_engine_manifest
+from tasks.parts.measuring.reports import REFERENCE
 from tasks.race_engines import CONTROL, Config, Report, race_engines
 from tests.tasks.conftest import Workshop
 
@@ -61,10 +62,11 @@ def test_every_two_files_are_compared_once_and_twins_are_one(
     files = report.engine_sha256
     assert set(files) == {"float", "twin", "quantized"} and files["float"] == files["twin"]
     assert report.reference_sha256 == read_engine_manifest(reference).sha256
-    assert report.ratio(files["twin"], report.reference_sha256) == report.ratios[0]
-    assert report.ratio(files["quantized"], files["twin"]) == report.ratios[2]
-    assert report.ratio(files["twin"], files["float"]).factor == 1
-    backwards = report.ratio(files["float"], files["quantized"])
+    assert report.raced_as == {"float": "float", "twin": "float", "quantized": "quantized"}
+    assert report.ratio("twin", REFERENCE) == report.ratios[0]
+    assert report.ratio("quantized", "twin") == report.ratios[2]
+    assert report.ratio("twin", "float").factor == 1
+    backwards = report.ratio("float", "quantized")
     assert (backwards.faster, backwards.slower) == ("float", "quantized")
     assert backwards.factor == 1 / report.ratios[2].factor
     assert backwards.low <= backwards.factor <= backwards.high
@@ -91,8 +93,21 @@ def test_the_reference_alone_has_no_race(builds: Path, tmp_path: Path) -> None:
     reference = tmp_path / "builds" / "float" / CONFIG.target / "engine"
     report = race(CONFIG, builds, reference, tmp_path / "out")
     assert report.ratios == () and report.aa_ratio is None
-    assert report.ratio(report.engine_sha256["twin"], report.reference_sha256).factor == 1
+    assert report.raced_as == {"float": REFERENCE, "twin": REFERENCE}
+    assert report.ratio("twin", REFERENCE).factor == 1
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_the_file_of_the_reference_is_another_engine_on_another_target(builds: Path, tmp_path: Path) -> None:
+    fail(tmp_path / "builds" / "quantized" / CONFIG.target / "engine")
+    reference = tmp_path / "reference"
+    shutil.copytree(tmp_path / "builds" / "float" / CONFIG.target / "engine", reference)
+    manifest = read_engine_manifest(reference)
+    write_engine_manifest(reference, replace(manifest, target=replace(manifest.target, name="elsewhere")))
+    report = race(CONFIG, builds, reference, tmp_path / "out")
+    assert report.raced_as == {"float": "float", "twin": "float"}
+    assert report.engine_sha256["float"] == report.reference_sha256
+    assert report.ratio("twin", REFERENCE) == report.ratios[0]
 
 
 def test_a_reference_that_was_not_built_or_takes_other_images_is_refused(

@@ -170,7 +170,7 @@ class Artifacts:
         """Write what race_engines would have found, where latencies are those of the benchmarks."""
         reference = hashlib.sha256(engine_bytes(REFERENCE.variant, REFERENCE.target)).hexdigest()
         for target in {name.target for name in self.names}:
-            sha256, latencies, ratios, spread = {}, {"reference": 18.6}, [], 0.005
+            sha256, raced_as, latencies, ratios, spread = {}, {}, {"reference": 18.6}, [], 0.005
             for variant in dict.fromkeys([*LADDER, *(name.variant for name in self.names)]):
                 report = self.root / "benchmark" / variant / target / "report.json"
                 if not report.is_file() or not report.read_text().endswith("}"):
@@ -183,11 +183,15 @@ class Artifacts:
                         factor = self.speedups[f"{variant}-{target}"]
                     low, spread = self.race_changes.get(f"{variant}-{target}", (0.99 * factor, spread))
                     ratios.append(SpeedRatio(variant, earlier, factor, low, 1.02 * factor))
+                twins = [name for name, file in sha256.items() if file == benchmark["engine_sha256"]]
                 sha256[variant] = benchmark["engine_sha256"]
-                if sha256[variant] != reference:
+                raced_as[variant] = raced_as[twins[0]] if twins else variant
+                if sha256[variant] == reference:
+                    raced_as[variant] = "reference"
+                else:
                     latencies[variant] = latency_ms
             control = SpeedRatio("control", "first", 1.0, 1 - spread, 1 + spread)
-            race = RaceReport(sha256, reference, latencies, tuple(ratios), control, 40)
+            race = RaceReport(sha256, raced_as, reference, latencies, tuple(ratios), control, 40)
             folder = self.root / "race_engines" / target
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "report.json").write_text(json.dumps(dataclasses.asdict(race)))

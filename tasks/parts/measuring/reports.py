@@ -108,6 +108,8 @@ class RaceReport:
 
     engine_sha256: dict[str, str]
     """Variant -> its engine file, where it was built."""
+    raced_as: dict[str, str]
+    """Variant -> the name that its file ran under: an earlier variant's where the files are equal, or REFERENCE."""
     reference_sha256: str
     """The engine file that all speed-ups refer to."""
     latency_ms_p50: dict[str, float]
@@ -124,11 +126,9 @@ class RaceReport:
         return self.aa_ratio.spread if self.aa_ratio else 0.0
 
     def ratio(self, faster: str, slower: str) -> SpeedRatio:
-        """Return how many times as fast an engine file is as another, both given by sha256."""
-        if faster == slower:
+        """Return how many times as fast one engine is as another; both are variants, or REFERENCE."""
+        first, second = (self.raced_as.get(name, name) for name in (faster, slower))
+        if first == second:
             return SpeedRatio(faster, slower, 1.0, 1.0, 1.0)
-        files = self.engine_sha256 | {REFERENCE: self.reference_sha256}
-        ratio = next(
-            ratio for ratio in self.ratios if {files[ratio.faster], files[ratio.slower]} == {faster, slower}
-        )
-        return ratio if files[ratio.faster] == faster else ratio.inverse
+        ratio = next(ratio for ratio in self.ratios if {ratio.faster, ratio.slower} == {first, second})
+        return ratio if ratio.faster == first else ratio.inverse

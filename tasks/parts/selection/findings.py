@@ -103,8 +103,7 @@ class Findings:
         old, new = (row.measured if row else None for row in rows)
         if old is None or new is None:
             return None
-        ratio = self.races[target].ratio(new.engine_sha256, old.engine_sha256)
-        return Gain(new.accuracy.score - old.accuracy.score, ratio.factor)
+        return Gain(new.accuracy.score - old.accuracy.score, self.races[target].ratio(after, before).factor)
 
     @property
     def ious(self) -> list[tuple[EngineRow, dict[str, float | None]]]:

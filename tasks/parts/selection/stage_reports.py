@@ -15,7 +15,7 @@ from tasks.parts.engines.manifest import (
     sha256_of,
 )
 from tasks.parts.layer_diff.report import DiffReport
-from tasks.parts.measuring.reports import Latency, LatencyReport, RaceReport
+from tasks.parts.measuring.reports import REFERENCE, Latency, LatencyReport, RaceReport
 from tasks.parts.selection.engine_row import EngineRow, Measured, Speed, SuspectLayer, Verdict
 
 ENGINE_FOLDER = "engine"
@@ -164,28 +164,23 @@ def _measured(
     return Measured(
         accuracy=accuracy,
         score_rel_loss=None,
-        speed=_speed(latency, race, manifest.sha256),
+        speed=_speed(latency, race, variant),
         size_bytes=manifest.size_bytes,
         engine_sha256=manifest.sha256,
         reference_sha256=race.reference_sha256,
     )
 
 
-def _speed(latency: Latency, race: RaceReport, sha256: str) -> Speed:
-    single, over_reference = latency.at_batch_1, race.ratio(sha256, race.reference_sha256)
-    race_ms = {
-        race.engine_sha256.get(name, race.reference_sha256): milliseconds
-        for name, milliseconds in race.latency_ms_p50.items()
-    }
+def _speed(latency: Latency, race: RaceReport, variant: str) -> Speed:
+    single, over_reference = latency.at_batch_1, race.ratio(variant, REFERENCE)
+    race_ms = race.latency_ms_p50.get(race.raced_as[variant])  # None where it is alone on its target
     return Speed(
         latency_ms_p50=single.latency_ms_p50,
         latency_ms_p90=single.latency_ms_p90,
         latency_ms_p99=single.latency_ms_p99,
         throughput_per_s=single.throughput_per_s,
         throughput_per_s_batched=latency.throughput_per_s_batched,
-        race_latency_ms_p50=race_ms.get(
-            sha256, single.latency_ms_p50
-        ),  # alone on its target: there was no race
+        race_latency_ms_p50=single.latency_ms_p50 if race_ms is None else race_ms,
         speedup_vs_reference=over_reference.factor,
         speedup_low=over_reference.low,
         speedup_high=over_reference.high,

@@ -141,7 +141,7 @@ def _int8_fault(row: EngineRow, gates: Gates) -> str:
 
 def _compare(row: EngineRow, below: EngineRow, race: RaceReport, min_factor: float) -> tuple[bool, str]:
     """Tell whether a rung is faster for certain than one below it, and how they compare."""
-    ratio = race.ratio(_measured(row).engine_sha256, _measured(below).engine_sha256)
+    ratio = race.ratio(row.variant, below.variant)
     text = (
         f"{ratio.factor:.3f}x as fast as {below.variant} in the same rounds "
         f"({ratio.low:.3f} to {ratio.high:.3f})"
