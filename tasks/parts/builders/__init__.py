@@ -1,1 +1,1 @@
-"""From a graph or checkpoint to an engine; one module per runtime."""
+"""Build an engine from a graph or checkpoint; one module per runtime."""

@@ -1,4 +1,4 @@
-"""Hold an engine against the graph or network that it was built from, on probe images."""
+"""Compare an engine with the graph or network that it was built from, on probe images."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ NUM_PROBE_IMAGES = 2
 
 
 def draw_probe_images(card: InputCard) -> FloatArray:
-    """Draw a few deterministic normalised images with edges, gradients and noise, as photos have them."""
+    """Draw a few deterministic normalised images with edges, gradients and noise, like photos."""
     from tasks.parts.data.dataset import normalise
 
     generator = np.random.default_rng(0)
@@ -44,9 +44,9 @@ def measure_agreement(
     *,
     is_int8: bool = False,
 ) -> tuple[float, str]:
-    """Return the engine's signal-to-noise against the logits that are expected, and its provider.
+    """Return the engine's signal-to-noise ratio against the expected logits, and its provider.
 
-    Images go in one by one and as a batch. Raises BuildFailed below the target's floor.
+    Images are passed one by one and as a batch. Raises BuildFailed below the target's floor.
     """
     from tasks.parts.engines.open_engine import load_runner
 
@@ -64,29 +64,29 @@ def measure_agreement(
         is_network = target.runtime.traits.reads_checkpoints
         source = "float32 network" if is_network else "graph"
         advice = (
-            f"another version of it or a wider target.{target.name}.precision may be right"
+            f"try another version of it or a wider target.{target.name}.precision"
             if is_network
-            else "diff_layers with that floor at 0 shows where; another version of the runtime may be right"
+            else "set that floor to 0 and diff_layers shows where; or try another version of the runtime"
         )
         raise BuildFailed(
             f"Target {target.name}: the engine's logits agree with the {source} by {agreement_db:.1f} dB only, "
-            f"expected {floor_db:g} dB or more ({key}). The runtime computes something else than the {source} says: "
+            f"expected {floor_db:g} dB or more ({key}). The runtime does not compute what the {source} describes: "
             f"{advice}."
         )
     return agreement_db, provider
 
 
 def _check_logits(logits: FloatArray, target: Target, card: InputCard) -> None:
-    """Raise ArtifactError for logits of another shape than the card says, BuildFailed for NaN or infinity."""
+    """Raise ArtifactError for logits whose shape differs from the card, BuildFailed for NaN or infinity."""
     if logits.shape[1:] != card.logits_shape:
         raise ArtifactError(
-            f"Target {target.name}: the model answers with {list(logits.shape[1:])} for an image, its card says "
+            f"Target {target.name}: the model returns {list(logits.shape[1:])} for an image, its card says "
             f"{list(card.logits_shape)} for {card.task} ({len(card.classes)} classes). Train or export it again "
             "for this data set."
         )
     if not np.isfinite(logits).all():
         raise BuildFailed(
-            f"Target {target.name}: the engine answers with NaN or infinity to a plain image, expected "
+            f"Target {target.name}: the engine returns NaN or infinity for a plain image, expected "
             f"finite logits. Values overflow in {target.precision}; use a wider precision "
             f"(target.{target.name}.precision)."
         )

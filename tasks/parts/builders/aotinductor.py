@@ -1,4 +1,4 @@
-"""From a checkpoint to a package of native code: torch.export, then AOTInductor, for the CPU or an NVIDIA GPU.
+"""Compile a checkpoint to a package of native code for the CPU or an NVIDIA GPU: torch.export, then AOTInductor.
 
 Building for a GPU was not run on real hardware.
 """
@@ -25,20 +25,20 @@ from tasks.parts.networks.checkpoint import load_checkpoint
 
 _OPTIONS = {
     "freezing": True,  # weights are constants, laid out once as their kernels read them
-    "aot_inductor.precompile_headers": False,  # pays for many compilations in one cache; here there is one
+    "aot_inductor.precompile_headers": False,  # pays off only for many compilations in one cache
 }
 
 
 def build_file(target: Target, source: CheckpointSource, engine: Path) -> Built:
-    """Write the package of a network, its BatchNorm folded in float32.
+    """Write the package of a network, with BatchNorm folded in float32.
 
-    Raises TargetMismatch without a C++ compiler, BuildFailed where the network cannot be exported or compiled.
+    Raises TargetMismatch without a C++ compiler, BuildFailed if the network cannot be exported or compiled.
     """
     set_up_torch(target)
     _check_compiler(target)
     file = engine / ENGINE_FILE
     network, card = load_checkpoint(source.file)
-    # torch takes a size of 1 for a constant (0/1 specialisation), so the example is a batch of 2.
+    # torch treats a size of 1 as a constant (0/1 specialisation), so the example is a batch of 2.
     example_NCHW = torch.zeros(min(2, target.max_batch), 3, card.height, card.width)
     folded = CastNetwork(fold_batchnorm(network, example_NCHW), target.precision).to(target.device)
     program = export_program(folded, example_NCHW.to(target.device), target)
@@ -47,7 +47,7 @@ def build_file(target: Target, source: CheckpointSource, engine: Path) -> Built:
 
 
 def export_program(network: nn.Module, example_NCHW: Tensor, target: Target) -> ExportedProgram:
-    """Trace a network for batches of 1..max_batch; raise BuildFailed with torch's words where it cannot be."""
+    """Trace a network for batches of 1..max_batch; raise BuildFailed with torch's error if that fails."""
     batch = {0: Dim("batch", min=1, max=target.max_batch)} if target.max_batch > 1 else None
     try:
         with torch.no_grad():
@@ -55,13 +55,13 @@ def export_program(network: nn.Module, example_NCHW: Tensor, target: Target) -> 
     except (RuntimeError, ValueError, TypeError) as error:
         raise BuildFailed(
             f"Target {target.name}: torch.export cannot trace the network for batches of 1..{target.max_batch} "
-            f"({_first_lines(error)}). Take out of its forward what depends on values or on the size of the batch, "
+            f"({_first_lines(error)}). Remove from its forward what depends on values or on the batch size, "
             "or build the variant for a target of runtime torch."
         ) from error
 
 
 def _check_compiler(target: Target) -> None:
-    """Raise TargetMismatch where there is no C++ compiler; code for a GPU is called from C++ as well."""
+    """Raise TargetMismatch if there is no C++ compiler; code for a GPU is called from C++ as well."""
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
@@ -73,14 +73,14 @@ def _check_compiler(target: Target) -> None:
 
 
 def _compile(program: ExportedProgram, target: Target, file: Path) -> None:
-    """Compile in a cache folder of its own that vanishes, so that a package holds only what this build made."""
+    """Compile in a temporary cache folder, so that a package holds only what this build made."""
     failure: RuntimeError | None = None
     with tempfile.TemporaryDirectory() as folder, fresh_cache(dir=folder), torch.no_grad():
         try:
             torch._inductor.aoti_compile_and_package(
                 program,
                 package_path=str(file),
-                # Names kernels for the profiler; on a GPU the driver does.
+                # Names kernels for the profiler; on a GPU the driver names them.
                 inductor_configs=_OPTIONS | {"cpp.enable_kernel_profile": target.device == CPU},
             )
         except RuntimeError as error:
@@ -89,12 +89,12 @@ def _compile(program: ExportedProgram, target: Target, file: Path) -> None:
         raise BuildFailed(
             f"Target {target.name}: AOTInductor of torch {torch.__version__} cannot compile the network "
             f"({_first_lines(failure)}). Build the variant for a target of runtime torch, or set another "
-            f"target.{target.name}.precision. For a GPU it needs the headers of CUDA (CUDA_HOME) as well."
+            f"target.{target.name}.precision. For a GPU it also needs the CUDA headers (CUDA_HOME)."
         ) from failure
 
 
 def _first_lines(error: BaseException) -> str:
-    """Return the lines that tell most: a compiler's errors stand below its command line."""
+    """Return the most informative lines: a compiler prints its errors below its command line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     telling = [line for line in lines if "error:" in line.lower()] or lines
     return " ".join(telling[:3])[:400]

@@ -1,4 +1,4 @@
-"""Make the engine of a graph or checkpoint for one target, and prove that it is what it claims to be."""
+"""Build the engine of a graph or checkpoint for one target, and verify it."""
 
 import importlib
 import logging
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 def build(target: Target, *, model: Path, out: Path) -> EngineBuild:
     """Build `out/engine` from an ONNX graph (for runtimes torch and aotinductor: from a checkpoint).
 
-    A CPU without a declared flag ends in status "skipped", a graph that the runtime refuses or computes
-    wrongly in "failed", both with the reason, so that the other targets go on. Raises TargetMismatch on a
-    machine whose runtime is not the declared one, ArtifactError for a damaged model.
+    The status is "skipped" if the CPU lacks a declared flag, and "failed" if the runtime refuses the graph or
+    computes it wrongly, both with the reason, so that the other targets continue. Raises TargetMismatch if the
+    machine's runtime is not the declared one, ArtifactError for a damaged model.
     """
     logger.info("build_engine: %s for target %s", model, target.name)
     check_gpu(target)
@@ -50,7 +50,7 @@ def build(target: Target, *, model: Path, out: Path) -> EngineBuild:
 def _prove(
     built: Built, source: GraphSource | CheckpointSource, manifest: EngineManifest, engine: Path
 ) -> EngineBuild:
-    """Hold the engine file against its source and write down what it really runs."""
+    """Compare the engine file with its source and record what it really runs."""
     target = manifest.target
     manifest = new_manifest(target, manifest.runtime_version, source.card, file=built.file)
     images_NCHW = draw_probe_images(source.card)[: target.max_batch]

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Built:
-    """What a runtime made of a model."""
+    """What a builder made from a model."""
 
     file: Path
     """The engine file, in the engine's folder."""
     precisions: Precisions
     """Precisions that the runtime chose, by type of operator."""
     layers: tuple[EngineLayer, ...] = ()
-    """Layers that the runtime executes; empty where the source is a checkpoint."""
+    """Layers that the runtime executes; empty if the source is a checkpoint."""
     build_latencies_ms: tuple[float, ...] = ()
-    """Median latency of each build, where there were several and the fastest was kept."""
+    """Median latency of each build, if there were several and the fastest was kept."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class GraphSource:
     file: Path
     """File of the graph."""
     graph: "ModelProto"
-    """The graph as it stands in the file."""
+    """The graph as stored in the file."""
     card: InputCard
-    """Card that the graph carries."""
+    """Card stored in the graph."""
 
     def check(self, target: Target) -> None:
-        """Raise ArtifactError for a damaged weight, BuildFailed for what the target's runtime does not know."""
+        """Raise ArtifactError for a damaged weight, BuildFailed for operators that the runtime lacks."""
         _check_weights(self.graph, self.file)
         _check_operators(self.graph, target)
 
     def compute_logits(self, images_NCHW: FloatArray, target: Target) -> FloatArray:
-        """Return the logits of the graph as it stands, by ONNX Runtime on the CPU."""
+        """Return the logits of the unmodified graph, computed by ONNX Runtime on the CPU."""
         from tasks.parts.onnx_session import open_session
 
         session = open_session(self.graph, num_threads=target.num_threads, is_optimised=False)
@@ -62,7 +62,7 @@ class GraphSource:
         return is_quantized(self.graph)
 
     def count_layers(self) -> LayerCounts:
-        """Count the layers that the graph wants in each precision."""
+        """Count the layers by the precision that the graph declares."""
         return count_layers(self.graph)
 
 
@@ -73,15 +73,15 @@ class CheckpointSource:
     file: Path
     """File of the checkpoint."""
     card: InputCard
-    """Card that lies in the checkpoint."""
+    """Card stored in the checkpoint."""
     is_quantized: bool = False
-    """Whether its network holds Q/DQ pairs, which no checkpoint does."""
+    """Whether its network holds Q/DQ pairs; no checkpoint does."""
 
     def check(self, target: Target) -> None:
-        """Accept it: loading checks a checkpoint."""
+        """Do nothing: loading already checks a checkpoint."""
 
     def compute_logits(self, images_NCHW: FloatArray, target: Target) -> FloatArray:
-        """Return the logits of the network in float32, on the CPU."""
+        """Return the logits of the network in float32, computed on the CPU."""
         import torch
 
         from tasks.parts.networks.checkpoint import load_checkpoint
@@ -91,12 +91,12 @@ class CheckpointSource:
         return logits_NCHW
 
     def count_layers(self) -> LayerCounts:
-        """Count nothing: a network declares no precision by layer."""
+        """Return no counts: a network declares no precision per layer."""
         return NO_LAYERS
 
 
 def read_source(target: Target, file: Path) -> GraphSource | CheckpointSource:
-    """Read the kind of source that the target's runtime takes; raise ArtifactError for another or a damaged one."""
+    """Read the source that the target's runtime needs; raise ArtifactError for another kind or a damaged file."""
     if not target.runtime.traits.reads_checkpoints:
         from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
 
@@ -105,8 +105,8 @@ def read_source(target: Target, file: Path) -> GraphSource | CheckpointSource:
     if file.suffix == ".onnx":
         raise ArtifactError(
             f"{file}: an ONNX graph, expected a .safetensors checkpoint: target {target.name} of runtime "
-            f"{target.runtime} is built from the network. Quantized variants have no such engine; take "
-            "them out of this target's variants."
+            f"{target.runtime} is built from the network. Quantized variants have no such engine; "
+            "remove them from this target's variants."
         )
     from tasks.parts.networks.model_card import read_card
 
@@ -121,13 +121,13 @@ def _check_weights(graph: "ModelProto", path: Path) -> None:
         values = numpy_helper.to_array(tensor)
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             raise ArtifactError(
-                f"{path}: weight '{tensor.name}' holds NaN or infinity, expected finite values. The training "
-                "that made it diverged: lower its learning rate and run it again."
+                f"{path}: weight '{tensor.name}' holds NaN or infinity, expected finite values. Its "
+                "training diverged: lower the learning rate and train again."
             )
 
 
 def _check_operators(graph: "ModelProto", target: Target) -> None:
-    """Raise BuildFailed for an opset or an operator that the target's runtime does not know."""
+    """Raise BuildFailed for an opset or an operator that the target's runtime does not support."""
     lowest, highest = target.opsets
     opset = next(entry.version for entry in graph.opset_import if entry.domain in ("", "ai.onnx"))
     if not lowest <= opset <= highest:
@@ -143,6 +143,6 @@ def _check_operators(graph: "ModelProto", target: Target) -> None:
     ]
     if foreign:
         raise BuildFailed(
-            f"Target {target.name}: {target.runtime} knows {len(foreign)} nodes of the graph not: "
+            f"Target {target.name}: {target.runtime} does not support {len(foreign)} nodes of the graph: "
             f"{', '.join(foreign[:5])}. Replace these operators by standard ONNX ones in the network."
         )

@@ -1,7 +1,7 @@
-"""What an engine really runs: layers by precision, what was fused into them, and how the MACs are spread.
+"""Report what an engine really runs: layers by precision, fused nodes, and the share of MACs in each precision.
 
-The runtimes tell it in their own words: OpenVINO in its execution graph, ONNX Runtime in the graph after its
-optimisations, TensorRT in its engine inspector. Layers are joined with the nodes of the ONNX graph by name.
+OpenVINO reports this in its execution graph, ONNX Runtime in the optimised graph, TensorRT in its engine inspector.
+Layers are matched with the nodes of the ONNX graph by name.
 """
 
 from collections import defaultdict
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
 UNKNOWN = "unknown"
-"""Precision of layers that cannot be joined with the graph."""
+"""Precision of layers that match no node of the graph."""
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A line of layers.csv."""
+    """A row of layers.csv."""
 
     layer: str
     kind: str
@@ -34,16 +34,16 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class ExecutedLayers:
-    """What the layers of an engine come to."""
+    """Summary of the layers of an engine."""
 
     macs_share: dict[str, float]
     """Share of the graph's MACs that runs in each precision."""
     macs_share_quantized: float
-    """Share of the MACs that the graph wants in int8: between Q/DQ pairs."""
+    """Share of the MACs that the graph declares as int8: between Q/DQ pairs."""
     num_layers: int
     """Layers that compute."""
     num_fused_nodes: int
-    """Nodes that another layer computes along."""
+    """Nodes that were fused into another layer."""
     num_conversions: int
     """Layers that only change layout or precision."""
 
@@ -71,7 +71,7 @@ def sum_up_layers(layers: Sequence[EngineLayer], graph: "ModelProto") -> Execute
 
 
 def list_rows(layers: Sequence[EngineLayer], graph: "ModelProto") -> list[LayerRow]:
-    """Return the lines of layers.csv, in the order of execution."""
+    """Return the rows of layers.csv, in the order of execution."""
     from tasks.parts.onnx_graphs.macs import conv_macs
 
     macs = conv_macs(graph)
@@ -91,10 +91,10 @@ def list_rows(layers: Sequence[EngineLayer], graph: "ModelProto") -> list[LayerR
 def join_fused(
     layers: Sequence[EngineLayer], graph: "ModelProto", layer_types: Sequence[str]
 ) -> tuple[EngineLayer, ...]:
-    """Give layers that are named after the last node of a fused chain all nodes of it.
+    """Add all nodes of a fused chain to the layer that is named after its last node.
 
-    ONNX Runtime names a convolution that computes its ReLU along after the ReLU: from there the chain is walked back
-    to the first convolution or matrix product that no other layer is named after.
+    ONNX Runtime names a convolution with a fused ReLU after the ReLU. From there the chain is walked back to the
+    first convolution or matrix product that no other layer is named after.
     """
     from dataclasses import replace
 

@@ -1,38 +1,79 @@
-"""One graph, rewritten as a target computes it fastest: the same function, other operators.
+"""Rewrite a graph for the fastest execution on a target: the same function with other operators.
 
-Each rewriting is a switch of the target and measured by benchmarks/encodings.py.
+Each rewrite is a switch of the target; benchmarks/encodings.py measures them.
 """
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from tasks.parts.engines.machine import int8_sums_saturate
 from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.graph import drop_unused, is_quantized
 from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
 
+_MAX_7_BITS, _MAX_8_BITS = 63, 127
+
 STEM_CHANNELS = 4
-"""Most channels that an image has."""
+"""Largest number of channels of an image."""
 
 MAX_MACS_PER_VALUE = 32
-"""Interpolation as matrix products costs this many multiply-adds a value at the most; beyond, Resize is faster."""
+"""Largest multiply-adds per value for which interpolation as matrix products is used; beyond, Resize is faster."""
 
 
 def rewrite_for(target: Target, graph: ModelProto) -> ModelProto:
-    """Return the graph as the target wants it."""
+    """Return the graph with the target's rewrites applied."""
     if target.uint8_activations and is_quantized(graph):
         graph = activations_to_uint8(graph)
+        if int8_sums_saturate():
+            graph = weights_to_7_bits(graph)
     if target.stem_in_float:
         graph = stem_in_float(graph)
     return resize_as_matmul(graph) if target.resize_as_matmul else graph
 
 
+def weights_to_7_bits(model: ModelProto) -> ModelProto:
+    """Return a copy in which int8 weights have 7 bits in layers that read a uint8 activation with a zero point.
+
+    There, two products of 8 bits can exceed the 16 bits in which x86 adds them without VNNI. Activations without a
+    zero point use half of uint8 and cannot. A layer with a quantized bias stays as it is: kernels scale the bias by
+    the product of both scales.
+    """
+    rewritten = ModelProto()
+    rewritten.CopyFrom(model)
+    graph = rewritten.graph
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    makers = {name: node for node in graph.node for name in node.output}
+    factor = np.float32(_MAX_7_BITS / _MAX_8_BITS)
+    for node in [node for node in graph.node if node.op_type in ("Conv", "ConvTranspose", "MatMul", "Gemm")]:
+        dequantized = [makers.get(name) for name in node.input]
+        if [maker is not None and maker.op_type for maker in dequantized] not in (
+            ["DequantizeLinear"] * 2,
+            ["DequantizeLinear"] * 2 + [False],
+        ):
+            continue
+        activation, weight = dequantized[:2]
+        assert activation is not None and weight is not None
+        if weight.input[0] not in constants or not _has_zero_point(activation, constants):
+            continue
+        levels, scale = (numpy_helper.to_array(constants[name]) for name in weight.input[:2])
+        if levels.dtype != np.int8:
+            continue
+        narrow: list[NDArray[np.generic]] = [np.rint(levels * factor).astype(np.int8), scale / factor]
+        for index, values in enumerate(narrow):
+            name = f"{weight.input[index]}:7bit"
+            graph.initializer.append(numpy_helper.from_array(values, name))
+            weight.input[index] = name
+    drop_unused(graph)
+    return rewritten
+
+
 def stem_in_float(model: ModelProto) -> ModelProto:
     """Return a copy in which convolutions that read the quantized image read the image itself.
 
-    Their int8 weights become the float numbers that they stand for. Three channels fill no vector register of an
-    integer kernel: ONNX Runtime takes twice as long as for the same convolution in float.
+    Their int8 weights are dequantized. Three channels do not fill a vector register of an integer kernel: ONNX
+    Runtime takes twice as long as for the same convolution in float.
     """
     rewritten = ModelProto()
     rewritten.CopyFrom(model)
@@ -62,10 +103,10 @@ def stem_in_float(model: ModelProto) -> ModelProto:
 
 
 def resize_as_matmul(model: ModelProto) -> ModelProto:
-    """Return a copy whose logits, where a bilinear Resize makes them, come from two matrix products.
+    """Return a copy in which a bilinear Resize that produces the logits is replaced by two matrix products.
 
     Bilinear interpolation is linear and separable: rows times a constant matrix, columns times another. For the
-    small maps of a segmentation head that is three times as fast as the Resize kernel of ONNX Runtime.
+    small maps of a segmentation head this is three times as fast as ONNX Runtime's Resize kernel.
     """
     rewritten = ModelProto()
     rewritten.CopyFrom(model)
@@ -81,7 +122,7 @@ def resize_as_matmul(model: ModelProto) -> ModelProto:
     maps, logits = maker.input[0], maker.output[0]
     size, new_size = sizes.get(maps, []), sizes[logits]
     if len(size) != 4 or not all([*size[2:], *new_size[2:]]):
-        return rewritten  # sizes that change from call to call
+        return rewritten  # the size may change between calls
     (height, width), (new_height, new_width) = size[2:], new_size[2:]
     if height + width * height / new_height > MAX_MACS_PER_VALUE:
         return rewritten
@@ -100,6 +141,10 @@ def resize_as_matmul(model: ModelProto) -> ModelProto:
     return rewritten
 
 
+def _has_zero_point(node: NodeProto, constants: dict[str, TensorProto]) -> bool:
+    return len(node.input) > 2 and bool(numpy_helper.to_array(constants[node.input[2]]).any())
+
+
 def _is_bilinear(node: NodeProto) -> bool:
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     return (
@@ -111,7 +156,7 @@ def _is_bilinear(node: NodeProto) -> bool:
 
 
 def _interpolation(size: int, new_size: int) -> NDArray[np.float32]:
-    """Matrix [new_size, size] of linear interpolation between pixel centres, edges repeated (ONNX half_pixel)."""
+    """Return the matrix [new_size, size] of linear interpolation (ONNX half_pixel, edges repeated)."""
     centres = np.clip((np.arange(new_size) + 0.5) * size / new_size - 0.5, 0, size - 1)
     left = np.floor(centres).astype(int)
     right = np.minimum(left + 1, size - 1)
@@ -122,7 +167,7 @@ def _interpolation(size: int, new_size: int) -> NDArray[np.float32]:
 
 
 def _dequantized(node: NodeProto, values: dict[str, NDArray[np.generic]]) -> NDArray[np.float32]:
-    """Compute a DequantizeLinear of constants; scales are per tensor or per output channel (axis 0)."""
+    """Evaluate a DequantizeLinear of constants; scales are per tensor or per output channel (axis 0)."""
     levels = values[node.input[0]].astype(np.float32)
     scale, zero_point = (
         values[name].astype(np.float32).reshape(-1, *[1] * (levels.ndim - 1)) for name in node.input[1:3]

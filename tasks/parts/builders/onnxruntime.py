@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 _DOMAIN = "com.microsoft"
 _MAX_BYTES = 2**31 - 2**20
-"""What a protobuf message takes, less what is beside the plan."""
+"""Size limit of a protobuf message, minus room for everything but the plan."""
 
 
 def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
-    """Write the graph as the target wants it, or the graph that has ONNX Runtime run a TensorRT plan."""
+    """Write the rewritten graph, or a graph that makes ONNX Runtime run a TensorRT plan."""
     file = engine / ENGINE_FILE
     if target.tensorrt is not None:
         from tasks.parts.builders import tensorrt
@@ -45,13 +45,13 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
 
 
 def wrap_plan(plan: bytes, graph: ModelProto) -> ModelProto:
-    """Return a graph with the inputs and outputs of `graph`, that the plan was built from, and the plan as only node.
+    """Return a graph with the plan as its only node, and with the inputs and outputs of `graph`, its source.
 
     Raises BuildFailed for a plan of 2 GB or more.
     """
     if len(plan) > _MAX_BYTES:
         raise BuildFailed(
-            f"The plan has {len(plan) / 2**30:.2f} GB, an ONNX file takes less than 2. Build it for a target of "
+            f"The plan has {len(plan) / 2**30:.2f} GB, an ONNX file can hold less than 2. Build it for a target of "
             "runtime tensorrt."
         )
     node = helper.make_node(
@@ -71,7 +71,7 @@ def wrap_plan(plan: bytes, graph: ModelProto) -> ModelProto:
 
 
 def check_placement(file: Path, target: Target, card: InputCard) -> None:
-    """Raise BuildFailed where ONNX Runtime runs convolutions or matrix products on the CPU instead of the GPU."""
+    """Raise BuildFailed if ONNX Runtime runs convolutions or matrix products on the CPU instead of the GPU."""
     provider = provider_of(target)
     events = record_nodes(
         file, draw_probe_images(card)[:1], 1, provider=provider, num_threads=target.num_threads
@@ -81,8 +81,8 @@ def check_placement(file: Path, target: Target, card: InputCard) -> None:
     if layers:
         raise BuildFailed(
             f"Target {target.name}: ONNX Runtime runs {len(layers)} convolutions or matrix products on the CPU, "
-            f"expected all on the GPU: {', '.join(layers[:5])}. Take this variant out of the target, or build it for "
-            "one of runtime tensorrt."
+            f"expected all on the GPU: {', '.join(layers[:5])}. Remove this variant from the target, or build it "
+            "for a target of runtime tensorrt."
         )
     if elsewhere:
         logger.warning(

@@ -11,7 +11,7 @@ from tasks.parts.onnx_graphs.graph import write_graph
 
 
 def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
-    """Compile the graph as the target wants it."""
+    """Rewrite the graph for the target and compile it."""
     file, graph = engine / ENGINE_FILE, engine / GRAPH_FILE
     write_graph(rewrite_for(target, source.graph), graph)
     compiled = compile_graph(graph.read_bytes(), target)

@@ -1,4 +1,4 @@
-"""What a build reports: how it ended, and in which precision the layers of the engine really run."""
+"""Report how a build ended and in which precision the layers of the engine really run."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ _MIN_SHARE = 0.5
 """The declared precision must hold for at least this share of the layers that should have it."""
 
 LAYER_TYPES = ("Conv", "ConvTranspose", "MatMul", "Gemm")
-"""Operators of ONNX that do nearly all the work."""
+"""ONNX operators that do nearly all the work."""
 
 LAYER_WORDS = re.compile(r"conv(?!ert)|matmul|gemm|fullyconnected", re.IGNORECASE)
 """Matches the names that the runtimes have for these operators."""
@@ -37,7 +37,7 @@ LAYER_WORDS = re.compile(r"conv(?!ert)|matmul|gemm|fullyconnected", re.IGNORECAS
 
 @dataclass(frozen=True)
 class EngineBuild:
-    """How the build ended, and what the runtime really made of the graph."""
+    """How the build ended, and what the runtime made of the graph."""
 
     status: EngineStatus
     reason: str
@@ -45,7 +45,7 @@ class EngineBuild:
     runtime: Runtime
     runtime_version: str
     provider: str
-    """Where the runtime really placed the graph, in its own words."""
+    """Where the runtime really placed the graph, by its own name for it."""
     file: str
     size_bytes: int
     engine_sha256: str
@@ -56,22 +56,22 @@ class EngineBuild:
     """Convolutions and matrix products that the runtime really runs in int8."""
     precisions: Precisions
     is_precision_ok: bool
-    """Whether the runtime really computes in the precision that graph and target declare."""
+    """Whether the runtime computes in the precision that graph and target declare."""
     precision_note: str
     """What contradicts the declared precision; empty if nothing does."""
     agreement_db: float | None
-    """Signal-to-noise of the engine's logits on probe images, against the unoptimised graph, or against the float32
-    network on the CPU where the runtime reads checkpoints; None without engine."""
+    """Signal-to-noise ratio of the engine's logits on probe images, against the unoptimised graph, or against the
+    float32 network on the CPU if the runtime reads checkpoints; None without an engine."""
     executed: ExecutedLayers | None
-    """What the layers of the engine come to, engine/layers.csv shows them one by one; None for torch and
-    aotinductor, of which only `precisions` is known: by module and weights, by exported operator and input."""
+    """Summary of the engine's layers, which engine/layers.csv lists one by one; None for torch and aotinductor, of
+    which only `precisions` is known: by module and weights, or by exported operator and input."""
     build_latencies_ms: tuple[float, ...]
-    """Median latency of each build at batch 1, where TensorRT built several times; the fastest was kept."""
+    """Median latency of each build at batch 1 if TensorRT built several times; the fastest was kept."""
 
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """How many convolutions and matrix products a graph has, by the precision that it wants of them."""
+    """Number of convolutions and matrix products of a graph, by the precision that it declares."""
 
     num: int
     """All layers of these kinds."""
@@ -82,7 +82,7 @@ class LayerCounts:
 
 
 NO_LAYERS = LayerCounts(0, 0, 0)
-"""What a checkpoint wants: it declares no precision by layer."""
+"""The counts of a checkpoint, which declares no precision per layer."""
 
 
 def count_layers(graph: "ModelProto") -> LayerCounts:
@@ -97,15 +97,15 @@ def count_layers(graph: "ModelProto") -> LayerCounts:
 
 
 def find_precision_fault(target: Target, precisions: Precisions, layers: LayerCounts) -> str:
-    """Return how the floating-point precision in use contradicts the declared one, or an empty text.
+    """Describe how the floating-point precision in use contradicts the declared one; empty if it does not.
 
-    Whether enough runs in int8 is judged by select_engine, from the share of the MACs.
-    Shares and not counts are compared, because a runtime may fuse two layers into one.
+    select_engine judges whether enough runs in int8, from the share of the MACs. Shares and not counts are
+    compared, because a runtime may fuse two layers into one.
     """
     used = _layer_precisions(precisions)
     num_used = max(1, sum(used.values()))
     if layers.num and not used:
-        return "the runtime does not tell the precision of its layers, so it is not proved"
+        return "the runtime does not report the precision of its layers, so it cannot be verified"
     share_quantized = layers.num_quantized / max(1, layers.num)
     if used.get("f16", 0) / num_used < _MIN_SHARE * layers.num_float16 / max(1, layers.num):
         return f"{layers.num_float16} of {layers.num} layers are FP16, but the runtime computes {used}"
@@ -114,10 +114,10 @@ def find_precision_fault(target: Target, precisions: Precisions, layers: LayerCo
         and not layers.num_float16
         and used.get("bf16", 0) + used.get("f16", 0)
     ):
-        return f"declared is f32, but layers run in {used}"
+        return f"f32 is declared, but layers run in {used}"
     reduced = target.precision is not Precision.f32
     if reduced and used.get(target.precision, 0) / num_used < _MIN_SHARE * (1 - share_quantized):
-        return f"declared is {target.precision}, but layers run in {used}"
+        return f"{target.precision} is declared, but layers run in {used}"
     return ""
 
 
@@ -133,7 +133,7 @@ def _layer_precisions(precisions: Precisions) -> dict[str, int]:
 def new_manifest(
     target: Target, version: str, card: InputCard, *, file: Path | None = None
 ) -> EngineManifest:
-    """Return what is known before the runtime was asked what it made of the model."""
+    """Return a manifest with everything that is known before the runtime reports what it made of the model."""
     return EngineManifest(
         target=target,
         status=EngineStatus.built,
@@ -162,7 +162,7 @@ def publish(
     executed: ExecutedLayers | None = None,
     build_latencies_ms: tuple[float, ...] = (),
 ) -> EngineBuild:
-    """Settle whether the precision is the declared one, write the manifest and return the report."""
+    """Decide whether the precision is the declared one, write the manifest and return the report."""
     target = manifest.target
     note = find_precision_fault(target, manifest.precisions, layers) if manifest.is_built else ""
     manifest = replace(

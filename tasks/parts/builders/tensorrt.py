@@ -33,7 +33,7 @@ _ROUNDS_OF_BUILDS = 20
 
 
 def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
-    """Build as often as the target declares and keep the fastest plan; TensorRT picks kernels by timing them."""
+    """Build `num_builds` plans and keep the fastest; TensorRT picks kernels by timing them."""
     version, gpu = installed_version(Runtime.tensorrt), find_gpus()[0]
     target = replace(target, runtime=Runtime.tensorrt)  # here TensorRT itself runs the plan
     assert target.tensorrt is not None
@@ -41,7 +41,9 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     for number in range(1, target.tensorrt.num_builds + 1):
         logger.info("build_engine: build %d of %d", number, target.tensorrt.num_builds)
         plans.append(engine / f"{number}.plan")
-        is_cache_read = target.tensorrt.num_builds == 1  # what the cache knows would make all builds the same
+        is_cache_read = (
+            target.tensorrt.num_builds == 1
+        )  # reading the timing cache would make all builds the same
         plans[-1].write_bytes(build_plan(source.graph, target, source.card, gpu, is_cache_read=is_cache_read))
     latencies_ms = _time_builds(plans, target, version, source.card) if len(plans) > 1 else ()
     plans[int(np.argmin(latencies_ms)) if latencies_ms else 0].rename(file)
@@ -56,7 +58,7 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
 
 
 def _time_builds(plans: list[Path], target: Target, version: str, card: InputCard) -> tuple[float, ...]:
-    """Return the median latency of each build of the same graph, in ms at batch 1, measured in turns."""
+    """Return the median latency of each build of the same graph in ms at batch 1, measured in interleaved rounds."""
     with ExitStack() as stack:
         runners = {
             plan.name: stack.enter_context(load_runner(plan, new_manifest(target, version, card, file=plan)))

@@ -1,4 +1,4 @@
-"""The same build by hand: the command lines of trtexec and Polygraphy that stand beside each TensorRT engine."""
+"""Write the trtexec and Polygraphy commands that repeat a TensorRT build by hand."""
 
 import shlex
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _TRTEXEC_COMPATIBILITY = {
 
 @dataclass(frozen=True)
 class Build:
-    """What a build was made from, and where."""
+    """What a build was made from, and on which GPU."""
 
     model: Path
     input_name: str
@@ -37,15 +37,15 @@ class Build:
 
     @property
     def is_typed_by_flag(self) -> bool:
-        """Whether a network is strongly typed by request only; from 11 on all are."""
+        """Whether strong typing needs a flag; from 11 on all networks are strongly typed."""
         return int(self.version.partition(".")[0]) < 11
 
 
 def write_commands(out: Path, target: Target, build: Build) -> None:
     """Write `out/commands.sh`; paths are relative to the workspace."""
     lines = [
-        "# What build_engine did, by hand. Kernels are chosen by timing, so the bytes differ from build to build",
-        "# unless all read the same timing cache, as these lines do.",
+        "# Repeats the build of build_engine. Kernels are chosen by timing, so the bytes differ between builds",
+        "# unless all builds read the same timing cache, as these commands do.",
         shlex.join(trtexec_command(target, build)),
         shlex.join(polygraphy_command(target, build)),
     ]
@@ -53,7 +53,7 @@ def write_commands(out: Path, target: Target, build: Build) -> None:
 
 
 def trtexec_command(target: Target, build: Build) -> list[str]:
-    """Return the call of trtexec."""
+    """Return the trtexec command."""
     options = _options(target)
     flags = [
         f"--onnx={build.model}",
@@ -68,7 +68,7 @@ def trtexec_command(target: Target, build: Build) -> list[str]:
             f"--{kind}Shapes={build.input_name}:{'x'.join(map(str, shape))}"
             for kind, shape in _shapes(profile, build.card)
         ]
-    # trtexec adds to its defaults and takes away from them, the builder's bits replace them.
+    # trtexec modifies its default sources, whereas the builder's bits replace them.
     signs = [f"{'+' if source in options.tactic_sources else '-'}{source.upper()}" for source in TacticSource]
     cache = timing_cache_file(options, build.gpu, build.version)
     optional = {
@@ -90,7 +90,7 @@ def trtexec_command(target: Target, build: Build) -> list[str]:
 
 
 def polygraphy_command(target: Target, build: Build) -> list[str]:
-    """Return the call of `polygraphy convert`."""
+    """Return the `polygraphy convert` command."""
     options = _options(target)
     command = ["polygraphy", "convert", str(build.model), "--convert-to", "trt", "-o", "engine.plan"]
     command += ["--pool-limit", f"workspace:{options.workspace_mib}M"]

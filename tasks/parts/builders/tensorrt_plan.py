@@ -1,10 +1,10 @@
-"""From an ONNX graph to a TensorRT plan: one path for TensorRT 10.12 to 11. Not run on real hardware.
+"""Build a TensorRT plan from an ONNX graph: one path for TensorRT 10.12 to 11. Not run on real hardware.
 
 The network is strongly typed: the precision of every layer is that of the graph (FP16 by convert_precision, INT8 by
 Q/DQ), and no builder flag may change it. Importing this module needs TensorRT.
 
-Polygraphy's loaders are laxer: the nodes that TensorRT refuses stand in their log and not in the error, a damaged
-timing cache counts as an empty one and is overwritten in place, and DLA is always core 0.
+Polygraphy's loaders are less strict: the nodes that TensorRT refuses appear in the log and not in the error, a
+damaged timing cache counts as empty and is overwritten in place, and DLA is always core 0.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ _MIB = 2**20
 
 
 class BuildProgress(trt.IProgressMonitor):  # type: ignore[misc]
-    """Draws one bar for each phase of a build; silent where stderr is no terminal."""
+    """Draws one bar per phase of a build; silent if stderr is not a terminal."""
 
     def __init__(self, progress: Progress) -> None:
         trt.IProgressMonitor.__init__(self)
@@ -47,12 +47,12 @@ class BuildProgress(trt.IProgressMonitor):  # type: ignore[misc]
         self._bars[phase_name] = self._progress.add_task(indent + phase_name, total=num_steps)
 
     def step_complete(self, phase_name: str, step: int) -> bool:
-        """Move a bar on; the build goes on."""
+        """Advance a bar; return that the build continues."""
         self._progress.update(self._bars[phase_name], completed=step + 1)
         return True
 
     def phase_finish(self, phase_name: str) -> None:
-        """Take a bar away."""
+        """Remove a bar."""
         self._progress.remove_task(self._bars.pop(phase_name))
 
 
@@ -67,15 +67,14 @@ def build_plan(
 ) -> bytes:
     """Return the serialized engine; without `is_cache_read` all kernels are timed again.
 
-    With `are_tensors_marked` a run can show the tensors that fusion leaves (tensorrt/debug_tensors.py). Raises
-    BuildFailed with the nodes that TensorRT refuses, in terms of module and file:line, or where GPU memory is too
-    small.
+    With `are_tensors_marked` a run can read the tensors that survive fusion (tensorrt/debug_tensors.py). Raises
+    BuildFailed with the module and file:line of the nodes that TensorRT refuses, or if GPU memory is too small.
     """
     options = target.tensorrt
     assert options is not None
     num_before = len(LOG.errors)
     builder = trt.Builder(LOG)
-    # 11 knows no other kind of network and ignores the flag.
+    # TensorRT 11 has no other kind of network and ignores the flag.
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, LOG)
     if not parser.parse(graph.SerializeToString()):
@@ -101,7 +100,7 @@ def build_plan(
 
 
 def configure(config: "trt.IBuilderConfig", options: TensorrtOptions, *, major: int) -> None:
-    """Set what a target declares."""
+    """Set the options that a target declares."""
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib * _MIB)
     config.builder_optimization_level = options.optimization_level
     config.profiling_verbosity = trt.ProfilingVerbosity.__members__[options.profiling_verbosity.upper()]
@@ -122,7 +121,7 @@ def configure(config: "trt.IBuilderConfig", options: TensorrtOptions, *, major: 
         if is_wanted:
             config.set_flag(flag)
         else:
-            config.clear_flag(flag)  # TF32 is on by itself
+            config.clear_flag(flag)  # TF32 is on by default
     if options.dla_core is not None:
         config.default_device_type = trt.DeviceType.DLA
         config.DLA_core = options.dla_core
@@ -133,14 +132,14 @@ def _tactic_bits(options: TensorrtOptions, major: int) -> int:
     missing = [source.value for source in options.tactic_sources if source.upper() not in known]
     if missing:
         raise BuildFailed(
-            f"TensorRT {major} has no tactic source {', '.join(missing)}; it has {', '.join(known).lower()}. Mend "
+            f"TensorRT {major} has no tactic source {', '.join(missing)}; it has {', '.join(known).lower()}. Correct "
             "tensorrt.tactic_sources of the target."
         )
     return sum(1 << int(known[source.upper()]) for source in options.tactic_sources)
 
 
 def describe_parser_errors(parser: "trt.OnnxParser", graph: ModelProto) -> str:
-    """Say which nodes TensorRT does not take, and where in the network's source they come from."""
+    """Describe which nodes TensorRT refuses, and where in the network's source they come from."""
     sources = node_sources(graph)
     lines = []
     for index in range(min(parser.num_errors, _SHOWN_ERRORS)):
@@ -169,7 +168,7 @@ def _explain(errors: list[str], target: Target) -> str:
 def _timing_cache(
     config: "trt.IBuilderConfig", options: TensorrtOptions, gpu: Gpu, *, is_read: bool
 ) -> Iterator[None]:
-    """Build with what the cache file knows, and merge what the build learnt into it; safe for several builds."""
+    """Build with the timings of the cache file, and merge new ones into it; safe for concurrent builds."""
     path = timing_cache_file(options, gpu, trt.__version__)
     if path is None:
         yield
@@ -179,7 +178,7 @@ def _timing_cache(
     cache: trt.ITimingCache = config.create_timing_cache(known)
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
         raise BuildFailed(
-            f"{path}: TensorRT refuses this timing cache, it is damaged or of another GPU. Delete it; the next build "
+            f"{path}: TensorRT refuses this timing cache; it is damaged or of another GPU. Delete it; the next build "
             "writes it again."
         )
     yield
@@ -189,7 +188,9 @@ def _timing_cache(
         if path.is_file() and (others := path.read_bytes()) != known:
             theirs = config.create_timing_cache(others)
             if theirs is None or not learnt.combine(theirs, ignore_mismatch=False):
-                logger.warning("%s cannot be merged with what this build learnt, and stays as it is", path)
+                logger.warning(
+                    "%s cannot be merged with the timings of this build, and stays unchanged", path
+                )
                 return
         draft = path.with_suffix(".draft")
         draft.write_bytes(bytes(learnt.serialize()))

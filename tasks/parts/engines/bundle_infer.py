@@ -1,14 +1,15 @@
 """Run the engine of this folder: ``python infer.py IMAGES.npy CLASSES.npy``.
 
-IMAGES.npy holds RGB images as uint8 [N, H, W, 3] of the size in model.json; CLASSES.npy gets the index of the class
-of each pixel, [N, H, W], or of each image, [N]: uint8, or uint16 for more than 256 classes. From Python:
-``Engine().predict(images_NHWC)``. Needs what requirements.txt names: numpy and the runtime, in the version that was
-measured.
+IMAGES.npy holds RGB images as uint8 [N, H, W, 3] of the size in model.json. CLASSES.npy receives the class index of
+each pixel, [N, H, W], or of each image, [N]: uint8, or uint16 for more than 256 classes. From Python:
+``Engine().predict(images_NHWC)``. Needs the packages in requirements.txt: numpy and the runtime, in the version that
+was measured.
 
-Images of another size or kind are refused. Pillow makes them of image files as prepare_data stretches its own:
+Images of another size or type are refused. To resize image files with Pillow as prepare_data does:
 ``ImageOps.exif_transpose(image).convert("RGB").resize((width, height), Image.Resampling.BILINEAR)``.
 """
 
+import argparse
 import hashlib
 import importlib.metadata
 import json
@@ -29,7 +30,7 @@ class Engine:
     """The engine of a bundle, checked and loaded."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
-        """Load it; raise ValueError for other bytes, another runtime or another machine than was measured."""
+        """Load it; raise ValueError if the bytes, the runtime or the machine differ from what was measured."""
         self.card: dict[str, Any] = json.loads((folder / "model.json").read_text(encoding="utf-8"))
         content = (folder / self.card["file"]).read_bytes()
         sha256 = hashlib.sha256(content).hexdigest()
@@ -52,8 +53,8 @@ class Engine:
         expected = (card["height"], card["width"], 3)
         if images_NHWC.dtype != np.uint8 or images_NHWC.shape[1:] != expected or not len(images_NHWC):
             raise ValueError(
-                f"images are {images_NHWC.dtype} {list(images_NHWC.shape)}, expected uint8 [N, {card['height']}, "
-                f"{card['width']}, 3], RGB, with one image or more. Convert and resize them first."
+                f"images are {images_NHWC.dtype} {list(images_NHWC.shape)}, expected RGB uint8 [N, {card['height']}, "
+                f"{card['width']}, 3] with at least one image. Convert and resize them first."
             )
         std = np.asarray(card["std"], np.float64)
         scale_C = (1.0 / (255.0 * std)).astype(np.float32)
@@ -68,7 +69,7 @@ class Engine:
 
 
 def cut_batches(num_images: int, ranges: list[list[int]]) -> Iterator[slice]:
-    """Cut the images into the largest batches that the engine takes; `ranges` are pairs of lowest and highest."""
+    """Split the images into the largest batches that the engine accepts; `ranges` are (lowest, highest) pairs."""
     start = 0
     while start < num_images:
         left = num_images - start
@@ -93,16 +94,27 @@ def _check_version(card: dict[str, Any]) -> None:
 def _open_onnxruntime(content: bytes, card: dict[str, Any]) -> Run:
     import onnxruntime
 
+    if card["options"]["needs_vnni"]:
+        check_vnni()
     options, provider = onnxruntime.SessionOptions(), card["options"]["provider"]
     options.intra_op_num_threads, options.inter_op_num_threads = card["options"]["num_threads"], 1
     chosen = (provider, card["options"]["provider_options"])
     session = onnxruntime.InferenceSession(content, options, providers=[chosen])
-    if session.get_providers()[0] != provider:  # by itself it falls back to the CPU
+    if session.get_providers()[0] != provider:  # otherwise it falls back to the CPU
         raise ValueError(
             f"the engine was measured on {provider}, onnxruntime here has {', '.join(session.get_providers())}."
         )
     name = session.get_inputs()[0].name
     return lambda images_NCHW: session.run(None, {name: images_NCHW})[0]
+
+
+def check_vnni(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
+    """Raise ValueError on a CPU without VNNI."""
+    if cpuinfo.is_file() and not {"avx_vnni", "avx512_vnni"} & set(cpuinfo.read_text("utf-8").split()):
+        raise ValueError(
+            "the engine was built on a CPU with VNNI; this one lacks it, so that INT8 sums can saturate. Build the "
+            "engine again for this machine."
+        )
 
 
 def _open_openvino(content: bytes, card: dict[str, Any]) -> Run:
@@ -134,7 +146,7 @@ def _open_tensorrt(content: bytes, card: dict[str, Any]) -> Run:
     engine = runtime.deserialize_cuda_engine(content)
     if engine is None:
         raise ValueError(
-            f"TensorRT {trt.__version__} cannot load the engine; its own words are above. Build it again here."
+            f"TensorRT {trt.__version__} cannot load the engine; its error is above. Build it again here."
         )
     context = engine.create_execution_context()
     if context is None:
@@ -159,7 +171,7 @@ def _open_tensorrt(content: bytes, card: dict[str, Any]) -> Run:
         host_images[:batch] = images_NCHW
         cuda.memcpy_htod_async(device_images, host_images[:batch], stream)
         if not context.execute_async_v3(stream.handle):
-            raise ValueError("TensorRT cannot run the engine; its own words are above. Build it again here.")
+            raise ValueError("TensorRT cannot run the engine; its error is above. Build it again here.")
         cuda.memcpy_dtoh_async(host_logits[:batch], device_logits, stream)
         stream.synchronize()
         logits_NCHW: Array = host_logits[:batch]
@@ -169,7 +181,7 @@ def _open_tensorrt(content: bytes, card: dict[str, Any]) -> Run:
 
 
 def check_gpu(name: str, compute_capability: tuple[int, int], options: dict[str, Any]) -> None:
-    """Raise ValueError for a GPU on which the plan does not run, or not as it was measured."""
+    """Raise ValueError for a GPU on which the plan does not run, or runs unlike it was measured."""
     built_on, compatibility = options["gpu"], options["hardware_compatibility"]
     here = ".".join(map(str, compute_capability))
     is_same = here == built_on["compute_capability"]
@@ -190,17 +202,21 @@ def _read_images(path: str) -> Array:
         return np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path}: no whole .npy file ({error}). Write the images with numpy.save."
+            f"{path}: not a complete .npy file ({error}). Write the images with numpy.save."
         ) from error
 
 
 def main() -> None:
-    """Read images, write classes."""
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
+    """Read images and write classes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("images", metavar="IMAGES.npy", help="images to read, uint8 [N, H, W, 3]")
+    parser.add_argument("classes", metavar="CLASSES.npy", help="file to write the classes to")
+    options = parser.parse_args()
     try:
-        images_NHWC = _read_images(sys.argv[1])
-        np.save(sys.argv[2], Engine().predict(images_NHWC), allow_pickle=False)
+        images_NHWC = _read_images(options.images)
+        np.save(options.classes, Engine().predict(images_NHWC), allow_pickle=False)
     except ImportError as error:
         sys.exit(f"infer.py: {error}. Run pip install -r requirements.txt.")
     except (OSError, ValueError) as error:

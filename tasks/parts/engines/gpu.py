@@ -1,7 +1,7 @@
 """The GPUs of a machine, as the CUDA driver describes them, by ctypes.
 
-Needs no package: a machine without a GPU can be told apart from one without pycuda. Functions and numbers are those
-of the CUDA driver API (cuda.h).
+Needs no package, so a machine without a GPU can be distinguished from one without pycuda. Functions and numbers are
+those of the CUDA driver API (cuda.h).
 """
 
 import ctypes
@@ -27,7 +27,7 @@ class Gpu:
 
 
 def find_gpus() -> tuple[Gpu, ...]:
-    """Return the visible GPUs in the driver's order; none where there is no driver or no device."""
+    """Return the visible GPUs in the driver's order; none without a driver or device."""
     try:
         driver = ctypes.CDLL(CUDA_LIBRARY)
     except OSError:
@@ -39,7 +39,7 @@ def find_gpus() -> tuple[Gpu, ...]:
 
 
 def first_bus_id() -> str:
-    """Return the PCI address of the first visible GPU, such as "0000:3B:00.0"; empty where there is none."""
+    """Return the PCI address of the first visible GPU, such as "0000:3B:00.0"; empty without a GPU."""
     if not find_gpus():
         return ""
     driver, device = ctypes.CDLL(CUDA_LIBRARY), ctypes.c_int()
@@ -64,7 +64,7 @@ def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
 def check_driver_call(status: int, function: str) -> None:
     if status:
         raise TargetMismatch(
-            f"The CUDA driver answers {function} with error {status} (CUresult in cuda.h). See that nvidia-smi runs "
-            "and that no other process has broken the GPU; tensorrt.cuda_graph=false of the target does without "
+            f"{function} of the CUDA driver returned error {status} (CUresult in cuda.h). Check that nvidia-smi runs "
+            "and that no other process has broken the GPU; tensorrt.cuda_graph=false of the target avoids "
             "captured graphs."
         )

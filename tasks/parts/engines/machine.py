@@ -1,4 +1,4 @@
-"""This machine, held against what a target declares and what an engine was built on."""
+"""Compare this machine with what a target declares and with the machine that built an engine."""
 
 import contextlib
 import functools
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 ISA_FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 """Flags of /proc/cpuinfo that change which kernels a runtime picks."""
 
+_VNNI = frozenset({"avx_vnni", "avx512_vnni"})
+"""Flags of CPUs that add up products of INT8 in 32 bits."""
+
 _AMPERE = (8, 0)
-"""Compute capability from which on engines of hardware_compatibility ampere_plus run."""
+"""Lowest compute capability that runs engines of hardware_compatibility ampere_plus."""
 
 
 @functools.cache
 def read_cpu_flags() -> frozenset[str]:
-    """Return the flags of this machine's CPU; empty where the system does not tell (no Linux)."""
+    """Return the flags of this machine's CPU; empty if the system does not report them (not Linux)."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return frozenset()
@@ -37,12 +40,12 @@ def read_cpu_flags() -> frozenset[str]:
 
 
 def read_isa() -> tuple[str, ...]:
-    """Return those flags of this CPU that change which kernels a runtime picks."""
+    """Return the flags of this CPU that change which kernels a runtime picks."""
     return tuple(flag for flag in ISA_FLAGS if flag in read_cpu_flags())
 
 
 def read_cpu_model() -> str:
-    """Return the CPU's name as the system gives it."""
+    """Return the CPU's name as reported by the system."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -51,8 +54,19 @@ def read_cpu_model() -> str:
     return f"unknown ({os.cpu_count()} logical cores)"
 
 
+def int8_sums_saturate() -> bool:
+    """Return whether INT8 kernels of this CPU add two products in 16 bits, as x86 does without VNNI."""
+    flags = read_cpu_flags()
+    return "ssse3" in flags and not _VNNI & flags
+
+
+def needs_vnni(manifest: "EngineManifest") -> bool:
+    """Return whether INT8 sums of an engine can saturate on x86 without VNNI, as those built with VNNI do."""
+    return manifest.is_quantized and manifest.target.uint8_activations and bool(_VNNI & set(manifest.isa))
+
+
 def missing_cpu_flags(target: Target) -> list[str]:
-    """Return the CPU flags that the target asks for and this machine lacks."""
+    """Return the CPU flags that the target requires and this machine lacks."""
     return [flag for flag in target.cpu_flags if flag not in read_cpu_flags()]
 
 
@@ -68,19 +82,19 @@ def check_gpu(target: Target) -> None:
     if not gpus:
         raise TargetMismatch(
             f"Target {target.name} needs {wanted}; this machine has none, or no driver "
-            f"(libcuda.so.1). Run it on a worker of pool '{target.work_pool}', or take it out of target."
+            f"(libcuda.so.1). Run it on a worker of pool '{target.work_pool}', or remove it from target."
         )
     is_same = declared.compute_capability in (ANY, gpus[0].compute_capability)
     if not is_same or declared.name not in (ANY, gpus[0].name):
         raise TargetMismatch(
-            f"Target {target.name} needs {wanted}; the first one here is {gpus[0].name} with "
+            f"Target {target.name} needs {wanted}; the first GPU here is {gpus[0].name} with "
             f"{gpus[0].compute_capability}. An engine is fast, or runs at all, only on the GPU that it was built "
             f"on. Run it on a worker of pool '{target.work_pool}', or declare this GPU (target.{target.name}.gpu)."
         )
 
 
 def check_runtime_version(target: Target, installed: str) -> None:
-    """Raise TargetMismatch when the installed runtime is not of the declared version."""
+    """Raise TargetMismatch if the installed runtime does not have the declared version."""
     declared = target.runtime_version
     if declared == ANY or installed == declared or installed.startswith((declared + ".", declared + "+")):
         return
@@ -92,7 +106,7 @@ def check_runtime_version(target: Target, installed: str) -> None:
 
 
 def check_tensorrt_version(target: Target, installed: str) -> None:
-    """Raise TargetMismatch for a TensorRT that is too old, or that ONNX Runtime does not run plans of."""
+    """Raise TargetMismatch for a TensorRT that is too old, or whose plans ONNX Runtime does not run."""
     version = tuple(map(int, installed.split(".")[:2]))
     if version < OLDEST_TENSORRT:
         raise TargetMismatch(
@@ -103,12 +117,12 @@ def check_tensorrt_version(target: Target, installed: str) -> None:
         raise TargetMismatch(
             f"Target {target.name} needs TensorRT {ONNXRUNTIME_TENSORRT_MAJOR}, whose plans onnxruntime-gpu runs; "
             f"this machine has {installed}. Install `tensorrt<{ONNXRUNTIME_TENSORRT_MAJOR + 1}`, run it on a worker "
-            f"of pool '{target.work_pool}', or take a target of runtime tensorrt."
+            f"of pool '{target.work_pool}', or use a target of runtime tensorrt."
         )
 
 
 def installed_version(runtime: Runtime) -> str:
-    """Return the installed version of a runtime without importing it; raise TargetMismatch where there is none."""
+    """Return the installed version of a runtime without importing it; raise TargetMismatch if there is none."""
     names = runtime.traits.distributions
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -120,8 +134,10 @@ def installed_version(runtime: Runtime) -> str:
 
 
 def check_versions(target: Target) -> str:
-    """Return the installed version of the target's runtime; raise TargetMismatch unless it is the declared one, and
-    TensorRT, where that makes a plan, one that can."""
+    """Return the installed version of the target's runtime; raise TargetMismatch unless it is the declared one.
+
+    If TensorRT builds the plan, its version is checked as well.
+    """
     installed = installed_version(target.runtime)
     check_runtime_version(target, installed)
     if target.tensorrt is not None:
@@ -144,6 +160,12 @@ def check_machine(manifest: "EngineManifest") -> None:
         )
     if target.runtime.traits.is_native_code:
         _check_native_code(manifest, installed)
+    if needs_vnni(manifest) and int8_sums_saturate():
+        raise TargetMismatch(
+            f"Engine {manifest.file} of target {target.name} was built on a CPU with VNNI; this one lacks it, so "
+            f"INT8 sums can saturate. Build it again here (build_engine for target {target.name}), or run it on a "
+            f"worker of pool '{target.work_pool}'."
+        )
     if target.tensorrt is not None:
         _check_plan(manifest, target.tensorrt, installed_version(Runtime.tensorrt))
 
@@ -155,7 +177,7 @@ def _check_native_code(manifest: "EngineManifest", installed: str) -> None:
         raise TargetMismatch(
             f"Engine {manifest.file} of target {target.name} was compiled by {target.runtime} "
             f"{manifest.runtime_version}, this machine has {installed}; native code loads only in the version that "
-            f"made it. Build it again here (build_engine for target {target.name}), or install that "
+            f"compiled it. Build it again here (build_engine for target {target.name}), or install that "
             "version."
         )
     if read_isa() != manifest.isa:

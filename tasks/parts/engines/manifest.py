@@ -1,4 +1,4 @@
-"""What an engine is on disk.
+"""Describe an engine on disk.
 
 engine/manifest.json     EngineManifest
 engine/<file>            the one file that a user deploys (absent unless status is "built")
@@ -25,17 +25,17 @@ from tasks.parts.engines.target import Target
 MANIFEST_FILE = "manifest.json"
 
 Precisions = dict[str, dict[str, int]]
-"""Operator type -> precision that the runtime really chose -> number of nodes."""
+"""Operator type -> precision that the runtime chose -> number of nodes."""
 
 FloatArray = NDArray[np.float32]
 
 ENGINE_FOLDER = "engine"
 
 LAYERS_FILE = "layers.csv"
-"""Table beside the engine file; benchmark writes another one with the time of each layer."""
+"""Table beside the engine file; benchmark writes another with the time of each layer."""
 
 GRAPH_FILE = "graph.onnx"
-"""Graph beside an engine that is none itself: what it was compiled from."""
+"""Graph from which an engine was compiled, kept beside engines that are not graphs themselves."""
 
 
 class EngineStatus(StrEnum):
@@ -48,7 +48,7 @@ class EngineStatus(StrEnum):
 
 @dataclass(frozen=True)
 class EngineManifest:
-    """All that must be known about an engine before its file is opened."""
+    """Everything that must be known about an engine before its file is opened."""
 
     target: Target
     status: EngineStatus
@@ -71,9 +71,9 @@ class EngineManifest:
     is_quantized: bool
     precisions: Precisions
     is_precision_ok: bool
-    """Whether the runtime really computes in the precision that graph and target declare."""
+    """Whether the runtime computes in the precision that graph and target declare."""
     provider: str
-    """Where the runtime really placed the graph, in its own words."""
+    """Where the runtime really placed the graph, by its own name for it."""
 
     @property
     def is_built(self) -> bool:
@@ -83,15 +83,15 @@ class EngineManifest:
 
 @dataclass(frozen=True)
 class EngineLayer:
-    """One layer that a runtime really executes, in its own words."""
+    """One layer that a runtime really executes, in the runtime's own terms."""
 
     name: str
     kind: str
     """Its type, such as Convolution, QLinearConv or CaskConvolution."""
     precision: str
-    """int8, fp8, f16, bf16 or f32; empty where it computes in none of them."""
+    """int8, fp8, f16, bf16 or f32; empty if it computes in none of them."""
     nodes: tuple[str, ...]
-    """Names of the ONNX nodes that it computes, as far as the runtime tells."""
+    """Names of the ONNX nodes that it computes, as far as the runtime reports them."""
     is_conversion: bool
     """Whether it only changes layout or precision."""
 

@@ -1,4 +1,4 @@
-"""From an engine folder to the runner of its runtime, without asking the caller which runtime that is."""
+"""Open the runner of an engine folder, whatever its runtime."""
 
 import importlib
 from pathlib import Path
@@ -12,9 +12,8 @@ from tasks.parts.engines.runner import Runner
 def open_engine(engine: Path) -> Runner:
     """Check an engine folder from its manifest and return its runner, not yet loaded.
 
-    Engines are native code: nothing of the file is loaded before its sha256 matches the manifest.
-    Raises ArtifactError for an absent, damaged or foreign file, TargetMismatch for another machine or
-    version.
+    Engines are native code: nothing of the file is loaded before its sha256 matches the manifest. Raises
+    ArtifactError for a missing, damaged or foreign file, TargetMismatch for another machine or version.
     """
     manifest = read_engine_manifest(engine)
     check_machine(manifest)
@@ -23,7 +22,7 @@ def open_engine(engine: Path) -> Runner:
 
 
 def load_runner(file: Path, manifest: EngineManifest) -> Runner:
-    """Return the runner of a file that needs no check, because this process has just made it."""
+    """Return the runner of a file that this process has just made, without checks."""
     module = importlib.import_module(f"tasks.parts.engines.{manifest.target.runtime}.runner")
     runner: Runner = module.open_runner(file, manifest)
     return runner
@@ -32,7 +31,7 @@ def load_runner(file: Path, manifest: EngineManifest) -> Runner:
 def _checked_file(engine: Path, manifest: EngineManifest) -> Path:
     if not manifest.is_built:
         raise ArtifactError(
-            f"{engine}: holds no engine, the build was {manifest.status} ({manifest.reason}). Mend the cause "
+            f"{engine}: holds no engine, the build was {manifest.status} ({manifest.reason}). Fix the cause "
             "and run build_engine again."
         )
     if not manifest.file or Path(manifest.file).name != manifest.file:

@@ -1,4 +1,4 @@
-"""Time several networks in turns: short bursts in random order, so that noise strikes all of them alike."""
+"""Time several networks in interleaved bursts in random order, so that noise affects all of them equally."""
 
 import random
 import time
@@ -16,7 +16,7 @@ Network = Callable[[NDArray[Any]], NDArray[Any]]
 def rounds_ms(
     networks: Mapping[str, Network], images_NCHW: NDArray[Any], num_rounds: int
 ) -> dict[str, list[list[float]]]:
-    """Return the latencies of every network by round: short bursts that take turns in random order."""
+    """Return the latencies of every network by round: short interleaved bursts in random order."""
     shuffler, order = random.Random(0), list(networks)
     latencies: dict[str, list[list[float]]] = {name: [] for name in networks}
     for _ in range(num_rounds):

@@ -1,7 +1,7 @@
-"""What every runner of engines offers, whatever its runtime.
+"""Define the interface of all engine runners.
 
 Shape letters: N batch, C channels (images) or classes (logits), H height, W width. Logits are
-[N, C, H, W], or [N, C] of an engine that classifies images.
+[N, C, H, W], or [N, C] for an engine that classifies images.
 """
 
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ from tasks.parts.engines.manifest import EngineManifest, FloatArray
 
 @dataclass(frozen=True)
 class RunnerDescription:
-    """What is really in use, asked from the runtime."""
+    """What is really in use, as reported by the runtime."""
 
     runtime: str
     runtime_version: str
     provider: str
     num_threads: int
     options: dict[str, str | int | bool]
-    """Switches that change the time, by the runtime's own names."""
+    """Switches that affect latency, by the runtime's own names."""
 
 
 @dataclass(frozen=True)
 class DeviceTimes:
-    """Milliseconds of inferences on a GPU, by CUDA events; one value for each inference."""
+    """Milliseconds of inferences on a GPU, measured with CUDA events; one value per inference."""
 
     total_ms: list[float]
     """From the copy of the images to the copy of the logits."""
     compute_ms: list[float]
-    """Kernels alone, in other inferences than those of `total_ms`."""
+    """Kernels alone, measured in other inferences than `total_ms`."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,11 @@ class Runner(Protocol):
         ...
 
     def run(self, images_NCHW: FloatArray) -> FloatArray:
-        """Do the same without checks; the result may be overwritten by the next call. This is what is
-        timed."""
+        """Do the same without checks; the next call may overwrite the result. This is what is timed."""
         ...
 
     def describe(self) -> RunnerDescription:
-        """Tell what is really in use."""
+        """Return what is really in use."""
         ...
 
     def profile(self, images_NCHW: FloatArray, num_iterations: int) -> tuple[OperatorTime, ...]:
@@ -78,15 +77,15 @@ class Runner(Protocol):
         ...
 
     def open_concurrent(self, count: int) -> "tuple[Runner, ...]":
-        """Return `count` runners of this loaded engine that work at the same time: throughput is measured with them.
+        """Return `count` runners of this loaded engine that run concurrently, to measure throughput.
 
         Each belongs to the thread that enters it. Together they use `count` times the threads of one inference. They
-        end before this runner does.
+        must be closed before this runner.
         """
         ...
 
     def time_on_device(self, images_NCHW: FloatArray, num_iterations: int) -> DeviceTimes | None:
-        """Measure inferences by the clock of the GPU; None on a CPU, and where the runtime shows no stream."""
+        """Time inferences with the GPU's clock; None on a CPU, or if the runtime exposes no stream."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The runtimes there are, and what holds for each of them on any machine.
+"""List the runtimes and their traits, which hold on any machine.
 
 A new runtime is one entry of `Runtime`, a package `tasks/parts/engines/<runtime>` whose module `runner` has
 `open_runner(file, manifest)`, a module `tasks/parts/builders/<runtime>.py` with `build_file(target, source, engine)`,
@@ -13,7 +13,7 @@ CPU, CUDA = "cpu", "cuda"
 
 
 class Precision(StrEnum):
-    """What unquantized layers compute in; Q/DQ layers are int8 in any case."""
+    """Precision of unquantized layers; Q/DQ layers are always int8."""
 
     f32 = "f32"
     bf16 = "bf16"
@@ -22,20 +22,20 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True)
 class RuntimeTraits:
-    """What holds for a runtime on any machine."""
+    """Properties of a runtime that hold on any machine."""
 
     devices: tuple[str, ...]
     """Devices that it can run on."""
     precisions: tuple[Precision, ...]
     """Precisions that a target may declare for it."""
     distributions: tuple[str, ...]
-    """Python packages that bring it; the first that is installed counts."""
+    """Python packages that provide it; the first installed one is used."""
     reads_checkpoints: bool = False
-    """Whether its engines are made from a checkpoint instead of an ONNX graph; Q/DQ variants have none then."""
+    """Whether its engines are built from a checkpoint, not an ONNX graph; then Q/DQ variants have none."""
     is_native_code: bool = False
-    """Whether its engines load only in the version and on the CPU and GPU that compiled them."""
+    """Whether its engines load only with the version, CPU and GPU that compiled them."""
     plans: Literal["none", "optional", "required"] = "none"
-    """Whether it runs TensorRT plans on a GPU, whose options a target then declares."""
+    """Whether it runs TensorRT plans on a GPU; its targets then declare the options of the plan."""
 
 
 class Runtime(StrEnum):
@@ -44,7 +44,7 @@ class Runtime(StrEnum):
     traits: RuntimeTraits
 
     def __new__(cls, name: str, traits: RuntimeTraits) -> Self:
-        """Make a member that equals its name."""
+        """Create a member that equals its name."""
         member = str.__new__(cls, name)
         member._value_, member.traits = name, traits
         return member

@@ -1,7 +1,7 @@
-"""What a target declares: a runtime and its version, a device, and the options of a build.
+"""Describe a target: a runtime and its version, a device, and build options.
 
-A target is declared in `conf/target/<name>.yaml` and never detected, so that the key of an engine does not
-depend on the machine that asks for it. The machine is only held against the declaration.
+A target is declared in `conf/target/<name>.yaml` and never detected, so that an engine's key does not depend on the
+machine that computes it. The machine is only checked against the declaration.
 """
 
 from dataclasses import dataclass
@@ -28,24 +28,23 @@ class Target:
     device: str
     """"cpu", or "cuda" for an NVIDIA GPU."""
     gpu: Gpu | None
-    """The GPU that must be there, for device cuda. Its name may be "any" where only the compute capability counts,
-    and that may be "any" as well."""
+    """Required GPU, for device cuda. The name may be "any" if only the compute capability matters, which may be "any"
+    as well."""
     cpu_flags: list[str]
-    """Flags of /proc/cpuinfo without which this target makes no sense: the build is skipped there, with
-    the reason."""
+    """Required flags of /proc/cpuinfo; without them the build is skipped with the reason."""
     precision: Precision
     num_threads: Annotated[int, Between(1, 1024)]
-    """Threads of one inference. More than free cores makes latency worse and noisy."""
+    """Threads of one inference. More threads than free cores make latency worse and noisy."""
     max_batch: Annotated[int, Between(1, 4096)]
     """Largest batch that the engine accepts. OpenVINO compiles for 1..max_batch."""
     channel_multiple: Literal[1, 8, 16, 32, 64]
-    """Layer widths that this device computes without waste; pruning keeps multiples of the largest of all targets.
+    """Layer widths should be a multiple of this; pruning keeps multiples of the largest value of all targets.
 
     16 floats fill an AVX-512 register, 32 int8 channels are one vector of TensorRT's CHW32 format, 64 a row of
     int8 in AMX. 1: any width.
     """
     uint8_activations: bool
-    """Re-encode int8 activations of Q/DQ graphs as uint8, losslessly.
+    """Re-encode int8 activations of Q/DQ graphs as uint8; on x86 without VNNI some weights get 7 bits for it.
 
     Both runtimes are faster with it on CPUs with VNNI, and OpenVINO 2026.4 follows the graph more closely
     (benchmarks/encodings.py).
@@ -53,18 +52,18 @@ class Target:
     stem_in_float: bool
     """Run convolutions that read the image in float even where the graph is quantized."""
     resize_as_matmul: bool
-    """Interpolate the logits by two matrix products where they are small."""
+    """Interpolate the logits by two matrix products if they are small."""
     opsets: list[int]
-    """Lowest and highest ONNX opset that this runtime takes. Empty for runtimes that read checkpoints."""
+    """Lowest and highest ONNX opset that this runtime accepts. Empty for runtimes that read checkpoints."""
     min_agreement_db: Annotated[float, AtLeast(0)]
-    """A build fails if the engine's logits keep less signal-to-noise (dB) against the unoptimised graph, or
-    against the float32 network on the CPU where the runtime reads checkpoints."""
+    """Least signal-to-noise ratio (dB) of the engine's logits against the unoptimised graph, or against the float32
+    network on the CPU if the runtime reads checkpoints; below it the build fails."""
     min_agreement_int8_db: Annotated[float, AtLeast(0)]
-    """Least signal-to-noise (dB) of engines of Q/DQ graphs; two right ones differ by the noise of quantization."""
+    """Least signal-to-noise ratio (dB) for Q/DQ graphs; two correct engines differ by quantization noise."""
     work_pool: Annotated[str, Matches(r"(?s).+", "the name of a work pool")]
     """Where the engines of this target are built and measured."""
     tensorrt: TensorrtOptions | None
-    """Options of the plan, for runtime tensorrt and where ONNX Runtime shall run a plan; null for the others."""
+    """Options of the plan, for runtime tensorrt and for ONNX Runtime if it runs a plan; null otherwise."""
 
     def __post_init__(self) -> None:
         traits, runtime = self.runtime.traits, f"for runtime {self.runtime}"
@@ -93,7 +92,7 @@ class Target:
 
     @property
     def compiler(self) -> Runtime:
-        """What makes the engine out of a graph: TensorRT also where ONNX Runtime runs its plan."""
+        """Runtime that compiles the graph: TensorRT also if ONNX Runtime runs its plan."""
         return Runtime.tensorrt if self.tensorrt else self.runtime
 
     def _require(self, is_met: bool, field: str, expected: str) -> None:

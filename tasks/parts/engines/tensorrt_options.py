@@ -1,4 +1,4 @@
-"""What a target of runtime tensorrt declares beside the options of every target."""
+"""Options that a target of runtime tensorrt declares in addition to those of every target."""
 
 import re
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ OLDEST_TENSORRT = (10, 12)
 
 
 class HardwareCompatibility(StrEnum):
-    """On which other GPUs the engine shall run; anything but `none` costs speed."""
+    """Other GPUs on which the engine has to run; anything but `none` costs speed."""
 
     none = "none"
     ampere_plus = "ampere_plus"
@@ -23,7 +23,7 @@ class HardwareCompatibility(StrEnum):
 
 
 class ProfilingVerbosity(StrEnum):
-    """How much the engine tells of its layers; without `detailed` no precision is proved: PRECISION_MISMATCH."""
+    """How much the engine reports about its layers; without `detailed` no precision is known: PRECISION_MISMATCH."""
 
     none = "none"
     layer_names_only = "layer_names_only"
@@ -31,7 +31,7 @@ class ProfilingVerbosity(StrEnum):
 
 
 class TacticSource(StrEnum):
-    """Where kernels may come from. The first three exist on TensorRT 10 only."""
+    """Libraries that kernels may come from. The first three exist only in TensorRT 10."""
 
     cublas = "cublas"
     cublas_lt = "cublas_lt"
@@ -42,42 +42,42 @@ class TacticSource(StrEnum):
 
 @dataclass(frozen=True)
 class BatchProfile:
-    """One optimization profile: which batches it takes, and for which one it is fastest."""
+    """One optimization profile: the batches that it accepts, and the one for which it is optimized."""
 
     min: Annotated[int, AtLeast(1)]
     """Smallest batch."""
     opt: Annotated[int, AtLeast(1)]
-    """Batch for which it is fastest."""
+    """Batch for which it is optimized."""
     max: Annotated[int, AtLeast(1)]
     """Largest batch."""
 
 
 @dataclass(frozen=True)
 class TensorrtOptions:
-    """Build options; the names are those of TensorRT's IBuilderConfig."""
+    """Build options, named as in TensorRT's IBuilderConfig."""
 
     workspace_mib: Annotated[int, Between(1, 2**20)]
-    """GPU memory that kernels may use while they are tried and while they run."""
+    """GPU memory that kernels may use during the build and at run time."""
     optimization_level: Annotated[int, Between(0, MAX_OPTIMIZATION_LEVEL)]
-    """0 builds fastest, 5 tries most kernels."""
+    """0 builds fastest, 5 tries the most kernels."""
     tactic_sources: list[TacticSource]
     """Libraries that kernels may come from. Empty: TensorRT's default."""
     profiles: list[BatchProfile]
-    """Optimization profiles; the first that fits a batch is used. Empty: one for 1..max_batch, fastest at 1."""
+    """Optimization profiles; the first that fits a batch is used. Empty: one for 1..max_batch, optimized for 1."""
     version_compatible: bool
-    """Run on later TensorRT versions too; larger, and slower."""
+    """Run on later TensorRT versions too; larger and slower."""
     hardware_compatibility: HardwareCompatibility
-    """Other GPUs on which the plan shall run."""
+    """Other GPUs on which the plan has to run."""
     timing_cache: str | None
     """Folder with one cache per GPU and TensorRT version; null: none."""
     error_on_timing_cache_miss: bool
-    """Build only what the cache knows: the same kernels again, bit by bit the same plan, or an error."""
+    """Use only cached timings: the same kernels and a bit-identical plan, or an error."""
     max_aux_streams: Annotated[int, Between(0, 64)] | None
     """Streams beside the main one; null: TensorRT decides."""
     profiling_verbosity: ProfilingVerbosity
-    """How much the plan tells of its layers."""
+    """How much the plan reports about its layers."""
     dla_core: Annotated[int, Between(0, 7)] | None
-    """Core of a deep learning accelerator (Jetson), with the GPU for what it cannot run; null: GPU alone."""
+    """Core of a deep learning accelerator (Jetson), with the GPU as a fallback; null: GPU only."""
     sparse_weights: bool
     """Let TensorRT use the kernels for 2:4 sparse weights."""
     tf32: bool
@@ -85,7 +85,7 @@ class TensorrtOptions:
     cuda_graph: bool
     """Launch all kernels of a batch size as one captured graph."""
     num_builds: Annotated[int, Between(1, 100)]
-    """Build so many times and keep the fastest; the report says how far the builds lie apart."""
+    """Build this many times and keep the fastest; the report shows the spread of the builds."""
 
     def __post_init__(self) -> None:
         if self.error_on_timing_cache_miss and self.timing_cache is None:
@@ -99,7 +99,7 @@ class TensorrtOptions:
             )
 
     def check_profiles(self, max_batch: int) -> None:
-        """Raise ConfigError unless the profiles take every batch of a target."""
+        """Raise ConfigError unless the profiles accept every batch of a target."""
         if not all(profile.min <= profile.opt <= profile.max <= max_batch for profile in self.profiles):
             raise ConfigError(
                 f"tensorrt.profiles is {self.profiles}, expected min <= opt <= max <= max_batch ({max_batch})."
@@ -107,14 +107,14 @@ class TensorrtOptions:
         covered = {size for profile in self.profiles for size in range(profile.min, profile.max + 1)}
         if self.profiles and len(covered) < max_batch:
             raise ConfigError(
-                f"tensorrt.profiles is {self.profiles}, expected profiles that take every batch of 1..{max_batch} "
+                f"tensorrt.profiles is {self.profiles}, expected profiles that accept every batch of 1..{max_batch} "
                 "(max_batch), or none."
             )
 
     def check_provider(self) -> None:
-        """Raise ConfigError for what ONNX Runtime does not do with a plan.
+        """Raise ConfigError for options that ONNX Runtime does not support for a plan.
 
-        It launches kernels one by one, loads no plan with host code, and takes the first profile only.
+        It launches kernels one by one, loads no plan with host code, and uses only the first profile.
         """
         for switch in ("cuda_graph", "version_compatible"):
             if getattr(self, switch):
@@ -127,12 +127,12 @@ class TensorrtOptions:
             )
 
     def profiles_for(self, max_batch: int) -> list[BatchProfile]:
-        """Return the declared profiles, or the one that stands for none."""
+        """Return the declared profiles, or the default profile."""
         return self.profiles or [BatchProfile(1, 1, max_batch)]
 
 
 def timing_cache_file(options: TensorrtOptions, gpu: Gpu, version: str) -> Path | None:
-    """Return the one file of a GPU and a TensorRT version; None where the target wants no cache."""
+    """Return the cache file for a GPU and a TensorRT version; None if the target uses no cache."""
     if options.timing_cache is None:
         return None
     name = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")

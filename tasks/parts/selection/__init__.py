@@ -1,1 +1,1 @@
-"""Which engine ships, and why: verdicts, pages, bundles."""
+"""Select the engine to deploy: verdicts, reports, bundles."""

@@ -1,7 +1,7 @@
-"""One folder with all that it takes to run an engine without this repository.
+"""Write a folder with everything that is needed to run an engine without this repository.
 
-infer.py            reads images, writes classes; numpy and the runtime only
-requirements.txt    what it needs, in the version that was measured
+infer.py            reads images, writes classes; needs only numpy and the runtime
+requirements.txt    the packages that it needs, in the versions that were measured
 model.json          file, sha256, classes, image size, normalisation, batches, options of the runtime
 report.json         the engine's row of engines.json
 <engine file>
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.core.reports import write_json
 from tasks.parts.engines import bundle_infer
+from tasks.parts.engines.machine import needs_vnni
 from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, read_engine_manifest, sha256_of
 from tasks.parts.engines.openvino.compile import compile_options
 from tasks.parts.engines.runtimes import CUDA, Precision, Runtime
@@ -32,12 +33,15 @@ BUNDLED_RUNTIMES = (Runtime.onnxruntime, Runtime.openvino, Runtime.tensorrt)
 
 
 def _has_bundle(target: Target) -> bool:
-    """A plan that ONNX Runtime runs is bundled by a target of runtime tensorrt, which needs one library less."""
+    """Return whether engines of a target get a bundle.
+
+    A TensorRT plan for ONNX Runtime gets none: a target with runtime tensorrt needs one library less.
+    """
     return target.runtime in BUNDLED_RUNTIMES and target.compiler is target.runtime
 
 
 def write_bundle(engine: Path, row: dict[str, Any], out: Path) -> bool:
-    """Write the bundle of a built engine into the new folder `out`; return False for a runtime that has none."""
+    """Write the bundle of a built engine into the new folder `out`; return False if its runtime has none."""
     manifest = read_engine_manifest(engine)
     if not _has_bundle(manifest.target):
         return False
@@ -52,7 +56,7 @@ def write_bundle(engine: Path, row: dict[str, Any], out: Path) -> bool:
 
 
 def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]:
-    """Write what an engine file needs beside it to run; return the files, none for a runtime that has no bundle."""
+    """Write the files that an engine file needs to run; return them, or none if its runtime has no bundle."""
     manifest = read_engine_manifest(engine)
     if not _has_bundle(manifest.target):
         return []
@@ -68,7 +72,7 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
 
 
 def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
-    """Return the content of model.json, which is all that infer.py knows."""
+    """Return the content of model.json, the only description that infer.py reads."""
     target, card = manifest.target, manifest.card
     batches, options = [[1, target.max_batch]], {}
     if target.tensorrt is not None:
@@ -86,6 +90,7 @@ def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
             "provider": manifest.provider,
             "provider_options": PROVIDER_OPTIONS.get(manifest.provider, {}),
             "num_threads": target.num_threads,
+            "needs_vnni": needs_vnni(manifest),
         }
     return {
         "runtime": target.runtime,
@@ -106,7 +111,7 @@ def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
 
 
 def configure_triton(name: str, manifest: EngineManifest, graph: "GraphProto") -> str:
-    """Return Triton's configuration of an engine as text of model_config.proto; `graph` names input and output."""
+    """Return Triton's configuration of an engine, as text of model_config.proto; `graph` names input and output."""
     target, card = manifest.target, manifest.card
     backends = {
         Runtime.onnxruntime: _triton_onnxruntime,
@@ -118,8 +123,8 @@ def configure_triton(name: str, manifest: EngineManifest, graph: "GraphProto") -
         image, logits = [card.max_batch or -1, *image], [card.max_batch or -1, *logits]
     lines = [
         "# Serve it with: tritonserver --model-repository=triton",
-        "# Requests carry RGB images as (value / 255 - mean) / std, with the numbers of model.json; answers are one",
-        "# score per class of each pixel, or of the image.",
+        "# Requests hold RGB images as (value / 255 - mean) / std, with mean and std from model.json; responses hold",
+        "# one score per class for each pixel, or for the image.",
         f'name: "{name}"',
         f'input [ {{ name: "{graph.input[0].name}" data_type: TYPE_FP32 dims: {image} }} ]',
         f'output [ {{ name: "{graph.output[0].name}" data_type: TYPE_FP32 dims: {logits} }} ]',
@@ -143,7 +148,7 @@ def _write_triton(folder: Path, name: str, engine: Path, manifest: EngineManifes
 
 
 def _package(manifest: EngineManifest) -> str:
-    """Return the name on PyPI of the runtime that an engine was measured with."""
+    """Return the PyPI name of the runtime that an engine was measured with."""
     target = manifest.target
     is_gpu_build = target.runtime is Runtime.onnxruntime and target.device == CUDA
     return "onnxruntime-gpu" if is_gpu_build else str(target.runtime)
@@ -161,10 +166,10 @@ def _triton_onnxruntime(manifest: EngineManifest) -> list[str]:
 def _triton_openvino(manifest: EngineManifest) -> list[str]:
     target = manifest.target
     lines = [
-        "# The OpenVINO backend loads no compiled blob: model.onnx is the graph that the measured engine was",
-        "# compiled from. The server compiles it with its own OpenVINO, which on a CPU with bf16 takes bf16 for what",
-        "# is not int8, also where the target says f32: report.json does not hold for it. The batch stands in dims,",
-        "# because with max_batch_size the backend takes no smaller one (Triton 24.04 or later).",
+        "# The OpenVINO backend cannot load a compiled blob: model.onnx is the graph that the measured engine was",
+        "# compiled from. The server compiles it with its own OpenVINO. On a CPU with bf16, this runs all but int8",
+        "# layers in bf16, even if the target says f32, so report.json does not apply to it. The batch is in dims",
+        "# because with max_batch_size the backend accepts no smaller batch (Triton 24.04 or later).",
         'backend: "openvino"',
         'default_model_filename: "model.onnx"',
         "max_batch_size: 0",

@@ -1,4 +1,4 @@
-"""One engine with everything that was measured about it and the verdict: a row of engines.json."""
+"""A row of engines.json: one engine with everything that was measured, and its verdict."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ ENGINES_FILE = "engines.json"
 
 
 class Verdict(StrEnum):
-    """What becomes of an engine."""
+    """Whether an engine is accepted, or why not."""
 
     ACCEPT = "ACCEPT"
     TOO_LOSSY = "TOO_LOSSY"
@@ -29,7 +29,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class SuspectLayer:
-    """A layer that differs from the float graph, with the way back to its source."""
+    """A layer that differs from the float graph, with its place in the source code."""
 
     kind: str
     """Why it is suspect: it is the first to collapse, or the one with the largest own drop."""
@@ -38,14 +38,14 @@ class SuspectLayer:
     source: str
     """``file:line`` of the module's call."""
     sqnr_db: float
-    """What the engine's output there is like, with the noise of all layers before."""
+    """SQNR of the engine's output at this layer, including the noise of all layers before it."""
     own_sqnr_db: float | None
-    """What the layer alone does, fed exact inputs; None where only the runtime differs from the float graph."""
+    """SQNR of the layer alone, with exact inputs; None if only the runtime differs from the float graph."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Latency at batch 1, and what goes with it."""
+    """Latency at batch 1, throughput, speed-up and memory."""
 
     latency_ms_p50: float
     """Measured alone; engines are compared by race_latency_ms_p50."""
@@ -58,12 +58,12 @@ class Speed:
     race_latency_ms_p50: float
     """Measured in the same rounds as the other engines of the target."""
     speedup_vs_reference: float
-    """How many times as fast as the reference engine in the race of the target; eager PyTorch with model=trained."""
+    """Speed-up over the reference engine in the race of the target; with model=trained that is eager PyTorch."""
     speedup_low: float
     """Lower end of the bootstrap interval."""
     speedup_high: float
     aa_ratio_spread: float
-    """What the A/A control differs by: no smaller difference means anything."""
+    """The spread of the A/A control; smaller differences are not significant."""
     is_inconclusive: bool
     """Whether the machine was too noisy."""
     memory_mib: float
@@ -75,18 +75,18 @@ class Measured:
 
     accuracy: Accuracy
     score_rel_loss: float | None
-    """Share of the float reference's score that is lost, negative where it is better; None until it is judged."""
+    """Share of the float reference's score that is lost, negative if it is better; None until it is judged."""
     speed: Speed
     size_bytes: int
     engine_sha256: str
     """The file that accuracy and latency were measured on."""
     reference_sha256: str
-    """The engine that the speed-up is over."""
+    """The engine that the speed-up refers to."""
 
 
 @dataclass(frozen=True)
 class EngineRow:
-    """An engine that was to be built."""
+    """One configured engine, whether it was built or not."""
 
     variant: str
     target: str
@@ -97,13 +97,13 @@ class EngineRow:
     picked: bool
     """The fastest accepted engine of its target."""
     precision: str
-    """What the convolutions run in, most used first, as ``int8+f32``; without an engine what the target declares."""
+    """What the convolutions run in, most used first, as ``int8+f32``; without an engine, what the target declares."""
     macs_share: dict[str, float]
-    """Precision -> share of the graph's MACs that the runtime really runs in it; empty where it does not tell."""
+    """Precision -> share of the graph's MACs that the runtime runs in it; empty if it does not report this."""
     macs_share_quantized: float | None
     """Share of the MACs that the graph wants in int8."""
     measured: Measured | None
-    """None where there is no engine."""
+    """None if there is no engine."""
     suspect_layers: tuple[SuspectLayer, ...]
     conditions: dict[str, str]
     """How the latency was measured."""
@@ -115,7 +115,7 @@ class EngineRow:
 
     @property
     def name(self) -> str:
-        """The engine in one word, as in the DVC stage names."""
+        """``<variant>-<target>``, as in the DVC stage names."""
         return f"{self.variant}-{self.target}"
 
 
@@ -126,7 +126,7 @@ def rungs(rows: Sequence[EngineRow], ladder: Sequence[str], target: str) -> list
 
 
 def flatten(row: EngineRow) -> dict[str, Any]:
-    """Return a row as engines.json has it: all numbers side by side, null where there is no engine."""
+    """Return a row in the flat form of engines.json, with null for numbers if there is no engine."""
     flat = dataclasses.asdict(row)
     measured = flat.pop("measured") or {}
     parts = measured | measured.get("accuracy", {}) | measured.get("speed", {})
@@ -144,7 +144,7 @@ def read_rows(folder: Path) -> list[EngineRow]:
 
 
 def measured_names() -> list[str]:
-    """Return the keys of engines.json that are null where there is no engine."""
+    """Return the keys of engines.json that are null if there is no engine."""
     names = [field.name for part in (Accuracy, Speed, Measured) for field in dataclasses.fields(part)]
     return [name for name in names if name not in ("accuracy", "speed")]
 

@@ -1,4 +1,4 @@
-"""What a reader of the engine report wants to know, in an order and with numbers fit to be read."""
+"""The content of the engine report: rows in order, and numbers formatted for reading."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,13 +10,13 @@ from tasks.parts.selection.verdicts import Reference
 
 INT8_CHECKLIST = "artifacts/check_int8/checklist.md"
 _REDUCED_IN_VAIN = (Verdict.PRECISION_MISMATCH, Verdict.BUILD_FAILED, Verdict.SKIPPED)
-"""What can become of a rung of reduced precision that shows no such precision."""
+"""Verdicts on rungs of reduced precision that do not show this precision."""
 NOTHING = "–"  # noqa: RUF001
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What one technique gave on one target."""
+    """The effect of one technique on one target."""
 
     score_change: float
     speed_factor: float
@@ -25,11 +25,11 @@ class Gain:
 
 @dataclass(frozen=True)
 class Shown:
-    """The numbers of an engine as a reader sees them; a dash each where there is no engine."""
+    """The formatted numbers of an engine; dashes if there is no engine."""
 
     score: str = NOTHING
     change: str = NOTHING
-    """Change of the score against the reference."""
+    """Change of the score from the reference."""
     p50_ms: str = NOTHING
     p90_ms: str = NOTHING
     p99_ms: str = NOTHING
@@ -39,11 +39,11 @@ class Shown:
 
 @dataclass(frozen=True)
 class Findings:
-    """All rows and what they are held against."""
+    """All rows and what they are compared with."""
 
     rows: Sequence[EngineRow]
     without_pick: dict[str, str]
-    """Target -> why no engine of it passes."""
+    """Target -> why none of its engines passes."""
     ladder: Sequence[str]
     """Variants from the float start to the last rung of compression."""
     techniques: Sequence[tuple[str, str, str]]
@@ -55,7 +55,7 @@ class Findings:
 
     @property
     def gate(self) -> float:
-        """The score that an accepted engine has at least."""
+        """Minimum score of an accepted engine."""
         return self.reference.score * (1 - self.max_score_rel_loss)
 
     @property
@@ -70,7 +70,7 @@ class Findings:
 
     @property
     def ordered(self) -> list[EngineRow]:
-        """Picks, then by latency, then what has no engine."""
+        """All rows: picks first, then by latency, rows without an engine last."""
         return sorted(self.rows, key=lambda row: (not row.picked, latency_ms(row), row.name))
 
     def row(self, variant: str, target: str) -> EngineRow | None:
@@ -82,7 +82,7 @@ class Findings:
         return rungs(self.rows, self.ladder, target)
 
     def ladder_end(self, target: str) -> str:
-        """Say where the ladder of a target ends, and where to look if accuracy stopped it."""
+        """Describe where the ladder of a target ends, and where to look if INT8 lost too much accuracy."""
         rows = self.rungs(target)
         accepted = [row for row in rows if row.verdict is Verdict.ACCEPT]
         is_tried = any(row.is_reduced or row.verdict in _REDUCED_IN_VAIN for row in rows)
@@ -95,7 +95,9 @@ class Findings:
         else:
             end = f"{accepted[-1].variant} is the last rung that is accepted."
         is_lossy = any(row.verdict is Verdict.TOO_LOSSY and "int8" in row.precision for row in rows)
-        return f"{end} What INT8 loses without training, and why: {INT8_CHECKLIST}." if is_lossy else end
+        return (
+            f"{end} See {INT8_CHECKLIST} for what INT8 loses without training, and why." if is_lossy else end
+        )
 
     def gain(self, before: str, after: str, target: str) -> Gain | None:
         """Compare two variants on one target; None unless both were measured there."""
@@ -107,7 +109,7 @@ class Findings:
 
     @property
     def ious(self) -> list[tuple[EngineRow, dict[str, float | None]]]:
-        """Every engine that was measured by class, with its IoU of each class."""
+        """Every engine that has an IoU per class, with these IoUs."""
         measured = [(row, row.measured.accuracy.iou) for row in self.ordered if row.measured]
         return [(row, iou) for row, iou in measured if iou]
 
@@ -138,7 +140,7 @@ def shown(row: EngineRow) -> Shown:
 
 
 def latency_ms(row: EngineRow) -> float:
-    """Return what engines are ordered by; infinity without an engine."""
+    """Return the latency that rows are sorted by; infinity if there is no engine."""
     return row.measured.speed.latency_ms_p50 if row.measured else math.inf
 
 
@@ -169,12 +171,12 @@ def _span(values: Sequence[str]) -> str:
 
 
 def number(value: float | None, spec: str) -> str:
-    """Format a number, or say that there is none."""
+    """Format a number; None becomes a dash."""
     return NOTHING if value is None else format(value, spec)
 
 
 def milliseconds(value: float) -> str:
-    """Format with three digits: ``0.663``, ``18.6``, ``252``."""
+    """Format a latency with three digits or more: ``0.663``, ``18.6``, ``252.0``."""
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 

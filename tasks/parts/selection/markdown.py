@@ -6,7 +6,7 @@ from tasks.parts.selection.findings import NOTHING, Findings, columns, shown, si
 
 
 def render_markdown(findings: Findings) -> str:
-    """Return the whole report; tables and one picture beside it, ``pareto.png``."""
+    """Return the whole report; it refers to one picture beside it, ``pareto.png``."""
     parts = [
         "# Engine report",
         _headline(findings),
@@ -34,8 +34,8 @@ def _headline(findings: Findings) -> str:
     reference = findings.reference
     gate = (
         f"An engine is accepted if it loses at most {100 * findings.max_score_rel_loss:g} % of the "
-        f"{reference.metric} of {reference.variant} on {reference.target} ({reference.score:.4f}), so from "
-        f"{findings.gate:.4f} on."
+        f"{reference.metric} of {reference.variant} on {reference.target} ({reference.score:.4f}), that is, if it "
+        f"scores at least {findings.gate:.4f}."
     )
     if not findings.picks:
         return f"**No engine passes.** {gate}"
@@ -109,7 +109,7 @@ def _layers(findings: Findings) -> str:
             noise = _decimals(layer.sqnr_db, 1), _decimals(layer.own_sqnr_db, 1)
             rows.append([row.variant, row.target, layer.kind, *noise, layer.node, layer.module, layer.source])
     if not rows:
-        return "None was named."
+        return "None."
     return _table(["variant", "target", "what", "SQNR dB", "own dB", "node", "module", "source"], rows)
 
 
@@ -130,6 +130,6 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _safe(text: str) -> str:
-    """Keep a cell in its cell, and markup in a name from being markup."""
+    """Escape what would break a table cell or be read as markup."""
     one_line = " ".join(text.split())
     return one_line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("|", "\\|")

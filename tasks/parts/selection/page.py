@@ -55,7 +55,7 @@ def render_page(findings: Findings) -> str:
 
 
 def _shares(values: Sequence[float | None]) -> list[float | None]:
-    """Return how much colour each value gets: none for the lowest, most for the highest."""
+    """Return the strength of each value's colour: 0 for the lowest, the most for the highest."""
     known = [value for value in values if value is not None]
     low, span = (min(known), (max(known) - min(known)) or 1.0) if known else (0.0, 1.0)
     return [None if value is None else _WIDEST_HEAT * (value - low) / span for value in values]

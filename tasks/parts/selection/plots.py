@@ -1,4 +1,4 @@
-"""The plot of latency against accuracy, as a picture and as the data of an interactive one."""
+"""The plot of accuracy against latency, as a PNG and as the data of an interactive plot."""
 
 import math
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from tasks.parts.selection.engine_row import EngineRow, Verdict
 from tasks.parts.selection.findings import NOTHING, milliseconds, shown, times
 
 TARGET_COLOURS = ("#3b7dd8", "#e07b39", "#2a9d72", "#a45ccb", "#c9a227", "#d1495b", "#4c9aa8", "#7a7f87")
-"""One per target, in the order of the rows; told apart on white, on black and by the colour-blind."""
+"""One per target, in the order of the rows; distinct on white, on black and to the colour-blind."""
 
 _MARKERS = ("o", "s", "D", "^", "P", "*", "v", "X")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "triangle-down", "x")
 
 
 def colours(rows: Sequence[EngineRow]) -> dict[str, str]:
-    """Give each target its colour."""
+    """Return the colour of each target."""
     targets = dict.fromkeys(row.target for row in rows)
     return {target: TARGET_COLOURS[i % len(TARGET_COLOURS)] for i, target in enumerate(targets)}
 
@@ -93,7 +93,7 @@ def _label(figure: Any, axes: Any, rows: Sequence[EngineRow], gate: float, metri
 
 
 def interactive_pareto(rows: Sequence[EngineRow], *, gate: float, metric: str) -> dict[str, Any]:
-    """Return ``data`` and ``layout`` for Plotly; text colours are left to the page."""
+    """Return ``data`` and ``layout`` for Plotly; the page sets the text colours."""
     data: list[dict[str, Any]] = []
     for target, colour in colours(rows).items():
         x, y = _coordinates(_front(rows, target))
@@ -187,7 +187,7 @@ def _legend_entry(variant: str, symbol: str) -> dict[str, Any]:
 
 
 def _hover(row: EngineRow) -> str:
-    """Plotly reads a little markup in texts, so that names are escaped."""
+    """Return the hover text of an engine; names are escaped because Plotly interprets some markup."""
     from html import escape
 
     assert row.measured is not None
@@ -211,7 +211,7 @@ def _measured(rows: Sequence[EngineRow]) -> list[EngineRow]:
 
 
 def _ticks(rows: Sequence[EngineRow]) -> dict[str, list[float]]:
-    """Put ticks at 1, 2, 5 of every decade that the latencies touch."""
+    """Return ticks at 1, 2 and 5 of every decade that the latencies span."""
     latencies_ms, _ = _coordinates(_measured(rows))
     if not latencies_ms:
         return {}

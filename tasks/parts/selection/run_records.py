@@ -1,4 +1,4 @@
-"""What MLflow is to hold of a pipeline: a run for itself, and one for each engine."""
+"""Log a pipeline to MLflow: one run for the pipeline, and one for each engine."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from tasks.parts.selection.stage_reports import StageFolders, engine_file, stage
 _PAGES = ("report.html", "report.md", "pareto.png", ENGINES_FILE, "picks.json")
 
 _TEXTS = ("metric", "iou", "is_inconclusive", "engine_sha256", "reference_sha256")
-"""What of the measured values is no number to compare runs by."""
+"""Measured values that are not numbers to compare runs by."""
 
 
 def log_pipeline(
@@ -27,7 +27,7 @@ def log_pipeline(
     data: DataSet,
     out: Path,
 ) -> Tracked | None:
-    """Log the pipeline with `metrics`, its engines and its picks; return None where MLflow does not answer."""
+    """Log the pipeline with `metrics`, its engines and its picks; return None if MLflow does not answer."""
     picked = {row.target: row.name for row in rows if row.picked}
     artifacts = tuple(("", out / page) for page in _PAGES)
     pipeline = RunRecord("pipeline", metrics, {"best": best}, artifacts, data)

@@ -1,4 +1,4 @@
-"""Gather what was built and measured for one engine from the reports of its stages."""
+"""Collect what was built and measured for one engine from the reports of its stages."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ _WITHOUT_ENGINE = {EngineStatus.skipped: Verdict.SKIPPED, EngineStatus.failed: V
 
 @dataclass(frozen=True)
 class StageFolders:
-    """The folders of the stages; below each lies ``<variant>/<target>``, below races ``<target>``."""
+    """The folders of the stages; each contains ``<variant>/<target>``, races contains ``<target>``."""
 
     builds: Path
     validations: Path
@@ -46,10 +46,10 @@ class StageFolders:
 def read_row(folders: StageFolders, variant: str, target: str, race: RaceReport) -> EngineRow:
     """Read the reports of one engine into a row that the gates have not judged yet.
 
-    The verdict is what the build alone says: ACCEPT means only that a sound engine was built and measured.
+    The verdict depends on the build alone: ACCEPT only means that a sound engine was built and measured.
 
-    Raises ArtifactError when a report is missing or damaged, or when accuracy, latency and speed-up were measured
-    on other files than the one that was built.
+    Raises ArtifactError if a report is missing or damaged, or if accuracy, latency and speed-up were not measured
+    on the file that was built.
     """
     of = folders.of(variant, target)
     manifest = read_engine_manifest(of["build_engine"] / ENGINE_FOLDER)
@@ -58,7 +58,9 @@ def read_row(folders: StageFolders, variant: str, target: str, race: RaceReport)
     validation, benchmark = _read(AccuracyReport, of["validate"]), _read(LatencyReport, of["benchmark"])
     build = _read(EngineBuild, of["build_engine"])
     fault = (
-        "" if manifest.is_precision_ok else build.precision_note or "the runtime does not compute as declared"
+        ""
+        if manifest.is_precision_ok
+        else build.precision_note or "the runtime does not compute in the declared precision"
     )
     return EngineRow(
         variant=variant,
@@ -79,7 +81,7 @@ def read_row(folders: StageFolders, variant: str, target: str, race: RaceReport)
 def engine_file(folders: StageFolders, row: EngineRow) -> Path:
     """Return the file of a built engine.
 
-    Raises ArtifactError when its bytes are not the ones that were measured.
+    Raises ArtifactError if it is missing or is not the file that was measured.
     """
     folder = folders.of(row.variant, row.target)["build_engine"] / ENGINE_FOLDER
     file = folder / read_engine_manifest(folder).file
@@ -92,7 +94,7 @@ def engine_file(folders: StageFolders, row: EngineRow) -> Path:
 
 
 def written_files(folders: StageFolders, row: EngineRow) -> tuple[tuple[str, Path], ...]:
-    """Return (stage, file) of the manifest and of all that the measuring stages wrote for an engine."""
+    """Return (stage, file) of the manifest and of every file that the stages wrote for an engine."""
     of = folders.of(row.variant, row.target)
     files = [(ENGINE_FOLDER, of["build_engine"] / ENGINE_FOLDER / MANIFEST_FILE)]
     for stage, folder in of.items():
@@ -102,7 +104,7 @@ def written_files(folders: StageFolders, row: EngineRow) -> tuple[tuple[str, Pat
 
 
 def stage_keys(folders: StageFolders, row: EngineRow) -> dict[str, str]:
-    """Return the key under which each stage made its output for this engine, as far as recorded."""
+    """Return the key of each stage's output for this engine, if it was recorded."""
     of = folders.of(row.variant, row.target)
     return {stage: read_key(folder) for stage, folder in of.items() if (folder / KEY_FILE).is_file()}
 
@@ -112,7 +114,7 @@ def _read(report_class: type[ReportT], folder: Path) -> ReportT:
         variant, target = folder.parts[-2:]
         raise ArtifactError(
             f"{folder / REPORT_FILE} is missing, but select_engine.engines lists variant {variant!r} on "
-            f"target {target!r}. Run the stage that writes it (`dvc repro`), or take the engine off the list."
+            f"target {target!r}. Run the stage that writes it (`dvc repro`), or remove the engine from the list."
         )
     return read_report(report_class, folder)
 
@@ -144,14 +146,14 @@ def _measured(
     for stage, report in (("validate", validation), ("benchmark", benchmark)):
         if report.engine_sha256 != manifest.sha256:
             raise ArtifactError(
-                f"{of[stage] / REPORT_FILE} speaks of the engine file {report.engine_sha256}, but "
-                f"build_engine made {manifest.sha256}: accuracy and latency must come from the same file. "
+                f"{of[stage] / REPORT_FILE} is about the engine file {report.engine_sha256}, but "
+                f"build_engine wrote {manifest.sha256}: accuracy and latency must come from the same file. "
                 f"Run it again: dvc repro {stage}@{'-'.join(of[stage].parts[-2:])}."
             )
     variant, target = of["build_engine"].parts[-2:]
     if race.engine_sha256.get(variant) != manifest.sha256:
         raise ArtifactError(
-            f"race_engines measured another engine file of {variant}-{target} than the one that was built. Run it "
+            f"race_engines measured an engine file of {variant}-{target} that is not the one that was built. Run it "
             f"again: dvc repro race_engines@{target}."
         )
     accuracy, latency = validation.accuracy, benchmark.latency
@@ -173,7 +175,7 @@ def _measured(
 
 def _speed(latency: Latency, race: RaceReport, variant: str) -> Speed:
     single, over_reference = latency.at_batch_1, race.ratio(variant, REFERENCE)
-    race_ms = race.latency_ms_p50.get(race.raced_as[variant])  # None where it is alone on its target
+    race_ms = race.latency_ms_p50.get(race.raced_as[variant])  # None if nothing raced on the target
     return Speed(
         latency_ms_p50=single.latency_ms_p50,
         latency_ms_p90=single.latency_ms_p90,
@@ -191,7 +193,7 @@ def _speed(latency: Latency, race: RaceReport, variant: str) -> Speed:
 
 
 def _precision(manifest: EngineManifest) -> str:
-    """Say what the convolutions really run in, most used first: ``int8+f32``."""
+    """Return the precisions that the convolutions run in, most used first: ``int8+f32``."""
     used: dict[str, int] = {}
     for op_type, counts in manifest.precisions.items():
         if "conv" in op_type.lower():
@@ -218,7 +220,7 @@ def _suspect_layers(folder: Path) -> tuple[SuspectLayer, ...]:
 
 
 def _conditions(benchmark: LatencyReport) -> dict[str, str]:
-    """Name what a reader must know before comparing the latency with another one."""
+    """Return what a reader must know before comparing the latency with another one."""
     is_stable = benchmark.latency is not None and benchmark.latency.at_batch_1.is_stable
     load = benchmark.load_average_before
     return {

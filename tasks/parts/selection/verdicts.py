@@ -1,4 +1,4 @@
-"""The verdict on every engine, the front of each target, and the pick of each target."""
+"""Judge every engine; mark the front and the pick of each target."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,41 +12,41 @@ from tasks.parts.selection.engine_row import EngineRow, Measured, Verdict, rungs
 
 @dataclass(frozen=True)
 class Gates:
-    """What an accepted engine holds."""
+    """The limits that an accepted engine meets."""
 
     max_score_rel_loss: float
-    """Share of the reference's score that it may lose."""
+    """Maximum loss, as a share of the reference's score."""
     min_int8_macs_share: float
-    """Share of the MACs wanted in int8 by its graph that it really runs in int8."""
+    """Minimum share of the graph's quantized MACs that run in int8."""
     min_speedup_factor: float
-    """How many times as fast as the last accepted rung below it a rung is at least."""
+    """Minimum speed-up of a rung over the last accepted rung below it."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The float engine that all others are held against."""
+    """The float engine that all others are compared with."""
 
     variant: str
     target: str
     metric: str
-    """What scores are: mIoU or top-1 accuracy, or the agreement with the float model in one of them."""
+    """The metric of the scores: mIoU or top-1 accuracy, or the agreement with the float model in one of them."""
     score: float
     """The score that counts as 100 %."""
     speed_name: str
-    """What a reader calls the engine that speed-ups are over."""
+    """Readable name of the engine that speed-ups refer to."""
 
 
 def find_reference(rows: Sequence[EngineRow], variant: str, target: str) -> Reference:
-    """Return what the float reference among the rows scores.
+    """Return the float reference and its score.
 
-    Raises ArtifactError when it has no score, or when the speed-ups have several references.
+    Raises ArtifactError if it has no score, or if the speed-ups refer to different engines.
     """
     row = next(row for row in rows if (row.variant, row.target) == (variant, target))
     score = row.measured.accuracy.score if row.measured else None
     if row.measured is None or not score:
         raise ArtifactError(
             f"The float reference {row.name} has the score {score} ({row.verdict}: {row.reason}), expected more than "
-            "0: no loss can be told without it. Mend its build or its training, or choose another "
+            "0: losses are relative to it. Fix its build or its training, or choose another "
             "select_engine.float_reference."
         )
     engines = sorted({row.measured.reference_sha256 for row in rows if row.measured})
@@ -67,9 +67,9 @@ def judge_all(
     ladder: Sequence[str],
     races: Mapping[str, RaceReport],
 ) -> list[EngineRow]:
-    """Give every row its verdict, its place on the front of its target, and the picks; `races` by target.
+    """Give every row its verdict, and mark the front and the pick of each target; `races` is by target.
 
-    On each target a rung of the ladder must be faster than the last one below it that was accepted.
+    On each target a rung of the ladder must be faster than the last accepted one below it.
     """
     judged = {row.name: _judge(row, gates, reference, None) for row in rows if row.variant not in ladder}
     for target in dict.fromkeys(row.target for row in rows):
@@ -90,7 +90,7 @@ def judge_all(
 
 
 def targets_without_pick(rows: Sequence[EngineRow]) -> dict[str, str]:
-    """Say for each target without a pick what became of its engines; equal reasons are said once."""
+    """Return for each target without a pick what happened to its engines; equal reasons are listed once."""
     picked = {row.target for row in rows if row.picked}
     variants_by_fate: dict[str, dict[str, list[str]]] = {}
     for row in rows:
@@ -129,18 +129,18 @@ def _judge(
 
 
 def _int8_fault(row: EngineRow, gates: Gates) -> str:
-    """Say that too few of the MACs run in int8; empty where enough do, and where the runtime does not tell."""
+    """Return that too few MACs run in int8; empty if enough do, or if the runtime does not report it."""
     wanted, in_int8 = row.macs_share_quantized or 0.0, row.macs_share.get("int8", 0.0)
     if not row.macs_share or in_int8 >= gates.min_int8_macs_share * wanted:
         return ""
     return (
         f"the graph wants {wanted:.0%} of the MACs in int8, the runtime runs {in_int8:.0%} "
-        f"(select_engine.min_int8_macs_share {gates.min_int8_macs_share:g} of them)"
+        f"(expected {gates.min_int8_macs_share:g} of them or more: select_engine.min_int8_macs_share)"
     )
 
 
 def _compare(row: EngineRow, below: EngineRow, race: RaceReport, min_factor: float) -> tuple[bool, str]:
-    """Tell whether a rung is faster for certain than one below it, and how they compare."""
+    """Return whether a rung is certainly faster than one below it, and how they compare."""
     ratio = race.ratio(row.variant, below.variant)
     text = (
         f"{ratio.factor:.3f}x as fast as {below.variant} in the same rounds "
@@ -174,7 +174,7 @@ def _measured(row: EngineRow) -> Measured:
 
 
 def _mark_front(rows: Sequence[EngineRow]) -> list[EngineRow]:
-    """Mark the front of each target; an engine that is not what it claims has no place on it."""
+    """Mark the front of each target; an engine with a precision mismatch is never on it."""
     on_front: set[str] = set()
     for target in dict.fromkeys(row.target for row in rows):
         sound = {
@@ -189,7 +189,7 @@ def _mark_front(rows: Sequence[EngineRow]) -> list[EngineRow]:
 
 
 def _mark_picks(rows: Sequence[EngineRow], ladder: Sequence[str]) -> list[EngineRow]:
-    """Mark the fastest accepted engine of each target; between equals the more accurate, then the smaller one.
+    """Mark the fastest accepted engine of each target; of equals, the more accurate, then the smaller one.
 
     Only the last accepted rung of the ladder counts: the race has shown that it is the fastest of them.
     """
@@ -204,6 +204,6 @@ def _mark_picks(rows: Sequence[EngineRow], ladder: Sequence[str]) -> list[Engine
 
 
 def _rank(row: EngineRow) -> tuple[float, float, int, str]:
-    """Return what the accepted engines of a target are ordered by, the best first: they ran in the same rounds."""
+    """Return the sort key of a target's accepted engines, best first; their latencies are from the same rounds."""
     measured = _measured(row)
     return measured.speed.race_latency_ms_p50, -measured.accuracy.score, measured.size_bytes, row.variant

@@ -14,12 +14,12 @@ ENGINE_FILE = "engine.pt2"
 
 
 def open_runner(file: Path, manifest: EngineManifest) -> TorchRunner:
-    """Return the runner of a package; concurrent ones load their own, because it lets one caller in at a time."""
+    """Return the runner of a package, which takes one caller at a time: concurrent ones load their own."""
     return TorchRunner(file, manifest, load_package, is_program_shared=False)
 
 
 def load_package(file: Path, target: Target) -> Program:
-    """Load a package; raise ArtifactError with torch's own words where it refuses."""
+    """Load a package; raise ArtifactError with torch's error if that fails."""
     import torch
 
     try:

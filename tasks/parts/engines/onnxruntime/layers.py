@@ -41,7 +41,7 @@ _SAME_TYPE_OPS = {
 def record_nodes(
     file: Path, images_NCHW: FloatArray, num_iterations: int, *, provider: str, num_threads: int
 ) -> list[dict[str, Any]]:
-    """Return what ONNX Runtime's profiler records of every node that ran."""
+    """Return the records of ONNX Runtime's profiler for every executed node."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = str(Path(folder) / "profile")
         session = open_session(file, provider=provider, num_threads=num_threads, profile_prefix=prefix)
@@ -54,7 +54,7 @@ def record_nodes(
 
 
 def without_first_runs(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out the first run of each node, which is slower."""
+    """Drop the first run of each node, which is slower."""
     seen: set[str] = set()
     later = []
     for event in events:
@@ -65,7 +65,7 @@ def without_first_runs(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def find_nodes_elsewhere(events: list[dict[str, Any]], provider: str) -> dict[str, str]:
-    """Return node -> operator type of recorded nodes that another provider ran; ONNX Runtime moves them silently."""
+    """Return node -> operator type of nodes that ran on another provider; ONNX Runtime moves them silently."""
     return {
         event["name"].removesuffix("_kernel_time"): event["args"]["op_name"]
         for event in events
@@ -98,8 +98,7 @@ def layers_of(file: Path, *, provider: str, num_threads: int) -> tuple[EngineLay
 
 
 def _node_precision(node: Any, types: dict[str, int]) -> str:
-    """Return what a node computes in, and note the type of its outputs; nodes must come in topological
-    order."""
+    """Return the precision of a node and record the type of its outputs; call in topological order."""
     if node.op_type.startswith("QLinear") or node.op_type.endswith("Integer"):
         zero_point = types.get(node.input[-1] if node.op_type == "QLinearConcat" else node.input[2], 2)
         types.update(dict.fromkeys(node.output, zero_point if zero_point in _INT8_TYPES else 2))

@@ -1,5 +1,5 @@
 """ONNX Runtime, on the CPU or an NVIDIA GPU. The engine file is an ONNX graph; the runtime optimises it for the
-machine at hand when it is loaded. For its TensorRT provider the graph holds a plan, and nothing is optimised.
+current machine on loading. For its TensorRT provider the graph holds a plan, and nothing is optimised.
 
 An offline-optimised file would load 2-20 ms faster and run no faster, but only on the CPU that made it.
 The GPU was not run on real hardware.
@@ -37,7 +37,7 @@ def open_runner(file: Path, manifest: EngineManifest) -> "OnnxruntimeRunner":
 
 
 class BoundBatch:
-    """Images and logits of one batch size on a device, bound to a session, so that no call allocates them again."""
+    """Images and logits of one batch size on a device, bound to a session, so that calls allocate nothing."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class BoundBatch:
 
 
 class OnnxruntimeRunner:
-    """Runs an ONNX file in an ONNX Runtime session; on a GPU through buffers that stay there."""
+    """Runs an ONNX file in an ONNX Runtime session; on a GPU with persistent device buffers."""
 
     def __init__(
         self, file: Path, manifest: EngineManifest, session: "onnxruntime.InferenceSession | None" = None
@@ -117,7 +117,7 @@ class OnnxruntimeRunner:
         check_batch(images_NCHW, self.manifest)
         target = self.manifest.target
         if target.device == CUDA:
-            return ()  # its events time the launch of a kernel and not the kernel
+            return ()  # its events time the launch of a kernel, not the kernel
         events = record_nodes(
             self._file,
             images_NCHW,
@@ -128,7 +128,7 @@ class OnnxruntimeRunner:
         return operator_times(without_first_runs(events), num_iterations)
 
     def open_concurrent(self, count: int) -> tuple[Self, ...]:
-        """Return runners that share the session: it computes in the threads that call it."""
+        """Return runners that share the session, which computes in the calling threads."""
         return tuple(type(self)(self._file, self.manifest, self._session) for _ in range(count))
 
     def time_on_device(self, images_NCHW: FloatArray, num_iterations: int) -> None:

@@ -21,9 +21,9 @@ _CONVERSIONS = {"Reorder", "FakeQuantize", "Convert"}
 
 
 def compile_options(target: Target) -> dict[str, Any]:
-    """Return the properties that a target stands for.
+    """Return the OpenVINO properties of a target.
 
-    The precision hint is pinned: OpenVINO's default on a CPU with bf16 is bf16, also for a graph in float32.
+    The precision hint is pinned: on a CPU with bf16, OpenVINO defaults to bf16 even for a float32 graph.
     Threads are not pinned to cores: several engines may share a machine.
     """
     return {
@@ -36,7 +36,7 @@ def compile_options(target: Target) -> dict[str, Any]:
 
 
 def compile_graph(model: bytes, target: Target) -> "openvino.CompiledModel":
-    """Compile an ONNX graph for batches 1..max_batch; raise BuildFailed when the runtime refuses it."""
+    """Compile an ONNX graph for batches 1..max_batch; raise BuildFailed if the runtime refuses it."""
     import openvino
 
     core = openvino.Core()
@@ -59,7 +59,7 @@ def export_blob(compiled: "openvino.CompiledModel") -> bytes:
 
 
 def layers_of(compiled: "openvino.CompiledModel") -> tuple[EngineLayer, ...]:
-    """Read the graph that OpenVINO really executes; what depends on constants alone is left out."""
+    """Read the graph that OpenVINO really executes, without nodes that depend only on constants."""
     layers, constants = [], set[str]()
     for node in compiled.get_runtime_model().get_ordered_ops():
         info = node.get_rt_info()

@@ -1,4 +1,4 @@
-"""Captured CUDA graphs, which pycuda has no binding for, by ctypes. Not run on real hardware."""
+"""Capture CUDA graphs with ctypes, because pycuda has no binding for them. Not run on real hardware."""
 
 import ctypes
 from collections.abc import Callable
@@ -10,16 +10,16 @@ _CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class CapturedGraph:
-    """Work on a stream that was recorded once and is launched again by a single call. pycuda has no such binding."""
+    """Work on a stream that is recorded once and then launched by a single call."""
 
     def __init__(self, stream: int, record: Callable[[], None]) -> None:
-        """Record what `record` puts on the stream (a CUstream handle); nothing of it runs yet."""
+        """Record what `record` queues on the stream (a CUstream handle); none of it runs yet."""
         self._driver, self._stream = ctypes.CDLL(CUDA_LIBRARY), ctypes.c_void_p(stream)
         self._graph, self._executable = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuStreamBeginCapture_v2", self._stream, _CAPTURE_THREAD_LOCAL)
         try:
             record()
-        except BaseException:  # the stream must leave the capture, whatever broke it
+        except BaseException:  # the stream must leave capture mode after any failure
             self._driver.cuStreamEndCapture(self._stream, ctypes.byref(self._graph))
             raise
         self._call("cuStreamEndCapture", self._stream, ctypes.byref(self._graph))
@@ -27,7 +27,7 @@ class CapturedGraph:
         self._call("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), self._graph, flags)
 
     def launch(self) -> None:
-        """Put the recorded work on the stream."""
+        """Launch the recorded work on the stream."""
         self._call("cuGraphLaunch", self._executable, self._stream)
 
     def close(self) -> None:

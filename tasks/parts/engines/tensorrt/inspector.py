@@ -1,7 +1,7 @@
-"""What TensorRT's engine inspector tells about the layers of an engine.
+"""Read the layers of an engine from TensorRT's engine inspector.
 
-Its JSON differs by major: 10 says "Format/Datatype" in one text and "Bindings", 11 "Format" and "DataType" apart and
-"I/O Tensors". Both are read.
+Its JSON differs between majors: 10 has one text "Format/Datatype" and "Bindings", 11 has separate "Format" and
+"DataType" and "I/O Tensors". Both are supported.
 """
 
 import json
@@ -23,7 +23,7 @@ _REFORMAT = re.compile(r"reformat|copy", re.IGNORECASE)
 
 
 def read_layers(text: str) -> tuple[EngineLayer, ...]:
-    """Read the inspector's JSON; an engine that tells names only, or nothing, has layers without precision."""
+    """Read the inspector's JSON; an engine that reports only names, or nothing, has layers without precision."""
     layers = json.loads(text).get("Layers", [])
     layers = [{"Name": layer} if isinstance(layer, str) else layer for layer in layers]
     return tuple(_read_layer(layer) for layer in layers)
@@ -42,7 +42,7 @@ def _read_layer(layer: dict[str, Any]) -> EngineLayer:
 
 
 def _precision(layer: dict[str, Any]) -> str:
-    """Read the precision of the first input; of the weights where that depends on a shape that is not known."""
+    """Read the precision of the first input, or of the weights if it depends on an unknown shape."""
     inputs: Sequence[dict[str, Any]] = layer.get("Inputs", [])
     texts = [str(inputs[0].get(key, "")) for key in ("DataType", "Format/Datatype")] if inputs else []
     weights = layer.get("Weights")

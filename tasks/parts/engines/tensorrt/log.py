@@ -1,6 +1,6 @@
-"""TensorRT's messages in Python's log, and its errors at hand for our own messages. Needs TensorRT.
+"""Forward TensorRT's messages to Python's log, and keep its errors for our own messages. Needs TensorRT.
 
-TensorRT keeps the first logger that it is given for the whole process, so there is one.
+TensorRT keeps the first logger that it receives for the whole process, so there is only one.
 """
 
 import logging
@@ -20,14 +20,14 @@ _SHOWN_ERRORS = 3
 
 
 class TensorrtLog(trt.ILogger):  # type: ignore[misc]
-    """Takes what TensorRT says."""
+    """Receives TensorRT's messages."""
 
     def __init__(self) -> None:
         trt.ILogger.__init__(self)
         self.errors: list[str] = []
 
     def log(self, severity: "trt.ILogger.Severity", msg: str) -> None:
-        """Pass one message on."""
+        """Forward one message."""
         level = _LEVELS[severity]
         if level == logging.ERROR:
             self.errors.append(msg)

@@ -1,7 +1,7 @@
 """TensorRT. The engine file is a serialized plan. Not run on real hardware.
 
 A plan belongs to the exact TensorRT version and the GPU that built it. Importing this module needs TensorRT and
-pycuda; whoever imports it has checked the target first.
+pycuda, so check the target first.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def open_runner(file: Path, manifest: EngineManifest) -> "TensorrtRunner":
 
 
 class PrimaryContext:
-    """The CUDA context that torch and other libraries of this process use as well, current inside the block."""
+    """Make the primary CUDA context current, which torch and other libraries of this process share."""
 
     def __enter__(self) -> Self:
         cuda.init()
@@ -70,13 +70,13 @@ class LayerTimes(trt.IProfiler):  # type: ignore[misc]
 
 
 class LogitsMemory(trt.IOutputAllocator):  # type: ignore[misc]
-    """Gives TensorRT the memory for the logits, more of it where an engine writes more than its card says."""
+    """Allocates the logits for TensorRT, with more memory if an engine writes more than its card says."""
 
     def __init__(self, num_bytes: int) -> None:
         trt.IOutputAllocator.__init__(self)
         self.memory, self._num_bytes = cuda.mem_alloc(num_bytes), num_bytes
         self.shape: tuple[int, ...] = ()
-        """Shape of the latest logits, as TensorRT tells it."""
+        """Shape of the latest logits, as reported by TensorRT."""
 
     def reallocate_output_async(
         self, tensor_name: str, memory: int, size: int, alignment: int, stream: int
@@ -87,16 +87,16 @@ class LogitsMemory(trt.IOutputAllocator):  # type: ignore[misc]
         return int(self.memory)
 
     def notify_shape(self, tensor_name: str, shape: "trt.Dims") -> None:
-        """Keep the shape of what is written."""
+        """Keep the shape of the written logits."""
         self.shape = tuple(shape)
 
 
 def load_plan(plan: bytes, target: Target) -> "trt.ICudaEngine":
-    """Deserialize a plan; raise ArtifactError with TensorRT's own words where it refuses."""
+    """Deserialize a plan; raise ArtifactError with TensorRT's error if that fails."""
     assert target.tensorrt is not None
     num_before = len(LOG.errors)
     runtime = trt.Runtime(LOG)
-    # The plan of a version-compatible engine carries a runtime of its own, which is host code.
+    # A version-compatible plan carries its own runtime, which is host code.
     runtime.engine_host_code_allowed = target.tensorrt.version_compatible
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
@@ -108,7 +108,7 @@ def load_plan(plan: bytes, target: Target) -> "trt.ICudaEngine":
 
 
 def open_context(engine: "trt.ICudaEngine", target: Target) -> "trt.IExecutionContext":
-    """Create an execution context with memory of its own; raise ArtifactError where the GPU has too little."""
+    """Create an execution context with its own memory; raise ArtifactError if the GPU has too little."""
     num_before = len(LOG.errors)
     context = engine.create_execution_context()
     if context is None:
@@ -126,9 +126,9 @@ def tensor_names(engine: "trt.ICudaEngine", mode: "trt.TensorIOMode") -> list[st
 
 
 def inspect(engine: "trt.ICudaEngine", target: Target, card: InputCard) -> str:
-    """Return what the engine inspector says about all layers, as JSON.
+    """Return the engine inspector's JSON about all layers.
 
-    A context with known shapes goes with it: without one, layers that depend on the batch tell no precision.
+    It needs a context with known shapes: without one, layers that depend on the batch report no precision.
     """
     assert target.tensorrt is not None
     [name] = tensor_names(engine, trt.TensorIOMode.INPUT)
@@ -144,7 +144,7 @@ def inspect(engine: "trt.ICudaEngine", target: Target, card: InputCard) -> str:
 class TensorrtRunner:
     """Runs a plan on one stream, through page-locked host memory.
 
-    A captured graph belongs to the shapes that its context had: there is one, recorded again when the batch changes.
+    A captured graph belongs to the shapes of its context, so the one graph is recorded again when the batch changes.
     """
 
     def __init__(self, file: Path, manifest: EngineManifest, engine: "trt.ICudaEngine | None" = None) -> None:
@@ -186,7 +186,7 @@ class TensorrtRunner:
         with self._stack:
             self._forget_graph()
             self._stream.synchronize()
-            # In this order, while the CUDA context lives: what outlives it is never freed.
+            # In this order, while the CUDA context exists: what outlives it is never freed.
             self._tensor_context = None
             del self._context, self._engine, self._device_images, self._device_logits
             del self._images_NCHW, self._logits_NCHW, self._stream
@@ -214,8 +214,8 @@ class TensorrtRunner:
     def infer_tensor(self, images_NCHW: "torch.Tensor", logits_NCHW: "torch.Tensor") -> None:
         """Read a contiguous CUDA tensor and write another one, float32, without copies.
 
-        The work is queued on torch's current stream in an execution context of its own, so it neither waits for nor
-        disturbs `run`. Calls of this method have to follow each other on one stream.
+        The work is queued on torch's current stream in a separate execution context, so it neither waits for nor
+        disturbs `run`. Calls of this method must be sequential on one stream.
 
         Raises DataError for tensors that are not contiguous float32 on the GPU or do not fit the engine.
         """
@@ -241,9 +241,9 @@ class TensorrtRunner:
         self._launch(context, stream)
 
     def infer_tensors(self, images_NCHW: FloatArray) -> dict[str, NDArray[Any]]:
-        """Return what the plan shows of its tensors, by TensorRT's names, and the logits.
+        """Return the logits and the debug tensors, by TensorRT's names.
 
-        More than the logits only where the plan was built with its tensors marked.
+        A plan that was built without marked tensors returns only the logits.
         """
         check_batch(images_NCHW, self.manifest)
         num_images, listener = len(images_NCHW), DebugTensors(_copy_from_device)
@@ -295,11 +295,11 @@ class TensorrtRunner:
         return tuple(sorted(layer_times, key=lambda time: -time.milliseconds))
 
     def open_concurrent(self, count: int) -> tuple[Self, ...]:
-        """Return runners that share the plan; each has an execution context, a stream and memory of its own."""
+        """Return runners that share the plan; each has its own execution context, stream and memory."""
         return tuple(type(self)(self._file, self.manifest, self._engine) for _ in range(count))
 
     def time_on_device(self, images_NCHW: FloatArray, num_iterations: int) -> DeviceTimes:
-        """Measure what `run` puts on the GPU, and the kernels alone; waiting for the host counts as well."""
+        """Time the GPU work of `run`, and the kernels alone; waiting for the host is included."""
         self.infer(images_NCHW)
         total_ms = [self._elapsed_ms(self._start) for _ in range(num_iterations)]
         if self._graph is None:
@@ -327,13 +327,13 @@ class TensorrtRunner:
         self._launch(self._context, self._stream.handle)
 
     def _choose_batch(self, num_images: int) -> None:
-        """Set the shape of a batch, and capture its work where that is wanted."""
+        """Set the shape of a batch, and capture its work if the target enables CUDA graphs."""
         options = self.manifest.target.tensorrt
         assert options is not None
         self._forget_graph()
         self._set_shape(self._context, num_images, self._stream.handle)
         if options.cuda_graph:
-            self._enqueue(num_images)  # lazily loaded kernels must be there before a capture
+            self._enqueue(num_images)  # lazily loaded kernels must be loaded before a capture
             self._stream.synchronize()
             self._graph = CapturedGraph(self._stream.handle, lambda: self._enqueue(num_images))
         self._batch = num_images
@@ -352,7 +352,7 @@ class TensorrtRunner:
         ]
         if not fitting:
             raise DataError(
-                f"Target {target.name}: no profile takes a batch of {num_images} (target.{target.name}.tensorrt"
+                f"Target {target.name}: no profile accepts a batch of {num_images} (target.{target.name}.tensorrt"
                 ".profiles). Declare one and build again."
             )
         if context.active_optimization_profile != fitting[0]:

@@ -1,4 +1,4 @@
-"""Eager PyTorch: the reference that everybody has. The engine file is the checkpoint itself."""
+"""Eager PyTorch, the reference. The engine file is the checkpoint itself."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Networks in reduced precision, and what their layers compute in.
+"""Run networks in reduced precision, and report the precision of their layers.
 
-Reduced is the precision of the weights, not autocast's: what a layer computes in can then be read from its weights,
-and no weight is cast again at each run. BatchNorm keeps float32, which its kernels take beside reduced activations.
+The weights are cast instead of using autocast: the precision of a layer can then be read from its weights, and no
+weight is cast again on each run. BatchNorm stays in float32, which its kernels accept beside reduced activations.
 """
 
 from collections import Counter, defaultdict
@@ -17,7 +17,7 @@ _PRECISIONS = {dtype: str(precision) for precision, dtype in _TYPES.items()}
 
 
 class CastNetwork(nn.Module):
-    """Takes float32 images and returns float32 logits, whatever the network between computes in."""
+    """Maps float32 images to float32 logits, whatever the network computes in."""
 
     def __init__(self, network: nn.Module, precision: Precision) -> None:
         """Cast the weights of `network` in place."""

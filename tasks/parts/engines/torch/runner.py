@@ -1,7 +1,7 @@
-"""Runs torch programs, eager or compiled ahead of time, on the CPU or an NVIDIA GPU.
+"""Run torch programs, eager or compiled ahead of time, on the CPU or an NVIDIA GPU.
 
-On a GPU images and logits cross page-locked memory, and a run ends when its stream has. Not run on real hardware
-there.
+On a GPU, images and logits pass through page-locked memory, and a run returns when its stream has finished. Not run
+on real hardware there.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ Program = Callable[["Tensor"], "Tensor"]
 
 
 def set_up_torch(target: Target) -> None:
-    """Give torch the target's threads, and keep float32 what it says: GPUs would round factors to 10 bits (TF32).
+    """Set torch's threads, and turn off TF32, in which GPUs round the factors of float32 products to 10 bits.
 
-    Raises TargetMismatch where torch cannot use the GPU.
+    Raises TargetMismatch if torch cannot use the GPU.
     """
     import torch
 
@@ -46,7 +46,7 @@ def set_up_torch(target: Target) -> None:
 
 @contextlib.contextmanager
 def _explained_out_of_memory(target: Target) -> Iterator[None]:
-    """Raise ArtifactError where the GPU has too little memory."""
+    """Raise ArtifactError if the GPU has too little memory."""
     import torch
 
     try:
@@ -65,7 +65,7 @@ def open_runner(file: Path, manifest: EngineManifest) -> "TorchRunner":
 
 
 class TorchRunner:
-    """Runs what `load` makes of an engine file, in inference mode."""
+    """Runs the program that `load` returns for an engine file, in inference mode."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class TorchRunner:
         *,
         is_program_shared: bool = True,
     ) -> None:
-        """Take a loader, and whether concurrent runners may call one loaded program."""
+        """Take a loader, and whether concurrent runners may share one loaded program."""
         self._file, self.manifest, self._load = file, manifest, load
         self._is_program_shared = is_program_shared
         self._program: Program | None = None
@@ -167,9 +167,9 @@ class TorchRunner:
         return tuple(sorted(times, key=lambda time: -time.milliseconds))
 
     def open_concurrent(self, count: int) -> tuple[Self, ...]:
-        """Return runners of this file; on a GPU each has a stream of its own.
+        """Return runners of this file; on a GPU each has its own stream.
 
-        Packages of AOTInductor hold Python's lock while they compute on the CPU: several are no faster than one.
+        AOTInductor packages hold Python's GIL while they compute on the CPU: several are no faster than one.
         """
         program = self._program
         assert program is not None, "use the runner in a with block"
@@ -188,7 +188,7 @@ class TorchRunner:
         )
 
     def _time(self, enqueue: Callable[[], Any]) -> float:
-        """Return the milliseconds of work on the stream, by CUDA events."""
+        """Return the milliseconds of work on the stream, measured with CUDA events."""
         first, last = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
         with self._torch.inference_mode(), self._torch.cuda.stream(self._stream):
             first.record()

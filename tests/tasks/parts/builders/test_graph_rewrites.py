@@ -6,7 +6,12 @@ import pytest
 import tiny_networks as tiny
 from onnx import ModelProto, helper
 
-from tasks.parts.builders.graph_rewrites import MAX_MACS_PER_VALUE, resize_as_matmul, stem_in_float
+from tasks.parts.builders.graph_rewrites import (
+    MAX_MACS_PER_VALUE,
+    resize_as_matmul,
+    stem_in_float,
+    weights_to_7_bits,
+)
 from tasks.parts.onnx_graphs.graph import is_quantized
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
@@ -116,3 +121,33 @@ def test_readers_of_the_image_beside_the_stem_keep_its_quantization() -> None:
     assert op_types(encoded).count("QuantizeLinear") == op_types(signed).count("QuantizeLinear")
     session = open_session(encoded)
     assert np.isfinite(session.run(None, {"image": images_NCHW})[1])
+
+
+def weights_and_zero_points(model: ModelProto) -> dict[str, tuple[np.ndarray, int]]:
+    """Return the int8 weights of each convolution and the zero point of the activation that it reads."""
+    constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    makers = {name: node for node in model.graph.node for name in node.output}
+    found = {}
+    for node in model.graph.node:
+        inputs = [makers.get(name) for name in node.input[:2]]
+        if node.op_type == "Conv" and all(maker and maker.op_type == "DequantizeLinear" for maker in inputs):
+            activation, weight = inputs
+            assert activation and weight
+            found[node.name] = (constants[weight.input[0]], int(constants[activation.input[2]]))
+    return found
+
+
+@pytest.mark.parametrize("network_type", [tiny.Straight, tiny.Branched])
+def test_sums_of_two_products_fit_16_bits_where_weights_have_7(network_type: type) -> None:
+    _, graph, images_NCHW = tiny.quantized(network_type, tiny.OP_TYPES)
+    wide = activations_to_uint8(graph)
+    narrow = weights_to_7_bits(wide)
+    before, after = weights_and_zero_points(wide), weights_and_zero_points(narrow)
+    shifted = {name for name, (_, zero_point) in before.items() if zero_point}
+    assert shifted and before.keys() == after.keys()
+    for name, (weights, _) in after.items():
+        if name in shifted:
+            assert 2 * 255 * np.abs(weights.astype(int)).max() <= np.iinfo(np.int16).max
+        else:
+            np.testing.assert_array_equal(weights, before[name][0])
+    assert difference(run(wide, images_NCHW), run(narrow, images_NCHW)).sqnr_db > 25

@@ -17,8 +17,10 @@ from tasks.parts.engines.onnxruntime.runner import BoundBatch
 from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.engines.runtimes import Precision, Runtime
 from tasks.parts.onnx_session import open_session
+from tests.tasks.conftest import AOTINDUCTOR
 
-FLOAT_TARGETS = ["cpu_torch", "cpu_onnxruntime", "cpu_openvino", "cpu_aotinductor"]
+FLOAT_TARGETS = ["cpu_torch", "cpu_onnxruntime", "cpu_openvino", AOTINDUCTOR]
+DECLARED_TARGETS = ["cpu_torch", "cpu_onnxruntime", "cpu_openvino", "cpu_openvino_bf16", "cpu_aotinductor"]
 
 
 @pytest.fixture(name="images_NCHW", scope="module")
@@ -146,9 +148,10 @@ def test_damaged_manifest_is_named(tmp_path):
         read_engine_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("runtime", ["openvino", "aotinductor"])
-def test_engine_of_another_runtime_version_is_refused_before_its_file_is_read(workshop, tmp_path, runtime):
-    engine = copy_of(workshop.engine("float", f"cpu_{runtime}"), tmp_path)
+@pytest.mark.parametrize("target", ["cpu_openvino", AOTINDUCTOR])
+def test_engine_of_another_runtime_version_is_refused_before_its_file_is_read(workshop, tmp_path, target):
+    engine = copy_of(workshop.engine("float", target), tmp_path)
+    runtime = target.removeprefix("cpu_")
     manifest = read_engine_manifest(engine)
     (engine / manifest.file).write_bytes(b"never read")
     write_engine_manifest(engine, dataclasses.replace(manifest, runtime_version="2025.1.0"))
@@ -160,13 +163,25 @@ def test_engine_of_another_runtime_version_is_refused_before_its_file_is_read(wo
         open_engine(engine)
 
 
-@pytest.mark.parametrize("target", ["cpu_openvino", "cpu_aotinductor"])
+@pytest.mark.parametrize("target", ["cpu_openvino", AOTINDUCTOR])
 def test_native_code_of_another_cpu_is_refused(workshop, tmp_path, target):
     engine = copy_of(workshop.engine("float", target), tmp_path)
     manifest = read_engine_manifest(engine)
     write_engine_manifest(engine, dataclasses.replace(manifest, isa=("avx2", "amx_imaginary")))
     with pytest.raises(TargetMismatch, match=r"avx2, amx_imaginary.*Build it again here"):
         open_engine(engine)
+
+
+def test_int8_engine_of_a_cpu_with_vnni_is_refused_without_it(workshop, tmp_path, monkeypatch):
+    engine = copy_of(workshop.engine("quantized", "cpu_onnxruntime"), tmp_path)
+    manifest = read_engine_manifest(engine)
+    write_engine_manifest(engine, dataclasses.replace(manifest, isa=("avx2", "avx_vnni")))
+    monkeypatch.setattr("tasks.parts.engines.machine.read_cpu_flags", lambda: frozenset({"ssse3", "avx2"}))
+    with pytest.raises(TargetMismatch, match=r"built on a CPU with VNNI; .*Build it again here"):
+        open_engine(engine)
+    write_engine_manifest(engine, dataclasses.replace(manifest, isa=("avx2",)))
+    with open_engine(engine):
+        pass
 
 
 def test_version_prefix_ends_at_a_dot(workshop):
@@ -220,7 +235,7 @@ def test_opening_an_engine_imports_no_other_runtime(workshop):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("name", "Cpu Torch", r"name is 'Cpu Torch', expected a text that is made of lower-case"),
+        ("name", "Cpu Torch", r"name is 'Cpu Torch', expected a string that is made of lower-case"),
         ("runtime_version", "new", r"runtime_version is 'new'"),
         ("device", "tpu", r"device is tpu, expected cpu or cuda for runtime onnxruntime"),
         ("device", "cuda", r"gpu is None, expected a GPU for cuda"),
@@ -239,5 +254,5 @@ def test_impossible_target_is_refused_with_its_key(workshop, field, value, messa
 
 
 def test_every_declared_target_is_valid(workshop):
-    found = {name: workshop.target(name).runtime for name in (*FLOAT_TARGETS, "cpu_openvino_bf16")}
+    found = {name: workshop.target(name).runtime for name in DECLARED_TARGETS}
     assert set(found.values()) == set(Runtime) - {Runtime.tensorrt}  # those are in test_tensorrt.py

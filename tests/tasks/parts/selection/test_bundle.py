@@ -17,7 +17,7 @@ import pytest
 from google.protobuf import text_format
 
 from tasks.parts.data.dataset import normalise, open_split
-from tasks.parts.engines.bundle_infer import check_gpu, cut_batches
+from tasks.parts.engines.bundle_infer import check_gpu, check_vnni, cut_batches
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.manifest import (
     GRAPH_FILE,
@@ -65,9 +65,9 @@ def infer(
     return run_script(python, bundle, folder)
 
 
-def run_script(python: str, bundle: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_script(python: str, bundle: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run infer.py as a user would, away from the repository."""
-    command = [python, "-I", str(bundle / "infer.py"), "images.npy", "classes.npy"]
+    command = [python, "-I", str(bundle / "infer.py"), *(arguments or ("images.npy", "classes.npy"))]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
@@ -127,7 +127,7 @@ def test_other_version_of_the_runtime_is_named(workshop: Workshop, tmp_path: Pat
     assert f"measured with {runtime} 1.2.3, installed is {installed}" in done.stderr
 
 
-OPTIONS = {"provider_options": {}, "num_threads": 1}
+OPTIONS = {"provider_options": {}, "num_threads": 1, "needs_vnni": False}
 
 
 def test_provider_that_is_not_here_is_refused(workshop: Workshop, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_images_that_do_not_fit_are_refused(
     bundle = bundled(workshop, "cpu_onnxruntime", tmp_path / "a")
     done = infer(sys.executable, bundle, images_NHWC, tmp_path)
     assert done.returncode != 0
-    assert "expected uint8 [N, 64, 96, 3], RGB, with one image or more" in done.stderr
+    assert "expected RGB uint8 [N, 64, 96, 3] with at least one image" in done.stderr
 
 
 def write_torn(path: Path) -> None:
@@ -181,7 +181,29 @@ def test_file_without_whole_images_is_named(
     write(images)
     done = run_script(sys.executable, bundle, tmp_path)
     assert done.returncode != 0
-    assert done.stderr.startswith("infer.py: images.npy: no whole .npy file (")
+    assert done.stderr.startswith("infer.py: images.npy: not a complete .npy file (")
+
+
+def test_int8_engine_of_a_cpu_with_vnni_is_refused_without_it(workshop: Workshop, tmp_path: Path) -> None:
+    manifest = read_engine_manifest(workshop.engine("quantized", "cpu_onnxruntime"))
+    on_vnni = replace(manifest, isa=("avx2", "avx512_vnni"))
+    assert describe_engine(on_vnni)["options"]["needs_vnni"]
+    assert not describe_engine(replace(manifest, isa=("avx2",)))["options"]["needs_vnni"]
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags\t\t: fpu avx2\n")
+    with pytest.raises(ValueError, match="Build the engine again for this machine"):
+        check_vnni(cpuinfo)
+    cpuinfo.write_text("flags\t\t: fpu avx2 avx512_vnni\n")
+    check_vnni(cpuinfo)
+
+
+def test_help_names_the_arguments_and_ends_with_0(workshop: Workshop, tmp_path: Path) -> None:
+    bundle = bundled(workshop, "cpu_onnxruntime", tmp_path / "a")
+    done = run_script(sys.executable, bundle, tmp_path, "--help")
+    assert done.returncode == 0 and "usage: infer.py [-h] IMAGES.npy CLASSES.npy" in done.stdout
+    assert "uint8 [N, H, W, 3]" in done.stdout
+    alone = run_script(sys.executable, bundle, tmp_path, "images.npy")
+    assert alone.returncode == 2 and "required: CLASSES.npy" in alone.stderr
 
 
 @pytest.mark.parametrize(
