@@ -47,13 +47,13 @@ from flows.run_page import publish_progress, publish_result
 from flows.stage_task import TaskStages, task_runner
 from flows.workspace import commit_outputs, hold_workspace
 from tasks.core.errors import ConfigError, EnginewrightError
-from tasks.core.execute import ARTIFACTS, explained_full_disk, is_fresh, prepare_call, remove_leftovers
+from tasks.core.execute import ARTIFACTS, explained_full_disk, is_current, prepare_call, remove_leftovers
 from tasks.core.tracking.records import git_commit
 
 _FAN_OUT_TAG = "fan-out"
 _POLL_S = 2.0
 _WORKER_LOST_S = 120.0
-"""A worker says every 30 s that it lives; the server counts it as offline after three silences."""
+"""A worker sends a heartbeat every 30 s; the server counts it as offline after three missed ones."""
 
 
 class TargetsFailed(EnginewrightError):
@@ -61,17 +61,17 @@ class TargetsFailed(EnginewrightError):
 
 
 class Outcome(enum.StrEnum):
-    """What became of a target."""
+    """The outcome of a target."""
 
     DONE = enum.auto()
     WAITING = enum.auto()
-    """The target's pool had no worker. Its run stays scheduled; the next pipeline takes what it made."""
+    """The target's pool had no worker. Its run stays scheduled; the next pipeline uses what it makes."""
     FAILED = enum.auto()
 
 
 @dataclass(frozen=True)
 class TargetResult:
-    """The outcome of one target, in words and in lines of dvc.lock."""
+    """The outcome of one target, with a message and its dvc.lock entries."""
 
     outcome: Outcome
     words: str
@@ -79,7 +79,7 @@ class TargetResult:
 
     @property
     def line(self) -> str:
-        """The outcome as people read it."""
+        """The outcome and its message."""
         return f"{self.outcome.upper()}. {self.words}".strip()
 
 
@@ -94,14 +94,14 @@ def optimize_on_pools(
         float, Field(gt=0, description="how long a target may take once it has a worker, in s")
     ] = 6 * 3600.0,
 ) -> None:
-    """Make the models, let the pool of each target make its engines, and select.
+    """Make the models, build the engines of each target on its pool, and select.
 
     A target whose pool has no worker is WAITING: the others finish, and its engines join in a later run.
 
     Raises ConfigError, ArtifactError, DvcFailed; TargetsFailed at the end, when the rest is done.
     """
     if any(override.startswith("target=") for override in overrides):
-        raise ConfigError("overrides name target=..., expected only in the parameter targets.")
+        raise ConfigError("overrides contain target=...; set the parameter targets instead.")
     overrides = [*overrides, f"target=[{','.join(targets)}]"]
     params = compose_params(overrides)
     check_models(params)
@@ -131,7 +131,7 @@ def optimize_on_pools(
     failed = {target: result.words for target, result in results.items() if result.outcome is Outcome.FAILED}
     if failed:
         raise TargetsFailed(
-            f"{len(failed)} of {len(targets)} targets failed, the others are selected: "
+            f"{len(failed)} of {len(targets)} targets failed, the others have their engines: "
             + "; ".join(f"{target}: {words}" for target, words in failed.items())
         )
 
@@ -139,7 +139,7 @@ def optimize_on_pools(
 def _make_engines(
     params: Mapping[str, Any], overrides: Sequence[str], patience_s: float, timeout_s: float
 ) -> dict[str, TargetResult]:
-    """Let each target's pool work; the reference target first, since all others are measured beside its engine."""
+    """Build each target's engines on its pool, the reference first: all others are measured beside its engine."""
     reference = params["select_engine"]["float_reference"]["target"]
     others = [target for target in params["build_engine"] if target != reference]
     results: dict[str, TargetResult] = {}
@@ -154,12 +154,12 @@ def _make_engines(
             pull(sorted(entries))
         for target in wave:
             if results[target].outcome is Outcome.DONE:
-                _check_fresh(params, target)
+                _check_current(params, target)
     return results
 
 
 def _start(params: Mapping[str, Any], target: str, overrides: Sequence[str]) -> UUID:
-    """Schedule the run of a target; one that an earlier pipeline left waiting is replaced."""
+    """Schedule the run of a target, in place of one that an earlier pipeline left waiting."""
     with get_client(sync_client=True) as client:
         waiting = client.read_flow_runs(
             deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=[target])),
@@ -194,14 +194,14 @@ def _start(params: Mapping[str, Any], target: str, overrides: Sequence[str]) -> 
             f"The server has no deployment deploy_target/{target}. Add it to prefect.yaml and register it: "
             "`python -m flows.deploy`."
         ) from error
-    assert isinstance(started, FlowRun)  # this is no coroutine
+    assert isinstance(started, FlowRun)  # not a coroutine
     return started.id
 
 
 def _wait(
     params: Mapping[str, Any], runs: Mapping[str, UUID], patience_s: float, timeout_s: float
 ) -> dict[str, TargetResult]:
-    """Wait until every run has ended or waits for a worker that is not there."""
+    """Wait until every run has ended or has waited too long for a worker."""
     results: dict[str, TargetResult] = {}
     began = time.monotonic()
     seen = dict.fromkeys(runs, began)
@@ -230,7 +230,7 @@ def _judge(
     patience_s: float,
     timeout_s: float,
 ) -> TargetResult | None:
-    """Tell what became of a target's run; None while it is worth waiting."""
+    """Return the outcome of a target's run; None while it may still finish."""
     assert run.state is not None
     if run.state.is_completed():
         return TargetResult(Outcome.DONE, "", _read_artifact(client, run.id))
@@ -259,20 +259,20 @@ def _read_artifact(client: SyncPrefectClient, run_id: UUID) -> Entries:
             type=ArtifactFilterType(any_=[ENTRIES_ARTIFACT]),
         )
     )
-    assert isinstance(artifacts[0].data, str)  # Prefect stores what it is given as JSON
+    assert isinstance(artifacts[0].data, str)  # Prefect stores the data as JSON
     entries: Entries = json.loads(artifacts[0].data)
     return entries
 
 
-def _check_fresh(params: Mapping[str, Any], target: str) -> None:
-    """Check that what a worker made is what this machine would have made: nothing of it is made again here."""
+def _check_current(params: Mapping[str, Any], target: str) -> None:
+    """Check that a worker's outputs are current on this machine, so that none of them is made again here."""
     calls, _, _ = plan_target(params, target)
     stale = [
-        address for address, inputs in calls.items() if not is_fresh(prepare_call(address, inputs, params))
+        address for address, inputs in calls.items() if not is_current(prepare_call(address, inputs, params))
     ]
     if stale:
         raise TargetsFailed(
-            f"{stale[0]} came from a worker with other code or other inputs. Bring the checkouts of all workers to "
+            f"{stale[0]} came from a worker with different code or inputs. Bring the checkouts of all workers to "
             f"one commit (here: {git_commit()}), remove engines of an earlier configuration from its "
             "artifacts/build_engine, and run again."
         )

@@ -1,4 +1,4 @@
-"""The bridge: one stage call becomes one cached Prefect task."""
+"""Run each stage call as one cached Prefect task."""
 
 import contextlib
 import os
@@ -17,25 +17,25 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.pipeline import Calls
 from tasks.core.errors import EnginewrightError
-from tasks.core.execute import Call, is_fresh, prepare_call
+from tasks.core.execute import Call, is_current, is_fresh, prepare_call
 from tasks.core.locks import hold_lock
 from tasks.core.tracking.config import mask_credentials
 
 MAX_SIDE_BY_SIDE = 4
-"""The most stages that run at once; each loads libraries of up to a gigabyte."""
+"""The maximum number of stages that run at once; each loads libraries of up to a gigabyte."""
 
 
 class StageFailed(EnginewrightError):
-    """A stage ended with an error; its own message stands above on the terminal."""
+    """A stage failed; its own message is above on the terminal."""
 
 
 def stage_command(address: str, inputs: Mapping[str, Path]) -> list[str]:
-    """Return the command line of a stage call, the same one that dvc.yaml holds."""
+    """Return the command line of a stage call, the same as in dvc.yaml."""
     return ["python", "-m", "tasks", address, *(f"{name}={path}" for name, path in inputs.items())]
 
 
 def print_line(line: str) -> None:
-    """Print a line by one write: another thread may print between a line and the end that ``print`` adds."""
+    """Print a line in one write: another thread may print between a line and the newline that ``print`` adds."""
     print(f"{line}\n", end="", flush=True)
 
 
@@ -49,24 +49,22 @@ def print_line(line: str) -> None:
 def run_stage(address: str, command: list[str], key: str, fresh: bool, keeps_words: bool) -> dict[str, str]:
     """Run a stage in its own process and return a small manifest; the outputs themselves stay in artifacts/.
 
-    With ``fresh``, the other driver made the output already, and the manifest is all there is to record. With
-    ``keeps_words``, Prefect keeps what the stage says; else it goes to the terminal as it comes.
+    With ``fresh``, the other driver already made the output, and only the manifest is recorded. With
+    ``keeps_words``, Prefect logs the output of the stage; else it goes straight to the terminal.
     """
     if not fresh:
         print_line(f"{address}: running")
         code = (_run_and_log if keeps_words else _run)([sys.executable, *command[1:]])
         if code != 0:
-            raise StageFailed(
-                f"{address} ended with exit code {code}. Mend what it says above and run again."
-            )
+            raise StageFailed(f"{address} ended with exit code {code}. Fix the error above and run again.")
     return {"address": address, "key": key}
 
 
 _recall_stage = run_stage.with_options(refresh_cache=False)
-"""The same task, which answers from Prefect's record where there is one.
+"""The same task, which returns Prefect's record if there is one.
 
-Which of the two is called follows the files on disk: after configuration A, then B, then A again, Prefect would still
-answer from its record of A while the folder holds B.
+The files on disk decide which of the two is called: after configuration A, then B, then A again, Prefect would still
+return its record of A while the folder holds B.
 """
 
 
@@ -84,12 +82,12 @@ def _run_and_log(command: list[str]) -> int:
 
 
 def task_runner() -> Any:
-    """Return what runs independent stages side by side: one more than there are cores, which starts meanwhile."""
+    """Return the runner of independent stages: one more than there are cores, which loads in the meantime."""
     return ThreadPoolTaskRunner(min(MAX_SIDE_BY_SIDE, 1 + (os.cpu_count() or 1)))
 
 
 class TaskStages:
-    """Runs stage calls as Prefect tasks and says on the terminal what each one took."""
+    """Runs stage calls as Prefect tasks and prints how long each one took."""
 
     def __init__(
         self,
@@ -110,13 +108,13 @@ class TaskStages:
         return self._run(call, fresh)
 
     def run_alone(self, address: str, **inputs: Path) -> None:
-        """Make sure that a call's output is fresh; if it is not, take the one place for measuring on this machine."""
+        """Make sure that a call's output is fresh; if not, run it while nothing else is measured on this machine."""
         call, fresh = self._prepare(address, inputs)
         with contextlib.nullcontext() if fresh else _only_measurement():
             self._run(call, fresh)
 
     def run_side_by_side(self, calls: Calls) -> None:
-        """Make sure that the outputs of independent calls are fresh, as many at once as the task runner takes."""
+        """Make sure that the outputs of independent calls are fresh, as many at once as the task runner allows."""
         pending: list[tuple[Call, PrefectFuture[dict[str, str]]]] = []
         for address, inputs in calls.items():
             call, fresh = self._prepare(address, inputs)
@@ -142,9 +140,10 @@ class TaskStages:
         return call, is_fresh(call)
 
     def _finish(self, call: Call, fresh: bool, record: Mapping[str, str], what: str) -> None:
-        if record["key"] != call.key or not (fresh or is_fresh(call)):
+        if record["key"] != call.key or not (fresh or is_current(call)):
             raise StageFailed(
-                f"{call.address}: inputs, code or params.yaml changed while it ran. Nothing wrong is kept; run again."
+                f"{call.address}: inputs, code or params.yaml changed while it ran. "
+                "No wrong output is used; run again."
             )
         self._num_done += 1
         if not fresh:
@@ -155,6 +154,6 @@ class TaskStages:
 
 def _only_measurement() -> contextlib.AbstractContextManager[None]:
     """Wait while a flow in another checkout measures on this machine."""
-    words = "another checkout measures on this machine; waiting until it is done"
+    words = "another checkout is measuring on this machine; waiting until it is done"
     file = Path(tempfile.gettempdir(), f"enginewright-measuring-{os.getuid()}")
     return hold_lock(file, "", before_waiting=lambda _: print_line(words))

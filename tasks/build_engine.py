@@ -1,9 +1,11 @@
-"""Make the engine of one variant for one target."""
+"""Build the engine of one variant for one target."""
 
 from pathlib import Path
 
 from tasks.parts.builders.build import build
 from tasks.parts.builders.report import EngineBuild
+from tasks.parts.engines.machine import missing_cpu_flags
+from tasks.parts.engines.manifest import EngineStatus
 from tasks.parts.engines.target import Target
 
 Config = Target
@@ -15,6 +17,17 @@ Report = EngineBuild
 def build_engine(cfg: Config, *, model: Path, out: Path) -> Report:
     """Build `out/engine` from a variant's ONNX graph (for runtimes torch and aotinductor: from its checkpoint).
 
-    Raises TargetMismatch on a machine whose runtime is not the declared one, ArtifactError for a damaged model.
+    Raises TargetMismatch if the runtime of this machine is not the declared one, ArtifactError for a damaged model.
     """
     return build(cfg, model=model, out=out)
+
+
+def still_holds(cfg: Config, report: Report) -> bool:
+    """Return whether building again would end the same way.
+
+    A skipped build stays skipped while the CPU lacks a flag. A failed one is tried again: by now memory may be free,
+    or a damaged timing cache gone.
+    """
+    if report.status is EngineStatus.skipped:
+        return bool(missing_cpu_flags(cfg))
+    return report.status is EngineStatus.built

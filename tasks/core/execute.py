@@ -1,6 +1,6 @@
-"""The single door to every stage: is the output fresh, or else run into a draft and publish it whole.
+"""Run a stage unless its output is fresh. The stage writes into a draft, which is published as a whole.
 
-An address names one stage call in all places: ``build_engine.pruned_qat.cpu_openvino`` is the function
+An address names one stage call everywhere: ``build_engine.pruned_qat.cpu_openvino`` is the function
 ``tasks.build_engine.build_engine``, its section of params.yaml, and the folder
 ``artifacts/build_engine/pruned_qat/cpu_openvino``.
 """
@@ -25,18 +25,18 @@ from tasks.core.config import find_section, typed_config
 from tasks.core.errors import ArtifactError, ConfigError, DiskError, WorkspaceBusy
 from tasks.core.fingerprint import SCHEMA_VERSION, digest, is_pattern, matches, stage_key
 from tasks.core.locks import hold_lock
-from tasks.core.reports import KEY_FILE, REPORT_FILE, write_json
+from tasks.core.reports import KEY_FILE, REPORT_FILE, read_report, write_json
 
 logger = logging.getLogger(__name__)
 
 ARTIFACTS = Path("artifacts")
 RESUME_FOLDER = "resume"
-"""The folder inside ``out`` whose content survives a kill, to resume from, and is not published."""
+"""The folder inside ``out`` that survives a kill, so that a stage can resume from it. It is not published."""
 
 _ADDRESS = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
 _REPLACED = "replaced"
 LEFTOVER_AGE_S = 24 * 3600.0
-"""The time for which the leftovers of a killed run are kept, to resume from."""
+"""How long the leftovers of a killed run are kept, so that a stage can resume from them."""
 _DISK_IS_FULL = re.compile(r"no space left on device|quota exceeded|disk is full", re.IGNORECASE)
 
 
@@ -67,7 +67,7 @@ def load_stage(address: str) -> tuple[Callable[..., Any], type[Any]]:
     Raises ConfigError when there is no such stage.
     """
     if not _ADDRESS.fullmatch(address):
-        raise ConfigError(f"{address!r} is no address. Expected lower-case words joined by dots.")
+        raise ConfigError(f"{address!r} is not an address. Expected lower-case words joined by dots.")
     stage = address.split(".")[0]
     try:
         module = importlib.import_module(f"tasks.{stage}")
@@ -95,9 +95,18 @@ def prepare_call(address: str, inputs: Mapping[str, Path], params: Mapping[str, 
 
 
 def is_fresh(call: Call) -> bool:
-    """Tell whether the published output was made by this very call and is still whole.
+    """Return whether running the call would give nothing new: its output is current and still holds.
 
-    Every published file is compared with its recorded md5: neither DVC nor Prefect checks its cache.
+    A stage whose result can depend on the machine decides that by a function ``still_holds(cfg, report)`` in its
+    module, as `build_engine` does for failed and skipped builds.
+    """
+    return is_current(call) and _still_holds(call, call.folder)
+
+
+def is_current(call: Call) -> bool:
+    """Return whether the published output was made by this very call and is still intact.
+
+    Every published file is compared with its recorded md5, since neither DVC nor Prefect checks its cache.
     """
     record = _read_record(call.folder)
     if record is None or record["key"] != call.key:
@@ -105,7 +114,7 @@ def is_fresh(call: Call) -> bool:
     damaged = _damaged_files(call.folder, record["files"])
     if damaged:
         logger.warning(
-            "%s: %s was changed or lost after it was made; running again", call.address, damaged[0]
+            "%s: %s was changed or deleted after it was made; running again", call.address, damaged[0]
         )
     return not damaged
 
@@ -113,11 +122,11 @@ def is_fresh(call: Call) -> bool:
 def execute(call: Call) -> Path:
     """Run a call unless its output is fresh, and return the output folder.
 
-    Where another address of the stage has an output with the same key, that one is copied: variants that are the
-    same file become one engine, measured once.
+    If another address of the stage has an output with the same key, that output is copied: variants with the same
+    model file share one engine, which is measured once.
 
     The stage writes into a draft folder; report and key are added and the draft is renamed into place, so that a
-    killed run leaves the previous output whole. Only one process at a time works on one address.
+    killed run leaves the previous output intact. Only one process at a time works on an address.
 
     Raises WorkspaceBusy when another process is making the same output with another key, DiskError when the
     output cannot be written.
@@ -133,7 +142,7 @@ def execute(call: Call) -> Path:
         _clear_drafts(call)
         if twin := _copy_twin(call):
             _publish(call)
-            logger.info("%s: copied from %s, which is made of the same by the same", call.address, twin)
+            logger.info("%s: copied from %s, which has the same key", call.address, twin)
             return call.folder
         started = time.perf_counter()
         logger.info("%s: started", call.address)
@@ -150,33 +159,33 @@ def execute(call: Call) -> Path:
 
 
 def execute_as_follower(call: Call) -> None:
-    """Run the stage function only, into the draft of the process that launched this one.
+    """Run only the stage function, into the draft of the process that launched this one.
 
-    A training on several devices starts this command once for each of them; the one that started them holds the
-    lock and publishes.
+    Training on several devices starts this command once per device; the process that starts them holds the lock
+    and publishes.
     """
     call.function(call.config, **call.inputs, out=call.draft)
 
 
 def check_writable(*paths: Path) -> None:
-    """Check that these files and folders can be written, or made where they do not exist yet.
+    """Check that these files and folders can be written, or created if they do not exist yet.
 
-    Raises DiskError with the first that cannot.
+    Raises DiskError for the first one that cannot.
     """
     for path in paths:
         place = _nearest_existing(path)
         if not os.access(place, os.W_OK):
             raise DiskError(
                 f"{path} cannot be written: {place.resolve()} is read-only or belongs to another user. Mount "
-                "it writable or mend its permissions, then run again."
+                "it writable or fix its permissions, then run again."
             )
 
 
 @contextlib.contextmanager
 def explained_full_disk(folder: Path) -> Iterator[None]:
-    """Tell how much a folder holds and how much is free when its disk is full.
+    """Explain a full disk: how much the folder holds and how much space is free.
 
-    Raises DiskError.
+    Raises DiskError in place of the error that the full disk caused.
     """
     try:
         yield
@@ -192,7 +201,7 @@ def explained_full_disk(folder: Path) -> Iterator[None]:
 
 
 def remove_leftovers() -> None:
-    """Remove drafts that a killed run left a day ago or earlier, unless a process is at work on their address."""
+    """Remove drafts that killed runs left at least a day ago, unless a process is working on their address."""
     for leftover in sorted((ARTIFACTS / ".drafts").glob("*-*/")):
         address, _, suffix = leftover.name.rpartition("-")
         with (ARTIFACTS / ".locks" / address).open("a", encoding="utf-8") as lock:
@@ -201,7 +210,7 @@ def remove_leftovers() -> None:
             except BlockingIOError:
                 continue
             if suffix == _REPLACED or _age_s(leftover) > LEFTOVER_AGE_S:
-                logger.warning("removing %s, which a killed run left", leftover)
+                logger.warning("removing %s, left by a killed run", leftover)
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -229,8 +238,8 @@ def _check_input(path: Path) -> None:
             damaged = _damaged_files(folder, used)
             if damaged:
                 raise ArtifactError(
-                    f"{folder / damaged[0]} is not the file that its stage wrote (md5 differs, or it is "
-                    f"gone). Remove {folder} and run the pipeline again."
+                    f"{folder / damaged[0]} is not the file that its stage wrote (its md5 differs, or it is "
+                    f"missing). Remove {folder} and run the pipeline again."
                 )
             return
 
@@ -249,7 +258,7 @@ def _read_record(folder: Path) -> dict[str, Any] | None:
         or not isinstance(record.get("key"), str)
         or not isinstance(record.get("files"), dict)
     ):
-        logger.warning("ignoring %s, which is damaged or of another version", file)
+        logger.warning("ignoring %s, which is damaged or from another version", file)
         return None
     return record
 
@@ -260,8 +269,14 @@ def _damaged_files(folder: Path, files: Mapping[str, str]) -> list[str]:
     ]
 
 
+def _still_holds(call: Call, folder: Path) -> bool:
+    module = importlib.import_module(call.function.__module__)
+    still_holds = getattr(module, "still_holds", None)
+    return still_holds is None or bool(still_holds(call.config, read_report(module.Report, folder)))
+
+
 def _is_complete(call: Call) -> bool:
-    """Tell whether a killed run had finished this call's draft and only its rename is missing."""
+    """Return whether the draft is finished: a kill before its rename leaves such a draft."""
     record = _read_record(call.draft)
     return (
         record is not None and record["key"] == call.key and not _damaged_files(call.draft, record["files"])
@@ -269,12 +284,14 @@ def _is_complete(call: Call) -> bool:
 
 
 def _copy_twin(call: Call) -> str:
-    """Copy the output of another address with the same key into the draft; return that address, or an empty text."""
+    """Copy the output of another address with the same key into the draft; return that address, or ""."""
     for folder, text in _records(ARTIFACTS / call.address.split(".")[0]):
         if call.key not in text:
-            continue  # reading a thousand records takes longer than a small stage
+            continue  # parsing a thousand records takes longer than a small stage
         record = _read_record(folder)
         if record is None or record["key"] != call.key or record.get("address") == call.address:
+            continue
+        if not _still_holds(call, folder):
             continue
         with (ARTIFACTS / ".locks" / record["address"]).open("a", encoding="utf-8") as lock:
             try:
@@ -288,6 +305,7 @@ def _copy_twin(call: Call) -> str:
         write_json(call.draft / KEY_FILE, {**record, "address": call.address})
         if _is_complete(call):
             return str(record["address"])
+        _clear_drafts(call)
     return ""
 
 
@@ -296,7 +314,7 @@ def _records(folder: Path) -> Iterator[tuple[Path, str]]:
     try:
         text = (folder / KEY_FILE).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        with contextlib.suppress(FileNotFoundError):  # published anew in this moment
+        with contextlib.suppress(FileNotFoundError):  # being published again right now
             for child in sorted(folder.iterdir()):
                 if child.is_dir():
                     yield from _records(child)
@@ -344,9 +362,9 @@ def _finish_draft(call: Call, report: Any) -> None:
 
 
 def _publish(call: Call) -> None:
-    """Put a finished draft in place of the previous output.
+    """Replace the previous output with a finished draft.
 
-    A kill between the two renames leaves a complete draft, which the next run publishes without running.
+    A kill between the two renames leaves a complete draft, which the next run publishes without running the stage.
     """
     call.folder.parent.mkdir(parents=True, exist_ok=True)
     replaced = call.draft.with_name(f"{call.address}-{_REPLACED}")
@@ -358,7 +376,10 @@ def _publish(call: Call) -> None:
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Look through the causes as well; safetensors, Lightning, SQLite and DVC say it in words only."""
+    """Return whether an error or one of its causes is a full disk.
+
+    safetensors, Lightning, SQLite and DVC report it only in their messages.
+    """
     while error is not None:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _DISK_IS_FULL.search(str(error)):
             return True
@@ -375,12 +396,12 @@ def _size_bytes(folder: Path) -> int:
 
 
 def _age_s(folder: Path) -> float:
-    """Return the time since anything in a folder was written."""
+    """Return the time since the last write in a folder."""
     return time.time() - max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
 
 
 def _lock(call: Call) -> contextlib.AbstractContextManager[None]:
-    """Hold the address; wait for a process that makes the same output, refuse to wait for one that makes another."""
+    """Lock the address; wait for a process that makes the same output, refuse to wait for one that makes another."""
 
     def compare_keys(note: str) -> None:
         holder, _, key = note.partition(" ")

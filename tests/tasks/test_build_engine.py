@@ -1,15 +1,20 @@
+import dataclasses
 import json
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.capi import onnxruntime_pybind11_state
 
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, TargetMismatch
-from tasks.parts.builders.report import LayerCounts, count_layers, find_precision_fault
-from tasks.parts.engines.machine import missing_cpu_flags
-from tasks.parts.engines.manifest import read_engine_manifest, sha256_of
+from tasks.core.execute import execute, is_current, is_fresh, prepare_call
+from tasks.core.reports import read_report
+from tasks.parts.builders.report import EngineBuild, LayerCounts, count_layers, find_precision_fault
+from tasks.parts.engines.machine import missing_cpu_flags, read_cpu_flags
+from tasks.parts.engines.manifest import EngineStatus, read_engine_manifest, sha256_of
 from tasks.parts.engines.runtimes import Precision
 from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB, difference
 
@@ -106,6 +111,45 @@ def test_cpu_without_a_declared_flag_ends_in_skipped_with_the_reason(workshop, t
     assert [file.name for file in engine.iterdir()] == ["manifest.json"]
 
 
+def build_call(workshop, **changes):
+    """Return the call that builds the float graph; the working directory is the workspace."""
+    target = dataclasses.asdict(workshop.target("cpu_onnxruntime", **changes))
+    return prepare_call(
+        "build_engine.float.cpu", {"model": workshop.graph}, {"build_engine": {"cpu": target}}
+    )
+
+
+def run_out_of_memory(*args, **kwargs):
+    """Fail as an ONNX Runtime session does on a machine without free memory, which a test cannot arrange."""
+    raise onnxruntime_pybind11_state.RuntimeException("Failed to allocate memory for requested buffer")
+
+
+def test_skipped_build_is_fresh_only_while_the_cpu_lacks_the_flag(workshop, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call = build_call(workshop, cpu_flags=["avx_imaginary"])
+    execute(call)
+    assert is_fresh(call)
+    flags = read_cpu_flags() | {"avx_imaginary"}
+    monkeypatch.setattr("tasks.parts.engines.machine.read_cpu_flags", lambda: flags)
+    assert not is_fresh(call)
+    assert read_report(EngineBuild, execute(call)).status is EngineStatus.built
+    assert is_fresh(call)
+
+
+def test_failed_build_is_tried_again_and_is_no_twin(workshop, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call = build_call(workshop)
+    twin = dataclasses.replace(call, address="build_engine.other.cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(onnxruntime, "InferenceSession", run_out_of_memory)
+        execute(call)
+    assert "Failed to allocate memory" in read_report(EngineBuild, call.folder).reason
+    assert is_current(call) and not is_fresh(call)
+    assert read_report(EngineBuild, execute(twin)).status is EngineStatus.built
+    assert read_report(EngineBuild, execute(call)).status is EngineStatus.built
+    assert is_fresh(call) and is_fresh(twin)
+
+
 def test_other_runtime_version_is_refused_with_the_place_to_run_it(workshop, tmp_path):
     target = workshop.target("cpu_onnxruntime", runtime_version="1.2", work_pool="old-machines")
     with pytest.raises(TargetMismatch, match=r"declares onnxruntime 1\.2, .* pool 'old-machines'"):
@@ -195,15 +239,15 @@ def test_torch_takes_no_onnx_graph(workshop, tmp_path):
         ("f32", {"QLinearConv": {"int8": 9}, "Conv": {"f32": 1}}, 10, 0, ""),
         ("f32", {"QLinearConv": {"int8": 2}, "FusedConv": {"f32": 8}}, 2, 0, ""),
         ("f32", {"FullyConnected": {"int8": 8}, "Convolution": {"f32": 2}}, 8, 0, ""),
-        ("f32", {"Convolution": {"f32": 9, "bf16": 1}}, 0, 0, "declared is f32"),
+        ("f32", {"Convolution": {"f32": 9, "bf16": 1}}, 0, 0, "f32 is declared"),
         ("bf16", {"Convolution": {"bf16": 10}}, 0, 0, ""),
-        ("bf16", {"Convolution": {"f32": 10}}, 0, 0, "declared is bf16"),
+        ("bf16", {"Convolution": {"f32": 10}}, 0, 0, "bf16 is declared"),
         ("bf16", {"Convolution": {"int8": 10}}, 10, 0, ""),
         ("f32", {"Convolution": {"f16": 10}}, 0, 10, ""),
         ("f32", {"Convolution": {"f32": 10}}, 0, 10, "10 of 10 layers are FP16, but"),
         ("f16", {"conv2d": {"f16": 10}}, 0, 0, ""),
-        ("f16", {"conv2d": {"f32": 10}}, 0, 0, "declared is f16"),
-        ("bf16", {"conv2d": {"f16": 10}}, 0, 0, "declared is bf16"),
+        ("f16", {"conv2d": {"f32": 10}}, 0, 0, "f16 is declared"),
+        ("bf16", {"conv2d": {"f16": 10}}, 0, 0, "bf16 is declared"),
     ],
 )
 def test_precision_in_use_is_held_against_the_declared_one(
