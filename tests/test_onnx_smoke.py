@@ -141,7 +141,7 @@ def test_bundle_classifies_without_the_repository(finished: tuple[Workspace, str
         (("data=class_folder",), "data is class_folder, which has no masks"),
         (
             ("model=onnx", "model.path=x.onnx", "data=images", "target=[cpu_openvino]"),
-            "It has to hold cpu_onnxruntime",
+            "It has to include cpu_onnxruntime",
         ),
     ],
 )

@@ -38,6 +38,8 @@ from tests.services import (
     server_environment,
 )
 
+pytestmark = pytest.mark.slow
+
 DOCKER = REPOSITORY / "docker"
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
 BINARIES = Path(sys.executable).parent
@@ -273,7 +275,6 @@ def test_secrets_of_the_servers_are_in_no_log_run_or_artifact(stack: Stack, logg
         assert not [place for place, text in texts.items() if secret in text], name
 
 
-@pytest.mark.slow
 def test_planted_passwords_are_nowhere_after_a_run(smoke_run: tuple[Workspace, str]) -> None:
     space, _ = smoke_run
     assert space.run("python", "-m", "flows.local_server").returncode == 0

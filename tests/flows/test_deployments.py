@@ -61,7 +61,7 @@ def test_leaving_out_a_target_changes_no_other_call() -> None:
 
 def test_worker_in_the_checkout_of_the_pipeline_is_refused() -> None:
     models = Handover(commit="0", place=find_place(), entries={}, keys={})
-    with pytest.raises(ConfigError, match="the pipeline's own checkout"):
+    with pytest.raises(ConfigError, match="the checkout of the pipeline"):
         deploy_target.fn("cpu_torch", ["target=[cpu_torch]"], models)
 
 

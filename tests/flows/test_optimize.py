@@ -63,7 +63,7 @@ def test_interrupted_flow_says_what_is_kept_and_how_to_go_on(
     flow.send_signal(number)
     output = flow.communicate(timeout=60)[0]
     assert flow.returncode == 128 + number
-    assert "Finished stages" in output and "Run the same command again to go on." in output
+    assert "Finished stages" in output and "Run the same command again to continue." in output
     assert "Traceback" not in output, output[-3000:]
 
 
@@ -78,7 +78,7 @@ def test_flow_goes_on_without_mlflow_and_the_next_one_logs_once(smoke_run: tuple
     os.utime(leftover, (time.time() - 2 * 86400,) * 2)
     without = space.flow()
     assert without.returncode == 0 and "stages run: 1 of" in without.stdout, without.stderr
-    assert f"{NUM_RUNS} runs pending" in without.stderr and "MLflow: runs are pending" in without.stdout
+    assert f"{NUM_RUNS} runs are pending" in without.stderr and "MLflow: runs are pending" in without.stdout
     assert (space.path / "artifacts/select_engine/report.html").is_file()
     assert not leftover.exists()
 
@@ -86,7 +86,7 @@ def test_flow_goes_on_without_mlflow_and_the_next_one_logs_once(smoke_run: tuple
     for is_first in (True, False):
         finished = space.flow()
         assert finished.returncode == 0 and "stages run: 0 of" in finished.stdout, finished.stderr
-        assert (f"MLflow has {NUM_RUNS} runs that were pending" in finished.stderr) is is_first
+        assert (f"sent {NUM_RUNS} pending runs to MLflow" in finished.stderr) is is_first
         assert "are pending" not in finished.stdout
         with sqlite3.connect(database) as opened:
             assert opened.execute("select count(*) from runs").fetchone() == (NUM_RUNS,)

@@ -21,6 +21,10 @@ OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+AOTINDUCTOR = pytest.param("cpu_aotinductor", marks=pytest.mark.slow)
+"""The target that compiles its engine for half a minute."""
+
+
 @dataclass(frozen=True)
 class Workshop:
     """Paths of the tiny files, and a builder of engines."""

@@ -238,7 +238,7 @@ def test_unlabelled_images_get_the_float_model_s_own_answers(small: Path, tmp_pa
     )
     assert checked.accuracy is not None
     assert (checked.accuracy.metric, checked.accuracy.top1) == ("agreement with the float model (top-1)", 1.0)
-    with pytest.raises(ArtifactError, match=r"knows the classes cat, dog, hen, expected images that nobody"):
+    with pytest.raises(ArtifactError, match=r"has the classes cat, dog, hen, expected images without labels"):
         label_images(LabelConfig(1), model=model, data=labelled / "dataset", out=tmp_path / "engine")
 
 
@@ -252,7 +252,7 @@ def test_external_weights_come_in_with_their_folder(small: Path, tmp_path: Path)
         location="weights.bin",
         size_threshold=0,
     )
-    with pytest.raises(ArtifactError, match=r"1 tensors lie in other files \(weights\.bin\).*model\.path"):
+    with pytest.raises(ArtifactError, match=r"1 tensors are in other files \(weights\.bin\).*model\.path"):
         run(folder / "model.onnx", small, tmp_path / "file")
     assert run(folder, small, tmp_path / "folder").num_classes == 3
     (folder / "weights.bin").unlink()
@@ -325,7 +325,7 @@ def test_file_that_is_no_onnx_model_is_refused(small: Path, tmp_path: Path, cont
 def test_torn_file_is_refused(small: Path, tmp_path: Path) -> None:
     content = classifier().SerializeToString()
     (tmp_path / "model.onnx").write_bytes(content[: len(content) // 2])
-    with pytest.raises(ArtifactError, match=r"torn"):
+    with pytest.raises(ArtifactError, match=r"damaged"):
         run(tmp_path / "model.onnx", small, tmp_path / "out")
 
 
@@ -341,7 +341,7 @@ def test_batch_that_cannot_be_freed_stays_one_for_engines_too(small: Path, tmp_p
     path = export(Mixed(), tmp_path / "model.onnx", opset_version=17)
     report = run(path, small, tmp_path / "imported")
     assert (report.static_batch_before, report.max_batch) == (1, 1)
-    assert "batch stays 1, which the graph means" in report.rewritten
+    assert "batch stays 1, which the graph depends on" in report.rewritten
     model = tmp_path / "imported" / "model.onnx"
     assert read_card_of_graph(read_graph(model)).max_batch == 1
     assert len(predict_classes(read_graph(model), np.asarray(open_images(small, "test")), batch_size=4)) == 4
@@ -362,7 +362,7 @@ def test_larger_batch_that_cannot_be_freed_is_refused(small: Path, tmp_path: Pat
 
 def test_classes_must_be_as_many_as_the_model_gives(small: Path, tmp_path: Path) -> None:
     onnx.save(classifier(), tmp_path / "model.onnx")
-    with pytest.raises(ArtifactError, match=r"answers with 3 classes, model\.classes names 2"):
+    with pytest.raises(ArtifactError, match=r"has 3 classes, but model\.classes names 2"):
         run(tmp_path / "model.onnx", small, tmp_path / "out", classes=["cat", "dog"])
 
 
@@ -394,7 +394,7 @@ def test_graph_that_computes_something_else_stops_at_the_gate(small: Path, tmp_p
     torch.backends.mha.set_fastpath_enabled(True)
     assert run(path, small, tmp_path / "imported").differences[0].sqnr_db > 120
     with pytest.raises(
-        GateFailed, match=r"batch of \d: .*allowed are 199\.0 dB \(import_onnx\.min_sqnr_db\)"
+        GateFailed, match=r"batch of \d: .*expected at least 199\.0 dB \(import_onnx\.min_sqnr_db\)"
     ):
         run(path, small, tmp_path / "strict", min_sqnr_db=199.0)
 
@@ -448,7 +448,7 @@ def test_channels_last_output_and_integer_operators_are_refused(small: Path, tmp
     graph = onnx.load(export(ClassToken(), tmp_path / "float.onnx"))
     graph.graph.node.append(helper.make_node("DynamicQuantizeLinear", ["pixels"], ["q", "s", "z"]))
     onnx.save(graph, tmp_path / "integer.onnx")
-    with pytest.raises(ArtifactError, match=r"quantized already \(DynamicQuantizeLinear\)"):
+    with pytest.raises(ArtifactError, match=r"already quantized \(DynamicQuantizeLinear\)"):
         run(tmp_path / "integer.onnx", small, tmp_path / "integer")
 
 
@@ -459,7 +459,7 @@ def test_float_model_that_knows_one_answer_labels_nothing(small: Path, tmp_path:
         network.head.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))
     run(export(network, tmp_path / "model.onnx"), small, tmp_path / "imported")
     (tmp_path / "labelled").mkdir()
-    with pytest.raises(DataError, match="every image with the class 1"):
+    with pytest.raises(DataError, match="the class 1 for every image"):
         label_images(
             LabelConfig(batch_size=4),
             model=tmp_path / "imported/model.onnx",

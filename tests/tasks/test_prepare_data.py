@@ -347,13 +347,13 @@ def test_label_outside_the_classes_gives_values_and_first_file(root: Path, tmp_p
     fails(
         root,
         tmp_path,
-        r"masks/street_1\.png .*labels 7, 255 are no classes; expected 0 to 1.* 2 more file\(s\)",
+        r"masks/street_1\.png .*labels 7, 255 are not classes; expected 0 to 1.* 2 more file\(s\)",
     )
 
 
 def test_16_bit_instance_mask_says_how_to_map(root: Path, tmp_path: Path) -> None:
     set_mask(root, "street_0", np.full((16, 24), 26001, np.uint16))
-    fails(root, tmp_path, r"26001 are no classes.*value // 1000")
+    fails(root, tmp_path, r"26001 are not classes.*value // 1000")
 
 
 def test_colour_mask_says_how_to_map(root: Path, tmp_path: Path) -> None:
@@ -433,13 +433,13 @@ def test_pixel_cap_is_the_configured_one(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", ["images", "masks"])
 def test_missing_folder_is_named(root: Path, tmp_path: Path, folder: str) -> None:
     (root / folder).rename(root / "elsewhere")
-    fails(root, tmp_path, f"{folder}: no folder")
+    fails(root, tmp_path, f"{folder}: not a folder")
 
 
 def test_empty_folder_is_refused(root: Path, tmp_path: Path) -> None:
     for path in root.glob("*/*"):
         path.unlink()
-    fails(root, tmp_path, "images: no image")
+    fails(root, tmp_path, "images: no images")
 
 
 @pytest.mark.parametrize("split", ["train", "val", "test", "calibration"])
@@ -499,7 +499,7 @@ def test_listed_name_that_leads_outside_is_refused(root: Path, tmp_path: Path, l
 @pytest.mark.skipif(os.name != "posix", reason="file names are bytes on POSIX only")
 def test_file_name_that_is_no_utf8_is_refused(root: Path, tmp_path: Path) -> None:
     (root / "images/street_0.png").rename(os.fsdecode(os.fsencode(root / "images") + b"/stra\xdfe.png"))
-    fails(root, tmp_path, "no UTF-8")
+    fails(root, tmp_path, "not UTF-8")
 
 
 @pytest.mark.parametrize(
@@ -510,8 +510,8 @@ def test_file_name_that_is_no_utf8_is_refused(root: Path, tmp_path: Path) -> Non
         ("{0: road, 2: car}", r"indices are \[0, 2\], expected 0 to 1"),
         ("{zero: road}", "indices are"),
         ("[road, road]", "'road' appears twice"),
-        ("[road, 3]", "class name 3 is no text"),
-        ("[road, yes]", "class name True is no text"),
+        ("[road, 3]", "class name 3 is not text"),
+        ("[road, yes]", "class name True is not text"),
         ("[road, ../x]", "is refused"),
         ("[road, /etc]", "is refused"),
         ("[road, '']", "is refused"),
@@ -519,7 +519,7 @@ def test_file_name_that_is_no_utf8_is_refused(root: Path, tmp_path: Path) -> Non
         ("{classes: [road, car], ignore_index: 1}", "ignore_index 1 is also a class"),
         ("{classes: [road, car], ignore_index: many}", "ignore_index is 'many'"),
         ("{classes: [road, car], colours: []}", "unknown key 'colours'"),
-        ("[road", "no valid YAML"),
+        ("[road", "not valid YAML"),
     ],
 )
 def test_class_list_that_makes_no_sense_is_refused(
@@ -565,7 +565,7 @@ def test_calibration_images_from_test_or_too_few_are_reported(root: Path, tmp_pa
     (root / "calibration.txt").write_text("street_0\nstreet_9\n")
     report = run(folder_config(num_calibration=4), root, tmp_path / "out")
     assert "1 calibration image(s) are test images" in report.warnings[0]
-    assert "2 calibration image(s), prepare_data.folder.num_calibration asks for 4" in report.warnings[1]
+    assert "2 calibration image(s), prepare_data.folder.num_calibration is 4" in report.warnings[1]
 
 
 def image_folder(root: Path, names: list[str], classes: list[str] | None = None) -> Path:
@@ -626,7 +626,7 @@ def test_plain_images_need_no_classes(tmp_path: Path) -> None:
     ("name", "text"),
     [
         ("fox/1.png", r"lies in the folder 'fox', expected images/<class>/ with a class of .*: cat, dog"),
-        ("1.png", r"lies in no folder of a class"),
+        ("1.png", r"lies in no class folder"),
     ],
 )
 def test_image_outside_the_class_folders_is_refused(tmp_path: Path, name: str, text: str) -> None:

@@ -239,7 +239,7 @@ def test_network_with_nothing_to_cut_is_refused() -> None:
             "segformer.stages.0.patch_embeddings.proj",
             r"attention layers, which are always kept whole\. Remove",
         ),
-        ("segformer.stages.0.blocks.0.attention.q_proj", r"no convolution of the network"),
+        ("segformer.stages.0.blocks.0.attention.q_proj", r"not a convolution of the network"),
     ],
 )
 def test_layer_ratios_of_attention_are_refused(layer: str, message: str, tmp_path: Path) -> None:
@@ -454,7 +454,7 @@ def test_named_layers_lose_their_own_share(tmp_path: Path) -> None:
         ({"classifier": 0.5}, r"names the classifier 'classifier', which is never pruned"),
         (
             {"context.9": 0.5},
-            r"'context\.9', which is no convolution.*There are: downsample\.0\.conv, .*head\.1",
+            r"'context\.9', which is not a convolution.*Choose from: downsample\.0\.conv, .*head\.1",
         ),
     ],
 )

@@ -120,5 +120,5 @@ def test_a_reference_that_was_not_built_or_takes_other_images_is_refused(
     with pytest.raises(ArtifactError, match=r"of \(32, \d+\) \(height, width\)"):
         race(CONFIG, builds, other, tmp_path / "size")
     fail(other)
-    with pytest.raises(ArtifactError, match=r"the reference engine was failed \(no such kernel\)"):
+    with pytest.raises(ArtifactError, match=r"the reference engine was not built \(failed: no such kernel\)"):
         race(CONFIG, builds, other, tmp_path / "failed")

@@ -224,7 +224,7 @@ def test_other_classes_than_those_of_the_data_are_refused(workshop: Workshop, tm
     network, card = load_checkpoint(workshop.checkpoint)
     path = tmp_path / "model.safetensors"
     save_checkpoint(path, network, replace(card, classes=("background", "zero", "two")))
-    with pytest.raises(ArtifactError, match=r"knows the classes .*'two'.*the data .*'one'"):
+    with pytest.raises(ArtifactError, match=r"has the classes .*'two'.*the data .*'one'"):
         search_pruning(config(workshop), checkpoint=path, data=workshop.data, out=tmp_path)
 
 

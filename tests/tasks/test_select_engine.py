@@ -441,7 +441,7 @@ def test_float_rungs_alone_end_the_ladder_with_no_reduced_precision(artifacts, t
     run(artifacts, tmp_path)
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     end = "No reduced precision is acceptable for this model on this target: pruned stays."
-    assert f"cpu_onnxruntime: {end} What INT8 loses" in text
+    assert f"cpu_onnxruntime: {end} See artifacts/check_int8/checklist.md" in text
     assert (
         "- cpu_torch: pruned is the last rung that is accepted.\n" in text
     )  # no other precision was tried there
@@ -489,7 +489,7 @@ def test_a_race_of_other_files_or_none_is_refused(artifacts, tmp_path) -> None:
     race.write_text(json.dumps(content))
     (tmp_path / "out").mkdir()
     with pytest.raises(
-        ArtifactError, match=r"another engine file of pruned-cpu_onnxruntime .* race_engines@cpu_onn"
+        ArtifactError, match=r"an engine file of pruned-cpu_onnxruntime that is not .* race_engines@cpu_onn"
     ):
         select_engine(config_for(artifacts), **inputs, out=tmp_path / "out")
     race.unlink()
@@ -666,7 +666,7 @@ def test_a_report_of_an_older_version_is_refused(artifacts, tmp_path, stage, par
 
 def test_a_report_with_an_unknown_field_is_refused(artifacts, tmp_path) -> None:
     artifacts.change("benchmark", "pruned-cpu_onnxruntime", latency_ms_p50=1.2)
-    with pytest.raises(ArtifactError, match=r"damaged or of another version .*latency_ms_p50"):
+    with pytest.raises(ArtifactError, match=r"damaged or from another version .*latency_ms_p50"):
         run(artifacts, tmp_path / "out")
 
 
@@ -770,6 +770,7 @@ def tracking_in(tmp_path: Path) -> TrackingConfig:
     return TrackingConfig(enabled=True, uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="engines")
 
 
+@pytest.mark.slow
 def test_every_engine_is_one_run_however_often_it_is_logged(artifacts, tmp_path) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -816,7 +817,7 @@ def test_results_are_written_though_mlflow_does_not_answer(artifacts, tmp_path, 
     tracking = tracking_in(tmp_path)
     report, _ = run(artifacts, tmp_path / "one", tracking=tracking)
     assert report.best is not None and report.best.variant == "pruned_qat"
-    assert "7 runs pending" in caplog.text and report.mlflow_run is None
+    assert "7 runs are pending" in caplog.text and report.mlflow_run is None
 
     database.unlink()
     assert send_pending(tracking) == 7

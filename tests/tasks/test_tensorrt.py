@@ -80,7 +80,7 @@ def test_targets_of_a_gpu_compose_beside_those_of_the_cpu() -> None:
         ({"optimization_level": 6}, r"tensorrt\.optimization_level is 6, expected an integer from 0 to 5"),
         ({"profiles": [BatchProfile(1, 4, 2)]}, r"tensorrt\.profiles"),
         ({"profiles": [BatchProfile(1, 1, 64)]}, r"max <= max_batch \(4\)"),
-        ({"profiles": [BatchProfile(2, 4, 4)]}, r"profiles that take every batch of 1\.\.4"),
+        ({"profiles": [BatchProfile(2, 4, 4)]}, r"profiles that accept every batch of 1\.\.4"),
         ({"timing_cache": None, "error_on_timing_cache_miss": True}, r"false where timing_cache is null"),
         ({"max_aux_streams": -1}, r"tensorrt\.max_aux_streams is -1"),
         ({"dla_core": 9}, r"tensorrt\.dla_core is 9"),
@@ -312,7 +312,7 @@ def test_weights_tell_the_precision_where_shapes_do_not() -> None:
 def test_engine_that_tells_no_precision_is_not_proved(workshop: Workshop, said: dict[str, Any]) -> None:
     precisions = count_precisions(read_layers(json.dumps(said)))
     fault = find_precision_fault(workshop.target("h200_tensorrt"), precisions, LayerCounts(2, 0, 0))
-    assert fault == "the runtime does not tell the precision of its layers, so it is not proved"
+    assert fault == "the runtime does not report the precision of its layers, so it cannot be verified"
 
 
 @pytest.mark.parametrize(

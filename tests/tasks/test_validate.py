@@ -13,11 +13,12 @@ from tasks.parts.data.dataset import normalise, open_split, read_manifest
 from tasks.parts.data.metrics import confusion_matrix, scores
 from tasks.parts.engines.manifest import read_engine_manifest, sha256_of, write_engine_manifest
 from tasks.validate import Config, validate
+from tests.tasks.conftest import AOTINDUCTOR
 
 CONFIG = Config(split="test", batch_size=4)
 
 
-@pytest.mark.parametrize("target", ["cpu_torch", "cpu_onnxruntime", "cpu_openvino", "cpu_aotinductor"])
+@pytest.mark.parametrize("target", ["cpu_torch", "cpu_onnxruntime", "cpu_openvino", AOTINDUCTOR])
 def test_scores_are_those_of_the_network_itself(workshop, tmp_path, target):
     import torch
 

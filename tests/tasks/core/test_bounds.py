@@ -101,7 +101,7 @@ def test_values_within_their_bounds_are_taken_as_they_are(field: str, value: obj
         ("below", -0.1, "below is -0.1, expected"),
         ("advised", -1, "advised is -1, expected an integer of at least 0 (0 takes all)."),
         ("optional", 4, "optional is 4, expected an integer of at least 16 or null."),
-        ("text", "two words", "text is 'two words', expected a text that is one word."),
+        ("text", "two words", "text is 'two words', expected a string that is one word."),
         ("choice", 2, "choice is 2, expected one of 1, 8."),
         ("choice", True, "choice is True, expected one of 1, 8."),
         ("items", [], "items is [], expected a list of at least 1 item and without repeats."),
@@ -129,7 +129,7 @@ def test_values_out_of_bounds_are_refused_with_key_and_bound(field: str, value: 
         ({"inner": {"low": 2, "high": 1}}, "stage.inner.high is 1, expected at least low, which is 2."),
         ({"inners": [{"low": 0, "high": 1}, {"low": 2, "high": 1}]}, "stage.inners[1].high is 1, expected"),
         ({"maybe": {"low": 2, "high": 1}}, "stage.maybe.high is 1, expected"),
-        ({"maybe": {"low": 0, "hihg": 1}}, "stage.maybe.hihg is no key of the configuration."),
+        ({"maybe": {"low": 0, "hihg": 1}}, "stage.maybe.hihg is not a configuration key."),
         ({"inners": [{"low": 0}]}, "stage.inners[0].high: missing value"),
     ],
 )

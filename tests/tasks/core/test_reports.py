@@ -59,9 +59,12 @@ def without_note() -> dict[str, Any]:
             content() | {"parts": [{"ratio": "1", "note": None}]},
             "has the field 'parts.ratio' = '1', expected float",
         ),
-        (content() | {"status": "burnt"}, "is damaged or of another version ('burnt' is not a valid Status)"),
-        (content() | {"more": 1}, "is damaged or of another version"),
-        ([], "is damaged or of another version (a list, expected an object)"),
+        (
+            content() | {"status": "burnt"},
+            "is damaged or from another version ('burnt' is not a valid Status)",
+        ),
+        (content() | {"more": 1}, "is damaged or from another version"),
+        ([], "is damaged or from another version (a list, expected an object)"),
     ],
 )
 def test_report_of_another_version_is_refused(tmp_path: Path, changed: Any, words: str) -> None:

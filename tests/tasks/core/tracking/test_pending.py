@@ -24,7 +24,7 @@ def test_runs_that_were_not_taken_are_logged_once_by_the_next_run(
 ) -> None:
     picks = {"enginewright-cpu": "b"}
     assert log_or_keep(stopped, pipeline=pipeline, candidates=candidates, picks=picks) is None
-    assert "3 runs pending" in caplog.text and "python -m tasks.core.tracking" in caplog.text
+    assert "3 runs are pending" in caplog.text and "python -m tasks.core.tracking" in caplog.text
     contents = {candidate.content_digest() for candidate in candidates}
     for _, file in (*pipeline.artifacts, *candidates[0].artifacts):
         file.unlink()  # the next run of the stages replaces the originals

@@ -146,12 +146,12 @@ def test_file_torn_anywhere_is_refused(path: Path) -> None:
     header_bytes = 8 + struct.unpack("<Q", whole[:8])[0]
     for length in (0, 1, 7, 8, 100, header_bytes - 1, header_bytes, header_bytes + 1, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(ArtifactError, match=r"empty|torn"):
+        with pytest.raises(ArtifactError, match=r"empty|damaged"):
             read_card(path)
-        with pytest.raises(ArtifactError, match=r"empty|torn"):
+        with pytest.raises(ArtifactError, match=r"empty|damaged"):
             load_checkpoint(path)
     path.write_bytes(whole + b"\0")
-    with pytest.raises(ArtifactError, match="torn"):
+    with pytest.raises(ArtifactError, match="damaged"):
         load_checkpoint(path)
 
 

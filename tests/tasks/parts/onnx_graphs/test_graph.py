@@ -127,7 +127,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_weights_outside_the_file_are_refused(written: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(onnx.load(written), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
-    with pytest.raises(ArtifactError, match="lie outside the file"):
+    with pytest.raises(ArtifactError, match="are outside the file"):
         read_graph(path)
 
 

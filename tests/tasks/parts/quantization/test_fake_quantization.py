@@ -52,7 +52,7 @@ def test_simulated_network_trains_and_gives_its_weights_back() -> None:
 def test_a_layer_called_twice_with_different_ranges_is_refused() -> None:
     graph, ranges = calibrate(tiny.Shared)
     folded = fold_batchnorm(tiny.make(tiny.Shared), tiny.images(2))
-    with pytest.raises(ArtifactError, match=r"one more call of the layer 'twice' with another range"):
+    with pytest.raises(ArtifactError, match=r"another call of the layer 'twice' with another range"):
         fake_quantize(folded, graph, ranges, op_types=tiny.OP_TYPES)
 
 

@@ -19,6 +19,7 @@ time.sleep(1)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "is_shown"), [("plain", True), ("hidden", False)])
 def test_connection_that_breaks_while_a_batch_is_handed_over_shows_no_traceback(
     way: str, is_shown: bool

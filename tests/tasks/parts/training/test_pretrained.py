@@ -201,7 +201,7 @@ def test_a_torn_file_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{kind}"
     save_file(build().state_dict(), path) if kind == "safetensors" else torch.save(build().state_dict(), path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(ArtifactError, match="is torn"):
+    with pytest.raises(ArtifactError, match="is damaged"):
         load_pretrained(build(), FAST_SCNN, declared(path))
 
 
