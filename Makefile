@@ -12,39 +12,39 @@ help:  ## list the targets
 run: .venv/.installed  ## run the pipeline: data to picked engines; ARGS="debug=smoke" overrides values
 	@python -m flows.optimize $(ARGS)
 
-repro: .venv/.installed  ## the same pipeline by DVC
+repro: .venv/.installed  ## run the same pipeline with DVC
 	dvc repro
 
-ui: .venv/.installed  ## open the Prefect and MLflow pages on 127.0.0.1 (Ctrl-C ends MLflow)
+ui: .venv/.installed  ## open the Prefect and MLflow pages on 127.0.0.1 (Ctrl-C stops MLflow)
 	@python -m flows.local_server
 	@echo "MLflow: http://127.0.0.1:5000"
 	@mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port 5000
 
-stop: .venv/.installed  ## end the local Prefect server that a run started
+stop: .venv/.installed  ## stop the local Prefect server that a run started
 	@python -m flows.local_server --stop
 
 gc: .venv/.installed  ## remove from DVC's cache what neither this checkout nor a picked engine needs
 	@python -m flows.gc
 
-test: .venv/.installed-dev services  ## run all tests
-	@python -m pytest
+test: .venv/.installed-dev services  ## run all tests; ARGS="-m 'not slow'" leaves out the long ones
+	@python -m pytest $(ARGS)
 
-test-services: .venv/.installed-dev services  ## run the tests of compose.yaml and its servers, started as processes
+test-services: .venv/.installed-dev services  ## test compose.yaml and its servers, started as processes
 	@python -m pytest tests/test_docker.py tests/test_services.py
 
-services:  ## install what tests start: PostgreSQL and Chromium, by apt-get where that can be
+services:  ## install what tests start, PostgreSQL and Chromium, with apt-get if possible
 	@.ci/services
 
 test-gpu: .venv/.installed-gpu  ## run the tests that need an NVIDIA GPU, with TensorRT
 	@python -m pytest -m "gpu or tensorrt"
 
-check: .venv/.installed-dev  ## formatting, lint, types, who may import whom
+check: .venv/.installed-dev  ## check formatting, lint, types and import rules
 	ruff format --check .
 	ruff check .
 	mypy
 	lint-imports
 
-lock: .venv/.installed-dev  ## write requirements.lock from what is installed
+lock: .venv/.installed-dev  ## write requirements.lock from the installed packages
 	@(echo '# Exact versions of every package, for `pip --constraint`; written by `make lock`. CUDA packages are left to torch.'; \
 		python -m pip freeze --exclude-editable | sed -e 's/+cpu$$//' \
 		| grep -v -i -E '^(nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx)|triton|cuda-)') > requirements.lock
@@ -52,7 +52,7 @@ lock: .venv/.installed-dev  ## write requirements.lock from what is installed
 clean: stop  ## remove outputs, caches and tracking data (keeps .venv)
 	rm -rf artifacts .dvc/cache .dvc/tmp .prefect mlflow.db* mlartifacts mlruns
 
-# torch first and alone: where an index offers a CPU build, pip then takes it instead of the CUDA one.
+# Install torch first and alone: if an index offers a CPU build, pip then takes it instead of the CUDA one.
 .venv/.installed: requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

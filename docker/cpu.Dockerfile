@@ -1,5 +1,5 @@
-# The servers and the CPU worker of compose.yaml. Versions are those of requirements.lock. Code is not inside: a
-# worker clones the repository into its volume.
+# The servers and the CPU worker of compose.yaml, with the versions of requirements.lock and without code: a worker
+# clones the repository into its volume.
 #   docker build --file docker/cpu.Dockerfile --target worker --tag enginewright-cpu:0.1.0 .
 
 FROM python:3.11.14-slim-bookworm AS build
@@ -14,7 +14,7 @@ FROM build AS build-server
 RUN pip install prefect fastapi mlflow psycopg2-binary boto3 Flask-WTF
 
 FROM build AS build-worker
-# torch first and alone: an index with its CPU build (--build-arg TORCH_INDEX=...) makes the image 4 GB smaller
+# torch first and alone: an index with CPU builds (--build-arg TORCH_INDEX=...) makes the image 4 GB smaller
 ARG TORCH_INDEX=
 RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' requirements.lock)"
 COPY pyproject.toml README.md ./

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Make a user and a database for each server; PostgreSQL's image runs it once, on an empty volume.
+# Create a user and a database for each server; PostgreSQL's image runs this once, on an empty volume.
 set -eu
 for name in prefect mlflow; do
     NAME=$name PASSWORD=$(cat "${SECRETS:-/run/secrets}/${name}_database_password") \

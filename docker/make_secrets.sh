@@ -1,5 +1,5 @@
 #!/bin/sh
-# Write a random password for each secret of compose.yaml that has none yet; another folder may be given.
+# Write a random password for each secret of compose.yaml that has none yet, into docker/secrets or the given folder.
 set -eu
 folder=${1:-$(dirname "$0")/secrets}
 mkdir -p "$folder"
@@ -8,6 +8,6 @@ for name in postgres_password prefect_database_password mlflow_database_password
     mlflow_session_key s3_secret_key; do
     if [ ! -s "$folder/$name" ]; then
         head -c 24 /dev/urandom | base64 | tr '+/' '-_' | tr -d '\n' > "$folder/$name"
-        chmod 444 "$folder/$name"  # the users of the containers are others; on this machine the folder is closed
+        chmod 444 "$folder/$name"  # containers read it as other users; on this machine the folder is closed to them
     fi
 done

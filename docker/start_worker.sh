@@ -1,5 +1,5 @@
 #!/bin/sh
-# Start a Prefect worker for WORK_POOL in a checkout of its own; artifacts come and go through DVC_REMOTE.
+# Start a Prefect worker for WORK_POOL in its own checkout; artifacts are exchanged through DVC_REMOTE.
 set -eu
 cd "${WORKSPACE:-/workspace}"
 if [ ! -d .git ]; then

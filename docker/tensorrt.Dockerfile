@@ -1,5 +1,5 @@
 # A worker for targets with an NVIDIA GPU, on NVIDIA's image. Not run on real hardware.
-# The tag decides the version of TensorRT, which has to be the runtime_version of the target: 26.08-py3 brings 11.2.
+# The tag determines the version of TensorRT, which has to be the target's runtime_version: 26.08-py3 has 11.2.
 #   docker build --file docker/tensorrt.Dockerfile --build-arg TENSORRT_TAG=26.08-py3 --tag enginewright-tensorrt:0.1.0 .
 ARG TENSORRT_TAG=26.08-py3
 
@@ -13,7 +13,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv --system-site-packages /venv
 COPY requirements.lock pyproject.toml README.md ./
-# TensorRT's Python package is the image's own; PyTorch is the CUDA build
+# TensorRT's Python package comes with the image; PyTorch is the CUDA build
 RUN pip install pycuda==2026.1 ".[server,gpu]"
 
 FROM nvcr.io/nvidia/tensorrt:${TENSORRT_TAG}
