@@ -1,9 +1,9 @@
-"""How far an engine differs from itself in ``race_engines``: no smaller speed-up means anything.
+"""Measure how far an engine differs from itself in ``race_engines``; smaller speed-ups mean nothing.
 
-``python -m benchmarks.aa`` after a run of the pipeline, on a machine with nothing else to do. Each engine races its
-own file, several times, as ``conf/race_engines`` says. The ratio of the two should be 1. Prints a table, writes
-``benchmarks/results/aa.json``, and fails if the median ratio of an engine is further from 1 than 2 %. By default the
-pick of each target and the eager reference of all speed-ups.
+``python -m benchmarks.aa`` after a run of the pipeline, on an otherwise idle machine. Each engine races its own
+file, several times, as configured in ``conf/race_engines``. The ratio of the two should be 1. Prints a table, writes
+``benchmarks/results/aa.json``, and fails if the median ratio of an engine is further from 1 than 2 %. By default it
+measures the pick of each target and the eager reference of all speed-ups.
 """
 
 import argparse
@@ -30,7 +30,7 @@ LIMIT = 0.02
 
 
 def main() -> None:
-    """Measure, print and write the table; exit with 1 over the limit."""
+    """Measure, print and write the table; exit with 1 if the limit is exceeded."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -64,7 +64,7 @@ def default_engines() -> list[str]:
 
 
 def measure(name: str, num_repeats: int) -> dict[str, Any]:
-    """Race an engine and its A/A control several times, each with another order; another engine runs beside them."""
+    """Race an engine, its A/A control and another engine several times, each in a different order."""
     variant, target = name.split("-")
     config = replace(stage_config(f"race_engines.{target}"), variants=[variant])
     builds = ARTIFACTS / "build_engine" / "*" / target / "engine"

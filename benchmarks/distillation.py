@@ -1,10 +1,10 @@
-"""What distillation gains over training on labels alone, for several seeds and at equal time.
+"""Compare distillation with training on labels alone, for several seeds and at equal time.
 
 ``python -m benchmarks.distillation [--seeds 3]`` after a run of the pipeline, which made data and teacher. Every
 method trains the configured student from random weights; only seed, loss weights and epochs differ. A step with the
-teacher takes longer, so the honest rival is ``labels, longer``: labels alone for as many epochs as fit into the time
-of the first method with the first seed. mIoU on the test split through eager PyTorch. Trainings that were finished
-before are kept under ``artifacts/benchmarks``. Prints a table and writes ``benchmarks/results/distillation.json``.
+teacher takes longer, so the fair baseline is ``labels, longer``: labels alone for as many epochs as fit into the time
+of the first method with the first seed. mIoU is measured on the test split in eager PyTorch. Finished trainings are
+kept under ``artifacts/benchmarks``. Prints a table and writes ``benchmarks/results/distillation.json``.
 """
 
 import argparse
@@ -38,12 +38,12 @@ METHODS: Mapping[str, Mapping[str, float]] = {
     "soft targets, temperature 1": {"soft_target_weight": 1.0, "temperature": 1.0},
     "hints": {"hint_weight": 0.5, "temperature": 1.0},
 }
-"""Loss weights beside those of the labels (1); the terms that are not named are 0."""
+"""Loss weights in addition to that of the labels (1); terms that are not listed are 0."""
 LABELS, LONGER = "labels", "labels, longer"
 
 
 def main() -> None:
-    """Train what is missing, print and write the table."""
+    """Run the missing trainings, print and write the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -133,7 +133,7 @@ def measured_miou(folder: Path) -> float:
 def summary(
     method: str, runs: list[dict[str, float]], plain: list[dict[str, float]]
 ) -> dict[str, float | str]:
-    """Mean and spread (standard deviation) over the seeds; gains are taken within a seed. Seconds: of the first."""
+    """Return mean and standard deviation over the seeds; gains are computed per seed, seconds are of the first."""
     mious = [run["miou"] for run in runs]
     gains = [run["miou"] - other["miou"] for run, other in zip(runs, plain, strict=True)]
     return {

@@ -1,10 +1,9 @@
-"""What each rewriting of a graph brings (tasks/parts/builders/graph_rewrites.py): latency in both runtimes, and
-agreement between them.
+"""Measure each rewrite of tasks/parts/builders/graph_rewrites.py: latency in both runtimes, and their agreement.
 
 ``python -m benchmarks.encodings`` after a run of the pipeline. One quantized graph in encodings that differ in the
-zero points of its activations, then in the operators at its two ends, beside the float graph: p50 of interleaved
-bursts at batch 1 on one thread, and how closely OpenVINO's logits follow those of ONNX Runtime on the same graph
-(SQNR in dB, test images). Once for the trained variant ``pruned_ptq``, once for a Fast-SCNN of width 0.5 with random
+zero points of its activations and in the operators at its two ends, and the float graph: p50 of interleaved bursts
+at batch 1 on one thread, and the agreement of OpenVINO's logits with those of ONNX Runtime on the same graph (SQNR
+in dB, test images). Once for the trained variant ``pruned_ptq``, once for a Fast-SCNN of width 0.5 with random
 weights. Prints a table and writes ``benchmarks/results/encodings.json``.
 """
 

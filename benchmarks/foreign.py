@@ -1,11 +1,11 @@
-"""Models that the repository did not make: do they come in, what does INT8 keep of them, how fast are they.
+"""Import third-party models, and measure their INT8 agreement and latencies.
 
 ``python -m benchmarks.foreign`` imports six architectures of the onnx wheel (random weights, see light_models.py),
 quantizes them with calibration on images of the default data set, drawn at 224x224, and builds float and INT8
 engines for the CPU targets. Prints a table and writes ``benchmarks/results/foreign.json``.
 
-With random weights the classes mean nothing; the agreement of INT8 with the float model still tells how far
-quantization moves the answers, and times depend on the architecture alone.
+With random weights the classes mean nothing. The agreement of INT8 with the float model still shows how far
+quantization changes the predictions, and latencies depend only on the architecture.
 """
 
 import json
@@ -44,7 +44,7 @@ TARGETS = ("cpu_onnxruntime", "cpu_openvino")
 NUM_IMAGES = {"train": 1, "val": 32, "test": 64, "calibration": 32}
 NUM_ROUNDS = 30
 NUM_NORMALISING = 8
-"""Images that the statistics of random features come from; more: slower, a pass for each BatchNorm."""
+"""Images for the statistics of random features; more images are slower, one pass per BatchNorm."""
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def write_scenes(folder: Path) -> Path:
-    """Write images of the default data set, without their masks, in the size of the models."""
+    """Write images of the default data set, without their masks, at the size of the models."""
     scenes = compose_params()["prepare_data"]["scenes"]
     counts = {f"num_{split}": count for split, count in NUM_IMAGES.items()}
     config: ScenesConfig = typed_config(ScenesConfig, scenes | counts, "prepare_data.scenes")
@@ -91,7 +91,7 @@ def write_scenes(folder: Path) -> Path:
 
 
 def measure(name: str, params: dict[str, Any], data: Path, folder: Path) -> dict[str, Any]:
-    """Return one row: what came in, the agreement of INT8 with float, and the latencies of both."""
+    """Return one row: the imported model, the agreement of INT8 with float, and the latencies of both."""
     out = {stage: folder / stage for stage in ("import", "labels", "ptq")}
     for path in out.values():
         path.mkdir(parents=True)
@@ -138,7 +138,7 @@ def measure_target(
         engine, checked = folder / f"{target}-{kind}", folder / f"{target}-{kind}-validate"
         for path in (engine, checked):
             path.mkdir()
-        # Random weights leave less signal in int8 than trained ones: the engine is measured all the same.
+        # Random weights leave less signal in int8 than trained ones; measure the engine anyway.
         declared = replace(config(params, f"build_engine.{target}"), min_agreement_int8_db=0.0)
         built = build_engine(declared, model=graph, out=engine)
         if built.status != "built":

@@ -1,8 +1,8 @@
-"""The quantization ladder on several students: which rung wins on each target, and why.
+"""Run the quantization ladder on several students: which rung wins on each target, and why.
 
-``python -m benchmarks.ladder --workspace DIR`` after a run of the pipeline. The default student's ladder is that of
-the run; for every other student the pipeline runs once in DIR, a new clone that starts with the run's data and
-teacher. Prints a table per student and writes ``benchmarks/results/ladder.json``.
+``python -m benchmarks.ladder --workspace DIR`` after a run of the pipeline. The default student's ladder is taken
+from that run. For every other student the pipeline runs once in DIR, a new clone with the run's data and teacher.
+Prints a table per student and writes ``benchmarks/results/ladder.json``.
 """
 
 import argparse
@@ -42,7 +42,7 @@ COLUMNS = ("variant", "target", "miou", "score_rel_loss", "latency_ms_p50", "ver
 
 
 def main() -> None:
-    """Run what is missing, print and write the tables."""
+    """Run the missing students, print and write the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -67,14 +67,14 @@ def main() -> None:
 
 
 def make_workspace(workspace: Path) -> None:
-    """Clone the checkout and give the clone data and teacher, which no student changes."""
+    """Clone the checkout and copy data and teacher, which are the same for all students."""
     subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(workspace)], check=True)
     for folder in ("prepare_data", "train/teacher"):
         shutil.copytree(ARTIFACTS / folder, workspace / "artifacts" / folder)
 
 
 def run_pipeline(workspace: Path, overrides: Sequence[str]) -> None:
-    """Run the flow in the clone; its output passes through."""
+    """Run the flow in the clone and show its output."""
     environment = {**os.environ, "PYTHONPATH": str(workspace)}
     subprocess.run(
         [sys.executable, "-m", "flows.optimize", *overrides], cwd=workspace, env=environment, check=True
@@ -82,7 +82,7 @@ def run_pipeline(workspace: Path, overrides: Sequence[str]) -> None:
 
 
 def rungs_in(workspace: Path) -> list[dict[str, Any]]:
-    """Return the rungs of a finished run, from the float start up, target by target."""
+    """Return the rungs of a finished run by target, from the float start up."""
     rows = read_selection("engines.json", workspace)
     ladder = read_params()["select_engine"]["ladder"]
     rungs = [{name: row[name] for name in COLUMNS} for row in rows if row["variant"] in ladder]
@@ -90,7 +90,7 @@ def rungs_in(workspace: Path) -> list[dict[str, Any]]:
 
 
 def print_ladder(student: str, rungs: Sequence[dict[str, Any]]) -> None:
-    """Print one line per rung."""
+    """Print one row per rung."""
     print(f"\n{student}")
     for row in rungs:
         loss = "-" if row["score_rel_loss"] is None else f"{100 * row['score_rel_loss']:+.2f} %"
@@ -102,7 +102,7 @@ def print_ladder(student: str, rungs: Sequence[dict[str, Any]]) -> None:
 
 
 def rescued(students: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Name the cases in which PTQ failed the accuracy gate and a rung above it passed."""
+    """List the cases in which PTQ failed the accuracy gate and a rung above it passed."""
     found = []
     for student, rungs in students.items():
         verdicts = {(row["target"], row["variant"]): row["verdict"] for row in rungs}

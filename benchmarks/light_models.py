@@ -1,8 +1,8 @@
-"""Real architectures that this repository did not make: the backend test data of the ``onnx`` wheel.
+"""Provide real third-party architectures: the backend test data of the ``onnx`` wheel.
 
 The wheel ships their graphs with all weights constant. Here they get seeded random ones (He et al., "Delving Deep
-into Rectifiers", 2015), so that outputs depend on the image. Weights are among the inputs,
-as in all files of IR version 3.
+into Rectifiers", 2015), so that outputs depend on the image. Weights are graph inputs as well, as in all files of
+IR version 3.
 """
 
 import math
@@ -20,11 +20,11 @@ NAMES = ("resnet50", "squeezenet", "shufflenet", "densenet121", "inception_v1", 
 SIDE = 224
 
 _SHAPING = ("Reshape", "Unsqueeze")
-"""What may stand between a weight and the layer that reads it."""
+"""Operators that may lie between a weight and the layer that reads it."""
 
 
 def light_model(name: str, seed: int = 0) -> ModelProto:
-    """Return an architecture with random weights; the same seed gives the same."""
+    """Return an architecture with random weights, which the seed determines."""
     model = onnx.load(FOLDER / f"light_{name}.onnx")
     graph, random = model.graph, np.random.default_rng(seed)
     shapes = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
@@ -54,10 +54,10 @@ def _draw(random: np.random.Generator, shape: tuple[int, ...], op_type: str, ind
 
 
 def normalise_features(model: ModelProto, images_NCHW: np.ndarray) -> None:
-    """Give the BatchNorms, in order, the statistics of their inputs over some images, as a training would.
+    """Set the BatchNorms, in order, to the statistics of their inputs over some images, as training would.
 
-    And the answers of the last layer with weights mean 0 and deviation 1: random features answer every image with the
-    same class; what is left is where images differ (after Mishkin and Matas, "All you need is a good init", 2016).
+    Also normalise the outputs of the last layer with weights to mean 0 and deviation 1: otherwise random features
+    give every image the same class (after Mishkin and Matas, "All you need is a good init", 2016).
     """
     graph = model.graph
     constants = {tensor.name: tensor for tensor in graph.initializer}

@@ -1,10 +1,10 @@
-"""What each network costs and reaches: parameters, MACs, latency on the CPU targets in float, mIoU.
+"""Compare networks: parameters, MACs, latency in float on the CPU targets, mIoU.
 
 ``python -m benchmarks.networks`` after a run of the pipeline, which made the data. Every network of `NETWORKS` is
 trained as ``train.baseline`` is configured. Trained networks and their mIoU are kept under
-``artifacts/benchmarks/networks``, so an interrupted run goes on with the next one; latencies are measured at the end,
-of all in interleaved rounds, by one thread. ``--scenes`` and ``--epochs`` try it in minutes. Writes
-``docs/networks.md`` and ``benchmarks/results/networks.json``.
+``artifacts/benchmarks/networks``, so an interrupted run continues with the next one. Latencies of all networks are
+measured at the end, in interleaved rounds on one thread. With small ``--scenes`` and ``--epochs`` it takes minutes.
+Writes ``docs/networks.md`` and ``benchmarks/results/networks.json``.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Entry:
 
     @property
     def title(self) -> str:
-        """Name and size, also the name of its folder."""
+        """Name and size; also the name of its folder."""
         return f"{self.name}-{self.width:g}-{self.depth:g}"
 
 
@@ -74,7 +74,7 @@ TARGETS = ("eager PyTorch", "ONNX Runtime", "OpenVINO")
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one network."""
+    """Measurements of one network."""
 
     name: str
     width: float
@@ -82,14 +82,14 @@ class Row:
     num_parameters: int
     macs: int
     latency_ms_p50: dict[str, float]
-    """By target, one image, one thread, float32."""
+    """By target; one image, one thread, float32."""
     miou: float
     """On the test split."""
     num_epochs: int
 
 
 def main() -> None:
-    """Train what is missing, measure, write table and page."""
+    """Train missing networks, measure all, write table and page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -168,7 +168,7 @@ def miou_of(graph: ModelProto, data: Path) -> float:
 
 
 def measure(folders: dict[Entry, Path], data: Path, num_rounds: int) -> list[Row]:
-    """Measure the latencies of all networks on all targets in turns; the fastest network first."""
+    """Measure the latencies of all networks on all targets in interleaved rounds; return the fastest first."""
     manifest = read_manifest(data)
     images_NCHW = normalise(open_split(data, "test")[0][:1], manifest.mean, manifest.std)
     programs: dict[str, Network] = {}
@@ -230,9 +230,9 @@ def page(record: dict[str, Any], rows: Sequence[Row]) -> str:
         "configured; networks that differ by less than about two points of mIoU "
         "may change places with another seed or a longer training. None started from pretrained weights, as "
         "transformers usually do. Latencies are medians for one image in float32 on one thread, measured "
-        "in short bursts that took turns, so compare them within this page and not with other machines. MACs are "
-        "those of convolutions and matrix products: they tell what arithmetic costs, not what moving data costs, "
-        "and so the order by MACs is not the order by latency.",
+        "in short interleaved bursts; compare them within this page only, not with other machines. MACs count "
+        "convolutions and matrix products: they measure arithmetic but not memory traffic, so the order by MACs "
+        "differs from the order by latency.",
         "",
         f"Measured on {record['date']}, {record['cpu_model']}, Python {record['python']}, torch {record['torch']}, "
         f"transformers {record['transformers']}, ONNX Runtime {record['onnxruntime']}, "

@@ -1,15 +1,15 @@
-"""What orchestration takes where stages take nothing: a thousand engines through Prefect, next to ``dvc repro``.
+"""Measure the overhead of orchestration: a thousand engines of trivial stages with Prefect and ``dvc repro``.
 
 ``python -m benchmarks.orchestration`` writes a workspace of trivial stages (``benchmarks/trivial_pipeline.py``: 50
-variants on 20 targets, four stages each) into a temporary folder, runs its flow, then runs it again with nothing to
-do, and prints a table. A stage is a process of its own. Writes ``benchmarks/results/orchestration.json``.
+variants on 20 targets, four stages each) into a temporary folder, runs its flow, runs it again with everything
+up to date, and prints a table. Each stage is a separate process. Writes ``benchmarks/results/orchestration.json``.
 
-Overhead of an executed call: stage functions report when they start and end; where ``n`` run side by side, each place
-does one call in the time in which ``n`` of them start. That time without the function's own is overhead: planning,
+Overhead of an executed call: stage functions report when they start and end; where ``n`` run in parallel, each slot
+finishes one call in the time in which ``n`` of them start. That time minus the function's own is overhead: planning,
 digests, Prefect, start and end of the process, locks, syncs, reports. A cached call: wall time of the whole second
 command, start and imports included, divided by the number of calls. ``dvc repro`` rewrites dvc.lock after each stage,
-so that the time of a stage grows with the pipeline; it is measured on smaller ones (``--dvc``). So is ``dvc commit``,
-which ends a flow outside of this benchmark and parses params.yaml anew for every stage.
+so the time per stage grows with the pipeline; it is measured on smaller pipelines (``--dvc``). So is ``dvc commit``,
+with which a real flow ends, and which parses params.yaml anew for every stage.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from tasks.parts.engines.machine import read_cpu_model
 RESULTS = Path(__file__).parent / "results" / "orchestration.json"
 
 ALONE = ("benchmark", "race_engines", "select_engine")
-"""Stages that the flow runs one at a time; of the others as many as there are places."""
+"""Stages that the flow runs one at a time; the others fill all slots."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def measure_flow(workspace: Path, num_variants: int, num_targets: int) -> dict[str, Any]:
-    """Run the flow, and again with nothing to do."""
+    """Run the flow, and again with everything up to date."""
     write_workspace(workspace, num_variants=num_variants, num_targets=num_targets, seconds=0)
     try:
         start_server(workspace)
@@ -103,7 +103,7 @@ def measure_flow(workspace: Path, num_variants: int, num_targets: int) -> dict[s
 
 
 def measure_dvc(workspace: Path, num_engines: int) -> dict[str, Any]:
-    """Run ``dvc repro`` on a smaller pipeline of the same shape, again with nothing to do, and ``dvc commit``."""
+    """Run ``dvc repro`` on a smaller pipeline of the same shape, again when up to date, and ``dvc commit``."""
     write_workspace(workspace, num_variants=num_engines // 5, num_targets=5, seconds=0)
     walls = []
     for command in (["repro"], ["repro"], ["commit", "--force"]):
@@ -121,7 +121,7 @@ def measure_dvc(workspace: Path, num_engines: int) -> dict[str, Any]:
 
 
 def run_flow(workspace: Path) -> dict[str, Any]:
-    """Run the flow; tell how long it took and how much memory its process and the server had on the way."""
+    """Run the flow; return its duration and the memory of its process and of the server over time."""
     started = time.monotonic()
     flow_end = started
     num_run = -1
@@ -156,7 +156,7 @@ def run_flow(workspace: Path) -> dict[str, Any]:
 
 
 class Memory(threading.Thread):
-    """Reads the resident memory of two processes four times a second."""
+    """Samples the resident memory of two processes four times a second."""
 
     def __init__(self, *pids: int) -> None:
         super().__init__(daemon=True)
@@ -166,17 +166,17 @@ class Memory(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Read until stopped."""
+        """Sample until stopped."""
         while not self._is_over.wait(0.25):
             self._samples.append([process.memory_info().rss / 1e6 for process in self._processes])
 
     def stop(self) -> None:
-        """Read no more."""
+        """Stop sampling."""
         self._is_over.set()
         self.join()
 
     def start_middle_end(self, number: int) -> list[float]:
-        """Return the MB of a process after a tenth of the time, at half of it, and at the end."""
+        """Return the MB of a process after a tenth of the time, after half of it, and at the end."""
         found = [sample[number] for sample in self._samples]
         return [round(found[int(share * (len(found) - 1))], 1) for share in (0.1, 0.5, 1.0)]
 
@@ -192,7 +192,7 @@ def read_spans(workspace: Path) -> dict[str, tuple[float, float]]:
 
 
 def overheads_ms(spans: dict[str, tuple[float, float]], num_places: int) -> list[float]:
-    """Return the overhead of each executed task: the time that its place took for it, without its function's own."""
+    """Return the overhead of each executed task: the time that it held its slot, minus its function's own."""
     found = []
     for is_alone, width in ((True, 1), (False, num_places)):
         group = sorted(span for name, span in spans.items() if (name.split(".")[0] in ALONE) is is_alone)
@@ -225,9 +225,9 @@ def run(workspace: Path, *arguments: str) -> None:
 
 
 def environment(workspace: Path) -> dict[str, str]:
-    """Return the variables for commands in a workspace: its own modules, and no settings of Prefect from outside."""
+    """Return the environment for commands in a workspace: its own modules, and no outside Prefect settings."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # dvc.yaml says `python`
+    binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # dvc.yaml calls `python`
     return {**kept, "PATH": binaries, "PYTHONPATH": str(workspace)}
 
 

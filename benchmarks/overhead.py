@@ -1,11 +1,10 @@
-"""What a newcomer waits for, and what orchestration takes of it.
+"""Measure installation and first run for a new user, and the share of orchestration.
 
-``python -m benchmarks.overhead [hydra override ...]`` clones the checkout, types ``make run`` there as a newcomer
-would (packages come from pip's cache where it has them), and prints a table: installation, first run, runs with
-nothing to do. Overhead is the time of the first run in which no stage did work of its own: server, flow, process
-starts, digests, ``dvc commit``, and every import (also those of a stage's child processes). Where stages run side by
-side, a second counts as work if one of them works. ``--workspace DIR`` keeps the clone. Writes
-``benchmarks/results/overhead.json``.
+``python -m benchmarks.overhead [hydra override ...]`` clones the checkout, runs ``make run`` there (with packages
+from pip's cache if present), and prints a table: installation, first run, runs with everything up to date. Overhead
+is the time of the first run in which no stage did its own work: server, flow, process starts, digests, ``dvc
+commit``, and every import (also those of a stage's child processes). If stages run in parallel, time counts as work
+while any of them works. ``--workspace DIR`` keeps the clone. Writes ``benchmarks/results/overhead.json``.
 """
 
 import argparse
@@ -57,7 +56,7 @@ def main() -> None:
 
 
 def measure(workspace: Path, overrides: list[str]) -> dict[str, Any]:
-    """Clone, install, run once and then again with nothing to do."""
+    """Clone, install, run once and then again with everything up to date."""
     subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(workspace)], check=True)
     run = ["make", "run", f"ARGS={shlex.join(overrides)}"]
     try:
@@ -85,11 +84,9 @@ def measure(workspace: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def timed(command: list[str], workspace: Path, **environment: str) -> tuple[float, list[tuple[float, str]]]:
-    """Run a command and return its wall time in seconds and the lines that it printed, with the time of each."""
+    """Run a command; return its wall time in seconds and the lines that it printed, with the time of each."""
     environment = {**os.environ, **environment}
-    environment.pop(
-        "PYTHONDONTWRITEBYTECODE", None
-    )  # rarely set: each process would compile our modules again
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # if it is set, each process compiles our modules again
     started = time.monotonic()
     process = subprocess.Popen(
         command,
@@ -112,9 +109,9 @@ def timed(command: list[str], workspace: Path, **environment: str) -> tuple[floa
 
 
 def stage_work(lines: list[tuple[float, str]]) -> list[Span]:
-    """Return the spans in which stages did work of their own, one list for all.
+    """Return the spans in which stages did their own work, one list for all.
 
-    A stage's span reaches from its "started" to its "finished", without what it and its child processes imported.
+    A stage's span lasts from its "started" to its "finished", minus the imports of it and its child processes.
     """
     processes: dict[str, str] = {}
     imports: dict[str, list[Span]] = defaultdict(list)
@@ -135,7 +132,7 @@ def stage_work(lines: list[tuple[float, str]]) -> list[Span]:
 
 
 def without(span: Span, cuts: list[Span]) -> list[Span]:
-    """Return what is left of a span between the cuts."""
+    """Return the parts of a span that remain between the cuts."""
     position, end = span
     left = []
     for cut_start, cut_end in sorted(cuts):

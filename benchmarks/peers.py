@@ -1,8 +1,8 @@
-"""The pick beside what other tools make of the same float graph.
+"""Compare the pick with other tools' quantization of the same float graph.
 
 ``python -m benchmarks.peers`` after a run of the pipeline (NNCF is in the extra ``dev``). Same graph, calibration
 images, validation and test split, one thread, one process; latencies in interleaved rounds at batch 1. A ratio over 1
-says that the pick is faster. Prints a table and writes ``benchmarks/results/peers.json``.
+means that the pick is faster. Prints a table and writes ``benchmarks/results/peers.json``.
 
 - NNCF ``quantize`` with its defaults, and ``quantize_with_accuracy_control`` with the pipeline's gate, in OpenVINO;
 - ONNX Runtime ``quantize_static`` with its defaults.
@@ -54,7 +54,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=150, help="interleaved rounds")
     options = parser.parse_args()
     if find_spec("nncf") is None:
-        sys.exit("NNCF is not installed. Install what the benchmarks compare with: pip install -e '.[dev]'")
+        sys.exit(
+            "NNCF is not installed. Install the tools that the benchmarks compare with: pip install -e '.[dev]'"
+        )
     params = read_params()
     picks = read_selection("picks.json")
     pick = min(picks.values(), key=lambda row: row["latency_ms_p50"])

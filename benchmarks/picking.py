@@ -1,6 +1,6 @@
-"""How long a person waits who picks an engine where 1,000 were logged: the query, and MLflow's page in a browser.
+"""Measure how long picking one of 1,000 logged engines takes: the query, and MLflow's page in a browser.
 
-``python -m benchmarks.picking`` logs pipelines with 1,000 engines into a new SQLite store, by the function that the
+``python -m benchmarks.picking`` logs pipelines with 1,000 engines into a new SQLite store with the function that the
 pipeline uses, and prints the medians. The page is timed from the click on its link until its table shows the rows.
 Needs Chromium (Debian: chromium, chromium-driver). Writes ``benchmarks/results/picking.json``.
 """
@@ -91,7 +91,7 @@ def log_engines(
 ) -> None:
     """Log a pipeline with a small file for each engine.
 
-    As from the pipeline, the pick is the fastest engine that was accepted; a faster one is too lossy.
+    As in the pipeline, the pick is the fastest engine that was accepted; a faster one is too lossy.
     """
     draw = random.Random(seed)
     records, picks = [], {}
@@ -136,7 +136,7 @@ def _engine(
 
 @contextlib.contextmanager
 def served(store: TrackingConfig, folder: Path, port: int) -> Iterator[TrackingConfig]:
-    """Start MLflow's server over a store and give its address."""
+    """Start MLflow's server over a store and yield its address."""
     uri, log = f"http://127.0.0.1:{port}", folder / "server.log"
     command = [
         "mlflow",
@@ -160,7 +160,7 @@ def served(store: TrackingConfig, folder: Path, port: int) -> Iterator[TrackingC
         _wait_for(f"{uri}/health", log)
         yield dataclasses.replace(store, uri=uri)
     finally:
-        os.killpg(server.pid, signal.SIGTERM)  # its worker is a process of its own
+        os.killpg(server.pid, signal.SIGTERM)  # its worker is a separate process
         server.wait()
 
 
@@ -183,7 +183,7 @@ def _wait_for(url: str, log: Path) -> None:
 
 @contextlib.contextmanager
 def opened_browser(folder: Path) -> Iterator["Chrome"]:
-    """Start a headless Chromium that asks nobody but the page."""
+    """Start a headless Chromium that connects only to the page."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -209,7 +209,7 @@ def opened_browser(folder: Path) -> Iterator["Chrome"]:
 
 
 def read_page(browser: "Chrome", url: str) -> list[dict[str, str]]:
-    """Open a runs page and return its rows from above, column -> text, when the table shows them."""
+    """Open a runs page and return its rows from top to bottom, column -> text, once the table shows them."""
     from selenium.webdriver.support.wait import WebDriverWait
 
     browser.get("about:blank")
@@ -233,7 +233,7 @@ def pick_from(store: TrackingConfig) -> None:
 
 
 def run_pick(store: TrackingConfig) -> None:
-    """Run `flows.pick` as a person does."""
+    """Run `flows.pick` as a user does."""
     command = [sys.executable, "-m", "flows.pick", "--target", TARGET, "--tracking-uri", store.uri]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 

@@ -1,8 +1,8 @@
-"""What ``rank_layers`` costs: one pass over the validation subset per layer, so it grows linearly with the layers.
+"""Measure the cost of ``rank_layers``: one pass over the validation subset per layer, so linear in the layers.
 
 ``python -m benchmarks.ranking`` after a run of the pipeline, which made the data. DeepLabV3+ of several depths with
-random weights is ranked with the run's settings. Seconds are given as such and in units of one INT8 pass per layer,
-measured in the same process: the quotient stays the same when the number of layers grows. Prints a table and writes
+random weights is ranked with the run's settings. The cost is given in seconds and in units of one INT8 pass per
+layer, measured in the same process: the quotient does not grow with the number of layers. Prints a table and writes
 ``benchmarks/results/ranking.json``.
 """
 

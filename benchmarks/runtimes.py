@@ -1,4 +1,4 @@
-"""What the benchmarks share: configuration and data of the run, graphs in the CPU runtimes."""
+"""Share code among the benchmarks: configuration and data of the run, graphs in the CPU runtimes."""
 
 import json
 from pathlib import Path
@@ -26,10 +26,10 @@ DATA = ARTIFACTS / "prepare_data" / "dataset"
 
 
 def read_selection(name: str, workspace: Path = Path()) -> Any:
-    """Return a file of select_engine where the pipeline has run; end with one line where it has not."""
+    """Return a file of select_engine; exit with one line if the pipeline has not run."""
     file = workspace / ARTIFACTS / "select_engine" / name
     if not file.is_file():
-        raise SystemExit(f"{file} is not there. Run the pipeline here first: make run")
+        raise SystemExit(f"{file} does not exist. Run the pipeline here first: make run")
     return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -89,7 +89,7 @@ def images(split: str, count: int | None = None, start: int = 0) -> np.ndarray:
 
 
 def random_graph(config: NetworkConfig) -> ModelProto:
-    """Export a network whose BatchNorms have seen the data, but which learned nothing."""
+    """Export an untrained network whose BatchNorm statistics come from the data."""
     manifest = read_manifest(DATA)
     torch.manual_seed(0)
     network = build_network(config, len(manifest.classes)).train()

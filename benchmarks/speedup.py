@@ -1,12 +1,12 @@
-"""How much faster the pick is than what it came from, at the size of the data and at a larger one.
+"""Measure the pick's speed-up over its predecessors, at the size of the data and at a larger one.
 
 ``python -m benchmarks.speedup`` after a run of the pipeline. Needs a quiet machine for tight intervals.
 
 The best pick of ``artifacts/select_engine`` runs in the same rounds as four references: eager PyTorch of the float
 student (``distilled``) and of the ``teacher``, and on the pick's own target the float variant that was quantized
 (``pruned``) and the student before pruning (``distilled``). For the larger size the same weights get a larger input
-(latency only): the graphs resize by scale factors, so that only the declared input changes.
-Prints a table and writes ``benchmarks/results/speedup.json``.
+(latency only): the graphs resize by scale factors, so only the declared input changes. Prints a table and writes
+``benchmarks/results/speedup.json``.
 """
 
 import argparse

@@ -1,8 +1,9 @@
-"""The pipeline with stages that do next to nothing: what is left is orchestration.
+"""Run the pipeline with trivial stages, so that only orchestration takes time.
 
-A workspace holds the product's ``flows``, ``tasks/core``, ``tasks/parts`` and ``tasks/__main__.py`` as they are, and
-under the names of its stages modules that write a few bytes made of what they read. There, ``python -m
-benchmarks.trivial_pipeline`` plans and runs the flow, as ``python -m flows.optimize`` does with what conf/ composes.
+A workspace holds unmodified copies of ``flows``, ``tasks/core``, ``tasks/parts`` and ``tasks/__main__.py``. Its
+stages are modules that write a few bytes derived from their inputs. There, ``python -m
+benchmarks.trivial_pipeline`` plans and runs the flow, as ``python -m flows.optimize`` does with the configuration
+of conf/.
 """
 
 import shlex
@@ -40,9 +41,9 @@ OUTPUTS = {
     "race_engines": ("races.csv",),
     "select_engine": ("report.md",),
 }
-"""What each stage writes: the files that the next ones read."""
+"""Output files of each stage, which later stages read."""
 
-_STAGE = '''"""A stage that writes what it was given."""
+_STAGE = '''"""A stage that writes its inputs."""
 
 import time
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def {stage}(cfg: Config, *, out: Path, **inputs: Path) -> Report:
 
 
 def write_workspace(folder: Path, *, num_variants: int, num_targets: int, seconds: float) -> None:
-    """Write a git and DVC repository with one engine for each variant on each target."""
+    """Write a git and DVC repository with one engine per variant and target."""
     for name in ("flows", "tasks/core", "tasks/parts"):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("benchmarks", ".dvc", "data", "models"):
@@ -156,7 +157,7 @@ def compose_trivial(*, num_variants: int, num_targets: int, seconds: float) -> d
 
 def dvc_stages(params: dict[str, Any]) -> dict[str, Any]:
     """Return the stages of dvc.yaml for the calls that the flow makes."""
-    from flows.stage_task import stage_command  # imports Prefect, which reads its settings then
+    from flows.stage_task import stage_command  # imported late, because Prefect reads its settings on import
 
     plan = RecordedStages()
     run_pipeline(plan, params)

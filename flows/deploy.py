@@ -1,8 +1,8 @@
-"""Register the deployments of prefect.yaml with a Prefect server: their work pools and, on request, notifications.
+"""Register the deployments of prefect.yaml with a Prefect server, with their work pools and optional notifications.
 
 ``PREFECT_API_URL=http://server:4200/api python -m flows.deploy``; without the address, the local server of this
-checkout. ``--notify slack-webhook/engines`` names a notification block (`prefect block ls`) that is told of failed
-runs and of targets for which no engine held the gates. Repeated, it brings what is there up to date.
+checkout. ``--notify slack-webhook/engines`` names a notification block (`prefect block ls`) that reports failed runs
+and targets for which no engine passed the gates. Run it again to update what is registered.
 """
 
 import argparse
@@ -25,7 +25,7 @@ DEPLOYMENTS = Path(__file__).resolve().parents[1] / "prefect.yaml"
 
 
 class DeployFailed(EnginewrightError):
-    """Prefect did not take the deployments."""
+    """Prefect rejected the deployments."""
 
 
 def pools() -> list[str]:
@@ -35,7 +35,7 @@ def pools() -> list[str]:
 
 
 def make_pools(client: "SyncPrefectClient") -> None:
-    """Make the work pools that are not there; their workers start processes in their own checkout."""
+    """Create the missing work pools; their workers start processes in their own checkout."""
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectNotFound
     from prefect.workers.process import ProcessWorker
@@ -50,9 +50,9 @@ def make_pools(client: "SyncPrefectClient") -> None:
 
 
 def make_notifications(client: "SyncPrefectClient", block: str) -> None:
-    """Let a notification block tell of failed runs and of failed gates.
+    """Report failed runs and failed gates through a notification block.
 
-    Raises ConfigError where there is no such block.
+    Raises ConfigError if there is no such block.
     """
     from prefect.events.actions import SendNotification
     from prefect.exceptions import ObjectNotFound
@@ -63,7 +63,7 @@ def make_notifications(client: "SyncPrefectClient", block: str) -> None:
     except (ObjectNotFound, ValueError):
         raise ConfigError(
             f"--notify is {block}, expected <type>/<name> of a notification block: `prefect block ls` lists them, "
-            "the page Blocks of the server makes them."
+            "the server's Blocks page creates them."
         ) from None
     for automation, subject, body in _automations():
         action = SendNotification(block_document_id=block_id, subject=subject, body=body)

@@ -1,6 +1,6 @@
-"""The flow ``deploy_target``: the engines of one target, made and measured on a worker of the target's pool.
+"""The flow ``deploy_target``: the engines of one target, built and measured on a worker of the target's pool.
 
-The worker has a checkout of its own. The models come through the DVC remote, and the engines go back the same way.
+The worker has its own checkout. The models arrive through the DVC remote, and the engines go back the same way.
 """
 
 import socket
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     TargetName = str
 else:
     TargetName = Literal[tuple(sorted(file.stem for file in (CONF / "target").glob("*.yaml")))]
-    """The form of a run offers what conf/target/ declares."""
+    """The targets in conf/target/, which the form of a Prefect run offers."""
 
 Overrides = Annotated[
     list[Annotated[str, Field(pattern=r"^[+~]{0,2}[A-Za-z_][\w@./]*(=.*)?$")]],
@@ -47,34 +47,34 @@ Overrides = Annotated[
 ]
 
 ENTRIES_ARTIFACT = "enginewright-dvc-lock"
-"""The Prefect artifact of a run that holds what dvc.lock says of its engines."""
+"""The Prefect artifact of a run that holds the dvc.lock entries of its engines."""
 
 
 @dataclass(frozen=True)
 class Handover:
-    """What the machine that made the models tells the one that makes engines of them."""
+    """What the machine that made the models passes to the one that builds engines from them."""
 
     commit: str
     """The commit of the code that made the models."""
     place: str
     """The checkout that made the models, as ``find_place`` names it."""
     entries: Entries
-    """The lines of dvc.lock for the models and the data, which are in the DVC remote."""
+    """The dvc.lock entries of the models and the data, which are in the DVC remote."""
     keys: dict[str, str]
-    """The key of every build, by address: the same code and the same configuration have the same keys."""
+    """The key of every build, by address: the same code and configuration give the same keys."""
 
 
 @flow(name="deploy_target", log_prints=True, task_runner=task_runner())
 def deploy_target(target: TargetName, overrides: Overrides, models: Handover | None = None) -> None:
     """Build, check and measure the engines of a target and push them to the DVC remote.
 
-    Without `models`, those are taken that dvc.lock of this checkout names.
+    Without `models`, those in dvc.lock of this checkout are used.
 
-    Raises ConfigError, TargetMismatch, ArtifactError where the checkouts differ, DvcFailed.
+    Raises ConfigError, TargetMismatch, DvcFailed; ArtifactError if the checkouts differ.
     """
     if models is not None and models.place == find_place():
         raise ConfigError(
-            f"This worker works in {Path.cwd()}, the pipeline's own checkout, where the pipeline waits for it. Start "
+            f"This worker runs in {Path.cwd()}, the checkout of the pipeline, which is waiting for it. Start "
             "the workers of targets from a checkout of their own (docs/deployments.md)."
         )
     params = compose_params(overrides)
@@ -101,14 +101,14 @@ def deploy_target(target: TargetName, overrides: Overrides, models: Handover | N
 
 
 def find_place() -> str:
-    """Return what tells this checkout from those of other workers."""
+    """Return a name that distinguishes this checkout from those of other workers."""
     return f"{socket.gethostname()}:{Path.cwd()}"
 
 
 def plan_target(
     params: Mapping[str, Any], target: str
 ) -> tuple[dict[str, dict[str, Path]], list[str], list[str]]:
-    """Return a target's stage calls, and DVC's names of the stages that they need and of their own."""
+    """Return a target's stage calls, the DVC names of the stages that they need, and their own DVC names."""
     plan = RecordedStages()
     run_targets(plan, params, [target])
     names = names_of_stages()
@@ -118,11 +118,11 @@ def plan_target(
 
 
 def _check_keys(calls: Mapping[str, Mapping[str, Path]], params: Mapping[str, Any], models: Handover) -> None:
-    """Refuse to make engines that the pipeline's machine would not take for its own."""
+    """Refuse to build engines that the pipeline's machine would not accept as fresh."""
     for address, key in models.keys.items():
         if prepare_call(address, calls[address], params).key != key:
             raise ArtifactError(
-                f"{address} is another engine here: the code or conf/ of this worker's checkout "
-                f"(commit {git_commit()}) is not that of the pipeline (commit {models.commit}). Bring both checkouts "
+                f"{address} would be a different engine here: the code or conf/ of this worker's checkout "
+                f"(commit {git_commit()}) differs from the pipeline's (commit {models.commit}). Bring both checkouts "
                 "to one commit and run again."
             )

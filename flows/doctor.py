@@ -1,8 +1,8 @@
-"""Tell what this machine can do, and how to mend what it lacks.
+"""Report what this machine can do, and how to fix what is missing.
 
-``python -m flows.doctor [--all] [hydra override ...]`` looks at the CPU, the GPUs, the runtimes, the targets of the
-run, the disk, the servers and the DVC remote; with ``--all`` at every target in conf/. It changes nothing. The exit
-code is 1 where something is missing without which a run with these overrides fails.
+``python -m flows.doctor [--all] [hydra override ...]`` checks the CPU, the GPUs, the runtimes, the targets of the
+run, the disk, the servers and the DVC remote; with ``--all`` every target in conf/. It changes nothing. The exit code
+is 1 if something is missing that a run with these overrides needs.
 """
 
 import argparse
@@ -37,22 +37,22 @@ _HOW_TO_INSTALL = {
     "pycuda": "pip install -e '.[gpu]' on a machine with a GPU.",
 }
 _NEEDED_GB = 3
-"""A run of the defaults takes 0.8 GB, DVC's cache and MLflow's copies of the engines included."""
+"""A run with the defaults takes 0.8 GB, including DVC's cache and MLflow's copies of the engines."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _TIMEOUT_S = 10
 _DEFAULT_REMOTE = "core.remote"
 
 
 class State(StrEnum):
-    """How a finding ended."""
+    """The result of a check."""
 
     ok = "ok"
     missing = "missing"
     """Something is missing that this run does not use."""
     skipped = "skipped"
-    """The run leaves this out and goes on."""
+    """The run skips this and goes on."""
     needed = "NEEDED"
-    """Something is missing without which this run fails."""
+    """Something is missing that this run needs."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Finding:
     subject: str
     text: str
     mend: str = ""
-    """What the user can do; empty where nothing is missing."""
+    """How the user can fix it; empty if nothing is missing."""
 
 
 def examine(params: Mapping[str, Any], *, all_targets: bool) -> Iterator[Finding]:
-    """Yield the findings, cheap ones first; ``params`` is what a run would use."""
-    flags = ", ".join(read_isa()) or "none of those that change kernels"
+    """Yield the findings, cheap checks first; ``params`` is the configuration of a run."""
+    flags = ", ".join(read_isa()) or "no CPU flags that change kernels"
     yield Finding(State.ok, "CPU", f"{read_cpu_model()}; {flags}")
     reference = params["select_engine"]["float_reference"]["target"]
     for name, section in params["build_engine"].items():
@@ -83,7 +83,7 @@ def examine(params: Mapping[str, Any], *, all_targets: bool) -> Iterator[Finding
             yield _examine_other_target(name)
     elif others:
         yield Finding(
-            State.ok, "other targets", f"{', '.join(others)}: not part of this run (--all looks at them)"
+            State.ok, "other targets", f"{', '.join(others)}: not part of this run (--all checks them)"
         )
     yield _examine_disk()
     yield _examine_prefect()
@@ -128,18 +128,18 @@ def _cuda_of_torch() -> str:
 
 
 def _examine_other_target(name: str) -> Finding:
-    """Look at a target as its file declares it."""
+    """Check a target as its file declares it."""
     try:
         section = yaml.safe_load((CONF / f"target/{name}.yaml").read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        return Finding(State.missing, f"target {name}", "its file is no YAML", str(error))
+        return Finding(State.missing, f"target {name}", "its file is not valid YAML", str(error))
     return _examine_target(name, section, without_gpu=State.missing, without_flags=State.missing)
 
 
 def _examine_target(
     name: str, section: Mapping[str, Any], *, without_gpu: State, without_flags: State
 ) -> Finding:
-    """Look at a target; the states say what it means that this machine lacks a GPU or library, or CPU flags."""
+    """Check a target; the states apply if this machine lacks its GPU or library, or its CPU flags."""
     subject = f"target {name}"
     try:
         target: Target = typed_config(Target, section, subject)
@@ -169,7 +169,7 @@ def _examine_disk() -> Finding:
         State.needed,
         "disk",
         text,
-        f"Free some: {_NEEDED_GB} GB are wanted. `make clean` removes all outputs.",
+        f"Free some space: {_NEEDED_GB} GB are needed. `make clean` removes all outputs.",
     )
 
 
@@ -184,7 +184,7 @@ def _examine_prefect() -> Finding:
         State.needed,
         "Prefect",
         f"no answer from {shown}",
-        "Start it, or unset PREFECT_API_URL for a local one.",
+        "Start it, or unset PREFECT_API_URL to use a local one.",
     )
 
 
@@ -195,10 +195,10 @@ def _examine_mlflow(uri: str) -> Finding:
         if folder.is_dir() and os.access(folder, os.W_OK):
             return Finding(State.ok, "MLflow", f"the file {shown}")
         return Finding(
-            State.needed, "MLflow", f"{folder} cannot be written", "Mend select_engine.tracking.uri."
+            State.needed, "MLflow", f"{folder} cannot be written", "Correct select_engine.tracking.uri."
         )
     if not uri.startswith("http"):
-        return Finding(State.ok, "MLflow", f"{shown}, which is not asked")
+        return Finding(State.ok, "MLflow", f"{shown}, not checked")
     problem = local_server.find_problem(f"{uri.rstrip('/')}/health", _TIMEOUT_S)
     if problem is None:
         return Finding(State.ok, "MLflow", shown)
@@ -206,12 +206,12 @@ def _examine_mlflow(uri: str) -> Finding:
         State.missing,
         "MLflow",
         f"no answer from {shown} ({problem})",
-        "Start it, or mend select_engine.tracking.uri. A run goes on without it and sends its records later.",
+        "Start it, or correct select_engine.tracking.uri. A run goes on without it and sends its records later.",
     )
 
 
 def _examine_remote() -> Finding:
-    """Ask DVC itself for the remote: it knows its kinds and their credentials."""
+    """Check the remote through DVC, which knows the kinds of remotes and their credentials."""
     name = _dvc("config", _DEFAULT_REMOTE).stdout.strip()
     if not name:
         return Finding(
@@ -231,7 +231,7 @@ def _examine_remote() -> Finding:
             check=False,
             timeout=6 * _TIMEOUT_S,
         )
-        problem = (asked.stderr.strip().splitlines() or ["no words"])[-1] if asked.returncode else ""
+        problem = (asked.stderr.strip().splitlines() or ["no message"])[-1] if asked.returncode else ""
     except subprocess.TimeoutExpired:
         problem = f"no answer in {6 * _TIMEOUT_S} s"
     if problem:
@@ -239,11 +239,11 @@ def _examine_remote() -> Finding:
             State.missing,
             "DVC remote",
             f"{name} cannot be reached: {mask_credentials(problem)}",
-            f"Look at `dvc remote list` and the credentials of {name} in .dvc/config.local.",
+            f"Check `dvc remote list` and the credentials of {name} in .dvc/config.local.",
         )
     is_there = asked.stdout.strip() == "True"
     return Finding(
-        State.ok, "DVC remote", name if is_there else f"{name}, empty: the first push makes its folder"
+        State.ok, "DVC remote", name if is_there else f"{name}, empty: the first push creates its folder"
     )
 
 
@@ -254,7 +254,7 @@ def _dvc(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """Print one line for each finding, and below it how to mend what is missing."""
+    """Print one line for each finding, and below it how to fix what is missing."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -274,7 +274,7 @@ def show(findings: Sequence[Finding]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Print the diagnosis and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m flows.doctor", description="What this machine can do.")
-    parser.add_argument("--all", action="store_true", help="look at every target in conf/")
+    parser.add_argument("--all", action="store_true", help="check every target in conf/")
     parser.add_argument("overrides", nargs="*", help="as for flows.optimize")
     options = parser.parse_intermixed_args(arguments)
     try:

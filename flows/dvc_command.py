@@ -1,4 +1,4 @@
-"""Run DVC as a command; when it fails, the error quotes its words."""
+"""Run DVC as a command, and quote its output in the error if it fails."""
 
 import subprocess
 import sys
@@ -10,17 +10,17 @@ from tasks.core.tracking.config import mask_credentials
 
 DVC_CACHE = Path(".dvc/cache")
 
-_DVC_FOOTER = "Having any troubles?"  # and its address of support, below the error
+_DVC_FOOTER = "Having any troubles?"  # DVC prints this and a support link below the error
 
 
 class DvcFailed(EnginewrightError):
-    """DVC ended with an error; its own words are in the message."""
+    """DVC failed; the message quotes its output."""
 
 
 def run_dvc(*arguments: str) -> str:
-    """Run a DVC command without showing its output, which is returned.
+    """Run a DVC command silently and return its output.
 
-    Raises DvcFailed; DiskError where this machine's or the remote's disk is full.
+    Raises DvcFailed; DiskError if the disk of this machine or of the remote is full.
     """
     done = subprocess.run(
         [sys.executable, "-m", "dvc", *arguments], capture_output=True, text=True, check=False
@@ -31,8 +31,8 @@ def run_dvc(*arguments: str) -> str:
         failed = DvcFailed(f"{command} failed. Nothing is lost; run again. DVC says: {words}")
         if is_full_disk(failed):
             raise DiskError(
-                f"{command}: the disk or its quota is full, here or where the remote lies. Free some space there and "
-                f"run again: what is made and what was transferred are kept. DVC says: {words}"
+                f"{command}: the disk or its quota is full, here or at the remote. Free some space and run again: "
+                f"finished outputs and transfers are kept. DVC says: {words}"
             )
         raise failed
     return done.stdout

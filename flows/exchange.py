@@ -1,7 +1,7 @@
-"""Hand artifacts to other machines: the DVC remote carries the files, lines of dvc.lock say which ones.
+"""Exchange artifacts between machines: the DVC remote holds the files, and entries of dvc.lock identify them.
 
-Each machine works in a checkout of its own. What one machine has made and another needs goes through ``push`` and
-``pull``; the lines of dvc.lock that name its digests travel with the Prefect run.
+Each machine has its own checkout. Outputs that another machine needs go through ``push`` and ``pull``; their dvc.lock
+entries, which contain the digests, travel with the Prefect run.
 """
 
 import os
@@ -24,10 +24,10 @@ from tasks.core.fingerprint import digest
 LOCK_FILE = Path("dvc.lock")
 
 Entries = dict[str, dict[str, Any]]
-"""Lines of dvc.lock by DVC's name of a stage: the command, and path and md5 of each output."""
+"""Entries of dvc.lock by the DVC name of a stage: the command, and the path and md5 of each output."""
 
 _NUM_RETRIES = 4
-"""Retries come after 4, 8, 16 and 32 s: a network or a store may be away for a minute."""
+"""Retries follow after 4, 8, 16 and 32 s: a network or a store may be unavailable for a minute."""
 
 
 def check_remote() -> None:
@@ -40,12 +40,12 @@ def check_remote() -> None:
     if not Config.from_cwd()["core"].get("remote"):
         raise ConfigError(
             "DVC has no default remote (core.remote), through which machines exchange artifacts. Add one that all "
-            "of them reach: `dvc remote add --default store s3://bucket/path`, or a shared folder."
+            "of them can reach: `dvc remote add --default store s3://bucket/path`, or a shared folder."
         )
 
 
 def names_of_stages() -> dict[str, str]:
-    """Return DVC's name of each stage by its address."""
+    """Return the DVC name of each stage by its address."""
     from dvc.repo import Repo
 
     with Repo() as repo:
@@ -59,22 +59,22 @@ def makers_of(inputs: Iterable[Path], names: Mapping[str, str]) -> list[str]:
 
 
 def read_entries(names: Collection[str]) -> Entries:
-    """Return what dvc.lock says of the outputs of these stages.
+    """Return the dvc.lock entries of these stages.
 
-    Raises ArtifactError for a stage that it does not know.
+    Raises ArtifactError for a stage without an entry.
     """
     stages = _read_lock()["stages"]
     missing = [name for name in names if name not in stages]
     if missing:
         raise ArtifactError(
-            f"{LOCK_FILE} does not name the outputs of {', '.join(missing)}. Run the `optimize` deployment, which "
-            "makes and pushes them first."
+            f"{LOCK_FILE} does not name the outputs of {', '.join(missing)}. First run the `optimize` deployment, "
+            "which makes and pushes them."
         )
     return {name: {key: stages[name][key] for key in ("cmd", "outs")} for name in names}
 
 
 def merge_entries(entries: Entries) -> None:
-    """Write what another machine made into dvc.lock."""
+    """Add the entries of another machine to dvc.lock."""
     lock = _read_lock()
     lock["stages"].update(entries)
     draft = LOCK_FILE.with_name(f".{LOCK_FILE.name}.{os.getpid()}")
@@ -90,9 +90,9 @@ def _read_lock() -> dict[str, Any]:
 
 
 def commit(names: Collection[str]) -> None:
-    """Let DVC take over those outputs of these stages that it does not have yet.
+    """Commit to DVC those outputs of these stages that it does not have yet.
 
-    As ``dvc commit --force`` does, which would parse and write dvc.lock once for each name, in seconds.
+    ``dvc commit --force`` does the same, but parses and writes dvc.lock once per name, which takes seconds.
 
     Raises DvcFailed.
     """
@@ -115,7 +115,7 @@ def commit(names: Collection[str]) -> None:
                 stage.commit()
             stages[0].dvcfile.dump_stages(stages, update_pipeline=False)
     except DvcException as error:
-        raise DvcFailed(f"DVC did not take over {', '.join(sorted(changed))}: {error}") from error
+        raise DvcFailed(f"DVC could not commit {', '.join(sorted(changed))}: {error}") from error
 
 
 def _is_worth_a_retry(_task: object, _run: TaskRun, state: State[Any]) -> bool:
@@ -129,7 +129,7 @@ def _is_worth_a_retry(_task: object, _run: TaskRun, state: State[Any]) -> bool:
     retry_condition_fn=_is_worth_a_retry,
 )
 def push(names: list[str]) -> None:
-    """Send what the remote does not have of the outputs of these stages, run cache included; no names: of all."""
+    """Push the outputs of these stages (without names: of all stages) and the run cache to the remote."""
     run_dvc("push", "--run-cache", *names)
 
 
@@ -140,5 +140,5 @@ def push(names: list[str]) -> None:
     retry_condition_fn=_is_worth_a_retry,
 )
 def pull(names: list[str]) -> None:
-    """Get the outputs of these stages as dvc.lock names them, as far as they are not here."""
+    """Pull the missing outputs of these stages from the remote, in the versions of dvc.lock."""
     run_dvc("pull", "--run-cache", "--force", *names)

@@ -1,4 +1,4 @@
-"""The Prefect run of this workspace, on disk while it runs: what a kill leaves RUNNING, the next flow closes."""
+"""Record the running flow on disk, so that the next flow can close its Prefect run if it was killed."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ _RECORD = local_server.HOME / "flow_run"
 
 @contextlib.contextmanager
 def recorded_flow() -> Iterator[None]:
-    """Forget the run at its end, unless Prefect could not be told of it.
+    """Delete the record when the flow ends, unless Prefect could not be reached.
 
-    Raises ServerUnavailable where the server was lost and did not come back for about a minute.
+    Raises ServerUnavailable if the server stops answering for about a minute.
     """
     import httpx
 
@@ -23,7 +23,7 @@ def recorded_flow() -> Iterator[None]:
     except httpx.HTTPError as error:
         raise ServerUnavailable(
             f"The Prefect server stopped answering and did not come back: {error}. Finished stages are kept; run "
-            f"again to go on. The log of the local server is {local_server.HOME / 'server.log'}."
+            f"again to continue. The log of the local server is {local_server.HOME / 'server.log'}."
         ) from error
     except BaseException:
         _RECORD.unlink(missing_ok=True)
@@ -32,7 +32,7 @@ def recorded_flow() -> Iterator[None]:
 
 
 def record_flow_run() -> None:
-    """Write down the id of the run that calls this."""
+    """Record the id of the current flow run."""
     from prefect.runtime import flow_run
 
     _RECORD.parent.mkdir(mode=0o700, exist_ok=True)
@@ -42,7 +42,7 @@ def record_flow_run() -> None:
 
 
 def close_killed_flow_run() -> None:
-    """Mark the run that a kill left in this workspace, and its tasks, as crashed. Needs the workspace for itself."""
+    """Mark the killed run of this workspace and its tasks as crashed. The caller has to hold the workspace."""
     if not _RECORD.is_file():
         return
     from prefect.client.orchestration import get_client

@@ -1,9 +1,10 @@
-"""Free disk without losing an engine that was picked.
+"""Free disk space without losing a picked engine.
 
 ``python -m flows.gc`` removes from DVC's cache what neither the workspace (``dvc.lock``) nor a picked engine needs.
-Picked is what an alias of a registered model in MLflow points to. MLflow keeps the engine's files; the cache keeps
-all that ``flows.reproduce`` needs to build it again without training, found in DVC's run cache. Records of Prefect
-and leftovers of killed stages older than a day go as well. With ``--dry`` nothing goes, and DVC lists what would.
+An engine is picked if an alias of a registered model in MLflow points to it. MLflow keeps the engine's files; the
+cache keeps everything that ``flows.reproduce`` needs to build it again without training, found through DVC's run
+cache. Records of Prefect and leftovers of killed stages are removed once they are a day old. With ``--dry`` nothing
+is removed, and DVC lists what would be.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from tasks.core.tracking.lookup import find_picked_engines
 
 
 class CollectionFailed(EnginewrightError):
-    """DVC did not clean its cache."""
+    """DVC could not clean its cache."""
 
 
 class Cache:
@@ -52,20 +53,20 @@ class Cache:
             self._by_output[Path(_output(run)["path"])].append(run)
 
     def holds(self, md5: str) -> bool:
-        """Tell whether a file or the listing of a folder is there."""
+        """Return whether the cache has a file or the listing of a folder."""
         return self._object(md5).is_file()
 
     def key_of(self, run: Mapping[str, Any]) -> str | None:
-        """Return the key of the stage call that a run was, where its output is there."""
+        """Return the key of a run's stage call; None if the cache does not have its output."""
         md5 = self._md5_inside(_output(run)["md5"], KEY_FILE)
         if md5 is None or not self.holds(md5):
             return None
         return str(json.loads(self._object(md5).read_text(encoding="utf-8"))["key"])
 
     def lineage(self, keys: Collection[str]) -> set[str]:
-        """Return the md5 of everything here that the calls with these keys made or read, back to the data."""
+        """Return the md5 of everything in the cache that the calls with these keys made or read, back to the data."""
         waiting = [run for run in self.runs if self.key_of(run) in keys]
-        for run in waiting:  # grows while it is walked
+        for run in waiting:  # the list grows meanwhile
             for dependency in run["deps"]:
                 waiting += [maker for maker in self._makers(dependency) if maker not in waiting]
         used = {entry["md5"] for run in waiting for entry in (*run["deps"], *run["outs"])}
@@ -94,7 +95,7 @@ class Cache:
         return listing_md5(below) if below else None
 
     def _files(self, md5: str) -> Mapping[str, str]:
-        """Return relative path -> md5 of a folder's files; nothing where its listing is not there."""
+        """Return the md5 of a folder's files by relative path; empty if the cache does not have its listing."""
         if md5 not in self._listings:
             is_there = md5.endswith(".dir") and self.holds(md5)
             listing = json.loads(self._object(md5).read_text(encoding="utf-8")) if is_there else []
@@ -111,18 +112,18 @@ def _output(run: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def find_kept(cache: Cache) -> set[str]:
-    """Return the md5 of all that picked engines need of the cache.
+    """Return the md5 of everything in the cache that picked engines need.
 
-    Raises TrackingUnavailable when MLflow, which knows them, does not answer.
+    Raises TrackingUnavailable when MLflow does not answer.
     """
     tracking = read_tracking_config()
     picked = find_picked_engines(tracking) if tracking.enabled else []
     kept: set[str] = set()
     for engine in picked:
         if "key_build_engine" not in engine.tags:
-            continue  # a model of somebody else on the same server
+            continue  # somebody else's model on the same server
         needed = cache.lineage({engine.tags["key_build_engine"]})
-        place = f"{len(needed)} objects kept" if needed else "built elsewhere, only MLflow holds its files"
+        place = f"{len(needed)} objects kept" if needed else "built elsewhere, only MLflow has its files"
         print(f"{engine.tags['variant']} on {engine.tags['target']}: {place}")
         kept |= needed
     return kept
@@ -131,19 +132,19 @@ def find_kept(cache: Cache) -> set[str]:
 def collect_garbage(cache: Cache, kept: Collection[str], *, is_dry: bool) -> None:
     """Let DVC remove what neither dvc.lock nor `kept` names.
 
-    Raises CollectionFailed with DVC's own words above it.
+    Raises CollectionFailed after DVC has printed its own message.
     """
     with tempfile.TemporaryDirectory() as folder:
         _write_project(Path(folder), cache.folder, kept)
         command = [sys.executable, "-m", "dvc", "gc", "--workspace", "--force", "--projects", folder]
         if subprocess.run([*command, *(["--dry"] if is_dry else [])], check=False).returncode:
             raise CollectionFailed(
-                "`dvc gc` failed; it says above why. Nothing in use is lost; run it again."
+                "`dvc gc` failed; see its message above. Nothing in use is lost; run it again."
             )
 
 
 def _write_project(folder: Path, cache: Path, kept: Collection[str]) -> None:
-    """Write a DVC project whose only data is what to keep: `dvc gc --projects` spares it."""
+    """Write a DVC project with the data to keep, which `dvc gc --projects` then spares."""
     (folder / ".dvc").mkdir()
     (folder / ".dvc/config").write_text(
         f"[core]\n    no_scm = true\n[cache]\n    dir = {cache}\n", encoding="utf-8"
@@ -153,7 +154,7 @@ def _write_project(folder: Path, cache: Path, kept: Collection[str]) -> None:
 
 
 def remove_old_results() -> None:
-    """Remove Prefect's records of calls that no output here is of, a day after they were written."""
+    """Remove Prefect's records that are a day old and belong to no output of this checkout."""
     current = {read_key(file.parent) for file in ARTIFACTS.glob(f"[!.]*/**/{KEY_FILE}")}
     for file in (local_server.HOME / "storage").glob("*"):
         if file.name not in current and time.time() - file.stat().st_mtime > LEFTOVER_AGE_S:
@@ -166,7 +167,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m flows.gc", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--dry", action="store_true", help="remove nothing, list what would go from the cache"
+        "--dry", action="store_true", help="remove nothing, list what would be removed from the cache"
     )
     options = parser.parse_args(arguments)
     try:

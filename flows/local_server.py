@@ -1,6 +1,6 @@
-"""One local Prefect server for this checkout: found, or started in the background on 127.0.0.1.
+"""Find the local Prefect server of this checkout, or start it in the background on 127.0.0.1.
 
-``python -m flows.local_server`` prints its address; with ``--stop`` it ends the server.
+``python -m flows.local_server`` prints its address; with ``--stop`` it stops the server.
 """
 
 import argparse
@@ -32,12 +32,12 @@ class ServerUnavailable(EnginewrightError):
 
 
 def prepare_environment() -> None:
-    """Set what Prefect reads at import; values that the user set stay.
+    """Set the environment variables that Prefect reads at import, except those that the user has set.
 
-    Home and results stay inside the checkout, nothing calls home, the console shows the pipeline's own lines.
+    Prefect's home and results stay in the checkout, telemetry is off, the console shows only the pipeline's lines.
     """
     HOME.mkdir(mode=0o700, exist_ok=True)
-    HOME.chmod(0o700)  # stored results are code to whoever can write them
+    HOME.chmod(0o700)  # whoever can write stored results can run code here
     defaults = {
         "PREFECT_HOME": str(HOME),
         "DO_NOT_TRACK": "1",
@@ -47,13 +47,12 @@ def prepare_environment() -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    logging.raiseExceptions = (
-        False  # Prefect would print a line for every batch that a lost server does not take
-    )
+    # Prefect would print a line for every batch of logs that it cannot send to a lost server.
+    logging.raiseExceptions = False
 
 
 def begin_start() -> None:
-    """Start the server without waiting and set PREFECT_API_URL, unless that is set or ours already answers."""
+    """Unless PREFECT_API_URL is set, set it to our server; start that without waiting if it does not answer."""
     if "PREFECT_API_URL" in os.environ:
         return
     record = _read_record()
@@ -81,7 +80,7 @@ def wait_until_ready() -> str:
 
 
 def stop() -> bool:
-    """End the server that this checkout started; tell whether there was one."""
+    """Stop the server that this checkout started; return whether there was one."""
     record = _read_record()
     if record is None:
         return False
@@ -93,7 +92,7 @@ def stop() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with an exit code; without a server, Prefect would try for minutes to send what it holds."""
+    """Exit with a code, at once if the server is lost: Prefect would retry for minutes to send what it holds."""
     if code and not answers(os.environ.get("PREFECT_API_URL", "")):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -131,12 +130,12 @@ def _read_record() -> dict[str, str | int] | None:
 
 
 def answers(url: str) -> bool:
-    """Tell whether a Prefect server answers at the address of its API."""
+    """Return whether a Prefect server answers at the address of its API."""
     return find_problem(f"{url}/health") is None
 
 
 def find_problem(url: str, timeout_s: float = 5) -> str | None:
-    """Return why a page cannot be had, None where it can; user and password of the address are sent along."""
+    """Return why a page cannot be fetched, None if it can; user and password of the address are sent along."""
     try:
         parts = urllib.parse.urlsplit(url)
         user, _, host = parts.netloc.rpartition("@")
@@ -151,7 +150,7 @@ def find_problem(url: str, timeout_s: float = 5) -> str | None:
 
 
 def _free_port() -> int:
-    """Return the port of the server before, where a flow may wait for it, else the usual or any other."""
+    """Return the port of the previous server, since a flow may be waiting for it, else the usual one or any other."""
     record = _read_record()
     before = [urllib.parse.urlsplit(str(record["url"])).port] if record else []
     for port in (*before, _PREFERRED_PORT, 0):
@@ -168,7 +167,7 @@ def _free_port() -> int:
 def main(arguments: list[str]) -> int:
     """Print the server's address, or stop it."""
     parser = argparse.ArgumentParser(prog="python -m flows.local_server", description=__doc__)
-    parser.add_argument("--stop", action="store_true", help="end the server of this checkout")
+    parser.add_argument("--stop", action="store_true", help="stop the server of this checkout")
     if parser.parse_args(arguments).stop:
         print("stopped the Prefect server" if stop() else "no Prefect server was running")
         return 0

@@ -49,7 +49,7 @@ def optimize(params: dict[str, Any]) -> Path:
 
 
 def run_flow(params: dict[str, Any]) -> Path:
-    """Run the flow in this workspace while no other one does, and return the folder of ``select_engine``."""
+    """Run the flow, alone in this workspace, and return the folder of ``select_engine``."""
     with explained_full_disk(ARTIFACTS), hold_workspace():
         local_server.prepare_environment()
         local_server.begin_start()
@@ -66,10 +66,9 @@ def run_flow(params: dict[str, Any]) -> Path:
 
 
 def main(overrides: Sequence[str]) -> int:
-    """Run the flow and return the exit code: 0 done, 1 a problem that the user can mend, 130 or 143 interrupted."""
-    logging.getLogger("tasks").addHandler(
-        logging.StreamHandler()
-    )  # the root would print Prefect's records too
+    """Run the flow and return the exit code: 0 done, 1 an error that the user can fix, 130 or 143 interrupted."""
+    # The root logger would also print Prefect's records.
+    logging.getLogger("tasks").addHandler(logging.StreamHandler())
     signal.signal(signal.SIGTERM, _interrupt)
     started = time.perf_counter()
     try:
@@ -85,7 +84,7 @@ def main(overrides: Sequence[str]) -> int:
     except KeyboardInterrupt as interrupt:
         print(
             "Interrupted. Finished stages and the checkpoints of a training are kept in artifacts/. Run the same "
-            "command again to go on.",
+            "command again to continue.",
             file=sys.stderr,
         )
         return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
@@ -94,7 +93,7 @@ def main(overrides: Sequence[str]) -> int:
     if has_pending():
         print("MLflow: runs are pending; the next flow sends them, or `python -m tasks.core.tracking`.")
     url = os.environ["PREFECT_API_URL"].removesuffix("/api")
-    print(f"Prefect: {url} (`make stop` ends this local server)")
+    print(f"Prefect: {url} (`make stop` stops this local server)")
     print(f"total: {time.perf_counter() - started:.1f} s")
     return 0
 

@@ -1,4 +1,4 @@
-"""Compose conf/ into params.yaml: the single Hydra entry.
+"""Compose conf/ into params.yaml. Only this module uses Hydra.
 
 ``python -m flows.params [override ...]`` writes params.yaml, which DVC and the stages read. Every section is
 checked against the ``Config`` of its stage before anything is written.
@@ -37,9 +37,9 @@ _COPIED_FROM = ("build_engine", "prepare_data", "select_engine", "quantize_ptq",
 
 
 def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Compose conf/ with Hydra overrides into the content of params.yaml, checked.
+    """Compose conf/ with Hydra overrides into the checked content of params.yaml.
 
-    Raises ConfigError for an unknown group or key, a wrong type or an impossible value.
+    Raises ConfigError for an unknown group or key, a wrong type or an invalid value.
     """
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -51,7 +51,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     _check_names(targets)
     params["build_engine"] = targets
     if params["prepare_data"]["source"] != "digit_scenes":
-        params["prepare_data"]["scenes"] = None  # what debug=smoke says of scenes
+        params["prepare_data"]["scenes"] = None  # debug=smoke sets some
     if model is None:
         _complete_training(params, targets)
     else:
@@ -77,7 +77,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def keep_targets(params: dict[str, Any], targets: Collection[str]) -> dict[str, Any]:
-    """Return the configuration without the engines of other targets; how the models are made stays as it is."""
+    """Return the configuration without the engines of other targets; the models stay as they are."""
     kept = copy.deepcopy(params)
     for section in ("build_engine", "race_engines"):
         kept[section] = {name: value for name, value in kept[section].items() if name in targets}
@@ -88,24 +88,24 @@ def keep_targets(params: dict[str, Any], targets: Collection[str]) -> dict[str, 
 
 
 def _check_names(targets: dict[str, Any]) -> None:
-    """Refuse targets that say another name or no runtime: a copied file is easily left half changed."""
+    """Reject a target with a wrong name or no runtime: it is easy to leave a copied file half edited."""
     for key, options in targets.items():
         if options.get("name") != key or "runtime" not in options:
             raise ConfigError(
-                f"target.{key} says name {options.get('name')!r} and runtime {options.get('runtime')!r}, expected "
-                f"the name {key} and a runtime. Mend conf/target/{key}.yaml."
+                f"target.{key} has name {options.get('name')!r} and runtime {options.get('runtime')!r}, expected "
+                f"the name {key} and a runtime. Fix conf/target/{key}.yaml."
             )
 
 
 def check_params(params: dict[str, Any]) -> None:
     """Build the typed ``Config`` of every section, and find one for every stage call.
 
-    Raises ConfigError at the first section that is not valid.
+    Raises ConfigError for the first invalid section.
     """
     for stage in sorted(_stages(params), key=lambda stage: (stage not in _COPIED_FROM, stage)):
         config_class = load_stage(stage)[1]
         fields = {field.name for field in dataclasses.fields(config_class)}
-        is_shared = bool(fields & set(params[stage]))  # else it holds one section for each address
+        is_shared = bool(fields & set(params[stage]))  # else it holds one section per address
         for name in [stage] if is_shared else [f"{stage}.{part}" for part in params[stage]]:
             typed_config(config_class, find_section(params, name)[1], _key_in_conf(name))
     for address in _planned(params):
@@ -113,13 +113,13 @@ def check_params(params: dict[str, Any]) -> None:
 
 
 def _drop_uncalled(params: dict[str, Any]) -> None:
-    """Drop the sections of stages that this pipeline does not call; refuse those that belong to no stage."""
+    """Drop the sections of stages that this pipeline does not call; reject those that belong to no stage."""
     for stage in _stages(params):
         try:
             load_stage(stage)
         except ConfigError as error:
             raise ConfigError(
-                f"{stage} is no section of the configuration. Found: {', '.join(params)}."
+                f"{stage} is not a section of the configuration. Found: {', '.join(params)}."
             ) from error
     for stage in _stages(params) - {address.split(".")[0] for address in _planned(params)}:
         del params[stage]
@@ -142,30 +142,29 @@ def _key_in_conf(section: str) -> str:
 
 
 def _complete_training(params: dict[str, Any], targets: dict[str, Any]) -> None:
-    """Fill in what follows from the targets."""
+    """Fill in the values that follow from the targets."""
     if params["prepare_data"]["source"] in _WITHOUT_MASKS:
         raise ConfigError(
-            f"data is {params['prepare_data']['source']}, which has no masks: the networks here segment. Choose "
-            "data=folder, or bring a model of your own: model=onnx model.path=<file>."
+            f"data is {params['prepare_data']['source']}, which has no masks, but segmentation networks need them. "
+            "Choose data=folder, or use a model of your own: model=onnx model.path=<file>."
         )
     for section in (params["prune"], params["search_pruning"]["pruning"], params["rank_groups"]):
         if section["channel_multiple"] is None:
             section["channel_multiple"] = _largest_multiple(targets)
     if params["prune"]["method"] != "channels":
-        params["search_pruning"]["pruning"][
-            "layer_ratios"
-        ] = {}  # they may name layers that no channels can lose
+        # They may name layers that cannot lose channels.
+        params["search_pruning"]["pruning"]["layer_ratios"] = {}
     params["search_pruning"]["target"] = _find_target(params["search_pruning"]["target"], targets)
 
 
 def _complete_import(params: dict[str, Any], model: dict[str, Any]) -> None:
-    """Leave out what trains; label images that have no labels by the float model."""
+    """Check the model and its data; let the float model label images without labels."""
     if model["path"] is None:
         raise ConfigError("model.path is missing. Name the ONNX file: model=onnx model.path=<file>.")
     if params["prepare_data"]["source"] == "digit_scenes":
         raise ConfigError(
-            "data is digit_scenes, which a model of your own was hardly trained on. Name yours: data=class_folder, "
-            "data=folder or, without labels, data=images, and prepare_data.root=<folder>."
+            "data is digit_scenes, which your own model was hardly trained on. Choose your own data: "
+            "data=class_folder, data=folder or, without labels, data=images, and prepare_data.root=<folder>."
         )
     pipeline = params["pipeline"]
     if params["prepare_data"]["source"] == "images":
@@ -174,18 +173,18 @@ def _complete_import(params: dict[str, Any], model: dict[str, Any]) -> None:
 
 
 def _check_engines(params: dict[str, Any], targets: dict[str, Any]) -> None:
-    """Refuse a run without its reference engine, or with a target that takes none of the variants."""
+    """Reject a run without its reference engine, or with a target that runs none of the variants."""
     engines, reference = params["engines"], params["select_engine"]["float_reference"]
     if f"{reference['variant']}-{reference['target']}" not in engines:
         raise ConfigError(
-            f"target is [{', '.join(targets)}]. It has to hold {reference['target']}: the variant "
-            f"`{reference['variant']}` on it is the reference of every accuracy and speed-up "
+            f"target is [{', '.join(targets)}]. It has to include {reference['target']}: the variant "
+            f"`{reference['variant']}` on it is the reference for every accuracy and speed-up "
             "(select_engine.float_reference)."
         )
     idle = [target for target in targets if target not in {engine["target"] for engine in engines.values()}]
     if idle:
         raise ConfigError(
-            f"target {idle[0]} runs checkpoints of our own networks, and model=onnx has none. Take it off target."
+            f"target {idle[0]} runs checkpoints of our own networks, and model=onnx has none. Remove it from target."
         )
 
 
@@ -207,7 +206,7 @@ def write_params(params: dict[str, Any], path: Path = PARAMS_FILE) -> None:
 
 
 def _engines(variants: dict[str, Any], targets: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield every engine as its DVC name and its inputs; what is made of checkpoints exists for floats only."""
+    """Yield every engine as its DVC name and its inputs; runtimes of checkpoints run float variants only."""
     for variant, files in variants.items():
         for target, options in targets.items():
             model = files["checkpoint"] if options["runtime"] in CHECKPOINT_RUNTIMES else files["graph"]
@@ -224,32 +223,32 @@ def _engines(variants: dict[str, Any], targets: dict[str, Any]) -> Iterator[tupl
 
 
 def _check_variants(select_engine: dict[str, Any], variants: dict[str, Any]) -> None:
-    """Refuse names that are no variant: a rung or a technique would be left out without a word."""
+    """Reject names of unknown variants, which would silently leave out a rung or a technique."""
     named = [("ladder", name) for name in select_engine["ladder"]]
     for technique in select_engine["techniques"]:
         named += [("techniques", technique[side]) for side in ("before", "after")]
     for key, name in named:
         if name not in variants:
             raise ConfigError(
-                f"select_engine.{key} names {name}, which is no variant: [{', '.join(variants)}]. Name one of "
-                "them, or add it to variants in conf/model/trained.yaml (or onnx.yaml)."
+                f"select_engine.{key} names {name}, which is not a variant: [{', '.join(variants)}]. Choose one "
+                "of them, or add it to variants in conf/model/trained.yaml (or onnx.yaml)."
             )
 
 
 def _largest_multiple(targets: dict[str, Any]) -> int | None:
-    """Return the largest channel multiple of the targets; None where none declares one, which is found later."""
+    """Return the largest channel multiple of the targets; None if none declares one, which a later check reports."""
     multiples = [options.get("channel_multiple") for options in targets.values()]
     return max((multiple for multiple in multiples if isinstance(multiple, int)), default=None)
 
 
 def _find_target(name: str | None, targets: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the declaration that search_pruning.target names; null: the first that is not eager."""
+    """Return a copy of the target that search_pruning.target names; null means the first that is not eager."""
     deployed = [target for target, options in targets.items() if options["runtime"] != "torch"]
     chosen = [*deployed, *targets][0] if name is None else name
     if chosen not in list(targets):
         raise ConfigError(
-            f"search_pruning.target is {chosen}, which is no target of this run: [{', '.join(targets)}]. Name one of "
-            "them, or add it to target."
+            f"search_pruning.target is {chosen}, which is not a target of this run: [{', '.join(targets)}]. Choose "
+            "one of them, or add it to target."
         )
     declared: dict[str, Any] = copy.deepcopy(targets[chosen])
     return declared
@@ -257,7 +256,7 @@ def _find_target(name: str | None, targets: dict[str, Any]) -> dict[str, Any]:
 
 def _first_lines(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) + " Look at conf/config.yaml for the groups and keys there are."
+    return " ".join(lines[:3]) + " See conf/config.yaml for the groups and keys."
 
 
 def main(overrides: Sequence[str]) -> int:

@@ -1,10 +1,10 @@
-"""Pick an engine from MLflow: the front of a target, the fastest engine within limits, its files.
+"""Pick an engine from MLflow: compare the engines of a target, choose the fastest within limits, get its files.
 
 ``python -m flows.pick --target cpu_openvino --max-latency-ms 8 --min-miou 0.6`` prints the engines of the latest
-pipeline and the one to take; of a server also the address of the page that shows them. ``--download DIR`` copies it
-with what it needs to run, ``--promote`` makes it the champion. Where MLflow is, select_engine.tracking of params.yaml
-says; ``--tracking-uri`` names another place. For a server with authentication set MLFLOW_TRACKING_USERNAME and
-MLFLOW_TRACKING_PASSWORD.
+pipeline and the best one; for a server also the address of the page that lists them. ``--download DIR`` copies that
+engine with everything it needs to run, ``--promote`` makes it the champion. MLflow's address is
+select_engine.tracking.uri in params.yaml, or ``--tracking-uri``. For a server with authentication set
+MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from tasks.parts.engines.manifest import sha256_of
 from tasks.parts.selection.engine_row import Verdict
 
 SHIPPABLE = (Verdict.ACCEPT, Verdict.NOT_FASTER)
-"""The verdicts that hold the accuracy gate: a rung that is not faster may still be more accurate."""
+"""The verdicts that pass the accuracy gate: a rung that is not faster may still be more accurate."""
 
 _TARGET = re.compile(r"[a-z][a-z0-9_]*")
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What an engine has to hold; None asks for nothing."""
+    """The limits that an engine has to meet; None means no limit."""
 
     max_latency_ms: float | None
     """The highest p50 at batch 1."""
@@ -42,7 +42,7 @@ class Limits:
     """The lowest top-1 accuracy of a classification."""
 
     def are_held_by(self, run: TrackedEngine) -> bool:
-        """Tell whether the engine of a run is one to ship."""
+        """Return whether the engine of a run can be shipped and meets the limits."""
         metrics = run.metrics
         return (
             run.tags["verdict"] in SHIPPABLE
@@ -63,14 +63,14 @@ class Limits:
 
 
 def pick(runs: Sequence[TrackedEngine], limits: Limits) -> TrackedEngine:
-    """Return the engine to ship: the pipeline's own pick if it holds the limits, else the fastest that does.
+    """Return the engine to ship: the pipeline's own pick if it meets the limits, else the fastest that does.
 
-    Raises GateFailed where none does.
+    Raises GateFailed if none does.
     """
     fitting = [run for run in runs if limits.are_held_by(run)]
     if not fitting:
         raise GateFailed(
-            f"None of {len(runs)} engines holds {limits}. The table shows what there is; loosen a limit, or let the "
+            f"None of {len(runs)} engines meets {limits}. The table shows them all; loosen a limit, or let the "
             "pipeline make others (docs/architecture.md, quantization ladder)."
         )
     return min(fitting, key=lambda run: (run.tags["picked"] != "true", run.metrics["latency_ms_p50"]))
@@ -79,7 +79,7 @@ def pick(runs: Sequence[TrackedEngine], limits: Limits) -> TrackedEngine:
 def fetch(tracking: TrackingConfig, run: TrackedEngine, folder: Path) -> Path:
     """Copy the engine of a run into a new folder.
 
-    Raises ArtifactError where the bytes are not those that were measured.
+    Raises ArtifactError if its bytes are not those that were measured.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is a file or not empty, expected a new folder (--download).")
@@ -88,8 +88,8 @@ def fetch(tracking: TrackingConfig, run: TrackedEngine, folder: Path) -> Path:
     if sha256 not in {sha256_of(file) for file in engine.iterdir() if file.is_file()}:
         shutil.rmtree(engine)
         raise ArtifactError(
-            f"{engine}: no file had the sha256 {sha256[:12]}... that was measured. The artifact store of "
-            f"{mask_credentials(tracking.uri)} was changed; run the pipeline again, it logs what is missing."
+            f"{engine}: no file had the measured sha256 {sha256[:12]}... The artifact store of "
+            f"{mask_credentials(tracking.uri)} was changed; run the pipeline again to log what is missing."
         )
     return engine
 
@@ -101,7 +101,7 @@ def show(runs: Sequence[TrackedEngine], picked: TrackedEngine | None) -> None:
     metric = "miou" if any("miou" in run.metrics for run in runs) else "top1"
     table = Table(
         "variant",
-        runs[0].tags.get("metric", "mIoU"),  # earlier versions segmented only
+        runs[0].tags.get("metric", "mIoU"),  # earlier versions only did segmentation
         "p50 ms",
         "p99 ms",
         "MB",
@@ -143,7 +143,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the front and the pick, fetch or promote it; return the exit code."""
+    """Print the engines and the pick, download or promote it; return the exit code."""
     options = _parse(arguments)
     try:
         tracking = read_tracking_config(options.tracking_uri)
@@ -161,15 +161,15 @@ def main(arguments: Sequence[str]) -> int:
             raise
         show(runs, picked)
         if has_pending():
-            print("runs are pending that MLflow did not take yet: `python -m tasks.core.tracking` sends them")
+            print("some runs are not in MLflow yet: `python -m tasks.core.tracking` sends them")
         print(f"{picked.tags['variant']} on {options.target}: {picked.tags['reason']}")
         print(f"run {picked.run_id}, engine sha256 {picked.tags['engine_sha256']}")
         if page := page_of(tracking, picked):
-            print(f"what was accepted, fastest first: {page}")
+            print(f"accepted engines, fastest first: {page}")
         if options.download:
             engine = fetch(tracking, picked, options.download)
             alone = (
-                "; infer.py in it runs it without this repository" if (engine / "infer.py").is_file() else ""
+                "; its infer.py runs it without this repository" if (engine / "infer.py").is_file() else ""
             )
             print(f"downloaded to {engine}{alone}")
         if options.promote:

@@ -1,4 +1,4 @@
-"""The DAG, as plain calls: the same picture as dvc.yaml."""
+"""The DAG as plain calls, the same as in dvc.yaml."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from tasks.core.execute import ARTIFACTS
 
 Calls = Mapping[str, Mapping[str, Path]]
-"""The inputs of stage calls, by address and by name."""
+"""Stage calls: address to input name to path."""
 
 
 class Stages(Protocol):
@@ -27,24 +27,24 @@ class Stages(Protocol):
 
 
 class RecordedStages:
-    """Runs nothing and remembers the calls."""
+    """Records the calls and runs nothing."""
 
     def __init__(self) -> None:
         self.calls: dict[str, dict[str, Path]] = {}
 
     def run(self, address: str, **inputs: Path) -> Path:
-        """Remember a call; return the folder that it would fill."""
+        """Record a call; return the folder that it would fill."""
         assert address not in self.calls
         self.calls[address] = inputs
         return ARTIFACTS.joinpath(*address.split("."))
 
     def run_side_by_side(self, calls: Calls) -> None:
-        """Remember several calls."""
+        """Record several calls."""
         for address, inputs in calls.items():
             self.run(address, **inputs)
 
     def run_alone(self, address: str, **inputs: Path) -> None:
-        """Remember a call."""
+        """Record a call."""
         self.run(address, **inputs)
 
 
@@ -64,7 +64,7 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
 
 
 def run_models(stages: Stages, params: Mapping[str, Any]) -> None:
-    """Make every variant as a graph: what does not depend on where it will run."""
+    """Make the graph of every variant; none of this depends on a target."""
     data = stages.run("prepare_data", root=Path(params["prepare_data"]["root"])) / "dataset"
     pipeline = params["pipeline"]
     if pipeline["imports"]:
@@ -97,7 +97,7 @@ def _run_training(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> No
 
 
 def _run_import(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> None:
-    """Take in the user's model, and let it label images that nobody labelled."""
+    """Import the user's model, and let it label images that have no labels."""
     for path in pipeline["imports"].values():
         graph = stages.run("import_onnx", model=Path(path), data=data) / "model.onnx"
         for images in pipeline["unlabelled"].values():
@@ -105,7 +105,7 @@ def _run_import(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> None
 
 
 def _run_quantization(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> None:
-    """Make every rung of the ladder from its float graph; what trains it needs a student of ours."""
+    """Make every rung of the ladder from its float graph; training needs a student of this pipeline."""
     graph = Path(pipeline["graph"])
     ptq, ranges = ARTIFACTS / "quantize_ptq", ARTIFACTS / "quantize_ptq" / "ranges.json"
     ranking = ARTIFACTS / "rank_layers" / "ranking.csv"
@@ -165,7 +165,7 @@ def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[s
         address for address in builds if params["build_engine"][address.split(".")[2]]["gpu"] is not None
     ]
     stages.run_side_by_side({address: builds[address] for address in builds if address not in tuned})
-    for address in tuned:  # a builder for a GPU times kernels
+    for address in tuned:  # builders for GPUs time kernels
         stages.run_alone(address, **builds[address])
     stages.run_side_by_side(checks)
     for address, inputs in measurements.items():

@@ -1,4 +1,4 @@
-"""What a flow does before its first stage: check that nothing will stop it later, and send pending runs."""
+"""Prepare a flow before its first stage: check for what would stop it later, and send pending runs."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ from tasks.parts.engines.target import Target
 
 
 def check_folders(params: dict[str, Any]) -> None:
-    """Check before the first stage that everything the flow writes can be written.
+    """Check before the first stage that the flow can write all its files.
 
     Raises DiskError.
     """
@@ -54,7 +54,7 @@ def check_models(params: dict[str, Any]) -> None:
         if not Path(name).exists():
             raise ConfigError(f"{name} is missing, expected an ONNX file, or a folder with one (model.path).")
         if (ARTIFACTS / "import_onnx" / REPORT_FILE).is_file():
-            continue  # was read before; the stage sees what has changed
+            continue  # it was read before; the stage notices changes
         from tasks.parts.onnx_graphs.foreign_rewrite import read_image_size
 
         section, data = params["import_onnx"], params["prepare_data"]
@@ -64,13 +64,13 @@ def check_models(params: dict[str, Any]) -> None:
         )
         if (data["height"], data["width"]) != (height, width):
             raise ConfigError(
-                f"{name} reads images of {height}x{width}, prepare_data makes them {data['height']}x{data['width']}. "
-                f"Set prepare_data.height={height} prepare_data.width={width}."
+                f"{name} reads images of {height}x{width}, but prepare_data makes them "
+                f"{data['height']}x{data['width']}. Set prepare_data.height={height} prepare_data.width={width}."
             )
 
 
 def send_pending_runs(params: dict[str, Any]) -> None:
-    """Log what MLflow did not take from earlier flows; the command says what became of it."""
+    """Send the pending runs of earlier flows to MLflow; the command reports the result."""
     if params["select_engine"]["tracking"]["enabled"] and has_pending():
         subprocess.run([sys.executable, "-m", "tasks.core.tracking"], check=False)
 

@@ -1,8 +1,8 @@
-"""From an engine back to what it was made of, and to the same bytes again.
+"""Trace an engine back to its data, and build the same bytes again.
 
-``python -m flows.reproduce <engine_sha256>`` looks the engine up in MLflow, checks the code of its commit out into a
-folder of its own, restores what its build needs from DVC's cache and remote (and runs what is not there), prints the
-lineage from data to engine, and builds the engine once more. It says whether the bytes are the same.
+``python -m flows.reproduce <engine_sha256>`` looks the engine up in MLflow, checks out the code of its commit into a
+new folder, restores the inputs of its build from DVC's cache and remote (and runs the stages that neither holds),
+prints the lineage from engine to data, and builds the engine again. It reports whether the bytes are the same.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _LOCAL_CONFIG = Path(".dvc/config.local")
 def prepare(engine: TrackedEngine, params: str, folder: Path) -> None:
     """Make `folder` a checkout of the engine's commit with its params.yaml and this checkout's DVC cache.
 
-    Raises ArtifactError where the code is not in this repository, ConfigError for a folder in use.
+    Raises ArtifactError if the code is not in this repository, ConfigError for an existing folder.
     """
     commit = engine.tags["git_commit"]
     if commit == UNKNOWN_COMMIT or commit.endswith(UNCOMMITTED):
@@ -70,7 +70,7 @@ def prepare(engine: TrackedEngine, params: str, folder: Path) -> None:
 
 
 def _lend(path: Path, folder: Path) -> None:
-    """Show the checkout data that git does not hold; what DVC holds it fetches in the version of then."""
+    """Link data that is not in git into the checkout; DVC fetches its own data in the version of the commit."""
     inside = folder / path
     if (
         path.exists()
@@ -88,7 +88,7 @@ def lineage(lock: Mapping[str, Any], stage: str) -> Iterator[str]:
         output["path"]: name for name, entry in lock["stages"].items() for output in entry.get("outs", ())
     }
     order = [stage]
-    for name in order:  # grows while it is walked
+    for name in order:  # the list grows meanwhile
         yield f"{name}: {lock['stages'][name]['cmd']}"
         for dependency in lock["stages"][name].get("deps", ()):
             path = Path(dependency["path"])
@@ -119,14 +119,14 @@ def rebuild(engine: TrackedEngine, folder: Path) -> str:
 
 
 def _run(*command: str, cwd: Path | None = None, is_shown: bool = False) -> str:
-    """Run a command; raise ArtifactError with its last words where it fails."""
-    binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # dvc.yaml says `python`
+    """Run a command; raise ArtifactError with the last line of its output if it fails."""
+    binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # dvc.yaml calls `python`
     environment = {**os.environ, "PATH": binaries}
     done = subprocess.run(
         command, cwd=cwd, env=environment, capture_output=not is_shown, text=True, check=False
     )
     if done.returncode:
-        words = f": {done.stderr.strip().splitlines()[-1]}" if done.stderr else ", its words are above"
+        words = f": {done.stderr.strip().splitlines()[-1]}" if done.stderr else ", see its output above"
         raise ArtifactError(f"`{' '.join(command[-4:])}` ended with {done.returncode}{words}")
     return done.stdout or ""
 
@@ -141,20 +141,23 @@ def _verdict(engine: TrackedEngine, rebuilt_sha256: str, folder: Path) -> tuple[
         return f"no engine: the build was {manifest.status}, {manifest.reason}", False
     if read_key(output) != engine.tags["key_build_engine"]:
         return (
-            "other bytes: the build's inputs are not those that were logged (data, parameters or code)",
+            "different bytes: the build's inputs are not those that were logged (data, parameters or code)",
             False,
         )
     if manifest.target.compiler is Runtime.tensorrt:
         return (
-            f"other bytes, {rebuilt_sha256}: TensorRT chooses kernels by timing them, so no two plans are equal",
+            f"different bytes, {rebuilt_sha256}: TensorRT chooses kernels by timing, so no two plans are equal",
             True,
         )
     why = (
-        "the packages are of another lock file"
+        "the packages come from another lock file"
         if _is_other_lock(folder)
         else "its build is not deterministic"
     )
-    return f"other bytes, {rebuilt_sha256} instead of {asked}: {why}, or this CPU is another one", False
+    return (
+        f"different bytes, {rebuilt_sha256} instead of {asked}: {why}, or this CPU differs",
+        False,
+    )
 
 
 def _is_other_lock(folder: Path) -> bool:
@@ -168,27 +171,27 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("engine_sha256", help="the whole, or its first eight characters or more")
+    parser.add_argument("engine_sha256", help="all of it, or at least its first eight characters")
     parser.add_argument(
         "--into", type=Path, help="a new folder for the checkout; .reproduced/<sha256> by default"
     )
     parser.add_argument("--tracking-uri", help="instead of select_engine.tracking.uri")
     options = parser.parse_args(arguments)
     if not _SHA256.fullmatch(options.engine_sha256):
-        parser.error(f"{options.engine_sha256!r} is no sha256, expected 8 to 64 hexadecimal digits")
+        parser.error(f"{options.engine_sha256!r} is not a sha256, expected 8 to 64 hexadecimal digits")
     return options
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 where the engine was built again as expected."""
+    """Build the engine again and return the exit code: 0 if the result is as expected."""
     options = _parse(arguments)
     try:
         tracking = read_tracking_config(options.tracking_uri)
         engine = find_engine(tracking, options.engine_sha256)
         if engine is None:
             raise ConfigError(
-                f"MLflow at {mask_credentials(tracking.uri)} knows no engine with sha256 {options.engine_sha256}. "
-                "`python -m flows.pick --target <target>` shows those it has."
+                f"MLflow at {mask_credentials(tracking.uri)} has no engine with sha256 {options.engine_sha256}. "
+                "`python -m flows.pick --target <target>` lists its engines."
             )
         folder = options.into or Path(".reproduced") / engine.tags["engine_sha256"][:12]
         print(f"{engine.tags['variant']} on {engine.tags['target']}, run {engine.run_id}")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_result(folder: Path) -> None:
-    """Print every engine, the pick of each target, and where to look further."""
+    """Print every engine, the pick of each target, and the path of the report."""
     from rich.table import Table
 
     rows = read_rows(folder)
@@ -53,12 +53,12 @@ def _numbers(measured: Measured | None) -> tuple[str, ...]:
 
 
 def format_number(value: float | None, digits: int, *, scale: float = 1.0) -> str:
-    """Return a number times `scale` with that many decimals, and "-" for None."""
+    """Return a number times `scale` with `digits` decimals, or "-" for None."""
     return "-" if value is None else f"{value * scale:.{digits}f}"
 
 
 def open_console() -> "Console":
-    """Return the console for tables, 120 columns wide where the output is no terminal."""
+    """Return the console for tables, 120 columns wide if the output is not a terminal."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 120)

@@ -1,4 +1,4 @@
-"""What the page of a Prefect run shows besides its logs: the engines, what is done so far, where MLflow has it."""
+"""What the page of a Prefect run shows besides its logs: the engines, the progress, the link to MLflow."""
 
 import contextlib
 import re
@@ -20,14 +20,14 @@ from tasks.core.reports import read_report
 from tasks.core.tracking.config import experiments_page
 from tasks.select_engine import Report
 
-_PICTURES = re.compile(r"!\[[^]]*\]\([^)]*\)\n*")  # files beside the report, which the page cannot show
+_PICTURES = re.compile(r"!\[[^]]*\]\([^)]*\)\n*")  # image files beside the report, which the page cannot show
 
 GATE_FAILED_EVENT = "enginewright.gate-failed"
 """The event that is sent for each target without a pick, for automations that notify people."""
 
 
 def publish_result(folder: Path, params: Mapping[str, Any], outcomes: Mapping[str, str]) -> None:
-    """Attach the engine report to the run, with what became of each target's pool; tell of targets without a pick."""
+    """Attach the engine report and the outcome of each target to the run; send an event per target without a pick."""
     result = read_report(Report, folder)
     report = _PICTURES.sub("", (folder / "report.md").read_text(encoding="utf-8"))
     pools = "".join(f"- {target}: {words}\n" for target, words in outcomes.items())
@@ -45,12 +45,12 @@ def publish_result(folder: Path, params: Mapping[str, Any], outcomes: Mapping[st
 
 
 def publish_progress() -> Callable[[int, int], None]:
-    """Attach a progress bar to the run and return what moves it: how many stages are done, and of how many."""
+    """Attach a progress bar to the run; return the function that sets it from the stages done and all stages."""
     bar = create_progress_artifact(progress=0.0, key="stages", description="stages done")
-    assert isinstance(bar, UUID)  # this is no coroutine
+    assert isinstance(bar, UUID)  # not a coroutine
 
     def move(num_done: int, num_all: int) -> None:
-        with contextlib.suppress(httpx.HTTPError):  # the flow goes on while its server is away
+        with contextlib.suppress(httpx.HTTPError):  # the flow goes on while its server is down
             update_progress_artifact(bar, progress=100.0 * num_done / num_all)
 
     return move

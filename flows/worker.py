@@ -1,7 +1,7 @@
-"""Where the run of a deployment works: in the checkout that the worker's package ``flows`` lies in.
+"""Run deployments in the checkout that contains the worker's package ``flows``.
 
 prefect.yaml names ``enter_checkout`` as the pull step of every deployment. Nothing is cloned: a worker keeps its
-checkout, with outputs, caches and the environment that it was installed into.
+checkout, with its outputs, caches and environment.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The checkout that a flow works in: one flow at a time, and its outputs handed to DVC."""
+"""Lock the checkout for one flow at a time, and commit its outputs to DVC."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from tasks.core.reports import KEY_FILE
 
 
 def hold_workspace() -> AbstractContextManager[None]:
-    """Let one flow at a time work in this checkout; a second one waits."""
-    words = "Another flow (process {}) works in this folder; waiting until it ends."
+    """Lock this checkout for one flow; a second one waits."""
+    words = "Another flow (process {}) is running in this folder; waiting until it ends."
     return hold_lock(
         ARTIFACTS / ".locks" / "flow",
         str(os.getpid()),
@@ -23,11 +23,11 @@ def hold_workspace() -> AbstractContextManager[None]:
 
 
 def commit_outputs() -> None:
-    """Tell DVC about the outputs, so that ``dvc status`` is clean and ``dvc repro`` runs nothing.
+    """Commit the outputs to DVC, so that ``dvc status`` is clean and ``dvc repro`` runs nothing.
 
-    Skipped while dvc.lock and the keys of all outputs are those of the latest commit.
+    Skipped if dvc.lock and the keys of all outputs are unchanged since the latest commit.
 
-    Raises DvcFailed with DVC's own words; DiskError where the cache has no room.
+    Raises DvcFailed with DVC's own message; DiskError if the cache has no space.
     """
     stamp = ARTIFACTS / ".committed"
     content = _commit_stamp()

@@ -1,1 +1,1 @@
-"""Enginewright: the stages of the pipeline, one plain function a file, free of any orchestrator."""
+"""Enginewright: the stages of the pipeline, one plain function per file, independent of any orchestrator."""

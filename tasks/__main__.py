@@ -1,5 +1,4 @@
-"""``python -m tasks <address> name=path ...``: run one stage, the command of every DVC stage and Prefect
-task."""
+"""Run one stage: ``python -m tasks <address> name=path ...``, the command of every DVC stage and Prefect task."""
 
 import argparse
 import errno
@@ -20,7 +19,7 @@ _ASK_AGAIN_S = 1.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run one stage and return the exit code: 0 done or fresh, 1 a problem that the user can mend."""
+    """Run one stage and return the exit code: 0 if it is done or fresh, 1 for an error that the user can fix."""
     parser = argparse.ArgumentParser(prog="python -m tasks", description="Run one stage of the pipeline.")
     parser.add_argument("address", help="for example export_onnx.pruned")
     parser.add_argument("inputs", nargs="*", metavar="name=path", help="input files of the stage")
@@ -28,7 +27,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
     _DEPARTURE.prepare()
-    # A rank has nothing to tidy up, and hears no signal but SIGKILL while it waits for another rank.
+    # A rank has nothing to clean up, and only SIGKILL ends it while it waits for another rank.
     death_signal = signal.SIGKILL if is_rank() else signal.SIGTERM
     die_with_parent(int(os.environ.get(SUPERVISOR, os.getppid())), death_signal)
     try:
@@ -45,7 +44,7 @@ def main(arguments: list[str]) -> int:
         if error.errno not in (errno.EROFS, errno.EACCES):
             raise
         print(
-            f"{options.address}: no access to {error.filename or 'a file'}: {error.strerror}. Mend the "
+            f"{options.address}: cannot access {error.filename or 'a file'}: {error.strerror}. Fix the "
             "permissions; finished stages are kept.",
             file=sys.stderr,
         )
@@ -58,7 +57,9 @@ def _parse_inputs(arguments: list[str]) -> dict[str, Path]:
     for argument in arguments:
         name, separator, path = argument.partition("=")
         if not separator or not name.isidentifier() or not path:
-            raise ConfigError(f"{argument!r} is no input. Expected name=path, for example data=artifacts/...")
+            raise ConfigError(
+                f"{argument!r} is not an input. Expected name=path, for example data=artifacts/..."
+            )
         inputs[name] = Path(path)
     return inputs
 
@@ -66,8 +67,8 @@ def _parse_inputs(arguments: list[str]) -> dict[str, Path]:
 class _Departure:
     """Turns SIGTERM and Ctrl-C into an exit that runs every ``finally`` and has the exit code that shells expect.
 
-    SystemExit is lost where it strikes a callback of the interpreter (the import system has some) or comes out as
-    another error, so it is raised again each second while nobody handles it.
+    SystemExit is lost if it is raised in a callback of the interpreter (the import system has some) or if it is
+    turned into another error, so it is raised again every second until something handles it.
     """
 
     code = 0
@@ -97,9 +98,8 @@ _DEPARTURE = _Departure()
 def _leave(code: int) -> None:
     """End this process at once: everything is published, and training libraries take up to two seconds to unload."""
     signal.setitimer(signal.ITIMER_REAL, 0)
-    multiprocessing = sys.modules.get(
-        "multiprocessing"
-    )  # not imported here: a small stage starts sooner without
+    # Not imported here: a small stage starts faster without it.
+    multiprocessing = sys.modules.get("multiprocessing")
     if is_rank() or (multiprocessing and multiprocessing.active_children()):
         sys.exit(code)
     logging.shutdown()
@@ -114,7 +114,7 @@ def _run(arguments: list[str]) -> int:
     except BaseException:
         if not _DEPARTURE.code:
             raise
-        return _DEPARTURE.code  # also where SystemExit came out as another error
+        return _DEPARTURE.code  # even if SystemExit was turned into another error
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Measure the latency, throughput and memory of an engine file.
 
 Two processes of the same engine, the second as the A/A control, run short bursts in rounds, in random order within a
-round. What they differ by is what the machine's noise does to a latency. Rounds go on until three windows of them
-agree, or until the time is over. How much faster one engine is than another is measured by race_engines.
+round. Any difference between the two is noise of the machine. Rounds continue until the last three windows agree or
+the time is up. How much faster one engine is than another is measured by race_engines.
 """
 
 import csv
@@ -32,9 +32,9 @@ ENGINE, CONTROL = "engine", "control"
 _ROUNDS_AT_ANY_COST = 3
 _LOAD_WINDOWS = 3
 _PROFILED = 10
-"""Inferences that the time of each layer is the mean of."""
+"""Inferences over which the time of each layer is averaged."""
 _TIMED_ON_DEVICE = 50
-"""Inferences that CUDA events measure."""
+"""Inferences timed with CUDA events."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,15 @@ class Config:
     seed: Annotated[int, AtLeast(0)]
     """Fixes the order of the processes within the rounds, and the bootstrap."""
     batch_sizes: list[Annotated[int, AtLeast(2)]]
-    """Batch sizes that are measured after batch 1; those beyond the target's max_batch are left out."""
+    """Batch sizes measured after batch 1; those above the target's max_batch are skipped."""
     warm_up_ms: Annotated[float, AtLeast(0)]
-    """How long each process warms up for each batch size before anything counts."""
+    """How long each process warms up at each batch size before it is measured."""
     burst_ms: Annotated[float, MoreThan(0)]
-    """Length of one burst. Longer: fewer rounds, and slow phases of the machine fit less well into one
-    round."""
+    """Length of one burst. Longer: fewer rounds, and a slow phase of the machine less often covers a whole round."""
     min_calls: Annotated[int, AtLeast(1)]
-    """Fewest inferences in a burst, for engines slower than burst_ms / min_calls."""
+    """Minimum number of inferences in a burst, for engines slower than burst_ms / min_calls."""
     min_rounds: Annotated[int, AtLeast(_ROUNDS_AT_ANY_COST)]
-    """Fewest rounds, even past the time budget, up to twice that budget."""
+    """Minimum number of rounds, even beyond the time budget, up to twice that budget."""
     windows: Windows
     """When a measurement may end before its time budget."""
     budget_s: Annotated[float, MoreThan(0)]
@@ -61,13 +60,13 @@ class Config:
     budget_batch_s: Annotated[float, MoreThan(0)]
     """Time for the rounds at each of batch_sizes."""
     concurrencies: list[Annotated[int, AtLeast(1)]]
-    """Numbers of threads that keep the engine busy at a time, for the throughput at batch 1. Empty: not measured."""
+    """Numbers of concurrent threads for the throughput at batch 1. Empty: not measured."""
     throughput_s: Annotated[float, MoreThan(0)]
     """Time for each of concurrencies."""
     max_aa_spread: Annotated[float, MoreThan(0)]
-    """A/A spread over which a measurement is void: repeated once, then called inconclusive. 0.05 is 5 %."""
+    """A/A spread above which a measurement is repeated once, then reported as inconclusive. 0.05 is 5 %."""
     timeout_s: Annotated[float, MoreThan(0)]
-    """How long an engine's process may stay silent before it is given up."""
+    """How long to wait for an answer from an engine's process."""
 
 
 Report = LatencyReport
@@ -75,20 +74,20 @@ Report = LatencyReport
 
 @dataclass(frozen=True)
 class _Measured:
-    """What the processes gave."""
+    """What was measured in the engine's processes."""
 
     latency: Latency
     rounds: dict[int, list[Round]]
     """Rounds by batch size."""
     layers_ms: dict[str, float]
     description: dict[str, Any]
-    """What the engine's runner says of itself."""
+    """The description that the engine's runner returns."""
 
 
 def benchmark(cfg: Config, *, engine: Path, out: Path) -> Report:
     """Write latencies.csv and layers.csv, and return latency, throughput and memory.
 
-    An engine that was skipped or failed gives a report with that status. Raises ArtifactError when a process dies.
+    If the engine was skipped or failed, the report has that status. Raises ArtifactError if a process dies.
     """
     from tasks.parts.engines.manifest import read_engine_manifest
 
@@ -145,7 +144,7 @@ def _measure(cfg: Config, manifest: "EngineManifest", engine: Path) -> _Measured
 
 
 def _warm_up(cfg: Config, processes: dict[str, "EngineProcess"], batch: int) -> "Memory":
-    """Warm every process up, and return the memory of the engine's."""
+    """Warm up every process and return the memory of the engine's."""
     used = {
         name: process.warm_up(batch, seconds=cfg.warm_up_ms / 1000) for name, process in processes.items()
     }
@@ -155,7 +154,7 @@ def _warm_up(cfg: Config, processes: dict[str, "EngineProcess"], batch: int) -> 
 def _measure_batch(
     cfg: Config, processes: dict[str, "EngineProcess"], batch: int, budget_s: float
 ) -> tuple[BatchLatency, list[Round]]:
-    """Measure, and at batch 1 once again if the A/A control says that the measurement is void."""
+    """Measure one batch size; at batch 1, repeat the measurement once if the A/A spread is too large."""
     for num_repeats in (0, 1) if batch == 1 else (0,):
         rounds = _run_rounds(cfg, processes, batch, budget_s, seed=cfg.seed + num_repeats)
         result = summarise(
@@ -216,9 +215,9 @@ def _write_latencies(rounds: dict[int, list[Round]], path: Path) -> None:
 
 
 def _write_layers(engine: Path, layers_ms: dict[str, float], out: Path) -> None:
-    """Write what build_engine found out about each layer, and its time; eager PyTorch has no such table.
+    """Write the layer table of build_engine with the time of each layer; eager PyTorch has no such table.
 
-    The time is empty where the runtime's profiler has no line for the layer.
+    The time is empty if the runtime's profiler does not report the layer.
     """
     from tasks.parts.engines.manifest import LAYERS_FILE
 

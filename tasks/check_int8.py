@@ -1,7 +1,7 @@
-"""Answer, by measurement, what one asks when INT8 costs too much accuracy.
+"""Find out by measurement why INT8 costs too much accuracy.
 
-Do the image and the logits stand it? Which classes fell? Are there enough calibration images, and do they cover what
-the network sees in training? Does the batch size matter, or the calibrator? Which layers are suspect?
+Do the first and the last layer tolerate INT8? Which classes lost accuracy? Are there enough calibration images, and
+do they cover the values seen in training? Does the batch size matter, or the calibrator? Which layers are suspect?
 """
 
 import json
@@ -28,27 +28,28 @@ logger = logging.getLogger(__name__)
 
 NUM_SUSPECTS = 3
 _MAX_CLASSES = 12
-"""Number of classes that are named: those that fell most."""
+"""Number of classes that are listed: those that lost most."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """On how many images, and from where on an answer is suspect."""
+    """How many images to use, and the thresholds above which an answer is suspect."""
 
     op_types: OpTypes
     """ONNX operators whose inputs are INT8, the same as in quantize_ptq."""
     num_images: Annotated[int, AtLeast(2)]
     """Calibration images, as in quantize_ptq."""
     num_train_images: Annotated[int, AtLeast(1)]
-    """Training images that the calibrated ranges are held against, evenly spread over the split."""
+    """Training images with which the calibrated ranges are compared, evenly spread over the split."""
     num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
-    """Validation images that are judged."""
+    """Validation images on which scores are measured."""
     batch_size: Annotated[int, AtLeast(2)]
-    """Images in one batch, whose answers are compared with those of batch 1."""
+    """Images in one batch, whose predictions are compared with those of batch 1."""
     suspect_loss: Annotated[float, MoreThan(0), LessThan(1)]
-    """Loss of the score (mIoU, or accuracy), or of that of one class, from which on an answer is suspect."""
+    """Loss of the score (mIoU or accuracy), overall or of one class, above which an answer is suspect."""
     suspect_clipped_share: Annotated[float, MoreThan(0), LessThan(1)]
-    """Share of a tensor's values beyond its range, more in training than in calibration, that is suspect."""
+    """Excess of training over calibration images in a tensor's share of values beyond its range, above which an
+    answer is suspect."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Answer:
     question: str
     is_suspect: bool
     found: str
-    """What was measured, in words with the numbers."""
+    """The measurement, as text."""
     advice: str
     """What to change, with the config key."""
 
@@ -68,7 +69,7 @@ class Report:
     """The checklist."""
 
     metric: str
-    """What a score is."""
+    """Metric of the scores."""
     float_score: float
     """Score of the float graph on the validation images."""
     score: float
@@ -88,7 +89,7 @@ def check_int8(
     data: Path,
     out: Path,
 ) -> Report:
-    """Write ``checklist.md`` for the float graph `model` and the graph `quantized` that quantize_ptq made of it.
+    """Write ``checklist.md`` for the float graph `model` and the graph `quantized` that quantize_ptq made from it.
 
     `ranges` and `trials` (calibrators.csv) are files of quantize_ptq, `ranking` is that of rank_layers. Raises
     ArtifactError when they do not belong together.
@@ -106,7 +107,7 @@ def check_int8(
     convs = [node.name for node in quantizable_nodes(graph, cfg.op_types) if node.op_type == "Conv"]
     if not set(convs) <= set(layers):
         raise ArtifactError(
-            f"{ranking}: ranks the layers of another graph than {model}. Run rank_layers again."
+            f"{ranking}: ranks the layers of a graph other than {model}. Run rank_layers again."
         )
     evaluator = open_evaluator(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
     classes = predict_classes(int8, evaluator.images_NHWC, batch_size=cfg.batch_size)
@@ -138,11 +139,11 @@ def check_int8(
 
 
 def _ends(cfg: Config, convs: Sequence[str], layers: Mapping[str, Mapping[str, str]]) -> Answer:
-    """Look at the first convolution, which reads the quantized image, and the last one, which makes the logits."""
+    """Check the first convolution, which reads the quantized image, and the last one, which computes the logits."""
     ends = [convs[0], convs[-1]]
     drops = [float(layers[name]["score_drop"]) for name in ends]
     return Answer(
-        question="Do image and logits stand INT8?",
+        question="Do the first and the last layer tolerate INT8?",
         is_suspect=max(drops) > cfg.suspect_loss,
         found="; ".join(
             f"{name} alone in INT8: score {-drop:+.4f}" for name, drop in zip(ends, drops, strict=True)
@@ -164,11 +165,12 @@ def _classes(
     }
     order = sorted(losses, key=lambda name: -losses[name])
     return Answer(
-        question="Which classes fell?",
+        question="Which classes lost accuracy?",
         is_suspect=losses[order[0]] > cfg.suspect_loss,
         found=("IoU " if task is Task.segmentation else "accuracy ")
         + ", ".join(f"{name} {-losses[name]:+.4f}" for name in order[:_MAX_CLASSES]),
-        advice=f"see that the calibration split shows {order[0]!r}; else quantize_partial or quantize_aware_train",
+        advice=f"check that the calibration split shows {order[0]!r}; else use quantize_partial or "
+        "quantize_aware_train",
     )
 
 
@@ -203,7 +205,7 @@ def _calibration_size(
         question="Are there enough calibration images?",
         is_suspect=abs(change) > cfg.suspect_loss,
         found=f"with {half} of {len(images_NHWC)} images ({title}): score {change:+.4f}",
-        advice="raise quantize_ptq.num_images until half of them changes nothing",
+        advice="raise quantize_ptq.num_images until half of the images gives the same score",
     )
 
 
@@ -219,11 +221,12 @@ def _coverage(
     worst = max(clipped, key=lambda name: clipped[name][1] - clipped[name][0])
     calibration, training = clipped[worst]
     return Answer(
-        question="Does the calibration split cover what training shows?",
+        question="Does the calibration split cover the values seen in training?",
         is_suspect=training - calibration > cfg.suspect_clipped_share,
-        found=f"most at '{worst}': {training:.2%} of its training values are beyond the range, {calibration:.2%} "
-        "of the calibration values",
-        advice="take calibration images like those of training: the split of prepare_data, quantize_ptq.num_images",
+        found=f"worst tensor '{worst}': {training:.2%} of its training values are beyond the range, "
+        f"{calibration:.2%} of its calibration values",
+        advice="use calibration images that resemble the training images: change the split in prepare_data, or "
+        "quantize_ptq.num_images",
     )
 
 
@@ -251,14 +254,15 @@ def _calibrators(cfg: Config, trials: Path) -> Answer:
         question="Does the calibrator matter?",
         is_suspect=spread > cfg.suspect_loss,
         found=f"{len(reached)} tried: from {worst} {reached[worst]:.4f} to {best} {reached[best]:.4f}",
-        advice="ranges are delicate: try more quantize_ptq.percentiles, and look at the suspect layers",
+        advice="the result is sensitive to the ranges: try more quantize_ptq.percentiles, and look at the suspect "
+        "layers",
     )
 
 
 def _suspects(cfg: Config, layers: Mapping[str, Mapping[str, str]]) -> Answer:
     """Name the first layers of the ranking.
 
-    It is by changed predictions, so the layer that costs most of the score need not be its first.
+    The ranking is by changed predictions, so its first layer is not always the one that costs most of the score.
     """
     first = list(layers.values())[:NUM_SUSPECTS]
     return Answer(
@@ -268,15 +272,15 @@ def _suspects(cfg: Config, layers: Mapping[str, Mapping[str, str]]) -> Answer:
             f"{row['node']} ({row['source']}): score {-float(row['score_drop']):+.4f}, {float(row['sqnr_db']):.1f} dB"
             for row in first
         ),
-        advice="quantize_partial keeps in float what it must; diff_layers, which runs later, shows where the noise "
-        "grows in each engine of this graph: artifacts/diff_layers/<variant>/<target> (variants: conf/model)",
+        advice="use quantize_partial, which keeps such layers in float; diff_layers, which runs later, shows where "
+        "the noise grows in each engine of this graph: artifacts/diff_layers/<variant>/<target> (see conf/model)",
     )
 
 
 def _statistics(
     cfg: Config, graph: "ModelProto", names: Sequence[str], data: Path
 ) -> dict[str, tuple["TensorStatistics", "TensorStatistics"]]:
-    """Return tensor -> what it held on calibration images, and on training images."""
+    """Return tensor -> its statistics on calibration images and on training images."""
     import numpy as np
 
     from tasks.parts.data.dataset import open_images
@@ -302,7 +306,7 @@ def _collect(
 
 
 def _share_beyond(statistics: "TensorStatistics", amax: float) -> float:
-    """Return the share of the magnitudes over `amax`, to the width of a bin."""
+    """Return the share of the magnitudes above `amax`, accurate to the width of a bin."""
     import numpy as np
 
     num_bins = len(statistics.counts)
@@ -317,7 +321,7 @@ def _write_checklist(
         "# INT8 checklist",
         "",
         f"Validation {evaluator.metric}: {reached:.4f} in INT8, {evaluator.float_score:.4f} in float. Every answer "
-        "is a measurement of this run.",
+        "was measured in this run.",
         "",
     ]
     for answer in answers:

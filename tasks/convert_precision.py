@@ -1,4 +1,4 @@
-"""Turn a float graph into one that computes in FP16, inputs and outputs aside: the rung between FP32 and INT8."""
+"""Convert a float graph to FP16, except for its inputs and outputs: the step between FP32 and INT8."""
 
 import logging
 import math
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 _LARGEST_FP16 = 65504.0
 _SMALLEST_WEIGHTS = 2.0**-10
-"""FP16 has its full precision down to 2**-14; a tensor needs room below its largest number."""
+"""FP16 keeps full precision down to 2**-14; a tensor needs room below its largest number."""
 
 
 class Method(StrEnum):
-    """Who rewrites the graph. Which nodes stay in FP32 is found out here in either case."""
+    """Tool that converts the graph. In both cases this stage decides which nodes stay in FP32."""
 
     converter = "converter"
     """The converter of ONNX Runtime."""
@@ -34,12 +34,12 @@ class Method(StrEnum):
 
 @dataclass(frozen=True)
 class Config:
-    """Who converts, what stays in FP32, and on which images that is found out."""
+    """Which tool converts, which nodes stay in FP32, and the images that this is decided on."""
 
     method: Method
     """Tool that converts the graph."""
     num_images: Annotated[int, AtLeast(1)]
-    """Calibration images on which the largest activations are looked for."""
+    """Calibration images on which the largest activations are measured."""
     batch_size: Annotated[int, AtLeast(1)]
     """Images in one batch; changes memory and speed only."""
     num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
@@ -47,34 +47,34 @@ class Config:
     max_abs: Annotated[float, MoreThan(0), AtMost(_LARGEST_FP16)]
     """Magnitude beyond which a weight, an input or an output keeps its node in FP32.
 
-    FP16 ends at 65504; other images go further.
+    FP16 ends at 65504; leave room for images with larger activations.
     """
     float32_op_types: list[str]
-    """ONNX operators that stay in FP32 in any case."""
+    """ONNX operators that always stay in FP32."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became FP16, and what that does to the predictions."""
+    """Which nodes were converted, and the effect on the predictions."""
 
     num_nodes: int
     """Number of nodes of the float graph."""
     float32_nodes: tuple[str, ...]
     """Names of the nodes that stay in FP32."""
     metric: str
-    """What a score is."""
+    """Metric of the scores."""
     score: float
-    """Score of the FP16 graph on the validation images. ONNX Runtime rounds what passes between nodes to FP16."""
+    """Score of the FP16 graph on the validation images. ONNX Runtime rounds the tensors between nodes to FP16."""
     float_score: float
     """Score of the float graph on the same images."""
     agreement: float
-    """Share of pixels, or images, with the class that the float graph gives."""
+    """Share of pixels, or images, with the class that the float graph predicts."""
 
 
 def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     """Write ``model.onnx``; its input and output stay FP32, so that it replaces the float graph.
 
-    Raises ArtifactError for a graph that is quantized already, ConfigError where AutoCast cannot be imported.
+    Raises ArtifactError for a graph that is already quantized, ConfigError if AutoCast cannot be imported.
     """
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
     from tasks.parts.quantization.evaluation import open_evaluator
@@ -106,7 +106,7 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
 
 
 def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, float]:
-    """Return tensor -> largest magnitude on calibration images, for each tensor that a node makes."""
+    """Return tensor -> largest magnitude on calibration images, for each output of a node."""
     from tasks.parts.data.dataset import normalised_batches, open_images
     from tasks.parts.onnx_graphs.graph import other_types, read_card_of_graph
     from tasks.parts.quantization.calibration import collect_statistics
@@ -124,16 +124,15 @@ def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, 
 
 
 def _nodes_in_float32(cfg: Config, graph: "ModelProto", tensors: "Mapping[str, float]") -> list[str]:
-    """Name the nodes whose weights, inputs or outputs FP16 cannot hold, and those of the configured types."""
+    """Return the nodes whose weights, inputs or outputs FP16 cannot hold, and those of the configured types."""
     import numpy as np
     from onnx import numpy_helper
 
     weights = {}
     for tensor in graph.graph.initializer:
         values = numpy_helper.to_array(tensor)
-        if (
-            np.issubdtype(values.dtype, np.floating) and values.ndim > 1
-        ):  # what a bias loses is lost in the sum
+        # A bias is left out: its rounding error vanishes in the sum.
+        if np.issubdtype(values.dtype, np.floating) and values.ndim > 1:
             weights[tensor.name] = float(np.abs(values).max(initial=0.0))
     kept = []
     for node in graph.graph.node:
@@ -152,20 +151,20 @@ def _by_converter(graph: "ModelProto", float32_nodes: list[str]) -> "ModelProto"
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     copy = ModelProto()
-    copy.CopyFrom(graph)  # it is changed in place
+    copy.CopyFrom(graph)  # the converter works in place
     converted = onnx_ir.from_proto(
         convert_float_to_float16(copy, keep_io_types=True, op_block_list=[], node_block_list=float32_nodes)
     )
-    converted.graph.sort()  # the new casts are at the end
+    converted.graph.sort()  # the converter appends its casts at the end
     proto: ModelProto = onnx_ir.to_proto(converted)
     _join_float32_neighbours(proto)
     return proto
 
 
 def _join_float32_neighbours(model: "ModelProto") -> None:
-    """Take out casts from FP32 to FP16 and back, which overflow.
+    """Remove casts from FP32 to FP16 and back, which overflow.
 
-    They stand between two nodes that both stay in FP32, and between such a node and an output of the graph.
+    The converter puts them between two nodes that both stay in FP32, and between such a node and an output.
     """
     from onnx import TensorProto, helper
 
@@ -184,7 +183,7 @@ def _join_float32_neighbours(model: "ModelProto") -> None:
     outputs = {wide[value.name]: value.name for value in model.graph.output if value.name in wide}
     for node in list(model.graph.node):
         if node.output[0] in outputs.values():
-            model.graph.node.remove(node)  # the node in FP32 makes this output itself from here on
+            model.graph.node.remove(node)  # the FP32 node now writes this output itself
             continue
         inputs = [wide.get(name, name) for name in node.input]
         node.input[:] = [outputs.get(name, name) for name in inputs]
@@ -193,7 +192,7 @@ def _join_float32_neighbours(model: "ModelProto") -> None:
 
 
 def _by_autocast(graph: "ModelProto", float32_nodes: list[str]) -> "ModelProto":
-    """Let AutoCast place the casts, and give nodes and graph their metadata back, which it drops."""
+    """Let AutoCast insert the casts, and restore the metadata of nodes and graph, which it drops."""
     import tempfile
 
     from onnx import ModelProto

@@ -1,9 +1,9 @@
-"""Find where an engine loses accuracy: every layer's output against the float graph's, on a few real images.
+"""Find where an engine loses accuracy: compare every layer's output with the float graph's, on a few real images.
 
-Three programs run side by side: the float graph, the variant's graph (what precision alone changes) and the engine
-(what the runtime changes on top). The noise of all layers before it is in the output of a layer; what it adds itself
-is measured in a graph that feeds each layer of the variant the exact inputs. On request, delta debugging says which
-layers of a Q/DQ graph have to go back to float.
+Three programs run side by side: the float graph, the variant's graph (the effect of precision alone) and the engine
+(the effect of the runtime on top). The output of a layer contains the noise of all layers before it; the noise that
+the layer adds itself is measured in a graph that feeds each layer of the variant exact inputs. Optionally, delta
+debugging finds the layers of a Q/DQ graph that have to go back to float.
 """
 
 import logging
@@ -28,37 +28,37 @@ logger = logging.getLogger(__name__)
 
 _MARKING = {
     "onnxruntime": (
-        "Compared tensors are marked as outputs, so the runtime cannot fuse over them and float layers run "
+        "Compared tensors are marked as outputs, so the runtime cannot fuse across them and float layers run "
         "one by one. In Q/DQ regions only dequantised tensors are marked, so convolutions keep their int8 "
-        "kernels, and a convolution is judged behind its activation. marked_agreement_db tells how far this "
-        "is from the engine file."
+        "kernels and are compared after their activation. marked_agreement_db is the SQNR between this "
+        "program and the engine file."
     ),
     "openvino": (
         "The variant's graph is compiled again with the target's options and the compared tensors as "
-        "outputs. The compiler cannot fuse over them; in Q/DQ regions only dequantised tensors are marked, "
-        "so that int8 stays. marked_agreement_db tells how far this compilation is from the engine file."
+        "outputs. The compiler cannot fuse across them; in Q/DQ regions only dequantised tensors are marked, "
+        "so that int8 stays. marked_agreement_db is the SQNR between this compilation and the engine file."
     ),
     "tensorrt": (
-        "A plan of its own is built whose debug tensors are those that fusion leaves, so that all fusions stay. "
-        "marked_agreement_db tells how far it is from the engine file. Not run on real hardware."
+        "A separate plan is built whose debug tensors are those that remain after fusion, so that all fusions "
+        "stay. marked_agreement_db is the SQNR between it and the engine file. Not run on real hardware."
     ),
     "torch": (
-        "Eager PyTorch fuses nothing; hooks read the output of each module without parts, of a convolution behind "
-        "its BatchNorm where the graph has that folded."
+        "Eager PyTorch fuses nothing; hooks read the output of each leaf module, and of a convolution after its "
+        "BatchNorm if the graph has that folded."
     ),
 }
 
 
 @dataclass(frozen=True)
 class BisectionConfig:
-    """How the layers are searched that have to run in float."""
+    """How to search for the layers that have to run in float."""
 
     enabled: bool
-    """Whether to search at all: many passes over the validation images, for Q/DQ graphs only."""
+    """Whether to search; this takes many passes over the validation images. Q/DQ graphs only."""
     max_score_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
-    """Largest share of the float graph's score that may be lost where it counts as recovered."""
+    """Largest share of the float graph's score that may be lost for the score to count as recovered."""
     num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
-    """Validation images that graphs are judged on."""
+    """Validation images on which graphs are evaluated."""
     batch_size: Annotated[int, AtLeast(1)]
     """Images in one batch; changes memory and speed only."""
 
@@ -72,9 +72,9 @@ class Config:
     num_images: Annotated[int, AtLeast(1)]
     """Images that are compared, evenly spread over the split. More: steadier numbers, slower."""
     collapse_db: Annotated[float, Between(0, MAX_SQNR_DB)]
-    """SQNR in dB below which a layer has collapsed: 10 dB is noise of a third of the signal's amplitude."""
+    """SQNR in dB below which a layer has collapsed: at 10 dB the noise has a third of the signal's amplitude."""
     bisection: BisectionConfig
-    """How the layers are searched that have to run in float."""
+    """How to search for the layers that have to run in float."""
 
 
 Report = DiffReport
@@ -85,9 +85,9 @@ def diff_layers(
 ) -> Report:
     """Write `layers.csv` and `layers.png`, and name the layers at which `engine` departs from `float_graph`.
 
-    `model` is what the engine was built from. With cfg.bisection all graphs that were judged are in `bisection.csv`.
-    An engine that was skipped or failed gives a report with that status; one of TensorRT is skipped on a machine that
-    cannot run it. Raises ArtifactError when graph and engine have no tensors in common.
+    `model` is what the engine was built from. With cfg.bisection, `bisection.csv` lists all graphs that were tried.
+    For an engine that was skipped or failed, the report has that status; a TensorRT engine is skipped on a machine
+    that cannot run it. Raises ArtifactError when graph and engine have no tensors in common.
     """
     from tasks.parts.engines.manifest import read_engine_manifest
     from tasks.parts.layer_diff.comparison import compare
@@ -148,14 +148,14 @@ def diff_layers(
 
 
 def _obstacle(manifest: "EngineManifest") -> str:
-    """Say why the tensors inside an engine cannot be read here.
+    """Return why the tensors inside an engine cannot be read here; empty if they can.
 
-    A machine without what TensorRT needs is common; one that cannot run another engine is an error, on opening it.
+    Only TensorRT is checked against the machine, because many machines lack it; other engines raise when opened.
     """
     from tasks.parts.engines.machine import check_machine
 
     if manifest.target.runtime not in _MARKING:
-        return f"the tensors inside an engine of {manifest.target.runtime} are not read"
+        return f"the tensors inside an engine of {manifest.target.runtime} cannot be read"
     if manifest.target.tensorrt is None:
         return ""
     try:
@@ -202,7 +202,7 @@ def _bisect(
     data: Path,
     out: Path,
 ) -> Bisection:
-    """Search from the noisiest layer on, and write all trials."""
+    """Search, starting with the noisiest layer, and write all trials."""
     from tasks.parts.layer_diff.bisection import bisect, quantized_nodes
     from tasks.parts.quantization.evaluation import open_evaluator
     from tasks.parts.tables import write_table

@@ -28,7 +28,7 @@ class Config:
 def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> TrainingReport:
     """Train the student from random or pretrained weights and write ``model.safetensors`` and ``history.csv``.
 
-    Raises ArtifactError when teacher and data have other classes or pretrained weights do not fit,
+    Raises ArtifactError when teacher and data differ in their classes or pretrained weights do not fit,
     TrainingDiverged when the loss is not finite.
     """
     import torch

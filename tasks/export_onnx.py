@@ -1,4 +1,4 @@
-"""Export a trained network as one ONNX file that names module and line of code of each node."""
+"""Export a trained network as one ONNX file in which each node names its module and its line of code."""
 
 import logging
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ class Config:
     max_abs_difference: Annotated[float, MoreThan(0)]
     """Gate: largest absolute difference of a logit."""
     min_sqnr_db: Annotated[float, AtLeast(0), LessThan(200)]
-    """Gate: least signal to noise ratio of the logits, dB. Float32 reaches more than 100."""
+    """Gate: minimum signal-to-noise ratio of the logits, dB. Float32 reaches more than 100."""
     seed: Annotated[int, AtLeast(0)]
-    """Fixes the random images that are compared."""
+    """Seed of the random images that are compared."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Report:
     opset: int
     """Version of the ONNX operator set."""
     two_of_four_macs_share: float
-    """Share of the MACs of convolutions and matrix products whose weights in the graph have at most two of four input
-    channels non-zero."""
+    """Share of the MACs of convolutions and matrix products whose weights in the graph have at most two non-zeros in
+    four input channels."""
     differences: tuple[Difference, ...]
     """How far ONNX Runtime is from torch, for each batch size."""
 
@@ -87,9 +87,9 @@ def export_onnx(cfg: Config, *, checkpoint: Path, out: Path) -> Report:
 
 
 def two_of_four_macs_share(graph: "ModelProto") -> float:
-    """Return how much of the work of convolutions and matrix products has 2:4 sparse weights, BatchNorm folded.
+    """Return the share of the MACs of convolutions and matrix products whose weights are 2:4 sparse.
 
-    The products of attention, which have no weights, count as dense.
+    BatchNorm is folded in `graph`. Matrix products without weights, as in attention, count as dense.
     """
     from onnx import numpy_helper
 
@@ -112,7 +112,7 @@ def two_of_four_macs_share(graph: "ModelProto") -> float:
 
 
 def _compare(cfg: Config, network: "nn.Module", graph: "ModelProto", card: "ModelCard") -> list[Difference]:
-    """Compare logits batch size by batch size; raise GateFailed at the first that is too far."""
+    """Compare the logits for each batch size; raise GateFailed at the first that differs too much."""
     import torch
 
     from tasks.parts.onnx_graphs.export import INPUT_NAME
@@ -131,9 +131,9 @@ def _compare(cfg: Config, network: "nn.Module", graph: "ModelProto", card: "Mode
         if not (result.max_abs <= cfg.max_abs_difference and result.sqnr_db >= cfg.min_sqnr_db):
             raise GateFailed(
                 f"batch of {batch_size}: ONNX Runtime differs from torch by {result.max_abs:.3g} (SQNR "
-                f"{result.sqnr_db:.1f} dB), allowed are {cfg.max_abs_difference} "
-                f"(export_onnx.max_abs_difference) and {cfg.min_sqnr_db} dB (export_onnx.min_sqnr_db). Look "
-                "for an operator that the exporter changed."
+                f"{result.sqnr_db:.1f} dB), expected at most {cfg.max_abs_difference} "
+                f"(export_onnx.max_abs_difference) and at least {cfg.min_sqnr_db} dB (export_onnx.min_sqnr_db). "
+                "Look for an operator that the exporter changed."
             )
         differences.append(result)
     return differences

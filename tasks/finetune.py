@@ -40,7 +40,7 @@ def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: P
     network, card = load_checkpoint(checkpoint)
     check_same_classes(checkpoint, card.classes, manifest.classes, "distill")
     keep_zeros(network)
-    torch.manual_seed(cfg.trainer.seed)  # where the adapter of the hint starts
+    torch.manual_seed(cfg.trainer.seed)  # for the initial weights of the hint's adapter
     objective = build_objective(
         cfg.distillation,
         student=network,

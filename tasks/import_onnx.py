@@ -1,4 +1,4 @@
-"""Take in an ONNX model that another tool wrote: check it, write it our way, prove that it computes the same."""
+"""Import an ONNX model of another tool: check it, rewrite it for this pipeline, verify that its outputs are equal."""
 
 import logging
 import math
@@ -22,38 +22,38 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Config:
-    """What the file does not say of itself, and how far the written graph may differ from it."""
+    """What the file does not state itself, and how far the written graph may differ from it."""
 
     classes: Annotated[list[str], MinItems(2), Distinct()] | None
-    """Names in the order of the logits; null: those of the data set, or numbers where that has none."""
+    """Class names in the order of the logits; null: those of the data set, or numbers if it has none."""
     mean: Annotated[list[float], NumItems(3), "RGB, 0..1 scale"]
     """Mean of RGB on a 0..1 scale: the model reads (value / 255 - mean) / std."""
     std: Annotated[list[Annotated[float, MoreThan(0)]], NumItems(3), "RGB, 0..1 scale"]
     """Standard deviation of RGB on a 0..1 scale."""
     height: Annotated[int, Between(16, 8192)] | None
-    """Rows of the images in pixels, where the graph leaves them open; null: the graph's own."""
+    """Rows of the images in pixels, if the graph leaves them open; null: the graph's own."""
     width: Annotated[int, Between(16, 8192)] | None
-    """Columns of the images in pixels, where the graph leaves them open; null: the graph's own."""
+    """Columns of the images in pixels, if the graph leaves them open; null: the graph's own."""
     output: str | int | None
     """Name of the output with the logits, for models with several; null: the only one."""
     batch_sizes: Annotated[list[Annotated[int, Between(1, 1024)]], MinItems(1)]
     """Batches on which the file and the written graph are compared; two or more prove that the batch is dynamic."""
     min_sqnr_db: Annotated[float, AtLeast(0), LessThan(200)]
-    """Gate: least signal to noise ratio of the logits against the file in ONNX Runtime, dB. Float32 reaches 100."""
+    """Gate: minimum signal-to-noise ratio of the logits against the file in ONNX Runtime, dB. Float32 reaches 100."""
     seed: Annotated[int, AtLeast(0)]
-    """Fixes the random images that are compared."""
+    """Seed of the random images that are compared."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What came in, and what was made of it."""
+    """Properties of the file and of the graph written from it."""
 
     task: Task
     num_classes: int
     height: int
     width: int
     output: str
-    """Name of the logits in the file."""
+    """Name of the output with the logits in the file."""
     opset_before: int
     opset: int
     ir_version_before: int
@@ -64,9 +64,9 @@ class Report:
     macs: int
     """Multiply-accumulates of convolutions and matrix products for one image."""
     static_batch_before: int | None
-    """The batch that the file fixes; None where it is dynamic."""
+    """Fixed batch size of the file; None if it is dynamic."""
     max_batch: int | None
-    """1 where the written graph keeps a fixed batch of 1; None where its batch is dynamic."""
+    """1 if the written graph keeps a fixed batch of 1; None if its batch is dynamic."""
     rewritten: tuple[str, ...]
     """One sentence for each change."""
     size_bytes: int
@@ -76,10 +76,10 @@ class Report:
 
 
 def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
-    """Write ``model.onnx``: the function of the file `model` (or of the one in the folder `model`), as we write it.
+    """Write ``model.onnx``, which computes the same as the ONNX file `model` (or the one in the folder `model`).
 
-    Raises ArtifactError for a file that the pipeline cannot take, GateFailed when the written graph computes
-    something else.
+    Raises ArtifactError for a file that the pipeline cannot use, GateFailed when the outputs of the written graph
+    differ.
     """
     import numpy as np
     from onnx import numpy_helper
@@ -121,12 +121,12 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         differences=differences,
     )
     worst = min(compared.sqnr_db for compared in differences)
-    logger.info("%s: %d nodes, %.1f dB to the file", out / "model.onnx", report.num_nodes, worst)
+    logger.info("%s: %d nodes, SQNR %.1f dB against the file", out / "model.onnx", report.num_nodes, worst)
     return report
 
 
 def _rewrite(cfg: Config, original: "ModelProto", model: Path) -> tuple["Imported", tuple[Difference, ...]]:
-    """Write the graph with a dynamic batch, or, where it means its batch of 1, with that."""
+    """Rewrite the graph with a dynamic batch, or with a batch of 1 if the graph depends on it."""
     from tasks.parts.onnx_graphs.foreign_file import find_file
     from tasks.parts.onnx_graphs.foreign_rewrite import FixedBatch, rewrite
 
@@ -144,19 +144,19 @@ def _rewrite(cfg: Config, original: "ModelProto", model: Path) -> tuple["Importe
     try:
         return attempt(True)
     except FixedBatch as error:
-        logger.warning("tried again with the batch of the file: %s", error)
+        logger.warning("trying again with the batch size of the file: %s", error)
         return attempt(False)
 
 
 def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> InputCard:
-    """Say what the graph expects; raise ArtifactError where it and the data set do not fit each other."""
+    """Return the card of the graph; raise ArtifactError if the data set does not match the graph."""
     from tasks.parts.data.dataset import open_labels
 
     sizes = [axis.dim_value for axis in imported.graph.graph.input[0].type.tensor_type.shape.dim]
     height, width = sizes[2:]
     if (data.height, data.width) != (height, width):
         raise ArtifactError(
-            f"{path}: images of {data.height}x{data.width}, the model reads {height}x{width}. Set "
+            f"{path}: the images are {data.height}x{data.width}, the model reads {height}x{width}. Set "
             f"prepare_data.height={height} prepare_data.width={width}."
         )
     numbers = tuple(str(index) for index in range(imported.num_classes))
@@ -164,13 +164,13 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
     if len(classes) != imported.num_classes:
         where = "model.classes" if cfg.classes is not None else f"the data set {path}"
         raise ArtifactError(
-            f"the model answers with {imported.num_classes} classes, {where} names {len(classes)}. Name all of them, "
+            f"the model has {imported.num_classes} classes, but {where} names {len(classes)}. Name all of them, "
             "in the order of the logits (model.classes, or classes.yaml of the data set)."
         )
     if data.classes and classes != data.classes:
         raise ArtifactError(
-            f"model.classes is {list(classes)[:8]}, the data set {path} has {list(data.classes)[:8]}. Names and "
-            "order must be equal; leave model.classes at null to take those of the data set."
+            f"model.classes is {list(classes)[:8]}, but the data set {path} has {list(data.classes)[:8]}. Names and "
+            "order must be equal; set model.classes=null to take those of the data set."
         )
     if data.classes:
         open_labels(path, "val", imported.task)  # masks for a segmentation, labels for a classification
@@ -186,7 +186,7 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
 
 
 def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[Difference, ...]:
-    """Compare logits batch size by batch size; raise GateFailed, or FixedBatch, at the first that is too far."""
+    """Compare the logits for each batch size; raise GateFailed, or FixedBatch, at the first that differs too much."""
     import numpy as np
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
@@ -220,32 +220,32 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[Difference
             expected = original(images_NCHW)
         except failures as error:
             raise ArtifactError(
-                f"{model}: the file itself stops at a batch of {batch_size} ({first_line(error)}), though it "
-                f"declares {imported.static_batch or 'a dynamic batch'}. Export it with the batch that it can do."
+                f"{model}: the file itself fails on a batch of {batch_size} ({first_line(error)}), though it "
+                f"declares {imported.static_batch or 'a dynamic batch'}. Export it with a batch that it supports."
             ) from error
         try:
             parts = np.split(images_NCHW, batch_size) if imported.max_batch else [images_NCHW]
             logits = np.concatenate([session.run(None, {image.name: part})[0] for part in parts])
         except failures as error:
             raise stop(
-                f"batch of {batch_size}: ONNX Runtime stops in the written graph ({first_line(error)}). "
+                f"batch of {batch_size}: ONNX Runtime fails on the written graph ({first_line(error)}). "
                 f"{_dynamic_batch_hint(imported)}"
             ) from error
         if not np.isfinite(expected).all():
             raise ArtifactError(
-                f"{model}: answers with NaN or infinity to random images, expected finite logits. Take another "
+                f"{model}: returns NaN or infinity for random images, expected finite logits. Take another "
                 "checkpoint of the model."
             )
         if logits.shape != expected.shape:
             raise stop(
-                f"batch of {batch_size}: the written graph answers with {list(logits.shape)}, the file with "
+                f"batch of {batch_size}: the logits of the written graph are {list(logits.shape)}, those of the file "
                 f"{list(expected.shape)}. {_dynamic_batch_hint(imported)}"
             )
         result = difference(expected, logits)
         if not result.sqnr_db >= cfg.min_sqnr_db:
             raise stop(
                 f"batch of {batch_size}: the written graph differs from the file by {result.max_abs:.3g} (SQNR "
-                f"{result.sqnr_db:.1f} dB), allowed are {cfg.min_sqnr_db} dB (import_onnx.min_sqnr_db). "
+                f"{result.sqnr_db:.1f} dB), expected at least {cfg.min_sqnr_db} dB (import_onnx.min_sqnr_db). "
                 f"{_dynamic_batch_hint(imported)}"
             )
         differences.append(result)
@@ -254,5 +254,5 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[Difference
 
 def _dynamic_batch_hint(imported: "Imported") -> str:
     if imported.static_batch is None or imported.max_batch:
-        return "An operator means something else in the opset that it was converted to; export with a newer opset."
+        return "An operator behaves differently in the opset that it was converted to; export with a newer opset."
     return f"The file fixes its batch at {imported.static_batch}; export it again with a dynamic batch."

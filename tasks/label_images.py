@@ -1,4 +1,4 @@
-"""Label images with what the float model predicts, so that engines are measured by their agreement with it."""
+"""Label images with the predictions of the float model, so that engines are measured by their agreement with it."""
 
 import logging
 from collections.abc import Iterator
@@ -32,15 +32,15 @@ class Report:
     num_images: dict[str, int]
     """Number of images per split."""
     num_classes: int
-    """Number of classes that the model knows."""
+    """Number of classes of the model."""
     num_classes_given: int
-    """Number of classes that the model gave to some image, or pixel."""
+    """Number of classes that the model predicted for at least one image, or pixel."""
 
 
 def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     """Write ``dataset/``: the images of `data`, labelled with the predictions of the float graph of import_onnx.
 
-    Raises ArtifactError for images that have labels or masks already, DataError where the model knows one class only.
+    Raises ArtifactError for images that already have labels or masks, DataError if the model predicts only one class.
     """
     from tasks.parts.data.dataset import read_manifest
     from tasks.parts.data.dataset_writer import SplitBatches, write_dataset
@@ -50,8 +50,8 @@ def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     graph, manifest = read_graph(model), read_manifest(data)
     if manifest.classes:
         raise ArtifactError(
-            f"{data}: knows the classes {', '.join(manifest.classes[:8])}, expected images that nobody labelled "
-            "(data=images). Measure on the labels that there are."
+            f"{data}: has the classes {', '.join(manifest.classes[:8])}, expected images without labels "
+            "(data=images). Measure on the existing labels instead."
         )
     card = read_card_of_graph(graph)
     labelled = write_dataset(
@@ -73,8 +73,8 @@ def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     ]
     if len(given) < 2:
         raise DataError(
-            f"{data}: the float model answers every image with the class {given[0]}, so "
-            "agreement with it would tell nothing. Check model.mean and model.std, or give images that show more."
+            f"{data}: the float model predicts the class {given[0]} for every image, so agreement with it would be "
+            "meaningless. Check model.mean and model.std, or provide more varied images."
         )
     report = Report(labelled.counts, len(card.classes), len(given))
     logger.info("label_images: %d of %d classes given", report.num_classes_given, report.num_classes)
@@ -84,7 +84,7 @@ def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
 def _label(
     cfg: Config, graph: "ModelProto", data: Path, split: str
 ) -> "Iterator[tuple[NDArray[np.uint8], NDArray[Any]]]":
-    """Yield the images of a split in batches, each with what the graph predicts for them."""
+    """Yield the images of a split in batches, each with the predictions of the graph."""
     from tasks.parts.data.dataset import LABEL_TYPES, open_images
     from tasks.parts.data.dataset_writer import batches_of
     from tasks.parts.onnx_graphs.graph import read_card_of_graph

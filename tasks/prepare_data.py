@@ -1,4 +1,4 @@
-"""Bring a data set into the canonical layout, after checking every file of it."""
+"""Check every file of a data set and write it in the canonical layout."""
 
 import logging
 from dataclasses import dataclass
@@ -27,31 +27,31 @@ class Source(StrEnum):
     digit_scenes = "digit_scenes"
     """Made from scans and photos that scikit-learn ships: tasks/parts/sources/digit_scenes.py."""
     folder = "folder"
-    """Images and index masks of a user: tasks/parts/sources/mask_folder.py."""
+    """A user's images and index masks: tasks/parts/sources/mask_folder.py."""
     class_folder = "class_folder"
-    """A user's images in one folder for each class: tasks/parts/sources/class_folder.py."""
+    """A user's images, one folder per class: tasks/parts/sources/class_folder.py."""
     images = "images"
-    """A user's images that nobody labelled: tasks/parts/sources/class_folder.py."""
+    """A user's images without labels: tasks/parts/sources/class_folder.py."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Which data set, and the one size that all its images get."""
+    """Which data set, and the size to which all images are brought."""
 
     source: Source
     """Loader that reads `root`."""
     root: str
     """Folder with classes.yaml (and a user's images), relative to the repository."""
     seed: Annotated[int, Between(0, 2**32 - 1)]
-    """Decides scans, scenes and, where a folder has no lists, the splits."""
+    """Seed for the choice of scans, the scenes and, if a folder has no lists, the splits."""
     height: Annotated[int, Between(16, 8192)]
     """Rows of every image and mask after this stage; latency grows with height x width."""
     width: Annotated[int, Between(16, 8192)]
     """Columns of every image and mask after this stage."""
     scenes: ScenesConfig | None
-    """What the scenes look like, for source digit_scenes alone."""
+    """What the scenes look like, for source digit_scenes only."""
     folder: FolderConfig | None
-    """How the user's folder is read, for all sources but digit_scenes."""
+    """How the user's folder is read, for all sources except digit_scenes."""
 
     def __post_init__(self) -> None:
         path = PurePath(self.root)
@@ -97,7 +97,7 @@ class _Loaded:
     """A source that passed its checks; nothing is written yet."""
 
     task: "Task | None"
-    """What the labels are of; None where there are none."""
+    """Task of the labels; None without labels."""
     classes: tuple[str, ...]
     splits: "dict[str, SplitBatches]"
     num_bad_images: int
@@ -106,10 +106,10 @@ class _Loaded:
 
 
 def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
-    """Write `dataset/` (see tasks/parts/data/dataset.py) and, where there are masks, `contact_sheet.png`.
+    """Write `dataset/` (see tasks/parts/data/dataset.py) and, if there are masks, `contact_sheet.png`.
 
     Raises:
-        DataError: a file of the source is missing, damaged or contradicts another; nothing is written then.
+        DataError: a file of the source is missing, is damaged or contradicts another; nothing is written.
         ConfigError: more classes are configured than classes.yaml lists.
     """
     from tasks.parts.data.dataset_writer import write_dataset
@@ -211,7 +211,7 @@ def _load_folder(cfg: Config, root: Path) -> _Loaded:
 
 
 def _load_images(cfg: Config, root: Path) -> _Loaded:
-    """Load images whose folders are their classes, or images alone."""
+    """Load images with one folder per class, or images without labels."""
     from tasks.parts.data.dataset_writer import SplitBatches
     from tasks.parts.data.input_card import Task
     from tasks.parts.sources.class_folder import read_image_batches, scan_images
@@ -246,17 +246,17 @@ def _flat_image_warnings(manifest: "Manifest") -> tuple[str, ...]:
 
     if max(manifest.std) > MIN_STD:
         return ()
-    return ("all pixels of the train images have one colour: check the export of the images.",)
+    return ("all pixels of the train images have the same colour: check how the images were exported.",)
 
 
 def _absent_class_warnings(manifest: "Manifest") -> tuple[str, ...]:
-    """Say which classes a split does not show at all."""
+    """Return one warning for each split in which some class has no pixel."""
     warnings = []
     for split, shares in manifest.pixel_share.items():
         absent = [name for name, share in zip(manifest.classes, shares, strict=True) if share == 0]
         if absent:
-            effect = {"train": "cannot be learned", "calibration": "is not seen by quantizers"}.get(
+            effect = {"train": "cannot be learned", "calibration": "is not calibrated for"}.get(
                 split, "is left out of the mean IoU"
             )
-            warnings.append(f"split {split} has no pixel of {', '.join(absent)}: what is absent {effect}.")
+            warnings.append(f"split {split} has no pixel of {', '.join(absent)}: an absent class {effect}.")
     return tuple(warnings)

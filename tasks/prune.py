@@ -40,15 +40,15 @@ class Method(StrEnum):
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a network is trained between two steps of pruning, on the labels alone."""
+    """How a network is trained between two pruning steps, on the labels only."""
 
     trainer: TrainerConfig
-    """Schedule, optimizer and the device: one process."""
+    """Schedule, optimizer and device; one process only."""
 
 
 @dataclass(frozen=True)
 class Config(ChannelPruning):
-    """What is removed, how much, and in how many steps with training between."""
+    """What is removed, how much, and in how many steps with training in between."""
 
     method: Method
     """What is removed: channels, blocks or single weights."""
@@ -56,21 +56,21 @@ class Config(ChannelPruning):
     """Whether method channels takes the ratio that search_pruning chose by measured latency, instead of
     target_macs_ratio."""
     weight_sparsity: Annotated[float, MoreThan(0), LessThan(1)]
-    """Share of the weights of all convolutions and linear layers but the classifier that become zero, for method
-    weights."""
+    """Share of the weights that become zero, over all convolutions and linear layers except the classifier, for
+    method weights."""
     num_images: Annotated[int, Between(1, 10**9)]
-    """Images that importance taylor (training split) and method blocks (calibration split) measure on."""
+    """Images on which importance taylor (training split) and method blocks (calibration split) are measured."""
     batch_size: Annotated[int, Between(1, 10**6)]
-    """Images that importance taylor and method blocks measure in one batch."""
+    """Images in one batch of importance taylor and method blocks."""
     iterations: Annotated[int, Between(1, 100)]
-    """Steps of pruning, each but a single one followed by a training."""
+    """Pruning steps. With more than one, each is followed by training."""
     min_val_miou_ratio: Annotated[float, Between(0, 1)]
-    """Floor of the val mIoU after a step, relative to that of the network as it came; for several iterations."""
+    """Minimum val mIoU after a step, relative to that of the unpruned network; for several iterations."""
     recovery: Recovery
     """Training after each step, for several iterations."""
 
     def __post_init__(self) -> None:
-        """Refuse what the chosen method would ignore."""
+        """Reject settings that the chosen method would ignore."""
         channels, weights = Method.channels, Method.weights
         for key, neutral, methods in (
             ("importance", Importance.l1, [channels]),
@@ -105,7 +105,7 @@ class Step:
     step: int
     """Number of the step, counted from 1."""
     macs_ratio: float
-    """MACs after this step by MACs of the network as it came."""
+    """MACs after this step / MACs of the unpruned network."""
     weight_sparsity: float
     """Share of the weights of convolutions and linear layers that are zero."""
     val_miou: float | None
@@ -116,7 +116,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Report:
-    """What was removed; MACs are those of all weights for one image of the training size, zeros included."""
+    """What was removed. MACs are for one image of the training size and include those of zero weights."""
 
     macs_before: int
     macs_after: int
@@ -131,24 +131,24 @@ class Report:
     num_channels_removed: int
     """Output channels, summed over all layers."""
     blocks_removed: tuple[str, ...]
-    """Residual blocks that are gone."""
+    """Names of the removed residual blocks."""
     weight_sparsity: float
     """Share of the weights of convolutions and linear layers that are zero."""
     dense_layers: tuple[str, ...]
-    """Method two_of_four: layers that stay dense because their input channels are no multiple of 4."""
+    """Method two_of_four: layers that stay dense because their input channels are not a multiple of 4."""
     val_miou_before: float | None
-    """mIoU of the network as it came on the validation split; None with a single step."""
+    """mIoU of the unpruned network on the validation split; None with a single step."""
     is_stopped_at_floor: bool
     """Whether a step fell below min_val_miou_ratio; the state before that step was written."""
     steps: tuple[Step, ...]
-    """The steps in their order; the network after the last one that is kept was written."""
+    """All steps in order; the network after the last kept step was written."""
 
 
 def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path) -> Report:
     """Prune a network and write ``model.safetensors``, ``removed.csv`` and ``steps.csv``.
 
-    ``data`` is read only for importance taylor, method blocks and several iterations, ``choice``, which
-    search_pruning wrote, only with ``from_search``.
+    ``data`` is read only for importance taylor, method blocks and several iterations; ``choice``, the output of
+    search_pruning, only with ``from_search``.
 
     Raises GateFailed when the target is out of reach or the search chose none, ConfigError when all layers are as
     narrow as the multiple or the layer ratios do not fit the network, ArtifactError when the network cannot be
@@ -209,7 +209,7 @@ class Cut:
     size: tuple[int, int]
     """Height and width for which MACs are counted."""
     before: Mapping[str, ConvSize]
-    """The layers of the network as it came."""
+    """The layers of the unpruned network."""
 
     def apply(self, network: "nn.Module", *, progress: float) -> None:
         """Prune in place until the given share of the whole cut is done."""
@@ -252,7 +252,7 @@ class Cut:
         )
 
     def describe(self, network: "nn.Module", *, step: int, val_miou: float | None, is_kept: bool) -> Step:
-        """Return the numbers of a network after a step."""
+        """Return the measurements of a network after a step."""
         from tasks.parts.pruning.macs import measure_convs, total_macs
 
         macs_ratio = total_macs(measure_convs(network, self.size)) / total_macs(self.before)
@@ -270,7 +270,7 @@ def _prune_step_by_step(
 
     cfg = cut.cfg
     batch_size = cfg.recovery.trainer.batch_size
-    cut.apply(copy.deepcopy(network), progress=1.0)  # an impossible target fails now, not after the trainings
+    cut.apply(copy.deepcopy(network), progress=1.0)  # an impossible target fails before any training
     miou_before = measure_val_miou(network, card, cut.data, batch_size)
     floor = cfg.min_val_miou_ratio * miou_before
     kept, steps = network, []
@@ -354,7 +354,7 @@ def _report(
 
 
 def _save_loadable(path: Path, network: "nn.Module", card: "ModelCard") -> None:
-    """Write a checkpoint and prove that it loads again; leave no file that does not."""
+    """Write a checkpoint and verify that it loads; delete it if it does not."""
     from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 
     save_checkpoint(path, network, card)
@@ -372,7 +372,7 @@ def _channels_removed(name: str, before: Mapping[str, ConvSize], after: Mapping[
 
 
 def _write_removed(path: Path, before: Mapping[str, ConvSize], after: Mapping[str, ConvSize]) -> None:
-    """Write one row for each layer, in the order of execution; those of a dropped block have 0 channels."""
+    """Write one row per layer, in the order of execution; layers of a removed block have 0 channels."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         columns = ("channels_before", "channels_after", "channels_removed", "macs_before", "macs_after")

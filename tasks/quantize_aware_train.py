@@ -1,4 +1,4 @@
-"""Train a float network in simulated INT8 for a short time, from calibrated ranges, and export it."""
+"""Fine-tune a float network in simulated INT8, starting from calibrated ranges, and export it."""
 
 import logging
 from collections.abc import Sequence
@@ -28,40 +28,40 @@ class Config:
     distillation: DistillationConfig
     """Terms of the loss; label_weight alone trains without the teacher."""
     trainer: TrainerConfig
-    """Schedule: about 10 % of the original epochs at 1 % of the learning rate, falling as a cosine."""
+    """Schedule: about 10 % of the original epochs at 1 % of the learning rate, with cosine decay."""
     op_types: OpTypes
     """ONNX operators whose inputs become INT8; as in quantize_ptq, whose ranges are used."""
     opset: Annotated[int, Between(18, 23)]
     """Version of the ONNX operator set, as in export_onnx."""
     min_agreement: Annotated[float, Between(0, 1)]
-    """Gate: share of validation pixels on which INT8 graph, in either encoding, and trained network give the same
-    class."""
+    """Gate: minimum share of validation pixels on which the INT8 graph, in either encoding, and the trained network
+    predict the same class."""
 
     def __post_init__(self) -> None:
         if self.trainer.gradient_checkpointing:
             raise ConfigError(
-                "trainer.gradient_checkpointing is True, expected false: what the backward pass recomputes would not "
-                "be rounded as the forward pass was. For less memory lower trainer.batch_size."
+                "trainer.gradient_checkpointing is True, expected false: activations recomputed in the backward pass "
+                "would not be rounded as in the forward pass. To save memory, lower trainer.batch_size."
             )
 
 
 @dataclass(frozen=True)
 class Report:
-    """What training in simulated INT8 gave."""
+    """Result of training in simulated INT8."""
 
     val_miou_before: float
-    """mIoU of the INT8 graph with the weights as they came, through ONNX Runtime."""
+    """mIoU of the INT8 graph before training, in ONNX Runtime."""
     val_miou: float
-    """mIoU of the written INT8 graph, through ONNX Runtime."""
+    """mIoU of the written INT8 graph, in ONNX Runtime."""
     best_epoch: int
-    """The written epoch; 0 where no epoch was better than the weights as they came."""
+    """Epoch whose weights were written; 0 if no epoch was better than the weights before training."""
     num_epochs: int
-    """Epochs that were run."""
+    """Number of epochs that were run."""
     agreement: float
-    """Share of validation pixels on which the written graph gives the class of the simulated network."""
+    """Share of validation pixels on which the written graph predicts the class of the simulated network."""
     agreement_uint8: float
-    """Share of validation pixels on which the written graph gives that class with uint8 activations, as CPU targets
-    run it: what is never negative then reaches up to twice as far as in training, where it was clipped."""
+    """The same share with uint8 activations, as CPU targets run the graph: non-negative activations then reach up to
+    twice as far as in training, where they were clipped."""
 
 
 def quantize_aware_train(
@@ -69,12 +69,12 @@ def quantize_aware_train(
 ) -> Report:
     """Write ``model.onnx`` (S8S8 Q/DQ) and ``history.csv``; ``model`` is the float graph of ``checkpoint``.
 
-    BatchNorm is folded before training, so that the network trains what the INT8 graph computes. Weights that are
-    exactly zero stay zero. A killed training resumes without a stored state of modelopt: checkpoint, graph and ranges
-    are inputs, from which the simulated network is built again before the trained weights are loaded into it.
+    BatchNorm is folded before training, so that training sees the same weights as the INT8 graph. Weights that are
+    exactly zero stay zero. An interrupted training resumes without a stored state of modelopt: the simulated network
+    is rebuilt from checkpoint, graph and ranges, and the trained weights are loaded into it.
 
     Raises ArtifactError when the inputs do not belong together, TrainingDiverged when the loss is not finite,
-    GateFailed when the graph does not compute what was trained.
+    GateFailed when the graph's predictions differ from those of the trained network.
     """
     import torch
 
@@ -129,7 +129,7 @@ def quantize_aware_train(
 
 
 def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_types: Sequence[str]) -> None:
-    """Refuse a graph that is no export of this network with these weights."""
+    """Raise ArtifactError unless the graph is an export of this network with these weights."""
     import numpy as np
     from onnx import numpy_helper
 
@@ -147,12 +147,12 @@ def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_typ
             values = values.T
         if name not in weights or values is None or values.shape != tuple(weights[name].shape):
             raise ArtifactError(
-                f"{path}: node '{node.name}' has no twin of the same shape in the checkpoint, expected the "
+                f"{path}: node '{node.name}' has no weights of the same shape in the checkpoint, expected the "
                 "float graph that export_onnx made from it. Export this checkpoint and calibrate its graph."
             )
         if not np.allclose(values, weights[name].numpy(), rtol=1e-4, atol=1e-7):  # folded on another machine
             raise ArtifactError(
-                f"{path}: node '{node.name}' holds other weights than the checkpoint, expected the float graph "
+                f"{path}: the weights of node '{node.name}' differ from the checkpoint's, expected the float graph "
                 "that export_onnx made from it. Export this checkpoint and calibrate its graph."
             )
 
@@ -160,9 +160,9 @@ def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_typ
 def check_agreement(
     cfg: Config, simulated: "nn.Module", card: "ModelCard", graph: "ModelProto", images_NHWC: "NDArray[Any]"
 ) -> tuple[float, float]:
-    """Compare the graph, with int8 and with uint8 activations, with the network that was trained.
+    """Compare the predictions of the graph, with int8 and with uint8 activations, to those of the trained network.
 
-    Raises GateFailed where one of the two differs too often.
+    Raises GateFailed when either of the two differs too often.
     """
     from tasks.parts.onnx_graphs import predict as onnx_predict
     from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
@@ -178,10 +178,10 @@ def check_agreement(
     )
     if min(signed, unsigned) < cfg.min_agreement:
         raise GateFailed(
-            f"the INT8 graph gives the class of the trained network for {signed:.4f} of the validation pixels with "
-            f"int8 activations and {unsigned:.4f} with uint8, expected at least {cfg.min_agreement} "
-            "(quantize_aware_train.min_agreement). Where both are low, look for an operator that is INT8 in the "
-            "graph and float in training; where only uint8 is, the calibrated ranges clip much "
+            f"the INT8 graph predicts the class of the trained network for {signed:.4f} of the validation pixels "
+            f"with int8 activations and {unsigned:.4f} with uint8, expected at least {cfg.min_agreement} "
+            "(quantize_aware_train.min_agreement). If both are low, look for an operator that is INT8 in the "
+            "graph and float in training; if only uint8 is low, the calibrated ranges clip too much "
             "(quantize_ptq.calibrators)."
         )
     return signed, unsigned

@@ -1,9 +1,9 @@
-"""Keep the layers in float that cost too much accuracy in INT8, as few as the gate allows.
+"""Keep as few layers in float as the accuracy gate requires, and quantize the others to INT8.
 
-Greedy search with step back, guided by the ranking of rank_layers (the scheme of NNCF's
+This is a greedy search with a final elimination, guided by the ranking of rank_layers (the scheme of NNCF's
 quantize_with_accuracy_control): while the INT8 graph loses more than the gate allows, the most promising layers are
-tried in float one by one, on the real metric, and the best of them stays in float; what was measured re-ranks the
-others. When the gate holds, each of them is tried in INT8 again, and stays there if the gate still holds.
+tried in float one by one, on the real metric, and the best of them stays in float; these measurements re-rank the
+others. Once the gate holds, each float layer is tried in INT8 again and stays there if the gate still holds.
 """
 
 import logging
@@ -34,12 +34,12 @@ class Exclusion(StrEnum):
     logits = "logits"
     """The last layers with weights before the output."""
     resize_neighbours = "resize_neighbours"
-    """Resize, what it reads and what reads it."""
+    """Resize, and the layers directly before and after it."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """The gate, and how far the search goes."""
+    """The gate, and the limits of the search."""
 
     op_types: OpTypes
     """ONNX operators whose inputs become INT8, the same as in quantize_ptq."""
@@ -48,25 +48,25 @@ class Config:
     num_candidates: Annotated[int, AtLeast(1)]
     """Layers tried in each step, from the top of the ranking. More: better choice, slower."""
     max_float_layers: Annotated[int, AtLeast(0)]
-    """Number of layers in float at which the search gives up; the best graph found is written all the same: highest
-    score, then fewest layers in float."""
+    """Number of layers in float at which the search gives up; the best graph found is still written: highest score,
+    then fewest layers in float."""
     keep_float: list[str]
-    """Nodes that stay in float whatever they cost, by name. Empty: the search earns every one."""
+    """Names of nodes that always stay in float. Empty: the search alone decides."""
     exclusions: list[Exclusion]
-    """Usual suspects that stay in float whatever they cost; the graph is searched for them."""
+    """Kinds of layers that always stay in float."""
     num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
-    """Validation images that graphs are judged on."""
+    """Validation images on which graphs are evaluated."""
     batch_size: Annotated[int, AtLeast(1)]
     """Images in one batch; changes memory and speed only."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One graph that the search took."""
+    """One step of the search."""
 
     action: str
-    """``start``, ``float`` (a layer left INT8), ``int8`` (it went back) or ``back`` (to the best graph,
-    because the gate never held)."""
+    """``start``, ``float`` (a layer moved to float), ``int8`` (it moved back to INT8) or ``back`` (return to the best
+    graph, because the gate never held)."""
     node: str
     """Name of the layer; empty for ``start`` and ``back``."""
     score: float
@@ -90,11 +90,11 @@ class FloatLayer:
 
 @dataclass(frozen=True)
 class Report:
-    """What the search reached."""
+    """Result of the search."""
 
     gate_holds: bool
     metric: str
-    """What a score is."""
+    """Metric of the scores."""
     reference_score: float
     """Score of the reference graph on the validation images."""
     float_score: float
@@ -108,7 +108,7 @@ class Report:
     float_macs_share: float
     """Share of the multiply-accumulates that run in float."""
     num_judged: int
-    """Number of graphs that were run over the validation images."""
+    """Number of graphs that were evaluated on the validation images."""
     float_layers: tuple[FloatLayer, ...]
     steps: tuple[Step, ...]
 
@@ -116,12 +116,12 @@ class Report:
 def quantize_partial(
     cfg: Config, *, model: Path, reference: Path, ranges: Path, ranking: Path, data: Path, out: Path
 ) -> Report:
-    """Write ``model.onnx`` (S8S8 Q/DQ, some layers without) and ``steps.csv``.
+    """Write ``model.onnx`` (S8S8 Q/DQ, except for some layers) and ``steps.csv``.
 
-    `reference` is the float graph whose accuracy counts as 100 %. Where `model` itself loses more than the gate
-    allows, there is nothing to search for, and the graph is that of quantize_ptq. `ranges` and `ranking` are the
-    files of quantize_ptq and rank_layers for the same `model`. Raises ArtifactError when they are not, ConfigError
-    when `keep_float` names no layer.
+    `reference` is the float graph whose accuracy counts as 100 %. If `model` itself loses more than the gate allows,
+    nothing is searched, and the graph is that of quantize_ptq. `ranges` and `ranking` are the files of quantize_ptq
+    and rank_layers for the same `model`. Raises ArtifactError when they are not, ConfigError when a name in
+    `keep_float` is not a layer.
     """
     from tasks.parts.onnx_graphs.graph import node_sources, read_graph, write_graph
     from tasks.parts.onnx_graphs.macs import conv_macs
@@ -150,7 +150,7 @@ def quantize_partial(
             score_in_int8=search.score(kept - {node}),
             reason="quantize_partial.keep_float or .exclusions"
             if node in preset
-            else f"in INT8 as well, validation score would be {search.score(kept - {node}):.4f}",
+            else f"with it in INT8, the validation score would be {search.score(kept - {node}):.4f}",
         )
         for node in ranked
         if node in kept
@@ -182,7 +182,7 @@ def quantize_partial(
 
 
 class _Search:
-    """Evaluates sets of float layers, each set once."""
+    """Evaluates each set of float layers once."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class _Search:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the float graph fails the gate already."""
+        """Whether the float graph itself fails the gate."""
         return self._loss(self._evaluator.float_score) > self._cfg.max_score_rel_loss
 
     def _loss(self, score: float) -> float:
@@ -239,7 +239,7 @@ def _choose_float_layers(
         scores = {node: search.score(kept | {node}) for node in tried}
         best = max(tried, key=lambda node: scores[node])
         kept.add(best)
-        best_kept = max(best_kept, set(kept), key=search.score)  # of equals the first, which has fewer layers
+        best_kept = max(best_kept, set(kept), key=search.score)  # on a tie the first: fewer layers
         steps.append(Step("float", best, scores[best], len(kept)))
         logger.info("quantize_partial: %s stays in float, val score %.4f", best, scores[best])
         helpful = sorted(
@@ -259,7 +259,7 @@ def _choose_float_layers(
 
 
 def _excluded(cfg: Config, graph: "ModelProto") -> set[str]:
-    """Find the layers that `exclusions` stand for."""
+    """Return the layers that `exclusions` selects."""
     from tasks.parts.quantization.qdq import is_layer, quantizable_nodes
 
     nodes = list(graph.graph.node)
@@ -296,13 +296,13 @@ def _check_kept(cfg: Config, ranked: Sequence[str]) -> None:
 
 
 def _read_ranking(path: Path, layers: Sequence[str]) -> list[str]:
-    """Return the node names, most sensitive first; ArtifactError unless they are the layers of the graph."""
+    """Return the node names, most sensitive first; raise ArtifactError unless they are the layers of the graph."""
     from tasks.parts.tables import read_table
 
     ranked = list(read_table(path, "node", stage="rank_layers"))
     if sorted(ranked) != sorted(layers):
         raise ArtifactError(
-            f"{path}: ranks {len(ranked)} layers that are not the {len(layers)} of the graph. Run rank_layers "
+            f"{path}: the {len(ranked)} ranked layers are not the {len(layers)} of the graph. Run rank_layers "
             "again on this graph, with the same op_types."
         )
     return ranked

@@ -1,4 +1,4 @@
-"""Quantize a float graph to INT8 without training: try calibrators, keep the best by measured score."""
+"""Quantize a float graph to INT8 without training: try several calibrators and keep the one with the best score."""
 
 import hashlib
 import logging
@@ -24,40 +24,40 @@ class Config:
     """Which images, which calibrators, and what runs in INT8."""
 
     calibrators: Annotated[list[Calibrator], MinItems(1), Distinct()]
-    """Ways to choose the ranges; each is tried, and the first of the best is kept."""
+    """Ways to choose the ranges; each is tried, and the best is kept, on a tie the first."""
     percentiles: Annotated[list[Annotated[float, MoreThan(50), AtMost(100)]], MinItems(1)]
-    """Percentages of the magnitudes of a tensor that calibrator percentile keeps in range. Lower: finer steps, more
-    clipping."""
+    """Percentages of a tensor's magnitudes that calibrator percentile keeps in range; each is tried. Lower: finer
+    steps, more clipping."""
     num_images: Annotated[int, AtLeast(1)]
     """Images of the calibration split, from its start."""
     batch_size: Annotated[int, AtLeast(1)]
     """Images in one batch; changes memory and speed only."""
     num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
-    """Validation images that calibrators are judged on."""
+    """Validation images on which calibrators are evaluated."""
     max_abs_input: Annotated[float, MoreThan(0), LessThan(1e6)]
-    """Largest magnitude of a normalised value in a calibration image; images beyond it are refused."""
+    """Largest allowed magnitude of a normalised value in a calibration image; larger ones raise DataError."""
     op_types: OpTypes
     """ONNX operators whose inputs become INT8. Fewer: more conversions between layers, slower."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one calibrator reached."""
+    """Result of one calibrator."""
 
     calibrator: str
     """Name of the calibrator, with the percentile if it has one."""
     score: float
-    """Score on the validation images, through ONNX Runtime."""
+    """Score on the validation images, in ONNX Runtime."""
     agreement: float
-    """Share of pixels, or images, with the class that the float graph gives."""
+    """Share of pixels, or images, with the class that the float graph predicts."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was tried, and what was kept."""
+    """All trials, and the one that was kept."""
 
     metric: str
-    """What a score is: mIoU or top-1 accuracy, or the agreement with the float model in one of them."""
+    """Metric of the scores: mIoU or top-1 accuracy, against the labels or as agreement with the float model."""
     calibrator: str
     """Calibrator whose ranges were kept, with the percentile if it has one."""
     score: float
@@ -65,11 +65,11 @@ class Report:
     float_score: float
     """Score of the float graph on the same images."""
     agreement: float
-    """Share of pixels, or images, on which the kept graph gives the class of the float graph."""
+    """Share of pixels, or images, on which the kept graph predicts the class of the float graph."""
     num_images: int
-    """Number of calibration images used; fewer than configured where the split has no more."""
+    """Number of calibration images used; fewer than configured if the split has no more."""
     num_images_in_test: int
-    """Number of calibration images that are also in the test split; the measured accuracy is then too good."""
+    """Number of calibration images that are also in the test split and make the measured accuracy too optimistic."""
     num_quantized_tensors: int
     """Number of activations with a Q/DQ pair."""
     trials: tuple[Trial, ...]
@@ -79,9 +79,9 @@ class Report:
 def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     """Write ``model.onnx`` (S8S8 Q/DQ), ``ranges.json`` and ``calibrators.csv``.
 
-    How much accuracy it may cost is for `select_engine` to say, so that the ladder goes on to its next rung.
+    The loss of accuracy is not gated here but in `select_engine`, so that the pipeline goes on to the next technique.
 
-    Raises DataError for calibration images that would spoil the ranges.
+    Raises DataError for calibration images that would distort the ranges.
     """
     from tasks.parts.data.dataset import open_images
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
@@ -128,7 +128,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
 
 
 def _calibrations(cfg: Config) -> Iterator[tuple[str, Calibrator, float]]:
-    """Yield title, calibrator and percentile of each choice of ranges that the configuration names."""
+    """Yield title, calibrator and percentile of each configured calibration."""
     for calibrator in cfg.calibrators:
         if calibrator is Calibrator.percentile:
             yield from ((f"percentile {share:g}", calibrator, share) for share in cfg.percentiles)
@@ -137,13 +137,14 @@ def _calibrations(cfg: Config) -> Iterator[tuple[str, Calibrator, float]]:
 
 
 def _check_calibration_set(cfg: Config, images_NHWC: "NDArray[Any]", test_images_NHWC: "NDArray[Any]") -> int:
-    """Refuse an empty set, warn of a small one, return how many images are also in the test split."""
+    """Raise DataError for an empty set, warn about a small one, return how many images are also in the test split."""
     if not len(images_NHWC):
-        raise DataError("the calibration split is empty, expected images. Run prepare_data with some.")
+        raise DataError(
+            "the calibration split is empty, expected images. Run prepare_data with a larger one."
+        )
     if len(images_NHWC) < cfg.num_images:
         logger.warning(
-            "the calibration split has %d images, quantize_ptq.num_images asks for %d: ranges may be "
-            "unsteady",
+            "the calibration split has %d images, quantize_ptq.num_images asks for %d: ranges may be unstable",
             len(images_NHWC),
             cfg.num_images,
         )
@@ -151,7 +152,8 @@ def _check_calibration_set(cfg: Config, images_NHWC: "NDArray[Any]", test_images
     num_in_test = sum(hashlib.sha256(image.tobytes()).digest() in tested for image in images_NHWC)
     if num_in_test:
         logger.warning(
-            "%d calibration images are also in the test split: the measured accuracy is too good", num_in_test
+            "%d calibration images are also in the test split: the measured accuracy is too optimistic",
+            num_in_test,
         )
     return num_in_test
 

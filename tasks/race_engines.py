@@ -1,8 +1,8 @@
-"""Time all engines of one target against each other, and against the engine that all speed-ups refer to.
+"""Time all engines of one target against each other and against the engine that all speed-ups refer to.
 
-Speed-ups that were measured in different minutes differ on a shared machine by more than rungs of the ladder do, so
-here all engines run in the same rounds: a process for each engine file, one for the reference, and one more of the
-first file as the A/A control.
+On a shared machine, speed-ups measured minutes apart differ by more than the rungs of the ladder do. Therefore all
+engines run in the same rounds: one process for each engine file, one for the reference, and one more for the first
+file as the A/A control.
 """
 
 import itertools
@@ -28,7 +28,7 @@ _FEWEST_ROUNDS = 5
 
 @dataclass(frozen=True)
 class Config:
-    """Which engines, and how long they race."""
+    """Which engines race, and for how long."""
 
     target: str
     """Name of the target that the engines race on."""
@@ -37,15 +37,15 @@ class Config:
     seed: Annotated[int, AtLeast(0)]
     """Fixes the order of the engines within the rounds, and the bootstrap."""
     warm_up_ms: Annotated[float, AtLeast(0)]
-    """How long each engine warms up before anything counts."""
+    """How long each engine warms up before it is measured."""
     burst_ms: Annotated[float, MoreThan(0)]
     """Length of one burst."""
     min_calls: Annotated[int, AtLeast(1)]
-    """Fewest inferences in a burst, for engines slower than a burst."""
+    """Minimum number of inferences in a burst, for engines slower than a burst."""
     num_rounds: Annotated[int, AtLeast(_FEWEST_ROUNDS)]
-    """Rounds, in each of which every engine has one burst. More: narrower intervals."""
+    """Number of rounds; every engine runs one burst per round. More: narrower intervals."""
     timeout_s: Annotated[float, MoreThan(0)]
-    """How long an engine's process may stay silent before it is given up."""
+    """How long to wait for an answer from an engine's process."""
 
 
 Report = RaceReport
@@ -54,9 +54,9 @@ Report = RaceReport
 def race_engines(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Report:
     """Write ``latencies.csv`` and return the ratios of all engines of a target.
 
-    ``builds`` has a ``*`` for the variant: other targets, which other machines may build, are not its inputs.
-    A target without any engine file but the reference's own has no race. Raises ArtifactError when the reference was
-    not built, when an engine takes other images than the reference, or when a process dies.
+    ``builds`` has a ``*`` in place of the variant, so that other targets, which other machines may build, are not
+    inputs. Nothing runs if the target has no engine file except the reference's own. Raises ArtifactError if the
+    reference was not built, if an engine takes images of another size than the reference, or if a process dies.
     """
     from tasks.parts.engines.manifest import read_engine_manifest
 
@@ -73,12 +73,12 @@ def race_engines(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Re
     first = {sha256: variant for variant, sha256 in reversed(files.items())}
     if (
         base.target.name == cfg.target
-    ):  # elsewhere the same file is another engine: eager PyTorch on CPU and GPU
+    ):  # on another target the same file is a different engine: eager PyTorch on CPU and GPU
         first[base.sha256] = REFERENCE
     raced_as = {variant: first[sha256] for variant, sha256 in files.items()}
     racing = [variant for variant, name in raced_as.items() if variant == name]
     if not racing:
-        logger.info("race_engines: %s has no engine file to race, no race", cfg.target)
+        logger.info("race_engines: %s has no engine file to race", cfg.target)
         return Report(files, raced_as, base.sha256, {}, (), None, 0)
     rounds = _race(cfg, {REFERENCE: reference, **{variant: engines[variant] for variant in racing}})
     _write_latencies(rounds, out / "latencies.csv")
@@ -108,19 +108,19 @@ def _check_comparable(
 ) -> None:
     if not base.is_built:
         raise ArtifactError(
-            f"{reference}: the reference engine was {base.status} ({base.reason}); without it there is no "
-            "speed-up. Mend its build first."
+            f"{reference}: the reference engine was not built ({base.status}: {base.reason}), but all speed-ups "
+            "refer to it. Fix its build first."
         )
     size, expected = (manifest.card.height, manifest.card.width), (base.card.height, base.card.width)
     if size != expected:
         raise ArtifactError(
-            f"{engine}: takes images of {size}, the reference {reference} of {expected} (height, width). "
-            "Build both from variants of the same data set."
+            f"{engine}: takes images of {size}, but the reference {reference} takes images of {expected} "
+            "(height, width). Build both from variants of the same data set."
         )
 
 
 def _race(cfg: Config, engines: Mapping[str, Path]) -> dict[str, list[list[float]]]:
-    """Return the latencies in ms of each engine by round, and of the control."""
+    """Return the latencies in ms of each engine and of the control, by round."""
     import random
 
     from tasks.parts.measuring.engine_process import open_processes, run_round
@@ -141,7 +141,7 @@ def _race(cfg: Config, engines: Mapping[str, Path]) -> dict[str, list[list[float
 
 
 def _compare(rounds: Mapping[str, list[list[float]]], seed: int) -> tuple[tuple[SpeedRatio, ...], SpeedRatio]:
-    """Return the ratios of all pairs, the later over the earlier engine, and that of the control."""
+    """Return the ratios of all pairs, the later engine over the earlier one, and the ratio of the control."""
     import numpy as np
 
     medians = {name: np.array([np.median(burst) for burst in bursts]) for name, bursts in rounds.items()}

@@ -1,8 +1,8 @@
-"""Scan how sensitive each group of coupled channels is to pruning: what does the network lose when it alone is cut?
+"""Measure the sensitivity of each group of coupled channels to pruning by cutting one group at a time.
 
-The scan of Li et al., "Pruning Filters for Efficient ConvNets", 2017, arXiv:1608.08710, section 3.2, without any
-training after the cut. Its cost grows linearly with the number of groups: one pass over the validation images per
-group and ratio.
+The method is that of Li et al., "Pruning Filters for Efficient ConvNets", 2017, arXiv:1608.08710, section 3.2,
+without any training after the cut. Its cost grows linearly with the number of groups: one pass over the validation
+images per group and ratio.
 """
 
 import copy
@@ -21,24 +21,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Config:
-    """How much each group loses, and on how many images that is judged."""
+    """How much of each group is cut, and on how many images each cut is evaluated."""
 
     ratios: Annotated[list[Annotated[float, MoreThan(0), LessThan(1)]], MinItems(1), Distinct()]
-    """Shares of its channels that a group loses."""
+    """Shares of its channels that a group loses; each is tried."""
     channel_multiple: Annotated[int, AtLeast(1)]
-    """Number of which the kept channels are the nearest multiple, at least one; that of the stage prune."""
+    """The kept channels are rounded to the nearest multiple of this number, at least one; the same as in prune."""
     num_val_images: Annotated[int, AtLeast(1)]
-    """First images of the val split, which judge each group. More: steadier, slower."""
+    """First images of the val split, on which each cut is evaluated. More: steadier, slower."""
     batch_size: Annotated[int, AtLeast(1)]
     """Images in one batch; changes memory and speed only."""
 
 
 @dataclass(frozen=True)
 class GroupCut:
-    """What one cut of one group saves and costs."""
+    """Savings and cost of one cut of one group."""
 
     group: str
-    """Convolution that stands for the group."""
+    """Convolution that names the group."""
     layers: str
     """All convolutions that lose output channels, separated by spaces."""
     channels: int
@@ -49,7 +49,7 @@ class GroupCut:
     macs_saved_share: float
     """Share of the MACs of the network that the cut saves, 0..1."""
     miou_drop: float
-    """Loss of the network's mIoU, without training; less than 0 where the mIoU rose."""
+    """Loss of the network's mIoU, without training; negative if the mIoU rose."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Report:
     """The scan; cuts are in the order of the network's modules."""
 
     miou: float
-    """mIoU of the network as it came, on the same images."""
+    """mIoU of the uncut network on the same images."""
     num_val_images: int
     num_groups: int
     num_groups_uncut: int
     """Number of groups that are too narrow to lose a multiple of channels."""
     num_evaluations: int
-    """Number of passes over the images: one per cut, and one of the network as it came."""
+    """Number of passes over the images: one per cut, and one for the uncut network."""
     cuts: tuple[GroupCut, ...]
     reason: str
     """Why no group can be cut; empty if one can."""
@@ -72,10 +72,10 @@ class Report:
 def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:
     """Write ``sensitivity.csv`` and ``sensitivity.png``; cost grows linearly with groups times ratios.
 
-    Channels go by their L1 norm, whatever prune.importance is. Ratios that come to the same number of channels in
-    a group are measured once. Where no group can be cut the table is empty, nothing is drawn, and the report says
-    why: a run may prune in another way. Raises ArtifactError for weights that are not finite or a data set of other
-    classes.
+    The channels with the smallest L1 norm are cut, whatever prune.importance is. Ratios that give the same number of
+    channels in a group are measured once. If no group can be cut, the table is empty, nothing is drawn, and the
+    report gives the reason; this is no error, because a run may prune in another way. Raises ArtifactError for
+    weights that are not finite or a data set with other classes.
     """
     from tasks.parts.data.dataset import open_split, read_manifest
     from tasks.parts.data.input_card import check_same_classes
@@ -101,8 +101,8 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
     ]
     if not work:
         reason = reason or (
-            f"rank_groups.channel_multiple is {cfg.channel_multiple}, and none of the {len(groups)} groups has so "
-            "many channels to lose. Lower it, or train a wider network."
+            f"rank_groups.channel_multiple is {cfg.channel_multiple}, and none of the {len(groups)} groups has "
+            "enough channels to lose any. Lower it, or train a wider network."
         )
         logger.warning("rank_groups: no group can be cut: %s", reason)
     logger.info("rank_groups: %d cuts of %d groups of %s", len(work), len(groups), checkpoint)
@@ -136,7 +136,7 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
 
 
 def cut_sizes(channels: int, cfg: Config) -> list[int]:
-    """Return how many channels go for each ratio, without repetition; what is left is a multiple of channels."""
+    """Return how many channels each ratio removes, without duplicates; the rest is a multiple of channel_multiple."""
     multiple = cfg.channel_multiple
     sizes = set()
     for ratio in cfg.ratios:
@@ -147,7 +147,7 @@ def cut_sizes(channels: int, cfg: Config) -> list[int]:
 
 
 def _plot_sensitivity(path: Path, cuts: Sequence[GroupCut]) -> None:
-    """Draw the drop of each cut and the MACs that it saves, group by group, coloured by ratio."""
+    """Plot the mIoU drop and the saved MACs of each cut, group by group, coloured by ratio."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -165,7 +165,7 @@ def _plot_sensitivity(path: Path, cuts: Sequence[GroupCut]) -> None:
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
     upper.set_ylabel("mIoU drop (points)")
-    upper.set_title("What each group of channels costs when it alone is cut, without training")
+    upper.set_title("Cost of cutting one group of channels at a time, without training")
     lower.set_ylabel("MACs saved (%)")
     lower.set_xticks(range(len(groups)), [group[-32:] for group in groups], rotation=90, fontsize=7)
     figure.colorbar(points, ax=[upper, lower], label="share of its channels removed")

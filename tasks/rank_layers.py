@@ -1,8 +1,9 @@
-"""Rank the layers of a float graph by what INT8 costs in each of them, one layer quantized at a time.
+"""Rank the layers of a float graph by their sensitivity to INT8, quantizing one layer at a time.
 
-Two measures. The SQNR of the layer's own output when its inputs are exact: all layers are measured in one run of a
-graph that computes each of them twice. And what happens to the network's predictions when this layer alone runs in
-INT8: one pass over a subset of the validation images per layer. Both grow linearly with the number of layers.
+Each layer gets two measures: the SQNR of its own output when its inputs are exact (one run of a graph that computes
+each layer twice covers all of them), and the change of the network's predictions when this layer alone runs in INT8
+(one pass over a subset of the validation images per layer). The cost of both grows linearly with the number of
+layers.
 """
 
 import logging
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Config:
-    """Which layers, and on how many images."""
+    """Which layers to rank, and on how many images."""
 
     op_types: OpTypes
     """ONNX operators that count as layers, the same as in quantize_ptq."""
@@ -41,7 +42,7 @@ class Config:
 
 @dataclass(frozen=True)
 class RankedLayer:
-    """What INT8 costs in one layer."""
+    """Sensitivity of one layer to INT8."""
 
     node: str
     """Name of the node in the graph."""
@@ -49,13 +50,13 @@ class RankedLayer:
     module: str
     """Dotted name of the layer's module in the torch network."""
     source: str
-    """Line of the network's code that makes the layer, as file:line."""
+    """Line of the network's code that creates the layer, as file:line."""
     macs_share: float
     """Share of the multiply-accumulates of the graph, 0..1."""
     sqnr_db: float
     """Signal-to-noise ratio of the layer's own output, fed exact inputs, in dB."""
     score_drop: float
-    """Loss of the network's score when this layer alone runs in INT8; less than 0 where the score rose."""
+    """Loss of the network's score when this layer alone runs in INT8; negative if the score rose."""
     disagreement: float
     """Share of pixels, or images, whose class changes when this layer alone runs in INT8, 0..1."""
 
@@ -65,7 +66,7 @@ class Report:
     """The ranking."""
 
     metric: str
-    """What a score is."""
+    """Metric of the scores."""
     float_score: float
     """Score of the float graph on the same validation images."""
     num_val_images: int
@@ -143,7 +144,7 @@ def _own_sqnr_db(
 def _costs_alone(
     cfg: Config, graph: "ModelProto", ranges: Mapping[str, "TensorRange"], evaluator: "GraphEvaluator"
 ) -> dict[str, tuple[float, float]]:
-    """Return layer -> drop of the score and disagreement of the network when it alone runs in INT8."""
+    """Return layer -> (drop of the network's score, disagreement) when this layer alone runs in INT8."""
     from tasks.parts.progress import tracked
     from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes
 
@@ -166,7 +167,7 @@ def _plot_ranking(path: Path, layers: Sequence[RankedLayer]) -> None:
     positions = range(len(layers))
     upper.bar(positions, [100 * layer.disagreement for layer in layers], color="#1f5fa8")
     upper.set_ylabel("predictions that change (%)")
-    upper.set_title("What INT8 costs, one layer quantized at a time: most sensitive layer first")
+    upper.set_title("Cost of INT8 with one layer quantized at a time, most sensitive layer first")
     lower.bar(positions, [layer.sqnr_db for layer in layers], color="#9fb8d6")
     lower.set_ylabel("SQNR of its own output (dB)")
     step = max(1, math.ceil(len(layers) / 60))

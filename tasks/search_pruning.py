@@ -1,9 +1,9 @@
-"""Choose the pruning ratio by what it buys on a target: the latency of each ratio against its accuracy.
+"""Choose the pruning ratio by the latency and the accuracy that each ratio gives on a target.
 
-MACs do not predict latency, so each wanted ratio is pruned, shortly trained, built and timed. Every network, the
-unpruned one too, gets the same short training: the mIoUs are for comparing with each other only. All engines are
-timed in one process in interleaved rounds, because latencies of separate measurements differ by more than the
-ratios do.
+MACs do not predict latency, so the network is pruned to each ratio, trained briefly, built and timed. Every network,
+the unpruned one included, gets the same short training, so the mIoUs are comparable only with each other. All engines
+are timed in one process in interleaved rounds, because latencies of separate measurements vary by more than the
+ratios differ.
 """
 
 import copy
@@ -37,28 +37,28 @@ class Config:
     """Which ratios, on which target, and how much work goes into each."""
 
     target: Target
-    """Target on which latency counts."""
+    """Target on which latency is measured."""
     target_macs_ratios: Annotated[
         list[Annotated[float, MoreThan(0), LessThan(1)]],
         MinItems(1),
         Distinct(),
         "the unpruned network is always measured",
     ]
-    """Shares of the MACs that may remain, each tried. More: finer curve, slower."""
+    """Shares of the MACs that may remain; each is tried. More: finer curve, slower."""
     pruning: ChannelPruning
     """How channels are chosen; its own target_macs_ratio is replaced by each of target_macs_ratios."""
     num_images: Annotated[int, AtLeast(1)]
-    """First images of the train split, on which importance taylor measures; those of the stage prune."""
+    """First images of the train split, on which importance taylor is measured; the same as in prune."""
     batch_size: Annotated[int, AtLeast(1)]
-    """Images that importance taylor measures in one batch."""
+    """Images in one batch of importance taylor."""
     trainer: TrainerConfig
-    """Short recovery after each cut, with the labels alone."""
+    """Short training after each cut, on the labels only."""
     num_train_images: Annotated[int, AtLeast(1)]
     """First images of the train split that each recovery sees. More: closer to a full fine-tuning, slower."""
     num_val_images: Annotated[int, AtLeast(1)]
-    """First images of the val split, which judge each network. More: steadier mIoU, slower."""
+    """First images of the val split, on which each network is evaluated. More: steadier mIoU, slower."""
     num_rounds: Annotated[int, AtLeast(3)]
-    """Rounds of timing, in each of which every engine has one burst. More: narrower intervals."""
+    """Rounds of timing; each engine runs one burst per round. More: narrower intervals."""
     opset: int
     """ONNX operator set of the graphs."""
 
@@ -72,7 +72,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One ratio; None where it cannot be reached."""
+    """Measurements of one ratio; None if it cannot be reached."""
 
     target_macs_ratio: float
     """Share of the MACs that should remain; 1 is the unpruned network."""
@@ -91,27 +91,27 @@ class Candidate:
     val_miou: float | None
     """mIoU on the validation images after the short recovery, in torch."""
     is_knee: bool
-    """Whether this is the knee of the front of latency and mIoU."""
+    """Whether this is the knee of the Pareto front of latency and mIoU."""
     note: str
     """Why the ratio cannot be reached; empty if it can."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The curve and what was chosen on it."""
+    """The curve and the ratio that was chosen on it."""
 
     target: str
     target_macs_ratio: float | None
-    """The choice among the pruned networks of the front that are faster than the unpruned one: the knee, or else the
-    one of the highest mIoU. None where there is no such network."""
+    """The choice among the pruned networks on the front that are faster than the unpruned one: the knee, otherwise
+    the one with the highest mIoU. None if there is no such network."""
     reason: str
     """Why there is no choice; empty if there is one."""
     has_knee: bool
-    """Whether the choice is the knee. False: no pruned network stands out, and a larger ratio or none may serve as
-    well."""
+    """Whether the choice is the knee. If not, no pruned network stands out, and a larger ratio or no pruning may do
+    as well."""
     aa_ratio_spread: float | None
-    """Largest distance from 1 of the 95 % interval of unpruned / same unpruned engine: smaller differences of
-    latency may not be claimed. None where no ratio can be reached, and nothing was timed."""
+    """Largest distance from 1 of the 95 % interval of the latency ratio of the unpruned engine to itself: smaller
+    differences in latency are noise. None if no ratio can be reached, so that nothing was timed."""
     candidates: tuple[Candidate, ...]
     """All candidates by rising ratio, the unpruned network last if it was timed."""
 
@@ -129,10 +129,11 @@ class _Latency:
 def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:
     """Write ``curve.csv``, ``curve.png`` and ``choice.json`` for a network that is to be pruned.
 
-    The choice is the knee of the front of latency and mIoU (Kneedle, `measuring.pareto.find_knee`). Where no
-    ratio can be reached nothing is timed or drawn, and the report says why: a run may prune in another way. Raises
-    TargetMismatch or BuildFailed when the target cannot be built here, ConfigError when the layer ratios do not
-    fit the network, ArtifactError for weights that are not finite or a data set of other classes.
+    The choice is the knee of the front of latency and mIoU (Kneedle, `measuring.pareto.find_knee`). If no ratio can
+    be reached, nothing is timed or drawn, and the report gives the reason; this is no error, because a run may prune
+    in another way. Raises TargetMismatch or BuildFailed when the target cannot be built here, ConfigError when the
+    layer ratios do not fit the network, ArtifactError for weights that are not finite or a data set with other
+    classes.
     """
     from tasks.parts.data.dataset import read_manifest
     from tasks.parts.data.input_card import check_same_classes
@@ -162,11 +163,11 @@ def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> R
             "search_pruning: chosen %g of the MACs, %.2f of the latency%s; A/A spread %.1f %%",
             ratio,
             choice.latency_ratio,
-            "" if choice.is_knee else " (no knee: the most accurate of the faster ones)",
+            "" if choice.is_knee else " (no knee: the most accurate of the faster networks)",
             100 * (aa_ratio_spread or 0.0),
         )
     else:
-        logger.warning("search_pruning: no ratio is chosen: %s", reason)
+        logger.warning("search_pruning: no ratio was chosen: %s", reason)
     return Report(
         target=cfg.target.name,
         target_macs_ratio=ratio,
@@ -180,9 +181,9 @@ def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> R
 def _prune_all(
     cfg: Config, network: "nn.Module", size: tuple[int, int], data: Path
 ) -> tuple[dict[float, "nn.Module"], dict[float, str]]:
-    """Return the networks by ratio, the unpruned one last, and the ratios that cannot be reached with the reason.
+    """Return ratio -> network, the unpruned one last, and ratio -> reason for the ratios that cannot be reached.
 
-    There are no networks at all where no ratio can be reached.
+    If no ratio can be reached, no network is returned at all.
     """
     from tasks.parts.pruning.channel_groups import list_groups
     from tasks.parts.pruning.channels import check_layer_names, check_multiple, prune_channels
@@ -223,7 +224,7 @@ def _measure(
 ) -> tuple[dict[float, float], dict[float, _Latency], float]:
     """Return the mIoU and the latency of each ratio, and the A/A spread.
 
-    The unpruned engine is built first, as the network came: a target that cannot be built costs no training.
+    The unpruned engine is built first, before any training, so that a target that cannot be built fails early.
     """
     from tempfile import TemporaryDirectory
 
@@ -244,7 +245,7 @@ def _measure(
 
 
 def _first_images(cfg: Config, data: Path, small_data: Path) -> Path:
-    """Write the images that the recoveries use, unless a killed run has."""
+    """Write the images that the recoveries use, unless an interrupted run has already written them."""
     import shutil
 
     from tasks.parts.data.dataset import MANIFEST_FILE
@@ -259,7 +260,7 @@ def _first_images(cfg: Config, data: Path, small_data: Path) -> Path:
 def _build(cfg: Config, network: "nn.Module", card: "ModelCard", out: Path) -> Path:
     """Build the engine of a network as build_engine does.
 
-    Raises TargetMismatch when this machine cannot, BuildFailed when the runtime cannot.
+    Raises TargetMismatch when this machine cannot build it, BuildFailed when the runtime cannot.
     """
     import torch
 
@@ -278,7 +279,7 @@ def _build(cfg: Config, network: "nn.Module", card: "ModelCard", out: Path) -> P
         write_graph(export_graph(network, card, height=card.height, width=card.width, opset=cfg.opset), model)
     num_threads = torch.get_num_threads()
     report = build(cfg.target, model=model, out=out)
-    torch.set_num_threads(num_threads)  # eager engines set those of the target
+    torch.set_num_threads(num_threads)  # eager engines set the target's number
     if report.status is not EngineStatus.built:
         kind = TargetMismatch if report.status is EngineStatus.skipped else BuildFailed
         raise kind(
@@ -289,7 +290,7 @@ def _build(cfg: Config, network: "nn.Module", card: "ModelCard", out: Path) -> P
 
 
 def _measure_latencies(engines: Mapping[float, Path], num_rounds: int) -> tuple[dict[float, _Latency], float]:
-    """Time all engines and the unpruned one once more, interleaved; return also the spread of those two."""
+    """Time all engines, the unpruned one twice, in interleaved rounds; return latencies and A/A spread."""
     from contextlib import ExitStack
 
     import numpy as np
@@ -325,7 +326,7 @@ def _candidates(
     mious: Mapping[float, float],
     latencies: Mapping[float, _Latency],
 ) -> list[Candidate]:
-    """Join what was measured, by rising ratio, and mark the knee."""
+    """Join the measurements, sorted by rising ratio, and mark the knee."""
     from tasks.parts.measuring.pareto import find_knee
 
     measured = sorted(macs)
@@ -354,9 +355,9 @@ def _candidates(
 
 
 def _choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the knee, or else the network of the highest mIoU, of the pruned ones of the front that are faster.
+    """Return the knee, otherwise the highest mIoU, among the pruned networks on the front that are faster.
 
-    Faster than the unpruned one: the whole interval of the ratio of their latencies is below 1.
+    Faster means that the whole interval of the latency ratio to the unpruned network is below 1.
     """
     from tasks.parts.measuring.pareto import pareto_front
 
@@ -371,13 +372,13 @@ def _choose(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def _why_none(candidates: Sequence[Candidate]) -> str:
-    """Say why no candidate can be chosen."""
+    """Return the reason why no candidate can be chosen."""
     measured = [row.target_macs_ratio for row in candidates if row.target_macs_ratio != UNPRUNED and row.macs]
     if not measured:
-        return f"none of the ratios can be reached. The largest: {candidates[-1].note}"
+        return f"none of the ratios can be reached. The reason for the largest: {candidates[-1].note}"
     return (
-        f"none of the networks pruned to {measured} of the MACs is on the front of latency and mIoU and surely "
-        "faster than the unpruned one (latency_ratio_high below 1)"
+        f"none of the networks pruned to {measured} of the MACs is both on the front of latency and mIoU and "
+        "significantly faster than the unpruned one (latency_ratio_high below 1)"
     )
 
 

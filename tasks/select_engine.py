@@ -1,8 +1,7 @@
-"""Judge every engine, draw the Pareto front of each target, pick one engine per target, and log all to
-MLflow.
+"""Judge every engine, draw the Pareto front of each target, pick one engine per target, and log them to MLflow.
 
-``engines.json`` lists every engine; ``picks.json`` maps a target to its picked row. A target of which no
-engine passes is absent from ``picks.json``; the stage's report and both readable reports say why.
+``engines.json`` lists every engine; ``picks.json`` maps a target to its picked row. A target without an accepted
+engine is missing from ``picks.json``; report.json, report.md and report.html say why.
 """
 
 import dataclasses
@@ -39,7 +38,7 @@ class EngineName:
 
 @dataclass(frozen=True)
 class Technique:
-    """A compression step, seen as the variant before it and the variant after it."""
+    """A compression step, given by the variants before and after it."""
 
     name: str
     before: str
@@ -48,7 +47,7 @@ class Technique:
 
 @dataclass(frozen=True)
 class Config:
-    """The gates, and which engines they are for."""
+    """The gates, and the engines that they apply to."""
 
     float_reference: EngineName
     """The engine whose score (mIoU, or top-1 accuracy) counts as 100 %. It must be in ``engines``."""
@@ -56,17 +55,17 @@ class Config:
     """Share of the reference's score that an accepted engine may lose."""
     ladder: Annotated[list[str], MinItems(1), Distinct(), "the float start first"]
     """Variants from the float start to the last rung of compression. On each target a rung must be faster than the
-    last one below it that was accepted."""
+    last accepted one below it."""
     min_int8_macs_share: Annotated[float, Between(0, 1)]
-    """Share of the MACs wanted in int8 by its graph that an engine must really run in int8."""
+    """Minimum share of the graph's quantized MACs that an engine must run in int8."""
     min_speedup_factor: Annotated[float, Between(1, 1000), "1.02 is two per cent faster"]
-    """How many times as fast as the last accepted rung below it a rung must be."""
+    """Minimum speed-up of a rung over the last accepted rung below it."""
     techniques: list[Technique]
-    """What the report compares."""
+    """The techniques that the report compares."""
     engines: list[EngineName]
     """Every engine that was built, without repeats."""
     data_name: str
-    """What MLflow calls the data set."""
+    """Name of the data set in MLflow."""
     tracking: TrackingConfig
     """Where the runs are logged."""
 
@@ -96,7 +95,7 @@ class Pick:
     target: str
     latency_ms_p50: float
     metric: str
-    """What the score is."""
+    """Name of the score's metric."""
     miou: float | None
     """None for classification."""
     top1: float | None
@@ -108,18 +107,18 @@ class Pick:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome in short; ``engines.json`` has every number."""
+    """Summary of the selection; ``engines.json`` has every number."""
 
     num_engines: int
     num_accepted: int
     picks: dict[str, Pick]
     """By target."""
     without_pick: dict[str, str]
-    """Why a target has none."""
+    """Target -> why it has no pick."""
     best: Pick | None
     """The fastest of the picks."""
     mlflow_run: str | None
-    """``<experiment id>/runs/<run id>`` of the pipeline in MLflow; None where it had not answered."""
+    """``<experiment id>/runs/<run id>`` of the pipeline in MLflow; None if MLflow did not answer."""
 
 
 def select_engine(
@@ -135,9 +134,9 @@ def select_engine(
 ) -> Report:
     """Write engines.json, picks.json, report.md, report.html, pareto.png and a bundle of each pick; log to MLflow.
 
-    When MLflow does not answer, the runs stay pending on disk.
+    If MLflow does not answer, the runs stay pending on disk.
 
-    Raises ArtifactError when a report is missing or accuracy, latency and speed-up come from different files.
+    Raises ArtifactError if a report is missing or accuracy, latency and speed-up were measured on different files.
     """
     from tasks.parts.selection.stage_reports import StageFolders
 
@@ -229,7 +228,7 @@ def _track(
     rows: Sequence[EngineRow],
     out: Path,
 ) -> str | None:
-    """Log everything and return where MLflow has it."""
+    """Log everything and return the pipeline's run in MLflow."""
     from tasks.parts.selection.run_records import log_pipeline
 
     best = dataclasses.asdict(report.best) if report.best else {}

@@ -1,4 +1,4 @@
-"""Measure the accuracy of an engine: every image of the test split goes through the deployed file itself."""
+"""Measure the accuracy of an engine by running every image of a split through the deployed file itself."""
 
 import csv
 import logging
@@ -23,7 +23,7 @@ class Config:
     """What `validate` reads from params.yaml."""
 
     split: Literal["train", "val", "test"]
-    """Split of the data set that is measured. Decisions about training use val, so that test stays unseen."""
+    """Split to measure on. Decisions about training use val, so that test stays unseen."""
     batch_size: Annotated[int, AtLeast(1)]
     """Images per inference, at most the target's max_batch. Larger: faster, more memory; same result."""
 
@@ -34,8 +34,8 @@ Report = AccuracyReport
 def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     """Write `confusion.csv` (rows: truth, columns: prediction, in pixels or images) and return the scores.
 
-    An engine that was skipped or failed gives a report with that status. Raises ArtifactError when engine and
-    data set differ in their classes, GateFailed for logits that are not finite.
+    For an engine that was skipped or failed, the report has that status. Raises ArtifactError when engine and data
+    set differ in their classes, GateFailed for logits that are not finite.
     """
     from tasks.parts.data.dataset import read_manifest
     from tasks.parts.data.metrics import metric_of
@@ -71,7 +71,7 @@ def _accuracy(confusion_CC: Any, card: "InputCard", metric: str) -> Accuracy:
 def _check_classes(manifest: "EngineManifest", engine: Path, classes: tuple[str, ...], data: Path) -> None:
     if manifest.card.classes != classes:
         raise ArtifactError(
-            f"{engine}: the engine knows {len(manifest.card.classes)} classes "
+            f"{engine}: the engine has {len(manifest.card.classes)} classes "
             f"({', '.join(manifest.card.classes)}), {data} has {len(classes)} ({', '.join(classes)}); names "
             "and order must be equal. Train on this data set, or validate with the data set that the engine "
             "was trained on."
@@ -100,7 +100,7 @@ def _count_confusion(runner: "Runner", data: Path, cfg: Config) -> tuple[Any, in
             raise GateFailed(
                 f"Engine {runner.manifest.file} of target {runner.manifest.target.name}: NaN or infinity in "
                 f"the logits of image {start + bad} of split '{cfg.split}' (validate.split), expected finite "
-                "values. The engine overflows; build the variant for a target with a wider precision."
+                "values. The engine overflows; build the variant for a target with a higher precision."
             )
         confusion_CC += confusion_matrix(
             logits.argmax(axis=1), truth[start : start + batch_size], len(card.classes), ignore_index

@@ -1,8 +1,8 @@
-"""Print every import of this process as it ends; Python runs this file at start when its folder is in PYTHONPATH.
+"""Print every import of this process when it ends; Python runs this file at startup if its folder is in PYTHONPATH.
 
 One line on stderr: ``import-span <process> <parent process> <start> <end>``, in seconds of the system's monotonic
-clock. Imports inside an import belong to the outermost one. A stage's process also says which stage it is:
-``stage-process <process> <address>``.
+clock. Nested imports belong to the outermost one. A stage's process also prints its stage: ``stage-process
+<process> <address>``.
 """
 
 import builtins

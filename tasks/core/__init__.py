@@ -1,1 +1,1 @@
-"""How any stage is called: configuration, fingerprint, execution, tracking, errors. Knows no stage by name."""
+"""What every stage call needs: configuration, fingerprints, execution, tracking and errors."""

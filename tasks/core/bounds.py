@@ -1,7 +1,7 @@
 """Bounds that config fields declare in their types: ``num_images: Annotated[int, AtLeast(1)]``.
 
-`core/config.py` holds every value of params.yaml against them. Several bounds of one field all hold. A plain
-text among them is advice that the error repeats: ``Annotated[int, AtLeast(0), "0 takes all"]``.
+`core/config.py` checks every value of params.yaml against them. All bounds of a field have to hold. A plain
+string among them is advice that the error repeats: ``Annotated[int, AtLeast(0), "0 takes all"]``.
 """
 
 import re
@@ -12,21 +12,21 @@ from typing import Any, Protocol, get_args, get_origin
 _KINDS: dict[Any, tuple[str, type | tuple[type, ...]]] = {
     int: ("an integer", int),
     float: ("a number", (int, float)),
-    str: ("a text", str),
+    str: ("a string", str),
     list: ("a list", list),
 }
 
 
 class Bound(Protocol):
-    """One condition on a value of the right type; as text it follows "an integer" or "a list"."""
+    """One condition on a value of the right type; its text follows "an integer" or "a list"."""
 
     def allows(self, value: Any, /) -> bool:
-        """Tell whether the value meets the condition."""
+        """Return whether the value meets the condition."""
 
 
 @dataclass(frozen=True)
 class Between:
-    """Lowest and highest value, both allowed."""
+    """Inclusive lower and upper bound."""
 
     low: float
     high: float
@@ -40,7 +40,7 @@ class Between:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """Lowest value."""
+    """Inclusive lower bound."""
 
     low: float
 
@@ -53,7 +53,7 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class AtMost:
-    """Highest value."""
+    """Inclusive upper bound."""
 
     high: float
 
@@ -66,7 +66,7 @@ class AtMost:
 
 @dataclass(frozen=True)
 class MoreThan:
-    """Lower end that is not allowed itself."""
+    """Exclusive lower bound."""
 
     low: float
 
@@ -79,7 +79,7 @@ class MoreThan:
 
 @dataclass(frozen=True)
 class LessThan:
-    """Upper end that is not allowed itself."""
+    """Exclusive upper bound."""
 
     high: float
 
@@ -92,7 +92,7 @@ class LessThan:
 
 @dataclass(frozen=True)
 class Matches:
-    """Regular expression for the whole text, and what it means in words."""
+    """Regular expression for the whole string, and its meaning in words."""
 
     pattern: str
     meaning: str
@@ -106,7 +106,7 @@ class Matches:
 
 @dataclass(frozen=True)
 class MinItems:
-    """Fewest items of a list."""
+    """Minimum number of items in a list."""
 
     least: int
 
@@ -119,7 +119,7 @@ class MinItems:
 
 @dataclass(frozen=True)
 class NumItems:
-    """Exact number of items of a list."""
+    """Exact number of items in a list."""
 
     number: int
 
@@ -132,7 +132,7 @@ class NumItems:
 
 @dataclass(frozen=True)
 class Distinct:
-    """No item of a list is there twice."""
+    """No item occurs twice in a list."""
 
     def allows(self, value: Sequence[Any]) -> bool:
         return not any(item in value[:index] for index, item in enumerate(value))
@@ -143,7 +143,7 @@ class Distinct:
 
 @dataclass(frozen=True)
 class Holds:
-    """Item that a list cannot do without."""
+    """Item that a list has to contain."""
 
     item: str
 
@@ -155,19 +155,19 @@ class Holds:
 
 
 def allows(hint: Any, value: object) -> bool:
-    """Tell whether a value is of the type of an ``Annotated`` hint and within its bounds; a bool is no number."""
+    """Return whether a value has the type and the bounds of an ``Annotated`` hint; a bool is not a number."""
     base, *marks = get_args(hint)
     is_of_kind = isinstance(value, _KINDS[get_origin(base) or base][1]) and not isinstance(value, bool)
     return is_of_kind and all(mark.allows(value) for mark in marks if not isinstance(mark, str))
 
 
 def in_words(hint: Any) -> str:
-    """Say what an ``Annotated`` hint allows."""
+    """Describe what an ``Annotated`` hint allows."""
     base, *marks = get_args(hint)
     bounds = " and ".join(str(mark) for mark in marks if not isinstance(mark, str))
     return f"{_KINDS[get_origin(base) or base][0]} {bounds}"
 
 
 def advice(hint: Any) -> str:
-    """Return the texts of an ``Annotated`` hint, each in brackets after a space."""
+    """Return the advice in an ``Annotated`` hint: each string in brackets after a space."""
     return "".join(f" ({mark})" for mark in get_args(hint) if isinstance(mark, str))

@@ -1,4 +1,4 @@
-"""From a section of params.yaml to the typed ``Config`` of a stage."""
+"""Turn a section of params.yaml into the typed ``Config`` of a stage."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ PARAMS_FILE = Path("params.yaml")
 def read_params(path: Path = PARAMS_FILE) -> dict[str, Any]:
     """Read params.yaml.
 
-    Raises ConfigError when it is absent or no YAML mapping.
+    Raises ConfigError if it is missing or is not a YAML mapping.
     """
     try:
         params = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
@@ -32,14 +32,14 @@ def read_params(path: Path = PARAMS_FILE) -> dict[str, Any]:
             f"{path} is not valid YAML: {error}. Write it with `python -m flows.params`."
         ) from error
     if not isinstance(params, dict):
-        raise ConfigError(f"{path} holds no mapping. Write it with `python -m flows.params`.")
+        raise ConfigError(f"{path} is not a mapping. Write it with `python -m flows.params`.")
     return params
 
 
 def find_section(params: Mapping[str, Any], address: str) -> tuple[str, dict[str, Any]]:
     """Return the dotted name and the content of the section that an address reads.
 
-    It starts at ``params[stage]`` and descends by every later part of the address that names a key there:
+    The section is ``params[stage]``, or the one below it that later parts of the address name:
     ``build_engine.pruned_qat.cpu_openvino`` reads ``build_engine.cpu_openvino``, and
     ``export_onnx.pruned`` reads ``export_onnx``.
 
@@ -59,17 +59,15 @@ def find_section(params: Mapping[str, Any], address: str) -> tuple[str, dict[str
 def typed_config(config_class: type[Any], section: Mapping[str, Any], name: str) -> Any:
     """Build a stage's frozen ``Config`` from its section and run its checks.
 
-    Fields are held against their bounds (core/bounds.py). A ``__post_init__`` refuses fields that contradict each
-    other, in a text that begins with the name of one of them: only this function knows the section.
+    Fields are checked against their bounds (core/bounds.py). A ``__post_init__`` rejects fields that contradict each
+    other. Its message starts with the name of one of them; this function puts the name of the section before it.
 
-    Raises ConfigError for an unknown key, a wrong type, a missing or an impossible value.
+    Raises ConfigError for an unknown key, a wrong type, or a missing or invalid value.
     """
     hints = typing.get_type_hints(config_class, include_extras=True)
     for key in section:
         if key not in hints:
-            raise ConfigError(
-                f"{name}.{key} is no key of the configuration. Keys of {name}: {', '.join(hints)}."
-            )
+            raise ConfigError(f"{name}.{key} is not a configuration key. Keys of {name}: {', '.join(hints)}.")
     values = {key: _checked(hints[key], value, f"{name}.{key}") for key, value in section.items()}
     try:
         return dacite.from_dict(config_class, values, _STRICT)
@@ -77,7 +75,7 @@ def typed_config(config_class: type[Any], section: Mapping[str, Any], name: str)
         raise ConfigError(f"{name}.{error}") from error
     except dacite.DaciteFieldError as error:
         problem = str(error).replace(f' for field "{error.field_path}"', "")
-        raise ConfigError(f"{name}.{error.field_path}: {problem}. Mend it in conf/.") from error
+        raise ConfigError(f"{name}.{error.field_path}: {problem}. Fix it in conf/.") from error
 
 
 def _as_float(value: Any) -> Any:
@@ -85,18 +83,17 @@ def _as_float(value: Any) -> Any:
 
 
 def _as_int(value: Any) -> Any:
-    return (
-        str(value) if isinstance(value, bool) else value
-    )  # a bool is an int to Python, and a typing error to us
+    # In Python a bool is an int; here it is a mistake.
+    return str(value) if isinstance(value, bool) else value
 
 
 _STRICT = dacite.Config(type_hooks={float: _as_float, int: _as_int}, cast=[StrEnum])
 
 
 def _checked(hint: Any, value: Any, key: str, or_null: str = "") -> Any:
-    """Return a value with the sections in it built.
+    """Return a value with its nested sections built.
 
-    Raises ConfigError where it, or an item of it, is out of bounds or none of the choices.
+    Raises ConfigError if the value or one of its items is out of bounds or not one of the choices.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:

@@ -1,7 +1,7 @@
-"""The md5 of large files, kept from process to process, so that not every stage reads the data set again.
+"""Index of the md5 of large files, shared by processes, so that not every stage reads the data set again.
 
-The index is a database in the checkout. It only saves time: it may be removed at any moment, and where it cannot
-be used, files are read as if there were none.
+The index is a database in the checkout. It only saves time: it may be deleted at any moment, and where it cannot
+be used, files are read as if there were no index.
 """
 
 import contextlib
@@ -18,37 +18,37 @@ if TYPE_CHECKING:
 
 INDEX_FILE = Path("artifacts/.digests.sqlite")
 MIN_SIZE_BYTES = 64 * 1024
-"""A smaller file is read faster than it is looked up."""
+"""Reading a smaller file is faster than looking it up."""
 
 _MIN_AGE_S = 2.0
-"""A younger file may change once more within one tick of the file system's clock, and look the same."""
+"""A younger file may change again within one tick of the file system's clock and look unchanged."""
 
 _BUSY_TIMEOUT_S = 1.0
 
 _PROCESS = os.getpid()
 _lock = threading.Lock()
 _connections: dict[Path, "sqlite3.Connection | None"] = {}
-"""By file, because a process may change its folder; None where the index cannot be used."""
+"""Keyed by file, because a process may change its working directory; None where the index cannot be used."""
 
 
 @dataclass(frozen=True)
 class FileVersion:
-    """What tells the content of a file from an earlier one at the same path, without reading it."""
+    """What distinguishes a file from an earlier version at the same path, without reading it."""
 
     device: int
     inode: int
     size_bytes: int
     mtime_ns: int
     ctime_ns: int
-    """Set by the kernel alone, so that a change is seen where a program sets mtime back."""
+    """Only the kernel sets it, so a change shows even if a program resets mtime."""
 
     @classmethod
     def from_status(cls, status: os.stat_result) -> "FileVersion":
-        """Take what `os.stat` tells."""
+        """Return the version that a result of `os.stat` describes."""
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def belongs_in_index(self) -> bool:
-        """Tell whether the file is large, and old enough for a later change to show."""
+        """Return whether the file is large, and old enough for a later change to show."""
         age_s = time.time() - max(self.mtime_ns, self.ctime_ns) / 1e9
         return self.size_bytes >= MIN_SIZE_BYTES and age_s >= _MIN_AGE_S
 
@@ -63,13 +63,13 @@ def find_md5(path: str, version: FileVersion) -> str | None:
 
 
 def enter_md5(path: str, version: FileVersion, md5: str) -> None:
-    """Keep the md5 of a file instead of that of its previous version."""
+    """Store the md5 of a file in place of that of its previous version."""
     values = (os.fsencode(path), md5.encode(), _checksum(path, version, md5.encode()))
     _execute("INSERT OR REPLACE INTO digests VALUES (?, ?, ?)", values)
 
 
 def _checksum(path: str, version: FileVersion, md5: bytes) -> bytes:
-    """Sign a row: one of another version does not match, nor a damaged one, which SQLite would not notice."""
+    """Return the checksum of a row, which reveals another file version or damage that SQLite does not notice."""
     return hashlib.md5(repr((path, version, md5)).encode()).digest()
 
 
@@ -87,24 +87,26 @@ def _execute(statement: str, values: tuple[bytes, ...]) -> list[tuple[bytes, ...
             connection = _connections[file]
             return connection.execute(statement, values).fetchall() if connection else []
         except sqlite3.Error as error:
-            # read-only folder, full disk, locked or damaged: files are read then, which takes time and no more
+            # read-only folder, full disk, locked or damaged index: files are read instead, which only takes longer
             _connections[file] = None
-            if type(error) is sqlite3.DatabaseError:  # damaged, or no database: the next process starts anew
+            if (
+                type(error) is sqlite3.DatabaseError
+            ):  # damaged or no database: the next process makes a new one
                 with contextlib.suppress(OSError):
                     file.unlink()
             return []
 
 
 def _open_index(file: Path) -> "sqlite3.Connection":
-    """Open the index in a form that is one file and never waits for the disk.
+    """Open the index as a single file, with writes that never wait for the disk.
 
-    A process that is killed while it writes may damage it. A journal on disk would prevent that, but outlive the
-    removal of a damaged index and be played into its successor.
+    A process that is killed while writing may damage it. A journal on disk would prevent that, but it would outlive
+    the removal of a damaged index and be replayed into its successor.
     """
     import sqlite3
 
     connection = sqlite3.connect(file, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-    connection.text_factory = bytes  # what damage made a text is no reason to fail
+    connection.text_factory = bytes  # damaged text must not raise a decoding error
     connection.execute("PRAGMA journal_mode = MEMORY")
     connection.execute("PRAGMA synchronous = OFF")
     connection.execute(

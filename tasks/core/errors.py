@@ -1,14 +1,14 @@
 """Errors that a user of the pipeline can act upon.
 
-Each text says what was found, what was expected, what to do, and which config key to touch.
+Each message says what was found, what was expected, what to do, and which config key to touch.
 
     EnginewrightError
     ├── ConfigError           a value in conf/ or params.yaml is unknown, of the wrong type or impossible
     ├── DataError             the data set is incomplete or contradicts itself
-    ├── ArtifactError         a checkpoint, ONNX file, engine or output folder is missing, damaged or of another kind
+    ├── ArtifactError         a checkpoint, ONNX file, engine or output folder is missing, damaged or unsuitable
     ├── TrainingDiverged      the loss became NaN or infinite
     ├── ProcessDied           a data worker or a rank of a training was killed or failed
-    ├── GateFailed            a measured number breaks the limit that was set for it
+    ├── GateFailed            a measured value is beyond its limit
     ├── BuildFailed           a runtime cannot make an engine from a graph
     ├── TargetMismatch        this machine is not the one that a target declares
     ├── TrackingUnavailable   MLflow does not answer
@@ -30,7 +30,7 @@ class DataError(EnginewrightError):
 
 
 class ArtifactError(EnginewrightError):
-    """A checkpoint, ONNX file, engine or output folder is missing, damaged or of another kind."""
+    """A checkpoint, ONNX file, engine or output folder is missing, damaged or unsuitable."""
 
 
 class TrainingDiverged(EnginewrightError):
@@ -38,7 +38,7 @@ class TrainingDiverged(EnginewrightError):
 
 
 class GateFailed(EnginewrightError):
-    """A measured number breaks the limit that was set for it."""
+    """A measured value is beyond its limit."""
 
 
 class BuildFailed(EnginewrightError):
@@ -66,6 +66,6 @@ class ProcessDied(EnginewrightError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, shortened to what fits into a message."""
+    """Return the first line of an error's message, shortened to fit into another message."""
     lines = str(error).strip().splitlines() or [repr(error)]
     return lines[0][:400]

@@ -1,7 +1,7 @@
-"""Digests of files, of code, and the key that says whether a stage's output is fresh.
+"""Digests of files and code, and the key that decides whether a stage's output is fresh.
 
-The digests equal DVC's (md5 of a file; md5 of the sorted JSON listing with the ending ``.dir`` for a folder),
-so that both drivers of the pipeline see the same change.
+The digests equal DVC's (md5 of a file; md5 of the sorted JSON listing with the suffix ``.dir`` for a folder),
+so that both drivers of the pipeline see the same changes.
 """
 
 import ast
@@ -19,13 +19,13 @@ from tasks.core.digest_index import FileVersion, enter_md5, find_md5
 from tasks.core.errors import ArtifactError
 
 SCHEMA_VERSION = 1
-"""A part of every key: raise it when the meaning of an output folder changes, and old outputs are made again."""
+"""Part of every key. Raise it when the meaning of an output folder changes, so that old outputs are made again."""
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds the package ``tasks``."""
 
 _PACKAGE_DEPTH = 3
-"""A package is a folder like ``tasks/parts/data``: the parts of its path."""
+"""The number of path components of a package, such as ``tasks/parts/data``."""
 
 _CHUNK_BYTES = 1 << 20
 
@@ -33,10 +33,10 @@ _CHUNK_BYTES = 1 << 20
 def digest(path: Path) -> str:
     """Return DVC's md5 of a file or folder.
 
-    Data added with ``dvc add`` is not read again: the digest is taken from its pointer file ``<path>.dvc``.
-    A folder skips ``__pycache__``, as ``.dvcignore`` does. A path with ``*`` stands for all that it matches.
+    Data added with ``dvc add`` is not read: its digest is taken from the pointer file ``<path>.dvc``.
+    ``__pycache__`` is skipped, as in ``.dvcignore``. A path with ``*`` stands for everything that it matches.
 
-    Raises ArtifactError when nothing exists at ``path``.
+    Raises ArtifactError if nothing exists at ``path``.
     """
     if is_pattern(path):
         content = [[match.as_posix(), digest(match)] for match in matches(path)]
@@ -54,14 +54,14 @@ def digest(path: Path) -> str:
 
 
 def is_pattern(path: Path) -> bool:
-    """Tell whether a path stands for several, as ``artifacts/build_engine/*/cpu_openvino`` does."""
+    """Return whether a path is a pattern, such as ``artifacts/build_engine/*/cpu_openvino``."""
     return "*" in path.parts
 
 
 def matches(pattern: Path) -> list[Path]:
-    """Return what exists of a pattern, sorted.
+    """Return the paths that match a pattern, sorted.
 
-    Raises ArtifactError when nothing does.
+    Raises ArtifactError if there are none.
     """
     paths = sorted(Path().glob(pattern.as_posix()))
     if not paths:
@@ -95,10 +95,10 @@ def stage_key(stage: str, config: Mapping[str, Any], inputs: Mapping[str, Path])
 def code_digests(module: str) -> dict[str, str]:
     """Return ``{path relative to the repository: md5}`` of a module and the ``tasks`` modules that it imports.
 
-    Imports are found by ``ast``, at any depth of the file, so that a helper cannot be forgotten; where a name is
-    filled in as the program runs, all modules count that it may name. A module in a
-    package of ``tasks/core`` or ``tasks/parts`` stands for that whole folder, as in dvc.yaml; what the rest of the
-    folder imports is not followed.
+    Imports are found with ``ast`` at any depth of the file, so that none is forgotten. If a module's name is
+    completed at run time, every module that it can name counts. A module in a package of ``tasks/core`` or
+    ``tasks/parts`` stands for that whole folder, as in dvc.yaml; the imports of the folder's other files are not
+    followed.
     """
     reached: set[Path] = set()
     waiting = [module]
@@ -126,7 +126,7 @@ def _imported_task_modules(file: Path) -> tuple[str, ...]:
 
 
 def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yield statements at any depth, without the expressions in them: those are most of a tree."""
+    """Yield statements at any depth, without their expressions, which are most of a tree."""
     for node in body:
         yield node
         for blocks in ("body", "orelse", "finalbody", "handlers", "cases"):
@@ -134,7 +134,7 @@ def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _modules_named_at_run_time(tree: ast.AST) -> Iterator[str]:
-    """Yield all modules that an import_module(f"tasks.parts.engines.{runtime}.runner") may mean."""
+    """Yield all modules that a call like import_module(f"tasks.parts.engines.{runtime}.runner") can import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             name = node.args[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 def hold_lock(file: Path, note: str, *, before_waiting: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of a file, which then contains `note`; wait while another process holds it.
 
-    `before_waiting` gets the note of that process; what it raises ends the waiting before it begins.
+    `before_waiting` receives the note of that process; if it raises, there is no wait.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a+", encoding="utf-8") as opened:

@@ -1,4 +1,4 @@
-"""What every stage leaves beside its own files: the report, read back as the dataclass that it was, and the key."""
+"""The report and the key that every stage writes beside its own files."""
 
 import dataclasses
 import inspect
@@ -15,7 +15,7 @@ REPORT_FILE = "report.json"
 KEY_FILE = "key.json"
 
 STRICT = dacite.Config(cast=[StrEnum, tuple], strict=True)
-"""How JSON becomes a dataclass: no unknown fields; lists become tuples, texts members of an enumeration."""
+"""How JSON becomes a dataclass: no unknown fields; lists become tuples, strings become enumeration members."""
 
 ReportT = TypeVar("ReportT")
 
@@ -23,7 +23,7 @@ ReportT = TypeVar("ReportT")
 def read_report(report_class: type[ReportT], folder: Path) -> ReportT:
     """Return the report in the output folder of a stage.
 
-    Raises ArtifactError when it is missing or damaged, or when a field is missing, unknown or of another type.
+    Raises ArtifactError when it is missing or damaged, or when a field is missing, unknown or of the wrong type.
     """
     file = folder / REPORT_FILE
     try:
@@ -48,7 +48,7 @@ def read_key(folder: Path) -> str:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON that people can read; NaN and infinity are refused."""
+    """Write human-readable JSON; raise ValueError for NaN and infinity."""
     text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 
@@ -57,15 +57,15 @@ def _fault(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "is missing"
     if isinstance(error, dacite.MissingValueError):
-        return f"has no field '{error.field_path}'; it is of another version"
+        return f"has no field '{error.field_path}'; it is from another version"
     if isinstance(error, dacite.WrongTypeError):
         expected = inspect.formatannotation(error.field_type)
         return f"has the field '{error.field_path}' = {error.value!r}, expected {expected}"
-    return f"is damaged or of another version ({error})"
+    return f"is damaged or from another version ({error})"
 
 
 def _absent_field(report: Any, content: Any) -> str:
-    """Return the path of a field that the file does not have: dacite takes None for it where None is allowed."""
+    """Return the path of a field that the file lacks: dacite fills in None where None is allowed."""
     is_sequence = isinstance(report, tuple | list)
     for key, value in enumerate(report) if is_sequence else getattr(report, "items", tuple)():
         if isinstance(content, dict) and key not in content:

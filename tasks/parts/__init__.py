@@ -1,1 +1,1 @@
-"""Nouns that two or more stages share."""
+"""Code that two or more stages share."""

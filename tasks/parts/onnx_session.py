@@ -1,4 +1,4 @@
-"""Open ONNX Runtime sessions, for graphs that are judged and for engines alike."""
+"""Open ONNX Runtime sessions, both to evaluate graphs and to run engines."""
 
 import importlib
 from pathlib import Path
@@ -18,9 +18,9 @@ TENSORRT_MAJOR = 10
 """onnxruntime-gpu 1.31 is linked against libnvinfer.so.10."""
 
 PLAN_OPERATOR = "EPContext"
-"""Operator that holds what another compiler made."""
+"""Operator that holds the output of another compiler."""
 
-PROVIDER_OPTIONS = {CUDA_PROVIDER: {"use_tf32": "0"}}  # else float32 is rounded to 10 bits of mantissa
+PROVIDER_OPTIONS = {CUDA_PROVIDER: {"use_tf32": "0"}}  # TF32 has only 10 bits of mantissa
 
 _LOG_ERRORS_ONLY = 3
 
@@ -34,16 +34,16 @@ def open_session(
     optimised_file: Path | None = None,
     profile_prefix: str | None = None,
 ) -> "onnxruntime.InferenceSession":
-    """Create a session that really runs on `provider`; without `num_threads` it takes one for each core.
+    """Create a session that really runs on `provider`; with `num_threads` 0 it uses one thread per core.
 
-    By itself ONNX Runtime falls back to the CPU silently when the provider is absent: here that raises
-    TargetMismatch. Raises BuildFailed when the runtime refuses the graph.
+    ONNX Runtime itself silently falls back to the CPU when the provider is absent; this raises TargetMismatch
+    instead. Raises BuildFailed when the runtime refuses the graph.
     """
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     if provider != CPU_PROVIDER:
-        onnxruntime.preload_dlls()  # pip's CUDA libraries lie where the loader does not look
+        onnxruntime.preload_dlls()  # the loader does not find pip's CUDA libraries by itself
     available = onnxruntime.get_available_providers()
     if provider not in available:
         raise TargetMismatch(
@@ -53,12 +53,12 @@ def open_session(
         )
     providers = [provider]
     if provider == TENSORRT_PROVIDER:
-        importlib.import_module("tensorrt")  # it loads its libraries, which the provider is linked against
+        importlib.import_module("tensorrt")  # loads the libraries that the provider is linked against
         providers.append(CUDA_PROVIDER)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = num_threads, 1
     options.log_severity_level = _LOG_ERRORS_ONLY
-    # Between inferences the threads sleep, so that a waiting engine does not slow its neighbours down.
+    # Threads sleep between inferences, so that an idle engine does not slow down the others.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if not is_optimised:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -93,7 +93,5 @@ def open_session(
         ) from error
     in_use = session.get_providers()
     if in_use[0] != provider:
-        raise TargetMismatch(
-            f"ONNX Runtime runs on {in_use[0]}, requested was {provider} (target.<name>.device)."
-        )
+        raise TargetMismatch(f"ONNX Runtime runs on {in_use[0]}, expected {provider} (target.<name>.device).")
     return session

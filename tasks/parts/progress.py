@@ -1,4 +1,4 @@
-"""Progress of long loops on a terminal; silent where stderr is a file or a pipe."""
+"""Progress of long loops on a terminal; silent if stderr is a file or a pipe."""
 
 from collections.abc import Iterable, Sequence
 from typing import TypeVar

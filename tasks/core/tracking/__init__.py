@@ -1,1 +1,1 @@
-"""Log measured candidates to MLflow and find them again: the only code that talks to it."""
+"""Log measured candidates to MLflow and find them again. No other code talks to MLflow."""

@@ -1,4 +1,4 @@
-"""``python -m tasks.core.tracking``: send what MLflow did not take to where params.yaml says."""
+"""Send pending runs to MLflow: ``python -m tasks.core.tracking``."""
 
 import logging
 import sys
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Send what is pending to where params.yaml says; return the exit code."""
+    """Send pending runs to the MLflow that params.yaml names; return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         num_added = send_pending(read_tracking_config())
@@ -21,7 +21,7 @@ def main() -> int:
     except EnginewrightError as error:
         logger.error("%s", error)
         return 1
-    logger.info("MLflow has %d runs that were pending", num_added)
+    logger.info("sent %d pending runs to MLflow", num_added)
     return 0
 
 

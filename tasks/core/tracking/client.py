@@ -1,4 +1,4 @@
-"""Open a client of MLflow that gives up soon, and handle registered models with it."""
+"""Open an MLflow client with short timeouts, and manage registered models with it."""
 
 import contextlib
 import logging
@@ -27,12 +27,12 @@ _ENVIRONMENT = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "GIT_PYTHON_REFRESH": "quiet",
 }
-"""A server that is gone blocks one call for four minutes with the defaults, under ten seconds with these."""
+"""An unreachable server blocks a call for four minutes with the defaults, under ten seconds with these."""
 
 
 @contextlib.contextmanager
 def client_of(config: TrackingConfig) -> Iterator["MlflowClient"]:
-    """Give a client that gives up within about ten seconds, and turn its errors into TrackingUnavailable."""
+    """Yield a client that gives up within about ten seconds, and turn its errors into TrackingUnavailable."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with _explained(config):
@@ -50,9 +50,9 @@ def _explained(config: TrackingConfig) -> Iterator[None]:
     except (MlflowException, SQLAlchemyError, OSError) as error:
         cause = mask_credentials(str(error)).splitlines()[0][:300]
         raise TrackingUnavailable(
-            f"MLflow at {mask_credentials(config.uri)} does not take or give the runs: {cause} Start it (`make ui`), "
-            "mend select_engine.tracking.uri (a server with authentication: MLFLOW_TRACKING_USERNAME and "
-            "MLFLOW_TRACKING_PASSWORD), or go without it: select_engine.tracking.enabled=false."
+            f"MLflow at {mask_credentials(config.uri)} cannot be used: {cause} Start it (`make ui`), correct "
+            "select_engine.tracking.uri (a server with authentication also needs MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD), or turn it off: select_engine.tracking.enabled=false."
         ) from error
 
 
@@ -73,7 +73,7 @@ def _connect(config: TrackingConfig) -> "MlflowClient":
 
 
 def _probe_database(uri: str, options: dict[str, int], statement: str) -> None:
-    """Fail now if a database is closed, locked or damaged: MLflow would try for a hundred seconds."""
+    """Fail at once if a database is unreachable, locked or damaged; MLflow would retry for a hundred seconds."""
     import sqlalchemy
 
     engine = sqlalchemy.create_engine(uri, connect_args=options)
@@ -86,13 +86,13 @@ def _probe_database(uri: str, options: dict[str, int], statement: str) -> None:
 
 
 def find_aliases(client: "MlflowClient", model: str) -> dict[str, str] | None:
-    """Return alias -> version of a registered model; None where there is none."""
+    """Return the version of each alias of a registered model; None if there is no such model."""
     known = next(iter(client.search_registered_models(f"name = '{model}'")), None)
     return None if known is None else {alias: str(version) for alias, version in known.aliases.items()}
 
 
 def make_version(client: "MlflowClient", model: str, run: "Run") -> tuple[str, bool]:
-    """Return the version that holds a run's engine, and whether it had to be made."""
+    """Return the model version that holds a run's engine, and whether it was created."""
     tags = client.get_run(run.info.run_id).data.tags
     for version in client.search_model_versions(f"name = '{model}'"):
         if version.tags.get(DIGEST_TAG) == tags[DIGEST_TAG]:

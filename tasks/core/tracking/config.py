@@ -1,4 +1,4 @@
-"""Where runs are logged, as params.yaml says it, and how its address is shown."""
+"""Where runs are logged according to params.yaml, and how that address is shown."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ class TrackingConfig:
     uri: str
     """The address: ``sqlite:///mlflow.db`` is a file in the working directory, ``http://host:port`` a server."""
     experiment: str
-    """The experiment that gets the runs; it is made when it does not exist."""
+    """The experiment of the runs; it is created if it does not exist."""
 
     def __post_init__(self) -> None:
         if not self.uri.startswith((_SQLITE, "http://", "https://", "postgresql")):
@@ -37,7 +37,7 @@ class TrackingConfig:
 
 
 def read_tracking_config(uri: str | None = None) -> TrackingConfig:
-    """Return what params.yaml says of tracking, with another `uri` where one is given."""
+    """Return the tracking configuration of params.yaml, with its address replaced by `uri` if given."""
     section = find_section(read_params(), "select_engine")[1]["tracking"]
     config: TrackingConfig = typed_config(TrackingConfig, section, "select_engine.tracking")
     return config if uri is None else dataclasses.replace(config, uri=uri)
@@ -49,7 +49,7 @@ def database_file(uri: str) -> Path | None:
 
 
 def mask_credentials(uri: str) -> str:
-    """Replace user and password of a URI, for texts that are shown or logged."""
+    """Mask the user and password of a URI, for text that is shown or logged."""
     return _PASSWORD.sub(r"\1***", _CREDENTIALS.sub("***@", uri))
 
 
@@ -59,10 +59,10 @@ def registered_name(config: TrackingConfig, target: str) -> str:
 
 
 def model_name(text: str) -> str:
-    """Replace the characters that MLflow allows in no name of a model."""
+    """Replace the characters that MLflow does not allow in model names."""
     return re.sub(r"[/:.%\"']", "-", text)
 
 
 def experiments_page(uri: str) -> str | None:
-    """Return the address of the page of a server's experiments; None for a database."""
+    """Return the address of a server's experiments page; None for a database."""
     return f"{_CREDENTIALS.sub('', uri).rstrip('/')}/#/experiments" if uri.startswith("http") else None

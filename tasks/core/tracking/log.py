@@ -1,9 +1,9 @@
 """Log measured candidates to MLflow, once.
 
-One parent run stands for the pipeline, one child run for each candidate, with a logged model for its engine; the
-chosen candidates become versions of registered models. Every run names the data set, and carries a digest of its
-content, so that logging the same content again adds nothing and a killed logging is continued. Each target has a view
-of the runs page to pick from. MLflow is imported in functions: it takes seconds.
+The pipeline gets a parent run, and each candidate a child run with a logged model for its engine; the chosen
+candidates become versions of registered models. Every run names the data set and carries a digest of its content, so
+that logging the same content again adds nothing, and logging resumes after a kill. Each target has a view of the runs
+page to pick from. MLflow is imported inside functions because the import takes seconds.
 """
 
 import hashlib
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 _VIEW_TAG = "mlflow.sharedViewState." + VIEW
-"""The tag of the experiment in which MLflow's page keeps a view that is shared by a link."""
+"""The experiment tag in which MLflow's page stores a view that is shared by a link."""
 
 _VIEW_METRICS = ("latency_ms_p50", "latency_ms_p99", "miou", "top1", "size_bytes")
 _VIEW_TAGS = ("picked", "verdict", "variant", "precision", "target")
 _ACCEPTED = "ACCEPT"
-"""The verdict of an engine that holds all gates."""
+"""The verdict of an engine that passes all gates."""
 _MODEL_PARAMS = ("variant", "target", "precision")
 _MAX_TAG_CHARS = 5000
 _MAX_METRICS_PER_BATCH = 900
@@ -51,10 +51,10 @@ def log_pipeline(
     candidates: Sequence[RunRecord],
     picks: Mapping[str, str | None],
 ) -> Tracked:
-    """Log the pipeline, its candidates and the chosen ones, unless the same content is there already.
+    """Log the pipeline, its candidates and the chosen ones, unless the same content is already logged.
 
     ``picks`` maps the name of a registered model to the name of the chosen candidate. Without a chosen
-    candidate the alias is taken from the model, so that nobody deploys what no longer passes.
+    candidate the alias is removed from the model, so that nobody deploys an engine that no longer passes.
 
     Raises TrackingUnavailable when MLflow does not answer, within about ten seconds.
     """
@@ -100,7 +100,7 @@ def _artifact_location(config: TrackingConfig) -> str | None:
 def _parent_run(
     client: "MlflowClient", experiment_id: str, record: RunRecord, digest: str
 ) -> tuple["Run", bool]:
-    """Return the run of this content, and whether it had to be made."""
+    """Return the run with this content, and whether it was created."""
     same = client.search_runs([experiment_id], f"tags.{DIGEST_TAG} = '{digest}'", max_results=1)
     if same:
         return same[0], False
@@ -109,7 +109,7 @@ def _parent_run(
 
 
 def _child_runs(client: "MlflowClient", experiment_id: str, parent: "Run") -> dict[str, "Run"]:
-    """Return the finished children by content digest; what a killed logging left half done is deleted."""
+    """Return the finished child runs by content digest; delete the unfinished ones that a kill left behind."""
     children: dict[str, Run] = {}
     of_parent = f"tags.`{PARENT_TAG}` = '{parent.info.run_id}'"
     for run in client.search_runs([experiment_id], of_parent, max_results=_MAX_CHILDREN):
@@ -158,7 +158,7 @@ def _log_engine(client: "MlflowClient", run: "Run", record: RunRecord) -> None:
 
 
 def _log_content(client: "MlflowClient", run: "Run", record: RunRecord, model_id: str | None = None) -> None:
-    """Log metrics, for the run and for a logged model, files, and the data set."""
+    """Log the metrics (of the run and of a logged model), the files and the data set."""
     from mlflow.entities import Metric
 
     now_ms = int(time.time() * 1000)
@@ -182,7 +182,7 @@ def _data_input(data: DataSet) -> "DatasetInput":
 
 
 def _view(target: str, parent: "Run", candidates: Sequence[RunRecord]) -> dict[str, object]:
-    """Return the state of MLflow's runs page that shows what the pipeline accepted on a target, fastest first."""
+    """Return the state of MLflow's runs page that lists the engines accepted on a target, fastest first."""
     measured = {name for record in candidates for name in record.metrics}
     columns = [f"metrics.`{name}`" for name in _VIEW_METRICS if name in measured]
     columns += [f"tags.`{name}`" for name in _VIEW_TAGS]

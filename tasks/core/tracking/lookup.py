@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def find_engines(config: TrackingConfig, target: str) -> list[TrackedEngine]:
-    """Return the logged runs of a target's engines in one pipeline: that of its candidate, else the latest.
+    """Return the runs of a target's engines in one pipeline: the candidate's, else the latest.
 
     Raises TrackingUnavailable when MLflow does not answer.
     """
@@ -47,7 +47,7 @@ def find_engines(config: TrackingConfig, target: str) -> list[TrackedEngine]:
 
 
 def find_engine(config: TrackingConfig, sha256: str) -> TrackedEngine | None:
-    """Return the latest run of the engine file whose sha256 begins like this.
+    """Return the latest run of the engine file whose sha256 starts with the given digits.
 
     Raises TrackingUnavailable when MLflow does not answer.
     """
@@ -86,22 +86,22 @@ def _tracked(run: "Run") -> TrackedEngine:
 def read_pipeline_params(config: TrackingConfig, engine: TrackedEngine) -> str:
     """Return the params.yaml of the pipeline that made an engine.
 
-    Raises TrackingUnavailable when MLflow does not answer, ArtifactError where its run has no such file.
+    Raises TrackingUnavailable when MLflow does not answer, ArtifactError if its run has no such file.
     """
     with client_of(config) as client, tempfile.TemporaryDirectory() as folder:
         pipeline = engine.tags[PARENT_TAG]
         if PARAMS_FILE.name not in {file.path for file in client.list_artifacts(pipeline)}:
             raise ArtifactError(
-                f"MLflow's run {pipeline} holds no {PARAMS_FILE}: an earlier version logged it. Run the pipeline "
+                f"MLflow's run {pipeline} has no {PARAMS_FILE}: an earlier version logged it. Run the pipeline "
                 "again in an experiment of its own (select_engine.tracking.experiment)."
             )
         return Path(client.download_artifacts(pipeline, PARAMS_FILE.name, folder)).read_text(encoding="utf-8")
 
 
 def page_of(config: TrackingConfig, engine: TrackedEngine) -> str | None:
-    """Return the address of the page that shows what was accepted on an engine's target, fastest first.
+    """Return the address of the page that lists the engines accepted on an engine's target, fastest first.
 
-    None without a server. What the page shows, `log_pipeline` has put into the experiment.
+    None without a server. `log_pipeline` stores the view of this page in the experiment.
     """
     page = experiments_page(config.uri)
     if page is None:
@@ -111,7 +111,7 @@ def page_of(config: TrackingConfig, engine: TrackedEngine) -> str | None:
 
 
 def download_engine(config: TrackingConfig, run_id: str, folder: Path) -> Path:
-    """Copy the engine of a run with what lies beside it into `folder` and return where it is.
+    """Copy the engine of a run and the files beside it into `folder`; return the path of the copy.
 
     Raises TrackingUnavailable when MLflow does not answer.
     """
@@ -120,7 +120,7 @@ def download_engine(config: TrackingConfig, run_id: str, folder: Path) -> Path:
 
 
 def promote(config: TrackingConfig, target: str, run_id: str) -> str:
-    """Let the champion of a target be the engine of a run; return the version of its registered model.
+    """Make the engine of a run the champion of its target; return the version of the registered model.
 
     Raises TrackingUnavailable when MLflow does not answer.
     """

@@ -1,4 +1,4 @@
-"""Keep on disk what MLflow does not take, and send it later."""
+"""Keep runs on disk while MLflow is not available, and send them later."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from tasks.core.tracking.records import DataSet, RunRecord, Tracked
 logger = logging.getLogger(__name__)
 
 PENDING = Path("artifacts/.pending")
-"""The folder of what MLflow did not take yet: one folder for each pipeline, with copies of the files."""
+"""The folder of pending runs: one folder for each pipeline, with copies of the files."""
 
 _RECORD_FILE = "record.json"
 
@@ -31,7 +31,7 @@ def log_or_keep(
     candidates: Sequence[RunRecord],
     picks: Mapping[str, str | None],
 ) -> Tracked | None:
-    """Log what is pending and then this pipeline; what MLflow does not take is kept on disk, and None returned."""
+    """Log pending runs, then this pipeline; if MLflow is not available, keep it on disk and return None."""
     try:
         send_pending(config)
         return log_pipeline(config, pipeline=pipeline, candidates=candidates, picks=picks)
@@ -42,7 +42,7 @@ def log_or_keep(
 
 
 def send_pending(config: TrackingConfig) -> int:
-    """Log what is pending, oldest first, and forget it; return the number of runs that were added.
+    """Log pending runs, oldest first, and delete them from disk; return the number of runs added.
 
     Raises TrackingUnavailable when MLflow does not answer; the rest stays pending.
     """
@@ -60,15 +60,15 @@ def send_pending(config: TrackingConfig) -> int:
 
 
 def has_pending() -> bool:
-    """Tell whether any runs wait to be sent."""
+    """Return whether any runs are pending."""
     return any(PENDING.glob(f"*/{_RECORD_FILE}"))
 
 
 def describe_pending() -> str:
-    """Return how many runs are pending, and what sends them."""
+    """Describe how many runs are pending and how to send them."""
     num_runs = sum(len(runs) for _, runs, _ in _read_pending())
     return (
-        f"{num_runs} runs pending in {PENDING}: the next run sends them, and so does `python -m "
+        f"{num_runs} runs are pending in {PENDING}: the next run sends them, or `python -m "
         "tasks.core.tracking`."
     )
 
@@ -78,12 +78,12 @@ def _lock() -> contextlib.AbstractContextManager[None]:
     return hold_lock(
         PENDING.parent / ".locks" / "pending",
         str(os.getpid()),
-        before_waiting=lambda pid: logger.info("waiting for process %s, which works in %s", pid, PENDING),
+        before_waiting=lambda pid: logger.info("waiting for process %s, which is using %s", pid, PENDING),
     )
 
 
 def _keep(runs: Sequence[RunRecord], picks: Mapping[str, str | None]) -> None:
-    """Copy all that logging needs, since the next run replaces the originals; the record is written last."""
+    """Copy everything that logging needs, since the next run replaces the originals; the record is written last."""
     digest = hashlib.sha256("".join(run.content_digest() for run in runs).encode()).hexdigest()
     content = {
         "runs": [

@@ -1,4 +1,4 @@
-"""What a run in MLflow holds, and the names by which it is found there."""
+"""The content of a run in MLflow, and the names by which it is found."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ CHAMPION_ALIAS = "champion"
 """The alias of the version that a person promoted: the one to deploy."""
 
 ENGINE_FOLDER = "engine"
-"""The folder of a candidate's run that a registered version hands out."""
+"""The folder of a candidate's run that a registered version points to."""
 
 DIGEST_TAG = "content_digest"
 PARENT_TAG = "mlflow.parentRunId"
@@ -42,7 +42,7 @@ _CODE = ("tasks", "dvc.yaml")
 def git_commit() -> str:
     """Return the commit of the checkout that this code lies in, or "unknown".
 
-    UNCOMMITTED follows it where the stages' code was changed since.
+    UNCOMMITTED is appended if the stages' code has uncommitted changes.
     """
     try:
         commit = _git("rev-parse", "HEAD")
@@ -60,7 +60,7 @@ def _git(*arguments: str) -> str:
 
 
 def _params_text() -> str:
-    """Return params.yaml without passwords: what is logged is read by others."""
+    """Return params.yaml without passwords, since others read what is logged."""
     return mask_credentials(PARAMS_FILE.read_text(encoding="utf-8")) if PARAMS_FILE.is_file() else ""
 
 
@@ -72,12 +72,12 @@ class DataSet:
     digest: str
     """The md5 that DVC gives the data."""
     path: str
-    """The place of the data in a checkout."""
+    """The path of the data in a checkout."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What one run in MLflow is to hold."""
+    """The content of one run in MLflow."""
 
     name: str
     metrics: Mapping[str, float]
@@ -85,14 +85,14 @@ class RunRecord:
     artifacts: tuple[tuple[str, Path], ...]
     """The files of the run, as pairs of (folder inside the run, file)."""
     data: DataSet | None = None
-    """The data set; None in a record that an earlier version kept."""
+    """The data set; None in a record that an earlier version wrote."""
     commit: str = field(default_factory=git_commit)
-    """The commit of the code that made it, which is no part of the content."""
+    """The commit of the code that made it; not part of the digest."""
     params: str = field(default_factory=_params_text)
-    """The text of params.yaml, which is no part of the content either. The pipeline's run keeps it."""
+    """The text of params.yaml, which the pipeline's run keeps; not part of the digest."""
 
     def content_digest(self) -> str:
-        """Return a digest of everything in the record, the files' bytes included."""
+        """Return a digest of the content, including the bytes of the files."""
         content = {
             "name": self.name,
             "metrics": dict(self.metrics),

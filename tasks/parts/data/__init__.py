@@ -1,1 +1,1 @@
-"""The data set on disk, and how right a prediction of it is."""
+"""The data set on disk, and metrics of predictions on it."""

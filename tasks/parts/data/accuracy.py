@@ -1,4 +1,4 @@
-"""How right the predictions of an engine are; light, so that a report can be read without numpy."""
+"""The accuracy of an engine; needs no numpy, so that a report can be read without it."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ class Accuracy:
     """The scores of an engine on one split; `miou` is None for classification, `top1` for segmentation."""
 
     metric: str
-    """What the score is: mIoU or top-1 accuracy, or the agreement with the float model in one of them."""
+    """Metric of the score: mIoU or top-1 accuracy, against the labels or as agreement with the float model."""
     miou: float | None
     """Mean IoU over the classes that occur in truth or prediction."""
     top1: float | None
-    """Share of images whose class is right."""
+    """Share of images whose class is predicted correctly."""
     pixel_accuracy: float | None
-    """Share of pixels whose class is right; None for classification."""
+    """Share of pixels whose class is predicted correctly; None for classification."""
     iou: dict[str, float | None]
     """Class name -> IoU; None for a class that occurs in neither truth nor prediction. Empty for classification."""
 
@@ -34,8 +34,8 @@ class AccuracyReport:
     """"built", or why there was nothing to measure: "skipped", "failed"."""
     reason: str
     engine_sha256: str
-    """The file that was measured; empty without one."""
+    """SHA-256 of the file that was measured; empty if there is none."""
     split: str
     num_images: int
     accuracy: Accuracy | None
-    """None where there is no engine."""
+    """None if there is no engine."""

@@ -5,7 +5,7 @@
     dataset/<split>_masks.npy      uint8 [N, H, W], class index or IGNORE_INDEX, for segmentation
     dataset/<split>_labels.npy     uint16 [N], class index, for classification
 
-A data set that nobody labelled holds images alone.
+A data set without labels holds only images.
 
 Shape letters: N images, H height, W width, C channels (in images) or classes (in histograms).
 """
@@ -30,9 +30,9 @@ LABEL_TYPES: dict[Task, type[np.unsignedinteger[Any]]] = {
     Task.classification: np.uint16,
 }
 IGNORE_INDEX = 255
-"""Mask value of pixels that count neither in a loss nor in a metric."""
+"""Mask value of pixels that losses and metrics ignore."""
 MAX_CLASSES = 255
-"""Most classes that masks can hold: they are stored as uint8, and 255 means ignored."""
+"""Maximum number of classes in masks: they are stored as uint8, and 255 means ignored."""
 
 Batch = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 """images_NHWC and masks_NHW of some consecutive images of a split."""
@@ -49,7 +49,7 @@ class Manifest:
     """Number of images per split."""
     pixel_share: dict[str, tuple[float, ...]]
     """Share of each class, per split: among the pixels that are not ignored (all 0 if all are), or among the images;
-    empty where nobody labelled them."""
+    empty without labels."""
     mean: tuple[float, float, float]
     """RGB mean of the train split, on a 0..1 scale."""
     std: tuple[float, float, float]
@@ -57,7 +57,7 @@ class Manifest:
     files: dict[str, str]
     """File name in the data set folder -> sha256."""
     source: str
-    """Source that prepare_data read, or FLOAT_MODEL where the float model gave the labels."""
+    """Source that prepare_data read, or FLOAT_MODEL if the labels are predictions of the float model."""
 
 
 def read_manifest(dataset: Path) -> Manifest:
@@ -109,8 +109,8 @@ def open_labels(dataset: Path, split: str, task: Task) -> NDArray[Any]:
     if path.name not in manifest.files:
         raise ArtifactError(
             f"{dataset}: split '{split}' has no {LABEL_FILES[task]}, expected them for {task}. Choose "
-            "data=folder for segmentation, data=class_folder for classification, and data=images where nothing "
-            "is labelled."
+            "data=folder for segmentation, data=class_folder for classification, and data=images for images "
+            "without labels."
         )
     size = (manifest.height, manifest.width) if task is Task.segmentation else ()
     return _map_array(path, (num_images, *size), LABEL_TYPES[task])
@@ -120,7 +120,7 @@ def normalise(
     images_NHWC: NDArray[np.uint8], mean: tuple[float, ...], std: tuple[float, ...]
 ) -> NDArray[np.float32]:
     """Turn uint8 RGB images into the float32 NCHW input of every network: (value / 255 - mean) / std."""
-    # One multiply and one add per pixel, in place, so that a batch is touched as little as possible.
+    # One multiply and one add per pixel, in place, to keep memory traffic low.
     scale_C = (1.0 / (255.0 * np.asarray(std, np.float64))).astype(np.float32)
     shift_C = (-np.asarray(mean, np.float64) / np.asarray(std, np.float64)).astype(np.float32)
     images_NCHW = np.ascontiguousarray(np.moveaxis(images_NHWC, -1, 1), dtype=np.float32)
@@ -132,7 +132,7 @@ def normalise(
 def normalised_batches(
     images_NHWC: NDArray[np.uint8], card: InputCard, batch_size: int
 ) -> Iterator[NDArray[np.float32]]:
-    """Yield images as images_NCHW for the network or graph of a card, no more at once than it takes."""
+    """Yield normalised images_NCHW for the network or graph of a card, in batches that it accepts."""
     batch_size = card.fit_batch(batch_size)
     for start in range(0, len(images_NHWC), batch_size):
         yield normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
@@ -145,7 +145,7 @@ def _num_images(dataset: Path, manifest: Manifest, split: str) -> int:
 
 
 def _map_array(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
-    """Map a .npy file into memory, read-only; raise ArtifactError where it is not what the manifest says."""
+    """Map a .npy file into memory, read-only; raise ArtifactError if it differs from the manifest."""
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

@@ -1,4 +1,4 @@
-"""Write the canonical data set layout, image batch by image batch, with its statistics.
+"""Write the canonical data set layout batch by batch, with its statistics.
 
 Shape letters: N images, H height, W width, C channels.
 """
@@ -34,11 +34,11 @@ MIN_STD = 1 / 255
 
 @dataclass(frozen=True)
 class SplitBatches:
-    """The content of one split, as a stream, so that no split has to fit into memory."""
+    """The content of one split as a stream, so that a split need not fit into memory."""
 
     num_images: int
     batches: Iterable[tuple[NDArray[np.uint8], NDArray[Any] | None]]
-    """images_NHWC, each with their masks_NHW or labels_N; None where nobody labelled them."""
+    """images_NHWC, each with their masks_NHW or labels_N; None without labels."""
 
 
 def write_dataset(
@@ -53,7 +53,7 @@ def write_dataset(
 ) -> Manifest:
     """Write all splits and the manifest into a new folder; mean and std come from the split `train`.
 
-    `task` says what the labels are: masks, classes of images, or None where there are none.
+    `task` is the task of the labels: masks or classes of images; None without labels.
     """
     if task is Task.segmentation and len(classes) > MAX_CLASSES:
         raise DataError(f"{len(classes)} classes; masks are uint8 and hold at most {MAX_CLASSES}.")
@@ -79,9 +79,9 @@ def write_dataset(
 
 
 def write_first_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> Manifest:
-    """Write a smaller data set into a new folder: at most so many images of each named split, from the first on.
+    """Write a smaller data set into a new folder: the first images of each named split, at most as many as given.
 
-    Mean and std stay those of the whole, because the networks that were trained on it know no others.
+    Mean and std stay those of the whole data set, because networks were trained with them.
     """
     whole = read_manifest(dataset)
     out.mkdir(parents=True)
@@ -104,7 +104,7 @@ def write_first_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> M
 def batches_of(
     images_NHWC: NDArray[np.uint8], labels: NDArray[Any], size: int = 256
 ) -> Iterator[tuple[NDArray[np.uint8], NDArray[Any]]]:
-    """Cut arrays that are in memory into batches for `write_dataset`."""
+    """Split arrays that are in memory into batches for `write_dataset`."""
     for start in range(0, len(images_NHWC), size):
         yield images_NHWC[start : start + size], labels[start : start + size]
 
@@ -112,7 +112,7 @@ def batches_of(
 @dataclass(frozen=True)
 class _SplitStatistics:
     label_counts: NDArray[np.int64]
-    """Number of pixels, or of images, per value that a label can have."""
+    """Number of pixels, or of images, per possible value of a label."""
     colour_counts: NDArray[np.int64]
     """Number of pixels per channel and value, [3, 256]."""
     files: dict[str, str]
@@ -152,7 +152,7 @@ class _NpyStream:
     """Write a .npy file piece by piece; plain writes, because a memory map turns a full disk into SIGBUS."""
 
     def __init__(self, file: BinaryIO, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
-        """Announce the whole array; the first axis counts the rows to come."""
+        """Write the header; the first axis of `shape` is the number of rows that will follow."""
         self._file, self._shape, self._dtype = file, shape, np.dtype(dtype)
         self._num_rows, self._sha256 = 0, hashlib.sha256()
         header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
@@ -171,12 +171,12 @@ class _NpyStream:
     def finish(self) -> str:
         """Return the sha256 of the whole file."""
         if self._num_rows != self._shape[0]:
-            raise ValueError(f"{self._num_rows} images were written, {self._shape[0]} announced")
+            raise ValueError(f"{self._num_rows} images were written, expected {self._shape[0]}")
         return self._sha256.hexdigest()
 
 
 class _Tee:
-    """The part of a file that numpy's header writer needs, hashed on the way."""
+    """The part of a file's interface that numpy's header writer needs; also hashes what is written."""
 
     def __init__(self, file: BinaryIO, sha256: "hashlib._Hash") -> None:
         self._file, self._sha256 = file, sha256
@@ -189,7 +189,7 @@ class _Tee:
 def _class_shares(
     statistics: Mapping[str, _SplitStatistics], num_classes: int, task: Task | None
 ) -> dict[str, tuple[float, ...]]:
-    """Return split -> share of each class among what is labelled; nothing where nobody labelled it."""
+    """Return split -> share of each class among its labels; no shares without labels."""
     shares: dict[str, tuple[float, ...]] = {}
     for split, counted in statistics.items():
         values = (int(value) for value in np.flatnonzero(counted.label_counts))

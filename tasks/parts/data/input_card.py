@@ -1,4 +1,4 @@
-"""What a graph or an engine expects and means: its task, its classes, its image size, its preprocessing."""
+"""The inputs and outputs of a graph or an engine: task, classes, image size, preprocessing."""
 
 import json
 import math
@@ -11,10 +11,10 @@ from tasks.core.errors import ArtifactError
 
 
 def check_same_classes(checkpoint: Path, known: tuple[str, ...], data: tuple[str, ...], stage: str) -> None:
-    """Raise ArtifactError unless a checkpoint, made by `stage`, knows the classes of the data in their order."""
+    """Raise ArtifactError unless a checkpoint, made by `stage`, has the classes of the data in the same order."""
     if known != data:
         raise ArtifactError(
-            f"{checkpoint}: knows the classes {list(known)}, the data {list(data)}. Train it on this data set "
+            f"{checkpoint}: has the classes {list(known)}, the data {list(data)}. Train it on this data set "
             f"({stage})."
         )
 
@@ -30,7 +30,7 @@ class Task(StrEnum):
 
 @dataclass(frozen=True)
 class InputCard:
-    """Enough to feed a graph and to read its answer."""
+    """All that is needed to feed a graph and to interpret its output."""
 
     classes: tuple[str, ...]
     """Names of the classes in the order of the logits."""
@@ -41,9 +41,9 @@ class InputCard:
     height: int
     width: int
     task: Task = Task.segmentation
-    """What the logits are of; cards of our own networks do not name it, because they all segment."""
+    """Task of the logits; cards of our own networks omit it, because all of them do segmentation."""
     max_batch: int | None = None
-    """Largest batch that the graph takes; None where its batch is dynamic."""
+    """Largest batch that the graph accepts; None if its batch is dynamic."""
 
     def __post_init__(self) -> None:
         if len(self.classes) < 2 or len(set(self.classes)) != len(self.classes):
@@ -64,7 +64,7 @@ class InputCard:
         return (len(self.classes), *size)
 
     def fit_batch(self, batch_size: int) -> int:
-        """Return how many images may go in at once."""
+        """Return `batch_size`, limited to what the graph accepts."""
         return batch_size if self.max_batch is None else min(batch_size, self.max_batch)
 
     def to_json(self) -> str:
@@ -73,9 +73,9 @@ class InputCard:
 
     @classmethod
     def from_json(cls, text: str) -> "InputCard":
-        """Read the card of a graph; what else it says of a network is left out.
+        """Read the card of a graph, without its keys about the network.
 
-        Raises ArtifactError when keys are missing or impossible.
+        Raises ArtifactError when keys are missing or values are invalid.
         """
         try:
             fields = json.loads(text)
@@ -97,6 +97,6 @@ class InputCard:
 
 
 def rgb_triple(values: Iterable[float]) -> tuple[float, float, float]:
-    """Return the numbers of the three channels; raise ValueError for more or less."""
+    """Return the values of the three channels; raise ValueError for any other number of values."""
     red, green, blue = values
     return float(red), float(green), float(blue)

@@ -1,4 +1,4 @@
-"""How right predictions are: mIoU of masks, top-1 accuracy of images.
+"""Metrics of predictions: mIoU of masks, top-1 accuracy of images.
 
 Shape letters: N images, H height, W width, C classes.
 """
@@ -14,14 +14,14 @@ from tasks.core.errors import DataError
 from tasks.parts.data.input_card import Task
 
 FLOAT_MODEL = "float_model"
-"""Source of a data set whose labels are what the float model predicts."""
+"""Source of a data set whose labels are predictions of the float model."""
 
 NO_LABEL = -1
-"""Index to ignore among labels of images: no label has it, so every image counts."""
+"""Index to ignore in classification: no label has it, so every image counts."""
 
 
 class Metric(StrEnum):
-    """What a score is."""
+    """Metric of a score."""
 
     miou = "mIoU"
     top1 = "top-1 accuracy"
@@ -30,7 +30,7 @@ class Metric(StrEnum):
 
 
 def metric_of(task: Task, source: str) -> Metric:
-    """Return the metric of a task on the data set of a source (`Manifest.source`)."""
+    """Return the metric of a task on a data set with this source (`Manifest.source`)."""
     is_agreement = source == FLOAT_MODEL
     if task is Task.segmentation:
         return Metric.miou_agreement if is_agreement else Metric.miou
@@ -38,7 +38,7 @@ def metric_of(task: Task, source: str) -> Metric:
 
 
 def score(prediction: NDArray[Any], labels: NDArray[Any], num_classes: int, task: Task) -> float:
-    """Return mIoU of masks [N, H, W], or the share of right images of labels [N], 0..1."""
+    """Return the mIoU of masks [N, H, W], or the top-1 accuracy of labels [N], 0..1."""
     if task is Task.segmentation:
         return mean_iou(prediction, labels, num_classes)
     return float((prediction == labels).mean())
@@ -47,7 +47,7 @@ def score(prediction: NDArray[Any], labels: NDArray[Any], num_classes: int, task
 def class_scores(
     prediction: NDArray[Any], labels: NDArray[Any], num_classes: int, task: Task
 ) -> tuple[float | None, ...]:
-    """Return the IoU of each class, or the share of its images that are right; None for a class that is absent."""
+    """Return the IoU of each class, or its accuracy in classification; None for a class that is absent."""
     if task is Task.segmentation:
         return scores(confusion_matrix(prediction, labels, num_classes)).iou
     confusion_CC = confusion_matrix(prediction, labels, num_classes, ignore_index=NO_LABEL)
@@ -59,14 +59,14 @@ def class_scores(
 
 @dataclass(frozen=True)
 class Scores:
-    """IoU of the classes and pixel accuracy; None where a number is undefined, never 0 or NaN."""
+    """IoU of the classes and pixel accuracy; undefined numbers are None, never 0 or NaN."""
 
     miou: float | None
     """Mean of the defined class IoUs, 0..1."""
     iou: tuple[float | None, ...]
-    """Intersection over union per class; None for a class that neither labels nor prediction show."""
+    """Intersection over union per class; None for a class in neither labels nor predictions."""
     pixel_accuracy: float | None
-    """Share of right pixels among those that are not ignored."""
+    """Share of correct pixels among those that are not ignored."""
 
 
 def confusion_matrix(
@@ -75,7 +75,7 @@ def confusion_matrix(
     """Count pixels by (true class, predicted class) as [C, C]; matrices of several batches add up.
 
     Raises:
-        DataError: the shapes differ, or a counted value is no class (bincount would grow silently).
+        DataError: the shapes differ, or a counted value is not a class (bincount would grow silently).
     """
     if prediction_NHW.shape != mask_NHW.shape:
         raise DataError(
@@ -96,7 +96,7 @@ def confusion_matrix(
 
 
 def mean_iou(prediction_NHW: NDArray[Any], mask_NHW: NDArray[Any], num_classes: int) -> float:
-    """Return the mIoU, 0..1; 0 where no class is defined, so that it can be compared."""
+    """Return the mIoU, 0..1; 0 if it is undefined, so that it can be compared."""
     return scores(confusion_matrix(prediction_NHW, mask_NHW, num_classes)).miou or 0.0
 
 

@@ -1,1 +1,1 @@
-"""Where along its layers an engine departs from the network."""
+"""Find the layers at which an engine deviates from the network."""

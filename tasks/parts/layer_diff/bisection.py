@@ -1,8 +1,8 @@
-"""Which layers of a Q/DQ graph, put back to float, recover the accuracy of the float graph: delta debugging.
+"""Find the layers of a Q/DQ graph that have to run in float to recover the accuracy: delta debugging.
 
 Algorithm ddmin of Zeller & Hildebrandt, "Simplifying and isolating failure-inducing input", IEEE Transactions on
-Software Engineering 28 (2), 2002, section 3: halves first, finer parts where no half will do. What it returns is
-1-minimal: without any one of its layers the accuracy is not recovered. There may be another set that is smaller.
+Software Engineering 28 (2), 2002, section 3: halves first, then smaller parts. The result is 1-minimal: without
+any one of its layers the accuracy is not recovered. Another, smaller set may exist.
 """
 
 import logging
@@ -22,7 +22,7 @@ _CONVERSIONS = ("QuantizeLinear", "DequantizeLinear")
 
 @dataclass(frozen=True)
 class Trial:
-    """One graph that was judged."""
+    """One graph that was evaluated."""
 
     score: float
     is_recovered: bool
@@ -42,20 +42,20 @@ class FloatLayer:
 
 @dataclass(frozen=True)
 class Bisection:
-    """What the search came to, all on the same validation images."""
+    """Result of the search; all scores are on the same validation images."""
 
     is_recovered: bool
-    """False: with all layers in float, too, the graph stays below the target; its weights are not the float ones."""
+    """False: even with all layers in float the graph stays below the target; its weights are not the float ones."""
     float_score: float
     variant_score: float
-    """Score of the Q/DQ graph as it is."""
+    """Score of the unmodified Q/DQ graph."""
     target_score: float
     recovered_score: float
-    """Score with `layers` in float; where nothing recovers it, with all of them."""
+    """Score with `layers` in float; with all layers in float if nothing recovers it."""
     num_quantized_layers: int
     num_trials: int
     layers: tuple[FloatLayer, ...]
-    """Empty where the graph holds the target as it is, or where nothing recovers it."""
+    """Empty if the unmodified graph reaches the target, or if nothing recovers it."""
 
 
 def bisect(
@@ -101,15 +101,15 @@ def bisect(
 
 
 def minimal_set(items: Sequence[str], holds: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Return a part of `items` for which `holds`, but for no part of it that lacks one item.
+    """Return a subset of `items` for which `holds` is true, but false once any one item is removed.
 
-    `holds` must be true of all `items` and false of none. Likely items first: that saves calls.
+    `holds` must be true for all `items` and false for the empty set. Putting likely items first saves calls.
     """
     chosen, num_parts = list(items), 2
     while len(chosen) > 1:
         size = -(-len(chosen) // num_parts)
         parts = [chosen[start : start + size] for start in range(0, len(chosen), size)]
-        # The least likely part is the first to be done without.
+        # The least likely part is removed first.
         rests = [[item for item in chosen if item not in part] for part in reversed(parts)]
         if (part := next(filter(holds, parts), None)) is not None:
             chosen, num_parts = part, 2
@@ -140,7 +140,7 @@ def quantized_nodes(variant: "ModelProto", graph: "ModelProto") -> list[str]:
 
 
 def with_float_layers(variant: "ModelProto", graph: "ModelProto", nodes: "frozenset[str]") -> "ModelProto":
-    """Return a copy of the Q/DQ graph in which some nodes read what they read in the float graph, and its weights."""
+    """Return a copy of the Q/DQ graph in which some nodes read the inputs and weights of the float graph."""
     from onnx import ModelProto
 
     from tasks.parts.onnx_graphs.graph import drop_unused

@@ -47,21 +47,21 @@ class _TensorSums:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the passes over the images came to."""
+    """Result of the passes over the images."""
 
     match: Match
     compared: dict[str, Compared]
-    """Tensor of the float graph -> how it differs, for those that match and were there in the same shape."""
+    """Tensor of the float graph -> its differences, for tensors that match and have the same shape."""
     marked_logits: list[FloatArray]
-    """Logits of the engine with readable tensors, one per image."""
+    """Logits of the engine with readable tensors, one array per image."""
 
     @property
     def num_fused(self) -> int:
-        """Count the tensors that are judged with the layer that they are fused into."""
+        """Count the tensors that are compared with the layer that they are fused into."""
         return sum(behind in self.compared for behind in self.match.fused.values())
 
     def own_sqnr_db(self, tensor: str) -> float:
-        """Return how noisy the variant's layer is that makes a tensor, or is fused with it; MAX_SQNR_DB: unknown."""
+        """Return the SQNR of the variant's layer that computes a tensor or fuses with it; MAX_SQNR_DB if unknown."""
         compared = self.compared.get(tensor) or self.compared.get(self.match.fused.get(tensor, ""))
         return MAX_SQNR_DB if compared is None or compared.own_sqnr_db is None else compared.own_sqnr_db
 
@@ -71,8 +71,8 @@ def compare(
 ) -> Comparison:
     """Run all side by side, image by image; only one image's tensors are in memory at a time.
 
-    `model` is the variant: what the engine was built from. Where it is the float graph itself, or a checkpoint,
-    there is nothing between the two to compare with.
+    `model` is the variant from which the engine was built. If it is the float graph itself or a checkpoint, the
+    engine is compared only with the float graph.
     """
     image, logits = graph.graph.input[0].name, graph.graph.output[0].name
     num_threads = manifest.target.num_threads
@@ -93,7 +93,7 @@ def compare(
     feeds = [{image: image_CHW[None]} for image_CHW in images_NCHW]
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL), _torch_left_alone():
         for results in Comparator.run(runners, data_loader=feeds, streaming=True):
-            # Each runner's one iteration; reading by name loads the array.
+            # Each runner has one iteration; reading by name loads the array.
             tensors = {
                 runner: {name: iterations[0][name] for name in iterations[0]}
                 for runner, iterations in results.items()
@@ -115,7 +115,7 @@ def compare(
 def _open_engine(
     manifest: EngineManifest, engine: Path, variant: ModelProto | None, graph: ModelProto
 ) -> tuple[Match, Any]:
-    """Return what of the float graph the engine shows, and the runner that reads it."""
+    """Return the tensors of the float graph that the engine exposes, and the runner that reads them."""
     if variant is None:
         match = match_modules(graph)
         return match, TorchHookedRunner(engine / manifest.file, match.names, graph, manifest)
@@ -138,7 +138,7 @@ def _add(
     engine: Mapping[str, Any],
     variant: Mapping[str, Any],
 ) -> None:
-    """Add one image; tensors that are absent, of another shape or no floats are left out for good."""
+    """Add one image; drop tensors that are missing, have another shape or are not floats."""
     for name in list(sums):
         a, b, c = expected.get(name), engine.get(name), variant.get(name)
         if a is None or b is None or a.shape != b.shape or a.dtype.kind != "f" or a.ndim < 2:
@@ -152,7 +152,7 @@ def _add(
 
 @contextlib.contextmanager
 def _torch_left_alone() -> Iterator[None]:
-    """Keep Polygraphy from importing torch, for more than a second, only to ask whether an array is a tensor."""
+    """Keep Polygraphy from importing torch (over a second) only to check whether an array is a tensor."""
     if "torch" in sys.modules:
         yield
         return

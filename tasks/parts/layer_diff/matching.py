@@ -1,4 +1,4 @@
-"""Which tensor of a variant stands for which one of its float graph, and graphs in which such tensors can be read."""
+"""Match the tensors of a variant with those of its float graph, and make graphs that expose them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ _LAYERS = ("Conv", "ConvTranspose", "Gemm")
 
 @dataclass(frozen=True)
 class Match:
-    """What of a float graph can be compared."""
+    """The tensors of a float graph that can be compared."""
 
     names: dict[str, str]
     """Tensor of the float graph -> tensor of the variant with the same meaning, in graph order, the image first."""
     fused: dict[str, str]
-    """Tensor of the float graph that a runtime computes and never shows -> the next one, with which it is judged."""
+    """Tensor of the float graph that a runtime never exposes -> the next one, with which it is compared."""
     num_tensors: int
     """Tensors of the float graph that depend on the image."""
 
@@ -29,8 +29,8 @@ class Match:
 def match_tensors(graph: ModelProto, variant: ModelProto) -> Match:
     """Match by name, through fusions.
 
-    A tensor that the variant quantizes is compared behind its DequantizeLinear. An int8 convolution whose only
-    readers are activations is judged with the activation: reading a tensor between the two would forbid the fused
+    A tensor that the variant quantizes is compared after its DequantizeLinear. An int8 convolution that is read only
+    by activations is compared together with the activation: reading the tensor between them would prevent the fused
     int8 kernel. Raises ArtifactError for graphs that have no names in common.
     """
     readers: dict[str, list[NodeProto]] = {}
@@ -71,16 +71,16 @@ def match_tensors(graph: ModelProto, variant: ModelProto) -> Match:
     if len(names) < 2:
         raise ArtifactError(
             f"The engine's graph '{variant.graph.name}' and the float graph '{graph.graph.name}' have no "
-            "tensor names in common but the logits, so layers cannot be compared. Give diff_layers the "
+            "tensor names in common except the logits, so layers cannot be compared. Give diff_layers the "
             "float graph that this variant was quantized from."
         )
     return Match(names, fused, len(tensors))
 
 
 def match_modules(graph: ModelProto) -> Match:
-    """Match each tensor of the graph with the torch module that makes it, where that has no parts of its own.
+    """Match each tensor of the graph with the leaf torch module that computes it.
 
-    Such a module's output is that of its last node. Modules that run several times are left out.
+    The output of a leaf module is that of its last node. Modules that run several times are left out.
     """
     sources = node_sources(graph)
     last_of: dict[str, str] = {}
@@ -131,10 +131,10 @@ def mark(graph: ModelProto, names: Sequence[str]) -> bytes:
 def add_exact_twins(
     graph: ModelProto, variant: ModelProto, names: Mapping[str, str]
 ) -> tuple[ModelProto, dict[str, str]]:
-    """Return a copy of the float graph that computes each layer of the variant too, from the exact inputs.
+    """Return a copy of the float graph that also computes each layer of the variant from the exact inputs.
 
-    Wherever the variant reads a tensor of `names`, its copy reads that of the float graph. The second value says, by
-    tensor, which scalar holds the sum of squares of the difference. A variant in another opset gives no twins.
+    Wherever the variant reads a tensor of `names`, its copy reads that of the float graph. The second value maps
+    each tensor to the scalar that holds the sum of squared differences. A variant in another opset gives no twins.
     """
     twinned = ModelProto()
     twinned.CopyFrom(graph)
@@ -145,7 +145,7 @@ def add_exact_twins(
     types = _types(variant)
     own = makers.keys() | {tensor.name for tensor in variant.graph.initializer}
     halves = [name for name in names if types.get(name) == TensorProto.FLOAT16]
-    # Of two versions of an exact input the one in the variant's own precision.
+    # Of two versions of an exact input, use the one in the variant's own precision.
     exact = {name: f"{_PREFIX}{name}:half" if name in halves else name for name in names}
     added = [helper.make_node("Cast", [name], [exact[name]], to=TensorProto.FLOAT16) for name in halves]
     for node in variant.graph.node:

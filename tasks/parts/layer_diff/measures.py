@@ -1,4 +1,4 @@
-"""How two versions of one tensor differ, summed up image by image in bounded memory."""
+"""Measure how two versions of a tensor differ, accumulated image by image in bounded memory."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ from tasks.parts.onnx_graphs.signal_to_noise import sqnr_db
 
 NUM_BINS = 64
 MAX_VALUES = 2**14
-"""Values of a tensor that one image gives to the histograms, evenly spread, in both versions the same."""
+"""Values per image that the histograms sample, evenly spread and at the same positions in both versions."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass
 class Histograms:
-    """Counts of two versions of a tensor: equal bins over what the first image spans, one more beyond each end."""
+    """Histograms of two versions of a tensor: equal bins over the range of the first image, one beyond each end."""
 
     low: float
     width: float
@@ -28,7 +28,9 @@ class Histograms:
 
     def count(self, values: NDArray[Any]) -> NDArray[np.int64]:
         """Count some values of a tensor by bin; NaN counts as below."""
-        step = math.ceil(values.size / MAX_VALUES) | 1  # odd: it does not stay in the same columns of a map
+        step = (
+            math.ceil(values.size / MAX_VALUES) | 1
+        )  # odd, so that it does not stay in the same columns of a map
         bins = (values.ravel()[::step] - self.low) * (NUM_BINS / self.width)
         bins = np.fmin(np.fmax(bins, -1), NUM_BINS) + 1
         return np.bincount(bins.astype(np.intp), minlength=NUM_BINS + 2)
@@ -58,7 +60,7 @@ class PairSums:
             self.histograms = Histograms(low, (high - low) or 1.0)
         self.histograms.expected += self.histograms.count(a)
         self.histograms.actual += self.histograms.count(b)
-        # einsum and not @: the threads of BLAS would fight with those of the runtimes.
+        # einsum instead of @: BLAS threads would compete with those of the runtimes.
         self.signal += float(np.einsum("i,i", a, a))
         self.actual += float(np.einsum("i,i", b, b))
         a -= b
@@ -68,7 +70,7 @@ class PairSums:
 
     @property
     def difference(self) -> Difference:
-        """Return what the sums come to."""
+        """Compute the measures from the sums."""
         overlap = self.histograms.overlap if self.histograms else 1.0
         return Difference(sqnr_db(self.signal, self.noise), self._cosine, self.max_abs, overlap)
 

@@ -1,4 +1,4 @@
-"""The growth of the error, layer by layer, as a picture."""
+"""Plot how the error grows from layer to layer."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def plot_growth(
     first_collapse: Layer | None,
     largest_own_drop: Layer | None,
 ) -> None:
-    """Draw SQNR over depth: what has gathered up to each layer, and what the layer adds itself."""
+    """Plot SQNR over depth: the error accumulated up to each layer, and what the layer adds itself."""
     figure = Figure(figsize=(min(24, max(9, 0.16 * len(layers) + 3)), 6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -54,7 +54,7 @@ def plot_growth(
 
 
 def _draw_variant(axes: Any, layers: Sequence[Layer]) -> None:
-    """Add what precision alone explains: the variant's graph, and its layers fed exact inputs."""
+    """Add the effect of precision alone: the variant's graph, and its layers fed with exact inputs."""
     points = [(index, layer.variant.sqnr_db) for index, layer in enumerate(layers) if layer.variant]
     if points:
         label = "the graph alone, without the runtime"
@@ -65,7 +65,7 @@ def _draw_variant(axes: Any, layers: Sequence[Layer]) -> None:
         if layer.own_sqnr_db is not None and layer.own_sqnr_db < MAX_SQNR_DB
     ]
     if own:
-        label = "the layer's own, fed exact inputs"
+        label = "the layer alone, fed with exact inputs"
         axes.scatter(*zip(*own, strict=True), s=26, color=_BROWN, marker="_", label=label, zorder=2)
 
 

@@ -1,4 +1,4 @@
-"""Runners for Polygraphy's Comparator that show the inner tensors of a graph or an engine."""
+"""Runners for Polygraphy's Comparator that expose the inner tensors of a graph or an engine."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def plain_runner(graph: ModelProto, names: Sequence[str], *, num_threads: int, name: str) -> Any:
-    """Return a runner that computes a graph node by node, as it stands, on the CPU."""
+    """Return a runner that computes an unmodified graph node by node on the CPU."""
     marked = mark(graph, names)
     return OnnxrtRunner(
         lambda: open_session(
@@ -33,7 +33,7 @@ def plain_runner(graph: ModelProto, names: Sequence[str], *, num_threads: int, n
 
 
 def onnxruntime_runner(graph: ModelProto, names: Sequence[str], manifest: EngineManifest) -> Any:
-    """Return a runner of the graph, optimised as the engine is, as far as the marked outputs let it."""
+    """Return a runner of the graph, optimised like the engine as far as the marked outputs allow."""
     marked, num_threads = mark(graph, names), manifest.target.num_threads
     return OnnxrtRunner(
         lambda: open_session(marked, provider=manifest.provider, num_threads=num_threads), name="engine"
@@ -88,7 +88,7 @@ class TorchHookedRunner(BaseRunner):  # type: ignore[misc]
         return _metadata(self._image, self._manifest)
 
     def infer_impl(self, feed_dict: Any) -> dict[str, Any]:
-        """Return what the hooks saw."""
+        """Return the outputs that the hooks recorded."""
         import torch
 
         self._outputs.clear()
@@ -99,8 +99,8 @@ class TorchHookedRunner(BaseRunner):  # type: ignore[misc]
 
 
 def _hook_modules(model: "nn.Module", names: set[str], outputs: dict[str, Any]) -> None:
-    """Keep a copy of the output of each named module without parts; where a BatchNorm that the graph has folded reads
-    it directly, that one's instead."""
+    """Copy the output of each named leaf module; if a BatchNorm that the graph has folded reads it directly, copy
+    that one's output instead."""
     import torch
     from torch import nn
 
@@ -127,9 +127,9 @@ def _hook_modules(model: "nn.Module", names: set[str], outputs: dict[str, Any]) 
 
 
 class TensorrtDebugRunner(BaseRunner):  # type: ignore[misc]
-    """What fusion leaves of the tensors of a plan, under the names of `names`. Not run on real hardware.
+    """Tensors of a plan that survive fusion, under the names of `names`. Not run on real hardware.
 
-    The plan is built for this: marking changes no fusion, but the engine file itself shows no tensors.
+    A separate plan is built: marking changes no fusion, but the engine file itself exposes no tensors.
     """
 
     def __init__(self, graph: ModelProto, names: Mapping[str, str], manifest: EngineManifest) -> None:
@@ -156,7 +156,7 @@ class TensorrtDebugRunner(BaseRunner):  # type: ignore[misc]
         return _metadata(self._graph.graph.input[0].name, self._manifest)
 
     def infer_impl(self, feed_dict: Any) -> dict[str, Any]:
-        """Return the tensors that the plan shows."""
+        """Return the tensors that the plan exposes."""
         [images_NCHW] = feed_dict.values()
         self.inference_time = 0.0
         return named_as(self._names, self._graph, self._runner.infer_tensors(images_NCHW))
@@ -169,9 +169,9 @@ class TensorrtDebugRunner(BaseRunner):  # type: ignore[misc]
 def named_as(
     names: Mapping[str, str], graph: ModelProto, tensors_by_name: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the tensors that a fused engine shows, by the values of `names`, in float32.
+    """Return the tensors that a fused engine exposes, by the values of `names`, in float32.
 
-    A tensor that the graph quantizes may be there as its int8 levels, behind DequantizeLinear, or as it was before.
+    A tensor that the graph quantizes may appear as int8 levels, after DequantizeLinear, or before quantization.
     """
     constants = {tensor.name: tensor for tensor in graph.graph.initializer}
     makers = {name: node for node in graph.graph.node for name in node.output}

@@ -1,4 +1,4 @@
-"""The layers of an engine beside those of its float graph, one line each."""
+"""Table of the layers of an engine beside those of its float graph."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -20,20 +20,21 @@ class Difference:
     """10 log10(signal power / noise power)."""
     cosine: float
     max_abs: float
-    """Largest absolute difference of one value; the largest float32 where it is not finite."""
+    """Largest absolute difference of one value; the largest float32 if it is not finite."""
     histogram_overlap: float
     """Intersection of the two normalised histograms over common bins (Swain & Ballard, "Color indexing", IJCV 7,
-    1991): 1 for equal distributions, 0 for disjoint ones. It tells a shifted or clipped tensor from a noisy one."""
+    1991): 1 for equal distributions, 0 for disjoint ones. It separates a shifted or clipped tensor from a noisy
+    one."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """All that was measured of one tensor."""
+    """All measurements of one tensor."""
 
     engine: Difference
     """The engine against the float graph."""
     variant: Difference | None
-    """The variant's graph against the float graph; None where it is the float graph, or has no such tensor."""
+    """The variant's graph against the float graph; None if it is the float graph, or has no such tensor."""
     runtime: Difference | None
     """The engine against the variant's graph; None as above."""
     own_sqnr_db: float | None
@@ -42,15 +43,15 @@ class Compared:
 
 @dataclass(frozen=True)
 class Layer:
-    """One compared tensor and the node that makes it."""
+    """One compared tensor and the node that computes it."""
 
     node: str
     op_type: str
     tensor: str
     module: str
-    """Dotted torch module; empty if the graph does not say."""
+    """Dotted torch module; empty if the graph does not name it."""
     source: str
-    """file:line; empty if the graph does not say."""
+    """file:line; empty if the graph does not name it."""
     sqnr_db: float
     """The engine against the float graph, like the next three: what precision and runtime changed so far."""
     cosine: float
@@ -59,9 +60,9 @@ class Layer:
     input_sqnr_db: float
     """SQNR of the noisiest input."""
     added_noise: float
-    """Rise of noise power / signal power from input to output: what this layer seems to add itself."""
+    """Rise of noise power / signal power from input to output: an estimate of what this layer adds itself."""
     own_sqnr_db: float | None
-    """SQNR of the variant's layer fed exact inputs: what it adds itself; None where the variant is the float one."""
+    """SQNR of the variant's layer fed with exact inputs: what it adds itself; None if the variant is float."""
     variant: Difference | None
     """The variant's graph against the float graph: what precision alone changed so far. None as above."""
     runtime: Difference | None
@@ -119,7 +120,7 @@ def _layer(
 def find_suspects(layers: Sequence[Layer], *, collapse_db: float) -> tuple[Layer | None, Layer | None]:
     """Return the first layer below `collapse_db`, and the one that adds most noise itself.
 
-    The second is measured with exact inputs where the variant is not the float graph; else by the rise of the noise.
+    The second is measured with exact inputs if the variant is not the float graph, otherwise by the rise of noise.
     """
     first = next((layer for layer in layers if layer.sqnr_db < collapse_db), None)
     fed_exactly = [layer for layer in layers if layer.own_sqnr_db is not None]
@@ -131,7 +132,7 @@ def find_suspects(layers: Sequence[Layer], *, collapse_db: float) -> tuple[Layer
 
 
 def write_layers(path: Path, layers: Sequence[Layer]) -> None:
-    """Write one line per layer; the measures of a comparison are columns of their own, such as `variant_sqnr_db`."""
+    """Write one row per layer; each measure of a comparison has its own column, such as `variant_sqnr_db`."""
     nested = ("variant", "runtime")
     names = [field.name for field in fields(Layer) if field.name not in nested]
     measures = [field.name for field in fields(Difference)]

@@ -1,1 +1,1 @@
-"""What is measured of an engine: how accurate it is, how fast, and how certain that is."""
+"""Measurements of engines: latency, memory, machine state, confidence intervals and Pareto fronts."""

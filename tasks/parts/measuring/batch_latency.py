@@ -1,4 +1,4 @@
-"""From rounds of bursts to the latency of an engine at one batch size, with intervals and a verdict on stability."""
+"""Compute the latency of an engine at one batch size from rounds of bursts, with intervals and stability."""
 
 import statistics
 from collections.abc import Sequence
@@ -25,19 +25,19 @@ class Round:
 
 @dataclass(frozen=True)
 class Windows:
-    """Rounds in groups: a measurement is stable when the medians of the last three groups agree."""
+    """Groups of rounds: a measurement is stable if the medians of the last three groups agree."""
 
     num_rounds: Annotated[int, AtLeast(1)]
-    """Rounds of a window."""
+    """Rounds per window."""
     tolerance: Annotated[float, MoreThan(0)]
-    """Share by which the medians may differ; 0.05 is 5 %. Lower: stops later, or only at the budget."""
+    """How much the medians may differ; 0.05 is 5 %. Lower: stops later, or only at the budget."""
 
     def count(self, rounds: Sequence[Round]) -> int:
         """Return the number of full windows."""
         return len(rounds) // self.num_rounds
 
     def are_stable(self, rounds: Sequence[Round]) -> bool:
-        """Tell whether the last three full windows agree."""
+        """Return whether the last three full windows agree."""
         first = self.count(rounds) - _EQUAL_WINDOWS
         if first < 0:
             return False
@@ -58,7 +58,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class BatchLatency:
-    """Latency at one batch size, by the clock of the host unless its name says device."""
+    """Latency at one batch size, timed on the host except for the fields named device."""
 
     batch: int
     latency_ms_p50: float
@@ -67,7 +67,7 @@ class BatchLatency:
     latency_ms_p99: float
     latency_ms_mean: float
     latency_ms_intervals: dict[str, Interval]
-    """Intervals of p50, p90, p95 and p99, over the rounds: calls within a burst are not independent."""
+    """Intervals of p50, p90, p95 and p99, resampled by round: calls within a burst are not independent."""
     device_ms_p50: float | None
     """By CUDA events, copies to and from the GPU included; None on a CPU."""
     device_compute_ms_p50: float | None
@@ -75,8 +75,7 @@ class BatchLatency:
     throughput_per_s: float
     """Images per second, one inference after the other."""
     aa_ratio_spread: float
-    """Largest distance from 1 of the 95 % interval of engine / same engine. Smaller differences may not be
-    claimed."""
+    """Largest distance from 1 of the 95 % interval of engine / control. Smaller differences are not significant."""
     is_stable: bool
     """Whether the last three windows agreed; if not, time ran out."""
     num_windows: int
@@ -84,7 +83,7 @@ class BatchLatency:
     num_samples: int
     """Timed inferences of the engine (both processes)."""
     num_repeats: int
-    """1 if the measurement was void once and done again."""
+    """1 if the measurement was repeated because of a large A/A spread."""
 
 
 def summarise(
@@ -130,5 +129,5 @@ def summarise(
 
 
 def _engine_ms(rounds: Sequence[Round]) -> list[list[float]]:
-    """Return what both processes of the engine measured in each round."""
+    """Return the latencies of both processes of the engine in each round."""
     return [[*burst.engine, *burst.control] for burst in rounds]

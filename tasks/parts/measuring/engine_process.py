@@ -1,9 +1,9 @@
-"""An engine in a process of its own, that runs bursts of inferences on command.
+"""Run an engine in its own process, which runs bursts of inferences on command.
 
-Each engine of a benchmark gets a process: its memory is its own, and no thread pool of another runtime spins
-beside it. The parent holds `EngineProcess`; the child is `python -m tasks.parts.measuring.engine_process
-<engine>`.
-They talk in JSON lines over the child's stdin and stdout. The child dies with its parent.
+Each engine of a benchmark gets its own process, so that it shares neither memory nor thread pools with another
+runtime. The parent uses `EngineProcess`; the child is
+`python -m tasks.parts.measuring.engine_process <engine> <parent pid>`. They exchange JSON lines over the child's
+stdin and stdout. The child dies with its parent.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _SOURCE_ROOT = Path(__file__).resolve().parents[3]
 
 _MIB = 1 << 20
 _SETTLE_SECONDS = 0.003
-"""Pause before a burst, in which the thread pools of the engine that ran before go to sleep."""
+"""Pause before a burst, in which the thread pools of the previous engine go to sleep."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Memory:
     """Resident memory of an engine's process, in MiB."""
 
     engine: float
-    """After warm-up, less what Python needed before the runtime was imported: runtime + weights + buffers."""
+    """After warm-up, minus what Python used before the runtime was imported: runtime + weights + buffers."""
     total: float
     """Peak of the whole process."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine does while several threads keep it busy."""
+    """Throughput and latency of an engine while several threads keep it busy."""
 
     calls_per_s: list[float]
     """Inferences per second of all lanes together, in each window."""
@@ -83,7 +83,7 @@ class EngineProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()  # it has nothing to save, and some runtimes take long to unload
         self._process.wait()
-        with contextlib.suppress(BrokenPipeError):  # what the child did not read any more
+        with contextlib.suppress(BrokenPipeError):  # the child did not read everything
             self._process.stdin.close()
         self._process.stdout.close()
 
@@ -97,7 +97,7 @@ class EngineProcess:
         return self._answer()
 
     def warm_up(self, batch: int, *, seconds: float) -> Memory:
-        """Run until `seconds` are over, at least three times."""
+        """Run for `seconds`, at least three times, and return the memory used."""
         answer = self._ask({"do": "warm_up", "batch": batch, "seconds": seconds})
         return Memory(answer["engine_mib"], answer["total_mib"])
 
@@ -108,18 +108,18 @@ class EngineProcess:
         return latencies_ns
 
     def profile(self, *, num_iterations: int) -> dict[str, float]:
-        """Return the mean milliseconds of each layer at batch 1, by the runtime's own name of it."""
+        """Return the mean milliseconds of each layer at batch 1, by the runtime's name for it."""
         answer = self._ask({"do": "profile", "batch": 1, "num_iterations": num_iterations})
         milliseconds: dict[str, float] = answer["milliseconds"]
         return milliseconds
 
     def time_on_device(self, batch: int, *, num_iterations: int) -> DeviceTimes | None:
-        """Return what the clock of the GPU says; None for an engine on the CPU."""
+        """Return the times measured on the GPU; None for an engine on the CPU."""
         answer = self._ask({"do": "time_on_device", "batch": batch, "num_iterations": num_iterations})
         return DeviceTimes(**answer["times"]) if answer["times"] else None
 
     def load(self, batch: int, *, concurrency: int, seconds: float, num_windows: int) -> Load:
-        """Keep `concurrency` lanes of the engine busy for `num_windows` times `seconds`."""
+        """Keep `concurrency` lanes of the engine busy for `num_windows` windows of `seconds` each."""
         command = {"do": "load", "batch": batch, "concurrency": concurrency}
         answer = self._ask({**command, "seconds": seconds, "num_windows": num_windows})
         return Load(answer["calls_per_s"], answer["latencies_ns"])
@@ -173,7 +173,7 @@ class EngineProcess:
 
 @contextmanager
 def open_processes(engines: Mapping[str, Path], *, timeout_s: float) -> Iterator[dict[str, EngineProcess]]:
-    """Start a process for each engine, with the threads that its target declares; they load side by side."""
+    """Start a process for each engine, with the number of threads of its target; they load in parallel."""
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(
@@ -195,7 +195,7 @@ def run_round(
     burst_ms: float,
     min_calls: int,
 ) -> dict[str, list[float]]:
-    """Let each process run one burst, in random order, and return the latencies in ms of each."""
+    """Run one burst in each process, in random order, and return the latencies of each in ms."""
     bursts = {
         name: processes[name].burst(batch, seconds=burst_ms / 1000, min_calls=min_calls)
         for name in shuffler.sample(list(processes), len(processes))
@@ -204,7 +204,7 @@ def run_round(
 
 
 def serve(engine: Path, commands: IO[str], answers: IO[str]) -> None:
-    """Load the engine, then answer one command a line until `commands` ends."""
+    """Load the engine, then answer commands, one per line, until `commands` ends."""
     from tasks.parts.engines.open_engine import open_engine
 
     rss_before_mib = _rss_mib()
@@ -257,19 +257,19 @@ def _carry_out(runner: Runner, images_NCHW: FloatArray, *, do: str, **options: A
 def _load(
     lanes: Sequence[Runner], images_NCHW: FloatArray, *, seconds: float, num_windows: int
 ) -> dict[str, Any]:
-    """Let each lane run in a thread of its own; all start each window together."""
+    """Run each lane in its own thread; all lanes start each window together."""
     barrier, entry = threading.Barrier(len(lanes)), threading.Lock()
 
     def drive(lane: Runner) -> list[list[int]]:
         windows = []
         with ExitStack() as stack:
-            with entry:  # one after the other: not every runtime opens contexts in two threads at once
+            with entry:  # one at a time: some runtimes cannot open contexts in two threads at once
                 stack.enter_context(lane)
                 lane.run(images_NCHW)
             for _ in range(num_windows):
                 barrier.wait()
                 windows.append(_time_calls(lane.run, images_NCHW, seconds, min_calls=1))
-            barrier.wait()  # a lane that closes disturbs the others
+            barrier.wait()  # closing a lane would disturb the others
         return windows
 
     with ThreadPoolExecutor(len(lanes)) as pool:
@@ -317,7 +317,7 @@ def _send(answers: IO[str], answer: dict[str, Any]) -> None:
 
 
 def main(engine: str, parent_pid: str) -> None:
-    """Be the child: answers go to the first stdout; whatever a library prints goes to stderr."""
+    """Run the child: answers go to the original stdout; whatever a library prints goes to stderr."""
     die_with_parent(int(parent_pid), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:

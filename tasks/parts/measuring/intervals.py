@@ -1,4 +1,4 @@
-"""Intervals of latencies and of their ratios, by bootstrap."""
+"""Bootstrap intervals of latencies and of their ratios."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def bootstrap_interval(ratios: Sequence[float], *, seed: int) -> tuple[float, fl
 
 
 def ratio_spread(ratios: Sequence[float], *, seed: int) -> float:
-    """Return the largest distance from 1 of the interval of ratios: how far two equal things seem to differ."""
+    """Return how far the interval of the ratios extends from 1: how much two equal engines seem to differ."""
     return max(abs(end - 1) for end in bootstrap_interval(ratios, seed=seed))
 
 
@@ -26,7 +26,7 @@ def percentile_intervals(
 ) -> list[tuple[float, float]]:
     """Return the 95 % bootstrap interval of each percentile of all values, drawing whole rounds.
 
-    Values of one round are not independent of each other, so that drawing single values would promise too much
+    The values of one round are not independent, so drawing single values would give intervals that are too narrow
     (cluster bootstrap: Davison and Hinkley 1997, section 3.8).
     """
     values = np.concatenate(rounds)

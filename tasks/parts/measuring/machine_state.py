@@ -1,6 +1,6 @@
-"""What of the machine changes a latency beside the engine: clocks, power, temperatures, versions.
+"""Read what affects latency besides the engine: clocks, power, temperatures and versions.
 
-What a GPU tells through NVML was not run on real hardware.
+Reading a GPU's state through NVML was not run on real hardware.
 """
 
 import importlib.metadata
@@ -24,12 +24,12 @@ _THROTTLE_REASONS = {
     "HwPowerBrakeSlowdown": "power brake",
     "ApplicationsClocksSetting": "clocks set by the user",
 }
-"""Ends of NVML's names -> what they mean; an idle GPU is no reason."""
+"""Suffixes of NVML's names -> their meaning; an idle GPU is not a reason."""
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """What NVML says; None where this GPU does not tell."""
+    """What NVML reports; None if this GPU does not support it."""
 
     sm_mhz: int | None
     memory_mhz: int | None
@@ -40,7 +40,7 @@ class GpuState:
 
 @dataclass(frozen=True)
 class MachineState:
-    """One moment; None where the machine does not tell."""
+    """The machine at one moment; None if it does not report a value."""
 
     cpu_mhz: float | None
     """Mean of all cores."""
@@ -48,7 +48,7 @@ class MachineState:
     """The hottest sensor of the processor."""
     gpu: GpuState | None
     gpu_note: str
-    """Why there is no `gpu`; empty where there is one."""
+    """Why `gpu` is None; otherwise empty."""
 
 
 def read_machine_state(device: str) -> MachineState:
@@ -66,9 +66,9 @@ def read_machine_state(device: str) -> MachineState:
 
 
 def read_gpu_memory_mib(pid: int) -> float | None:
-    """Return what a process holds on the first visible GPU, its CUDA context included.
+    """Return the memory of a process on the first visible GPU, including its CUDA context.
 
-    None where NVML does not tell, as in a container that does not see the process ids of its host.
+    None if NVML does not report it, as in a container that does not see the process ids of its host.
     """
     with _open_gpu() as (nvml, handle, _):
         processes = _ask(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) if nvml else None
@@ -77,7 +77,7 @@ def read_gpu_memory_mib(pid: int) -> float | None:
 
 
 def read_versions(device: str) -> dict[str, str]:
-    """Return the versions that a latency depends on beside that of the runtime."""
+    """Return the versions that latency depends on, besides that of the runtime."""
     versions = {
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -107,7 +107,7 @@ def _read_gpu() -> tuple[GpuState | None, str]:
 
 
 def name_throttle_reasons(nvml: Any, reasons: int) -> tuple[str, ...]:
-    """Say in words what slows the clocks down; `nvml` is the module pynvml."""
+    """Return in words what slows the clocks down; `nvml` is the module pynvml."""
     return tuple(
         words
         for name, words in _THROTTLE_REASONS.items()
@@ -117,7 +117,7 @@ def name_throttle_reasons(nvml: Any, reasons: int) -> tuple[str, ...]:
 
 @contextmanager
 def _open_gpu() -> Iterator[tuple[Any, Any, str]]:
-    """Give pynvml and the handle of the first visible GPU; without one None, None and the reason."""
+    """Yield pynvml, the handle of the first visible GPU and ``""``; without a GPU, None, None and the reason."""
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -139,7 +139,7 @@ def _open_gpu() -> Iterator[tuple[Any, Any, str]]:
 
 
 def _ask(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of NVML; None where this GPU does not support it."""
+    """Call a function of NVML; return None if this GPU does not support it."""
     try:
         return function(*arguments)
     except nvml.NVMLError:

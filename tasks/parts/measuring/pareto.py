@@ -1,4 +1,4 @@
-"""The Pareto front of points that cost something (lower is better) and give something (higher is better)."""
+"""The Pareto front of points with a cost (lower is better) and a gain (higher is better)."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ _MIN_RISE = 1e-9
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> tuple[bool, ...]:
-    """Tell for each (cost, gain) whether no other point is at least as good in both and better in one.
+    """Return for each (cost, gain) whether no other point is at least as good in both and better in one.
 
-    Points that are equal in both stand or fall together.
+    Equal points are either all on the front or all off it.
     """
     return tuple(not any(_dominates(other, point) for other in points) for point in points)
 
@@ -16,12 +16,12 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> tuple[bool, ...]:
 def find_knee(points: Sequence[tuple[float, float]]) -> int | None:
     """Return the index of the (cost, gain) after which more cost gives little more gain.
 
-    Over the front, costs and gains are scaled to 0..1; the knee lies farthest above the chord from the cheapest
-    point of the front to the dearest. None where no point lies above it: less than three points, a straight
-    front, or one that bends the other way. Of equal points the first counts.
+    Costs and gains of the front are scaled to 0..1; the knee is the point farthest above the chord from the cheapest
+    point to the most expensive one. Returns None if no point is above the chord: fewer than three points, a straight
+    front, or one that bends the other way. Of equal points, the first is returned.
 
-    Kneedle (Satopaa et al., "Finding a 'Kneedle' in a Haystack", ICDCS Workshops 2011) without its smoothing,
-    which is for many noisy points.
+    This is Kneedle (Satopaa et al., "Finding a 'Kneedle' in a Haystack", ICDCS Workshops 2011) without its smoothing,
+    which is meant for many noisy points.
     """
     front = [index for index, is_kept in enumerate(pareto_front(points)) if is_kept]
     if len({points[index] for index in front}) < 3:

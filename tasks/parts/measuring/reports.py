@@ -1,4 +1,4 @@
-"""What the measuring stages report of engines: latency, and the race of a target's engines."""
+"""Reports of the measuring stages: the latency of an engine, and the race of a target's engines."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,12 @@ from tasks.parts.measuring.batch_latency import BatchLatency
 from tasks.parts.measuring.machine_state import MachineState
 
 REFERENCE = "reference"
-"""What a race calls the engine that all speed-ups refer to."""
+"""Name in a race of the engine that all speed-ups refer to."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """What an engine does at batch 1 while several threads keep it busy."""
+    """Throughput and latency of an engine at batch 1 while several threads keep it busy."""
 
     concurrency: int
     throughput_per_s: float
@@ -25,19 +25,19 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Latency:
-    """What the processes of one engine gave."""
+    """What was measured in the processes of one engine."""
 
     batches: tuple[BatchLatency, ...]
     """Batch 1 first, then each of benchmark.batch_sizes that the engine takes."""
     throughputs: tuple[Throughput, ...]
     is_inconclusive: bool
-    """Whether the A/A spread at batch 1 stayed over benchmark.max_aa_spread: the machine was too noisy."""
+    """Whether the A/A spread at batch 1 stayed above benchmark.max_aa_spread: the machine was too noisy."""
     memory_mib: float
-    """Resident memory that runtime, weights and buffers take."""
+    """Resident memory of the runtime, weights and buffers."""
     memory_total_mib: float
-    """Peak of the whole process, with Python."""
+    """Peak of the whole process, including Python."""
     gpu_memory_mib: float | None
-    """What the process holds on the GPU; None on a CPU, or where NVML does not tell."""
+    """GPU memory of the process; None on a CPU, or if NVML does not report it."""
     machine_before: MachineState
     """The machine after warm-up, before the first round."""
     machine_after: MachineState
@@ -45,12 +45,12 @@ class Latency:
 
     @property
     def at_batch_1(self) -> BatchLatency:
-        """The numbers that name no batch elsewhere."""
+        """The latency at batch 1, used wherever no batch size is named."""
         return self.batches[0]
 
     @property
     def throughput_per_s_batched(self) -> float | None:
-        """Images per second at the largest batch; None where only batch 1 was measured."""
+        """Images per second at the largest batch; None if only batch 1 was measured."""
         return self.batches[-1].throughput_per_s if len(self.batches) > 1 else None
 
 
@@ -64,13 +64,13 @@ class LatencyReport:
     engine_sha256: str
     size_bytes: int
     latency: Latency | None
-    """None where there is no engine."""
+    """None if there is no engine."""
     runtime: str
     runtime_version: str
     provider: str
     num_threads: int
     options: dict[str, str | int | bool]
-    """What was on that changes the time, such as a captured CUDA graph, by the runtime's own names."""
+    """Active options that affect latency, such as a captured CUDA graph, by the runtime's own names."""
     precisions: dict[str, dict[str, int]]
     cpu_model: str
     versions: dict[str, str]
@@ -82,9 +82,9 @@ class SpeedRatio:
     """How many times as fast one engine file is as another at batch 1, from bursts in the same rounds."""
 
     faster: str
-    """Name of the engine whose time divides."""
+    """Name of the engine whose time is the denominator."""
     slower: str
-    """Name of the engine whose time is divided. The names say the order, not who won."""
+    """Name of the engine whose time is the numerator. It may turn out to be the faster one."""
     factor: float
     """Median over the rounds."""
     low: float
@@ -93,36 +93,36 @@ class SpeedRatio:
 
     @property
     def spread(self) -> float:
-        """The largest distance from 1 of the interval: how far two equal engines seem to differ."""
+        """The largest distance of the interval from 1; for two equal engines this is noise."""
         return max(abs(self.low - 1), abs(self.high - 1))
 
     @property
     def inverse(self) -> "SpeedRatio":
-        """The same comparison with the names exchanged."""
+        """The same comparison with the engines swapped."""
         return SpeedRatio(self.slower, self.faster, 1 / self.factor, 1 / self.high, 1 / self.low)
 
 
 @dataclass(frozen=True)
 class RaceReport:
-    """The race of a target's engines and the reference; equal files ran once, under the name of the first."""
+    """The race of a target's engines and the reference; identical files ran once, under the name of the first."""
 
     engine_sha256: dict[str, str]
-    """Variant -> its engine file, where it was built."""
+    """Variant -> sha256 of its engine file, if it was built."""
     raced_as: dict[str, str]
-    """Variant -> the name that its file ran under: an earlier variant's where the files are equal, or REFERENCE."""
+    """Variant -> the name that its file ran under: an earlier variant's if the files are identical, or REFERENCE."""
     reference_sha256: str
     """The engine file that all speed-ups refer to."""
     latency_ms_p50: dict[str, float]
     """Name -> latency at batch 1 of each file that ran."""
     ratios: tuple[SpeedRatio, ...]
-    """The later engine over the earlier one, for each two different files; the reference is the first."""
+    """The later engine over the earlier one, for each pair of different files; the reference is the first."""
     aa_ratio: SpeedRatio | None
-    """The A/A control over the same file; None where nothing ran."""
+    """The A/A control over the same file; None if nothing ran."""
     num_rounds: int
 
     @property
     def aa_ratio_spread(self) -> float:
-        """Smaller differences may not be claimed."""
+        """The spread of the A/A control; smaller differences are not significant."""
         return self.aa_ratio.spread if self.aa_ratio else 0.0
 
     def ratio(self, faster: str, slower: str) -> SpeedRatio:

@@ -1,1 +1,1 @@
-"""Architectures of networks, and how one is kept in a file."""
+"""Network architectures, and the checkpoint file of a network."""

@@ -13,7 +13,7 @@ from tasks.core.errors import ArtifactError
 
 
 def check_finite(model: nn.Module) -> None:
-    """Raise ArtifactError that names the tensors with NaN or infinite values."""
+    """Raise ArtifactError if a weight tensor holds NaN or infinite values."""
     broken = [
         name
         for name, tensor in model.state_dict().items()
@@ -27,10 +27,10 @@ def check_finite(model: nn.Module) -> None:
 
 
 def fold_batchnorm(model: nn.Module, example_NCHW: Tensor) -> nn.Module:
-    """Return a copy in eval mode in which each BatchNorm that alone reads a convolution is part of it.
+    """Return a copy in eval mode in which each BatchNorm that is the only reader of a convolution is folded into it.
 
-    Found by watching one forward pass, so it needs no naming rule and no traceable code. Folded BatchNorms
-    become Identity: module names stay.
+    The pairs are found by observing one forward pass, without naming rules or traceable code. Folded BatchNorms
+    become Identity, so module names stay.
     """
     folded = copy.deepcopy(model).eval()
     for conv_name, norm_name in _conv_norm_pairs(folded, example_NCHW):
@@ -43,7 +43,7 @@ def fold_batchnorm(model: nn.Module, example_NCHW: Tensor) -> nn.Module:
 
 
 class _UseCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts how often each tensor is read, and keeps all alive so that their ids stay unique."""
+    """Counts how often each tensor is read; keeps all tensors alive so that their ids stay unique."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

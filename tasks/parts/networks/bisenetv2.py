@@ -1,4 +1,4 @@
-"""BiSeNetV2: a wide shallow path for detail beside a narrow deep one for meaning.
+"""BiSeNetV2: a wide, shallow path for detail and a narrow, deep path for semantics.
 
 Yu et al., "BiSeNet V2: Bilateral Network with Guided Aggregation for Real-time Semantic Segmentation", 2020,
 arXiv:2004.02147, table 1 and figures 4 to 6.
@@ -6,10 +6,10 @@ arXiv:2004.02147, table 1 and figures 4 to 6.
 With width 1, depth 1 and 6 classes: 2,670,806 parameters, 128.1 MMACs at 64x64.
 
 Departures:
-- gather-and-expansion widens by a 1x1 convolution in front of the depthwise one; the paper's depthwise
-  convolution with six outputs a channel ties each channel to its six copies, so channels could not be pruned;
-- context embedding has a bias instead of BatchNorm, which is undefined on one value a channel;
-- the auxiliary heads of the "booster" training are left out: they are thrown away before inference.
+- gather-and-expansion widens by a 1x1 convolution before the depthwise one; the paper's depthwise convolution
+  with six outputs per channel ties each channel to its six copies, so channels could not be pruned;
+- context embedding has a bias instead of BatchNorm, which is undefined on one value per channel;
+- the auxiliary heads of the "booster" training are left out: they are discarded before inference.
 
 Tensor suffixes: N batch, C channels, H height, W width.
 """
@@ -31,7 +31,7 @@ EXPANSION = 6
 
 
 class Stem(nn.Module):
-    """Halve the size twice, once more cheaply by pooling and once by convolutions, and join both."""
+    """Halve the size twice, the second time both by pooling and by convolutions, and join the two results."""
 
     def __init__(self, out_channels: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Stem(nn.Module):
 
 
 class GatherExpansion(nn.Module):
-    """Gather by a 3x3, expand, filter each channel, project back, add the shortcut."""
+    """Gather by a 3x3 convolution, expand, filter each channel, project back, add the shortcut."""
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class ContextEmbedding(nn.Module):
 
 
 class GuidedAggregation(nn.Module):
-    """Let each path gate the other at both scales, and add the two results."""
+    """Gate each path by the other at both scales, and add the two results."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Pieces that more than one of the networks is made of.
+"""Building blocks that several networks share.
 
 Every layer is registered in the order in which it runs, so that a BatchNorm always follows the convolution
-that it can be folded into. Spatial sizes are plain integers at export: no shape arithmetic lands in a graph.
+that it can be folded into. Spatial sizes are plain integers at export, so a graph contains no shape arithmetic.
 
 Tensor suffixes: N batch, C channels, H height, W width.
 """
@@ -79,7 +79,7 @@ class InvertedResidual(nn.Module):
     """Expand by a 1x1, filter by a depthwise 3x3, project by a linear 1x1; add the input where shapes allow.
 
     Sandler et al., "MobileNetV2", 2018, arXiv:1801.04381, table 1; with ReLU instead of ReLU6, whose upper
-    clip costs a node and gives a calibrated INT8 range nothing.
+    clip costs a node and does not improve a calibrated INT8 range.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, expansion: int, stride: int = 1) -> None:
@@ -103,8 +103,8 @@ def spatial_size(maps_NCHW: Tensor) -> tuple[int, int]:
 def resize_to(maps_NCHW: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize bilinearly (align_corners=False) to `size` = (H, W).
 
-    An integer enlargement is asked for by its factor: the exported node then holds two constants, where a
-    size would drag the dynamic batch into a chain of Shape and Concat nodes.
+    An integer upsampling is given by its factor, which exports as two constants in the node; a size would export as
+    a chain of Shape and Concat nodes because of the dynamic batch.
     """
     height, width = spatial_size(maps_NCHW)
     if (height, width) == size:
@@ -118,8 +118,8 @@ def resize_to(maps_NCHW: Tensor, size: tuple[int, int]) -> Tensor:
 def pool_to_bins(maps_NCHW: Tensor, bins: int) -> Tensor:
     """Average to a grid of `bins` x `bins`, or of the map's own size along an axis that has fewer cells.
 
-    Kernel and stride are computed here, so that this is one AveragePool in every runtime. Where the size
-    does not divide, the windows overlap or the stride leaves the last one longer: each cell is covered.
+    Kernel and stride are computed here, so that this is one AveragePool in every runtime. If `bins` does not divide
+    the size, the windows overlap, so that each cell is covered.
     """
     height, width = spatial_size(maps_NCHW)
     rows, columns = min(bins, height), min(bins, width)
@@ -129,11 +129,11 @@ def pool_to_bins(maps_NCHW: Tensor, bins: int) -> Tensor:
 
 
 def initialise(network: nn.Module) -> None:
-    """Draw the weights of convolutions as He et al. 2015 (arXiv:1502.01852) for ReLU; biases are zero.
+    """Initialise the weights of convolutions as He et al. 2015 (arXiv:1502.01852) for ReLU, and biases with zero.
 
     The fan is counted within a group: a depthwise filter has only its own 9 taps, not those of all channels.
-    The classifier keeps small weights, so that training starts from nearly equal class probabilities.
-    On the meta device there is nothing to draw (and `normal_` there would import torch's compiler).
+    The classifier gets small weights, so that training starts from nearly equal class probabilities.
+    Weights on the meta device are skipped (`normal_` on them would import torch's compiler).
     """
     classifier = getattr(network, "classifier_layer", "")
     for name, module in network.named_modules():

@@ -1,4 +1,4 @@
-"""From a configuration to a network with fresh weights."""
+"""Build a network with fresh weights from its configuration."""
 
 from torch import nn
 
@@ -13,12 +13,12 @@ from tasks.parts.networks.mobile_unet import MobileUNet
 
 
 def build_network(config: NetworkConfig, num_classes: int) -> nn.Module:
-    """Build the network: normalised images float32 [N, 3, H, W] to logits [N, num_classes, H, W].
+    """Build a network that maps normalised images, float32 [N, 3, H, W], to logits [N, num_classes, H, W].
 
-    The deepest path halves an image five times: make H and W multiples of 32. Seed torch first for repeatable
-    weights. The result has two attributes: `feature_layer`, the dotted name of the submodule whose output is
-    the last feature map before the classifier, and `classifier_layer`, that of the convolution which makes
-    the logits.
+    The deepest path halves an image five times, so H and W should be multiples of 32. Seed torch first for
+    repeatable weights. The result has two attributes: `feature_layer`, the dotted name of the submodule whose output
+    is the last feature map before the classifier, and `classifier_layer`, that of the convolution that computes the
+    logits.
     """
     if num_classes < 2:
         raise ConfigError(f"num_classes is {num_classes}; expected at least 2 (background and one class).")

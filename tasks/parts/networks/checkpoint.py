@@ -1,6 +1,6 @@
-"""One model in one file: weights as safetensors, and in its metadata a card that says what they are.
+"""Store a model in one file: the weights as safetensors, with a card in the metadata that describes them.
 
-The file holds no code: pickles (.pt, .ckpt) are refused. Equal weights and card give equal bytes.
+The file holds no code: pickles (.pt, .ckpt) are refused. Equal weights and cards give equal bytes.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ _LISTED = 8
 
 
 def save_checkpoint(path: Path, model: "nn.Module", card: ModelCard) -> None:
-    """Write the weights of a network, also of a pruned or compiled one, with its card.
+    """Write the weights of a network, pruned and compiled ones included, with its card.
 
     Raises ArtifactError when a tensor is not finite.
     """
@@ -36,8 +36,8 @@ def save_checkpoint(path: Path, model: "nn.Module", card: ModelCard) -> None:
 def load_checkpoint(path: Path) -> "tuple[nn.Module, ModelCard]":
     """Rebuild a network from a checkpoint and return it, in eval mode, with its card.
 
-    A pruned model's layers take the sizes of the stored tensors, and a residual block without any stored tensor
-    was dropped. Random state is left alone.
+    Layers of a pruned model take the sizes of the stored tensors, and residual blocks without stored tensors are
+    dropped. The random state does not change.
     Raises ArtifactError when the file is damaged, its keys are not exactly the network's, a tensor is not
     finite, or shapes contradict each other.
     """
@@ -109,7 +109,7 @@ def _fit_layers(path: Path, model: "nn.Module", card: ModelCard, tensors: "dict[
         if not is_cut or found[2:] != expected[2:]:
             raise ArtifactError(
                 f"{path}: tensor {name!r} is {list(found)}, the network of the card has {list(expected)} "
-                "there; pruning makes channels fewer but never more, and leaves kernels alone."
+                "there; pruning only removes channels and never changes kernel sizes."
             )
         if found != expected:
             owner_name, _, attribute = name.rpartition(".")
@@ -129,12 +129,12 @@ def _fit_layers(path: Path, model: "nn.Module", card: ModelCard, tensors: "dict[
             raise ArtifactError(
                 f"{path}: a LayerNorm has {layer.weight.shape[0]} channels, {card.network.name} normalises "
                 f"{layer.normalized_shape[0]} there: channels that attention reads belong to heads and cannot be "
-                "pruned. Leave this network unpruned, or prune one of convolutions (network.name)."
+                "pruned. Leave this network unpruned, or prune a convolutional one (network.name)."
             )
 
 
 def _dry_run(path: Path, model: "nn.Module", card: ModelCard) -> None:
-    """Prove by one small forward pass that the layers fit together."""
+    """Verify with one small forward pass that the layers fit together."""
     import torch
 
     height, width = min(card.height, DRY_RUN_SIZE), min(card.width, DRY_RUN_SIZE)

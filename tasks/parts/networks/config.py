@@ -1,4 +1,4 @@
-"""Which network to build, and how large; light, so that a configuration can be checked without torch."""
+"""Which network to build, and how large; needs no torch, so that a configuration can be checked without it."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,7 @@ from tasks.core.bounds import AtMost, MoreThan
 
 
 class NetworkName(StrEnum):
-    """An architecture; the file of that name says where it comes from."""
+    """An architecture; the file of that name gives its source."""
 
     deeplabv3plus = "deeplabv3plus"
     fast_scnn = "fast_scnn"
@@ -26,7 +26,7 @@ class NetworkConfig:
     """Which network, and how large."""
 
     name: NetworkName
-    """Architecture; the file of the same name says what it is and where it comes from."""
+    """Architecture; the file of the same name describes it and gives its source."""
     width: Multiplier
     """Multiplier of all channel counts, rounded to multiples of 8. MACs grow with its square."""
     depth: Multiplier

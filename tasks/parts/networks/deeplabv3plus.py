@@ -11,7 +11,7 @@ Departures, for images as small as 64x64:
 - three residual stages of strides 4, 8 and 16, all strided: a dilated last stage at stride 8 costs twice the
   MACs;
 - atrous rates 1, 2, 3 instead of 6, 12, 18 (section 4.1): the map is 4x4, and their taps would fall on padding;
-- the image-pooling branch has a bias instead of BatchNorm, which is undefined on one value a channel.
+- the image-pooling branch has a bias instead of BatchNorm, which is undefined on one value per channel.
 
 Tensor suffixes: N batch, C channels, H height, W width.
 """
@@ -52,7 +52,7 @@ class BasicBlock(nn.Module):
 
 
 class AtrousPyramid(nn.Module):
-    """Atrous spatial pyramid pooling: the same map seen at several rates, and its average over the image."""
+    """Atrous spatial pyramid pooling: convolve the map at several rates, and join its average over the image."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()

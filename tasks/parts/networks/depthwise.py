@@ -1,10 +1,10 @@
-"""Depthwise-separable form of any network's plain convolutions."""
+"""Replace the plain convolutions of any network by depthwise-separable ones."""
 
 from collections import OrderedDict
 
 from torch import nn
 
-MIN_IN_CHANNELS = 8  # an RGB stem would be filtered to three channels: it saves little and loses colour
+MIN_IN_CHANNELS = 8  # an RGB stem has only three channels to filter: little is saved, and colour is lost
 
 
 class DepthwiseSeparable(nn.Sequential):
@@ -29,8 +29,8 @@ class DepthwiseSeparable(nn.Sequential):
 def to_depthwise_separable(module: nn.Module) -> nn.Module:
     """Replace, in place, each plain convolution of 3x3 or more; return `module`.
 
-    Plain: one group, at least 8 input channels. New weights are torch's fresh ones, so convert before
-    training. MACs of a converted layer shrink to 1 / out_channels + 1 / kernel^2 of what they were
+    Plain means one group and at least 8 input channels. New weights have torch's default initialisation, so convert
+    before training. The MACs of a converted layer shrink to 1 / out_channels + 1 / kernel^2 of the original
     (Howard et al., "MobileNets", 2017, arXiv:1704.04861, section 3.1).
     """
     for name, child in module.named_children():

@@ -1,4 +1,4 @@
-"""DINOv2: a plain vision transformer, made for weights that were trained on very many images; meant as teacher.
+"""DINOv2: a plain vision transformer for weights that were trained on very many images; meant as a teacher.
 
 Oquab et al., "DINOv2: Learning Robust Visual Features without Supervision", 2023, arXiv:2304.07193, table 17.
 The layers are those of the `transformers` package; nothing is downloaded.
@@ -30,7 +30,7 @@ STRIDE = 8
 
 
 class Backbone(nn.Module):
-    """Patches to a map of the same grid; the class token takes part and is dropped at the end."""
+    """Encode image patches to a map of the same grid; the class token takes part and is dropped at the end."""
 
     def __init__(self, model: Dinov2Model) -> None:
         super().__init__()
@@ -41,7 +41,9 @@ class Backbone(nn.Module):
     def forward(self, images_NCHW: Tensor) -> Tensor:
         rows, columns = (side // PATCH for side in spatial_size(images_NCHW))
         patches_NTC = self.embeddings.patch_embeddings(images_NCHW)
-        tokens_NTC = F.pad(patches_NTC, (0, 0, 1, 0))  # the class token is added: a constant in any graph
+        tokens_NTC = F.pad(
+            patches_NTC, (0, 0, 1, 0)
+        )  # a place for the class token, added below; constant in a graph
         positions_1TC = self.embeddings.interpolate_pos_encoding(tokens_NTC, *spatial_size(images_NCHW))
         tokens_NTC = tokens_NTC + (
             positions_1TC + F.pad(self.embeddings.cls_token, (0, 0, 0, rows * columns))

@@ -8,7 +8,7 @@ Departures, the first two for small images:
 - `detail_stride` 4 instead of 8: the third layer of "learning to downsample" keeps the size, so that the
   detail path of a 64x64 image is 16x16 and not 8x8. Every later stride is the paper's.
 - Pyramid bins 1, 2, 4 instead of 1, 2, 3, 6: at 64x64 the pooled map is 4x4. The single
-  bin has a bias instead of BatchNorm, which is undefined on one value a channel.
+  bin has a bias instead of BatchNorm, which is undefined on one value per channel.
 
 Tensor suffixes: N batch, C channels, H height, W width.
 """

@@ -37,7 +37,7 @@ DECODER_CHANNELS = (96, 64, 48, 32)
 
 
 class UpBlock(nn.Module):
-    """Enlarge the deep map to the skip's size, join both, filter."""
+    """Upsample the deep map to the size of the skip, join both, filter."""
 
     def __init__(self, deep_channels: int, skip_channels: int, out_channels: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, without its weights and without the code of any network."""
+"""The card of a checkpoint, which can be read without the weights and without the code of any network."""
 
 import json
 import struct
@@ -16,7 +16,7 @@ CARD_KEY = "enginewright"  # the only metadata entry: safetensors writes several
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a file of weights is: enough to rebuild the network and to feed it."""
+    """Description of a file of weights: enough to rebuild the network and to feed it."""
 
     network: NetworkConfig
     """Architecture before pruning; a pruned model's real widths and blocks are those of the stored tensors."""
@@ -35,7 +35,7 @@ class ModelCard:
         self.for_input()
 
     def for_input(self) -> InputCard:
-        """Return what it takes to feed the network; raises ArtifactError for impossible values."""
+        """Return the input card of the network; raise ArtifactError for invalid values."""
         return InputCard(self.classes, self.mean, self.std, self.height, self.width)
 
     def to_json(self) -> str:
@@ -46,7 +46,7 @@ class ModelCard:
     def from_json(cls, text: str) -> "ModelCard":
         """Read what `to_json` wrote.
 
-        Raises ArtifactError when keys are missing, unknown or impossible.
+        Raises ArtifactError when keys are missing or unknown, or values are invalid.
         """
         try:
             fields = json.loads(text)
@@ -66,15 +66,15 @@ class ModelCard:
 
 
 def read_card(path: Path) -> ModelCard:
-    """Read the card of a checkpoint; loads neither torch nor the weights.
+    """Read the card of a checkpoint; this loads neither torch nor the weights.
 
-    Raises ArtifactError when the file is missing, torn, or not a checkpoint of this project.
+    Raises ArtifactError when the file is missing, damaged, or not a checkpoint of this project.
     """
     return read_card_and_keys(path)[0]
 
 
 def read_card_and_keys(path: Path) -> tuple[ModelCard, list[str]]:
-    """Read the card and the names of the tensors; check that the file is as long as its offsets say."""
+    """Read the card and the names of the tensors; check the length of the file against its offsets."""
     header, size_bytes = _read_header(path)
     metadata = header.pop("__metadata__", None)
     if not isinstance(metadata, dict) or CARD_KEY not in metadata:
@@ -88,7 +88,7 @@ def read_card_and_keys(path: Path) -> tuple[ModelCard, list[str]]:
         raise ArtifactError(f"{path} is damaged: its list of tensors cannot be read.") from error
     if end != size_bytes:
         raise ArtifactError(
-            f"{path} is torn: {size_bytes} bytes of weights found, {end} expected. Run the stage that makes "
+            f"{path} is damaged: {size_bytes} bytes of weights found, {end} expected. Run the stage that makes "
             "it again."
         )
     try:
@@ -123,9 +123,9 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         header = json.loads(text)
     except ValueError as error:
         raise ArtifactError(
-            f"{path} is torn or no safetensors file: its header cannot be read. Run the stage that makes it "
+            f"{path} is damaged or not a safetensors file: its header cannot be read. Run the stage that makes it "
             "again."
         ) from error
     if not isinstance(header, dict):
-        raise ArtifactError(f"{path} is no safetensors file: its header is not a mapping.")
+        raise ArtifactError(f"{path} is not a safetensors file: its header is not a mapping.")
     return header, size_bytes - 8 - length

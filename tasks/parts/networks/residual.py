@@ -1,6 +1,6 @@
-"""Residual blocks that a network works without: those whose shortcut is the identity.
+"""Residual blocks that a network can do without: those whose shortcut is the identity.
 
-Such a block has the attribute `is_residual`, true; what it adds to its input is left out when it is dropped.
+Such a block has the attribute `is_residual` set to true; dropping it replaces it by the identity.
 """
 
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ def residual_blocks(network: nn.Module) -> list[str]:
 
 
 def drop_block(network: nn.Module, name: str) -> None:
-    """Put the identity in the place of a block."""
+    """Replace a block by the identity."""
     network.set_submodule(name, nn.Identity())
 
 
 def drop_absent_blocks(network: nn.Module, keys: Iterable[str]) -> None:
-    """Drop the blocks of which none of these names of tensors is a part."""
+    """Drop the blocks that own none of the tensors named in `keys`."""
     stored = list(keys)
     for name in residual_blocks(network):
         if not any(key.startswith(f"{name}.") for key in stored):

@@ -1,12 +1,12 @@
-"""SegFormer: a hierarchical transformer whose attention reads a shrunken map, and a decoder of linear layers.
+"""SegFormer: a hierarchical transformer whose attention reads a downsampled map, and a decoder of linear layers.
 
 Xie et al., "SegFormer: Simple and Efficient Design for Semantic Segmentation with Transformers", 2021,
 arXiv:2105.15203, table 6. The layers are those of the `transformers` package; nothing is downloaded.
 
 With width 1, depth 1 and 6 classes (MiT-B0): 3,715,686 parameters, 105.6 MMACs at 64x64.
 
-Width scales the channels of an attention head; their numbers (1, 2, 5, 8) stay, as in the paper: width 2 is the
-encoder of MiT-B1. Departure: the decoder is scaled by width too (B1 keeps 256 channels).
+Width scales the channels of an attention head; the numbers of heads (1, 2, 5, 8) stay, as in the paper: width 2 is
+the encoder of MiT-B1. Departure: the decoder is scaled by width too (B1 keeps 256 channels).
 
 Tensor suffixes: N batch, T tokens, C channels, H height, W width.
 """
@@ -25,7 +25,7 @@ HEAD_CHANNELS = 32
 
 
 class Encoder(nn.Module):
-    """Four stages; give the map of each, at strides 4, 8, 16 and 32."""
+    """Run four stages and return the map of each, at strides 4, 8, 16 and 32."""
 
     def __init__(self, stages: nn.ModuleList) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Project each map to the same channels, bring all to the largest size, fuse and classify."""
+    """Project each map to the same number of channels, resize all to the largest, fuse and classify."""
 
     def __init__(self, head: SegformerDecodeHead) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Decoder(nn.Module):
 
 
 class SegFormer(nn.Module):
-    """Encoder, decoder at stride 4, bilinear enlargement to the image. Layers keep the names of `transformers`."""
+    """Encoder, decoder at stride 4, bilinear upsampling to the image. Layers keep the names of `transformers`."""
 
     feature_layer = "decode_head.activation"
     classifier_layer = "decode_head.classifier"

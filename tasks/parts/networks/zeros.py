@@ -1,4 +1,4 @@
-"""Weights that are zero: how many there are, how they stay zero in training, which pattern a runtime can use.
+"""Zero weights: count them, keep them zero in training, and recognise the 2:4 pattern that a runtime can use.
 
 Shapes: O output channels, I input channels (of one group).
 """
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 BLOCK = 4
-"""Number of consecutive input channels of which at most half keep a weight in the 2:4 pattern."""
+"""Number of consecutive input channels of which at most half have a non-zero weight in the 2:4 pattern."""
 
 
 def layer_weights(network: "nn.Module") -> "dict[str, Tensor]":
@@ -27,7 +27,7 @@ def layer_weights(network: "nn.Module") -> "dict[str, Tensor]":
 
 
 def layers_without_pattern(network: "nn.Module") -> list[str]:
-    """Return the layers whose input channels (one, if depthwise) are no multiple of 4."""
+    """Return the layers whose number of input channels (one, if depthwise) is not a multiple of 4."""
     return [name for name, weight in layer_weights(network).items() if weight.shape[1] % BLOCK]
 
 
@@ -37,7 +37,7 @@ def count_zeros(network: "nn.Module") -> dict[str, int]:
 
 
 def is_two_of_four(weights_OIhw: NDArray[Any]) -> bool:
-    """Tell, for [O, I, h, w] or [O, I], whether of each four input channels at most two have a non-zero weight."""
+    """Return whether at most two of each four input channels have a non-zero weight, for [O, I, h, w] or [O, I]."""
     channels = weights_OIhw.shape[1]
     if channels % BLOCK:
         return False
@@ -46,7 +46,7 @@ def is_two_of_four(weights_OIhw: NDArray[Any]) -> bool:
 
 
 def keep_zeros(network: "nn.Module") -> int:
-    """Let no optimizer change a convolution or linear weight that is zero now; return how many there are.
+    """Keep convolution and linear weights that are zero now at zero in training; return how many there are.
 
     Their gradients become zero. Adam's moments and momentum then stay zero, and weight decay scales zero.
     """

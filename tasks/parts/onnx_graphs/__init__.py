@@ -1,1 +1,1 @@
-"""ONNX graphs: written from a network, read from a file, measured and rewritten."""
+"""ONNX graphs: exported from a network, read from a file, measured and rewritten."""

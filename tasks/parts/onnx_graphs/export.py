@@ -1,6 +1,6 @@
-"""From a torch network to an ONNX graph whose nodes say which module and which line of code they come from.
+"""Export a torch network as an ONNX graph whose nodes name the module and line of code that they come from.
 
-Exports of one architecture have the same node and tensor names whatever their weights are, so calibrated
+Exports of one architecture have the same node and tensor names regardless of their weights, so calibrated
 ranges, layer comparisons and trained weights can be matched by name.
 """
 
@@ -68,7 +68,7 @@ def _run_exporter(model: nn.Module, example_NCHW: Tensor, opset: int) -> ModelPr
 
 @contextlib.contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """Hold back what the exporter says about packages that we do not use."""
+    """Suppress messages of the exporter about packages that we do not use."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -83,7 +83,7 @@ def _quiet_exporter() -> Iterator[None]:
 
 
 def _simplify(raw: ModelProto) -> ModelProto:
-    """Simplify; then write what only depends on the batch (Shape, Concat) as plain constants."""
+    """Simplify the graph, then replace subgraphs that only depend on the batch (Shape, Concat) by constants."""
     bare = ModelProto()
     bare.CopyFrom(raw)
     with _quiet_exporter():
@@ -108,7 +108,7 @@ def _static_shapes(model: ModelProto) -> dict[str, list[int | None]]:
 
 
 def _resize_by_scales(model: ModelProto, node: NodeProto, shapes: dict[str, list[int | None]]) -> None:
-    """Give Resize constant scales: the exporter computes `sizes` from the batch by Shape and Concat."""
+    """Give Resize constant scales instead of `sizes`, which the exporter computes by Shape and Concat."""
     if len(node.input) < 4 or not node.input[3]:
         return
     source, target = shapes.get(node.input[0], []), shapes.get(node.output[0], [])
@@ -128,7 +128,7 @@ def _resize_by_scales(model: ModelProto, node: NodeProto, shapes: dict[str, list
 
 
 def _mean_as_global_pool(model: ModelProto, node: NodeProto, shapes: dict[str, list[int | None]]) -> None:
-    """Write the mean over height and width as GlobalAveragePool, which runtimes have INT8 kernels for."""
+    """Replace the mean over height and width by GlobalAveragePool, for which runtimes have INT8 kernels."""
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     has_kept_axes = next((attribute.i for attribute in node.attribute if attribute.name == "keepdims"), 1)
     if len(node.input) < 2 or node.input[1] not in constants or not has_kept_axes:
@@ -157,7 +157,7 @@ def _drop_dead_nodes(model: ModelProto) -> None:
 
 
 def _clear_unstable_fields(model: ModelProto) -> None:
-    """Drop what holds paths, versions of tools or counters, so that equal networks give equal bytes."""
+    """Clear fields that hold paths, tool versions or counters, so that equal networks give equal bytes."""
     del model.metadata_props[:]
     del model.functions[:]
     model.doc_string = ""

@@ -1,4 +1,4 @@
-"""Open an ONNX file that another tool wrote, with its weights, and refuse what is damaged."""
+"""Open an ONNX file of another tool, with its weights, and refuse damaged ones."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,13 +25,13 @@ _INTEGER_OPERATORS = {
 
 
 def find_file(model: Path) -> Path:
-    """Return the ONNX file at a path: the file itself, or the only one of a folder (with its weights beside it)."""
+    """Return the ONNX file at a path: the file itself, or the only one in a folder (with its weights next to it)."""
     if not model.is_dir():
         return model
     files = sorted(model.glob("*.onnx"))
     if len(files) != 1:
         raise ArtifactError(
-            f"{model}: a folder with {len(files)} files *.onnx, expected one, with its weights beside it "
+            f"{model}: a folder with {len(files)} files *.onnx, expected one, with its weights next to it "
             "(model.path)."
         )
     return files[0]
@@ -40,7 +40,7 @@ def find_file(model: Path) -> Path:
 def read_foreign(model: Path) -> ModelProto:
     """Open an ONNX file, or a folder with one and its external weights.
 
-    Raises ArtifactError that says what is wrong with it.
+    Raises ArtifactError for a file that is missing, damaged, quantized or of 16 bits.
     """
     path = find_file(model)
     if not path.is_file() or path.stat().st_size == 0:
@@ -49,13 +49,13 @@ def read_foreign(model: Path) -> ModelProto:
         graph = onnx.load(path, load_external_data=False)
     except DecodeError as error:
         raise ArtifactError(
-            f"{path}: {path.stat().st_size} bytes that are no whole ONNX model ({error}); the file is torn or of "
+            f"{path}: {path.stat().st_size} bytes that are not an ONNX model ({error}); the file is damaged or of "
             "another kind. Copy or export it again (model.path)."
         ) from error
     if not graph.graph.node or not graph.graph.output:
         raise ArtifactError(
             f"{path}: a graph with {len(graph.graph.node)} nodes and {len(graph.graph.output)} outputs; the file is "
-            "torn or no ONNX model. Copy or export it again (model.path)."
+            "damaged or not an ONNX model. Copy or export it again (model.path)."
         )
     _load_weights(graph, path, is_folder=model.is_dir())
     try:
@@ -77,8 +77,8 @@ def _load_weights(graph: ModelProto, path: Path, *, is_folder: bool) -> None:
     )
     if not is_folder:
         raise ArtifactError(
-            f"{path}: {len(outside)} tensors lie in other files ({', '.join(files[:3])}), whose changes would not be "
-            "seen. Put the model and these files alone into a folder and give the folder (model.path)."
+            f"{path}: {len(outside)} tensors are in other files ({', '.join(files[:3])}), whose changes would not be "
+            "noticed. Put only the model and these files into a folder and set model.path to the folder."
         )
     try:
         onnx.load_external_data_for_model(graph, str(path.parent))
@@ -93,8 +93,8 @@ def _check_values(graph: ModelProto, path: Path) -> None:
     for tensor in all_tensors(graph.graph):
         if tensor.data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
             raise ArtifactError(
-                f"{path}: tensor '{tensor.name}' has 16 bits, expected the float32 model: reduced precisions are "
-                "made from it. Export it in float32."
+                f"{path}: tensor '{tensor.name}' has 16 bits, expected the float32 model: lower precisions are "
+                "made from it here. Export it in float32."
             )
         if tensor.data_type in (TensorProto.FLOAT, TensorProto.DOUBLE):
             values = numpy_helper.to_array(tensor)
@@ -106,17 +106,17 @@ def _check_values(graph: ModelProto, path: Path) -> None:
     integer = sorted({node.op_type for node in graph.graph.node} & _INTEGER_OPERATORS)
     if integer:
         raise ArtifactError(
-            f"{path}: is quantized already ({', '.join(integer)}), expected the float model: it is quantized here. "
-            "Give the file that was quantized."
+            f"{path}: is already quantized ({', '.join(integer)}), expected the float model, because quantization is "
+            "done here. Use the original float file."
         )
 
 
 def open_original(
     model: Path, tensor: str, static_batch: int | None
 ) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
-    """Return a function from images_NCHW to what the untouched file answers in ONNX Runtime.
+    """Return a function that maps images_NCHW to the output of the original file in ONNX Runtime.
 
-    A file with a fixed batch runs as often as it takes. Raises BuildFailed when the runtime refuses the file.
+    A file with a fixed batch runs as often as needed. Raises BuildFailed when the runtime refuses the file.
     """
     session = open_session(find_file(model))
     name, step = session.get_inputs()[0].name, static_batch
@@ -126,7 +126,7 @@ def open_original(
         for start in range(0, len(images_NCHW), step or len(images_NCHW)):
             part_NCHW = images_NCHW[start : start + (step or len(images_NCHW))]
             if step:
-                part_NCHW = np.resize(part_NCHW, (step, *images_NCHW.shape[1:]))  # repeats what is there
+                part_NCHW = np.resize(part_NCHW, (step, *images_NCHW.shape[1:]))  # repeats images
             answers.append(session.run([tensor], {name: part_NCHW})[0])
         return np.concatenate(answers)[: len(images_NCHW)]
 

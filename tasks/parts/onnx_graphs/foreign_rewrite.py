@@ -1,6 +1,6 @@
-"""Write an ONNX graph of another tool our way, and refuse what the pipeline cannot take.
+"""Rewrite an ONNX graph of another tool for this pipeline, and refuse one that the pipeline cannot use.
 
-What comes out has one float32 input [batch, 3, H, W] with a dynamic batch, one output (logits [batch, C], or
+The result has one float32 input [batch, 3, H, W] with a dynamic batch, one output (logits [batch, C], or
 [batch, C, H, W] of the image's size), standard operators of an opset that every runtime and quantizer reads, named
 nodes and constants as initializers. N batch, C classes, H rows, W columns.
 """
@@ -29,23 +29,23 @@ _LAYOUT = "float32 [N, 3, height, width], N fixed or dynamic"
 
 
 class FixedBatch(ArtifactError):
-    """A graph that means its fixed batch."""
+    """A graph whose batch cannot be made dynamic."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A graph written our way, and what was done to it."""
+    """A rewritten graph, and the changes that were made."""
 
     graph: ModelProto
     """The written graph, without a card."""
     task: Task
     num_classes: int
     tensor: str
-    """Name of the output in the original file; inside the graph it is still the same tensor."""
+    """Name of the output in the original file; the rewritten graph still has this tensor."""
     static_batch: int | None
-    """Batch that the original file fixes; None where it was dynamic."""
+    """Fixed batch size of the original file; None if it was dynamic."""
     max_batch: int | None
-    """1 where the batch stayed fixed; None where it is dynamic."""
+    """1 if the batch stayed fixed; None if it is dynamic."""
     opset_before: int
     rewritten: tuple[str, ...]
     """One sentence for each change."""
@@ -60,16 +60,16 @@ def rewrite(
     output: str | None,
     is_batch_freed: bool,
 ) -> Imported:
-    """Write a foreign graph our way; `height` and `width` are for graphs that leave them open.
+    """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that leave them open.
 
-    With `is_batch_freed`, a fixed batch is made dynamic; FixedBatch is raised where that cannot be. Raises
-    ArtifactError for what the pipeline cannot take.
+    With `is_batch_freed`, a fixed batch is made dynamic. Raises FixedBatch if that is impossible, ArtifactError for a
+    graph that the pipeline cannot use.
     """
     model, changes = ModelProto(), []
     model.CopyFrom(original)
     opset = _opset(model, path)
     if model.functions:
-        changes.append(f"{len(model.functions)} functions written out")
+        changes.append(f"{len(model.functions)} functions inlined")
         model = inline_local_functions(model)
     _check_operators(model, path)
     image = _find_image(model, path)
@@ -84,9 +84,11 @@ def rewrite(
     changes += _name_nodes(model)
     max_batch = None if is_batch_freed else static_batch
     if max_batch not in (None, 1):
-        raise _fixed_batch(path, f"the batch of {max_batch} cannot be made dynamic, and no engine keeps it")
+        raise _fixed_batch(
+            path, f"the batch of {max_batch} cannot be made dynamic, and no engine supports it"
+        )
     if max_batch == 1:
-        changes.append("batch stays 1, which the graph means")
+        changes.append("batch stays 1, which the graph depends on")
     elif static_batch is not None:
         num_rewritten = _free_batch(model, static_batch)
         changes.append(f"batch of {static_batch} made dynamic, {num_rewritten} Reshape constants rewritten")
@@ -103,7 +105,7 @@ def rewrite(
 def read_image_size(
     model: Path, *, height: int | None, width: int | None, output: str | None
 ) -> tuple[int, int]:
-    """Return height and width of the images that a model reads; raises what `rewrite` would say of the file."""
+    """Return height and width of the images that a model reads; raise the same errors as `rewrite`."""
     path, graph = find_file(model), read_foreign(model)
     _opset(graph, path)
     if graph.functions:
@@ -117,7 +119,7 @@ def read_image_size(
 
 
 def with_output(model: ModelProto, tensor: str) -> ModelProto:
-    """Return a copy that answers with one of its tensors."""
+    """Return a copy whose only output is one of its tensors."""
     marked = ModelProto()
     marked.CopyFrom(model)
     del marked.graph.output[:]
@@ -141,16 +143,16 @@ def _check_operators(model: ModelProto, path: Path) -> None:
     )
     if foreign:
         raise ArtifactError(
-            f"{path}: {sum(foreign.values())} nodes are no standard ONNX operators: "
-            f"{', '.join(sorted(foreign)[:5])}. Export the model without operators of one runtime, "
-            "for example before that runtime optimised it."
+            f"{path}: {sum(foreign.values())} nodes are not standard ONNX operators: "
+            f"{', '.join(sorted(foreign)[:5])}. Export the model without runtime-specific operators, "
+            "for example before a runtime optimised it."
         )
     branching = [
         node for node in model.graph.node if any(item.HasField("g") or item.graphs for item in node.attribute)
     ]
     if branching:
         raise ArtifactError(
-            f"{path}: {len(branching)} nodes hold graphs of their own (first: {branching[0].op_type} "
+            f"{path}: {len(branching)} nodes contain subgraphs (first: {branching[0].op_type} "
             f"'{branching[0].name}'), expected one plain graph. Export the model without control "
             "flow (torch.export, or a traced module)."
         )
@@ -160,7 +162,7 @@ def _check_operators(model: ModelProto, path: Path) -> None:
 
 
 def _find_image(model: ModelProto, path: Path) -> ValueInfoProto:
-    """Return the only input; old files list their weights among the inputs, which are taken out."""
+    """Return the only input; weights that old files list among the inputs are removed from them."""
     constants = {tensor.name for tensor in model.graph.initializer}
     inputs = [value for value in model.graph.input if value.name not in constants]
     found = ", ".join(f"'{value.name}' {_describe(value)}" for value in inputs)
@@ -175,9 +177,9 @@ def _find_image(model: ModelProto, path: Path) -> ValueInfoProto:
     if image.type.tensor_type.elem_type != TensorProto.FLOAT or len(sizes) != 4:
         raise ArtifactError(
             f"{path}: the input is {found}, expected {_LAYOUT}: normalised RGB. Export the model without the "
-            "preprocessing in front of it."
+            "preprocessing before it."
         )
-    is_open = sizes[1] == 0 and sizes[3] != 3  # some tools give all four axes names
+    is_open = sizes[1] == 0 and sizes[3] != 3  # some tools name all four axes
     if sizes[1] != 3 and not is_open:
         hint = (
             " It looks like [N, height, width, 3]: transpose it in the export (tf2onnx: --inputs-as-nchw)."
@@ -201,7 +203,7 @@ def _choose_output(model: ModelProto, path: Path, output: str | None) -> str:
     if chosen.type.tensor_type.elem_type != TensorProto.FLOAT:
         raise ArtifactError(
             f"{path}: output '{chosen.name}' is {_describe(chosen)}, expected float32 logits. Export the model "
-            "without the ArgMax or the cast behind them."
+            "without the ArgMax or the cast after them."
         )
     kept = ValueInfoProto()
     kept.CopyFrom(chosen)
@@ -219,12 +221,12 @@ def _set_size(image: ValueInfoProto, path: Path, *, height: int | None, width: i
         found = max(0, dims[axis].dim_value)  # some tools write -1 for open
         if not found and wanted is None:
             raise ArtifactError(
-                f"{path}: the input leaves its {name} open ({_describe(image)}). Say which one engines are for: "
-                f"model.{name}=224."
+                f"{path}: the input leaves its {name} open ({_describe(image)}). Set the one that engines are built "
+                f"for, for example model.{name}=224."
             )
         if found and wanted not in (None, found):
             raise ArtifactError(
-                f"{path}: the input has {name} {found}, model.{name} is {wanted}. Leave model.{name} at null, or "
+                f"{path}: the input has {name} {found}, model.{name} is {wanted}. Set model.{name}=null, or "
                 "export the model for that size."
             )
         dims[axis].dim_value = found or wanted or 0
@@ -232,7 +234,7 @@ def _set_size(image: ValueInfoProto, path: Path, *, height: int | None, width: i
 
 
 def _convert(model: ModelProto, path: Path) -> ModelProto:
-    model.ir_version = max(model.ir_version, 4)  # from 4 on weights need not be inputs
+    model.ir_version = max(model.ir_version, 4)  # since version 4 weights need not be inputs
     try:
         return onnx.version_converter.convert_version(model, MIN_OPSET)
     except (RuntimeError, ValueError) as error:
@@ -266,7 +268,7 @@ def _constants_to_initializers(model: ModelProto) -> None:
 
 
 def _name_nodes(model: ModelProto) -> list[str]:
-    """Give every node a name of its own: quantizers and reports know layers by name."""
+    """Give every node a unique name, because quantizers and reports identify layers by name."""
     counts = Counter(node.name for node in model.graph.node)
     taken = {name for name, count in counts.items() if name and count == 1}
     unnamed = [node for node in model.graph.node if node.name not in taken]
@@ -282,8 +284,8 @@ def _name_nodes(model: ModelProto) -> list[str]:
 def _free_batch(model: ModelProto, static_batch: int) -> int:
     """Make the batch dynamic; return how many Reshape constants were rewritten.
 
-    The rule: in a Reshape of something that comes from the image and has the batch as its first axis, a first number
-    that is the batch becomes 0, which means "as in the input". Whether that was enough is told by running the graph.
+    In a Reshape of a tensor that depends on the image and whose first axis is the batch, a first number equal to the
+    batch becomes 0, which means "as in the input". Only running the graph shows whether that was enough.
     """
     graph = model.graph
     sizes = {value.name: _sizes(value) for value in onnx.shape_inference.infer_shapes(model).graph.value_info}
@@ -309,9 +311,9 @@ def _free_batch(model: ModelProto, static_batch: int) -> int:
 
 
 def _infer(model: ModelProto, path: Path, max_batch: int | None) -> ModelProto:
-    """Infer all shapes anew; a dynamic batch is the only open size.
+    """Infer all shapes again; a dynamic batch is the only open size.
 
-    Raises FixedBatch where the batch does not reach the output.
+    Raises FixedBatch if the batch does not reach the output.
     """
     graph = model.graph
     if max_batch is None:
@@ -337,7 +339,7 @@ def _fixed_batch(path: Path, what: str) -> FixedBatch:
 
 
 def _rewrite_head(model: ModelProto, tensor: str, path: Path) -> tuple[Task, int, list[str]]:
-    """Tell the task from the output, and make logits [batch, C] or [batch, C, height, width] of it."""
+    """Derive the task from the output, and turn it into logits [batch, C] or [batch, C, height, width]."""
     graph = model.graph
     sizes, image = _sizes(graph.output[0]), _sizes(graph.input[0])
     found = f"{path}: output '{tensor}' is {_describe(graph.output[0])}"
@@ -355,7 +357,7 @@ def _rewrite_head(model: ModelProto, tensor: str, path: Path) -> tuple[Task, int
         )
     if num_classes < 2:
         raise ArtifactError(
-            f"{found}: {num_classes} class. Expected two or more; a model with one (sigmoid) is not read."
+            f"{found}: {num_classes} class. Expected two or more; a model with one (sigmoid) is not supported."
         )
     if len(sizes) == 4 and size != (1, 1) and num_classes > MAX_CLASSES:
         raise ArtifactError(f"{found}: {num_classes} classes, masks hold at most {MAX_CLASSES}.")
@@ -390,7 +392,7 @@ def _append(graph: onnx.GraphProto, node: NodeProto) -> None:
 
 
 def _sizes(value: ValueInfoProto) -> list[int]:
-    """Return the sizes of a tensor, 0 for those that are open."""
+    """Return the sizes of a tensor, 0 for open ones."""
     return [axis.dim_value for axis in value.type.tensor_type.shape.dim]
 
 

@@ -1,4 +1,4 @@
-"""Read and write ONNX files; a graph's card, the origin of its nodes, and what else many stages ask of it."""
+"""Read and write ONNX files; query graphs for their card, the origin of nodes, and other things."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +13,14 @@ from tasks.parts.data.input_card import InputCard
 CARD_KEY = "enginewright"
 MODULE_KEY = "module"
 SOURCE_KEY = "source"
-MIN_OPSET, MAX_OPSET = 13, 23  # 13: first with per-channel Q/DQ; 23: last that all our runtimes read
+MIN_OPSET, MAX_OPSET = 13, 23  # 13: first with per-channel Q/DQ; 23: last that all runtimes here read
 MIN_IR_VERSION, MAX_IR_VERSION = 7, 12
 
 
 def read_graph(path: Path) -> ModelProto:
-    """Open one self-contained ONNX file, or raise ArtifactError that says what is wrong with it.
+    """Open one self-contained ONNX file; raise ArtifactError for any other.
 
-    Weights outside the file are refused: such files can be missing, truncated or linked to anywhere.
+    Weights outside the file are refused, because such files can be missing, truncated or linked to anywhere.
     """
     if not path.is_file():
         raise ArtifactError(
@@ -33,7 +33,7 @@ def read_graph(path: Path) -> ModelProto:
         model = onnx.load(path, load_external_data=False)
     except DecodeError as error:
         raise ArtifactError(
-            f"{path}: {size_bytes} bytes that are no whole ONNX model ({error}); the file is torn or of "
+            f"{path}: {size_bytes} bytes that are not an ONNX model ({error}); the file is damaged or of "
             "another kind. Delete it and run its stage again."
         ) from error
     _refuse_external_data(model, path)
@@ -58,14 +58,14 @@ def read_card_of_graph(model: ModelProto) -> InputCard:
     if len(cards) != 1:
         raise ArtifactError(
             f"graph '{model.graph.name}': {len(cards)} metadata entries '{CARD_KEY}', expected 1 with "
-            "classes, mean and std. Use a graph that export_onnx wrote; a file of another tool enters through "
+            "classes, mean and std. Use a graph that export_onnx wrote, or import a file of another tool with "
             "import_onnx (model=onnx model.path=<file>)."
         )
     return InputCard.from_json(cards[0])
 
 
 def node_sources(model: ModelProto) -> dict[str, tuple[str, str]]:
-    """Return node name -> (dotted torch module, file:line) for all nodes that know where they come from."""
+    """Return node name -> (dotted torch module, file:line) for all nodes with a recorded origin."""
     sources: dict[str, tuple[str, str]] = {}
     for node in model.graph.node:
         entries = {entry.key: entry.value for entry in node.metadata_props}
@@ -83,19 +83,19 @@ def set_node_source(node: NodeProto, module: str, source: str) -> None:
 
 
 def is_quantized(model: ModelProto) -> bool:
-    """Tell whether the graph carries Q/DQ."""
+    """Return whether the graph has Q/DQ nodes."""
     return any(node.op_type == "QuantizeLinear" for node in model.graph.node)
 
 
 def other_types(model: ModelProto) -> set[str]:
-    """Return the names of the tensors that are not float32, such as shapes, as far as the graph says."""
+    """Return the names of the tensors that the graph declares as other than float32, such as shapes."""
     values = [*model.graph.value_info, *model.graph.input, *model.graph.output]
     known = {value.name: value.type.tensor_type.elem_type for value in values}
     return {name for name, kind in known.items() if kind not in (TensorProto.UNDEFINED, TensorProto.FLOAT)}
 
 
 def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    """Yield every constant of a graph, those inside of nodes and of their subgraphs too."""
+    """Yield every constant of a graph, including those inside nodes and their subgraphs."""
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield sparse.values
@@ -110,7 +110,7 @@ def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
 
 
 def drop_unused(graph: GraphProto) -> None:
-    """Take out nodes and constants that nothing reads."""
+    """Remove nodes and constants that nothing reads."""
     while True:
         used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
         unread = [node for node in graph.node if not used & set(node.output)]
@@ -129,7 +129,7 @@ def _refuse_external_data(model: ModelProto, path: Path) -> None:
     ]
     if outside:
         raise ArtifactError(
-            f"{path}: {len(outside)} tensors lie outside the file (first: '{outside[0]}'), expected one "
+            f"{path}: {len(outside)} tensors are outside the file (first: '{outside[0]}'), expected one "
             "self-contained file. Save it again with onnx.save(model, path, save_as_external_data=False)."
         )
 
@@ -138,8 +138,8 @@ def _check_versions(model: ModelProto, path: Path) -> None:
     if not model.graph.node or not model.graph.output:
         raise ArtifactError(
             f"{path}: a graph with {len(model.graph.node)} nodes and {len(model.graph.output)} outputs, "
-            "expected at least one of each; the file is torn or no ONNX model. Delete it and run its stage "
-            "again."
+            "expected at least one of each; the file is damaged or not an ONNX model. Delete it and run its "
+            "stage again."
         )
     opsets = {entry.domain: entry.version for entry in model.opset_import}
     opset = opsets.get("", opsets.get("ai.onnx"))

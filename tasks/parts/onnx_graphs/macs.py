@@ -1,4 +1,4 @@
-"""How many multiply-accumulate operations (MACs) each convolution and matrix product of a graph takes."""
+"""Count the multiply-accumulate operations (MACs) of the convolutions and matrix products of a graph."""
 
 import math
 
@@ -31,7 +31,7 @@ def conv_macs(model: ModelProto) -> dict[str, int]:
 
 
 def _sizes_of_one_image(model: ModelProto) -> dict[str, list[int]]:
-    """Infer the sizes of all tensors for a batch of 1, since tokens and windows may be folded into the batch."""
+    """Infer the sizes of all tensors for a batch of 1, because tokens and windows may be folded into the batch."""
     single = ModelProto()
     single.CopyFrom(model)
     single.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
@@ -47,7 +47,7 @@ def _sizes_of_one_image(model: ModelProto) -> dict[str, list[int]]:
 
 
 def _run_for_sizes(model: ModelProto, names: list[str]) -> dict[str, list[int]]:
-    """Run one black image and look at the named tensors."""
+    """Run the graph on one image of zeros and return the sizes of the named tensors."""
     from tasks.parts.onnx_session import open_session
 
     marked = ModelProto()

@@ -1,4 +1,4 @@
-"""Names for the nodes of an exported graph, and the module and line of code that each comes from."""
+"""Name the nodes of an exported graph, and attach the module and line of code that each comes from."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from onnx import ModelProto, NodeProto
 
 from tasks.parts.onnx_graphs.graph import set_node_source
 
-ROOT_MODULE = "network"  # the module name of code that stands in the network's own forward
+ROOT_MODULE = "network"  # module name for code in the network's own forward
 
 _REPOSITORY = Path(__file__).resolve().parents[3]
 _PACKAGES = Path(sysconfig.get_paths()["purelib"]).resolve()
@@ -22,7 +22,7 @@ _LIBRARIES = tuple(
     | {str(Path(torch.__file__).resolve().parent)}
 )
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+), in ')
-_NO_MODULE = "_empty_nn_module_stack"  # torch's name for sizes that it reads ahead of all modules
+_NO_MODULE = "_empty_nn_module_stack"  # torch's name for sizes that it reads before all modules
 
 
 def read_sources(raw: ModelProto) -> dict[str, tuple[str, str]]:
@@ -41,7 +41,7 @@ def read_sources(raw: ModelProto) -> dict[str, tuple[str, str]]:
 
 
 def _line_of_ours(stack_trace: str) -> str | None:
-    """Return file:line of the innermost frame in a network's code, else in code that is no library."""
+    """Return file:line of the innermost frame in a network's code, otherwise in code outside of libraries."""
     frames = [(Path(match["file"]).resolve(), match["line"]) for match in _FRAME.finditer(stack_trace)]
     in_networks = [frame for frame in frames if any(frame[0].is_relative_to(root) for root in _NETWORKS)]
     own = [frame for frame in frames if not str(frame[0]).startswith(_LIBRARIES)]
@@ -97,7 +97,7 @@ def _input_role(node: NodeProto, index: int) -> str:
 def _complete_origins(
     nodes: Sequence[NodeProto], sources: dict[str, tuple[str, str]]
 ) -> list[tuple[str, str]]:
-    """Give nodes that simplification made the origin of the node that reads them, else of the one before."""
+    """Give nodes added by simplification the origin of the node that reads them, otherwise of the one before them."""
     origins: list[tuple[str, str] | None] = [
         next((sources[name] for name in node.output if name in sources), None) for node in nodes
     ]

@@ -1,4 +1,4 @@
-"""How far two versions of a tensor lie apart."""
+"""The difference between two versions of a tensor."""
 
 import math
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_SQNR_DB = 200.0
-"""The ratio of two equal tensors: more than float32 can measure between tensors that differ."""
+"""The ratio of two equal tensors; above any ratio that float32 tensors that differ can have."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the logits of two programs lie apart on one batch."""
+    """The difference between the logits of two programs on one batch."""
 
     batch_size: int
     """Number of images in the batch."""
     max_abs: float
     """Largest absolute difference of a logit."""
     sqnr_db: float
-    """Signal-to-noise ratio in dB; 200 stands for "equal"."""
+    """Signal-to-noise ratio in dB; 200 means that the logits are equal."""
 
 
 def difference(expected: "NDArray[Any]", found: "NDArray[Any]") -> Difference:

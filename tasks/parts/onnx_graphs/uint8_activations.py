@@ -1,7 +1,7 @@
-"""The same Q/DQ graph with uint8 instead of int8 activations.
+"""Convert a Q/DQ graph from int8 to uint8 activations.
 
-Words: a Q/DQ pair is QuantizeLinear followed by DequantizeLinear. "S8S8" means int8 activations and int8
-weights, both with zero point 0; "U8S8" means uint8 activations and int8 weights.
+A Q/DQ pair is QuantizeLinear followed by DequantizeLinear. "S8S8" means int8 activations and int8 weights, both with
+zero point 0; "U8S8" means uint8 activations and int8 weights.
 """
 
 import numpy as np
@@ -19,12 +19,12 @@ _KEEPS_SIGN_OF_ALL = frozenset({"Concat", "Add", "Mul"})
 def activations_to_uint8(model: ModelProto) -> ModelProto:
     """Return a copy whose int8 activations are uint8 with the same scales; weights stay int8.
 
-    ONNX Runtime multiplies uint8 by int8 on VNNI; S8S8 is slower there than float. A tensor that may be
-    negative gets zero point + 128, which is the same arithmetic. One that cannot be negative (after ReLU)
-    keeps zero point 0: the same for every value in the calibrated range, and the ReLU then is the lower end
-    of uint8, so that ONNX Runtime drops it and runs the whole layer in integers, 4 times faster
-    (benchmarks/encodings.py). What int8 would clip above its range is kept up to twice as far. An int8 tensor
-    that something else than DequantizeLinear reads keeps its type.
+    ONNX Runtime multiplies uint8 by int8 on VNNI; S8S8 is slower there than float. A tensor that may be negative gets
+    zero point + 128, which gives the same arithmetic. One that cannot be negative (after ReLU) keeps zero point 0:
+    values in the calibrated range do not change, and the ReLU coincides with the lower end of uint8, so ONNX Runtime
+    drops it and runs the whole layer in integers, 4 times faster (benchmarks/encodings.py). Values that int8 would
+    clip are then kept up to twice the range. An int8 tensor with any reader other than DequantizeLinear keeps its
+    type.
     """
     encoded = ModelProto()
     encoded.CopyFrom(model)
@@ -64,7 +64,7 @@ def activations_to_uint8(model: ModelProto) -> ModelProto:
 
 
 def _never_negative(graph: GraphProto) -> set[str]:
-    """Return the names of the tensors that are >= 0 whatever the input is; nodes are in topological order."""
+    """Return the names of the tensors that are >= 0 for any input; nodes are in topological order."""
     positive: set[str] = set()
     for node in graph.node:
         is_activation = node.op_type in ("Relu", "Sigmoid")

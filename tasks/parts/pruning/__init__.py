@@ -1,1 +1,1 @@
-"""What is removed from a network, and how it recovers."""
+"""Removing parts of a network, and recovering its accuracy."""

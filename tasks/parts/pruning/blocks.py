@@ -1,7 +1,7 @@
-"""Remove whole residual blocks: with an identity as shortcut, what is left of a block is that identity.
+"""Remove whole residual blocks whose shortcut is the identity; the identity then replaces the block.
 
 After Veit et al., "Residual Networks Behave Like Ensembles of Relatively Shallow Networks", 2016,
-arXiv:1605.06431, section 4: delete one block and look what changes.
+arXiv:1605.06431, section 4: delete one block and measure the change.
 
 Tensor suffixes: N batch, C channels, H height, W width.
 """
@@ -43,7 +43,7 @@ def prune_blocks(
     if least > limit_macs:
         raise GateFailed(
             f"Without its {len(blocks)} residual blocks with an identity shortcut ({', '.join(blocks)}) the "
-            f"network has {least} MACs, {limit_macs:.0f} are wanted. Raise prune.target_macs_ratio, "
+            f"network still has {least} MACs, expected at most {limit_macs:.0f}. Raise prune.target_macs_ratio, "
             "or set prune.method to channels."
         )
     dropped: list[str] = []
@@ -59,7 +59,7 @@ def prune_blocks(
 def logit_changes(
     network: "nn.Module", blocks: Sequence[str], batches: "Sequence[Tensor]"
 ) -> dict[str, float]:
-    """Return block -> how much the logits change without it: RMS of the difference by RMS of the logits."""
+    """Return block -> relative change of the logits without it: RMS of the difference / RMS of the logits."""
     import torch
     from torch import nn
 

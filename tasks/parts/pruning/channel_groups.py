@@ -17,12 +17,12 @@ ALTERNATIVES = "Train a network of convolutions (network.name), or set prune.met
 
 @dataclass(frozen=True)
 class ChannelGroup:
-    """Channels of several layers that only go together; counts are per removed channel of `root`."""
+    """Channels of several layers that can only be removed together; counts are per removed channel of `root`."""
 
     root: str
-    """Convolution that stands for the group."""
+    """Convolution that names the group."""
     importance: tuple[float, ...]
-    """Importance of each channel, comparable between groups; zeros where the group is kept whole."""
+    """Importance of each channel, comparable between groups; zeros if the group is kept whole."""
     cut_outputs: Mapping[str, int]
     """Convolution -> output channels that it loses."""
     cut_inputs: Mapping[str, int]
@@ -51,7 +51,7 @@ def find_groups(
 ) -> list[ChannelGroup]:
     """List the groups that may be cut, in the order of the network's modules.
 
-    Groups with a layer in `kept` stay whole, so their importance is not measured: zeros.
+    Groups with a layer in `kept` stay whole, so their importance is not measured but zero.
     """
     import torch
 
@@ -60,7 +60,7 @@ def find_groups(
         (group, coupled) for group, coupled in groups if not any(name in kept for name in group.cut_outputs)
     ]
     values = score_channels(importance, [coupled for _, coupled in scored], network, batch_losses)
-    # A group of zeros has no mean to divide by.
+    # Importance is relative to the mean, which is NaN for a group of zeros.
     scores = {
         group.root: tuple(torch.nan_to_num(value, nan=0.0).tolist())
         for (group, _), value in zip(scored, values, strict=True)
@@ -97,9 +97,9 @@ def cut_channels(graph: Any, network: "nn.Module", group: ChannelGroup, channels
 
 
 def _coupled_groups(graph: Any, network: "nn.Module") -> list[tuple[ChannelGroup, Any]]:
-    """Return the groups of convolutions alone, without the classifier's, each with torch-pruning's own.
+    """Return the groups that consist of convolutions only, without the classifier's, each with torch-pruning's group.
 
-    Each group starts at a plain convolution, where channels are independent; depthwise ones only follow.
+    Each group starts at a plain convolution, whose channels are independent; depthwise ones only follow.
     """
     from torch import nn
     from torch_pruning import ops
@@ -127,7 +127,7 @@ def _coupled_groups(graph: Any, network: "nn.Module") -> list[tuple[ChannelGroup
 
 
 def _coupled_layers(graph: Any, root: "nn.Module", channels: list[int]) -> Any:
-    """Ask torch-pruning for all layers that lose something when `root` loses these output channels."""
+    """Return torch-pruning's group of all layers that lose channels when `root` loses these output channels."""
     return graph.get_pruning_group(root, graph.get_pruner_of_module(root).prune_out_channels, channels)
 
 

@@ -1,4 +1,4 @@
-"""How much a network loses with each channel, by torch-pruning's importance classes."""
+"""The importance of each channel, by torch-pruning's importance classes."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 BatchLosses = Callable[["nn.Module"], Iterable["Tensor"]]
-"""Gives the training loss of a network on a few batches, one by one."""
+"""Yields the training loss of a network on a few batches, one by one."""
 
 
 def score_channels(
     importance: Importance, groups: Sequence[Any], network: "nn.Module", batch_losses: BatchLosses | None
 ) -> "list[Tensor]":
-    """Score each channel of torch-pruning's groups, one vector a group; `batch_losses` is for taylor alone.
+    """Score each channel of torch-pruning's groups, one vector per group; only taylor needs `batch_losses`.
 
-    Raises ConfigError when BatchNorm scales are asked for and a group has none, or taylor without losses.
+    Raises ConfigError for batchnorm_scale when a group has no BatchNorm, and for taylor without losses.
     """
     from torch_pruning.pruner.importance import BNScaleImportance, GroupMagnitudeImportance
 
@@ -38,7 +38,7 @@ def score_channels(
 
 @contextmanager
 def tracing_errors() -> Iterator[None]:
-    """Turn what torch-pruning raises on a graph that it cannot follow into one error."""
+    """Convert the exceptions of torch-pruning on a graph that it cannot trace to ArtifactError."""
     try:
         yield
     except (
@@ -75,9 +75,9 @@ def _score(measure: Callable[[Any], "Tensor | None"], group: Any) -> "Tensor":
 def _taylor_scores(
     groups: Sequence[Any], network: "nn.Module", batch_losses: BatchLosses | None
 ) -> "list[Tensor]":
-    """Add up, over batches, how much the loss would change to first order: |sum of weight times gradient|.
+    """Sum the first-order change of the loss over batches: |sum of weight times gradient|.
 
-    A sum over batches of magnitudes, not the magnitude of a sum: near a minimum gradients cancel.
+    This is a sum of magnitudes over batches, not the magnitude of a sum, because near a minimum gradients cancel.
     """
     from torch_pruning.pruner.importance import GroupTaylorImportance
 

@@ -1,10 +1,10 @@
 """Remove whole channels of coupled layers.
 
-Over the groups of coupled layers of Fang et al., "DepGraph: Towards Any Structural Pruning", 2023,
-arXiv:2301.12900 (torch-pruning), the least important channels first (channel_importance.py).
+Layers are coupled in the groups of Fang et al., "DepGraph: Towards Any Structural Pruning", 2023, arXiv:2301.12900
+(torch-pruning). The least important channels go first (channel_importance.py).
 
-Only convolutions that no linear or attention layer touches lose channels: the channels of attention belong to
-heads, and torch-pruning does not follow them through its reshapes.
+Only convolutions that are not coupled to a linear or attention layer lose channels: the channels of attention belong
+to heads, and torch-pruning does not trace them through its reshapes.
 """
 
 import logging
@@ -42,10 +42,10 @@ def prune_channels(
 ) -> None:
     """Prune in place, in `num_steps` portions, the last one ending at the target; the classifier is kept.
 
-    `size` is the (height, width) for which MACs are counted. A network that is pruned bit by bit, with training
-    between, gives what `measure_convs` found at first as `original`, and in `progress` the share of the whole
-    cut that is done after this call. Importance `taylor` needs `batch_losses`. Layers that have no more than one
-    multiple of channels stay whole.
+    `size` is the (height, width) for which MACs are counted. To prune step by step with training in between, pass
+    the result of `measure_convs` on the unpruned network as `original`, and as `progress` the share of the whole cut
+    that is done after this call. Importance `taylor` needs `batch_losses`. Layers that have no more than one multiple
+    of channels stay whole.
 
     Raises GateFailed when the target is out of reach, ConfigError when all layers are as narrow as the multiple
     or the layer ratios do not fit the network, ArtifactError when it cannot be traced.
@@ -90,13 +90,13 @@ def check_layer_names(
     unknown = [name for name in layer_ratios if name not in known]
     if unknown:
         raise ConfigError(
-            f"prune.layer_ratios names {unknown[0]!r}, which is no {kind} of the network. There are: "
+            f"prune.layer_ratios names {unknown[0]!r}, which is not a {kind} of the network. Choose from: "
             f"{', '.join(name for name in known if name != classifier)}."
         )
 
 
 def check_multiple(widths: Mapping[str, int], multiple: int) -> None:
-    """Raise ConfigError when none of the layers, given with their channels, has more than one multiple of them."""
+    """Raise ConfigError when none of the layers (name -> channels) has more than one multiple of channels."""
     widest = max(widths, key=lambda name: widths[name], default=None)
     if widest is not None and widths[widest] <= multiple:
         raise ConfigError(
@@ -107,7 +107,7 @@ def check_multiple(widths: Mapping[str, int], multiple: int) -> None:
 
 
 def check_runs(network: "nn.Module", height: int, width: int, num_classes: int) -> None:
-    """Raise ArtifactError when the pruned network does not give logits of the right shape."""
+    """Raise ArtifactError when the logits of the pruned network do not have the right shape."""
     import torch
 
     try:
@@ -117,12 +117,12 @@ def check_runs(network: "nn.Module", height: int, width: int, num_classes: int) 
         raise ArtifactError(f"The pruned network does not run at {height}x{width}: {error}") from error
     if shape != (1, num_classes, height, width):
         raise ArtifactError(
-            f"The pruned network's logits are {shape} at {height}x{width}, {num_classes} classes."
+            f"The pruned network's logits are {shape} at {height}x{width} with {num_classes} classes."
         )
 
 
 def _shares_by_root(groups: list[ChannelGroup], layer_ratios: Mapping[str, float]) -> dict[str, float]:
-    """Return root -> share of its channels that go, for the groups that `layer_ratios` names.
+    """Return root -> share of its channels to remove, for the groups that `layer_ratios` names.
 
     Raises ConfigError for a layer that follows several others, or two of one group with different shares.
     """
@@ -140,13 +140,13 @@ def _shares_by_root(groups: list[ChannelGroup], layer_ratios: Mapping[str, float
         if shares.setdefault(owners[0].root, ratio) != ratio:
             raise ConfigError(
                 f"prune.layer_ratios gives {name!r} {ratio}, but a layer that is added to it {shares[owners[0].root]}"
-                f"; {', '.join(owners[0].cut_outputs)} only lose channels together. Give one share to all."
+                f"; {', '.join(owners[0].cut_outputs)} can only lose channels together. Give all the same share."
             )
     return shares
 
 
 def _log_narrow(widths: Mapping[str, int], multiple: int) -> None:
-    """Name the layers that have no channels to lose."""
+    """Log the layers that have no channels to lose."""
     narrow = [name for name, width in widths.items() if width <= multiple]
     if narrow:
         logger.warning(
@@ -188,7 +188,7 @@ def _choose_cuts(
         macs = _macs_after(groups, convs, cuts)
     if macs > limit:
         raise GateFailed(
-            f"Pruning reaches {macs} MACs at the most, {limit:.0f} are wanted (prune.target_macs_ratio "
+            f"Pruning reaches {macs} MACs at best, expected at most {limit:.0f} (prune.target_macs_ratio "
             f"{cfg.target_macs_ratio}). Raise prune.target_macs_ratio or prune.max_layer_ratio "
             f"({cfg.max_layer_ratio}), or lower prune.channel_multiple ({cfg.channel_multiple})."
             f"{_describe_kept(groups, convs)}"
@@ -197,20 +197,20 @@ def _choose_cuts(
 
 
 def _describe_kept(groups: list[ChannelGroup], convs: Mapping[str, ConvSize]) -> str:
-    """Say how much of the network no group touches; nothing where all layers belong to one."""
+    """Return a sentence about the layers that are in no group; empty if all layers are in one."""
     touched = {name for group in groups for name in (*group.cut_outputs, *group.cut_inputs)}
     kept = {name: conv for name, conv in convs.items() if name not in touched}
     if not kept:
         return ""
     share = total_macs(kept) / total_macs(convs)
     return (
-        f" {len(kept)} layers with {share:.0%} of the MACs are kept whole: linear and attention layers, and what is "
-        f"coupled to them. {ALTERNATIVES}"
+        f" {len(kept)} layers with {share:.0%} of the MACs are kept whole: linear and attention layers, and the "
+        f"layers coupled to them. {ALTERNATIVES}"
     )
 
 
 def _ordered_cut(group: ChannelGroup, width: int, share: float, multiple: int) -> list[int]:
-    """Return the least important channels so that a whole multiple is left and at most `share` of `width` goes."""
+    """Return the least important channels, at most `share` of `width`, so that a whole multiple is left."""
     left = max(multiple, math.ceil(round(width * (1 - share) / multiple, 6)) * multiple)
     return by_importance(group)[: max(0, len(group.importance) - left)]
 
@@ -218,7 +218,7 @@ def _ordered_cut(group: ChannelGroup, width: int, share: float, multiple: int) -
 def _portions(group: ChannelGroup, width: int, cfg: ChannelPruning) -> list[tuple[float, list[int]]]:
     """Split a group's removable channels, least important first, into portions with a rising score.
 
-    The first portion brings the rest to a whole multiple, each further one takes one multiple.
+    The first portion leaves a whole multiple of channels, each further one removes one multiple.
     """
     num_channels = len(group.importance)
     order = by_importance(group)
@@ -242,7 +242,7 @@ def _portions(group: ChannelGroup, width: int, cfg: ChannelPruning) -> list[tupl
 def _macs_after(
     groups: list[ChannelGroup], convs: Mapping[str, ConvSize], cuts: Mapping[str, list[int]]
 ) -> int:
-    """Count the MACs that would remain; positions and kernels do not change."""
+    """Return the MACs that would remain; positions and kernels do not change."""
     outputs = {name: conv.out_channels for name, conv in convs.items()}
     inputs = {name: conv.in_channels for name, conv in convs.items()}
     for group in groups:

@@ -1,4 +1,4 @@
-"""The ratio that search_pruning chose, in a file of its own: latencies change from run to run, the choice seldom."""
+"""The ratio that search_pruning chose, in a separate file: latencies change from run to run, the choice rarely."""
 
 import json
 from pathlib import Path
@@ -9,15 +9,15 @@ _KEY, _REASON_KEY = "target_macs_ratio", "reason"
 
 
 def write_choice(path: Path, target_macs_ratio: float | None, reason: str = "") -> None:
-    """Write the share of the MACs that shall remain, or None with the reason why there is none."""
+    """Write the share of the MACs that is to remain, or None with the reason."""
     content = {_KEY: target_macs_ratio} | ({_REASON_KEY: reason} if target_macs_ratio is None else {})
     path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 def read_choice(path: Path) -> float:
-    """Return the share of the MACs that shall remain, between 0 and 1.
+    """Return the share of the MACs that is to remain, between 0 and 1.
 
-    Raises GateFailed when the search found none to choose, ArtifactError when the file is missing or damaged.
+    Raises GateFailed when the search chose no ratio, ArtifactError when the file is missing or damaged.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

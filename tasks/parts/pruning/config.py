@@ -1,4 +1,4 @@
-"""How channels are pruned; light, so that a configuration can be checked without torch."""
+"""How channels are pruned; needs no torch, so that a configuration can be checked without it."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,7 @@ from tasks.core.bounds import AtLeast, Between, LessThan, MoreThan
 
 
 class Importance(StrEnum):
-    """What makes a channel important."""
+    """How the importance of a channel is measured."""
 
     l1 = "l1"
     """L1 norm of all weights that go with the channel, relative to the mean of its group of layers; after
@@ -17,13 +17,13 @@ class Importance(StrEnum):
     """Squared L2 norm of the channel's own filter, relative to the mean of its layer; after He et al., "Soft
     Filter Pruning", 2018, arXiv:1808.06866."""
     batchnorm_scale = "batchnorm_scale"
-    """Magnitude of the BatchNorm scales, compared over the whole network; train with trainer.batchnorm_l1
+    """Magnitude of the BatchNorm scales, compared across the whole network; train with trainer.batchnorm_l1
     first. Liu et al., "Network Slimming", 2017, arXiv:1708.06519."""
     group_norm = "group_norm"
     """Squared L2 norm of all weights that go with the channel, relative to the mean of its group of layers;
     Fang et al., "DepGraph", 2023, arXiv:2301.12900."""
     taylor = "taylor"
-    """First-order change of the training loss without the channel, compared over the whole network; Molchanov
+    """First-order change of the training loss without the channel, compared across the whole network; Molchanov
     et al., "Importance Estimation for Neural Network Pruning", 2019, arXiv:1906.10771. Needs labelled images."""
 
 
@@ -31,7 +31,7 @@ class Ranking(StrEnum):
     """How layers compete."""
 
     across_layers = "across_layers"
-    """The least important channels of the whole network go first: layers end up differently thin."""
+    """The least important channels of the whole network go first: layers lose different shares."""
     uniform = "uniform"
     """Each layer loses the same share of its channels."""
 
@@ -41,7 +41,7 @@ class ChannelPruning:
     """How much is removed, and in which portions."""
 
     target_macs_ratio: Annotated[float, MoreThan(0), LessThan(1)]
-    """MACs that may remain, as a share of the original's; lower: faster, less accurate."""
+    """MACs that may remain, as a share of the original network's; lower: faster, less accurate."""
     channel_multiple: Annotated[int, Between(1, 1024)]
     """Pruned layers keep a multiple of this many channels; 8 or 16 suit vector units and tensor cores."""
     ranking: Ranking
@@ -49,8 +49,8 @@ class ChannelPruning:
     max_layer_ratio: Annotated[float, MoreThan(0), LessThan(1)]
     """Largest share of its channels that one layer may lose; keeps thin layers from becoming bottlenecks."""
     num_steps: Annotated[int, Between(1, 100)]
-    """Portions in which channels go; the importance is measured again before each one."""
+    """Portions in which channels are removed; the importance is measured again before each one."""
     importance: Importance
-    """What makes a channel important."""
+    """How the importance of a channel is measured."""
     layer_ratios: dict[str, Annotated[float, AtLeast(0), LessThan(1)]]
-    """Share of the channels that go, by layer; 0 keeps the layer whole. All other layers compete for the target."""
+    """Share of the channels to remove, by layer; 0 keeps the layer whole. All other layers compete for the target."""

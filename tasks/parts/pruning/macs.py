@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConvSize:
-    """Channels of one convolution or linear layer, and what one connection between channels costs."""
+    """Channels of one convolution or linear layer, and the cost of one connection between channels."""
 
     in_channels: int
     out_channels: int
@@ -31,8 +31,8 @@ class ConvSize:
 def measure_convs(network: "nn.Module", size: tuple[int, int]) -> dict[str, ConvSize]:
     """Count channels and MACs of each convolution and linear layer for one image of `size` = (H, W).
 
-    The products of attention, which have no weights, are not counted. Raises ArtifactError when the layers do not
-    fit together.
+    The matrix products of attention, which have no weights, are not counted. Raises ArtifactError when the layers do
+    not fit together.
     """
     import torch
     from torch import nn
@@ -73,6 +73,6 @@ def total_macs(convs: Mapping[str, ConvSize]) -> int:
 
 
 def macs_budget(original: Mapping[str, ConvSize], target_macs_ratio: float, progress: float) -> float:
-    """Return the MACs that may remain when the given share of the whole cut is done."""
+    """Return the MACs that may remain after the given share of the whole cut."""
     target = target_macs_ratio * total_macs(original)
     return target + (total_macs(original) - target) * (1 - progress)

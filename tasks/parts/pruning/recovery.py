@@ -1,4 +1,4 @@
-"""What pruning needs the data set for: sample batches, the loss on them, accuracy, and a short training.
+"""The parts of pruning that need the data set: sample batches, the loss on them, accuracy, and a short training.
 
 Tensor suffixes: N images, C channels or classes, H height, W width.
 """
@@ -37,7 +37,7 @@ def read_batches(
 def batch_losses(
     network: nn.Module, data: Path, *, class_balance: float, num_images: int, batch_size: int
 ) -> Iterator[Tensor]:
-    """Yield the label loss on some images of the training split, a batch at a time, in eval mode."""
+    """Yield the label loss on the first images of the training split, one batch at a time, in eval mode."""
     network.eval()
     objective = label_objective(data, class_balance)
     for images_NCHW, masks_NHW in read_batches(data, "train", batch_size=batch_size, num_images=num_images):
@@ -57,8 +57,9 @@ def measure_val_miou(network: nn.Module, card: ModelCard, data: Path, batch_size
 def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) -> float:
     """Train a network on the labels, in place, and return the val mIoU of its best epoch; zeros stay zero.
 
-    The weights of that epoch are left in the network. `out` takes what a killed run resumes from. A copy is
-    trained: training leaves hooks and other forward functions behind, and the network is traced afterwards.
+    The network gets the weights of that epoch. `out` holds the checkpoints from which an interrupted run resumes. A
+    copy is trained, because training leaves hooks and other forward functions behind, and the network is traced
+    later.
     """
     out.mkdir(parents=True, exist_ok=True)
     trained = copy.deepcopy(network)

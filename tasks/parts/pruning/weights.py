@@ -1,4 +1,4 @@
-"""Which weights become zero: the smallest ones, or two of each four.
+"""Set weights to zero: the smallest ones, or two of each four.
 
 Shapes: O output channels, I input channels (of one group).
 """
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 def zero_smallest_weights(network: "nn.Module", layers: Sequence[str], share: float) -> None:
-    """Set the given share of the weights of these layers to zero, the smallest magnitudes of all of them first.
+    """Set the given share of the weights of these layers to zero, smallest magnitudes over all layers first.
 
-    Han et al., "Learning both Weights and Connections", 2015, arXiv:1506.02626. Weights that are zero already
-    count.
+    Han et al., "Learning both Weights and Connections", 2015, arXiv:1506.02626. Weights that are already zero count.
     """
     from torch.nn.utils import prune
 

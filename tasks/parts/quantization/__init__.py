@@ -1,1 +1,1 @@
-"""From a float graph to INT8: ranges, Q/DQ pairs, and what they cost in accuracy."""
+"""Quantization of a float graph to INT8: ranges, Q/DQ pairs, and their loss of accuracy."""

@@ -1,4 +1,4 @@
-"""Ranges for INT8 from calibration images: one collection of statistics, several ways to choose from it.
+"""INT8 ranges from calibration images: collect statistics once, then choose ranges by one of several calibrators.
 
 N images, C channels, H rows, W columns.
 """
@@ -19,15 +19,15 @@ from tasks.parts.quantization.config import Calibrator
 from tasks.parts.quantization.qdq import INT8_MAX, TensorRange
 
 NUM_BINS = 2048
-NUM_LEVELS = 128  # magnitudes that symmetric INT8 tells apart
+NUM_LEVELS = 128  # magnitudes that symmetric INT8 distinguishes
 _BINS_PER_STEP = 8
 _MAX_BYTES = 1 << 30
-"""Size of the activations that are read at once; large images go one by one, which changes no statistic."""
+"""Limit for the activations that are read at once; fewer images per run do not change the statistics."""
 
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """What one tensor held over all calibration images."""
+    """Statistics of one tensor over all calibration images."""
 
     low: float
     high: float
@@ -36,14 +36,14 @@ class TensorStatistics:
 
     @property
     def amax(self) -> float:
-        """Largest magnitude that the tensor held."""
+        """Largest magnitude in the tensor."""
         return max(abs(self.low), abs(self.high))
 
 
 def check_images(images_NCHW: NDArray[np.float32], max_abs: float) -> None:
-    """Raise DataError for normalised images that would spoil calibration without any other sign.
+    """Raise DataError for normalised images that would silently distort calibration.
 
-    One pixel of 1e6 stretches a range so far that everything else becomes 0.
+    One pixel of 1e6 widens a range so much that everything else becomes 0.
     """
     if not np.isfinite(images_NCHW).all():
         raise DataError("calibration images hold NaN or infinite values. Check mean and std in the manifest.")
@@ -64,7 +64,7 @@ def check_images(images_NCHW: NDArray[np.float32], max_abs: float) -> None:
 def collect_statistics(
     model: ModelProto, batches: Callable[[], Iterable[NDArray[np.float32]]], names: Sequence[str]
 ) -> dict[str, TensorStatistics]:
-    """Run the float graph over all batches twice: for the extremes of the named tensors, then for histograms.
+    """Run the float graph over all batches twice: first for the extremes of the named tensors, then for histograms.
 
     Raises ArtifactError for a tensor that is not finite.
     """
@@ -90,7 +90,7 @@ def collect_statistics(
 
 
 def choose_range(statistics: TensorStatistics, calibrator: Calibrator, *, percentile: float) -> TensorRange:
-    """Return the range that one calibrator gives a tensor."""
+    """Return the range that a calibrator chooses for a tensor."""
     match calibrator:
         case Calibrator.minmax:
             amax = statistics.amax
@@ -106,7 +106,7 @@ def choose_range(statistics: TensorStatistics, calibrator: Calibrator, *, percen
 def _tensor_reader(
     model: ModelProto, names: Sequence[str]
 ) -> Callable[[NDArray[np.float32]], Iterable[tuple[str, NDArray[Any]]]]:
-    """Return a function from one batch to (name, values) of the named tensors."""
+    """Return a function that maps one batch to (name, values) of the named tensors."""
     marked = ModelProto()
     marked.CopyFrom(model)
     image = model.graph.input[0].name
@@ -130,7 +130,7 @@ def _tensor_reader(
 
 
 def _bytes_per_image(model: ModelProto, names: Sequence[str]) -> int:
-    """Return what the named float32 tensors of one image take; tensors of unknown size count as nothing."""
+    """Return the size of the named float32 tensors for one image; tensors of unknown size count as 0."""
     sizes = {
         value.name: [axis.dim_value for axis in value.type.tensor_type.shape.dim]
         for value in onnx.shape_inference.infer_shapes(model).graph.value_info
@@ -146,7 +146,7 @@ def _histogram(values: NDArray[Any], amax: float) -> NDArray[np.int64]:
 
 
 def _percentile_amax(statistics: TensorStatistics, percentile: float) -> float:
-    """Return the upper edge of the first bin under which `percentile` % of all magnitudes lie."""
+    """Return the upper edge of the first bin below which `percentile` % of all magnitudes lie."""
     cumulated = np.cumsum(statistics.counts)
     if cumulated[-1] == 0:
         return statistics.amax
@@ -157,7 +157,7 @@ def _percentile_amax(statistics: TensorStatistics, percentile: float) -> float:
 def _mse_amax(statistics: TensorStatistics) -> float:
     """Return the threshold with the least mean squared error between the magnitudes and their INT8 levels.
 
-    Rounding grows with the threshold, clipping shrinks; each bin counts with its centre.
+    A higher threshold increases the rounding error and reduces clipping; each bin counts with its centre.
     """
     centres = (np.arange(NUM_BINS) + 0.5) * statistics.amax / NUM_BINS
     best_amax, least_error = statistics.amax, np.inf
@@ -172,7 +172,7 @@ def _mse_amax(statistics: TensorStatistics) -> float:
 
 
 def _entropy_amax(statistics: TensorStatistics) -> float:
-    """Return the threshold whose INT8 histogram keeps most information of the float one (least KL divergence).
+    """Return the threshold with the least KL divergence between the float histogram and its INT8 version.
 
     Migacz, "8-bit Inference with TensorRT", GTC 2017, slides 26-37. The bin of the smallest magnitudes is set
     to the next one: ReLU fills it with zeros, which any range represents.

@@ -1,4 +1,4 @@
-"""The calibrators and the operators that can read INT8; light, so that a configuration is checked without onnx."""
+"""Calibrators, and operators that can read INT8; needs no onnx, so that a configuration can be checked without it."""
 
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -18,13 +18,13 @@ OpType = Literal[
     "Resize",
     "Sigmoid",
 ]
-"""An ONNX operator that Q/DQ insertion and training in simulated INT8 know."""
+"""An ONNX operator that Q/DQ insertion and training in simulated INT8 support."""
 
 OpTypes = Annotated[list[OpType], Holds("Conv")]
 
 
 class Calibrator(StrEnum):
-    """How the INT8 range of a tensor is chosen from what calibration images showed."""
+    """How the INT8 range of a tensor is chosen from its statistics on calibration images."""
 
     minmax = "minmax"
     entropy = "entropy"

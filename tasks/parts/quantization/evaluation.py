@@ -22,23 +22,23 @@ from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good the predictions of a graph are."""
+    """Score and agreement of the predictions of a graph."""
 
     score: float
-    """Score by the metric of the data set, 0..1."""
+    """Score in the metric of the data set, 0..1."""
     agreement: float
-    """Share of pixels, or of images, with the class that the float graph gives, 0..1."""
+    """Share of pixels, or of images, with the class that the float graph predicts, 0..1."""
 
 
 @dataclass(frozen=True)
 class GraphEvaluator:
-    """Validation images with their labels, and the classes that the float graph gives them."""
+    """Validation images with their labels, and the classes that the float graph predicts for them."""
 
     images_NHWC: NDArray[Any]
     labels: NDArray[Any]
     """masks_NHW or labels_N."""
     float_classes: NDArray[Any]
-    """Classes that the float graph gives, in the shape of `labels`."""
+    """Classes that the float graph predicts, in the shape of `labels`."""
     num_classes: int
     batch_size: int
     task: Task
@@ -50,7 +50,7 @@ class GraphEvaluator:
         return score(self.float_classes, self.labels, self.num_classes, self.task)
 
     def evaluate(self, quantized: ModelProto) -> Evaluation:
-        """Measure a graph as it runs in ONNX Runtime: with uint8 activations."""
+        """Evaluate a graph in ONNX Runtime with uint8 activations, as it is deployed there."""
         classes = predict_classes(
             activations_to_uint8(quantized), self.images_NHWC, batch_size=self.batch_size
         )
@@ -63,12 +63,12 @@ class GraphEvaluator:
 def open_evaluator(graph: ModelProto, data: Path, *, num_images: int, batch_size: int) -> GraphEvaluator:
     """Run the float graph on the first `num_images` of the validation split; 0 takes all.
 
-    Raises ArtifactError when the graph knows other classes than the data.
+    Raises ArtifactError when the graph has other classes than the data.
     """
     manifest, card = read_manifest(data), read_card_of_graph(graph)
     if manifest.classes != card.classes:
         raise ArtifactError(
-            f"the graph knows the classes {list(card.classes)}, the data {list(manifest.classes)}. Export a "
+            f"the graph has the classes {list(card.classes)}, the data {list(manifest.classes)}. Export a "
             "network that was trained on this data set."
         )
     images_NHWC = open_images(data, "val")[: num_images or None]

@@ -1,9 +1,9 @@
-"""A torch network that computes what its INT8 graph will compute, and still can be trained.
+"""Simulate INT8 in a torch network that can still be trained.
 
 Convolutions and linear layers get the quantizers of nvidia-modelopt (inputs per tensor, weights per output
 channel, straight-through gradients). modelopt leaves functions (additions, concatenations, resizing, pooling) in
-float; a class of operators that is INT8 only at inference costs accuracy, so the inputs of these functions
-are rounded here too, with the same ranges. NCHW: batch, channels, rows, columns.
+float; operators that are INT8 only at inference would cost accuracy, so the inputs of these functions are rounded
+here too, with the same ranges. NCHW: batch, channels, rows, columns.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ _GLOBAL_POOLS = (F.adaptive_avg_pool2d, torch.mean, Tensor.mean)
 def fake_quantize(
     network: nn.Module, graph: ModelProto, ranges: Mapping[str, TensorRange], *, op_types: Sequence[str]
 ) -> nn.Module:
-    """Change a network with folded BatchNorm in place; `graph` is its float export, that `ranges` belong to.
+    """Add simulated INT8 to a network with folded BatchNorm, in place; `ranges` belong to its float export `graph`.
 
     Parameters keep their names. Weight ranges follow the weights, activation ranges stay as calibrated.
     """
@@ -81,15 +81,15 @@ def _amax_of_inputs(
             name = sources[node.name][0] if node.op_type in _LAYERS else node.name
             if amax_of_inputs.setdefault(node.op_type, {}).setdefault(name, amax) != amax:
                 raise ArtifactError(
-                    f"node '{node.name}' is one more call of the layer '{name}' with another range, expected one "
-                    "range for each layer, which has one quantizer in training. Give each call a layer of its own."
+                    f"node '{node.name}' is another call of the layer '{name}' with another range, expected one "
+                    "range per layer, which has one quantizer in training. Use a separate layer for each call."
                 )
     return amax_of_inputs
 
 
 def _quantize_layers(network: nn.Module, amax: Mapping[str, float | None], op_types: Sequence[str]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of versions of transformers, whose models it is not asked to know
+        warnings.simplefilter("ignore")  # about transformers versions; its support for them is not used
         import modelopt.torch.quantization as mtq
 
     kinds = sorted({_LAYERS[op_type].__name__ for op_type in op_types if op_type in _LAYERS})
@@ -120,7 +120,7 @@ def _quantize_layers(network: nn.Module, amax: Mapping[str, float | None], op_ty
 
 
 def _follow_weights(layer: nn.Module, _inputs: Any) -> None:
-    """Set the weight range to what the weights are now, as the exporter will."""
+    """Set the weight range to that of the current weights, as the exporter does."""
     assert isinstance(layer, nn.Conv2d | nn.Linear)
     others = tuple(range(1, layer.weight.ndim))
     amax_O = layer.weight.detach().abs().amax(dim=others, keepdim=True)
@@ -132,7 +132,7 @@ def _quantizer(layer: nn.Module, role: str) -> Any:
 
 
 def _round_functions(network: nn.Module, amax: Mapping[tuple[str, str], Sequence[float | None]]) -> None:
-    """Wrap the forward pass so that functions in it read rounded inputs."""
+    """Wrap the forward pass so that its functions read rounded inputs."""
     path: list[str] = []
     for name, module in network.named_modules():
         if name and "quantizer" not in name:
@@ -148,7 +148,7 @@ def _round_functions(network: nn.Module, amax: Mapping[tuple[str, str], Sequence
         if missed:
             raise ArtifactError(
                 f"{len(missed)} INT8 nodes of the graph have no function in the network (first: "
-                f"'{missed[0]}'), expected all of them. Export this checkpoint with export_onnx, calibrate its graph."
+                f"'{missed[0]}'), expected none. Export this checkpoint with export_onnx and calibrate its graph."
             )
         return logits_NCHW
 
@@ -156,9 +156,9 @@ def _round_functions(network: nn.Module, amax: Mapping[tuple[str, str], Sequence
 
 
 class _FunctionRounding(TorchFunctionMode):
-    """Rounds the inputs of each function to the levels of its twin in the ONNX graph.
+    """Rounds the inputs of each function to the INT8 levels of its node in the ONNX graph.
 
-    Twins are found by name: `<module>/<operator>`, counted in the order of execution, as export names nodes.
+    The node is found by name: `<module>/<operator>`, counted in the order of execution, as export names nodes.
     """
 
     def __init__(self, amax: Mapping[tuple[str, str], Sequence[float | None]], path: Sequence[str]) -> None:
@@ -186,7 +186,7 @@ class _FunctionRounding(TorchFunctionMode):
 
 
 def _rounded(args: tuple[Any, ...], limits: Sequence[float | None]) -> Iterator[Any]:
-    """Yield the arguments with the tensors among the first ones rounded; torch.cat takes a list of them."""
+    """Yield the arguments with their leading tensors rounded; torch.cat takes them as a list."""
     if isinstance(args[0], (list, tuple)):
         yield [_round(item, limit) for item, limit in zip(args[0], limits, strict=False)]
         yield from args[1:]

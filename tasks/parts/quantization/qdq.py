@@ -1,13 +1,12 @@
-"""INT8 as explicit Q/DQ in an ONNX graph: given the ranges of tensors, insert the pairs.
+"""INT8 as explicit Q/DQ in an ONNX graph: insert the pairs for given tensor ranges.
 
 Scheme S8S8: activations int8 with one symmetric scale per tensor, weights of convolutions and linear layers
-(MatMul and Gemm with a constant) int8 with one symmetric scale per output channel, biases float. TensorRT
-reads exactly this, OpenVINO too; for ONNX Runtime see
-`onnx_graphs/uint8_activations.py`.
+(MatMul and Gemm with a constant) int8 with one symmetric scale per output channel, biases float. TensorRT and
+OpenVINO read exactly this; for ONNX Runtime see `onnx_graphs/uint8_activations.py`.
 
-Own insertion and not onnxruntime.quantization's: that one either puts a pair between a convolution and its
-ReLU (no runtime can fuse them then) or leaves the inputs of poolings, Resize and Concat in float; here one
-rule serves PTQ and QAT, and node names and sources stay.
+onnxruntime.quantization is not used: it either puts a pair between a convolution and its ReLU, which no runtime can
+fuse then, or leaves the inputs of pooling, Resize and Concat in float. Here one rule serves PTQ and QAT, and node
+names and sources stay.
 """
 
 import json
@@ -29,29 +28,29 @@ _LINEAR = frozenset({"MatMul", "Gemm"})
 _ALWAYS_FLOAT = frozenset(
     {"LayerNormalization", "Softmax", "Gelu", "Reshape", "Transpose", "Slice", "Pad", "Squeeze", "Unsqueeze"}
 )
-"""What transformers put between layers: no runtime has INT8 kernels for it, or it only moves data."""
+"""Operators between the layers of transformers: they have INT8 kernels in no runtime, or only move data."""
 
 
 @dataclass(frozen=True)
 class TensorRange:
-    """Smallest and largest value of a tensor that INT8 shall represent."""
+    """Smallest and largest value of a tensor that INT8 has to represent."""
 
     low: float
     high: float
 
     @property
     def amax(self) -> float:
-        """Largest magnitude: what the highest INT8 level stands for."""
+        """Largest magnitude, which the highest INT8 level represents."""
         return max(abs(self.low), abs(self.high))
 
 
 def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodeProto]:
     """Return the nodes of these types, in graph order.
 
-    The node that makes a graph output (the last Resize) reads float, so that logits keep their precision; a
-    convolution there is quantized like the others. Float stay: products of two activations (attention),
-    additions and multiplications of a constant (a bias, a scale), and the residual additions whose sum a
-    LayerNormalization reads, because it would turn them back into float at once.
+    The node that computes a graph output (the last Resize) reads float, so that logits keep their precision; a
+    convolution there is quantized like the others. These stay in float: products of two activations (attention),
+    additions and multiplications of a constant (a bias, a scale), and residual additions whose sum a
+    LayerNormalization reads, because it would convert them back to float at once.
     """
     constants = {tensor.name: len(tensor.dims) for tensor in model.graph.initializer}
     outputs = {value.name for value in model.graph.output}
@@ -73,7 +72,7 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
 
 
 def float_readers(model: ModelProto, op_types: Sequence[str]) -> set[str]:
-    """Return the names of the nodes that read the float form of an activation also where others read it quantized."""
+    """Return the names of the nodes that read an activation in float even if other nodes read it quantized."""
     quantizable = {node.name for node in quantizable_nodes(model, op_types)}
     chosen = _LINEAR | {"Add", "Mul"}
     return {
@@ -85,7 +84,7 @@ def float_readers(model: ModelProto, op_types: Sequence[str]) -> set[str]:
 
 
 def is_layer(node: NodeProto) -> bool:
-    """Tell whether a quantizable node has a weight."""
+    """Return whether a quantizable node has a weight."""
     return node.op_type == "Conv" or node.op_type in _LINEAR
 
 
@@ -99,7 +98,7 @@ def map_inputs(model: ModelProto, node: NodeProto) -> list[str]:
 def quantizable_tensors(
     model: ModelProto, op_types: Sequence[str], *, float_nodes: Container[str] = ()
 ) -> list[str]:
-    """Return the names of the activations that quantizable nodes but `float_nodes` read, in graph order."""
+    """Return the names of the activations that quantizable nodes except `float_nodes` read, in graph order."""
     names: dict[str, None] = {}
     for node in quantizable_nodes(model, op_types):
         if node.name not in float_nodes:
@@ -114,11 +113,11 @@ def insert_qdq(
     op_types: Sequence[str],
     float_nodes: Container[str] = (),
 ) -> ModelProto:
-    """Return a copy with Q/DQ on each activation that `op_types` read, and int8 weights in their layers.
+    """Return a copy with Q/DQ on each activation that nodes of `op_types` read, and int8 weights in their layers.
 
-    All readers of such an activation read it quantized: one that stayed in float would keep the layer before
-    from running in integers. Only `float_readers`, and `float_nodes`, by name, read float activations and
-    weights. Raises ArtifactError for a tensor that has no usable range (a quantizer that saw no data).
+    All readers of such an activation read it quantized, because a reader in float would keep the layer before it from
+    running in integers. Only `float_readers` and `float_nodes` (names) read float activations and weights. Raises
+    ArtifactError for a tensor that has no usable range (a quantizer that saw no data).
     """
     quantized = ModelProto()
     quantized.CopyFrom(model)
@@ -154,10 +153,10 @@ def insert_qdq(
 def add_quantized_twins(
     model: ModelProto, ranges: Mapping[str, TensorRange], *, op_types: Sequence[str]
 ) -> tuple[ModelProto, dict[str, str], dict[str, str]]:
-    """Return a copy that also computes each quantizable node from the quantized form of its exact inputs.
+    """Return a copy that also computes each quantizable node, as a twin, from its exact inputs after quantization.
 
-    Its outputs are sums of squares: by node name, which output holds the noise (twin less original) and which
-    the signal. Raises ArtifactError like `insert_qdq`.
+    Its outputs are sums of squares. Also returns node name -> output with the noise (twin minus original), and node
+    name -> output with the signal. Raises ArtifactError like `insert_qdq`.
     """
     twinned = ModelProto()
     twinned.CopyFrom(model)
@@ -200,9 +199,9 @@ def add_quantized_twins(
 
 
 def inherit_ranges(model: ModelProto, ranges: Mapping[str, TensorRange]) -> dict[str, TensorRange]:
-    """Give outputs of pooling and resizing without a range that of their input: averages stay inside it.
+    """Give outputs of pooling and resizing that have no range the range of their input, which they cannot leave.
 
-    For a network exported at another image size, whose graph may resize where the calibrated one need not.
+    This is for a network exported at another image size, whose graph may have a Resize that the calibrated one lacks.
     """
     complete = dict(ranges)
     for node in model.graph.node:
@@ -221,7 +220,7 @@ def write_ranges(path: Path, calibrator: str, ranges: Mapping[str, TensorRange])
 
 
 def read_ranges(path: Path) -> dict[str, TensorRange]:
-    """Read what write_ranges wrote; ArtifactError for anything else."""
+    """Read what write_ranges wrote; raise ArtifactError for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return {name: TensorRange(float(low), float(high)) for name, (low, high) in content["ranges"].items()}
@@ -233,7 +232,7 @@ def read_ranges(path: Path) -> dict[str, TensorRange]:
 
 
 def check_ranges(ranges: Mapping[str, TensorRange | None]) -> None:
-    """Raise ArtifactError unless each tensor has a finite range that is more than the point 0."""
+    """Raise ArtifactError unless each tensor has a finite range that is not only 0."""
     for name, limits in ranges.items():
         if limits is None or not np.isfinite([limits.low, limits.high]).all() or limits.amax <= 0:
             text = "no range" if limits is None else f"range [{limits.low}, {limits.high}]"
@@ -245,19 +244,19 @@ def check_ranges(ranges: Mapping[str, TensorRange | None]) -> None:
 
 
 def float_weight(model: ModelProto, layer: NodeProto) -> TensorProto:
-    """Return the weight of a layer; ArtifactError unless it is a float constant."""
+    """Return the weight of a layer; raise ArtifactError unless it is a float constant."""
     weights = (tensor for tensor in model.graph.initializer if tensor.name == layer.input[1])
     weight: TensorProto | None = next(weights, None)
     if weight is None or weight.data_type != TensorProto.FLOAT:
         raise ArtifactError(
-            f"node '{layer.name}': its weight '{layer.input[1]}' is no float constant, expected a float graph "
+            f"node '{layer.name}': its weight '{layer.input[1]}' is not a float constant, expected a float graph "
             "from export_onnx. Do not quantize a graph twice."
         )
     return weight
 
 
 def weight_levels(values: np.ndarray, *, axis: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return int8 levels of the weight's shape and float32 scales [O]; `axis` is that of the output channels."""
+    """Return int8 levels in the weight's shape and float32 scales [O]; `axis` is that of the output channels."""
     scales_O = weight_scales(np.moveaxis(values, axis, 0))
     levels = np.clip(np.rint(values / _along(scales_O, axis, values.ndim)), -INT8_MAX, INT8_MAX)
     return levels.astype(np.int8), scales_O
@@ -288,7 +287,7 @@ def _activation_pair(model: ModelProto, name: str, scale: np.float32) -> list[No
 def _quantize_weights(
     model: ModelProto, layers: Container[str], sources: Mapping[str, tuple[str, str]]
 ) -> dict[str, list[NodeProto]]:
-    """Let these layers read int8 weights; return layer -> the node before it that makes its weight float again."""
+    """Let these layers read int8 weights; return layer -> the DequantizeLinear of its weight."""
     before: dict[str, list[NodeProto]] = {}
     quantized_weights: dict[str, str] = {}
     for node in model.graph.node:
@@ -308,7 +307,7 @@ def _quantize_weights(
 
 
 def _quantize_weight(model: ModelProto, layer: NodeProto) -> NodeProto:
-    """Add the weight of a layer as int8 with one scale per output channel, and return what makes it float again."""
+    """Add the weight of a layer as int8 with one scale per output channel; return its DequantizeLinear."""
     weight, axis = float_weight(model, layer), _output_axis(layer)
     levels, scales_O = weight_levels(numpy_helper.to_array(weight), axis=axis)
     name, levels_name, real = layer.input[1], f"{layer.input[1]}:int8", f"{layer.input[1]}/DequantizeLinear"
@@ -326,13 +325,13 @@ def _quantize_weight(model: ModelProto, layer: NodeProto) -> NodeProto:
 
 
 def _output_axis(layer: NodeProto) -> int:
-    """Return the axis of a weight that counts the output channels."""
+    """Return the axis of the output channels in a layer's weight."""
     is_transposed = any(attribute.i for attribute in layer.attribute if attribute.name == "transB")
     return 0 if layer.op_type == "Conv" or is_transposed else 1
 
 
 def _along(scales_O: np.ndarray, axis: int, num_axes: int) -> np.ndarray:
-    """Shape scales so that they multiply a weight along one axis."""
+    """Reshape scales so that they multiply a weight along one axis."""
     shape = [1] * num_axes
     shape[axis] = -1
     return scales_O.reshape(shape)
@@ -346,7 +345,7 @@ def _copy_source(sources: Mapping[str, tuple[str, str]], owner: NodeProto, node:
 def _rewrite_nodes(
     model: ModelProto, after: Mapping[str, list[NodeProto]], before: Mapping[str, list[NodeProto]]
 ) -> None:
-    """Put the new nodes where the graph stays in topological order."""
+    """Insert the new nodes in topological order."""
     graph = model.graph
     nodes = [node for value in graph.input for node in after.get(value.name, [])]
     for node in graph.node:

@@ -1,1 +1,1 @@
-"""Where images and their labels come from: folders of the user, or drawn scenes."""
+"""Sources of images and labels: the user's folders, or generated scenes."""

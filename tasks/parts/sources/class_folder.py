@@ -1,4 +1,4 @@
-"""A user's images without masks: one sub-folder for each class, or plain images that nobody labelled.
+"""Read a user's images without masks: one sub-folder per class, or plain unlabelled images.
 
 <root>/images/<class>/**/<name>.png|jpg|jpeg   classes as in <root>/classes.yaml, in the order of the logits
 <root>/images/**/<name>.png|jpg|jpeg           plain images; no classes.yaml
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CLASSES = 65535
-"""Most classes that labels can tell apart: they are stored as uint16."""
+"""Largest number of classes: labels are stored as uint16."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ImageFile:
 
     path: Path
     label: int | None
-    """Index of the class; None where nobody labelled the image."""
+    """Index of the class; None if the image is unlabelled."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class ImageFolder:
     num_bad_images: int
     """Number of images that are skipped because they cannot be read."""
     num_duplicates: int
-    """Number of images of val or test whose pixels also are in another of train, val, test."""
+    """Number of images of val or test whose pixels also occur in another of train, val, test."""
     warnings: tuple[str, ...]
 
 
 def scan_images(root: Path, config: FolderConfig, *, seed: int, is_labelled: bool) -> ImageFolder:
-    """List the images of a folder, decode each once, and share them out to the splits.
+    """List the images of a folder, decode each once, and assign them to the splits.
 
     Raises DataError for a class folder that classes.yaml does not name, an unreadable image, an empty split.
     """
@@ -95,7 +95,7 @@ def scan_images(root: Path, config: FolderConfig, *, seed: int, is_labelled: boo
 def read_image_batches(
     files: Sequence[ImageFile], config: FolderConfig, *, height: int, width: int
 ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint16] | None]]:
-    """Decode images again and yield images_NHWC at their final size, with labels_N where they have labels."""
+    """Decode images again and yield images_NHWC at their final size, with labels_N if they have labels."""
     import numpy as np
 
     def read(file: ImageFile) -> NDArray[np.uint8]:
@@ -113,7 +113,7 @@ def read_image_batches(
 def _label(root: Path, name: str, classes: tuple[str, ...]) -> int:
     folder, separator, _ = name.partition("/")
     if not separator or folder not in classes:
-        place = f"the folder '{folder}'" if separator else "no folder of a class"
+        place = f"the folder '{folder}'" if separator else "no class folder"
         raise DataError(
             f"{root / 'images' / name}: lies in {place}, expected images/<class>/ with a class of "
             f"{root / CLASSES_FILE}: {', '.join(classes[:8])}{further(classes[7:], 'class')}."
@@ -124,9 +124,9 @@ def _label(root: Path, name: str, classes: tuple[str, ...]) -> int:
 def _read_all(
     files: dict[str, ImageFile], config: FolderConfig
 ) -> tuple[dict[str, str], dict[str, DataError]]:
-    """Decode every file; return the digests of those that can be read, and what is wrong with the others.
+    """Decode every file; return the digests of readable files and the faults of the others.
 
-    Stops where more are unreadable than the configuration allows.
+    Stops if more files are unreadable than the configuration allows.
     """
 
     def read(file: ImageFile) -> str | DataError:

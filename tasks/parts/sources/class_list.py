@@ -1,4 +1,4 @@
-"""The file classes.yaml of a data set: which index means which class."""
+"""Read classes.yaml of a data set, which maps indices to classes."""
 
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -16,11 +16,11 @@ class ClassList:
 
     names: tuple[str, ...]
     ignore_index: int | None
-    """Mask value of pixels that do not count, or None."""
+    """Mask value of ignored pixels, or None."""
 
 
 def read_class_list(root: Path, *, max_classes: int = MAX_CLASSES) -> ClassList:
-    """Read `root/classes.yaml`: a list of names or a map index -> name, perhaps under `classes:`.
+    """Read `root/classes.yaml`: a list of names or a map index -> name, optionally under `classes:`.
 
     Raises DataError for a missing or damaged file, gaps in the indices, repeated or unsafe names.
     """
@@ -28,7 +28,7 @@ def read_class_list(root: Path, *, max_classes: int = MAX_CLASSES) -> ClassList:
 
     path = root / CLASSES_FILE
     if path.is_symlink():
-        raise DataError(f"{path}: is a symbolic link. Put the file itself there.")
+        raise DataError(f"{path}: is a symbolic link. Replace it by the file itself.")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -37,7 +37,7 @@ def read_class_list(root: Path, *, max_classes: int = MAX_CLASSES) -> ClassList:
             "(prepare_data.root)."
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: no valid YAML in UTF-8 ({error}).") from error
+        raise DataError(f"{path}: not valid YAML in UTF-8 ({error}).") from error
     ignore_index = None
     if isinstance(content, dict) and "classes" in content:
         unknown = sorted(str(key) for key in content if key not in ("classes", "ignore_index"))
@@ -54,7 +54,7 @@ def read_class_list(root: Path, *, max_classes: int = MAX_CLASSES) -> ClassList:
 
 
 def check_relative_name(name: str, *, source: Path) -> None:
-    """Refuse a name from a text file that could lead out of its folder; raise DataError."""
+    """Raise DataError for a name from a text file that could escape its folder."""
     posix, windows = PurePosixPath(name), PureWindowsPath(name)
     is_outside = posix.is_absolute() or windows.is_absolute() or bool(windows.drive) or ".." in windows.parts
     if not name or is_outside or any(ord(character) < 32 for character in name):
@@ -75,25 +75,23 @@ def _names_in_order(path: Path, content: Any, max_classes: int) -> tuple[str, ..
         isinstance(index, bool) for index in content
     ):
         raise DataError(
-            f"{path}: indices are {_shortened(list(content))}, expected 0 to {len(content) - 1} without a "
-            "gap. Renumber the classes in it and in the masks."
+            f"{path}: indices are {_shortened(list(content))}, expected 0 to {len(content) - 1} without "
+            "gaps. Renumber the classes in it and in the masks."
         )
     if len(content) > max_classes:
         raise DataError(f"{path}: {len(content)} classes, at most {max_classes} are possible.")
     names = tuple(content[index] for index in range(len(content)))
     for name in names:
         if not isinstance(name, str):
-            raise DataError(f"{path}: class name {name!r} is no text. Put it into quotes.")
+            raise DataError(f"{path}: class name {name!r} is not text. Put it in quotes.")
         check_relative_name(name, source=path)
         if "/" in name or "\\" in name or name.strip() in ("", "."):
             raise DataError(
-                f"{path}: class name {name!r} is refused: without '/' and '\\', not empty, not '.'."
+                f"{path}: class name {name!r} is refused: names must not be empty or '.', or contain '/' or '\\'."
             )
     repeated = [name for index, name in enumerate(names) if name in names[:index]]
     if repeated:
-        raise DataError(
-            f"{path}: class name '{repeated[0]}' appears twice. Give each index a name of its own."
-        )
+        raise DataError(f"{path}: class name '{repeated[0]}' appears twice. Give each index its own name.")
     return names
 
 

@@ -1,4 +1,4 @@
-"""Configuration of the sources of prepare_data: how a user's folder is read, and how scenes are drawn."""
+"""Configuration of the sources of prepare_data: how a user's folder is read, and how scenes are generated."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tasks.core.errors import ConfigError
 
 
 class ResizeMode(StrEnum):
-    """How an image comes to the size of the data set."""
+    """How an image is brought to the size of the data set."""
 
     resize = "resize"
     """Stretched: images bilinear (smoothed when they shrink), masks nearest neighbour."""
     crop = "crop"
-    """Cut from the centre without scaling; what is missing is black and ignored."""
+    """Cropped at the centre without scaling; padding is black and ignored."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,17 @@ class FolderConfig:
     """How a user's folder becomes a data set."""
 
     resize_mode: ResizeMode
-    """resize: stretched to height x width. crop: cut from the centre, padded with black, ignored pixels."""
+    """resize: stretched to height x width. crop: cropped at the centre, padded with black, ignored pixels."""
     val_share: Annotated[float, MoreThan(0), LessThan(1)]
-    """Share of the images for val; not read where the folder has train.txt, val.txt, test.txt."""
+    """Share of the images for val; unused if the folder has train.txt, val.txt, test.txt."""
     test_share: Annotated[float, MoreThan(0), LessThan(1)]
     """Share of the images for test; val_share + test_share stays below 1."""
     num_calibration: Annotated[int, AtLeast(1), "quantizers cannot be calibrated without images"]
-    """Images of train that quantizers observe as well."""
+    """Images of train that are also used for calibration."""
     max_megapixels: Annotated[float, MoreThan(0), AtMost(100_000)]
-    """Size over which images and masks are refused before they are decoded (memory)."""
+    """Larger images and masks are refused before they are decoded (memory)."""
     max_bad_images: Annotated[int, AtLeast(0)]
-    """Unreadable files that are skipped with a warning; one more stops the run. 0: none is skipped."""
+    """Number of unreadable files that are skipped with a warning; one more stops the run."""
 
     def __post_init__(self) -> None:
         if self.val_share + self.test_share >= 1:
@@ -51,18 +51,18 @@ class FolderConfig:
 
 @dataclass(frozen=True)
 class ScenesConfig:
-    """What a scene looks like and how many there are."""
+    """How scenes look, and how many there are."""
 
     num_digits: Annotated[int, Between(1, 10)]
     """Digit classes 0 .. num_digits - 1; the network has one class more, the background."""
     num_train: Annotated[int, Between(1, 10_000_000)]
-    """Scenes in the train split; more of them help more than more epochs."""
+    """Scenes in the train split; more scenes help more than more epochs."""
     num_val: Annotated[int, Between(1, 10_000_000)]
     """Scenes in the val split (early stop, best checkpoint, choice of calibrator)."""
     num_test: Annotated[int, Between(1, 10_000_000)]
     """Scenes in the test split (every reported accuracy)."""
     num_calibration: Annotated[int, Between(1, 10_000_000)]
-    """Scenes that quantizers observe; drawn like train scenes, but not among them."""
+    """Scenes for calibration; drawn like train scenes, but not among them."""
     min_digits: Annotated[int, Between(1, 100)]
     """Fewest digits pasted on a scene."""
     max_digits: Annotated[int, Between(1, 100)]
@@ -72,7 +72,7 @@ class ScenesConfig:
     max_digit_share: Annotated[float, Between(0.05, 1)]
     """Largest side of a digit as a share of the shorter scene side."""
     max_rotation_deg: Annotated[float, Between(0, 180)]
-    """Largest angle by which digits are turned, either way."""
+    """Largest rotation of digits, in either direction."""
     min_opacity: Annotated[float, Between(0.05, 1)]
     """Least opacity of a digit; lower: harder."""
     max_noise: Annotated[float, Between(0, 255)]

@@ -1,4 +1,4 @@
-"""One picture that shows what a data set holds: scenes above, the same scenes with coloured masks below."""
+"""Draw a contact sheet of a data set: scenes above, the same scenes with coloured masks below."""
 
 from __future__ import annotations
 

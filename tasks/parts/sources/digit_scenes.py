@@ -1,4 +1,4 @@
-"""The data set `digit_scenes`: handwritten digits on photos, made of real pixels that scikit-learn ships.
+"""Generate the data set `digit_scenes`: handwritten digits on photos, from real images that scikit-learn ships.
 
 Handwritten scans (`load_digits`, 1797 of them, 8x8) are pasted in random colour, size, rotation and opacity
 on random crops of two photos (`load_sample_images`). The pools of scans and of photo columns that train, val
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 POOL_OF_SPLIT = {"train": "train", "val": "val", "test": "test", "calibration": "train"}
 _POOL_BOUNDS = {"train": (0.0, 0.55), "val": (0.55, 0.75), "test": (0.75, 1.0)}
-"""Part of the scans of each digit, and of the columns of each photo, that a pool owns."""
+"""Share of the scans of each digit, and of the columns of each photo, in each pool."""
 _CROP_SIDE_PX = (64, 120)
 """Longer side of a background crop in photo pixels; the narrowest pool is 128 columns wide."""
 _SCAN_PX = 8
 _CHUNK_PIXELS = 32 * 64 * 64
-"""Scenes are made in chunks of about so many pixels: small enough for the CPU's cache."""
+"""Scenes are made in chunks of about this many pixels: small enough for the CPU's cache."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Pool:
     scans: NDArray[np.float32]
     """[S, 10, 10], ink 0..1, with a border of one empty pixel."""
     digits: NDArray[np.int64]
-    """Which digit each scan shows."""
+    """Digit of each scan."""
     photos: tuple[NDArray[np.float32], ...]
-    """[H, W, 3] each, 0..255: the columns that this pool owns."""
+    """[H, W, 3] each, 0..255: the columns of this pool."""
 
 
 def load_pool(name: str, *, num_digits: int, seed: int) -> Pool:
-    """Take the scans and photo columns of the pool `train`, `val` or `test`; the seed decides which scans."""
+    """Take the scans and photo columns of the pool `train`, `val` or `test`; the seed selects the scans."""
     import numpy as np
     from sklearn.datasets import load_digits, load_sample_images
 
@@ -147,7 +147,7 @@ def _paste_digits(
 def _pick_scans(
     rng: np.random.Generator, pool: Pool, digit_D: NDArray[np.int64], num_digits: int
 ) -> NDArray[np.int64]:
-    """Choose a random scan of each asked digit; the scans of a pool are sorted by digit."""
+    """Choose a random scan of each requested digit; the scans of a pool are sorted by digit."""
     import numpy as np
 
     counts = np.bincount(pool.digits, minlength=num_digits)
@@ -161,7 +161,7 @@ def _turn_scans(
     angle_D: NDArray[np.float64],
     centre_D2: NDArray[np.float64],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Scale and rotate scans to patches ink_DPP (0..1); also return where each patch starts in its scene."""
+    """Scale and rotate scans to patches ink_DPP (0..1); also return the position of each patch in its scene."""
     import numpy as np
 
     patch = int(np.ceil(side_D.max(initial=1.0) * np.sqrt(2))) + 2
@@ -184,14 +184,14 @@ def _turn_scans(
     upper = flat[index_DPP] * (1 - u_DPP) + flat[index_DPP + 1] * u_DPP
     lower = flat[index_DPP + line] * (1 - u_DPP) + flat[index_DPP + line + 1] * u_DPP
     ink_DPP = upper + (lower - upper) * v_DPP
-    # Steepen the soft edges that enlarging 8x8 pixels gives: 0 below 0.25 ink, 1 above 0.6.
+    # Sharpen the soft edges of enlarged 8x8 pixels: 0 below 0.25 ink, 1 above 0.6.
     return np.clip((ink_DPP - 0.25) / 0.35, 0, 1), corner_D2
 
 
 def _develop(
     rng: np.random.Generator, images_NHWC: NDArray[np.float32], max_noise: float
 ) -> NDArray[np.uint8]:
-    """Soften each scene by a random amount, add sensor noise, round to uint8."""
+    """Blur each scene by a random amount, add sensor noise, round to uint8."""
     import numpy as np
 
     num = len(images_NHWC)

@@ -1,7 +1,7 @@
 """Find and read a user's images and masks, and bring them to one size. H height, W width, C RGB.
 
-Images become 8-bit RGB: grey is repeated, transparent pixels are laid over black, of 16 bits the high byte is
-kept, CMYK is converted by Pillow, the EXIF orientation is applied. Masks are read as stored: grey or palette
+Images become 8-bit RGB: grey is repeated, transparent pixels are composited on black, 16-bit values keep their high
+byte, Pillow converts CMYK, and the EXIF orientation is applied. Masks are read as stored: grey or palette
 indices.
 """
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 _FORMATS = {".png": ("PNG",), ".jpg": ("JPEG", "MPO"), ".jpeg": ("JPEG", "MPO")}
 IMAGE_SUFFIXES = tuple(_FORMATS)
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, EOFError, KeyError, struct.error, zlib.error)
-"""What Pillow raises for damaged files, depending on where the damage is."""
+"""Exceptions that Pillow raises for damaged files."""
 
 FILES_PER_BATCH = 64
 """Number of files that are decoded at once."""
 
 
 class UnreadableImage(DataError):
-    """A file is empty, cut off, or not what its name says."""
+    """A file is empty, truncated, or not of the type in its name."""
 
 
 class OversizedImage(DataError):
@@ -51,33 +51,35 @@ def list_files(folder: Path, suffixes: Iterable[str]) -> dict[str, Path]:
     """Map the name of each file below a folder to its path, without hidden files and other suffixes."""
     if not folder.is_dir() or folder.is_symlink():
         raise DataError(
-            f"{folder}: no folder. Expected images/ and masks/ in prepare_data.root, and no symbolic links."
+            f"{folder}: not a folder. Expected images/ and masks/ in prepare_data.root, and no symbolic links."
         )
     paths: dict[str, Path] = {}
     for parent, folders, files in os.walk(folder):
         for entry in (*folders, *files):
             path = Path(parent, entry)
             if not file_name_is_text(path):
-                raise DataError(f"{os.fsencode(path)!r}: the file name is no UTF-8. Rename it.")
+                raise DataError(f"{os.fsencode(path)!r}: the file name is not UTF-8. Rename it.")
             if path.is_symlink():
-                raise DataError(f"{path}: is a symbolic link, which is refused. Put the file itself there.")
+                raise DataError(
+                    f"{path}: is a symbolic link, which is refused. Replace it by the file itself."
+                )
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(parent, name) for name in files if not name.startswith(".")):
             if path.suffix.lower() not in suffixes:
                 continue
-            # macOS stores é as two characters: without one form, image and mask of one name would not meet.
+            # macOS stores é as two characters; without normalisation, image and mask names might not match.
             name = unicodedata.normalize("NFC", path.relative_to(folder).with_suffix("").as_posix())
             check_relative_name(name, source=folder)
             if name in paths:
                 raise DataError(
-                    f"{path}: has the same name as {paths[name]}. Masks belong to one image: rename one."
+                    f"{path}: has the same name as {paths[name]}. Each mask belongs to one image: rename one."
                 )
             paths[name] = path
     return paths
 
 
 def file_name_is_text(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a file name is valid UTF-8, so that logs, reports and manifests can hold it."""
+    """Return whether a file name is valid UTF-8, so that logs, reports and manifests can hold it."""
     try:
         os.fspath(path).encode("utf-8")
     except UnicodeEncodeError:
@@ -86,13 +88,13 @@ def file_name_is_text(path: str | os.PathLike[str]) -> bool:
 
 
 def thread_pool() -> ThreadPoolExecutor:
-    """Return threads that decode images side by side."""
+    """Return a thread pool that decodes images in parallel."""
     return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
 
 
 @contextmanager
 def pillow_without_own_cap() -> Iterator[None]:
-    """Let our own configured pixel cap decide alone: Pillow's is fixed, and partly only a warning."""
+    """Turn off Pillow's pixel limit, which is fixed and partly only a warning; the configured one applies."""
     from PIL import Image
 
     Image.preinit()
@@ -156,7 +158,7 @@ def _decoded(path: Path, max_pixels: int) -> Iterator[Image.Image]:
         with Image.open(path, formats=("PNG", "JPEG")) as image:
             if image.format not in formats:
                 raise UnreadableImage(
-                    f"{path}: the content is {image.format}, the name says {formats[0]}. Rename or convert "
+                    f"{path}: the content is {image.format}, but the name says {formats[0]}. Rename or convert "
                     "it."
                 )
             if image.width * image.height > max_pixels:
@@ -193,7 +195,7 @@ def _as_array(image: Image.Image) -> NDArray[np.uint8]:
 
 
 def _crop(array: NDArray[Any], height: int, width: int, fill: int) -> NDArray[Any]:
-    """Take the centre of the first two axes, padded where the array is smaller."""
+    """Crop to the centre of the first two axes, padded if the array is smaller."""
     import numpy as np
 
     top, left = max(0, array.shape[0] - height) // 2, max(0, array.shape[1] - width) // 2

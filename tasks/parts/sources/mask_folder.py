@@ -1,10 +1,10 @@
-"""A user's own data set: images/, masks/ (index masks of the same names) and classes.yaml in one folder.
+"""Read a user's own data set: images/, masks/ (index masks of the same names) and classes.yaml in one folder.
 
     <root>/images/**/<name>.png|jpg|jpeg     sub-folders and non-ASCII names are allowed
     <root>/masks/**/<name>.png               grey or palette indices
     <root>/classes.yaml                      see class_list.py
-    <root>/train.txt, val.txt, test.txt      optional, one name per line; else digests of names decide
-    <root>/calibration.txt                   optional; else the first images of train
+    <root>/train.txt, val.txt, test.txt      optional, one name per line; default: by digests of names
+    <root>/calibration.txt                   optional; default: the first images of train
 
 Everything is read and checked once before anything is written; N images, H height, W width.
 """
@@ -68,15 +68,15 @@ class FolderContent:
     num_bad_images: int
     """Number of images that are skipped because they cannot be read."""
     num_duplicates: int
-    """Number of images of val or test whose pixels also are in another of train, val, test."""
+    """Number of images of val or test whose pixels also occur in another of train, val, test."""
     warnings: tuple[str, ...]
 
 
 def scan_folder(root: Path, config: FolderConfig, *, seed: int) -> FolderContent:
-    """Read and check every file of a folder and share the images out to the splits.
+    """Read and check every file of a folder and assign the images to the splits.
 
     Raises:
-        DataError: the first bad file is named, with a count of further ones.
+        DataError: names the first bad file and counts the others.
     """
     class_list = read_class_list(root)
     pairs = _list_pairs(root)
@@ -122,13 +122,13 @@ def read_batches(
 
 @dataclass(frozen=True)
 class _Check:
-    """What was found in one pair."""
+    """Findings about one pair."""
 
     pair: Pair
     fault: DataError | None
     """What is wrong with the pair, or None."""
     digest: str
-    """Digest of the decoded image; empty where the pair cannot be read."""
+    """Digest of the decoded image; empty if the pair cannot be read."""
     labels: tuple[int, ...]
     """Values of the mask without the ignored one."""
 
@@ -138,7 +138,7 @@ class _SizeMismatch(DataError):
 
 
 class _LabelOutside(DataError):
-    """A mask holds a value that is no class."""
+    """A mask holds a value that is not a class."""
 
 
 def _list_pairs(root: Path) -> list[Pair]:
@@ -158,7 +158,7 @@ def _list_pairs(root: Path) -> list[Pair]:
         )
     if not images:
         raise DataError(
-            f"{root / 'images'}: no image. Expected files {', '.join(IMAGE_SUFFIXES)} (prepare_data.root)."
+            f"{root / 'images'}: no images. Expected files {', '.join(IMAGE_SUFFIXES)} (prepare_data.root)."
         )
     return [Pair(name, images[name], masks[name]) for name in sorted(images)]
 
@@ -202,7 +202,7 @@ def _label_outside_text(pair: Pair, outside: list[int], class_list: ClassList) -
     ignored = (
         "no ignore_index is set" if class_list.ignore_index is None else f"ignored: {class_list.ignore_index}"
     )
-    text = f"{pair.mask} (of {pair.image}): labels {shown} are no classes; expected 0 to {last} ({ignored})."
+    text = f"{pair.mask} (of {pair.image}): labels {shown} are not classes; expected 0 to {last} ({ignored})."
     if outside[-1] > 255:
         return f"{text} A 16-bit mask: if it holds class * 1000 + instance, save value // 1000 as 8-bit grey."
     return (
@@ -211,7 +211,7 @@ def _label_outside_text(pair: Pair, outside: list[int], class_list: ClassList) -
 
 
 def _drop_bad(checks: list[_Check], max_bad_images: int) -> tuple[list[_Check], list[str]]:
-    """Stop at contradictions; skip unreadable files up to the configured number."""
+    """Stop at inconsistent files; skip unreadable files up to the configured number."""
     faults: dict[type[DataError], list[DataError]] = {}
     for check in checks:
         if check.fault is not None:

@@ -1,4 +1,4 @@
-"""Share the images of a folder out to train, val, test and calibration."""
+"""Assign the images of a folder to train, val, test and calibration."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def read_split_files(root: Path, names: set[str]) -> dict[str, tuple[str, ...]]:
 
 def _read_names(path: Path, names: set[str]) -> tuple[str, ...]:
     if path.is_symlink():
-        raise DataError(f"{path}: is a symbolic link, which is refused. Put the file itself there.")
+        raise DataError(f"{path}: is a symbolic link, which is refused. Replace it by the file itself.")
     try:
         lines = [
             unicodedata.normalize("NFC", line.strip()) for line in path.read_text("utf-8-sig").split("\n")
         ]
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is no UTF-8 ({error}). Save it as UTF-8.") from error
+        raise DataError(f"{path}: not UTF-8 ({error}). Save it as UTF-8.") from error
     listed: list[str] = []
     unknown: list[str] = []
     for line in filter(None, lines):
@@ -58,14 +58,14 @@ def _read_names(path: Path, names: set[str]) -> tuple[str, ...]:
 
 
 def digest_of_pixels(image_HWC: NDArray[np.uint8]) -> str:
-    """Return a digest that is the same for the same picture in another file."""
+    """Return a digest of the pixels, which is equal for the same picture in another file."""
     return hashlib.sha256(str(image_HWC.shape).encode() + image_HWC.tobytes()).hexdigest()
 
 
 def share_out(
     names: Sequence[str], lists: dict[str, tuple[str, ...]], config: FolderConfig, seed: int
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Share readable images out to train, val, test and calibration, with warnings about doubtful choices."""
+    """Assign readable images to train, val, test and calibration, and warn about doubtful choices."""
     readable = set(names)
     shuffled = sorted(readable, key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
     splits = {split: [name for name in listed if name in readable] for split, listed in lists.items()}
@@ -89,13 +89,13 @@ def share_out(
     in_test = set(splits["test"]).intersection(splits["calibration"])
     if in_test:
         warnings.append(
-            f"{len(in_test)} calibration image(s) are test images, so quantized accuracy flatters: "
+            f"{len(in_test)} calibration image(s) are test images, so quantized accuracy is too optimistic: "
             f"{min(in_test)}."
         )
     if len(splits["calibration"]) < config.num_calibration:
         warnings.append(
-            f"{len(splits['calibration'])} calibration image(s), prepare_data.folder.num_calibration asks "
-            f"for {config.num_calibration}: ranges of quantizers will be less certain."
+            f"{len(splits['calibration'])} calibration image(s), prepare_data.folder.num_calibration "
+            f"is {config.num_calibration}: calibrated ranges will be less certain."
         )
     order = (*_LISTED_SPLITS, "calibration")
     return {split: tuple(sorted(splits[split])) for split in order}, warnings
@@ -116,9 +116,9 @@ def refuse_empty(root: Path, splits: dict[str, tuple[str, ...]], lists: dict[str
 def find_duplicates(
     splits: Mapping[str, Sequence[str]], images: Mapping[str, tuple[Path, str]]
 ) -> tuple[int, list[str]]:
-    """Count images of val or test whose pixels are in an earlier split too, and warn of them.
+    """Count and warn about images of val or test whose pixels also occur in an earlier split.
 
-    `splits` holds names, `images` the file and the digest of the pixels of each.
+    `splits` holds names, `images` the file and pixel digest of each name.
     """
     first_of: dict[str, tuple[str, Path]] = {}
     duplicates = []
@@ -132,11 +132,11 @@ def find_duplicates(
         return 0, []
     first, second = duplicates[0]
     return len(duplicates), [
-        f"{len(duplicates)} image(s) of val or test also occur in another split, so the accuracy flatters: "
+        f"{len(duplicates)} image(s) of val or test also occur in another split, so the accuracy is too optimistic: "
         f"{second} has the pixels of {first}."
     ]
 
 
 def further(names: Sequence[str], what: str) -> str:
-    """Return the words that say how many more names there are; none for a single one."""
+    """Return text that counts the further names; empty for a single one."""
     return f" (and {len(names) - 1} more {what}s)" if len(names) > 1 else ""

@@ -1,1 +1,1 @@
-"""How a network is trained."""
+"""Training of networks."""

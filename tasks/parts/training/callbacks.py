@@ -1,4 +1,4 @@
-"""What is watched while a network trains: losses, accuracy, and the memory of the processes that load images."""
+"""Callbacks that record losses, accuracy and the memory of the data workers during training."""
 
 import contextlib
 import csv
@@ -27,7 +27,7 @@ _WORKER_ENDS_WITHIN_S = 5
 
 
 class History(Callback):
-    """Writes one line an epoch to a CSV file and to the log."""
+    """Writes one line per epoch to a CSV file and to the log."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,7 +38,7 @@ class History(Callback):
         return {"rows": self.rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the rows of the run that was killed."""
+        """Restore the rows of the interrupted run."""
         self.rows = list(state_dict["rows"])
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -67,14 +67,14 @@ class History(Callback):
 
 
 class WorkerMemory(Callback):
-    """Remembers how much memory each data worker holds: one that was killed cannot be asked any more (Linux)."""
+    """Records the memory of each data worker, which can no longer be read once the worker is killed (Linux)."""
 
     def __init__(self) -> None:
         self._workers: dict[int, BaseProcess] = {}
         self._rss_mib: dict[int, int] = {}
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Look at the workers that are alive."""
+        """Record the memory of the workers that are alive."""
         for worker in multiprocessing.active_children():
             with contextlib.suppress(OSError):
                 num_pages = int(Path(f"/proc/{worker.pid}/statm").read_text(encoding="ascii").split()[1])
@@ -83,12 +83,12 @@ class WorkerMemory(Callback):
                     self._rss_mib[worker.pid] = num_pages * os.sysconf("SC_PAGE_SIZE") >> 20
 
     def describe_killed(self, error: Exception) -> str | None:
-        """Return a sentence about the worker whose end caused this error of a training, or None."""
+        """Return a sentence about the worker whose death caused this training error, or None."""
         named = _DATA_WORKER_DIED.match(str(error))
         if named:
             what, pid = named[0], int(named[1])
         elif isinstance(error, OSError | EOFError):
-            # Handing over a tensor takes a connection, which may break before torch sees that its worker ended.
+            # A tensor is handed over through a connection, which may break before torch notices the worker's end.
             wait([worker.sentinel for worker in self._workers.values()], timeout=_WORKER_ENDS_WITHIN_S)
             ends = {pid: worker.exitcode or 0 for pid, worker in self._workers.items()}
             pid = next((pid for pid, end in ends.items() if end < 0), 0)

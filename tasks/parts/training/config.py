@@ -1,4 +1,4 @@
-"""Configuration of a training, with or without a teacher, and the report of what it reached."""
+"""Configuration of a training, with or without a teacher, and the report of its results."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -31,7 +31,7 @@ class DistillationConfig:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether any term looks at the teacher."""
+        """Whether any term needs the teacher."""
         return self.soft_target_weight > 0 or self.channel_wise_weight > 0 or self.hint_weight > 0
 
 
@@ -52,7 +52,7 @@ class Accelerator(StrEnum):
 
 
 class Strategy(StrEnum):
-    """How training is spread over devices."""
+    """How training is distributed over devices."""
 
     auto = "auto"
     ddp = "ddp"
@@ -63,9 +63,9 @@ class TrainerConfig:
     """Schedule, optimizer, augmentation and devices of one training."""
 
     seed: Annotated[int, AtLeast(0)]
-    """Fixes initial weights, order of the images and augmentation."""
+    """Seed of the initial weights, the order of the images and the augmentation."""
     max_epochs: Annotated[int, AtLeast(1)]
-    """Passes over the training split; fewer when early stopping ends it."""
+    """Maximum number of passes over the training split; early stopping may end training before."""
     batch_size: Annotated[int, AtLeast(1)]
     """Images per step and device."""
     learning_rate: Annotated[float, MoreThan(0), LessThan(10)]
@@ -74,28 +74,28 @@ class TrainerConfig:
     """AdamW's decoupled weight decay."""
     batchnorm_l1: Annotated[float, AtLeast(0)]
     """Weight of the L1 norm of all BatchNorm scales in the loss, for prune.importance batchnorm_scale (Liu et al.,
-    "Network Slimming", 2017, arXiv:1708.06519, equation 1, with 1e-5 to 1e-4); 0 leaves it out."""
+    "Network Slimming", 2017, arXiv:1708.06519, equation 1, with 1e-5 to 1e-4); 0 disables it."""
     patience_epochs: Annotated[int, AtLeast(1)]
     """Epochs without a better validation mIoU after which the training stops."""
     class_balance: Annotated[float, Between(0, 1)]
-    """How far rare classes are raised: a class counts by its pixel share to the power of minus this; 0 counts pixels,
-    1 counts classes."""
+    """Exponent p that raises the weight of rare classes: pixel share ** -p; 0 weighs all pixels equally, 1 all
+    classes equally."""
     horizontal_flip: Annotated[float, Between(0, 1)]
-    """Probability of mirroring an image; 0 where left and right differ in meaning, as in digits."""
+    """Probability of mirroring an image; use 0 if left and right differ in meaning, as in digits."""
     brightness: Annotated[float, AtLeast(0), LessThan(1)]
-    """Range of the random factor that scales an image: 1 ± this."""
+    """Largest deviation from 1 of the random factor that scales an image."""
     precision: Precision
     """Number format of the training; bf16_mixed and fp16_mixed train with automatic mixed precision."""
     gradient_checkpointing: bool
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: saves memory, takes about a third more time."""
     accelerator: Accelerator
-    """Device that trains; auto takes a GPU where there is one."""
+    """Device to train on; auto takes a GPU if there is one."""
     num_devices: Annotated[int, AtLeast(1)]
     """Processes per node, one device each."""
     num_nodes: Annotated[int, AtLeast(1)]
     """Machines; each starts the same command with the environment of its cluster."""
     strategy: Strategy
-    """How devices share the work: ddp when num_devices * num_nodes > 1."""
+    """How training is distributed; must be ddp when num_devices * num_nodes > 1."""
     num_workers: Annotated[int, AtLeast(0)]
     """Processes that load images; 0 loads in the training process."""
 
@@ -108,27 +108,27 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class PretrainedReport:
-    """What a training took from a file of pretrained weights."""
+    """What was loaded from a file of pretrained weights."""
 
     num_loaded: int
-    """Tensors of the network that the file gave."""
+    """Tensors of the network that were loaded from the file."""
     num_fresh: int
-    """Tensors of the network that stayed random: those of another classifier, or not in the file."""
+    """Tensors of the network that stayed random: those of a different classifier, or missing in the file."""
     num_skipped: int
-    """Tensors of the file that the network has no place for."""
+    """Tensors of the file that the network does not have."""
 
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """What a training reached."""
+    """Result of a training."""
 
     val_miou: float
     """mIoU of the kept epoch on the validation split."""
     best_epoch: int
     """The kept epoch, counted from 1."""
     num_epochs: int
-    """Epochs that were run, by all resumed runs together."""
+    """Number of epochs that were run, over all resumed runs together."""
     num_parameters: int
     """Trainable weights of the network."""
     pretrained: PretrainedReport | None = None
-    """What the file of pretrained weights gave; None where there was none."""
+    """What was loaded from the file of pretrained weights; None without a file."""

@@ -1,4 +1,4 @@
-"""The loss of a student beside its frozen teacher. Shapes: N images, C channels or classes, H rows, W columns."""
+"""The loss of a student with a frozen teacher. Shapes: N images, C channels or classes, H rows, W columns."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ class DistillationObjective(nn.Module):
         self.register_buffer("weights_C", weights_C, persistent=False)
         self._config = config
         self.hint: FeatureHint | None = None
-        # In a tuple: the teacher is no part of what is trained or saved.
+        # In a tuple, so that the teacher is neither trained nor saved as a submodule.
         self._teacher = (teacher.eval().requires_grad_(False),) if teacher is not None else ()
         if self._teacher and config.hint_weight:
             self._student_feature = LayerOutput(student)
@@ -67,9 +67,9 @@ class DistillationObjective(nn.Module):
 def build_objective(
     config: DistillationConfig, *, student: nn.Module, teacher: Path, manifest: Manifest, class_balance: float
 ) -> nn.Module:
-    """Make the training objective of a student; the teacher is loaded only where a term needs it.
+    """Build the training objective of a student; the teacher is loaded only if a term needs it.
 
-    Raises ArtifactError when the teacher knows other classes than the data.
+    Raises ArtifactError when the teacher has other classes than the data.
     """
     weights_C = class_weights(manifest.pixel_share["train"], class_balance)
     if not config.needs_teacher:
@@ -79,7 +79,7 @@ def build_objective(
 
 
 class LayerOutput:
-    """Holds the output of a network's ``feature_layer`` during the latest forward pass, until `handle` is removed."""
+    """Holds the output of a network's ``feature_layer`` in the latest forward pass, until `handle` is removed."""
 
     value: Tensor
 
@@ -93,7 +93,7 @@ class LayerOutput:
 
 @torch.no_grad()
 def _num_channels(network: nn.Module) -> int:
-    """Run a small image through the network to learn how many channels its feature layer gives."""
+    """Run a small image through the network to find the number of channels of its feature layer."""
     feature = LayerOutput(network)
     was_training = network.training
     network.eval()(torch.zeros(1, 3, 64, 64))

@@ -39,15 +39,15 @@ def train_network(
 ) -> TrainingReport:
     """Train a network in place and leave the weights of its best epoch in it.
 
-    A checkpoint in ``out/resume`` continues a killed run, with the same result as an undisturbed one. Writes
-    ``out/history.csv`` (epoch, loss, val_miou, learning_rate).
+    An interrupted run resumes from the checkpoint in ``out/resume``, with the same result as an uninterrupted one.
+    Writes ``out/history.csv`` (epoch, loss, val_miou, learning_rate).
 
     Raises TrainingDiverged when the loss is not finite, ProcessDied when a data worker or a rank was killed.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its tips would bury the epochs
     warnings.filterwarnings("ignore", message=r".*LeafSpec.*|.*does not have many workers.*")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Its filling of fresh memory is a debugging aid and takes a tenth of a step.
+    # Filling fresh memory is a debugging aid of deterministic mode and takes a tenth of a step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     best = ModelCheckpoint(
         out / "resume", "best", monitor="val_miou", mode="max", enable_version_counter=False
@@ -85,7 +85,7 @@ def _fit(
     out: Path,
     best: ModelCheckpoint,
 ) -> bool:
-    """Train in this process and tell whether it is the first one of all.
+    """Train in this process and return whether it is the process of global rank 0.
 
     Raises ProcessDied when a data worker was killed.
     """
@@ -124,8 +124,8 @@ def _fit(
         killed = workers.describe_killed(error)
         if killed:
             raise ProcessDied(
-                f"{killed} Usually memory ran out. The same command, run again, resumes from the last whole "
-                f"checkpoint; a lower trainer.num_workers (now {config.num_workers}) needs less memory and starts "
+                f"{killed} Usually memory ran out. Run the same command again to resume from the last complete "
+                f"checkpoint; a lower trainer.num_workers (now {config.num_workers}) needs less memory, but starts "
                 "over."
             ) from error
         if is_rank() and (isinstance(error, DistError) or "by peer" in str(error)):
@@ -136,12 +136,12 @@ def _fit(
 
 
 def _resumable(folder: Path) -> Path | None:
-    """Return the newest checkpoint of a killed run that can be read; name the ones that cannot."""
+    """Return the newest readable checkpoint of an interrupted run; log the ones that cannot be read."""
     for path in _checkpoints(folder):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, ValueError, OSError) as error:
-            logger.warning("ignoring %s, which is not a whole checkpoint: %s", path, first_line(error))
+            logger.warning("ignoring %s, which is not a complete checkpoint: %s", path, first_line(error))
             continue
         logger.info("resuming after epoch %d from %s", state["epoch"] + 1, path)
         return path

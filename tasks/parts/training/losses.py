@@ -12,7 +12,7 @@ from tasks.parts.data.dataset import IGNORE_INDEX
 def class_weights(pixel_share: Sequence[float], power: float) -> Tensor:
     """Return the weight of each class, share ** -power, scaled so that an average pixel weighs 1.
 
-    A class without a pixel gets the weight of the rarest one that has some.
+    A class without pixels gets the weight of the rarest class that has some.
     """
     shares_C = torch.tensor(pixel_share, dtype=torch.float64)
     if not shares_C.any():
@@ -55,7 +55,7 @@ class FeatureHint(nn.Module):
     """Mean squared distance of a student's feature map to the teacher's, through a trained 1x1 adapter.
 
     Romero et al., "FitNets: Hints for Thin Deep Nets", ICLR 2015, section 2.2. The teacher's map is
-    normalised per channel, so that its scale does not set the weight of the loss, and resized to the student's.
+    normalised per channel, so that its scale does not affect the loss, and resized to the student's.
     """
 
     def __init__(self, student_channels: int, teacher_channels: int) -> None:

@@ -1,4 +1,4 @@
-"""A network in training, as Lightning sees it: objective, steps, optimizer, images.
+"""The Lightning module of a training: objective, steps, optimizer, images.
 
 N images, H rows, W columns.
 """
@@ -27,7 +27,7 @@ _WARM_UP_SHARE = 0.15
 
 
 class Objective(Protocol):
-    """What a training minimises; an ``nn.Module`` whose own parameters are trained along."""
+    """What a training minimises; an ``nn.Module`` whose own parameters are trained too."""
 
     def __call__(self, network: nn.Module, images_NCHW: Tensor, masks_NHW: Tensor) -> Tensor:
         """Return the loss of one batch."""
@@ -71,15 +71,15 @@ class SegmentationModule(lightning.LightningModule):
         self._losses: list[Tensor] = []
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Load the shuffled training split; the order depends on seed and epoch only."""
+        """Load the shuffled training split; the order depends only on seed and epoch."""
         return self._loader("train", shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Load the validation split in its order."""
+        """Load the validation split in its stored order."""
         return self._loader("val", shuffle=False)
 
     def on_train_epoch_start(self) -> None:
-        """Seed the epoch, so that a resumed run draws the same random numbers as an undisturbed one."""
+        """Seed the epoch, so that a resumed run draws the same random numbers as an uninterrupted one."""
         seed = (self._config.seed << 24) + (self.current_epoch << 8) + self.global_rank
         torch.manual_seed(seed)
         self._random = torch.Generator(self.device).manual_seed(seed)
@@ -103,7 +103,7 @@ class SegmentationModule(lightning.LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Forget the counts of the previous epoch."""
+        """Reset the counts of the previous epoch."""
         self._confusion.zero_()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
@@ -168,7 +168,7 @@ class SegmentationModule(lightning.LightningModule):
             persistent_workers=config.num_workers > 0,
             worker_init_fn=hide_broken_connections,
             collate_fn=_as_is,
-            generator=torch.Generator(),  # or else each epoch would take its seed from the global one
+            generator=torch.Generator(),  # otherwise each epoch draws a seed from the global one
         )
 
     def _augment(self, images_NCHW: Tensor, masks_NHW: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,7 +195,7 @@ class SegmentationModule(lightning.LightningModule):
 
 
 class SplitDataset(Dataset[Any]):
-    """One split of the canonical layout, fetched a batch at a time."""
+    """One split of the canonical layout, loaded one batch at a time."""
 
     def __init__(self, data: Path, split: str, manifest: Manifest) -> None:
         self._images_NHWC, self._masks_NHW = open_split(data, split)
@@ -214,7 +214,7 @@ class SplitDataset(Dataset[Any]):
 def batchnorm_l1_norm(network: nn.Module) -> Tensor:
     """Return the sum of the magnitudes of all BatchNorm scales (Liu et al., 2017, arXiv:1708.06519).
 
-    Raises ConfigError when there is none: the penalty would do nothing.
+    Raises ConfigError when there is none, because the penalty would have no effect.
     """
     scales: list[Tensor] = [
         layer.weight for layer in network.modules() if isinstance(layer, nn.BatchNorm2d) and layer.affine
@@ -248,9 +248,9 @@ def _checkpoint_forward(module: nn.Module) -> None:
 
 
 def hide_broken_connections(_worker: int) -> None:
-    """Let a data worker print no traceback where the training ends while it hands over a batch.
+    """Suppress the traceback of a data worker when the training ends while the worker hands over a batch.
 
-    A thread of multiprocessing does that, by `sys.excepthook`; how the training ended is said by its own process.
+    A thread of multiprocessing prints it through `sys.excepthook`; the training process reports its own end.
     """
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

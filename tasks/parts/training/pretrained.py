@@ -1,6 +1,6 @@
-"""Weights to start a training from: a local file of this project, of torch or of Hugging Face `transformers`.
+"""Pretrained weights to start training from: a local file of this project, torch or Hugging Face `transformers`.
 
-The file is read as data: of a pickle (.pt, .pth) only tensors are taken, and one that needs code is refused.
+The file is read as data: only tensors are taken from a pickle (.pt, .pth), and one that needs code is refused.
 """
 
 import hashlib
@@ -53,16 +53,16 @@ _FOREIGN_NAMES: Mapping[NetworkName, Sequence[tuple[str, str]]] = {
     NetworkName.segformer: _SEGFORMER_NAMES,
     NetworkName.dinov2: _DINOV2_NAMES,
 }
-"""Names in published files, of `transformers` before and since version 5, and what they are here."""
+"""Names in published files, of `transformers` before and since version 5, and their names here."""
 
 
 @dataclass(frozen=True)
 class PretrainedConfig:
-    """The file, and the content that it must have."""
+    """The file, and the digest of its content."""
 
     file: str | None
-    """.safetensors, or .pt / .pth with tensors only, or a folder with model.safetensors, as `transformers` saves it;
-    null starts from random weights."""
+    """A .safetensors file, a .pt or .pth file with tensors only, or a folder with model.safetensors, as saved by
+    `transformers`; null starts from random weights."""
     sha256: (
         Annotated[
             str,
@@ -71,7 +71,7 @@ class PretrainedConfig:
         ]
         | None
     )
-    """Digest of the file's content: part of the stage's key, so that other weights are another training."""
+    """Digest of the file's content: part of the stage's key, so that other weights lead to a new training."""
 
     def __post_init__(self) -> None:
         if (self.file is None) != (self.sha256 is None):
@@ -84,12 +84,12 @@ class PretrainedConfig:
 def load_pretrained(
     network: "nn.Module", name: NetworkName, config: PretrainedConfig
 ) -> PretrainedReport | None:
-    """Copy into a fresh network what a file holds under the same names and shapes; None without a file.
+    """Load the tensors of a file that have the same names and shapes into a fresh network; None without a file.
 
-    The classifier may differ (other classes) and then stays fresh. Raises ArtifactError for a missing, torn or
-    other file, for a pickle that needs code, for weights that are not finite, and where the file is that of
-    another network: nothing matches, a tensor other than the classifier's has another shape, or the file has layers
-    in a part of the network that are not there (another depth). Whole parts that the network has not are skipped.
+    The classifier may differ (other classes) and then stays random. Raises ArtifactError for a file that is missing,
+    damaged or of another kind, for a pickle that needs code, for weights that are not finite, and for the file of
+    another network: nothing matches, a tensor other than the classifier's has another shape, or a part of the network
+    has more layers in the file (another depth). Whole parts that the network does not have are skipped.
     """
     if config.file is None:
         return None
@@ -116,7 +116,7 @@ def load_pretrained(
     report = PretrainedReport(len(loaded), len(own) - len(loaded), len(tensors) - len(loaded))
     fresh = [key for key in own if key not in loaded]
     logger.info(
-        "%s: %d tensors loaded, %d stay fresh (%s), %d of the file skipped",
+        "%s: %d tensors loaded, %d stay random (%s), %d of the file skipped",
         path,
         report.num_loaded,
         report.num_fresh,
@@ -127,7 +127,7 @@ def load_pretrained(
 
 
 def _find_file(path: Path) -> Path:
-    """Return the file of weights in a folder that `transformers` saved; a file as it is."""
+    """Return the weights file in a folder saved by `transformers`; return a file as it is."""
     if not path.is_dir():
         return path
     file = path / _FILE_OF_FOLDER
@@ -143,7 +143,7 @@ def _find_file(path: Path) -> Path:
 def _refuse_other_depth(
     path: Path, name: NetworkName, network: "nn.Module", tensors: "Mapping[str, Tensor]"
 ) -> None:
-    """Raise ArtifactError when the file has layers, in a part that the network has, which are not in the network."""
+    """Raise ArtifactError when a part of the network has layers in the file that the network does not have."""
     modules = {key for key, _ in network.named_modules() if key}
     unknown = []
     for key in tensors:
@@ -159,14 +159,14 @@ def _refuse_other_depth(
         )
         raise ArtifactError(
             f"{path} (pretrained.file) does not fit {name}: in {', '.join(sorted(parts))} it has {in_file} tensors, "
-            f"the network {in_network}; {len(unknown)} belong to layers that the network has not: "
-            f"{', '.join(unknown[:_LISTED])}. Set network.depth to that of the file. Where no depth gives these "
-            "layers and the rest is wanted, write a file without these tensors (safetensors.torch.save_file)."
+            f"the network {in_network}; {len(unknown)} belong to layers that the network does not have: "
+            f"{', '.join(unknown[:_LISTED])}. Set network.depth to that of the file. If no depth gives these layers, "
+            "write a file without these tensors (safetensors.torch.save_file) to load the rest."
         )
 
 
 def _read(path: Path, config: PretrainedConfig) -> "dict[str, Tensor]":
-    """Check the content and return its tensors."""
+    """Check the digest of the file and return its tensors."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -174,14 +174,14 @@ def _read(path: Path, config: PretrainedConfig) -> "dict[str, Tensor]":
         content = path.read_bytes()
     except OSError as error:
         raise ArtifactError(
-            f"{path} (pretrained.file) cannot be read: {error.strerror}. Relative paths start at the folder "
-            "that the command runs in."
+            f"{path} (pretrained.file) cannot be read: {error.strerror}. Relative paths start at the working "
+            "directory."
         ) from error
     sha256 = hashlib.sha256(content).hexdigest()
     if sha256 != config.sha256:
         raise ArtifactError(
             f"{path} (pretrained.file) has sha256 {sha256}, pretrained.sha256 is {config.sha256}. If this is the "
-            f"right file, set pretrained.sha256={sha256}; else fetch it again."
+            f"right file, set pretrained.sha256={sha256}; otherwise download it again."
         )
     if content.startswith((b"PK\x03\x04", b"\x80")):
         return _read_pickle(path)
@@ -189,8 +189,8 @@ def _read(path: Path, config: PretrainedConfig) -> "dict[str, Tensor]":
         return load(content)
     except SafetensorError as error:
         raise ArtifactError(
-            f"{path} (pretrained.file) is torn or of another kind ({error}); expected .safetensors, or a .pt "
-            "file of tensors. Fetch it again."
+            f"{path} (pretrained.file) is damaged or of another kind ({error}); expected .safetensors, or a .pt "
+            "file of tensors. Download it again."
         ) from error
 
 
@@ -203,10 +203,10 @@ def _read_pickle(path: Path) -> "dict[str, Tensor]":
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         needs_code = "global" in str(error).lower() or "TorchScript" in str(error)
-        what = "needs code to be run" if needs_code else "is torn or no file of torch"
+        what = "needs code to be run" if needs_code else "is damaged or not a file of torch"
         raise ArtifactError(
             f"{path} (pretrained.file) {what} ({first_line(error)}); expected tensors only. "
-            "Save model.state_dict() with safetensors or torch.save in the program that made it."
+            "Save model.state_dict() with safetensors or torch.save in the program that created it."
         ) from error
     for key in _CONTAINERS:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
@@ -221,7 +221,7 @@ def _read_pickle(path: Path) -> "dict[str, Tensor]":
 
 
 def _rename(tensors: "dict[str, Tensor]", name: NetworkName) -> "dict[str, Tensor]":
-    """Take off the prefixes of wrappers and translate the names of published files."""
+    """Strip the prefixes of wrappers and translate the names of published files."""
     for prefix in _WRAPPERS:
         if all(key.startswith(prefix) for key in tensors):
             tensors = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
@@ -248,9 +248,9 @@ def _misfit(
         text = f"{path} (pretrained.file) does not fit {name}: {len(wrong)} tensors have another shape: {listed}. "
         if name is NetworkName.segformer and all(key.startswith(_SEGFORMER_DECODER) for key in wrong):
             return (
-                f"{text}The encoder fits; the decoder's width follows from network.width and cannot be set alone. "
-                f"Write a file without the tensors {_SEGFORMER_DECODER}* (safetensors.torch.save_file): the decoder "
-                "then starts from random weights."
+                f"{text}The encoder fits; the decoder's width follows from network.width and cannot be set "
+                f"separately. Write a file without the tensors {_SEGFORMER_DECODER}* (safetensors.torch.save_file): "
+                "the decoder then starts from random weights."
             )
         return f"{text}Set network.width and network.depth to those of the file."
     return (

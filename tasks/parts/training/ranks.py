@@ -1,4 +1,4 @@
-"""Distributed training on one machine: one process for each device, started, watched and ended together."""
+"""Distributed training on one machine: start one process per device, monitor them and end them together."""
 
 import os
 import signal
@@ -15,15 +15,15 @@ _POLL_INTERVAL_S = 0.1
 
 
 def is_rank() -> bool:
-    """Tell whether this process was started by ``run_ranks``."""
+    """Return whether this process was started by ``run_ranks``."""
     return SUPERVISOR in os.environ
 
 
 def run_ranks(num_ranks: int, *, main_address: str, main_port: int) -> None:
-    """Run the command of this process once for each device, and wait until all of them are done.
+    """Run the command of this process once per device, and wait until all of them are done.
 
-    This process computes nothing, so that it can end the ranks at any time: those that wait for a dead one inside a
-    collective operation hear no signal but SIGKILL.
+    This process computes nothing, so that it can end the ranks at any time: ranks that wait for a dead one inside a
+    collective operation react to no signal but SIGKILL.
 
     Raises ProcessDied as soon as a rank fails; the other ranks are killed.
     """
@@ -53,11 +53,11 @@ def _check(ranks: list[subprocess.Popen[bytes]]) -> None:
     first = min(failed, key=lambda process: process.returncode)  # a signal before the errors that it causes
     if first.returncode < 0:
         end = f"was killed by {signal.Signals(-first.returncode).name}"
-        remedy = "If memory ran out, lower trainer.batch_size; other settings start over."
+        remedy = "If memory ran out, lower trainer.batch_size; with other settings the training starts over."
     else:
         end = f"ended with exit code {first.returncode}"
-        remedy = "Its own message stands above."
+        remedy = "See its own message above."
     raise ProcessDied(
         f"Rank {ranks.index(first)} of {len(ranks)} (process {first.pid}) {end}; the other ranks were stopped. "
-        f"The same command, run again, resumes from the last whole checkpoint. {remedy}"
+        f"Run the same command again to resume from the last complete checkpoint. {remedy}"
     )
