@@ -61,6 +61,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     params["select_engine"]["engines"] = [
         {"variant": engine["variant"], "target": engine["target"]} for engine in params["engines"].values()
     ]
+    params["select_engine"]["parents"] = _parents(variants)
     race, ordered = params["race_engines"], dict.fromkeys([*params["select_engine"]["ladder"], *variants])
     params["race_engines"] = {
         target: {
@@ -220,6 +221,18 @@ def _engines(variants: dict[str, Any], targets: dict[str, Any]) -> Iterator[tupl
                         "float_graph": files["float_graph"],
                     },
                 )
+
+
+def _parents(variants: dict[str, Any]) -> dict[str, str]:
+    """Return the variant of the float graph of each variant that is not float itself."""
+    owners = {
+        files["graph"]: name for name, files in variants.items() if files["graph"] == files["float_graph"]
+    }
+    return {
+        name: owners[files["float_graph"]]
+        for name, files in variants.items()
+        if files["graph"] != files["float_graph"] and files["float_graph"] in owners
+    }
 
 
 def _check_variants(select_engine: dict[str, Any], variants: dict[str, Any]) -> None:

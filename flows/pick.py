@@ -24,8 +24,8 @@ from tasks.core.tracking.records import TrackedEngine
 from tasks.parts.engines.manifest import sha256_of
 from tasks.parts.selection.engine_row import Verdict
 
-SHIPPABLE = (Verdict.ACCEPT, Verdict.NOT_FASTER)
-"""The verdicts that pass the accuracy gate: a rung that is not faster may still be more accurate."""
+SHIPPABLE = (Verdict.ACCEPT, Verdict.NOT_FASTER, Verdict.INCONCLUSIVE)
+"""The verdicts that pass the accuracy gates: a rung that is not faster may still be more accurate."""
 
 _TARGET = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -45,7 +45,7 @@ class Limits:
         """Return whether the engine of a run can be shipped and meets the limits."""
         metrics = run.metrics
         return (
-            run.tags["verdict"] in SHIPPABLE
+            (run.tags["verdict"] in SHIPPABLE or run.tags["picked"] == "true")
             and (self.max_latency_ms is None or metrics["latency_ms_p50"] <= self.max_latency_ms)
             and (self.min_miou is None or metrics.get("miou", -1.0) >= self.min_miou)
             and (self.min_top1 is None or metrics.get("top1", -1.0) >= self.min_top1)

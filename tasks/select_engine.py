@@ -18,6 +18,7 @@ from tasks.core.reports import read_report, write_json
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.records import DataSet
 from tasks.parts.measuring.reports import RaceReport
+from tasks.parts.selection.accuracy_gates import AccuracyGates, find_parents
 from tasks.parts.selection.engine_row import ENGINES_FILE, EngineRow, Verdict, flatten
 from tasks.parts.selection.verdicts import Gates, find_reference, judge_all, targets_without_pick
 
@@ -52,7 +53,11 @@ class Config:
     float_reference: EngineName
     """The engine whose score (mIoU, or top-1 accuracy) counts as 100 %. It must be in ``engines``."""
     max_score_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
-    """Share of the reference's score that an accepted engine may lose."""
+    """Share of the reference's score that an accepted engine may lose: the upper end of its 95 % interval counts."""
+    max_parent_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
+    """Share of the score of its own float graph that an engine in reduced precision may lose, in the same way."""
+    allow_unproven: bool
+    """Whether an engine may be picked if there are too few images to tell whether it holds these two gates."""
     ladder: Annotated[list[str], MinItems(1), Distinct(), "the float start first"]
     """Variants from the float start to the last rung of compression. On each target a rung must be faster than the
     last accepted one below it."""
@@ -64,6 +69,8 @@ class Config:
     """The techniques that the report compares."""
     engines: list[EngineName]
     """Every engine that was built, without repeats."""
+    parents: dict[str, str]
+    """Variant of reduced precision -> variant of its float graph."""
     data_name: str
     """Name of the data set in MLflow."""
     tracking: TrackingConfig
@@ -101,6 +108,10 @@ class Pick:
     top1: float | None
     """None for segmentation."""
     score_rel_loss: float
+    score_rel_loss_high: float
+    """Upper end of its 95 % interval."""
+    unseen_score: float
+    """Score on the split that nothing was decided on."""
     speedup_vs_reference: float
     engine_sha256: str
 
@@ -163,7 +174,12 @@ def _judge(cfg: Config, folders: "StageFolders") -> "Findings":
     races = {target: read_report(RaceReport, folders.races / target) for target in targets}
     rows = [read_row(folders, engine.variant, engine.target, races[engine.target]) for engine in cfg.engines]
     reference = find_reference(rows, cfg.float_reference.variant, cfg.float_reference.target)
-    gates = Gates(cfg.max_score_rel_loss, cfg.min_int8_macs_share, cfg.min_speedup_factor)
+    gates = Gates(
+        accuracy=_accuracy_gates(cfg, folders, rows),
+        allow_unproven=cfg.allow_unproven,
+        min_int8_macs_share=cfg.min_int8_macs_share,
+        min_speedup_factor=cfg.min_speedup_factor,
+    )
     rows = judge_all(rows, gates, reference, cfg.ladder, races)
     return Findings(
         rows=rows,
@@ -172,7 +188,25 @@ def _judge(cfg: Config, folders: "StageFolders") -> "Findings":
         techniques=[(technique.name, technique.before, technique.after) for technique in cfg.techniques],
         reference=reference,
         max_score_rel_loss=cfg.max_score_rel_loss,
+        max_parent_rel_loss=cfg.max_parent_rel_loss,
+        unseen_split=gates.accuracy.unseen_split,
         races=races,
+    )
+
+
+def _accuracy_gates(cfg: Config, folders: "StageFolders", rows: Sequence[EngineRow]) -> AccuracyGates:
+    from tasks.parts.selection.stage_reports import read_image_results
+
+    reference = f"{cfg.float_reference.variant}-{cfg.float_reference.target}"
+    read = {row.name: read_image_results(folders, row) for row in rows if row.measured}
+    return AccuracyGates(
+        reference=reference,
+        parents=find_parents(rows, cfg.parents, cfg.float_reference.target),
+        max_score_rel_loss=cfg.max_score_rel_loss,
+        max_parent_rel_loss=cfg.max_parent_rel_loss,
+        results={name: results.decisive for name, results in read.items()},
+        unseen_results={name: results.unseen for name, results in read.items()},
+        unseen_split=read[reference].unseen_split,
     )
 
 
@@ -206,7 +240,7 @@ def _report(findings: "Findings") -> Report:
 
 
 def _pick(row: EngineRow) -> Pick:
-    assert row.measured is not None and row.measured.score_rel_loss is not None
+    assert row.measured is not None and row.measured.losses is not None and row.measured.unseen is not None
     return Pick(
         variant=row.variant,
         target=row.target,
@@ -214,7 +248,9 @@ def _pick(row: EngineRow) -> Pick:
         metric=row.measured.accuracy.metric,
         miou=row.measured.accuracy.miou,
         top1=row.measured.accuracy.top1,
-        score_rel_loss=row.measured.score_rel_loss,
+        score_rel_loss=row.measured.losses.score_rel_loss,
+        score_rel_loss_high=row.measured.losses.score_rel_loss_high,
+        unseen_score=row.measured.unseen.unseen_score,
         speedup_vs_reference=row.measured.speed.speedup_vs_reference,
         engine_sha256=row.measured.engine_sha256,
     )

@@ -7,6 +7,8 @@ from tasks.core.errors import ArtifactError
 from tasks.core.reports import KEY_FILE, REPORT_FILE, ReportT, read_key, read_report
 from tasks.parts.builders.report import EngineBuild
 from tasks.parts.data.accuracy import AccuracyReport
+from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, read_results
+from tasks.parts.data.input_card import Task
 from tasks.parts.engines.manifest import (
     MANIFEST_FILE,
     EngineManifest,
@@ -76,6 +78,29 @@ def read_row(folders: StageFolders, variant: str, target: str, race: RaceReport)
         suspect_layers=_suspect_layers(of["diff_layers"]),
         conditions=_conditions(benchmark),
     )
+
+
+@dataclass(frozen=True)
+class ValidatedImages:
+    """What an engine got right in each image."""
+
+    decisive: ImageResults
+    """On the split that decides."""
+    unseen: ImageResults
+    """On the split that is only reported."""
+    unseen_split: str
+
+
+def read_image_results(folders: StageFolders, row: EngineRow) -> ValidatedImages:
+    """Read what validate wrote about each image for a measured engine."""
+    folder = folders.of(row.variant, row.target)["validate"]
+    report = _read(AccuracyReport, folder)
+    assert report.accuracy is not None
+    task = Task.segmentation if report.accuracy.top1 is None else Task.classification
+    decisive, unseen = (
+        read_results(folder / RESULTS_FILE, split, task) for split in (report.split, report.unseen_split)
+    )
+    return ValidatedImages(decisive, unseen, report.unseen_split)
 
 
 def engine_file(folders: StageFolders, row: EngineRow) -> Path:
@@ -165,7 +190,8 @@ def _measured(
         )
     return Measured(
         accuracy=accuracy,
-        score_rel_loss=None,
+        losses=None,
+        unseen=None,
         speed=_speed(latency, race, variant),
         size_bytes=manifest.size_bytes,
         engine_sha256=manifest.sha256,
