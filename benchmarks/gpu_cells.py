@@ -288,7 +288,7 @@ def race(processes: "dict[str, EngineProcess]") -> Result:
     """Time engine, control and eager PyTorch in the same rounds."""
     from tasks.parts.measuring.batch_latency import Round, Windows, summarise
     from tasks.parts.measuring.engine_process import run_round
-    from tasks.parts.measuring.intervals import bootstrap_interval
+    from tasks.parts.measuring.intervals import estimate_ratio
 
     shuffler = random.Random(0)
     rounds = [run_round(processes, 1, shuffler, burst_ms=BURST_MS, min_calls=1) for _ in range(NUM_ROUNDS)]
@@ -297,19 +297,19 @@ def race(processes: "dict[str, EngineProcess]") -> Result:
         batch=1,
         windows=Windows(num_rounds=2, tolerance=0.05),
         device=processes[ENGINE].time_on_device(1, num_iterations=TIMED_ON_DEVICE),
-        seed=0,
         num_repeats=0,
     )
-    factors = [statistics.median(bursts[EAGER]) / statistics.median(bursts[ENGINE]) for bursts in rounds]
-    low, high = bootstrap_interval(factors, seed=0)
+    speedup = estimate_ratio(
+        [statistics.median(bursts[EAGER]) / statistics.median(bursts[ENGINE]) for bursts in rounds]
+    )
     return {
         "latency_ms_p50": found.latency_ms_p50,
         "device_ms_p50": found.device_ms_p50,
         "aa_ratio_spread": found.aa_ratio_spread,
         "eager_ms_p50": statistics.median(value for bursts in rounds for value in bursts[EAGER]),
-        "speedup": statistics.median(factors),
-        "speedup_low": low,
-        "speedup_high": high,
+        "speedup": speedup.value,
+        "speedup_low": speedup.low,
+        "speedup_high": speedup.high,
     }
 
 

@@ -42,7 +42,7 @@ class Config:
     """What `benchmark` reads from params.yaml."""
 
     seed: Annotated[int, AtLeast(0)]
-    """Fixes the order of the processes within the rounds, and the bootstrap."""
+    """Fixes the order of the processes within the rounds."""
     batch_sizes: list[Annotated[int, AtLeast(2)]]
     """Batch sizes measured after batch 1; those above the target's max_batch are skipped."""
     warm_up_ms: Annotated[float, AtLeast(0)]
@@ -162,7 +162,6 @@ def _measure_batch(
             batch=batch,
             windows=cfg.windows,
             device=processes[ENGINE].time_on_device(batch, num_iterations=_TIMED_ON_DEVICE),
-            seed=cfg.seed,
             num_repeats=num_repeats,
         )
         if result.aa_ratio_spread <= cfg.max_aa_spread:

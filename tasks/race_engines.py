@@ -8,13 +8,14 @@ file as the A/A control.
 import itertools
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, MoreThan
 from tasks.core.errors import ArtifactError
+from tasks.parts.measuring.intervals import LEVEL, estimate_ratio
 from tasks.parts.measuring.reports import REFERENCE, RaceReport, SpeedRatio
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Config:
     variants: list[str]
     """Variants that are built for the target, the rungs of the ladder first and in its order."""
     seed: Annotated[int, AtLeast(0)]
-    """Fixes the order of the engines within the rounds, and the bootstrap."""
+    """Fixes the order of the engines within the rounds."""
     warm_up_ms: Annotated[float, AtLeast(0)]
     """How long each engine warms up before it is measured."""
     burst_ms: Annotated[float, MoreThan(0)]
@@ -79,10 +80,10 @@ def race_engines(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Re
     racing = [variant for variant, name in raced_as.items() if variant == name]
     if not racing:
         logger.info("race_engines: %s has no engine file to race", cfg.target)
-        return Report(files, raced_as, base.sha256, {}, (), None, 0)
+        return Report(files, raced_as, base.sha256, {}, (), None, LEVEL, 0, 0)
     rounds = _race(cfg, {REFERENCE: reference, **{variant: engines[variant] for variant in racing}})
     _write_latencies(rounds, out / "latencies.csv")
-    ratios, aa_ratio = _compare(rounds, cfg.seed)
+    ratios, aa_ratio = _compare(rounds, num_comparisons=len(racing))
     report = Report(
         engine_sha256=files,
         raced_as=raced_as,
@@ -92,6 +93,8 @@ def race_engines(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Re
         },
         ratios=ratios,
         aa_ratio=aa_ratio,
+        level=LEVEL,
+        num_comparisons=len(racing),
         num_rounds=cfg.num_rounds,
     )
     logger.info(
@@ -140,26 +143,25 @@ def _race(cfg: Config, engines: Mapping[str, Path]) -> dict[str, list[list[float
     return {name: [bursts[name] for bursts in rounds] for name in starters}
 
 
-def _compare(rounds: Mapping[str, list[list[float]]], seed: int) -> tuple[tuple[SpeedRatio, ...], SpeedRatio]:
-    """Return the ratios of all pairs, the later engine over the earlier one, and the ratio of the control."""
+def _compare(
+    rounds: Mapping[str, list[list[float]]], num_comparisons: int
+) -> tuple[tuple[SpeedRatio, ...], SpeedRatio]:
+    """Return the ratios of all pairs, the later engine over the earlier one, and the ratio of the control.
+
+    Verdicts compare each of n engines with one other, so n - 1 pairs decide, whichever they are; the intervals are
+    corrected for that many (Bonferroni). The control is one comparison of its own.
+    """
     import numpy as np
 
     medians = {name: np.array([np.median(burst) for burst in bursts]) for name, bursts in rounds.items()}
     racing = [name for name in rounds if name != CONTROL]
 
-    def ratio(faster: str, slower: str) -> SpeedRatio:
-        return _ratio(faster, slower, medians[slower] / medians[faster], seed)
+    def ratio(faster: str, slower: str, num_comparisons: int = num_comparisons) -> SpeedRatio:
+        found = estimate_ratio(medians[slower] / medians[faster], num_comparisons=num_comparisons)
+        return SpeedRatio(faster, slower, found.value, found.low, found.high)
 
     pairs = [(later, earlier) for number, later in enumerate(racing) for earlier in racing[:number]]
-    return tuple(ratio(*pair) for pair in pairs), ratio(CONTROL, racing[1])
-
-
-def _ratio(faster: str, slower: str, factors: "Sequence[float]", seed: int) -> SpeedRatio:
-    import numpy as np
-
-    from tasks.parts.measuring.intervals import bootstrap_interval
-
-    return SpeedRatio(faster, slower, float(np.median(factors)), *bootstrap_interval(factors, seed=seed))
+    return tuple(ratio(*pair) for pair in pairs), ratio(CONTROL, racing[1], 1)
 
 
 def _write_latencies(rounds: Mapping[str, list[list[float]]], path: Path) -> None:

@@ -44,10 +44,9 @@ def test_report_holds_all_numbers_of_the_engine(workshop, tmp_path):
     manifest = read_engine_manifest(engine)
     assert report.engine_sha256 == manifest.sha256
     latency, single = report.latency, report.latency.at_batch_1
-    assert (
-        0 < single.latency_ms_p50 <= single.latency_ms_p90 <= single.latency_ms_p95 <= single.latency_ms_p99
-    )
-    assert list(single.latency_ms_intervals) == ["p50", "p90", "p95", "p99"]
+    assert 0 < single.latency_ms_p50 <= single.latency_ms_p90 <= single.latency_ms_p95
+    assert list(single.latency_ms_intervals)[:3] == ["p50", "p90", "p95"]
+    assert (single.latency_ms_p99 is None) == (single.num_samples < 1000)
     p50 = single.latency_ms_intervals["p50"]
     assert 0 < p50.low <= p50.high
     assert (single.device_ms_p50, single.device_compute_ms_p50) == (None, None)

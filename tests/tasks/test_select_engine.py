@@ -191,7 +191,7 @@ class Artifacts:
                 else:
                     latencies[variant] = latency_ms
             control = SpeedRatio("control", "first", 1.0, 1 - spread, 1 + spread)
-            race = RaceReport(sha256, raced_as, reference, latencies, tuple(ratios), control, 40)
+            race = RaceReport(sha256, raced_as, reference, latencies, tuple(ratios), control, 0.95, 6, 40)
             folder = self.root / "race_engines" / target
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "report.json").write_text(json.dumps(dataclasses.asdict(race)))
@@ -644,7 +644,7 @@ def test_a_damaged_report_is_named(artifacts, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("stage", "part", "field", "path"),
     [
-        ("benchmark", "latency.batches.0", "latency_ms_p99", "latency.batches.latency_ms_p99"),
+        ("benchmark", "latency.batches.0", "latency_ms_p90", "latency.batches.latency_ms_p90"),
         (
             "benchmark",
             "latency.batches.0",
@@ -746,6 +746,21 @@ def test_the_markdown_has_a_row_for_every_engine_and_no_broken_cell(artifacts, t
     bars = {len(re.findall(r"(?<!\\)\|", line)) for line in table}
     assert len(bars) == 1
     assert "a \\| b c &lt;i&gt;d&lt;/i&gt;" in text
+
+
+def test_a_p99_of_too_few_samples_is_a_dash(artifacts, tmp_path) -> None:
+    artifacts.change("benchmark", "pruned_qat-cpu_onnxruntime", "latency.batches.0", latency_ms_p99=None)
+    _, rows = run(artifacts, tmp_path / "out")
+    assert rows["pruned_qat-cpu_onnxruntime"]["latency_ms_p99"] is None
+    text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    line = next(
+        line for line in text.splitlines() if line.startswith("| pruned_qat | cpu_onnxruntime | ACCEPT")
+    )
+    assert "| 0.660 | – | 28.2" in line  # noqa: RUF001
+    assert (
+        json.loads((tmp_path / "out" / "picks.json").read_text())["cpu_onnxruntime"]["latency_ms_p99"] is None
+    )
+    assert "0.660<small>–</small>" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")  # noqa: RUF001
 
 
 def test_the_report_tells_what_each_technique_gave(artifacts, tmp_path) -> None:

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, MoreThan
+from tasks.parts.measuring.intervals import MIN_SAMPLES_OF_P99, Interval, estimate_ratio, percentile_intervals
 
 if TYPE_CHECKING:
     from tasks.parts.engines.runner import DeviceTimes
@@ -49,14 +50,6 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Interval:
-    """95 % bootstrap interval."""
-
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class BatchLatency:
     """Latency at one batch size, timed on the host except for the fields named device."""
 
@@ -64,10 +57,11 @@ class BatchLatency:
     latency_ms_p50: float
     latency_ms_p90: float
     latency_ms_p95: float
-    latency_ms_p99: float
+    latency_ms_p99: float | None
+    """None for fewer than 1,000 samples: it would rest on fewer than ten of them."""
     latency_ms_mean: float
     latency_ms_intervals: dict[str, Interval]
-    """Intervals of p50, p90, p95 and p99, resampled by round: calls within a burst are not independent."""
+    """95 % intervals of p50, p90, p95 and, if it is known, p99, by batches of rounds."""
     device_ms_p50: float | None
     """By CUDA events, copies to and from the GPU included; None on a CPU."""
     device_compute_ms_p50: float | None
@@ -92,34 +86,32 @@ def summarise(
     batch: int,
     windows: Windows,
     device: "DeviceTimes | None",
-    seed: int,
     num_repeats: int,
 ) -> BatchLatency:
     """Turn rounds into percentiles and the A/A spread."""
     import numpy as np
 
-    from tasks.parts.measuring.intervals import percentile_intervals, ratio_spread
-
     by_round_ms = _engine_ms(rounds)
     latencies_ms = np.concatenate(by_round_ms)
     engine, control = np.array([[np.median(r.engine), np.median(r.control)] for r in rounds]).T
-    p50, p90, p95, p99 = (float(value) for value in np.percentile(latencies_ms, _PERCENTS))
-    intervals = percentile_intervals(by_round_ms, _PERCENTS, seed=seed)
+    percents = _PERCENTS if len(latencies_ms) >= MIN_SAMPLES_OF_P99 else _PERCENTS[:-1]
+    values = dict(zip(percents, np.percentile(latencies_ms, percents).tolist(), strict=True))
+    intervals = percentile_intervals(by_round_ms, percents)
     mean = float(latencies_ms.mean())
     return BatchLatency(
         batch=batch,
-        latency_ms_p50=p50,
-        latency_ms_p90=p90,
-        latency_ms_p95=p95,
-        latency_ms_p99=p99,
+        latency_ms_p50=values[50],
+        latency_ms_p90=values[90],
+        latency_ms_p95=values[95],
+        latency_ms_p99=values.get(99),
         latency_ms_mean=mean,
         latency_ms_intervals={
-            f"p{percent}": Interval(*ends) for percent, ends in zip(_PERCENTS, intervals, strict=True)
+            f"p{percent}": interval for percent, interval in zip(percents, intervals, strict=True)
         },
         device_ms_p50=float(np.median(device.total_ms)) if device else None,
         device_compute_ms_p50=float(np.median(device.compute_ms)) if device else None,
         throughput_per_s=1000 * batch / mean,
-        aa_ratio_spread=ratio_spread(engine / control, seed=seed),
+        aa_ratio_spread=estimate_ratio(engine / control).spread,
         is_stable=windows.are_stable(rounds),
         num_windows=windows.count(rounds),
         num_rounds=len(rounds),

@@ -88,7 +88,7 @@ class SpeedRatio:
     factor: float
     """Median over the rounds."""
     low: float
-    """Lower end of the 95 % bootstrap interval."""
+    """Lower end of the interval, at the level of the race."""
     high: float
 
     @property
@@ -118,6 +118,10 @@ class RaceReport:
     """The later engine over the earlier one, for each pair of different files; the reference is the first."""
     aa_ratio: SpeedRatio | None
     """The A/A control over the same file; None if nothing ran."""
+    level: float
+    """How often all `num_comparisons` intervals that decide hold the truth."""
+    num_comparisons: int
+    """Pairs that can decide; the interval of each ratio is corrected for that many (Bonferroni)."""
     num_rounds: int
 
     @property

@@ -133,7 +133,7 @@ def shown(row: EngineRow) -> Shown:
         change=percent_change(row.measured.score_rel_loss or 0.0),
         p50_ms=milliseconds(speed.latency_ms_p50),
         p90_ms=milliseconds(speed.latency_ms_p90),
-        p99_ms=milliseconds(speed.latency_ms_p99),
+        p99_ms=NOTHING if speed.latency_ms_p99 is None else milliseconds(speed.latency_ms_p99),
         speedup=times(speed.speedup_vs_reference),
         size_mb=megabytes(row.measured.size_bytes),
     )

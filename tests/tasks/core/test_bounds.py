@@ -178,7 +178,7 @@ IMPOSSIBLE: dict[str, dict[str, list[Any]]] = {
         "batch_size": [0],
         "num_train_images": [0],
         "num_val_images": [0],
-        "num_rounds": [2],
+        "num_rounds": [4],
         "pruning.num_steps": [0],
     },
     "export_onnx": {
