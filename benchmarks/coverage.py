@@ -9,12 +9,15 @@ consecutive rounds (Kuensch 1989). The rounds follow a first-order autoregressiv
 one round with the next. Real races showed 0.04 on average, and 0.36 at the most.
 
 Null test: races of seven engines, two of which are the same under two names. The share of races in which one of the
-two is called faster should be far below 1 - level, as the intervals are corrected for the pairs that decide.
+two is called faster should be far below 1 - level, as the intervals are corrected for the pairs that decide. The
+races end by the rule of ``tasks/parts/measuring/race.py``, which looks at the intervals several times.
 
-Power: the share of races in which a difference of 3 % between two of seven engines is found.
+Power: the share of such races in which a difference of 3 % between two of seven engines is found. The noise of a
+ratio from round to round is that of a quiet machine up to 0.02.
 """
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -26,6 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.parts.measuring.intervals import LEVEL, estimate_ratio
+from tasks.parts.measuring.race import CONTROL, StoppingRule, compare_all, run_race
+from tasks.parts.measuring.reports import SpeedRatio
 
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
 
@@ -39,6 +44,12 @@ SPEEDS = (1.0, 1.0, 1.1, 1.3, 1.6, 3.0, 9.0)
 NOISES = (0.01, 0.02, 0.03, 0.05)
 """Standard deviation of the ratio of two engines from round to round."""
 FOUND_DIFFERENCE = 1.03
+MIN_ROUNDS, RESOLUTION = 20, 0.015
+"""As in conf/benchmark."""
+BUDGETS_S = (12.0, 24.0)
+"""The budget of conf/benchmark, and that of a repeated race."""
+ROUND_S = 0.2
+"""Eight processes with a burst of 20 ms and its overhead."""
 
 _START = 50
 """Rounds after which the process has forgotten its first value."""
@@ -101,53 +112,67 @@ def measure_coverage(num_rounds: int, correlation: float, num_simulations: int) 
     return row
 
 
-def count_faster(
-    latencies: Sequence[float], *, num_rounds: int, noise: float, correlation: float, num_races: int
-) -> int:
-    """Return the number of races in which the order of the first two engines is called certain."""
-    generator = np.random.default_rng([num_rounds, round(1000 * noise), round(100 * correlation)])
-    return sum(
-        _is_called_faster(
-            latencies, simulate_noise(generator, num_rounds, correlation, len(latencies)), noise
-        )
-        for _ in range(num_races)
+def simulate_races(
+    latencies_ms: Sequence[float], *, noise: float, correlation: float, budget_s: float, num_races: int
+) -> tuple[int, float]:
+    """Return in how many races the first two engines certainly differ, and the mean number of rounds."""
+    generator = np.random.default_rng([round(1000 * noise), round(100 * correlation), round(budget_s)])
+    num_called, num_rounds = 0, 0
+    for _ in range(num_races):
+        ratio, length = _simulate_race(latencies_ms, noise, correlation, budget_s, generator)
+        num_called += not ratio.low <= 1 <= ratio.high
+        num_rounds += length
+    return num_called, num_rounds / num_races
+
+
+def _simulate_race(
+    latencies_ms: Sequence[float],
+    noise: float,
+    correlation: float,
+    budget_s: float,
+    generator: np.random.Generator,
+) -> tuple[SpeedRatio, int]:
+    """Run one race with a clock that counts rounds; return the ratio of the first two engines."""
+    names = [f"engine {number}" for number in range(len(latencies_ms))]
+    most = math.ceil(budget_s / ROUND_S) + 1
+    series = simulate_noise(generator, most, correlation, len(latencies_ms))
+    rounds = iter(np.asarray(latencies_ms) * np.exp(noise / math.sqrt(2) * series))
+    num_rounds = itertools.count()
+    rule = StoppingRule(names, len(names) - 1, MIN_ROUNDS, budget_s, RESOLUTION)
+    bursts_ms = run_race(
+        lambda: {name: [float(value)] for name, value in zip(names, next(rounds), strict=True)},
+        rule,
+        clock=lambda: ROUND_S * next(num_rounds),
     )
-
-
-def _is_called_faster(latencies: Sequence[float], noise: Rounds, deviation: float) -> bool:
-    medians_ms = np.asarray(latencies) * np.exp(deviation / math.sqrt(2) * noise)
-    found = estimate_ratio((medians_ms[:, 1] / medians_ms[:, 0]).tolist(), num_comparisons=len(latencies) - 1)
-    return not found.low <= 1 <= found.high
+    pair = {name: bursts_ms[name] for name in names[:2]} | {CONTROL: bursts_ms[names[0]]}
+    [ratio], _ = compare_all(pair, controlled=names[0], num_comparisons=rule.num_comparisons)
+    return ratio, len(bursts_ms[names[0]])
 
 
 def null_test(num_races: int) -> list[dict[str, Any]]:
     """Return how often one of two equal engines is called faster."""
-    return [
-        {
-            "noise": noise,
-            "correlation": correlation,
-            "races": num_races,
-            "called faster": count_faster(
-                SPEEDS, num_rounds=40, noise=noise, correlation=correlation, num_races=num_races
-            ),
-        }
-        for noise in NOISES
-        for correlation in (0.04, 0.36)
-    ]
+    rows = []
+    for noise in NOISES:
+        for correlation in (0.04, 0.36):
+            num_called, num_rounds = simulate_races(
+                SPEEDS, noise=noise, correlation=correlation, budget_s=BUDGETS_S[0], num_races=num_races
+            )
+            row = {"noise": noise, "correlation": correlation, "races": num_races}
+            rows.append(row | {"called faster": num_called, "mean rounds": round(num_rounds, 1)})
+    return rows
 
 
 def measure_power(num_races: int) -> list[dict[str, Any]]:
-    """Return how often a difference of 3 % is found."""
-    latencies = (1.0, FOUND_DIFFERENCE, *SPEEDS[2:])
+    """Return how often a difference of 3 % is found, for several time budgets."""
+    latencies_ms = (1.0, FOUND_DIFFERENCE, *SPEEDS[2:])
     rows = []
     for noise in NOISES:
-        row: dict[str, Any] = {"noise": noise}
-        for num_rounds in NUM_ROUNDS:
-            found = count_faster(
-                latencies, num_rounds=num_rounds, noise=noise, correlation=0.04, num_races=num_races
+        for budget_s in BUDGETS_S:
+            num_found, num_rounds = simulate_races(
+                latencies_ms, noise=noise, correlation=0.04, budget_s=budget_s, num_races=num_races
             )
-            row[f"{num_rounds} rounds"] = round(found / num_races, 3)
-        rows.append(row)
+            row = {"noise": noise, "budget_s": budget_s, "found": round(num_found / num_races, 3)}
+            rows.append(row | {"mean rounds": round(num_rounds, 1)})
     return rows
 
 

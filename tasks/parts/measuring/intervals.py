@@ -76,7 +76,7 @@ def percentile_intervals(rounds: Sequence[Sequence[float]], percents: Sequence[f
 def student_t(level: float, degrees: int) -> float:
     """Return the t for which a variable of Student's distribution is between -t and t with probability `level`.
 
-    Bisects the distribution function of Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.7.3 and 26.7.4.
+    Bisects the distribution function of Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
     """
     low, high = 0.0, math.pi / 2
     for _ in range(60):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.measuring.pareto import pareto_front
-from tasks.parts.measuring.reports import RaceReport
+from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.selection.engine_row import EngineRow, Measured, Verdict, rungs
 
 
@@ -52,8 +52,8 @@ def find_reference(rows: Sequence[EngineRow], variant: str, target: str) -> Refe
     engines = sorted({row.measured.reference_sha256 for row in rows if row.measured})
     if len(engines) > 1:
         raise ArtifactError(
-            f"The races compare with {len(engines)} different reference engines ({', '.join(engines)}), "
-            "expected one. Run all of them again: dvc repro race_engines."
+            f"The targets are compared with {len(engines)} different reference engines ({', '.join(engines)}), "
+            "expected one. Measure all of them again: dvc repro benchmark."
         )
     is_eager = row.conditions["Runtime"].startswith("torch ")
     speed_name = "eager PyTorch" if is_eager else f"{variant} on {target}"
@@ -65,9 +65,9 @@ def judge_all(
     gates: Gates,
     reference: Reference,
     ladder: Sequence[str],
-    races: Mapping[str, RaceReport],
+    benchmarks: Mapping[str, BenchmarkReport],
 ) -> list[EngineRow]:
-    """Give every row its verdict, and mark the front and the pick of each target; `races` is by target.
+    """Give every row its verdict, and mark the front and the pick of each target; `benchmarks` is by target.
 
     On each target a rung of the ladder must be faster than the last accepted one below it.
     """
@@ -79,7 +79,7 @@ def judge_all(
             sha256 = rung.measured.engine_sha256 if rung.measured else rung.name
             twin = first_with.setdefault(sha256, rung.variant)
             has_twin = twin != rung.variant
-            rival = (below, races[target]) if below and not has_twin else None
+            rival = (below, benchmarks[target]) if below and not has_twin else None
             row = _judge(rung, gates, reference, rival)
             if has_twin and row.verdict is Verdict.ACCEPT:
                 row = _decide(row, Verdict.NOT_FASTER, f"the same engine file as {twin}")
@@ -104,7 +104,7 @@ def targets_without_pick(rows: Sequence[EngineRow]) -> dict[str, str]:
 
 
 def _judge(
-    row: EngineRow, gates: Gates, reference: Reference, rival: tuple[EngineRow, RaceReport] | None
+    row: EngineRow, gates: Gates, reference: Reference, rival: tuple[EngineRow, BenchmarkReport] | None
 ) -> EngineRow:
     """Apply the gates in order; the first that fails gives the verdict. `rival` is the accepted rung to beat."""
     if row.measured is None:
@@ -139,16 +139,18 @@ def _int8_fault(row: EngineRow, gates: Gates) -> str:
     )
 
 
-def _compare(row: EngineRow, below: EngineRow, race: RaceReport, min_factor: float) -> tuple[bool, str]:
+def _compare(
+    row: EngineRow, below: EngineRow, benchmark: BenchmarkReport, min_factor: float
+) -> tuple[bool, str]:
     """Return whether a rung is certainly faster than one below it, and how they compare."""
-    ratio = race.ratio(row.variant, below.variant)
+    ratio = benchmark.ratio(row.variant, below.variant)
     text = (
         f"{ratio.factor:.3f}x as fast as {below.variant} in the same rounds "
         f"({ratio.low:.3f} to {ratio.high:.3f})"
     )
-    is_noise = abs(ratio.factor - 1) <= race.aa_ratio_spread
+    is_noise = abs(ratio.factor - 1) <= benchmark.aa_ratio_spread
     if is_noise:
-        text += f", which is within the A/A spread of {100 * race.aa_ratio_spread:.1f} %"
+        text += f", which is within the A/A spread of {100 * benchmark.aa_ratio_spread:.1f} %"
     if is_noise or ratio.low < min_factor:
         return False, f"{text}, expected {min_factor:g}x or more for certain"
     return True, text
@@ -178,7 +180,7 @@ def _mark_front(rows: Sequence[EngineRow]) -> list[EngineRow]:
     on_front: set[str] = set()
     for target in dict.fromkeys(row.target for row in rows):
         sound = {
-            row.name: (row.measured.speed.race_latency_ms_p50, row.measured.accuracy.score)
+            row.name: (row.measured.speed.latency_ms_p50, row.measured.accuracy.score)
             for row in rows
             if row.target == target and row.measured and row.verdict is not Verdict.PRECISION_MISMATCH
         }
@@ -206,4 +208,4 @@ def _mark_picks(rows: Sequence[EngineRow], ladder: Sequence[str]) -> list[Engine
 def _rank(row: EngineRow) -> tuple[float, float, int, str]:
     """Return the sort key of a target's accepted engines, best first; their latencies are from the same rounds."""
     measured = _measured(row)
-    return measured.speed.race_latency_ms_p50, -measured.accuracy.score, measured.size_bytes, row.variant
+    return measured.speed.latency_ms_p50, -measured.accuracy.score, measured.size_bytes, row.variant
