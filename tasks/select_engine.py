@@ -17,7 +17,7 @@ from tasks.core.fingerprint import digest
 from tasks.core.reports import read_report, write_json
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.records import DataSet
-from tasks.parts.measuring.reports import RaceReport
+from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.selection.accuracy_gates import AccuracyGates, find_parents
 from tasks.parts.selection.engine_row import ENGINES_FILE, EngineRow, Verdict, flatten
 from tasks.parts.selection.verdicts import Gates, find_reference, judge_all, targets_without_pick
@@ -138,7 +138,6 @@ def select_engine(
     builds: Path,
     validations: Path,
     benchmarks: Path,
-    races: Path,
     diffs: Path,
     data: Path,
     out: Path,
@@ -152,7 +151,7 @@ def select_engine(
     from tasks.parts.selection.stage_reports import StageFolders
 
     logger.info("select_engine: %d engines from %s", len(cfg.engines), builds)
-    folders = StageFolders(builds, validations, benchmarks, races, diffs)
+    folders = StageFolders(builds, validations, benchmarks, diffs)
     findings = _judge(cfg, folders)
     _write(findings, folders, out)
     report = _report(findings)
@@ -168,11 +167,14 @@ def select_engine(
 
 def _judge(cfg: Config, folders: "StageFolders") -> "Findings":
     from tasks.parts.selection.findings import Findings
-    from tasks.parts.selection.stage_reports import read_row
+    from tasks.parts.selection.stage_reports import check_conditions, read_row
 
     targets = dict.fromkeys(engine.target for engine in cfg.engines)
-    races = {target: read_report(RaceReport, folders.races / target) for target in targets}
-    rows = [read_row(folders, engine.variant, engine.target, races[engine.target]) for engine in cfg.engines]
+    benchmarks = {target: read_report(BenchmarkReport, folders.benchmarks / target) for target in targets}
+    rows = [
+        read_row(folders, engine.variant, engine.target, benchmarks[engine.target]) for engine in cfg.engines
+    ]
+    check_conditions(rows)
     reference = find_reference(rows, cfg.float_reference.variant, cfg.float_reference.target)
     gates = Gates(
         accuracy=_accuracy_gates(cfg, folders, rows),
@@ -180,7 +182,7 @@ def _judge(cfg: Config, folders: "StageFolders") -> "Findings":
         min_int8_macs_share=cfg.min_int8_macs_share,
         min_speedup_factor=cfg.min_speedup_factor,
     )
-    rows = judge_all(rows, gates, reference, cfg.ladder, races)
+    rows = judge_all(rows, gates, reference, cfg.ladder, benchmarks)
     return Findings(
         rows=rows,
         without_pick=targets_without_pick(rows),
@@ -190,7 +192,7 @@ def _judge(cfg: Config, folders: "StageFolders") -> "Findings":
         max_score_rel_loss=cfg.max_score_rel_loss,
         max_parent_rel_loss=cfg.max_parent_rel_loss,
         unseen_split=gates.accuracy.unseen_split,
-        races=races,
+        benchmarks=benchmarks,
     )
 
 

@@ -55,19 +55,18 @@ class Speed:
     """Latency at batch 1, throughput, speed-up and memory."""
 
     latency_ms_p50: float
-    """Measured alone; engines are compared by race_latency_ms_p50."""
+    """Measured in the same rounds as the other engines of the target."""
     latency_ms_p90: float
-    latency_ms_p99: float
+    latency_ms_p99: float | None
+    """None for fewer than 1,000 samples."""
     throughput_per_s: float
     """Images per second, one inference after the other."""
     throughput_per_s_batched: float | None
     """Images per second at the largest of benchmark.batch_sizes that the engine takes."""
-    race_latency_ms_p50: float
-    """Measured in the same rounds as the other engines of the target."""
     speedup_vs_reference: float
-    """Speed-up over the reference engine in the race of the target; with model=trained that is eager PyTorch."""
+    """Speed-up over the reference engine, measured in the same rounds; with model=trained that is eager PyTorch."""
     speedup_low: float
-    """Lower end of the bootstrap interval."""
+    """Lower end of the interval."""
     speedup_high: float
     aa_ratio_spread: float
     """The spread of the A/A control; smaller differences are not significant."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tasks.parts.measuring.reports import RaceReport
+from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.selection.engine_row import EngineRow, Verdict, rungs
 from tasks.parts.selection.verdicts import Reference
 
@@ -21,7 +21,7 @@ class Gain:
     score_change: float
     """Of the score on the validation images."""
     speed_factor: float
-    """From the race of the target."""
+    """From rounds in which both ran."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Findings:
     max_parent_rel_loss: float
     unseen_split: str
     """Split that the picks are reported on, and nothing is decided on."""
-    races: Mapping[str, RaceReport]
+    benchmarks: Mapping[str, BenchmarkReport]
     """By target."""
 
     @property
@@ -115,7 +115,9 @@ class Findings:
         old, new = (row.measured if row else None for row in rows)
         if old is None or new is None:
             return None
-        return Gain(new.accuracy.score - old.accuracy.score, self.races[target].ratio(after, before).factor)
+        return Gain(
+            new.accuracy.score - old.accuracy.score, self.benchmarks[target].ratio(after, before).factor
+        )
 
     @property
     def ious(self) -> list[tuple[EngineRow, dict[str, float | None]]]:
@@ -127,7 +129,6 @@ class Findings:
         """Return target -> condition -> its value, or the range of values over the target's engines."""
         return {
             target: {name: _span(values) for name, values in _collect(self.rows, target).items()}
-            | {"A/A spread of the race": f"{100 * self.races[target].aa_ratio_spread:.1f} %"}
             for target in self.targets
             if _collect(self.rows, target)
         }
@@ -150,7 +151,7 @@ def shown(row: EngineRow) -> Shown:
         else NOTHING,
         p50_ms=milliseconds(speed.latency_ms_p50),
         p90_ms=milliseconds(speed.latency_ms_p90),
-        p99_ms=milliseconds(speed.latency_ms_p99),
+        p99_ms=NOTHING if speed.latency_ms_p99 is None else milliseconds(speed.latency_ms_p99),
         speedup=times(speed.speedup_vs_reference),
         size_mb=megabytes(row.measured.size_bytes),
     )
@@ -170,8 +171,7 @@ def _collect(rows: Sequence[EngineRow], target: str) -> dict[str, list[str]]:
     values: dict[str, list[str]] = {}
     for row in rows:
         if row.target == target and row.measured:
-            spread = {"A/A spread": f"{100 * row.measured.speed.aa_ratio_spread:.1f} %"}
-            for name, value in (row.conditions | spread).items():
+            for name, value in row.conditions.items():
                 values.setdefault(name, []).append(value)
     return values
 

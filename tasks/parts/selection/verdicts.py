@@ -1,6 +1,6 @@
 """Judge every engine; mark the front and the pick of each target.
 
-Speeds are compared by the ratios of the race alone, accuracies image by image.
+Speeds are compared by the ratios of common rounds alone, accuracies image by image.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.accuracy import Standing
 from tasks.parts.measuring.pareto import pareto_front
-from tasks.parts.measuring.reports import RaceReport
+from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.selection.accuracy_gates import AccuracyGates
 from tasks.parts.selection.engine_row import EngineRow, Measured, Verdict, rungs
 
@@ -62,8 +62,8 @@ def find_reference(rows: Sequence[EngineRow], variant: str, target: str) -> Refe
     engines = sorted({row.measured.reference_sha256 for row in rows if row.measured})
     if len(engines) > 1:
         raise ArtifactError(
-            f"The races compare with {len(engines)} different reference engines ({', '.join(engines)}), "
-            "expected one. Run all of them again: dvc repro race_engines."
+            f"The targets are compared with {len(engines)} different reference engines ({', '.join(engines)}), "
+            "expected one. Measure all of them again: dvc repro benchmark."
         )
     is_eager = row.conditions["Runtime"].startswith("torch ")
     speed_name = "eager PyTorch" if is_eager else f"{variant} on {target}"
@@ -75,9 +75,9 @@ def judge_all(
     gates: Gates,
     reference: Reference,
     ladder: Sequence[str],
-    races: Mapping[str, RaceReport],
+    benchmarks: Mapping[str, BenchmarkReport],
 ) -> list[EngineRow]:
-    """Give every row its verdict, and mark the front and the pick of each target; `races` is by target.
+    """Give every row its verdict, and mark the front and the pick of each target; `benchmarks` is by target.
 
     On each target a rung of the ladder must be faster than the last accepted one below it, or as fast and more
     accurate.
@@ -95,10 +95,10 @@ def judge_all(
                 judged[row.name] = _decide(row, Verdict.NOT_FASTER, f"the same engine file as {twin}")
                 continue
             if below is not None:
-                row = judged[row.name] = _climb(row, below, gates, races[target])
+                row = judged[row.name] = _climb(row, below, gates, benchmarks[target])
             if row.verdict is Verdict.ACCEPT:
                 below = row
-    return _mark_picks(_mark_front([judged[row.name] for row in rows]), gates, races)
+    return _mark_picks(_mark_front([judged[row.name] for row in rows]), gates, benchmarks)
 
 
 def targets_without_pick(rows: Sequence[EngineRow]) -> dict[str, str]:
@@ -156,18 +156,18 @@ def _int8_fault(row: EngineRow, gates: Gates) -> str:
     )
 
 
-def _climb(row: EngineRow, below: EngineRow, gates: Gates, race: RaceReport) -> EngineRow:
+def _climb(row: EngineRow, below: EngineRow, gates: Gates, benchmark: BenchmarkReport) -> EngineRow:
     """Judge a rung that holds the gates against the accepted one below it."""
-    ratio, wanted = race.ratio(row.variant, below.variant), f"{gates.min_speedup_factor:g}x"
+    ratio, wanted = benchmark.ratio(row.variant, below.variant), f"{gates.min_speedup_factor:g}x"
     compared = (
         f"{ratio.factor:.3f}x as fast as {below.variant} in the same rounds "
         f"({ratio.low:.3f} to {ratio.high:.3f})"
     )
-    if abs(ratio.factor - 1) <= race.aa_ratio_spread:
-        compared += f", which is within the A/A spread of {100 * race.aa_ratio_spread:.1f} %"
+    if abs(ratio.factor - 1) <= benchmark.aa_ratio_spread:
+        compared += f", which is within the A/A spread of {100 * benchmark.aa_ratio_spread:.1f} %"
     elif ratio.low >= gates.min_speedup_factor:
         return _add_reason(row, Verdict.ACCEPT, compared)
-    if not _is_slower(row, below, race) and gates.accuracy.is_more_accurate(row.name, below.name):
+    if not _is_slower(row, below, benchmark) and gates.accuracy.is_more_accurate(row.name, below.name):
         return _add_reason(
             row, Verdict.ACCEPT, f"{compared}, and certainly more accurate than {below.variant}"
         )
@@ -178,10 +178,10 @@ def _climb(row: EngineRow, below: EngineRow, gates: Gates, race: RaceReport) -> 
     return _add_reason(row, Verdict.NOT_FASTER, f"{compared}, expected {wanted} or more for certain")
 
 
-def _is_slower(row: EngineRow, other: EngineRow, race: RaceReport) -> bool:
+def _is_slower(row: EngineRow, other: EngineRow, benchmark: BenchmarkReport) -> bool:
     """Return whether an engine is certainly slower than another one of its target."""
-    ratio = race.ratio(other.variant, row.variant)
-    return ratio.low > 1 and ratio.factor - 1 > race.aa_ratio_spread
+    ratio = benchmark.ratio(other.variant, row.variant)
+    return ratio.low > 1 and ratio.factor - 1 > benchmark.aa_ratio_spread
 
 
 def _add_reason(row: EngineRow, verdict: Verdict, reason: str) -> EngineRow:
@@ -198,7 +198,7 @@ def _measured(row: EngineRow) -> Measured:
 
 
 def _place(row: EngineRow) -> tuple[float, float]:
-    """Return the time in the race as a multiple of the reference's, and the score."""
+    """Return the time in the common rounds as a multiple of the reference's, and the score."""
     return 1 / _measured(row).speed.speedup_vs_reference, _measured(row).accuracy.score
 
 
@@ -221,13 +221,15 @@ def _front(rows: Sequence[EngineRow]) -> set[str]:
     return {row.name for row, is_kept in zip(rows, kept, strict=True) if is_kept}
 
 
-def _mark_picks(rows: Sequence[EngineRow], gates: Gates, races: Mapping[str, RaceReport]) -> list[EngineRow]:
+def _mark_picks(
+    rows: Sequence[EngineRow], gates: Gates, benchmarks: Mapping[str, BenchmarkReport]
+) -> list[EngineRow]:
     """Mark the pick of each target, and report it on the unseen split."""
     marked = []
     picks = {
         pick.name
         for target in dict.fromkeys(row.target for row in rows)
-        if (pick := _pick([row for row in rows if row.target == target], gates, races[target]))
+        if (pick := _pick([row for row in rows if row.target == target], gates, benchmarks[target]))
     }
     for row in rows:
         if row.name in picks:
@@ -253,7 +255,7 @@ def unseen_warning(row: EngineRow) -> str:
     )
 
 
-def _pick(rows: Sequence[EngineRow], gates: Gates, race: RaceReport) -> EngineRow | None:
+def _pick(rows: Sequence[EngineRow], gates: Gates, benchmark: BenchmarkReport) -> EngineRow | None:
     """Return the engine to ship among those of one target, or None.
 
     Candidates hold the gates, are not certainly slower than the fastest engine that does, and are not dominated: no
@@ -269,7 +271,7 @@ def _pick(rows: Sequence[EngineRow], gates: Gates, race: RaceReport) -> EngineRo
         return None
     fastest = min(holding, key=lambda row: (_place(row)[0], -_place(row)[1]))
     front = _front(holding)
-    candidates = [row for row in holding if row.name in front and not _is_slower(row, fastest, race)]
+    candidates = [row for row in holding if row.name in front and not _is_slower(row, fastest, benchmark)]
     best = [
         row
         for row in candidates

@@ -8,7 +8,8 @@ import pytest
 from tasks.parts.data.accuracy import Accuracy
 from tasks.parts.data.comparison import ImageResults
 from tasks.parts.data.input_card import Task
-from tasks.parts.measuring.reports import RaceReport, SpeedRatio
+from tasks.parts.measuring.machine_state import Machine
+from tasks.parts.measuring.reports import BenchmarkReport, EngineMeasurement, Race, SpeedRatio
 from tasks.parts.selection.accuracy_gates import AccuracyGates, find_parents
 from tasks.parts.selection.engine_row import EngineRow, Measured, Speed, Verdict
 from tasks.parts.selection.verdicts import Gates, find_reference, judge_all
@@ -19,7 +20,7 @@ PARENTS = dict.fromkeys(LADDER[2:], "pruned")
 TARGETS = ["cpu_torch", "cpu_onnxruntime"]
 
 
-def random_engines(seed: int) -> tuple[list[EngineRow], dict[str, ImageResults], dict[str, RaceReport]]:
+def random_engines(seed: int) -> tuple[list[EngineRow], dict[str, ImageResults], dict[str, BenchmarkReport]]:
     """Return engines with random losses of random certainty, and speeds that are often equal within noise."""
     generator = np.random.default_rng(seed)
     base_N = generator.normal(0.7, 0.1, NUM_IMAGES)
@@ -48,9 +49,16 @@ def random_engines(seed: int) -> tuple[list[EngineRow], dict[str, ImageResults],
             ratio_of(speeds[later] / speeds[earlier], later, earlier, width) for later, earlier in pairs
         ]
         ratios += [ratio_of(speeds[variant], variant, "reference", width) for variant in LADDER]
-        same = {variant: variant for variant in LADDER}
-        races[target] = RaceReport(same, same, "ref", {}, tuple(ratios), None, 40)
+        engines = {variant: measurement(variant) for variant in LADDER}
+        control = SpeedRatio("control", LADDER[0], 1.0, 1.0, 1.0)
+        race = Race(tuple(ratios), control, 0.95, 4, (), 1.0, 40, 0)
+        machine = Machine("0" * 16, "A CPU", (), None, {})
+        races[target] = BenchmarkReport(engines, "ref", race, False, machine, None)
     return rows, results, races
+
+
+def measurement(variant: str) -> EngineMeasurement:
+    return EngineMeasurement("built", "", variant, variant, None, "onnxruntime", "1", "CPU", 2, {})
 
 
 def ratio_of(factor: float, faster: str, slower: str, width: float) -> SpeedRatio:
@@ -60,7 +68,7 @@ def ratio_of(factor: float, faster: str, slower: str, width: float) -> SpeedRati
 def row_of(variant: str, target: str, score: float, speed: float, size_bytes: int) -> EngineRow:
     name = f"{variant}-{target}"
     fields = {field.name: 0.0 for field in dataclasses.fields(Speed)}
-    numbers = {"speedup_vs_reference": speed, "race_latency_ms_p50": 1 / speed, "is_inconclusive": False}
+    numbers = {"speedup_vs_reference": speed, "latency_ms_p50": 1 / speed, "is_inconclusive": False}
     measured = Measured(
         accuracy=Accuracy("mIoU", score, None, None, {}),
         losses=None,
@@ -136,5 +144,5 @@ def is_dominated(row: EngineRow, others: list[EngineRow]) -> bool:
     return any(dominates(other, row) for other in others)
 
 
-def is_slower(race: RaceReport, row: EngineRow, fastest: EngineRow) -> bool:
+def is_slower(race: BenchmarkReport, row: EngineRow, fastest: EngineRow) -> bool:
     return race.ratio(fastest.variant, row.variant).low > 1
