@@ -24,7 +24,13 @@ from tasks.parts.builders.report import publish
 from tasks.parts.data.accuracy import Accuracy, AccuracyReport
 from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, write_results
 from tasks.parts.data.input_card import InputCard, Task
-from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, EngineStatus, write_engine_manifest
+from tasks.parts.engines.manifest import (
+    GRAPH_FILE,
+    EngineManifest,
+    EngineStatus,
+    read_engine_manifest,
+    write_engine_manifest,
+)
 from tasks.parts.engines.runtimes import Precision, Runtime
 from tasks.parts.engines.target import Target
 from tasks.parts.layer_diff.report import DiffReport, LayerDifferences
@@ -584,11 +590,20 @@ def test_engines_of_a_target_that_was_not_measured_are_refused(artifacts, tmp_pa
         select_engine(config_for(artifacts), **inputs, out=tmp_path / "out")
 
 
-def test_engines_of_a_target_with_different_versions_of_the_runtime_are_refused(artifacts, tmp_path) -> None:
-    artifacts.change("measured", "pruned-cpu_onnxruntime", runtime_version="1.30.0")
+@pytest.mark.parametrize("is_build", [True, False])
+def test_engines_of_a_target_with_different_versions_of_the_runtime_are_refused(
+    artifacts, tmp_path, is_build: bool
+) -> None:
+    engine = artifacts.root / "build_engine" / "pruned" / "cpu_onnxruntime" / "engine"
+    if is_build:
+        manifest = read_engine_manifest(engine)
+        write_engine_manifest(engine, dataclasses.replace(manifest, runtime_version="1.30.0"))
+    else:
+        artifacts.change("measured", "pruned-cpu_onnxruntime", runtime_version="1.30.0")
+    name = "Built with" if is_build else "Runtime"
+    command = r"dvc repro --force build_engine@distilled-cpu_onnxruntime .*benchmark@cpu_onnxruntime\."
     with pytest.raises(
-        ArtifactError,
-        match=r"cpu_onnxruntime were measured with different values of Runtime .*1\.30\.0.*dvc repro",
+        ArtifactError, match=rf"cpu_onnxruntime have different values of '{name}' .*1\.30\.0.*{command}"
     ):
         run(artifacts, tmp_path / "out")
 

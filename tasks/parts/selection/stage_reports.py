@@ -18,12 +18,12 @@ from tasks.parts.engines.manifest import (
     sha256_of,
 )
 from tasks.parts.layer_diff.report import DiffReport
-from tasks.parts.measuring.reports import REFERENCE, BenchmarkReport, EngineMeasurement, Latency
+from tasks.parts.measuring.reports import REFERENCE, BenchmarkReport, Latency
 from tasks.parts.selection.engine_row import EngineRow, Measured, Speed, SuspectLayer, Verdict
 
 ENGINE_FOLDER = "engine"
 
-MACHINE, RUNTIME = "Machine", "Runtime"
+MACHINE, RUNTIME, BUILT_WITH = "Machine", "Runtime", "Built with"
 """Names of conditions that all engines of a target share."""
 
 _WITHOUT_ENGINE = {EngineStatus.skipped: Verdict.SKIPPED, EngineStatus.failed: Verdict.BUILD_FAILED}
@@ -78,7 +78,7 @@ def read_row(folders: StageFolders, variant: str, target: str, benchmark: Benchm
         macs_share_quantized=build.executed.macs_share_quantized if build.executed else None,
         measured=_measured(of, manifest, validation, benchmark),
         suspect_layers=_suspect_layers(of["diff_layers"]),
-        conditions=_conditions(benchmark, benchmark.engines[variant]),
+        conditions=_conditions(benchmark, variant, manifest),
     )
 
 
@@ -242,8 +242,9 @@ def _suspect_layers(folder: Path) -> tuple[SuspectLayer, ...]:
     )
 
 
-def _conditions(benchmark: BenchmarkReport, engine: EngineMeasurement) -> dict[str, str]:
+def _conditions(benchmark: BenchmarkReport, variant: str, manifest: EngineManifest) -> dict[str, str]:
     """Return what a reader must know before comparing the latency with another one."""
+    engine = benchmark.engines[variant]
     around, race = benchmark.surroundings, benchmark.race
     busy_cores = around.quiet.busy_cores if around else None
     steal_share = around.steal_share if around else None
@@ -252,6 +253,7 @@ def _conditions(benchmark: BenchmarkReport, engine: EngineMeasurement) -> dict[s
         MACHINE: benchmark.machine.id,
         "CPU": benchmark.machine.cpu_model,
         RUNTIME: f"{engine.runtime} {engine.runtime_version}",
+        BUILT_WITH: f"{manifest.target.runtime} {manifest.runtime_version}",
         "Provider": engine.provider,
         "Threads": str(engine.num_threads),
         "Options": ", ".join(f"{name}: {value}" for name, value in engine.options.items()),
@@ -266,14 +268,15 @@ def _conditions(benchmark: BenchmarkReport, engine: EngineMeasurement) -> dict[s
 def check_conditions(rows: Sequence[EngineRow]) -> None:
     """Raise ArtifactError if latencies of one target come from different machines or versions of the runtime."""
     for target in dict.fromkeys(row.target for row in rows):
-        for name in (MACHINE, RUNTIME):
+        for name in (MACHINE, RUNTIME, BUILT_WITH):
             by_value = {
                 row.conditions[name]: row.name for row in rows if row.target == target and row.conditions
             }
             if len(by_value) > 1:
                 found = ", ".join(f"{engine}: {value}" for value, engine in by_value.items())
                 raise ArtifactError(
-                    f"The engines of {target} were measured with different values of {name} ({found}), so their "
-                    f"latencies cannot be compared. Build and measure all of them on one machine: dvc repro --force "
+                    f"The engines of {target} have different values of {name!r} ({found}), so their latencies cannot "
+                    f"be compared. Build and measure all of them on one machine with one version: dvc repro --force "
+                    f"{' '.join(f'build_engine@{row.name}' for row in rows if row.target == target)} "
                     f"benchmark@{target}."
                 )
