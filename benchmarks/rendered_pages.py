@@ -145,7 +145,8 @@ def _on_photo(random: np.random.Generator, page: Image.Image, photo: Image.Image
     sheet.putalpha(int(255 * random.uniform(0.6, 1.0)))
     sheet = sheet.rotate(random.uniform(-6, 6), Image.Resampling.BICUBIC, expand=True)
     place = tuple(
-        int(random.integers(-30, 31) + (room - own) / 2) for room, own in zip(table.size, sheet.size)
+        int(random.integers(-30, 31) + (room - own) / 2)
+        for room, own in zip(table.size, sheet.size, strict=True)
     )
     table.paste(sheet, place, sheet)
     return table
@@ -155,9 +156,12 @@ def _developed(random: np.random.Generator, page: Image.Image, difficulty: Diffi
     """Cut a window, scale and crop it, lower contrast and sharpness, and add noise."""
     share_2 = random.uniform(*difficulty.visible_share) * np.array([1.0, random.uniform(0.8, 1.0)])
     width, height = (
-        max(1, int(length * share)) for length, share in zip(page.size, random.permutation(share_2))
+        max(1, int(length * share))
+        for length, share in zip(page.size, random.permutation(share_2), strict=True)
     )
-    left, top = (int(random.integers(0, room - own + 1)) for room, own in zip(page.size, (width, height)))
+    left, top = (
+        int(random.integers(0, room - own + 1)) for room, own in zip(page.size, (width, height), strict=True)
+    )
     window = page.crop((left, top, left + width, top + height))
     scale = SHORTER_SIDE / min(width, height)
     size = (round(width * scale), round(height * scale))
