@@ -1,18 +1,19 @@
 """Hold distillation, pruning and quantization-aware training against fair controls.
 
-``python -m benchmarks.controls [--seeds 3]`` after a run of the pipeline, whose networks it takes as they are. Each
-technique also gives the network more training than its predecessor had. A control gets that training without the
-technique:
+``python -m benchmarks.controls [--seeds 3] [--comparisons pruning QAT]`` after a run of the pipeline, whose networks
+it takes as they are. Each technique also gives the network more training than its predecessor had. A control gets
+that training without the technique:
 
 - distillation: the student on labels alone, for as many epochs as take the time of the distillation;
 - pruning: the unpruned student with the same fine-tuning;
 - quantization-aware training: the pruned network trained in float for the same epochs with the same losses and
   learning rate, then quantized by quantize_ptq. (Its BatchNorm is not folded during these epochs.)
 
-The time of an epoch with and without the teacher is measured in turns on a tenth of the data. More seeds repeat the
-trainings of techniques and controls from the same checkpoints of the run. Everything runs through the stages and
-their caches: finished outputs under ``artifacts/benchmarks/controls`` are kept, killed trainings resume. mIoU is that
-of the engines, on ``cpu_torch`` for float networks and on ``cpu_onnxruntime`` for INT8. Prints a table and writes
+The time of an epoch with and without the teacher is measured in turns on a tenth of the data: CPU seconds, which
+other processes hardly change, or wall time where the training runs on a GPU. More seeds repeat the trainings of
+techniques and controls from the same checkpoints of the run. Everything runs through the stages and their caches:
+finished outputs under ``artifacts/benchmarks/controls`` are kept, killed trainings resume. mIoU is that of the
+engines, on ``cpu_torch`` for float networks and on ``cpu_onnxruntime`` for INT8. Prints a table and writes
 ``benchmarks/results/controls.json`` and ``controls.md``.
 """
 
@@ -24,12 +25,14 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.runtimes import DATA, stage_config
 from tasks import finetune
@@ -50,6 +53,7 @@ PRUNED = ARTIFACTS / "prune" / "model.safetensors"
 FINETUNED = ARTIFACTS / "finetune" / "model.safetensors"
 FLOAT_GRAPH = ARTIFACTS / "export_onnx" / "pruned" / "model.onnx"
 PTQ = ARTIFACTS / "quantize_ptq"
+EPOCH_TIME = FOLDER / "epoch_time.json"
 SPLITS = ("val", "test")
 SHARE_FOR_TIMING = 10
 """Epochs are timed on the first images of the data set, one of so many."""
@@ -77,20 +81,19 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=1, help="trainings of each technique and control")
     parser.add_argument("--rounds", type=int, default=3, help="in which an epoch is timed")
+    parser.add_argument("--comparisons", nargs="+", default=list(COMPARISONS), choices=list(COMPARISONS))
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
     if not (PTQ / "model.onnx").is_file():
         raise SystemExit(f"{PTQ / 'model.onnx'} does not exist. Run the pipeline here first: make run")
-    cost = timed_epochs(options.rounds)
+    if "distillation" in options.comparisons:
+        time_epochs(options.rounds)
     first = stage_config("distill").trainer.seed
     networks = [
         network
+        for comparison in options.comparisons
         for seed in range(first, first + options.seeds)
-        for network in (
-            *distillation(seed, same_time_epochs(cost)),
-            *pruning(seed),
-            *quantization_aware_training(seed),
-        )
+        for network in COMPARISONS[comparison](seed)
     ]
     rows = summaries([{**described(network), **measured_miou(network)} for network in networks])
     record = {
@@ -99,7 +102,7 @@ def main() -> None:
         "python": platform.python_version(),
         "torch": version("torch"),
         "seeds": options.seeds,
-        "epoch_time_with_teacher": cost,
+        "epoch_time_with_teacher": read_epoch_time() if "distillation" in options.comparisons else None,
         "rows": rows,
     }
     print(table(rows))
@@ -107,9 +110,10 @@ def main() -> None:
     RESULTS.with_suffix(".md").write_text(table(rows) + "\n", encoding="utf-8")
 
 
-def distillation(seed: int, num_epochs: int) -> list[Network]:
-    """Return the student on labels alone, distilled, and on labels alone for `num_epochs`."""
+def distillation(seed: int) -> list[Network]:
+    """Return the student on labels alone, distilled, and on labels alone for the time of the distillation."""
     cfg = stage_config("distill")
+    num_epochs = max(cfg.trainer.max_epochs, round(cfg.trainer.max_epochs * read_epoch_time()["median"]))
     same_time = changed_trainer(
         without_teacher(cfg), seed=seed, max_epochs=num_epochs, patience_epochs=num_epochs
     )
@@ -190,6 +194,13 @@ def quantization_aware_training(seed: int) -> list[Network]:
     ]
 
 
+COMPARISONS: Mapping[str, Callable[[int], list[Network]]] = {
+    "distillation": distillation,
+    "pruning": pruning,
+    "QAT": quantization_aware_training,
+}
+
+
 def trained(address: str, seed: int, **inputs: Path) -> Path:
     """Return the output of a training of the pipeline: the run's own for the configured seed, else a new one."""
     cfg = stage_config(address)
@@ -218,45 +229,43 @@ def without_teacher(cfg: Any) -> Any:
     return dataclasses.replace(cfg, distillation=losses)
 
 
-def timed_epochs(num_rounds: int) -> dict[str, float]:
-    """Return how many times as long an epoch of distillation takes as one on labels alone: median, lowest, highest.
+def time_epochs(num_rounds: int) -> None:
+    """Measure how many times as long an epoch of distillation takes as one on labels alone, unless it is known.
 
-    The difference between trainings of three epochs and of one leaves out what is done once. The result is kept.
+    The difference between trainings of three epochs and of one leaves out what is done once.
     """
-    file = FOLDER / "epoch_time.json"
-    if not file.is_file():
-        cfg = stage_config("distill")
-        counts = {split: count // SHARE_FOR_TIMING for split, count in read_manifest(DATA).counts.items()}
-        with tempfile.TemporaryDirectory() as folder:
-            part = Path(folder) / "dataset"
-            write_first_images(DATA, part, {split: max(1, count) for split, count in counts.items()})
-            epoch_seconds(without_teacher(cfg), part)  # the first training also imports libraries
-            ratios = [
-                epoch_seconds(cfg, part) / epoch_seconds(without_teacher(cfg), part)
-                for _ in range(num_rounds)
-            ]
-        found = {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {name: round(ratio, 3) for name, ratio in found.items()})
-    return dict(json.loads(file.read_text(encoding="utf-8")))
+    if EPOCH_TIME.is_file():
+        return
+    cfg = stage_config("distill")
+    counts = {split: count // SHARE_FOR_TIMING for split, count in read_manifest(DATA).counts.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder) / "dataset"
+        write_first_images(DATA, part, {split: max(1, count) for split, count in counts.items()})
+        epoch_seconds(without_teacher(cfg), part)  # the first training also imports libraries
+        ratios = [
+            epoch_seconds(cfg, part) / epoch_seconds(without_teacher(cfg), part) for _ in range(num_rounds)
+        ]
+    found = {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+    EPOCH_TIME.parent.mkdir(parents=True, exist_ok=True)
+    write_json(EPOCH_TIME, {name: round(ratio, 3) for name, ratio in found.items()})
+
+
+def read_epoch_time() -> dict[str, float]:
+    """Return what `time_epochs` measured: median, lowest and highest ratio."""
+    return dict(json.loads(EPOCH_TIME.read_text(encoding="utf-8")))
 
 
 def epoch_seconds(cfg: Any, data: Path) -> float:
     """Return the time of one epoch of distillation with this configuration."""
+    clock = time.monotonic if torch.cuda.is_available() else time.process_time
     seconds = []
     for num_epochs in (1, 3):
         short = changed_trainer(cfg, max_epochs=num_epochs, patience_epochs=num_epochs)
         with tempfile.TemporaryDirectory() as out:
-            started = time.monotonic()
+            started = clock()
             distill(short, teacher=TEACHER, data=data, out=Path(out))
-            seconds.append(time.monotonic() - started)
+            seconds.append(clock() - started)
     return (seconds[1] - seconds[0]) / 2
-
-
-def same_time_epochs(cost: Mapping[str, float]) -> int:
-    """Return the epochs on labels alone that take the time of the configured distillation."""
-    num_epochs: int = stage_config("distill").trainer.max_epochs
-    return max(num_epochs, round(num_epochs * cost["median"]))
 
 
 def read_epochs(folder: Path) -> int:
