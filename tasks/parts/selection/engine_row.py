@@ -56,6 +56,10 @@ class Speed:
 
     latency_ms_p50: float
     """Measured in the same rounds as the other engines of the target."""
+    latency_ms_p50_low: float
+    """Lower end of its 95 % interval."""
+    latency_ms_p50_high: float
+    """Upper end; it is what a limit in milliseconds is held against."""
     latency_ms_p90: float
     latency_ms_p99: float | None
     """None for fewer than 1,000 samples."""

@@ -38,6 +38,8 @@ class Shown:
     unseen_change: str = NOTHING
     """Its change from the reference on that split, with the interval."""
     p50_ms: str = NOTHING
+    p50_interval: str = NOTHING
+    """Its 95 % interval: ``0.151 to 0.158``."""
     p90_ms: str = NOTHING
     p99_ms: str = NOTHING
     speedup: str = NOTHING
@@ -150,6 +152,7 @@ def shown(row: EngineRow) -> Shown:
         if unseen
         else NOTHING,
         p50_ms=milliseconds(speed.latency_ms_p50),
+        p50_interval=f"{milliseconds(speed.latency_ms_p50_low)} to {milliseconds(speed.latency_ms_p50_high)}",
         p90_ms=milliseconds(speed.latency_ms_p90),
         p99_ms=NOTHING if speed.latency_ms_p99 is None else milliseconds(speed.latency_ms_p99),
         speedup=times(speed.speedup_vs_reference),

@@ -54,7 +54,7 @@ def _picks(findings: Findings) -> str:
         [
             row.target,
             row.variant,
-            cells.p50_ms,
+            f"{cells.p50_ms} ({cells.p50_interval})",
             cells.speedup,
             cells.score,
             f"{cells.change} ({cells.change_interval})",

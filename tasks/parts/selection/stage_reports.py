@@ -202,6 +202,8 @@ def _speed(latency: Latency, benchmark: BenchmarkReport, variant: str) -> Speed:
     single, over_reference = latency.at_batch_1, benchmark.ratio(variant, REFERENCE)
     return Speed(
         latency_ms_p50=single.latency_ms_p50,
+        latency_ms_p50_low=single.latency_ms_intervals["p50"].low,
+        latency_ms_p50_high=single.latency_ms_intervals["p50"].high,
         latency_ms_p90=single.latency_ms_p90,
         latency_ms_p99=single.latency_ms_p99,
         throughput_per_s=single.throughput_per_s,
