@@ -1,12 +1,15 @@
 """Simulate how often intervals of speed ratios hold the truth, and how often equal engines seem to differ.
 
 ``python -m benchmarks.coverage`` needs numpy only, measures nothing on the machine, and takes about a minute. Prints
-three tables and writes ``benchmarks/results/coverage.json``.
+four tables and writes ``benchmarks/results/coverage.json``.
 
 Coverage: the share of simulated races whose 95 % interval holds the true ratio, for the batch means of
 ``tasks/parts/measuring/intervals.py``, a bootstrap that draws single rounds (Efron 1979) and one that draws blocks of
 consecutive rounds (Kuensch 1989). The rounds follow a first-order autoregressive process; ``correlation`` is that of
 one round with the next. Real races showed 0.04 on average, and 0.36 at the most.
+
+Percentiles: the same for the percentiles of all latencies of an engine, whose rounds are slow or fast as a whole (a
+deviation of 3 %, correlated by 0.2) and of whose calls 3 % take up to twice as long.
 
 Null test: races of seven engines, two of which are the same under two names. The share of races in which one of the
 two is called faster should be far below 1 - level, as the intervals are corrected for the pairs that decide. The
@@ -28,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.parts.measuring.intervals import LEVEL, estimate_ratio
+from tasks.parts.measuring.intervals import LEVEL, estimate_ratio, percentile_intervals
 from tasks.parts.measuring.race import CONTROL, StoppingRule, compare_all, run_race
 from tasks.parts.measuring.reports import SpeedRatio
 
@@ -36,6 +39,9 @@ RESULTS = Path(__file__).parent / "results" / "coverage.json"
 
 NUM_ROUNDS = (20, 40, 100)
 CORRELATIONS = (0.0, 0.2, 0.4, 0.6)
+PERCENTS = (50, 90, 95, 99)
+CALLS_PER_ROUND = 50
+NUM_ROUNDS_OF_TRUTH = 100_000
 NUM_SIMULATIONS = 1000
 NUM_RESAMPLES = 400
 NUM_NULL_RACES = 200
@@ -110,6 +116,26 @@ def measure_coverage(num_rounds: int, correlation: float, num_simulations: int) 
         hits = sum(low <= 0 <= high for low, high in (method(logs, generator) for logs in series))
         row[name] = round(hits / num_simulations, 3)
     return row
+
+
+def measure_percentiles(num_rounds: int, num_simulations: int) -> dict[str, Any]:
+    """Return the share of simulated engines whose interval holds the true percentile."""
+    generator = np.random.default_rng(num_rounds)
+    truth = np.percentile(simulate_latencies(generator, NUM_ROUNDS_OF_TRUTH), PERCENTS)
+    hits = np.zeros(len(PERCENTS))
+    for _ in range(num_simulations):
+        found = percentile_intervals(list(simulate_latencies(generator, num_rounds)), PERCENTS)
+        hits += [interval.low <= value <= interval.high for interval, value in zip(found, truth, strict=True)]
+    shares = [round(float(share), 3) for share in hits / num_simulations]
+    return {"rounds": num_rounds} | {f"p{p}": share for p, share in zip(PERCENTS, shares, strict=True)}
+
+
+def simulate_latencies(generator: np.random.Generator, num_rounds: int) -> Rounds:
+    """Return latencies with a median of about 1, [num_rounds, CALLS_PER_ROUND]."""
+    slowness = np.exp(0.03 * simulate_noise(generator, num_rounds, 0.2, 1))
+    calls = np.exp(0.02 * generator.standard_normal((num_rounds, CALLS_PER_ROUND)))
+    is_slow = generator.random(calls.shape) < 0.03
+    return slowness * calls * np.where(is_slow, generator.uniform(1.1, 2.0, calls.shape), 1.0)
 
 
 def simulate_races(
@@ -193,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for num_rounds in NUM_ROUNDS
             for correlation in CORRELATIONS
         ],
+        "percentiles": [measure_percentiles(count, options.simulations) for count in NUM_ROUNDS],
         "null test": null_test(options.races),
         "power": measure_power(options.races),
     }

@@ -36,7 +36,7 @@ from tasks.parts.measuring.reports import (
     Race,
     Throughput,
 )
-from tasks.parts.measuring.surroundings import QuietLimits, start_watch, wait_until_quiet
+from tasks.parts.measuring.surroundings import QuietLimits, Surroundings, start_watch, wait_until_quiet
 
 if TYPE_CHECKING:
     from tasks.parts.engines.manifest import EngineManifest
@@ -157,6 +157,8 @@ class _Measured:
     bursts_ms: Mapping[int, Bursts]
     """By batch size."""
     layers_ms: Mapping[str, float]
+    description: Mapping[str, Any]
+    """The description that the engine's runner returns."""
 
 
 def benchmark(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Report:
@@ -167,28 +169,13 @@ def benchmark(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Repor
     Raises ArtifactError if the reference was not built, if an engine takes images of another size than the reference,
     or if a process dies.
     """
-    from tasks.parts.measuring.engine_process import open_processes
-
     field = _line_up(cfg, builds, reference)
     machine = read_machine(field.device)
     if not field.measured_as:
         logger.warning("benchmark: target %s has no engine", cfg.target)
-        return Report(_describe_all(field, {}, {}), field.reference_sha256, None, False, machine, None)
+        return Report(_describe_all(field, {}), field.reference_sha256, None, False, machine, None)
     logger.info("benchmark: %d different engines of target %s", len(field.names), cfg.target)
-    quiet = wait_until_quiet(cfg.quiet)
-    starters = {**field.racing, CONTROL: field.racing[field.controlled]}
-    with open_processes(starters, timeout_s=cfg.timeout_s) as processes:
-        descriptions = {name: process.wait_until_loaded() for name, process in processes.items()}
-        memories = {
-            name: process.warm_up(1, seconds=cfg.warm_up_ms / 1000) for name, process in processes.items()
-        }
-        watch = start_watch(quiet, field.device)
-        rounds = _race(cfg, field, processes)
-        measured = {
-            name: _measure_alone(cfg, field, processes[name], rounds.bursts_ms[name], memories[name])
-            for name in field.names
-        }
-        surroundings = watch.finish()
+    rounds, measured, surroundings = _measure(cfg, field)
     _write_tables(field, measured, rounds, out)
     race = rounds.race
     logger.info(
@@ -199,7 +186,7 @@ def benchmark(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Repor
         len(race.undecided),
     )
     return Report(
-        engines=_describe_all(field, measured, descriptions),
+        engines=_describe_all(field, measured),
         reference_sha256=field.reference_sha256,
         race=race,
         is_inconclusive=race.aa_ratio.spread > cfg.max_aa_spread,
@@ -221,9 +208,7 @@ def _line_up(cfg: Config, builds: Path, reference: Path) -> _Field:
     for variant in files:
         _check_comparable(manifests[variant], base, engines[variant], reference)
     first = {sha256: variant for variant, sha256 in reversed(files.items())}
-    if (
-        base.target.name == cfg.target
-    ):  # elsewhere the same file is another engine: eager PyTorch on CPU and GPU
+    if base.target.name == cfg.target:  # else it is another engine: eager PyTorch on CPU and GPU
         first[base.sha256] = REFERENCE
     measured_as = {variant: first[sha256] for variant, sha256 in files.items()}
     return _Field(engines, manifests, measured_as, reference, base.sha256)
@@ -243,6 +228,29 @@ def _check_comparable(
             f"{engine}: takes images of {size}, but the reference {reference} takes images of {expected} "
             "(height, width). Build both from variants of the same data set."
         )
+
+
+def _measure(cfg: Config, field: _Field) -> tuple[_Rounds, dict[str, _Measured], Surroundings]:
+    """Measure every file in its process; the result is by name."""
+    from tasks.parts.measuring.engine_process import open_processes
+
+    quiet = wait_until_quiet(cfg.quiet)
+    starters = {**field.racing, CONTROL: field.racing[field.controlled]}
+    with open_processes(starters, timeout_s=cfg.timeout_s) as processes:
+        descriptions = {name: process.wait_until_loaded() for name, process in processes.items()}
+        memories = {
+            name: process.warm_up(1, seconds=cfg.warm_up_ms / 1000) for name, process in processes.items()
+        }
+        watch = start_watch(quiet, field.device)
+        rounds = _race(cfg, field, processes)
+        measured = {}
+        for name in field.names:
+            latency, bursts_ms = _measure_alone(
+                cfg, field, processes[name], rounds.bursts_ms[name], memories[name]
+            )
+            layers_ms = processes[name].profile(num_iterations=_PROFILED)
+            measured[name] = _Measured(latency, bursts_ms, layers_ms, descriptions[name])
+        return rounds, measured, watch.finish()
 
 
 def _race(cfg: Config, field: _Field, processes: Mapping[str, "EngineProcess"]) -> _Rounds:
@@ -291,8 +299,8 @@ def _run_rounds(
 
 def _measure_alone(
     cfg: Config, field: _Field, process: "EngineProcess", at_batch_1_ms: Bursts, memory: "Memory"
-) -> _Measured:
-    """Measure an engine at larger batches, under load and layer by layer, while the other engines wait."""
+) -> tuple[Latency, dict[int, Bursts]]:
+    """Measure an engine at larger batches and under load while the others wait; return also all its bursts."""
     gpu_memory_mib = read_gpu_memory_mib(process.pid) if field.device == CUDA else None
     bursts_ms: dict[int, Bursts] = {1: at_batch_1_ms}
     for batch in sorted({batch for batch in cfg.batch_sizes if batch <= field.max_batch}):
@@ -308,8 +316,7 @@ def _measure_alone(
         for batch, bursts in bursts_ms.items()
     )
     throughputs = tuple(_measure_load(cfg, process, count) for count in cfg.concurrencies)
-    latency = Latency(batches, throughputs, memory.engine, memory.total, gpu_memory_mib)
-    return _Measured(latency, bursts_ms, process.profile(num_iterations=_PROFILED))
+    return Latency(batches, throughputs, memory.engine, memory.total, gpu_memory_mib), bursts_ms
 
 
 def _run_bursts(cfg: Config, process: "EngineProcess", batch: int) -> list[list[float]]:
@@ -335,20 +342,17 @@ def _measure_load(cfg: Config, process: "EngineProcess", concurrency: int) -> Th
     )
 
 
-def _describe_all(
-    field: _Field, measured: Mapping[str, _Measured], descriptions: Mapping[str, Mapping[str, Any]]
-) -> dict[str, EngineMeasurement]:
-    """Return what is known of every variant; `measured` and `descriptions` are by the name of the file."""
+def _describe_all(field: _Field, measured: Mapping[str, _Measured]) -> dict[str, EngineMeasurement]:
+    """Return what is known of every variant; `measured` is by the name of the file."""
+    names = {variant: field.measured_as.get(variant, "") for variant in field.manifests}
     return {
-        variant: _describe(manifest, name, measured.get(name), descriptions.get(name, {}))
+        variant: _describe(manifest, names[variant], measured.get(names[variant]))
         for variant, manifest in field.manifests.items()
-        for name in (field.measured_as.get(variant, ""),)
     }
 
 
-def _describe(
-    manifest: "EngineManifest", name: str, measured: _Measured | None, description: Mapping[str, Any]
-) -> EngineMeasurement:
+def _describe(manifest: "EngineManifest", name: str, measured: _Measured | None) -> EngineMeasurement:
+    description = measured.description if measured else {}
     return EngineMeasurement(
         status=manifest.status,
         reason=manifest.reason,
