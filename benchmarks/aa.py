@@ -1,14 +1,15 @@
-"""Measure how far an engine differs from itself in ``race_engines``; smaller speed-ups mean nothing.
+"""Measure how far an engine differs from itself in ``benchmark``; smaller speed-ups mean nothing.
 
 ``python -m benchmarks.aa`` after a run of the pipeline, on an otherwise idle machine. Each engine races its own
-file, several times, as configured in ``conf/race_engines``. The ratio of the two should be 1. Prints a table, writes
-``benchmarks/results/aa.json``, and fails if the median ratio of an engine is further from 1 than 2 %. By default it
-measures the pick of each target and the eager reference of all speed-ups.
+file, several times, with bursts as configured in ``conf/benchmark``. The ratio of the two should be 1. Prints a
+table, writes ``benchmarks/results/aa.json``, and fails if the median ratio of an engine is further from 1 than 2 %.
+By default it measures the pick of each target and the eager reference of all speed-ups.
 """
 
 import argparse
 import json
 import logging
+import math
 import platform
 import statistics
 import sys
@@ -19,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runtimes import read_selection, stage_config
+from tasks.benchmark import benchmark
 from tasks.core.config import read_params
 from tasks.core.execute import ARTIFACTS
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.manifest import read_engine_manifest
-from tasks.race_engines import race_engines
 
 RESULTS = Path(__file__).parent / "results" / "aa.json"
 LIMIT = 0.02
+NUM_ROUNDS = 40
 
 
 def main() -> None:
@@ -66,7 +68,14 @@ def default_engines() -> list[str]:
 def measure(name: str, num_repeats: int) -> dict[str, Any]:
     """Race an engine, its A/A control and another engine several times, each in a different order."""
     variant, target = name.split("-")
-    config = replace(stage_config(f"race_engines.{target}"), variants=[variant])
+    config = replace(
+        stage_config(f"benchmark.{target}"),
+        variants=[variant],
+        min_rounds=NUM_ROUNDS,
+        max_aa_spread=math.inf,  # a repeated race would keep the better one
+        batch_sizes=[],
+        concurrencies=[],
+    )
     builds = ARTIFACTS / "build_engine" / "*" / target / "engine"
     sha256 = read_engine_manifest(ARTIFACTS.joinpath("build_engine", variant, target, "engine")).sha256
     folders = sorted(ARTIFACTS.glob("build_engine/*/*/engine"))
@@ -75,17 +84,19 @@ def measure(name: str, num_repeats: int) -> dict[str, Any]:
     for seed in range(num_repeats):
         with tempfile.TemporaryDirectory() as folder:
             seeded = replace(config, seed=seed)
-            reports.append(race_engines(seeded, builds=builds, reference=reference, out=Path(folder)))
-    ratios = [report.aa_ratio.factor for report in reports if report.aa_ratio]
+            reports.append(benchmark(seeded, builds=builds, reference=reference, out=Path(folder)))
+    ratios = [report.race.aa_ratio.factor for report in reports if report.race]
+    measured = [report.engines[variant].latency for report in reports]
+    latencies_ms = [latency.at_batch_1.latency_ms_p50 for latency in measured if latency]
     return {
         "engine": name,
         "ratio": round(statistics.median(ratios), 4),
         "ratio_low": round(min(ratios), 4),
         "ratio_high": round(max(ratios), 4),
         "aa_spread": round(statistics.median(report.aa_ratio_spread for report in reports), 4),
-        "latency_ms_p50": round(statistics.median(report.latency_ms_p50[variant] for report in reports), 4),
+        "latency_ms_p50": round(statistics.median(latencies_ms), 4),
         "num_repeats": num_repeats,
-        "num_rounds": config.num_rounds,
+        "num_rounds": NUM_ROUNDS,
     }
 
 

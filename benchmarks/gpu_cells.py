@@ -259,7 +259,8 @@ def build(target: "Target", model: Path, out: Path) -> tuple[Path, Result]:
 def measure_speed(engine: Path, eager: Path, *, max_batch: int, device: str) -> Result:
     """Return latency, ratio to eager PyTorch, throughput and memory of an engine.
 
-    race_engines cannot be used: it identifies engines by file, and eager PyTorch has the same file in two precisions.
+    The stage `benchmark` cannot be used: it identifies engines by file, and eager PyTorch has the same file in two
+    precisions.
     """
     from tasks.parts.measuring.engine_process import open_processes
 
@@ -286,30 +287,28 @@ def free_gpu_memory_mib() -> float:
 
 def race(processes: "dict[str, EngineProcess]") -> Result:
     """Time engine, control and eager PyTorch in the same rounds."""
-    from tasks.parts.measuring.batch_latency import Round, Windows, summarise
+    from tasks.parts.measuring.batch_latency import Windows, summarise
     from tasks.parts.measuring.engine_process import run_round
-    from tasks.parts.measuring.intervals import bootstrap_interval
+    from tasks.parts.measuring.race import compare_all
 
     shuffler = random.Random(0)
     rounds = [run_round(processes, 1, shuffler, burst_ms=BURST_MS, min_calls=1) for _ in range(NUM_ROUNDS)]
     found = summarise(
-        [Round(bursts[ENGINE], bursts[CONTROL]) for bursts in rounds],
+        [bursts[ENGINE] for bursts in rounds],
         batch=1,
         windows=Windows(num_rounds=2, tolerance=0.05),
         device=processes[ENGINE].time_on_device(1, num_iterations=TIMED_ON_DEVICE),
-        seed=0,
-        num_repeats=0,
     )
-    factors = [statistics.median(bursts[EAGER]) / statistics.median(bursts[ENGINE]) for bursts in rounds]
-    low, high = bootstrap_interval(factors, seed=0)
+    by_name = {name: [bursts[name] for bursts in rounds] for name in (EAGER, ENGINE, CONTROL)}
+    [speedup], control = compare_all(by_name, controlled=ENGINE, num_comparisons=1)
     return {
         "latency_ms_p50": found.latency_ms_p50,
         "device_ms_p50": found.device_ms_p50,
-        "aa_ratio_spread": found.aa_ratio_spread,
+        "aa_ratio_spread": control.spread,
         "eager_ms_p50": statistics.median(value for bursts in rounds for value in bursts[EAGER]),
-        "speedup": statistics.median(factors),
-        "speedup_low": low,
-        "speedup_high": high,
+        "speedup": speedup.factor,
+        "speedup_low": speedup.low,
+        "speedup_high": speedup.high,
     }
 
 

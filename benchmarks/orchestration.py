@@ -1,7 +1,7 @@
 """Measure the overhead of orchestration: a thousand engines of trivial stages with Prefect and ``dvc repro``.
 
 ``python -m benchmarks.orchestration`` writes a workspace of trivial stages (``benchmarks/trivial_pipeline.py``: 50
-variants on 20 targets, four stages each) into a temporary folder, runs its flow, runs it again with everything
+variants on 20 targets, three stages each) into a temporary folder, runs its flow, runs it again with everything
 up to date, and prints a table. Each stage is a separate process. Writes ``benchmarks/results/orchestration.json``.
 
 Overhead of an executed call: stage functions report when they start and end; where ``n`` run in parallel, each slot
@@ -37,7 +37,7 @@ from tasks.parts.engines.machine import read_cpu_model
 
 RESULTS = Path(__file__).parent / "results" / "orchestration.json"
 
-ALONE = ("benchmark", "race_engines", "select_engine")
+ALONE = ("benchmark", "select_engine")
 """Stages that the flow runs one at a time; the others fill all slots."""
 
 

@@ -39,7 +39,7 @@ from tasks.parts.data.metrics import confusion_matrix, scores
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.openvino.compile import compile_options
 from tasks.parts.engines.rounds import Network, rounds_ms
-from tasks.parts.measuring.intervals import bootstrap_interval
+from tasks.parts.measuring.intervals import estimate_ratio
 from tasks.parts.onnx_graphs.graph import read_graph
 
 RESULTS = Path(__file__).parent / "results" / "peers.json"
@@ -71,15 +71,15 @@ def main() -> None:
     medians = {name: np.array([np.median(burst) for burst in found]) for name, found in bursts.items()}
     rows = []
     for name, network in networks.items():
-        low, high = bootstrap_interval(medians[name] / medians[ours], seed=0)
+        ratio = estimate_ratio(medians[name] / medians[ours], num_comparisons=len(networks) - 1)
         rows.append(
             {
                 "name": name,
                 "miou": round(miou(network, "test"), 4),
                 "latency_ms_p50": round(float(np.median(np.concatenate(bursts[name]))), 4),
-                "ratio_to_ours": round(float(np.median(medians[name] / medians[ours])), 3),
-                "ratio_low": round(low, 3),
-                "ratio_high": round(high, 3),
+                "ratio_to_ours": round(ratio.value, 3),
+                "ratio_low": round(ratio.low, 3),
+                "ratio_high": round(ratio.high, 3),
             }
         )
     for row in rows:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runtimes import read_selection, stage_config
+from tasks.benchmark import benchmark
 from tasks.build_engine import build_engine
 from tasks.core.config import read_params
 from tasks.parts.engines.machine import read_cpu_model
@@ -27,11 +28,11 @@ from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.measuring.reports import REFERENCE
 from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph, write_graph
-from tasks.race_engines import race_engines
 
 RESULTS = Path(__file__).parent / "results" / "speedup.json"
 EAGER = "cpu_torch"
 CARD_KEY = "enginewright"
+MAX_SECONDS = 600.0
 
 
 def main() -> None:
@@ -74,12 +75,23 @@ def measure_size(
             for name in dict.fromkeys(names)
         }
         first, *others = ("-".join(name) for name in engines)
-        config = replace(stage_config(f"race_engines.{target}"), variants=others, num_rounds=num_rounds)
-        builds = Path(folder, "*", "engine")
-        report = race_engines(
-            config, builds=builds, reference=Path(folder, first, "engine"), out=Path(folder)
+        config = replace(
+            stage_config(f"benchmark.{target}"),
+            variants=others,
+            min_rounds=num_rounds,
+            budget_s=MAX_SECONDS,
+            batch_sizes=[],
+            concurrencies=[],
         )
+        builds = Path(folder, "*", "engine")
+        report = benchmark(config, builds=builds, reference=Path(folder, first, "engine"), out=Path(folder))
         pick = read_engine_manifest(engines[variant, target])
+    assert report.race is not None
+    latencies_ms = {first: report.race.reference_ms_p50} | {
+        name: engine.latency.at_batch_1.latency_ms_p50
+        for name, engine in report.engines.items()
+        if engine.latency
+    }
     rows = []
     for reference in references:
         name = "-".join(reference)
@@ -91,8 +103,8 @@ def measure_size(
                 "target": target,
                 "reference": reference[0],
                 "reference_target": reference[1],
-                "latency_ms_p50": report.latency_ms_p50[report.raced_as[f"{variant}-{target}"]],
-                "reference_ms_p50": report.latency_ms_p50[report.raced_as.get(name, REFERENCE)],
+                "latency_ms_p50": latencies_ms[f"{variant}-{target}"],
+                "reference_ms_p50": latencies_ms[name],
                 "speedup": ratio.factor,
                 "low": ratio.low,
                 "high": ratio.high,

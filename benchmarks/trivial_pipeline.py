@@ -38,7 +38,6 @@ OUTPUTS = {
     "validate": ("scores.csv",),
     "diff_layers": ("layers.csv",),
     "benchmark": ("times.csv",),
-    "race_engines": ("races.csv",),
     "select_engine": ("report.md",),
 }
 """Output files of each stage, which later stages read."""
@@ -123,7 +122,7 @@ def compose_trivial(*, num_variants: int, num_targets: int, seconds: float) -> d
     targets = [f"t{number:02d}" for number in range(num_targets)]
     section = {"salt": 0, "seconds": seconds, "gpu": None, "root": None, "tracking": None}
     sections: dict[str, Any] = {stage: dict(section) for stage in OUTPUTS}
-    for stage in ("build_engine", "race_engines"):
+    for stage in ("build_engine", "benchmark"):
         sections[stage] = {target: {**section, "salt": number} for number, target in enumerate(targets)}
     sections["prepare_data"]["root"] = "data"
     sections["select_engine"]["tracking"] = {

@@ -61,12 +61,13 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     params["select_engine"]["engines"] = [
         {"variant": engine["variant"], "target": engine["target"]} for engine in params["engines"].values()
     ]
-    race, ordered = params["race_engines"], dict.fromkeys([*params["select_engine"]["ladder"], *variants])
-    params["race_engines"] = {
+    params["select_engine"]["parents"] = _parents(variants)
+    measuring, ordered = params["benchmark"], dict.fromkeys([*params["select_engine"]["ladder"], *variants])
+    params["benchmark"] = {
         target: {
             "target": target,
             "variants": [variant for variant in ordered if f"{variant}-{target}" in params["engines"]],
-            **race,
+            **measuring,
         }
         for target in targets
     }
@@ -79,7 +80,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
 def keep_targets(params: dict[str, Any], targets: Collection[str]) -> dict[str, Any]:
     """Return the configuration without the engines of other targets; the models stay as they are."""
     kept = copy.deepcopy(params)
-    for section in ("build_engine", "race_engines"):
+    for section in ("build_engine", "benchmark"):
         kept[section] = {name: value for name, value in kept[section].items() if name in targets}
     kept["engines"] = {name: item for name, item in kept["engines"].items() if item["target"] in targets}
     engines = kept["select_engine"]["engines"]
@@ -138,7 +139,7 @@ def _planned(params: dict[str, Any]) -> Collection[str]:
 def _key_in_conf(section: str) -> str:
     """Return the name in conf/ of a section of params.yaml."""
     stage, _, target = section.partition(".")
-    return {"build_engine": f"target.{target}", "race_engines": stage}.get(stage, section)
+    return {"build_engine": f"target.{target}", "benchmark": stage}.get(stage, section)
 
 
 def _complete_training(params: dict[str, Any], targets: dict[str, Any]) -> None:
@@ -220,6 +221,18 @@ def _engines(variants: dict[str, Any], targets: dict[str, Any]) -> Iterator[tupl
                         "float_graph": files["float_graph"],
                     },
                 )
+
+
+def _parents(variants: dict[str, Any]) -> dict[str, str]:
+    """Return the variant of the float graph of each variant that is not float itself."""
+    owners = {
+        files["graph"]: name for name, files in variants.items() if files["graph"] == files["float_graph"]
+    }
+    return {
+        name: owners[files["float_graph"]]
+        for name, files in variants.items()
+        if files["graph"] != files["float_graph"] and files["float_graph"] in owners
+    }
 
 
 def _check_variants(select_engine: dict[str, Any], variants: dict[str, Any]) -> None:

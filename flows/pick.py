@@ -24,8 +24,8 @@ from tasks.core.tracking.records import TrackedEngine
 from tasks.parts.engines.manifest import sha256_of
 from tasks.parts.selection.engine_row import Verdict
 
-SHIPPABLE = (Verdict.ACCEPT, Verdict.NOT_FASTER)
-"""The verdicts that pass the accuracy gate: a rung that is not faster may still be more accurate."""
+SHIPPABLE = (Verdict.ACCEPT, Verdict.NOT_FASTER, Verdict.INCONCLUSIVE)
+"""The verdicts that pass the accuracy gates: a rung that is not faster may still be more accurate."""
 
 _TARGET = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -35,7 +35,7 @@ class Limits:
     """The limits that an engine has to meet; None means no limit."""
 
     max_latency_ms: float | None
-    """The highest p50 at batch 1."""
+    """The highest p50 at batch 1; the upper end of its 95 % interval counts."""
     min_miou: float | None
     """The lowest mIoU of a segmentation."""
     min_top1: float | None
@@ -45,8 +45,8 @@ class Limits:
         """Return whether the engine of a run can be shipped and meets the limits."""
         metrics = run.metrics
         return (
-            run.tags["verdict"] in SHIPPABLE
-            and (self.max_latency_ms is None or metrics["latency_ms_p50"] <= self.max_latency_ms)
+            (run.tags["verdict"] in SHIPPABLE or run.tags["picked"] == "true")
+            and (self.max_latency_ms is None or _upper_p50_ms(run) <= self.max_latency_ms)
             and (self.min_miou is None or metrics.get("miou", -1.0) >= self.min_miou)
             and (self.min_top1 is None or metrics.get("top1", -1.0) >= self.min_top1)
         )
@@ -60,6 +60,11 @@ class Limits:
         if self.min_top1 is not None:
             asked.append(f"top-1 accuracy of {self.min_top1:g} or more")
         return " and ".join(asked) or "the gates of select_engine"
+
+
+def _upper_p50_ms(run: TrackedEngine) -> float:
+    """Return the upper end of the interval of p50; earlier versions logged none."""
+    return run.metrics.get("latency_ms_p50_high", run.metrics["latency_ms_p50"])
 
 
 def pick(runs: Sequence[TrackedEngine], limits: Limits) -> TrackedEngine:
@@ -130,7 +135,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m flows.pick", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", required=True, help="a name in conf/target")
-    parser.add_argument("--max-latency-ms", type=float, help="p50 at batch 1")
+    parser.add_argument(
+        "--max-latency-ms", type=float, help="p50 at batch 1, by the upper end of its interval"
+    )
     parser.add_argument("--min-miou", type=float, help="for segmentation")
     parser.add_argument("--min-top1", type=float, help="for classification")
     parser.add_argument("--download", type=Path, metavar="DIR", help="copy the engine into this new folder")

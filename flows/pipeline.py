@@ -57,7 +57,6 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
         builds=ARTIFACTS / "build_engine",
         validations=ARTIFACTS / "validate",
         benchmarks=ARTIFACTS / "benchmark",
-        races=ARTIFACTS / "race_engines",
         diffs=ARTIFACTS / "diff_layers",
         data=Path(params["pipeline"]["data"]),
     )
@@ -143,7 +142,7 @@ def _run_quantization(stages: Stages, pipeline: Mapping[str, Any], data: Path) -
 def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[str]) -> None:
     """Build, check and measure every engine of these targets; nothing else runs beside a measurement."""
     builds: dict[str, dict[str, Path]] = {}
-    checks, measurements = {}, {}
+    checks: dict[str, dict[str, Path]] = {}
     data = Path(params["pipeline"]["data"])
     reference = Path(params["pipeline"]["reference_engine"])
     for item in params["engines"].values():
@@ -160,7 +159,6 @@ def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[s
             "float_graph": Path(item["float_graph"]),
             "data": data,
         }
-        measurements[f"benchmark.{name}"] = {"engine": engine}
     tuned = [
         address for address in builds if params["build_engine"][address.split(".")[2]]["gpu"] is not None
     ]
@@ -168,8 +166,6 @@ def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[s
     for address in tuned:  # builders for GPUs time kernels
         stages.run_alone(address, **builds[address])
     stages.run_side_by_side(checks)
-    for address, inputs in measurements.items():
-        stages.run_alone(address, **inputs)
     for target in targets:
         built = ARTIFACTS / "build_engine" / "*" / target / "engine"
-        stages.run_alone(f"race_engines.{target}", builds=built, reference=reference)
+        stages.run_alone(f"benchmark.{target}", builds=built, reference=reference)

@@ -19,7 +19,9 @@ def print_result(folder: Path) -> None:
 
     rows = read_rows(folder)
     metric = next((row.measured.accuracy.metric for row in rows if row.measured), "score")
-    table = Table("target", "variant", metric, "loss %", "p50 ms", "p99 ms", "x ref.", "MB", "verdict")
+    table = Table(
+        "target", "variant", metric, "loss %", "95 %", "p50 ms", "p99 ms", "x ref.", "MB", "verdict"
+    )
     for row in sorted(rows, key=lambda row: (row.target, latency_ms(row))):
         table.add_row(
             row.target,
@@ -40,11 +42,13 @@ def print_result(folder: Path) -> None:
 
 def _numbers(measured: Measured | None) -> tuple[str, ...]:
     if measured is None:
-        return ("-",) * 6
-    speed = measured.speed
+        return ("-",) * 7
+    speed, losses = measured.speed, measured.losses
+    low, high = (losses.score_rel_loss_low, losses.score_rel_loss_high) if losses else (None, None)
     return (
         format_number(measured.accuracy.score, 4),
-        format_number(measured.score_rel_loss, 2, scale=100),
+        format_number(losses.score_rel_loss if losses else None, 2, scale=100),
+        f"{format_number(low, 2, scale=100)} to {format_number(high, 2, scale=100)}",
         format_number(speed.latency_ms_p50, 3),
         format_number(speed.latency_ms_p99, 3),
         format_number(speed.speedup_vs_reference, 1),

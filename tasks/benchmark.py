@@ -1,35 +1,50 @@
-"""Measure the latency, throughput and memory of an engine file.
+"""Measure all engines of one target and the engine that speed-ups refer to, side by side.
 
-Two processes of the same engine, the second as the A/A control, run short bursts in rounds, in random order within a
-round. Any difference between the two is noise of the machine. Rounds continue until the last three windows agree or
-the time is up. How much faster one engine is than another is measured by race_engines.
+Each different engine file runs in its own process. At batch 1 all of them run in the same rounds, with a second
+process of one of them as the A/A control: ranks, ratios and latencies come from these rounds. Then each engine by
+itself is measured at larger batches, with several requests at once, and layer by layer.
 """
 
-import csv
 import logging
-import os
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tasks.core.bounds import AtLeast, MoreThan
-from tasks.parts.engines.machine import read_cpu_model
+from tasks.core.errors import ArtifactError
 from tasks.parts.engines.runtimes import CUDA
-from tasks.parts.measuring.batch_latency import BatchLatency, Round, Windows, summarise
-from tasks.parts.measuring.machine_state import read_gpu_memory_mib, read_machine_state, read_versions
-from tasks.parts.measuring.reports import Latency, LatencyReport, Throughput
+from tasks.parts.measuring.batch_latency import Bursts, Windows, summarise
+from tasks.parts.measuring.intervals import LEVEL
+from tasks.parts.measuring.machine_state import read_gpu_memory_mib, read_machine
+from tasks.parts.measuring.race import (
+    CONTROL,
+    FEWEST_ROUNDS,
+    StoppingRule,
+    compare_all,
+    run_race,
+    undecided_pairs,
+)
+from tasks.parts.measuring.reports import (
+    REFERENCE,
+    BenchmarkReport,
+    EngineMeasurement,
+    Latency,
+    Race,
+    Throughput,
+)
+from tasks.parts.measuring.surroundings import QuietLimits, Surroundings, start_watch, wait_until_quiet
 
 if TYPE_CHECKING:
     from tasks.parts.engines.manifest import EngineManifest
+    from tasks.parts.engines.target import Target
     from tasks.parts.measuring.engine_process import EngineProcess, Memory
 
 logger = logging.getLogger(__name__)
 
-ENGINE, CONTROL = "engine", "control"
-_ROUNDS_AT_ANY_COST = 3
 _LOAD_WINDOWS = 3
 _PROFILED = 10
 """Inferences over which the time of each layer is averaged."""
@@ -39,10 +54,14 @@ _TIMED_ON_DEVICE = 50
 
 @dataclass(frozen=True)
 class Config:
-    """What `benchmark` reads from params.yaml."""
+    """Which engines are measured, and for how long."""
 
+    target: str
+    """Name of the target of the engines."""
+    variants: list[str]
+    """Variants that are built for the target, the rungs of the ladder first and in its order."""
     seed: Annotated[int, AtLeast(0)]
-    """Fixes the order of the processes within the rounds, and the bootstrap."""
+    """Fixes the order of the engines within the rounds."""
     batch_sizes: list[Annotated[int, AtLeast(2)]]
     """Batch sizes measured after batch 1; those above the target's max_batch are skipped."""
     warm_up_ms: Annotated[float, AtLeast(0)]
@@ -51,145 +70,264 @@ class Config:
     """Length of one burst. Longer: fewer rounds, and a slow phase of the machine less often covers a whole round."""
     min_calls: Annotated[int, AtLeast(1)]
     """Minimum number of inferences in a burst, for engines slower than burst_ms / min_calls."""
-    min_rounds: Annotated[int, AtLeast(_ROUNDS_AT_ANY_COST)]
-    """Minimum number of rounds, even beyond the time budget, up to twice that budget."""
-    windows: Windows
-    """When a measurement may end before its time budget."""
+    min_rounds: Annotated[int, AtLeast(FEWEST_ROUNDS)]
+    """Minimum number of rounds at batch 1, even beyond the time budget, up to twice that budget."""
     budget_s: Annotated[float, MoreThan(0)]
-    """Time for the rounds at batch 1. More: narrower interval."""
+    """Time for the rounds at batch 1, which end earlier if the order of the engines is decided."""
+    resolution: Annotated[float, MoreThan(0)]
+    """Engines that certainly differ by less than this count as equally fast. 0.015 is 1.5 %. Lower: more rounds."""
+    windows: Windows
+    """When an engine counts as stable, and when the rounds at a larger batch end before their time budget."""
     budget_batch_s: Annotated[float, MoreThan(0)]
-    """Time for the rounds at each of batch_sizes."""
+    """Time for the bursts of an engine at each of batch_sizes."""
     concurrencies: list[Annotated[int, AtLeast(1)]]
     """Numbers of concurrent threads for the throughput at batch 1. Empty: not measured."""
     throughput_s: Annotated[float, MoreThan(0)]
     """Time for each of concurrencies."""
     max_aa_spread: Annotated[float, MoreThan(0)]
-    """A/A spread above which a measurement is repeated once, then reported as inconclusive. 0.05 is 5 %."""
+    """A/A spread above which the rounds are repeated with twice the budget, and above which the better of the two
+    is reported as inconclusive. 0.05 is 5 %."""
+    quiet: QuietLimits
+    """When the machine is quiet enough to begin."""
     timeout_s: Annotated[float, MoreThan(0)]
     """How long to wait for an answer from an engine's process."""
 
 
-Report = LatencyReport
+Report = BenchmarkReport
+
+
+@dataclass(frozen=True)
+class _Field:
+    """The engines of a target, and the name under which each different file is measured."""
+
+    engines: Mapping[str, Path]
+    """Folder by variant."""
+    manifests: Mapping[str, "EngineManifest"]
+    """By variant."""
+    measured_as: Mapping[str, str]
+    """By variant, if it was built."""
+    reference: Path
+    reference_sha256: str
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the files of this target that are measured."""
+        return list(dict.fromkeys(self.measured_as.values()))
+
+    @property
+    def device(self) -> str:
+        """The device of the target."""
+        return self._target.device
+
+    @property
+    def max_batch(self) -> int:
+        """The largest batch of the target."""
+        return self._target.max_batch
+
+    @property
+    def _target(self) -> "Target":
+        return next(iter(self.manifests.values())).target
+
+    @property
+    def racing(self) -> dict[str, Path]:
+        """The files that run in the rounds, the reference first."""
+        own = {name: self.engines[name] for name in self.names if name != REFERENCE}
+        return {REFERENCE: self.reference, **own}
+
+    @property
+    def controlled(self) -> str:
+        """The file that has a second process: the first of this target."""
+        return list(self.racing)[min(1, len(self.racing) - 1)]
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """The rounds of all engines at batch 1."""
+
+    race: Race
+    bursts_ms: Mapping[str, Bursts]
+    """By name, of the reference and the control as well."""
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """What was measured in the engine's processes."""
+    """What was measured of one engine file."""
 
     latency: Latency
-    rounds: dict[int, list[Round]]
-    """Rounds by batch size."""
-    layers_ms: dict[str, float]
-    description: dict[str, Any]
+    bursts_ms: Mapping[int, Bursts]
+    """By batch size."""
+    layers_ms: Mapping[str, float]
+    description: Mapping[str, Any]
     """The description that the engine's runner returns."""
 
 
-def benchmark(cfg: Config, *, engine: Path, out: Path) -> Report:
-    """Write latencies.csv and layers.csv, and return latency, throughput and memory.
+def benchmark(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Report:
+    """Write latencies.csv and layers.csv into a folder for each variant, and return latencies and speed ratios.
 
-    If the engine was skipped or failed, the report has that status. Raises ArtifactError if a process dies.
+    ``builds`` has a ``*`` in place of the variant, so that other targets, which other machines may build, are not
+    inputs. Identical files are measured once; the reference and the control have a latencies.csv of their own.
+    Raises ArtifactError if the reference was not built, if an engine takes images of another size than the reference,
+    or if a process dies.
     """
+    field = _line_up(cfg, builds, reference)
+    machine = read_machine(field.device)
+    if not field.measured_as:
+        logger.warning("benchmark: target %s has no engine", cfg.target)
+        return Report(_describe_all(field, {}), field.reference_sha256, None, False, machine, None)
+    logger.info("benchmark: %d different engines of target %s", len(field.names), cfg.target)
+    rounds, measured, surroundings = _measure(cfg, field)
+    _write_tables(field, measured, rounds, out)
+    race = rounds.race
+    logger.info(
+        "benchmark: %s, A/A spread %.1f %% after %d rounds, %d pairs undecided",
+        cfg.target,
+        100 * race.aa_ratio.spread,
+        race.num_rounds,
+        len(race.undecided),
+    )
+    return Report(
+        engines=_describe_all(field, measured),
+        reference_sha256=field.reference_sha256,
+        race=race,
+        is_inconclusive=race.aa_ratio.spread > cfg.max_aa_spread,
+        machine=machine,
+        surroundings=surroundings,
+    )
+
+
+def _line_up(cfg: Config, builds: Path, reference: Path) -> _Field:
     from tasks.parts.engines.manifest import read_engine_manifest
 
-    manifest = read_engine_manifest(engine)
-    load_before = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    if not manifest.is_built:
-        logger.warning("benchmark: %s has no engine: %s", engine, manifest.reason)
-        return _report(manifest, None, load_before)
-    logger.info("benchmark: %s of target %s", manifest.file, manifest.target.name)
-    measured = _measure(cfg, manifest, engine)
-    _write_latencies(measured.rounds, out / "latencies.csv")
-    _write_layers(engine, measured.layers_ms, out)
-    first = measured.latency.at_batch_1
-    logger.info(
-        "benchmark: p50 %.3f ms, A/A spread %.1f %%, %s after %d rounds",
-        first.latency_ms_p50,
-        100 * first.aa_ratio_spread,
-        "stable" if first.is_stable else "not stable",
-        first.num_rounds,
-    )
-    return _report(manifest, measured, load_before)
+    engines = {
+        variant: Path(*(variant if part == "*" else part for part in builds.parts))
+        for variant in cfg.variants
+    }
+    manifests = {variant: read_engine_manifest(engine) for variant, engine in engines.items()}
+    base = read_engine_manifest(reference)
+    files = {variant: manifest.sha256 for variant, manifest in manifests.items() if manifest.is_built}
+    for variant in files:
+        _check_comparable(manifests[variant], base, engines[variant], reference)
+    first = {sha256: variant for variant, sha256 in reversed(files.items())}
+    if base.target.name == cfg.target:  # else it is another engine: eager PyTorch on CPU and GPU
+        first[base.sha256] = REFERENCE
+    measured_as = {variant: first[sha256] for variant, sha256 in files.items()}
+    return _Field(engines, manifests, measured_as, reference, base.sha256)
 
 
-def _measure(cfg: Config, manifest: "EngineManifest", engine: Path) -> _Measured:
+def _check_comparable(
+    manifest: "EngineManifest", base: "EngineManifest", engine: Path, reference: Path
+) -> None:
+    if not base.is_built:
+        raise ArtifactError(
+            f"{reference}: the reference engine was not built ({base.status}: {base.reason}), but all speed-ups "
+            "refer to it. Fix its build first."
+        )
+    size, expected = (manifest.card.height, manifest.card.width), (base.card.height, base.card.width)
+    if size != expected:
+        raise ArtifactError(
+            f"{engine}: takes images of {size}, but the reference {reference} takes images of {expected} "
+            "(height, width). Build both from variants of the same data set."
+        )
+
+
+def _measure(cfg: Config, field: _Field) -> tuple[_Rounds, dict[str, _Measured], Surroundings]:
+    """Measure every file in its process; the result is by name."""
     from tasks.parts.measuring.engine_process import open_processes
 
-    batch_sizes = sorted({batch for batch in cfg.batch_sizes if batch <= manifest.target.max_batch})
-    device = manifest.target.device
-    with open_processes({ENGINE: engine, CONTROL: engine}, timeout_s=cfg.timeout_s) as processes:
+    quiet = wait_until_quiet(cfg.quiet)
+    starters = {**field.racing, CONTROL: field.racing[field.controlled]}
+    with open_processes(starters, timeout_s=cfg.timeout_s) as processes:
         descriptions = {name: process.wait_until_loaded() for name, process in processes.items()}
-        memory = _warm_up(cfg, processes, 1)
-        gpu_memory_mib = read_gpu_memory_mib(processes[ENGINE].pid) if device == CUDA else None
-        machine_before = read_machine_state(device)
-        by_batch = {1: _measure_batch(cfg, processes, 1, cfg.budget_s)}
-        for batch in batch_sizes:
-            _warm_up(cfg, processes, batch)
-            by_batch[batch] = _measure_batch(cfg, processes, batch, cfg.budget_batch_s)
-        machine_after = read_machine_state(device)
-        throughputs = tuple(_measure_load(cfg, processes[ENGINE], count) for count in cfg.concurrencies)
-        layers_ms = processes[ENGINE].profile(num_iterations=_PROFILED)
-    batches = tuple(result for result, _ in by_batch.values())
-    latency = Latency(
-        batches=batches,
-        throughputs=throughputs,
-        is_inconclusive=batches[0].aa_ratio_spread > cfg.max_aa_spread,
-        memory_mib=memory.engine,
-        memory_total_mib=memory.total,
-        gpu_memory_mib=gpu_memory_mib,
-        machine_before=machine_before,
-        machine_after=machine_after,
-    )
-    rounds_by_batch = {batch: rounds for batch, (_, rounds) in by_batch.items()}
-    return _Measured(latency, rounds_by_batch, layers_ms, descriptions[ENGINE])
+        memories = {
+            name: process.warm_up(1, seconds=cfg.warm_up_ms / 1000) for name, process in processes.items()
+        }
+        watch = start_watch(quiet, field.device)
+        rounds = _race(cfg, field, processes)
+        measured = {}
+        for name in field.names:
+            latency, bursts_ms = _measure_alone(
+                cfg, field, processes[name], rounds.bursts_ms[name], memories[name]
+            )
+            layers_ms = processes[name].profile(num_iterations=_PROFILED)
+            measured[name] = _Measured(latency, bursts_ms, layers_ms, descriptions[name])
+        return rounds, measured, watch.finish()
 
 
-def _warm_up(cfg: Config, processes: dict[str, "EngineProcess"], batch: int) -> "Memory":
-    """Warm up every process and return the memory of the engine's."""
-    used = {
-        name: process.warm_up(batch, seconds=cfg.warm_up_ms / 1000) for name, process in processes.items()
-    }
-    return used[ENGINE]
-
-
-def _measure_batch(
-    cfg: Config, processes: dict[str, "EngineProcess"], batch: int, budget_s: float
-) -> tuple[BatchLatency, list[Round]]:
-    """Measure one batch size; at batch 1, repeat the measurement once if the A/A spread is too large."""
-    for num_repeats in (0, 1) if batch == 1 else (0,):
-        rounds = _run_rounds(cfg, processes, batch, budget_s, seed=cfg.seed + num_repeats)
-        result = summarise(
-            rounds,
-            batch=batch,
-            windows=cfg.windows,
-            device=processes[ENGINE].time_on_device(batch, num_iterations=_TIMED_ON_DEVICE),
-            seed=cfg.seed,
-            num_repeats=num_repeats,
-        )
-        if result.aa_ratio_spread <= cfg.max_aa_spread:
-            break
-        logger.warning("benchmark: A/A spread %.1f %% at batch %d", 100 * result.aa_ratio_spread, batch)
-    return result, rounds
+def _race(cfg: Config, field: _Field, processes: Mapping[str, "EngineProcess"]) -> _Rounds:
+    """Run the rounds, and again with twice the time if the A/A spread is too large; keep the better ones."""
+    first = _run_rounds(cfg, field, processes, num_repeats=0)
+    spread = first.race.aa_ratio.spread
+    if spread <= cfg.max_aa_spread:
+        return first
+    logger.warning("benchmark: A/A spread %.1f %%, measuring again for up to twice the time", 100 * spread)
+    second = _run_rounds(cfg, field, processes, num_repeats=1)
+    kept = min((first, second), key=lambda rounds: rounds.race.aa_ratio.spread)
+    return replace(kept, race=replace(kept.race, num_repeats=1))
 
 
 def _run_rounds(
-    cfg: Config, processes: dict[str, "EngineProcess"], batch: int, budget_s: float, *, seed: int
-) -> list[Round]:
+    cfg: Config, field: _Field, processes: Mapping[str, "EngineProcess"], *, num_repeats: int
+) -> _Rounds:
     from tasks.parts.measuring.engine_process import run_round
 
-    shuffler, rounds, start = random.Random(seed), list[Round](), time.monotonic()
-    while not _is_over(cfg, rounds, (time.monotonic() - start) / budget_s):
-        rounds.append(
-            Round(**run_round(processes, batch, shuffler, burst_ms=cfg.burst_ms, min_calls=cfg.min_calls))
+    shuffler = random.Random(cfg.seed + num_repeats)
+    rule = StoppingRule(
+        contenders=field.names,
+        num_comparisons=max(1, len(field.names) - 1),
+        min_rounds=cfg.min_rounds,
+        budget_s=cfg.budget_s * (1 + num_repeats),
+        resolution=cfg.resolution,
+    )
+    bursts_ms = run_race(
+        lambda: run_round(processes, 1, shuffler, burst_ms=cfg.burst_ms, min_calls=cfg.min_calls), rule
+    )
+    ratios, aa_ratio = compare_all(
+        bursts_ms, controlled=field.controlled, num_comparisons=rule.num_comparisons
+    )
+    race = Race(
+        ratios=ratios,
+        aa_ratio=aa_ratio,
+        level=LEVEL,
+        num_comparisons=rule.num_comparisons,
+        undecided=tuple(undecided_pairs(bursts_ms, rule)),
+        reference_ms_p50=statistics.median(value for burst in bursts_ms[REFERENCE] for value in burst),
+        num_rounds=len(bursts_ms[REFERENCE]),
+        num_repeats=num_repeats,
+    )
+    return _Rounds(race, bursts_ms)
+
+
+def _measure_alone(
+    cfg: Config, field: _Field, process: "EngineProcess", at_batch_1_ms: Bursts, memory: "Memory"
+) -> tuple[Latency, dict[int, Bursts]]:
+    """Measure an engine at larger batches and under load while the others wait; return also all its bursts."""
+    gpu_memory_mib = read_gpu_memory_mib(process.pid) if field.device == CUDA else None
+    bursts_ms: dict[int, Bursts] = {1: at_batch_1_ms}
+    for batch in sorted({batch for batch in cfg.batch_sizes if batch <= field.max_batch}):
+        process.warm_up(batch, seconds=cfg.warm_up_ms / 1000)
+        bursts_ms[batch] = _run_bursts(cfg, process, batch)
+    batches = tuple(
+        summarise(
+            bursts,
+            batch=batch,
+            windows=cfg.windows,
+            device=process.time_on_device(batch, num_iterations=_TIMED_ON_DEVICE),
         )
-    return rounds
+        for batch, bursts in bursts_ms.items()
+    )
+    throughputs = tuple(_measure_load(cfg, process, count) for count in cfg.concurrencies)
+    return Latency(batches, throughputs, memory.engine, memory.total, gpu_memory_mib), bursts_ms
 
 
-def _is_over(cfg: Config, rounds: list[Round], share_of_budget: float) -> bool:
-    if len(rounds) < _ROUNDS_AT_ANY_COST:
-        return False
-    if len(rounds) < cfg.min_rounds:
-        return share_of_budget >= 2
-    return share_of_budget >= 1 or cfg.windows.are_stable(rounds)
+def _run_bursts(cfg: Config, process: "EngineProcess", batch: int) -> list[list[float]]:
+    bursts_ms: list[list[float]] = []
+    end = time.monotonic() + cfg.budget_batch_s
+    while len(bursts_ms) < FEWEST_ROUNDS or (
+        time.monotonic() < end and not cfg.windows.are_stable(bursts_ms)
+    ):
+        burst_ns = process.burst(batch, seconds=cfg.burst_ms / 1000, min_calls=cfg.min_calls)
+        bursts_ms.append([value / 1e6 for value in burst_ns])
+    return bursts_ms
 
 
 def _measure_load(cfg: Config, process: "EngineProcess", concurrency: int) -> Throughput:
@@ -204,53 +342,37 @@ def _measure_load(cfg: Config, process: "EngineProcess", concurrency: int) -> Th
     )
 
 
-def _write_latencies(rounds: dict[int, list[Round]], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["batch", "round", "process", "latency_ms"])
-        for batch, of_batch in rounds.items():
-            for number, bursts in enumerate(of_batch):
-                for name in (ENGINE, CONTROL):
-                    writer.writerows([batch, number, name, f"{value:.5f}"] for value in getattr(bursts, name))
+def _describe_all(field: _Field, measured: Mapping[str, _Measured]) -> dict[str, EngineMeasurement]:
+    """Return what is known of every variant; `measured` is by the name of the file."""
+    names = {variant: field.measured_as.get(variant, "") for variant in field.manifests}
+    return {
+        variant: _describe(manifest, names[variant], measured.get(names[variant]))
+        for variant, manifest in field.manifests.items()
+    }
 
 
-def _write_layers(engine: Path, layers_ms: dict[str, float], out: Path) -> None:
-    """Write the layer table of build_engine with the time of each layer; eager PyTorch has no such table.
-
-    The time is empty if the runtime's profiler does not report the layer.
-    """
-    from tasks.parts.engines.manifest import LAYERS_FILE
-
-    if (engine / LAYERS_FILE).is_file():
-        with (
-            (engine / LAYERS_FILE).open(encoding="utf-8") as known,
-            (out / LAYERS_FILE).open("w", encoding="utf-8") as timed,
-        ):
-            reader = csv.DictReader(known)
-            writer = csv.DictWriter(timed, [*(reader.fieldnames or ()), "milliseconds"], lineterminator="\n")
-            writer.writeheader()
-            for row in reader:
-                milliseconds = layers_ms.get(row["layer"])
-                writer.writerow(
-                    {**row, "milliseconds": "" if milliseconds is None else f"{milliseconds:.5f}"}
-                )
-
-
-def _report(manifest: "EngineManifest", measured: _Measured | None, load_before: float | None) -> Report:
+def _describe(manifest: "EngineManifest", name: str, measured: _Measured | None) -> EngineMeasurement:
     description = measured.description if measured else {}
-    return Report(
+    return EngineMeasurement(
         status=manifest.status,
         reason=manifest.reason,
         engine_sha256=manifest.sha256,
-        size_bytes=manifest.size_bytes,
+        measured_as=name,
         latency=measured.latency if measured else None,
         runtime=manifest.target.runtime,
         runtime_version=str(description.get("runtime_version", manifest.runtime_version)),
         provider=description.get("provider", manifest.provider),
         num_threads=description.get("num_threads", manifest.target.num_threads),
-        options=description.get("options", {}),
-        precisions=manifest.precisions,
-        cpu_model=read_cpu_model(),
-        versions=read_versions(manifest.target.device),
-        load_average_before=load_before,
+        options=dict(description.get("options", {})),
     )
+
+
+def _write_tables(field: _Field, measured: Mapping[str, _Measured], rounds: _Rounds, out: Path) -> None:
+    """Write the tables of every variant, and the latencies of the reference and of the control."""
+    from tasks.parts.measuring.tables import write_latencies, write_layers
+
+    for name in (REFERENCE, CONTROL):
+        write_latencies({1: rounds.bursts_ms[name]}, out / name)
+    for variant, name in field.measured_as.items():
+        write_latencies(measured[name].bursts_ms, out / variant)
+        write_layers(field.engines[variant], measured[name].layers_ms, out / variant)

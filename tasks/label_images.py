@@ -42,7 +42,7 @@ def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
 
     Raises ArtifactError for images that already have labels or masks, DataError if the model predicts only one class.
     """
-    from tasks.parts.data.dataset import read_manifest
+    from tasks.parts.data.dataset import open_groups, read_manifest
     from tasks.parts.data.dataset_writer import SplitBatches, write_dataset
     from tasks.parts.data.metrics import FLOAT_MODEL
     from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
@@ -62,7 +62,7 @@ def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         width=manifest.width,
         source=FLOAT_MODEL,
         splits={
-            split: SplitBatches(num_images, _label(cfg, graph, data, split))
+            split: SplitBatches(num_images, _label(cfg, graph, data, split), open_groups(data, split))
             for split, num_images in manifest.counts.items()
         },
     )

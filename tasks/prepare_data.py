@@ -196,7 +196,9 @@ def _load_folder(cfg: Config, root: Path) -> _Loaded:
     content = scan_folder(root, folder, seed=cfg.seed)
     splits = {
         split: SplitBatches(
-            len(pairs), read_batches(pairs, content.class_list, folder, height=cfg.height, width=cfg.width)
+            len(pairs),
+            read_batches(pairs, content.class_list, folder, height=cfg.height, width=cfg.width),
+            content.groups[split],
         )
         for split, pairs in content.splits.items()
     }
@@ -220,7 +222,11 @@ def _load_images(cfg: Config, root: Path) -> _Loaded:
     assert folder is not None
     content = scan_images(root, folder, seed=cfg.seed, is_labelled=task is not None)
     splits = {
-        split: SplitBatches(len(files), read_image_batches(files, folder, height=cfg.height, width=cfg.width))
+        split: SplitBatches(
+            len(files),
+            read_image_batches(files, folder, height=cfg.height, width=cfg.width),
+            content.groups[split],
+        )
         for split, files in content.splits.items()
     }
     return _Loaded(

@@ -4,6 +4,9 @@ This is a greedy search with a final elimination, guided by the ranking of rank_
 quantize_with_accuracy_control): while the INT8 graph loses more than the gate allows, the most promising layers are
 tried in float one by one, on the real metric, and the best of them stays in float; these measurements re-rank the
 others. Once the gate holds, each float layer is tried in INT8 again and stays there if the gate still holds.
+
+A gate holds if the upper end of the loss's 95 % interval is within it, as in select_engine. If there are too few
+images to prove that even for the float graph, the search goes by the measured loss alone.
 """
 
 import logging
@@ -15,11 +18,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, LessThan
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.data.accuracy import ScoreLoss, Standing, worst
 from tasks.parts.quantization.config import OpTypes
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
+    from tasks.parts.data.comparison import ImageResults
     from tasks.parts.quantization.evaluation import Evaluation, GraphEvaluator
     from tasks.parts.quantization.qdq import TensorRange
 
@@ -45,6 +50,8 @@ class Config:
     """ONNX operators whose inputs become INT8, the same as in quantize_ptq."""
     max_score_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
     """Gate: share of the reference's validation score that may be lost, as in select_engine."""
+    max_parent_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
+    """Gate: share of the validation score of the float graph itself that may be lost, as in select_engine."""
     num_candidates: Annotated[int, AtLeast(1)]
     """Layers tried in each step, from the top of the ranking. More: better choice, slower."""
     max_float_layers: Annotated[int, AtLeast(0)]
@@ -92,7 +99,8 @@ class FloatLayer:
 class Report:
     """Result of the search."""
 
-    gate_holds: bool
+    standing: Standing
+    """Whether the losses of the written graph are within both gates; unproven if there are too few images to tell."""
     metric: str
     """Metric of the scores."""
     reference_score: float
@@ -101,8 +109,10 @@ class Report:
     """Score of the float graph that is quantized, on the validation images."""
     score: float
     """Score of the written graph on the validation images."""
-    score_rel_loss: float
+    score_rel_loss: ScoreLoss
     """Share of the reference's score that the written graph loses."""
+    parent_rel_loss: ScoreLoss
+    """Share of the float graph's score that the written graph loses."""
     num_layers: int
     """Number of layers that can be quantized."""
     float_macs_share: float
@@ -118,11 +128,12 @@ def quantize_partial(
 ) -> Report:
     """Write ``model.onnx`` (S8S8 Q/DQ, except for some layers) and ``steps.csv``.
 
-    `reference` is the float graph whose accuracy counts as 100 %. If `model` itself loses more than the gate allows,
-    nothing is searched, and the graph is that of quantize_ptq. `ranges` and `ranking` are the files of quantize_ptq
-    and rank_layers for the same `model`. Raises ArtifactError when they are not, ConfigError when a name in
-    `keep_float` is not a layer.
+    `reference` is the float graph whose accuracy counts as 100 %. If `model` itself certainly loses more than a gate
+    allows, nothing is searched, and the graph is that of quantize_ptq. `ranges` and `ranking` are the files of
+    quantize_ptq and rank_layers for the same `model`. Raises ArtifactError when they are not, ConfigError when a name
+    in `keep_float` is not a layer.
     """
+    from tasks.parts.data.comparison import score_loss
     from tasks.parts.onnx_graphs.graph import node_sources, read_graph, write_graph
     from tasks.parts.onnx_graphs.macs import conv_macs
     from tasks.parts.quantization.evaluation import open_evaluator
@@ -136,7 +147,7 @@ def quantize_partial(
         open_evaluator(float_graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
         for float_graph in (graph, read_graph(reference))
     )
-    search = _Search(cfg, graph, known, evaluator, reference_evaluator.float_score)
+    search = _Search(cfg, graph, known, evaluator, reference_evaluator.float_results)
     preset = {*cfg.keep_float, *_excluded(cfg, graph)}
     kept, steps = _choose_float_layers(cfg, search, ranked, preset)
     macs, sources = conv_macs(graph), node_sources(graph)
@@ -159,12 +170,13 @@ def quantize_partial(
     write_table(out / "steps.csv", steps)
     score = search.score(kept)
     report = Report(
-        gate_holds=search.holds(kept),
+        standing=search.standing(search.results(kept)),
         metric=evaluator.metric,
         reference_score=reference_evaluator.float_score,
         float_score=evaluator.float_score,
         score=score,
-        score_rel_loss=search.loss(kept),
+        score_rel_loss=score_loss(search.results(kept), reference_evaluator.float_results),
+        parent_rel_loss=score_loss(search.results(kept), evaluator.float_results),
         num_layers=len(ranked),
         float_macs_share=sum(layer.macs_share for layer in layers),
         num_judged=search.num_judged,
@@ -190,39 +202,43 @@ class _Search:
         graph: "ModelProto",
         ranges: Mapping[str, "TensorRange"],
         evaluator: "GraphEvaluator",
-        reference_score: float,
+        reference: "ImageResults",
     ) -> None:
         self._cfg, self._graph, self._ranges, self._evaluator = cfg, graph, ranges, evaluator
-        self._reference_score = reference_score
+        self._limits = (
+            (reference, cfg.max_score_rel_loss),
+            (evaluator.float_results, cfg.max_parent_rel_loss),
+        )
         self._known: dict[frozenset[str], Evaluation] = {}
+        self.standing_of_float = self.standing(evaluator.float_results)
 
     @property
     def num_judged(self) -> int:
         return len(self._known)
 
-    def score(self, kept: Iterable[str]) -> float:
+    def results(self, kept: Iterable[str]) -> "ImageResults":
         from tasks.parts.quantization.qdq import insert_qdq
 
         names = frozenset(kept)
         if names not in self._known:
             candidate = insert_qdq(self._graph, self._ranges, op_types=self._cfg.op_types, float_nodes=names)
             self._known[names] = self._evaluator.evaluate(candidate)
-        return self._known[names].score
+        return self._known[names].results
 
-    def loss(self, kept: Iterable[str]) -> float:
-        """Share of the reference's score that is lost."""
-        return self._loss(self.score(kept))
+    def score(self, kept: Iterable[str]) -> float:
+        return self.results(kept).score
+
+    def standing(self, results: "ImageResults") -> Standing:
+        """Return the worse of the standings against the reference and against the float graph."""
+        from tasks.parts.data.comparison import score_loss
+
+        return worst(score_loss(results, base).standing(limit) for base, limit in self._limits)
 
     def holds(self, kept: Iterable[str]) -> bool:
-        return self.loss(kept) <= self._cfg.max_score_rel_loss
-
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether the float graph itself fails the gate."""
-        return self._loss(self._evaluator.float_score) > self._cfg.max_score_rel_loss
-
-    def _loss(self, score: float) -> float:
-        return 1 - score / self._reference_score if self._reference_score else 0.0
+        results = self.results(kept)
+        if self.standing_of_float is Standing.within:
+            return self.standing(results) is Standing.within
+        return all(results.score >= base.score * (1 - limit) for base, limit in self._limits)
 
 
 def _choose_float_layers(
@@ -231,7 +247,11 @@ def _choose_float_layers(
     kept, waiting = set(preset), [node for node in ranked if node not in preset]
     best_kept = set(kept)
     steps = [Step("start", "", search.score(kept), len(kept))]
-    if search.is_hopeless:
+    if search.standing_of_float is Standing.unproven:
+        logger.warning(
+            "quantize_partial: too few validation images to prove the gates; measured losses decide"
+        )
+    if search.standing_of_float is Standing.beyond:
         logger.warning("quantize_partial: the float graph itself fails the gate; nothing to search for")
         return kept, steps
     while not search.holds(kept) and waiting and len(kept) < cfg.max_float_layers:

@@ -50,6 +50,11 @@ class Trial:
     """Score on the validation images, in ONNX Runtime."""
     agreement: float
     """Share of pixels, or images, with the class that the float graph predicts."""
+    rel_loss: float
+    """Share of the float graph's score that is lost."""
+    rel_loss_low: float
+    """Lower end of its 95 % interval."""
+    rel_loss_high: float
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
 
     Raises DataError for calibration images that would distort the ranges.
     """
+    from tasks.parts.data.comparison import score_loss
     from tasks.parts.data.dataset import open_images
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
     from tasks.parts.quantization.calibration import choose_range, collect_statistics
@@ -106,7 +112,10 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         }
         candidates.append((insert_qdq(graph, ranges, op_types=cfg.op_types), ranges))
         evaluation = evaluator.evaluate(candidates[-1][0])
-        trials.append(Trial(title, evaluation.score, evaluation.agreement))
+        loss = score_loss(evaluation.results, evaluator.float_results)
+        trials.append(
+            Trial(title, evaluation.score, evaluation.agreement, loss.rel_loss, loss.low, loss.high)
+        )
         logger.info("%s: val score %.4f, agreement %.4f", title, evaluation.score, evaluation.agreement)
     best = max(range(len(trials)), key=lambda index: trials[index].score)
     write_graph(candidates[best][0], out / "model.onnx")

@@ -57,7 +57,7 @@ class Config:
     """First images of the train split that each recovery sees. More: closer to a full fine-tuning, slower."""
     num_val_images: Annotated[int, AtLeast(1)]
     """First images of the val split, on which each network is evaluated. More: steadier mIoU, slower."""
-    num_rounds: Annotated[int, AtLeast(3)]
+    num_rounds: Annotated[int, AtLeast(5)]
     """Rounds of timing; each engine runs one burst per round. More: narrower intervals."""
     opset: int
     """ONNX operator set of the graphs."""
@@ -85,9 +85,9 @@ class Candidate:
     latency_ratio: float | None
     """Latency relative to the unpruned network: median over the rounds."""
     latency_ratio_low: float | None
-    """Lower end of the 95 % bootstrap interval of latency_ratio."""
+    """Lower end of the 95 % interval of latency_ratio, corrected for the number of ratios."""
     latency_ratio_high: float | None
-    """Upper end of the 95 % bootstrap interval of latency_ratio."""
+    """Upper end of the 95 % interval of latency_ratio."""
     val_miou: float | None
     """mIoU on the validation images after the short recovery, in torch."""
     is_knee: bool
@@ -298,7 +298,7 @@ def _measure_latencies(engines: Mapping[float, Path], num_rounds: int) -> tuple[
     from tasks.parts.builders.agreement import draw_probe_images
     from tasks.parts.engines.open_engine import open_engine
     from tasks.parts.engines.rounds import rounds_ms
-    from tasks.parts.measuring.intervals import bootstrap_interval, ratio_spread
+    from tasks.parts.measuring.intervals import estimate_ratio
 
     folders = {f"{ratio}": folder for ratio, folder in engines.items()}
     unpruned = f"{UNPRUNED}"
@@ -314,10 +314,12 @@ def _measure_latencies(engines: Mapping[float, Path], num_rounds: int) -> tuple[
     medians = {name: np.array([np.median(burst) for burst in bursts]) for name, bursts in rounds.items()}
     latencies = {}
     for ratio in engines:
-        relative = medians[f"{ratio}"] / medians[unpruned]
         p50 = float(np.median(np.concatenate(rounds[f"{ratio}"])))
-        latencies[ratio] = _Latency(p50, float(np.median(relative)), *bootstrap_interval(relative, seed=0))
-    return latencies, ratio_spread(medians[CONTROL] / medians[unpruned], seed=0)
+        relative = estimate_ratio(
+            medians[f"{ratio}"] / medians[unpruned], num_comparisons=max(1, len(engines) - 1)
+        )
+        latencies[ratio] = _Latency(p50, relative.value, relative.low, relative.high)
+    return latencies, estimate_ratio(medians[CONTROL] / medians[unpruned]).spread
 
 
 def _candidates(

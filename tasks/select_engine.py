@@ -17,7 +17,8 @@ from tasks.core.fingerprint import digest
 from tasks.core.reports import read_report, write_json
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.records import DataSet
-from tasks.parts.measuring.reports import RaceReport
+from tasks.parts.measuring.reports import BenchmarkReport
+from tasks.parts.selection.accuracy_gates import AccuracyGates, find_parents
 from tasks.parts.selection.engine_row import ENGINES_FILE, EngineRow, Verdict, flatten
 from tasks.parts.selection.verdicts import Gates, find_reference, judge_all, targets_without_pick
 
@@ -52,7 +53,11 @@ class Config:
     float_reference: EngineName
     """The engine whose score (mIoU, or top-1 accuracy) counts as 100 %. It must be in ``engines``."""
     max_score_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
-    """Share of the reference's score that an accepted engine may lose."""
+    """Share of the reference's score that an accepted engine may lose: the upper end of its 95 % interval counts."""
+    max_parent_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
+    """Share of the score of its own float graph that an engine in reduced precision may lose, in the same way."""
+    allow_unproven: bool
+    """Whether an engine may be picked if there are too few images to tell whether it holds these two gates."""
     ladder: Annotated[list[str], MinItems(1), Distinct(), "the float start first"]
     """Variants from the float start to the last rung of compression. On each target a rung must be faster than the
     last accepted one below it."""
@@ -64,6 +69,8 @@ class Config:
     """The techniques that the report compares."""
     engines: list[EngineName]
     """Every engine that was built, without repeats."""
+    parents: dict[str, str]
+    """Variant of reduced precision -> variant of its float graph."""
     data_name: str
     """Name of the data set in MLflow."""
     tracking: TrackingConfig
@@ -101,6 +108,10 @@ class Pick:
     top1: float | None
     """None for segmentation."""
     score_rel_loss: float
+    score_rel_loss_high: float
+    """Upper end of its 95 % interval."""
+    unseen_score: float
+    """Score on the split that nothing was decided on."""
     speedup_vs_reference: float
     engine_sha256: str
 
@@ -127,7 +138,6 @@ def select_engine(
     builds: Path,
     validations: Path,
     benchmarks: Path,
-    races: Path,
     diffs: Path,
     data: Path,
     out: Path,
@@ -141,7 +151,7 @@ def select_engine(
     from tasks.parts.selection.stage_reports import StageFolders
 
     logger.info("select_engine: %d engines from %s", len(cfg.engines), builds)
-    folders = StageFolders(builds, validations, benchmarks, races, diffs)
+    folders = StageFolders(builds, validations, benchmarks, diffs)
     findings = _judge(cfg, folders)
     _write(findings, folders, out)
     report = _report(findings)
@@ -157,14 +167,22 @@ def select_engine(
 
 def _judge(cfg: Config, folders: "StageFolders") -> "Findings":
     from tasks.parts.selection.findings import Findings
-    from tasks.parts.selection.stage_reports import read_row
+    from tasks.parts.selection.stage_reports import check_conditions, read_row
 
     targets = dict.fromkeys(engine.target for engine in cfg.engines)
-    races = {target: read_report(RaceReport, folders.races / target) for target in targets}
-    rows = [read_row(folders, engine.variant, engine.target, races[engine.target]) for engine in cfg.engines]
+    benchmarks = {target: read_report(BenchmarkReport, folders.benchmarks / target) for target in targets}
+    rows = [
+        read_row(folders, engine.variant, engine.target, benchmarks[engine.target]) for engine in cfg.engines
+    ]
+    check_conditions(rows)
     reference = find_reference(rows, cfg.float_reference.variant, cfg.float_reference.target)
-    gates = Gates(cfg.max_score_rel_loss, cfg.min_int8_macs_share, cfg.min_speedup_factor)
-    rows = judge_all(rows, gates, reference, cfg.ladder, races)
+    gates = Gates(
+        accuracy=_accuracy_gates(cfg, folders, rows),
+        allow_unproven=cfg.allow_unproven,
+        min_int8_macs_share=cfg.min_int8_macs_share,
+        min_speedup_factor=cfg.min_speedup_factor,
+    )
+    rows = judge_all(rows, gates, reference, cfg.ladder, benchmarks)
     return Findings(
         rows=rows,
         without_pick=targets_without_pick(rows),
@@ -172,7 +190,25 @@ def _judge(cfg: Config, folders: "StageFolders") -> "Findings":
         techniques=[(technique.name, technique.before, technique.after) for technique in cfg.techniques],
         reference=reference,
         max_score_rel_loss=cfg.max_score_rel_loss,
-        races=races,
+        max_parent_rel_loss=cfg.max_parent_rel_loss,
+        unseen_split=gates.accuracy.unseen_split,
+        benchmarks=benchmarks,
+    )
+
+
+def _accuracy_gates(cfg: Config, folders: "StageFolders", rows: Sequence[EngineRow]) -> AccuracyGates:
+    from tasks.parts.selection.stage_reports import read_image_results
+
+    reference = f"{cfg.float_reference.variant}-{cfg.float_reference.target}"
+    read = {row.name: read_image_results(folders, row) for row in rows if row.measured}
+    return AccuracyGates(
+        reference=reference,
+        parents=find_parents(rows, cfg.parents, cfg.float_reference.target),
+        max_score_rel_loss=cfg.max_score_rel_loss,
+        max_parent_rel_loss=cfg.max_parent_rel_loss,
+        results={name: results.decisive for name, results in read.items()},
+        unseen_results={name: results.unseen for name, results in read.items()},
+        unseen_split=read[reference].unseen_split,
     )
 
 
@@ -206,7 +242,7 @@ def _report(findings: "Findings") -> Report:
 
 
 def _pick(row: EngineRow) -> Pick:
-    assert row.measured is not None and row.measured.score_rel_loss is not None
+    assert row.measured is not None and row.measured.losses is not None and row.measured.unseen is not None
     return Pick(
         variant=row.variant,
         target=row.target,
@@ -214,7 +250,9 @@ def _pick(row: EngineRow) -> Pick:
         metric=row.measured.accuracy.metric,
         miou=row.measured.accuracy.miou,
         top1=row.measured.accuracy.top1,
-        score_rel_loss=row.measured.score_rel_loss,
+        score_rel_loss=row.measured.losses.score_rel_loss,
+        score_rel_loss_high=row.measured.losses.score_rel_loss_high,
+        unseen_score=row.measured.unseen.unseen_score,
         speedup_vs_reference=row.measured.speed.speedup_vs_reference,
         engine_sha256=row.measured.engine_sha256,
     )

@@ -1,4 +1,7 @@
-"""Measure the accuracy of an engine by running every image of a split through the deployed file itself."""
+"""Measure the accuracy of an engine by running every image of two splits through the deployed file itself.
+
+One split decides which engine is picked. The other stays unseen: its results are only read for picked engines.
+"""
 
 import csv
 import logging
@@ -7,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tasks.core.bounds import AtLeast
-from tasks.core.errors import ArtifactError, GateFailed
+from tasks.core.errors import ArtifactError, ConfigError, GateFailed
 from tasks.parts.data.accuracy import Accuracy, AccuracyReport
 
 if TYPE_CHECKING:
+    from tasks.parts.data.comparison import ImageResults
     from tasks.parts.data.input_card import InputCard
     from tasks.parts.engines.manifest import EngineManifest
     from tasks.parts.engines.runner import Runner
@@ -23,20 +27,31 @@ class Config:
     """What `validate` reads from params.yaml."""
 
     split: Literal["train", "val", "test"]
-    """Split to measure on. Decisions about training use val, so that test stays unseen."""
+    """Split that the gates and the pick are decided on."""
+    unseen_split: Literal["train", "val", "test"]
+    """Split that is reported once, for the picked engines. Nothing is decided on it."""
     batch_size: Annotated[int, AtLeast(1)]
     """Images per inference, at most the target's max_batch. Larger: faster, more memory; same result."""
+
+    def __post_init__(self) -> None:
+        if self.split == self.unseen_split:
+            raise ConfigError(
+                f"split and unseen_split are both {self.split}, expected two splits: the pick would be reported on "
+                "the images that it was chosen on."
+            )
 
 
 Report = AccuracyReport
 
 
 def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
-    """Write `confusion.csv` (rows: truth, columns: prediction, in pixels or images) and return the scores.
+    """Write `confusion.csv` (rows: truth, columns: prediction, in pixels or images) and return the scores on `split`.
 
-    For an engine that was skipped or failed, the report has that status. Raises ArtifactError when engine and data
-    set differ in their classes, GateFailed for logits that are not finite.
+    `images.npz` holds what was right in each image of both splits (see tasks/parts/data/comparison.py). For an engine
+    that was skipped or failed, the report has that status. Raises ArtifactError when engine and data set differ in
+    their classes, GateFailed for logits that are not finite.
     """
+    from tasks.parts.data.comparison import RESULTS_FILE, write_results
     from tasks.parts.data.dataset import read_manifest
     from tasks.parts.data.metrics import metric_of
     from tasks.parts.engines.manifest import read_engine_manifest
@@ -45,16 +60,20 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     manifest = read_engine_manifest(engine)
     if not manifest.is_built:
         logger.warning("validate: %s has no engine: %s", engine, manifest.reason)
-        return Report(manifest.status, manifest.reason, "", cfg.split, 0, None)
+        return Report(manifest.status, manifest.reason, "", cfg.split, cfg.unseen_split, 0, None)
     dataset = read_manifest(data)
     _check_classes(manifest, engine, dataset.classes, data)
     logger.info("validate: %s of target %s, split %s", manifest.file, manifest.target.name, cfg.split)
     with open_engine(engine) as runner:
-        confusion_CC, num_images = _count_confusion(runner, data, cfg)
+        confusion_CC, results = _run_split(runner, data, cfg.split, cfg.batch_size)
+        _, unseen = _run_split(runner, data, cfg.unseen_split, cfg.batch_size)
+    write_results(out / RESULTS_FILE, {cfg.split: results, cfg.unseen_split: unseen})
     _write_confusion(confusion_CC, manifest.card.classes, out / "confusion.csv")
     accuracy = _accuracy(confusion_CC, manifest.card, metric_of(manifest.card.task, dataset.source))
-    logger.info("validate: %s %s on %d images", accuracy.metric, accuracy.score, num_images)
-    return Report(manifest.status, "", manifest.sha256, cfg.split, num_images, accuracy)
+    logger.info("validate: %s %s on %d images", accuracy.metric, accuracy.score, results.num_images)
+    return Report(
+        manifest.status, "", manifest.sha256, cfg.split, cfg.unseen_split, results.num_images, accuracy
+    )
 
 
 def _accuracy(confusion_CC: Any, card: "InputCard", metric: str) -> Accuracy:
@@ -78,19 +97,21 @@ def _check_classes(manifest: "EngineManifest", engine: Path, classes: tuple[str,
         )
 
 
-def _count_confusion(runner: "Runner", data: Path, cfg: Config) -> tuple[Any, int]:
+def _run_split(runner: "Runner", data: Path, split: str, batch_size: int) -> "tuple[Any, ImageResults]":
+    """Return the confusion matrix of a split, and what was right in each of its images."""
     import numpy as np
 
-    from tasks.parts.data.dataset import IGNORE_INDEX, normalise, open_images, open_labels
+    from tasks.parts.data.comparison import compare_with_labels, join_results
+    from tasks.parts.data.dataset import IGNORE_INDEX, normalise, open_groups, open_images, open_labels
     from tasks.parts.data.input_card import Task
     from tasks.parts.data.metrics import NO_LABEL, confusion_matrix
     from tasks.parts.progress import tracked
 
     card = runner.manifest.card
-    images_NHWC, truth = open_images(data, cfg.split), open_labels(data, cfg.split, card.task)
+    images_NHWC, truth = open_images(data, split), open_labels(data, split, card.task)
     ignore_index = IGNORE_INDEX if card.task is Task.segmentation else NO_LABEL
-    batch_size = min(cfg.batch_size, runner.manifest.target.max_batch)
-    confusion_CC = np.zeros((len(card.classes), len(card.classes)), np.int64)
+    batch_size = min(batch_size, runner.manifest.target.max_batch)
+    confusion_CC, results = np.zeros((len(card.classes), len(card.classes)), np.int64), []
     starts = range(0, len(images_NHWC), batch_size)
     for start in tracked(starts, "validate"):
         images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
@@ -99,13 +120,13 @@ def _count_confusion(runner: "Runner", data: Path, cfg: Config) -> tuple[Any, in
             bad = int(np.flatnonzero(~np.isfinite(logits).all(axis=tuple(range(1, logits.ndim))))[0])
             raise GateFailed(
                 f"Engine {runner.manifest.file} of target {runner.manifest.target.name}: NaN or infinity in "
-                f"the logits of image {start + bad} of split '{cfg.split}' (validate.split), expected finite "
-                "values. The engine overflows; build the variant for a target with a higher precision."
+                f"the logits of image {start + bad} of split '{split}' (validate.split, .unseen_split), expected "
+                "finite values. The engine overflows; build the variant for a target with a higher precision."
             )
-        confusion_CC += confusion_matrix(
-            logits.argmax(axis=1), truth[start : start + batch_size], len(card.classes), ignore_index
-        )
-    return confusion_CC, len(images_NHWC)
+        classes, labels = logits.argmax(axis=1), truth[start : start + batch_size]
+        confusion_CC += confusion_matrix(classes, labels, len(card.classes), ignore_index)
+        results.append(compare_with_labels(classes, labels, len(card.classes), card.task))
+    return confusion_CC, join_results(results, open_groups(data, split))
 
 
 def _write_confusion(confusion_CC: Any, classes: tuple[str, ...], path: Path) -> None:

@@ -121,6 +121,7 @@ def test_dvc_outputs_and_params_follow_from_the_address(
         assert sections == [find_section(params, address)[0]]
 
 
+@pytest.mark.slow
 def test_digests_are_those_in_dvc_lock(smoke_run: tuple[Workspace, str]) -> None:
     space, _ = smoke_run
     lock = yaml.safe_load((space.path / "dvc.lock").read_text())

@@ -202,7 +202,7 @@ class Site:
             yield server
 
 
-_OF_TARGETS = (".*", "build_engine", "validate", "diff_layers", "benchmark", "race_engines", "select_engine")
+_OF_TARGETS = (".*", "build_engine", "validate", "diff_layers", "benchmark", "select_engine")
 """What is left to make where the models are there."""
 
 _IN_THE_MIDDLE_OF_A_PUSH = 200_000

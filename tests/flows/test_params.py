@@ -45,7 +45,7 @@ def test_pruning_is_searched_on_the_named_target_or_the_first_that_reads_graphs(
         ("network@train.baseline.network=resnet9000", r"resnet9000"),
         ("+quantise=x", r"quantise"),
         ("target=[cpu_tpu]", r"cpu_tpu"),
-        ("race_engines.num_rounds=4", r"^race_engines\.num_rounds is 4"),
+        ("benchmark.min_rounds=4", r"^benchmark\.min_rounds is 4"),
         ("select_engine.max_score_rel_loss=1", r"^select_engine\.max_score_rel_loss is 1"),
         ("rank_groups.ratios=[0.5,0.5]", r"rank_groups\.ratios is \[0\.5, 0\.5\]"),
         (

@@ -32,6 +32,7 @@ def record(folder, variant, latency_ms, miou, verdict="ACCEPT", target=TARGET, p
     metrics = {
         "miou": miou,
         "latency_ms_p50": latency_ms,
+        "latency_ms_p50_high": 1.05 * latency_ms,
         "latency_ms_p99": 2 * latency_ms,
         "size_bytes": 1e6,
     }
@@ -71,6 +72,7 @@ def filled(tracking, tmp_path):
     [
         ((), "ptq"),  # the pipeline's own pick, though another is a hair faster
         (("--max-latency-ms", "8", "--min-miou", "0.6"), "ptq"),
+        (("--max-latency-ms", "1.045"), "qat"),  # ptq takes 1.00 ms, but perhaps 1.05
         (("--min-miou", "0.62"), "qat"),  # not faster than ptq, and the fastest that is as accurate
         (("--min-miou", "0.655"), "float"),
     ],

@@ -31,7 +31,7 @@ from tests.tasks.test_benchmark import CONFIG
 
 _HAS_TENSORRT = all(importlib.util.find_spec(name) for name in ("tensorrt", "pycuda"))
 
-BENCHMARK = replace(CONFIG, batch_sizes=[], concurrencies=[2])
+BENCHMARK = replace(CONFIG, variants=["float"], concurrencies=[2])
 
 pytestmark = [
     pytest.mark.tensorrt,
@@ -154,16 +154,17 @@ def test_benchmark_tells_the_time_of_the_gpu_and_its_state(
 ) -> None:
     build(with_options(target, cuda_graph=cuda_graph), workshop.graph, tmp_path / "a")
     engine = tmp_path / "a" / "engine"
-    report = benchmark(BENCHMARK, engine=engine, out=tmp_path)
-    assert report.latency is not None
-    single = report.latency.at_batch_1
+    report = benchmark(BENCHMARK, builds=engine, reference=engine, out=tmp_path)
+    [measured] = report.engines.values()
+    assert measured.latency is not None and report.surroundings is not None
+    single = measured.latency.at_batch_1
     assert single.device_ms_p50 and single.device_compute_ms_p50 and single.latency_ms_p50
     assert 0 < single.device_compute_ms_p50 < single.device_ms_p50
-    assert report.options["cuda_graph"] is cuda_graph and report.options["transfers_included"]
-    for state in (report.latency.machine_before, report.latency.machine_after):
+    assert measured.options["cuda_graph"] is cuda_graph and measured.options["transfers_included"]
+    for state in (report.surroundings.before, report.surroundings.after):
         assert state.gpu is not None and state.gpu.sm_mhz
-    assert report.versions["nvidia driver"] != "unknown"
-    assert [one.concurrency for one in report.latency.throughputs] == [2]
+    assert report.machine.versions["nvidia driver"] != "unknown"
+    assert [one.concurrency for one in measured.latency.throughputs] == [2]
 
 
 def test_tensors_on_the_gpu_need_no_copy(workshop: Workshop, target: Target, tmp_path: Path) -> None:

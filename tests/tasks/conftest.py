@@ -1,5 +1,6 @@
 """A tiny data set, its network and its engines: real files, built once per test run."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -171,8 +172,12 @@ def unbalanced(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> 
         constants[name].CopyFrom(numpy_helper.from_array(values, name))
     write_graph(graph, root / "float.onnx")
     data = Path(shutil.copytree(workshop.data, root / "dataset"))
-    images_NHWC = np.load(data / "val_images.npy")
+    images_NHWC = _smooth_images(np.random.default_rng(5), 48)  # enough to prove losses
+    np.save(data / "val_images.npy", images_NHWC)
     np.save(data / "val_masks.npy", predict_classes(graph, images_NHWC, batch_size=4))
+    manifest = json.loads((data / "manifest.json").read_text(encoding="utf-8"))
+    manifest["counts"]["val"] = len(images_NHWC)
+    (data / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     config = QuantizeConfig(
         calibrators=[Calibrator.minmax],
         percentiles=[100.0],

@@ -36,6 +36,7 @@ def built(target: Target, model: Path, out: Path) -> Report:
     return build_engine(target, model=model, out=out)
 
 
+@pytest.mark.slow
 def test_engine_is_one_file_that_follows_the_network(workshop: Workshop) -> None:
     engine = workshop.engine("float", "cpu_aotinductor")
     manifest = read_engine_manifest(engine)

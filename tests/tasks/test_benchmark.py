@@ -1,3 +1,5 @@
+"""All engines of a target, measured side by side: real engines in real processes."""
+
 import csv
 import os
 import shutil
@@ -12,162 +14,256 @@ import numpy as np
 import psutil
 import pytest
 
-from tasks.benchmark import Config, benchmark
-from tasks.build_engine import build_engine
+from tasks.benchmark import Config, Report, benchmark
 from tasks.core.errors import ArtifactError
-from tasks.parts.engines.manifest import LAYERS_FILE, read_engine_manifest
+from tasks.parts.engines.manifest import (
+    LAYERS_FILE,
+    EngineStatus,
+    read_engine_manifest,
+    write_engine_manifest,
+)
 from tasks.parts.measuring import engine_process
 from tasks.parts.measuring.batch_latency import Windows
 from tasks.parts.measuring.engine_process import EngineProcess
+from tasks.parts.measuring.race import CONTROL
+from tasks.parts.measuring.reports import REFERENCE, EngineMeasurement
+from tasks.parts.measuring.surroundings import QuietLimits
+from tests.tasks.conftest import Workshop
 
 REPOSITORY = Path(engine_process.__file__).resolve().parents[3]
+TARGET = "cpu_onnxruntime"
 CONFIG = Config(
+    target=TARGET,
+    variants=["float", "twin", "quantized"],
     seed=0,
-    batch_sizes=[4],
+    batch_sizes=[],
     warm_up_ms=5.0,
     burst_ms=3.0,
     min_calls=2,
-    min_rounds=4,
+    min_rounds=5,
+    budget_s=1e-3,
+    resolution=0.015,
     windows=Windows(num_rounds=1, tolerance=1e9),
-    budget_s=0.2,
-    budget_batch_s=0.1,
+    budget_batch_s=0.05,
     concurrencies=[],
     throughput_s=0.03,
     max_aa_spread=1e9,
+    quiet=QuietLimits(max_busy_cores=0.3, max_wait_s=0.0),
     timeout_s=60.0,
 )
 
 
-def test_report_holds_all_numbers_of_the_engine(workshop, tmp_path):
-    engine = workshop.engine("quantized", "cpu_onnxruntime")
-    report = benchmark(CONFIG, engine=engine, out=tmp_path)
-    manifest = read_engine_manifest(engine)
-    assert report.engine_sha256 == manifest.sha256
-    latency, single = report.latency, report.latency.at_batch_1
-    assert (
-        0 < single.latency_ms_p50 <= single.latency_ms_p90 <= single.latency_ms_p95 <= single.latency_ms_p99
+@pytest.fixture
+def reference(workshop: Workshop) -> Path:
+    return workshop.engine("float", "cpu_torch")
+
+
+@pytest.fixture
+def builds(workshop: Workshop, tmp_path: Path) -> Path:
+    """Lay out engines as build_engine does; `twin` is the same file as `float`."""
+    for variant, source in (("float", "float"), ("twin", "float"), ("quantized", "quantized")):
+        shutil.copytree(workshop.engine(source, TARGET), folder_of(variant, tmp_path))
+    return folder_of("*", tmp_path)
+
+
+def folder_of(variant: str, root: Path) -> Path:
+    return root / "builds" / variant / TARGET / "engine"
+
+
+def measure(config: Config, builds: Path, reference: Path, out: Path) -> Report:
+    out.mkdir()
+    return benchmark(config, builds=builds, reference=reference, out=out)
+
+
+def measure_one(config: Config, engine: Path, out: Path) -> EngineMeasurement:
+    """Measure a single engine, which is its own reference."""
+    config = replace(config, variants=["one"], target=read_engine_manifest(engine).target.name)
+    return benchmark(config, builds=engine, reference=engine, out=out).engines["one"]
+
+
+def fail(engine: Path) -> None:
+    failed = replace(
+        read_engine_manifest(engine), status=EngineStatus.failed, reason="no such kernel", sha256=""
     )
-    assert list(single.latency_ms_intervals) == ["p50", "p90", "p95", "p99"]
-    p50 = single.latency_ms_intervals["p50"]
-    assert 0 < p50.low <= p50.high
-    assert (single.device_ms_p50, single.device_compute_ms_p50) == (None, None)
-    assert latency.gpu_memory_mib is None
+    write_engine_manifest(engine, failed)
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "latencies.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_two_files_are_compared_once_and_twins_are_one(
+    builds: Path, reference: Path, tmp_path: Path
+) -> None:
+    report = measure(CONFIG, builds, reference, tmp_path / "out")
+    race = report.race
+    assert race is not None
+    assert [(ratio.faster, ratio.slower) for ratio in race.ratios] == [
+        ("float", "reference"),
+        ("quantized", "reference"),
+        ("quantized", "float"),
+    ]
+    assert all(0 < ratio.low <= ratio.factor <= ratio.high for ratio in race.ratios)
+    assert (race.level, race.num_comparisons, race.num_rounds, race.num_repeats) == (0.95, 1, 5, 0)
+    engines = report.engines
+    assert {name: engine.measured_as for name, engine in engines.items()} == {
+        "float": "float",
+        "twin": "float",
+        "quantized": "quantized",
+    }
+    assert engines["twin"].latency == engines["float"].latency != engines["quantized"].latency
+    assert report.reference_sha256 == read_engine_manifest(reference).sha256
+    assert report.ratio("twin", REFERENCE) == race.ratios[0]
+    assert report.ratio("quantized", "twin") == race.ratios[2]
+    assert report.ratio("twin", "float").factor == 1
+    backwards = report.ratio("float", "quantized")
+    assert (backwards.faster, backwards.slower) == ("float", "quantized")
+    assert backwards.factor == 1 / race.ratios[2].factor
+    assert backwards.low <= backwards.factor <= backwards.high
+    assert report.aa_ratio_spread == race.aa_ratio.spread >= 0
+    assert (race.aa_ratio.faster, race.aa_ratio.slower) == (CONTROL, "float")
+    folders = {path.name for path in (tmp_path / "out").iterdir()}
+    assert folders == {"reference", "control", "float", "twin", "quantized"}
+
+
+def test_ratio_and_latency_come_from_the_same_rounds(builds: Path, reference: Path, tmp_path: Path) -> None:
+    report = measure(CONFIG, builds, reference, tmp_path / "out")
+    by_name = {}
+    for name in ("reference", "float", "quantized"):
+        by_round: dict[str, list[float]] = {}
+        for row in rows_of(tmp_path / "out" / name):
+            by_round.setdefault(row["round"], []).append(float(row["latency_ms"]))
+        by_name[name] = by_round
+        if name != "reference":
+            latency = report.engines[name].latency
+            assert latency is not None and latency.at_batch_1.num_samples == sum(map(len, by_round.values()))
+            every = np.concatenate(list(by_round.values()))
+            assert latency.at_batch_1.latency_ms_p50 == pytest.approx(np.median(every), abs=1e-4)
+    medians = {name: [np.median(burst) for burst in rounds.values()] for name, rounds in by_name.items()}
+    factor = np.median(np.array(medians["reference"]) / medians["quantized"])
+    assert report.ratio("quantized", REFERENCE).factor == pytest.approx(factor, rel=1e-3)
+
+
+def test_report_holds_all_numbers_of_an_engine(workshop: Workshop, tmp_path: Path) -> None:
+    engine = workshop.engine("quantized", TARGET)
+    config = replace(CONFIG, batch_sizes=[4, 2, 4, 64], concurrencies=[1, 3])
+    found, manifest = measure_one(config, engine, tmp_path), read_engine_manifest(engine)
+    assert (found.status, found.engine_sha256) == ("built", manifest.sha256)
+    latency = found.latency
+    assert latency is not None
+    assert [result.batch for result in latency.batches] == [1, 2, 4]  # 64 is more than the engine takes
+    for result in latency.batches:
+        assert 0 < result.latency_ms_p50 <= result.latency_ms_p90 <= result.latency_ms_p95
+        assert list(result.latency_ms_intervals)[:3] == ["p50", "p90", "p95"]
+        assert (result.latency_ms_p99 is None) == (result.num_samples < 1000)
+        assert (result.device_ms_p50, result.device_compute_ms_p50) == (None, None)
+        assert result.is_stable and result.num_rounds >= 5 and result.num_samples >= 10
+    assert latency.throughput_per_s_batched == latency.batches[2].throughput_per_s
     assert latency.memory_mib > 0 and latency.memory_total_mib > latency.memory_mib
-    assert [result.batch for result in latency.batches] == [1, 4]
-    assert latency.throughput_per_s_batched == latency.batches[1].throughput_per_s
-    assert all(result.num_rounds >= 3 and result.num_samples >= 12 for result in latency.batches)
-    assert report.provider == "CPUExecutionProvider" and report.num_threads == manifest.target.num_threads
-    assert report.precisions["QLinearConv"]["int8"] > 0
-    assert not latency.is_inconclusive and latency.throughputs == ()
-    assert report.options == {"graph_optimization_level": "ORT_ENABLE_ALL"}
-    assert report.versions["numpy"] == np.__version__ and "nvidia driver" not in report.versions
-    assert latency.machine_before.gpu is None
-    assert latency.machine_after.gpu_note == "the target does not use one"
-
-
-def test_every_timed_inference_is_in_the_table(workshop, tmp_path):
-    engine = workshop.engine("float", "cpu_openvino")
-    report = benchmark(CONFIG, engine=engine, out=tmp_path)
-    with (tmp_path / "latencies.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert {row["process"] for row in rows} == {"engine", "control"}
-    mine = [row for row in rows if row["batch"] == "1"]
-    assert len(mine) == report.latency.batches[0].num_samples
-    assert np.median([float(row["latency_ms"]) for row in mine]) == pytest.approx(
-        report.latency.at_batch_1.latency_ms_p50, abs=1e-4
-    )
+    assert latency.gpu_memory_mib is None
+    assert [one.concurrency for one in latency.throughputs] == [1, 3]
+    for one in latency.throughputs:
+        assert 0 < one.throughput_per_s_low <= one.throughput_per_s <= one.throughput_per_s_high
+        assert one.latency_ms_p50 > 0
+    assert (found.provider, found.num_threads) == ("CPUExecutionProvider", manifest.target.num_threads)
+    assert found.options == {"graph_optimization_level": "ORT_ENABLE_ALL"}
 
 
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
-def test_every_layer_that_computes_has_its_time(workshop, tmp_path, target):
-    benchmark(CONFIG, engine=workshop.engine("quantized", target), out=tmp_path)
-    with (tmp_path / LAYERS_FILE).open(encoding="utf-8") as file:
+def test_every_layer_that_computes_has_its_time(workshop: Workshop, tmp_path: Path, target: str) -> None:
+    measure_one(CONFIG, workshop.engine("quantized", target), tmp_path)
+    with (tmp_path / "one" / LAYERS_FILE).open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     working = [row for row in rows if int(row["macs"])]
     assert len(working) > 10 and {row["precision"] for row in working} <= {"int8", "f32"}
     assert all(float(row["milliseconds"]) > 0 for row in working)
 
 
-def test_batch_beyond_the_engine_is_left_out(workshop, tmp_path):
-    report = benchmark(
-        replace(CONFIG, batch_sizes=[64]),
-        engine=workshop.engine("float", "cpu_onnxruntime"),
-        out=tmp_path,
-    )
-    assert [result.batch for result in report.latency.batches] == [1]
-    assert report.latency.throughput_per_s_batched is None
+def test_machine_and_its_surroundings_are_recorded(builds: Path, reference: Path, tmp_path: Path) -> None:
+    report = measure(CONFIG, builds, reference, tmp_path / "out")
+    machine, around = report.machine, report.surroundings
+    assert machine.versions["numpy"] == np.__version__ and "nvidia driver" not in machine.versions
+    assert around is not None
+    assert around.before.gpu is None and around.after.gpu_note == "the target does not use one"
+    if sys.platform == "linux":
+        assert around.steal_share is not None and 0 <= around.steal_share <= 1
+        assert around.quiet.busy_cores is not None and around.quiet.busy_cores >= 0
 
 
-def test_sweep_measures_each_batch_once_and_by_size(workshop, tmp_path):
-    report = benchmark(
-        replace(CONFIG, batch_sizes=[4, 2, 4, 64]),
-        engine=workshop.engine("float", "cpu_onnxruntime"),
-        out=tmp_path,
-    )
-    assert [result.batch for result in report.latency.batches] == [1, 2, 4]
-    assert report.latency.throughput_per_s_batched == report.latency.batches[2].throughput_per_s
+def test_the_only_engine_of_a_target_races_the_reference(
+    builds: Path, reference: Path, tmp_path: Path
+) -> None:
+    fail(folder_of("quantized", tmp_path))
+    report = measure(CONFIG, builds, reference, tmp_path / "out")
+    assert report.race is not None
+    [ratio] = report.race.ratios
+    assert (ratio.faster, ratio.slower) == ("float", "reference") and report.race.num_comparisons == 1
+    failed = report.engines["quantized"]
+    assert (failed.status, failed.reason, failed.latency) == ("failed", "no such kernel", None)
 
 
-def test_measurement_ends_long_before_its_budget_when_three_windows_agree(workshop, tmp_path):
-    agreeing = Windows(num_rounds=2, tolerance=1e9)
-    report = benchmark(
-        replace(CONFIG, batch_sizes=[], windows=agreeing, budget_s=1000.0),
-        engine=workshop.engine("float", "cpu_onnxruntime"),
-        out=tmp_path,
-    )
-    [result] = report.latency.batches
-    assert report.latency.at_batch_1.is_stable and (result.num_windows, result.num_rounds) == (3, 6)
+def test_the_reference_alone_is_measured_beside_itself(builds: Path, tmp_path: Path) -> None:
+    fail(folder_of("quantized", tmp_path))
+    report = measure(CONFIG, builds, folder_of("float", tmp_path), tmp_path / "out")
+    assert report.race is not None and report.race.ratios == ()
+    assert (report.race.aa_ratio.faster, report.race.aa_ratio.slower) == (CONTROL, REFERENCE)
+    assert {report.engines[name].measured_as for name in ("float", "twin")} == {REFERENCE}
+    assert report.ratio("twin", REFERENCE).factor == 1 and report.engines["twin"].latency is not None
 
 
-def test_machine_that_never_settles_is_given_up_at_the_budget(workshop, tmp_path):
-    report = benchmark(
-        replace(CONFIG, batch_sizes=[], windows=Windows(num_rounds=1, tolerance=1e-12)),
-        engine=workshop.engine("float", "cpu_onnxruntime"),
-        out=tmp_path,
-    )
-    assert not report.latency.at_batch_1.is_stable and report.latency.batches[0].num_rounds >= 3
+def test_a_target_without_engines_gives_the_reasons(builds: Path, reference: Path, tmp_path: Path) -> None:
+    for variant in CONFIG.variants:
+        fail(folder_of(variant, tmp_path))
+    report = measure(CONFIG, builds, reference, tmp_path / "out")
+    assert report.race is None and not report.is_inconclusive and report.surroundings is None
+    assert {engine.reason for engine in report.engines.values()} == {"no such kernel"}
+    assert not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
-def test_throughput_is_measured_with_every_number_of_threads(workshop, tmp_path, target):
-    report = benchmark(
-        replace(CONFIG, batch_sizes=[], concurrencies=[1, 3]),
-        engine=workshop.engine("float", target),
-        out=tmp_path,
-    )
-    assert [one.concurrency for one in report.latency.throughputs] == [1, 3]
-    for one in report.latency.throughputs:
-        assert 0 < one.throughput_per_s_low <= one.throughput_per_s <= one.throughput_per_s_high
-        assert one.latency_ms_p50 > 0
+def test_the_file_of_the_reference_is_another_engine_on_another_target(builds: Path, tmp_path: Path) -> None:
+    fail(folder_of("quantized", tmp_path))
+    reference = tmp_path / "reference"
+    shutil.copytree(folder_of("float", tmp_path), reference)
+    manifest = read_engine_manifest(reference)
+    write_engine_manifest(reference, replace(manifest, target=replace(manifest.target, name="elsewhere")))
+    report = measure(CONFIG, builds, reference, tmp_path / "out")
+    assert {report.engines[name].measured_as for name in ("float", "twin")} == {"float"}
+    assert report.engines["float"].engine_sha256 == report.reference_sha256
+    assert report.race is not None and report.ratio("twin", REFERENCE) == report.race.ratios[0]
 
 
-def test_machine_too_noisy_for_a_claim_is_measured_twice_and_called_inconclusive(workshop, tmp_path):
-    report = benchmark(
-        replace(CONFIG, max_aa_spread=1e-12),
-        engine=workshop.engine("float", "cpu_onnxruntime"),
-        out=tmp_path,
-    )
-    assert report.latency.is_inconclusive
-    assert [result.num_repeats for result in report.latency.batches] == [1, 0]
+def test_a_reference_that_was_not_built_or_takes_other_images_is_refused(
+    builds: Path, reference: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "reference"
+    shutil.copytree(reference, other)
+    manifest = read_engine_manifest(other)
+    write_engine_manifest(other, replace(manifest, card=replace(manifest.card, height=32)))
+    with pytest.raises(ArtifactError, match=r"of \(32, \d+\) \(height, width\)"):
+        measure(CONFIG, builds, other, tmp_path / "size")
+    fail(other)
+    with pytest.raises(ArtifactError, match=r"the reference engine was not built \(failed: no such kernel\)"):
+        measure(CONFIG, builds, other, tmp_path / "failed")
 
 
-def test_engine_that_was_skipped_gives_a_report_with_the_reason(workshop, tmp_path):
-    (tmp_path / "build").mkdir()
-    target = workshop.target("cpu_openvino_bf16", cpu_flags=["avx_imaginary"])
-    build_engine(target, model=workshop.graph, out=tmp_path / "build")
-    skipped = tmp_path / "build" / "engine"
-    report = benchmark(CONFIG, engine=skipped, out=tmp_path)
-    assert (report.status, report.latency) == ("skipped", None)
-    assert "avx_imaginary" in report.reason
+def test_a_race_with_a_large_spread_is_repeated_and_the_better_one_is_kept(
+    builds: Path, reference: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = measure(replace(CONFIG, max_aa_spread=1e-12), builds, reference, tmp_path / "out")
+    assert report.is_inconclusive and report.race is not None and report.race.num_repeats == 1
+    [warning] = [record for record in caplog.records if "measuring again" in record.message]
+    assert isinstance(warning.args, tuple) and isinstance(warning.args[0], float)
+    assert 100 * report.aa_ratio_spread <= warning.args[0]
 
 
-def test_changed_engine_is_refused_in_its_process(workshop, tmp_path):
+def test_changed_engine_is_refused_in_its_process(workshop: Workshop, tmp_path: Path) -> None:
     engine = tmp_path / "engine"
     shutil.copytree(workshop.engine("float", "cpu_openvino"), engine)
     with (engine / "engine.blob").open("ab") as file:
         file.write(b"!")
     with pytest.raises(ArtifactError, match=r"sha256 .* is not loaded"):
-        benchmark(CONFIG, engine=engine, out=tmp_path)
+        measure_one(CONFIG, engine, tmp_path)
 
 
 def test_death_of_the_engine_s_process_is_a_typed_error(workshop):

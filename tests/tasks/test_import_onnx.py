@@ -206,7 +206,7 @@ def test_logits_with_two_empty_axes_are_flattened_and_labels_give_top_1(tmp_path
     (tmp_path / "validated").mkdir()
     build_engine(target("cpu_openvino"), model=model, out=tmp_path / "engine")
     checked = validate(
-        ValidateConfig("test", 3),
+        ValidateConfig("test", "val", 3),
         engine=tmp_path / "engine" / "engine",
         data=data,
         out=tmp_path / "validated",
@@ -231,7 +231,7 @@ def test_unlabelled_images_get_the_float_model_s_own_answers(small: Path, tmp_pa
     (tmp_path / "validated").mkdir()
     build_engine(target("cpu_onnxruntime"), model=model, out=tmp_path / "engine")
     checked = validate(
-        ValidateConfig("test", 4),
+        ValidateConfig("test", "val", 4),
         engine=tmp_path / "engine" / "engine",
         data=labelled / "dataset",
         out=tmp_path / "validated",

@@ -18,7 +18,14 @@ from PIL import Image
 
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError, DataError
-from tasks.parts.data.dataset import IGNORE_INDEX, open_images, open_labels, open_split, read_manifest
+from tasks.parts.data.dataset import (
+    IGNORE_INDEX,
+    open_groups,
+    open_images,
+    open_labels,
+    open_split,
+    read_manifest,
+)
 from tasks.parts.data.input_card import Task
 from tasks.parts.sources.digit_scenes import load_pool
 from tasks.parts.sources.image_files import ColourMask, OversizedImage, UnreadableImage, read_image
@@ -213,6 +220,48 @@ def test_split_files_decide_the_splits(root: Path, tmp_path: Path) -> None:
     assert report.warnings == ("1 image(s) are in none of train.txt, val.txt, test.txt.",)
     expected = np.asarray(Image.open(root / "images/street_6.png"))
     assert (open_split(tmp_path / "out/dataset", "val")[0][0] == expected).all()
+
+
+def test_images_of_a_group_stay_together_and_are_numbered(root: Path, tmp_path: Path) -> None:
+    groups = {name: f"video {number // 3}" for number, name in enumerate(NAMES)}
+    (root / "groups.csv").write_text("image,group\n" + "".join(f"{n}.png,{g}\n" for n, g in groups.items()))
+    counts = run(folder_config(), root, tmp_path / "out").num_images
+    assert counts["val"] + counts["test"] + counts["train"] == 10
+    assert counts["val"] in (1, 3) and counts["test"] in (
+        2,
+        3,
+        4,
+    )  # whole videos: three of 3 images, one of 1
+    numbers = {split: open_groups(tmp_path / "out/dataset", split) for split in ("train", "val", "test")}
+    assert sum(len(set(groups)) for groups in numbers.values()) == 4
+    assert set(numbers["val"]) == {0}
+
+
+def test_without_groups_each_image_is_its_own(root: Path, tmp_path: Path) -> None:
+    run(folder_config(), root, tmp_path / "out")
+    np.testing.assert_array_equal(open_groups(tmp_path / "out/dataset", "train"), np.arange(7))
+
+
+def test_groups_torn_by_lists_are_warned_of(root: Path, tmp_path: Path) -> None:
+    (root / "groups.csv").write_text(f"image,group\n{NAMES[0]},a\n{NAMES[8]},a\n")
+    for split, names in (("train", NAMES[:8]), ("val", NAMES[8:9]), ("test", NAMES[9:])):
+        (root / f"{split}.txt").write_text("\n".join(names))
+    report = run(folder_config(), root, tmp_path / "out")
+    assert any("1 group(s) of groups.csv are in more than one" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("name,video\n", r"expected the columns image,group"),
+        ("image,group\nstreet_0\n", r"holds the line 'street_0', expected an image and its group"),
+        ("image,group\nnowhere,a\n", r"lists 'nowhere', but there is no image of that name"),
+        ("", r"expected the columns image,group"),
+    ],
+)
+def test_broken_groups_are_named(root: Path, tmp_path: Path, content: str, expected: str) -> None:
+    (root / "groups.csv").write_text(content)
+    fails(root, tmp_path, expected)
 
 
 def test_non_ascii_names_and_sub_folders_work(root: Path, tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def test_graph_has_the_nodes_of_the_calibrated_one_with_other_weights(
     assert all(module and source for module, source in node_sources(after).values())
 
 
+@pytest.mark.slow
 def test_killed_training_resumes_and_ends_with_the_same_bytes(
     trained: tuple[Any, Path], calibrated: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -60,7 +60,7 @@ def config(workshop: Workshop, target: str = "cpu_torch", /, **changes: Any) -> 
         trainer=ONE_EPOCH,
         num_train_images=6,
         num_val_images=3,
-        num_rounds=3,
+        num_rounds=5,
         opset=20,
     )
 

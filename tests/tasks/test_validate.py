@@ -9,13 +9,15 @@ from onnx import helper
 
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, GateFailed
+from tasks.parts.data.comparison import RESULTS_FILE, read_results
 from tasks.parts.data.dataset import normalise, open_split, read_manifest
+from tasks.parts.data.input_card import Task
 from tasks.parts.data.metrics import confusion_matrix, scores
 from tasks.parts.engines.manifest import read_engine_manifest, sha256_of, write_engine_manifest
 from tasks.validate import Config, validate
 from tests.tasks.conftest import AOTINDUCTOR
 
-CONFIG = Config(split="test", batch_size=4)
+CONFIG = Config(split="test", unseen_split="val", batch_size=4)
 
 
 @pytest.mark.parametrize("target", ["cpu_torch", "cpu_onnxruntime", "cpu_openvino", AOTINDUCTOR])
@@ -34,6 +36,9 @@ def test_scores_are_those_of_the_network_itself(workshop, tmp_path, target):
     assert report.accuracy.pixel_accuracy == pytest.approx(expected.pixel_accuracy, abs=1e-3)
     assert list(report.accuracy.iou) == ["background", "zero", "one"]
     assert report.num_images == 6
+    results = read_results(tmp_path / RESULTS_FILE, "test", Task.segmentation)
+    assert results.score == pytest.approx(report.accuracy.miou) and results.num_images == 6
+    assert read_results(tmp_path / RESULTS_FILE, "val", Task.segmentation).num_images > 0
     assert report.engine_sha256 == read_engine_manifest(workshop.engine("float", target)).sha256
 
 
@@ -41,7 +46,7 @@ def test_confusion_counts_every_pixel_once_whatever_the_batch(workshop, tmp_path
     engine = workshop.engine("quantized", "cpu_onnxruntime")
     tables = []
     for batch_size in (1, 4, 100):
-        validate(Config("test", batch_size), engine=engine, data=workshop.data, out=tmp_path)
+        validate(Config("test", "val", batch_size), engine=engine, data=workshop.data, out=tmp_path)
         with (tmp_path / "confusion.csv").open(encoding="utf-8") as file:
             rows = list(csv.reader(file))
         assert rows[0][1:] == [row[0] for row in rows[1:]] == ["background", "zero", "one"]
@@ -98,4 +103,4 @@ def test_nan_logits_fail_with_the_index_of_the_image(workshop, tmp_path):
         engine, dataclasses.replace(manifest, sha256=sha256_of(engine / "engine.onnx"), card=same_mean)
     )
     with pytest.raises(GateFailed, match="NaN or infinity in the logits of image 4 of split 'test'"):
-        validate(Config("test", 1), engine=engine, data=data, out=tmp_path)
+        validate(Config("test", "val", 1), engine=engine, data=data, out=tmp_path)

@@ -1,6 +1,8 @@
 """The accuracy of an engine; needs no numpy, so that a report can be read without it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 
 @dataclass(frozen=True)
@@ -10,7 +12,7 @@ class Accuracy:
     metric: str
     """Metric of the score: mIoU or top-1 accuracy, against the labels or as agreement with the float model."""
     miou: float | None
-    """Mean IoU over the classes that occur in truth or prediction."""
+    """Mean IoU over the classes that occur in the labels."""
     top1: float | None
     """Share of images whose class is predicted correctly."""
     pixel_accuracy: float | None
@@ -36,6 +38,42 @@ class AccuracyReport:
     engine_sha256: str
     """SHA-256 of the file that was measured; empty if there is none."""
     split: str
+    """Split of the accuracy."""
+    unseen_split: str
+    """Split of which only images.npz has results."""
     num_images: int
+    """Images of `split`."""
     accuracy: Accuracy | None
     """None if there is no engine."""
+
+
+class Standing(StrEnum):
+    """Whether a loss is within its limit."""
+
+    within = "within"
+    """The whole interval is."""
+    beyond = "beyond"
+    """None of the interval is."""
+    unproven = "unproven"
+    """A part of the interval is: there are too few images to tell."""
+
+
+@dataclass(frozen=True)
+class ScoreLoss:
+    """The share of a reference's score that a predictor loses on the same images, negative if it scores more."""
+
+    rel_loss: float
+    low: float
+    """Lower end of the 95 % interval."""
+    high: float
+
+    def standing(self, max_rel_loss: float) -> Standing:
+        """Return whether the loss is within a limit."""
+        if self.high <= max_rel_loss:
+            return Standing.within
+        return Standing.beyond if self.low > max_rel_loss else Standing.unproven
+
+
+def worst(standings: Iterable[Standing]) -> Standing:
+    """Return the standing of an engine that has to hold several limits."""
+    return max(standings, key=(Standing.within, Standing.unproven, Standing.beyond).index)

@@ -4,6 +4,7 @@
     dataset/<split>_images.npy     uint8 [N, H, W, 3], RGB
     dataset/<split>_masks.npy      uint8 [N, H, W], class index or IGNORE_INDEX, for segmentation
     dataset/<split>_labels.npy     uint16 [N], class index, for classification
+    dataset/<split>_groups.npy     int64 [N], number of the group of images that belong together, if there are groups
 
 A data set without labels holds only images.
 
@@ -114,6 +115,15 @@ def open_labels(dataset: Path, split: str, task: Task) -> NDArray[Any]:
         )
     size = (manifest.height, manifest.width) if task is Task.segmentation else ()
     return _map_array(path, (num_images, *size), LABEL_TYPES[task])
+
+
+def open_groups(dataset: Path, split: str) -> NDArray[np.int64]:
+    """Return the group of each image of a split, [N], from 0 upward; without groups, each image is its own."""
+    manifest = read_manifest(dataset)
+    num_images, name = _num_images(dataset, manifest, split), f"{split}_groups.npy"
+    if name not in manifest.files:
+        return np.arange(num_images)
+    return _map_array(dataset / name, (num_images,), np.int64)
 
 
 def normalise(

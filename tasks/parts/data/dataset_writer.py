@@ -39,6 +39,8 @@ class SplitBatches:
     num_images: int
     batches: Iterable[tuple[NDArray[np.uint8], NDArray[Any] | None]]
     """images_NHWC, each with their masks_NHW or labels_N; None without labels."""
+    groups_N: NDArray[np.int64] | None = None
+    """Number of the group, 0 .. K - 1, that each image belongs to; None if each is its own."""
 
 
 def write_dataset(
@@ -81,7 +83,7 @@ def write_dataset(
 def write_first_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> Manifest:
     """Write a smaller data set into a new folder: the first images of each named split, at most as many as given.
 
-    Mean and std stay those of the whole data set, because networks were trained with them.
+    Mean and std stay those of the whole data set, because networks were trained with them. Groups are left out.
     """
     whole = read_manifest(dataset)
     out.mkdir(parents=True)
@@ -144,6 +146,8 @@ def _write_split(
             if label_stream and labels is not None:
                 label_stream.append(labels)
                 label_counts += np.bincount(labels.ravel(), minlength=num_values)
+        if content.groups_N is not None:
+            open_stream("groups", shape_NHW[:1], np.int64).append(content.groups_N)
         digests = {name: stream.finish() for name, stream in streams.items()}
     return _SplitStatistics(label_counts, colour_counts, digests)
 

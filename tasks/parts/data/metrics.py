@@ -62,7 +62,7 @@ class Scores:
     """IoU of the classes and pixel accuracy; undefined numbers are None, never 0 or NaN."""
 
     miou: float | None
-    """Mean of the defined class IoUs, 0..1."""
+    """Mean IoU of the classes that occur in the labels, 0..1: a stray pixel of another class is not a class."""
     iou: tuple[float | None, ...]
     """Intersection over union per class; None for a class in neither labels nor predictions."""
     pixel_accuracy: float | None
@@ -105,10 +105,11 @@ def scores(confusion_CC: NDArray[np.int64]) -> Scores:
     hits_C = np.diag(confusion_CC)
     union_C = confusion_CC.sum(axis=0) + confusion_CC.sum(axis=1) - hits_C
     iou = tuple(float(hit / area) if area else None for hit, area in zip(hits_C, union_C, strict=True))
-    defined = [value for value in iou if value is not None]
+    areas_C = confusion_CC.sum(axis=1)
+    in_labels = [value for value, area in zip(iou, areas_C, strict=True) if area and value is not None]
     total = int(confusion_CC.sum())
     return Scores(
-        miou=sum(defined) / len(defined) if defined else None,
+        miou=sum(in_labels) / len(in_labels) if in_labels else None,
         iou=iou,
         pixel_accuracy=float(hits_C.sum() / total) if total else None,
     )

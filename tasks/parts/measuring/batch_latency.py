@@ -7,6 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, MoreThan
+from tasks.parts.measuring.intervals import MIN_SAMPLES_OF_P99, Interval, percentile_intervals
 
 if TYPE_CHECKING:
     from tasks.parts.engines.runner import DeviceTimes
@@ -14,13 +15,8 @@ if TYPE_CHECKING:
 _PERCENTS = (50, 90, 95, 99)
 _EQUAL_WINDOWS = 3
 
-
-@dataclass(frozen=True)
-class Round:
-    """Latencies in ms of one burst of each of the engine's two processes."""
-
-    engine: list[float]
-    control: list[float]
+Bursts = Sequence[Sequence[float]]
+"""Latencies in ms of one engine, by round and call."""
 
 
 @dataclass(frozen=True)
@@ -32,28 +28,18 @@ class Windows:
     tolerance: Annotated[float, MoreThan(0)]
     """How much the medians may differ; 0.05 is 5 %. Lower: stops later, or only at the budget."""
 
-    def count(self, rounds: Sequence[Round]) -> int:
+    def count(self, bursts_ms: Bursts) -> int:
         """Return the number of full windows."""
-        return len(rounds) // self.num_rounds
+        return len(bursts_ms) // self.num_rounds
 
-    def are_stable(self, rounds: Sequence[Round]) -> bool:
+    def are_stable(self, bursts_ms: Bursts) -> bool:
         """Return whether the last three full windows agree."""
-        first = self.count(rounds) - _EQUAL_WINDOWS
+        first = self.count(bursts_ms) - _EQUAL_WINDOWS
         if first < 0:
             return False
         starts = [number * self.num_rounds for number in range(first, first + _EQUAL_WINDOWS)]
-        medians = [
-            statistics.median(chain(*_engine_ms(rounds[start : start + self.num_rounds]))) for start in starts
-        ]
+        medians = [statistics.median(chain(*bursts_ms[start : start + self.num_rounds])) for start in starts]
         return max(medians) <= min(medians) * (1 + self.tolerance)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """95 % bootstrap interval."""
-
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -64,70 +50,51 @@ class BatchLatency:
     latency_ms_p50: float
     latency_ms_p90: float
     latency_ms_p95: float
-    latency_ms_p99: float
+    latency_ms_p99: float | None
+    """None for fewer than 1,000 samples: it would rest on fewer than ten of them."""
     latency_ms_mean: float
     latency_ms_intervals: dict[str, Interval]
-    """Intervals of p50, p90, p95 and p99, resampled by round: calls within a burst are not independent."""
+    """95 % intervals of p50, p90, p95 and, if it is known, p99, by batches of rounds."""
     device_ms_p50: float | None
     """By CUDA events, copies to and from the GPU included; None on a CPU."""
     device_compute_ms_p50: float | None
     """By CUDA events, kernels alone."""
     throughput_per_s: float
     """Images per second, one inference after the other."""
-    aa_ratio_spread: float
-    """Largest distance from 1 of the 95 % interval of engine / control. Smaller differences are not significant."""
     is_stable: bool
-    """Whether the last three windows agreed; if not, time ran out."""
+    """Whether the last three windows agreed."""
     num_windows: int
     num_rounds: int
     num_samples: int
-    """Timed inferences of the engine (both processes)."""
-    num_repeats: int
-    """1 if the measurement was repeated because of a large A/A spread."""
+    """Timed inferences."""
 
 
 def summarise(
-    rounds: Sequence[Round],
-    *,
-    batch: int,
-    windows: Windows,
-    device: "DeviceTimes | None",
-    seed: int,
-    num_repeats: int,
+    bursts_ms: Bursts, *, batch: int, windows: Windows, device: "DeviceTimes | None"
 ) -> BatchLatency:
-    """Turn rounds into percentiles and the A/A spread."""
+    """Turn the bursts of one engine into percentiles with intervals."""
     import numpy as np
 
-    from tasks.parts.measuring.intervals import percentile_intervals, ratio_spread
-
-    by_round_ms = _engine_ms(rounds)
-    latencies_ms = np.concatenate(by_round_ms)
-    engine, control = np.array([[np.median(r.engine), np.median(r.control)] for r in rounds]).T
-    p50, p90, p95, p99 = (float(value) for value in np.percentile(latencies_ms, _PERCENTS))
-    intervals = percentile_intervals(by_round_ms, _PERCENTS, seed=seed)
+    latencies_ms = np.concatenate(bursts_ms)
+    percents = _PERCENTS if len(latencies_ms) >= MIN_SAMPLES_OF_P99 else _PERCENTS[:-1]
+    values = dict(zip(percents, np.percentile(latencies_ms, percents).tolist(), strict=True))
+    intervals = percentile_intervals(bursts_ms, percents)
     mean = float(latencies_ms.mean())
     return BatchLatency(
         batch=batch,
-        latency_ms_p50=p50,
-        latency_ms_p90=p90,
-        latency_ms_p95=p95,
-        latency_ms_p99=p99,
+        latency_ms_p50=values[50],
+        latency_ms_p90=values[90],
+        latency_ms_p95=values[95],
+        latency_ms_p99=values.get(99),
         latency_ms_mean=mean,
         latency_ms_intervals={
-            f"p{percent}": Interval(*ends) for percent, ends in zip(_PERCENTS, intervals, strict=True)
+            f"p{percent}": interval for percent, interval in zip(percents, intervals, strict=True)
         },
         device_ms_p50=float(np.median(device.total_ms)) if device else None,
         device_compute_ms_p50=float(np.median(device.compute_ms)) if device else None,
         throughput_per_s=1000 * batch / mean,
-        aa_ratio_spread=ratio_spread(engine / control, seed=seed),
-        is_stable=windows.are_stable(rounds),
-        num_windows=windows.count(rounds),
-        num_rounds=len(rounds),
+        is_stable=windows.are_stable(bursts_ms),
+        num_windows=windows.count(bursts_ms),
+        num_rounds=len(bursts_ms),
         num_samples=len(latencies_ms),
-        num_repeats=num_repeats,
     )
-
-
-def _engine_ms(rounds: Sequence[Round]) -> list[list[float]]:
-    """Return the latencies of both processes of the engine in each round."""
-    return [[*burst.engine, *burst.control] for burst in rounds]

@@ -1,45 +1,118 @@
-"""Bootstrap intervals of latencies and of their ratios."""
+"""Confidence intervals of latencies and of their ratios, by batch means with Student's t.
 
+Rounds that follow each other closely are not independent: a slow phase of the machine covers several of them. A
+bootstrap that draws single rounds ignores this, and its intervals are too narrow. Here consecutive rounds form 5 to
+10 batches of equal length. The statistic of a batch differs from that of all rounds by the noise of many rounds, and
+is nearly independent of the next batch, so the spread of the batches tells how far the statistic of all rounds may be
+from the truth (Schmeiser, "Batch size effects in the analysis of simulation output", Operations Research 30, 1982;
+Law, "Simulation Modeling and Analysis", 5th edition, section 9.5.3). ``benchmarks/coverage.py`` simulates how often
+the intervals hold the truth.
+"""
+
+import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-_NUM_RESAMPLES = 2000
-_NUM_RESAMPLES_OF_ROUNDS = 500
-
-
-def bootstrap_interval(ratios: Sequence[float], *, seed: int) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval of the median (Efron 1979)."""
-    values = np.asarray(ratios)
-    drawn = np.random.default_rng(seed).integers(0, len(values), (_NUM_RESAMPLES, len(values)))
-    low, high = np.percentile(np.median(values[drawn], axis=1), [2.5, 97.5])
-    return float(low), float(high)
+LEVEL = 0.95
+"""How often the intervals hold the truth."""
+MIN_SAMPLES_OF_P99 = 1000
+"""The p99 of fewer latencies rests on fewer than ten of them, and is not reported."""
+_FEWEST_BATCHES, _MOST_BATCHES = 5, 10
+_ROUNDS_PER_BATCH = 5
+"""Rounds in a batch as long as there can be more batches."""
 
 
-def ratio_spread(ratios: Sequence[float], *, seed: int) -> float:
-    """Return how far the interval of the ratios extends from 1: how much two equal engines seem to differ."""
-    return max(abs(end - 1) for end in bootstrap_interval(ratios, seed=seed))
+@dataclass(frozen=True)
+class Interval:
+    """Interval that holds the truth with probability LEVEL."""
+
+    low: float
+    high: float
 
 
-def percentile_intervals(
-    rounds: Sequence[Sequence[float]], percents: Sequence[float], *, seed: int
-) -> list[tuple[float, float]]:
-    """Return the 95 % bootstrap interval of each percentile of all values, drawing whole rounds.
+@dataclass(frozen=True)
+class Estimate:
+    """A value and the ends of its interval."""
 
-    The values of one round are not independent, so drawing single values would give intervals that are too narrow
-    (cluster bootstrap: Davison and Hinkley 1997, section 3.8).
+    value: float
+    low: float
+    high: float
+
+    @property
+    def spread(self) -> float:
+        """Largest distance of the interval from 1; for the ratio of two equal engines this is noise."""
+        return max(abs(self.low - 1), abs(self.high - 1))
+
+
+def estimate_ratio(ratios: Sequence[float], *, num_comparisons: int = 1) -> Estimate:
+    """Return the median of one ratio per round, with its interval; computed on logarithms.
+
+    Of `num_comparisons` such intervals, all hold the truth with probability LEVEL (Bonferroni's correction: each is
+    computed for an error of (1 - LEVEL) / num_comparisons). Needs at least two rounds, in the order of time.
     """
+    import numpy as np
+
+    logs = np.log(np.asarray(ratios, dtype=float))
+    centre = float(np.median(logs))
+    medians = [float(np.median(logs[batch])) for batch in _batches(len(logs))]
+    reach = _reach(medians, centre, 1 - (1 - LEVEL) / num_comparisons)
+    return Estimate(math.exp(centre), math.exp(centre - reach), math.exp(centre + reach))
+
+
+def percentile_intervals(rounds: Sequence[Sequence[float]], percents: Sequence[float]) -> list[Interval]:
+    """Return the interval of each percentile of all values of the rounds, which are in the order of time."""
+    import numpy as np
+
     values = np.concatenate(rounds)
-    order = np.argsort(values)
-    values, round_of = values[order], np.repeat(np.arange(len(rounds)), [*map(len, rounds)])[order]
-    generator, quantiles = np.random.default_rng(seed), np.asarray(percents) / 100
-    drawn = np.empty((_NUM_RESAMPLES_OF_ROUNDS, len(percents)))
-    for resample in drawn:
-        times_drawn = np.bincount(generator.integers(0, len(rounds), len(rounds)), minlength=len(rounds))
-        ends = np.cumsum(times_drawn[round_of])  # the sorted resample holds values[i] up to position ends[i]
-        positions = quantiles * (ends[-1] - 1)
-        below, above = (
-            values[np.searchsorted(ends, end(positions), side="right")] for end in (np.floor, np.ceil)
-        )
-        resample[:] = below + (above - below) * (positions - np.floor(positions))
-    return [(float(low), float(high)) for low, high in np.percentile(drawn, [2.5, 97.5], axis=0).T]
+    of_batches = [np.percentile(np.concatenate(rounds[batch]), percents) for batch in _batches(len(rounds))]
+    intervals = []
+    for number, centre in enumerate(np.percentile(values, percents)):
+        reach = _reach([float(found[number]) for found in of_batches], float(centre), LEVEL)
+        intervals.append(Interval(max(float(centre) - reach, 0.0), float(centre) + reach))
+    return intervals
+
+
+def student_t(level: float, degrees: int) -> float:
+    """Return the t for which a variable of Student's distribution is between -t and t with probability `level`.
+
+    Bisects the distribution function of Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _probability_within(middle, degrees) < level else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
+
+
+def _probability_within(angle: float, degrees: int) -> float:
+    """Return the probability of a value between -t and t, where t = sqrt(degrees) * tan(angle)."""
+    sine, cosine = math.sin(angle), math.cos(angle)
+    is_odd = degrees % 2 == 1
+    term = cosine if is_odd else 1.0
+    total = term if degrees > 1 else 0.0
+    for power in range(3 if is_odd else 2, degrees - 1, 2):
+        term *= cosine**2 * (power - 1) / power
+        total += term
+    return (angle + sine * total) * 2 / math.pi if is_odd else sine * total
+
+
+def _batches(num_rounds: int) -> list[slice]:
+    """Return the rounds of each batch; their numbers differ by one at the most."""
+    most = max(_FEWEST_BATCHES, min(_MOST_BATCHES, num_rounds // _ROUNDS_PER_BATCH))
+    count = min(num_rounds, most)
+    ends = [num_rounds * number // count for number in range(count + 1)]
+    return [slice(start, end) for start, end in itertools.pairwise(ends)]
+
+
+def _reach(of_batches: Sequence[float], centre: float, level: float) -> float:
+    """Return half the length of the interval around the statistic of all rounds.
+
+    The deviations are taken from that statistic and not from the mean of the batches, whose percentiles are biased
+    ("sectioning": Nakayama, "Confidence intervals for quantiles using sectioning", ACM TOMACS 24, 2014).
+    """
+    count = len(of_batches)
+    if count < 2:
+        raise ValueError(f"{count} rounds, expected two or more: the interval follows from their spread")
+    deviation = math.sqrt(sum((value - centre) ** 2 for value in of_batches) / (count - 1))
+    return student_t(level, count - 1) * deviation / math.sqrt(count)

@@ -1,19 +1,25 @@
-"""Read what affects latency besides the engine: clocks, power, temperatures and versions.
+"""Read what affects latency besides the engine: which machine it is, its clocks, power, temperatures and versions.
 
 Reading a GPU's state through NVML was not run on real hardware.
 """
 
+import hmac
 import importlib.metadata
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tasks.parts.engines.gpu import first_bus_id
+from tasks.parts.engines.machine import read_cpu_model, read_isa
 from tasks.parts.engines.runtimes import CUDA
 
 _MIB = 1 << 20
+_MACHINE_ID = Path("/etc/machine-id")
+_GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+UNKNOWN = "unknown"
 _CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
 """Names of Linux drivers that measure the processor."""
 _THROTTLE_REASONS = {
@@ -25,6 +31,21 @@ _THROTTLE_REASONS = {
     "ApplicationsClocksSetting": "clocks set by the user",
 }
 """Suffixes of NVML's names -> their meaning; an idle GPU is not a reason."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that a latency belongs to; latencies of different machines cannot be compared."""
+
+    id: str
+    """Digest of /etc/machine-id, which itself is confidential; UNKNOWN if the system has none."""
+    cpu_model: str
+    cpu_flags: tuple[str, ...]
+    """Instruction sets that change which kernels a runtime picks."""
+    governor: str | None
+    """How Linux chooses the clock of the CPU; None if it does not say, as in most virtual machines."""
+    versions: dict[str, str]
+    """Versions that latency depends on, besides those of the runtimes."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +70,18 @@ class MachineState:
     gpu: GpuState | None
     gpu_note: str
     """Why `gpu` is None; otherwise empty."""
+
+
+def read_machine(device: str) -> Machine:
+    """Describe this machine, for a target of device cuda with the version of the driver."""
+    governor = _GOVERNOR.read_text(encoding="ascii").strip() if _GOVERNOR.is_file() else None
+    return Machine(read_machine_id(), read_cpu_model(), read_isa(), governor, read_versions(device))
+
+
+def read_machine_id(file: Path = _MACHINE_ID) -> str:
+    """Return a keyed digest of the machine's id, as machine-id(5) asks for; UNKNOWN without one."""
+    content = file.read_bytes().strip() if file.is_file() else b""
+    return hmac.new(content, b"enginewright", "sha256").hexdigest()[:16] if content else UNKNOWN
 
 
 def read_machine_state(device: str) -> MachineState:

@@ -1,9 +1,10 @@
-"""Reports of the measuring stages: the latency of an engine, and the race of a target's engines."""
+"""The report of `benchmark`: latencies and speed ratios of the engines of a target."""
 
 from dataclasses import dataclass
 
 from tasks.parts.measuring.batch_latency import BatchLatency
-from tasks.parts.measuring.machine_state import MachineState
+from tasks.parts.measuring.machine_state import Machine
+from tasks.parts.measuring.surroundings import Surroundings
 
 REFERENCE = "reference"
 """Name in a race of the engine that all speed-ups refer to."""
@@ -25,23 +26,17 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Latency:
-    """What was measured in the processes of one engine."""
+    """What was measured in the process of one engine."""
 
     batches: tuple[BatchLatency, ...]
-    """Batch 1 first, then each of benchmark.batch_sizes that the engine takes."""
+    """Batch 1 first, in the rounds of all engines; then each of benchmark.batch_sizes that the engine takes."""
     throughputs: tuple[Throughput, ...]
-    is_inconclusive: bool
-    """Whether the A/A spread at batch 1 stayed above benchmark.max_aa_spread: the machine was too noisy."""
     memory_mib: float
-    """Resident memory of the runtime, weights and buffers."""
+    """Resident memory of the runtime, weights and buffers at batch 1."""
     memory_total_mib: float
     """Peak of the whole process, including Python."""
     gpu_memory_mib: float | None
     """GPU memory of the process; None on a CPU, or if NVML does not report it."""
-    machine_before: MachineState
-    """The machine after warm-up, before the first round."""
-    machine_after: MachineState
-    """The machine right after the last round."""
 
     @property
     def at_batch_1(self) -> BatchLatency:
@@ -55,14 +50,16 @@ class Latency:
 
 
 @dataclass(frozen=True)
-class LatencyReport:
-    """Speed and size of one engine file."""
+class EngineMeasurement:
+    """Speed and memory of the engine file of one variant."""
 
     status: str
     """"built", or why there was nothing to measure: "skipped", "failed"."""
     reason: str
     engine_sha256: str
-    size_bytes: int
+    measured_as: str
+    """Name that the file was measured under: an earlier variant's if the files are identical, or REFERENCE. Empty if
+    there is no engine."""
     latency: Latency | None
     """None if there is no engine."""
     runtime: str
@@ -71,10 +68,6 @@ class LatencyReport:
     num_threads: int
     options: dict[str, str | int | bool]
     """Active options that affect latency, such as a captured CUDA graph, by the runtime's own names."""
-    precisions: dict[str, dict[str, int]]
-    cpu_model: str
-    versions: dict[str, str]
-    load_average_before: float | None
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,7 @@ class SpeedRatio:
     factor: float
     """Median over the rounds."""
     low: float
-    """Lower end of the 95 % bootstrap interval."""
+    """Lower end of the interval, at the level of the race."""
     high: float
 
     @property
@@ -103,32 +96,54 @@ class SpeedRatio:
 
 
 @dataclass(frozen=True)
-class RaceReport:
-    """The race of a target's engines and the reference; identical files ran once, under the name of the first."""
+class Race:
+    """The rounds at batch 1 that all engines of a target ran together."""
 
-    engine_sha256: dict[str, str]
-    """Variant -> sha256 of its engine file, if it was built."""
-    raced_as: dict[str, str]
-    """Variant -> the name that its file ran under: an earlier variant's if the files are identical, or REFERENCE."""
-    reference_sha256: str
-    """The engine file that all speed-ups refer to."""
-    latency_ms_p50: dict[str, float]
-    """Name -> latency at batch 1 of each file that ran."""
     ratios: tuple[SpeedRatio, ...]
     """The later engine over the earlier one, for each pair of different files; the reference is the first."""
-    aa_ratio: SpeedRatio | None
-    """The A/A control over the same file; None if nothing ran."""
+    aa_ratio: SpeedRatio
+    """The A/A control over the same file."""
+    level: float
+    """How often all `num_comparisons` intervals that decide hold the truth."""
+    num_comparisons: int
+    """Pairs that can decide; the interval of each ratio is corrected for that many (Bonferroni)."""
+    undecided: tuple[tuple[str, str], ...]
+    """Neighbours on speed whose order was still open when the time was up, the faster one first."""
+    reference_ms_p50: float
+    """Latency of the reference engine in these rounds."""
     num_rounds: int
+    num_repeats: int
+    """1 if the race was repeated because of a large A/A spread; the one with the smaller spread is kept."""
+
+
+@dataclass(frozen=True)
+class BenchmarkReport:
+    """Speed of all engines of a target, measured side by side; identical files were measured once."""
+
+    engines: dict[str, EngineMeasurement]
+    """By variant."""
+    reference_sha256: str
+    """The engine file that all speed-ups refer to."""
+    race: Race | None
+    """None if the target has no engine."""
+    is_inconclusive: bool
+    """Whether the A/A spread stayed above benchmark.max_aa_spread: the machine was too noisy."""
+    machine: Machine
+    surroundings: Surroundings | None
+    """None if nothing was measured."""
 
     @property
     def aa_ratio_spread(self) -> float:
         """The spread of the A/A control; smaller differences are not significant."""
-        return self.aa_ratio.spread if self.aa_ratio else 0.0
+        return self.race.aa_ratio.spread if self.race else 0.0
 
     def ratio(self, faster: str, slower: str) -> SpeedRatio:
-        """Return how many times as fast one engine is as another; both are variants, or REFERENCE."""
-        first, second = (self.raced_as.get(name, name) for name in (faster, slower))
+        """Return how many times as fast one engine is as another; both are built variants, or REFERENCE."""
+        first, second = (
+            self.engines[name].measured_as if name in self.engines else name for name in (faster, slower)
+        )
         if first == second:
             return SpeedRatio(faster, slower, 1.0, 1.0, 1.0)
-        ratio = next(ratio for ratio in self.ratios if {ratio.faster, ratio.slower} == {first, second})
+        assert self.race is not None
+        ratio = next(ratio for ratio in self.race.ratios if {ratio.faster, ratio.slower} == {first, second})
         return ratio if ratio.faster == first else ratio.inverse

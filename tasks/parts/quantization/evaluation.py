@@ -8,13 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.data.dataset import open_images, open_labels, read_manifest
+from tasks.parts.data.comparison import ImageResults, compare_with_labels
+from tasks.parts.data.dataset import open_groups, open_images, open_labels, read_manifest
 from tasks.parts.data.input_card import Task
-from tasks.parts.data.metrics import Metric, metric_of, score
+from tasks.parts.data.metrics import Metric, metric_of
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
 from tasks.parts.onnx_graphs.predict import agreement, predict_classes
 from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
@@ -22,12 +24,16 @@ from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Score and agreement of the predictions of a graph."""
+    """The predictions of a graph, compared with the labels and with the float graph."""
 
-    score: float
-    """Score in the metric of the data set, 0..1."""
+    results: ImageResults
     agreement: float
     """Share of pixels, or of images, with the class that the float graph predicts, 0..1."""
+
+    @cached_property
+    def score(self) -> float:
+        """Score in the metric of the data set, 0..1."""
+        return self.results.score
 
 
 @dataclass(frozen=True)
@@ -43,21 +49,28 @@ class GraphEvaluator:
     batch_size: int
     task: Task
     metric: Metric
+    groups_N: NDArray[np.int64]
+    """Group of each image."""
 
     @cached_property
+    def float_results(self) -> ImageResults:
+        """What the float graph gets right in the same images."""
+        return self._compare(self.float_classes)
+
+    @property
     def float_score(self) -> float:
         """Score of the float graph on the same images."""
-        return score(self.float_classes, self.labels, self.num_classes, self.task)
+        return self.float_results.score
 
     def evaluate(self, quantized: ModelProto) -> Evaluation:
         """Evaluate a graph in ONNX Runtime with uint8 activations, as it is deployed there."""
         classes = predict_classes(
             activations_to_uint8(quantized), self.images_NHWC, batch_size=self.batch_size
         )
-        return Evaluation(
-            score=score(classes, self.labels, self.num_classes, self.task),
-            agreement=agreement(classes, self.float_classes),
-        )
+        return Evaluation(self._compare(classes), agreement(classes, self.float_classes))
+
+    def _compare(self, classes: NDArray[Any]) -> ImageResults:
+        return compare_with_labels(classes, self.labels, self.num_classes, self.task, self.groups_N)
 
 
 def open_evaluator(graph: ModelProto, data: Path, *, num_images: int, batch_size: int) -> GraphEvaluator:
@@ -80,4 +93,5 @@ def open_evaluator(graph: ModelProto, data: Path, *, num_images: int, batch_size
         batch_size=batch_size,
         task=card.task,
         metric=metric_of(card.task, manifest.source),
+        groups_N=open_groups(data, "val")[: num_images or None],
     )

@@ -21,9 +21,16 @@ class Verdict(StrEnum):
 
     ACCEPT = "ACCEPT"
     TOO_LOSSY = "TOO_LOSSY"
+    """It certainly loses more accuracy than a gate allows."""
+    UNPROVEN = "UNPROVEN"
+    """Too few validation images to tell whether it holds the gates."""
     NOT_FASTER = "NOT_FASTER"
+    """It holds the gates, but gives neither speed nor accuracy over the rung below it."""
+    INCONCLUSIVE = "INCONCLUSIVE"
+    """It holds the gates; noise of the machine hides whether it is faster."""
     BUILD_FAILED = "BUILD_FAILED"
     PRECISION_MISMATCH = "PRECISION_MISMATCH"
+    """It does not compute in the declared precision: measured, but never picked."""
     SKIPPED = "SKIPPED"
 
 
@@ -48,19 +55,22 @@ class Speed:
     """Latency at batch 1, throughput, speed-up and memory."""
 
     latency_ms_p50: float
-    """Measured alone; engines are compared by race_latency_ms_p50."""
+    """Measured in the same rounds as the other engines of the target."""
+    latency_ms_p50_low: float
+    """Lower end of its 95 % interval."""
+    latency_ms_p50_high: float
+    """Upper end; it is what a limit in milliseconds is held against."""
     latency_ms_p90: float
-    latency_ms_p99: float
+    latency_ms_p99: float | None
+    """None for fewer than 1,000 samples."""
     throughput_per_s: float
     """Images per second, one inference after the other."""
     throughput_per_s_batched: float | None
     """Images per second at the largest of benchmark.batch_sizes that the engine takes."""
-    race_latency_ms_p50: float
-    """Measured in the same rounds as the other engines of the target."""
     speedup_vs_reference: float
-    """Speed-up over the reference engine in the race of the target; with model=trained that is eager PyTorch."""
+    """Speed-up over the reference engine, measured in the same rounds; with model=trained that is eager PyTorch."""
     speedup_low: float
-    """Lower end of the bootstrap interval."""
+    """Lower end of the interval."""
     speedup_high: float
     aa_ratio_spread: float
     """The spread of the A/A control; smaller differences are not significant."""
@@ -70,18 +80,57 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class Losses:
+    """What an engine loses on the validation images, as shares of a score; negative if it scores more."""
+
+    score_rel_loss: float
+    """Against the float reference."""
+    score_rel_loss_low: float
+    """Lower end of the 95 % interval, from a comparison image by image."""
+    score_rel_loss_high: float
+    parent: str
+    """Name of the engine that runs the variant's own float graph; empty for a float variant."""
+    parent_rel_loss: float
+    """Against the parent; 0 without a parent, as its interval."""
+    parent_rel_loss_low: float
+    parent_rel_loss_high: float
+    images_needed: int | None
+    """Validation images that would tell whether both gates hold, if that is unproven; None otherwise, or if it would
+    take more than 1024 times as many as there are."""
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """What a picked engine scores on the split that nothing was decided on."""
+
+    unseen_split: str
+    unseen_score: float
+    unseen_rel_loss: float
+    """Share of the float reference's score on this split that is lost."""
+    unseen_rel_loss_low: float
+    """Lower end of the 95 % interval."""
+    unseen_rel_loss_high: float
+
+
+@dataclass(frozen=True)
 class Measured:
     """What was measured of an engine file."""
 
     accuracy: Accuracy
-    score_rel_loss: float | None
-    """Share of the float reference's score that is lost, negative if it is better; None until it is judged."""
+    losses: Losses | None
+    """None until it is judged."""
+    unseen: Unseen | None
+    """None unless it is picked."""
     speed: Speed
     size_bytes: int
     engine_sha256: str
     """The file that accuracy and latency were measured on."""
     reference_sha256: str
     """The engine that the speed-up refers to."""
+
+
+_PARTS: dict[str, type[Any]] = {"accuracy": Accuracy, "losses": Losses, "unseen": Unseen, "speed": Speed}
+"""The fields of Measured whose own fields stand beside the others in engines.json."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +144,7 @@ class EngineRow:
     pareto: bool
     """No other sound engine of the target is as fast and as accurate, and better in one of the two."""
     picked: bool
-    """The fastest accepted engine of its target."""
+    """The engine to ship on its target."""
     precision: str
     """What the convolutions run in, most used first, as ``int8+f32``; without an engine, what the target declares."""
     macs_share: dict[str, float]
@@ -128,16 +177,19 @@ def rungs(rows: Sequence[EngineRow], ladder: Sequence[str], target: str) -> list
 def flatten(row: EngineRow) -> dict[str, Any]:
     """Return a row in the flat form of engines.json, with null for numbers if there is no engine."""
     flat = dataclasses.asdict(row)
-    measured = flat.pop("measured") or {}
-    parts = measured | measured.get("accuracy", {}) | measured.get("speed", {})
-    return flat | {name: parts.get(name) for name in measured_names()}
+    values = measured = flat.pop("measured") or {}
+    for name in _PARTS:
+        values = values | (measured.get(name) or {})
+    return flat | {name: values.get(name) for name in measured_names()}
 
 
 def read_rows(folder: Path) -> list[EngineRow]:
     """Return the rows of the engines.json that select_engine wrote into a folder."""
     rows = []
     for flat in json.loads((folder / ENGINES_FILE).read_text(encoding="utf-8")):
-        parts = {name: _pick(flat, part) for name, part in (("accuracy", Accuracy), ("speed", Speed))}
+        parts: dict[str, Any] = {name: _pick(flat, part) for name, part in _PARTS.items()}
+        for name, mark in (("losses", "score_rel_loss"), ("unseen", "unseen_split")):
+            parts[name] = None if flat[mark] is None else parts[name]
         measured = _pick(flat, Measured) | parts if flat["engine_sha256"] else None
         rows.append(dacite.from_dict(EngineRow, _pick(flat, EngineRow) | {"measured": measured}, STRICT))
     return rows
@@ -145,8 +197,8 @@ def read_rows(folder: Path) -> list[EngineRow]:
 
 def measured_names() -> list[str]:
     """Return the keys of engines.json that are null if there is no engine."""
-    names = [field.name for part in (Accuracy, Speed, Measured) for field in dataclasses.fields(part)]
-    return [name for name in names if name not in ("accuracy", "speed")]
+    names = [field.name for part in (*_PARTS.values(), Measured) for field in dataclasses.fields(part)]
+    return [name for name in names if name not in _PARTS]
 
 
 def _pick(flat: dict[str, Any], part: type[Any]) -> dict[str, Any]:

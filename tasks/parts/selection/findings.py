@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tasks.parts.measuring.reports import RaceReport
+from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.selection.engine_row import EngineRow, Verdict, rungs
 from tasks.parts.selection.verdicts import Reference
 
@@ -19,8 +19,9 @@ class Gain:
     """The effect of one technique on one target."""
 
     score_change: float
+    """Of the score on the validation images."""
     speed_factor: float
-    """From the race of the target."""
+    """From rounds in which both ran."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,15 @@ class Shown:
     score: str = NOTHING
     change: str = NOTHING
     """Change of the score from the reference."""
+    change_interval: str = NOTHING
+    """Its 95 % interval: ``+1.6 to +2.9 %``."""
+    unseen_score: str = NOTHING
+    """Score of a pick on the split that nothing was decided on."""
+    unseen_change: str = NOTHING
+    """Its change from the reference on that split, with the interval."""
     p50_ms: str = NOTHING
+    p50_interval: str = NOTHING
+    """Its 95 % interval: ``0.151 to 0.158``."""
     p90_ms: str = NOTHING
     p99_ms: str = NOTHING
     speedup: str = NOTHING
@@ -50,7 +59,10 @@ class Findings:
     """Name, variant before, variant after."""
     reference: Reference
     max_score_rel_loss: float
-    races: Mapping[str, RaceReport]
+    max_parent_rel_loss: float
+    unseen_split: str
+    """Split that the picks are reported on, and nothing is decided on."""
+    benchmarks: Mapping[str, BenchmarkReport]
     """By target."""
 
     @property
@@ -105,7 +117,9 @@ class Findings:
         old, new = (row.measured if row else None for row in rows)
         if old is None or new is None:
             return None
-        return Gain(new.accuracy.score - old.accuracy.score, self.races[target].ratio(after, before).factor)
+        return Gain(
+            new.accuracy.score - old.accuracy.score, self.benchmarks[target].ratio(after, before).factor
+        )
 
     @property
     def ious(self) -> list[tuple[EngineRow, dict[str, float | None]]]:
@@ -117,7 +131,6 @@ class Findings:
         """Return target -> condition -> its value, or the range of values over the target's engines."""
         return {
             target: {name: _span(values) for name, values in _collect(self.rows, target).items()}
-            | {"A/A spread of the race": f"{100 * self.races[target].aa_ratio_spread:.1f} %"}
             for target in self.targets
             if _collect(self.rows, target)
         }
@@ -127,13 +140,21 @@ def shown(row: EngineRow) -> Shown:
     """Format the numbers of an engine."""
     if row.measured is None:
         return Shown()
-    speed = row.measured.speed
+    speed, losses, unseen = row.measured.speed, row.measured.losses, row.measured.unseen
+    assert losses is not None
     return Shown(
         score=f"{row.measured.accuracy.score:.4f}",
-        change=percent_change(row.measured.score_rel_loss or 0.0),
+        change=percent_change(losses.score_rel_loss),
+        change_interval=_span_of_change(losses.score_rel_loss_low, losses.score_rel_loss_high),
+        unseen_score=f"{unseen.unseen_score:.4f}" if unseen else NOTHING,
+        unseen_change=f"{percent_change(unseen.unseen_rel_loss)} "
+        f"({_span_of_change(unseen.unseen_rel_loss_low, unseen.unseen_rel_loss_high)})"
+        if unseen
+        else NOTHING,
         p50_ms=milliseconds(speed.latency_ms_p50),
+        p50_interval=f"{milliseconds(speed.latency_ms_p50_low)} to {milliseconds(speed.latency_ms_p50_high)}",
         p90_ms=milliseconds(speed.latency_ms_p90),
-        p99_ms=milliseconds(speed.latency_ms_p99),
+        p99_ms=NOTHING if speed.latency_ms_p99 is None else milliseconds(speed.latency_ms_p99),
         speedup=times(speed.speedup_vs_reference),
         size_mb=megabytes(row.measured.size_bytes),
     )
@@ -153,8 +174,7 @@ def _collect(rows: Sequence[EngineRow], target: str) -> dict[str, list[str]]:
     values: dict[str, list[str]] = {}
     for row in rows:
         if row.target == target and row.measured:
-            spread = {"A/A spread": f"{100 * row.measured.speed.aa_ratio_spread:.1f} %"}
-            for name, value in (row.conditions | spread).items():
+            for name, value in row.conditions.items():
                 values.setdefault(name, []).append(value)
     return values
 
@@ -189,6 +209,10 @@ def percent_change(loss: float) -> str:
     """Format a relative loss as a change: a loss of 0.012 is ``-1.2 %``."""
     text = f"{-100 * loss:+.1f}"
     return "0.0 %" if text in ("+0.0", "-0.0") else f"{text.replace('-', '−')} %"  # noqa: RUF001
+
+
+def _span_of_change(low: float, high: float) -> str:
+    return f"{percent_change(high).removesuffix(' %')} to {percent_change(low)}"
 
 
 def signed(value: float) -> str:

@@ -15,6 +15,8 @@ _CHIPS = {
     Verdict.PRECISION_MISMATCH: "bad",
     Verdict.BUILD_FAILED: "bad",
     Verdict.NOT_FASTER: "mild",
+    Verdict.UNPROVEN: "mild",
+    Verdict.INCONCLUSIVE: "mild",
     Verdict.SKIPPED: "off",
 }
 _WIDEST_HEAT = 0.42

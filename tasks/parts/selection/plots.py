@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.parts.selection.engine_row import EngineRow, Verdict
-from tasks.parts.selection.findings import NOTHING, milliseconds, shown, times
+from tasks.parts.selection.findings import NOTHING, shown, times
 
 TARGET_COLOURS = ("#3b7dd8", "#e07b39", "#2a9d72", "#a45ccb", "#c9a227", "#d1495b", "#4c9aa8", "#7a7f87")
 """One per target, in the order of the rows; distinct on white, on black and to the colour-blind."""
@@ -62,7 +62,7 @@ def _label(figure: Any, axes: Any, rows: Sequence[EngineRow], gate: float, metri
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("latency p50 in the race of the target, batch 1 (ms, log scale)")
+    axes.set_xlabel("latency p50, batch 1, all engines of a target in the same rounds (ms, log scale)")
     axes.set_ylabel(metric)
     axes.grid(color="#e9e7e2", linewidth=0.7)
     axes.set_axisbelow(True)
@@ -131,7 +131,7 @@ def interactive_pareto(rows: Sequence[EngineRow], *, gate: float, metric: str) -
     layout = {
         "xaxis": {
             "type": "log",
-            "title": {"text": "latency p50 in the race of the target, batch 1 (ms)"},
+            "title": {"text": "latency p50, batch 1, all engines of a target in the same rounds (ms)"},
             "zeroline": False,
             **_ticks(rows),
         },
@@ -197,8 +197,7 @@ def _hover(row: EngineRow) -> str:
         f"<b>{escape(row.variant)}</b> on {escape(row.target)}" + (" (pick)" if row.picked else ""),
         f"{row.verdict}, {escape(row.precision)}",
         f"{escape(row.measured.accuracy.metric)} {numbers.score} ({numbers.change})",
-        f"p50 {milliseconds(speed.race_latency_ms_p50)} ms in the race",
-        f"alone: p50 {numbers.p50_ms}, p90 {numbers.p90_ms}, p99 {numbers.p99_ms} ms",
+        f"p50 {numbers.p50_ms}, p90 {numbers.p90_ms}, p99 {numbers.p99_ms} ms",
         f"{numbers.speedup} the reference ({times(speed.speedup_low)} to {times(speed.speedup_high)})",
         f"{speed.throughput_per_s:.0f} images/s, {batched} batched",
         f"{numbers.size_mb} MB file, {speed.memory_mib:.0f} MiB memory",
@@ -220,9 +219,9 @@ def _ticks(rows: Sequence[EngineRow]) -> dict[str, list[float]]:
 
 
 def _coordinates(rows: Sequence[EngineRow]) -> tuple[list[float], list[float]]:
-    """Return the latencies in the race and the scores of measured rows."""
+    """Return the latencies and the scores of measured rows."""
     measured = [row.measured for row in rows if row.measured]
-    return [engine.speed.race_latency_ms_p50 for engine in measured], [
+    return [engine.speed.latency_ms_p50 for engine in measured], [
         engine.accuracy.score for engine in measured
     ]
 

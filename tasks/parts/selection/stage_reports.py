@@ -1,5 +1,6 @@
 """Collect what was built and measured for one engine from the reports of its stages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,8 @@ from tasks.core.errors import ArtifactError
 from tasks.core.reports import KEY_FILE, REPORT_FILE, ReportT, read_key, read_report
 from tasks.parts.builders.report import EngineBuild
 from tasks.parts.data.accuracy import AccuracyReport
+from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, read_results
+from tasks.parts.data.input_card import Task
 from tasks.parts.engines.manifest import (
     MANIFEST_FILE,
     EngineManifest,
@@ -15,35 +18,37 @@ from tasks.parts.engines.manifest import (
     sha256_of,
 )
 from tasks.parts.layer_diff.report import DiffReport
-from tasks.parts.measuring.reports import REFERENCE, Latency, LatencyReport, RaceReport
+from tasks.parts.measuring.reports import REFERENCE, BenchmarkReport, Latency
 from tasks.parts.selection.engine_row import EngineRow, Measured, Speed, SuspectLayer, Verdict
 
 ENGINE_FOLDER = "engine"
+
+MACHINE, RUNTIME, BUILT_WITH = "Machine", "Runtime", "Built with"
+"""Names of conditions that all engines of a target share."""
 
 _WITHOUT_ENGINE = {EngineStatus.skipped: Verdict.SKIPPED, EngineStatus.failed: Verdict.BUILD_FAILED}
 
 
 @dataclass(frozen=True)
 class StageFolders:
-    """The folders of the stages; each contains ``<variant>/<target>``, races contains ``<target>``."""
+    """The folders of the stages; each contains ``<variant>/<target>``, benchmarks ``<target>/<variant>``."""
 
     builds: Path
     validations: Path
     benchmarks: Path
-    races: Path
     diffs: Path
 
     def of(self, variant: str, target: str) -> dict[str, Path]:
-        """Return the folder of one engine in each stage."""
+        """Return the folder of one engine in each stage; that of benchmark holds all engines of the target."""
         return {
             "build_engine": self.builds / variant / target,
             "validate": self.validations / variant / target,
-            "benchmark": self.benchmarks / variant / target,
+            "benchmark": self.benchmarks / target,
             "diff_layers": self.diffs / variant / target,
         }
 
 
-def read_row(folders: StageFolders, variant: str, target: str, race: RaceReport) -> EngineRow:
+def read_row(folders: StageFolders, variant: str, target: str, benchmark: BenchmarkReport) -> EngineRow:
     """Read the reports of one engine into a row that the gates have not judged yet.
 
     The verdict depends on the build alone: ACCEPT only means that a sound engine was built and measured.
@@ -55,8 +60,7 @@ def read_row(folders: StageFolders, variant: str, target: str, race: RaceReport)
     manifest = read_engine_manifest(of["build_engine"] / ENGINE_FOLDER)
     if not manifest.is_built:
         return _row_without_engine(variant, target, manifest)
-    validation, benchmark = _read(AccuracyReport, of["validate"]), _read(LatencyReport, of["benchmark"])
-    build = _read(EngineBuild, of["build_engine"])
+    validation, build = _read(AccuracyReport, of["validate"]), _read(EngineBuild, of["build_engine"])
     fault = (
         ""
         if manifest.is_precision_ok
@@ -72,10 +76,33 @@ def read_row(folders: StageFolders, variant: str, target: str, race: RaceReport)
         precision=_precision(manifest),
         macs_share=build.executed.macs_share if build.executed else {},
         macs_share_quantized=build.executed.macs_share_quantized if build.executed else None,
-        measured=_measured(of, manifest, validation, benchmark, race),
+        measured=_measured(of, manifest, validation, benchmark),
         suspect_layers=_suspect_layers(of["diff_layers"]),
-        conditions=_conditions(benchmark),
+        conditions=_conditions(benchmark, variant, manifest),
     )
+
+
+@dataclass(frozen=True)
+class ValidatedImages:
+    """What an engine got right in each image."""
+
+    decisive: ImageResults
+    """On the split that decides."""
+    unseen: ImageResults
+    """On the split that is only reported."""
+    unseen_split: str
+
+
+def read_image_results(folders: StageFolders, row: EngineRow) -> ValidatedImages:
+    """Read what validate wrote about each image for a measured engine."""
+    folder = folders.of(row.variant, row.target)["validate"]
+    report = _read(AccuracyReport, folder)
+    assert report.accuracy is not None
+    task = Task.segmentation if report.accuracy.top1 is None else Task.classification
+    decisive, unseen = (
+        read_results(folder / RESULTS_FILE, split, task) for split in (report.split, report.unseen_split)
+    )
+    return ValidatedImages(decisive, unseen, report.unseen_split)
 
 
 def engine_file(folders: StageFolders, row: EngineRow) -> Path:
@@ -100,6 +127,8 @@ def written_files(folders: StageFolders, row: EngineRow) -> tuple[tuple[str, Pat
     for stage, folder in of.items():
         if folder.is_dir():
             files += [(stage, file) for file in sorted(folder.iterdir()) if file.is_file()]
+    tables = of["benchmark"] / row.variant
+    files += [("benchmark", file) for file in (sorted(tables.iterdir()) if tables.is_dir() else ())]
     return tuple(files)
 
 
@@ -137,57 +166,53 @@ def _row_without_engine(variant: str, target: str, manifest: EngineManifest) -> 
 
 
 def _measured(
-    of: dict[str, Path],
-    manifest: EngineManifest,
-    validation: AccuracyReport,
-    benchmark: LatencyReport,
-    race: RaceReport,
+    of: dict[str, Path], manifest: EngineManifest, validation: AccuracyReport, benchmark: BenchmarkReport
 ) -> Measured:
-    for stage, report in (("validate", validation), ("benchmark", benchmark)):
-        if report.engine_sha256 != manifest.sha256:
-            raise ArtifactError(
-                f"{of[stage] / REPORT_FILE} is about the engine file {report.engine_sha256}, but "
-                f"build_engine wrote {manifest.sha256}: accuracy and latency must come from the same file. "
-                f"Run it again: dvc repro {stage}@{'-'.join(of[stage].parts[-2:])}."
-            )
     variant, target = of["build_engine"].parts[-2:]
-    if race.engine_sha256.get(variant) != manifest.sha256:
-        raise ArtifactError(
-            f"race_engines measured an engine file of {variant}-{target} that is not the one that was built. Run it "
-            f"again: dvc repro race_engines@{target}."
-        )
-    accuracy, latency = validation.accuracy, benchmark.latency
+    engine = benchmark.engines.get(variant)
+    for stage, sha256, command in (
+        ("validate", validation.engine_sha256, f"validate@{variant}-{target}"),
+        ("benchmark", engine.engine_sha256 if engine else "none", f"benchmark@{target}"),
+    ):
+        if sha256 != manifest.sha256:
+            raise ArtifactError(
+                f"{of[stage] / REPORT_FILE} is about the engine file {sha256} of {variant}-{target}, but "
+                f"build_engine wrote {manifest.sha256}: accuracy and latency must come from the same file. "
+                f"Run it again: dvc repro {command}."
+            )
+    accuracy, latency = validation.accuracy, engine.latency if engine else None
     if accuracy is None or latency is None or (accuracy.miou is None and accuracy.top1 is None):
         name = f"{variant}-{target}"
         raise ArtifactError(
             f"{name} was built, but has no score or no latency. Run it again: "
-            f"dvc repro validate@{name} benchmark@{name}."
+            f"dvc repro validate@{name} benchmark@{target}."
         )
     return Measured(
         accuracy=accuracy,
-        score_rel_loss=None,
-        speed=_speed(latency, race, variant),
+        losses=None,
+        unseen=None,
+        speed=_speed(latency, benchmark, variant),
         size_bytes=manifest.size_bytes,
         engine_sha256=manifest.sha256,
-        reference_sha256=race.reference_sha256,
+        reference_sha256=benchmark.reference_sha256,
     )
 
 
-def _speed(latency: Latency, race: RaceReport, variant: str) -> Speed:
-    single, over_reference = latency.at_batch_1, race.ratio(variant, REFERENCE)
-    race_ms = race.latency_ms_p50.get(race.raced_as[variant])  # None if nothing raced on the target
+def _speed(latency: Latency, benchmark: BenchmarkReport, variant: str) -> Speed:
+    single, over_reference = latency.at_batch_1, benchmark.ratio(variant, REFERENCE)
     return Speed(
         latency_ms_p50=single.latency_ms_p50,
+        latency_ms_p50_low=single.latency_ms_intervals["p50"].low,
+        latency_ms_p50_high=single.latency_ms_intervals["p50"].high,
         latency_ms_p90=single.latency_ms_p90,
         latency_ms_p99=single.latency_ms_p99,
         throughput_per_s=single.throughput_per_s,
         throughput_per_s_batched=latency.throughput_per_s_batched,
-        race_latency_ms_p50=single.latency_ms_p50 if race_ms is None else race_ms,
         speedup_vs_reference=over_reference.factor,
         speedup_low=over_reference.low,
         speedup_high=over_reference.high,
-        aa_ratio_spread=single.aa_ratio_spread,
-        is_inconclusive=latency.is_inconclusive,
+        aa_ratio_spread=benchmark.aa_ratio_spread,
+        is_inconclusive=benchmark.is_inconclusive,
         memory_mib=latency.memory_mib,
     )
 
@@ -219,16 +244,41 @@ def _suspect_layers(folder: Path) -> tuple[SuspectLayer, ...]:
     )
 
 
-def _conditions(benchmark: LatencyReport) -> dict[str, str]:
+def _conditions(benchmark: BenchmarkReport, variant: str, manifest: EngineManifest) -> dict[str, str]:
     """Return what a reader must know before comparing the latency with another one."""
-    is_stable = benchmark.latency is not None and benchmark.latency.at_batch_1.is_stable
-    load = benchmark.load_average_before
+    engine = benchmark.engines[variant]
+    around, race = benchmark.surroundings, benchmark.race
+    busy_cores = around.quiet.busy_cores if around else None
+    steal_share = around.steal_share if around else None
+    is_stable = engine.latency is not None and engine.latency.at_batch_1.is_stable
     return {
-        "CPU": benchmark.cpu_model,
-        "Runtime": f"{benchmark.runtime} {benchmark.runtime_version}",
-        "Provider": benchmark.provider,
-        "Threads": str(benchmark.num_threads),
-        "Options": ", ".join(f"{name}: {value}" for name, value in benchmark.options.items()),
+        MACHINE: benchmark.machine.id,
+        "CPU": benchmark.machine.cpu_model,
+        RUNTIME: f"{engine.runtime} {engine.runtime_version}",
+        BUILT_WITH: f"{manifest.target.runtime} {manifest.runtime_version}",
+        "Provider": engine.provider,
+        "Threads": str(engine.num_threads),
+        "Options": ", ".join(f"{name}: {value}" for name, value in engine.options.items()),
+        "Rounds": str(race.num_rounds if race else 0),
         "Windows agree": "yes" if is_stable else "no",
-        "Load before": "None" if load is None else f"{load:.2f}",
+        "Cores busy before": "unknown" if busy_cores is None else f"{busy_cores:.2f}",
+        "Time stolen": "unknown" if steal_share is None else f"{100 * steal_share:.1f} %",
+        "A/A spread": f"{100 * benchmark.aa_ratio_spread:.1f} %",
     }
+
+
+def check_conditions(rows: Sequence[EngineRow]) -> None:
+    """Raise ArtifactError if latencies of one target come from different machines or versions of the runtime."""
+    for target in dict.fromkeys(row.target for row in rows):
+        for name in (MACHINE, RUNTIME, BUILT_WITH):
+            by_value = {
+                row.conditions[name]: row.name for row in rows if row.target == target and row.conditions
+            }
+            if len(by_value) > 1:
+                found = ", ".join(f"{engine}: {value}" for value, engine in by_value.items())
+                raise ArtifactError(
+                    f"The engines of {target} have different values of {name!r} ({found}), so their latencies cannot "
+                    f"be compared. Build and measure all of them on one machine with one version: dvc repro --force "
+                    f"{' '.join(f'build_engine@{row.name}' for row in rows if row.target == target)} "
+                    f"benchmark@{target}."
+                )

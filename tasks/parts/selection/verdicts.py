@@ -1,21 +1,31 @@
-"""Judge every engine; mark the front and the pick of each target."""
+"""Judge every engine; mark the front and the pick of each target.
+
+Speeds are compared by the ratios of common rounds alone, accuracies image by image.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tasks.core.errors import ArtifactError
+from tasks.parts.data.accuracy import Standing
 from tasks.parts.measuring.pareto import pareto_front
-from tasks.parts.measuring.reports import RaceReport
+from tasks.parts.measuring.reports import BenchmarkReport
+from tasks.parts.selection.accuracy_gates import AccuracyGates
 from tasks.parts.selection.engine_row import EngineRow, Measured, Verdict, rungs
+
+_HOLDS_GATES = (Verdict.ACCEPT, Verdict.NOT_FASTER, Verdict.INCONCLUSIVE)
+_EQUAL_SIZES = 1.01
+"""Files that differ by less than this factor count as equally small."""
 
 
 @dataclass(frozen=True)
 class Gates:
     """The limits that an accepted engine meets."""
 
-    max_score_rel_loss: float
-    """Maximum loss, as a share of the reference's score."""
+    accuracy: AccuracyGates
+    allow_unproven: bool
+    """Whether an engine may be picked though too few images tell whether it holds the accuracy gates."""
     min_int8_macs_share: float
     """Minimum share of the graph's quantized MACs that run in int8."""
     min_speedup_factor: float
@@ -52,8 +62,8 @@ def find_reference(rows: Sequence[EngineRow], variant: str, target: str) -> Refe
     engines = sorted({row.measured.reference_sha256 for row in rows if row.measured})
     if len(engines) > 1:
         raise ArtifactError(
-            f"The races compare with {len(engines)} different reference engines ({', '.join(engines)}), "
-            "expected one. Run all of them again: dvc repro race_engines."
+            f"The targets are compared with {len(engines)} different reference engines ({', '.join(engines)}), "
+            "expected one. Measure all of them again: dvc repro benchmark."
         )
     is_eager = row.conditions["Runtime"].startswith("torch ")
     speed_name = "eager PyTorch" if is_eager else f"{variant} on {target}"
@@ -65,28 +75,30 @@ def judge_all(
     gates: Gates,
     reference: Reference,
     ladder: Sequence[str],
-    races: Mapping[str, RaceReport],
+    benchmarks: Mapping[str, BenchmarkReport],
 ) -> list[EngineRow]:
-    """Give every row its verdict, and mark the front and the pick of each target; `races` is by target.
+    """Give every row its verdict, and mark the front and the pick of each target; `benchmarks` is by target.
 
-    On each target a rung of the ladder must be faster than the last accepted one below it.
+    On each target a rung of the ladder must be faster than the last accepted one below it, or as fast and more
+    accurate.
     """
-    judged = {row.name: _judge(row, gates, reference, None) for row in rows if row.variant not in ladder}
+    judged = {row.name: _judge(row, gates, reference) for row in rows}
     for target in dict.fromkeys(row.target for row in rows):
         below: EngineRow | None = None
         first_with: dict[str, str] = {}
-        for rung in rungs(rows, ladder, target):
-            sha256 = rung.measured.engine_sha256 if rung.measured else rung.name
-            twin = first_with.setdefault(sha256, rung.variant)
-            has_twin = twin != rung.variant
-            rival = (below, races[target]) if below and not has_twin else None
-            row = _judge(rung, gates, reference, rival)
-            if has_twin and row.verdict is Verdict.ACCEPT:
-                row = _decide(row, Verdict.NOT_FASTER, f"the same engine file as {twin}")
+        for row in rungs([*judged.values()], ladder, target):
+            sha256 = row.measured.engine_sha256 if row.measured else row.name
+            twin = first_with.setdefault(sha256, row.variant)
+            if row.verdict is not Verdict.ACCEPT:
+                continue
+            if twin != row.variant:
+                judged[row.name] = _decide(row, Verdict.NOT_FASTER, f"the same engine file as {twin}")
+                continue
+            if below is not None:
+                row = judged[row.name] = _climb(row, below, gates, benchmarks[target])
             if row.verdict is Verdict.ACCEPT:
                 below = row
-            judged[row.name] = row
-    return _mark_picks(_mark_front([judged[row.name] for row in rows]), ladder)
+    return _mark_picks(_mark_front([judged[row.name] for row in rows]), gates, benchmarks)
 
 
 def targets_without_pick(rows: Sequence[EngineRow]) -> dict[str, str]:
@@ -103,29 +115,34 @@ def targets_without_pick(rows: Sequence[EngineRow]) -> dict[str, str]:
     }
 
 
-def _judge(
-    row: EngineRow, gates: Gates, reference: Reference, rival: tuple[EngineRow, RaceReport] | None
-) -> EngineRow:
-    """Apply the gates in order; the first that fails gives the verdict. `rival` is the accepted rung to beat."""
+def _judge(row: EngineRow, gates: Gates, reference: Reference) -> EngineRow:
+    """Apply the gates that do not depend on other rungs; the first that fails gives the verdict."""
     if row.measured is None:
         return row
-    score, speed = row.measured.accuracy.score, row.measured.speed
-    loss, metric = 1 - score / reference.score, row.measured.accuracy.metric
-    row = dataclasses.replace(row, measured=dataclasses.replace(row.measured, score_rel_loss=loss))
-    accuracy = f"{metric} {score:.4f}, {_loss_text(loss)} {reference.variant} ({reference.score:.4f})"
-    factor = f"{speed.speedup_vs_reference:.3g}x the speed of {reference.speed_name}"
-    speed_text = f"p50 {speed.latency_ms_p50:.3g} ms, {factor}"
+    measured = dataclasses.replace(row.measured, losses=gates.accuracy.losses(row.name))
+    losses = measured.losses
+    assert losses is not None
+    row = dataclasses.replace(row, measured=measured)
+    standings = gates.accuracy.explain(losses)
+    score = f"{measured.accuracy.metric} {measured.accuracy.score:.4f}"
+    accuracy = ", ".join([score, *(text for _, text in standings)])
+    factor = f"{measured.speed.speedup_vs_reference:.3g}x the speed of {reference.speed_name}"
+    speed = f"p50 {measured.speed.latency_ms_p50:.3g} ms, {factor}"
     if fault := row.reason if row.verdict is Verdict.PRECISION_MISMATCH else _int8_fault(row, gates):
         return _decide(row, Verdict.PRECISION_MISMATCH, fault, accuracy)
-    if loss > gates.max_score_rel_loss:
-        allowed = f"allowed are {100 * gates.max_score_rel_loss:g} %"
-        return _decide(row, Verdict.TOO_LOSSY, f"{accuracy}, {allowed}", speed_text)
-    if rival is None:
-        return _decide(row, Verdict.ACCEPT, accuracy, speed_text)
-    is_faster, compared = _compare(row, *rival, gates.min_speedup_factor)
-    if not is_faster:
-        return _decide(row, Verdict.NOT_FASTER, compared, accuracy)
-    return _decide(row, Verdict.ACCEPT, accuracy, speed_text, compared)
+    standing = gates.accuracy.standing(losses)
+    if standing is Standing.beyond:
+        return _decide(row, Verdict.TOO_LOSSY, accuracy, speed)
+    if standing is Standing.unproven:
+        count = gates.accuracy.results[row.name].num_images
+        needed = "far more" if losses.images_needed is None else f"about {losses.images_needed}"
+        missing = f"{count} validation images do not tell; {needed} would, at this loss"
+        return _decide(row, Verdict.UNPROVEN, accuracy, missing, speed)
+    if measured.speed.is_inconclusive:
+        spread = f"{100 * measured.speed.aa_ratio_spread:.1f} %"
+        noise = f"latency inconclusive: two processes of the same engine differ by {spread}"
+        return _decide(row, Verdict.INCONCLUSIVE, accuracy, speed, noise)
+    return _decide(row, Verdict.ACCEPT, accuracy, speed)
 
 
 def _int8_fault(row: EngineRow, gates: Gates) -> str:
@@ -139,33 +156,40 @@ def _int8_fault(row: EngineRow, gates: Gates) -> str:
     )
 
 
-def _compare(row: EngineRow, below: EngineRow, race: RaceReport, min_factor: float) -> tuple[bool, str]:
-    """Return whether a rung is certainly faster than one below it, and how they compare."""
-    ratio = race.ratio(row.variant, below.variant)
-    text = (
+def _climb(row: EngineRow, below: EngineRow, gates: Gates, benchmark: BenchmarkReport) -> EngineRow:
+    """Judge a rung that holds the gates against the accepted one below it."""
+    ratio, wanted = benchmark.ratio(row.variant, below.variant), f"{gates.min_speedup_factor:g}x"
+    compared = (
         f"{ratio.factor:.3f}x as fast as {below.variant} in the same rounds "
         f"({ratio.low:.3f} to {ratio.high:.3f})"
     )
-    is_noise = abs(ratio.factor - 1) <= race.aa_ratio_spread
-    if is_noise:
-        text += f", which is within the A/A spread of {100 * race.aa_ratio_spread:.1f} %"
-    if is_noise or ratio.low < min_factor:
-        return False, f"{text}, expected {min_factor:g}x or more for certain"
-    return True, text
+    if abs(ratio.factor - 1) <= benchmark.aa_ratio_spread:
+        compared += f", which is within the A/A spread of {100 * benchmark.aa_ratio_spread:.1f} %"
+    elif ratio.low >= gates.min_speedup_factor:
+        return _add_reason(row, Verdict.ACCEPT, compared)
+    if not _is_slower(row, below, benchmark) and gates.accuracy.is_more_accurate(row.name, below.name):
+        return _add_reason(
+            row, Verdict.ACCEPT, f"{compared}, and certainly more accurate than {below.variant}"
+        )
+    if ratio.high >= gates.min_speedup_factor:
+        return _add_reason(
+            row, Verdict.INCONCLUSIVE, f"{compared}: noise hides whether it is {wanted} or more"
+        )
+    return _add_reason(row, Verdict.NOT_FASTER, f"{compared}, expected {wanted} or more for certain")
+
+
+def _is_slower(row: EngineRow, other: EngineRow, benchmark: BenchmarkReport) -> bool:
+    """Return whether an engine is certainly slower than another one of its target."""
+    ratio = benchmark.ratio(other.variant, row.variant)
+    return ratio.low > 1 and ratio.factor - 1 > benchmark.aa_ratio_spread
+
+
+def _add_reason(row: EngineRow, verdict: Verdict, reason: str) -> EngineRow:
+    return _decide(row, verdict, row.reason, reason)
 
 
 def _decide(row: EngineRow, verdict: Verdict, *reasons: str) -> EngineRow:
-    speed = _measured(row).speed
-    if speed.is_inconclusive:
-        spread = f"{100 * speed.aa_ratio_spread:.1f} %"
-        reasons += (f"latency inconclusive: two processes of the same engine differ by {spread}",)
     return dataclasses.replace(row, verdict=verdict, reason="; ".join(reasons))
-
-
-def _loss_text(loss: float) -> str:
-    if abs(loss) < 5e-5:
-        return "equal to"
-    return f"{100 * abs(loss):.2f} % {'below' if loss > 0 else 'above'}"
 
 
 def _measured(row: EngineRow) -> Measured:
@@ -173,37 +197,86 @@ def _measured(row: EngineRow) -> Measured:
     return row.measured
 
 
+def _place(row: EngineRow) -> tuple[float, float]:
+    """Return the time in the common rounds as a multiple of the reference's, and the score."""
+    return 1 / _measured(row).speed.speedup_vs_reference, _measured(row).accuracy.score
+
+
 def _mark_front(rows: Sequence[EngineRow]) -> list[EngineRow]:
     """Mark the front of each target; an engine with a precision mismatch is never on it."""
     on_front: set[str] = set()
     for target in dict.fromkeys(row.target for row in rows):
-        sound = {
-            row.name: (row.measured.speed.race_latency_ms_p50, row.measured.accuracy.score)
-            for row in rows
-            if row.target == target and row.measured and row.verdict is not Verdict.PRECISION_MISMATCH
-        }
-        on_front |= {
-            name for name, is_kept in zip(sound, pareto_front([*sound.values()]), strict=True) if is_kept
-        }
+        on_front |= _front(
+            [
+                row
+                for row in rows
+                if row.target == target and row.measured and row.verdict is not Verdict.PRECISION_MISMATCH
+            ]
+        )
     return [dataclasses.replace(row, pareto=row.name in on_front) for row in rows]
 
 
-def _mark_picks(rows: Sequence[EngineRow], ladder: Sequence[str]) -> list[EngineRow]:
-    """Mark the fastest accepted engine of each target; of equals, the more accurate, then the smaller one.
+def _front(rows: Sequence[EngineRow]) -> set[str]:
+    kept = pareto_front([_place(row) for row in rows])
+    return {row.name for row, is_kept in zip(rows, kept, strict=True) if is_kept}
 
-    Only the last accepted rung of the ladder counts: the race has shown that it is the fastest of them.
+
+def _mark_picks(
+    rows: Sequence[EngineRow], gates: Gates, benchmarks: Mapping[str, BenchmarkReport]
+) -> list[EngineRow]:
+    """Mark the pick of each target, and report it on the unseen split."""
+    marked = []
+    picks = {
+        pick.name
+        for target in dict.fromkeys(row.target for row in rows)
+        if (pick := _pick([row for row in rows if row.target == target], gates, benchmarks[target]))
+    }
+    for row in rows:
+        if row.name in picks:
+            unseen = gates.accuracy.unseen(row.name)
+            row = dataclasses.replace(
+                row, picked=True, measured=dataclasses.replace(_measured(row), unseen=unseen)
+            )
+            if row.verdict is Verdict.NOT_FASTER:
+                row = _add_reason(row, Verdict.ACCEPT, "picked: no accepted engine is certainly faster")
+            if unseen.unseen_rel_loss_low > gates.accuracy.max_score_rel_loss:
+                row = _add_reason(row, row.verdict, unseen_warning(row))
+        marked.append(row)
+    return marked
+
+
+def unseen_warning(row: EngineRow) -> str:
+    """Return that a pick breaks the gate on the unseen split."""
+    unseen = _measured(row).unseen
+    assert unseen is not None
+    return (
+        f"warning: on the split {unseen.unseen_split}, on which nothing was decided, it certainly loses more than "
+        f"the gate allows ({100 * unseen.unseen_rel_loss_low:.2f} to {100 * unseen.unseen_rel_loss_high:.2f} %)"
+    )
+
+
+def _pick(rows: Sequence[EngineRow], gates: Gates, benchmark: BenchmarkReport) -> EngineRow | None:
+    """Return the engine to ship among those of one target, or None.
+
+    Candidates hold the gates, are not certainly slower than the fastest engine that does, and are not dominated: no
+    engine that holds the gates measured both faster and more accurate. Among them an engine gives way to one that is
+    certainly more accurate; of the rest the smallest is picked, and of equal sizes the more accurate one.
     """
-    picks: set[str] = set()
-    for target in dict.fromkeys(row.target for row in rows):
-        accepted = [row for row in rows if row.target == target and row.verdict is Verdict.ACCEPT]
-        last_rung = rungs(accepted, ladder, target)[-1:]
-        candidates = last_rung + [row for row in accepted if row.variant not in ladder]
-        if candidates:
-            picks.add(min(candidates, key=_rank).name)
-    return [dataclasses.replace(row, picked=row.name in picks) for row in rows]
-
-
-def _rank(row: EngineRow) -> tuple[float, float, int, str]:
-    """Return the sort key of a target's accepted engines, best first; their latencies are from the same rounds."""
-    measured = _measured(row)
-    return measured.speed.race_latency_ms_p50, -measured.accuracy.score, measured.size_bytes, row.variant
+    allowed = (*_HOLDS_GATES, Verdict.UNPROVEN) if gates.allow_unproven else _HOLDS_GATES
+    first_with = {_measured(row).engine_sha256: row.name for row in reversed(rows) if row.measured}
+    holding = [
+        row for row in rows if row.verdict in allowed and first_with[_measured(row).engine_sha256] == row.name
+    ]
+    if not holding:
+        return None
+    fastest = min(holding, key=lambda row: (_place(row)[0], -_place(row)[1]))
+    front = _front(holding)
+    candidates = [row for row in holding if row.name in front and not _is_slower(row, fastest, benchmark)]
+    best = [
+        row
+        for row in candidates
+        if not any(gates.accuracy.is_more_accurate(other.name, row.name) for other in candidates)
+    ]
+    smallest = min(_measured(row).size_bytes for row in best)
+    small = [row for row in best if _measured(row).size_bytes <= _EQUAL_SIZES * smallest]
+    return min(small, key=lambda row: (-_place(row)[1], _place(row)[0], row.variant))

@@ -2,7 +2,7 @@
 
 <root>/images/<class>/**/<name>.png|jpg|jpeg   classes as in <root>/classes.yaml, in the order of the logits
 <root>/images/**/<name>.png|jpg|jpeg           plain images; no classes.yaml
-<root>/train.txt, val.txt, test.txt, calibration.txt   as for mask_folder.py
+<root>/train.txt, val.txt, test.txt, calibration.txt, groups.csv   as for mask_folder.py
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from tasks.parts.sources.splits import (
     digest_of_pixels,
     find_duplicates,
     further,
+    number_groups,
+    read_groups,
     read_split_files,
     refuse_empty,
     share_out,
@@ -61,6 +63,8 @@ class ImageFolder:
     classes: tuple[str, ...]
     """Names of the classes; empty for plain images."""
     splits: dict[str, tuple[ImageFile, ...]]
+    groups: dict[str, NDArray[np.int64] | None]
+    """Number of the group of each image, by split; None without groups."""
     num_bad_images: int
     """Number of images that are skipped because they cannot be read."""
     num_duplicates: int
@@ -79,9 +83,9 @@ def scan_images(root: Path, config: FolderConfig, *, seed: int, is_labelled: boo
         name: ImageFile(path, _label(root, name, classes) if classes else None)
         for name, path in paths.items()
     }
-    lists = read_split_files(root, set(files))
+    lists, groups = read_split_files(root, set(files)), read_groups(root, set(files))
     digests, bad = _read_all(files, config)
-    names, warnings = share_out(list(digests), lists, config, seed)
+    names, warnings = share_out(list(digests), lists, groups, config, seed)
     refuse_empty(root, names, lists)
     images = {name: (files[name].path, digest) for name, digest in digests.items()}
     num_duplicates, duplicate_warnings = find_duplicates(names, images)
@@ -89,7 +93,8 @@ def scan_images(root: Path, config: FolderConfig, *, seed: int, is_labelled: boo
     if bad:
         warnings.append(f"{len(bad)} unreadable file(s) skipped, the first: {next(iter(bad.values()))}")
     splits = {split: tuple(files[name] for name in listed) for split, listed in names.items()}
-    return ImageFolder(classes, splits, len(bad), num_duplicates, tuple(warnings))
+    numbers = number_groups(names, groups)
+    return ImageFolder(classes, splits, numbers, len(bad), num_duplicates, tuple(warnings))
 
 
 def read_image_batches(

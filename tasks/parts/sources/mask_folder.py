@@ -5,6 +5,7 @@
     <root>/classes.yaml                      see class_list.py
     <root>/train.txt, val.txt, test.txt      optional, one name per line; default: by digests of names
     <root>/calibration.txt                   optional; default: the first images of train
+    <root>/groups.csv                        optional; see splits.py
 
 Everything is read and checked once before anything is written; N images, H height, W width.
 """
@@ -37,12 +38,17 @@ from tasks.parts.sources.splits import (
     digest_of_pixels,
     find_duplicates,
     further,
+    number_groups,
+    read_groups,
     read_split_files,
     refuse_empty,
     share_out,
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from tasks.parts.data.dataset import Batch
 
 logger = logging.getLogger(__name__)
@@ -65,6 +71,8 @@ class FolderContent:
 
     class_list: ClassList
     splits: dict[str, tuple[Pair, ...]]
+    groups: dict[str, NDArray[np.int64] | None]
+    """Number of the group of each image, by split; None without groups."""
     num_bad_images: int
     """Number of images that are skipped because they cannot be read."""
     num_duplicates: int
@@ -80,11 +88,12 @@ def scan_folder(root: Path, config: FolderConfig, *, seed: int) -> FolderContent
     """
     class_list = read_class_list(root)
     pairs = _list_pairs(root)
-    lists = read_split_files(root, {pair.name for pair in pairs})
+    all_names = {pair.name for pair in pairs}
+    lists, groups = read_split_files(root, all_names), read_groups(root, all_names)
     checks = _check_pairs(pairs, class_list, config)
     good, warnings = _drop_bad(checks, config.max_bad_images)
     check_of = {check.pair.name: check for check in good}
-    names, split_warnings = share_out(list(check_of), lists, config, seed)
+    names, split_warnings = share_out(list(check_of), lists, groups, config, seed)
     refuse_empty(root, names, lists)
     splits = {split: tuple(check_of[name].pair for name in listed) for split, listed in names.items()}
     _refuse_single_class(root, [check_of[pair.name] for pair in splits["train"]], class_list)
@@ -93,6 +102,7 @@ def scan_folder(root: Path, config: FolderConfig, *, seed: int) -> FolderContent
     return FolderContent(
         class_list,
         splits,
+        number_groups(names, groups),
         len(checks) - len(good),
         num_duplicates,
         (*warnings, *split_warnings, *duplicate_warnings),

@@ -1,7 +1,12 @@
-"""Assign the images of a folder to train, val, test and calibration."""
+"""Assign the images of a folder to train, val, test and calibration.
+
+``<root>/groups.csv`` (columns ``image`` and ``group``) says which images belong together, such as the frames of one
+video: they go into the same split, and count as one image where the certainty of a score is computed.
+"""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -16,6 +21,8 @@ from tasks.parts.sources.image_files import IMAGE_SUFFIXES
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+GROUPS_FILE = "groups.csv"
 
 _LISTED_SPLITS = ("train", "val", "test")
 
@@ -33,18 +40,60 @@ def read_split_files(root: Path, names: set[str]) -> dict[str, tuple[str, ...]]:
     return {split: _read_names(path, names) for split, path in present.items()}
 
 
+def read_groups(root: Path, names: set[str]) -> dict[str, str]:
+    """Read groups.csv: image -> group. Images that it leaves out, or all without the file, are alone."""
+    path = root / GROUPS_FILE
+    if not path.exists() and not path.is_symlink():
+        return {}
+    rows = [row for row in csv.reader(_read_lines(path)) if row]
+    if not rows or [cell.strip() for cell in rows[0]] != ["image", "group"]:
+        raise DataError(f"{path}: its first line is {rows[:1]}, expected the columns image,group.")
+    broken = [row for row in rows if len(row) != 2]
+    if broken:
+        raise DataError(f"{path}: holds the line {','.join(broken[0])!r}, expected an image and its group.")
+    images = _known_names([row[0].strip() for row in rows[1:]], path, names)
+    return dict(zip(images, (row[1].strip() for row in rows[1:]), strict=True))
+
+
+def number_groups(
+    splits: Mapping[str, Sequence[str]], groups: Mapping[str, str]
+) -> dict[str, NDArray[np.int64] | None]:
+    """Return the number of each image's group, from 0 upward, by split; None without groups."""
+    import numpy as np
+
+    if not groups:
+        return dict.fromkeys(splits)
+    return {
+        split: np.unique([_group_of(name, groups) for name in names], return_inverse=True)[1]
+        for split, names in splits.items()
+    }
+
+
+def _group_of(name: str, groups: Mapping[str, str]) -> str:
+    """Return the group of an image; one without a group is its own. Names of images do not begin with a slash."""
+    return f"/{groups[name]}" if name in groups else name
+
+
 def _read_names(path: Path, names: set[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_known_names([line for line in _read_lines(path) if line], path, names)))
+
+
+def _read_lines(path: Path) -> list[str]:
     if path.is_symlink():
         raise DataError(f"{path}: is a symbolic link, which is refused. Replace it by the file itself.")
     try:
-        lines = [
+        return [
             unicodedata.normalize("NFC", line.strip()) for line in path.read_text("utf-8-sig").split("\n")
         ]
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error}). Save it as UTF-8.") from error
+
+
+def _known_names(lines: Sequence[str], path: Path, names: set[str]) -> list[str]:
+    """Return the image that each line names, with or without suffix; raise DataError for one that does not exist."""
     listed: list[str] = []
     unknown: list[str] = []
-    for line in filter(None, lines):
+    for line in lines:
         check_relative_name(line, source=path)
         stem = line[: -len(Path(line).suffix)] if Path(line).suffix.lower() in IMAGE_SUFFIXES else line
         name = line if line in names else stem
@@ -54,7 +103,7 @@ def _read_names(path: Path, names: set[str]) -> tuple[str, ...]:
             f"{path}: lists '{unknown[0]}', but there is no image of that name{further(unknown, 'name')}. "
             "Names are paths below images/, with or without suffix."
         )
-    return tuple(dict.fromkeys(listed))
+    return listed
 
 
 def digest_of_pixels(image_HWC: NDArray[np.uint8]) -> str:
@@ -63,11 +112,22 @@ def digest_of_pixels(image_HWC: NDArray[np.uint8]) -> str:
 
 
 def share_out(
-    names: Sequence[str], lists: dict[str, tuple[str, ...]], config: FolderConfig, seed: int
+    names: Sequence[str],
+    lists: dict[str, tuple[str, ...]],
+    groups: Mapping[str, str],
+    config: FolderConfig,
+    seed: int,
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Assign readable images to train, val, test and calibration, and warn about doubtful choices."""
+    """Assign readable images to train, val, test and calibration, and warn about doubtful choices.
+
+    Without lists, the images of a group go into the same split.
+    """
     readable = set(names)
-    shuffled = sorted(readable, key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
+
+    def place(name: str) -> tuple[bytes, str]:
+        return hashlib.sha256(f"{seed}:{_group_of(name, groups)}".encode()).digest(), name
+
+    shuffled = sorted(readable, key=place)
     splits = {split: [name for name in listed if name in readable] for split, listed in lists.items()}
     warnings: list[str] = []
     if lists:
@@ -80,9 +140,11 @@ def share_out(
         # A rounded-down share must not leave a small folder without val or test.
         num_val = max(1, round(config.val_share * len(readable)))
         num_test = max(1, round(config.test_share * len(readable)))
-        splits["val"] = shuffled[:num_val]
-        splits["test"] = shuffled[num_val : num_val + num_test]
-        splits["train"] = shuffled[num_val + num_test :]
+        end_of_val = _end_of_group(shuffled, num_val, groups)
+        end_of_test = _end_of_group(shuffled, end_of_val + num_test, groups)
+        splits["val"] = shuffled[:end_of_val]
+        splits["test"] = shuffled[end_of_val:end_of_test]
+        splits["train"] = shuffled[end_of_test:]
     if "calibration" not in splits:
         in_train = set(splits["train"])
         splits["calibration"] = [name for name in shuffled if name in in_train][: config.num_calibration]
@@ -97,8 +159,25 @@ def share_out(
             f"{len(splits['calibration'])} calibration image(s), prepare_data.folder.num_calibration "
             f"is {config.num_calibration}: calibrated ranges will be less certain."
         )
+    split_of: dict[str, set[str]] = {}
+    for split in _LISTED_SPLITS:
+        for name in splits[split]:
+            split_of.setdefault(_group_of(name, groups), set()).add(split)
+    torn = sorted(group for group, found in split_of.items() if len(found) > 1)
+    if torn:
+        warnings.append(
+            f"{len(torn)} group(s) of {GROUPS_FILE} are in more than one of train.txt, val.txt, test.txt, so the "
+            f"accuracy is too optimistic: {torn[0][1:]}."
+        )
     order = (*_LISTED_SPLITS, "calibration")
     return {split: tuple(sorted(splits[split])) for split in order}, warnings
+
+
+def _end_of_group(names: Sequence[str], end: int, groups: Mapping[str, str]) -> int:
+    """Return the first position from `end` at which another group begins."""
+    while 0 < end < len(names) and _group_of(names[end], groups) == _group_of(names[end - 1], groups):
+        end += 1
+    return end
 
 
 def refuse_empty(root: Path, splits: dict[str, tuple[str, ...]], lists: dict[str, tuple[str, ...]]) -> None:

@@ -283,6 +283,7 @@ def test_second_process_waits_for_the_same_output_and_is_refused_with_another_co
     assert "WorkspaceBusy" in third.stderr and "another configuration" in third.stderr
 
 
+@pytest.mark.slow
 def test_full_disk_names_the_free_space_keeps_what_was_there_and_goes_on_when_freed(
     tiny: Workspace, mount_disk: MountDisk
 ) -> None:

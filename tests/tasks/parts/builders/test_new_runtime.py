@@ -75,8 +75,9 @@ def test_runtime_of_four_additions_builds_validates_and_is_measured(
     run(extended, "tasks", f"validate.{ADDRESS}", f"engine={engine}", f"data={workshop.data}")
     validation = report_of(extended, "validate")
     assert validation["status"] == "built" and validation["num_images"] == 6
-    run(extended, "tasks", f"benchmark.{ADDRESS}", f"engine={engine}")
-    measured = report_of(extended, "benchmark")
+    run(extended, "tasks", f"benchmark.{TARGET.stem}", f"builds={engine}", f"reference={engine}")
+    report_file = extended.path / "artifacts/benchmark" / TARGET.stem / "report.json"
+    measured = json.loads(report_file.read_text())["engines"]["baseline"]
     assert (measured["status"], measured["engine_sha256"]) == ("built", report["engine_sha256"])
 
 

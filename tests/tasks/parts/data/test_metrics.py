@@ -52,10 +52,10 @@ def test_class_absent_from_truth_and_prediction_is_left_out_of_the_mean() -> Non
     assert result.miou == pytest.approx(expected.item(), abs=1e-6)
 
 
-def test_class_that_is_only_predicted_counts_as_zero() -> None:
+def test_class_that_no_label_has_is_not_averaged() -> None:
     result = scores(confusion_matrix(np.array([[[0, 1]]]), np.array([[[0, 0]]]), 2))
     assert result.iou == (0.5, 0.0)
-    assert result.miou == 0.25
+    assert result.miou == 0.5
 
 
 def test_all_pixels_ignored_leaves_every_score_undefined() -> None:

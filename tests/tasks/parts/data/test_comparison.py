@@ -1,0 +1,153 @@
+"""Losses with intervals: coverage, exactness, groups, and the number of images that would decide."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.data.accuracy import ScoreLoss, Standing, worst
+from tasks.parts.data.comparison import (
+    ImageResults,
+    compare_with_labels,
+    images_needed,
+    join_results,
+    read_results,
+    score_loss,
+    write_results,
+)
+from tasks.parts.data.input_card import Task
+from tasks.parts.data.metrics import mean_iou
+
+
+def images(is_right_N: NDArray[np.bool_], groups_N: NDArray[np.int64] | None = None) -> ImageResults:
+    labels_N = np.zeros(len(is_right_N), np.int64)
+    return compare_with_labels((~is_right_N).astype(np.int64), labels_N, 2, Task.classification, groups_N)
+
+
+def masks(seed: int, num_images: int, share_wrong: float, base: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return masks in which a share of the pixels is another class; images differ in how hard they are."""
+    generator = np.random.default_rng(seed)
+    hardness_N = 2 * share_wrong * generator.random(num_images)
+    is_wrong = generator.random(base.shape) < hardness_N[:, None, None]
+    return np.where(is_wrong, (base + 1) % 3, base)
+
+
+def test_the_score_is_the_miou_of_the_split_and_batches_join() -> None:
+    labels = np.random.default_rng(0).integers(0, 3, (7, 8, 8))
+    labels[0, 0] = 255
+    predicted = masks(1, 7, 0.2, labels % 3)
+    whole = compare_with_labels(predicted, labels, 3, Task.segmentation)
+    assert whole.score == pytest.approx(mean_iou(predicted, labels, 3), abs=1e-12)
+    parts = [
+        compare_with_labels(predicted[part], labels[part], 3, Task.segmentation)
+        for part in (slice(0, 4), slice(4, 7))
+    ]
+    joined = join_results(parts, np.arange(7))
+    for one, other in zip(joined.counts, whole.counts, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_stray_pixel_of_a_class_that_no_label_has_is_not_a_class() -> None:
+    labels = np.zeros((1, 10, 10), np.int64)
+    labels[:, 5:] = 1
+    predicted = labels.copy()
+    predicted[0, 0, 0] = 4
+    results = compare_with_labels(predicted, labels, 5, Task.segmentation)
+    assert results.score == pytest.approx((49 / 50 + 1) / 2)
+    assert mean_iou(predicted, labels, 5) == pytest.approx(results.score)
+
+
+def test_bootstrap_covers_the_true_loss_of_miou() -> None:
+    labels = np.random.default_rng(0).integers(0, 3, (60, 8, 8))
+
+    def loss(seed: int, repeats: int) -> ScoreLoss:
+        many = np.tile(labels, (repeats, 1, 1))
+        reference = masks(seed, len(many), 0.2, many)
+        engine = masks(seed + 10_000, len(many), 0.02, reference)
+        compared = (compare_with_labels(each, many, 3, Task.segmentation) for each in (engine, reference))
+        return score_loss(*compared)
+
+    truth = loss(1, 60).rel_loss
+    covered = [
+        low <= truth <= high
+        for low, high in ((each.low, each.high) for each in map(loss, range(200), [1] * 200))
+    ]
+    assert 0.90 <= np.mean(covered) <= 0.99  # 95 % within three standard errors of 200 draws
+
+
+@pytest.mark.parametrize("num_images", [40, 300])
+@pytest.mark.parametrize(("lost", "gained"), [(0.002, 0.0), (0.03, 0.03), (0.08, 0.01)])
+def test_exact_interval_of_top1_covers_at_least_95_per_cent(
+    num_images: int, lost: float, gained: float
+) -> None:
+    truth = 1 - (1 - lost) / (1 - gained)
+    covered = []
+    for seed in range(150):
+        draw_N = np.random.default_rng(seed).random(num_images)
+        loss = score_loss(images(draw_N >= lost), images((draw_N < lost) | (draw_N >= lost + gained)))
+        covered.append(loss.low <= truth <= loss.high)
+    assert np.mean(covered) >= 0.95
+
+
+def test_images_without_disagreement_still_have_an_interval_that_shrinks() -> None:
+    few, many = (score_loss(images(np.ones(num, bool)), images(np.ones(num, bool))) for num in (160, 1600))
+    assert few.rel_loss == many.rel_loss == 0
+    assert few.standing(0.02) is Standing.unproven and many.standing(0.02) is Standing.within
+    assert 160 < (images_needed(images(np.ones(160, bool)), images(np.ones(160, bool)), 0.02) or 0) < 400
+
+
+def test_the_number_of_images_needed_decides_when_there_are_as_many() -> None:
+    labels = np.random.default_rng(0).integers(0, 3, (40, 8, 8))
+
+    def results(num_images: int) -> tuple[ImageResults, ImageResults]:
+        many = np.resize(labels, (num_images, 8, 8))
+        reference = masks(3, num_images, 0.2, many)
+        engine = masks(4, num_images, 0.02, reference)
+        compared = [compare_with_labels(each, many, 3, Task.segmentation) for each in (engine, reference)]
+        return compared[0], compared[1]
+
+    engine, reference = results(40)
+    limit = score_loss(engine, reference).high - 0.003
+    assert score_loss(engine, reference).standing(limit) is Standing.unproven
+    needed = images_needed(engine, reference, limit)
+    assert needed is not None and needed > 40
+    assert score_loss(*results(2 * needed)).standing(limit) is Standing.within
+
+
+def test_images_of_one_group_count_as_one() -> None:
+    is_right_N = np.ones(400, bool)
+    is_right_N[:20] = False
+    was_right_N = np.ones(400, bool)
+    groups_N = np.repeat(np.arange(20), 20)
+    alone = score_loss(images(is_right_N), images(was_right_N))
+    together = score_loss(images(is_right_N, groups_N), images(was_right_N, groups_N))
+    assert together.rel_loss == alone.rel_loss == pytest.approx(0.05)
+    assert together.high - together.low > 3 * (alone.high - alone.low)
+    one = score_loss(images(is_right_N, np.zeros(400, int)), images(was_right_N, np.zeros(400, int)))
+    assert (one.low, one.high) == (-1, 1)
+
+
+def test_results_of_other_images_are_refused() -> None:
+    labels = np.random.default_rng(0).integers(0, 3, (4, 8, 8))
+    first, second = (compare_with_labels(each, each, 3, Task.segmentation) for each in (labels, labels[::-1]))
+    with pytest.raises(ArtifactError, match=r"the same images in the same order\. Validate both"):
+        score_loss(first, second)
+
+
+def test_results_are_read_as_they_were_written_and_damage_is_named(tmp_path: Path) -> None:
+    results = images(np.array([True, False, True]), np.array([5, 5, 9]))
+    write_results(tmp_path / "images.npz", {"val": results})
+    read = read_results(tmp_path / "images.npz", "val", Task.classification)
+    assert read.score == pytest.approx(2 / 3) and read.num_groups == 2
+    with pytest.raises(ArtifactError, match=r"no results of the images of split 'test' .*Run validate again"):
+        read_results(tmp_path / "images.npz", "test", Task.classification)
+    (tmp_path / "images.npz").write_bytes(b"PK\x03\x04 torn")
+    with pytest.raises(ArtifactError, match=r"Run validate again"):
+        read_results(tmp_path / "images.npz", "val", Task.classification)
+
+
+def test_several_limits_have_the_worst_standing() -> None:
+    assert worst([Standing.within, Standing.unproven]) is Standing.unproven
+    assert worst([Standing.beyond, Standing.unproven]) is Standing.beyond

@@ -1,0 +1,148 @@
+"""Properties of verdicts and picks over random engines."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tasks.parts.data.accuracy import Accuracy
+from tasks.parts.data.comparison import ImageResults
+from tasks.parts.data.input_card import Task
+from tasks.parts.measuring.machine_state import Machine
+from tasks.parts.measuring.reports import BenchmarkReport, EngineMeasurement, Race, SpeedRatio
+from tasks.parts.selection.accuracy_gates import AccuracyGates, find_parents
+from tasks.parts.selection.engine_row import EngineRow, Measured, Speed, Verdict
+from tasks.parts.selection.verdicts import Gates, find_reference, judge_all
+
+NUM_IMAGES = 120
+LADDER = ["distilled", "pruned", "pruned_fp16", "pruned_ptq", "pruned_qat"]
+PARENTS = dict.fromkeys(LADDER[2:], "pruned")
+TARGETS = ["cpu_torch", "cpu_onnxruntime"]
+
+
+def random_engines(seed: int) -> tuple[list[EngineRow], dict[str, ImageResults], dict[str, BenchmarkReport]]:
+    """Return engines with random losses of random certainty, and speeds that are often equal within noise."""
+    generator = np.random.default_rng(seed)
+    base_N = generator.normal(0.7, 0.1, NUM_IMAGES)
+    rows, results, races = [], {}, {}
+    for target in TARGETS:
+        speeds = {variant: float(generator.choice([1, 1.01, 1.5, 2])) for variant in LADDER}
+        speeds = {variant: speed * (1 + 0.02 * generator.normal()) for variant, speed in speeds.items()}
+        width = generator.choice([0.002, 0.02])
+        for variant in LADDER:
+            name = f"{variant}-{target}"
+            noise_N = generator.normal(0, generator.choice([0.001, 0.1]), NUM_IMAGES)
+            score_N = base_N * (1 - generator.choice([-0.01, 0, 0.01, 0.03])) + noise_N
+            is_reference = name == f"{LADDER[0]}-{TARGETS[0]}"
+            hits = np.rint(1000 * np.clip(base_N if is_reference else score_N, 0.05, 1)).astype(np.int64)[
+                :, None
+            ]
+            total = np.full_like(hits, 1000)
+            results[name] = ImageResults(Task.segmentation, hits, total, total, np.arange(NUM_IMAGES))
+            score, speed = results[name].score, 1.0 if is_reference else speeds[variant]
+            speeds[variant] = speed
+            rows.append(
+                row_of(variant, target, score, speed, int(generator.choice([100, 100, 101, 300])) * 1000)
+            )
+        pairs = [(later, earlier) for i, later in enumerate(LADDER) for earlier in LADDER[:i]]
+        ratios = [
+            ratio_of(speeds[later] / speeds[earlier], later, earlier, width) for later, earlier in pairs
+        ]
+        ratios += [ratio_of(speeds[variant], variant, "reference", width) for variant in LADDER]
+        engines = {variant: measurement(variant) for variant in LADDER}
+        control = SpeedRatio("control", LADDER[0], 1.0, 1.0, 1.0)
+        race = Race(tuple(ratios), control, 0.95, 4, (), 1.0, 40, 0)
+        machine = Machine("0" * 16, "A CPU", (), None, {})
+        races[target] = BenchmarkReport(engines, "ref", race, False, machine, None)
+    return rows, results, races
+
+
+def measurement(variant: str) -> EngineMeasurement:
+    return EngineMeasurement("built", "", variant, variant, None, "onnxruntime", "1", "CPU", 2, {})
+
+
+def ratio_of(factor: float, faster: str, slower: str, width: float) -> SpeedRatio:
+    return SpeedRatio(faster, slower, factor, factor * (1 - width), factor * (1 + width))
+
+
+def row_of(variant: str, target: str, score: float, speed: float, size_bytes: int) -> EngineRow:
+    name = f"{variant}-{target}"
+    fields = {field.name: 0.0 for field in dataclasses.fields(Speed)}
+    numbers = {"speedup_vs_reference": speed, "latency_ms_p50": 1 / speed, "is_inconclusive": False}
+    measured = Measured(
+        accuracy=Accuracy("mIoU", score, None, None, {}),
+        losses=None,
+        unseen=None,
+        speed=Speed(**(fields | numbers)),
+        size_bytes=size_bytes,
+        engine_sha256=name,
+        reference_sha256="ref",
+    )
+    return EngineRow(
+        variant=variant,
+        target=target,
+        verdict=Verdict.ACCEPT,
+        reason="",
+        pareto=False,
+        picked=False,
+        precision="int8",
+        macs_share={},
+        macs_share_quantized=None,
+        measured=measured,
+        suspect_layers=(),
+        conditions={"Runtime": "torch 2"},
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_pick_is_dominated_slower_for_certain_or_beyond_a_gate(seed: int) -> None:
+    rows, results, races = random_engines(seed)
+    reference = f"{LADDER[0]}-{TARGETS[0]}"
+    parents = find_parents(rows, PARENTS, TARGETS[0])
+    accuracy = AccuracyGates(reference, parents, 0.02, 0.02, results, results, "test")
+    gates = Gates(accuracy, allow_unproven=False, min_int8_macs_share=0.5, min_speedup_factor=1.02)
+    judged = judge_all(rows, gates, find_reference(rows, LADDER[0], TARGETS[0]), LADDER, races)
+
+    holding = [row for row in judged if row.verdict not in (Verdict.TOO_LOSSY, Verdict.UNPROVEN)]
+    for target in TARGETS:
+        of_target = [row for row in holding if row.target == target]
+        picks = [row for row in judged if row.target == target and row.picked]
+        assert len(picks) == bool(of_target)
+        for pick in picks:
+            assert pick in holding
+            for other in of_target:
+                assert not dominates(other, pick)
+                ratio = races[target].ratio(other.variant, pick.variant)
+                is_faster = other is not pick and ratio.low > 1
+                fastest = max(of_target, key=lambda row: speed_of(row))
+                assert not (is_faster and other is fastest)
+                if not is_slower(races[target], other, fastest) and not is_dominated(other, of_target):
+                    assert not accuracy.is_more_accurate(other.name, pick.name)
+    for row in judged:
+        assert row.measured and row.measured.losses
+        for loss in ("score_rel_loss", "parent_rel_loss"):
+            if row.verdict is Verdict.ACCEPT:
+                assert getattr(row.measured.losses, f"{loss}_high") <= 0.02
+
+
+def speed_of(row: EngineRow) -> float:
+    assert row.measured
+    return row.measured.speed.speedup_vs_reference
+
+
+def score_of(row: EngineRow) -> float:
+    assert row.measured
+    return row.measured.accuracy.score
+
+
+def dominates(other: EngineRow, row: EngineRow) -> bool:
+    places = [(speed_of(each), score_of(each)) for each in (other, row)]
+    return places[0] != places[1] and all(left >= right for left, right in zip(*places, strict=True))
+
+
+def is_dominated(row: EngineRow, others: list[EngineRow]) -> bool:
+    return any(dominates(other, row) for other in others)
+
+
+def is_slower(race: BenchmarkReport, row: EngineRow, fastest: EngineRow) -> bool:
+    return race.ratio(fastest.variant, row.variant).low > 1
