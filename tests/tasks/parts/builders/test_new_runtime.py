@@ -74,7 +74,7 @@ def test_runtime_of_four_additions_builds_validates_and_is_measured(
     engine = f"artifacts/build_engine/{ADDRESS.replace('.', '/')}/engine"
     run(extended, "tasks", f"validate.{ADDRESS}", f"engine={engine}", f"data={workshop.data}")
     validation = report_of(extended, "validate")
-    assert validation["status"] == "built" and validation["num_images"] == 6
+    assert validation["status"] == "built" and validation["num_images"] == 4
     run(extended, "tasks", f"benchmark.{TARGET.stem}", f"builds={engine}", f"reference={engine}")
     report_file = extended.path / "artifacts/benchmark" / TARGET.stem / "report.json"
     measured = json.loads(report_file.read_text())["engines"]["baseline"]
