@@ -3,11 +3,42 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tasks.parts.data.accuracy import ScoreLoss, Standing, worst
+from tasks.parts.data.accuracy import ScoreLoss, Standing
 from tasks.parts.data.comparison import ImageResults, images_needed, score_loss
 from tasks.parts.selection.engine_row import EngineRow, Losses, Unseen
 
 _NONE = ScoreLoss(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class GateCheck:
+    """An engine at one of the gates."""
+
+    key: str
+    """Key of the limit in select_engine."""
+    limit: float
+    base: str
+    """Name of the engine that it is compared with."""
+    base_score: float
+    loss: ScoreLoss
+    images_needed: int | None
+    """Images that would tell, if that is unproven; see `Losses`."""
+
+    @property
+    def standing(self) -> Standing:
+        """Whether the loss is within the limit."""
+        return self.loss.standing(self.limit)
+
+    def __str__(self) -> str:
+        loss = self.loss.rel_loss
+        side = (
+            "equal to" if abs(loss) < 5e-5 else f"{100 * abs(loss):.2f} % {'below' if loss > 0 else 'above'}"
+        )
+        span = f"{-100 * self.loss.high:+.2f} to {-100 * self.loss.low:+.2f} %"
+        text = f"{side} {self.base} ({self.base_score:.4f}, 95 %: {span})"
+        if self.standing is Standing.within:
+            return text
+        return f"{text}, allowed are {100 * self.limit:g} % ({self.key})"
 
 
 @dataclass(frozen=True)
@@ -28,64 +59,12 @@ class AccuracyGates:
     """By name of the engine, on the split that is only reported."""
     unseen_split: str
 
-    def losses(self, name: str) -> Losses:
-        """Compare an engine with the reference and with its parent."""
-        own, parent = self.results[name], self.parents.get(name, "")
-        gates = [(self._loss(name, self.reference), self.reference, self.max_score_rel_loss)]
-        if parent:
-            gates.append((self._loss(name, parent), parent, self.max_parent_rel_loss))
-        needed = [
-            images_needed(own, self.results[base], limit)
-            for loss, base, limit in gates
-            if loss.standing(limit) is Standing.unproven
-        ]
-        against_reference, against_parent = gates[0][0], gates[1][0] if parent else _NONE
-        return Losses(
-            score_rel_loss=against_reference.rel_loss,
-            score_rel_loss_low=against_reference.low,
-            score_rel_loss_high=against_reference.high,
-            parent=parent,
-            parent_rel_loss=against_parent.rel_loss,
-            parent_rel_loss_low=against_parent.low,
-            parent_rel_loss_high=against_parent.high,
-            images_needed=None
-            if None in needed
-            else max((number for number in needed if number), default=None),
-        )
-
-    def standing(self, losses: Losses) -> Standing:
-        """Return the worse of the standings at both gates."""
-        return worst(standing for standing, _ in self.explain(losses))
-
-    def explain(self, losses: Losses) -> list[tuple[Standing, str]]:
-        """Return the standing at each gate, and the loss in words."""
-        bases = [
-            (self.reference, losses.score_rel_loss, losses.score_rel_loss_low, losses.score_rel_loss_high)
-        ]
-        limits = [
-            ("max_score_rel_loss", self.max_score_rel_loss),
-            ("max_parent_rel_loss", self.max_parent_rel_loss),
-        ]
-        if losses.parent:
-            bases.append(
-                (
-                    losses.parent,
-                    losses.parent_rel_loss,
-                    losses.parent_rel_loss_low,
-                    losses.parent_rel_loss_high,
-                )
-            )
-        told = []
-        for (base, loss, low, high), (key, limit) in zip(bases, limits, strict=False):
-            standing = ScoreLoss(loss, low, high).standing(limit)
-            allowed = "" if standing is Standing.within else f", allowed are {100 * limit:g} % ({key})"
-            told.append(
-                (
-                    standing,
-                    f"{_in_words(loss)} {base} ({self.results[base].score:.4f}, 95 %: {_span(low, high)}){allowed}",
-                )
-            )
-        return told
+    def check(self, name: str) -> list[GateCheck]:
+        """Compare an engine with the reference and, if it has one, with its parent."""
+        checks = [self._check(name, self.reference, "max_score_rel_loss", self.max_score_rel_loss)]
+        if parent := self.parents.get(name):
+            checks.append(self._check(name, parent, "max_parent_rel_loss", self.max_parent_rel_loss))
+        return checks
 
     def is_more_accurate(self, name: str, other: str) -> bool:
         """Return whether an engine certainly scores more than another one on the images that decide."""
@@ -97,8 +76,31 @@ class AccuracyGates:
         loss = _NONE if name == self.reference else score_loss(own, self.unseen_results[self.reference])
         return Unseen(self.unseen_split, own.score, loss.rel_loss, loss.low, loss.high)
 
+    def _check(self, name: str, base: str, key: str, limit: float) -> GateCheck:
+        loss, results = self._loss(name, base), self.results[base]
+        is_open = loss.standing(limit) is Standing.unproven
+        needed = images_needed(self.results[name], results, limit) if is_open else None
+        return GateCheck(key, limit, base, results.score, loss, needed)
+
     def _loss(self, name: str, base: str) -> ScoreLoss:
         return _NONE if name == base else score_loss(self.results[name], self.results[base])
+
+
+def losses_of(checks: Sequence[GateCheck]) -> Losses:
+    """Return what an engine lost at its gates, the reference's first."""
+    first, second = checks[0], checks[1] if len(checks) > 1 else None
+    parent_loss = second.loss if second else _NONE
+    needed = [check.images_needed for check in checks if check.standing is Standing.unproven]
+    return Losses(
+        score_rel_loss=first.loss.rel_loss,
+        score_rel_loss_low=first.loss.low,
+        score_rel_loss_high=first.loss.high,
+        parent=second.base if second else "",
+        parent_rel_loss=parent_loss.rel_loss,
+        parent_rel_loss_low=parent_loss.low,
+        parent_rel_loss_high=parent_loss.high,
+        images_needed=None if None in needed else max((number for number in needed if number), default=None),
+    )
 
 
 def find_parents(rows: Sequence[EngineRow], parents: Mapping[str, str], target: str) -> dict[str, str]:
@@ -115,13 +117,3 @@ def find_parents(rows: Sequence[EngineRow], parents: Mapping[str, str], target: 
         if variant and names:
             found[row.name] = names[0]
     return found
-
-
-def _in_words(loss: float) -> str:
-    if abs(loss) < 5e-5:
-        return "equal to"
-    return f"{100 * abs(loss):.2f} % {'below' if loss > 0 else 'above'}"
-
-
-def _span(low: float, high: float) -> str:
-    return f"{-100 * high:+.2f} to {-100 * low:+.2f} %"

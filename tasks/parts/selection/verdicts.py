@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.data.accuracy import Standing
+from tasks.parts.data.accuracy import Standing, worst
 from tasks.parts.measuring.pareto import pareto_front
 from tasks.parts.measuring.reports import BenchmarkReport
-from tasks.parts.selection.accuracy_gates import AccuracyGates
-from tasks.parts.selection.engine_row import EngineRow, Measured, Verdict, rungs
+from tasks.parts.selection.accuracy_gates import AccuracyGates, losses_of
+from tasks.parts.selection.engine_row import EngineRow, Measured, Unseen, Verdict, rungs
 
 _HOLDS_GATES = (Verdict.ACCEPT, Verdict.NOT_FASTER, Verdict.INCONCLUSIVE)
 _EQUAL_SIZES = 1.01
@@ -119,18 +119,16 @@ def _judge(row: EngineRow, gates: Gates, reference: Reference) -> EngineRow:
     """Apply the gates that do not depend on other rungs; the first that fails gives the verdict."""
     if row.measured is None:
         return row
-    measured = dataclasses.replace(row.measured, losses=gates.accuracy.losses(row.name))
-    losses = measured.losses
-    assert losses is not None
+    checks = gates.accuracy.check(row.name)
+    losses, standing = losses_of(checks), worst(check.standing for check in checks)
+    measured = dataclasses.replace(row.measured, losses=losses)
     row = dataclasses.replace(row, measured=measured)
-    standings = gates.accuracy.explain(losses)
     score = f"{measured.accuracy.metric} {measured.accuracy.score:.4f}"
-    accuracy = ", ".join([score, *(text for _, text in standings)])
+    accuracy = ", ".join([score, *map(str, checks)])
     factor = f"{measured.speed.speedup_vs_reference:.3g}x the speed of {reference.speed_name}"
     speed = f"p50 {measured.speed.latency_ms_p50:.3g} ms, {factor}"
     if fault := row.reason if row.verdict is Verdict.PRECISION_MISMATCH else _int8_fault(row, gates):
         return _decide(row, Verdict.PRECISION_MISMATCH, fault, accuracy)
-    standing = gates.accuracy.standing(losses)
     if standing is Standing.beyond:
         return _decide(row, Verdict.TOO_LOSSY, accuracy, speed)
     if standing is Standing.unproven:
@@ -240,15 +238,13 @@ def _mark_picks(
             if row.verdict is Verdict.NOT_FASTER:
                 row = _add_reason(row, Verdict.ACCEPT, "picked: no accepted engine is certainly faster")
             if unseen.unseen_rel_loss_low > gates.accuracy.max_score_rel_loss:
-                row = _add_reason(row, row.verdict, unseen_warning(row))
+                row = _add_reason(row, row.verdict, _unseen_warning(unseen))
         marked.append(row)
     return marked
 
 
-def unseen_warning(row: EngineRow) -> str:
+def _unseen_warning(unseen: Unseen) -> str:
     """Return that a pick breaks the gate on the unseen split."""
-    unseen = _measured(row).unseen
-    assert unseen is not None
     return (
         f"warning: on the split {unseen.unseen_split}, on which nothing was decided, it certainly loses more than "
         f"the gate allows ({100 * unseen.unseen_rel_loss_low:.2f} to {100 * unseen.unseen_rel_loss_high:.2f} %)"
