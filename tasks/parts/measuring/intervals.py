@@ -74,27 +74,10 @@ def percentile_intervals(rounds: Sequence[Sequence[float]], percents: Sequence[f
 
 
 def student_t(level: float, degrees: int) -> float:
-    """Return the t for which a variable of Student's distribution is between -t and t with probability `level`.
+    """Return the t for which a variable of Student's distribution is between -t and t with probability `level`."""
+    from scipy.special import stdtrit
 
-    Bisects the distribution function of Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
-    """
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _probability_within(middle, degrees) < level else (low, middle)
-    return math.sqrt(degrees) * math.tan(low)
-
-
-def _probability_within(angle: float, degrees: int) -> float:
-    """Return the probability of a value between -t and t, where t = sqrt(degrees) * tan(angle)."""
-    sine, cosine = math.sin(angle), math.cos(angle)
-    is_odd = degrees % 2 == 1
-    term = cosine if is_odd else 1.0
-    total = term if degrees > 1 else 0.0
-    for power in range(3 if is_odd else 2, degrees - 1, 2):
-        term *= cosine**2 * (power - 1) / power
-        total += term
-    return (angle + sine * total) * 2 / math.pi if is_odd else sine * total
+    return float(stdtrit(degrees, (1 + level) / 2))
 
 
 def _batches(num_rounds: int) -> list[slice]:
