@@ -26,13 +26,13 @@ def random_engines(seed: int) -> tuple[list[EngineRow], dict[str, ImageResults],
     base_N = generator.normal(0.7, 0.1, NUM_IMAGES)
     rows, results, races = [], {}, {}
     for target in TARGETS:
-        speeds = {variant: float(generator.choice([1, 1.01, 1.5, 2])) for variant in LADDER}
+        speeds = {variant: float(generator.choice([1, 1, 1.01, 2])) for variant in LADDER}
         speeds = {variant: speed * (1 + 0.02 * generator.normal()) for variant, speed in speeds.items()}
-        width = generator.choice([0.002, 0.02])
+        width = generator.choice([0.002, 0.03])
         for variant in LADDER:
             name = f"{variant}-{target}"
-            noise_N = generator.normal(0, generator.choice([0.001, 0.1]), NUM_IMAGES)
-            score_N = base_N * (1 - generator.choice([-0.01, 0, 0.01, 0.03])) + noise_N
+            noise_N = generator.normal(0, generator.choice([0.001, 0.001, 0.1]), NUM_IMAGES)
+            score_N = base_N * (1 - generator.choice([-0.03, -0.01, 0, 0.01, 0.03])) + noise_N
             is_reference = name == f"{LADDER[0]}-{TARGETS[0]}"
             hits = np.rint(1000 * np.clip(base_N if is_reference else score_N, 0.05, 1)).astype(np.int64)[
                 :, None
@@ -92,6 +92,30 @@ def row_of(variant: str, target: str, score: float, speed: float, size_bytes: in
         suspect_layers=(),
         conditions={"Runtime": "torch 2"},
     )
+
+
+def test_of_equally_fast_engines_the_certainly_more_accurate_one_is_picked_though_it_is_larger() -> None:
+    target, variants = TARGETS[0], LADDER[1:3]
+    hits_N = {"pruned": 690, "pruned_fp16": 697, LADDER[0]: 697}
+    rows, results = [], {}
+    for variant, size_bytes in zip((LADDER[0], *variants), (900, 100, 800), strict=True):
+        hits = np.full((NUM_IMAGES, 1), hits_N[variant])
+        total = np.full_like(hits, 1000)
+        name = f"{variant}-{target}"
+        results[name] = ImageResults(Task.segmentation, hits, total, total, np.arange(NUM_IMAGES))
+        speed = {LADDER[0]: 1.0, "pruned": 2.02, "pruned_fp16": 2.0}[variant]
+        rows.append(row_of(variant, target, results[name].score, speed, size_bytes))
+    pairs = [("pruned", LADDER[0], 2.02), ("pruned_fp16", LADDER[0], 2.0), ("pruned_fp16", "pruned", 0.99)]
+    ratios = [ratio_of(factor, faster, slower, 0.03) for faster, slower, factor in pairs]
+    control = SpeedRatio("control", LADDER[0], 1.0, 1.0, 1.0)
+    race = Race(tuple(ratios), control, 0.95, 2, (), 1.0, 40, 0)
+    engines = {row.variant: measurement(row.variant) for row in rows}
+    machine = Machine("0" * 16, "A CPU", (), None, {})
+    races = {target: BenchmarkReport(engines, "ref", race, False, machine, None)}
+    accuracy = AccuracyGates(f"{LADDER[0]}-{target}", {}, 0.02, 0.02, results, results, "test")
+    gates = Gates(accuracy, allow_unproven=False, min_int8_macs_share=0.5, min_speedup_factor=1.02)
+    judged = judge_all(rows, gates, find_reference(rows, LADDER[0], target), LADDER, races)
+    assert [row.variant for row in judged if row.picked] == ["pruned_fp16"]
 
 
 @pytest.mark.parametrize("seed", range(60))
