@@ -1,6 +1,7 @@
 """Share code among the benchmarks: configuration and data of the run, graphs in the CPU runtimes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,10 @@ def in_eager(network: nn.Module) -> Network:
     return run
 
 
-def in_openvino(graph: ModelProto) -> Network:
+def in_openvino(graph: ModelProto, *, max_batch: int = 1) -> Network:
     """Compile a graph as the target ``cpu_openvino`` does."""
-    return requests_of(compile_graph(graph.SerializeToString(), openvino_target()))
+    target = replace(openvino_target(), max_batch=max_batch)
+    return requests_of(compile_graph(graph.SerializeToString(), target))
 
 
 def in_target(graph: ModelProto, target: str) -> Network:

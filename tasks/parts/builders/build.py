@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tasks.core.errors import BuildFailed
-from tasks.parts.builders.agreement import draw_probe_images, measure_agreement
+from tasks.parts.builders.agreement import NUM_PROBE_IMAGES, draw_probe_images, measure_agreement
 from tasks.parts.builders.contract import Built, CheckpointSource, GraphSource, read_source
 from tasks.parts.builders.executed_layers import join_fused, list_rows, sum_up_layers
 from tasks.parts.builders.report import LAYER_TYPES, EngineBuild, new_manifest, publish
@@ -53,7 +53,7 @@ def _prove(
     """Compare the engine file with its source and record what it really runs."""
     target = manifest.target
     manifest = new_manifest(target, manifest.runtime_version, source.card, file=built.file)
-    images_NCHW = draw_probe_images(source.card)[: target.max_batch]
+    images_NCHW = draw_probe_images(source.card)[: source.card.fit_batch(NUM_PROBE_IMAGES)]
     expected_NCHW = source.compute_logits(images_NCHW, target)
     agreement_db, provider = measure_agreement(
         expected_NCHW, images_NCHW, manifest, built.file, is_int8=source.is_quantized

@@ -24,6 +24,8 @@ MAX_MACS_PER_VALUE = 32
 
 def rewrite_for(target: Target, graph: ModelProto) -> ModelProto:
     """Return the graph with the target's rewrites applied."""
+    if target.max_batch == 1:
+        graph = fix_batch(graph)
     if target.uint8_activations and is_quantized(graph):
         graph = activations_to_uint8(graph)
         if int8_sums_saturate():
@@ -31,6 +33,20 @@ def rewrite_for(target: Target, graph: ModelProto) -> ModelProto:
     if target.stem_in_float:
         graph = stem_in_float(graph)
     return resize_as_matmul(graph) if target.resize_as_matmul else graph
+
+
+def fix_batch(model: ModelProto) -> ModelProto:
+    """Return a copy that takes one image, with all shapes known.
+
+    OpenVINO is 1.1 to 1.2 times as fast for it as for a range of batches; ONNX Runtime gains nothing
+    (benchmarks/encodings.py).
+    """
+    rewritten = ModelProto()
+    rewritten.CopyFrom(model)
+    for value in (*rewritten.graph.input, *rewritten.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 1
+    del rewritten.graph.value_info[:]
+    return onnx.shape_inference.infer_shapes(rewritten, data_prop=True)
 
 
 def weights_to_7_bits(model: ModelProto) -> ModelProto:

@@ -36,7 +36,7 @@ class Target:
     num_threads: Annotated[int, Between(1, 1024)]
     """Threads of one inference. More threads than free cores make latency worse and noisy."""
     max_batch: Annotated[int, Between(1, 4096)]
-    """Largest batch that the engine accepts. OpenVINO compiles for 1..max_batch."""
+    """Largest batch that the engine accepts. Engines of ONNX graphs for 1 have fixed shapes, which is faster."""
     channel_multiple: Literal[1, 8, 16, 32, 64]
     """Layer widths should be a multiple of this; pruning keeps multiples of the largest value of all targets.
 

@@ -119,8 +119,9 @@ def configure_triton(name: str, manifest: EngineManifest, graph: "GraphProto") -
         Runtime.tensorrt: _triton_tensorrt,
     }
     image, logits = [3, card.height, card.width], list(card.logits_shape)
-    if card.max_batch is not None or target.runtime is Runtime.openvino:
-        image, logits = [card.max_batch or -1, *image], [card.max_batch or -1, *logits]
+    if _is_batch_fixed(manifest) or target.runtime is Runtime.openvino:
+        batch = 1 if _is_batch_fixed(manifest) else -1
+        image, logits = [batch, *image], [batch, *logits]
     lines = [
         "# Serve it with: tritonserver --model-repository=triton",
         "# Requests hold RGB images as (value / 255 - mean) / std, with mean and std from model.json; responses hold",
@@ -131,6 +132,12 @@ def configure_triton(name: str, manifest: EngineManifest, graph: "GraphProto") -
         *backends[target.runtime](manifest),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _is_batch_fixed(manifest: EngineManifest) -> bool:
+    """Return whether the served graph or plan takes exactly one image; plans of dynamic graphs have profiles."""
+    is_rewritten = manifest.target.runtime is not Runtime.tensorrt
+    return manifest.card.max_batch is not None or (is_rewritten and manifest.target.max_batch == 1)
 
 
 def _write_triton(folder: Path, name: str, engine: Path, manifest: EngineManifest) -> None:
@@ -157,7 +164,7 @@ def _package(manifest: EngineManifest) -> str:
 def _triton_onnxruntime(manifest: EngineManifest) -> list[str]:
     return [
         'backend: "onnxruntime"',
-        f"max_batch_size: {0 if manifest.card.max_batch else manifest.target.max_batch}",
+        f"max_batch_size: {0 if _is_batch_fixed(manifest) else manifest.target.max_batch}",
         f"instance_group [ {{ kind: KIND_{'GPU' if manifest.target.device == CUDA else 'CPU'} count: 1 }} ]",
         _triton_parameter("intra_op_thread_count", manifest.target.num_threads),
     ]
@@ -197,7 +204,7 @@ def _triton_tensorrt(manifest: EngineManifest) -> list[str]:
     return [
         *lines,
         'platform: "tensorrt_plan"',
-        f"max_batch_size: {0 if manifest.card.max_batch else max(profile.max for profile in profiles)}",
+        f"max_batch_size: {0 if _is_batch_fixed(manifest) else max(profile.max for profile in profiles)}",
         f"instance_group [ {{ kind: KIND_GPU count: 1 profile: {names} }} ]",
     ]
 

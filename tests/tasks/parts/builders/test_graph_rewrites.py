@@ -8,6 +8,7 @@ from onnx import ModelProto, helper
 
 from tasks.parts.builders.graph_rewrites import (
     MAX_MACS_PER_VALUE,
+    fix_batch,
     resize_as_matmul,
     stem_in_float,
     weights_to_7_bits,
@@ -79,6 +80,18 @@ def test_resize_inside_a_network_keeps_its_node_sources_and_logits(network_type:
     assert op_types(product).count("MatMul") == 2
     assert product.graph.node[-1].metadata_props == graph.graph.node[-1].metadata_props
     np.testing.assert_allclose(run(product, images_NCHW), run(graph, images_NCHW), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("network_type", [tiny.Straight, tiny.Branched])
+def test_fixed_batch_knows_every_shape_and_keeps_the_logits(network_type: type) -> None:
+    _, graph, images_NCHW = tiny.quantized(network_type, tiny.OP_TYPES)
+    fixed = fix_batch(graph)
+    values = [*fixed.graph.input, *fixed.graph.output, *fixed.graph.value_info]
+    shapes = [[dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in values]
+    assert shapes[0][0] == shapes[1][0] == 1 and all(all(shape) for shape in shapes)
+    assert len(values) > len(fixed.graph.node)
+    one_NCHW = images_NCHW[:1]
+    np.testing.assert_array_equal(run(fixed, one_NCHW), run(graph, one_NCHW))
 
 
 @pytest.mark.parametrize("network_type", [tiny.Straight, tiny.Branched])

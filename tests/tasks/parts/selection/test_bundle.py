@@ -16,6 +16,8 @@ import openvino
 import pytest
 from google.protobuf import text_format
 
+from tasks.build_engine import build_engine
+from tasks.core.errors import DataError
 from tasks.parts.data.dataset import normalise, open_split
 from tasks.parts.engines.bundle_infer import check_gpu, check_vnni, cut_batches
 from tasks.parts.engines.gpu import Gpu
@@ -277,6 +279,31 @@ def test_triton_serves_the_file_of_onnxruntime(
     assert list(config.input[0].dims) == [3, 64, 96] and config.input[0].name == "image"
     assert list(config.output[0].dims) == [3, 64, 96] and config.output[0].name == "logits"
     assert (model / "1" / "model.onnx").read_bytes() == (bundle / "engine.onnx").read_bytes()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_engine_for_one_image_takes_them_one_by_one_and_triton_serves_it_so(
+    workshop: Workshop, tmp_path: Path, triton_schema: Any, target: str
+) -> None:
+    built, bundle = tmp_path / "built", tmp_path / "bundle"
+    built.mkdir()
+    build_engine(workshop.target(target, max_batch=1), model=workshop.quantized, out=built)
+    assert write_bundle(built / "engine", {"variant": "quantized", "target": target}, bundle)
+    images_NHWC = np.asarray(open_split(workshop.data, "test")[0][:3])
+    with open_engine(built / "engine") as runner:
+        images_NCHW = normalise(images_NHWC, runner.manifest.card.mean, runner.manifest.card.std)
+        with pytest.raises(DataError, match="input is a batch of 3"):
+            runner.infer(images_NCHW)
+        logits_NCHW = np.concatenate([runner.infer(image_CHW[None]) for image_CHW in images_NCHW])
+    done = infer(sys.executable, bundle, images_NHWC, tmp_path)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load(tmp_path / "classes.npy"), logits_NCHW.argmax(axis=1))
+    [model] = (bundle / "triton").iterdir()
+    config = text_format.Parse((model / "config.pbtxt").read_text(), triton_schema.ModelConfig())
+    assert (config.max_batch_size, list(config.input[0].dims)) == (0, [1, 3, 64, 96])
+    graph = openvino.Core().read_model(model / "1" / "model.onnx")
+    assert list(graph.input(0).shape) == [1, 3, 64, 96]
+    assert list(graph.output(0).shape) == list(config.output[0].dims)
 
 
 @pytest.mark.parametrize("variant", ["float", "quantized"])
