@@ -20,7 +20,7 @@ from flows.flow_record import close_killed_flow_run, record_flow_run, recorded_f
 from flows.params import compose_params, write_params
 from flows.pipeline import run_pipeline
 from flows.preflight import check_folders, check_gpus, check_models, count_calls, send_pending_runs
-from flows.result_table import print_result
+from flows.result_table import print_ranking, print_result
 from flows.workspace import commit_outputs, hold_workspace
 from tasks.core.errors import EnginewrightError
 from tasks.core.execute import ARTIFACTS, explained_full_disk, remove_leftovers
@@ -40,7 +40,7 @@ def optimize(params: dict[str, Any]) -> Path:
         record_flow_run()
         stages = TaskStages(params, count_calls(params), publish_progress())
         folder = run_pipeline(stages, params)
-        publish_result(folder, params, {})
+        publish_result(folder, ARTIFACTS / "race_picks", params, {})
         print(f"stages run: {stages.num_executed} of {stages.num_calls}")
         return folder
 
@@ -78,6 +78,7 @@ def main(overrides: Sequence[str]) -> int:
         check_folders(params)
         folder = run_flow(params)
         print_result(folder)
+        print_ranking(ARTIFACTS / "race_picks")
     except EnginewrightError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

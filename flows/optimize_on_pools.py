@@ -127,7 +127,9 @@ def optimize_on_pools(
         commit_outputs()
         push([])
         remove_leftovers()
-    publish_result(folder, kept, {target: result.line for target, result in results.items()})
+    publish_result(
+        folder, ARTIFACTS / "race_picks", kept, {target: result.line for target, result in results.items()}
+    )
     failed = {target: result.words for target, result in results.items() if result.outcome is Outcome.FAILED}
     if failed:
         raise TargetsFailed(

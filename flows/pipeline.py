@@ -52,7 +52,7 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
     """Call every stage in order and return the folder of ``select_engine``."""
     run_models(stages, params)
     run_targets(stages, params, params["build_engine"])
-    return stages.run(
+    selection = stages.run(
         "select_engine",
         builds=ARTIFACTS / "build_engine",
         validations=ARTIFACTS / "validate",
@@ -60,6 +60,13 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
         diffs=ARTIFACTS / "diff_layers",
         data=Path(params["pipeline"]["data"]),
     )
+    stages.run_alone(
+        "race_picks",
+        builds=ARTIFACTS / "build_engine",
+        picks=selection / "picks.json",
+        reference=Path(params["pipeline"]["reference_engine"]),
+    )
+    return selection
 
 
 def run_models(stages: Stages, params: Mapping[str, Any]) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from tasks.core.reports import read_report
 from tasks.parts.selection.engine_row import Measured, read_rows
 from tasks.parts.selection.findings import latency_ms
+from tasks.race_picks import Report as RaceReport
+from tasks.race_picks import in_words
 from tasks.select_engine import Report
 
 if TYPE_CHECKING:
@@ -38,6 +40,17 @@ def print_result(folder: Path) -> None:
     for target, reason in read_report(Report, folder).without_pick.items():
         console.print(f"{target}: no pick. {reason}", highlight=False)
     console.print(f"report: {(folder / 'report.html').resolve()}", highlight=False, soft_wrap=True)
+
+
+def print_ranking(folder: Path) -> None:
+    """Print in which order the picks of this machine came out of their race."""
+    ranking = read_report(RaceReport, folder).ranking
+    console = open_console()
+    for place, pick in enumerate(ranking, start=1):
+        behind = "" if pick.lag is None else f"; the first is {in_words(pick.lag)}"
+        noise = "" if pick.lag is None or pick.is_slower else ", which is within noise"
+        words = f"{in_words(pick.vs_reference)} as the reference{behind}{noise}"
+        console.print(f"{place}. {pick.variant} on {pick.target}: {words}", highlight=False)
 
 
 def _numbers(measured: Measured | None) -> tuple[str, ...]:

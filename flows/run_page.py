@@ -26,12 +26,18 @@ GATE_FAILED_EVENT = "enginewright.gate-failed"
 """The event that is sent for each target without a pick, for automations that notify people."""
 
 
-def publish_result(folder: Path, params: Mapping[str, Any], outcomes: Mapping[str, str]) -> None:
-    """Attach the engine report and the outcome of each target to the run; send an event per target without a pick."""
+def publish_result(
+    folder: Path, ranking: Path, params: Mapping[str, Any], outcomes: Mapping[str, str]
+) -> None:
+    """Attach the engine report, the race of the picks and the outcome of each target to the run.
+
+    Sends an event per target without a pick.
+    """
     result = read_report(Report, folder)
     report = _PICTURES.sub("", (folder / "report.md").read_text(encoding="utf-8"))
     pools = "".join(f"- {target}: {words}\n" for target, words in outcomes.items())
     create_markdown_artifact(key="engines", markdown=f"{pools}\n{report}" if pools else report)
+    create_markdown_artifact(key="picks", markdown=(ranking / "ranking.md").read_text(encoding="utf-8"))
     tracking = params["select_engine"]["tracking"]
     if tracking["enabled"] and (page := experiments_page(tracking["uri"])):
         link = f"{page}/{result.mlflow_run}" if result.mlflow_run else page

@@ -6,11 +6,10 @@ itself is measured at larger batches, with several requests at once, and layer b
 """
 
 import logging
-import random
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,30 +17,22 @@ from tasks.core.bounds import AtLeast, MoreThan
 from tasks.core.errors import ArtifactError
 from tasks.parts.engines.runtimes import CUDA
 from tasks.parts.measuring.batch_latency import Bursts, Windows, summarise
-from tasks.parts.measuring.intervals import LEVEL
 from tasks.parts.measuring.machine_state import read_gpu_memory_mib, read_machine
-from tasks.parts.measuring.race import (
-    CONTROL,
-    FEWEST_ROUNDS,
-    StoppingRule,
-    compare_all,
-    run_race,
-    undecided_pairs,
-)
+from tasks.parts.measuring.race import CONTROL, FEWEST_ROUNDS, RaceOptions
 from tasks.parts.measuring.reports import (
     REFERENCE,
     BenchmarkReport,
     EngineMeasurement,
     Latency,
-    Race,
     Throughput,
 )
-from tasks.parts.measuring.surroundings import QuietLimits, Surroundings, start_watch, wait_until_quiet
+from tasks.parts.measuring.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from tasks.parts.engines.manifest import EngineManifest
     from tasks.parts.engines.target import Target
     from tasks.parts.measuring.engine_process import EngineProcess, Memory
+    from tasks.parts.measuring.engine_race import Rounds
 
 logger = logging.getLogger(__name__)
 
@@ -53,29 +44,15 @@ _TIMED_ON_DEVICE = 50
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(RaceOptions):
     """Which engines are measured, and for how long."""
 
     target: str
     """Name of the target of the engines."""
     variants: list[str]
     """Variants that are built for the target, the rungs of the ladder first and in its order."""
-    seed: Annotated[int, AtLeast(0)]
-    """Fixes the order of the engines within the rounds."""
     batch_sizes: list[Annotated[int, AtLeast(2)]]
     """Batch sizes measured after batch 1; those above the target's max_batch are skipped."""
-    warm_up_ms: Annotated[float, AtLeast(0)]
-    """How long each process warms up at each batch size before it is measured."""
-    burst_ms: Annotated[float, MoreThan(0)]
-    """Length of one burst. Longer: fewer rounds, and a slow phase of the machine less often covers a whole round."""
-    min_calls: Annotated[int, AtLeast(1)]
-    """Minimum number of inferences in a burst, for engines slower than burst_ms / min_calls."""
-    min_rounds: Annotated[int, AtLeast(FEWEST_ROUNDS)]
-    """Minimum number of rounds at batch 1, even beyond the time budget, up to twice that budget."""
-    budget_s: Annotated[float, MoreThan(0)]
-    """Time for the rounds at batch 1, which end earlier if the order of the engines is decided."""
-    resolution: Annotated[float, MoreThan(0)]
-    """Engines that certainly differ by less than this count as equally fast. 0.015 is 1.5 %. Lower: more rounds."""
     windows: Windows
     """When an engine counts as stable, and when the rounds at a larger batch end before their time budget."""
     budget_batch_s: Annotated[float, MoreThan(0)]
@@ -84,13 +61,6 @@ class Config:
     """Numbers of concurrent threads for the throughput at batch 1. Empty: not measured."""
     throughput_s: Annotated[float, MoreThan(0)]
     """Time for each of concurrencies."""
-    max_aa_spread: Annotated[float, MoreThan(0)]
-    """A/A spread above which the rounds are repeated with twice the budget, and above which the better of the two
-    is reported as inconclusive. 0.05 is 5 %."""
-    quiet: QuietLimits
-    """When the machine is quiet enough to begin."""
-    timeout_s: Annotated[float, MoreThan(0)]
-    """How long to wait for an answer from an engine's process."""
 
 
 Report = BenchmarkReport
@@ -133,20 +103,6 @@ class _Field:
         """The files that run in the rounds, the reference first."""
         own = {name: self.engines[name] for name in self.names if name != REFERENCE}
         return {REFERENCE: self.reference, **own}
-
-    @property
-    def controlled(self) -> str:
-        """The file that has a second process: the first of this target."""
-        return list(self.racing)[min(1, len(self.racing) - 1)]
-
-
-@dataclass(frozen=True)
-class _Rounds:
-    """The rounds of all engines at batch 1."""
-
-    race: Race
-    bursts_ms: Mapping[str, Bursts]
-    """By name, of the reference and the control as well."""
 
 
 @dataclass(frozen=True)
@@ -230,71 +186,21 @@ def _check_comparable(
         )
 
 
-def _measure(cfg: Config, field: _Field) -> tuple[_Rounds, dict[str, _Measured], Surroundings]:
+def _measure(cfg: Config, field: _Field) -> tuple["Rounds", dict[str, _Measured], Surroundings]:
     """Measure every file in its process; the result is by name."""
-    from tasks.parts.measuring.engine_process import open_processes
+    from tasks.parts.measuring.engine_race import open_race
 
-    quiet = wait_until_quiet(cfg.quiet)
-    starters = {**field.racing, CONTROL: field.racing[field.controlled]}
-    with open_processes(starters, timeout_s=cfg.timeout_s) as processes:
-        descriptions = {name: process.wait_until_loaded() for name, process in processes.items()}
-        memories = {
-            name: process.warm_up(1, seconds=cfg.warm_up_ms / 1000) for name, process in processes.items()
-        }
-        watch = start_watch(quiet, field.device)
-        rounds = _race(cfg, field, processes)
+    with open_race(cfg, field.racing, device=field.device) as race:
+        rounds = race.run(contenders=field.names)
         measured = {}
         for name in field.names:
+            runner = race.runners[name]
             latency, bursts_ms = _measure_alone(
-                cfg, field, processes[name], rounds.bursts_ms[name], memories[name]
+                cfg, field, runner.process, rounds.bursts_ms[name], runner.memory
             )
-            layers_ms = processes[name].profile(num_iterations=_PROFILED)
-            measured[name] = _Measured(latency, bursts_ms, layers_ms, descriptions[name])
-        return rounds, measured, watch.finish()
-
-
-def _race(cfg: Config, field: _Field, processes: Mapping[str, "EngineProcess"]) -> _Rounds:
-    """Run the rounds, and again with twice the time if the A/A spread is too large; keep the better ones."""
-    first = _run_rounds(cfg, field, processes, num_repeats=0)
-    spread = first.race.aa_ratio.spread
-    if spread <= cfg.max_aa_spread:
-        return first
-    logger.warning("benchmark: A/A spread %.1f %%, measuring again for up to twice the time", 100 * spread)
-    second = _run_rounds(cfg, field, processes, num_repeats=1)
-    kept = min((first, second), key=lambda rounds: rounds.race.aa_ratio.spread)
-    return replace(kept, race=replace(kept.race, num_repeats=1))
-
-
-def _run_rounds(
-    cfg: Config, field: _Field, processes: Mapping[str, "EngineProcess"], *, num_repeats: int
-) -> _Rounds:
-    from tasks.parts.measuring.engine_process import run_round
-
-    shuffler = random.Random(cfg.seed + num_repeats)
-    rule = StoppingRule(
-        contenders=field.names,
-        num_comparisons=max(1, len(field.names) - 1),
-        min_rounds=cfg.min_rounds,
-        budget_s=cfg.budget_s * (1 + num_repeats),
-        resolution=cfg.resolution,
-    )
-    bursts_ms = run_race(
-        lambda: run_round(processes, 1, shuffler, burst_ms=cfg.burst_ms, min_calls=cfg.min_calls), rule
-    )
-    ratios, aa_ratio = compare_all(
-        bursts_ms, controlled=field.controlled, num_comparisons=rule.num_comparisons
-    )
-    race = Race(
-        ratios=ratios,
-        aa_ratio=aa_ratio,
-        level=LEVEL,
-        num_comparisons=rule.num_comparisons,
-        undecided=tuple(undecided_pairs(bursts_ms, rule)),
-        reference_ms_p50=statistics.median(value for burst in bursts_ms[REFERENCE] for value in burst),
-        num_rounds=len(bursts_ms[REFERENCE]),
-        num_repeats=num_repeats,
-    )
-    return _Rounds(race, bursts_ms)
+            layers_ms = runner.process.profile(num_iterations=_PROFILED)
+            measured[name] = _Measured(latency, bursts_ms, layers_ms, runner.description)
+        return rounds, measured, race.surroundings()
 
 
 def _measure_alone(
@@ -367,7 +273,7 @@ def _describe(manifest: "EngineManifest", name: str, measured: _Measured | None)
     )
 
 
-def _write_tables(field: _Field, measured: Mapping[str, _Measured], rounds: _Rounds, out: Path) -> None:
+def _write_tables(field: _Field, measured: Mapping[str, _Measured], rounds: "Rounds", out: Path) -> None:
     """Write the tables of every variant, and the latencies of the reference and of the control."""
     from tasks.parts.measuring.tables import write_latencies, write_layers
 

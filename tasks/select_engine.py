@@ -127,7 +127,7 @@ class Report:
     without_pick: dict[str, str]
     """Target -> why it has no pick."""
     best: Pick | None
-    """The fastest of the picks."""
+    """The pick with the largest speed-up over the reference."""
     mlflow_run: str | None
     """``<experiment id>/runs/<run id>`` of the pipeline in MLflow; None if MLflow did not answer."""
 

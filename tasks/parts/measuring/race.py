@@ -10,10 +10,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+from tasks.core.bounds import AtLeast, MoreThan
 from tasks.parts.measuring.batch_latency import Bursts
 from tasks.parts.measuring.intervals import Estimate, estimate_ratio
 from tasks.parts.measuring.reports import SpeedRatio
+from tasks.parts.measuring.surroundings import QuietLimits
 
 CONTROL = "control"
 """Name in a race of the second process of one engine."""
@@ -25,6 +28,33 @@ _STRICTNESS_OF_LOOKS = 10
 
 RunRound = Callable[[], Mapping[str, Sequence[float]]]
 """Runs one burst of every engine and returns the latencies in ms by name."""
+
+
+@dataclass(frozen=True)
+class RaceOptions:
+    """How a stage races engines at batch 1."""
+
+    seed: Annotated[int, AtLeast(0)]
+    """Fixes the order of the engines within the rounds."""
+    warm_up_ms: Annotated[float, AtLeast(0)]
+    """How long each process warms up at each batch size before it is measured."""
+    burst_ms: Annotated[float, MoreThan(0)]
+    """Length of one burst. Longer: fewer rounds, and a slow phase of the machine less often covers a whole round."""
+    min_calls: Annotated[int, AtLeast(1)]
+    """Minimum number of inferences in a burst, for engines slower than burst_ms / min_calls."""
+    min_rounds: Annotated[int, AtLeast(FEWEST_ROUNDS)]
+    """Minimum number of rounds at batch 1, even beyond the time budget, up to twice that budget."""
+    budget_s: Annotated[float, MoreThan(0)]
+    """Time for the rounds at batch 1, which end earlier if the order of the engines is decided."""
+    resolution: Annotated[float, MoreThan(0)]
+    """Engines that certainly differ by less than this count as equally fast. 0.015 is 1.5 %. Lower: more rounds."""
+    max_aa_spread: Annotated[float, MoreThan(0)]
+    """A/A spread above which the rounds are repeated with twice the budget, and above which the better of the two
+    is reported as inconclusive. 0.05 is 5 %."""
+    quiet: QuietLimits
+    """When the machine is quiet enough to begin."""
+    timeout_s: Annotated[float, MoreThan(0)]
+    """How long to wait for an answer from an engine's process."""
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,11 @@ class Race:
     num_repeats: int
     """1 if the race was repeated because of a large A/A spread; the one with the smaller spread is kept."""
 
+    def ratio(self, faster: str, slower: str) -> SpeedRatio:
+        """Return how many times as fast one file is as another one."""
+        ratio = next(ratio for ratio in self.ratios if {ratio.faster, ratio.slower} == {faster, slower})
+        return ratio if ratio.faster == faster else ratio.inverse
+
 
 @dataclass(frozen=True)
 class BenchmarkReport:
@@ -145,5 +150,4 @@ class BenchmarkReport:
         if first == second:
             return SpeedRatio(faster, slower, 1.0, 1.0, 1.0)
         assert self.race is not None
-        ratio = next(ratio for ratio in self.race.ratios if {ratio.faster, ratio.slower} == {first, second})
-        return ratio if ratio.faster == first else ratio.inverse
+        return self.race.ratio(first, second)

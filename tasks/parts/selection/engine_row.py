@@ -15,6 +15,9 @@ from tasks.parts.data.accuracy import Accuracy
 
 ENGINES_FILE = "engines.json"
 
+MACHINE = "Machine"
+"""The condition that holds the id of the machine an engine was measured on."""
+
 
 class Verdict(StrEnum):
     """Whether an engine is accepted, or why not."""
@@ -185,14 +188,21 @@ def flatten(row: EngineRow) -> dict[str, Any]:
 
 def read_rows(folder: Path) -> list[EngineRow]:
     """Return the rows of the engines.json that select_engine wrote into a folder."""
-    rows = []
-    for flat in json.loads((folder / ENGINES_FILE).read_text(encoding="utf-8")):
-        parts: dict[str, Any] = {name: _pick(flat, part) for name, part in _PARTS.items()}
-        for name, mark in (("losses", "score_rel_loss"), ("unseen", "unseen_split")):
-            parts[name] = None if flat[mark] is None else parts[name]
-        measured = _pick(flat, Measured) | parts if flat["engine_sha256"] else None
-        rows.append(dacite.from_dict(EngineRow, _pick(flat, EngineRow) | {"measured": measured}, STRICT))
-    return rows
+    return [_row_of(flat) for flat in json.loads((folder / ENGINES_FILE).read_text(encoding="utf-8"))]
+
+
+def read_picks(file: Path) -> dict[str, EngineRow]:
+    """Return the rows of a picks.json by target."""
+    picks: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return {target: _row_of(flat) for target, flat in picks.items()}
+
+
+def _row_of(flat: dict[str, Any]) -> EngineRow:
+    parts: dict[str, Any] = {name: _pick(flat, part) for name, part in _PARTS.items()}
+    for name, mark in (("losses", "score_rel_loss"), ("unseen", "unseen_split")):
+        parts[name] = None if flat[mark] is None else parts[name]
+    measured = _pick(flat, Measured) | parts if flat["engine_sha256"] else None
+    return dacite.from_dict(EngineRow, _pick(flat, EngineRow) | {"measured": measured}, STRICT)
 
 
 def measured_names() -> list[str]:

@@ -77,8 +77,8 @@ class Findings:
 
     @property
     def picks(self) -> list[EngineRow]:
-        """The picked rows, fastest first."""
-        return sorted((row for row in self.rows if row.picked), key=latency_ms)
+        """The picked rows, the largest speed-up over the reference first."""
+        return sorted((row for row in self.rows if row.picked), key=lambda row: -_speedup(row))
 
     @property
     def ordered(self) -> list[EngineRow]:
@@ -158,6 +158,10 @@ def shown(row: EngineRow) -> Shown:
         speedup=times(speed.speedup_vs_reference),
         size_mb=megabytes(row.measured.size_bytes),
     )
+
+
+def _speedup(row: EngineRow) -> float:
+    return row.measured.speed.speedup_vs_reference if row.measured else 0.0
 
 
 def latency_ms(row: EngineRow) -> float:

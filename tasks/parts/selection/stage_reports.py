@@ -19,12 +19,12 @@ from tasks.parts.engines.manifest import (
 )
 from tasks.parts.layer_diff.report import DiffReport
 from tasks.parts.measuring.reports import REFERENCE, BenchmarkReport, Latency
-from tasks.parts.selection.engine_row import EngineRow, Measured, Speed, SuspectLayer, Verdict
+from tasks.parts.selection.engine_row import MACHINE, EngineRow, Measured, Speed, SuspectLayer, Verdict
 
 ENGINE_FOLDER = "engine"
 
-MACHINE, RUNTIME, BUILT_WITH = "Machine", "Runtime", "Built with"
-"""Names of conditions that all engines of a target share."""
+RUNTIME, BUILT_WITH = "Runtime", "Built with"
+"""Names of conditions that all engines of a target share, as they share the machine."""
 
 _WITHOUT_ENGINE = {EngineStatus.skipped: Verdict.SKIPPED, EngineStatus.failed: Verdict.BUILD_FAILED}
 

@@ -1,0 +1,113 @@
+"""The race of the picks of all targets: real engines in real processes."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.data.accuracy import Accuracy
+from tasks.parts.engines.manifest import read_engine_manifest
+from tasks.parts.measuring.machine_state import read_machine_id
+from tasks.parts.measuring.reports import SpeedRatio
+from tasks.parts.measuring.surroundings import QuietLimits
+from tasks.parts.selection.engine_row import MACHINE, EngineRow, Measured, Speed, Verdict, flatten
+from tasks.race_picks import Config, Report, race_picks
+from tests.tasks.conftest import Workshop
+
+CONFIG = Config(
+    seed=0,
+    warm_up_ms=5.0,
+    burst_ms=3.0,
+    min_calls=2,
+    min_rounds=5,
+    budget_s=1e-3,
+    resolution=0.015,
+    max_aa_spread=1e9,
+    quiet=QuietLimits(max_busy_cores=0.3, max_wait_s=0.0),
+    timeout_s=60.0,
+)
+
+
+class Selection:
+    """Engines as build_engine lays them out, and a picks.json."""
+
+    def __init__(self, workshop: Workshop, root: Path) -> None:
+        self.root, self.reference = root, workshop.engine("float", "cpu_torch")
+        self.rows: dict[str, dict[str, Any]] = {}
+        for variant, target in (("quantized", "cpu_onnxruntime"), ("float", "cpu_openvino")):
+            engine = root / "builds" / variant / target / "engine"
+            shutil.copytree(workshop.engine(variant, target), engine)
+            self.rows[target] = flatten(row_of(variant, target, read_engine_manifest(engine).sha256))
+
+    def race(self) -> Report:
+        picks, out = self.root / "picks.json", self.root / "out"
+        picks.write_text(json.dumps(self.rows), encoding="utf-8")
+        out.mkdir()
+        return race_picks(CONFIG, builds=self.root / "builds", picks=picks, reference=self.reference, out=out)
+
+
+def row_of(variant: str, target: str, sha256: str) -> EngineRow:
+    numbers = {field.name: 1.0 for field in dataclasses.fields(Speed)} | {"is_inconclusive": False}
+    measured = Measured(
+        accuracy=Accuracy("mIoU", 0.7, None, None, {}),
+        losses=None,
+        unseen=None,
+        speed=Speed(**numbers),
+        size_bytes=1,
+        engine_sha256=sha256,
+        reference_sha256="",
+    )
+    return EngineRow(
+        variant=variant,
+        target=target,
+        verdict=Verdict.ACCEPT,
+        reason="",
+        pareto=True,
+        picked=True,
+        precision="f32",
+        macs_share={},
+        macs_share_quantized=None,
+        measured=measured,
+        suspect_layers=(),
+        conditions={MACHINE: read_machine_id()},
+    )
+
+
+@pytest.fixture
+def selection(workshop: Workshop, tmp_path: Path) -> Selection:
+    return Selection(workshop, tmp_path)
+
+
+def test_picks_are_ranked_by_the_ratios_of_one_race(selection: Selection) -> None:
+    report = selection.race()
+    first, second = report.ranking
+    assert {first.target, second.target} == set(selection.rows)
+    assert first.vs_reference.factor >= second.vs_reference.factor > 0
+    assert first.lag is None and not first.is_slower
+    assert isinstance(second.lag, SpeedRatio) and (second.lag.faster, second.lag.slower) == (
+        first.target,
+        second.target,
+    )
+    assert report.race is not None and report.race.num_comparisons == 1
+    assert second.is_slower == (second.lag.low > 1 and second.lag.factor - 1 > report.race.aa_ratio.spread)
+    table = (selection.root / "out" / "ranking.md").read_text(encoding="utf-8")
+    assert table.index(f"| {first.target} |") < table.index(f"| {second.target} |")
+
+
+def test_pick_of_another_machine_takes_no_part(selection: Selection) -> None:
+    selection.rows["cpu_openvino"]["conditions"][MACHINE] = "another"
+    report = selection.race()
+    assert report.elsewhere == {"cpu_openvino": "another"}
+    assert report.race is None and report.ranking == ()
+
+
+def test_engine_that_is_not_the_measured_one_is_refused(selection: Selection) -> None:
+    selection.rows["cpu_openvino"]["engine_sha256"] = "0" * 64
+    with pytest.raises(
+        ArtifactError, match=r"another one was measured and picked\. Select again: dvc repro select"
+    ):
+        selection.race()
