@@ -10,7 +10,7 @@ import torch
 from onnx import ModelProto
 from torch import nn
 
-from tasks.core.config import find_section, read_params, typed_config
+from tasks.core.config import PARAMS_FILE, find_section, read_params, typed_config
 from tasks.core.execute import ARTIFACTS, load_stage
 from tasks.parts.builders.graph_rewrites import rewrite_for
 from tasks.parts.data.dataset import normalise, open_split, read_manifest
@@ -22,6 +22,7 @@ from tasks.parts.networks.config import NetworkConfig
 from tasks.parts.networks.model_card import ModelCard
 from tasks.parts.onnx_graphs.export import export_graph
 from tasks.parts.onnx_session import open_session
+from tasks.parts.selection.stage_reports import StageFolders
 
 DATA = ARTIFACTS / "prepare_data" / "dataset"
 
@@ -72,10 +73,16 @@ def requests_of(compiled: Any) -> Network:
     return lambda images_NCHW: request.infer({0: images_NCHW}, share_inputs=True, share_outputs=True)[0]
 
 
-def stage_config(address: str) -> Any:
+def stage_config(address: str, workspace: Path = Path()) -> Any:
     """Return the typed configuration of a stage call."""
-    name, section = find_section(read_params(), address)
+    name, section = find_section(read_params(workspace / PARAMS_FILE), address)
     return typed_config(load_stage(address)[1], section, name)
+
+
+def stage_folders(workspace: Path) -> StageFolders:
+    """Return the folders of a workspace that select_engine reads."""
+    stages = ("build_engine", "validate", "benchmark", "diff_layers")
+    return StageFolders(*(workspace / ARTIFACTS / stage for stage in stages))
 
 
 def openvino_target() -> Target:

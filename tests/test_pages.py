@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -15,6 +16,7 @@ from benchmarks.pages import (
     ModelMissing,
     fetch_model,
     holds_pages,
+    next_num_val,
     table,
     write_pages,
 )
@@ -26,6 +28,7 @@ from tasks.parts.data.dataset import open_images, open_labels, read_manifest
 from tasks.parts.data.input_card import Task
 from tasks.parts.onnx_graphs.graph import read_graph
 from tasks.parts.onnx_graphs.predict import predict_classes
+from tasks.parts.selection.engine_row import Verdict
 
 NUM_PAGES = {"train": 2, "val": 3, "test": 8}
 
@@ -67,10 +70,14 @@ def test_every_image_has_a_group_and_a_group_is_one_page_in_four_orientations(pa
         assert np.array_equal(np.rot90(image_HWC, quarter), upright_HWC)  # rot90 turns against the clock
 
 
-def test_more_pages_only_append_and_pages_differ(pages: Path) -> None:
+def test_more_pages_only_append_and_pages_differ(pages: Path, tmp_path: Path) -> None:
     few, more = (draw_pages("val", count, families(), seed=0) for count in (2, 4))
     assert all(np.array_equal(one, other) for one, other in zip(few, more, strict=False))
     assert len({page_HWC.tobytes() for page_HWC in more}) == 4
+    write_pages(tmp_path / "again", {"train": 1, "val": 4}, families())
+    first = sorted((pages / "images").rglob("val_*.png"))
+    again = [tmp_path / "again" / file.relative_to(pages) for file in first]
+    assert [file.read_bytes() for file in first] == [file.read_bytes() for file in again]
 
 
 def test_data_set_keeps_the_pixels_and_the_order_of_the_classes(pages: Path, dataset: Path) -> None:
@@ -119,12 +126,69 @@ def test_difficulty_changes_the_page() -> None:
     assert clear.shape == (224, 224, 3) and clear.std() != disturbed.std()
 
 
-def test_table_shows_an_engine_that_was_not_built() -> None:
-    missing = {"variant": "imported", "target": "cpu_openvino_bf16", "verdict": "SKIPPED", "picked": False}
-    numbers = {"top1": None, "score_rel_loss": None, "race_latency_ms_p50": None}
+def engine(
+    variant: str, precision: str, verdict: Verdict, images_needed: int | None = None
+) -> dict[str, Any]:
+    """A row of the results of an engine that was built."""
+    return {
+        "variant": variant,
+        "target": "cpu_openvino",
+        "precision": precision,
+        "verdict": verdict,
+        "picked": False,
+        "images_needed": images_needed,
+        "top1": 0.96,
+        "score_rel_loss": 0.01,
+        "score_rel_loss_low": -0.005,
+        "score_rel_loss_high": 0.03,
+        "standing": "within" if verdict is Verdict.ACCEPT else "unproven",
+        "unseen_loss": {"rel_loss": 0.012, "low": 0.001, "high": 0.019},
+        "unseen_standing": "within",
+        "latency_ms_p50": 3.4,
+    }
+
+
+MISSING = dict.fromkeys(
+    ("top1", "score_rel_loss", "score_rel_loss_low", "score_rel_loss_high", "standing", "unseen_loss"),
+) | {
+    "variant": "imported",
+    "target": "cpu_openvino_bf16",
+    "precision": "bf16",
+    "verdict": "SKIPPED",
+    "picked": False,
+    "images_needed": None,
+    "unseen_standing": None,
+    "latency_ms_p50": None,
+}
+
+
+def test_second_run_has_as_many_images_as_the_int8_engines_need() -> None:
+    def needed(*rows: dict[str, Any], num_val: int = 160) -> int | None:
+        return next_num_val({"num_val_images": num_val, "engines": [MISSING, *rows]})
+
+    ptq = engine("imported_ptq", "int8+f32", Verdict.UNPROVEN, 701)
+    partial = engine("imported_partial", "int8", Verdict.UNPROVEN, 350)
+    imported = engine("imported", "f32", Verdict.UNPROVEN, 2000)
+    assert needed(imported, ptq, partial) == 704  # four images a page
+    assert (
+        needed(engine("imported_ptq", "int8", Verdict.UNPROVEN), partial) == 3200
+    )  # far more than there are
+    assert needed(engine("imported_ptq", "int8", Verdict.UNPROVEN), num_val=3200) is None
+    assert needed(imported, engine("imported_ptq", "int8", Verdict.ACCEPT)) is None
+
+
+def test_table_shows_intervals_and_an_engine_that_was_not_built() -> None:
+    loss = {"rel_loss": 0.02, "low": -0.01, "high": 0.05}
     val = {"float_score": 0.98, "ptq_score": 0.9, "partial_score": 0.96, "num_float_layers": 3}
-    text = table(
-        [{"num_val_images": 8, "engines": [missing | numbers], "val": val | {"partial_gate_holds": False}}]
-    )
-    assert "| 8 | imported | cpu_openvino_bf16 | - | - | - | SKIPPED |" in text
-    assert "8 validation images: float 0.9800" in text and "fails the gate" in text
+    val |= {"partial_rel_loss": loss, "partial_standing": "unproven"}
+    rows = [
+        MISSING,
+        engine("imported_ptq", "int8", Verdict.UNPROVEN, 701),
+        engine("imported_partial", "int8", Verdict.ACCEPT),
+    ]
+    text = table([{"num_val_images": 8, "engines": rows, "val": val}])
+    assert "| 8 | imported | cpu_openvino_bf16 | - | - | - | - | SKIPPED |" in text
+    losses = "0.9600 | 1.00 % (-0.50 to 3.00) | 1.20 % (0.10 to 1.90) | 3.40"
+    assert f"| 8 | imported_ptq | cpu_openvino | {losses} | UNPROVEN, about 701 images needed |" in text
+    assert "8 validation images: float 0.9800" in text and "2.00 % (-1.00 to 5.00) is unproven." in text
+    assert "about 1 of 2 INT8 engines; the test images decide the same about 1, leave 0 open" in text

@@ -6,11 +6,11 @@ import pytest
 import yaml
 
 from flows.params import compose_params
-from flows.pick import main
+from flows.pick import Limits, main, pick
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.log import log_pipeline
 from tasks.core.tracking.lookup import find_engines
-from tasks.core.tracking.records import RunRecord
+from tasks.core.tracking.records import RunRecord, TrackedEngine
 
 TARGET = "cpu_openvino"
 
@@ -81,6 +81,24 @@ def test_fastest_engine_within_the_limits_is_picked(filled, capsys, limits, vari
     assert main(["--target", TARGET, *limits]) == 0
     out = capsys.readouterr().out
     assert f"{variant} on {TARGET}" in out and "TOO_LOSSY" in out
+
+
+@pytest.mark.parametrize(
+    ("verdict", "picked", "shipped"),
+    [
+        ("INCONCLUSIVE", False, "fast"),  # noise hides its speed; it holds the gates
+        ("UNPROVEN", False, "slow"),
+        ("UNPROVEN", True, "fast"),  # select_engine.allow_unproven
+        ("TOO_LOSSY", False, "slow"),
+    ],
+)
+def test_unproven_engine_ships_only_if_it_was_picked(tmp_path, verdict, picked, shipped):
+    records = [
+        record(tmp_path, "fast", 1.0, 0.60, verdict, picked=picked),
+        record(tmp_path, "slow", 4.0, 0.66),
+    ]
+    runs = [TrackedEngine("0", logged.name, logged.tags, logged.metrics) for logged in records]
+    assert pick(runs, Limits(None, None, None)).tags["variant"] == shipped
 
 
 def test_limits_that_no_engine_holds_show_what_there_is(filled, capsys):

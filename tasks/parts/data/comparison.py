@@ -127,7 +127,9 @@ def score_loss(engine: ImageResults, reference: ImageResults) -> ScoreLoss:
 
     mIoU: bootstrap over groups, both scored on the same resamples (Efron and Tibshirani 1993), with percentiles that
     are expanded for few groups (Hesterberg 2015, "What Teachers Should Know About the Bootstrap", section 5.3).
-    Top-1 accuracy: exact, because a bootstrap without disagreements has no width; see `_upper_bound`.
+    Top-1 accuracy: exact, because a bootstrap without disagreements has no width; see `_upper_bound`. The interval is
+    that of the difference between the two accuracies, divided by the reference's accuracy as measured: the sampling
+    error of this divisor is not a part of it. (The bootstrap resamples the divisor too.)
     A single group proves nothing: its interval reaches from -1 to 1.
     """
     _check_paired(engine, reference)
@@ -224,7 +226,8 @@ def _upper_bound(lost: int, gained: int, num: int) -> float:
 
     Of all shares with which as few net losses as were seen are not too unlikely, it is the largest. The probability
     depends also on how many images change at all; its maximum is taken over the interval of that share, whose error
-    is a part of the whole error (Berger and Boos 1994).
+    is a part of the whole error (Berger and Boos 1994). It is evaluated at `_NUM_SHARES` values of the share, equally
+    spaced from end to end of that interval, so the true maximum may be slightly larger.
     """
     from scipy.fft import next_fast_len
     from scipy.special import betaincinv
