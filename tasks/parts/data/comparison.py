@@ -29,6 +29,9 @@ _TAIL = 0.025
 """Share of an interval's error at each end: intervals are of 95 %."""
 _TAIL_OF_CHANGED = 0.001
 """The part of `_TAIL` that is spent on the share of images that change at all."""
+_MOST_AT_STAKE = 0.9
+"""Share of its money that a bet may lose at most."""
+_TINY = 1e-12
 _NUM_SHARES = 4
 """Shares of changed images at which a probability is evaluated to find its maximum."""
 _BISECTIONS = 16
@@ -127,9 +130,10 @@ def score_loss(engine: ImageResults, reference: ImageResults) -> ScoreLoss:
 
     mIoU: bootstrap over groups, both scored on the same resamples (Efron and Tibshirani 1993), with percentiles that
     are expanded for few groups (Hesterberg 2015, "What Teachers Should Know About the Bootstrap", section 5.3).
-    Top-1 accuracy: exact, because a bootstrap without disagreements has no width; see `_upper_bound`. The interval is
-    that of the difference between the two accuracies, divided by the reference's accuracy as measured: the sampling
-    error of this divisor is not a part of it. (The bootstrap resamples the divisor too.)
+    Top-1 accuracy: exact, because a bootstrap without disagreements has no width; see `_upper_bound`, and
+    `_upper_bound_of_mean` for images in groups. The interval is that of the difference between the two accuracies,
+    divided by the reference's accuracy as measured: the sampling error of this divisor, and of the mean size of a
+    group, is not a part of it. (The bootstrap resamples the divisor too.)
     A single group proves nothing: its interval reaches from -1 to 1.
     """
     _check_paired(engine, reference)
@@ -207,18 +211,47 @@ def _bootstrap_interval(engine: ImageResults, reference: ImageResults) -> tuple[
 
 
 def _exact_interval(engine: ImageResults, reference: ImageResults, factor: float) -> tuple[float, float]:
-    """Return an interval of the loss of top-1 accuracy that covers it in at least 95 % of all cases, for any N.
-
-    Images of one group are counted as one image, which is conservative.
-    """
+    """Return an interval of the loss of top-1 accuracy that covers it in at least 95 % of all cases, for any N."""
+    lost_N = reference.hits_NC[:, 0] - engine.hits_NC[:, 0]  # 1, 0 or -1
     num = round(factor * engine.num_groups)
-    is_right, was_right = engine.hits_NC[:, 0] > 0, reference.hits_NC[:, 0] > 0
-    scale = num / engine.num_images
-    lost, gained = scale * int((was_right & ~is_right).sum()), scale * int((is_right & ~was_right).sum())
-    return (
-        -_upper_bound(math.ceil(gained), math.floor(lost), num),
-        _upper_bound(math.ceil(lost), math.floor(gained), num),
-    )
+    if engine.num_groups == engine.num_images:
+        lost, gained = (factor * int((lost_N == sign).sum()) for sign in (1, -1))
+        return (
+            -_upper_bound(math.ceil(gained), math.floor(lost), num),
+            _upper_bound(math.ceil(lost), math.floor(gained), num),
+        )
+    sizes_K = np.bincount(engine.groups_N)
+    lost_K = np.bincount(engine.groups_N, weights=lost_N) / sizes_K.max()
+    scale = float(sizes_K.max() / sizes_K.mean())
+    return -scale * _upper_bound_of_mean(-lost_K, num), scale * _upper_bound_of_mean(lost_K, num)
+
+
+def _upper_bound_of_mean(values_K: NDArray[np.float64], num: int) -> float:
+    """Return an upper bound of the mean of independent values from -1 to 1 that is too low in at most 2.5 % of cases.
+
+    It is exact for any distribution: whoever bets that the values are smaller than a mean, and knows only the values
+    before each, multiplies his money by more than 1 / 0.025 in at most 2.5 % of cases if that is the mean
+    (Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", Journal of the Royal
+    Statistical Society B 86, 2024). The bound is the largest mean at which he does not. For another `num` the values
+    are repeated or cut.
+    """
+    shuffled_K = np.random.default_rng(_SEED).permutation(values_K)
+    values_T = (1 + np.resize(shuffled_K, num)) / 2
+    count_T = np.arange(2, num + 2)
+    mean_T = (0.5 + np.cumsum(values_T)) / count_T
+    spread_T = (0.25 / num + np.cumsum((values_T - mean_T) ** 2)) / count_T
+    known_T = np.concatenate([[0.25 / num], spread_T[:-1]])
+    bet_T = np.sqrt(-2 * math.log(_TAIL) / (num * known_T))
+
+    def is_refuted(mean: float) -> bool:
+        stake_T = np.minimum(bet_T, _MOST_AT_STAKE / max(1 - mean, _TINY))
+        return float(np.log1p(stake_T * (mean - values_T)).sum()) >= -math.log(_TAIL)
+
+    low, high = float(values_T.mean()), 1.0
+    for _ in range(_BISECTIONS):  # the money grows with the mean that is bet against
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_refuted(middle) else (middle, high)
+    return 2 * high - 1
 
 
 def _upper_bound(lost: int, gained: int, num: int) -> float:

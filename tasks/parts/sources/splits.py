@@ -1,7 +1,7 @@
 """Assign the images of a folder to train, val, test and calibration.
 
 ``<root>/groups.csv`` (columns ``image`` and ``group``) says which images belong together, such as the frames of one
-video: they go into the same split, and count as one image where the certainty of a score is computed.
+video: they go into the same split, and the certainty of a score is computed from the groups.
 """
 
 from __future__ import annotations

@@ -91,6 +91,39 @@ def test_exact_interval_of_top1_covers_at_least_95_per_cent(
     assert np.mean(covered) >= 0.95
 
 
+@pytest.mark.parametrize("num_groups", [20, 100])
+@pytest.mark.parametrize(
+    ("lost", "gained", "alike"), [(0.002, 0.0, 1.0), (0.03, 0.03, 0.0), (0.1, 0.02, 0.7)]
+)
+def test_exact_interval_of_groups_covers_at_least_95_per_cent(
+    num_groups: int, lost: float, gained: float, alike: float
+) -> None:
+    """In a share of the groups, `alike`, all images lose or gain together."""
+    truth = 1 - (1 - lost) / (1 - gained)
+    covered = []
+    for seed in range(150):
+        generator = np.random.default_rng(seed)
+        groups_N = np.repeat(np.arange(num_groups), 4)
+        is_alike_N = (generator.random(num_groups) < alike)[groups_N]
+        draw_N = np.where(
+            is_alike_N, generator.random(num_groups)[groups_N], generator.random(4 * num_groups)
+        )
+        engine, reference = draw_N >= lost, (draw_N < lost) | (draw_N >= lost + gained)
+        loss = score_loss(images(engine, groups_N), images(reference, groups_N))
+        covered.append(loss.low <= truth <= loss.high)
+    assert np.mean(covered) >= 0.95
+
+
+def test_groups_of_different_sizes_weigh_as_many_images_as_they_have() -> None:
+    sizes_K = np.resize([1, 4, 10], 300)
+    groups_N = np.repeat(np.arange(300), sizes_K)
+    is_right_N = np.random.default_rng(0).random(len(groups_N)) >= 0.05
+    loss = score_loss(images(is_right_N, groups_N), images(np.ones(len(groups_N), bool), groups_N))
+    assert loss.rel_loss == pytest.approx(1 - is_right_N.mean())
+    assert loss.low < loss.rel_loss < loss.high
+    assert loss.high - loss.low < 0.1
+
+
 def test_images_without_disagreement_still_have_an_interval_that_shrinks() -> None:
     few, many = (score_loss(images(np.ones(num, bool)), images(np.ones(num, bool))) for num in (160, 1600))
     assert few.rel_loss == many.rel_loss == 0
@@ -116,7 +149,7 @@ def test_the_number_of_images_needed_decides_when_there_are_as_many() -> None:
     assert score_loss(*results(2 * needed)).standing(limit) is Standing.within
 
 
-def test_images_of_one_group_count_as_one() -> None:
+def test_images_of_one_group_prove_less_than_as_many_others() -> None:
     is_right_N = np.ones(400, bool)
     is_right_N[:20] = False
     was_right_N = np.ones(400, bool)
