@@ -152,7 +152,7 @@ def select_engine(
 
     logger.info("select_engine: %d engines from %s", len(cfg.engines), builds)
     folders = StageFolders(builds, validations, benchmarks, diffs)
-    findings = _judge(cfg, folders)
+    findings = judge(cfg, folders)
     _write(findings, folders, out)
     report = _report(findings)
     if cfg.tracking.enabled:
@@ -165,7 +165,11 @@ def select_engine(
     return report
 
 
-def _judge(cfg: Config, folders: "StageFolders") -> "Findings":
+def judge(cfg: Config, folders: "StageFolders") -> "Findings":
+    """Return every engine with its verdict, and mark the pick of each target; nothing is written.
+
+    Raises ArtifactError if a report is missing or accuracy, latency and speed-up were measured on different files.
+    """
     from tasks.parts.selection.findings import Findings
     from tasks.parts.selection.stage_reports import check_conditions, read_row
 
