@@ -132,6 +132,16 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worksp
         space.run("python", "-m", "flows.local_server", "--stop")
 
 
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with MLflow's tables and no content: making the tables takes seconds."""
+    from mlflow.tracking import MlflowClient
+
+    file = tmp_path_factory.mktemp("empty") / "mlflow.db"
+    assert MlflowClient(f"sqlite:///{file}", f"sqlite:///{file}").get_experiment_by_name("engines") is None
+    return file
+
+
 @pytest.fixture
 def mount_disk() -> Iterator[Callable[[Path, str], None]]:
     """A function that mounts a small disk over a folder: ``size=1m``, or ``ro`` for one that cannot be written."""
