@@ -1,10 +1,13 @@
 """Fixtures that several test files share: real workspaces in temporary folders."""
 
+import compileall
 import dataclasses
+import functools
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +78,15 @@ class Workspace:
 
 def copy_repository(target: Path) -> Workspace:
     """Copy what git tracks or would track, as it is in the working tree, into a new git repository."""
+    shutil.copytree(_make_copy().name, target, dirs_exist_ok=True)
+    return Workspace(target)
+
+
+@functools.cache
+def _make_copy() -> "tempfile.TemporaryDirectory[str]":
+    """Make the repository that all workspaces are copies of; its modules are compiled, once for all of them."""
+    made = tempfile.TemporaryDirectory(prefix="enginewright-copy-")
+    target = Path(made.name)
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=REPOSITORY,
@@ -89,7 +101,9 @@ def copy_repository(target: Path) -> Workspace:
     author = ["-c", "user.name=Tests", "-c", "user.email=tests@localhost"]
     for command in (["init", "-q"], ["add", "--all"], [*author, "commit", "-q", "-m", "As it is"]):
         subprocess.run(["git", *command], cwd=target, check=True)
-    return Workspace(target)
+    for package in ("flows", "tasks"):
+        compileall.compile_dir(target / package, quiet=1)
+    return made
 
 
 @pytest.fixture
@@ -105,7 +119,10 @@ def workspace(tmp_path: Path) -> Iterator[Workspace]:
 
 @pytest.fixture(scope="session")
 def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Workspace, str]]:
-    """A workspace in which the whole flow ran once, small, and what it printed."""
+    """A workspace in which the whole flow ran once, small, and what it printed.
+
+    Every test leaves it so that the same flow has nothing to run.
+    """
     space = copy_repository(tmp_path_factory.mktemp("smoke"))
     finished = space.flow()
     try:
@@ -113,6 +130,16 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worksp
         yield space, finished.stdout + finished.stderr
     finally:
         space.run("python", "-m", "flows.local_server", "--stop")
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with MLflow's tables and no content: making the tables takes seconds."""
+    from mlflow.tracking import MlflowClient
+
+    file = tmp_path_factory.mktemp("empty") / "mlflow.db"
+    assert MlflowClient(f"sqlite:///{file}", f"sqlite:///{file}").get_experiment_by_name("engines") is None
+    return file
 
 
 @pytest.fixture

@@ -256,12 +256,12 @@ def running(server: Server) -> Iterator[None]:
         server.stop()
 
 
-def wait_for(happened: Callable[[], Any], what: str) -> Any:
+def wait_for(happened: Callable[[], Any], what: str, every_s: float = 0.05) -> Any:
     """Wait until something happened, and return what tells of it."""
     deadline = time.monotonic() + _PATIENCE_S
     while not (found := happened()):
         assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.05)
+        time.sleep(every_s)
     return found
 
 

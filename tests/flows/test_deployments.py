@@ -150,11 +150,12 @@ class Site:
         return answer.json()
 
     def start_run(self, **parameters: Any) -> str:
-        """Start the deployment optimize/smoke and return the id of its run."""
+        """Start the deployment optimize/smoke for few engines and return the id of its run."""
         deployment = self.get("/deployments/name/optimize/smoke")
+        overrides = [*deployment["parameters"]["overrides"], *_FEW_ENGINES]
         run = self.ask(
             f"/deployments/{deployment['id']}/create_flow_run",
-            parameters={**deployment["parameters"], **parameters},
+            parameters={**deployment["parameters"], "overrides": overrides, **parameters},
             state={"type": "SCHEDULED"},
         )
         return str(run["id"])
@@ -162,7 +163,9 @@ class Site:
     def finish(self, run_id: str) -> dict[str, Any]:
         """Wait until a run has ended and return its state."""
         wait_for(
-            lambda: self.get(f"/flow_runs/{run_id}")["state"]["type"] not in _UNFINISHED, "the end of a run"
+            lambda: self.get(f"/flow_runs/{run_id}")["state"]["type"] not in _UNFINISHED,
+            "the end of a run",
+            every_s=1.0,  # the server has other work
         )
         state: dict[str, Any] = self.get(f"/flow_runs/{run_id}")["state"]
         return state
@@ -202,6 +205,14 @@ class Site:
             yield server
 
 
+_FEW_ENGINES = (
+    *(f"~pipeline.exports.{name}" for name in ("teacher", "baseline")),
+    *(f"~variants.{name}" for name in ("teacher", "baseline", "pruned_fp16", "pruned_partial", "pruned_qat")),
+    "select_engine.ladder=[distilled,pruned,pruned_ptq]",
+    "select_engine.techniques=[]",
+)
+"""Two engines for cpu_torch and three for cpu_onnxruntime; all networks are those of the smoke run."""
+
 _OF_TARGETS = (".*", "build_engine", "validate", "diff_layers", "benchmark", "select_engine")
 """What is left to make where the models are there."""
 
@@ -218,7 +229,7 @@ def picks(space: Workspace) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, smoke_run: tuple[Workspace, str]) -> Iterator[Site]:
-    """A pipeline's checkout, with trained models, and a device's; nobody works for the pool ``edge`` yet."""
+    """A pipeline's checkout, with trained models, and a device's, each with a worker; the pool ``edge`` has none."""
     folder = tmp_path_factory.mktemp("site")
     spaces = []
     for name in ("pipeline", "device"):
@@ -251,7 +262,9 @@ def site(tmp_path_factory: pytest.TempPathFactory, smoke_run: tuple[Workspace, s
             "python", "-m", "flows.deploy", PYTHONPATH=str(spaces[0].path), **environment
         )
         assert registered.returncode == 0, registered.stdout + registered.stderr
-        yield Site(spaces[0], spaces[1], server.url, environment, road, folder)
+        here = Site(spaces[0], spaces[1], server.url, environment, road, folder)
+        with here.worker(here.pipeline, "pipeline"), here.worker(here.device, "cpu"):
+            yield here
 
 
 def _new_database(database: Any) -> str:
@@ -272,9 +285,8 @@ def test_server_refuses_parameters_that_the_form_does_not_offer(
 
 @pytest.mark.slow
 def test_target_whose_pool_has_no_worker_waits_and_the_rest_finishes(site: Site) -> None:
-    with site.worker(site.pipeline, "pipeline"), site.worker(site.device, "cpu"):
-        run = site.start_run(patience_s=5)
-        state = site.finish(run)
+    run = site.start_run(patience_s=5)
+    state = site.finish(run)
     said = site.logs_of(run)
     assert state["type"] == "COMPLETED", said
     assert "cpu_onnxruntime: WAITING. pool edge has no worker" in said
@@ -297,11 +309,7 @@ def test_killed_worker_and_lost_remote_lose_nothing_and_the_next_run_completes(s
     use_s3(site)
     site.road.close()
     site.road.open(until_bytes=_IN_THE_MIDDLE_OF_A_PUSH)
-    with (
-        site.worker(site.pipeline, "pipeline"),
-        site.worker(site.device, "cpu"),
-        site.worker(site.device, "edge"),
-    ):
+    with site.worker(site.device, "edge"):
         run = site.start_run(patience_s=60)
         wait_for(lambda: not site.road.is_open, "a push that is cut")
         assert is_running(site, run, "push")
@@ -336,12 +344,8 @@ def test_worker_with_other_code_is_refused_before_it_builds(site: Site) -> None:
     changed = site.device.path / "tasks/build_engine.py"
     shutil.copy(changed, site.logs / "build_engine.py")
     changed.write_text(changed.read_text() + "\n# another version\n")
-    with (
-        site.worker(site.pipeline, "pipeline"),
-        site.worker(site.device, "cpu"),
-    ):
-        run = site.start_run(targets=["cpu_torch"])
-        state = site.finish(run)
+    run = site.start_run()
+    state = site.finish(run)
     shutil.copy(site.logs / "build_engine.py", changed)
     assert state["type"] == "FAILED"
     assert "Bring both checkouts to one commit" in state["message"], state["message"]

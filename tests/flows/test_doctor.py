@@ -1,4 +1,5 @@
 import base64
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,13 +22,21 @@ def found(subject, *overrides):
     return finding
 
 
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """An empty repository of git and DVC."""
+    folder = tmp_path_factory.mktemp("repository")
+    for command in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"]):
+        subprocess.run(command, cwd=folder, check=True)
+    return folder
+
+
 @pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """An empty repository of git and DVC, without the servers of the environment."""
+def checkout(repository, tmp_path, monkeypatch):
+    """A copy of the empty repository, without the servers of the environment."""
+    shutil.copytree(repository, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    for command in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"]):
-        subprocess.run(command, check=True)
     return tmp_path
 
 

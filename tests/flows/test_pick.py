@@ -1,6 +1,7 @@
 """Engines are picked from a real MLflow store."""
 
 import hashlib
+import shutil
 
 import pytest
 import yaml
@@ -40,9 +41,10 @@ def record(folder, variant, latency_ms, miou, verdict="ACCEPT", target=TARGET, p
 
 
 @pytest.fixture
-def tracking(tmp_path, monkeypatch):
+def tracking(tmp_path, monkeypatch, empty_database):
     """A folder with params.yaml and an empty store."""
     monkeypatch.chdir(tmp_path)
+    shutil.copy(empty_database, tmp_path / "mlflow.db")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     params = compose_params([f"select_engine.tracking.uri={uri}"])
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(params))

@@ -87,7 +87,10 @@ def test_machine_without_compiler_is_refused(workshop: Workshop, tmp_path: Path)
         built(workshop.target("cpu_aotinductor"), workshop.checkpoint, tmp_path / "a")
 
 
-@pytest.mark.parametrize("name", list(NetworkName))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != NetworkName.fast_scnn)) for name in NetworkName],
+)
 def test_every_network_is_traced_in_every_precision(workshop: Workshop, name: NetworkName) -> None:
     torch.manual_seed(0)
     network = build_network(NetworkConfig(name, width=0.25, depth=0.34, depthwise=False), 3).eval()
@@ -126,6 +129,7 @@ def test_network_that_cannot_be_traced_is_refused_with_the_words_of_torch(
         export_program(network, torch.zeros(2, 3, 8, 8), workshop.target("cpu_aotinductor"))
 
 
+@pytest.mark.slow
 def test_layers_are_not_compared_and_the_reason_is_told(workshop: Workshop, tmp_path: Path) -> None:
     report = diff_layers(
         Config(split="calibration", num_images=1, collapse_db=10.0, bisection=NO_BISECTION),

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -398,8 +399,25 @@ def test_truncated_record_is_named_and_the_stage_runs_again(
     assert record.read_bytes() == before
 
 
-@pytest.mark.slow
-def test_no_flipped_bit_of_a_record_passes_for_another_output(made: Call) -> None:
+@dataclass(frozen=True)
+class SmallReport:
+    """The least that a stage reports."""
+
+    num_files: int
+
+
+def write_two_files(_: None, *, out: Path) -> SmallReport:
+    (out / "first").write_bytes(b"content")
+    (out / "second").write_bytes(b"more content")
+    return SmallReport(2)
+
+
+def test_no_flipped_bit_of_a_record_passes_for_another_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = Call("prepare_data", write_two_files, None, {}, "0123456789abcdef" * 2)
+    execute(made)
     file = made.folder / "key.json"
     before = file.read_bytes()
     expected = json.loads(before)

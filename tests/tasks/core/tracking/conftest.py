@@ -11,16 +11,6 @@ from tasks.core.tracking.records import DataSet, RunRecord
 DATA = DataSet("data/scenes", "0123456789abcdef0123456789abcdef.dir", "artifacts/prepare_data/dataset")
 
 
-@pytest.fixture(scope="module")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with MLflow's tables and no content: making the tables takes seconds."""
-    from mlflow.tracking import MlflowClient
-
-    file = tmp_path_factory.mktemp("empty") / "mlflow.db"
-    assert MlflowClient(f"sqlite:///{file}", f"sqlite:///{file}").get_experiment_by_name("engines") is None
-    return file
-
-
 @pytest.fixture
 def config(tmp_path: Path, empty_database: Path) -> TrackingConfig:
     (tmp_path / "store").mkdir()
