@@ -157,6 +157,8 @@ def measure_decision(workspace: Path, target: str, repeat: int) -> Row:
     folders = stage_folders(workspace)
     reference = workspace / read_params(workspace / PARAMS_FILE)["pipeline"]["reference_engine"]
     num_busy_loops = NUM_BUSY_LOOPS * (repeat % 2)
+    if num_busy_loops:  # there is no use in waiting until they end
+        cfg = dataclasses.replace(cfg, quiet=dataclasses.replace(cfg.quiet, max_wait_s=0.0))
     with tempfile.TemporaryDirectory() as temporary:
         benchmarks = Path(temporary)
         if base != target:  # the losses refer to an engine of that target
