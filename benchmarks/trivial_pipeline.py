@@ -38,7 +38,8 @@ OUTPUTS = {
     "validate": ("scores.csv",),
     "diff_layers": ("layers.csv",),
     "benchmark": ("times.csv",),
-    "select_engine": ("report.md",),
+    "select_engine": ("report.md", "picks.json"),
+    "race_picks": ("ranking.md",),
 }
 """Output files of each stage, which later stages read."""
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from tasks.core.reports import read_report
 from tasks.parts.selection.engine_row import Measured, read_rows
 from tasks.parts.selection.findings import latency_ms
-from tasks.race_picks import Report as RaceReport
-from tasks.race_picks import in_words
 from tasks.select_engine import Report
 
 if TYPE_CHECKING:
@@ -44,13 +42,9 @@ def print_result(folder: Path) -> None:
 
 def print_ranking(folder: Path) -> None:
     """Print in which order the picks of this machine came out of their race."""
-    ranking = read_report(RaceReport, folder).ranking
-    console = open_console()
-    for place, pick in enumerate(ranking, start=1):
-        behind = "" if pick.lag is None else f"; the first is {in_words(pick.lag)}"
-        noise = "" if pick.lag is None or pick.is_slower else ", which is within noise"
-        words = f"{in_words(pick.vs_reference)} as the reference{behind}{noise}"
-        console.print(f"{place}. {pick.variant} on {pick.target}: {words}", highlight=False)
+    from rich.markdown import Markdown
+
+    open_console().print(Markdown((folder / "ranking.md").read_text(encoding="utf-8")))
 
 
 def _numbers(measured: Measured | None) -> tuple[str, ...]:

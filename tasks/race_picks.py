@@ -123,14 +123,15 @@ def _rank(race: Race, rows: Mapping[str, "EngineRow"]) -> tuple[RankedPick, ...]
 
 
 def _table(ranking: tuple[RankedPick, ...]) -> str:
-    lines = ["| target | pick | against the reference | the fastest pick |", "|---|---|---|---|"]
+    if not ranking:
+        return "Fewer than two picks were measured on this machine, so there was no race of picks.\n"
+    lines = ["| target | pick | against the reference | the fastest pick is |", "|---|---|---|---|"]
     for pick in ranking:
-        lag = "this one" if pick.lag is None else in_words(pick.lag)
+        lag = "this one" if pick.lag is None else _in_words(pick.lag)
         noise = "" if pick.lag is None or pick.is_slower else ", within noise"
-        lines.append(f"| {pick.target} | {pick.variant} | {in_words(pick.vs_reference)} | {lag}{noise} |")
+        lines.append(f"| {pick.target} | {pick.variant} | {_in_words(pick.vs_reference)} | {lag}{noise} |")
     return "\n".join(lines) + "\n"
 
 
-def in_words(ratio: SpeedRatio) -> str:
-    """Return a ratio with its interval: ``1.22x as fast (1.20 to 1.25)``."""
+def _in_words(ratio: SpeedRatio) -> str:
     return f"{ratio.factor:.2f}x as fast ({ratio.low:.2f} to {ratio.high:.2f})"

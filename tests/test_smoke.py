@@ -7,6 +7,7 @@ import shutil
 import signal
 import sqlite3
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -135,33 +136,43 @@ def test_flow_after_dvc_repro_runs_nothing_though_prefect_has_no_record(
     assert _executed(space.flow().stdout) == 0
 
 
-def test_comment_in_a_network_reruns_its_importers_and_stops_where_the_bytes_are_the_same(
-    smoke_run: tuple[Workspace, str],
-) -> None:
+@pytest.fixture
+def restored(smoke_run: tuple[Workspace, str], tmp_path: Path) -> Iterator[Workspace]:
+    """The workspace of the smoke run, whose code and outputs are put back instead of being made again."""
     space, _ = smoke_run
-    network = "tasks/parts/networks/fast_scnn.py"
-    before = (space.path / network).read_text()
-    graphs = {
-        path: digest(path) for path in sorted((space.path / "artifacts/export_onnx").glob("*/model.onnx"))
-    }
-    (space.path / network).write_text(before + "\n# a comment\n")
-    output = space.flow().stdout
-    (space.path / network).write_text(before)
-    started = _started(output)
-    assert {path: digest(path) for path in graphs} == graphs and len(graphs) == 4
-    assert {"prepare_data", "quantize_ptq"}.isdisjoint(started)
-    stages = {address.split(".")[0] for address in started}
+    names = ("artifacts", "tasks")
+    for name in names:
+        shutil.copytree(space.path / name, tmp_path / name)
+    shutil.copy2(space.path / "dvc.lock", tmp_path)
+    yield space
+    for name in names:
+        shutil.rmtree(space.path / name)
+        shutil.copytree(tmp_path / name, space.path / name)
+    shutil.copy2(tmp_path / "dvc.lock", space.path)
+
+
+def test_comment_in_the_training_reruns_its_importers_and_stops_where_the_bytes_are_the_same(
+    restored: Workspace,
+) -> None:
+    artifacts, losses = restored.path / "artifacts", Path("tasks/parts/training/module.py")
+    models = {path: digest(path) for path in sorted(artifacts.glob("**/model.*"))}
+    with (restored.path / losses).open("a") as file:
+        file.write("\n# a comment\n")
+    done = restored.flow()
+    assert done.returncode == 0, done.stderr
+    assert {path: digest(path) for path in models} == models
+    assert len([path for path in models if path.suffix == ".safetensors"]) == 5
     importers = {
         path.stem
         for path in (REPOSITORY / "tasks").glob("[!_]*.py")
-        if str(Path(network).parent) in code_digests(f"tasks.{path.stem}")
+        if str(losses.parent) in code_digests(f"tasks.{path.stem}")
     }
-    assert stages == importers | {"select_engine"}  # which reads new latencies
+    assert {address.split(".")[0] for address in _started(done.stdout)} == importers
+    assert len(importers) > 5 and {"export_onnx", "build_engine"}.isdisjoint(importers)
 
 
 def test_damaged_artifact_is_made_again(smoke_run: tuple[Workspace, str]) -> None:
     space, _ = smoke_run
-    space.flow()
     engine = next((space.path / "artifacts/build_engine/pruned_ptq/cpu_onnxruntime/engine").glob("*.onnx"))
     content = bytearray(engine.read_bytes())
     content[len(content) // 2] ^= 1
@@ -177,8 +188,7 @@ def test_engine_build_killed_at_random_moments_leaves_nothing_half_made(
     smoke_run: tuple[Workspace, str],
 ) -> None:
     space, _ = smoke_run
-    space.flow()  # no other rung is the same file as this one, so that nothing is copied
-    address = "build_engine.distilled.cpu_onnxruntime"
+    address = "build_engine.distilled.cpu_onnxruntime"  # no other rung is the same file: nothing is copied
     folder = space.path / "artifacts/build_engine/distilled/cpu_onnxruntime"
     undisturbed = digest(folder / "engine")
     files = {path.name for path in folder.iterdir()}
@@ -258,7 +268,6 @@ def test_config_mistake_fails_before_any_stage(workspace: Workspace, override: s
 
 def test_engine_is_built_again_from_its_sha256_alone(smoke_run: tuple[Workspace, str]) -> None:
     space, _ = smoke_run
-    space.flow()
     rows = json.loads((space.path / "artifacts/select_engine/engines.json").read_text())
     [row] = [row for row in rows if (row["variant"], row["target"]) == ("pruned_ptq", "cpu_onnxruntime")]
     done = space.run("python", "-m", "flows.reproduce", row["engine_sha256"][:16])

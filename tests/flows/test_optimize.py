@@ -70,7 +70,6 @@ def test_interrupted_flow_says_what_is_kept_and_how_to_go_on(
 @pytest.mark.slow
 def test_flow_goes_on_without_mlflow_and_the_next_one_logs_once(smoke_run: tuple[Workspace, str]) -> None:
     space, _ = smoke_run
-    assert space.flow().returncode == 0
     database, leftover = space.path / "mlflow.db", space.path / "artifacts/.drafts/train.teacher-0123456789ab"
     database.write_bytes(b"this is no database" * 100)
     shutil.rmtree(space.path / "artifacts/select_engine")

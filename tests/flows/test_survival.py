@@ -20,8 +20,9 @@ from tests.conftest import Workspace
 pytestmark = pytest.mark.slow
 
 FLOW = ("python", "-m", "benchmarks.trivial_pipeline")
-NUM_CALLS = 7 + 2 * 3 + 2
-"""Up to the quantized graphs, three for each of two engines, the benchmark of their target, and the selection."""
+NUM_CALLS = 7 + 2 * 3 + 3
+"""Up to the quantized graphs, three for each of two engines, the benchmark of their target, the selection and the
+race of the picks."""
 
 
 @pytest.fixture(scope="module")
