@@ -31,7 +31,8 @@ class Config:
     unseen_split: Literal["train", "val", "test"]
     """Split that is reported once, for the picked engines. Nothing is decided on it."""
     batch_size: Annotated[int, AtLeast(1)]
-    """Images per inference, at most the target's max_batch. Larger: faster, more memory; same result."""
+    """Images that are read and counted at once; an inference takes at most the target's max_batch of them. Larger:
+    faster, more memory; same result."""
 
     def __post_init__(self) -> None:
         if self.split == self.unseen_split:
@@ -110,12 +111,13 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int) -> "tu
     card = runner.manifest.card
     images_NHWC, truth = open_images(data, split), open_labels(data, split, card.task)
     ignore_index = IGNORE_INDEX if card.task is Task.segmentation else NO_LABEL
-    batch_size = min(batch_size, runner.manifest.target.max_batch)
+    step = min(batch_size, runner.manifest.target.max_batch)
     confusion_CC, results = np.zeros((len(card.classes), len(card.classes)), np.int64), []
     starts = range(0, len(images_NHWC), batch_size)
     for start in tracked(starts, "validate"):
         images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
-        logits = runner.infer(images_NCHW)
+        parts = range(0, len(images_NCHW), step)
+        logits = np.concatenate([runner.infer(images_NCHW[part : part + step]) for part in parts])
         if not np.isfinite(logits).all():
             bad = int(np.flatnonzero(~np.isfinite(logits).all(axis=tuple(range(1, logits.ndim))))[0])
             raise GateFailed(
