@@ -89,11 +89,12 @@ def test_pooled_ratio_is_the_geometric_mean_with_student_s_interval() -> None:
 
 
 def test_races_count_what_they_call_faster() -> None:
-    rows = [race(0, 1.0), race(1, 1.03), race(2, 0.97), race(0, 1.01, "gpu")]
+    rows = [race(0, 1.0), race(1, 1.03), race(2, 0.97), race(0, 1.05, "gpu")]
     record = {"decisions": [], "null": rows, "power": rows}
     null, on_gpu = summarise(record)["null"]
-    assert (null["called_faster"], null["repeats"], null["median_seconds"]) == (2, 3, 11.0)
-    assert (on_gpu["target"], on_gpu["called_faster"]) == ("gpu", 0)
+    assert (null["excludes_1"], null["repeats"], null["median_seconds"]) == (2, 3, 11.0)
+    assert null["passes_the_guard"] == 0  # the differences are 1 % for certain, no more
+    assert (on_gpu["target"], on_gpu["excludes_1"], on_gpu["passes_the_guard"]) == ("gpu", 1, 1)
     power = summarise(record)["power"][0]
     assert (power["found"], power["found_the_other_way"], power["median_factor"]) == (1 / 3, 1, 1.0)
 

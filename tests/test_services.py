@@ -255,6 +255,7 @@ def test_worker_starts_in_a_checkout_of_its_own(stack: Stack, workspace: Workspa
     start = ["sh", str(DOCKER / "start_worker.sh")]
     worker = from_compose("cpu-worker", tmp_path, places, WORKER_PORT, start)
     worker.environment = {**worker.environment, "WORKSPACE": str(checkout), "PYTHONPATH": str(checkout)}
+    worker.stop_signal = signal.SIGKILL  # it takes half a minute to end, and has nothing to save
     with running(worker):
         asked = f"{stack.prefect.url}/api/work_pools/cpu/workers/filter"
         wait_until(lambda: '"ONLINE"' in ask(asked, "{}"), worker)

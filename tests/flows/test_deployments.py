@@ -200,6 +200,7 @@ class Site:
             },
             self.logs / f"{pool}.log",
             find_problem,
+            stop_signal=signal.SIGKILL,  # it takes half a minute to end, and has nothing to save
         )
         with running(server):
             yield server
