@@ -78,9 +78,10 @@ def race_picks(cfg: Config, *, builds: Path, picks: Path, reference: Path, out: 
         device = CUDA if manifest.target.device == CUDA else device
     race, surroundings = _race(cfg, engines, reference, device)
     ranking = _rank(race, rows) if race else ()
-    (out / "ranking.md").write_text(_table(ranking), encoding="utf-8")
-    logger.info("race_picks: %d picks raced, %d measured on other machines", len(ranking), len(elsewhere))
     is_inconclusive = race is not None and race.aa_ratio.spread > cfg.max_aa_spread
+    text = _describe(ranking, elsewhere, is_inconclusive=is_inconclusive)
+    (out / "ranking.md").write_text(text, encoding="utf-8")
+    logger.info("race_picks: %d picks raced, %d measured on other machines", len(ranking), len(elsewhere))
     return Report(ranking, elsewhere, race, is_inconclusive, read_machine(device), surroundings)
 
 
@@ -104,6 +105,8 @@ def _race(
 
 
 def _rank(race: Race, rows: Mapping[str, "EngineRow"]) -> tuple[RankedPick, ...]:
+    from tasks.parts.selection.verdicts import is_faster
+
     fastest, *others = sorted(rows, key=lambda target: -race.ratio(target, REFERENCE).factor)
     ranking = []
     for target in (fastest, *others):
@@ -116,21 +119,31 @@ def _rank(race: Race, rows: Mapping[str, "EngineRow"]) -> tuple[RankedPick, ...]
                 engine_sha256=row.measured.engine_sha256,
                 vs_reference=race.ratio(target, REFERENCE),
                 lag=lag,
-                is_slower=lag is not None and lag.low > 1 and lag.factor - 1 > race.aa_ratio.spread,
+                is_slower=lag is not None and is_faster(lag, race.aa_ratio.spread),
             )
         )
     return tuple(ranking)
 
 
-def _table(ranking: tuple[RankedPick, ...]) -> str:
+def _describe(ranking: tuple[RankedPick, ...], elsewhere: Mapping[str, str], *, is_inconclusive: bool) -> str:
+    notes = [
+        f"The pick of {target} took no part: it was measured on another machine ({machine_id})."
+        for target, machine_id in elsewhere.items()
+    ]
     if not ranking:
-        return "Fewer than two picks were measured on this machine, so there was no race of picks.\n"
+        notes.insert(0, "Fewer than two picks were measured on this machine, so there was no race of picks.")
+    if is_inconclusive:
+        notes.insert(0, "The machine was too noisy: two processes of the same engine differed too much.")
+    return "\n\n".join([*([_table(ranking)] if ranking else []), *notes]) + "\n"
+
+
+def _table(ranking: tuple[RankedPick, ...]) -> str:
     lines = ["| target | pick | against the reference | the fastest pick is |", "|---|---|---|---|"]
     for pick in ranking:
         lag = "this one" if pick.lag is None else _in_words(pick.lag)
         noise = "" if pick.lag is None or pick.is_slower else ", within noise"
         lines.append(f"| {pick.target} | {pick.variant} | {_in_words(pick.vs_reference)} | {lag}{noise} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _in_words(ratio: SpeedRatio) -> str:

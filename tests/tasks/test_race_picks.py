@@ -103,7 +103,11 @@ def test_pick_of_another_machine_takes_no_part(selection: Selection) -> None:
     report = selection.race()
     assert report.elsewhere == {"cpu_openvino": "another"}
     assert report.race is None and report.ranking == ()
-    assert "no race" in (selection.root / "out" / "ranking.md").read_text(encoding="utf-8")
+    text = (selection.root / "out" / "ranking.md").read_text(encoding="utf-8")
+    assert (
+        "no race" in text
+        and "cpu_openvino took no part: it was measured on another machine (another)" in text
+    )
 
 
 def test_engine_that_is_not_the_measured_one_is_refused(selection: Selection) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.accuracy import Standing, worst
 from tasks.parts.measuring.pareto import pareto_front
-from tasks.parts.measuring.reports import BenchmarkReport
+from tasks.parts.measuring.reports import BenchmarkReport, SpeedRatio
 from tasks.parts.selection.accuracy_gates import AccuracyGates, losses_of
 from tasks.parts.selection.engine_row import EngineRow, Measured, Unseen, Verdict, rungs
 
@@ -178,8 +178,12 @@ def _climb(row: EngineRow, below: EngineRow, gates: Gates, benchmark: BenchmarkR
 
 def _is_slower(row: EngineRow, other: EngineRow, benchmark: BenchmarkReport) -> bool:
     """Return whether an engine is certainly slower than another one of its target."""
-    ratio = benchmark.ratio(other.variant, row.variant)
-    return ratio.low > 1 and ratio.factor - 1 > benchmark.aa_ratio_spread
+    return is_faster(benchmark.ratio(other.variant, row.variant), benchmark.aa_ratio_spread)
+
+
+def is_faster(ratio: SpeedRatio, aa_ratio_spread: float) -> bool:
+    """Return whether the first engine of a ratio is certainly faster, by more than an engine differs from itself."""
+    return ratio.low > 1 and ratio.factor - 1 > aa_ratio_spread
 
 
 def _add_reason(row: EngineRow, verdict: Verdict, reason: str) -> EngineRow:
