@@ -116,14 +116,12 @@ def test_metrics_plots_and_graph_are_there_for_dvc_users(smoke_run: tuple[Worksp
 def test_one_value_reruns_its_stage_and_what_depends_on_it(smoke_run: tuple[Workspace, str]) -> None:
     space, _ = smoke_run
     changed = "select_engine.min_speedup_factor=1.5"
-    assert _started(space.flow(changed).stdout) == ["select_engine"]
+    either = (["select_engine"], ["select_engine", "race_picks"])  # the picks themselves may stay the same
+    assert _started(space.flow(changed).stdout) in either
     assert space.run("python", "-m", "flows.params", *SMOKE).returncode == 0
     repro = space.run("dvc", "repro")
     assert repro.returncode == 0
-    assert re.findall(r"Running stage '(\S+)'", repro.stdout) in (
-        ["select_engine"],
-        [],
-    )  # [] from DVC's run cache
+    assert re.findall(r"Running stage '(\S+)'", repro.stdout) in (*either, [])  # [] from DVC's run cache
     assert _executed(space.flow().stdout) == 0
 
 
