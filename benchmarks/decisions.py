@@ -9,7 +9,8 @@ three parts, each repeated ``--repeats`` times for each target:
   says how often each engine is picked, and how much the picked engines differ in speed over all repeats (geometric
   mean, 95 % interval). Beside it, on the same measurements, a simple rule: of the engines whose measured loss is
   within the gate, the one with the lowest p50 in milliseconds.
-- null: races of the pick of the workspace under two names. How often is one called faster?
+- null: races of the pick of the workspace under two names. How often is one called faster? As in the product, the
+  interval has to exclude 1, and the difference has to exceed that of the A/A control, a third process of the pick.
 - power: races of the pick against itself with a busy wait of 3 % of its p50 after each inference. How often is the
   difference found, and after how many seconds? ``true_factor`` refers the wait to the p50 during the race.
 
@@ -49,9 +50,11 @@ from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.manifest import sha256_of
 from tasks.parts.measuring.engine_process import EngineProcess, open_processes, run_round
 from tasks.parts.measuring.intervals import LEVEL, student_t
+from tasks.parts.measuring.pinning import pinned
 from tasks.parts.measuring.race import CONTROL, StoppingRule, compare_all, run_race, undecided_pairs
 from tasks.parts.measuring.surroundings import wait_until_quiet
 from tasks.parts.selection.engine_row import EngineRow, Verdict
+from tasks.parts.selection.verdicts import is_faster
 from tasks.select_engine import judge
 
 RESULTS = Path(__file__).parent / "results" / "decisions.json"
@@ -240,7 +243,9 @@ def measure_null(workspace: Path, target: str, repeat: int) -> Row:
     """Race the pick against itself."""
     cfg, engine = racing(workspace, target, repeat)
     quiet = wait_until_quiet(cfg.quiet)
-    with open_processes({"one": engine, "other": engine}, timeout_s=cfg.timeout_s) as processes:
+    with open_processes(
+        dict.fromkeys(("one", "other", CONTROL), engine), timeout_s=cfg.timeout_s
+    ) as processes:
         for process in processes.values():
             process.wait_until_loaded()
         for process in processes.values():
@@ -266,7 +271,7 @@ def measure_power(workspace: Path, target: str, repeat: int) -> Row:
             for _ in range(_CALIBRATION_BURSTS)
         ]
         wait_ns = round(DIFFERENCE * statistics.median(value for burst in bursts_ns for value in burst))
-        found = race_two({"slowed": start(wait_ns), "plain": plain}, cfg)
+        found = race_two({"plain": plain, "slowed": start(wait_ns), CONTROL: start(0)}, cfg)
     true_factor = round(1 + wait_ns / 1e6 / found["latency_ms_p50"], 5)
     return {"busy_cores": quiet.busy_cores, "wait_ns": wait_ns, "true_factor": true_factor} | found
 
@@ -280,33 +285,35 @@ def racing(workspace: Path, target: str, repeat: int) -> tuple[Config, Path]:
 
 
 def race_two(processes: Mapping[str, EngineProcess], cfg: Config) -> Row:
-    """Race two processes as `benchmark` does.
+    """Race two processes, and a control of the first one, as `benchmark` does.
 
-    Return how many times as fast the second one is, its p50 in the race, and how long the race took.
+    Return how many times as fast the first one is, its p50 in the race, and how long the race took.
     """
-    first, second = processes
+    first, second, _ = processes
     shuffler = random.Random(cfg.seed)
     rule = StoppingRule(
-        contenders=list(processes),
+        contenders=[first, second],
         num_comparisons=1,
         min_rounds=cfg.min_rounds,
         budget_s=cfg.budget_s,
         resolution=cfg.resolution,
     )
     started = time.monotonic()
-    bursts_ms = run_race(
-        lambda: run_round(processes, 1, shuffler, burst_ms=cfg.burst_ms, min_calls=cfg.min_calls), rule
-    )
+    with pinned({process.pid: process.num_threads for process in processes.values()}):
+        bursts_ms = run_race(
+            lambda: run_round(processes, 1, shuffler, burst_ms=cfg.burst_ms, min_calls=cfg.min_calls), rule
+        )
     seconds = time.monotonic() - started
-    with_control = bursts_ms | {CONTROL: bursts_ms[first]}  # the two are each other's control
-    [ratio], _ = compare_all(with_control, controlled=first, num_comparisons=rule.num_comparisons)
+    [behind], control = compare_all(bursts_ms, controlled=first, num_comparisons=rule.num_comparisons)
+    ratio = behind.inverse
     return {
         "factor": round(ratio.factor, 5),
         "low": round(ratio.low, 5),
         "high": round(ratio.high, 5),
-        "latency_ms_p50": round(
-            statistics.median(value for burst in bursts_ms[second] for value in burst), 5
-        ),
+        "aa_spread": round(control.spread, 5),
+        "is_faster": is_faster(ratio, control.spread),
+        "is_slower": is_faster(behind, control.spread),
+        "latency_ms_p50": round(statistics.median(value for burst in bursts_ms[first] for value in burst), 5),
         "num_rounds": len(bursts_ms[first]),
         "is_decided": not undecided_pairs(bursts_ms, rule),
         "seconds": round(seconds, 2),
@@ -373,8 +380,9 @@ def pool(ratios: Sequence[float]) -> list[float]:
 
 
 def summarise_null(rows: Sequence[Row]) -> Row:
-    """Return how often the interval of two equal engines excludes 1, and how often the speed guard lets one pass."""
+    """Return how often one of two equal engines is called faster, and how often the speed guard lets one pass."""
     return {
+        "called_faster": sum(row["is_faster"] or row["is_slower"] for row in rows),
         "excludes_1": sum(not row["low"] <= 1 <= row["high"] for row in rows),
         "passes_the_guard": sum(row["low"] >= GUARD or row["high"] <= 1 / GUARD for row in rows),
         "largest_difference": max(abs(row["factor"] - 1) for row in rows),
@@ -385,8 +393,8 @@ def summarise_null(rows: Sequence[Row]) -> Row:
 def summarise_power(rows: Sequence[Row]) -> Row:
     """Return in what share of the races the slowed engine was found to be slower."""
     return {
-        "found": sum(row["low"] > 1 for row in rows) / len(rows),
-        "found_the_other_way": sum(row["high"] < 1 for row in rows),
+        "found": sum(row["is_faster"] for row in rows) / len(rows),
+        "found_the_other_way": sum(row["is_slower"] for row in rows),
         "median_factor": statistics.median(row["factor"] for row in rows),
         "median_true_factor": statistics.median(row["true_factor"] for row in rows),
         "median_seconds": statistics.median(row["seconds"] for row in rows),

@@ -23,12 +23,12 @@ class SlowedProcess(EngineProcess):
 
     def __init__(self, engine: Path, *, wait_ns: int, timeout_s: float) -> None:
         self._engine, self._timeout_s, self._unread = engine, timeout_s, b""
-        num_threads = read_engine_manifest(engine).target.num_threads
+        self.num_threads = read_engine_manifest(engine).target.num_threads
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.slowed_engine", str(engine), str(os.getpid()), str(wait_ns)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(num_threads)},
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(self.num_threads)},
         )
 
 

@@ -24,6 +24,7 @@ from benchmarks.ladder import REPOSITORY
 from benchmarks.slowed_engine import SlowedProcess
 from tasks.benchmark import Config
 from tasks.core.config import typed_config
+from tasks.parts.measuring.race import CONTROL
 from tests.conftest import Workspace
 from tests.tasks.conftest import Workshop, workshop
 
@@ -52,7 +53,12 @@ def race(repeat: int, factor: float, target: str = "cpu") -> dict[str, Any]:
     """A race whose interval reaches 2 % to both sides."""
     ends = {"low": factor - 0.02, "high": factor + 0.02}
     row = {"target": target, "repeat": repeat, "factor": factor, "seconds": 10.0 + repeat}
-    return row | ends | {"true_factor": 1.03}
+    is_certain = ends["low"] > 1 or ends["high"] < 1
+    called = {
+        "is_faster": is_certain and factor > 1.02,
+        "is_slower": is_certain and factor < 0.98,
+    }  # A/A spread 2 %
+    return row | ends | called | {"true_factor": 1.03}
 
 
 def test_lowest_p50_within_the_gate_is_picked_whatever_the_interval() -> None:
@@ -93,7 +99,9 @@ def test_races_count_what_they_call_faster() -> None:
     record = {"decisions": [], "null": rows, "power": rows}
     null, on_gpu = summarise(record)["null"]
     assert (null["excludes_1"], null["repeats"], null["median_seconds"]) == (2, 3, 11.0)
-    assert null["passes_the_guard"] == 0  # the differences are 1 % for certain, no more
+    assert (
+        null["called_faster"] == 2 and null["passes_the_guard"] == 0
+    )  # the differences are 1 % for certain, no more
     assert (on_gpu["target"], on_gpu["excludes_1"], on_gpu["passes_the_guard"]) == ("gpu", 1, 1)
     power = summarise(record)["power"][0]
     assert (power["found"], power["found_the_other_way"], power["median_factor"]) == (1 / 3, 1, 1.0)
@@ -138,11 +146,13 @@ def test_slowed_engine_loses_the_race(workshop: Workshop) -> None:
     with (
         SlowedProcess(folder, wait_ns=5_000_000, timeout_s=60.0) as slowed,
         SlowedProcess(folder, wait_ns=0, timeout_s=60.0) as plain,
+        SlowedProcess(folder, wait_ns=0, timeout_s=60.0) as control,
     ):
-        for process in (slowed, plain):
+        for process in (slowed, plain, control):
             assert process.wait_until_loaded()["runtime"] == "onnxruntime"
-        found = race_two({"slowed": slowed, "plain": plain}, cfg)
+        found = race_two({"plain": plain, "slowed": slowed, CONTROL: control}, cfg)
     assert found["low"] > 1 and found["num_rounds"] >= 5 and found["is_decided"]
+    assert found["aa_spread"] > 0 and not found["is_slower"]
 
 
 @pytest.mark.slow

@@ -69,6 +69,7 @@ def test_without_a_gpu_it_says_so_and_ends_with_1(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_cells_that_fail_crash_or_hang_cost_only_themselves(tmp_path: Path) -> None:
     cells = [
         Cell("error", "engine", 300, raise_error),
@@ -98,6 +99,7 @@ def test_second_run_measures_only_what_has_no_record(tmp_path: Path) -> None:
     assert [name for name, _, _ in statuses(tmp_path)] == ["first", "second"]
 
 
+@pytest.mark.slow
 def test_cell_that_the_budget_cuts_is_left_to_the_next_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ from tests.conftest import Workspace, copy_repository
 from tests.services import BUCKET, Server, free_port, postgres, prefect_server, running, s3_server, wait_for
 
 
+@pytest.mark.slow
 def test_every_target_has_a_deployment_on_its_work_pool() -> None:
     declared = {
         file.stem: yaml.safe_load(file.read_text(encoding="utf-8"))["work_pool"]

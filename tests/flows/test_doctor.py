@@ -58,6 +58,7 @@ def test_this_machine_has_all_that_the_defaults_need(checkout):
     assert list(found_states).index("target cpu_torch") < list(found_states).index("GPU")
 
 
+@pytest.mark.slow
 def test_targets_that_nobody_asked_for_are_one_line_unless_all_are_wanted(checkout, capsys):
     assert "target thor_tensorrt" not in states(all_targets=False)
     assert "thor_tensorrt" in found("other targets").text
@@ -99,6 +100,7 @@ def test_silent_servers_are_told_without_their_passwords(checkout, monkeypatch):
     assert "secret" not in f"{prefect}{mlflow}"
 
 
+@pytest.mark.slow
 def test_remote_is_asked_and_a_missing_one_is_told(checkout):
     assert found("DVC remote").state is State.missing
     add_remote(str(checkout / "store"))

@@ -14,6 +14,7 @@ from tasks.core.fingerprint import digest
 FILE_BYTES = 40_000
 
 
+@pytest.mark.slow
 def test_full_disk_of_the_remote_is_named_and_the_next_push_sends_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount_disk: Callable[[Path, str], None]
 ) -> None:

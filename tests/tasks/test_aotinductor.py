@@ -87,6 +87,7 @@ def test_machine_without_compiler_is_refused(workshop: Workshop, tmp_path: Path)
         built(workshop.target("cpu_aotinductor"), workshop.checkpoint, tmp_path / "a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name != NetworkName.fast_scnn)) for name in NetworkName],

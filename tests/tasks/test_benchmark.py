@@ -93,6 +93,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_every_two_files_are_compared_once_and_twins_are_one(
     builds: Path, reference: Path, tmp_path: Path
 ) -> None:
@@ -127,6 +128,7 @@ def test_every_two_files_are_compared_once_and_twins_are_one(
     assert folders == {"reference", "control", "float", "twin", "quantized"}
 
 
+@pytest.mark.slow
 def test_ratio_and_latency_come_from_the_same_rounds(builds: Path, reference: Path, tmp_path: Path) -> None:
     report = measure(CONFIG, builds, reference, tmp_path / "out")
     by_name = {}
@@ -180,6 +182,7 @@ def test_every_layer_that_computes_has_its_time(workshop: Workshop, tmp_path: Pa
     assert all(float(row["milliseconds"]) > 0 for row in working)
 
 
+@pytest.mark.slow
 def test_machine_and_its_surroundings_are_recorded(builds: Path, reference: Path, tmp_path: Path) -> None:
     report = measure(CONFIG, builds, reference, tmp_path / "out")
     machine, around = report.machine, report.surroundings
@@ -247,6 +250,7 @@ def test_a_reference_that_was_not_built_or_takes_other_images_is_refused(
         measure(CONFIG, builds, other, tmp_path / "failed")
 
 
+@pytest.mark.slow
 def test_a_race_with_a_large_spread_is_repeated_and_the_better_one_is_kept(
     builds: Path, reference: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

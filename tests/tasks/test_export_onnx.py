@@ -62,6 +62,7 @@ def test_checkpoint_with_nan_weights_is_refused(workshop: Any, tmp_path: Path) -
         export_onnx(CONFIG, checkpoint=tmp_path / "nan.safetensors", out=tmp_path)
 
 
+@pytest.mark.slow
 def test_two_of_four_share_is_that_of_the_weights_in_the_graph(workshop: Any, tmp_path: Path) -> None:
     """Counted again here, with loops, on the folded weights that the runtime will read."""
     network, card = load_checkpoint(workshop.checkpoint)

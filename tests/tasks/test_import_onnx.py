@@ -104,6 +104,7 @@ def export(network: nn.Module, path: Path, **options: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "opset", "macs", "parameters"),
     [

@@ -108,6 +108,7 @@ def test_scenes_have_the_configured_counts_sizes_and_classes(tmp_path: Path) -> 
     assert Image.open(tmp_path / "out/contact_sheet.png").width > 1000
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_bytes_and_other_seeds_do_not(tmp_path: Path) -> None:
     run(scenes_config(), SCENES_ROOT, tmp_path / "a")
     run(scenes_config(), SCENES_ROOT, tmp_path / "b")
@@ -117,6 +118,7 @@ def test_equal_seeds_give_equal_bytes_and_other_seeds_do_not(tmp_path: Path) -> 
     assert all(other[name] != digest for name, digest in file_digests(tmp_path / "a").items())
 
 
+@pytest.mark.slow
 def test_more_scenes_keep_the_first_ones(tmp_path: Path) -> None:
     run(scenes_config(num_train=40), SCENES_ROOT, tmp_path / "a")
     run(scenes_config(num_train=100), SCENES_ROOT, tmp_path / "b")

@@ -535,6 +535,7 @@ def test_a_limit_that_holds_already_drops_nothing_even_without_blocks(tmp_path: 
         prune_blocks(network, batches=[], size=(64, 64), limit_macs=limit_macs - 1)
 
 
+@pytest.mark.slow
 def test_dropped_block_is_not_in_the_exported_graph(tmp_path: Path, workshop: Workshop) -> None:
     make_checkpoint(tmp_path / "source", NetworkName.fast_scnn, classes=WORKSHOP_CLASSES)
     cfg = dataclasses.replace(CONFIG, method=Method.blocks, target_macs_ratio=0.999)

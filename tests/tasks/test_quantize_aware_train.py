@@ -139,6 +139,7 @@ def test_killed_training_resumes_and_ends_with_the_same_bytes(
     assert (tmp_path / "model.onnx").read_bytes() == (trained[1] / "model.onnx").read_bytes()
 
 
+@pytest.mark.slow
 def test_weights_that_are_zero_stay_zero_in_the_int8_graph(
     calibrated: dict[str, Path], workshop: Any, tmp_path: Path
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_diverging_training_says_step_and_learning_rate(
         quantize_aware_train(endless, **calibrated, out=tmp_path)
 
 
+@pytest.mark.slow
 def test_weights_that_training_made_worse_are_not_written(
     calibrated: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def selection(workshop: Workshop, tmp_path: Path) -> Selection:
     return Selection(workshop, tmp_path)
 
 
+@pytest.mark.slow
 def test_picks_are_ranked_by_the_ratios_of_one_race(selection: Selection) -> None:
     report = selection.race()
     first, second = report.ranking

@@ -114,6 +114,7 @@ def test_only_the_first_images_are_used_and_no_engine_is_kept(searched: tuple[Re
     assert sorted(path.name for path in out.iterdir()) == ["choice.json", "curve.csv", "curve.png", "resume"]
 
 
+@pytest.mark.slow
 def test_killed_search_continues_and_ends_with_the_same_accuracy(workshop: Workshop, tmp_path: Path) -> None:
     """What a kill leaves is the folder ``resume``; the recoveries in it are over."""
     cfg = config(workshop)

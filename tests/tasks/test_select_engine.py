@@ -235,7 +235,7 @@ class Artifacts:
             if measured_as != "reference":
                 latencies[variant] = latency_ms
         control = SpeedRatio("control", "first", 1.0, 1 - spread, 1 + spread)
-        race = Race(tuple(ratios), control, 0.95, 6, (), 18.6, 40, 0)
+        race = Race(tuple(ratios), control, 0.95, 6, (), 18.6, 40, 0, (0,))
         machine = Machine("0123456789abcdef", "A CPU", ("avx2",), None, {})
         state = MachineState(None, None, None, "the target does not use one")
         around = Surroundings(Quiet(True, 0.3, 0.05), 0.002, None, state, state)
@@ -945,6 +945,7 @@ def test_every_engine_is_one_run_however_often_it_is_logged(artifacts, tmp_path)
     assert (data.dataset.name, data.dataset.digest) == ("data/scenes", digest(artifacts.root / "dataset"))
 
 
+@pytest.mark.slow
 def test_results_are_written_though_mlflow_does_not_answer(artifacts, tmp_path, monkeypatch, caplog) -> None:
     from mlflow.tracking import MlflowClient
 

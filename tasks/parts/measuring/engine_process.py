@@ -63,6 +63,7 @@ class EngineProcess:
 
     def __init__(self, engine: Path, *, num_threads: int, timeout_s: float) -> None:
         self._engine, self._timeout_s = engine, timeout_s
+        self.num_threads = num_threads
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join([str(_SOURCE_ROOT), environment.get("PYTHONPATH", "")])
         environment["OMP_NUM_THREADS"] = str(num_threads)

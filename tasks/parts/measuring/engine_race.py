@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tasks.parts.engines.runtimes import CPU
 from tasks.parts.measuring.batch_latency import Bursts
 from tasks.parts.measuring.engine_process import EngineProcess, Memory, open_processes, run_round
 from tasks.parts.measuring.intervals import LEVEL
+from tasks.parts.measuring.pinning import pinned
 from tasks.parts.measuring.race import (
     CONTROL,
     RaceOptions,
@@ -82,10 +84,14 @@ class EngineRace:
             resolution=options.resolution,
         )
         processes = {name: runner.process for name, runner in self.runners.items()}
-        bursts_ms = run_race(
-            lambda: run_round(processes, 1, shuffler, burst_ms=options.burst_ms, min_calls=options.min_calls),
-            rule,
-        )
+        threads = {process.pid: process.num_threads for process in processes.values()}
+        with pinned(threads if self._watch.device == CPU else {}) as cpus:
+            bursts_ms = run_race(
+                lambda: run_round(
+                    processes, 1, shuffler, burst_ms=options.burst_ms, min_calls=options.min_calls
+                ),
+                rule,
+            )
         ratios, aa_ratio = compare_all(
             bursts_ms, controlled=_controlled(list(self.runners)), num_comparisons=rule.num_comparisons
         )
@@ -98,6 +104,7 @@ class EngineRace:
             reference_ms_p50=statistics.median(value for burst in bursts_ms[REFERENCE] for value in burst),
             num_rounds=len(bursts_ms[REFERENCE]),
             num_repeats=num_repeats,
+            cpus=cpus,
         )
         return Rounds(race, bursts_ms)
 

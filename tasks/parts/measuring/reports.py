@@ -114,6 +114,9 @@ class Race:
     num_rounds: int
     num_repeats: int
     """1 if the race was repeated because of a large A/A spread; the one with the smaller spread is kept."""
+    cpus: tuple[int, ...]
+    """CPUs that the engines were pinned to, each to as many of the first ones as it has threads; empty if they were
+    not, as those on a GPU."""
 
     def ratio(self, faster: str, slower: str) -> SpeedRatio:
         """Return how many times as fast one file is as another one."""

@@ -52,6 +52,7 @@ def change_params(space: Workspace, **values: object) -> None:
     path.write_text(yaml.safe_dump(params))
 
 
+@pytest.mark.slow
 def test_fresh_output_is_not_made_again(tiny: Workspace) -> None:
     first = tiny.run(*PREPARE)
     assert first.returncode == 0, first.stderr
@@ -72,6 +73,7 @@ def test_output_follows_configuration_forth_and_back(tiny: Workspace) -> None:
     assert digest(tiny.path / "artifacts/prepare_data/dataset") == before
 
 
+@pytest.mark.slow
 def test_changed_output_is_noticed_and_made_again(tiny: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny.path)
     params = yaml.safe_load((tiny.path / "params.yaml").read_text())
@@ -172,6 +174,7 @@ def test_torn_checkpoint_is_ignored_and_named(tiny: Workspace) -> None:
     assert "last.ckpt, which is not a complete checkpoint" in resumed.stderr
 
 
+@pytest.mark.slow
 def test_stage_killed_at_random_moments_leaves_whole_output_or_none(tiny: Workspace) -> None:
     generator = random.Random(0)
     for _ in range(4):
@@ -187,6 +190,7 @@ def test_stage_killed_at_random_moments_leaves_whole_output_or_none(tiny: Worksp
     assert not list((tiny.path / "artifacts/.drafts").iterdir())
 
 
+@pytest.mark.slow
 def test_finished_draft_of_a_killed_run_is_published_without_running(tiny: Workspace) -> None:
     assert tiny.run(*PREPARE).returncode == 0
     folder = tiny.path / "artifacts/prepare_data"
@@ -229,6 +233,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_sigterm_that_a_finalizer_swallowed_is_raised_again_but_not_into_the_tidying() -> None:
     done = subprocess.run(
         [sys.executable, "-c", DEAF_AT_FIRST], cwd=REPOSITORY, capture_output=True, text=True, check=False
@@ -361,6 +366,7 @@ def test_full_disk_is_told_however_a_library_says_it(
     assert not call.folder.exists() and not call.draft.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["artifacts", "artifacts/train"])
 def test_read_only_output_is_found_before_the_stage_runs(
     tiny: Workspace, mount_disk: MountDisk, place: str

@@ -51,6 +51,7 @@ def silent_port() -> Iterator[int]:
             connection.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_is_given_up_within_the_limit(
     config, pipeline, candidates, silent_port
 ) -> None:
@@ -63,6 +64,7 @@ def test_a_server_that_never_answers_is_given_up_within_the_limit(
     assert time.monotonic() - started < 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["folder", "text", "locked"])
 def test_a_database_that_cannot_be_used_is_reported_soon(
     config, pipeline, candidates, tmp_path, damage

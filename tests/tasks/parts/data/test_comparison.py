@@ -77,6 +77,7 @@ def test_bootstrap_covers_the_true_loss_of_miou() -> None:
     assert 0.90 <= np.mean(covered) <= 0.99  # 95 % within three standard errors of 200 draws
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_images", [40, 300])
 @pytest.mark.parametrize(("lost", "gained"), [(0.002, 0.0), (0.03, 0.03), (0.08, 0.01)])
 def test_exact_interval_of_top1_covers_at_least_95_per_cent(

@@ -373,6 +373,7 @@ def test_resizing_by_factor_equals_resizing_by_size() -> None:
     torch.testing.assert_close(resize_to(maps_NCHW, (16, 18)), expected)
 
 
+@pytest.mark.slow
 @every_network
 def test_exported_graph_agrees_for_any_batch(name: NetworkName, tmp_path: Path) -> None:
     network = build(name, width=0.5, depth=0.1 if name in TRANSFORMERS else 0.5)
@@ -418,6 +419,7 @@ def test_networks_of_convolutions_do_not_import_transformers() -> None:
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.slow
 def test_transformers_are_built_without_network_and_torchvision() -> None:
     code = (
         "import socket, sys\n"

@@ -23,6 +23,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network_type", [tiny.Straight, tiny.Branched, tiny.Spoilt])
 @pytest.mark.parametrize("op_types", [("Conv",), tiny.OP_TYPES])
 def test_uint8_activations_compute_what_int8_ones_do(network_type: type, op_types: tuple[str, ...]) -> None:

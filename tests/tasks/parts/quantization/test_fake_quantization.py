@@ -38,6 +38,7 @@ def test_simulated_network_computes_what_the_graph_computes(network_type: type) 
     assert difference(expected_NCHW, found_NCHW).sqnr_db > difference(exact_NCHW, found_NCHW).sqnr_db + 6
 
 
+@pytest.mark.slow
 def test_simulated_network_trains_and_gives_its_weights_back() -> None:
     graph, ranges = calibrate(tiny.Branched)
     folded = fold_batchnorm(tiny.make(tiny.Branched), tiny.images(2))
