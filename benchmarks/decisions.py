@@ -293,6 +293,7 @@ def race_two(processes: Mapping[str, EngineProcess], cfg: Config) -> Row:
     shuffler = random.Random(cfg.seed)
     rule = StoppingRule(
         contenders=[first, second],
+        controlled=first,
         num_comparisons=1,
         min_rounds=cfg.min_rounds,
         budget_s=cfg.budget_s,

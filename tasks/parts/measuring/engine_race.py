@@ -78,6 +78,7 @@ class EngineRace:
         options, shuffler = self._options, random.Random(self._options.seed + num_repeats)
         rule = StoppingRule(
             contenders=contenders,
+            controlled=_controlled(list(self.runners)),
             num_comparisons=max(1, len(contenders) - 1),
             min_rounds=options.min_rounds,
             budget_s=options.budget_s * (1 + num_repeats),
@@ -93,7 +94,7 @@ class EngineRace:
                 rule,
             )
         ratios, aa_ratio = compare_all(
-            bursts_ms, controlled=_controlled(list(self.runners)), num_comparisons=rule.num_comparisons
+            bursts_ms, controlled=rule.controlled, num_comparisons=rule.num_comparisons
         )
         race = Race(
             ratios=ratios,

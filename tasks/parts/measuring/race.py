@@ -63,6 +63,8 @@ class StoppingRule:
 
     contenders: Sequence[str]
     """Engines whose order matters; the reference of another target is none of them."""
+    controlled: str
+    """The engine that the A/A control is a second process of."""
     num_comparisons: int
     """Pairs that can decide, for Bonferroni's correction."""
     min_rounds: int
@@ -77,6 +79,9 @@ def run_race(
     run_round: RunRound, rule: StoppingRule, clock: Callable[[], float] = time.monotonic
 ) -> dict[str, list[list[float]]]:
     """Run rounds until the order of all neighbours on speed is decided or the time is up; return the bursts.
+
+    The interval of the A/A control has to be as short as that of two equal engines, because no difference within it
+    counts.
 
     The intervals are looked at after `min_rounds` rounds, and again whenever there are half as many more. Each look
     is one more chance to take noise for a difference, so an order that ends the race early has to be far more
@@ -93,7 +98,10 @@ def run_race(
         if spent >= (1 if len(rounds) >= rule.min_rounds else 2):
             break
         if len(rounds) >= next_look:
-            if not undecided_pairs(_by_name(rounds), rule, strictness=_STRICTNESS_OF_LOOKS):
+            bursts_ms = _by_name(rounds)
+            if _is_control_known(bursts_ms, rule) and not undecided_pairs(
+                bursts_ms, rule, strictness=_STRICTNESS_OF_LOOKS
+            ):
                 break
             next_look = math.ceil(next_look * _GROWTH)
     return _by_name(rounds)
@@ -142,6 +150,11 @@ def round_medians(bursts_ms: Bursts) -> list[float]:
 def _estimate(faster_ms: Sequence[float], slower_ms: Sequence[float], num_comparisons: int) -> Estimate:
     ratios = [slower / faster for faster, slower in zip(faster_ms, slower_ms, strict=True)]
     return estimate_ratio(ratios, num_comparisons=num_comparisons)
+
+
+def _is_control_known(bursts_ms: Mapping[str, Bursts], rule: StoppingRule) -> bool:
+    control = _estimate(round_medians(bursts_ms[CONTROL]), round_medians(bursts_ms[rule.controlled]), 1)
+    return control.high / control.low - 1 <= 2 * rule.resolution
 
 
 def _is_decided(
