@@ -10,7 +10,8 @@ three parts, each repeated ``--repeats`` times for each target:
   mean, 95 % interval). Beside it, on the same measurements, a simple rule: of the engines whose measured loss is
   within the gate, the one with the lowest p50 in milliseconds.
 - null: races of the pick of the workspace under two names. How often is one called faster? As in the product, the
-  interval has to exclude 1, and the difference has to exceed that of the A/A control, a third process of the pick.
+  interval has to exclude 1, and the difference has to exceed the resolution of the race and the spread of the A/A
+  control, a third process of the pick.
 - power: races of the pick against itself with a busy wait of 3 % of its p50 after each inference. How often is the
   difference found, and after how many seconds? ``true_factor`` refers the wait to the p50 during the race.
 
@@ -54,7 +55,6 @@ from tasks.parts.measuring.pinning import pinned
 from tasks.parts.measuring.race import CONTROL, StoppingRule, compare_all, run_race, undecided_pairs
 from tasks.parts.measuring.surroundings import wait_until_quiet
 from tasks.parts.selection.engine_row import EngineRow, Verdict
-from tasks.parts.selection.verdicts import is_faster
 from tasks.select_engine import judge
 
 RESULTS = Path(__file__).parent / "results" / "decisions.json"
@@ -306,14 +306,14 @@ def race_two(processes: Mapping[str, EngineProcess], cfg: Config) -> Row:
         )
     seconds = time.monotonic() - started
     [behind], control = compare_all(bursts_ms, controlled=first, num_comparisons=rule.num_comparisons)
-    ratio = behind.inverse
+    ratio, smallest_difference = behind.inverse, max(control.spread, cfg.resolution)
     return {
         "factor": round(ratio.factor, 5),
         "low": round(ratio.low, 5),
         "high": round(ratio.high, 5),
         "aa_spread": round(control.spread, 5),
-        "is_faster": is_faster(ratio, control.spread),
-        "is_slower": is_faster(behind, control.spread),
+        "is_faster": ratio.is_faster(smallest_difference),
+        "is_slower": behind.is_faster(smallest_difference),
         "latency_ms_p50": round(statistics.median(value for burst in bursts_ms[first] for value in burst), 5),
         "num_rounds": len(bursts_ms[first]),
         "is_decided": not undecided_pairs(bursts_ms, rule),

@@ -105,8 +105,6 @@ def _race(
 
 
 def _rank(race: Race, rows: Mapping[str, "EngineRow"]) -> tuple[RankedPick, ...]:
-    from tasks.parts.selection.verdicts import is_faster
-
     fastest, *others = sorted(rows, key=lambda target: -race.ratio(target, REFERENCE).factor)
     ranking = []
     for target in (fastest, *others):
@@ -119,7 +117,7 @@ def _rank(race: Race, rows: Mapping[str, "EngineRow"]) -> tuple[RankedPick, ...]
                 engine_sha256=row.measured.engine_sha256,
                 vs_reference=race.ratio(target, REFERENCE),
                 lag=lag,
-                is_slower=lag is not None and is_faster(lag, race.aa_ratio.spread),
+                is_slower=lag is not None and lag.is_faster(race.smallest_difference),
             )
         )
     return tuple(ranking)

@@ -94,7 +94,9 @@ def test_picks_are_ranked_by_the_ratios_of_one_race(selection: Selection) -> Non
         second.target,
     )
     assert report.race is not None and report.race.num_comparisons == 1
-    assert second.is_slower == (second.lag.low > 1 and second.lag.factor - 1 > report.race.aa_ratio.spread)
+    assert second.is_slower == (
+        second.lag.low > 1 and second.lag.factor - 1 > report.race.smallest_difference
+    )
     table = (selection.root / "out" / "ranking.md").read_text(encoding="utf-8")
     assert table.index(f"| {first.target} |") < table.index(f"| {second.target} |")
 

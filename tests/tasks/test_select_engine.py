@@ -235,7 +235,7 @@ class Artifacts:
             if measured_as != "reference":
                 latencies[variant] = latency_ms
         control = SpeedRatio("control", "first", 1.0, 1 - spread, 1 + spread)
-        race = Race(tuple(ratios), control, 0.95, 6, (), 18.6, 40, 0, (0,))
+        race = Race(tuple(ratios), control, 0.95, 6, 0.001, (), 18.6, 40, 0, (0,))
         machine = Machine("0123456789abcdef", "A CPU", ("avx2",), None, {})
         state = MachineState(None, None, None, "the target does not use one")
         around = Surroundings(Quiet(True, 0.3, 0.05), 0.002, None, state, state)
@@ -528,7 +528,7 @@ def test_a_difference_within_the_control_is_said_to_be_none(artifacts, tmp_path)
     artifacts.change_race("pruned-cpu_torch", low=1.021, aa_ratio_spread=0.04)
     _, rows = run(artifacts, tmp_path / "out")
     assert rows["pruned-cpu_torch"]["verdict"] == "INCONCLUSIVE"
-    assert "within the A/A spread of 4.0 %" in rows["pruned-cpu_torch"]["reason"]
+    assert "less than the 4.0 % that count as a difference" in rows["pruned-cpu_torch"]["reason"]
 
 
 def test_as_fast_and_certainly_more_accurate_is_accepted_and_picked(artifacts, tmp_path) -> None:

@@ -101,6 +101,7 @@ class EngineRace:
             aa_ratio=aa_ratio,
             level=LEVEL,
             num_comparisons=rule.num_comparisons,
+            resolution=rule.resolution,
             undecided=tuple(undecided_pairs(bursts_ms, rule)),
             reference_ms_p50=statistics.median(value for burst in bursts_ms[REFERENCE] for value in burst),
             num_rounds=len(bursts_ms[REFERENCE]),

@@ -94,6 +94,10 @@ class SpeedRatio:
         """The same comparison with the engines swapped."""
         return SpeedRatio(self.slower, self.faster, 1 / self.factor, 1 / self.high, 1 / self.low)
 
+    def is_faster(self, smallest_difference: float) -> bool:
+        """Return whether the first engine is certainly faster, and by more than `smallest_difference`."""
+        return self.low > 1 and self.factor - 1 > smallest_difference
+
 
 @dataclass(frozen=True)
 class Race:
@@ -107,6 +111,8 @@ class Race:
     """How often all `num_comparisons` intervals that decide hold the truth."""
     num_comparisons: int
     """Pairs that can decide; the interval of each ratio is corrected for that many (Bonferroni)."""
+    resolution: float
+    """Engines that differ by less count as equally fast."""
     undecided: tuple[tuple[str, str], ...]
     """Neighbours on speed whose order was still open when the time was up, the faster one first."""
     reference_ms_p50: float
@@ -117,6 +123,14 @@ class Race:
     cpus: tuple[int, ...]
     """CPUs that the engines were pinned to, each to as many of the first ones as it has threads; empty if they were
     not, as those on a GPU."""
+
+    @property
+    def smallest_difference(self) -> float:
+        """The smallest difference that counts: `resolution`, or the A/A spread if that is larger.
+
+        Two processes of one engine differ by up to 1.5 %, each as long as it lives, because of where its memory lies.
+        """
+        return max(self.resolution, self.aa_ratio.spread)
 
     def ratio(self, faster: str, slower: str) -> SpeedRatio:
         """Return how many times as fast one file is as another one."""
@@ -142,8 +156,13 @@ class BenchmarkReport:
 
     @property
     def aa_ratio_spread(self) -> float:
-        """The spread of the A/A control; smaller differences are not significant."""
+        """The spread of the A/A control."""
         return self.race.aa_ratio.spread if self.race else 0.0
+
+    @property
+    def smallest_difference(self) -> float:
+        """The smallest difference of two engines that counts."""
+        return self.race.smallest_difference if self.race else 0.0
 
     def ratio(self, faster: str, slower: str) -> SpeedRatio:
         """Return how many times as fast one engine is as another; both are built variants, or REFERENCE."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.accuracy import Standing, worst
 from tasks.parts.measuring.pareto import pareto_front
-from tasks.parts.measuring.reports import BenchmarkReport, SpeedRatio
+from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.selection.accuracy_gates import AccuracyGates, losses_of
 from tasks.parts.selection.engine_row import EngineRow, Measured, Unseen, Verdict, rungs
 
@@ -161,8 +161,8 @@ def _climb(row: EngineRow, below: EngineRow, gates: Gates, benchmark: BenchmarkR
         f"{ratio.factor:.3f}x as fast as {below.variant} in the same rounds "
         f"({ratio.low:.3f} to {ratio.high:.3f})"
     )
-    if abs(ratio.factor - 1) <= benchmark.aa_ratio_spread:
-        compared += f", which is within the A/A spread of {100 * benchmark.aa_ratio_spread:.1f} %"
+    if abs(ratio.factor - 1) <= benchmark.smallest_difference:
+        compared += f", less than the {100 * benchmark.smallest_difference:.1f} % that count as a difference"
     elif ratio.low >= gates.min_speedup_factor:
         return _add_reason(row, Verdict.ACCEPT, compared)
     if not _is_slower(row, below, benchmark) and gates.accuracy.is_more_accurate(row.name, below.name):
@@ -178,12 +178,7 @@ def _climb(row: EngineRow, below: EngineRow, gates: Gates, benchmark: BenchmarkR
 
 def _is_slower(row: EngineRow, other: EngineRow, benchmark: BenchmarkReport) -> bool:
     """Return whether an engine is certainly slower than another one of its target."""
-    return is_faster(benchmark.ratio(other.variant, row.variant), benchmark.aa_ratio_spread)
-
-
-def is_faster(ratio: SpeedRatio, aa_ratio_spread: float) -> bool:
-    """Return whether the first engine of a ratio is certainly faster, by more than an engine differs from itself."""
-    return ratio.low > 1 and ratio.factor - 1 > aa_ratio_spread
+    return benchmark.ratio(other.variant, row.variant).is_faster(benchmark.smallest_difference)
 
 
 def _add_reason(row: EngineRow, verdict: Verdict, reason: str) -> EngineRow:

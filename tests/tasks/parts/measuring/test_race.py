@@ -1,11 +1,13 @@
 """When a race ends, and what it compares: bursts of known latencies instead of engines."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tasks.parts.measuring.race import CONTROL, RunRound, StoppingRule, compare_all, run_race, undecided_pairs
+from tasks.parts.measuring.reports import Race, SpeedRatio
 
 RULE = StoppingRule(
     ["slow", "fast"], "slow", num_comparisons=1, min_rounds=20, budget_s=1000, resolution=0.015
@@ -80,6 +82,16 @@ def test_ratios_are_medians_over_the_rounds_and_the_control_is_one_comparison() 
     assert all(one.low == pytest.approx(one.high) for one in ratios)
     assert (control.faster, control.slower) == ("control", "float")
     assert control.spread == pytest.approx(1 - 1 / 1.1)
+
+
+def test_a_certain_difference_counts_only_beyond_the_smallest_one() -> None:
+    ratio = SpeedRatio("int8", "float", 1.02, 1.015, 1.025)
+    assert ratio.is_faster(0.015) and not ratio.is_faster(0.021) and not ratio.inverse.is_faster(0.0)
+    assert not SpeedRatio("int8", "float", 1.2, 0.99, 1.4).is_faster(0.015)
+    control = SpeedRatio("control", "float", 1.004, 0.99, 1.006)
+    race = Race((ratio,), control, 0.95, 1, 0.015, (), 1.0, 20, 0, ())
+    assert race.smallest_difference == 0.015
+    assert replace(race, resolution=0.001).smallest_difference == pytest.approx(0.01)
 
 
 def test_more_comparisons_widen_all_ratios_but_not_the_control() -> None:

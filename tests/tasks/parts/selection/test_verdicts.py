@@ -51,7 +51,7 @@ def random_engines(seed: int) -> tuple[list[EngineRow], dict[str, ImageResults],
         ratios += [ratio_of(speeds[variant], variant, "reference", width) for variant in LADDER]
         engines = {variant: measurement(variant) for variant in LADDER}
         control = SpeedRatio("control", LADDER[0], 1.0, 1.0, 1.0)
-        race = Race(tuple(ratios), control, 0.95, 4, (), 1.0, 40, 0, (0,))
+        race = Race(tuple(ratios), control, 0.95, 4, 0.001, (), 1.0, 40, 0, (0,))
         machine = Machine("0" * 16, "A CPU", (), None, {})
         races[target] = BenchmarkReport(engines, "ref", race, False, machine, None)
     return rows, results, races
@@ -108,7 +108,7 @@ def test_of_equally_fast_engines_the_certainly_more_accurate_one_is_picked_thoug
     pairs = [("pruned", LADDER[0], 2.02), ("pruned_fp16", LADDER[0], 2.0), ("pruned_fp16", "pruned", 0.99)]
     ratios = [ratio_of(factor, faster, slower, 0.03) for faster, slower, factor in pairs]
     control = SpeedRatio("control", LADDER[0], 1.0, 1.0, 1.0)
-    race = Race(tuple(ratios), control, 0.95, 2, (), 1.0, 40, 0, (0,))
+    race = Race(tuple(ratios), control, 0.95, 2, 0.001, (), 1.0, 40, 0, (0,))
     engines = {row.variant: measurement(row.variant) for row in rows}
     machine = Machine("0" * 16, "A CPU", (), None, {})
     races = {target: BenchmarkReport(engines, "ref", race, False, machine, None)}
