@@ -47,7 +47,7 @@ class RaceOptions:
     budget_s: Annotated[float, MoreThan(0)]
     """Time for the rounds at batch 1, which end earlier if the order of the engines is decided."""
     resolution: Annotated[float, MoreThan(0)]
-    """Engines that certainly differ by less than this count as equally fast. 0.015 is 1.5 %. Lower: more rounds."""
+    """Engines that differ by less than this count as equally fast. 0.015 is 1.5 %. Lower: more rounds."""
     max_aa_spread: Annotated[float, MoreThan(0)]
     """A/A spread above which the rounds are repeated with twice the budget, and above which the better of the two
     is reported as inconclusive. 0.05 is 5 %."""
