@@ -205,17 +205,16 @@ def _smooth_images(random: np.random.Generator, count: int) -> np.ndarray:
 
 
 def _quantize(graph: Any, images_NCHW: np.ndarray) -> Any:
-    """Insert Q/DQ around the convolutions, with the ranges that the images give."""
+    """Insert Q/DQ as quantize_ptq does, with the ranges that the images give."""
     import onnxruntime
     from polygraphy.backend.onnx import ModifyOutputs
 
     from tasks.parts.quantization.qdq import TensorRange, insert_qdq, quantizable_tensors
 
-    op_types = ("Conv",)
-    names = quantizable_tensors(graph, op_types)
+    names = quantizable_tensors(graph, OP_TYPES)
     inner = [name for name in names if name != "image"]
     marked = ModifyOutputs(graph, outputs=inner, copy=True)()
     session = onnxruntime.InferenceSession(marked.SerializeToString(), providers=["CPUExecutionProvider"])
     found = dict(zip(inner, session.run(None, {"image": images_NCHW}), strict=True)) | {"image": images_NCHW}
     ranges = {name: TensorRange(float(found[name].min()), float(found[name].max())) for name in names}
-    return insert_qdq(graph, ranges, op_types=op_types)
+    return insert_qdq(graph, ranges, op_types=OP_TYPES)

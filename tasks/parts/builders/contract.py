@@ -24,6 +24,8 @@ class Built:
     """The engine file, in the engine's folder."""
     precisions: Precisions
     """Precisions that the runtime chose, by type of operator."""
+    graph: "ModelProto | None" = None
+    """Graph that the runtime was given, after the target's rewrites; None if the source is a checkpoint."""
     layers: tuple[EngineLayer, ...] = ()
     """Layers that the runtime executes; empty if the source is a checkpoint."""
     build_latencies_ms: tuple[float, ...] = ()

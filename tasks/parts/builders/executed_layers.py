@@ -33,13 +33,30 @@ class LayerRow:
 
 
 @dataclass(frozen=True)
+class NodeNotInInt8:
+    """A node between Q/DQ pairs that the runtime computes in another precision."""
+
+    node: str
+    op_type: str
+    macs: int
+    """Multiply-adds of one image."""
+    precision: str
+    """What it runs in; "unknown" if no layer of the engine is known to compute it."""
+
+
+@dataclass(frozen=True)
 class ExecutedLayers:
-    """Summary of the layers of an engine."""
+    """Summary of the layers of an engine. The graph is the one that the runtime was given: what the target leaves in
+    float there, such as the stem, is not quantized."""
 
     macs_share: dict[str, float]
     """Share of the graph's MACs that runs in each precision."""
     macs_share_quantized: float
-    """Share of the MACs that the graph declares as int8: between Q/DQ pairs."""
+    """Share of the graph's MACs between Q/DQ pairs, which int8 is wanted for."""
+    int8_share_of_quantized: float | None
+    """Share of the MACs between Q/DQ pairs that run in int8; None if there are none."""
+    not_in_int8: tuple[NodeNotInInt8, ...]
+    """Nodes between Q/DQ pairs that do not run in int8, most MACs first."""
     num_layers: int
     """Layers that compute."""
     num_fused_nodes: int
@@ -49,8 +66,8 @@ class ExecutedLayers:
 
 
 def sum_up_layers(layers: Sequence[EngineLayer], graph: "ModelProto") -> ExecutedLayers:
-    """Sum up the layers of an engine that was built from `graph`."""
-    from tasks.parts.onnx_graphs.macs import conv_macs
+    """Sum up the layers of an engine that the runtime made of `graph`."""
+    from tasks.parts.onnx_graphs.macs import conv_macs, quantized_layers
 
     macs = conv_macs(graph)
     total = sum(macs.values()) or 1
@@ -58,12 +75,17 @@ def sum_up_layers(layers: Sequence[EngineLayer], graph: "ModelProto") -> Execute
     macs_of: dict[str, int] = defaultdict(int)
     for node, count in macs.items():
         macs_of[precision_of.get(node) or UNKNOWN] += count
-    dequantized = {node.output[0] for node in graph.graph.node if node.op_type == "DequantizeLinear"}
-    wanted = [node.name for node in graph.graph.node if len(dequantized & set(node.input[:2])) == 2]
+    wanted = [
+        NodeNotInInt8(node.name, node.op_type, macs[node.name], precision_of.get(node.name) or UNKNOWN)
+        for node in quantized_layers(graph)
+    ]
+    macs_wanted, missed = sum(node.macs for node in wanted), [n for n in wanted if n.precision != "int8"]
     working = [layer for layer in layers if not layer.is_conversion]
     return ExecutedLayers(
         macs_share={precision: count / total for precision, count in sorted(macs_of.items())},
-        macs_share_quantized=sum(macs.get(name, 0) for name in wanted) / total,
+        macs_share_quantized=macs_wanted / total,
+        int8_share_of_quantized=1 - sum(node.macs for node in missed) / macs_wanted if macs_wanted else None,
+        not_in_int8=tuple(sorted(missed, key=lambda node: -node.macs)),
         num_layers=len(working),
         num_fused_nodes=sum(max(0, len(layer.nodes) - 1) for layer in working),
         num_conversions=len(layers) - len(working),
@@ -103,7 +125,7 @@ def join_fused(
     named = {node for layer in layers for node in layer.nodes}
     joined = []
     for layer in layers:
-        chain = [nodes[name] for name in layer.nodes if name in nodes]
+        chain = [nodes.get(name) or makers[name] for name in layer.nodes if name in nodes or name in makers]
         while (
             len(layer.nodes) == 1
             and any(word.lower() in layer.kind.lower() for word in layer_types)
