@@ -108,7 +108,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     save_checkpoint(root / "model.safetensors", network.eval(), card)
     graph = export_graph(network, card, height=HEIGHT, width=WIDTH, opset=20)
     write_graph(graph, root / "float.onnx")
-    write_graph(_quantize(graph, images_NCHW), root / "quantized.onnx")
+    write_graph(quantize(graph, images_NCHW), root / "quantized.onnx")
     return Workshop(
         root, root / "dataset", root / "model.safetensors", root / "float.onnx", root / "quantized.onnx"
     )
@@ -204,7 +204,7 @@ def _smooth_images(random: np.random.Generator, count: int) -> np.ndarray:
     return np.clip(coarse.repeat(16, axis=1).repeat(16, axis=2) + noise, 0, 255).astype(np.uint8)
 
 
-def _quantize(graph: Any, images_NCHW: np.ndarray) -> Any:
+def quantize(graph: Any, images_NCHW: np.ndarray) -> Any:
     """Insert Q/DQ as quantize_ptq does, with the ranges that the images give."""
     import onnxruntime
     from polygraphy.backend.onnx import ModifyOutputs

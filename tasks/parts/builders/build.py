@@ -8,12 +8,11 @@ from pathlib import Path
 from tasks.core.errors import BuildFailed
 from tasks.parts.builders.agreement import NUM_PROBE_IMAGES, draw_probe_images, measure_agreement
 from tasks.parts.builders.contract import Built, CheckpointSource, GraphSource, read_source
-from tasks.parts.builders.executed_layers import join_fused, list_rows, sum_up_layers
+from tasks.parts.builders.executed_layers import join_nodes, list_rows, sum_up_layers
 from tasks.parts.builders.report import EngineBuild, new_manifest, publish
 from tasks.parts.engines.machine import check_gpu, check_versions, missing_cpu_flags
 from tasks.parts.engines.manifest import ENGINE_FOLDER, LAYERS_FILE, EngineManifest, EngineStatus
 from tasks.parts.engines.target import Target
-from tasks.parts.onnx_graphs.macs import LAYER_TYPES
 from tasks.parts.tables import write_table
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ def _prove(
     )
     executed = None
     if built.graph is not None and built.layers:
-        layers = join_fused(built.layers, built.graph, LAYER_TYPES)
+        layers = join_nodes(built.layers, built.graph)
         write_table(engine / LAYERS_FILE, list_rows(layers, built.graph))
         executed = sum_up_layers(layers, built.graph)
     return publish(

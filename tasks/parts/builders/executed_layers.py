@@ -1,21 +1,27 @@
 """Report what an engine really runs: layers by precision, fused nodes, and the share of MACs in each precision.
 
 OpenVINO reports this in its execution graph, ONNX Runtime in the optimised graph, TensorRT in its engine inspector.
-Layers are matched with the nodes of the ONNX graph by name.
+Layers are matched with the nodes of the ONNX graph by the tensors that they compute and by name.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tasks.parts.engines.manifest import EngineLayer
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from onnx import ModelProto, NodeProto
+
+LAYER_WORDS = re.compile(r"conv(?!ert)|matmul|gemm|fullyconnected", re.IGNORECASE)
+"""Matches the names that the runtimes have for convolutions and matrix products."""
 
 UNKNOWN = "unknown"
-"""Precision of layers that match no node of the graph."""
+"""Precision of nodes that match no layer."""
+
+_QDQ = ("QuantizeLinear", "DequantizeLinear")
 
 
 @dataclass(frozen=True)
@@ -110,30 +116,63 @@ def list_rows(layers: Sequence[EngineLayer], graph: "ModelProto") -> list[LayerR
     ]
 
 
-def join_fused(
-    layers: Sequence[EngineLayer], graph: "ModelProto", layer_types: Sequence[str]
-) -> tuple[EngineLayer, ...]:
-    """Add all nodes of a fused chain to the layer that is named after its last node.
+def join_nodes(layers: Sequence[EngineLayer], graph: "ModelProto") -> tuple[EngineLayer, ...]:
+    """Return the layers with the names of the nodes of `graph` that each of them computes.
 
-    ONNX Runtime names a convolution with a fused ReLU after the ReLU. From there the chain is walked back to the
-    first convolution or matrix product that no other layer is named after.
+    A layer is joined by the tensors that it computes and by the names that it reports, of nodes or of tensors. Of
+    several layers that report the same convolution or matrix product, it belongs to the first one of such a kind. A
+    layer of such a kind that reports none, because it is named after a node fused into it, gets the one before that
+    node, unless another layer reports it.
     """
-    from dataclasses import replace
+    from tasks.parts.onnx_graphs.macs import LAYER_TYPES
 
-    makers = {name: node for node in graph.graph.node for name in node.output}
+    order = {node.name: index for index, node in enumerate(graph.graph.node)}
     nodes = {node.name: node for node in graph.graph.node}
-    named = {node for layer in layers for node in layer.nodes}
+    makers = {name: node for node in graph.graph.node for name in node.output}
+    reported = [
+        {makers[name].name for name in layer.outputs if name in makers}
+        | {(nodes.get(name) or makers[name]).name for name in layer.nodes if name in nodes or name in makers}
+        for layer in layers
+    ]
+    is_worker = [bool(LAYER_WORDS.search(layer.kind)) for layer in layers]
+    owners: dict[str, int] = {}
+    for index in sorted(range(len(layers)), key=lambda index: not is_worker[index]):
+        for name in reported[index]:
+            if nodes[name].op_type in LAYER_TYPES:
+                owners.setdefault(name, index)
+    anywhere = set().union(*reported)
     joined = []
-    for layer in layers:
-        chain = [nodes.get(name) or makers[name] for name in layer.nodes if name in nodes or name in makers]
-        while (
-            len(layer.nodes) == 1
-            and any(word.lower() in layer.kind.lower() for word in layer_types)
-            and chain
-            and chain[0].op_type not in layer_types
-        ):
-            before = [makers[name] for name in chain[0].input if name in makers]
-            before = [node for node in before if node.name not in named]
-            chain = [before[0], *chain] if before else []
-        joined.append(replace(layer, nodes=tuple(node.name for node in chain)) if chain else layer)
+    for index, layer in enumerate(layers):
+        computed = {name for name in reported[index] if owners.get(name, index) == index}
+        if is_worker[index]:
+            own = {name for name in computed if name in owners}
+            for name in sorted(computed - own, key=order.__getitem__):
+                chain = _chain_before(nodes[name], makers, anywhere - computed)
+                if chain and (not own or chain[0].name in own):
+                    computed |= {node.name for node in chain}
+                    own = {chain[0].name}
+        plain = {name for name in computed if nodes[name].op_type not in _QDQ} or computed
+        joined.append(replace(layer, nodes=tuple(sorted(plain, key=order.__getitem__))))
     return tuple(joined)
+
+
+def _chain_before(
+    last: "NodeProto", makers: Mapping[str, "NodeProto"], foreign: Set[str]
+) -> list["NodeProto"]:
+    """Return the nodes from the nearest convolution or matrix product to the one before `last`, empty without one.
+
+    The way back ends at the nodes of other layers and where a quantized tensor is read.
+    """
+    from tasks.parts.onnx_graphs.macs import LAYER_TYPES
+
+    chains, seen = [[last]], {last.name}
+    for chain in chains:  # grows: breadth first
+        for name in chain[0].input:
+            maker = makers.get(name)
+            if maker is None or maker.name in foreign | seen or maker.op_type == "DequantizeLinear":
+                continue
+            if maker.op_type in LAYER_TYPES:
+                return [maker, *chain[:-1]]
+            seen.add(maker.name)
+            chains.append([maker, *chain])
+    return []

@@ -9,8 +9,8 @@ from onnx import ModelProto, helper
 from tasks.core.errors import BuildFailed
 from tasks.parts.builders.agreement import draw_probe_images
 from tasks.parts.builders.contract import Built, GraphSource
+from tasks.parts.builders.executed_layers import LAYER_WORDS
 from tasks.parts.builders.graph_rewrites import rewrite_for
-from tasks.parts.builders.report import LAYER_WORDS
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import count_precisions
 from tasks.parts.engines.onnxruntime.layers import find_nodes_elsewhere, layers_of, record_nodes

@@ -1,12 +1,11 @@
 """Report how a build ended and in which precision the layers of the engine really run."""
 
 import logging
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.parts.builders.executed_layers import ExecutedLayers
+from tasks.parts.builders.executed_layers import LAYER_WORDS, ExecutedLayers
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.machine import installed_version, read_isa
@@ -30,9 +29,6 @@ _MIN_SHARE = 0.5
 
 _MAX_NAMED = 5
 """Number of nodes that a reason names; the report has all."""
-
-LAYER_WORDS = re.compile(r"conv(?!ert)|matmul|gemm|fullyconnected", re.IGNORECASE)
-"""Matches the names that the runtimes have for convolutions and matrix products."""
 
 
 @dataclass(frozen=True)
