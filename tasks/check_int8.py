@@ -99,13 +99,13 @@ def check_int8(
     from tasks.parts.onnx_graphs.predict import predict_classes
     from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
     from tasks.parts.quantization.evaluation import open_evaluator
-    from tasks.parts.quantization.qdq import quantizable_nodes, read_ranges
+    from tasks.parts.quantization.qdq import is_layer, quantizable_nodes, read_ranges
     from tasks.parts.tables import read_table
 
     graph, int8, known = read_graph(model), activations_to_uint8(read_graph(quantized)), read_ranges(ranges)
     layers = read_table(ranking, "node", stage="rank_layers")
-    convs = [node.name for node in quantizable_nodes(graph, cfg.op_types) if node.op_type == "Conv"]
-    if not set(convs) <= set(layers):
+    weighted = [node.name for node in quantizable_nodes(graph, cfg.op_types) if is_layer(node)]
+    if not set(weighted) <= set(layers):
         raise ArtifactError(
             f"{ranking}: ranks the layers of a graph other than {model}. Run rank_layers again."
         )
@@ -118,7 +118,7 @@ def check_int8(
     reached = score(classes, evaluator.labels, evaluator.num_classes, evaluator.task)
     statistics = _statistics(cfg, graph, list(known), data)
     answers = (
-        _ends(cfg, convs, layers),
+        _ends(cfg, weighted, layers),
         _classes(cfg, data, evaluator.task, before, after),
         _calibration_size(cfg, graph, ranges, known, data, evaluator, reached),
         _coverage(cfg, known, statistics),
@@ -138,16 +138,15 @@ def check_int8(
     return report
 
 
-def _ends(cfg: Config, convs: Sequence[str], layers: Mapping[str, Mapping[str, str]]) -> Answer:
-    """Check the first convolution, which reads the quantized image, and the last one, which computes the logits."""
-    ends = [convs[0], convs[-1]]
-    drops = [float(layers[name]["score_drop"]) for name in ends]
+def _ends(cfg: Config, weighted: Sequence[str], layers: Mapping[str, Mapping[str, str]]) -> Answer:
+    """Check the first quantized layer with a weight, near the image, and the last one, near the logits."""
+    ends = dict.fromkeys([*weighted[:1], *weighted[-1:]])
+    drops = {name: float(layers[name]["score_drop"]) for name in ends}
     return Answer(
         question="Do the first and the last layer tolerate INT8?",
-        is_suspect=max(drops) > cfg.suspect_loss,
-        found="; ".join(
-            f"{name} alone in INT8: score {-drop:+.4f}" for name, drop in zip(ends, drops, strict=True)
-        ),
+        is_suspect=max(drops.values(), default=0.0) > cfg.suspect_loss,
+        found="; ".join(f"{name} alone in INT8: score {-drop:+.4f}" for name, drop in drops.items())
+        or "no convolution or matrix product is in INT8",
         advice=f"keep them in float: quantize_partial.keep_float=[{','.join(ends)}]",
     )
 

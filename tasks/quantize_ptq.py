@@ -86,14 +86,20 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
 
     The loss of accuracy is not gated here but in `select_engine`, so that the pipeline goes on to the next technique.
 
-    Raises DataError for calibration images that would distort the ranges.
+    Raises DataError for calibration images that would distort the ranges, ArtifactError for a graph without layers.
     """
     from tasks.parts.data.comparison import score_loss
     from tasks.parts.data.dataset import open_images
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
     from tasks.parts.quantization.calibration import choose_range, collect_statistics
     from tasks.parts.quantization.evaluation import open_evaluator
-    from tasks.parts.quantization.qdq import insert_qdq, quantizable_tensors, write_ranges
+    from tasks.parts.quantization.qdq import (
+        insert_qdq,
+        is_layer,
+        quantizable_nodes,
+        quantizable_tensors,
+        write_ranges,
+    )
     from tasks.parts.tables import write_table
 
     graph = read_graph(model)
@@ -102,6 +108,13 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     images_NHWC = open_images(data, "calibration")[: cfg.num_images]
     num_images_in_test = _check_calibration_set(cfg, images_NHWC, open_images(data, "test"))
     logger.info("calibrating %s on %d images", model, len(images_NHWC))
+    if not any(is_layer(node) for node in quantizable_nodes(graph, cfg.op_types)):
+        found = ", ".join(sorted({node.op_type for node in graph.graph.node}))
+        raise ArtifactError(
+            f"{model}: nothing to quantize among {found}, expected a convolution or a matrix product with a constant "
+            f"among quantize_ptq.op_types ({', '.join(cfg.op_types)}); a product that computes the logits stays in "
+            "float. Add the operator there, or remove the INT8 variants (`variants` in conf/model/)."
+        )
     names = quantizable_tensors(graph, cfg.op_types)
     statistics = collect_statistics(graph, lambda: _batches(cfg, graph, images_NHWC), names)
     evaluator = open_evaluator(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)

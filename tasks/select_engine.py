@@ -61,8 +61,6 @@ class Config:
     ladder: Annotated[list[str], MinItems(1), Distinct(), "the float start first"]
     """Variants from the float start to the last rung of compression. On each target a rung must be faster than the
     last accepted one below it."""
-    min_int8_macs_share: Annotated[float, Between(0, 1)]
-    """Minimum share of the graph's quantized MACs that an engine must run in int8."""
     min_speedup_factor: Annotated[float, Between(1, 1000), "1.02 is two per cent faster"]
     """Minimum speed-up of a rung over the last accepted rung below it."""
     techniques: list[Technique]
@@ -183,7 +181,6 @@ def judge(cfg: Config, folders: "StageFolders") -> "Findings":
     gates = Gates(
         accuracy=_accuracy_gates(cfg, folders, rows),
         allow_unproven=cfg.allow_unproven,
-        min_int8_macs_share=cfg.min_int8_macs_share,
         min_speedup_factor=cfg.min_speedup_factor,
     )
     rows = judge_all(rows, gates, reference, cfg.ladder, benchmarks)

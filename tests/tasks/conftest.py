@@ -108,7 +108,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     save_checkpoint(root / "model.safetensors", network.eval(), card)
     graph = export_graph(network, card, height=HEIGHT, width=WIDTH, opset=20)
     write_graph(graph, root / "float.onnx")
-    write_graph(_quantize(graph, images_NCHW), root / "quantized.onnx")
+    write_graph(quantize(graph, images_NCHW), root / "quantized.onnx")
     return Workshop(
         root, root / "dataset", root / "model.safetensors", root / "float.onnx", root / "quantized.onnx"
     )
@@ -204,18 +204,17 @@ def _smooth_images(random: np.random.Generator, count: int) -> np.ndarray:
     return np.clip(coarse.repeat(16, axis=1).repeat(16, axis=2) + noise, 0, 255).astype(np.uint8)
 
 
-def _quantize(graph: Any, images_NCHW: np.ndarray) -> Any:
-    """Insert Q/DQ around the convolutions, with the ranges that the images give."""
+def quantize(graph: Any, images_NCHW: np.ndarray) -> Any:
+    """Insert Q/DQ as quantize_ptq does, with the ranges that the images give."""
     import onnxruntime
     from polygraphy.backend.onnx import ModifyOutputs
 
     from tasks.parts.quantization.qdq import TensorRange, insert_qdq, quantizable_tensors
 
-    op_types = ("Conv",)
-    names = quantizable_tensors(graph, op_types)
+    names = quantizable_tensors(graph, OP_TYPES)
     inner = [name for name in names if name != "image"]
     marked = ModifyOutputs(graph, outputs=inner, copy=True)()
     session = onnxruntime.InferenceSession(marked.SerializeToString(), providers=["CPUExecutionProvider"])
     found = dict(zip(inner, session.run(None, {"image": images_NCHW}), strict=True)) | {"image": images_NCHW}
     ranges = {name: TensorRange(float(found[name].min()), float(found[name].max())) for name in names}
-    return insert_qdq(graph, ranges, op_types=op_types)
+    return insert_qdq(graph, ranges, op_types=OP_TYPES)

@@ -1,4 +1,6 @@
 import csv
+import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -6,9 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 from tasks.check_int8 import Answer, Config, Report, check_int8
 from tasks.core.errors import ArtifactError
+from tasks.parts.data.dataset_writer import SplitBatches, write_dataset
+from tasks.parts.data.input_card import InputCard, Task
+from tasks.parts.onnx_graphs.graph import CARD_KEY, write_graph
+from tasks.parts.quantization.config import Calibrator
+from tasks.quantize_ptq import Config as QuantizeConfig
+from tasks.quantize_ptq import quantize_ptq
+from tasks.rank_layers import Config as RankConfig
+from tasks.rank_layers import rank_layers
 
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 CONFIG = Config(
@@ -99,3 +110,89 @@ def test_a_damaged_table_is_refused(unbalanced: Any, tmp_path: Path, text: str) 
     (tmp_path / "calibrators.csv").write_text(text, encoding="utf-8")
     with pytest.raises(ArtifactError, match="Run quantize_ptq again"):
         check(unbalanced, tmp_path, trials=tmp_path / "calibrators.csv")
+
+
+SIDE, WIDTH, CLASSES = 8, 16, ("red", "green", "blue")
+
+
+def linear_classifier(root: Path, num_hidden: int) -> Path:
+    """Write a graph of linear layers alone, and ``dataset`` beside it: images of three colours."""
+    random = np.random.default_rng(0)
+    nodes, constants = [helper.make_node("Flatten", ["image"], ["x0"], "flatten")], []
+    sizes = [3 * SIDE * SIDE, *[WIDTH] * num_hidden, len(CLASSES)]
+    for number, (before, after) in enumerate(itertools.pairwise(sizes), start=1):
+        is_last = number == num_hidden + 1
+        weight = (random.normal(size=(before, after)) / np.sqrt(before)).astype(np.float32)
+        constants.append(numpy_helper.from_array(weight, f"weight{number}"))
+        output = "logits" if is_last else f"y{number}"
+        nodes.append(helper.make_node("Gemm", [f"x{number - 1}", f"weight{number}"], [output], f"fc{number}"))
+        if not is_last:
+            nodes.append(helper.make_node("Relu", [output], [f"x{number}"], f"relu{number}"))
+    graph = helper.make_graph(
+        nodes,
+        "linear",
+        [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["batch", 3, SIDE, SIDE])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", len(CLASSES)])],
+        constants,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    card = InputCard(CLASSES, (0.5,) * 3, (0.25,) * 3, SIDE, SIDE, Task.classification)
+    model.metadata_props.add(key=CARD_KEY, value=card.to_json())
+    write_graph(model, root / "float.onnx")
+    splits = {}
+    for split in ("train", "val", "test", "calibration"):
+        images_NHWC = random.integers(0, 64, (6, SIDE, SIDE, 3), np.uint8)
+        labels_N = (np.arange(6) % 3).astype(np.uint16)
+        images_NHWC[np.arange(6), ..., labels_N] += 190
+        splits[split] = SplitBatches(6, [(images_NHWC, labels_N)])
+    write_dataset(
+        root / "dataset",
+        task=card.task,
+        classes=CLASSES,
+        height=SIDE,
+        width=SIDE,
+        source="test",
+        splits=splits,
+    )
+    return root / "float.onnx"
+
+
+def quantize(model: Path) -> None:
+    config = QuantizeConfig(
+        calibrators=[Calibrator.minmax],
+        percentiles=[100.0],
+        num_images=4,
+        batch_size=4,
+        num_val_images=0,
+        max_abs_input=20.0,
+        op_types=["Gemm"],
+    )
+    quantize_ptq(config, model=model, data=model.parent / "dataset", out=model.parent)
+
+
+@pytest.mark.parametrize(("num_hidden", "ends"), [(1, ["fc1"]), (2, ["fc1", "fc2"])])
+def test_graph_without_convolutions_is_checked_at_its_linear_layers(
+    tmp_path: Path, num_hidden: int, ends: list[str]
+) -> None:
+    model = linear_classifier(tmp_path, num_hidden)
+    quantize(model)
+    data, ranges = tmp_path / "dataset", tmp_path / "ranges.json"
+    rank_layers(RankConfig(["Gemm"], 4, 0, 4), model=model, ranges=ranges, data=data, out=tmp_path)
+    report = check_int8(
+        dataclasses.replace(CONFIG, op_types=["Gemm"]),
+        model=model,
+        quantized=tmp_path / "model.onnx",
+        ranges=ranges,
+        trials=tmp_path / "calibrators.csv",
+        ranking=tmp_path / "ranking.csv",
+        data=data,
+        out=tmp_path,
+    )
+    found = answer(report, "first and the last").found.split("; ")
+    assert [text.split(" alone in INT8: score ")[0] for text in found] == ends
+
+
+def test_graph_with_nothing_to_quantize_is_refused_with_its_operators(tmp_path: Path) -> None:
+    """The only layer computes the logits, which stay in float."""
+    with pytest.raises(ArtifactError, match=r"nothing to quantize among Flatten, Gemm.*op_types \(Gemm\)"):
+        quantize(linear_classifier(tmp_path, 0))

@@ -117,7 +117,9 @@ def test_engines_compute_what_the_graph_says(
     shop: Shop, workshop: Workshop, tmp_path: Path, variant: str, target: str
 ) -> None:
     model = shop.quantized if variant == "quantized" else shop.graph
-    report = build_engine(workshop.target(target), model=model, out=tmp_path)
+    # ONNX Runtime runs in float the small convolutions whose output a LayerNormalization or the decoder reads.
+    declared = workshop.target(target, min_int8_macs_share=0.9)
+    report = build_engine(declared, model=model, out=tmp_path)
     assert report.status == "built" and report.is_precision_ok, report.reason + report.precision_note
     assert report.num_layers_quantized == (41 if variant == "quantized" else 0)
     out = tmp_path / "diff"

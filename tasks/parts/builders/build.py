@@ -8,8 +8,8 @@ from pathlib import Path
 from tasks.core.errors import BuildFailed
 from tasks.parts.builders.agreement import NUM_PROBE_IMAGES, draw_probe_images, measure_agreement
 from tasks.parts.builders.contract import Built, CheckpointSource, GraphSource, read_source
-from tasks.parts.builders.executed_layers import join_fused, list_rows, sum_up_layers
-from tasks.parts.builders.report import LAYER_TYPES, EngineBuild, new_manifest, publish
+from tasks.parts.builders.executed_layers import join_nodes, list_rows, sum_up_layers
+from tasks.parts.builders.report import EngineBuild, new_manifest, publish
 from tasks.parts.engines.machine import check_gpu, check_versions, missing_cpu_flags
 from tasks.parts.engines.manifest import ENGINE_FOLDER, LAYERS_FILE, EngineManifest, EngineStatus
 from tasks.parts.engines.target import Target
@@ -59,10 +59,10 @@ def _prove(
         expected_NCHW, images_NCHW, manifest, built.file, is_int8=source.is_quantized
     )
     executed = None
-    if isinstance(source, GraphSource) and built.layers:
-        layers = join_fused(built.layers, source.graph, LAYER_TYPES)
-        write_table(engine / LAYERS_FILE, list_rows(layers, source.graph))
-        executed = sum_up_layers(layers, source.graph)
+    if built.graph is not None and built.layers:
+        layers = join_nodes(built.layers, built.graph)
+        write_table(engine / LAYERS_FILE, list_rows(layers, built.graph))
+        executed = sum_up_layers(layers, built.graph)
     return publish(
         replace(manifest, precisions=built.precisions, provider=provider),
         engine,

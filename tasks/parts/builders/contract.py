@@ -24,6 +24,8 @@ class Built:
     """The engine file, in the engine's folder."""
     precisions: Precisions
     """Precisions that the runtime chose, by type of operator."""
+    graph: "ModelProto | None" = None
+    """Graph that the runtime was given, after the target's rewrites; None if the source is a checkpoint."""
     layers: tuple[EngineLayer, ...] = ()
     """Layers that the runtime executes; empty if the source is a checkpoint."""
     build_latencies_ms: tuple[float, ...] = ()
@@ -37,7 +39,7 @@ class GraphSource:
     file: Path
     """File of the graph."""
     graph: "ModelProto"
-    """The graph as stored in the file."""
+    """The graph of the file, in which every node has a name."""
     card: InputCard
     """Card stored in the graph."""
 
@@ -98,9 +100,10 @@ class CheckpointSource:
 def read_source(target: Target, file: Path) -> GraphSource | CheckpointSource:
     """Read the source that the target's runtime needs; raise ArtifactError for another kind or a damaged file."""
     if not target.runtime.traits.reads_checkpoints:
-        from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
+        from tasks.parts.onnx_graphs.graph import name_nodes, read_card_of_graph, read_graph
 
         graph = read_graph(file)
+        name_nodes(graph)
         return GraphSource(file, graph, read_card_of_graph(graph))
     if file.suffix == ".onnx":
         raise ArtifactError(

@@ -1,21 +1,27 @@
 """Report what an engine really runs: layers by precision, fused nodes, and the share of MACs in each precision.
 
 OpenVINO reports this in its execution graph, ONNX Runtime in the optimised graph, TensorRT in its engine inspector.
-Layers are matched with the nodes of the ONNX graph by name.
+Layers are matched with the nodes of the ONNX graph by the tensors that they compute and by name.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tasks.parts.engines.manifest import EngineLayer
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from onnx import ModelProto, NodeProto
+
+LAYER_WORDS = re.compile(r"conv(?!ert)|matmul|gemm|fullyconnected", re.IGNORECASE)
+"""Matches the names that the runtimes have for convolutions and matrix products."""
 
 UNKNOWN = "unknown"
-"""Precision of layers that match no node of the graph."""
+"""Precision of nodes that match no layer."""
+
+_QDQ = ("QuantizeLinear", "DequantizeLinear")
 
 
 @dataclass(frozen=True)
@@ -33,13 +39,30 @@ class LayerRow:
 
 
 @dataclass(frozen=True)
+class NodeNotInInt8:
+    """A node between Q/DQ pairs that the runtime computes in another precision."""
+
+    node: str
+    op_type: str
+    macs: int
+    """Multiply-adds of one image."""
+    precision: str
+    """What it runs in; "unknown" if no layer of the engine is known to compute it."""
+
+
+@dataclass(frozen=True)
 class ExecutedLayers:
-    """Summary of the layers of an engine."""
+    """Summary of the layers of an engine. The graph is the one that the runtime was given: what the target leaves in
+    float there, such as the stem, is not quantized."""
 
     macs_share: dict[str, float]
     """Share of the graph's MACs that runs in each precision."""
     macs_share_quantized: float
-    """Share of the MACs that the graph declares as int8: between Q/DQ pairs."""
+    """Share of the graph's MACs between Q/DQ pairs, which int8 is wanted for."""
+    int8_share_of_quantized: float | None
+    """Share of the MACs between Q/DQ pairs that run in int8; None if there are none."""
+    not_in_int8: tuple[NodeNotInInt8, ...]
+    """Nodes between Q/DQ pairs that do not run in int8, most MACs first."""
     num_layers: int
     """Layers that compute."""
     num_fused_nodes: int
@@ -49,8 +72,8 @@ class ExecutedLayers:
 
 
 def sum_up_layers(layers: Sequence[EngineLayer], graph: "ModelProto") -> ExecutedLayers:
-    """Sum up the layers of an engine that was built from `graph`."""
-    from tasks.parts.onnx_graphs.macs import conv_macs
+    """Sum up the layers of an engine that the runtime made of `graph`."""
+    from tasks.parts.onnx_graphs.macs import conv_macs, quantized_layers
 
     macs = conv_macs(graph)
     total = sum(macs.values()) or 1
@@ -58,12 +81,17 @@ def sum_up_layers(layers: Sequence[EngineLayer], graph: "ModelProto") -> Execute
     macs_of: dict[str, int] = defaultdict(int)
     for node, count in macs.items():
         macs_of[precision_of.get(node) or UNKNOWN] += count
-    dequantized = {node.output[0] for node in graph.graph.node if node.op_type == "DequantizeLinear"}
-    wanted = [node.name for node in graph.graph.node if len(dequantized & set(node.input[:2])) == 2]
+    wanted = [
+        NodeNotInInt8(node.name, node.op_type, macs[node.name], precision_of.get(node.name) or UNKNOWN)
+        for node in quantized_layers(graph)
+    ]
+    macs_wanted, missed = sum(node.macs for node in wanted), [n for n in wanted if n.precision != "int8"]
     working = [layer for layer in layers if not layer.is_conversion]
     return ExecutedLayers(
         macs_share={precision: count / total for precision, count in sorted(macs_of.items())},
-        macs_share_quantized=sum(macs.get(name, 0) for name in wanted) / total,
+        macs_share_quantized=macs_wanted / total,
+        int8_share_of_quantized=1 - sum(node.macs for node in missed) / macs_wanted if macs_wanted else None,
+        not_in_int8=tuple(sorted(missed, key=lambda node: -node.macs)),
         num_layers=len(working),
         num_fused_nodes=sum(max(0, len(layer.nodes) - 1) for layer in working),
         num_conversions=len(layers) - len(working),
@@ -88,30 +116,63 @@ def list_rows(layers: Sequence[EngineLayer], graph: "ModelProto") -> list[LayerR
     ]
 
 
-def join_fused(
-    layers: Sequence[EngineLayer], graph: "ModelProto", layer_types: Sequence[str]
-) -> tuple[EngineLayer, ...]:
-    """Add all nodes of a fused chain to the layer that is named after its last node.
+def join_nodes(layers: Sequence[EngineLayer], graph: "ModelProto") -> tuple[EngineLayer, ...]:
+    """Return the layers with the names of the nodes of `graph` that each of them computes.
 
-    ONNX Runtime names a convolution with a fused ReLU after the ReLU. From there the chain is walked back to the
-    first convolution or matrix product that no other layer is named after.
+    A layer is joined by the tensors that it computes and by the names that it reports, of nodes or of tensors. Of
+    several layers that report the same convolution or matrix product, it belongs to the first one of such a kind. A
+    layer of such a kind that reports none, because it is named after a node fused into it, gets the one before that
+    node, unless another layer reports it.
     """
-    from dataclasses import replace
+    from tasks.parts.onnx_graphs.macs import LAYER_TYPES
 
-    makers = {name: node for node in graph.graph.node for name in node.output}
+    order = {node.name: index for index, node in enumerate(graph.graph.node)}
     nodes = {node.name: node for node in graph.graph.node}
-    named = {node for layer in layers for node in layer.nodes}
+    makers = {name: node for node in graph.graph.node for name in node.output}
+    reported = [
+        {makers[name].name for name in layer.outputs if name in makers}
+        | {(nodes.get(name) or makers[name]).name for name in layer.nodes if name in nodes or name in makers}
+        for layer in layers
+    ]
+    is_worker = [bool(LAYER_WORDS.search(layer.kind)) for layer in layers]
+    owners: dict[str, int] = {}
+    for index in sorted(range(len(layers)), key=lambda index: not is_worker[index]):
+        for name in reported[index]:
+            if nodes[name].op_type in LAYER_TYPES:
+                owners.setdefault(name, index)
+    anywhere = set().union(*reported)
     joined = []
-    for layer in layers:
-        chain = [nodes[name] for name in layer.nodes if name in nodes]
-        while (
-            len(layer.nodes) == 1
-            and any(word.lower() in layer.kind.lower() for word in layer_types)
-            and chain
-            and chain[0].op_type not in layer_types
-        ):
-            before = [makers[name] for name in chain[0].input if name in makers]
-            before = [node for node in before if node.name not in named]
-            chain = [before[0], *chain] if before else []
-        joined.append(replace(layer, nodes=tuple(node.name for node in chain)) if chain else layer)
+    for index, layer in enumerate(layers):
+        computed = {name for name in reported[index] if owners.get(name, index) == index}
+        if is_worker[index]:
+            own = {name for name in computed if name in owners}
+            for name in sorted(computed - own, key=order.__getitem__):
+                chain = _chain_before(nodes[name], makers, anywhere - computed)
+                if chain and (not own or chain[0].name in own):
+                    computed |= {node.name for node in chain}
+                    own = {chain[0].name}
+        plain = {name for name in computed if nodes[name].op_type not in _QDQ} or computed
+        joined.append(replace(layer, nodes=tuple(sorted(plain, key=order.__getitem__))))
     return tuple(joined)
+
+
+def _chain_before(
+    last: "NodeProto", makers: Mapping[str, "NodeProto"], foreign: Set[str]
+) -> list["NodeProto"]:
+    """Return the nodes from the nearest convolution or matrix product to the one before `last`, empty without one.
+
+    The way back ends at the nodes of other layers and where a quantized tensor is read.
+    """
+    from tasks.parts.onnx_graphs.macs import LAYER_TYPES
+
+    chains, seen = [[last]], {last.name}
+    for chain in chains:  # grows: breadth first
+        for name in chain[0].input:
+            maker = makers.get(name)
+            if maker is None or maker.name in foreign | seen or maker.op_type == "DequantizeLinear":
+                continue
+            if maker.op_type in LAYER_TYPES:
+                return [maker, *chain[:-1]]
+            seen.add(maker.name)
+            chains.append([maker, *chain])
+    return []

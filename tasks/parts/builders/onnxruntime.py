@@ -9,8 +9,8 @@ from onnx import ModelProto, helper
 from tasks.core.errors import BuildFailed
 from tasks.parts.builders.agreement import draw_probe_images
 from tasks.parts.builders.contract import Built, GraphSource
+from tasks.parts.builders.executed_layers import LAYER_WORDS
 from tasks.parts.builders.graph_rewrites import rewrite_for
-from tasks.parts.builders.report import LAYER_WORDS
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import count_precisions
 from tasks.parts.engines.onnxruntime.layers import find_nodes_elsewhere, layers_of, record_nodes
@@ -37,11 +37,12 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
         write_graph(wrap_plan(built.file.read_bytes(), source.graph), file)
         built.file.unlink()
         return replace(built, file=file)
-    write_graph(rewrite_for(target, source.graph), file)
+    graph = rewrite_for(target, source.graph)
+    write_graph(graph, file)
     layers = layers_of(file, provider=provider_of(target), num_threads=target.num_threads)
     if target.device == CUDA:
         check_placement(file, target, source.card)
-    return Built(file, count_precisions(layers), layers)
+    return Built(file, count_precisions(layers), graph, layers)
 
 
 def wrap_plan(plan: bytes, graph: ModelProto) -> ModelProto:

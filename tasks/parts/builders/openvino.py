@@ -12,9 +12,9 @@ from tasks.parts.onnx_graphs.graph import write_graph
 
 def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     """Rewrite the graph for the target and compile it."""
-    file, graph = engine / ENGINE_FILE, engine / GRAPH_FILE
-    write_graph(rewrite_for(target, source.graph), graph)
-    compiled = compile_graph(graph.read_bytes(), target)
+    file, graph = engine / ENGINE_FILE, rewrite_for(target, source.graph)
+    write_graph(graph, engine / GRAPH_FILE)
+    compiled = compile_graph((engine / GRAPH_FILE).read_bytes(), target)
     file.write_bytes(export_blob(compiled))
     layers = layers_of(compiled)
-    return Built(file, count_precisions(layers), layers)
+    return Built(file, count_precisions(layers), graph, layers)

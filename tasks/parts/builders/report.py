@@ -1,12 +1,11 @@
 """Report how a build ended and in which precision the layers of the engine really run."""
 
 import logging
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.parts.builders.executed_layers import ExecutedLayers
+from tasks.parts.builders.executed_layers import LAYER_WORDS, ExecutedLayers
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.machine import installed_version, read_isa
@@ -28,11 +27,8 @@ logger = logging.getLogger(__name__)
 _MIN_SHARE = 0.5
 """The declared precision must hold for at least this share of the layers that should have it."""
 
-LAYER_TYPES = ("Conv", "ConvTranspose", "MatMul", "Gemm")
-"""ONNX operators that do nearly all the work."""
-
-LAYER_WORDS = re.compile(r"conv(?!ert)|matmul|gemm|fullyconnected", re.IGNORECASE)
-"""Matches the names that the runtimes have for these operators."""
+_MAX_NAMED = 5
+"""Number of nodes that a reason names; the report has all."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +52,10 @@ class EngineBuild:
     """Convolutions and matrix products that the runtime really runs in int8."""
     precisions: Precisions
     is_precision_ok: bool
-    """Whether the runtime computes in the precision that graph and target declare."""
+    """Whether the runtime computes in the precision that graph and target declare. If not, select_engine gives the
+    verdict PRECISION_MISMATCH."""
     precision_note: str
-    """What contradicts the declared precision; empty if nothing does."""
+    """What contradicts the declared precision, with the operators by name; empty if nothing does."""
     agreement_db: float | None
     """Signal-to-noise ratio of the engine's logits on probe images, against the unoptimised graph, or against the
     float32 network on the CPU if the runtime reads checkpoints; None without an engine."""
@@ -89,18 +86,18 @@ def count_layers(graph: "ModelProto") -> LayerCounts:
     """Count the convolutions and matrix products of a graph by their precision."""
     from onnx import TensorProto
 
+    from tasks.parts.onnx_graphs.macs import LAYER_TYPES, quantized_layers
+
     halves = {tensor.name for tensor in graph.graph.initializer if tensor.data_type == TensorProto.FLOAT16}
-    dequantized = {n.output[0] for n in graph.graph.node if n.op_type == "DequantizeLinear"}
     layers = [node for node in graph.graph.node if node.op_type in LAYER_TYPES]
-    quantized = [node for node in layers if node.input[0] in dequantized and node.input[1] in dequantized]
-    return LayerCounts(len(layers), len(quantized), sum(node.input[1] in halves for node in layers))
+    num_float16 = sum(node.input[1] in halves for node in layers)
+    return LayerCounts(len(layers), len(quantized_layers(graph)), num_float16)
 
 
 def find_precision_fault(target: Target, precisions: Precisions, layers: LayerCounts) -> str:
     """Describe how the floating-point precision in use contradicts the declared one; empty if it does not.
 
-    select_engine judges whether enough runs in int8, from the share of the MACs. Shares and not counts are
-    compared, because a runtime may fuse two layers into one.
+    Shares and not counts are compared, because a runtime may fuse two layers into one.
     """
     used = _layer_precisions(precisions)
     num_used = max(1, sum(used.values()))
@@ -119,6 +116,24 @@ def find_precision_fault(target: Target, precisions: Precisions, layers: LayerCo
     if reduced and used.get(target.precision, 0) / num_used < _MIN_SHARE * (1 - share_quantized):
         return f"{target.precision} is declared, but layers run in {used}"
     return ""
+
+
+def find_int8_fault(target: Target, executed: ExecutedLayers) -> str:
+    """Describe which operators keep too many of the quantized MACs out of int8; empty if enough run in it."""
+    share = executed.int8_share_of_quantized
+    if share is None or share >= target.min_int8_macs_share:
+        return ""
+    named = [
+        f"{node.op_type} '{node.node}' in {node.precision} ({node.macs / 1e6:.3g} MMACs)"
+        for node in executed.not_in_int8[:_MAX_NAMED]
+    ]
+    num_more = len(executed.not_in_int8) - len(named)
+    return (
+        f"{share:.1%} of the quantized MACs run in int8, expected {target.min_int8_macs_share:.1%} or more "
+        f"(target.{target.name}.min_int8_macs_share). The runtime computes {', '.join(named)}"
+        f"{f' and {num_more} more' if num_more else ''}: engine/layers.csv shows what it made of them. Keep them in "
+        "float (quantize_partial.keep_float), or build this variant for another target"
+    )
 
 
 def _layer_precisions(precisions: Precisions) -> dict[str, int]:
@@ -165,6 +180,8 @@ def publish(
     """Decide whether the precision is the declared one, write the manifest and return the report."""
     target = manifest.target
     note = find_precision_fault(target, manifest.precisions, layers) if manifest.is_built else ""
+    if executed is not None and not note:
+        note = find_int8_fault(target, executed)
     manifest = replace(
         manifest,
         is_quantized=layers.num_quantized > 0,
@@ -176,7 +193,7 @@ def publish(
     else:
         logger.warning("build_engine: target %s %s: %s", target.name, manifest.status, manifest.reason)
     if note:
-        logger.warning("build_engine: target %s: %s", target.name, note)
+        logger.warning("build_engine: target %s: PRECISION_MISMATCH: %s", target.name, note)
     return EngineBuild(
         status=manifest.status,
         reason=manifest.reason,

@@ -54,7 +54,7 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     image = source.graph.graph.input[0].name
     write_commands(engine, target, Build(source.file, image, source.card, gpu, version))
     write_graph(source.graph, engine / GRAPH_FILE)
-    return Built(file, count_precisions(layers), layers, latencies_ms)
+    return Built(file, count_precisions(layers), source.graph, layers, latencies_ms)
 
 
 def _time_builds(plans: list[Path], target: Target, version: str, card: InputCard) -> tuple[float, ...]:

@@ -94,6 +94,8 @@ class EngineLayer:
     """Names of the ONNX nodes that it computes, as far as the runtime reports them."""
     is_conversion: bool
     """Whether it only changes layout or precision."""
+    outputs: tuple[str, ...] = ()
+    """Names of the ONNX tensors that it computes, as far as the runtime reports them."""
 
 
 def count_precisions(layers: Sequence[EngineLayer]) -> Precisions:

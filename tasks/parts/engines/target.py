@@ -60,6 +60,9 @@ class Target:
     network on the CPU if the runtime reads checkpoints; below it the build fails."""
     min_agreement_int8_db: Annotated[float, AtLeast(0)]
     """Least signal-to-noise ratio (dB) for Q/DQ graphs; two correct engines differ by quantization noise."""
+    min_int8_macs_share: Annotated[float, Between(0, 1)]
+    """Least share of the MACs between Q/DQ pairs, as the target's graph has them, that the engine runs in int8. With
+    less its precision is not the one that was asked for."""
     work_pool: Annotated[str, Matches(r"(?s).+", "the name of a work pool")]
     """Where the engines of this target are built and measured."""
     tensorrt: TensorrtOptions | None

@@ -21,7 +21,14 @@ from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.data.dataset import MAX_CLASSES
 from tasks.parts.data.input_card import Task
 from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
-from tasks.parts.onnx_graphs.graph import MAX_IR_VERSION, MAX_OPSET, MIN_IR_VERSION, MIN_OPSET, drop_unused
+from tasks.parts.onnx_graphs.graph import (
+    MAX_IR_VERSION,
+    MAX_OPSET,
+    MIN_IR_VERSION,
+    MIN_OPSET,
+    drop_unused,
+    name_nodes,
+)
 
 _BATCH = "batch"
 _STANDARD = ("", "ai.onnx")
@@ -81,7 +88,8 @@ def rewrite(
     num_before = len(model.graph.node)
     model = _simplify(model)
     changes.append(f"simplified from {num_before} to {len(model.graph.node)} nodes")
-    changes += _name_nodes(model)
+    if num_unnamed := name_nodes(model):
+        changes.append(f"{num_unnamed} nodes named")
     max_batch = None if is_batch_freed else static_batch
     if max_batch not in (None, 1):
         raise _fixed_batch(
@@ -265,20 +273,6 @@ def _constants_to_initializers(model: ModelProto) -> None:
         model.graph.initializer.append(tensor)
         model.graph.node.remove(node)
     drop_unused(model.graph)
-
-
-def _name_nodes(model: ModelProto) -> list[str]:
-    """Give every node a unique name, because quantizers and reports identify layers by name."""
-    counts = Counter(node.name for node in model.graph.node)
-    taken = {name for name, count in counts.items() if name and count == 1}
-    unnamed = [node for node in model.graph.node if node.name not in taken]
-    number = 0
-    for node in unnamed:
-        while (name := f"{node.op_type}_{number}") in taken:
-            number += 1
-        node.name = name
-        taken.add(name)
-    return [f"{len(unnamed)} nodes named"] if unnamed else []
 
 
 def _free_batch(model: ModelProto, static_batch: int) -> int:

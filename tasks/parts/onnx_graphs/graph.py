@@ -1,5 +1,6 @@
 """Read and write ONNX files; query graphs for their card, the origin of nodes, and other things."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,23 @@ def set_node_source(node: NodeProto, module: str, source: str) -> None:
     for key, value in ((MODULE_KEY, module), (SOURCE_KEY, source)):
         entry = node.metadata_props.add()
         entry.key, entry.value = key, value
+
+
+def name_nodes(model: ModelProto) -> int:
+    """Name every node without a name of its own after its first output, and return how many there were.
+
+    Quantizers and reports identify layers by name.
+    """
+    counts = Counter(node.name for node in model.graph.node)
+    taken = {name for name, count in counts.items() if name and count == 1}
+    unnamed = [node for node in model.graph.node if node.name not in taken]
+    for node in unnamed:
+        name, number = node.output[0], 2
+        while name in taken:
+            name, number = f"{node.output[0]}_{number}", number + 1
+        node.name = name
+        taken.add(name)
+    return len(unnamed)
 
 
 def is_quantized(model: ModelProto) -> bool:

@@ -6,12 +6,13 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, helper
 
+LAYER_TYPES = ("Conv", "ConvTranspose", "MatMul", "Gemm")
+"""Operators that do nearly all the work."""
+
 
 def conv_macs(model: ModelProto) -> dict[str, int]:
     """Return the multiply-accumulates of each convolution and matrix product for one image, by node name."""
-    layers = [
-        node for node in model.graph.node if node.op_type in ("Conv", "ConvTranspose", "MatMul", "Gemm")
-    ]
+    layers = [node for node in model.graph.node if node.op_type in LAYER_TYPES]
     needed = {name for node in layers for name in (*node.input[:2], node.output[0])}
     sizes = _sizes_of_one_image(model)
     unknown = sorted(name for name in needed if not sizes.get(name) or not all(sizes[name]))
@@ -28,6 +29,16 @@ def conv_macs(model: ModelProto) -> dict[str, int]:
             channels = weight[-1 if _flag(node, "transB") or len(weight) == 1 else -2]
             macs[node.name] = channels * math.prod(output)
     return macs
+
+
+def quantized_layers(model: ModelProto) -> list[NodeProto]:
+    """Return the convolutions and matrix products whose input and weight both come from DequantizeLinear."""
+    dequantized = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+    return [
+        node
+        for node in model.graph.node
+        if node.op_type in LAYER_TYPES and dequantized.issuperset(node.input[:2])
+    ]
 
 
 def _sizes_of_one_image(model: ModelProto) -> dict[str, list[int]]:

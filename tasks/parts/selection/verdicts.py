@@ -26,8 +26,6 @@ class Gates:
     accuracy: AccuracyGates
     allow_unproven: bool
     """Whether an engine may be picked though too few images tell whether it holds the accuracy gates."""
-    min_int8_macs_share: float
-    """Minimum share of the graph's quantized MACs that run in int8."""
     min_speedup_factor: float
     """Minimum speed-up of a rung over the last accepted rung below it."""
 
@@ -127,8 +125,8 @@ def _judge(row: EngineRow, gates: Gates, reference: Reference) -> EngineRow:
     accuracy = ", ".join([score, *map(str, checks)])
     factor = f"{measured.speed.speedup_vs_reference:.3g}x the speed of {reference.speed_name}"
     speed = f"p50 {measured.speed.latency_ms_p50:.3g} ms, {factor}"
-    if fault := row.reason if row.verdict is Verdict.PRECISION_MISMATCH else _int8_fault(row, gates):
-        return _decide(row, Verdict.PRECISION_MISMATCH, fault, accuracy)
+    if row.verdict is Verdict.PRECISION_MISMATCH:
+        return _add_reason(row, Verdict.PRECISION_MISMATCH, accuracy)
     if standing is Standing.beyond:
         return _decide(row, Verdict.TOO_LOSSY, accuracy, speed)
     if standing is Standing.unproven:
@@ -141,17 +139,6 @@ def _judge(row: EngineRow, gates: Gates, reference: Reference) -> EngineRow:
         noise = f"latency inconclusive: two processes of the same engine differ by {spread}"
         return _decide(row, Verdict.INCONCLUSIVE, accuracy, speed, noise)
     return _decide(row, Verdict.ACCEPT, accuracy, speed)
-
-
-def _int8_fault(row: EngineRow, gates: Gates) -> str:
-    """Return that too few MACs run in int8; empty if enough do, or if the runtime does not report it."""
-    wanted, in_int8 = row.macs_share_quantized or 0.0, row.macs_share.get("int8", 0.0)
-    if not row.macs_share or in_int8 >= gates.min_int8_macs_share * wanted:
-        return ""
-    return (
-        f"the graph wants {wanted:.0%} of the MACs in int8, the runtime runs {in_int8:.0%} "
-        f"(expected {gates.min_int8_macs_share:g} of them or more: select_engine.min_int8_macs_share)"
-    )
 
 
 def _climb(row: EngineRow, below: EngineRow, gates: Gates, benchmark: BenchmarkReport) -> EngineRow:

@@ -24,6 +24,8 @@ _CONVERSIONS = {
 }
 _INSERTED = re.compile(r"Transpose(_token_\d+)?")
 _ADDED_TO_NAMES = re.compile(r"^(InsertedPrecisionFreeCast_)+|(_nchwc|_quant|_token_\d+|/MatMulAddFusion)+$")
+_BLOCKED = re.compile(r"^(.+)_nchwc(?:_token_\d+)?$")
+"""Layers in the blocked layout are named after their output tensor, which has another name then."""
 _SAME_TYPE_OPS = {
     "MaxPool",
     "Resize",
@@ -91,6 +93,7 @@ def layers_of(file: Path, *, provider: str, num_threads: int) -> tuple[EngineLay
             precision=_node_precision(node, types),
             nodes=(_ADDED_TO_NAMES.sub("", node.name),),
             is_conversion=node.op_type in _CONVERSIONS or bool(_INSERTED.fullmatch(node.name)),
+            outputs=(*node.output, *_BLOCKED.findall(node.name)),
         )
         for node in graph.node
         if not own >= set(node.input)  # a constant that is dequantized once

@@ -18,6 +18,14 @@ PROVIDER = "CPU"
 _PRECISION_NAMES = {"u8": "int8", "i8": "int8", "f32": "f32", "bf16": "bf16", "f16": "f16"}
 _NO_WORK = {"Input", "Output", "Const", "Reshape", "ShapeOf"}
 _CONVERSIONS = {"Reorder", "FakeQuantize", "Convert"}
+_OPERATORS = {
+    "Convolution",
+    "GroupConvolution",
+    "ConvolutionBackpropData",
+    "GroupConvolutionBackpropData",
+    "MatMul",
+}
+_ORIGIN, _TENSOR = "originalLayersNames", "tensor:"
 
 
 def compile_options(target: Target) -> dict[str, Any]:
@@ -42,6 +50,7 @@ def compile_graph(model: bytes, target: Target) -> "openvino.CompiledModel":
     core = openvino.Core()
     try:
         graph = core.read_model(io.BytesIO(model))
+        _mark_operators(graph)
         shape = graph.input(0).partial_shape
         shape[0] = openvino.Dimension(1, target.max_batch)
         graph.reshape({0: shape})
@@ -50,6 +59,27 @@ def compile_graph(model: bytes, target: Target) -> "openvino.CompiledModel":
         raise BuildFailed(
             f"OpenVINO {installed_version(Runtime.openvino)} refuses the graph: {cause_of(error)}"
         ) from error
+
+
+def _mark_operators(graph: "openvino.Model") -> None:
+    """Let convolutions and matrix products report the ONNX tensor that they compute.
+
+    The CPU plugin keeps this mark when it fuses an operator into another one, for example with the multiplication of
+    a BatchNorm, from which the fused layer takes its name.
+    """
+    for operator in graph.get_ordered_ops():
+        if operator.get_type_name() not in _OPERATORS:
+            continue
+        output = operator.output(0)
+        while not output.get_names() and len(readers := _readers_of(output)) == 1:
+            output = readers[0].output(0)  # a bias is added by an operator of its own
+        if names := sorted(output.get_names()):
+            operator.get_rt_info()[_ORIGIN] = ",".join(_TENSOR + name for name in names)
+
+
+def _readers_of(output: "openvino.Output") -> list[Any]:
+    readers = [value.get_node() for value in output.get_target_inputs()]
+    return [reader for reader in readers if reader.get_type_name() != "ShapeOf"]
 
 
 def export_blob(compiled: "openvino.CompiledModel") -> bytes:
@@ -68,13 +98,15 @@ def layers_of(compiled: "openvino.CompiledModel") -> tuple[EngineLayer, ...]:
         if kind == "Const" or (makers and makers <= constants):
             constants.add(node.get_friendly_name())
         elif kind not in _NO_WORK:
+            origins = [name for name in _text(info[_ORIGIN]).split(",") if name]
             layers.append(
                 EngineLayer(
                     name=node.get_friendly_name(),
                     kind=kind,
                     precision=_PRECISION_NAMES.get(_text(info["runtimePrecision"]), ""),
-                    nodes=tuple(name for name in _text(info["originalLayersNames"]).split(",") if name),
+                    nodes=tuple(name for name in origins if not name.startswith(_TENSOR)),
                     is_conversion=kind in _CONVERSIONS,
+                    outputs=tuple(name.removeprefix(_TENSOR) for name in origins if name.startswith(_TENSOR)),
                 )
             )
     return tuple(layers)

@@ -7,6 +7,7 @@ from tasks.parts.layer_diff.bisection import bisect, minimal_set, quantized_node
 from tasks.parts.onnx_graphs.graph import is_quantized, read_graph
 from tasks.parts.onnx_session import open_session
 from tasks.parts.quantization.evaluation import open_evaluator
+from tests.tasks.conftest import OP_TYPES
 
 
 @pytest.mark.parametrize("needed", [{0}, {19}, {3, 4}, {2, 9, 17}, set(range(20))])
@@ -37,7 +38,7 @@ def test_likely_items_at_the_front_are_found_in_few_calls():
 def test_all_layers_in_float_are_the_float_graph_and_none_is_the_variant(workshop):
     graph, variant = read_graph(workshop.graph), read_graph(workshop.quantized)
     nodes = quantized_nodes(variant, graph)
-    assert {node.op_type for node in graph.graph.node if node.name in nodes} == {"Conv"}
+    assert {node.op_type for node in graph.graph.node if node.name in nodes} == set(OP_TYPES)
     images_NCHW = np.random.default_rng(0).normal(size=(2, 3, 64, 96)).astype(np.float32)
 
     def logits(model):

@@ -17,4 +17,4 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
         EngineLayer(node.name, node.op_type, "f32", (node.name,), is_conversion=False)
         for node in graph.graph.node
     )
-    return Built(file, count_precisions(layers), layers)
+    return Built(file, count_precisions(layers), graph, layers)
