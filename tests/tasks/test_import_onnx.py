@@ -30,6 +30,7 @@ from tasks.parts.data.input_card import Task
 from tasks.parts.data.metrics import FLOAT_MODEL
 from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.engines.target import Target
+from tasks.parts.onnx_graphs.foreign_half import has_half
 from tasks.parts.onnx_graphs.graph import other_types, read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.macs import conv_macs
 from tasks.parts.onnx_graphs.predict import predict_classes
@@ -49,6 +50,7 @@ CONFIG = Config(
     output=None,
     batch_sizes=[1, 3],
     min_sqnr_db=80.0,
+    min_half_sqnr_db=40.0,
     seed=0,
 )
 
@@ -269,6 +271,67 @@ def test_output_is_chosen_by_name(small: Path, tmp_path: Path) -> None:
         run(tmp_path / "model.onnx", small, tmp_path / "wrong", output="softmax")
 
 
+def test_float16_file_becomes_float32(small: Path, tmp_path: Path) -> None:
+    """The Cast of the graph leads to float16 here, as in files whose weights were converted."""
+    model = classifier(kind=TensorProto.FLOAT16)
+    weights = numpy_helper.to_array(model.graph.initializer[0]).astype(np.float16)
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weights, "weights"))
+    model.graph.node[0].attribute[0].i = TensorProto.FLOAT16
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT16
+    onnx.save(model, tmp_path / "model.onnx")
+    report = run(tmp_path / "model.onnx", small, tmp_path / "imported")
+    assert "float16 converted to float32, 1 constants" in report.rewritten
+    assert 40 < min(found.sqnr_db for found in report.differences) < 90  # the file rounds to 11 bits
+    graph = read_graph(tmp_path / "imported" / "model.onnx")
+    assert not has_half(graph) and "Cast" not in {node.op_type for node in graph.graph.node}
+    with pytest.raises(GateFailed, match=r"expected at least 120\.0 dB \(import_onnx\.min_half_sqnr_db\)"):
+        run(tmp_path / "model.onnx", small, tmp_path / "strict", min_half_sqnr_db=120.0)
+
+
+@pytest.mark.parametrize("opset", [9, 24, 26, onnx.defs.onnx_opset_version()])
+def test_opset_that_runtimes_do_not_read_is_converted(small: Path, tmp_path: Path, opset: int) -> None:
+    model = classifier()
+    model.opset_import[0].version = opset
+    onnx.save(model, tmp_path / "model.onnx")
+    report = run(tmp_path / "model.onnx", small, tmp_path / "imported")
+    assert (report.opset_before, report.opset) == (opset, 13 if opset < 13 else 23)
+    assert f"opset {opset} converted to {report.opset} by onnx {onnx.__version__}" in report.rewritten
+    assert (report.compared_with != "") == (opset > 26)  # ONNX Runtime reads 26
+    assert min(found.sqnr_db for found in report.differences) > 100
+
+
+def test_newer_operator_is_refused_by_name(small: Path, tmp_path: Path) -> None:
+    model = classifier(outputs=2)
+    model.opset_import[0].version = 24
+    model.graph.node[3].op_type = "Swish"  # since opset 24
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(ArtifactError, match=r"node 'logits1' is Swish, which opset 23 lacks.*Export"):
+        run(tmp_path / "model.onnx", small, tmp_path / "out", output="logits1")
+
+
+def test_nodes_in_any_order_are_sorted_and_circles_refused(small: Path, tmp_path: Path) -> None:
+    model = classifier()
+    nodes = list(model.graph.node)
+    del model.graph.node[:]
+    model.graph.node.extend(reversed(nodes))
+    onnx.save(model, tmp_path / "model.onnx")
+    assert run(tmp_path / "model.onnx", small, tmp_path / "imported").num_classes == 3
+    model.graph.node[3].input[0] = "maps"
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(ArtifactError, match=r"its nodes form a circle \((Cast|Conv)"):
+        run(tmp_path / "model.onnx", small, tmp_path / "circle")
+
+
+def _with_bfloat16(model: ModelProto) -> None:
+    model.graph.initializer[0].CopyFrom(
+        helper.make_tensor("weights", TensorProto.BFLOAT16, (3, 3, 1, 1), np.ones(9, np.float32))
+    )
+
+
+def _with_opset_99(model: ModelProto) -> None:
+    model.opset_import[0].version = 99
+
+
 def _with_nan(model: ModelProto) -> None:
     values = numpy_helper.to_array(model.graph.initializer[0]).copy()
     values[0] = np.nan
@@ -300,6 +363,8 @@ def _with_foreign_operator(model: ModelProto) -> None:
             r"reads 64x64.*prepare_data\.height=64 prepare_data\.width=64",
         ),
         (("n", 3, 32, 32), TensorProto.FLOAT, _with_nan, r"'weights' holds NaN or infinity"),
+        (("n", 3, 32, 32), TensorProto.FLOAT, _with_bfloat16, r"'weights' is bfloat16.*float32 or float16"),
+        (("n", 3, 32, 32), TensorProto.FLOAT, _with_opset_99, r"99"),
         (("n", 3, 32, 32), TensorProto.FLOAT, _with_foreign_operator, r"com\.microsoft::NhwcConv"),
     ],
 )
@@ -375,6 +440,7 @@ def test_classes_must_be_as_many_as_the_model_gives(small: Path, tmp_path: Path)
         ({"classes": ["cat", "cat"]}, r"import_onnx\.classes is .*without repeats or null"),
         ({"batch_sizes": []}, r"import_onnx\.batch_sizes is \[\]"),
         ({"min_sqnr_db": -1.0}, r"import_onnx\.min_sqnr_db is -1\.0"),
+        ({"min_half_sqnr_db": -1.0}, r"import_onnx\.min_half_sqnr_db is -1\.0"),
         ({"seed": -1}, r"import_onnx\.seed is -1"),
     ],
 )

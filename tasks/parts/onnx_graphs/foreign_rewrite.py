@@ -21,10 +21,11 @@ from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.data.dataset import MAX_CLASSES
 from tasks.parts.data.input_card import Task
 from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
-from tasks.parts.onnx_graphs.graph import MAX_IR_VERSION, MAX_OPSET, MIN_IR_VERSION, MIN_OPSET, drop_unused
+from tasks.parts.onnx_graphs.foreign_half import half_to_float, has_half
+from tasks.parts.onnx_graphs.foreign_opset import STANDARD_DOMAINS, convert_opset, read_opset
+from tasks.parts.onnx_graphs.graph import MAX_IR_VERSION, MIN_IR_VERSION, drop_unused
 
 _BATCH = "batch"
-_STANDARD = ("", "ai.onnx")
 _LAYOUT = "float32 [N, 3, height, width], N fixed or dynamic"
 
 
@@ -47,6 +48,8 @@ class Imported:
     max_batch: int | None
     """1 if the batch stayed fixed; None if it is dynamic."""
     opset_before: int
+    is_half: bool
+    """Whether parts of the original file are float16."""
     rewritten: tuple[str, ...]
     """One sentence for each change."""
 
@@ -67,17 +70,19 @@ def rewrite(
     """
     model, changes = ModelProto(), []
     model.CopyFrom(original)
-    opset = _opset(model, path)
+    opset = read_opset(model, path)
     if model.functions:
         changes.append(f"{len(model.functions)} functions inlined")
         model = inline_local_functions(model)
     _check_operators(model, path)
+    is_half = has_half(model)
+    if is_half:
+        changes.append(f"float16 converted to float32, {half_to_float(model)} constants")
     image = _find_image(model, path)
     tensor = _choose_output(model, path, output)
     static_batch = _set_size(image, path, height=height, width=width)
-    if opset < MIN_OPSET:
-        model = _convert(model, path)
-        changes.append(f"opset {opset} converted to {MIN_OPSET}")
+    model, conversion = convert_opset(model, path, opset)
+    changes += conversion
     num_before = len(model.graph.node)
     model = _simplify(model)
     changes.append(f"simplified from {num_before} to {len(model.graph.node)} nodes")
@@ -99,7 +104,7 @@ def rewrite(
     model.ir_version = min(max(model.ir_version, MIN_IR_VERSION), MAX_IR_VERSION)
     model = _infer(model, path, max_batch)
     onnx.checker.check_model(model, full_check=True)
-    return Imported(model, task, num_classes, tensor, static_batch, max_batch, opset, tuple(changes))
+    return Imported(model, task, num_classes, tensor, static_batch, max_batch, opset, is_half, tuple(changes))
 
 
 def read_image_size(
@@ -107,10 +112,11 @@ def read_image_size(
 ) -> tuple[int, int]:
     """Return height and width of the images that a model reads; raise the same errors as `rewrite`."""
     path, graph = find_file(model), read_foreign(model)
-    _opset(graph, path)
+    read_opset(graph, path)
     if graph.functions:
         graph = inline_local_functions(graph)
     _check_operators(graph, path)
+    half_to_float(graph)
     image = _find_image(graph, path)
     _choose_output(graph, path, output)
     _set_size(image, path, height=height, width=width)
@@ -127,19 +133,9 @@ def with_output(model: ModelProto, tensor: str) -> ModelProto:
     return marked
 
 
-def _opset(model: ModelProto, path: Path) -> int:
-    opset = next((entry.version for entry in model.opset_import if entry.domain in _STANDARD), 0)
-    if not 1 <= opset <= MAX_OPSET:
-        raise ArtifactError(
-            f"{path}: opset {opset}, expected at most {MAX_OPSET}, which all runtimes here read. Export it with "
-            "an older opset."
-        )
-    return int(opset)
-
-
 def _check_operators(model: ModelProto, path: Path) -> None:
     foreign = Counter(
-        f"{node.domain}::{node.op_type}" for node in model.graph.node if node.domain not in _STANDARD
+        f"{node.domain}::{node.op_type}" for node in model.graph.node if node.domain not in STANDARD_DOMAINS
     )
     if foreign:
         raise ArtifactError(
@@ -156,7 +152,7 @@ def _check_operators(model: ModelProto, path: Path) -> None:
             f"'{branching[0].name}'), expected one plain graph. Export the model without control "
             "flow (torch.export, or a traced module)."
         )
-    kept = [entry for entry in model.opset_import if entry.domain in _STANDARD]
+    kept = [entry for entry in model.opset_import if entry.domain in STANDARD_DOMAINS]
     del model.opset_import[:]
     model.opset_import.extend(kept)
 
@@ -231,17 +227,6 @@ def _set_size(image: ValueInfoProto, path: Path, *, height: int | None, width: i
             )
         dims[axis].dim_value = found or wanted or 0
     return max(0, dims[0].dim_value) or None
-
-
-def _convert(model: ModelProto, path: Path) -> ModelProto:
-    model.ir_version = max(model.ir_version, 4)  # since version 4 weights need not be inputs
-    try:
-        return onnx.version_converter.convert_version(model, MIN_OPSET)
-    except (RuntimeError, ValueError) as error:
-        raise ArtifactError(
-            f"{path}: onnx cannot convert it to opset {MIN_OPSET} ({first_line(error)}). Export it "
-            f"with opset {MIN_OPSET} to {MAX_OPSET}."
-        ) from error
 
 
 def _simplify(model: ModelProto) -> ModelProto:
