@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems, MoreThan, NumItems
 from tasks.core.errors import ArtifactError, BuildFailed, GateFailed, first_line
-from tasks.parts.data.input_card import InputCard, Task
+from tasks.parts.data.input_card import InputCard, Task, rgb_triple
+from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, InputForm, Layout, Values
 from tasks.parts.onnx_graphs.signal_to_noise import Difference
 
 if TYPE_CHECKING:
@@ -26,10 +27,16 @@ class Config:
 
     classes: Annotated[list[str], MinItems(2), Distinct()] | None
     """Class names in the order of the logits; null: those of the data set, or numbers if it has none."""
+    layout: Layout
+    """Order of the axes of the input."""
+    channel_order: ChannelOrder
+    """Order of the channels of the input."""
+    values: Values
+    """Scale of the values of the input."""
     mean: Annotated[list[float], NumItems(3), "RGB, 0..1 scale"]
-    """Mean of RGB on a 0..1 scale: the model reads (value / 255 - mean) / std."""
+    """Mean of RGB on a 0..1 scale, for values=normalised: the model reads (value / 255 - mean) / std."""
     std: Annotated[list[Annotated[float, MoreThan(0)]], NumItems(3), "RGB, 0..1 scale"]
-    """Standard deviation of RGB on a 0..1 scale."""
+    """Standard deviation of RGB on a 0..1 scale, for values=normalised."""
     height: Annotated[int, Between(16, 8192)] | None
     """Rows of the images in pixels, if the graph leaves them open; null: the graph's own."""
     width: Annotated[int, Between(16, 8192)] | None
@@ -44,6 +51,16 @@ class Config:
     """The same gate for files with float16 parts, whose own rounding is a part of the difference, dB."""
     seed: Annotated[int, AtLeast(0)]
     """Seed of the random images that are compared."""
+
+    @property
+    def form(self) -> InputForm:
+        """The declared input of the file."""
+        return InputForm(self.layout, self.channel_order, self.values, tuple(self.mean), tuple(self.std))
+
+    @property
+    def output_name(self) -> str | None:
+        """The output as text, because torch numbers outputs without a name."""
+        return None if self.output is None else str(self.output)
 
 
 @dataclass(frozen=True)
@@ -141,9 +158,10 @@ def _rewrite(
         imported = rewrite(
             original,
             path=find_file(model),
+            form=cfg.form,
             height=cfg.height,
             width=cfg.width,
-            output=None if cfg.output is None else str(cfg.output),  # torch numbers outputs without a name
+            output=cfg.output_name,
             is_batch_freed=is_batch_freed,
         )
         return imported, *_compare(cfg, model, imported)
@@ -183,8 +201,8 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
         open_labels(path, "val", imported.task)  # masks for a segmentation, labels for a classification
     return InputCard(
         classes=classes,
-        mean=(cfg.mean[0], cfg.mean[1], cfg.mean[2]),
-        std=(cfg.std[0], cfg.std[1], cfg.std[2]),
+        mean=rgb_triple(imported.mean),
+        std=rgb_triple(imported.std),
         height=height,
         width=width,
         task=imported.task,
@@ -200,12 +218,13 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[tuple[Diff
     import numpy as np
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
+    from tasks.parts.data.dataset import normalise
     from tasks.parts.onnx_graphs.foreign_file import open_original
     from tasks.parts.onnx_graphs.foreign_rewrite import FixedBatch, with_output
     from tasks.parts.onnx_graphs.signal_to_noise import difference
     from tasks.parts.onnx_session import open_session
 
-    original = open_original(model, imported.tensor, imported.static_batch)
+    original = open_original(model, cfg.form, imported.tensor, imported.static_batch)
     stop = GateFailed if imported.static_batch is None or imported.max_batch else FixedBatch
     failures = (
         state.Fail,
@@ -221,16 +240,18 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[tuple[Diff
             f"ONNX Runtime refuses the written graph ({first_line(error)}). {_dynamic_batch_hint(imported)}"
         ) from error
     image = imported.graph.graph.input[0]
-    sizes = [axis.dim_value for axis in image.type.tensor_type.shape.dim[1:]]
+    height, width = (axis.dim_value for axis in image.type.tensor_type.shape.dim[2:])
     gate, key = cfg.min_sqnr_db, "min_sqnr_db"
     if imported.is_half:
         gate, key = cfg.min_half_sqnr_db, "min_half_sqnr_db"
     generator = np.random.default_rng(cfg.seed)
     differences = []
     for batch_size in cfg.batch_sizes:
-        images_NCHW = generator.standard_normal((batch_size, *sizes), np.float32)
+        shape = (batch_size, height, width, cfg.form.num_channels)
+        images_NHWC = generator.integers(0, 256, shape, np.uint8)
+        images_NCHW = normalise(images_NHWC, imported.mean, imported.std)
         try:
-            expected = original.answer(images_NCHW)
+            expected = original.answer(images_NHWC)
         except failures as error:
             raise ArtifactError(
                 f"{model}: the file itself fails on a batch of {batch_size} ({first_line(error)}), though it "

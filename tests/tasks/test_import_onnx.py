@@ -30,6 +30,7 @@ from tasks.parts.data.input_card import Task
 from tasks.parts.data.metrics import FLOAT_MODEL
 from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.engines.target import Target
+from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, Layout, Values
 from tasks.parts.onnx_graphs.foreign_half import has_half
 from tasks.parts.onnx_graphs.graph import other_types, read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.macs import conv_macs
@@ -43,6 +44,9 @@ from tests.conftest import checked
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = Config(
     classes=None,
+    layout=Layout.nchw,
+    channel_order=ChannelOrder.rgb,
+    values=Values.normalised,
     mean=[0.485, 0.456, 0.406],
     std=[0.229, 0.224, 0.225],
     height=None,
@@ -351,10 +355,21 @@ def _with_foreign_operator(model: ModelProto) -> None:
             ("n", 1, 32, 32),
             TensorProto.FLOAT,
             None,
-            r"\[n, 1, 32, 32\], expected float32 \[N, 3, height, width\]",
+            r"\[n, 1, 32, 32\], expected float32, float16 or uint8 \[N, 3, height, width\]",
         ),
-        ((1, 32, 32, 3), TensorProto.FLOAT, None, r"It looks like \[N, height, width, 3\]: transpose"),
-        (("n", 3, 32, 32), TensorProto.UINT8, None, r"uint8 \[n, 3, 32, 32\], expected float32"),
+        ((1, 32, 32, 3), TensorProto.FLOAT, None, r"looks like model\.layout=nhwc"),
+        (
+            ("n", 3, 32, 32),
+            TensorProto.UINT8,
+            None,
+            r"uint8 \[n, 3, 32, 32\], and model\.values is norm.*=byte",
+        ),
+        (
+            ("n", 3, 32, 32),
+            TensorProto.INT32,
+            None,
+            r"int32 \[n, 3, 32, 32\], expected float32, float16 or uint8",
+        ),
         (("n", 3, "h", "w"), TensorProto.FLOAT, None, r"leaves its height open .*model\.height=224"),
         (
             ("n", 3, 64, 64),
@@ -378,6 +393,161 @@ def test_file_that_cannot_be_taken_is_refused_with_the_reason(
     with pytest.raises(ArtifactError, match=text):
         run(tmp_path / "model.onnx", small, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
+
+
+WEIGHTS_OIHW = np.random.default_rng(1).normal(size=(4, 3, 3, 3)).astype(np.float32) / 5
+MEANS, STDS = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+CONV = ("Conv", "Relu", "GlobalAveragePool", "Flatten")
+
+
+def network(
+    shape: tuple[Any, ...],
+    before: list[tuple[str, Any]],
+    weights_OIHW: Any = WEIGHTS_OIHW,
+    layers: tuple[str, ...] = CONV,
+    kind: int = TensorProto.FLOAT,
+) -> ModelProto:
+    """Return operators on the input, each with a constant or its attributes, and then layers with four classes."""
+    nodes, constants, tensor = [], [numpy_helper.from_array(weights_OIHW.astype(np.float32), "W")], "pixels"
+    for operator, operand in [*before, *((layer, None) for layer in layers)]:
+        inputs, attributes = [tensor], operand if isinstance(operand, dict) else {}
+        if operator == "Conv":
+            inputs.append("W")
+            attributes = {"pads": [1, 1, 1, 1]}
+        elif operand is not None and not attributes:
+            inputs.append(f"{operator}_{len(nodes)}")
+            constants.append(numpy_helper.from_array(np.asarray(operand, np.float32), inputs[1]))
+        tensor = f"t{len(nodes)}" if len(nodes) + 1 < len(before) + len(layers) else "logits"
+        nodes.append(helper.make_node(operator, inputs, [tensor], f"{operator}_{len(nodes)}", **attributes))
+    pixels = helper.make_tensor_value_info("pixels", kind, shape)
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, [shape[0], 4])
+    graph = helper.make_graph(nodes, "network", [pixels], [logits], constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+CAST = ("Cast", {"to": TensorProto.FLOAT})
+CHANNELS_FIRST = ("Transpose", {"perm": [0, 3, 1, 2]})
+
+
+@pytest.mark.parametrize(
+    ("shape", "before", "layers", "kind", "declared", "card", "expected_layers"),
+    [
+        pytest.param(
+            ("n", 32, 32, 3),
+            [CAST, ("Sub", 255 * MEANS[::-1]), ("Div", 255 * STDS[::-1]), CHANNELS_FIRST],
+            CONV,
+            TensorProto.UINT8,
+            {"layout": Layout.nhwc, "channel_order": ChannelOrder.bgr, "values": Values.byte},
+            (MEANS, STDS),
+            CONV,
+            id="bytes, BGR, channels last, normalised in the graph",
+        ),
+        pytest.param(
+            ("n", 3, 32, 32),
+            [("Mul", [[[[2.0]]]]), ("Add", [[[-1.0]]])],
+            CONV,
+            TensorProto.FLOAT,
+            {"values": Values.unit},
+            (np.full(3, 0.5), np.full(3, 0.5)),
+            CONV,
+            id="0..1, scaled to -1..1 in the graph",
+        ),
+        pytest.param(
+            ("n", 3, 32, 32),
+            [],
+            CONV,
+            TensorProto.FLOAT,
+            {"values": Values.byte},
+            (np.zeros(3), np.ones(3)),
+            CONV,
+            id="0..255 straight into the convolution",
+        ),
+        pytest.param(
+            ("n", 3, 32, 32),
+            [],
+            CONV,
+            TensorProto.FLOAT,
+            {"channel_order": ChannelOrder.bgr, "std": [1 / 255] * 3},
+            (MEANS, np.ones(3)),
+            CONV,
+            id="BGR minus its mean",
+        ),
+        pytest.param(
+            ("batch_size", 3, 32, 32),
+            [("AveragePool", {"kernel_shape": [2, 2], "strides": [2, 2]})],
+            CONV,
+            TensorProto.FLOAT,
+            {"channel_order": ChannelOrder.bgr, "values": Values.byte},
+            (np.zeros(3), np.ones(3)),
+            ("Gather", "Mul", "AveragePool", *CONV),
+            id="no convolution first",
+        ),
+        pytest.param(
+            (2, 32, 32, 3),
+            [("MaxPool", {"kernel_shape": [1, 1]}), CHANNELS_FIRST],
+            CONV,
+            TensorProto.FLOAT,
+            {"layout": Layout.nhwc},
+            (MEANS, STDS),
+            ("Transpose", "MaxPool", "Transpose", *CONV),
+            id="no transposition first, batch of 2",
+        ),
+        pytest.param(
+            ("n", 32, 32, 3),
+            [CHANNELS_FIRST, ("Mul", np.arange(1.0, 33.0))],
+            CONV,
+            TensorProto.FLOAT,
+            {"layout": Layout.nhwc},
+            (MEANS, STDS),
+            ("Mul", *CONV),
+            id="a factor for each column is no normalisation",
+        ),
+    ],
+)
+def test_declared_input_becomes_normalised_rgb(
+    small: Path,
+    tmp_path: Path,
+    shape: tuple[Any, ...],
+    before: list[tuple[str, Any]],
+    layers: tuple[str, ...],
+    kind: int,
+    declared: dict[str, Any],
+    card: tuple[Any, Any],
+    expected_layers: tuple[str, ...],
+) -> None:
+    onnx.save(network(shape, before, layers=layers, kind=kind), tmp_path / "model.onnx")
+    run(tmp_path / "model.onnx", small, tmp_path / "imported", **declared)
+    graph = read_graph(tmp_path / "imported" / "model.onnx")
+    assert tuple(node.op_type for node in graph.graph.node) == expected_layers
+    found = read_card_of_graph(graph)
+    np.testing.assert_allclose([found.mean, found.std], card, rtol=1e-5, atol=1e-6)
+    images_NHWC = np.asarray(open_images(small, "test"))[:2]
+    inputs = images_NHWC.astype(np.float64)
+    if declared.get("values") is Values.unit:
+        inputs /= 255
+    elif "values" not in declared:
+        inputs = (inputs / 255 - MEANS) / (1 / 255 if "std" in declared else STDS)
+    if "channel_order" in declared:
+        inputs = inputs[..., [2, 1, 0]]
+    if "layout" not in declared:
+        inputs = inputs.transpose(0, 3, 1, 2)
+    dtype = np.uint8 if kind == TensorProto.UINT8 else np.float32
+    original = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    expected_NC = original.run(None, {"pixels": np.ascontiguousarray(inputs, dtype)})[0]
+    written = onnxruntime.InferenceSession(tmp_path / "imported" / "model.onnx")
+    images_NCHW = normalise(images_NHWC, found.mean, found.std)
+    np.testing.assert_allclose(
+        written.run(None, {"pixels": images_NCHW})[0], expected_NC, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_operator_that_computes_with_bytes_is_refused_by_name(small: Path, tmp_path: Path) -> None:
+    before = [CHANNELS_FIRST, ("Cast", {"to": TensorProto.INT32}), CAST]
+    onnx.save(network(("n", 32, 32, 3), before, kind=TensorProto.UINT8), tmp_path / "model.onnx")
+    with pytest.raises(
+        ArtifactError, match=r"node 'Cast_1' \(Cast\) reads the uint8 input, expected a Cast to fl"
+    ):
+        run(tmp_path / "model.onnx", small, tmp_path / "out", layout=Layout.nhwc, values=Values.byte)
 
 
 @pytest.mark.parametrize("content", [b"", b"no model at all, but a text", b"\x89PNG\r\n\x1a\n" + bytes(200)])

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, numpy_helper
 
 from tasks.core.errors import ArtifactError, BuildFailed, first_line
+from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_opset import convert_opset, read_opset
 from tasks.parts.onnx_graphs.graph import all_tensors
 from tasks.parts.onnx_session import open_session
@@ -28,6 +29,8 @@ _INTEGER_OPERATORS = {
     "ConvInteger",
     "MatMulInteger",
 }
+
+_TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(uint8)": "uint8"}
 
 
 def find_file(model: Path) -> Path:
@@ -141,6 +144,7 @@ class Original:
     """The original file in ONNX Runtime."""
 
     session: "onnxruntime.InferenceSession"
+    form: InputForm
     tensor: str
     """Name of the output."""
     static_batch: int | None
@@ -148,30 +152,30 @@ class Original:
     conversion: str
     """What was converted so that ONNX Runtime reads the file; empty if it reads the file itself."""
 
-    def answer(self, images_NCHW: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the output for some images."""
+    def answer(self, images_NHWC: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return the output for images of a data set."""
         image = self.session.get_inputs()[0]
-        images_NCHW = images_NCHW.astype(np.float16 if "float16" in image.type else np.float32)
-        answers, step = [], self.static_batch or len(images_NCHW)
-        for start in range(0, len(images_NCHW), step):
-            part_NCHW = images_NCHW[start : start + step]
+        inputs = self.form.to_input(images_NHWC, np.dtype(_TYPES[image.type]))
+        answers, step = [], self.static_batch or len(inputs)
+        for start in range(0, len(inputs), step):
+            part = inputs[start : start + step]
             if self.static_batch:
-                part_NCHW = np.resize(part_NCHW, (step, *images_NCHW.shape[1:]))  # repeats images
-            answers.append(self.session.run([self.tensor], {image.name: part_NCHW})[0])
-        return np.concatenate(answers)[: len(images_NCHW)].astype(np.float32)
+                part = np.resize(part, (step, *inputs.shape[1:]))  # repeats images
+            answers.append(self.session.run([self.tensor], {image.name: part})[0])
+        return np.concatenate(answers)[: len(inputs)].astype(np.float32)
 
 
-def open_original(model: Path, tensor: str, static_batch: int | None) -> Original:
+def open_original(model: Path, form: InputForm, tensor: str, static_batch: int | None) -> Original:
     """Open the original file; where it is newer than ONNX Runtime, convert its opset.
 
     Raises BuildFailed when the runtime refuses the file.
     """
     path = find_file(model)
     try:
-        return Original(open_session(path), tensor, static_batch, "")
+        return Original(open_session(path), form, tensor, static_batch, "")
     except BuildFailed:
         graph = read_foreign(model)
         converted, changes = convert_opset(graph, path, read_opset(graph, path))
         if not changes:
             raise
-        return Original(open_session(converted), tensor, static_batch, changes[0])
+        return Original(open_session(converted), form, tensor, static_batch, changes[0])

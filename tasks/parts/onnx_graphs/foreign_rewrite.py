@@ -1,6 +1,6 @@
 """Rewrite an ONNX graph of another tool for this pipeline, and refuse one that the pipeline cannot use.
 
-The result has one float32 input [batch, 3, H, W] with a dynamic batch, one output (logits [batch, C], or
+The result has one float32 input [batch, C, H, W] with a dynamic batch, one output (logits [batch, C], or
 [batch, C, H, W] of the image's size), standard operators of an opset that every runtime and quantizer reads, named
 nodes and constants as initializers. N batch, C classes, H rows, W columns.
 """
@@ -21,12 +21,13 @@ from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.data.dataset import MAX_CLASSES
 from tasks.parts.data.input_card import Task
 from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
+from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_half import half_to_float, has_half
+from tasks.parts.onnx_graphs.foreign_input import describe, find_image, normalise_input, sizes_of
 from tasks.parts.onnx_graphs.foreign_opset import STANDARD_DOMAINS, convert_opset, read_opset
 from tasks.parts.onnx_graphs.graph import MAX_IR_VERSION, MIN_IR_VERSION, drop_unused
 
 _BATCH = "batch"
-_LAYOUT = "float32 [N, 3, height, width], N fixed or dynamic"
 
 
 class FixedBatch(ArtifactError):
@@ -41,6 +42,9 @@ class Imported:
     """The written graph, without a card."""
     task: Task
     num_classes: int
+    mean: tuple[float, ...]
+    """The written graph reads (value / 255 - mean) / std."""
+    std: tuple[float, ...]
     tensor: str
     """Name of the output in the original file; the rewritten graph still has this tensor."""
     static_batch: int | None
@@ -58,6 +62,7 @@ def rewrite(
     original: ModelProto,
     *,
     path: Path,
+    form: InputForm,
     height: int | None,
     width: int | None,
     output: str | None,
@@ -78,15 +83,17 @@ def rewrite(
     is_half = has_half(model)
     if is_half:
         changes.append(f"float16 converted to float32, {half_to_float(model)} constants")
-    image = _find_image(model, path)
+    image = find_image(model, path, form)
     tensor = _choose_output(model, path, output)
-    static_batch = _set_size(image, path, height=height, width=width)
+    static_batch = _set_size(image, path, form, height=height, width=width)
     model, conversion = convert_opset(model, path, opset)
     changes += conversion
     num_before = len(model.graph.node)
     model = _simplify(model)
     changes.append(f"simplified from {num_before} to {len(model.graph.node)} nodes")
     changes += _name_nodes(model)
+    normalised = normalise_input(model, path, form)
+    changes += normalised.changes
     max_batch = None if is_batch_freed else static_batch
     if max_batch not in (None, 1):
         raise _fixed_batch(
@@ -104,11 +111,23 @@ def rewrite(
     model.ir_version = min(max(model.ir_version, MIN_IR_VERSION), MAX_IR_VERSION)
     model = _infer(model, path, max_batch)
     onnx.checker.check_model(model, full_check=True)
-    return Imported(model, task, num_classes, tensor, static_batch, max_batch, opset, is_half, tuple(changes))
+    return Imported(
+        model,
+        task,
+        num_classes,
+        normalised.mean,
+        normalised.std,
+        tensor,
+        static_batch,
+        max_batch,
+        opset,
+        is_half,
+        tuple(changes),
+    )
 
 
 def read_image_size(
-    model: Path, *, height: int | None, width: int | None, output: str | None
+    model: Path, *, form: InputForm, height: int | None, width: int | None, output: str | None
 ) -> tuple[int, int]:
     """Return height and width of the images that a model reads; raise the same errors as `rewrite`."""
     path, graph = find_file(model), read_foreign(model)
@@ -117,11 +136,11 @@ def read_image_size(
         graph = inline_local_functions(graph)
     _check_operators(graph, path)
     half_to_float(graph)
-    image = _find_image(graph, path)
+    image = find_image(graph, path, form)
     _choose_output(graph, path, output)
-    _set_size(image, path, height=height, width=width)
-    _, _, image_height, image_width = _sizes(image)
-    return image_height, image_width
+    _set_size(image, path, form, height=height, width=width)
+    sizes = sizes_of(image)
+    return sizes[form.axes[1]], sizes[form.axes[2]]
 
 
 def with_output(model: ModelProto, tensor: str) -> ModelProto:
@@ -157,35 +176,6 @@ def _check_operators(model: ModelProto, path: Path) -> None:
     model.opset_import.extend(kept)
 
 
-def _find_image(model: ModelProto, path: Path) -> ValueInfoProto:
-    """Return the only input; weights that old files list among the inputs are removed from them."""
-    constants = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in constants]
-    found = ", ".join(f"'{value.name}' {_describe(value)}" for value in inputs)
-    if len(inputs) != 1:
-        raise ArtifactError(f"{path}: {len(inputs)} inputs ({found}), expected one image: {_LAYOUT}.")
-    kept = ValueInfoProto()
-    kept.CopyFrom(inputs[0])
-    del model.graph.input[:]
-    model.graph.input.append(kept)
-    image: ValueInfoProto = model.graph.input[0]
-    sizes = _sizes(image)
-    if image.type.tensor_type.elem_type != TensorProto.FLOAT or len(sizes) != 4:
-        raise ArtifactError(
-            f"{path}: the input is {found}, expected {_LAYOUT}: normalised RGB. Export the model without the "
-            "preprocessing before it."
-        )
-    is_open = sizes[1] == 0 and sizes[3] != 3  # some tools name all four axes
-    if sizes[1] != 3 and not is_open:
-        hint = (
-            " It looks like [N, height, width, 3]: transpose it in the export (tf2onnx: --inputs-as-nchw)."
-            if sizes[3] == 3
-            else ""
-        )
-        raise ArtifactError(f"{path}: the input is {found}, expected {_LAYOUT}.{hint}")
-    return image
-
-
 def _choose_output(model: ModelProto, path: Path, output: str | None) -> str:
     names = [value.name for value in model.graph.output]
     if output is None and len(names) > 1:
@@ -198,7 +188,7 @@ def _choose_output(model: ModelProto, path: Path, output: str | None) -> str:
     chosen = next(value for value in model.graph.output if value.name == (output or names[0]))
     if chosen.type.tensor_type.elem_type != TensorProto.FLOAT:
         raise ArtifactError(
-            f"{path}: output '{chosen.name}' is {_describe(chosen)}, expected float32 logits. Export the model "
+            f"{path}: output '{chosen.name}' is {describe(chosen)}, expected float32 logits. Export the model "
             "without the ArgMax or the cast after them."
         )
     kept = ValueInfoProto()
@@ -209,15 +199,17 @@ def _choose_output(model: ModelProto, path: Path, output: str | None) -> str:
     return str(kept.name)
 
 
-def _set_size(image: ValueInfoProto, path: Path, *, height: int | None, width: int | None) -> int | None:
-    """Fix height and width of the input; return the batch that the graph fixes, or None."""
-    dims = image.type.tensor_type.shape.dim
-    dims[1].dim_value = 3
-    for axis, name, wanted in ((2, "height", height), (3, "width", width)):
+def _set_size(
+    image: ValueInfoProto, path: Path, form: InputForm, *, height: int | None, width: int | None
+) -> int | None:
+    """Fix channels, height and width of the input; return the batch that the graph fixes, or None."""
+    dims, axes = image.type.tensor_type.shape.dim, form.axes
+    dims[axes[0]].dim_value = form.num_channels
+    for axis, name, wanted in ((axes[1], "height", height), (axes[2], "width", width)):
         found = max(0, dims[axis].dim_value)  # some tools write -1 for open
         if not found and wanted is None:
             raise ArtifactError(
-                f"{path}: the input leaves its {name} open ({_describe(image)}). Set the one that engines are built "
+                f"{path}: the input leaves its {name} open ({describe(image)}). Set the one that engines are built "
                 f"for, for example model.{name}=224."
             )
         if found and wanted not in (None, found):
@@ -273,8 +265,10 @@ def _free_batch(model: ModelProto, static_batch: int) -> int:
     batch becomes 0, which means "as in the input". Only running the graph shows whether that was enough.
     """
     graph = model.graph
-    sizes = {value.name: _sizes(value) for value in onnx.shape_inference.infer_shapes(model).graph.value_info}
-    sizes[graph.input[0].name] = _sizes(graph.input[0])
+    sizes = {
+        value.name: sizes_of(value) for value in onnx.shape_inference.infer_shapes(model).graph.value_info
+    }
+    sizes[graph.input[0].name] = sizes_of(graph.input[0])
     constants = {tensor.name: tensor for tensor in graph.initializer}
     from_image, num_rewritten = {graph.input[0].name}, 0
     for node in graph.node:
@@ -309,9 +303,9 @@ def _infer(model: ModelProto, path: Path, max_batch: int | None) -> ModelProto:
         inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
     except onnx.shape_inference.InferenceError as error:
         raise _fixed_batch(path, first_line(error)) from error
-    sizes = _sizes(inferred.graph.output[0])
+    sizes = sizes_of(inferred.graph.output[0])
     if not sizes or sizes[0] != (max_batch or 0) or not all(sizes[1:]):
-        raise _fixed_batch(path, f"the output is {_describe(inferred.graph.output[0])}")
+        raise _fixed_batch(path, f"the output is {describe(inferred.graph.output[0])}")
     return inferred
 
 
@@ -326,8 +320,8 @@ def _fixed_batch(path: Path, what: str) -> FixedBatch:
 def _rewrite_head(model: ModelProto, tensor: str, path: Path) -> tuple[Task, int, list[str]]:
     """Derive the task from the output, and turn it into logits [batch, C] or [batch, C, height, width]."""
     graph = model.graph
-    sizes, image = _sizes(graph.output[0]), _sizes(graph.input[0])
-    found = f"{path}: output '{tensor}' is {_describe(graph.output[0])}"
+    sizes, image = sizes_of(graph.output[0]), sizes_of(graph.input[0])
+    found = f"{path}: output '{tensor}' is {describe(graph.output[0])}"
     if len(sizes) not in (2, 4):
         raise ArtifactError(
             f"{found}, expected [N, classes] or [N, classes, 1, 1] (classification), or [N, classes, height, width] "
@@ -374,17 +368,6 @@ def _append(graph: onnx.GraphProto, node: NodeProto) -> None:
     graph.node.append(node)
     del graph.output[:]
     graph.output.append(helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, None))
-
-
-def _sizes(value: ValueInfoProto) -> list[int]:
-    """Return the sizes of a tensor, 0 for open ones."""
-    return [axis.dim_value for axis in value.type.tensor_type.shape.dim]
-
-
-def _describe(value: ValueInfoProto) -> str:
-    kind = value.type.tensor_type
-    sizes = [str(axis.dim_value or axis.dim_param or "?") for axis in kind.shape.dim]
-    return f"{helper.tensor_dtype_to_np_dtype(kind.elem_type)} [{', '.join(sizes)}]"
 
 
 def _integer(node: NodeProto, name: str) -> int:
