@@ -43,6 +43,10 @@ class Config:
     """Columns of the images in pixels, if the graph leaves them open; null: the graph's own."""
     output: str | int | None
     """Name of the output with the logits, for models with several; null: the only one."""
+    output_layout: Layout
+    """Order of the axes of an output with four."""
+    threshold: float | None
+    """For outputs of one channel: the value above which an image or a pixel is of the second class."""
     batch_sizes: Annotated[list[Annotated[int, Between(1, 1024)]], MinItems(1)]
     """Batches on which the file and the written graph are compared; two or more prove that the batch is dynamic."""
     min_sqnr_db: Annotated[float, AtLeast(0), LessThan(200)]
@@ -152,6 +156,7 @@ def _rewrite(
 ) -> tuple["Imported", tuple[Difference, ...], str]:
     """Rewrite the graph with a dynamic batch, or with a batch of 1 if the graph depends on it."""
     from tasks.parts.onnx_graphs.foreign_file import find_file
+    from tasks.parts.onnx_graphs.foreign_output import OutputForm
     from tasks.parts.onnx_graphs.foreign_rewrite import FixedBatch, rewrite
 
     def attempt(is_batch_freed: bool) -> tuple["Imported", tuple[Difference, ...], str]:
@@ -161,7 +166,7 @@ def _rewrite(
             form=cfg.form,
             height=cfg.height,
             width=cfg.width,
-            output=cfg.output_name,
+            output=OutputForm(cfg.output_name, cfg.output_layout, cfg.threshold),
             is_batch_freed=is_batch_freed,
         )
         return imported, *_compare(cfg, model, imported)
@@ -184,12 +189,12 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
             f"{path}: the images are {data.height}x{data.width}, the model reads {height}x{width}. Set "
             f"prepare_data.height={height} prepare_data.width={width}."
         )
-    numbers = tuple(str(index) for index in range(imported.num_classes))
+    numbers = tuple(str(index) for index in range(imported.head.num_classes))
     classes = tuple(cfg.classes) if cfg.classes is not None else data.classes or numbers
-    if len(classes) != imported.num_classes:
+    if len(classes) != imported.head.num_classes:
         where = "model.classes" if cfg.classes is not None else f"the data set {path}"
         raise ArtifactError(
-            f"the model has {imported.num_classes} classes, but {where} names {len(classes)}. Name all of them, "
+            f"the model has {imported.head.num_classes} classes, but {where} names {len(classes)}. Name all of them, "
             "in the order of the logits (model.classes, or classes.yaml of the data set)."
         )
     if data.classes and classes != data.classes:
@@ -198,14 +203,14 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
             "order must be equal; set model.classes=null to take those of the data set."
         )
     if data.classes:
-        open_labels(path, "val", imported.task)  # masks for a segmentation, labels for a classification
+        open_labels(path, "val", imported.head.task)  # masks for a segmentation, labels for a classification
     return InputCard(
         classes=classes,
         mean=rgb_triple(imported.mean),
         std=rgb_triple(imported.std),
         height=height,
         width=width,
-        task=imported.task,
+        task=imported.head.task,
         max_batch=imported.max_batch,
     )
 
@@ -234,7 +239,7 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[tuple[Diff
         state.RuntimeException,
     )
     try:
-        session = open_session(with_output(imported.graph, imported.tensor))
+        session = open_session(with_output(imported.graph, imported.head.tensor))
     except BuildFailed as error:
         raise stop(
             f"ONNX Runtime refuses the written graph ({first_line(error)}). {_dynamic_batch_hint(imported)}"
@@ -260,6 +265,7 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[tuple[Diff
         try:
             parts = np.split(images_NCHW, batch_size) if imported.max_batch else [images_NCHW]
             logits = np.concatenate([session.run(None, {image.name: part})[0] for part in parts])
+            found = imported.head.to_answer(logits)
         except failures as error:
             raise stop(
                 f"batch of {batch_size}: ONNX Runtime fails on the written graph ({first_line(error)}). "
@@ -270,12 +276,12 @@ def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[tuple[Diff
                 f"{model}: returns NaN or infinity for random images, expected finite logits. Take another "
                 "checkpoint of the model."
             )
-        if logits.shape != expected.shape:
+        if found.shape != expected.shape:
             raise stop(
-                f"batch of {batch_size}: the logits of the written graph are {list(logits.shape)}, those of the file "
+                f"batch of {batch_size}: the logits of the written graph are {list(found.shape)}, those of the file "
                 f"{list(expected.shape)}. {_dynamic_batch_hint(imported)}"
             )
-        result = difference(expected, logits)
+        result = difference(expected, found)
         if not result.sqnr_db >= gate:
             raise stop(
                 f"batch of {batch_size}: the written graph differs from the file by {result.max_abs:.3g} (SQNR "

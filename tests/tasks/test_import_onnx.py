@@ -52,6 +52,8 @@ CONFIG = Config(
     height=None,
     width=None,
     output=None,
+    output_layout=Layout.nchw,
+    threshold=None,
     batch_sizes=[1, 3],
     min_sqnr_db=80.0,
     min_half_sqnr_db=40.0,
@@ -268,10 +270,15 @@ def test_external_weights_come_in_with_their_folder(small: Path, tmp_path: Path)
 
 def test_output_is_chosen_by_name(small: Path, tmp_path: Path) -> None:
     onnx.save(classifier(outputs=2), tmp_path / "model.onnx")
-    with pytest.raises(ArtifactError, match=r"2 outputs \(logits0, logits1\).*model\.output=logits0"):
+    with pytest.raises(
+        ArtifactError,
+        match=r"2 outputs \('logits0' float32 \[n, 3, 1, 1\], 'logits1' .*model\.output=logits0",
+    ):
         run(tmp_path / "model.onnx", small, tmp_path / "none")
     assert run(tmp_path / "model.onnx", small, tmp_path / "second", output="logits1").output == "logits1"
-    with pytest.raises(ArtifactError, match=r"has no output 'softmax'.*found: logits0, logits1"):
+    with pytest.raises(
+        ArtifactError, match=r"has no output 'softmax'.*found: 'logits0' float32 \[n, 3, 1, 1\], 'logits1'"
+    ):
         run(tmp_path / "model.onnx", small, tmp_path / "wrong", output="softmax")
 
 
@@ -541,6 +548,115 @@ def test_declared_input_becomes_normalised_rgb(
     )
 
 
+def segmenter(layers: list[tuple[str, Any]], weights: Any) -> ModelProto:
+    """Return a convolution, a Relu and then layers; a convolution among them has the given weights."""
+    model = network(("n", 3, 32, 32), [("Conv", None), ("Relu", None)], layers=())
+    del model.graph.output[:]
+    tensor = "logits"
+    bias = np.array([0.3], np.float32)
+    constants = {
+        "weights": weights.astype(np.float32),
+        "bias": bias,
+        "scales": np.array([1, 1, 2, 2], np.float32),
+    }
+    read = {
+        "Conv": ["weights", "bias"],
+        "ConvTranspose": ["weights"],
+        "Resize": ["", "scales"],
+        "Mul": ["bias"],
+    }
+    for name, value in constants.items():
+        model.graph.initializer.append(numpy_helper.from_array(value, name))
+    for operator, attributes in layers:
+        node = helper.make_node(
+            operator, [tensor, *read.get(operator, [])], [operator], operator, **attributes
+        )
+        model.graph.node.append(node)
+        tensor = operator
+    model.graph.output.append(helper.make_tensor_value_info(tensor, TensorProto.FLOAT, ["n", "k", "h", "w"]))
+    return model
+
+
+ONE_CHANNEL = np.random.default_rng(2).normal(size=(1, 4, 1, 1))
+SIGMOID, POOL = ("Sigmoid", {}), ("AveragePool", {"kernel_shape": [2, 2], "strides": [2, 2]})
+
+
+@pytest.mark.parametrize(
+    ("layers", "weights", "last"),
+    [
+        ([("Conv", {}), SIGMOID], ONE_CHANNEL, "Conv"),
+        ([("Conv", {})], ONE_CHANNEL, "Conv"),
+        ([POOL, ("Conv", {}), ("Resize", {"mode": "linear"}), SIGMOID], ONE_CHANNEL, "Resize"),
+        (
+            [POOL, ("ConvTranspose", {"strides": [2, 2]}), SIGMOID],
+            ONE_CHANNEL.reshape(4, 1, 1, 1),
+            "ConvTranspose",
+        ),
+        ([("Conv", {}), ("Mul", {}), SIGMOID], ONE_CHANNEL, "Conv"),
+        ([("Conv", {}), SIGMOID, ("Transpose", {"perm": [0, 2, 3, 1]})], ONE_CHANNEL, "Conv"),
+    ],
+)
+def test_output_of_one_channel_becomes_two_classes(
+    small: Path, tmp_path: Path, layers: list[tuple[str, Any]], weights: Any, last: str
+) -> None:
+    if last == "ConvTranspose":
+        weights = np.tile(weights, (1, 1, 2, 2))
+    onnx.save(segmenter(layers, weights), tmp_path / "model.onnx")
+    images_NHWC = np.asarray(open_images(small, "test"))
+    images_NCHW = normalise(images_NHWC, tuple(MEANS), tuple(STDS))
+    answer = onnxruntime.InferenceSession(tmp_path / "model.onnx").run(None, {"pixels": images_NCHW})[0]
+    threshold = float(np.quantile(answer, 0.4))
+    declared = {"output_layout": Layout.nhwc} if layers[-1][0] == "Transpose" else {}
+    report = run(tmp_path / "model.onnx", small, tmp_path / "out", threshold=threshold, **declared)
+    assert (report.task, report.num_classes) == (Task.segmentation, 2)
+    graph = read_graph(tmp_path / "out" / "model.onnx")
+    assert graph.graph.node[-1].op_type == last
+    assert "Sigmoid" not in {node.op_type for node in graph.graph.node}
+    expected_NHW = answer.reshape(4, 32, 32) > threshold
+    found_NHW = predict_classes(graph, images_NHWC, batch_size=4)
+    assert (found_NHW == expected_NHW).mean() > 0.999  # rounding at the threshold
+
+
+def test_output_of_one_channel_needs_its_threshold(small: Path, tmp_path: Path) -> None:
+    onnx.save(segmenter([("Conv", {}), SIGMOID], ONE_CHANNEL), tmp_path / "model.onnx")
+    with pytest.raises(
+        ArtifactError, match=r"one channel, expected one for each class.*model\.threshold.*0\.5 for a"
+    ):
+        run(tmp_path / "model.onnx", small, tmp_path / "none")
+    with pytest.raises(
+        ArtifactError, match=r"'Sigmoid' \(Sigmoid\).*model\.threshold is 1\.0; expected a probab"
+    ):
+        run(tmp_path / "model.onnx", small, tmp_path / "one", threshold=1.0)
+    onnx.save(classifier(), tmp_path / "classes.onnx")
+    with pytest.raises(
+        ArtifactError, match=r"3 channels, and model\.threshold is 0\.5.*model\.threshold=null"
+    ):
+        run(tmp_path / "classes.onnx", small, tmp_path / "three", threshold=0.5)
+
+
+def test_one_logit_becomes_a_classification_with_two_classes(tmp_path: Path) -> None:
+    data = images(tmp_path, 32, classes=("cat", "dog"))
+    onnx.save(
+        segmenter([("GlobalAveragePool", {}), ("Conv", {}), SIGMOID], ONE_CHANNEL), tmp_path / "model.onnx"
+    )
+    report = run(tmp_path / "model.onnx", data, tmp_path / "out", threshold=0.5)
+    assert (report.task, report.num_classes) == (Task.classification, 2)
+
+
+@pytest.mark.parametrize(
+    "axes", [("b", "c", "s", "s"), (-1, 3, -1, -1), ("", "", "", ""), (None, 3, None, 32)]
+)
+def test_open_axes_of_any_name_are_set_by_the_configuration(small: Path, tmp_path: Path, axes: Any) -> None:
+    model = segmenter([("Conv", {})], np.ones((5, 4, 1, 1)))
+    model.graph.node[-1].input.pop()  # the bias is for one channel
+    model.graph.input[0].CopyFrom(helper.make_tensor_value_info("pixels", TensorProto.FLOAT, axes))
+    onnx.save(model, tmp_path / "model.onnx")
+    report = run(tmp_path / "model.onnx", small, tmp_path / "out", height=32, width=32)
+    assert (report.height, report.width, report.static_batch_before) == (32, 32, None)
+    image = read_graph(tmp_path / "out" / "model.onnx").graph.input[0].type.tensor_type.shape.dim
+    assert [axis.dim_param or axis.dim_value for axis in image] == ["batch", 3, 32, 32]
+
+
 def test_operator_that_computes_with_bytes_is_refused_by_name(small: Path, tmp_path: Path) -> None:
     before = [CHANNELS_FIRST, ("Cast", {"to": TensorProto.INT32}), CAST]
     onnx.save(network(("n", 32, 32, 3), before, kind=TensorProto.UINT8), tmp_path / "model.onnx")
@@ -679,7 +795,7 @@ def test_channels_last_output_and_integer_operators_are_refused(small: Path, tmp
             return self.conv(images_NCHW).permute(0, 2, 3, 1)
 
     model = export(ChannelsLast(), tmp_path / "last.onnx")
-    with pytest.raises(ArtifactError, match=r"looks like \[N, height, width, classes\].*--outputs-as-nchw"):
+    with pytest.raises(ArtifactError, match=r"It looks like model\.output_layout=nhwc"):
         run(model, small, tmp_path / "last")
     graph = onnx.load(export(ClassToken(), tmp_path / "float.onnx"))
     graph.graph.node.append(helper.make_node("DynamicQuantizeLinear", ["pixels"], ["q", "s", "z"]))

@@ -18,13 +18,12 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 from onnx.inliner import inline_local_functions
 
 from tasks.core.errors import ArtifactError, first_line
-from tasks.parts.data.dataset import MAX_CLASSES
-from tasks.parts.data.input_card import Task
 from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
 from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_half import half_to_float, has_half
 from tasks.parts.onnx_graphs.foreign_input import describe, find_image, normalise_input, sizes_of
 from tasks.parts.onnx_graphs.foreign_opset import STANDARD_DOMAINS, convert_opset, read_opset
+from tasks.parts.onnx_graphs.foreign_output import Head, OutputForm, choose_output, rewrite_head
 from tasks.parts.onnx_graphs.graph import MAX_IR_VERSION, MIN_IR_VERSION, drop_unused
 
 _BATCH = "batch"
@@ -40,13 +39,13 @@ class Imported:
 
     graph: ModelProto
     """The written graph, without a card."""
-    task: Task
-    num_classes: int
+    head: Head
+    """Its output."""
     mean: tuple[float, ...]
     """The written graph reads (value / 255 - mean) / std."""
     std: tuple[float, ...]
     tensor: str
-    """Name of the output in the original file; the rewritten graph still has this tensor."""
+    """Name of the output in the original file."""
     static_batch: int | None
     """Fixed batch size of the original file; None if it was dynamic."""
     max_batch: int | None
@@ -65,7 +64,7 @@ def rewrite(
     form: InputForm,
     height: int | None,
     width: int | None,
-    output: str | None,
+    output: OutputForm,
     is_batch_freed: bool,
 ) -> Imported:
     """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that leave them open.
@@ -84,7 +83,7 @@ def rewrite(
     if is_half:
         changes.append(f"float16 converted to float32, {half_to_float(model)} constants")
     image = find_image(model, path, form)
-    tensor = _choose_output(model, path, output)
+    tensor = choose_output(model, path, output.name)
     static_batch = _set_size(image, path, form, height=height, width=width)
     model, conversion = convert_opset(model, path, opset)
     changes += conversion
@@ -105,16 +104,15 @@ def rewrite(
         num_rewritten = _free_batch(model, static_batch)
         changes.append(f"batch of {static_batch} made dynamic, {num_rewritten} Reshape constants rewritten")
     model = _infer(model, path, max_batch)
-    task, num_classes, head = _rewrite_head(model, tensor, path)
-    changes += head
+    head = rewrite_head(model, path, output)
+    changes += head.changes
     del model.metadata_props[:]
     model.ir_version = min(max(model.ir_version, MIN_IR_VERSION), MAX_IR_VERSION)
     model = _infer(model, path, max_batch)
     onnx.checker.check_model(model, full_check=True)
     return Imported(
         model,
-        task,
-        num_classes,
+        head,
         normalised.mean,
         normalised.std,
         tensor,
@@ -137,7 +135,7 @@ def read_image_size(
     _check_operators(graph, path)
     half_to_float(graph)
     image = find_image(graph, path, form)
-    _choose_output(graph, path, output)
+    choose_output(graph, path, output)
     _set_size(image, path, form, height=height, width=width)
     sizes = sizes_of(image)
     return sizes[form.axes[1]], sizes[form.axes[2]]
@@ -174,29 +172,6 @@ def _check_operators(model: ModelProto, path: Path) -> None:
     kept = [entry for entry in model.opset_import if entry.domain in STANDARD_DOMAINS]
     del model.opset_import[:]
     model.opset_import.extend(kept)
-
-
-def _choose_output(model: ModelProto, path: Path, output: str | None) -> str:
-    names = [value.name for value in model.graph.output]
-    if output is None and len(names) > 1:
-        raise ArtifactError(
-            f"{path}: {len(names)} outputs ({', '.join(names)}). Name the one with the logits: "
-            f"model.output={names[0]}."
-        )
-    if output is not None and output not in names:
-        raise ArtifactError(f"{path}: has no output '{output}' (model.output); found: {', '.join(names)}.")
-    chosen = next(value for value in model.graph.output if value.name == (output or names[0]))
-    if chosen.type.tensor_type.elem_type != TensorProto.FLOAT:
-        raise ArtifactError(
-            f"{path}: output '{chosen.name}' is {describe(chosen)}, expected float32 logits. Export the model "
-            "without the ArgMax or the cast after them."
-        )
-    kept = ValueInfoProto()
-    kept.CopyFrom(chosen)
-    del model.graph.output[:]
-    model.graph.output.append(kept)
-    drop_unused(model.graph)
-    return str(kept.name)
 
 
 def _set_size(
@@ -315,59 +290,6 @@ def _fixed_batch(path: Path, what: str) -> FixedBatch:
         "a dynamic batch (torch.onnx.export: dynamic_axes or dynamic_shapes for axis 0), and with fixed height and "
         "width."
     )
-
-
-def _rewrite_head(model: ModelProto, tensor: str, path: Path) -> tuple[Task, int, list[str]]:
-    """Derive the task from the output, and turn it into logits [batch, C] or [batch, C, height, width]."""
-    graph = model.graph
-    sizes, image = sizes_of(graph.output[0]), sizes_of(graph.input[0])
-    found = f"{path}: output '{tensor}' is {describe(graph.output[0])}"
-    if len(sizes) not in (2, 4):
-        raise ArtifactError(
-            f"{found}, expected [N, classes] or [N, classes, 1, 1] (classification), or [N, classes, height, width] "
-            "(segmentation). Name another one with model.output, or export the model up to its logits."
-        )
-    num_classes, size = sizes[1], tuple(sizes[2:])
-    is_channels_last = len(sizes) == 4 and sizes[1] * image[3] == sizes[2] * image[2]
-    if is_channels_last and size != (1, 1) and size[0] * image[3] != size[1] * image[2]:
-        raise ArtifactError(
-            f"{found}: looks like [N, height, width, classes], expected [N, classes, height, width]. Export it with "
-            "channels first (tf2onnx: --outputs-as-nchw)."
-        )
-    if num_classes < 2:
-        raise ArtifactError(
-            f"{found}: {num_classes} class. Expected two or more; a model with one (sigmoid) is not supported."
-        )
-    if len(sizes) == 4 and size != (1, 1) and num_classes > MAX_CLASSES:
-        raise ArtifactError(f"{found}: {num_classes} classes, masks hold at most {MAX_CLASSES}.")
-    if len(sizes) == 2 or size == tuple(image[2:]):
-        return (Task.classification if len(sizes) == 2 else Task.segmentation), num_classes, []
-    if size == (1, 1):
-        _append(
-            graph, helper.make_node("Flatten", [tensor], [f"{tensor}:classes"], f"{tensor}:classes", axis=1)
-        )
-        return Task.classification, num_classes, ["logits [N, C, 1, 1] flattened to [N, C]"]
-    scales = [1.0, 1.0]
-    for before, after in zip(size, image[2:], strict=True):
-        scale = np.float32(after) / np.float32(before)
-        if int(np.floor(np.float32(before) * scale)) != after:
-            scale = np.nextafter(scale, np.float32(np.inf))
-        scales.append(float(scale))
-    name = f"{tensor}:resized"
-    graph.initializer.append(numpy_helper.from_array(np.array(scales, np.float32), f"{name}:scales"))
-    inputs = [tensor, "", f"{name}:scales"]
-    resize = helper.make_node(
-        "Resize", inputs, [name], name, mode="linear", coordinate_transformation_mode="half_pixel"
-    )
-    _append(graph, resize)
-    text = f"logits of {size[0]}x{size[1]} resized bilinearly to {image[2]}x{image[3]}"
-    return Task.segmentation, num_classes, [text]
-
-
-def _append(graph: onnx.GraphProto, node: NodeProto) -> None:
-    graph.node.append(node)
-    del graph.output[:]
-    graph.output.append(helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, None))
 
 
 def _integer(node: NodeProto, name: str) -> int:
