@@ -61,7 +61,12 @@ def check_models(params: dict[str, Any]) -> None:
         cfg: ImportConfig = typed_config(ImportConfig, params["import_onnx"], "import_onnx")
         data = params["prepare_data"]
         height, width = read_image_size(
-            Path(name), form=cfg.form, height=cfg.height, width=cfg.width, output=cfg.output_name
+            Path(name),
+            form=cfg.form,
+            height=cfg.height,
+            width=cfg.width,
+            output=cfg.output_name,
+            is_quantized=cfg.is_quantized,
         )
         if (data["height"], data["width"]) != (height, width):
             raise ConfigError(

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 from torch import nn
 
 from benchmarks.light_models import SIDE, light_model
@@ -35,6 +36,7 @@ from tasks.parts.onnx_graphs.foreign_half import has_half
 from tasks.parts.onnx_graphs.graph import other_types, read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.macs import conv_macs
 from tasks.parts.onnx_graphs.predict import predict_classes
+from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.quantization.calibration import collect_statistics
 from tasks.parts.quantization.qdq import quantizable_tensors
 from tasks.validate import Config as ValidateConfig
@@ -57,6 +59,9 @@ CONFIG = Config(
     batch_sizes=[1, 3],
     min_sqnr_db=80.0,
     min_half_sqnr_db=40.0,
+    is_quantized=False,
+    min_quantized_sqnr_db=30.0,
+    min_float_form_sqnr_db=10.0,
     seed=0,
 )
 
@@ -331,6 +336,92 @@ def test_nodes_in_any_order_are_sorted_and_circles_refused(small: Path, tmp_path
     onnx.save(model, tmp_path / "model.onnx")
     with pytest.raises(ArtifactError, match=r"its nodes form a circle \((Cast|Conv)"):
         run(tmp_path / "model.onnx", small, tmp_path / "circle")
+
+
+def quantized(folder: Path, data: Path, **options: Any) -> tuple[Path, Path]:
+    """Write a network of convolutions, and ONNX Runtime's quantization of it; return both files."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 1, 1), nn.ReLU6(), nn.Conv2d(8, 8, 1)]
+    network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    with torch.no_grad():
+        layers[2].weight *= 60  # some values reach the 6 of ReLU6
+    path = export(network, folder / "float.onnx", opset_version=17, dynamic_axes={"pixels": {0: "n"}})
+    images_NCHW = normalise(np.asarray(open_images(data, "calibration")), tuple(MEANS), tuple(STDS))
+
+    class Reader(CalibrationDataReader):
+        left = iter(images_NCHW)
+
+        def get_next(self) -> Any:
+            image_CHW = next(self.left, None)
+            return None if image_CHW is None else {"pixels": image_CHW[None]}
+
+    quantize_static(path, folder / "int8.onnx", Reader(), **{"per_channel": True} | options)
+    return path, folder / "int8.onnx"
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_type": QuantType.QInt8}])
+def test_quantized_file_is_kept_as_it_is_and_gets_its_float_form(
+    small: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Relu and ReLU6 are missing in the file: ONNX Runtime drops them where the pair behind has their effect."""
+    path, int8 = quantized(tmp_path, small, **options)
+    if not options:
+        assert not {"Relu", "Clip"} & {node.op_type for node in onnx.load(int8).graph.node}
+    report = run(int8, small, tmp_path / "out", is_quantized=True)
+    assert report.quantized is not None and min(found.sqnr_db for found in report.quantized.differences) > 40
+    kept = read_graph(tmp_path / "out" / "quantized.onnx")
+    pairs = sum(node.op_type == "QuantizeLinear" for node in kept.graph.node)
+    assert f"{pairs} pairs of QuantizeLinear and DequantizeLinear removed" in report.rewritten
+    graph = read_graph(tmp_path / "out" / "model.onnx")
+    expected = ["Conv", "Relu", "Conv", "Clip", "Conv", "GlobalAveragePool", "Flatten", "Gemm"]
+    assert [node.op_type for node in graph.graph.node] == expected
+    card = read_card_of_graph(graph)
+    images_NCHW = normalise(np.asarray(open_images(small, "test")), card.mean, card.std)
+    before, float_form, after = (
+        onnxruntime.InferenceSession(file).run(None, {"pixels": images_NCHW})[0]
+        for file in (path, tmp_path / "out" / "model.onnx", int8)
+    )
+    assert difference(before, float_form).sqnr_db > difference(before, after).sqnr_db + 3
+    (tmp_path / "engine").mkdir()
+    built = build_engine(
+        target("cpu_onnxruntime"), model=tmp_path / "out" / "quantized.onnx", out=tmp_path / "engine"
+    )
+    assert built.status == "built"
+
+
+def test_quantized_file_and_configuration_have_to_agree(small: Path, tmp_path: Path) -> None:
+    path, int8 = quantized(tmp_path, small)
+    with pytest.raises(
+        ArtifactError, match=r"node '.*' is \w+, expected a float graph.*model=onnx_quantized"
+    ):
+        run(int8, small, tmp_path / "float")
+    with pytest.raises(
+        ArtifactError, match=r"no node is QuantizeLinear.*Choose model=onnx for a float graph"
+    ):
+        run(path, small, tmp_path / "quantized", is_quantized=True)
+    with pytest.raises(GateFailed, match=r"at least 150\.0 dB \(import_onnx\.min_float_form_sqnr_db\)"):
+        run(int8, small, tmp_path / "strict", is_quantized=True, min_float_form_sqnr_db=150.0)
+
+
+def test_bytes_that_are_dequantized_first_become_the_input(small: Path, tmp_path: Path) -> None:
+    """Converters of integer networks read uint8, and only give it a scale and a zero point."""
+    model = network(("n", 3, 32, 32), [CAST], kind=TensorProto.UINT8)
+    scale, zero = numpy_helper.from_array(np.float32(0.02), "s"), numpy_helper.from_array(np.uint8(120), "z")
+    model.graph.initializer.extend([scale, zero])
+    model.graph.node[0].CopyFrom(helper.make_node("DequantizeLinear", ["pixels", "s", "z"], ["d"], "D"))
+    pair = [
+        helper.make_node("QuantizeLinear", ["d", "s", "z"], ["q"], "Q"),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["t0"], "D2"),
+    ]
+    rest = list(model.graph.node)[1:]
+    del model.graph.node[1:]
+    model.graph.node.extend([*pair, *rest])
+    onnx.save(model, tmp_path / "model.onnx")
+    run(tmp_path / "model.onnx", small, tmp_path / "out", is_quantized=True, values=Values.byte)
+    graph = read_graph(tmp_path / "out" / "model.onnx")
+    assert tuple(node.op_type for node in graph.graph.node) == CONV
+    card = read_card_of_graph(graph)
+    np.testing.assert_allclose([card.mean, card.std], [[120 / 255] * 3, [1 / (255 * 0.02)] * 3], rtol=1e-5)
 
 
 def _with_bfloat16(model: ModelProto) -> None:
@@ -785,7 +876,7 @@ def test_graph_that_computes_with_shapes_is_calibrated_and_converted(tmp_path: P
     assert set(collect_statistics(graph, lambda: [images_NCHW], names)) == set(names)
 
 
-def test_channels_last_output_and_integer_operators_are_refused(small: Path, tmp_path: Path) -> None:
+def test_channels_last_output_is_refused_unless_declared(small: Path, tmp_path: Path) -> None:
     class ChannelsLast(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -797,11 +888,6 @@ def test_channels_last_output_and_integer_operators_are_refused(small: Path, tmp
     model = export(ChannelsLast(), tmp_path / "last.onnx")
     with pytest.raises(ArtifactError, match=r"It looks like model\.output_layout=nhwc"):
         run(model, small, tmp_path / "last")
-    graph = onnx.load(export(ClassToken(), tmp_path / "float.onnx"))
-    graph.graph.node.append(helper.make_node("DynamicQuantizeLinear", ["pixels"], ["q", "s", "z"]))
-    onnx.save(graph, tmp_path / "integer.onnx")
-    with pytest.raises(ArtifactError, match=r"already quantized \(DynamicQuantizeLinear\)"):
-        run(tmp_path / "integer.onnx", small, tmp_path / "integer")
 
 
 def test_float_model_that_knows_one_answer_labels_nothing(small: Path, tmp_path: Path) -> None:

@@ -20,16 +20,6 @@ from tasks.parts.onnx_session import open_session
 if TYPE_CHECKING:
     import onnxruntime
 
-_INTEGER_OPERATORS = {
-    "QuantizeLinear",
-    "DequantizeLinear",
-    "DynamicQuantizeLinear",
-    "QLinearConv",
-    "QLinearMatMul",
-    "ConvInteger",
-    "MatMulInteger",
-}
-
 _TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(uint8)": "uint8"}
 
 
@@ -49,7 +39,7 @@ def find_file(model: Path) -> Path:
 def read_foreign(model: Path) -> ModelProto:
     """Open an ONNX file, or a folder with one and its external weights.
 
-    Raises ArtifactError for a file that is missing, damaged, quantized or bfloat16.
+    Raises ArtifactError for a file that is missing, damaged or bfloat16.
     """
     path = find_file(model)
     if not path.is_file() or path.stat().st_size == 0:
@@ -131,12 +121,6 @@ def _check_values(graph: ModelProto, path: Path) -> None:
                     f"{path}: tensor '{tensor.name}' holds NaN or infinity, expected finite weights. Take another "
                     "checkpoint of the model and export it again."
                 )
-    integer = sorted({node.op_type for node in graph.graph.node} & _INTEGER_OPERATORS)
-    if integer:
-        raise ArtifactError(
-            f"{path}: is already quantized ({', '.join(integer)}), expected the float model, because quantization is "
-            "done here. Use the original float file."
-        )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import contextlib
 import io
 from collections import Counter
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,24 @@ from tasks.parts.onnx_graphs.foreign_half import half_to_float, has_half
 from tasks.parts.onnx_graphs.foreign_input import describe, find_image, normalise_input, sizes_of
 from tasks.parts.onnx_graphs.foreign_opset import STANDARD_DOMAINS, convert_opset, read_opset
 from tasks.parts.onnx_graphs.foreign_output import Head, OutputForm, choose_output, rewrite_head
+from tasks.parts.onnx_graphs.foreign_qdq import (
+    add_zero_points,
+    check_quantization,
+    dequantize_input,
+    to_float,
+)
 from tasks.parts.onnx_graphs.graph import MAX_IR_VERSION, MIN_IR_VERSION, drop_unused
 
 _BATCH = "batch"
+
+
+class Quantization(Enum):
+    """What becomes of the Q/DQ pairs of a graph."""
+
+    none = "none"
+    """The graph is expected to have none."""
+    kept = "kept"
+    removed = "removed"
 
 
 class FixedBatch(ArtifactError):
@@ -65,6 +81,7 @@ def rewrite(
     height: int | None,
     width: int | None,
     output: OutputForm,
+    quantization: Quantization,
     is_batch_freed: bool,
 ) -> Imported:
     """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that leave them open.
@@ -78,10 +95,17 @@ def rewrite(
     if model.functions:
         changes.append(f"{len(model.functions)} functions inlined")
         model = inline_local_functions(model)
+    check_quantization(model, path, is_quantized=quantization is not Quantization.none)
     _check_operators(model, path)
     is_half = has_half(model)
     if is_half:
         changes.append(f"float16 converted to float32, {half_to_float(model)} constants")
+    if quantization is not Quantization.none:
+        dequantize_input(model, path)
+    if quantization is Quantization.removed:
+        changes.append(f"{to_float(model, path)} pairs of QuantizeLinear and DequantizeLinear removed")
+    elif quantization is Quantization.kept:
+        add_zero_points(model)
     image = find_image(model, path, form)
     tensor = choose_output(model, path, output.name)
     static_batch = _set_size(image, path, form, height=height, width=width)
@@ -125,13 +149,20 @@ def rewrite(
 
 
 def read_image_size(
-    model: Path, *, form: InputForm, height: int | None, width: int | None, output: str | None
+    model: Path,
+    *,
+    form: InputForm,
+    height: int | None,
+    width: int | None,
+    output: str | None,
+    is_quantized: bool,
 ) -> tuple[int, int]:
     """Return height and width of the images that a model reads; raise the same errors as `rewrite`."""
     path, graph = find_file(model), read_foreign(model)
     read_opset(graph, path)
     if graph.functions:
         graph = inline_local_functions(graph)
+    check_quantization(graph, path, is_quantized=is_quantized)
     _check_operators(graph, path)
     half_to_float(graph)
     image = find_image(graph, path, form)
