@@ -668,7 +668,6 @@ def test_first_images_of_a_split_are_a_sample_of_all_classes(tmp_path: Path) -> 
     assert (
         len(set(labels[:32].tolist())) >= 12
     )  # 16 are expected, with a deviation of 1.2; in order of names 2
-    (tmp_path / "other").mkdir()
     run(replace(config, seed=config.seed + 1), root, tmp_path / "other")
     again = open_labels(tmp_path / "other" / "dataset", "calibration", Task.classification)
     assert list(labels) != list(again)
