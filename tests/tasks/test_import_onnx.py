@@ -25,7 +25,7 @@ from tasks.import_onnx import Config, Report, import_onnx
 from tasks.label_images import Config as LabelConfig
 from tasks.label_images import label_images
 from tasks.parts.data.accuracy import Accuracy
-from tasks.parts.data.dataset import normalise, open_images, open_labels, read_manifest
+from tasks.parts.data.dataset import calibration_images, normalise, open_images, open_labels, read_manifest
 from tasks.parts.data.dataset_writer import SplitBatches, write_dataset
 from tasks.parts.data.input_card import Task
 from tasks.parts.data.metrics import FLOAT_MODEL
@@ -141,7 +141,10 @@ def test_architecture_of_the_onnx_wheel_becomes_an_engine(
     assert report.num_parameters == pytest.approx(parameters, rel=0.1)
     (tmp_path / "engine").mkdir()
     built = build_engine(
-        target("cpu_onnxruntime"), model=tmp_path / "imported" / "model.onnx", out=tmp_path / "engine"
+        target("cpu_onnxruntime"),
+        model=tmp_path / "imported" / "model.onnx",
+        images=calibration_images(large),
+        out=tmp_path / "engine",
     )
     assert built.status == "built" and built.agreement_db is not None and built.agreement_db > 60
 
@@ -218,7 +221,9 @@ def test_logits_with_two_empty_axes_are_flattened_and_labels_give_top_1(tmp_path
     assert (card.task, card.classes, card.logits_shape) == (Task.classification, ("cat", "dog", "hen"), (3,))
     (tmp_path / "engine").mkdir()
     (tmp_path / "validated").mkdir()
-    build_engine(target("cpu_openvino"), model=model, out=tmp_path / "engine")
+    build_engine(
+        target("cpu_openvino"), model=model, images=calibration_images(data), out=tmp_path / "engine"
+    )
     checked = validate(
         ValidateConfig("test", "val", 3),
         engine=tmp_path / "engine" / "engine",
@@ -243,7 +248,9 @@ def test_unlabelled_images_get_the_float_model_s_own_answers(small: Path, tmp_pa
     assert report.num_images == {"train": 4, "val": 4, "test": 4, "calibration": 4}
     (tmp_path / "engine").mkdir()
     (tmp_path / "validated").mkdir()
-    build_engine(target("cpu_onnxruntime"), model=model, out=tmp_path / "engine")
+    build_engine(
+        target("cpu_onnxruntime"), model=model, images=calibration_images(small), out=tmp_path / "engine"
+    )
     checked = validate(
         ValidateConfig("test", "val", 4),
         engine=tmp_path / "engine" / "engine",
@@ -789,7 +796,9 @@ def test_batch_that_cannot_be_freed_stays_one_for_engines_too(small: Path, tmp_p
     assert read_card_of_graph(read_graph(model)).max_batch == 1
     assert len(predict_classes(read_graph(model), np.asarray(open_images(small, "test")), batch_size=4)) == 4
     (tmp_path / "engine").mkdir()
-    assert build_engine(target("cpu_openvino"), model=model, out=tmp_path / "engine").status == "built"
+    pixels = calibration_images(small)
+    built = build_engine(target("cpu_openvino"), model=model, images=pixels, out=tmp_path / "engine")
+    assert built.status == "built"
     assert read_engine_manifest(tmp_path / "engine" / "engine").target.max_batch == 1
 
 
