@@ -20,6 +20,7 @@ from onnx.inliner import inline_local_functions
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.data.dataset import MAX_CLASSES
 from tasks.parts.data.input_card import Task
+from tasks.parts.onnx_graphs.equal_operators import replace_operators
 from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
 from tasks.parts.onnx_graphs.graph import MAX_IR_VERSION, MAX_OPSET, MIN_IR_VERSION, MIN_OPSET, drop_unused
 
@@ -95,6 +96,8 @@ def rewrite(
     model = _infer(model, path, max_batch)
     task, num_classes, head = _rewrite_head(model, tensor, path)
     changes += head
+    changes += replace_operators(model)
+    drop_unused(model.graph)
     del model.metadata_props[:]
     model.ir_version = min(max(model.ir_version, MIN_IR_VERSION), MAX_IR_VERSION)
     model = _infer(model, path, max_batch)
