@@ -259,7 +259,7 @@ def _largest_multiple(targets: dict[str, Any]) -> int | None:
 def _activations(targets: dict[str, Any]) -> list[str]:
     """Return the types of activations that the engines of quantized graphs have on these targets."""
     graphs = [options for options in targets.values() if options["runtime"] not in CHECKPOINT_RUNTIMES]
-    types = {"uint8" if options["uint8_activations"] else "int8" for options in graphs}
+    types = {"uint8" if options.get("uint8_activations") else "int8" for options in graphs}
     return sorted(types, reverse=True) or ["uint8"]
 
 
