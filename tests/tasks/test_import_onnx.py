@@ -392,7 +392,10 @@ def test_quantized_file_is_kept_as_it_is_and_gets_its_float_form(
     assert difference(before, float_form).sqnr_db > difference(before, after).sqnr_db + 3
     (tmp_path / "engine").mkdir()
     built = build_engine(
-        target("cpu_onnxruntime"), model=tmp_path / "out" / "quantized.onnx", out=tmp_path / "engine"
+        target("cpu_onnxruntime"),
+        model=tmp_path / "out" / "quantized.onnx",
+        images=calibration_images(small),
+        out=tmp_path / "engine",
     )
     assert built.status == "built"
 
