@@ -28,6 +28,7 @@ import onnx
 import onnxruntime
 import openvino
 import torch
+from numpy.typing import NDArray
 from onnx import ModelProto
 from onnxruntime.quantization import (
     CalibrationDataReader,
@@ -44,21 +45,27 @@ from tasks.core.config import find_section, typed_config
 from tasks.core.execute import load_stage
 from tasks.parts.builders.build import build
 from tasks.parts.builders.report import EngineBuild
-from tasks.parts.data.input_card import InputCard, Task
+from tasks.parts.data.dataset import normalise
+from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.engines.rounds import Network, rounds_ms
 from tasks.parts.measuring.intervals import estimate_ratio
-from tasks.parts.onnx_graphs.foreign_rewrite import rewrite
+from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, InputForm, Layout, Values
+from tasks.parts.onnx_graphs.foreign_output import OutputForm
+from tasks.parts.onnx_graphs.foreign_rewrite import Quantization, rewrite
 from tasks.parts.onnx_graphs.graph import CARD_KEY, read_graph, write_graph
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.quantization.calibration import choose_range, collect_statistics
 from tasks.parts.quantization.config import Calibrator
 from tasks.parts.quantization.qdq import insert_qdq, quantizable_tensors
 
+IMAGES = "images.npy"
 RESULTS = Path(__file__).parent / "results" / "placement.json"
 TARGETS = ("cpu_onnxruntime", "cpu_openvino")
 SIDE, NUM_CLASSES, NUM_IMAGES, NUM_ROUNDS = 64, 5, 16, 60
+
+MEAN, STD = (0.5,) * 3, (0.25,) * 3
 
 Activation = Callable[[], nn.Module]
 
@@ -254,10 +261,12 @@ def main() -> None:
 
 def measure(name: str, num_rounds: int) -> dict[str, Any]:
     """Return the row of one network."""
-    images_NCHW = np.random.default_rng(0).standard_normal((NUM_IMAGES, 3, SIDE, SIDE)).astype(np.float32)
+    images_NHWC = draw_images(NUM_IMAGES)
+    images_NCHW = normalise(images_NHWC, MEAN, STD)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         graph = imported(NETWORKS[name])
+        np.save(folder / IMAGES, images_NHWC)
         write_graph(graph, folder / "float.onnx")
         write_graph(quantized(graph, images_NCHW), folder / "int8.onnx")
         networks: dict[str, Network] = {}
@@ -299,6 +308,12 @@ def measure(name: str, num_rounds: int) -> dict[str, Any]:
     return row
 
 
+def draw_images(count: int) -> NDArray[np.uint8]:
+    """Return images [N, H, W, 3] of noise."""
+    values = np.random.default_rng(0).normal(127.5, 64, (count, SIDE, SIDE, 3))
+    return values.clip(0, 255).astype(np.uint8)
+
+
 def imported(make: Callable[[], nn.Module]) -> ModelProto:
     """Return a network, with BatchNorm statistics and weights of a seed, as import_onnx writes it."""
     torch.manual_seed(0)
@@ -319,15 +334,17 @@ def imported(make: Callable[[], nn.Module]) -> ModelProto:
     found = rewrite(
         onnx.load_from_string(file.getvalue()),
         path=Path("placement.onnx"),
+        form=InputForm(Layout.nchw, ChannelOrder.rgb, Values.normalised, MEAN, STD),
         height=None,
         width=None,
-        output=None,
+        output=OutputForm(None, Layout.nchw, None),
+        quantization=Quantization.none,
         is_batch_freed=False,
     )
-    names = tuple(str(index) for index in range(found.num_classes))
+    names = tuple(str(index) for index in range(found.head.num_classes))
     entry = found.graph.metadata_props.add()
     entry.key = CARD_KEY
-    entry.value = InputCard(names, (0.5,) * 3, (0.25,) * 3, SIDE, SIDE, Task(found.task), None).to_json()
+    entry.value = InputCard(names, MEAN, STD, SIDE, SIDE, found.head.task, None).to_json()
     return found.graph
 
 
@@ -342,9 +359,11 @@ def quantized(graph: ModelProto, images_NCHW: np.ndarray) -> ModelProto:
 
 
 def engine_of(file: Path, target: str, out: Path, stack: ExitStack) -> tuple[EngineBuild, Network]:
-    """Build the engine of a graph, and load it."""
+    """Build the engine of a graph, and load it; the images are beside the graph."""
     out.mkdir()
-    report = build(configuration(f"build_engine.{target}"), model=file, out=out)
+    report = build(
+        configuration(f"build_engine.{target}"), model=file, images=file.with_name(IMAGES), out=out
+    )
     if report.reason:
         raise SystemExit(f"{file.name} on {target}: {report.reason}")
     return report, stack.enter_context(open_engine(out / "engine")).infer

@@ -9,15 +9,16 @@ import onnx
 import pytest
 from onnx import ModelProto
 
-from benchmarks.placement import NETWORKS, SIDE, configuration, imported, quantized
+from benchmarks.placement import IMAGES, MEAN, NETWORKS, STD, configuration, draw_images, imported, quantized
 from tasks.parts.builders.build import build
 from tasks.parts.builders.graph_rewrites import encode_for, fuse_activations
 from tasks.parts.builders.report import EngineBuild
+from tasks.parts.data.dataset import normalise
 from tasks.parts.onnx_graphs.graph import write_graph
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
 
-IMAGES_NCHW = np.random.default_rng(0).standard_normal((4, 3, SIDE, SIDE)).astype(np.float32)
+IMAGES_NCHW = normalise(draw_images(4), MEAN, STD)
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,10 @@ def graphs(request: pytest.FixtureRequest) -> Graphs:
 
 def build_for(target: str, graph: ModelProto, out: Path) -> EngineBuild:
     write_graph(graph, out / "model.onnx")
-    return build(configuration(f"build_engine.{target}"), model=out / "model.onnx", out=out)
+    np.save(out / IMAGES, draw_images(4))
+    return build(
+        configuration(f"build_engine.{target}"), model=out / "model.onnx", images=out / IMAGES, out=out
+    )
 
 
 def logits(graph: ModelProto) -> np.ndarray:
