@@ -15,7 +15,7 @@ from tasks.core.errors import ArtifactError
 from tasks.parts.data.dataset_writer import SplitBatches, write_dataset
 from tasks.parts.data.input_card import InputCard, Task
 from tasks.parts.onnx_graphs.graph import CARD_KEY, write_graph
-from tasks.parts.quantization.config import Calibrator
+from tasks.parts.quantization.config import Activations, Calibrator
 from tasks.quantize_ptq import Config as QuantizeConfig
 from tasks.quantize_ptq import quantize_ptq
 from tasks.rank_layers import Config as RankConfig
@@ -166,6 +166,7 @@ def quantize(model: Path) -> None:
         num_val_images=0,
         max_abs_input=20.0,
         op_types=["Gemm"],
+        activations=[Activations.uint8],
     )
     quantize_ptq(config, model=model, data=model.parent / "dataset", out=model.parent)
 
