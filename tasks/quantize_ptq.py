@@ -116,8 +116,8 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         found = ", ".join(sorted({node.op_type for node in graph.graph.node}))
         raise ArtifactError(
             f"{model}: nothing to quantize among {found}, expected a convolution or a matrix product with a constant "
-            f"among quantize_ptq.op_types ({', '.join(cfg.op_types)}); a product that computes the logits stays in "
-            "float. Add the operator there, or remove the INT8 variants (`variants` in conf/model/)."
+            f"among quantize_ptq.op_types ({', '.join(cfg.op_types)}). Add the operator there, or remove the INT8 "
+            "variants (`variants` in conf/model/)."
         )
     names = quantizable_tensors(graph, cfg.op_types)
     statistics = collect_statistics(graph, lambda: _batches(cfg, graph, images_NHWC), names)
