@@ -105,7 +105,7 @@ def test_levels_that_a_fused_engine_shows_stand_for_the_dequantised_tensor(works
     levels = makers[twin].input[0]
     images_NCHW = calibration_images(graph, workshop.data)
     found = run(mark(variant, [levels, twin, name]), [levels, twin, name], images_NCHW)
-    assert found[levels].dtype == np.int8
+    assert found[levels].dtype == np.uint8
     [shown] = named_as({name: twin}, variant, {levels: found[levels]}).values()
     np.testing.assert_array_equal(shown, found[twin])
     assert named_as({name: twin}, variant, {name: found[name]}).keys() == {twin}
