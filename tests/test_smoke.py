@@ -188,15 +188,17 @@ def test_engine_build_killed_at_random_moments_leaves_nothing_half_made(
     space, _ = smoke_run
     address = "build_engine.distilled.cpu_onnxruntime"  # no other rung is the same file: nothing is copied
     folder = space.path / "artifacts/build_engine/distilled/cpu_onnxruntime"
+    inputs = (
+        "model=artifacts/export_onnx/distilled/model.onnx",
+        "images=artifacts/prepare_data/dataset/calibration_images.npy",
+    )
     undisturbed = digest(folder / "engine")
     files = {path.name for path in folder.iterdir()}
     generator = random.Random(0)
     num_killed = 0
     for _ in range(6):
         shutil.rmtree(folder, ignore_errors=True)
-        process = space.start(
-            "python", "-m", "tasks", address, "model=artifacts/export_onnx/distilled/model.onnx"
-        )
+        process = space.start("python", "-m", "tasks", address, *inputs)
         while process.poll() is None and not list((space.path / "artifacts/.drafts").glob(f"{address}-*")):
             time.sleep(0.002)
         time.sleep(generator.uniform(0.0, 0.1))
