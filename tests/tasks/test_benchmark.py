@@ -194,6 +194,7 @@ def test_machine_and_its_surroundings_are_recorded(builds: Path, reference: Path
         assert around.quiet.busy_cores is not None and around.quiet.busy_cores >= 0
 
 
+@pytest.mark.slow
 def test_the_only_engine_of_a_target_races_the_reference(
     builds: Path, reference: Path, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def test_report_and_file_agree(exported: tuple[Any, Path]) -> None:
     assert read_card_of_graph(graph).classes == ("background", "zero", "one")
 
 
+@pytest.mark.slow
 def test_the_same_checkpoint_gives_the_same_bytes(
     exported: tuple[Any, Path], workshop: Any, tmp_path: Path
 ) -> None:
@@ -42,6 +43,7 @@ def test_the_same_checkpoint_gives_the_same_bytes(
     assert (tmp_path / "model.onnx").read_bytes() == (exported[1] / "model.onnx").read_bytes()
 
 
+@pytest.mark.slow
 def test_gate_stops_an_export_that_differs_from_torch(workshop: Any, tmp_path: Path) -> None:
     strict = replace(CONFIG, max_abs_difference=1e-12)
     with pytest.raises(GateFailed, match=r"batch of 1: .*export_onnx.max_abs_difference"):

@@ -97,6 +97,7 @@ def file_digests(folder: Path) -> dict[str, str]:
 # digit_scenes
 
 
+@pytest.mark.slow
 def test_scenes_have_the_configured_counts_sizes_and_classes(tmp_path: Path) -> None:
     report = run(scenes_config(height=48, width=80, num_digits=3), SCENES_ROOT, tmp_path / "out")
     assert report.classes == ("background", "zero", "one", "two")

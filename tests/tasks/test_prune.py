@@ -119,6 +119,7 @@ def test_the_ratio_of_the_search_is_taken_on_request(tmp_path: Path) -> None:
             dataclasses.replace(CONFIG, from_search=True, method=method)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
 @pytest.mark.parametrize(
     ("ranking", "channel_multiple"),
@@ -484,6 +485,7 @@ def test_layer_that_follows_several_is_refused_with_their_names(tmp_path: Path) 
         run(cfg, tmp_path / "source", tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
 def test_block_that_matters_least_goes_first_and_stays_away(
     name: NetworkName, tmp_path: Path, workshop: Workshop

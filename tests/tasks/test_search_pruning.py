@@ -126,6 +126,7 @@ def test_killed_search_continues_and_ends_with_the_same_accuracy(workshop: Works
     assert {path: path.stat().st_mtime_ns for path in histories} == histories
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "changes", "error", "text"),
     [

@@ -412,6 +412,7 @@ def test_the_fastest_engine_that_is_accurate_enough_is_picked(artifacts, tmp_pat
     assert report.without_pick == {}
 
 
+@pytest.mark.slow
 def test_a_relative_loss_over_the_gate_is_too_lossy_and_the_reason_has_the_numbers(
     artifacts, tmp_path
 ) -> None:

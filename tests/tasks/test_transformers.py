@@ -111,6 +111,7 @@ def test_int8_reads_layers_with_weights_and_leaves_attention_and_residuals_in_fl
     assert shop.ptq.agreement > 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
 @pytest.mark.parametrize("variant", ["float", "quantized"])
 def test_engines_compute_what_the_graph_says(

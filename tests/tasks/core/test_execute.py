@@ -418,6 +418,7 @@ def write_two_files(_: None, *, out: Path) -> SmallReport:
     return SmallReport(2)
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_a_record_passes_for_another_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

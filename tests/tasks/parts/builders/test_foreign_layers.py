@@ -136,6 +136,7 @@ def built(workshop: Workshop, target: str, model: onnx.ModelProto, folder: Path)
     return report.executed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript", "kept", "unnamed"])
 def test_every_mac_of_a_float_graph_has_a_layer(

@@ -93,6 +93,7 @@ def test_fixed_batch_knows_every_shape_and_keeps_the_logits(network_type: type) 
     np.testing.assert_array_equal(run(fixed, one_NCHW), run(graph, one_NCHW))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network_type", [tiny.Straight, tiny.Branched])
 def test_only_the_convolution_that_reads_the_image_becomes_float(network_type: type) -> None:
     graph, unsigned, images_NCHW = tiny.quantized(network_type, tiny.OP_TYPES)

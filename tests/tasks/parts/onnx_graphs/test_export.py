@@ -46,6 +46,7 @@ def test_every_node_names_its_module_and_line_of_our_code(branched: ModelProto) 
     assert sources["block.2.0/Conv"][0] == "block.2.0"
 
 
+@pytest.mark.slow
 def test_lines_of_networks_are_those_of_the_network_files() -> None:
     config = NetworkConfig(name=NetworkName.fast_scnn, width=0.25, depth=0.34, depthwise=False)
     network = build_network(config, 3).eval()
@@ -54,6 +55,7 @@ def test_lines_of_networks_are_those_of_the_network_files() -> None:
     assert files == {"tasks/parts/networks/fast_scnn.py", "tasks/parts/networks/blocks.py"}
 
 
+@pytest.mark.slow
 def test_names_do_not_depend_on_weights_and_equal_weights_give_equal_bytes(branched: ModelProto) -> None:
     same, other = export(tiny.make(tiny.Branched)), export(tiny.make(tiny.Branched, seed=3))
     assert same.SerializeToString(deterministic=True) == branched.SerializeToString(deterministic=True)

@@ -21,6 +21,7 @@ def statistics_of(values: np.ndarray) -> TensorStatistics:
     return TensorStatistics(float(values.min()), float(values.max()), counts)
 
 
+@pytest.mark.slow
 def test_statistics_do_not_depend_on_how_images_are_batched() -> None:
     graph = export_graph(tiny.make(tiny.Straight), tiny.card(), height=tiny.SIZE, width=tiny.SIZE, opset=20)
     images_NCHW = tiny.images(6).numpy()
