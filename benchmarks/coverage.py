@@ -7,9 +7,8 @@ Coverage: the share of simulated races whose 95 % interval holds the true ratio,
 ``tasks/parts/measuring/intervals.py``, a bootstrap that draws single rounds (Efron 1979) and one that draws blocks of
 consecutive rounds (Kuensch 1989). The noise of an engine follows a first-order autoregressive process;
 ``correlation`` is that of one round with the next. Real races showed 0.04 on average, and 0.36 at the most.
-``disturbed`` is the share of an engine's rounds that take 40 % longer, because something else runs on the core: in a
-virtual machine with noisy neighbours it was up to 0.35. ``length`` is the median length of the interval by order
-statistics.
+``disturbed`` is the share of an engine's rounds that take 40 % longer, because something else runs on the core, as
+in a virtual machine with noisy neighbours. ``length`` is the median length of the interval by order statistics.
 
 Percentiles: the same for the percentiles of all latencies of an engine, whose rounds are slow or fast as a whole (a
 deviation of 3 %, correlated by 0.2) and of whose calls 3 % take up to twice as long.

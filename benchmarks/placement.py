@@ -31,7 +31,6 @@ import torch
 from numpy.typing import NDArray
 from onnx import ModelProto
 from onnxruntime.quantization import (
-    CalibrationDataReader,
     QuantFormat,
     QuantType,
     quant_pre_process,
@@ -39,6 +38,7 @@ from onnxruntime.quantization import (
 )
 from torch import Tensor, nn
 
+from benchmarks.peers import Reader
 from benchmarks.runtimes import in_onnxruntime
 from flows.params import compose_params
 from tasks.core.config import find_section, typed_config
@@ -367,18 +367,6 @@ def engine_of(file: Path, target: str, out: Path, stack: ExitStack) -> tuple[Eng
     if report.reason:
         raise SystemExit(f"{file.name} on {target}: {report.reason}")
     return report, stack.enter_context(open_engine(out / "engine")).infer
-
-
-class Reader(CalibrationDataReader):
-    """Hands the calibration images to ONNX Runtime one by one."""
-
-    def __init__(self, images_NCHW: np.ndarray) -> None:
-        self._images = iter(images_NCHW)
-
-    def get_next(self) -> dict[str, np.ndarray] | None:
-        """Return the next image, or None at the end."""
-        image_CHW = next(self._images, None)
-        return None if image_CHW is None else {"image": image_CHW[None]}
 
 
 def static(folder: Path, images_NCHW: np.ndarray, kind: QuantFormat) -> ModelProto:

@@ -10,34 +10,28 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from tasks.parts.engines.machine import int8_sums_saturate
 from tasks.parts.engines.target import Target
-from tasks.parts.onnx_graphs.graph import drop_unused, is_quantized
+from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused, is_quantized
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
+from tasks.parts.onnx_graphs.macs import LAYER_TYPES
 
 _MAX_7_BITS, _MAX_8_BITS = 63, 127
 
-_LAYERS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
 _GATES = frozenset({"Sigmoid", "HardSigmoid"})
-_INTEGER_OPERATORS = _LAYERS | {
-    "Add",
-    "AveragePool",
-    "Concat",
-    "DepthToSpace",
-    "Flatten",
-    "GlobalAveragePool",
-    "Identity",
-    "MaxPool",
-    "Mul",
-    "Pad",
-    "QuantizeLinear",
-    "Reshape",
-    "Resize",
-    "Slice",
-    "SpaceToDepth",
-    "Split",
-    "Squeeze",
-    "Transpose",
-    "Unsqueeze",
-}
+_INTEGER_OPERATORS = (
+    LAYER_TYPES
+    | MOVES_VALUES
+    | {
+        "Add",
+        "AveragePool",
+        "Concat",
+        "GlobalAveragePool",
+        "MaxPool",
+        "Mul",
+        "Pad",
+        "QuantizeLinear",
+        "Resize",
+    }
+)
 """Operators that compute or move integers if they read a Q/DQ pair."""
 
 STEM_CHANNELS, STEM_FILTERS = 4, 32
@@ -121,7 +115,7 @@ def fuse_activations(model: ModelProto) -> ModelProto:
         maker, users = makers.get(source), readers.get(dequantize.output[0], [])
         if source == dequantize.output[0] or maker is None or not users:
             continue
-        if maker.op_type in _LAYERS:
+        if maker.op_type in LAYER_TYPES:
             is_removable = all(is_fused(user) for user in users)
         else:
             is_removable = maker.op_type in _GATES and all(

@@ -3,10 +3,10 @@
 Rounds that follow each other closely are not independent: a slow phase of the machine covers several of them. A
 bootstrap that draws single rounds ignores this, and its intervals are too narrow.
 
-Ratios: some rounds are disturbed for one engine only, by 30 to 50 % where another virtual machine shares the core,
-and the others agree within 1 %. The interval of their median lies between two order statistics, which such rounds do
-not move (Conover, "Practical Nonparametric Statistics", 3rd edition, section 3.2). It is the one for independent
-rounds, widened by the autocorrelation of the signs of the deviations.
+Ratios: some rounds are disturbed for one engine only, as where another virtual machine shares the core. The interval
+of their median lies between two order statistics, which such rounds do not move (Conover, "Practical Nonparametric
+Statistics", 3rd edition, section 3.2). It is the one for independent rounds, widened by the autocorrelation of the
+signs of the deviations.
 
 Percentiles of latencies: consecutive rounds form 5 to 10 batches of equal length. The statistic of a batch differs
 from that of all rounds by the noise of many rounds, and is nearly independent of the next batch, so the spread of the

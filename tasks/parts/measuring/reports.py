@@ -128,7 +128,7 @@ class Race:
     def smallest_difference(self) -> float:
         """The smallest difference that counts: `resolution`, or the A/A spread if that is larger.
 
-        Two processes of one engine differ by up to 1.5 %, each as long as it lives, because of where its memory lies.
+        Two processes of one engine differ a little, each as long as it lives, because of where its memory lies.
         """
         return max(self.resolution, self.aa_ratio.spread)
 

@@ -14,21 +14,10 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto,
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, InputForm, Layout, Values
-from tasks.parts.onnx_graphs.graph import drop_unused
+from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused
 
 _KINDS = {TensorProto.FLOAT: "float32", TensorProto.UINT8: "uint8"}
-_MOVES = {
-    "Transpose",
-    "Slice",
-    "Gather",
-    "Split",
-    "Concat",
-    "Reshape",
-    "Squeeze",
-    "Unsqueeze",
-    "Flatten",
-    "Identity",
-}
+_MOVES = MOVES_VALUES | {"Concat", "Gather"}
 """Operators that move values without looking at them."""
 _TO_CHANNELS_FIRST, _TO_CHANNELS_LAST = [0, 3, 1, 2], [0, 2, 3, 1]
 _LARGEST_INPUT = 20.0

@@ -17,6 +17,22 @@ SOURCE_KEY = "source"
 MIN_OPSET, MAX_OPSET = 13, 23  # 13: first with per-channel Q/DQ; 23: last that all runtimes here read
 MIN_IR_VERSION, MAX_IR_VERSION = 7, 12
 
+MOVES_VALUES = frozenset(
+    {
+        "DepthToSpace",
+        "Flatten",
+        "Identity",
+        "Reshape",
+        "Slice",
+        "SpaceToDepth",
+        "Split",
+        "Squeeze",
+        "Transpose",
+        "Unsqueeze",
+    }
+)
+"""Operators that only move the values of one tensor."""
+
 
 def read_graph(path: Path) -> ModelProto:
     """Open one self-contained ONNX file; raise ArtifactError for any other.

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, helper
 
-LAYER_TYPES = ("Conv", "ConvTranspose", "MatMul", "Gemm")
+LAYER_TYPES = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
 """Operators that do nearly all the work."""
 
 

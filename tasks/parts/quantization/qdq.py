@@ -17,7 +17,8 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.onnx_graphs.graph import node_sources, other_types, set_node_source
+from tasks.parts.onnx_graphs.graph import MOVES_VALUES, node_sources, other_types, set_node_source
+from tasks.parts.onnx_graphs.macs import LAYER_TYPES
 from tasks.parts.quantization.config import Activations
 
 INT8_MAX = 127
@@ -25,22 +26,6 @@ UINT8_MAX = 255
 
 _ALL_INPUTS_ARE_MAPS = frozenset({"Add", "Mul", "Concat"})
 _LINEAR = frozenset({"MatMul", "Gemm"})
-_LAYERS = frozenset({"Conv", "ConvTranspose"}) | _LINEAR
-_MOVES_VALUES = frozenset(
-    {
-        "DepthToSpace",
-        "Flatten",
-        "Identity",
-        "Reshape",
-        "Slice",
-        "SpaceToDepth",
-        "Split",
-        "Squeeze",
-        "Transpose",
-        "Unsqueeze",
-    }
-)
-"""Operators that only move values; `_keeps_range` adds those that choose, interpolate or pad with 0."""
 _FUSED = frozenset({"Relu", "Clip"})
 """Activations that ONNX Runtime computes in the same integer kernel as the layer before them."""
 _ACTIVATIONS = _FUSED | {"HardSigmoid", "HardSwish", "LeakyRelu", "Sigmoid"}
@@ -168,7 +153,7 @@ def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Cont
             following = readers.get(name, [])
             if following and not any(
                 reader.name in in_float
-                or reader.op_type in _MOVES_VALUES
+                or reader.op_type in MOVES_VALUES
                 or outputs & set(reader.output)
                 or reader.op_type in _LINEAR
                 for reader in following
@@ -187,7 +172,7 @@ def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Cont
 
 def is_layer(node: NodeProto) -> bool:
     """Return whether a quantizable node has a weight."""
-    return node.op_type in _LAYERS
+    return node.op_type in LAYER_TYPES
 
 
 def map_inputs(model: ModelProto, node: NodeProto) -> list[str]:
@@ -373,7 +358,7 @@ def _keeps_range(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
             return True
         padding = constants.get(node.input[2])
         return padding is not None and not numpy_helper.to_array(padding).any()
-    return node.op_type in _MOVES_VALUES or node.op_type == "MaxPool"
+    return node.op_type in MOVES_VALUES or node.op_type == "MaxPool"
 
 
 def _fused_output(layer: NodeProto, readers: Mapping[str, Sequence[NodeProto]]) -> str:

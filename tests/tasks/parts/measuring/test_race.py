@@ -43,8 +43,11 @@ def test_equally_fast_engines_end_the_race_when_that_is_certain() -> None:
 
 def test_a_race_goes_on_until_the_control_is_known_as_well() -> None:
     random = np.random.default_rng(0)
-    noisy = lambda: {"slow": [2.0], "fast": [1.0], CONTROL: [2 * random.lognormal(0, 0.05)]}  # noqa: E731
-    assert len(run_race(noisy, RULE)["fast"]) > 30
+
+    def run_round() -> dict[str, list[float]]:
+        return {"slow": [2.0], "fast": [1.0], CONTROL: [2 * random.lognormal(0, 0.05)]}
+
+    assert len(run_race(run_round, RULE)["fast"]) > 30
 
 
 def test_the_reference_of_another_target_needs_no_decision() -> None:
