@@ -187,7 +187,7 @@ def _calibration_size(
     """Calibrate again, in the same way, on half of the images; a tensor that is 0 on them keeps its range."""
     from tasks.parts.data.dataset import open_images
     from tasks.parts.quantization.calibration import choose_range
-    from tasks.parts.quantization.config import Calibrator
+    from tasks.parts.quantization.config import Calibrator, coarsest
     from tasks.parts.quantization.qdq import insert_qdq, quantizable_tensors
 
     title = str(json.loads(ranges.read_text(encoding="utf-8"))["calibrator"])
@@ -196,7 +196,12 @@ def _calibration_size(
     half = max(1, len(images_NHWC) // 2)
     seen = _collect(cfg, graph, images_NHWC[:half], quantizable_tensors(graph, cfg.op_types))
     fewer = {
-        tensor: choose_range(statistics, Calibrator(name), percentile=float(percentile or 100))
+        tensor: choose_range(
+            statistics,
+            Calibrator(name),
+            percentile=float(percentile or 100),
+            activations=coarsest(evaluator.activations),
+        )
         if statistics.amax
         else known[tensor]
         for tensor, statistics in seen.items()

@@ -38,6 +38,7 @@ from tests.tasks.conftest import Workshop
 
 TARGETS = [
     "h200_tensorrt",
+    "h200_tensorrt_f16",
     "a100_tensorrt",
     "l4_tensorrt",
     "rtx4090_tensorrt",
