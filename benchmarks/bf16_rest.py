@@ -3,8 +3,9 @@
 ``python -m benchmarks.bf16_rest`` after a run of the pipeline, on a CPU with AVX512-BF16. Engines of ``cpu_openvino``
 and ``cpu_openvino_bf16`` from the same graphs: the default network (`pruned`, `pruned_ptq`), SegFormer with random
 weights (its attention stays in float), and networks of benchmarks/placement.py; batch 1, one thread, in the same
-interleaved rounds. Says in which precision the MACs and the layers run, the SQNR of the logits against the float graph, and the
-ratio of latencies (below 1: BF16 is faster). Prints a table and writes ``benchmarks/results/bf16_rest.json``.
+interleaved rounds. Says in which precision the MACs and the layers run, the SQNR of the logits against the float
+graph, and the ratio of latencies (below 1: BF16 is faster). Prints the rows and writes
+``benchmarks/results/bf16_rest.json``.
 """
 
 import argparse
@@ -41,7 +42,7 @@ NUM_ROUNDS = 60
 
 
 def main() -> None:
-    """Measure, print and write the table."""
+    """Measure, print and write the rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
