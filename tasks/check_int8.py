@@ -5,7 +5,6 @@ do they cover the values seen in training? Does the batch size matter, the calib
 Which layers are suspect?
 """
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -192,16 +191,17 @@ def _calibration_size(
     """Calibrate again, in the same way, on half of the images; a tensor that is 0 on them keeps its range."""
     from tasks.parts.data.dataset import open_images
     from tasks.parts.quantization.calibration import choose_range
-    from tasks.parts.quantization.config import Calibrator
-    from tasks.parts.quantization.qdq import insert_qdq, quantizable_tensors
+    from tasks.parts.quantization.config import coarsest
+    from tasks.parts.quantization.qdq import insert_qdq, quantizable_tensors, read_calibrator
 
-    title = str(json.loads(ranges.read_text(encoding="utf-8"))["calibrator"])
-    name, _, percentile = title.partition(" ")
+    title, calibrator, percentile = read_calibrator(ranges)
     images_NHWC = open_images(data, "calibration")[: cfg.num_images]
     half = max(1, len(images_NHWC) // 2)
     seen = _collect(cfg, graph, images_NHWC[:half], quantizable_tensors(graph, cfg.op_types))
     fewer = {
-        tensor: choose_range(statistics, Calibrator(name), percentile=float(percentile or 100))
+        tensor: choose_range(
+            statistics, calibrator, percentile=percentile, activations=coarsest(evaluator.activations)
+        )
         if statistics.amax
         else known[tensor]
         for tensor, statistics in seen.items()

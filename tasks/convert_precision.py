@@ -12,22 +12,22 @@ from tasks.core.bounds import AtLeast, AtMost, MoreThan
 from tasks.core.errors import ArtifactError, ConfigError, DataError, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator
 
+    import numpy as np
+    from numpy.typing import NDArray
     from onnx import ModelProto
 
 logger = logging.getLogger(__name__)
 
 _LARGEST_FP16 = 65504.0
-_SMALLEST_WEIGHTS = 2.0**-10
-"""FP16 keeps full precision down to 2**-14; a tensor needs room below its largest number."""
 
 
 class Method(StrEnum):
     """Tool that converts the graph. In both cases this stage decides which nodes stay in FP32."""
 
     converter = "converter"
-    """The converter of ONNX Runtime."""
+    """The rewrite that build_engine applies as well (tasks/parts/onnx_graphs/half_precision.py)."""
     autocast = "autocast"
     """AutoCast of nvidia-modelopt, which needs the extra autocast."""
 
@@ -77,13 +77,19 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
     Raises ArtifactError for a graph that is already quantized, ConfigError if AutoCast cannot be imported.
     """
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
+    from tasks.parts.onnx_graphs.half_precision import find_float32_nodes, largest_values
     from tasks.parts.quantization.evaluation import open_evaluator
 
     graph = read_graph(model)
     if is_quantized(graph):
         raise ArtifactError(f"{model}: already has Q/DQ, expected the float graph of export_onnx.")
     evaluator = open_evaluator(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
-    kept = _nodes_in_float32(cfg, graph, _largest_outputs(cfg, graph, data))
+    kept = find_float32_nodes(
+        graph,
+        largest_values(graph, _images(cfg, graph, data)),
+        max_abs=cfg.max_abs,
+        op_types=cfg.float32_op_types,
+    )
     convert = {Method.converter: _by_converter, Method.autocast: _by_autocast}[cfg.method]
     converted = convert(graph, kept)
     write_graph(converted, out / "model.onnx")
@@ -105,90 +111,21 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
     )
 
 
-def _largest_outputs(cfg: Config, graph: "ModelProto", data: Path) -> dict[str, float]:
-    """Return tensor -> largest magnitude on calibration images, for each output of a node."""
+def _images(cfg: Config, graph: "ModelProto", data: Path) -> "Iterator[NDArray[np.float32]]":
+    """Yield calibration images one by one, each [1, 3, H, W] and normalised."""
     from tasks.parts.data.dataset import normalised_batches, open_images
-    from tasks.parts.onnx_graphs.graph import other_types, read_card_of_graph
-    from tasks.parts.quantization.calibration import collect_statistics
+    from tasks.parts.onnx_graphs.graph import read_card_of_graph
 
-    card = read_card_of_graph(graph)
     images_NHWC = open_images(data, "calibration")[: cfg.num_images]
     if not len(images_NHWC):
         raise DataError("the calibration split has no images. Give it some: prepare_data.scenes or .splits.")
-    others = other_types(graph)
-    names = [name for node in graph.graph.node for name in node.output if name and name not in others]
-    statistics = collect_statistics(
-        graph, lambda: normalised_batches(images_NHWC, card, cfg.batch_size), names
-    )
-    return {name: seen.amax for name, seen in statistics.items()}
-
-
-def _nodes_in_float32(cfg: Config, graph: "ModelProto", tensors: "Mapping[str, float]") -> list[str]:
-    """Return the nodes whose weights, inputs or outputs FP16 cannot hold, and those of the configured types."""
-    import numpy as np
-    from onnx import numpy_helper
-
-    weights = {}
-    for tensor in graph.graph.initializer:
-        values = numpy_helper.to_array(tensor)
-        # A bias is left out: its rounding error vanishes in the sum.
-        if np.issubdtype(values.dtype, np.floating) and values.ndim > 1:
-            weights[tensor.name] = float(np.abs(values).max(initial=0.0))
-    kept = []
-    for node in graph.graph.node:
-        own = [weights[name] for name in node.input if name in weights]
-        passed = [tensors[name] for name in [*node.input, *node.output] if name in tensors]
-        largest = max([*own, *passed], default=0.0)
-        is_tiny = any(0 < value < _SMALLEST_WEIGHTS for value in own)
-        if node.op_type in cfg.float32_op_types or largest > cfg.max_abs or is_tiny:
-            kept.append(node.name)
-    return kept
+    yield from normalised_batches(images_NHWC, read_card_of_graph(graph), 1)
 
 
 def _by_converter(graph: "ModelProto", float32_nodes: list[str]) -> "ModelProto":
-    import onnx_ir
-    from onnx import ModelProto
-    from onnxruntime.transformers.float16 import convert_float_to_float16
+    from tasks.parts.onnx_graphs.half_precision import to_half
 
-    copy = ModelProto()
-    copy.CopyFrom(graph)  # the converter works in place
-    converted = onnx_ir.from_proto(
-        convert_float_to_float16(copy, keep_io_types=True, op_block_list=[], node_block_list=float32_nodes)
-    )
-    converted.graph.sort()  # the converter appends its casts at the end
-    proto: ModelProto = onnx_ir.to_proto(converted)
-    _join_float32_neighbours(proto)
-    return proto
-
-
-def _join_float32_neighbours(model: "ModelProto") -> None:
-    """Remove casts from FP32 to FP16 and back, which overflow.
-
-    The converter puts them between two nodes that both stay in FP32, and between such a node and an output.
-    """
-    from onnx import TensorProto, helper
-
-    from tasks.parts.onnx_graphs.graph import drop_unused
-
-    casts = {
-        node.output[0]: (helper.get_attribute_value(node.attribute[0]), node.input[0])
-        for node in model.graph.node
-        if node.op_type == "Cast"
-    }
-    wide = {
-        name: casts[narrow][1]
-        for name, (to, narrow) in casts.items()
-        if to == TensorProto.FLOAT and narrow in casts and casts[narrow][0] == TensorProto.FLOAT16
-    }
-    outputs = {wide[value.name]: value.name for value in model.graph.output if value.name in wide}
-    for node in list(model.graph.node):
-        if node.output[0] in outputs.values():
-            model.graph.node.remove(node)  # the FP32 node now writes this output itself
-            continue
-        inputs = [wide.get(name, name) for name in node.input]
-        node.input[:] = [outputs.get(name, name) for name in inputs]
-        node.output[:] = [outputs.get(name, name) for name in node.output]
-    drop_unused(model.graph)
+    return to_half(graph, float32_nodes=float32_nodes)
 
 
 def _by_autocast(graph: "ModelProto", float32_nodes: list[str]) -> "ModelProto":

@@ -84,7 +84,7 @@ def quantize_aware_train(
     from tasks.parts.networks.zeros import keep_zeros
     from tasks.parts.onnx_graphs.export import export_graph
     from tasks.parts.onnx_graphs.graph import read_graph, write_graph
-    from tasks.parts.quantization.config import Activations
+    from tasks.parts.quantization.config import coarsest
     from tasks.parts.quantization.evaluation import open_evaluator
     from tasks.parts.quantization.fake_quantization import fake_quantize, float_weights
     from tasks.parts.quantization.qdq import insert_qdq, read_ranges
@@ -110,7 +110,7 @@ def quantize_aware_train(
         float_graph,
         tensor_ranges,
         op_types=cfg.op_types,
-        activations=Activations.int8 if Activations.int8 in activations else Activations.uint8,
+        activations=coarsest(activations),
     )
     keep_zeros(simulated)
     objective = build_objective(

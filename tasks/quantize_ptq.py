@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tasks.core.bounds import AtLeast, AtMost, Distinct, LessThan, MinItems, MoreThan
 from tasks.core.errors import ArtifactError, DataError
-from tasks.parts.quantization.config import Activations, Calibrator, OpTypes
+from tasks.parts.quantization.config import Activations, Calibrator, OpTypes, coarsest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -131,7 +131,8 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     trials, candidates = [], []
     for title, calibrator, percentile in _calibrations(cfg):
         ranges = {
-            name: choose_range(seen, calibrator, percentile=percentile) for name, seen in statistics.items()
+            name: choose_range(seen, calibrator, percentile=percentile, activations=coarsest(cfg.activations))
+            for name, seen in statistics.items()
         }
         candidates.append((insert_qdq(graph, ranges, op_types=cfg.op_types), ranges))
         evaluation = evaluator.evaluate(candidates[-1][0])

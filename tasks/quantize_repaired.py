@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
 
-    from tasks.parts.quantization.config import Calibrator
+    from tasks.parts.quantization.config import Activations, Calibrator
     from tasks.parts.quantization.evaluation import Evaluation, GraphEvaluator
     from tasks.parts.quantization.gates import AccuracyGates
     from tasks.parts.quantization.qdq import TensorRange
@@ -200,6 +200,7 @@ def _try_repairs(
 ) -> list[_Candidate]:
     """Return the graph of quantize_ptq, and each repair of the best graph before it."""
     from tasks.parts.quantization.bias_correction import correct_biases
+    from tasks.parts.quantization.config import coarsest
     from tasks.parts.quantization.evaluation import with_activations
     from tasks.parts.quantization.qdq import insert_qdq
     from tasks.parts.quantization.weight_rounding import round_weights
@@ -214,7 +215,7 @@ def _try_repairs(
     tried = [evaluate((Repair.none,), graph, ranges)]
     if tried[0].score >= evaluator.float_score and gates.hold(tried[0].evaluation.results):
         return tried
-    for repair, equalized, known in _equalized(cfg, graph, calibrator, data):
+    for repair, equalized, known in _equalized(cfg, graph, calibrator, coarsest(evaluator.activations), data):
         tried.append(evaluate((Repair.none, repair), equalized, known))
     base = max(tried, key=lambda candidate: candidate.score)
     for repair, change in (
@@ -239,7 +240,11 @@ def _try_repairs(
 
 
 def _equalized(
-    cfg: Config, graph: "ModelProto", calibrator: "tuple[Calibrator, float]", data: Path
+    cfg: Config,
+    graph: "ModelProto",
+    calibrator: "tuple[Calibrator, float]",
+    activations: "Activations",
+    data: Path,
 ) -> "Iterator[tuple[Repair, ModelProto, Mapping[str, TensorRange]]]":
     """Yield the equalized graphs with their ranges; none if no channel can be scaled."""
     from tasks.parts.quantization.calibration import (
@@ -266,7 +271,10 @@ def _equalized(
         yield (
             repair,
             equalized,
-            {name: choose_range(seen, kind, percentile=percentile) for name, seen in statistics.items()},
+            {
+                name: choose_range(seen, kind, percentile=percentile, activations=activations)
+                for name, seen in statistics.items()
+            },
         )
 
 

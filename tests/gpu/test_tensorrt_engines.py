@@ -23,6 +23,7 @@ from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.manifest import EngineStatus, FloatArray, read_engine_manifest, write_engine_manifest
 from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.engines.runner import Runner
+from tasks.parts.engines.runtimes import Precision
 from tasks.parts.engines.target import Target
 from tasks.parts.selection.bundle import write_bundle
 from tests.tasks.conftest import Workshop
@@ -81,6 +82,18 @@ def test_float_engine_agrees_with_the_graph(workshop: Workshop, target: Target, 
 def test_quantized_graph_really_runs_in_int8(workshop: Workshop, target: Target, tmp_path: Path) -> None:
     report = build(workshop, target, workshop.quantized, tmp_path / "a")
     assert report.is_precision_ok and report.num_layers_int8 > 0
+
+
+@pytest.mark.parametrize("precision", [Precision.f16, Precision.bf16])
+@pytest.mark.parametrize("variant", ["float", "quantized"])
+def test_layers_that_are_not_quantized_run_in_the_target_s_precision(
+    workshop: Workshop, target: Target, tmp_path: Path, variant: str, precision: Precision
+) -> None:
+    model = workshop.quantized if variant == "quantized" else workshop.graph
+    declared = replace(target, precision=precision, min_agreement_db=10.0)
+    report = build(workshop, declared, model, tmp_path / "a")
+    assert report.is_precision_ok, report.precision_note
+    assert (report.num_layers_int8 > 0) == (variant == "quantized")
 
 
 @pytest.mark.skipif(

@@ -106,6 +106,16 @@ def test_bf16_target_runs_bf16_and_f32_target_does_not(workshop, tmp_path):
     assert read_engine_manifest(engine).target.precision is Precision.bf16
 
 
+def test_int8_runs_inside_a_bf16_network(workshop, tmp_path):
+    target = workshop.target("cpu_openvino_bf16")
+    if missing_cpu_flags(target):
+        pytest.skip(f"this CPU lacks {missing_cpu_flags(target)}")
+    report, _ = built(workshop, target, workshop.quantized, tmp_path)
+    assert report.is_precision_ok and report.executed.int8_share_of_quantized > 0.95
+    used = {precision for counts in report.precisions.values() for precision in counts}
+    assert {"int8", "bf16"} <= used
+
+
 def test_cpu_without_a_declared_flag_ends_in_skipped_with_the_reason(workshop, tmp_path):
     target = workshop.target("cpu_openvino_bf16", cpu_flags=["avx_imaginary"])
     report, engine = built(workshop, target, workshop.graph, tmp_path)

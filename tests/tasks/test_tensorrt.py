@@ -38,6 +38,7 @@ from tests.tasks.conftest import Workshop
 
 TARGETS = [
     "h200_tensorrt",
+    "h200_tensorrt_f16",
     "a100_tensorrt",
     "l4_tensorrt",
     "rtx4090_tensorrt",
@@ -68,8 +69,11 @@ def test_shipped_target_is_valid_and_named_in_its_file(workshop: Workshop, name:
 
 
 def test_targets_of_a_gpu_compose_beside_those_of_the_cpu() -> None:
-    params = compose_params(["target=[cpu_torch,h200_tensorrt]"])
+    params = compose_params(["target=[cpu_torch,h200_tensorrt,h200_tensorrt_f16]"])
     assert {"pruned_ptq-h200_tensorrt", "distilled-cpu_torch"} <= set(params["engines"])
+    twins = [params["build_engine"][name] for name in ("h200_tensorrt", "h200_tensorrt_f16")]
+    assert [twin.pop("precision") for twin in twins] == ["f32", "f16"]
+    assert [twin.pop("name") for twin in twins] != twins and twins[0] == twins[1]
     assert params["prune"]["channel_multiple"] == 32
 
 

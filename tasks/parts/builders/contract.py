@@ -26,7 +26,8 @@ class Built:
     precisions: Precisions
     """Precisions that the runtime chose, by type of operator."""
     graph: "ModelProto | None" = None
-    """Graph that the runtime was given, after the target's rewrites; None if the source is a checkpoint."""
+    """Graph that the runtime was given, after the target's rewrites (for TensorRT, before its types changed); None if
+    the source is a checkpoint."""
     layers: tuple[EngineLayer, ...] = ()
     """Layers that the runtime executes; empty if the source is a checkpoint."""
     build_latencies_ms: tuple[float, ...] = ()

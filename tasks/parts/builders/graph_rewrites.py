@@ -9,8 +9,18 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.parts.engines.machine import int8_sums_saturate
+from tasks.parts.engines.runtimes import Precision
 from tasks.parts.engines.target import Target
+from tasks.parts.onnx_graphs.foreign_half import has_half
 from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused, is_quantized
+from tasks.parts.onnx_graphs.half_precision import (
+    BF16,
+    FP16,
+    LARGEST_FP16,
+    find_float32_nodes,
+    largest_values,
+    to_half,
+)
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
 
@@ -37,6 +47,9 @@ _INTEGER_OPERATORS = (
 STEM_CHANNELS, STEM_FILTERS = 4, 32
 """Largest number of channels of an image, and of filters for which a convolution of it is faster in float."""
 
+_HEADROOM = 8
+"""Other images may have values that are this many times larger than those of the few that a build looks at."""
+
 MAX_MACS_PER_VALUE = 32
 """Largest multiply-adds per value for which interpolation as matrix products is used; beyond, Resize is faster."""
 
@@ -60,6 +73,20 @@ def encode_for(target: Target, graph: ModelProto) -> ModelProto:
     elif int8_sums_saturate():
         graph = weights_to_7_bits(graph)
     return gemm_as_matmul(graph) if target.pairs_before_activations else fuse_activations(graph)
+
+
+def round_rest(target: Target, graph: ModelProto, images_NCHW: NDArray[np.float32]) -> ModelProto:
+    """Return a graph whose layers compute in the target's precision unless they are quantized.
+
+    For runtimes that follow the types of the graph. Nodes that carry more than FP16 holds, on these images and with
+    room for others, stay in float32. A graph that has such types already stays as it is.
+    """
+    half = {Precision.f32: None, Precision.f16: FP16, Precision.bf16: BF16}[target.precision]
+    if half is None or has_half(graph):
+        return graph
+    largest = largest_values(graph, np.split(images_NCHW, len(images_NCHW))) if half == FP16 else {}
+    kept = find_float32_nodes(graph, largest, max_abs=LARGEST_FP16 / _HEADROOM, half=half)
+    return to_half(graph, float32_nodes=kept, half=half)
 
 
 def fix_batch(model: ModelProto) -> ModelProto:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tasks.parts.builders.contract import Built, GraphSource
-from tasks.parts.builders.graph_rewrites import encode_for
+from tasks.parts.builders.graph_rewrites import encode_for, round_rest
 from tasks.parts.builders.report import new_manifest
 from tasks.parts.builders.tensorrt_commands import Build, write_commands
 from tasks.parts.builders.tensorrt_plan import build_plan
@@ -36,7 +36,9 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     version, gpu = installed_version(Runtime.tensorrt), find_gpus()[0]
     target = replace(target, runtime=Runtime.tensorrt)  # here TensorRT itself runs the plan
     assert target.tensorrt is not None
-    file, plans, graph = engine / runner.ENGINE_FILE, [], encode_for(target, source.graph)
+    file, plans = engine / runner.ENGINE_FILE, []
+    encoded = encode_for(target, source.graph)
+    graph = round_rest(target, encoded, source.images_NCHW)
     for number in range(1, target.tensorrt.num_builds + 1):
         logger.info("build_engine: build %d of %d", number, target.tensorrt.num_builds)
         plans.append(engine / f"{number}.plan")
@@ -50,10 +52,10 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
         plan.unlink(missing_ok=True)
     with runner.PrimaryContext():
         layers = read_layers(runner.inspect(runner.load_plan(file.read_bytes(), target), target, source.card))
-    model = Path(GRAPH_FILE) if source.is_quantized else source.file
+    model = source.file if graph is source.graph else Path(GRAPH_FILE)
     write_commands(engine, target, Build(model, graph.graph.input[0].name, source.card, gpu, version))
     write_graph(graph, engine / GRAPH_FILE)
-    return Built(file, count_precisions(layers), graph, layers, latencies_ms)
+    return Built(file, count_precisions(layers), encoded, layers, latencies_ms)
 
 
 def _time_builds(plans: list[Path], target: Target, version: str, source: GraphSource) -> tuple[float, ...]:

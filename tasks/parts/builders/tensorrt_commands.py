@@ -46,7 +46,7 @@ def write_commands(out: Path, target: Target, build: Build) -> None:
     lines = [
         "# Repeats the build of build_engine. Kernels are chosen by timing, so the bytes differ between builds",
         "# unless all builds read the same timing cache, as these commands do. graph.onnx, where named, is the file",
-        "# beside this one: the Q/DQ graph in the target's scheme.",
+        "# beside this one: the graph in the target's scheme and precision.",
         shlex.join(trtexec_command(target, build)),
         shlex.join(polygraphy_command(target, build)),
     ]

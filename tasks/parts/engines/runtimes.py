@@ -58,7 +58,7 @@ class Runtime(StrEnum):
         "openvino",
         RuntimeTraits((CPU,), (Precision.f32, Precision.bf16), ("openvino",), is_native_code=True),
     )
-    tensorrt = "tensorrt", RuntimeTraits((CUDA,), (Precision.f32,), ("tensorrt",), plans="required")
+    tensorrt = "tensorrt", RuntimeTraits((CUDA,), tuple(Precision), ("tensorrt",), plans="required")
     aotinductor = (
         "aotinductor",
         RuntimeTraits((CPU, CUDA), tuple(Precision), ("torch",), reads_checkpoints=True, is_native_code=True),

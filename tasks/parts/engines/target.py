@@ -33,6 +33,8 @@ class Target:
     cpu_flags: list[str]
     """Required flags of /proc/cpuinfo; without them the build is skipped with the reason."""
     precision: Precision
+    """Precision of the layers that are not quantized. TensorRT takes it from the graph, which is rewritten for it; an
+    FP16 graph (convert_precision) keeps its own."""
     num_threads: Annotated[int, Between(1, 1024)]
     """Threads of one inference. More threads than free cores make latency worse and noisy."""
     max_batch: Annotated[int, Between(1, 4096)]
@@ -78,7 +80,9 @@ class Target:
         traits, runtime = self.runtime.traits, f"for runtime {self.runtime}"
         self._require(self.device in traits.devices, "device", f"{' or '.join(traits.devices)} {runtime}")
         self._require(
-            self.precision in traits.precisions, "precision", f"{', '.join(traits.precisions)} {runtime}"
+            self.precision in self.compiler.traits.precisions,
+            "precision",
+            f"{', '.join(self.compiler.traits.precisions)} for runtime {self.compiler}",
         )
         self._require((self.gpu is None) == (self.device == CPU), "gpu", "a GPU for cuda, null for cpu")
         may_be_plan = self.device == CUDA and traits.plans != "none"

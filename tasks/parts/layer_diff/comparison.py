@@ -11,8 +11,7 @@ from onnx import ModelProto
 from polygraphy.comparator import Comparator
 from polygraphy.logger import G_LOGGER
 
-from tasks.parts.builders.graph_rewrites import rewrite_for
-from tasks.parts.engines.manifest import EngineManifest, FloatArray
+from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, FloatArray
 from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.layer_diff.matching import Match, add_exact_twins, match_modules, match_tensors
 from tasks.parts.layer_diff.measures import PairSums
@@ -119,10 +118,8 @@ def _open_engine(
     if variant is None:
         match = match_modules(graph)
         return match, TorchHookedRunner(engine / manifest.file, match.names, graph, manifest)
-    if manifest.target.compiler is Runtime.onnxruntime:
-        encoded = read_graph(engine / manifest.file)
-    else:
-        encoded = rewrite_for(manifest.target, variant)
+    is_graph = manifest.target.compiler is Runtime.onnxruntime
+    encoded = read_graph(engine / (manifest.file if is_graph else GRAPH_FILE))
     match = match_tensors(graph, encoded)
     if manifest.target.compiler is Runtime.tensorrt:
         return match, TensorrtDebugRunner(encoded, match.names, manifest)

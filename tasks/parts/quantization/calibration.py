@@ -15,11 +15,11 @@ from onnx import ModelProto, TensorProto, helper
 
 from tasks.core.errors import ArtifactError, DataError
 from tasks.parts.onnx_session import open_session
-from tasks.parts.quantization.config import Calibrator
-from tasks.parts.quantization.qdq import INT8_MAX, TensorRange
+from tasks.parts.quantization.config import Activations, Calibrator
+from tasks.parts.quantization.qdq import TensorRange
 
 NUM_BINS = 2048
-NUM_LEVELS = 128  # magnitudes that symmetric INT8 distinguishes
+_FEWEST_BINS = 128
 _BINS_PER_STEP = 8
 _MAX_BYTES = 1 << 30
 """Limit for the activations that are read at once; fewer images per run do not change the statistics."""
@@ -103,18 +103,34 @@ def collect_channel_magnitudes(
     return found
 
 
-def choose_range(statistics: TensorStatistics, calibrator: Calibrator, *, percentile: float) -> TensorRange:
-    """Return the range that a calibrator chooses for a tensor."""
+def choose_range(
+    statistics: TensorStatistics,
+    calibrator: Calibrator,
+    *,
+    percentile: float,
+    activations: Activations = Activations.uint8,
+) -> TensorRange:
+    """Return the range that a calibrator chooses for a tensor; mse and entropy go by the levels of `activations`."""
     match calibrator:
         case Calibrator.minmax:
             amax = statistics.amax
         case Calibrator.percentile:
             amax = _percentile_amax(statistics, percentile)
         case Calibrator.entropy:
-            amax = _entropy_amax(statistics)
+            amax = _entropy_amax(statistics, activations)
         case Calibrator.mse:
-            amax = _mse_amax(statistics)
+            amax = _mse_amax(statistics, activations)
+    return _limits(statistics, amax)
+
+
+def _limits(statistics: TensorStatistics, amax: float) -> TensorRange:
     return TensorRange(low=max(statistics.low, -amax), high=min(statistics.high, amax))
+
+
+def _step(statistics: TensorStatistics, amax: float, activations: Activations) -> float:
+    """Return the distance of two levels: of uint8 over the range of the tensor, of int8 over twice its magnitude."""
+    limits = _limits(statistics, amax)
+    return float(limits.int8() if activations is Activations.int8 else limits.uint8()[0])
 
 
 def _tensor_reader(
@@ -168,25 +184,27 @@ def _percentile_amax(statistics: TensorStatistics, percentile: float) -> float:
     return statistics.amax * min(index + 1, NUM_BINS) / NUM_BINS
 
 
-def _mse_amax(statistics: TensorStatistics) -> float:
-    """Return the threshold with the least mean squared error between the magnitudes and their INT8 levels.
+def _mse_amax(statistics: TensorStatistics, activations: Activations) -> float:
+    """Return the threshold with the least mean squared error between the magnitudes and their levels.
 
     A higher threshold increases the rounding error and reduces clipping; each bin counts with its centre.
     """
+    if statistics.counts.sum() == 0:
+        return statistics.amax
     centres = (np.arange(NUM_BINS) + 0.5) * statistics.amax / NUM_BINS
     best_amax, least_error = statistics.amax, np.inf
-    for num_kept in range(NUM_LEVELS, NUM_BINS + 1, _BINS_PER_STEP):
+    for num_kept in range(_FEWEST_BINS, NUM_BINS + 1, _BINS_PER_STEP):
         amax = statistics.amax * num_kept / NUM_BINS
-        scale = amax / INT8_MAX
-        levels = np.minimum(np.rint(centres / scale), INT8_MAX)
-        error = float(statistics.counts @ np.square(centres - levels * scale))
+        step = _step(statistics, amax, activations)
+        rounded = np.rint(np.minimum(centres, amax) / step) * step
+        error = float(statistics.counts @ np.square(centres - rounded))
         if error < least_error:
             best_amax, least_error = amax, error
     return best_amax
 
 
-def _entropy_amax(statistics: TensorStatistics) -> float:
-    """Return the threshold with the least KL divergence between the float histogram and its INT8 version.
+def _entropy_amax(statistics: TensorStatistics, activations: Activations) -> float:
+    """Return the threshold with the least KL divergence between the float histogram and its 8-bit version.
 
     Migacz, "8-bit Inference with TensorRT", GTC 2017, slides 26-37. The bin of the smallest magnitudes is set
     to the next one: ReLU fills it with zeros, which any range represents.
@@ -196,22 +214,26 @@ def _entropy_amax(statistics: TensorStatistics) -> float:
     if counts.sum() == 0:
         return statistics.amax
     best_amax, least_divergence = statistics.amax, np.inf
-    for num_kept in range(NUM_LEVELS, NUM_BINS + 1, _BINS_PER_STEP):
-        divergence = _divergence(counts, num_kept)
+    for num_kept in range(_FEWEST_BINS, NUM_BINS + 1, _BINS_PER_STEP):
+        amax = statistics.amax * num_kept / NUM_BINS
+        num_levels = round(amax / _step(statistics, amax, activations)) + 1
+        if num_kept < num_levels:
+            continue
+        divergence = _divergence(counts, num_kept, num_levels)
         if divergence < least_divergence:
-            best_amax, least_divergence = statistics.amax * num_kept / NUM_BINS, divergence
+            best_amax, least_divergence = amax, divergence
     return best_amax
 
 
-def _divergence(counts: NDArray[np.float64], num_kept: int) -> float:
-    """Return KL(P || Q): P the first bins, with clipped values in the last one; Q these bins at INT8 resolution."""
+def _divergence(counts: NDArray[np.float64], num_kept: int, num_levels: int) -> float:
+    """Return KL(P || Q): P the first bins, with clipped values in the last one; Q these bins in 8-bit resolution."""
     kept = counts[:num_kept]
     reference = kept.copy()
     reference[-1] += counts[num_kept:].sum()
-    level = np.arange(num_kept) * NUM_LEVELS // num_kept
+    level = np.arange(num_kept) * num_levels // num_kept
     is_filled = reference > 0
-    sums = np.bincount(level, weights=kept, minlength=NUM_LEVELS)
-    num_filled = np.bincount(level, weights=is_filled, minlength=NUM_LEVELS)
+    sums = np.bincount(level, weights=kept, minlength=num_levels)
+    num_filled = np.bincount(level, weights=is_filled, minlength=num_levels)
     spread = np.where(is_filled, (sums / np.maximum(num_filled, 1))[level], 0.0)
     if spread.sum() == 0:
         return float(np.inf)

@@ -1,5 +1,6 @@
 """Calibrators, and operators that can read INT8; needs no onnx, so that a configuration can be checked without it."""
 
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -31,6 +32,11 @@ class Activations(StrEnum):
     """With a zero point, so that the levels cover the range of a tensor: CPU runtimes."""
     int8 = "int8"
     """Symmetric, with wider steps: TensorRT."""
+
+
+def coarsest(types: Collection[Activations]) -> Activations:
+    """Return the type with the widest steps: int8 if it is among them."""
+    return Activations.int8 if Activations.int8 in types else Activations.uint8
 
 
 class Calibrator(StrEnum):

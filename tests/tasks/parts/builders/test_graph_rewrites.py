@@ -1,5 +1,7 @@
 """Encodings: the same function by other operators, and left alone where it would not be the same."""
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
@@ -8,14 +10,21 @@ from onnx import ModelProto, helper
 
 from tasks.parts.builders.graph_rewrites import (
     MAX_MACS_PER_VALUE,
+    encode_for,
     fix_batch,
     resize_as_matmul,
+    round_rest,
     stem_in_float,
     weights_to_7_bits,
 )
-from tasks.parts.onnx_graphs.graph import is_quantized
+from tasks.parts.data.dataset import normalise
+from tasks.parts.engines.runtimes import Precision
+from tasks.parts.onnx_graphs.foreign_half import has_half
+from tasks.parts.onnx_graphs.graph import is_quantized, read_card_of_graph, read_graph
+from tasks.parts.onnx_graphs.macs import quantized_layers
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
+from tests.tasks.conftest import Workshop
 
 
 def op_types(model: ModelProto) -> list[str]:
@@ -158,3 +167,45 @@ def test_sums_of_two_products_fit_16_bits_with_weights_of_7(network_type: type) 
         assert np.abs(before[name]).max() == 127
         assert 2 * 255 * np.abs(weights.astype(int)).max() <= np.iinfo(np.int16).max
     assert difference(run(wide, images_NCHW), run(narrow, images_NCHW)).sqnr_db > 25
+
+
+@pytest.mark.parametrize("variant", ["graph", "quantized"])
+def test_tensorrt_gets_the_declared_precision_around_int8(workshop: Workshop, variant: str) -> None:
+    """The float32 graph and the one in FP16 compute the same layers from the same inputs."""
+    target = workshop.target("h200_tensorrt_f16")
+    encoded = encode_for(target, read_graph(getattr(workshop, variant)))
+    card = read_card_of_graph(encoded)
+    images_NCHW = normalise(np.load(workshop.images)[:4], card.mean, card.std)
+    half = round_rest(target, encoded, images_NCHW)
+    assert has_half(half) and not has_half(encoded)
+    assert [node.name for node in quantized_layers(half)] == [node.name for node in quantized_layers(encoded)]
+    assert op_types(half).count("Cast") <= 2  # the image, if it is not quantized, and the logits
+    exact = run(read_graph(workshop.graph), images_NCHW)
+    db = {
+        name: difference(exact, run(model, images_NCHW)).sqnr_db
+        for name, model in (("f32", encoded), ("f16", half))
+    }
+    assert db["f16"] > (40 if variant == "graph" else db["f32"] - 1)  # beside INT8 it costs next to nothing
+    assert round_rest(target, half, images_NCHW) is half
+    assert round_rest(workshop.target("h200_tensorrt"), encoded, images_NCHW) is encoded
+    wide = round_rest(replace(target, precision=Precision.bf16), encoded, images_NCHW)
+    kinds = {tensor.data_type for tensor in wide.graph.initializer}
+    assert onnx.TensorProto.BFLOAT16 in kinds and onnx.TensorProto.FLOAT16 not in kinds
+
+
+def test_node_with_little_room_below_the_largest_number_stays_in_float32(workshop: Workshop) -> None:
+    """Other images may have larger values than the few that a build looks at."""
+    target, graph = workshop.target("h200_tensorrt_f16"), read_graph(workshop.graph)
+    card = read_card_of_graph(graph)
+    images_NCHW = normalise(np.load(workshop.images)[:4], card.mean, card.std)
+    largest = np.abs(run(graph, images_NCHW)).max()
+    classifier = next(node for node in graph.graph.node if node.name == "classifier/Conv")
+    for name in classifier.input[1:]:
+        tensor = next(tensor for tensor in graph.graph.initializer if tensor.name == name)
+        values = onnx.numpy_helper.to_array(tensor) * np.float32(20000 / largest)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(values, name))
+    half = round_rest(target, graph, images_NCHW)
+    weights = {tensor.name: tensor.data_type for tensor in half.graph.initializer}
+    read = {node.name: [weights.get(name) for name in node.input] for node in half.graph.node}
+    assert onnx.TensorProto.FLOAT in read["classifier/Conv"]
+    assert sum(onnx.TensorProto.FLOAT16 in kinds for kinds in read.values()) > 10

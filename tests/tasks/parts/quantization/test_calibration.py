@@ -12,7 +12,8 @@ from tasks.parts.quantization.calibration import (
     choose_range,
     collect_statistics,
 )
-from tasks.parts.quantization.config import Calibrator
+from tasks.parts.quantization.config import Activations, Calibrator
+from tasks.parts.quantization.qdq import TensorRange
 
 
 def statistics_of(values: np.ndarray) -> TensorStatistics:
@@ -63,17 +64,52 @@ def test_entropy_agrees_with_onnxruntime() -> None:
     assert found == pytest.approx(expected, rel=0.15)
 
 
-def test_mse_takes_the_threshold_with_the_least_error_of_the_levels() -> None:
-    values = np.random.default_rng(0).laplace(size=200_000)
-    found = choose_range(statistics_of(values), Calibrator.mse, percentile=100.0).amax
+@pytest.mark.parametrize("activations", Activations)
+@pytest.mark.parametrize("lowest", [-np.inf, -0.3, 0.0])
+def test_mse_takes_the_threshold_with_the_least_error_of_the_levels(
+    activations: Activations, lowest: float
+) -> None:
+    values = np.maximum(np.random.default_rng(0).laplace(size=200_000), lowest)
+    found = choose_range(statistics_of(values), Calibrator.mse, percentile=100.0, activations=activations)
 
     def error(amax: float) -> float:
-        scale = amax / 127
-        return float(np.square(values - np.clip(np.rint(values / scale), -127, 127) * scale).mean())
+        """Quantize as the engine does."""
+        limits = TensorRange(max(values.min(), -amax), min(values.max(), amax))
+        if activations is Activations.int8:
+            levels = np.clip(np.rint(values / limits.int8()), -127, 127) * limits.int8()
+        else:
+            scale, zero_point = limits.uint8()
+            levels = np.clip(np.rint(values / scale) + zero_point, 0, 255) - zero_point
+            levels = levels * scale
+        return float(np.square(values - levels).mean())
 
     brute = min(np.linspace(1, np.abs(values).max(), 200), key=error)
-    assert found < 0.95 * np.abs(values).max()
-    assert error(found) <= 1.01 * error(brute)
+    assert found.amax < 0.95 * np.abs(values).max()
+    assert error(found.amax) <= 1.01 * error(brute)
+
+
+@pytest.mark.parametrize("calibrator", [Calibrator.mse, Calibrator.entropy])
+def test_levels_on_one_side_of_zero_allow_a_wider_range(calibrator: Calibrator) -> None:
+    """uint8 has twice as many levels for a tensor that is never negative; for a symmetric one it has as many."""
+    values = np.random.default_rng(0).normal(size=200_000) ** 3
+    one_sided, both = (
+        {
+            activations: choose_range(
+                statistics_of(seen), calibrator, percentile=100.0, activations=activations
+            ).amax
+            for activations in Activations
+        }
+        for seen in (np.abs(values), values)
+    )
+    assert one_sided[Activations.uint8] > 1.05 * one_sided[Activations.int8]
+    assert both[Activations.uint8] == pytest.approx(both[Activations.int8], rel=0.05)
+
+
+@pytest.mark.parametrize("calibrator", Calibrator)
+@pytest.mark.filterwarnings("error")
+def test_tensor_of_zeros_has_an_empty_range(calibrator: Calibrator) -> None:
+    zeros = TensorStatistics(0.0, 0.0, np.zeros(NUM_BINS, np.int64))
+    assert choose_range(zeros, calibrator, percentile=99.9).amax == 0
 
 
 def test_range_of_a_relu_keeps_its_sign() -> None:

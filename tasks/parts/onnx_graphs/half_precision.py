@@ -1,0 +1,353 @@
+"""Give the float32 part of a graph another type, FP16 or BF16; works on graphs with Q/DQ pairs too.
+
+Which operators exist in a type, and which of their inputs share it, is read from the schemas of ONNX. A runtime with
+strong types (TensorRT) computes each operator in the type that the graph gives it, so scales of pairs get the type
+too: QuantizeLinear has an input and a scale of one type, DequantizeLinear a scale of its output's type.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.onnx_graphs.foreign_opset import STANDARD_DOMAINS
+from tasks.parts.onnx_graphs.graph import is_quantized
+from tasks.parts.onnx_session import open_session
+
+LARGEST_FP16 = 65504.0
+FP16, BF16 = int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)
+
+_FP32 = int(TensorProto.FLOAT)
+_SUFFIX = {_FP32: "f32", FP16: "f16", BF16: "bf16"}
+_TYPE_TEXT = {FP16: "tensor(float16)", BF16: "tensor(bfloat16)"}
+_OPSET_OF_PAIRS = 19
+"""First opset whose pairs have scales of other types than float32."""
+_OPSET_OF_BF16 = 22
+"""First opset with convolutions and pools in BF16."""
+
+_SMALLEST_WEIGHTS = 2.0**-10
+"""FP16 keeps full precision down to 2**-14; a tensor needs room below its largest number."""
+_MAX_LEVEL = 127
+
+
+def find_float32_nodes(
+    model: ModelProto,
+    largest: Mapping[str, float],
+    *,
+    max_abs: float,
+    op_types: Collection[str] = (),
+    half: int = FP16,
+) -> list[str]:
+    """Return the nodes of some operator types, and for FP16 those whose weights, inputs or outputs it cannot hold.
+
+    `largest` has the largest magnitude of tensors; beyond `max_abs` a node stays in float32. BF16 has its range.
+    """
+    kept = []
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in _float_constants(model)}
+    lost = {name for name, values in constants.items() if half == FP16 and _is_lost(values, max_abs)}
+    for node in model.graph.node:
+        if node.op_type == "DequantizeLinear" and half == FP16:
+            scale = constants.get(node.input[1])
+            if scale is not None and not _fits(scale, half):
+                lost.add(
+                    node.output[0]
+                )  # a layer that reads it computes in integers only without a cast between
+    for node in model.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            continue
+        passed = [largest[name] for name in (*node.input, *node.output) if name in largest and half == FP16]
+        if node.op_type in op_types or lost & set(node.input) or max(passed, default=0.0) > max_abs:
+            kept.append(node.name)
+    return kept
+
+
+def largest_values(model: ModelProto, images: Iterable[NDArray[np.float32]]) -> dict[str, float]:
+    """Return float32 tensor -> largest magnitude over some images, each [1, C, H, W], for each output of a node.
+
+    Raises ArtifactError for a tensor that is not finite.
+    """
+    kinds = _types(model)
+    names = [name for node in model.graph.node for name in node.output if kinds.get(name) == _FP32]
+    marked = ModelProto()
+    marked.CopyFrom(model)
+    outputs = {value.name for value in model.graph.output}
+    marked.graph.output.extend(
+        helper.make_tensor_value_info(name, _FP32, None) for name in names if name not in outputs
+    )
+    session = open_session(marked, is_optimised=False)
+    largest = dict.fromkeys(names, 0.0)
+    for image in images:
+        for name, values in zip(names, session.run(names, {model.graph.input[0].name: image}), strict=True):
+            largest[name] = float(np.maximum(largest[name], np.abs(values).max(initial=0.0)))  # keeps NaN
+    for name, value in largest.items():
+        if not np.isfinite(value):
+            raise ArtifactError(
+                f"tensor '{name}' reaches {value} on calibration images, expected finite numbers. Check the weights "
+                "of the graph."
+            )
+    return largest
+
+
+def to_half(model: ModelProto, *, float32_nodes: Collection[str] = (), half: int = FP16) -> ModelProto:
+    """Return a copy that computes in `half` between float32 inputs and outputs, but for some nodes (names).
+
+    Operators that do not exist in that type stay in float32 as well. Casts stand where the type changes; a
+    DequantizeLinear gives each reader the type that it computes in, so that no cast separates a pair from a layer.
+    Raises the opset where that is needed for pairs or BF16.
+    """
+    oldest = max(_OPSET_OF_PAIRS if is_quantized(model) else 0, _OPSET_OF_BF16 if half == BF16 else 0)
+    model = _constants_as_initializers(_raise_opset(model, oldest))
+    return _Rewriter(model, half, frozenset(float32_nodes)).rewrite()
+
+
+class _Rewriter:
+    """Rewrites node by node; knows under which name each float tensor exists in which type."""
+
+    def __init__(self, model: ModelProto, half: int, kept: frozenset[str]) -> None:
+        self._model, self._half, self._kept = model, half, kept
+        self._kinds = _types(model)
+        self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        self._opset = _opset(model)
+        self._names: dict[str, dict[int, str]] = {
+            value.name: {_FP32: value.name} for value in model.graph.input
+        }
+        self._fixed = {value.name for value in model.graph.output} | {
+            name for node in model.graph.node for name in _captured(node)
+        }
+        """Tensors whose name belongs to their float32 form, because it is read from outside of the nodes."""
+        self._dequantizers: dict[str, NodeProto] = {}
+        self._nodes: list[NodeProto] = []
+        self._tensors: dict[str, TensorProto] = {}
+
+    def rewrite(self) -> ModelProto:
+        for node in self._model.graph.node:
+            if node.op_type == "DequantizeLinear":
+                self._dequantizers[node.output[0]] = node  # written where it is read
+            elif node.op_type == "QuantizeLinear":
+                self._add_quantizer(node)
+            else:
+                self._add(node)
+        for value in self._model.graph.output:
+            self._read(value.name, _FP32)
+        rewritten = ModelProto()
+        rewritten.CopyFrom(self._model)
+        graph = rewritten.graph
+        for field in (graph.node, graph.initializer, graph.value_info):
+            del field[:]
+        graph.node.extend(self._nodes)
+        graph.initializer.extend(self._tensors.values())
+        return onnx.shape_inference.infer_shapes(rewritten, data_prop=True)
+
+    def _add(self, node: NodeProto) -> None:
+        new = NodeProto()
+        new.CopyFrom(node)
+        in_half, inputs, outputs = self._variables(node)
+        for name in _captured(node):
+            self._read(name, _FP32)
+        for index, name in enumerate(node.input):
+            if node.op_type == "Cast":
+                new.input[index] = self._any(name)
+            else:
+                new.input[index] = self._read(name, self._half if inputs[index] in in_half else _FP32)
+        for index, name in enumerate(node.output):
+            if self._kinds.get(name) == _FP32 and outputs[index] in in_half:
+                new.output[index] = self._name_of(name, self._half)
+                self._names[name] = {self._half: new.output[index]}
+            elif name:
+                self._names[name] = {_FP32: name}
+        self._nodes.append(new)
+
+    def _add_quantizer(self, node: NodeProto) -> None:
+        """Add a QuantizeLinear in the type that its input has."""
+        new = NodeProto()
+        new.CopyFrom(node)
+        new.input[0] = self._any(node.input[0])
+        kind = next(
+            (kind for kind, name in self._names.get(node.input[0], {}).items() if name == new.input[0]), _FP32
+        )
+        if kind == self._half and not self._is_representable(node.input[1]):
+            kind, new.input[0] = _FP32, self._read(node.input[0], _FP32)
+        new.input[1] = self._scale(node.input[1], kind, is_rounded=True)
+        for name in new.input[2:]:
+            self._keep(name)
+        self._names[node.output[0]] = {_FP32: node.output[0]}
+        self._nodes.append(new)
+
+    def _add_dequantizer(self, node: NodeProto, kind: int) -> str:
+        """Add a DequantizeLinear with an output of this type, and return its name."""
+        new, output = NodeProto(), self._name_of(node.output[0], kind)
+        new.CopyFrom(node)
+        if self._names[node.output[0]]:  # there is one of the other type
+            new.name = f"{node.name}:{_SUFFIX[kind]}"
+            if output in self._names[node.output[0]].values():
+                output = f"{output}:{_SUFFIX[kind]}"
+        for name in (new.input[0], *new.input[2:]):
+            self._keep(name)
+        is_weight = node.input[0] in self._constants
+        new.input[1] = self._scale(node.input[1], kind, is_rounded=not is_weight)
+        new.output[0] = output
+        self._nodes.append(new)
+        return output
+
+    def _variables(self, node: NodeProto) -> tuple[set[str], list[str], list[str]]:
+        """Return the type variables of a node that become half, and those of its inputs and outputs."""
+        inputs, outputs = [""] * len(node.input), [""] * len(node.output)
+        if node.op_type == "Cast" or node.domain not in STANDARD_DOMAINS or _captured(node):
+            return set(), inputs, outputs
+        schema = onnx.defs.get_schema(node.op_type, self._opset)
+        inputs = [_formal(schema.inputs, index) for index in range(len(node.input))]
+        outputs = [_formal(schema.outputs, index) for index in range(len(node.output))]
+        if node.name in self._kept:
+            return set(), inputs, outputs
+        text = _TYPE_TEXT[self._half]
+        allowed = {rule.type_param_str for rule in schema.type_constraints if text in rule.allowed_type_strs}
+        read = {kind for name, kind in zip(node.input, inputs, strict=True) if self._kinds.get(name) == _FP32}
+        return allowed & read, inputs, outputs
+
+    def _any(self, name: str) -> str:
+        """Return the name of a tensor in the type in which it exists already."""
+        known = self._names.get(name)
+        if known:
+            return known.get(self._half) or next(iter(known.values()))
+        return self._read(name, self._half if name in self._dequantizers else _FP32)
+
+    def _read(self, name: str, kind: int) -> str:
+        """Return the name of a tensor in a type; a tensor that is not float32 keeps its own."""
+        if name in self._constants:
+            return self._constant(name, kind)
+        if not name or self._kinds.get(name) != _FP32:
+            return name
+        known = self._names.setdefault(name, {})
+        if kind in known:
+            return known[kind]
+        node = self._dequantizers.get(name)
+        if node is not None and (kind == _FP32 or self._is_representable(node.input[1])):
+            known[kind] = self._add_dequantizer(node, kind)
+        else:
+            source = self._read(name, _FP32) if node is not None else next(iter(known.values()))
+            cast = name if name in self._fixed and kind == _FP32 else f"{name}:{_SUFFIX[kind]}"
+            self._nodes.append(helper.make_node("Cast", [source], [cast], f"{cast}:cast", to=kind))
+            known[kind] = cast
+        return known[kind]
+
+    def _name_of(self, name: str, kind: int) -> str:
+        return f"{name}:{_SUFFIX[kind]}" if name in self._fixed and kind != _FP32 else name
+
+    def _keep(self, name: str) -> None:
+        if name in self._constants:
+            self._tensors[name] = self._constants[name]
+
+    def _constant(self, name: str, kind: int) -> str:
+        tensor = self._constants[name]
+        if tensor.data_type != _FP32 or kind == _FP32:
+            self._keep(name)
+            return name
+        return self._store(f"{name}:{_SUFFIX[kind]}", _rounded(numpy_helper.to_array(tensor), kind))
+
+    def _scale(self, name: str, kind: int, *, is_rounded: bool) -> str:
+        """Return the name of a scale in a type; the two sides of a pair have the same value in different types."""
+        if name not in self._constants:
+            return self._read(name, kind)
+        if kind == _FP32 and is_rounded and self._is_representable(name):
+            values = _rounded(numpy_helper.to_array(self._constants[name]), self._half)
+            return self._store(f"{name}:{_SUFFIX[self._half]}_in_f32", values.astype(np.float32))
+        return self._constant(name, kind)
+
+    def _is_representable(self, scale: str) -> bool:
+        tensor = self._constants.get(scale)
+        return tensor is None or _fits(numpy_helper.to_array(tensor), self._half)
+
+    def _store(self, name: str, values: NDArray[Any]) -> str:
+        self._tensors.setdefault(name, numpy_helper.from_array(values, name))
+        return name
+
+
+def _types(model: ModelProto) -> dict[str, int]:
+    """Return tensor -> its type, where ONNX can infer it."""
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    kinds = {
+        value.name: value.type.tensor_type.elem_type
+        for value in (*graph.value_info, *graph.input, *graph.output)
+    }
+    return kinds | {tensor.name: tensor.data_type for tensor in graph.initializer}
+
+
+def _opset(model: ModelProto) -> int:
+    return next(int(entry.version) for entry in model.opset_import if entry.domain in STANDARD_DOMAINS)
+
+
+def _formal(parameters: Sequence[Any], index: int) -> str:
+    """Return the type variable, or the type, of an input or output; the last parameter may be repeated."""
+    return str(parameters[min(index, len(parameters) - 1)].type_str) if parameters else ""
+
+
+def _captured(node: NodeProto) -> set[str]:
+    """Return the names that the subgraphs of a node use."""
+    subgraphs: list[GraphProto] = [a.g for a in node.attribute if a.type == AttributeProto.GRAPH]
+    return {
+        name
+        for graph in subgraphs
+        for inner in graph.node
+        for name in (*inner.input, *_captured(inner), *(value.name for value in graph.output))
+    }
+
+
+def _float_constants(model: ModelProto) -> list[TensorProto]:
+    return [tensor for tensor in model.graph.initializer if tensor.data_type == _FP32]
+
+
+def _is_lost(values: NDArray[Any], max_abs: float) -> bool:
+    """Return whether FP16 loses a constant: a weight too large or too small for it, or a number that becomes 0.
+
+    A vector (a bias) may hold small numbers; their rounding error vanishes in the sum.
+    """
+    largest = float(np.abs(values).max(initial=0.0))
+    if values.ndim > 1 and (largest > max_abs or 0 < largest < _SMALLEST_WEIGHTS):
+        return True
+    return largest > 0 and not np.float16(min(largest, LARGEST_FP16))
+
+
+def _fits(scale: NDArray[Any], half: int) -> bool:
+    """Return whether rounding a scale moves no level by more than half a step."""
+    rounded = _rounded(scale, half).astype(np.float64)
+    return bool((np.abs(rounded - scale) * _MAX_LEVEL <= scale / 2).all())
+
+
+def _rounded(values: NDArray[Any], half: int) -> NDArray[Any]:
+    """Return values in a half type; finite numbers beyond it become its largest."""
+    if half == FP16:
+        values = np.where(np.isfinite(values), np.clip(values, -LARGEST_FP16, LARGEST_FP16), values)
+    return np.asarray(values).astype(helper.tensor_dtype_to_np_dtype(half))
+
+
+def _raise_opset(model: ModelProto, oldest: int) -> ModelProto:
+    """Return the graph, or a copy in a newer opset; names and metadata of nodes stay."""
+    if _opset(model) >= oldest:
+        return model
+    metadata = {node.name: list(node.metadata_props) for node in model.graph.node}
+    converted = onnx.version_converter.convert_version(model, oldest)
+    converted.ir_version = max(model.ir_version, helper.find_min_ir_version_for(list(converted.opset_import)))
+    del converted.metadata_props[:]
+    converted.metadata_props.extend(model.metadata_props)
+    for node in converted.graph.node:
+        del node.metadata_props[:]
+        node.metadata_props.extend(metadata.get(node.name, []))
+    return converted
+
+
+def _constants_as_initializers(model: ModelProto) -> ModelProto:
+    """Return a copy whose Constant nodes with a tensor are initializers, so that readers may have it in two types."""
+    changed = ModelProto()
+    changed.CopyFrom(model)
+    graph = changed.graph
+    for node in list(graph.node):
+        value = next((a for a in node.attribute if a.name == "value"), None)
+        if node.op_type == "Constant" and value is not None:
+            value.t.name = node.output[0]
+            graph.initializer.append(value.t)
+            graph.node.remove(node)
+    return changed

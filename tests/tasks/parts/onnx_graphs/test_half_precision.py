@@ -1,0 +1,259 @@
+"""FP16 and BF16 around INT8: the types that TensorRT's operators demand, and the same function."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import tiny_networks as tiny
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.onnx_graphs.graph import node_sources
+from tasks.parts.onnx_graphs.half_precision import BF16, FP16, find_float32_nodes, largest_values, to_half
+from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
+from tasks.parts.onnx_graphs.macs import quantized_layers
+from tasks.parts.onnx_graphs.signal_to_noise import difference
+from tasks.parts.onnx_session import open_session
+
+FP32 = TensorProto.FLOAT
+FLOATS = {FP32, FP16, BF16}
+
+
+@functools.cache
+def quantized(network_type: type) -> tuple[ModelProto, ModelProto, np.ndarray]:
+    """Return a float graph, its twin with symmetric int8 pairs, and images."""
+    graph, pairs, images_NCHW = tiny.quantized(network_type, tiny.OP_TYPES)
+    return graph, activations_to_int8(pairs), images_NCHW
+
+
+@pytest.fixture(scope="module", params=[tiny.Straight, tiny.Branched, tiny.Shared])
+def int8(request: pytest.FixtureRequest) -> tuple[ModelProto, np.ndarray]:
+    """Return a graph with symmetric int8 pairs, and images."""
+    return quantized(request.param)[1:]
+
+
+def copied(model: ModelProto) -> ModelProto:
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    return copy
+
+
+def types_of(model: ModelProto) -> dict[str, int]:
+    """Infer the type of each tensor; raises for operators that do not take theirs."""
+    onnx.checker.check_model(model, full_check=True)
+    graph = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True).graph
+    values = (*graph.value_info, *graph.input, *graph.output)
+    return {value.name: value.type.tensor_type.elem_type for value in values} | {
+        tensor.name: tensor.data_type for tensor in graph.initializer
+    }
+
+
+def find_faults(model: ModelProto) -> list[str]:
+    """Return what a strongly typed network of TensorRT does not take.
+
+    Its operator pages: Quantize has input and scale of one type (float16, bfloat16 or float32) and an int8 output,
+    Dequantize an int8 input, and a scale of its output's type; zero points are 0, scales positive constants (the ONNX
+    parser checks it). Convolution and the others have inputs, weights and bias of one type.
+    """
+    kinds = types_of(model)
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    faults = []
+    for node in model.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            is_quantizer = node.op_type == "QuantizeLinear"
+            real, levels = (
+                (node.input[0], node.output[0]) if is_quantizer else (node.output[0], node.input[0])
+            )
+            scale = constants.get(node.input[1])
+            if kinds[real] != kinds[node.input[1]] or kinds[levels] != TensorProto.INT8:
+                faults.append(f"{node.name}: types")
+            if scale is None or not (scale.astype(np.float64) > 0).all() or constants[node.input[2]].any():
+                faults.append(f"{node.name}: values")
+        elif node.op_type not in ("Cast", "Resize"):  # the scales of Resize are float32
+            found = {kinds[name] for name in (*node.input, *node.output) if kinds.get(name) in FLOATS}
+            if len(found) > 1:
+                faults.append(f"{node.name}: {found}")
+    return faults
+
+
+def op_types(model: ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node]
+
+
+def run(model: ModelProto, images_NCHW: np.ndarray) -> np.ndarray:
+    return np.asarray(open_session(model, is_optimised=False).run(None, {"image": images_NCHW})[0])
+
+
+def constant(model: ModelProto, name: str) -> TensorProto:
+    return next(tensor for tensor in model.graph.initializer if tensor.name == name)
+
+
+def scaled(model: ModelProto, name: str, factor: float) -> None:
+    """Multiply a constant, in place."""
+    tensor = constant(model, name)
+    tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(factor), name))
+
+
+def dequantizer(model: ModelProto, name: str) -> NodeProto:
+    return next(node for node in model.graph.node if name in node.output)
+
+
+@pytest.mark.parametrize("half", [FP16, BF16])
+def test_everything_between_the_pairs_is_half_as_strong_types_demand(
+    int8: tuple[ModelProto, np.ndarray], half: int
+) -> None:
+    before, after = int8[0], to_half(int8[0], half=half)
+    assert find_faults(after) == []
+    kinds = types_of(after)
+    assert {kinds[value.name] for value in (*after.graph.input, *after.graph.output)} == {FP32}
+    wide = [name for name, kind in kinds.items() if kind == FP32]
+    outside = {after.graph.input[0].name, after.graph.output[0].name}
+    scales = {name for node in after.graph.node if node.op_type == "Resize" for name in node.input[1:]}
+    image_scale = {node.input[1] for node in after.graph.node if outside & set(node.input)}
+    assert set(wide) == outside | (scales & set(wide)) | image_scale
+    assert [node.name for node in quantized_layers(after)] == [node.name for node in quantized_layers(before)]
+    assert op_types(after).count("Cast") == 1  # of the logits
+    assert node_sources(before).items() <= node_sources(after).items()
+    assert after.metadata_props == before.metadata_props
+
+
+def test_a_scale_of_another_type_is_found(int8: tuple[ModelProto, np.ndarray]) -> None:
+    half = to_half(int8[0])
+    for name in {node.input[1] for node in half.graph.node if node.op_type == "QuantizeLinear"}:
+        tensor = constant(half, name)
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), name))
+    with pytest.raises(onnx.shape_inference.InferenceError):
+        assert find_faults(half) == []
+        raise AssertionError
+
+
+def test_fp16_graph_computes_nearly_the_same(int8: tuple[ModelProto, np.ndarray]) -> None:
+    graph, images_NCHW = int8
+    assert difference(run(graph, images_NCHW), run(to_half(graph), images_NCHW)).sqnr_db > 25
+
+
+def test_bf16_graph_computes_nearly_the_same(int8: tuple[ModelProto, np.ndarray]) -> None:
+    """By ONNX's own evaluator: ONNX Runtime has no BF16 convolution on the CPU."""
+    graph, images_NCHW = int8[0], int8[1][:2]
+    logits = ReferenceEvaluator(to_half(graph, half=BF16)).run(None, {"image": images_NCHW})[0]
+    assert difference(run(graph, images_NCHW), np.asarray(logits)).sqnr_db > 15
+
+
+def test_layer_whose_output_fp16_cannot_hold_stays_in_float32_and_in_int8() -> None:
+    """Its input is read by another layer too, which gets a DequantizeLinear of its own."""
+    graph, images_NCHW = copied(quantized(tiny.Branched)[1]), quantized(tiny.Branched)[2]
+    layers = quantized_layers(graph)
+    large = next(
+        node for node in layers if sum(node.input[0] in other.input for other in graph.graph.node) > 1
+    )
+    scaled(graph, dequantizer(graph, large.input[1]).input[1], 1e6)
+    kept = find_float32_nodes(graph, largest_values(graph, np.split(images_NCHW, 8)), max_abs=32752.0)
+    assert large.name in kept
+    half = to_half(graph, float32_nodes=kept)
+    assert find_faults(half) == [] and types_of(half)[large.output[0]] == FP32
+    assert [node.name for node in quantized_layers(half)] == [node.name for node in layers]
+    both = [node for node in half.graph.node if node.op_type == "DequantizeLinear"]
+    assert {types_of(half)[node.output[0]] for node in both} == {FP16, FP32}
+    assert len({node.input[0] for node in both}) < len(both)
+    exact, found = run(graph, images_NCHW), run(half, images_NCHW)
+    assert np.isfinite(found).all() and difference(exact, found).sqnr_db > 25
+
+
+def test_layer_whose_scales_fp16_rounds_away_stays_in_float32() -> None:
+    """BF16 has the range of float32, so nothing has to stay there."""
+    graph = copied(quantized(tiny.Straight)[1])
+    layer = quantized_layers(graph)[1]
+    scale = dequantizer(graph, layer.input[1]).input[1]
+    scaled(graph, scale, 1e-7)
+    assert find_float32_nodes(graph, {}, max_abs=32752.0) == [layer.name]
+    assert find_float32_nodes(graph, {}, max_abs=32752.0, half=BF16) == []
+    half = to_half(graph, float32_nodes=[layer.name])
+    assert find_faults(half) == []
+    np.testing.assert_array_equal(
+        numpy_helper.to_array(constant(half, scale)), numpy_helper.to_array(constant(graph, scale))
+    )
+
+
+@pytest.mark.parametrize(("half", "opset"), [(FP16, 19), (BF16, 22)])
+def test_opset_is_raised_to_the_first_with_such_types(half: int, opset: int) -> None:
+    graph, int8, _ = quantized(tiny.Straight)
+    old = onnx.version_converter.convert_version(int8, 17)
+    for node, source in zip(old.graph.node, int8.graph.node, strict=True):
+        node.metadata_props.extend(source.metadata_props)
+    raised = to_half(old, half=half)
+    assert [entry.version for entry in raised.opset_import] == [opset]
+    assert find_faults(raised) == []
+    assert node_sources(raised).items() >= node_sources(old).items() != set()
+    plain = onnx.version_converter.convert_version(graph, 17)
+    assert [entry.version for entry in to_half(plain).opset_import] == [17]  # FP16 is as old as ONNX
+
+
+def small(nodes: list[NodeProto], tensors: list[TensorProto], **changes: Any) -> ModelProto:
+    image, logits = (helper.make_tensor_value_info(name, FP32, [1, 2, 3, 3]) for name in ("image", "logits"))
+    graph = helper.make_graph(nodes, "small", [image], [logits], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10, **changes)
+
+
+def test_constant_serves_readers_of_both_types_and_a_lost_one_keeps_its_node_in_float32() -> None:
+    """1e-9 is 0 in FP16, and a division by it would be infinite."""
+    tiny_value, one = (
+        numpy_helper.from_array(np.array(value, np.float32), name)
+        for value, name in ((1e-9, "epsilon"), (1.0, "one"))
+    )
+    model = small(
+        [
+            helper.make_node("Constant", [], ["two"], value=numpy_helper.from_array(np.float32(2))),
+            helper.make_node("Mul", ["image", "two"], ["doubled"], "mul"),
+            helper.make_node("Sub", ["doubled", "doubled"], ["zero"], "sub"),
+            helper.make_node("Add", ["zero", "epsilon"], ["small"], "add"),
+            helper.make_node("Div", ["small", "epsilon"], ["ones"], "div"),
+            helper.make_node("Mul", ["ones", "two"], ["logits"], "double"),
+        ],
+        [tiny_value, one],
+    )
+    kept = find_float32_nodes(model, {}, max_abs=32752.0)
+    assert kept == ["add", "div"]
+    image = np.ones((1, 2, 3, 3), np.float32)
+    half = to_half(model, float32_nodes=[*kept, "double"])
+    assert types_of(half)["doubled"] == FP16 and types_of(half)["two"] == FP32
+    np.testing.assert_array_equal(run(half, image), np.full_like(image, 2))
+
+
+def test_branch_that_reads_a_tensor_from_outside_gets_it_in_float32() -> None:
+    branches = [
+        helper.make_graph(
+            [helper.make_node("Mul", ["doubled", name], ["product"])],
+            name,
+            [],
+            [helper.make_tensor_value_info("product", FP32, [1, 2, 3, 3])],
+        )
+        for name in ("two", "three")
+    ]
+    model = small(
+        [
+            helper.make_node("Mul", ["image", "two"], ["doubled"], "mul"),
+            helper.make_node(
+                "If", ["yes"], ["chosen"], "if", then_branch=branches[0], else_branch=branches[1]
+            ),
+            helper.make_node("Add", ["chosen", "doubled"], ["logits"], "add"),
+        ],
+        [
+            numpy_helper.from_array(np.array(2, np.float32), "two"),
+            numpy_helper.from_array(np.array(3, np.float32), "three"),
+            numpy_helper.from_array(np.array(False), "yes"),
+        ],
+    )
+    half = to_half(model)
+    assert types_of(half)["doubled:f16"] == FP16
+    image = np.ones((1, 2, 3, 3), np.float32)
+    np.testing.assert_array_equal(run(half, image), run(model, image))
+
+
+def test_tensor_that_is_not_finite_is_named() -> None:
+    zero = numpy_helper.from_array(np.array(0, np.float32), "zero")
+    model = small([helper.make_node("Div", ["image", "zero"], ["logits"], "div")], [zero])
+    with pytest.raises(ArtifactError, match="tensor 'logits' reaches inf"):
+        largest_values(model, [np.ones((1, 2, 3, 3), np.float32)])
