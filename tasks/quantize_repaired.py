@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SEED = 0
+
 
 class Repair(StrEnum):
     """A change of the float graph that helps INT8."""
@@ -232,7 +234,7 @@ def _try_repairs(
         repaired = change(
             base.graph,
             quantized,
-            list(_batches(cfg, graph, data, num_images=cfg.num_layer_images)),
+            _layer_batches(cfg, graph, data),
             op_types=cfg.op_types,
         )
         tried.append(evaluate((*base.repairs, repair), repaired, base.ranges))
@@ -278,12 +280,23 @@ def _equalized(
         )
 
 
-def _batches(
-    cfg: Config, graph: "ModelProto", data: Path, *, num_images: int | None = None
-) -> "Iterator[NDArray[np.float32]]":
+def _batches(cfg: Config, graph: "ModelProto", data: Path) -> "Iterator[NDArray[np.float32]]":
     """Yield the calibration images as the graph reads them."""
     from tasks.parts.data.dataset import normalised_batches, open_images
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
 
-    images_NHWC = open_images(data, "calibration")[: num_images or cfg.num_images]
+    images_NHWC = open_images(data, "calibration")[: cfg.num_images]
     return normalised_batches(images_NHWC, read_card_of_graph(graph), cfg.batch_size)
+
+
+def _layer_batches(cfg: Config, graph: "ModelProto", data: Path) -> "list[NDArray[np.float32]]":
+    """Return the images on which layers are compared, drawn from all: the first ones may show a single class."""
+    import numpy as np
+
+    from tasks.parts.data.dataset import normalised_batches, open_images
+    from tasks.parts.onnx_graphs.graph import read_card_of_graph
+
+    images_NHWC = open_images(data, "calibration")[: cfg.num_images]
+    num_drawn = min(cfg.num_layer_images, len(images_NHWC))
+    drawn = np.sort(np.random.default_rng(_SEED).choice(len(images_NHWC), num_drawn, replace=False))
+    return list(normalised_batches(images_NHWC[drawn], read_card_of_graph(graph), cfg.batch_size))

@@ -106,6 +106,21 @@ def test_bf16_target_runs_bf16_and_f32_target_does_not(workshop, tmp_path):
     assert read_engine_manifest(engine).target.precision is Precision.bf16
 
 
+@pytest.mark.parametrize(
+    ("precisions", "counts", "is_fault"),
+    [
+        ({"FullyConnected": {"bf16": 10}}, LayerCounts(10, 0, 0), False),
+        ({"FullyConnected": {"f32": 6, "bf16": 4}}, LayerCounts(10, 0, 0), True),
+        # SegFormer: attention is fused into another kind of layer, and the logits are float32
+        ({"FullyConnected": {"int8": 86}, "MatMul": {"f32": 1}}, LayerCounts(103, 86, 0), False),
+        ({"FullyConnected": {"int8": 86, "f32": 16}}, LayerCounts(103, 86, 0), True),
+    ],
+)
+def test_layers_that_are_not_quantized_run_in_the_declared_precision(workshop, precisions, counts, is_fault):
+    fault = find_precision_fault(workshop.target("cpu_openvino_bf16"), precisions, counts)
+    assert bool(fault) == is_fault
+
+
 def test_int8_runs_inside_a_bf16_network(workshop, tmp_path):
     target = workshop.target("cpu_openvino_bf16")
     if missing_cpu_flags(target):

@@ -112,9 +112,14 @@ def find_precision_fault(target: Target, precisions: Precisions, layers: LayerCo
         and used.get("bf16", 0) + used.get("f16", 0)
     ):
         return f"f32 is declared, but layers run in {used}"
-    reduced = target.precision is not Precision.f32
-    if reduced and used.get(target.precision, 0) / num_used < _MIN_SHARE * (1 - share_quantized):
-        return f"{target.precision} is declared, but layers run in {used}"
+    if target.precision is not Precision.f32:
+        num_right = used.get(target.precision, 0)
+        num_wrong = (
+            num_used - num_right - used.get("int8", 0)
+        )  # neither counts fused attention, another kind of layer
+        half_of_rest = _MIN_SHARE * (1 - share_quantized) * num_used
+        if num_right < half_of_rest < num_wrong:
+            return f"{target.precision} is declared, but layers run in {used}"
     return ""
 
 

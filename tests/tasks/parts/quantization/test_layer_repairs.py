@@ -1,0 +1,147 @@
+"""Bias correction and weight rounding, which compare layers one after the other."""
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import tiny_networks as tiny
+from onnx import ModelProto, numpy_helper
+
+from tasks.parts.onnx_graphs.signal_to_noise import difference
+from tasks.parts.onnx_session import open_session
+from tasks.parts.quantization.bias_correction import correct_biases, correctable_layers
+from tasks.parts.quantization.calibration import choose_range, collect_statistics
+from tasks.parts.quantization.config import Calibrator
+from tasks.parts.quantization.layer_steps import LayerSteps
+from tasks.parts.quantization.qdq import (
+    INT8_MAX,
+    TensorRange,
+    insert_qdq,
+    quantizable_tensors,
+    weight_levels,
+)
+from tasks.parts.quantization.weight_rounding import round_rows, round_weights
+
+NETWORKS = (tiny.Straight, tiny.Branched, tiny.Shared)
+make_quantized = functools.cache(tiny.quantized)
+
+
+def int8_levels(quantized: ModelProto) -> dict[str, np.ndarray]:
+    return {
+        item.name.removesuffix(":int8"): numpy_helper.to_array(item)
+        for item in quantized.graph.initializer
+        if item.name.endswith(":int8")
+    }
+
+
+def ranges_of(graph: ModelProto, images_NCHW: np.ndarray, share: float) -> dict[str, TensorRange]:
+    """Return ranges that cut off a part of each tensor, so that INT8 has something to repair."""
+    statistics = collect_statistics(graph, lambda: [images_NCHW], quantizable_tensors(graph, tiny.OP_TYPES))
+    found = {
+        name: choose_range(seen, Calibrator.minmax, percentile=100.0) for name, seen in statistics.items()
+    }
+    return {name: TensorRange(share * limits.low, share * limits.high) for name, limits in found.items()}
+
+
+@pytest.mark.parametrize("network_type", NETWORKS)
+def test_layer_by_layer_gives_what_the_whole_graph_gives(network_type: type) -> None:
+    graph, quantized, images_NCHW = make_quantized(network_type, tiny.OP_TYPES)
+    steps = LayerSteps(quantized, [images_NCHW[:5], images_NCHW[5:]])
+    layers = correctable_layers(graph, tiny.OP_TYPES)
+    marked = ModelProto()
+    marked.CopyFrom(quantized)
+    del marked.graph.output[:]
+    marked.graph.output.extend(
+        value for value in graph.graph.value_info if value.name == layers[-1].output[0]
+    )
+    expected = open_session(marked, is_optimised=False).run(None, {"image": images_NCHW})[0]
+    for node in layers[:-1]:
+        assert [len(batch) for batch in steps.read_output(node.name)] == [5, 3]
+    found = np.concatenate(steps.read_output(layers[-1].name))
+    assert difference(expected, found).sqnr_db > 35  # a value between two levels may be rounded to either
+
+
+@pytest.mark.parametrize("network_type", NETWORKS)
+def test_corrected_layers_have_the_means_of_the_float_graph(network_type: type) -> None:
+    graph, _, images_NCHW = make_quantized(network_type, tiny.OP_TYPES)
+    ranges = ranges_of(graph, images_NCHW, 0.5)
+    quantized = insert_qdq(graph, ranges, op_types=tiny.OP_TYPES)
+    corrected = correct_biases(graph, quantized, [images_NCHW], op_types=tiny.OP_TYPES)
+
+    def shift(model: ModelProto) -> float:
+        """Return the largest difference of a channel's mean, as a share of its deviation."""
+        exact = LayerSteps(graph, [images_NCHW])
+        steps = LayerSteps(insert_qdq(model, ranges, op_types=tiny.OP_TYPES), [images_NCHW])
+        shares = []
+        for node in correctable_layers(graph, tiny.OP_TYPES):
+            expected, found = exact.read_output(node.name)[0], steps.read_output(node.name)[0]
+            means = (expected - found).mean(axis=(0, 2, 3))
+            shares.append(float(np.abs(means / expected.std(axis=(0, 2, 3))).max()))
+        return max(shares)
+
+    assert shift(graph) > 0.05, "or else there is nothing to correct"
+    assert shift(corrected) < 0.01
+
+
+def test_a_convolution_without_a_bias_gets_one() -> None:
+    graph, quantized, images_NCHW = make_quantized(tiny.Straight, tiny.OP_TYPES)
+    graph, quantized = copy.deepcopy((graph, quantized))
+    for model in (graph, quantized):
+        del next(node for node in model.graph.node if node.name == "classifier/Conv").input[2:]
+    corrected = correct_biases(graph, quantized, [images_NCHW], op_types=tiny.OP_TYPES)
+    node = next(node for node in corrected.graph.node if node.name == "classifier/Conv")
+    bias = next(item for item in corrected.graph.initializer if item.name == node.input[2])
+    assert list(bias.dims) == [3] and numpy_helper.to_array(bias).any()
+    assert np.isfinite(open_session(corrected).run(None, {"image": images_NCHW})[0]).all()
+
+
+def test_rounded_rows_give_outputs_nearer_to_those_of_the_weights() -> None:
+    """Inputs depend on each other, so the errors of several weights can make up for each other."""
+    random = np.random.default_rng(0)
+    inputs_PK = random.normal(size=(500, 6)) @ random.normal(size=(6, 30)) + 0.1 * random.normal(
+        size=(500, 30)
+    )
+    weights_OK = random.normal(size=(8, 30))
+    scales_O = np.abs(weights_OK).max(axis=1) / INT8_MAX
+    energy_KK = inputs_PK.T @ inputs_PK / 500
+    levels_OK = round_rows(weights_OK[None], energy_KK[None] + 1e-3 * np.eye(30), scales_O[None])[0]
+    nearest_OK = np.rint(weights_OK / scales_O[:, None])
+
+    def error(found_OK: np.ndarray) -> float:
+        return float(np.square(inputs_PK @ (found_OK * scales_O[:, None] - weights_OK).T).sum())
+
+    assert error(levels_OK) < 0.5 * error(nearest_OK)
+    np.testing.assert_array_equal(np.abs(levels_OK).max(axis=1), INT8_MAX)
+    np.testing.assert_array_equal(levels_OK, np.rint(levels_OK))
+
+
+@pytest.mark.parametrize("network_type", NETWORKS)
+def test_inserted_pairs_find_the_rounded_levels_again(network_type: type) -> None:
+    graph, quantized, images_NCHW = make_quantized(network_type, tiny.OP_TYPES)
+    rounded = round_weights(graph, quantized, [images_NCHW], op_types=tiny.OP_TYPES)
+    again = round_weights(graph, quantized, [images_NCHW], op_types=tiny.OP_TYPES)
+    assert rounded == again
+    ranges = ranges_of(graph, images_NCHW, 1.0)
+    found = int8_levels(insert_qdq(rounded, ranges, op_types=tiny.OP_TYPES))
+    before = int8_levels(quantized)
+    assert any((found[name] != before[name]).any() for name in before)
+    constants = {item.name: numpy_helper.to_array(item) for item in rounded.graph.initializer}
+    originals = {item.name: numpy_helper.to_array(item) for item in graph.graph.initializer}
+    for name, levels in found.items():
+        if not np.array_equal(constants[name], originals[name]):  # layers that share a weight keep it
+            scales_O = weight_levels(constants[name])[1]
+            np.testing.assert_allclose(constants[name], levels * scales_O[:, None, None, None], rtol=1e-6)
+
+
+def test_rounded_weights_bring_the_logits_nearer_to_float_on_other_images() -> None:
+    graph, _, images_NCHW = make_quantized(tiny.Branched, tiny.OP_TYPES)
+    ranges = ranges_of(graph, images_NCHW, 0.7)
+    quantized = insert_qdq(graph, ranges, op_types=tiny.OP_TYPES)
+    rounded = round_weights(graph, quantized, [images_NCHW], op_types=tiny.OP_TYPES)
+    others_NCHW = tiny.images(8, seed=2).numpy()
+    expected, before, after = (
+        open_session(model).run(None, {"image": others_NCHW})[0]
+        for model in (graph, quantized, insert_qdq(rounded, ranges, op_types=tiny.OP_TYPES))
+    )
+    assert difference(expected, after).sqnr_db > difference(expected, before).sqnr_db + 1

@@ -1,0 +1,102 @@
+import csv
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.data.accuracy import Standing
+from tasks.parts.data.dataset import open_images
+from tasks.parts.onnx_graphs.graph import read_graph
+from tasks.parts.onnx_graphs.predict import predict_classes
+from tasks.parts.quantization.qdq import insert_qdq, read_calibrator, read_ranges
+from tasks.quantize_repaired import Config, Repair, Report, quantize_repaired
+from tests.tasks.conftest import OP_TYPES
+
+CONFIG = Config(
+    op_types=OP_TYPES,
+    max_score_rel_loss=0.35,  # random weights: INT8 costs a quarter even with every layer balanced
+    max_parent_rel_loss=0.99,
+    num_images=4,
+    num_layer_images=4,
+    num_val_images=0,
+    batch_size=4,
+)
+
+
+def repair(files: Any, out: Path, **changes: Any) -> Report:
+    return quantize_repaired(
+        replace(CONFIG, **changes),
+        model=files.graph,
+        reference=files.graph,
+        ranges=files.ranges,
+        data=files.data,
+        out=out,
+    )
+
+
+@pytest.fixture(scope="module")
+def repaired(unbalanced: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+    folder = tmp_path_factory.mktemp("repaired")
+    return repair(unbalanced, folder), folder
+
+
+def test_a_graph_that_int8_ruins_passes_after_its_repair(repaired: tuple[Report, Path]) -> None:
+    report, folder = repaired
+    assert 1 - report.ptq_score / report.float_score > CONFIG.max_score_rel_loss  # PTQ fails the gate
+    assert report.steps[0].standing is not Standing.within
+    assert report.standing is Standing.within
+    assert report.score_rel_loss.high <= CONFIG.max_score_rel_loss
+    assert Repair.equalization in report.repairs
+    with (folder / "steps.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["repair"] for row in rows if row["kept"] == "True"] == [Repair.none, *report.repairs]
+    assert Repair.weight_rounding not in [row["repair"] for row in rows], "the gates held without it"
+
+
+def test_the_int8_graph_is_made_of_the_written_float_graph_and_ranges(
+    unbalanced: Any, repaired: tuple[Report, Path]
+) -> None:
+    _, folder = repaired
+    known = read_ranges(folder / "ranges.json")[1]
+    written = read_graph(folder / "float.onnx")
+    assert insert_qdq(written, known, op_types=OP_TYPES) == read_graph(folder / "model.onnx")
+    assert read_calibrator(folder / "ranges.json") == read_calibrator(unbalanced.ranges)
+    assert [node.name for node in written.graph.node] == [
+        node.name for node in read_graph(unbalanced.graph).graph.node
+    ]
+
+
+def test_weights_are_rounded_anew_where_the_gates_do_not_hold(unbalanced: Any, tmp_path: Path) -> None:
+    report = repair(unbalanced, tmp_path, max_score_rel_loss=0.0)
+    assert [step.repair for step in report.steps] == [
+        Repair.none,
+        Repair.equalization,
+        Repair.bias_correction,
+        Repair.weight_rounding,
+    ]
+    assert report.score == max(step.score for step in report.steps)
+    assert not {Repair.bias_correction, Repair.weight_rounding} <= set(report.repairs)
+
+
+def test_nothing_is_tried_where_int8_is_as_good_as_float(unbalanced: Any, tmp_path: Path) -> None:
+    """The labels are what the INT8 graph predicts."""
+    graph, known = read_graph(unbalanced.graph), read_ranges(unbalanced.ranges)[1]
+    int8 = insert_qdq(graph, known, op_types=OP_TYPES)
+    data = Path(shutil.copytree(unbalanced.data, tmp_path / "dataset"))
+    np.save(data / "val_masks.npy", predict_classes(int8, open_images(data, "val"), batch_size=4))
+    report = repair(replace(unbalanced, data=data), tmp_path)
+    assert [step.repair for step in report.steps] == [Repair.none] and report.repairs == ()
+    assert report.score == report.ptq_score > report.float_score
+    assert read_graph(tmp_path / "model.onnx") == int8
+    assert read_graph(tmp_path / "float.onnx") == graph
+
+
+def test_ranges_of_an_unknown_calibrator_are_refused(unbalanced: Any, tmp_path: Path) -> None:
+    text = unbalanced.ranges.read_text(encoding="utf-8").replace("minmax", "guess")
+    (tmp_path / "ranges.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"no readable calibrator .*'guess'.*Run quantize_ptq again"):
+        repair(replace(unbalanced, ranges=tmp_path / "ranges.json"), tmp_path)
