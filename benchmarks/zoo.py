@@ -9,9 +9,10 @@ engines of a file then run in one interleaved race in one process, with the same
 A tool holds the gate if, as in ``select_engine``, the whole interval of its loss against the float reference is
 within ``select_engine.max_score_rel_loss`` on the validation images. Ratios over 1 mean that ours takes longer.
 
-Each file takes at most ``--limit-s`` seconds; what is not finished then is recorded as that. For the second file of a
-network no layer is tried in float. Results go to ``benchmarks/results/zoo.json`` as soon as a file is done; a second
-start measures what is missing or failed. The tables are printed, and written beside it as Markdown.
+A network takes at most ``--limit-s`` seconds, the last race aside. The pipeline gets half of them for the first
+file; what is not finished in time is recorded as that. For the second file no layer is tried in float. Results go to
+``benchmarks/results/zoo.json`` as soon as a file is done; a second start measures what is missing or failed. The
+tables are printed, and written beside it as Markdown.
 """
 
 import argparse
@@ -41,6 +42,7 @@ from benchmarks.zoo_page import tables
 from benchmarks.zoo_peers import PEERS, open_peer, quantized_by
 from benchmarks.zoo_training import Exporter, Trained, class_names, export, scenes_of, train, write_images
 from tasks.core.config import PARAMS_FILE, read_params
+from tasks.core.errors import EnginewrightError, first_line
 from tasks.core.execute import ARTIFACTS
 from tasks.core.reports import read_report
 from tasks.parts.builders.report import EngineBuild
@@ -108,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--val", type=int, default=1000, help="validation images, which decide")
     parser.add_argument("--test", type=int, default=400, help="test images, which are only reported")
     parser.add_argument("--rounds", type=int, default=60, help="rounds of the race")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="wall-clock seconds for each file")
-    parser.add_argument("--peer-s", type=float, default=150.0, help="of these, for each of the other tools")
+    parser.add_argument("--limit-s", type=float, default=1200.0, help="wall-clock seconds for each network")
+    parser.add_argument("--peer-s", type=float, default=120.0, help="of these, for each of the other tools")
     parser.add_argument("--overrides", nargs="*", default=[], help="more Hydra overrides, as debug=smoke")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -120,21 +122,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not workspace.exists():
         subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(workspace)], check=True)
     record = open_record(options.results, conditions_of(workspace, settings))
-    for name, exporter in missing_files(record["rows"], options.networks, options.exporters):
-        row = measure(
-            workspace,
-            name,
-            exporter,
-            settings,
-            has_peers=exporter == options.exporters[0],
-            limit_s=options.limit_s,
-            peer_s=options.peer_s,
-        )
-        record["rows"] = [*without(record["rows"], name, exporter), row]
-        write_record(options.results, record)
-        options.results.with_suffix(".md").write_text(tables(record["rows"]) + "\n", encoding="utf-8")
-        print(f"{name} {exporter}: {row['fault'] or 'done'}, {row['seconds']:.0f} s", flush=True)
-    stop_server(workspace)
+    deadlines: dict[str, float] = {}
+    try:
+        for name, exporter in missing_files(record["rows"], options.networks, options.exporters):
+            deadline = deadlines.setdefault(name, time.monotonic() + options.limit_s)
+            peer_s = options.peer_s if exporter == options.exporters[0] else None
+            row = measure(workspace, name, exporter, settings, deadline=deadline, peer_s=peer_s)
+            record["rows"] = [*without(record["rows"], name, exporter), row]
+            write_record(options.results, record)
+            page = tables(record["rows"]) + "\n"
+            options.results.with_suffix(".md").write_text(page, encoding="utf-8")
+            print(f"{name} {exporter}: {row['fault'] or 'done'}, {row['seconds']:.0f} s", flush=True)
+    finally:
+        stop_server(workspace)
     print(tables(record["rows"]))
 
 
@@ -203,34 +203,41 @@ def measure(
     exporter: Exporter,
     settings: Settings,
     *,
-    has_peers: bool,
-    limit_s: float,
-    peer_s: float,
+    deadline: float,
+    peer_s: float | None,
 ) -> Row:
-    """Train and export the network unless it is, run pipeline, tools and race, and return the results of the file."""
-    started, spec = time.monotonic(), ZOO[name]
-    file, trained = trained_file(workspace, name, exporter, settings)
+    """Train and export the network unless it is, run pipeline, tools and race, and return the results of the file.
+
+    The tools have `peer_s` seconds each, none of them runs if it is None, and nothing starts after the deadline.
+    """
+    started, spec, has_peers = time.monotonic(), ZOO[name], peer_s is not None
     row: Row = {
         "network": name,
         "exporter": str(exporter),
-        "num_parameters": num_parameters(new_network(name, spec.num_classes)),
-        "training": dataclasses.asdict(trained),
-        "size_bytes": file.stat().st_size,
+        "fault": "",
         "has_peers": has_peers,
+        "num_parameters": num_parameters(new_network(name, spec.num_classes)),
+        **{part: [] for part in ("engines", "peers", "against_peers")},
     }
-    deadline = time.monotonic() + limit_s
     try:
-        run_pipeline(workspace, file, spec, settings, has_search=has_peers, timeout_s=limit_s)
-        row |= {"fault": "", "import": read_import(workspace), "engines": engine_rows(workspace)}
-        row["peers"] = peer_rows(workspace, file.parent, deadline, peer_s) if has_peers else []
+        file, trained = trained_file(workspace, name, exporter, settings)
+        row |= {"training": dataclasses.asdict(trained), "size_bytes": file.stat().st_size}
+        left_s = max(0.0, deadline - time.monotonic())
+        timeout_s = left_s / 2 if has_peers else left_s
+        run_pipeline(workspace, file, spec, settings, has_search=has_peers, timeout_s=timeout_s)
+        row |= {"import": read_import(workspace), "engines": engine_rows(workspace)}
+        row["peers"] = peer_rows(workspace, file.parent, deadline, peer_s) if peer_s is not None else []
         row |= race(workspace, file.parent, row["engines"], row["peers"], settings.num_rounds)
     except NotFinished as error:
-        row |= {"fault": str(error), "engines": [], "peers": [], "against_peers": []}
+        row["fault"] = str(error)
     return row | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def trained_file(workspace: Path, name: str, exporter: Exporter, settings: Settings) -> tuple[Path, Trained]:
-    """Return the ONNX file of a trained network, and how it was trained; what is there is kept."""
+    """Return the ONNX file of a trained network, and how it was trained; what is there is kept.
+
+    Raises NotFinished if the exporter refuses the network.
+    """
     spec, folder = ZOO[name], workspace / ZOO_FOLDER / name
     wanted = {"train_s": settings.train_s, "num_train": settings.num_train, "side": spec.side}
     kept, weights = folder / "training.json", folder / "weights.pt"
@@ -250,7 +257,10 @@ def trained_file(workspace: Path, name: str, exporter: Exporter, settings: Setti
     if not file.is_file():
         network.load_state_dict(torch.load(weights, weights_only=True))
         draft = file.with_suffix(".draft")
-        export(network.eval(), draft, exporter, side=spec.side)
+        try:
+            export(network.eval(), draft, exporter, side=spec.side)
+        except RuntimeError as error:
+            raise NotFinished(f"the exporter failed: {first_line(error)}") from error
         draft.replace(file)
     return file, Trained(**known["training"])
 
@@ -264,7 +274,7 @@ def run_pipeline(
     has_search: bool,
     timeout_s: float,
 ) -> None:
-    """Run the flow on a file; raise NotFinished with its last line if it fails or takes too long."""
+    """Run the flow on a file, logged beside it; raise NotFinished with the last line if it fails or is too slow."""
     folder = "-".join((spec.task, str(spec.side), *map(str, settings.num_images.values())))
     root = workspace / ZOO_FOLDER / "images" / folder
     if not (root / "classes.yaml").is_file():
@@ -291,10 +301,10 @@ def run_pipeline(
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise NotFinished(f"the pipeline was not finished after {timeout_s:.0f} s ({log})") from error
+            raise NotFinished(f"the pipeline was not finished after {timeout_s:.0f} s") from error
     if done.returncode:
         lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
-        raise NotFinished(f"{(lines or ['no message'])[-1]} ({log})")
+        raise NotFinished(f"the pipeline failed: {(lines or ['no message'])[-1]}")
 
 
 def stop_server(workspace: Path) -> None:
@@ -384,8 +394,11 @@ def peer_rows(workspace: Path, folder: Path, deadline: float, peer_s: float) -> 
             file, seconds, fault = quantized_by(name, graph, data, gate, folder, timeout_s=timeout_s)
             row |= {"fault": fault, "seconds": round(seconds, 1), "file": file.name}
         if not row["fault"]:
-            network = open_peer(file, stage_config(f"build_engine.{peer.target}", workspace))
-            row |= losses_of(network, graph, data, references, gate)
+            try:
+                network = open_peer(file, stage_config(f"build_engine.{peer.target}", workspace))
+                row |= losses_of(network, graph, data, references, gate)
+            except (RuntimeError, EnginewrightError) as error:
+                row["fault"] = f"its file does not run: {first_line(error)}"
         rows.append(row)
     return rows
 

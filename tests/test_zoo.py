@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from benchmarks.zoo import (
     key_of,
     layers_in_float,
     losses_of,
+    measure,
     missing_files,
     open_record,
     tables,
@@ -179,6 +181,13 @@ def test_trained_network_is_kept_until_the_settings_change(
     longer = replace(SETTINGS, num_train=32, train_s=0.1)
     file, second = trained_file(tmp_path, "tiny", Exporter.torchscript, longer)
     assert second.num_steps >= first.num_steps and file.read_bytes() != content
+
+
+def test_pipeline_without_time_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ZOO, "tiny", TINY)
+    row = measure(tmp_path, "tiny", Exporter.torchscript, SETTINGS, deadline=time.monotonic(), peer_s=None)
+    assert row["fault"] == "the pipeline was not finished after 0 s" and row["engines"] == []
+    assert missing_files([row], ["tiny"], ["torchscript"]) == [("tiny", "torchscript")]
 
 
 def engine(variant: str, target: str = "cpu_openvino", **fields: Any) -> dict[str, Any]:
