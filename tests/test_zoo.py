@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.zoo import (
+    MOST_LAYERS,
     Settings,
     compare,
     conditions_of,
@@ -179,8 +180,7 @@ def test_trained_network_is_kept_until_the_settings_change(
     file.unlink()  # exported again from the kept weights
     assert trained_file(tmp_path, "tiny", Exporter.torchscript, SETTINGS)[0].read_bytes() == content
     longer = replace(SETTINGS, num_train=32, train_s=0.1)
-    file, second = trained_file(tmp_path, "tiny", Exporter.torchscript, longer)
-    assert second.num_steps >= first.num_steps and file.read_bytes() != content
+    assert trained_file(tmp_path, "tiny", Exporter.torchscript, longer)[0].read_bytes() != content
 
 
 def test_pipeline_without_time_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_pick_is_compared_with_the_fastest_tool_that_holds_the_gate() -> None:
     found = compare(engines, tools, bursts_of(*raced, milliseconds=(4.0, 2.0, 5.0, 0.5, 3.0, 1.6)))
     ptq = found["engines"][1]
     assert ptq["time_vs_float"] == {"value": 0.5, "low": 0.5, "high": 0.5}
-    assert ptq["latency_ms_p50"] == pytest.approx(2.09, abs=0.1)
+    assert ptq["latency_ms_p50"] == pytest.approx(2.14)  # of 20 sound and 10 disturbed latencies
     assert found["engines"][2]["latency_ms_p50"] is None and found["engines"][2]["time_vs_float"] is None
     assert found["peers"][0]["time_vs_float"]["value"] == 0.125
     on_openvino, on_onnxruntime = found["against_peers"]
@@ -302,20 +302,23 @@ def test_workspace_with_other_code_is_refused(tmp_path: Path) -> None:
         conditions_of(tmp_path, SETTINGS)
 
 
-def test_layers_in_float_have_a_reason(workshop: Workshop, tmp_path: Path) -> None:
-    graph, stage = tmp_path / "ptq" / "model.onnx", tmp_path / "build"
+@pytest.mark.parametrize("variant", ["quantized", "float"])
+def test_layers_in_float_have_a_reason(variant: str, workshop: Workshop, tmp_path: Path) -> None:
+    graph, stage = tmp_path / "variant" / "model.onnx", tmp_path / "build"
     for folder in (graph.parent, stage):
         folder.mkdir()
-    graph.write_bytes(workshop.quantized.read_bytes())
-    report = build_engine(workshop.target("cpu_onnxruntime"), model=graph, out=stage)
-    names = list(conv_macs(read_graph(graph)))
-    kept = {"node": names[-1], "reason": "worst of all"}
+    graph.write_bytes((workshop.quantized if variant == "quantized" else workshop.graph).read_bytes())
+    stem, *others = conv_macs(read_graph(graph))
+    kept = {"node": stem, "reason": "worst of all"}
     (graph.parent / "report.json").write_text(json.dumps({"float_layers": [kept]}), encoding="utf-8")
-    found = {layer["node"]: layer for layer in layers_in_float(stage, report, graph)}
-    assert found[names[0]]["reason"] == "left in float by the target"  # stem_in_float
-    assert report.executed is not None and report.executed.int8_share_of_quantized is not None
-    in_float = sum(layer["macs_share"] for layer in found.values())
-    assert in_float == pytest.approx(1 - report.executed.macs_share["int8"], abs=1e-3 * len(found))
+    report = build_engine(workshop.target("cpu_onnxruntime"), model=graph, out=stage)
+    reasons = {layer["node"]: layer["reason"] for layer in layers_in_float(stage, report, graph)}
+    if variant == "quantized":  # the target has stem_in_float
+        assert reasons[stem] == "left in float by the target" and len(reasons) < len(others)
+    else:
+        assert reasons.get(stem, "worst of all") == "worst of all"
+        assert set(reasons.values()) <= {"worst of all", "not quantized in the variant's graph"}
+        assert len(reasons) == min(MOST_LAYERS, 1 + len(others))
 
 
 @pytest.mark.parametrize("name", ["quantize_static QDQ", "quantize_static QOperator"])
