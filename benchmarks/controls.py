@@ -42,7 +42,7 @@ from tasks.core.reports import read_report, write_json
 from tasks.distill import distill
 from tasks.parts.data.accuracy import AccuracyReport
 from tasks.parts.data.comparison import RESULTS_FILE, read_results
-from tasks.parts.data.dataset import read_manifest
+from tasks.parts.data.dataset import calibration_images, read_manifest
 from tasks.parts.data.dataset_writer import write_first_images
 from tasks.parts.data.input_card import Task
 from tasks.parts.engines.machine import read_cpu_model
@@ -286,7 +286,11 @@ def measured_miou(network: Network) -> dict[str, float]:
     name = "_".join((network.comparison, network.role, network.name, str(network.seed))).lower()
     name = "".join(letter if letter.isalnum() else "_" for letter in name)
     built = run_stage(
-        f"engine.{name}", "build_engine", stage_config(f"build_engine.{target}"), model=network.model
+        f"engine.{name}",
+        "build_engine",
+        stage_config(f"build_engine.{target}"),
+        model=network.model,
+        images=calibration_images(DATA),
     )
     checked = run_stage(
         f"validate.{name}", "validate", stage_config("validate"), engine=built / "engine", data=DATA

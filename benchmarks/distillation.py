@@ -25,6 +25,7 @@ from tasks.build_engine import build_engine
 from tasks.core.execute import ARTIFACTS
 from tasks.distill import distill
 from tasks.parts.data.comparison import RESULTS_FILE, read_results
+from tasks.parts.data.dataset import calibration_images
 from tasks.parts.data.input_card import Task
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.train import train
@@ -125,7 +126,10 @@ def train_with_teacher(method: str, seed: int, out: Path) -> int:
 def measured_miou(folder: Path) -> float:
     """Measure a trained student on the unseen split as the pipeline does."""
     build_engine(
-        stage_config("build_engine.distilled.cpu_torch"), model=folder / "model.safetensors", out=folder
+        stage_config("build_engine.distilled.cpu_torch"),
+        model=folder / "model.safetensors",
+        images=calibration_images(DATA),
+        out=folder,
     )
     report = validate(stage_config("validate"), engine=folder / "engine", data=DATA, out=folder)
     return read_results(folder / RESULTS_FILE, report.unseen_split, Task.segmentation).score

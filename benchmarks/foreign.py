@@ -28,7 +28,7 @@ from tasks.core.config import find_section, typed_config
 from tasks.core.execute import load_stage
 from tasks.import_onnx import import_onnx
 from tasks.label_images import label_images
-from tasks.parts.data.dataset import normalise, open_images
+from tasks.parts.data.dataset import calibration_images, normalise, open_images
 from tasks.parts.data.dataset_writer import SplitBatches, write_dataset
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.open_engine import open_engine
@@ -140,7 +140,7 @@ def measure_target(
             path.mkdir()
         # Random weights leave less signal in int8 than trained ones; measure the engine anyway.
         declared = replace(config(params, f"build_engine.{target}"), min_agreement_int8_db=0.0)
-        built = build_engine(declared, model=graph, out=engine)
+        built = build_engine(declared, model=graph, images=calibration_images(data), out=engine)
         if built.status != "built":
             raise SystemExit(f"{target} has no engine of {graph}: {built.reason}")
         engines[kind] = engine / "engine"

@@ -161,10 +161,13 @@ def measure_engine(case: EngineCase) -> Result:
         root = Path(folder)
         checkpoint = root / "model.safetensors"
         write_checkpoint(case, checkpoint)
+        write_random_dataset(
+            root / "dataset", case.height, case.width, {"train": 1, "val": 1, "calibration": 1}
+        )
         model = checkpoint if target.runtime.traits.reads_checkpoints else export(case, checkpoint, root)
-        engine, built = build(target, model, root / ENGINE)
+        engine, built = build(target, model, root / "dataset", root / ENGINE)
         eager = replace(case, target=f"{target.device}_torch", precision="f32")
-        reference, _ = build(declared_target(eager), checkpoint, root / EAGER)
+        reference, _ = build(declared_target(eager), checkpoint, root / "dataset", root / EAGER)
         speed = measure_speed(engine, reference, max_batch=case.max_batch, device=target.device)
         return asdict(case) | built | speed
 
@@ -228,22 +231,22 @@ def export(case: EngineCase, checkpoint: Path, root: Path) -> Path:
     write_graph(export_graph(network, card, height=case.height, width=case.width, opset=opset), file)
     if case.precision == "f32":
         return file
-    write_random_dataset(root / "dataset", case.height, case.width, {"train": 1, "val": 1, "calibration": 1})
     config = replace(stage_config("convert_precision"), batch_size=1)
     (root / "f16").mkdir()
     convert_precision(config, model=file, data=root / "dataset", out=root / "f16")
     return root / "f16" / "model.onnx"
 
 
-def build(target: "Target", model: Path, out: Path) -> tuple[Path, Result]:
+def build(target: "Target", model: Path, data: Path, out: Path) -> tuple[Path, Result]:
     """Build an engine; return its folder and values of the report."""
     from tasks.build_engine import build_engine
     from tasks.core.errors import BuildFailed
+    from tasks.parts.data.dataset import calibration_images
     from tasks.parts.engines.manifest import EngineStatus
 
     out.mkdir()
     start = time.monotonic()
-    report = build_engine(target, model=model, out=out)
+    report = build_engine(target, model=model, images=calibration_images(data), out=out)
     if report.status is not EngineStatus.built:
         raise BuildFailed(report.reason)
     found = {

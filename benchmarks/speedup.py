@@ -19,10 +19,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.runtimes import read_selection, stage_config
 from tasks.benchmark import benchmark
 from tasks.build_engine import build_engine
 from tasks.core.config import read_params
+from tasks.parts.data.dataset import calibration_images
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.measuring.reports import REFERENCE
@@ -137,7 +140,11 @@ def build_resized(params: dict[str, Any], variant: str, target: str, side: int, 
     else:
         network, card = load_checkpoint(model)
         save_checkpoint(resized, network, replace(card, height=side, width=side))
-    build_engine(stage_config(f"build_engine.{variant}.{target}"), model=resized, out=out)
+    images_NHWC = np.load(calibration_images(Path(params["pipeline"]["data"])), mmap_mode="r")
+    rows_H, columns_W = (np.arange(side) * size // side for size in images_NHWC.shape[1:3])
+    np.save(out / "images.npy", images_NHWC[:, rows_H][:, :, columns_W])
+    config = stage_config(f"build_engine.{variant}.{target}")
+    build_engine(config, model=resized, images=out / "images.npy", out=out)
     return out / "engine"
 
 

@@ -27,7 +27,7 @@ from tasks.core.execute import ARTIFACTS
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 OUTPUTS = {
-    "prepare_data": ("dataset/images.npy",),
+    "prepare_data": ("dataset/calibration_images.npy",),
     "import_onnx": ("model.onnx",),
     "convert_precision": ("model.onnx",),
     "quantize_ptq": ("model.onnx", "ranges.json", "calibrators.csv"),

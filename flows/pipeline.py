@@ -158,7 +158,7 @@ def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[s
         name = f"{item['variant']}.{item['target']}"
         model = Path(item["model"])
         engine = ARTIFACTS / "build_engine" / item["variant"] / item["target"] / "engine"
-        builds[f"build_engine.{name}"] = {"model": model}
+        builds[f"build_engine.{name}"] = {"model": model, "images": data / "calibration_images.npy"}
         checks[f"validate.{name}"] = {"engine": engine, "data": data}
         checks[f"diff_layers.{name}"] = {
             "engine": engine,

@@ -15,6 +15,7 @@ from tasks.core.execute import ARTIFACTS, check_writable
 from tasks.core.reports import REPORT_FILE
 from tasks.core.tracking.config import database_file
 from tasks.core.tracking.pending import has_pending
+from tasks.import_onnx import Config as ImportConfig
 from tasks.parts.engines.machine import check_gpu
 from tasks.parts.engines.target import Target
 
@@ -57,10 +58,15 @@ def check_models(params: dict[str, Any]) -> None:
             continue  # it was read before; the stage notices changes
         from tasks.parts.onnx_graphs.foreign_rewrite import read_image_size
 
-        section, data = params["import_onnx"], params["prepare_data"]
-        output = None if section["output"] is None else str(section["output"])
+        cfg: ImportConfig = typed_config(ImportConfig, params["import_onnx"], "import_onnx")
+        data = params["prepare_data"]
         height, width = read_image_size(
-            Path(name), height=section["height"], width=section["width"], output=output
+            Path(name),
+            form=cfg.form,
+            height=cfg.height,
+            width=cfg.width,
+            output=cfg.output_name,
+            is_quantized=cfg.is_quantized,
         )
         if (data["height"], data["width"]) != (height, width):
             raise ConfigError(

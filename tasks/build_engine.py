@@ -14,12 +14,13 @@ Config = Target
 Report = EngineBuild
 
 
-def build_engine(cfg: Config, *, model: Path, out: Path) -> Report:
+def build_engine(cfg: Config, *, model: Path, images: Path, out: Path) -> Report:
     """Build `out/engine` from a variant's ONNX graph (for runtimes torch and aotinductor: from its checkpoint).
 
-    Raises TargetMismatch if the runtime of this machine is not the declared one, ArtifactError for a damaged model.
+    The engine is held against it on some of the calibration images: `images` is their file in the data set. Raises
+    TargetMismatch if the runtime of this machine is not the declared one, ArtifactError for a damaged file.
     """
-    return build(cfg, model=model, out=out)
+    return build(cfg, model=model, images=images, out=out)
 
 
 def still_holds(cfg: Config, report: Report) -> bool:

@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems, MoreThan, NumItems
-from tasks.core.errors import ArtifactError, BuildFailed, GateFailed, first_line
-from tasks.parts.data.input_card import InputCard, Task
+from tasks.core.errors import ArtifactError
+from tasks.parts.data.input_card import InputCard, Task, rgb_triple
+from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, InputForm, Layout, Values
 from tasks.parts.onnx_graphs.signal_to_noise import Difference
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from onnx import ModelProto
 
     from tasks.parts.data.dataset import Manifest
-    from tasks.parts.onnx_graphs.foreign_rewrite import Imported
+    from tasks.parts.onnx_graphs.foreign_compare import Comparison, Gate
+    from tasks.parts.onnx_graphs.foreign_rewrite import Imported, Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -26,22 +30,62 @@ class Config:
 
     classes: Annotated[list[str], MinItems(2), Distinct()] | None
     """Class names in the order of the logits; null: those of the data set, or numbers if it has none."""
+    layout: Layout
+    """Order of the axes of the input."""
+    channel_order: ChannelOrder
+    """Order of the channels of the input."""
+    values: Values
+    """Scale of the values of the input."""
     mean: Annotated[list[float], NumItems(3), "RGB, 0..1 scale"]
-    """Mean of RGB on a 0..1 scale: the model reads (value / 255 - mean) / std."""
+    """Mean of RGB on a 0..1 scale, for values=normalised: the model reads (value / 255 - mean) / std."""
     std: Annotated[list[Annotated[float, MoreThan(0)]], NumItems(3), "RGB, 0..1 scale"]
-    """Standard deviation of RGB on a 0..1 scale."""
+    """Standard deviation of RGB on a 0..1 scale, for values=normalised."""
     height: Annotated[int, Between(16, 8192)] | None
     """Rows of the images in pixels, if the graph leaves them open; null: the graph's own."""
     width: Annotated[int, Between(16, 8192)] | None
     """Columns of the images in pixels, if the graph leaves them open; null: the graph's own."""
     output: str | int | None
     """Name of the output with the logits, for models with several; null: the only one."""
+    output_layout: Layout
+    """Order of the axes of an output with four."""
+    threshold: float | None
+    """For outputs of one channel: the value above which an image or a pixel is of the second class."""
     batch_sizes: Annotated[list[Annotated[int, Between(1, 1024)]], MinItems(1)]
     """Batches on which the file and the written graph are compared; two or more prove that the batch is dynamic."""
     min_sqnr_db: Annotated[float, AtLeast(0), LessThan(200)]
     """Gate: minimum signal-to-noise ratio of the logits against the file in ONNX Runtime, dB. Float32 reaches 100."""
+    min_half_sqnr_db: Annotated[float, AtLeast(0), LessThan(200)]
+    """The same gate for files with float16 parts, whose own rounding is a part of the difference, dB."""
+    is_quantized: bool
+    """Whether the file is a Q/DQ graph."""
+    min_quantized_sqnr_db: Annotated[float, AtLeast(0), LessThan(200)]
+    """Gate of a Q/DQ graph against its file, dB. Values that lie between two steps may be rounded to either."""
+    min_float_form_sqnr_db: Annotated[float, AtLeast(0), LessThan(200)]
+    """Gate of the float form against its Q/DQ file, dB: what the file's rounding costs."""
     seed: Annotated[int, AtLeast(0)]
-    """Seed of the random images that are compared."""
+    """Seed of the random images that a float file is compared on."""
+
+    @property
+    def form(self) -> InputForm:
+        """The declared input of the file."""
+        return InputForm(self.layout, self.channel_order, self.values, tuple(self.mean), tuple(self.std))
+
+    @property
+    def output_name(self) -> str | None:
+        """The output as text, because torch numbers outputs without a name."""
+        return None if self.output is None else str(self.output)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The Q/DQ graph of a quantized file, as it is; `differences` of the report are those of its float form."""
+
+    rewritten: tuple[str, ...]
+    """One sentence for each change."""
+    size_bytes: int
+    """Size of quantized.onnx."""
+    differences: tuple[Difference, ...]
+    """The file against this graph, one per batch size."""
 
 
 @dataclass(frozen=True)
@@ -73,31 +117,38 @@ class Report:
     """Size of model.onnx."""
     differences: tuple[Difference, ...]
     """The file against the written graph, one per batch size."""
+    compared_with: str
+    """What was done to the file before the comparison; empty if it was compared as it is."""
+    quantized: Quantized | None
+    """The Q/DQ graph of the file; None for a float file."""
 
 
 def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     """Write ``model.onnx``, which computes the same as the ONNX file `model` (or the one in the folder `model`).
 
-    Raises ArtifactError for a file that the pipeline cannot use, GateFailed when the outputs of the written graph
+    Of a Q/DQ file this is the float form, and ``quantized.onnx`` computes the same as the file.
+
+    Raises ArtifactError for a file that the pipeline cannot use, GateFailed when the outputs of a written graph
     differ.
     """
     import numpy as np
     from onnx import numpy_helper
 
-    from tasks.parts.data.dataset import read_manifest
     from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
-    from tasks.parts.onnx_graphs.graph import CARD_KEY, write_graph
+    from tasks.parts.onnx_graphs.foreign_rewrite import Quantization
     from tasks.parts.onnx_graphs.macs import conv_macs
 
-    path = find_file(model)
+    logger.info("importing %s", find_file(model))
     original = read_foreign(model)
-    imported, differences = _rewrite(cfg, original, model)
+    quantized = None
+    if cfg.is_quantized:
+        kept, compared = _rewrite(cfg, original, model, data, Quantization.kept)
+        size_bytes = _write(cfg, kept, data, out / "quantized.onnx")[1]
+        quantized = Quantized(kept.rewritten, size_bytes, compared.differences)
+    quantization = Quantization.removed if cfg.is_quantized else Quantization.none
+    imported, comparison = _rewrite(cfg, original, model, data, quantization)
+    card, size_bytes = _write(cfg, imported, data, out / "model.onnx")
     graph = imported.graph
-    card = _card(cfg, imported, read_manifest(data), data)
-    logger.info("importing %s: %s, %d classes", path, card.task, len(card.classes))
-    entry = graph.metadata_props.add()
-    entry.key, entry.value = CARD_KEY, card.to_json()
-    write_graph(graph, out / "model.onnx")
     floats = [
         tensor for tensor in graph.graph.initializer if numpy_helper.to_array(tensor).dtype == np.float32
     ]
@@ -117,35 +168,91 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         static_batch_before=imported.static_batch,
         max_batch=imported.max_batch,
         rewritten=imported.rewritten,
-        size_bytes=(out / "model.onnx").stat().st_size,
-        differences=differences,
+        size_bytes=size_bytes,
+        differences=comparison.differences,
+        compared_with=comparison.conversion,
+        quantized=quantized,
     )
-    worst = min(compared.sqnr_db for compared in differences)
-    logger.info("%s: %d nodes, SQNR %.1f dB against the file", out / "model.onnx", report.num_nodes, worst)
+    worst = min(compared.sqnr_db for compared in comparison.differences)
+    logger.info(
+        "%s: %s, %d classes, %d nodes, SQNR %.1f dB against the file",
+        out / "model.onnx",
+        report.task,
+        report.num_classes,
+        report.num_nodes,
+        worst,
+    )
     return report
 
 
-def _rewrite(cfg: Config, original: "ModelProto", model: Path) -> tuple["Imported", tuple[Difference, ...]]:
+def _rewrite(
+    cfg: Config, original: "ModelProto", model: Path, data: Path, quantization: "Quantization"
+) -> tuple["Imported", "Comparison"]:
     """Rewrite the graph with a dynamic batch, or with a batch of 1 if the graph depends on it."""
+    from tasks.parts.onnx_graphs.foreign_compare import compare
     from tasks.parts.onnx_graphs.foreign_file import find_file
+    from tasks.parts.onnx_graphs.foreign_output import OutputForm
     from tasks.parts.onnx_graphs.foreign_rewrite import FixedBatch, rewrite
 
-    def attempt(is_batch_freed: bool) -> tuple["Imported", tuple[Difference, ...]]:
+    def attempt(is_batch_freed: bool) -> tuple["Imported", "Comparison"]:
         imported = rewrite(
             original,
             path=find_file(model),
+            form=cfg.form,
             height=cfg.height,
             width=cfg.width,
-            output=None if cfg.output is None else str(cfg.output),  # torch numbers outputs without a name
+            output=OutputForm(cfg.output_name, cfg.output_layout, cfg.threshold),
+            quantization=quantization,
             is_batch_freed=is_batch_freed,
         )
-        return imported, _compare(cfg, model, imported)
+        gate, images_NHWC = _gate(cfg, imported, quantization), _images(cfg, imported, data)
+        return imported, compare(model, imported, cfg.form, gate, images_NHWC, cfg.batch_sizes)
 
     try:
         return attempt(True)
     except FixedBatch as error:
         logger.warning("trying again with the batch size of the file: %s", error)
         return attempt(False)
+
+
+def _gate(cfg: Config, imported: "Imported", quantization: "Quantization") -> "Gate":
+    from tasks.parts.onnx_graphs.foreign_compare import Gate
+    from tasks.parts.onnx_graphs.foreign_rewrite import Quantization
+
+    name = {
+        Quantization.kept: "min_quantized_sqnr_db",
+        Quantization.removed: "min_float_form_sqnr_db",
+        Quantization.none: "min_half_sqnr_db" if imported.is_half else "min_sqnr_db",
+    }[quantization]
+    return Gate(getattr(cfg, name), f"import_onnx.{name}")
+
+
+def _images(cfg: Config, imported: "Imported", data: Path) -> "NDArray[np.uint8]":
+    """Return as many images as the largest batch: random ones, and of the data set for the ranges of a Q/DQ graph."""
+    import numpy as np
+
+    from tasks.parts.data.dataset import open_images
+
+    num_images = max(cfg.batch_sizes)
+    if cfg.is_quantized:
+        images_NHWC = open_images(data, "calibration")
+        return images_NHWC[np.arange(num_images) % len(images_NHWC)]
+    dims = imported.graph.graph.input[0].type.tensor_type.shape.dim
+    channels, height, width = (axis.dim_value for axis in dims[1:])
+    shape = (num_images, height, width, channels)
+    return np.random.default_rng(cfg.seed).integers(0, 256, shape, np.uint8)
+
+
+def _write(cfg: Config, imported: "Imported", data: Path, path: Path) -> tuple[InputCard, int]:
+    """Write a graph with its card; return the card and the size of the file in bytes."""
+    from tasks.parts.data.dataset import read_manifest
+    from tasks.parts.onnx_graphs.graph import CARD_KEY, write_graph
+
+    card = _card(cfg, imported, read_manifest(data), data)
+    entry = imported.graph.metadata_props.add()
+    entry.key, entry.value = CARD_KEY, card.to_json()
+    write_graph(imported.graph, path)
+    return card, path.stat().st_size
 
 
 def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> InputCard:
@@ -159,12 +266,12 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
             f"{path}: the images are {data.height}x{data.width}, the model reads {height}x{width}. Set "
             f"prepare_data.height={height} prepare_data.width={width}."
         )
-    numbers = tuple(str(index) for index in range(imported.num_classes))
+    numbers = tuple(str(index) for index in range(imported.head.num_classes))
     classes = tuple(cfg.classes) if cfg.classes is not None else data.classes or numbers
-    if len(classes) != imported.num_classes:
+    if len(classes) != imported.head.num_classes:
         where = "model.classes" if cfg.classes is not None else f"the data set {path}"
         raise ArtifactError(
-            f"the model has {imported.num_classes} classes, but {where} names {len(classes)}. Name all of them, "
+            f"the model has {imported.head.num_classes} classes, but {where} names {len(classes)}. Name all of them, "
             "in the order of the logits (model.classes, or classes.yaml of the data set)."
         )
     if data.classes and classes != data.classes:
@@ -173,86 +280,13 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
             "order must be equal; set model.classes=null to take those of the data set."
         )
     if data.classes:
-        open_labels(path, "val", imported.task)  # masks for a segmentation, labels for a classification
+        open_labels(path, "val", imported.head.task)  # masks for a segmentation, labels for a classification
     return InputCard(
         classes=classes,
-        mean=(cfg.mean[0], cfg.mean[1], cfg.mean[2]),
-        std=(cfg.std[0], cfg.std[1], cfg.std[2]),
+        mean=rgb_triple(imported.mean),
+        std=rgb_triple(imported.std),
         height=height,
         width=width,
-        task=imported.task,
+        task=imported.head.task,
         max_batch=imported.max_batch,
     )
-
-
-def _compare(cfg: Config, model: Path, imported: "Imported") -> tuple[Difference, ...]:
-    """Compare the logits for each batch size; raise GateFailed, or FixedBatch, at the first that differs too much."""
-    import numpy as np
-    from onnxruntime.capi import onnxruntime_pybind11_state as state
-
-    from tasks.parts.onnx_graphs.foreign_file import open_original
-    from tasks.parts.onnx_graphs.foreign_rewrite import FixedBatch, with_output
-    from tasks.parts.onnx_graphs.signal_to_noise import difference
-    from tasks.parts.onnx_session import open_session
-
-    original = open_original(model, imported.tensor, imported.static_batch)
-    stop = GateFailed if imported.static_batch is None or imported.max_batch else FixedBatch
-    failures = (
-        state.Fail,
-        state.InvalidArgument,
-        state.InvalidGraph,
-        state.NotImplemented,
-        state.RuntimeException,
-    )
-    try:
-        session = open_session(with_output(imported.graph, imported.tensor))
-    except BuildFailed as error:
-        raise stop(
-            f"ONNX Runtime refuses the written graph ({first_line(error)}). {_dynamic_batch_hint(imported)}"
-        ) from error
-    image = imported.graph.graph.input[0]
-    sizes = [axis.dim_value for axis in image.type.tensor_type.shape.dim[1:]]
-    generator = np.random.default_rng(cfg.seed)
-    differences = []
-    for batch_size in cfg.batch_sizes:
-        images_NCHW = generator.standard_normal((batch_size, *sizes), np.float32)
-        try:
-            expected = original(images_NCHW)
-        except failures as error:
-            raise ArtifactError(
-                f"{model}: the file itself fails on a batch of {batch_size} ({first_line(error)}), though it "
-                f"declares {imported.static_batch or 'a dynamic batch'}. Export it with a batch that it supports."
-            ) from error
-        try:
-            parts = np.split(images_NCHW, batch_size) if imported.max_batch else [images_NCHW]
-            logits = np.concatenate([session.run(None, {image.name: part})[0] for part in parts])
-        except failures as error:
-            raise stop(
-                f"batch of {batch_size}: ONNX Runtime fails on the written graph ({first_line(error)}). "
-                f"{_dynamic_batch_hint(imported)}"
-            ) from error
-        if not np.isfinite(expected).all():
-            raise ArtifactError(
-                f"{model}: returns NaN or infinity for random images, expected finite logits. Take another "
-                "checkpoint of the model."
-            )
-        if logits.shape != expected.shape:
-            raise stop(
-                f"batch of {batch_size}: the logits of the written graph are {list(logits.shape)}, those of the file "
-                f"{list(expected.shape)}. {_dynamic_batch_hint(imported)}"
-            )
-        result = difference(expected, logits)
-        if not result.sqnr_db >= cfg.min_sqnr_db:
-            raise stop(
-                f"batch of {batch_size}: the written graph differs from the file by {result.max_abs:.3g} (SQNR "
-                f"{result.sqnr_db:.1f} dB), expected at least {cfg.min_sqnr_db} dB (import_onnx.min_sqnr_db). "
-                f"{_dynamic_batch_hint(imported)}"
-            )
-        differences.append(result)
-    return tuple(differences)
-
-
-def _dynamic_batch_hint(imported: "Imported") -> str:
-    if imported.static_batch is None or imported.max_batch:
-        return "An operator behaves differently in the opset that it was converted to; export with a newer opset."
-    return f"The file fixes its batch at {imported.static_batch}; export it again with a dynamic batch."

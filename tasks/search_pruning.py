@@ -231,16 +231,16 @@ def _measure(
     from tasks.parts.pruning.recovery import recover
 
     with TemporaryDirectory(dir=out) as scratch:
-        engines = {UNPRUNED: _build(cfg, networks[UNPRUNED], card, Path(scratch, f"{UNPRUNED}"))}
+        engines = {UNPRUNED: _build(cfg, networks[UNPRUNED], card, data, Path(scratch, f"{UNPRUNED}"))}
         small_data = _first_images(cfg, data, out / "resume" / "dataset")
         mious = {}
         for number, (ratio, network) in enumerate(networks.items(), 1):
             logger.info("search_pruning: network %d of %d, ratio %g", number, len(networks), ratio)
             mious[ratio] = recover(network, small_data, cfg.trainer, out / "resume" / f"{ratio}")
             if ratio != UNPRUNED:
-                engines[ratio] = _build(cfg, network, card, Path(scratch, f"{ratio}"))
+                engines[ratio] = _build(cfg, network, card, data, Path(scratch, f"{ratio}"))
         logger.info("search_pruning: timing %d engines", len(engines))
-        latencies, aa_ratio_spread = _measure_latencies(engines, cfg.num_rounds)
+        latencies, aa_ratio_spread = _measure_latencies(engines, data, cfg.num_rounds)
     return mious, latencies, aa_ratio_spread
 
 
@@ -257,7 +257,7 @@ def _first_images(cfg: Config, data: Path, small_data: Path) -> Path:
     return small_data
 
 
-def _build(cfg: Config, network: "nn.Module", card: "ModelCard", out: Path) -> Path:
+def _build(cfg: Config, network: "nn.Module", card: "ModelCard", data: Path, out: Path) -> Path:
     """Build the engine of a network as build_engine does.
 
     Raises TargetMismatch when this machine cannot build it, BuildFailed when the runtime cannot.
@@ -265,6 +265,7 @@ def _build(cfg: Config, network: "nn.Module", card: "ModelCard", out: Path) -> P
     import torch
 
     from tasks.parts.builders.build import build
+    from tasks.parts.data.dataset import calibration_images
     from tasks.parts.engines.manifest import ENGINE_FOLDER, EngineStatus
     from tasks.parts.networks.checkpoint import save_checkpoint
     from tasks.parts.onnx_graphs.export import export_graph
@@ -278,7 +279,7 @@ def _build(cfg: Config, network: "nn.Module", card: "ModelCard", out: Path) -> P
         model = out / "model.onnx"
         write_graph(export_graph(network, card, height=card.height, width=card.width, opset=cfg.opset), model)
     num_threads = torch.get_num_threads()
-    report = build(cfg.target, model=model, out=out)
+    report = build(cfg.target, model=model, images=calibration_images(data), out=out)
     torch.set_num_threads(num_threads)  # eager engines set the target's number
     if report.status is not EngineStatus.built:
         kind = TargetMismatch if report.status is EngineStatus.skipped else BuildFailed
@@ -289,13 +290,16 @@ def _build(cfg: Config, network: "nn.Module", card: "ModelCard", out: Path) -> P
     return out / ENGINE_FOLDER
 
 
-def _measure_latencies(engines: Mapping[float, Path], num_rounds: int) -> tuple[dict[float, _Latency], float]:
+def _measure_latencies(
+    engines: Mapping[float, Path], data: Path, num_rounds: int
+) -> tuple[dict[float, _Latency], float]:
     """Time all engines, the unpruned one twice, in interleaved rounds; return latencies and A/A spread."""
     from contextlib import ExitStack
 
     import numpy as np
 
-    from tasks.parts.builders.agreement import draw_probe_images
+    from tasks.parts.builders.agreement import read_probe_images
+    from tasks.parts.data.dataset import calibration_images
     from tasks.parts.engines.open_engine import open_engine
     from tasks.parts.engines.rounds import rounds_ms
     from tasks.parts.measuring.intervals import estimate_ratio
@@ -308,7 +312,7 @@ def _measure_latencies(engines: Mapping[float, Path], num_rounds: int) -> tuple[
             for name, folder in (folders | {CONTROL: folders[unpruned]}).items()
         }
         calls = {name: runner.run for name, runner in runners.items()}
-        images_NCHW = draw_probe_images(runners[unpruned].manifest.card)[:1]
+        images_NCHW = read_probe_images(calibration_images(data), runners[unpruned].manifest.card)[:1]
         rounds_ms(calls, images_NCHW, 1)  # warm-up
         rounds = rounds_ms(calls, images_NCHW, num_rounds)
     medians = {name: np.array([np.median(burst) for burst in bursts]) for name, bursts in rounds.items()}

@@ -22,6 +22,7 @@ from tests.conftest import REPOSITORY, Workspace, copy_repository
 OVERRIDES = {
     "trained": [],
     "onnx": ["model=onnx", "model.path=model.onnx", "data=folder"],
+    "quantized onnx": ["model=onnx_quantized", "model.path=model.onnx", "data=folder"],
     "onnx without labels": ["model=onnx", "model.path=model.onnx", "data=images"],
 }
 

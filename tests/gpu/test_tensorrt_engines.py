@@ -17,8 +17,8 @@ from tasks.benchmark import benchmark
 from tasks.build_engine import Report, build_engine
 from tasks.core.errors import ArtifactError, DataError, TargetMismatch
 from tasks.diff_layers import BisectionConfig, Config, diff_layers
-from tasks.parts.builders.agreement import draw_probe_images
 from tasks.parts.data.dataset import normalise, open_split
+from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.manifest import EngineStatus, FloatArray, read_engine_manifest, write_engine_manifest
 from tasks.parts.engines.open_engine import open_engine
@@ -52,16 +52,20 @@ def with_options(target: Target, **changes: Any) -> Target:
     return replace(target, tensorrt=replace(target.tensorrt, **changes))
 
 
-def build(target: Target, model: Path, out: Path) -> Report:
+def random_images(card: InputCard, count: int) -> FloatArray:
+    return np.random.default_rng(0).standard_normal((count, 3, card.height, card.width), np.float32)
+
+
+def build(workshop: Workshop, target: Target, model: Path, out: Path) -> Report:
     out.mkdir()
-    report = build_engine(target, model=model, out=out)
+    report = build_engine(target, model=model, images=workshop.images, out=out)
     assert report.status is EngineStatus.built, report.reason
     return report
 
 
 def assert_batches_agree(runner: Runner) -> None:
     """Batches of any size, in any order, give the logits of single images."""
-    images_NCHW = np.repeat(draw_probe_images(runner.manifest.card), 2, axis=0)
+    images_NCHW = random_images(runner.manifest.card, 4)
     expected = np.concatenate([runner.infer(image[None]) for image in images_NCHW])
     for num_images in (4, 1, 3, 2, 4):
         found = runner.infer(images_NCHW[:num_images])
@@ -69,13 +73,13 @@ def assert_batches_agree(runner: Runner) -> None:
 
 
 def test_float_engine_agrees_with_the_graph(workshop: Workshop, target: Target, tmp_path: Path) -> None:
-    report = build(target, workshop.graph, tmp_path / "a")
+    report = build(workshop, target, workshop.graph, tmp_path / "a")
     assert report.is_precision_ok and report.agreement_db is not None and report.agreement_db > 30
     assert (tmp_path / "a" / "engine" / "commands.sh").is_file()
 
 
 def test_quantized_graph_really_runs_in_int8(workshop: Workshop, target: Target, tmp_path: Path) -> None:
-    report = build(target, workshop.quantized, tmp_path / "a")
+    report = build(workshop, target, workshop.quantized, tmp_path / "a")
     assert report.is_precision_ok and report.num_layers_int8 > 0
 
 
@@ -88,7 +92,7 @@ def test_onnxruntime_runs_a_plan(workshop: Workshop, target: Target, tmp_path: P
     declared = workshop.target("cuda_onnxruntime_tensorrt", gpu=find_gpus()[0], runtime_version="any")
     options = with_options(target, cuda_graph=False).tensorrt
     model = workshop.quantized if variant == "quantized" else workshop.graph
-    report = build(replace(declared, tensorrt=options), model, tmp_path / "a")
+    report = build(workshop, replace(declared, tensorrt=options), model, tmp_path / "a")
     assert report.provider == "TensorrtExecutionProvider" and report.is_precision_ok
     assert (report.num_layers_int8 > 0) == (variant == "quantized")
     with open_engine(tmp_path / "a" / "engine") as runner:
@@ -100,7 +104,7 @@ def test_layers_are_compared_through_debug_tensors(
     workshop: Workshop, target: Target, tmp_path: Path, variant: str
 ) -> None:
     model = workshop.quantized if variant == "quantized" else workshop.graph
-    build(target, model, tmp_path / "a")
+    build(workshop, target, model, tmp_path / "a")
     report = diff_layers(
         Config("calibration", 2, 10.0, BisectionConfig(False, 0.0, 0, 4)),
         engine=tmp_path / "a" / "engine",
@@ -119,10 +123,10 @@ def test_layers_are_compared_through_debug_tensors(
 def test_batches_in_any_order_give_the_same_logits(
     workshop: Workshop, target: Target, tmp_path: Path, cuda_graph: bool
 ) -> None:
-    build(with_options(target, cuda_graph=cuda_graph), workshop.graph, tmp_path / "a")
+    build(workshop, with_options(target, cuda_graph=cuda_graph), workshop.graph, tmp_path / "a")
     with open_engine(tmp_path / "a" / "engine") as runner:
         assert_batches_agree(runner)
-        images_NCHW = np.repeat(draw_probe_images(runner.manifest.card), 3, axis=0)
+        images_NCHW = random_images(runner.manifest.card, 6)
         assert runner.profile(images_NCHW[:1], 3)[0].milliseconds > 0
         with pytest.raises(DataError, match="batch of 5"):
             runner.infer(images_NCHW[:5])
@@ -132,9 +136,9 @@ def test_batches_in_any_order_give_the_same_logits(
 def test_execution_contexts_work_at_the_same_time(
     workshop: Workshop, target: Target, tmp_path: Path, cuda_graph: bool
 ) -> None:
-    build(with_options(target, cuda_graph=cuda_graph), workshop.graph, tmp_path / "a")
+    build(workshop, with_options(target, cuda_graph=cuda_graph), workshop.graph, tmp_path / "a")
     with open_engine(tmp_path / "a" / "engine") as runner:
-        images_NCHW = np.repeat(draw_probe_images(runner.manifest.card), 2, axis=0)[:3]
+        images_NCHW = random_images(runner.manifest.card, 4)[:3]
         expected = [runner.infer(image[None]) for image in images_NCHW]
 
         def drive(member: Runner, image_CHW: FloatArray) -> list[FloatArray]:
@@ -152,7 +156,7 @@ def test_execution_contexts_work_at_the_same_time(
 def test_benchmark_tells_the_time_of_the_gpu_and_its_state(
     workshop: Workshop, target: Target, tmp_path: Path, cuda_graph: bool
 ) -> None:
-    build(with_options(target, cuda_graph=cuda_graph), workshop.graph, tmp_path / "a")
+    build(workshop, with_options(target, cuda_graph=cuda_graph), workshop.graph, tmp_path / "a")
     engine = tmp_path / "a" / "engine"
     report = benchmark(BENCHMARK, builds=engine, reference=engine, out=tmp_path)
     [measured] = report.engines.values()
@@ -168,9 +172,9 @@ def test_benchmark_tells_the_time_of_the_gpu_and_its_state(
 
 
 def test_tensors_on_the_gpu_need_no_copy(workshop: Workshop, target: Target, tmp_path: Path) -> None:
-    build(target, workshop.graph, tmp_path / "a")
+    build(workshop, target, workshop.graph, tmp_path / "a")
     with open_engine(tmp_path / "a" / "engine") as runner:
-        images_NCHW = draw_probe_images(runner.manifest.card)
+        images_NCHW = random_images(runner.manifest.card, 2)
         expected = runner.infer(images_NCHW)
         logits_NCHW = torch.empty(expected.shape, device="cuda")
         runner.infer_tensor(torch.from_numpy(images_NCHW).cuda(), logits_NCHW)
@@ -182,13 +186,13 @@ def test_tensors_on_the_gpu_need_no_copy(workshop: Workshop, target: Target, tmp
 
 
 def test_timing_cache_replays_the_build(workshop: Workshop, target: Target, tmp_path: Path) -> None:
-    build(target, workshop.graph, tmp_path / "a")
+    build(workshop, target, workshop.graph, tmp_path / "a")
     [cache] = (tmp_path / "cache").glob("*.cache")
-    build(with_options(target, error_on_timing_cache_miss=True), workshop.graph, tmp_path / "b")
+    build(workshop, with_options(target, error_on_timing_cache_miss=True), workshop.graph, tmp_path / "b")
     cache.unlink()
     (tmp_path / "c").mkdir()
     strict = with_options(target, error_on_timing_cache_miss=True)
-    report = build_engine(strict, model=workshop.graph, out=tmp_path / "c")
+    report = build_engine(strict, model=workshop.graph, images=workshop.images, out=tmp_path / "c")
     assert report.status is EngineStatus.failed
     assert not list((tmp_path / "c" / "engine").glob("*.plan"))
 
@@ -196,7 +200,7 @@ def test_timing_cache_replays_the_build(workshop: Workshop, target: Target, tmp_
 def test_several_builds_keep_one_and_tell_their_spread(
     workshop: Workshop, target: Target, tmp_path: Path
 ) -> None:
-    report = build(with_options(target, num_builds=3), workshop.graph, tmp_path / "a")
+    report = build(workshop, with_options(target, num_builds=3), workshop.graph, tmp_path / "a")
     assert len(report.build_latencies_ms) == 3
     assert len(list((tmp_path / "a" / "engine").glob("*.plan"))) == 1
 
@@ -204,7 +208,7 @@ def test_several_builds_keep_one_and_tell_their_spread(
 def test_plan_of_another_gpu_or_other_bytes_is_never_loaded(
     workshop: Workshop, target: Target, tmp_path: Path
 ) -> None:
-    build(target, workshop.graph, tmp_path / "a")
+    build(workshop, target, workshop.graph, tmp_path / "a")
     engine = tmp_path / "a" / "engine"
     manifest = read_engine_manifest(engine)
     assert manifest.gpu is not None
@@ -221,7 +225,7 @@ def test_plan_of_another_gpu_or_other_bytes_is_never_loaded(
 
 
 def test_bundle_predicts_what_the_engine_does(workshop: Workshop, target: Target, tmp_path: Path) -> None:
-    build(with_options(target, cuda_graph=False), workshop.graph, tmp_path / "a")
+    build(workshop, with_options(target, cuda_graph=False), workshop.graph, tmp_path / "a")
     engine, bundle = tmp_path / "a" / "engine", tmp_path / "bundle"
     assert write_bundle(engine, {"variant": "float", "target": target.name}, bundle)
     images_NHWC = np.asarray(open_split(workshop.data, "test")[0][:6])  # more than one batch

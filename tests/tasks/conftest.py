@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from tasks.core.config import typed_config
+from tasks.parts.data.dataset import calibration_images
 from tasks.parts.engines.runtimes import CHECKPOINT_RUNTIMES, Runtime
 from tasks.parts.engines.target import Target
 
@@ -36,6 +37,11 @@ class Workshop:
     graph: Path
     quantized: Path
 
+    @property
+    def images(self) -> Path:
+        """The file of the calibration images."""
+        return calibration_images(self.data)
+
     def target(self, name: str, /, **changes: Any) -> Target:
         """Return a declared target, made to fit any installed version unless said otherwise."""
         fields = yaml.safe_load((REPOSITORY / "conf" / "target" / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -55,7 +61,7 @@ class Workshop:
             out.mkdir()
             graph = self.quantized if variant == "quantized" else self.graph
             model = self.checkpoint if declared.runtime in CHECKPOINT_RUNTIMES else graph
-            build_engine(declared, model=model, out=out)
+            build_engine(declared, model=model, images=self.images, out=out)
         return out / "engine"
 
 

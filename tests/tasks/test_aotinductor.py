@@ -31,9 +31,9 @@ LEAST_DB = {"f32": 100.0, "bf16": 20.0, "f16": 38.0}
 """Signal-to-noise of rounded mantissas (24, 8 and 11 bits, 6 dB each), less what the layers add up."""
 
 
-def built(target: Target, model: Path, out: Path) -> Report:
+def built(workshop: Workshop, target: Target, model: Path, out: Path) -> Report:
     out.mkdir()
-    return build_engine(target, model=model, out=out)
+    return build_engine(target, model=model, images=workshop.images, out=out)
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_bfloat16_engine_says_so_and_is_compared_with_float32(workshop: Workshop
     target = workshop.target(
         "cpu_aotinductor", precision=Precision.bf16, max_batch=1, min_agreement_db=LEAST_DB["bf16"]
     )
-    report = built(target, workshop.checkpoint, tmp_path / "a")
+    report = built(workshop, target, workshop.checkpoint, tmp_path / "a")
     assert report.status is EngineStatus.built, report.reason
     assert report.is_precision_ok and report.precisions["conv2d"].keys() == {"bf16"}
     assert report.agreement_db is not None and report.agreement_db < 60
@@ -63,7 +63,7 @@ def test_eager_engine_computes_in_the_declared_precision(
     workshop: Workshop, tmp_path: Path, precision: str
 ) -> None:
     target = workshop.target("cpu_torch", precision=Precision(precision))
-    report = built(target, workshop.checkpoint, tmp_path / "a")
+    report = built(workshop, target, workshop.checkpoint, tmp_path / "a")
     assert report.is_precision_ok and report.precisions["Conv2d"].keys() == {precision}
     assert report.agreement_db is not None and report.agreement_db > LEAST_DB[precision]
 
@@ -72,7 +72,7 @@ def test_engine_below_the_floor_fails_and_names_precision_and_floor(
     workshop: Workshop, tmp_path: Path
 ) -> None:
     target = workshop.target("cpu_torch", precision=Precision.bf16, min_agreement_db=90.0)
-    report = built(target, workshop.checkpoint, tmp_path / "a")
+    report = built(workshop, target, workshop.checkpoint, tmp_path / "a")
     assert report.status is EngineStatus.failed
     assert "expected 90 dB or more (target.cpu_torch.min_agreement_db)" in report.reason
     assert "or a wider target.cpu_torch.precision" in report.reason
@@ -84,7 +84,7 @@ def test_machine_without_compiler_is_refused(workshop: Workshop, tmp_path: Path)
         torch._inductor.config.patch("cpp.cxx", (None, "no-such-g++")),
         pytest.raises(TargetMismatch, match=r"has no no-such-g\+\+\. Install g\+\+.*CXX.*pool 'cpu'"),
     ):
-        built(workshop.target("cpu_aotinductor"), workshop.checkpoint, tmp_path / "a")
+        built(workshop, workshop.target("cpu_aotinductor"), workshop.checkpoint, tmp_path / "a")
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_engine_for_a_gpu_is_refused_at_once_where_there_is_none(
     with pytest.raises(
         TargetMismatch, match=rf"{name} needs an NVIDIA GPU; this machine has none.*pool 'gpu'"
     ):
-        built(target, model, tmp_path / "a")
+        built(workshop, target, model, tmp_path / "a")
     assert not list((tmp_path / "a").iterdir())
 
 

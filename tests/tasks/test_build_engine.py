@@ -12,10 +12,13 @@ from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, TargetMismatch
 from tasks.core.execute import execute, is_current, is_fresh, prepare_call
 from tasks.core.reports import read_report
+from tasks.parts.builders.agreement import read_probe_images
 from tasks.parts.builders.report import EngineBuild, LayerCounts, count_layers, find_precision_fault
+from tasks.parts.data.dataset import normalise
 from tasks.parts.engines.machine import missing_cpu_flags, read_cpu_flags
 from tasks.parts.engines.manifest import EngineStatus, read_engine_manifest, sha256_of
 from tasks.parts.engines.runtimes import Precision
+from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB, difference
 
 
@@ -27,10 +30,10 @@ def changed_graph(workshop, tmp_path, change):
     return path
 
 
-def built(target, model, tmp_path):
+def built(workshop, target, model, tmp_path):
     out = tmp_path / f"out-{target.name}"
     out.mkdir()
-    return build_engine(target, model=model, out=out), out / "engine"
+    return build_engine(target, model=model, images=workshop.images, out=out), out / "engine"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +46,7 @@ def built(target, model, tmp_path):
 )
 def test_float_engine_is_one_file_with_its_digest(workshop, tmp_path, target, beside):
     model = workshop.checkpoint if target == "cpu_torch" else workshop.graph
-    report, engine = built(workshop.target(target), model, tmp_path)
+    report, engine = built(workshop, workshop.target(target), model, tmp_path)
     manifest = read_engine_manifest(engine)
     assert sorted(file.name for file in engine.iterdir()) == sorted(["manifest.json", report.file, *beside])
     assert (report.status, report.reason, report.is_precision_ok, report.is_quantized) == (
@@ -60,7 +63,7 @@ def test_float_engine_is_one_file_with_its_digest(workshop, tmp_path, target, be
 
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
 def test_quantized_engine_really_runs_int8(workshop, tmp_path, target):
-    report, _ = built(workshop.target(target), workshop.quantized, tmp_path)
+    report, _ = built(workshop, workshop.target(target), workshop.quantized, tmp_path)
     num_quantized = count_layers(onnx.load(workshop.quantized)).num_quantized
     assert report.is_quantized and report.is_precision_ok and not report.precision_note
     assert report.num_layers_quantized == num_quantized > 10
@@ -79,7 +82,7 @@ def test_activations_of_the_onnxruntime_engine_are_uint8(workshop):
 def test_int8_openvino_engine_without_uint8_encoding_is_refused_or_right(workshop, tmp_path):
     """OpenVINO 2026.4 follows int8 activations less closely; below the floor there must be no engine."""
     target = workshop.target("cpu_openvino", uint8_activations=False, min_agreement_int8_db=10.0)
-    report, _ = built(target, workshop.quantized, tmp_path)
+    report, _ = built(workshop, target, workshop.quantized, tmp_path)
     if report.status == "built":
         assert report.agreement_db >= 10
     else:
@@ -87,7 +90,7 @@ def test_int8_openvino_engine_without_uint8_encoding_is_refused_or_right(worksho
 
 
 def test_engine_bytes_depend_on_the_graph_alone(workshop, tmp_path):
-    report, _ = built(workshop.target("cpu_onnxruntime"), workshop.quantized, tmp_path)
+    report, _ = built(workshop, workshop.target("cpu_onnxruntime"), workshop.quantized, tmp_path)
     again = read_engine_manifest(workshop.engine("quantized", "cpu_onnxruntime"))
     assert report.engine_sha256 == again.sha256
 
@@ -96,7 +99,7 @@ def test_bf16_target_runs_bf16_and_f32_target_does_not(workshop, tmp_path):
     target = workshop.target("cpu_openvino_bf16")
     if missing_cpu_flags(target):
         pytest.skip(f"this CPU lacks {missing_cpu_flags(target)}")
-    report, engine = built(target, workshop.graph, tmp_path)
+    report, engine = built(workshop, target, workshop.graph, tmp_path)
     assert report.is_precision_ok and report.precisions["Convolution"].get("bf16", 0) > 10
     assert "bf16" not in json.dumps(read_engine_manifest(workshop.engine("float", "cpu_openvino")).precisions)
     assert report.agreement_db < MAX_SQNR_DB
@@ -105,7 +108,7 @@ def test_bf16_target_runs_bf16_and_f32_target_does_not(workshop, tmp_path):
 
 def test_cpu_without_a_declared_flag_ends_in_skipped_with_the_reason(workshop, tmp_path):
     target = workshop.target("cpu_openvino_bf16", cpu_flags=["avx_imaginary"])
-    report, engine = built(target, workshop.graph, tmp_path)
+    report, engine = built(workshop, target, workshop.graph, tmp_path)
     assert report.status == "skipped"
     assert report.reason == "this CPU lacks avx_imaginary (target.cpu_openvino_bf16.cpu_flags)"
     assert [file.name for file in engine.iterdir()] == ["manifest.json"]
@@ -115,7 +118,9 @@ def build_call(workshop, **changes):
     """Return the call that builds the float graph; the working directory is the workspace."""
     target = dataclasses.asdict(workshop.target("cpu_onnxruntime", **changes))
     return prepare_call(
-        "build_engine.float.cpu", {"model": workshop.graph}, {"build_engine": {"cpu": target}}
+        "build_engine.float.cpu",
+        {"model": workshop.graph, "images": workshop.images},
+        {"build_engine": {"cpu": target}},
     )
 
 
@@ -153,7 +158,7 @@ def test_failed_build_is_tried_again_and_is_no_twin(workshop, tmp_path, monkeypa
 def test_other_runtime_version_is_refused_with_the_place_to_run_it(workshop, tmp_path):
     target = workshop.target("cpu_onnxruntime", runtime_version="1.2", work_pool="old-machines")
     with pytest.raises(TargetMismatch, match=r"declares onnxruntime 1\.2, .* pool 'old-machines'"):
-        built(target, workshop.graph, tmp_path)
+        built(workshop, target, workshop.graph, tmp_path)
 
 
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
@@ -164,7 +169,9 @@ def test_custom_operator_is_named_before_the_build_and_fails_this_target_only(wo
             helper.make_node("Magic", [graph.graph.output[0].name], ["unused"], "wand", domain="com.example")
         )
 
-    report, engine = built(workshop.target(target), changed_graph(workshop, tmp_path, change), tmp_path)
+    report, engine = built(
+        workshop, workshop.target(target), changed_graph(workshop, tmp_path, change), tmp_path
+    )
     assert report.status == "failed"
     assert "com.example::Magic ('wand')" in report.reason and target in report.reason
     assert [file.name for file in engine.iterdir()] == ["manifest.json"]
@@ -172,7 +179,7 @@ def test_custom_operator_is_named_before_the_build_and_fails_this_target_only(wo
 
 def test_opset_outside_the_target_s_range_fails_with_the_key(workshop, tmp_path):
     target = workshop.target("cpu_onnxruntime", opsets=[13, 14])
-    report, _ = built(target, workshop.graph, tmp_path)
+    report, _ = built(workshop, target, workshop.graph, tmp_path)
     assert report.status == "failed"
     assert "opset 20, allowed are 13..14 (target.cpu_onnxruntime.opsets)" in report.reason
 
@@ -182,7 +189,9 @@ def test_opset_from_the_future_is_refused(workshop, tmp_path):
         graph.opset_import[0].version = 99
 
     with pytest.raises(ArtifactError, match="opset 99"):
-        built(workshop.target("cpu_onnxruntime"), changed_graph(workshop, tmp_path, change), tmp_path)
+        built(
+            workshop, workshop.target("cpu_onnxruntime"), changed_graph(workshop, tmp_path, change), tmp_path
+        )
 
 
 @pytest.mark.parametrize("length", [0, 1000])
@@ -190,7 +199,7 @@ def test_empty_or_torn_graph_is_refused(workshop, tmp_path, length):
     path = tmp_path / "torn.onnx"
     path.write_bytes(workshop.graph.read_bytes()[:length])
     with pytest.raises(ArtifactError, match=r"torn\.onnx"):
-        built(workshop.target("cpu_openvino"), path, tmp_path)
+        built(workshop, workshop.target("cpu_openvino"), path, tmp_path)
 
 
 def test_nan_weight_is_refused_by_name(workshop, tmp_path):
@@ -204,7 +213,9 @@ def test_nan_weight_is_refused_by_name(workshop, tmp_path):
         names.append(weight.name)
 
     with pytest.raises(ArtifactError, match="holds NaN or infinity") as caught:
-        built(workshop.target("cpu_onnxruntime"), changed_graph(workshop, tmp_path, change), tmp_path)
+        built(
+            workshop, workshop.target("cpu_onnxruntime"), changed_graph(workshop, tmp_path, change), tmp_path
+        )
     assert names[0] in str(caught.value)
 
 
@@ -216,20 +227,65 @@ def test_card_with_other_number_of_classes_is_refused_with_both(workshop, tmp_pa
         entry.value = json.dumps(card)
 
     with pytest.raises(ArtifactError, match=r"\[3, 64, 96\].*card says \[4, 64, 96\]"):
-        built(workshop.target("cpu_onnxruntime"), changed_graph(workshop, tmp_path, change), tmp_path)
+        built(
+            workshop, workshop.target("cpu_onnxruntime"), changed_graph(workshop, tmp_path, change), tmp_path
+        )
 
 
 def test_engine_that_computes_something_else_fails(workshop, tmp_path):
     target = workshop.target("cpu_openvino", min_agreement_db=149.0)
-    report, engine = built(target, workshop.graph, tmp_path)
+    report, engine = built(workshop, target, workshop.graph, tmp_path)
     assert report.status == "failed"
     assert "expected 149 dB or more (target.cpu_openvino.min_agreement_db)" in report.reason
     assert [file.name for file in engine.iterdir()] == ["manifest.json"]
 
 
+def test_engine_is_tried_on_images_from_the_whole_calibration_set(workshop, tmp_path):
+    card = read_card_of_graph(read_graph(workshop.graph))
+    images_NHWC = np.random.default_rng(0).integers(0, 256, (9, card.height, card.width, 3), np.uint8)
+    np.save(tmp_path / "images.npy", images_NHWC)
+    picked_NCHW = normalise(images_NHWC[[0, 2, 5, 8]], card.mean, card.std)
+    np.testing.assert_array_equal(read_probe_images(tmp_path / "images.npy", card), picked_NCHW)
+    np.save(tmp_path / "images.npy", images_NHWC[:1])
+    assert len(read_probe_images(tmp_path / "images.npy", card)) == 1
+
+
+def test_agreement_is_that_on_the_given_images(workshop, tmp_path):
+    """On noise, far beyond the calibrated ranges, it is another one; it may be none at all."""
+    noise_NHWC = 255 * np.random.default_rng(0).integers(0, 2, (4, 64, 96, 3), np.uint8)
+    np.save(tmp_path / "noise.npy", noise_NHWC)
+    target, agreements = workshop.target("cpu_openvino", min_agreement_int8_db=0.0), []
+    for images in (workshop.images, tmp_path / "noise.npy"):
+        out = tmp_path / images.stem
+        out.mkdir()
+        report = build_engine(target, model=workshop.quantized, images=images, out=out)
+        agreements.append(report.agreement_db)
+    assert agreements[0] > 10 and agreements[1] != agreements[0]
+
+
+@pytest.mark.parametrize(
+    ("images", "found"),
+    [
+        (np.zeros((2, 64, 64, 3), np.uint8), r"uint8 \(2, 64, 64, 3\), expected .* uint8 \(64, 96, 3\)"),
+        (np.zeros((0, 64, 96, 3), np.uint8), r"uint8 \(0, 64, 96, 3\), expected one or more"),
+        (np.zeros((2, 64, 96, 3), np.float32), r"float32 \(2, 64, 96, 3\), expected"),
+        (None, "images.npy: cannot be read"),
+    ],
+)
+def test_images_that_are_not_those_of_the_model_are_refused(workshop, tmp_path, images, found):
+    if images is None:
+        (tmp_path / "images.npy").write_bytes(workshop.images.read_bytes()[:100])
+    else:
+        np.save(tmp_path / "images.npy", images)
+    target = workshop.target("cpu_onnxruntime")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ArtifactError, match=found):
+        build_engine(target, model=workshop.graph, images=tmp_path / "images.npy", out=tmp_path / "out")
+
+
 def test_torch_takes_no_onnx_graph(workshop, tmp_path):
     with pytest.raises(ArtifactError, match=r"an ONNX graph, expected a \.safetensors checkpoint"):
-        built(workshop.target("cpu_torch"), workshop.quantized, tmp_path)
+        built(workshop, workshop.target("cpu_torch"), workshop.quantized, tmp_path)
 
 
 @pytest.mark.parametrize(

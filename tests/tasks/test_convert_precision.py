@@ -158,7 +158,7 @@ def test_autocast_without_its_packages_names_the_extra(
 def test_a_runtime_that_computes_fp16_in_another_precision_is_found_out(
     converted: tuple[Report, Path], workshop: Any, tmp_path: Path, target: str
 ) -> None:
-    report = build_engine(workshop.target(target), model=converted[1], out=tmp_path)
+    report = build_engine(workshop.target(target), model=converted[1], images=workshop.images, out=tmp_path)
     assert report.status == "built" and report.agreement_db is not None and report.agreement_db > 40
     assert not report.is_precision_ok
     assert "layers are FP16, but the runtime computes" in report.precision_note

@@ -46,7 +46,7 @@ def build_with_a_wrong_scale(workshop, folder, target):
     model.write_bytes(graph.SerializeToString())
     (folder / "build").mkdir()
     built_anyway = workshop.target(target, min_agreement_int8_db=0.0, stem_in_float=False)
-    build_engine(built_anyway, model=model, out=folder / "build")
+    build_engine(built_anyway, model=model, images=workshop.images, out=folder / "build")
     readers = {node.name for node in graph.graph.node if victim.output[0] in node.input}
     return {victim.name} | readers, folder / "build" / "engine"
 
@@ -132,7 +132,7 @@ def test_layer_with_a_wrong_scale_is_named_with_module_and_line(workshop, tmp_pa
 def test_engine_that_was_skipped_gives_a_report_with_the_reason(workshop, tmp_path):
     (tmp_path / "build").mkdir()
     target = workshop.target("cpu_openvino_bf16", cpu_flags=["avx_imaginary"])
-    build_engine(target, model=workshop.graph, out=tmp_path / "build")
+    build_engine(target, model=workshop.graph, images=workshop.images, out=tmp_path / "build")
     report = compare(workshop, tmp_path, tmp_path / "build" / "engine", workshop.graph)
     assert (report.status, report.differences) == ("skipped", None)
     assert "avx_imaginary" in report.reason
@@ -177,7 +177,10 @@ def test_bisection_names_the_layer_that_has_to_run_in_float(unbalanced, workshop
     (tmp_path / "build").mkdir()
     model = unbalanced.graph.parent / "model.onnx"
     build_engine(
-        workshop.target("cpu_onnxruntime", min_agreement_int8_db=0.0), model=model, out=tmp_path / "build"
+        workshop.target("cpu_onnxruntime", min_agreement_int8_db=0.0),
+        model=model,
+        images=workshop.images,
+        out=tmp_path / "build",
     )
     config = replace(CONFIG, bisection=replace(NO_BISECTION, enabled=True, max_score_rel_loss=0.35))
     report = diff_layers(

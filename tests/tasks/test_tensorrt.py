@@ -174,7 +174,7 @@ def test_engine_for_a_gpu_that_is_not_here_is_refused_and_says_where_to_run_it(
 ) -> None:
     target = workshop.target("h200_tensorrt", gpu=Gpu("NVIDIA Imaginary", "99.0"))
     with pytest.raises(TargetMismatch, match=r"compute capability 99\.0.*NVIDIA Imaginary.*pool 'gpu-sm90'"):
-        build_engine(target, model=workshop.graph, out=tmp_path)
+        build_engine(target, model=workshop.graph, images=workshop.images, out=tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -15,7 +15,7 @@ from tasks.diff_layers import BisectionConfig, diff_layers
 from tasks.diff_layers import Config as DiffConfig
 from tasks.export_onnx import Config as ExportConfig
 from tasks.export_onnx import export_onnx
-from tasks.parts.data.dataset import read_manifest
+from tasks.parts.data.dataset import calibration_images, read_manifest
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.networks.config import NetworkConfig, NetworkName
@@ -119,7 +119,7 @@ def test_engines_compute_what_the_graph_says(
     model = shop.quantized if variant == "quantized" else shop.graph
     # ONNX Runtime runs in float the small convolutions whose output a LayerNormalization or the decoder reads.
     declared = workshop.target(target, min_int8_macs_share=0.9)
-    report = build_engine(declared, model=model, out=tmp_path)
+    report = build_engine(declared, model=model, images=calibration_images(shop.data), out=tmp_path)
     assert report.status == "built" and report.is_precision_ok, report.reason + report.precision_note
     assert report.num_layers_quantized == (41 if variant == "quantized" else 0)
     out = tmp_path / "diff"

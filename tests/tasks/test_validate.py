@@ -59,7 +59,7 @@ def test_confusion_counts_every_pixel_once_whatever_the_batch(workshop, tmp_path
 def test_engine_that_was_skipped_gives_a_report_with_the_reason(workshop, tmp_path):
     (tmp_path / "build").mkdir()
     target = workshop.target("cpu_openvino_bf16", cpu_flags=["avx_imaginary"])
-    build_engine(target, model=workshop.graph, out=tmp_path / "build")
+    build_engine(target, model=workshop.graph, images=workshop.images, out=tmp_path / "build")
     report = validate(CONFIG, engine=tmp_path / "build" / "engine", data=workshop.data, out=tmp_path)
     assert (report.status, report.accuracy, report.engine_sha256) == ("skipped", None, "")
     assert "avx_imaginary" in report.reason

@@ -1,4 +1,4 @@
-"""Compare an engine with the graph or network that it was built from, on probe images."""
+"""Compare an engine with the graph or network that it was built from, on calibration images."""
 
 from pathlib import Path
 
@@ -10,30 +10,29 @@ from tasks.parts.engines.manifest import EngineManifest, FloatArray
 from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 
-NUM_PROBE_IMAGES = 2
+NUM_PROBE_IMAGES = 4
 
 
-def draw_probe_images(card: InputCard) -> FloatArray:
-    """Draw a few deterministic normalised images with edges, gradients and noise, like photos."""
+def read_probe_images(file: Path, card: InputCard) -> FloatArray:
+    """Return a few images of a .npy file, uint8 [N, H, W, 3], evenly spread over it and normalised for a model.
+
+    They are calibration images, because beyond the calibrated ranges a right INT8 engine may keep what its graph
+    clips. Raises ArtifactError for a file that is damaged, empty or of images of another size.
+    """
     from tasks.parts.data.dataset import normalise
 
-    generator = np.random.default_rng(0)
-    y_HW, x_HW = np.mgrid[0 : card.height, 0 : card.width] / max(card.height, card.width)
-    images = []
-    for _ in range(NUM_PROBE_IMAGES):
-        slopes = generator.uniform(-1, 1, (2, 3))
-        image_HWC = 0.5 + 0.5 * (y_HW[..., None] * slopes[0] + x_HW[..., None] * slopes[1])
-        for _ in range(4):
-            top, left = (
-                generator.integers(0, card.height // 2 + 1),
-                generator.integers(0, card.width // 2 + 1),
-            )
-            image_HWC[top : top + card.height // 3, left : left + card.width // 3] = generator.uniform(
-                0, 1, 3
-            )
-        images.append(image_HWC + generator.normal(0, 0.05, image_HWC.shape))
-    images_NHWC = (np.clip(np.stack(images), 0, 1) * 255).astype(np.uint8)
-    return normalise(images_NHWC, card.mean, card.std)
+    try:
+        images_NHWC = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ArtifactError(f"{file}: cannot be read ({error}). Run prepare_data again.") from error
+    expected = (card.height, card.width, 3)
+    if images_NHWC.dtype != np.uint8 or images_NHWC.shape[1:] != expected or not len(images_NHWC):
+        raise ArtifactError(
+            f"{file}: holds {images_NHWC.dtype} {images_NHWC.shape}, expected one or more images uint8 {expected}, "
+            "which the model reads. Give build_engine the calibration images of the model's data set (prepare_data)."
+        )
+    indices = np.unique(np.linspace(0, len(images_NHWC) - 1, NUM_PROBE_IMAGES).astype(int))
+    return normalise(images_NHWC[indices], card.mean, card.std)
 
 
 def measure_agreement(

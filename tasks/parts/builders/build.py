@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tasks.core.errors import BuildFailed
-from tasks.parts.builders.agreement import NUM_PROBE_IMAGES, draw_probe_images, measure_agreement
+from tasks.parts.builders.agreement import measure_agreement
 from tasks.parts.builders.contract import Built, CheckpointSource, GraphSource, read_source
 from tasks.parts.builders.executed_layers import join_nodes, list_rows, sum_up_layers
 from tasks.parts.builders.report import EngineBuild, new_manifest, publish
@@ -18,19 +18,21 @@ from tasks.parts.tables import write_table
 logger = logging.getLogger(__name__)
 
 
-def build(target: Target, *, model: Path, out: Path) -> EngineBuild:
+def build(target: Target, *, model: Path, images: Path, out: Path) -> EngineBuild:
     """Build `out/engine` from an ONNX graph (for runtimes torch and aotinductor: from a checkpoint).
+
+    The engine is held against it on some of the calibration images, a .npy file of the data set.
 
     The status is "skipped" if the CPU lacks a declared flag, and "failed" if the runtime refuses the graph or
     computes it wrongly, both with the reason, so that the other targets continue. Raises TargetMismatch if the
-    machine's runtime is not the declared one, ArtifactError for a damaged model.
+    machine's runtime is not the declared one, ArtifactError for a damaged model or for images of another size.
     """
     logger.info("build_engine: %s for target %s", model, target.name)
     check_gpu(target)
     version = check_versions(target)
     engine = out / ENGINE_FOLDER
     engine.mkdir()
-    source = read_source(target, model)
+    source = read_source(target, model, images)
     target = replace(target, max_batch=source.card.fit_batch(target.max_batch))
     manifest = new_manifest(target, version, source.card)
     missing = missing_cpu_flags(target)
@@ -53,10 +55,8 @@ def _prove(
     """Compare the engine file with its source and record what it really runs."""
     target = manifest.target
     manifest = new_manifest(target, manifest.runtime_version, source.card, file=built.file)
-    images_NCHW = draw_probe_images(source.card)[: source.card.fit_batch(NUM_PROBE_IMAGES)]
-    expected_NCHW = source.compute_logits(images_NCHW, target)
     agreement_db, provider = measure_agreement(
-        expected_NCHW, images_NCHW, manifest, built.file, is_int8=source.is_quantized
+        source.compute_logits(target), source.images_NCHW, manifest, built.file, is_int8=source.is_quantized
     )
     executed = None
     if built.graph is not None and built.layers:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tasks.core.errors import ArtifactError, BuildFailed
+from tasks.parts.builders.agreement import read_probe_images
 from tasks.parts.builders.report import NO_LAYERS, LayerCounts, count_layers
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import EngineLayer, FloatArray, Precisions
@@ -42,19 +43,21 @@ class GraphSource:
     """The graph of the file, in which every node has a name."""
     card: InputCard
     """Card stored in the graph."""
+    images_NCHW: FloatArray
+    """Images to try the engine on, normalised."""
 
     def check(self, target: Target) -> None:
         """Raise ArtifactError for a damaged weight, BuildFailed for operators that the runtime lacks."""
         _check_weights(self.graph, self.file)
         _check_operators(self.graph, target)
 
-    def compute_logits(self, images_NCHW: FloatArray, target: Target) -> FloatArray:
-        """Return the logits of the unmodified graph, computed by ONNX Runtime on the CPU."""
+    def compute_logits(self, target: Target) -> FloatArray:
+        """Return the logits of the unmodified graph, computed image by image by ONNX Runtime on the CPU."""
         from tasks.parts.onnx_session import open_session
 
         session = open_session(self.graph, num_threads=target.num_threads, is_optimised=False)
-        logits_NCHW: FloatArray = session.run(None, {session.get_inputs()[0].name: images_NCHW})[0]
-        return logits_NCHW
+        name = session.get_inputs()[0].name
+        return np.concatenate([session.run(None, {name: image[None]})[0] for image in self.images_NCHW])
 
     @property
     def is_quantized(self) -> bool:
@@ -76,20 +79,24 @@ class CheckpointSource:
     """File of the checkpoint."""
     card: InputCard
     """Card stored in the checkpoint."""
+    images_NCHW: FloatArray
+    """Images to try the engine on, normalised."""
     is_quantized: bool = False
     """Whether its network holds Q/DQ pairs; no checkpoint does."""
 
     def check(self, target: Target) -> None:
         """Do nothing: loading already checks a checkpoint."""
 
-    def compute_logits(self, images_NCHW: FloatArray, target: Target) -> FloatArray:
+    def compute_logits(self, target: Target) -> FloatArray:
         """Return the logits of the network in float32, computed on the CPU."""
         import torch
 
         from tasks.parts.networks.checkpoint import load_checkpoint
 
         with torch.inference_mode():
-            logits_NCHW: FloatArray = load_checkpoint(self.file)[0](torch.from_numpy(images_NCHW)).numpy()
+            logits_NCHW: FloatArray = load_checkpoint(self.file)[0](
+                torch.from_numpy(self.images_NCHW)
+            ).numpy()
         return logits_NCHW
 
     def count_layers(self) -> LayerCounts:
@@ -97,14 +104,18 @@ class CheckpointSource:
         return NO_LAYERS
 
 
-def read_source(target: Target, file: Path) -> GraphSource | CheckpointSource:
-    """Read the source that the target's runtime needs; raise ArtifactError for another kind or a damaged file."""
+def read_source(target: Target, file: Path, images: Path) -> GraphSource | CheckpointSource:
+    """Read the source that the target's runtime needs, and the images to try the engine on.
+
+    Raises ArtifactError for a source of another kind, or for damaged files.
+    """
     if not target.runtime.traits.reads_checkpoints:
         from tasks.parts.onnx_graphs.graph import name_nodes, read_card_of_graph, read_graph
 
         graph = read_graph(file)
         name_nodes(graph)
-        return GraphSource(file, graph, read_card_of_graph(graph))
+        card = read_card_of_graph(graph)
+        return GraphSource(file, graph, card, read_probe_images(images, card))
     if file.suffix == ".onnx":
         raise ArtifactError(
             f"{file}: an ONNX graph, expected a .safetensors checkpoint: target {target.name} of runtime "
@@ -113,7 +124,8 @@ def read_source(target: Target, file: Path) -> GraphSource | CheckpointSource:
         )
     from tasks.parts.networks.model_card import read_card
 
-    return CheckpointSource(file, read_card(file).for_input())
+    card = read_card(file).for_input()
+    return CheckpointSource(file, card, read_probe_images(images, card))
 
 
 def _check_weights(graph: "ModelProto", path: Path) -> None:

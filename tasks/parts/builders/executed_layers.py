@@ -140,17 +140,18 @@ def join_nodes(layers: Sequence[EngineLayer], graph: "ModelProto") -> tuple[Engi
         for name in reported[index]:
             if nodes[name].op_type in LAYER_TYPES:
                 owners.setdefault(name, index)
-    anywhere = set().union(*reported)
+    claimed = set().union(*reported)
     joined = []
     for index, layer in enumerate(layers):
         computed = {name for name in reported[index] if owners.get(name, index) == index}
         if is_worker[index]:
             own = {name for name in computed if name in owners}
             for name in sorted(computed - own, key=order.__getitem__):
-                chain = _chain_before(nodes[name], makers, anywhere - computed)
+                chain = _chain_before(nodes[name], makers, claimed - computed)
                 if chain and (not own or chain[0].name in own):
                     computed |= {node.name for node in chain}
-                    own = {chain[0].name}
+                    own.add(chain[0].name)
+            claimed |= computed
         plain = {name for name in computed if nodes[name].op_type not in _QDQ} or computed
         joined.append(replace(layer, nodes=tuple(sorted(plain, key=order.__getitem__))))
     return tuple(joined)

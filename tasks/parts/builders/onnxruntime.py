@@ -7,11 +7,9 @@ from pathlib import Path
 from onnx import ModelProto, helper
 
 from tasks.core.errors import BuildFailed
-from tasks.parts.builders.agreement import draw_probe_images
 from tasks.parts.builders.contract import Built, GraphSource
 from tasks.parts.builders.executed_layers import LAYER_WORDS
 from tasks.parts.builders.graph_rewrites import rewrite_for
-from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import count_precisions
 from tasks.parts.engines.onnxruntime.layers import find_nodes_elsewhere, layers_of, record_nodes
 from tasks.parts.engines.onnxruntime.runner import ENGINE_FILE, provider_of
@@ -41,7 +39,7 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     write_graph(graph, file)
     layers = layers_of(file, provider=provider_of(target), num_threads=target.num_threads)
     if target.device == CUDA:
-        check_placement(file, target, source.card)
+        check_placement(file, target, source)
     return Built(file, count_precisions(layers), graph, layers)
 
 
@@ -71,12 +69,10 @@ def wrap_plan(plan: bytes, graph: ModelProto) -> ModelProto:
     )
 
 
-def check_placement(file: Path, target: Target, card: InputCard) -> None:
+def check_placement(file: Path, target: Target, source: GraphSource) -> None:
     """Raise BuildFailed if ONNX Runtime runs convolutions or matrix products on the CPU instead of the GPU."""
     provider = provider_of(target)
-    events = record_nodes(
-        file, draw_probe_images(card)[:1], 1, provider=provider, num_threads=target.num_threads
-    )
+    events = record_nodes(file, source.images_NCHW[:1], 1, provider=provider, num_threads=target.num_threads)
     elsewhere = find_nodes_elsewhere(events, provider)
     layers = [f"{kind} '{name}'" for name, kind in elsewhere.items() if LAYER_WORDS.search(kind)]
     if layers:

@@ -57,8 +57,8 @@ class EngineBuild:
     precision_note: str
     """What contradicts the declared precision, with the operators by name; empty if nothing does."""
     agreement_db: float | None
-    """Signal-to-noise ratio of the engine's logits on probe images, against the unoptimised graph, or against the
-    float32 network on the CPU if the runtime reads checkpoints; None without an engine."""
+    """Signal-to-noise ratio of the engine's logits on calibration images, against the unoptimised graph, or against
+    the float32 network on the CPU if the runtime reads checkpoints; None without an engine."""
     executed: ExecutedLayers | None
     """Summary of the engine's layers, which engine/layers.csv lists one by one; None for torch and aotinductor, of
     which only `precisions` is known: by module and weights, or by exported operator and input."""

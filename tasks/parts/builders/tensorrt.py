@@ -10,12 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.parts.builders.agreement import draw_probe_images
 from tasks.parts.builders.contract import Built, GraphSource
 from tasks.parts.builders.report import new_manifest
 from tasks.parts.builders.tensorrt_commands import Build, write_commands
 from tasks.parts.builders.tensorrt_plan import build_plan
-from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.machine import installed_version
 from tasks.parts.engines.manifest import GRAPH_FILE, count_precisions
@@ -45,7 +43,7 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
             target.tensorrt.num_builds == 1
         )  # reading the timing cache would make all builds the same
         plans[-1].write_bytes(build_plan(source.graph, target, source.card, gpu, is_cache_read=is_cache_read))
-    latencies_ms = _time_builds(plans, target, version, source.card) if len(plans) > 1 else ()
+    latencies_ms = _time_builds(plans, target, version, source) if len(plans) > 1 else ()
     plans[int(np.argmin(latencies_ms)) if latencies_ms else 0].rename(file)
     for plan in plans:
         plan.unlink(missing_ok=True)
@@ -57,13 +55,15 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     return Built(file, count_precisions(layers), source.graph, layers, latencies_ms)
 
 
-def _time_builds(plans: list[Path], target: Target, version: str, card: InputCard) -> tuple[float, ...]:
+def _time_builds(plans: list[Path], target: Target, version: str, source: GraphSource) -> tuple[float, ...]:
     """Return the median latency of each build of the same graph in ms at batch 1, measured in interleaved rounds."""
     with ExitStack() as stack:
         runners = {
-            plan.name: stack.enter_context(load_runner(plan, new_manifest(target, version, card, file=plan)))
+            plan.name: stack.enter_context(
+                load_runner(plan, new_manifest(target, version, source.card, file=plan))
+            )
             for plan in plans
         }
         calls = {name: opened.run for name, opened in runners.items()}
-        rounds = rounds_ms(calls, draw_probe_images(card)[:1], _ROUNDS_OF_BUILDS)
+        rounds = rounds_ms(calls, source.images_NCHW[:1], _ROUNDS_OF_BUILDS)
     return tuple(float(np.median(np.concatenate(rounds[plan.name]))) for plan in plans)

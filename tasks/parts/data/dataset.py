@@ -99,6 +99,11 @@ def open_images(dataset: Path, split: str) -> NDArray[np.uint8]:
     return _map_array(dataset / f"{split}_images.npy", shape_NHWC, np.uint8)
 
 
+def calibration_images(dataset: Path) -> Path:
+    """Return the file of the calibration images, for stages that need no other file of the data set."""
+    return dataset / "calibration_images.npy"
+
+
 def open_labels(dataset: Path, split: str, task: Task) -> NDArray[Any]:
     """Map masks_NHW or labels_N of one split into memory, read-only.
 

@@ -1,7 +1,9 @@
 """Open an ONNX file of another tool, with its weights, and refuse damaged ones."""
 
-from collections.abc import Callable
+import graphlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -9,19 +11,16 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, numpy_helper
 
-from tasks.core.errors import ArtifactError, first_line
+from tasks.core.errors import ArtifactError, BuildFailed, first_line
+from tasks.parts.onnx_graphs.foreign_form import InputForm
+from tasks.parts.onnx_graphs.foreign_opset import convert_opset, read_opset
 from tasks.parts.onnx_graphs.graph import all_tensors
 from tasks.parts.onnx_session import open_session
 
-_INTEGER_OPERATORS = {
-    "QuantizeLinear",
-    "DequantizeLinear",
-    "DynamicQuantizeLinear",
-    "QLinearConv",
-    "QLinearMatMul",
-    "ConvInteger",
-    "MatMulInteger",
-}
+if TYPE_CHECKING:
+    import onnxruntime
+
+_TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(uint8)": "uint8"}
 
 
 def find_file(model: Path) -> Path:
@@ -40,7 +39,7 @@ def find_file(model: Path) -> Path:
 def read_foreign(model: Path) -> ModelProto:
     """Open an ONNX file, or a folder with one and its external weights.
 
-    Raises ArtifactError for a file that is missing, damaged, quantized or of 16 bits.
+    Raises ArtifactError for a file that is missing, damaged or bfloat16.
     """
     path = find_file(model)
     if not path.is_file() or path.stat().st_size == 0:
@@ -58,6 +57,7 @@ def read_foreign(model: Path) -> ModelProto:
             "damaged or not an ONNX model. Copy or export it again (model.path)."
         )
     _load_weights(graph, path, is_folder=model.is_dir())
+    _sort_nodes(graph, path)
     try:
         onnx.checker.check_model(graph)
     except onnx.checker.ValidationError as error:
@@ -66,6 +66,24 @@ def read_foreign(model: Path) -> ModelProto:
         ) from error
     _check_values(graph, path)
     return graph
+
+
+def _sort_nodes(graph: ModelProto, path: Path) -> None:
+    """Put nodes behind those that they read; some converters append theirs, and only ONNX Runtime accepts that."""
+    nodes = list(graph.graph.node)
+    maker = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    reads = {index: [maker[name] for name in node.input if name in maker] for index, node in enumerate(nodes)}
+    if all(source < index for index, sources in reads.items() for source in sources):
+        return
+    try:
+        order = list(graphlib.TopologicalSorter(reads).static_order())
+    except graphlib.CycleError as error:
+        found = ", ".join(f"{nodes[index].op_type} '{nodes[index].name}'" for index in error.args[1][:5])
+        raise ArtifactError(
+            f"{path}: its nodes form a circle ({found}), expected none. Export it again (model.path)."
+        ) from error
+    del graph.graph.node[:]
+    graph.graph.node.extend(nodes[index] for index in order)
 
 
 def _load_weights(graph: ModelProto, path: Path, *, is_folder: bool) -> None:
@@ -91,43 +109,57 @@ def _load_weights(graph: ModelProto, path: Path, *, is_folder: bool) -> None:
 
 def _check_values(graph: ModelProto, path: Path) -> None:
     for tensor in all_tensors(graph.graph):
-        if tensor.data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
+        if tensor.data_type == TensorProto.BFLOAT16:
             raise ArtifactError(
-                f"{path}: tensor '{tensor.name}' has 16 bits, expected the float32 model: lower precisions are "
-                "made from it here. Export it in float32."
+                f"{path}: tensor '{tensor.name}' is bfloat16, which ONNX Runtime does not run on a CPU, so that no "
+                "import could be verified. Export the model in float32 or float16."
             )
-        if tensor.data_type in (TensorProto.FLOAT, TensorProto.DOUBLE):
+        if tensor.data_type in (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16):
             values = numpy_helper.to_array(tensor)
             if not np.isfinite(values).all():
                 raise ArtifactError(
                     f"{path}: tensor '{tensor.name}' holds NaN or infinity, expected finite weights. Take another "
                     "checkpoint of the model and export it again."
                 )
-    integer = sorted({node.op_type for node in graph.graph.node} & _INTEGER_OPERATORS)
-    if integer:
-        raise ArtifactError(
-            f"{path}: is already quantized ({', '.join(integer)}), expected the float model, because quantization is "
-            "done here. Use the original float file."
-        )
 
 
-def open_original(
-    model: Path, tensor: str, static_batch: int | None
-) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
-    """Return a function that maps images_NCHW to the output of the original file in ONNX Runtime.
+@dataclass(frozen=True)
+class Original:
+    """The original file in ONNX Runtime."""
 
-    A file with a fixed batch runs as often as needed. Raises BuildFailed when the runtime refuses the file.
+    session: "onnxruntime.InferenceSession"
+    form: InputForm
+    tensor: str
+    """Name of the output."""
+    static_batch: int | None
+    """Fixed batch of the file, which then runs as often as needed."""
+    conversion: str
+    """What was converted so that ONNX Runtime reads the file; empty if it reads the file itself."""
+
+    def answer(self, images_NHWC: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return the output for images of a data set."""
+        image = self.session.get_inputs()[0]
+        inputs = self.form.to_input(images_NHWC, np.dtype(_TYPES[image.type]))
+        answers, step = [], self.static_batch or len(inputs)
+        for start in range(0, len(inputs), step):
+            part = inputs[start : start + step]
+            if self.static_batch:
+                part = np.resize(part, (step, *inputs.shape[1:]))  # repeats images
+            answers.append(self.session.run([self.tensor], {image.name: part})[0])
+        return np.concatenate(answers)[: len(inputs)].astype(np.float32)
+
+
+def open_original(model: Path, form: InputForm, tensor: str, static_batch: int | None) -> Original:
+    """Open the original file; where it is newer than ONNX Runtime, convert its opset.
+
+    Raises BuildFailed when the runtime refuses the file.
     """
-    session = open_session(find_file(model))
-    name, step = session.get_inputs()[0].name, static_batch
-
-    def answer(images_NCHW: NDArray[np.float32]) -> NDArray[np.float32]:
-        answers = []
-        for start in range(0, len(images_NCHW), step or len(images_NCHW)):
-            part_NCHW = images_NCHW[start : start + (step or len(images_NCHW))]
-            if step:
-                part_NCHW = np.resize(part_NCHW, (step, *images_NCHW.shape[1:]))  # repeats images
-            answers.append(session.run([tensor], {name: part_NCHW})[0])
-        return np.concatenate(answers)[: len(images_NCHW)]
-
-    return answer
+    path = find_file(model)
+    try:
+        return Original(open_session(path), form, tensor, static_batch, "")
+    except BuildFailed:
+        graph = read_foreign(model)
+        converted, changes = convert_opset(graph, path, read_opset(graph, path))
+        if not changes:
+            raise
+        return Original(open_session(converted), form, tensor, static_batch, changes[0])

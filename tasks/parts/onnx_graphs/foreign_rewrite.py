@@ -1,6 +1,6 @@
 """Rewrite an ONNX graph of another tool for this pipeline, and refuse one that the pipeline cannot use.
 
-The result has one float32 input [batch, 3, H, W] with a dynamic batch, one output (logits [batch, C], or
+The result has one float32 input [batch, C, H, W] with a dynamic batch, one output (logits [batch, C], or
 [batch, C, H, W] of the image's size), standard operators of an opset that every runtime and quantizer reads, named
 nodes and constants as initializers. N batch, C classes, H rows, W columns.
 """
@@ -9,6 +9,7 @@ import contextlib
 import io
 from collections import Counter
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -18,21 +19,30 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 from onnx.inliner import inline_local_functions
 
 from tasks.core.errors import ArtifactError, first_line
-from tasks.parts.data.dataset import MAX_CLASSES
-from tasks.parts.data.input_card import Task
 from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
-from tasks.parts.onnx_graphs.graph import (
-    MAX_IR_VERSION,
-    MAX_OPSET,
-    MIN_IR_VERSION,
-    MIN_OPSET,
-    drop_unused,
-    name_nodes,
+from tasks.parts.onnx_graphs.foreign_form import InputForm
+from tasks.parts.onnx_graphs.foreign_half import half_to_float, has_half
+from tasks.parts.onnx_graphs.foreign_input import describe, find_image, normalise_input, sizes_of
+from tasks.parts.onnx_graphs.foreign_opset import STANDARD_DOMAINS, convert_opset, read_opset
+from tasks.parts.onnx_graphs.foreign_output import Head, OutputForm, choose_output, rewrite_head
+from tasks.parts.onnx_graphs.foreign_qdq import (
+    add_zero_points,
+    check_quantization,
+    dequantize_input,
+    to_float,
 )
+from tasks.parts.onnx_graphs.graph import MAX_IR_VERSION, MIN_IR_VERSION, drop_unused, name_nodes
 
 _BATCH = "batch"
-_STANDARD = ("", "ai.onnx")
-_LAYOUT = "float32 [N, 3, height, width], N fixed or dynamic"
+
+
+class Quantization(Enum):
+    """What becomes of the Q/DQ pairs of a graph."""
+
+    none = "none"
+    """The graph is expected to have none."""
+    kept = "kept"
+    removed = "removed"
 
 
 class FixedBatch(ArtifactError):
@@ -45,15 +55,20 @@ class Imported:
 
     graph: ModelProto
     """The written graph, without a card."""
-    task: Task
-    num_classes: int
+    head: Head
+    """Its output."""
+    mean: tuple[float, ...]
+    """The written graph reads (value / 255 - mean) / std."""
+    std: tuple[float, ...]
     tensor: str
-    """Name of the output in the original file; the rewritten graph still has this tensor."""
+    """Name of the output in the original file."""
     static_batch: int | None
     """Fixed batch size of the original file; None if it was dynamic."""
     max_batch: int | None
     """1 if the batch stayed fixed; None if it is dynamic."""
     opset_before: int
+    is_half: bool
+    """Whether parts of the original file are float16."""
     rewritten: tuple[str, ...]
     """One sentence for each change."""
 
@@ -62,9 +77,11 @@ def rewrite(
     original: ModelProto,
     *,
     path: Path,
+    form: InputForm,
     height: int | None,
     width: int | None,
-    output: str | None,
+    output: OutputForm,
+    quantization: Quantization,
     is_batch_freed: bool,
 ) -> Imported:
     """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that leave them open.
@@ -74,22 +91,33 @@ def rewrite(
     """
     model, changes = ModelProto(), []
     model.CopyFrom(original)
-    opset = _opset(model, path)
+    opset = read_opset(model, path)
     if model.functions:
         changes.append(f"{len(model.functions)} functions inlined")
         model = inline_local_functions(model)
+    check_quantization(model, path, is_quantized=quantization is not Quantization.none)
     _check_operators(model, path)
-    image = _find_image(model, path)
-    tensor = _choose_output(model, path, output)
-    static_batch = _set_size(image, path, height=height, width=width)
-    if opset < MIN_OPSET:
-        model = _convert(model, path)
-        changes.append(f"opset {opset} converted to {MIN_OPSET}")
+    is_half = has_half(model)
+    if is_half:
+        changes.append(f"float16 converted to float32, {half_to_float(model)} constants")
+    if quantization is not Quantization.none:
+        dequantize_input(model, path)
+    if quantization is Quantization.removed:
+        changes.append(f"{to_float(model, path)} pairs of QuantizeLinear and DequantizeLinear removed")
+    elif quantization is Quantization.kept:
+        add_zero_points(model)
+    image = find_image(model, path, form)
+    tensor = choose_output(model, path, output.name)
+    static_batch = _set_size(image, path, form, height=height, width=width)
+    model, conversion = convert_opset(model, path, opset)
+    changes += conversion
     num_before = len(model.graph.node)
     model = _simplify(model)
     changes.append(f"simplified from {num_before} to {len(model.graph.node)} nodes")
     if num_unnamed := name_nodes(model):
         changes.append(f"{num_unnamed} nodes named")
+    normalised = normalise_input(model, path, form)
+    changes += normalised.changes
     max_batch = None if is_batch_freed else static_batch
     if max_batch not in (None, 1):
         raise _fixed_batch(
@@ -101,29 +129,48 @@ def rewrite(
         num_rewritten = _free_batch(model, static_batch)
         changes.append(f"batch of {static_batch} made dynamic, {num_rewritten} Reshape constants rewritten")
     model = _infer(model, path, max_batch)
-    task, num_classes, head = _rewrite_head(model, tensor, path)
-    changes += head
+    head = rewrite_head(model, path, output)
+    changes += head.changes
     del model.metadata_props[:]
     model.ir_version = min(max(model.ir_version, MIN_IR_VERSION), MAX_IR_VERSION)
     model = _infer(model, path, max_batch)
     onnx.checker.check_model(model, full_check=True)
-    return Imported(model, task, num_classes, tensor, static_batch, max_batch, opset, tuple(changes))
+    return Imported(
+        model,
+        head,
+        normalised.mean,
+        normalised.std,
+        tensor,
+        static_batch,
+        max_batch,
+        opset,
+        is_half,
+        tuple(changes),
+    )
 
 
 def read_image_size(
-    model: Path, *, height: int | None, width: int | None, output: str | None
+    model: Path,
+    *,
+    form: InputForm,
+    height: int | None,
+    width: int | None,
+    output: str | None,
+    is_quantized: bool,
 ) -> tuple[int, int]:
     """Return height and width of the images that a model reads; raise the same errors as `rewrite`."""
     path, graph = find_file(model), read_foreign(model)
-    _opset(graph, path)
+    read_opset(graph, path)
     if graph.functions:
         graph = inline_local_functions(graph)
+    check_quantization(graph, path, is_quantized=is_quantized)
     _check_operators(graph, path)
-    image = _find_image(graph, path)
-    _choose_output(graph, path, output)
-    _set_size(image, path, height=height, width=width)
-    _, _, image_height, image_width = _sizes(image)
-    return image_height, image_width
+    half_to_float(graph)
+    image = find_image(graph, path, form)
+    choose_output(graph, path, output)
+    _set_size(image, path, form, height=height, width=width)
+    sizes = sizes_of(image)
+    return sizes[form.axes[1]], sizes[form.axes[2]]
 
 
 def with_output(model: ModelProto, tensor: str) -> ModelProto:
@@ -135,19 +182,9 @@ def with_output(model: ModelProto, tensor: str) -> ModelProto:
     return marked
 
 
-def _opset(model: ModelProto, path: Path) -> int:
-    opset = next((entry.version for entry in model.opset_import if entry.domain in _STANDARD), 0)
-    if not 1 <= opset <= MAX_OPSET:
-        raise ArtifactError(
-            f"{path}: opset {opset}, expected at most {MAX_OPSET}, which all runtimes here read. Export it with "
-            "an older opset."
-        )
-    return int(opset)
-
-
 def _check_operators(model: ModelProto, path: Path) -> None:
     foreign = Counter(
-        f"{node.domain}::{node.op_type}" for node in model.graph.node if node.domain not in _STANDARD
+        f"{node.domain}::{node.op_type}" for node in model.graph.node if node.domain not in STANDARD_DOMAINS
     )
     if foreign:
         raise ArtifactError(
@@ -164,72 +201,22 @@ def _check_operators(model: ModelProto, path: Path) -> None:
             f"'{branching[0].name}'), expected one plain graph. Export the model without control "
             "flow (torch.export, or a traced module)."
         )
-    kept = [entry for entry in model.opset_import if entry.domain in _STANDARD]
+    kept = [entry for entry in model.opset_import if entry.domain in STANDARD_DOMAINS]
     del model.opset_import[:]
     model.opset_import.extend(kept)
 
 
-def _find_image(model: ModelProto, path: Path) -> ValueInfoProto:
-    """Return the only input; weights that old files list among the inputs are removed from them."""
-    constants = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in constants]
-    found = ", ".join(f"'{value.name}' {_describe(value)}" for value in inputs)
-    if len(inputs) != 1:
-        raise ArtifactError(f"{path}: {len(inputs)} inputs ({found}), expected one image: {_LAYOUT}.")
-    kept = ValueInfoProto()
-    kept.CopyFrom(inputs[0])
-    del model.graph.input[:]
-    model.graph.input.append(kept)
-    image: ValueInfoProto = model.graph.input[0]
-    sizes = _sizes(image)
-    if image.type.tensor_type.elem_type != TensorProto.FLOAT or len(sizes) != 4:
-        raise ArtifactError(
-            f"{path}: the input is {found}, expected {_LAYOUT}: normalised RGB. Export the model without the "
-            "preprocessing before it."
-        )
-    is_open = sizes[1] == 0 and sizes[3] != 3  # some tools name all four axes
-    if sizes[1] != 3 and not is_open:
-        hint = (
-            " It looks like [N, height, width, 3]: transpose it in the export (tf2onnx: --inputs-as-nchw)."
-            if sizes[3] == 3
-            else ""
-        )
-        raise ArtifactError(f"{path}: the input is {found}, expected {_LAYOUT}.{hint}")
-    return image
-
-
-def _choose_output(model: ModelProto, path: Path, output: str | None) -> str:
-    names = [value.name for value in model.graph.output]
-    if output is None and len(names) > 1:
-        raise ArtifactError(
-            f"{path}: {len(names)} outputs ({', '.join(names)}). Name the one with the logits: "
-            f"model.output={names[0]}."
-        )
-    if output is not None and output not in names:
-        raise ArtifactError(f"{path}: has no output '{output}' (model.output); found: {', '.join(names)}.")
-    chosen = next(value for value in model.graph.output if value.name == (output or names[0]))
-    if chosen.type.tensor_type.elem_type != TensorProto.FLOAT:
-        raise ArtifactError(
-            f"{path}: output '{chosen.name}' is {_describe(chosen)}, expected float32 logits. Export the model "
-            "without the ArgMax or the cast after them."
-        )
-    kept = ValueInfoProto()
-    kept.CopyFrom(chosen)
-    del model.graph.output[:]
-    model.graph.output.append(kept)
-    drop_unused(model.graph)
-    return str(kept.name)
-
-
-def _set_size(image: ValueInfoProto, path: Path, *, height: int | None, width: int | None) -> int | None:
-    """Fix height and width of the input; return the batch that the graph fixes, or None."""
-    dims = image.type.tensor_type.shape.dim
-    dims[1].dim_value = 3
-    for axis, name, wanted in ((2, "height", height), (3, "width", width)):
+def _set_size(
+    image: ValueInfoProto, path: Path, form: InputForm, *, height: int | None, width: int | None
+) -> int | None:
+    """Fix channels, height and width of the input; return the batch that the graph fixes, or None."""
+    dims, axes = image.type.tensor_type.shape.dim, form.axes
+    dims[axes[0]].dim_value = form.num_channels
+    for axis, name, wanted in ((axes[1], "height", height), (axes[2], "width", width)):
         found = max(0, dims[axis].dim_value)  # some tools write -1 for open
         if not found and wanted is None:
             raise ArtifactError(
-                f"{path}: the input leaves its {name} open ({_describe(image)}). Set the one that engines are built "
+                f"{path}: the input leaves its {name} open ({describe(image)}). Set the one that engines are built "
                 f"for, for example model.{name}=224."
             )
         if found and wanted not in (None, found):
@@ -239,17 +226,6 @@ def _set_size(image: ValueInfoProto, path: Path, *, height: int | None, width: i
             )
         dims[axis].dim_value = found or wanted or 0
     return max(0, dims[0].dim_value) or None
-
-
-def _convert(model: ModelProto, path: Path) -> ModelProto:
-    model.ir_version = max(model.ir_version, 4)  # since version 4 weights need not be inputs
-    try:
-        return onnx.version_converter.convert_version(model, MIN_OPSET)
-    except (RuntimeError, ValueError) as error:
-        raise ArtifactError(
-            f"{path}: onnx cannot convert it to opset {MIN_OPSET} ({first_line(error)}). Export it "
-            f"with opset {MIN_OPSET} to {MAX_OPSET}."
-        ) from error
 
 
 def _simplify(model: ModelProto) -> ModelProto:
@@ -282,8 +258,10 @@ def _free_batch(model: ModelProto, static_batch: int) -> int:
     batch becomes 0, which means "as in the input". Only running the graph shows whether that was enough.
     """
     graph = model.graph
-    sizes = {value.name: _sizes(value) for value in onnx.shape_inference.infer_shapes(model).graph.value_info}
-    sizes[graph.input[0].name] = _sizes(graph.input[0])
+    sizes = {
+        value.name: sizes_of(value) for value in onnx.shape_inference.infer_shapes(model).graph.value_info
+    }
+    sizes[graph.input[0].name] = sizes_of(graph.input[0])
     constants = {tensor.name: tensor for tensor in graph.initializer}
     from_image, num_rewritten = {graph.input[0].name}, 0
     for node in graph.node:
@@ -318,9 +296,9 @@ def _infer(model: ModelProto, path: Path, max_batch: int | None) -> ModelProto:
         inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
     except onnx.shape_inference.InferenceError as error:
         raise _fixed_batch(path, first_line(error)) from error
-    sizes = _sizes(inferred.graph.output[0])
+    sizes = sizes_of(inferred.graph.output[0])
     if not sizes or sizes[0] != (max_batch or 0) or not all(sizes[1:]):
-        raise _fixed_batch(path, f"the output is {_describe(inferred.graph.output[0])}")
+        raise _fixed_batch(path, f"the output is {describe(inferred.graph.output[0])}")
     return inferred
 
 
@@ -330,70 +308,6 @@ def _fixed_batch(path: Path, what: str) -> FixedBatch:
         "a dynamic batch (torch.onnx.export: dynamic_axes or dynamic_shapes for axis 0), and with fixed height and "
         "width."
     )
-
-
-def _rewrite_head(model: ModelProto, tensor: str, path: Path) -> tuple[Task, int, list[str]]:
-    """Derive the task from the output, and turn it into logits [batch, C] or [batch, C, height, width]."""
-    graph = model.graph
-    sizes, image = _sizes(graph.output[0]), _sizes(graph.input[0])
-    found = f"{path}: output '{tensor}' is {_describe(graph.output[0])}"
-    if len(sizes) not in (2, 4):
-        raise ArtifactError(
-            f"{found}, expected [N, classes] or [N, classes, 1, 1] (classification), or [N, classes, height, width] "
-            "(segmentation). Name another one with model.output, or export the model up to its logits."
-        )
-    num_classes, size = sizes[1], tuple(sizes[2:])
-    is_channels_last = len(sizes) == 4 and sizes[1] * image[3] == sizes[2] * image[2]
-    if is_channels_last and size != (1, 1) and size[0] * image[3] != size[1] * image[2]:
-        raise ArtifactError(
-            f"{found}: looks like [N, height, width, classes], expected [N, classes, height, width]. Export it with "
-            "channels first (tf2onnx: --outputs-as-nchw)."
-        )
-    if num_classes < 2:
-        raise ArtifactError(
-            f"{found}: {num_classes} class. Expected two or more; a model with one (sigmoid) is not supported."
-        )
-    if len(sizes) == 4 and size != (1, 1) and num_classes > MAX_CLASSES:
-        raise ArtifactError(f"{found}: {num_classes} classes, masks hold at most {MAX_CLASSES}.")
-    if len(sizes) == 2 or size == tuple(image[2:]):
-        return (Task.classification if len(sizes) == 2 else Task.segmentation), num_classes, []
-    if size == (1, 1):
-        _append(
-            graph, helper.make_node("Flatten", [tensor], [f"{tensor}:classes"], f"{tensor}:classes", axis=1)
-        )
-        return Task.classification, num_classes, ["logits [N, C, 1, 1] flattened to [N, C]"]
-    scales = [1.0, 1.0]
-    for before, after in zip(size, image[2:], strict=True):
-        scale = np.float32(after) / np.float32(before)
-        if int(np.floor(np.float32(before) * scale)) != after:
-            scale = np.nextafter(scale, np.float32(np.inf))
-        scales.append(float(scale))
-    name = f"{tensor}:resized"
-    graph.initializer.append(numpy_helper.from_array(np.array(scales, np.float32), f"{name}:scales"))
-    inputs = [tensor, "", f"{name}:scales"]
-    resize = helper.make_node(
-        "Resize", inputs, [name], name, mode="linear", coordinate_transformation_mode="half_pixel"
-    )
-    _append(graph, resize)
-    text = f"logits of {size[0]}x{size[1]} resized bilinearly to {image[2]}x{image[3]}"
-    return Task.segmentation, num_classes, [text]
-
-
-def _append(graph: onnx.GraphProto, node: NodeProto) -> None:
-    graph.node.append(node)
-    del graph.output[:]
-    graph.output.append(helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, None))
-
-
-def _sizes(value: ValueInfoProto) -> list[int]:
-    """Return the sizes of a tensor, 0 for open ones."""
-    return [axis.dim_value for axis in value.type.tensor_type.shape.dim]
-
-
-def _describe(value: ValueInfoProto) -> str:
-    kind = value.type.tensor_type
-    sizes = [str(axis.dim_value or axis.dim_param or "?") for axis in kind.shape.dim]
-    return f"{helper.tensor_dtype_to_np_dtype(kind.elem_type)} [{', '.join(sizes)}]"
 
 
 def _integer(node: NodeProto, name: str) -> int:

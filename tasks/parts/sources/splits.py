@@ -120,14 +120,15 @@ def share_out(
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Assign readable images to train, val, test and calibration, and warn about doubtful choices.
 
-    Without lists, the images of a group go into the same split.
+    Without lists, the images of a group go into the same split. The images of a split are in an order that depends on
+    the seed and not on their names, so that the first ones, on which some stages measure, are a random sample.
     """
     readable = set(names)
 
-    def place(name: str) -> tuple[bytes, str]:
-        return hashlib.sha256(f"{seed}:{_group_of(name, groups)}".encode()).digest(), name
+    def place(text: str) -> bytes:
+        return hashlib.sha256(f"{seed}:{text}".encode()).digest()
 
-    shuffled = sorted(readable, key=place)
+    shuffled = sorted(readable, key=lambda name: (place(_group_of(name, groups)), name))
     splits = {split: [name for name in listed if name in readable] for split, listed in lists.items()}
     warnings: list[str] = []
     if lists:
@@ -170,7 +171,7 @@ def share_out(
             f"accuracy is too optimistic: {torn[0][1:]}."
         )
     order = (*_LISTED_SPLITS, "calibration")
-    return {split: tuple(sorted(splits[split])) for split in order}, warnings
+    return {split: tuple(sorted(splits[split], key=place)) for split in order}, warnings
 
 
 def _end_of_group(names: Sequence[str], end: int, groups: Mapping[str, str]) -> int:

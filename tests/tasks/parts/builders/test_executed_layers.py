@@ -22,7 +22,7 @@ GRAPH_FILES = {"cpu_onnxruntime": "engine.onnx", "cpu_openvino": GRAPH_FILE}
 def built(
     workshop: Workshop, target: str, model: Path, out: Path
 ) -> tuple[ExecutedLayers, list[dict[str, str]]]:
-    report: EngineBuild = build(workshop.target(target), model=model, out=out)
+    report: EngineBuild = build(workshop.target(target), model=model, images=workshop.images, out=out)
     assert report.executed is not None, report.reason
     with (out / ENGINE_FOLDER / LAYERS_FILE).open(encoding="utf-8") as file:
         return report.executed, list(csv.DictReader(file))
@@ -54,7 +54,7 @@ def test_engine_with_too_few_quantized_macs_in_int8_is_built_and_says_which_oper
 ) -> None:
     """No Q follows the last convolution, so ONNX Runtime computes it in float."""
     strict = workshop.target("cpu_onnxruntime", min_int8_macs_share=1.0)
-    report: EngineBuild = build(strict, model=workshop.quantized, out=tmp_path)
+    report: EngineBuild = build(strict, model=workshop.quantized, images=workshop.images, out=tmp_path)
     manifest = read_engine_manifest(tmp_path / ENGINE_FOLDER)
     assert report.executed is not None and [n.node for n in report.executed.not_in_int8] == [
         "classifier/Conv"
@@ -72,7 +72,7 @@ def test_stem_that_the_target_leaves_in_float_is_not_missed(workshop: Workshop, 
         out = tmp_path / str(is_float)
         out.mkdir()
         target = workshop.target("cpu_onnxruntime", stem_in_float=is_float)
-        executed = build(target, model=workshop.quantized, out=out).executed
+        executed = build(target, model=workshop.quantized, images=workshop.images, out=out).executed
         assert executed is not None and "downsample.0.conv/Conv" not in {n.node for n in executed.not_in_int8}
         shares.append(executed.macs_share_quantized)
     assert shares[1] < shares[0]

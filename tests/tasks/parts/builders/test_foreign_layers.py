@@ -125,7 +125,9 @@ def built(workshop: Workshop, target: str, model: onnx.ModelProto, folder: Path)
     out = folder / target
     out.mkdir()
     declared = workshop.target(target, stem_in_float=False, max_batch=1)
-    report = build(declared, model=folder / "model.onnx", out=out)
+    images_NHWC = np.random.default_rng(0).integers(0, 256, (2, SIDE, SIDE, 3), np.uint8)
+    np.save(folder / "images.npy", images_NHWC)
+    report = build(declared, model=folder / "model.onnx", images=folder / "images.npy", out=out)
     assert report.executed is not None, report.reason
     assert report.is_precision_ok, report.precision_note
     rows = read_table(out / ENGINE_FOLDER / LAYERS_FILE, "layer", stage="build_engine").values()

@@ -66,7 +66,7 @@ def test_runtime_of_four_additions_builds_validates_and_is_measured(
     assert [line for line in changes if not line.startswith("??")] == [f" M {TABLE}"]
 
     run(extended, "flows.params", "debug=smoke", "target=[cpu_torch,cpu_reference]")
-    run(extended, "tasks", f"build_engine.{ADDRESS}", f"model={workshop.graph}")
+    run(extended, "tasks", f"build_engine.{ADDRESS}", f"model={workshop.graph}", f"images={workshop.images}")
     report = report_of(extended, "build_engine")
     assert (report["status"], report["runtime"], report["provider"]) == ("built", "reference", "numpy")
     assert report["agreement_db"] > 60 and report["is_precision_ok"]

@@ -287,7 +287,8 @@ def test_engine_for_one_image_takes_them_one_by_one_and_triton_serves_it_so(
 ) -> None:
     built, bundle = tmp_path / "built", tmp_path / "bundle"
     built.mkdir()
-    build_engine(workshop.target(target, max_batch=1), model=workshop.quantized, out=built)
+    declared = workshop.target(target, max_batch=1)
+    build_engine(declared, model=workshop.quantized, images=workshop.images, out=built)
     assert write_bundle(built / "engine", {"variant": "quantized", "target": target}, bundle)
     images_NHWC = np.asarray(open_split(workshop.data, "test")[0][:3])
     with open_engine(built / "engine") as runner:

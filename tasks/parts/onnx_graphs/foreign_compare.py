@@ -1,0 +1,108 @@
+"""Compare a rewritten graph with the file of another tool that it was made from, in ONNX Runtime."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+from tasks.core.errors import ArtifactError, BuildFailed, GateFailed, first_line
+from tasks.parts.data.dataset import normalise
+from tasks.parts.onnx_graphs.foreign_file import open_original
+from tasks.parts.onnx_graphs.foreign_form import InputForm
+from tasks.parts.onnx_graphs.foreign_rewrite import FixedBatch, Imported, with_output
+from tasks.parts.onnx_graphs.signal_to_noise import Difference, difference
+from tasks.parts.onnx_session import open_session
+
+_FAILURES = (
+    state.Fail,
+    state.InvalidArgument,
+    state.InvalidGraph,
+    state.NotImplemented,
+    state.RuntimeException,
+)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How much a rewritten graph may differ from its file."""
+
+    min_sqnr_db: float
+    key: str
+    """Key of the configuration that holds the limit."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How much a rewritten graph differs from its file."""
+
+    differences: tuple[Difference, ...]
+    """One per batch size."""
+    conversion: str
+    """What was done to the file before; empty if it was compared as it is."""
+
+
+def compare(
+    model: Path,
+    imported: Imported,
+    form: InputForm,
+    gate: Gate,
+    images_NHWC: NDArray[np.uint8],
+    batch_sizes: Sequence[int],
+) -> Comparison:
+    """Compare the logits for the first images, as many as each batch holds.
+
+    Raises GateFailed, or FixedBatch where the batch was made dynamic, at the first batch that differs too much.
+    """
+    original = open_original(model, form, imported.tensor, imported.static_batch)
+    stop = GateFailed if imported.static_batch is None or imported.max_batch else FixedBatch
+    hint = _hint(imported)
+    try:
+        session = open_session(with_output(imported.graph, imported.head.tensor))
+    except BuildFailed as error:
+        raise stop(f"ONNX Runtime refuses the written graph ({first_line(error)}). {hint}") from error
+    name = imported.graph.graph.input[0].name
+    differences = []
+    for batch_size in batch_sizes:
+        images_NCHW = normalise(images_NHWC[:batch_size], imported.mean, imported.std)
+        try:
+            expected = original.answer(images_NHWC[:batch_size])
+        except _FAILURES as error:
+            raise ArtifactError(
+                f"{model}: the file itself fails on a batch of {batch_size} ({first_line(error)}), though it "
+                f"declares {imported.static_batch or 'a dynamic batch'}. Export it with a batch that it supports."
+            ) from error
+        try:
+            parts = np.split(images_NCHW, batch_size) if imported.max_batch else [images_NCHW]
+            logits = np.concatenate([session.run(None, {name: part})[0] for part in parts])
+        except _FAILURES as error:
+            raise stop(
+                f"batch of {batch_size}: ONNX Runtime fails on the written graph ({first_line(error)}). {hint}"
+            ) from error
+        found = imported.head.to_answer(logits)
+        if not np.isfinite(expected).all():
+            raise ArtifactError(
+                f"{model}: returns NaN or infinity for random images, expected finite logits. Take another "
+                "checkpoint of the model."
+            )
+        if found.shape != expected.shape:
+            raise stop(
+                f"batch of {batch_size}: the logits of the written graph are {list(found.shape)}, those of the file "
+                f"{list(expected.shape)}. {hint}"
+            )
+        result = difference(expected, found)
+        if not result.sqnr_db >= gate.min_sqnr_db:
+            raise stop(
+                f"batch of {batch_size}: the written graph differs from the file by {result.max_abs:.3g} (SQNR "
+                f"{result.sqnr_db:.1f} dB), expected at least {gate.min_sqnr_db} dB ({gate.key}). {hint}"
+            )
+        differences.append(result)
+    return Comparison(tuple(differences), original.conversion)
+
+
+def _hint(imported: Imported) -> str:
+    if imported.static_batch is None or imported.max_batch:
+        return "An operator behaves differently in the opset that it was converted to; export with a newer opset."
+    return f"The file fixes its batch at {imported.static_batch}; export it again with a dynamic batch."

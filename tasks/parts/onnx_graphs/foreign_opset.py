@@ -1,0 +1,56 @@
+"""The opset of an ONNX graph of another tool: find it, and convert it to one that all runtimes here read."""
+
+from pathlib import Path
+
+import onnx
+from onnx import ModelProto
+
+from tasks.core.errors import ArtifactError, first_line
+from tasks.parts.onnx_graphs.graph import MAX_OPSET, MIN_OPSET
+
+STANDARD_DOMAINS = ("", "ai.onnx")
+
+
+def read_opset(model: ModelProto, path: Path) -> int:
+    """Return the opset of the standard operators; raise ArtifactError for one that cannot be converted."""
+    opset = next((entry.version for entry in model.opset_import if entry.domain in STANDARD_DOMAINS), 0)
+    newest = onnx.defs.onnx_opset_version()
+    if not 1 <= opset <= newest:
+        raise ArtifactError(
+            f"{path}: opset {opset}, expected at most {newest}, the newest of onnx {onnx.__version__}. Export it "
+            f"with opset {MIN_OPSET} to {MAX_OPSET}."
+        )
+    return int(opset)
+
+
+def convert_opset(model: ModelProto, path: Path, opset: int) -> tuple[ModelProto, list[str]]:
+    """Bring the graph to MIN_OPSET .. MAX_OPSET with onnx's converter; return it and what was done.
+
+    Raises ArtifactError for an operator that the other opset does not have.
+    """
+    wanted = min(max(opset, MIN_OPSET), MAX_OPSET)
+    if wanted == opset:
+        return model, []
+    _refuse_newer_operators(model, path, wanted)
+    model.ir_version = max(model.ir_version, 4)  # since version 4 weights need not be inputs
+    try:
+        converted = onnx.version_converter.convert_version(model, wanted)
+    except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
+        raise ArtifactError(
+            f"{path}: onnx cannot convert it from opset {opset} to {wanted} ({first_line(error)}). Export it "
+            f"with opset {MIN_OPSET} to {MAX_OPSET}."
+        ) from error
+    return converted, [f"opset {opset} converted to {wanted} by onnx {onnx.__version__}"]
+
+
+def _refuse_newer_operators(model: ModelProto, path: Path, wanted: int) -> None:
+    known = {
+        schema.name for schema in onnx.defs.get_all_schemas_with_history() if schema.since_version <= wanted
+    }
+    for node in model.graph.node:
+        if node.op_type not in known:
+            raise ArtifactError(
+                f"{path}: node '{node.name or node.output[0]}' is {node.op_type}, which opset {wanted} lacks; "
+                f"runtimes here read opsets up to {MAX_OPSET}. Export the model with opset {MAX_OPSET} or older, so "
+                "that the exporter writes it with other operators."
+            )

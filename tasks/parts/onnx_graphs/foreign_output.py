@@ -1,0 +1,265 @@
+"""Turn the output of a foreign graph into class logits: [batch, C], or [batch, C, H, W] of the image's size.
+
+N or batch images, C classes, H rows, W columns.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.data.dataset import MAX_CLASSES
+from tasks.parts.data.input_card import Task
+from tasks.parts.onnx_graphs.foreign_form import Layout
+from tasks.parts.onnx_graphs.foreign_input import describe, sizes_of
+from tasks.parts.onnx_graphs.graph import drop_unused
+
+_CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1}
+"""Axis of the output channels in the weights."""
+
+
+@dataclass(frozen=True)
+class OutputForm:
+    """The output of a file, as its user declares it."""
+
+    name: str | None
+    """Name of the output; None: the only one."""
+    layout: Layout
+    """Order of the axes of an output with four."""
+    threshold: float | None
+    """Value of an output with one channel above which an image or a pixel is of the second class; None: the output
+    has a channel for each class."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output of a rewritten graph, and how the file's own answer follows from it."""
+
+    task: Task
+    num_classes: int
+    tensor: str
+    """Logits in the rewritten graph, before they are resized or flattened."""
+    layout: Layout
+    zero_logit: float | None
+    """Logit of the file at its threshold, for an output of one channel."""
+    is_probability: bool
+    """Whether this one channel is a sigmoid."""
+    changes: tuple[str, ...]
+    """One sentence for each change of the graph."""
+
+    def to_answer(self, logits: NDArray[np.float32]) -> NDArray[Any]:
+        """Turn `tensor` into what the file answers."""
+        answer: NDArray[Any] = logits
+        if self.zero_logit is not None:
+            answer = logits[:, 1:] - logits[:, :1] + self.zero_logit
+        if self.is_probability:
+            answer = 1 / (1 + np.exp(-answer))
+        return np.moveaxis(answer, 1, -1) if self.layout is Layout.nhwc and answer.ndim == 4 else answer
+
+
+def choose_output(model: ModelProto, path: Path, output: str | None) -> str:
+    """Keep one output, drop the others and what only they need; return its name.
+
+    Raises ArtifactError if the choice is open, or the output holds no floats.
+    """
+    outputs = {value.name: value for value in model.graph.output}
+    listing = ", ".join(f"'{name}' {describe(value)}" for name, value in outputs.items())
+    first = next(iter(outputs))
+    if output is None and len(outputs) > 1:
+        raise ArtifactError(
+            f"{path}: {len(outputs)} outputs ({listing}). Name the one with the logits: model.output={first}."
+        )
+    if output is not None and output not in outputs:
+        raise ArtifactError(f"{path}: has no output '{output}' (model.output); found: {listing}.")
+    chosen = outputs[output or first]
+    if chosen.type.tensor_type.elem_type != TensorProto.FLOAT:
+        raise ArtifactError(
+            f"{path}: output '{chosen.name}' is {describe(chosen)}, expected float32 or float16 logits. Export the "
+            "model without the ArgMax or the cast after them."
+        )
+    kept = ValueInfoProto()
+    kept.CopyFrom(chosen)
+    del model.graph.output[:]
+    model.graph.output.append(kept)
+    drop_unused(model.graph)
+    return str(kept.name)
+
+
+def rewrite_head(model: ModelProto, path: Path, form: OutputForm) -> Head:
+    """Derive the task from the shape of the output, and turn the output into logits, in place.
+
+    Raises ArtifactError for an output that cannot be logits, or that contradicts `form`.
+    """
+    graph = model.graph
+    sizes, image = sizes_of(graph.output[0]), sizes_of(graph.input[0])
+    found = f"{path}: output '{graph.output[0].name}' is {describe(graph.output[0])}"
+    changes = []
+    if len(sizes) == 4 and form.layout is Layout.nhwc:
+        _channels_first(graph)
+        sizes = [sizes[0], sizes[3], sizes[1], sizes[2]]
+        changes.append("output transposed from [N, H, W, C] to [N, C, H, W]")
+    _check_sizes(sizes, image, found, form)
+    num_classes, size = sizes[1], tuple(sizes[2:])
+    zero_logit, is_probability = None, False
+    if form.threshold is not None:
+        zero_logit, is_probability = _two_classes(graph, len(sizes), form.threshold)
+        num_classes = 2
+        kind = "probability" if is_probability else "value"
+        changes.append(f"output of one channel, a {kind}, turned into the logits of two classes")
+    tensor = graph.output[0].name
+    task = Task.classification if len(sizes) == 2 or size == (1, 1) else Task.segmentation
+    if size == (1, 1):
+        name = f"{tensor}:classes"
+        _append(graph, helper.make_node("Flatten", [tensor], [name], name, axis=1))
+        changes.append("logits [N, C, 1, 1] flattened to [N, C]")
+    elif task is Task.segmentation and size != tuple(image[2:]):
+        _resize(graph, size, image[2:])
+        changes.append(f"logits of {size[0]}x{size[1]} resized bilinearly to {image[2]}x{image[3]}")
+    return Head(task, num_classes, tensor, form.layout, zero_logit, is_probability, tuple(changes))
+
+
+def _check_sizes(sizes: list[int], image: list[int], found: str, form: OutputForm) -> None:
+    """Refuse the shape [N, C, ...] of an output that cannot be logits of this form."""
+    if len(sizes) not in (2, 4):
+        raise ArtifactError(
+            f"{found}, expected [N, classes] or [N, classes, 1, 1] (classification), or [N, classes, height, width] "
+            "(segmentation). Name another one with model.output, or export the model up to its logits."
+        )
+    num_classes, size = sizes[1], tuple(sizes[2:])
+    other = (sizes[1:3] if form.layout is Layout.nchw else [sizes[3], sizes[1]]) if len(size) == 2 else []
+    if size != (1, 1) and other and not _has_aspect(size, image) and _has_aspect(other, image):
+        layout = Layout.nhwc if form.layout is Layout.nchw else Layout.nchw
+        raise ArtifactError(
+            f"{found}, and model.output_layout is {form.layout}: height and width would not have the ratio of the "
+            f"image, {image[2]}x{image[3]}. It looks like model.output_layout={layout}."
+        )
+    if form.threshold is not None and num_classes != 1:
+        raise ArtifactError(
+            f"{found}: {num_classes} channels, and model.threshold is {form.threshold}, which is for outputs of one "
+            "channel. Set model.threshold=null."
+        )
+    if form.threshold is None and num_classes == 1:
+        raise ArtifactError(
+            f"{found}: one channel, expected one for each class. Set model.threshold to the value above which it is "
+            "the second class: 0.5 for a sigmoid, 0 for its logit."
+        )
+    if len(sizes) == 4 and size != (1, 1) and num_classes > MAX_CLASSES:
+        raise ArtifactError(f"{found}: {num_classes} classes, masks hold at most {MAX_CLASSES}.")
+
+
+def _has_aspect(size: Sequence[int], image: Sequence[int]) -> bool:
+    return size[0] * image[3] == size[1] * image[2]
+
+
+def _channels_first(graph: GraphProto) -> None:
+    """Transpose the output, or drop the transposition that made it channels-last."""
+    name = graph.output[0].name
+    last = _maker(graph, name)
+    if last.op_type == "Transpose" and helper.get_node_attr_value(last, "perm") == [0, 2, 3, 1]:
+        _set_output(graph, last.input[0])
+        return
+    _append(graph, helper.make_node("Transpose", [name], [f"{name}:nchw"], f"{name}:nchw", perm=[0, 3, 1, 2]))
+
+
+def _two_classes(graph: GraphProto, num_axes: int, threshold: float) -> tuple[float, bool]:
+    """Turn the logit z of one channel into -(z - z0) / 2 and (z - z0) / 2; return z0 and whether there was a sigmoid.
+
+    The difference of the two logits is z - z0, where z0 is the logit of the threshold, and their softmax is the
+    sigmoid of z - z0. They come from the last layer itself if that is a convolution, otherwise from one more node.
+    """
+    last = _maker(graph, graph.output[0].name)
+    is_probability = last.op_type == "Sigmoid"
+    zero_logit = threshold
+    if is_probability:
+        if not 0 < threshold < 1:
+            raise ArtifactError(
+                f"node '{last.name}' (Sigmoid) gives the output, and model.threshold is {threshold}; expected a "
+                "probability above 0 and below 1."
+            )
+        zero_logit = math.log(threshold / (1 - threshold))
+        _set_output(graph, last.input[0])
+    layer = _last_layer(graph)
+    if layer is not None:
+        _double(graph, layer, zero_logit)
+        return zero_logit, is_probability
+    logit = graph.output[0].name
+    name, bias_C = f"{logit}:two", np.array([zero_logit / 2, -zero_logit / 2], np.float32)
+    weights = np.array([-0.5, 0.5], np.float32).reshape((2, 1, 1, 1) if num_axes == 4 else (1, 2))
+    constants = [_constant(graph, f"{name}:weight", weights), _constant(graph, f"{name}:bias", bias_C)]
+    operator = "Conv" if num_axes == 4 else "Gemm"
+    _append(graph, helper.make_node(operator, [logit, *constants], [name], name))
+    return zero_logit, is_probability
+
+
+def _last_layer(graph: GraphProto) -> NodeProto | None:
+    """Return the convolution that makes the output, maybe resized behind it by factors, if nothing else reads it."""
+    constants = {tensor.name for tensor in graph.initializer}
+    node = _maker(graph, graph.output[0].name)
+    while node.op_type == "Resize" and len(node.input) == 3 and _is_read_once(graph, node.input[0]):
+        node = _maker(graph, node.input[0])
+    groups = {item.name: item.i for item in node.attribute}.get("group", 1)
+    if node.op_type not in _CHANNEL_AXIS or groups != 1 or not constants.issuperset(node.input[1:]):
+        return None
+    return node
+
+
+def _double(graph: GraphProto, layer: NodeProto, zero_logit: float) -> None:
+    """Give a convolution with one output channel the two channels of `_two_classes`."""
+    values = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    weights = values[layer.input[1]] / 2
+    bias = (float(values[layer.input[2]][0]) if len(layer.input) > 2 else 0.0) - zero_logit
+    doubled = np.concatenate([-weights, weights], axis=_CHANNEL_AXIS[layer.op_type])
+    layer.input[:] = [
+        layer.input[0],
+        _constant(graph, f"{layer.input[1]}:two", doubled),
+        _constant(graph, f"{layer.output[0]}:two:bias", np.array([-bias / 2, bias / 2], np.float32)),
+    ]
+    drop_unused(graph)
+
+
+def _resize(graph: GraphProto, before: Iterable[int], after: Iterable[int]) -> None:
+    tensor = graph.output[0].name
+    scales = [1.0, 1.0]
+    for low, high in zip(before, after, strict=True):
+        scale = np.float32(high) / np.float32(low)
+        if int(np.floor(np.float32(low) * scale)) != high:
+            scale = np.nextafter(scale, np.float32(np.inf))
+        scales.append(float(scale))
+    name = f"{tensor}:resized"
+    inputs = [tensor, "", _constant(graph, f"{name}:scales", np.array(scales, np.float32))]
+    resize = helper.make_node(
+        "Resize", inputs, [name], name, mode="linear", coordinate_transformation_mode="half_pixel"
+    )
+    _append(graph, resize)
+
+
+def _constant(graph: GraphProto, name: str, value: NDArray[Any]) -> str:
+    graph.initializer.append(numpy_helper.from_array(value, name))
+    return name
+
+
+def _maker(graph: GraphProto, tensor: str) -> NodeProto:
+    return next((node for node in graph.node if tensor in node.output), NodeProto())
+
+
+def _is_read_once(graph: GraphProto, tensor: str) -> bool:
+    return [name for node in graph.node for name in node.input].count(tensor) == 1
+
+
+def _append(graph: onnx.GraphProto, node: NodeProto) -> None:
+    graph.node.append(node)
+    _set_output(graph, node.output[0])
+
+
+def _set_output(graph: GraphProto, tensor: str) -> None:
+    """Make a tensor the only output."""
+    del graph.output[:]
+    graph.output.append(helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None))
+    drop_unused(graph)

@@ -1,0 +1,215 @@
+"""Quantized graphs of other tools: what is accepted of them, and their float form."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.onnx_graphs.graph import drop_unused
+
+_QDQ = ("QuantizeLinear", "DequantizeLinear")
+_INTEGER_OPERATORS = {
+    "DynamicQuantizeLinear",
+    "QLinearConv",
+    "QLinearMatMul",
+    "ConvInteger",
+    "MatMulInteger",
+}
+_TYPES = {
+    TensorProto.INT8: np.int8,
+    TensorProto.UINT8: np.uint8,
+    TensorProto.INT16: np.int16,
+    TensorProto.UINT16: np.uint16,
+}
+_NEVER_NEGATIVE = {"Relu", "Sigmoid", "HardSigmoid", "Softmax"}
+_KEEPS_SIGN = {
+    "MaxPool",
+    "AveragePool",
+    "GlobalAveragePool",
+    "Reshape",
+    "Flatten",
+    "Transpose",
+    "Squeeze",
+    "Slice",
+}
+_RELU6_END = 6.0
+
+
+def check_quantization(model: ModelProto, path: Path, *, is_quantized: bool) -> None:
+    """Raise ArtifactError unless the graph is a float graph, or with `is_quantized` a Q/DQ graph."""
+    nodes = model.graph.node
+    for node in nodes:
+        if node.op_type in _INTEGER_OPERATORS:
+            raise ArtifactError(
+                f"{path}: node '{_name(node)}' is {node.op_type}, which computes with integers itself; expected a "
+                "float graph, or one with pairs of QuantizeLinear and DequantizeLinear. Use the float file, or "
+                "quantize it in that format (ONNX Runtime: quant_format=QuantFormat.QDQ)."
+            )
+    pairs = [node for node in nodes if node.op_type in _QDQ]
+    if pairs and not is_quantized:
+        raise ArtifactError(
+            f"{path}: node '{_name(pairs[0])}' is {pairs[0].op_type}, expected a float graph. Use the float file, or "
+            "choose model=onnx_quantized: it measures the file as it is, and quantizes its float form."
+        )
+    if is_quantized and not any(node.op_type == "QuantizeLinear" for node in nodes):
+        raise ArtifactError(
+            f"{path}: no node is QuantizeLinear, expected a Q/DQ graph. Choose model=onnx for a float graph."
+        )
+
+
+def add_zero_points(model: ModelProto) -> None:
+    """Write the zero point of every Q/DQ node that leaves it out, in place."""
+    graph = model.graph
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "QuantizeLinear":
+            kinds[node.output[0]] = _quantized_kind(node, constants)
+    for node in graph.node:
+        if node.op_type not in _QDQ or (len(node.input) > 2 and node.input[2]):
+            continue
+        kind = kinds.get(node.output[0] if node.op_type == "QuantizeLinear" else node.input[0])
+        if kind not in _TYPES or node.input[1] not in constants:
+            continue
+        zeros = np.zeros(tuple(constants[node.input[1]].dims), _TYPES[kind])
+        name = f"{node.output[0]}:zero_point"
+        graph.initializer.append(numpy_helper.from_array(zeros, name))
+        node.input[:] = [*node.input[:2], name]
+
+
+def dequantize_input(model: ModelProto, path: Path) -> None:
+    """Write a DequantizeLinear of the input itself as arithmetic on floats, in place."""
+    graph = model.graph
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    inputs, nodes = {value.name for value in graph.input} - constants.keys(), list(graph.node)
+    del graph.node[:]
+    for node in nodes:
+        if node.op_type != "DequantizeLinear" or node.input[0] not in inputs:
+            graph.node.append(node)
+            continue
+        _check_constant_scale(node, constants, path)
+        base = node.output[0]
+        zero_point = constants[node.input[2]] if len(node.input) > 2 and node.input[2] else np.zeros(1)
+        for name, value in ((f"{base}:zero", zero_point), (f"{base}:scale", constants[node.input[1]])):
+            graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), name))
+        cast, centred = f"{base}:float", f"{base}:centred"
+        graph.node.extend(
+            [
+                helper.make_node("Cast", [node.input[0]], [cast], cast, to=TensorProto.FLOAT),
+                helper.make_node("Sub", [cast, f"{base}:zero"], [centred], centred),
+                helper.make_node("Mul", [centred, f"{base}:scale"], [base], f"{base}:scaled"),
+            ]
+        )
+
+
+def to_float(model: ModelProto, path: Path) -> int:
+    """Remove the Q/DQ pairs of a graph, in place; return how many activations had one.
+
+    Integer weights become floats. Quantizers drop a Relu whose effect the pair behind it has, because its range
+    begins at 0; it is written again, as a Clip where the range ends at 6 (ReLU6). Raises ArtifactError for a node
+    whose scale is computed.
+    """
+    graph = model.graph
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    never_negative: set[str] = set()
+    renamed: dict[str, str] = {}
+    kept: list[NodeProto] = []
+    num_pairs = 0
+    for node in graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        if node.op_type not in _QDQ:
+            if node.op_type in _NEVER_NEGATIVE or (
+                node.op_type in _KEEPS_SIGN and node.input[0] in never_negative
+            ):
+                never_negative.update(node.output)
+            kept.append(node)
+            continue
+        source = node.input[0]
+        _check_constant_scale(node, constants, path)
+        if node.op_type == "QuantizeLinear":
+            if source not in constants:
+                num_pairs += 1
+                activation = None if source in never_negative else _dropped_activation(graph, node, constants)
+                if activation is not None:
+                    kept.append(activation)
+                    source = activation.output[0]
+                    never_negative.add(source)
+            renamed[node.output[0]] = source
+        elif source in constants and constants[source].dtype.kind in "iu":
+            graph.initializer.append(numpy_helper.from_array(_dequantize(node, constants), node.output[0]))
+        else:
+            renamed[node.output[0]] = source
+    del graph.node[:]
+    graph.node.extend(kept)
+    _keep_output_names(graph, renamed)
+    del graph.value_info[:]
+    drop_unused(graph)
+    return num_pairs
+
+
+def _name(node: NodeProto) -> str:
+    return str(node.name or node.output[0])
+
+
+def _check_constant_scale(node: NodeProto, constants: dict[str, NDArray[Any]], path: Path) -> None:
+    computed = [name for name in node.input[1:] if name and name not in constants]
+    if computed:
+        raise ArtifactError(
+            f"{path}: node '{_name(node)}' ({node.op_type}) reads the computed scale or zero point '{computed[0]}', "
+            "expected constants. Quantize the model statically, or use the float file."
+        )
+
+
+def _quantized_kind(node: NodeProto, constants: dict[str, TensorProto]) -> int:
+    if len(node.input) > 2 and node.input[2] in constants:
+        return int(constants[node.input[2]].data_type)
+    kinds = [attribute.i for attribute in node.attribute if attribute.name == "output_dtype"]
+    return kinds[0] if kinds and kinds[0] else TensorProto.UINT8
+
+
+def _dropped_activation(
+    graph: GraphProto, node: NodeProto, constants: dict[str, NDArray[Any]]
+) -> NodeProto | None:
+    """Return the Relu or Clip whose effect a QuantizeLinear has, because its range begins at 0; None without one."""
+    scale = constants[node.input[1]]
+    if scale.size != 1:
+        return None
+    has_zero_point = len(node.input) > 2 and bool(node.input[2])
+    zero_point = constants[node.input[2]].reshape(-1)[0] if has_zero_point else np.uint8(0)
+    if zero_point.dtype.kind not in "iu" or zero_point != np.iinfo(zero_point.dtype).min:
+        return None
+    step = float(scale.reshape(-1)[0])
+    info, name = np.iinfo(zero_point.dtype), f"{node.output[0]}:activation"
+    if abs((int(info.max) - int(info.min)) * step - _RELU6_END) > step:
+        return helper.make_node("Relu", [node.input[0]], [name], name)
+    bounds = {f"{name}:min": 0.0, f"{name}:max": _RELU6_END}
+    for constant, value in bounds.items():
+        graph.initializer.append(numpy_helper.from_array(np.array(value, np.float32), constant))
+    return helper.make_node("Clip", [node.input[0], *bounds], [name], name)
+
+
+def _dequantize(node: NodeProto, constants: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+    """Evaluate a DequantizeLinear of constants, with ONNX's own reference of the operator."""
+    inputs = [name for name in node.input if name]
+    graph = helper.make_graph(
+        [node],
+        "dequantize",
+        [],
+        [helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(constants[name], name) for name in inputs],
+    )
+    evaluator = ReferenceEvaluator(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)]))
+    [values] = evaluator.run(None, {})
+    return np.asarray(values, np.float32)
+
+
+def _keep_output_names(graph: GraphProto, renamed: dict[str, str]) -> None:
+    """Give outputs that a pair made their name again."""
+    for value in graph.output:
+        if value.name in renamed:
+            name = f"{value.name}:output"
+            graph.node.append(helper.make_node("Identity", [renamed[value.name]], [value.name], name))
