@@ -311,7 +311,8 @@ def test_layers_in_float_have_a_reason(variant: str, workshop: Workshop, tmp_pat
     stem, *others = conv_macs(read_graph(graph))
     kept = {"node": stem, "reason": "worst of all"}
     (graph.parent / "report.json").write_text(json.dumps({"float_layers": [kept]}), encoding="utf-8")
-    report = build_engine(workshop.target("cpu_onnxruntime"), model=graph, out=stage)
+    target = workshop.target("cpu_onnxruntime")
+    report = build_engine(target, model=graph, images=workshop.images, out=stage)
     reasons = {layer["node"]: layer["reason"] for layer in layers_in_float(stage, report, graph)}
     if variant == "quantized":  # the target has stem_in_float
         assert reasons[stem] == "left in float by the target" and len(reasons) < len(others)
