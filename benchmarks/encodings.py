@@ -1,7 +1,7 @@
 """Measure each rewrite of tasks/parts/builders/graph_rewrites.py: latency in both runtimes, and their agreement.
 
 ``python -m benchmarks.encodings`` after a run of the pipeline. One quantized graph in encodings that differ in the
-zero points of its activations and in the operators at its two ends, and the float graph: p50 of interleaved bursts
+type of its activations and in the operators at its two ends, and the float graph: p50 of interleaved bursts
 at batch 1 on one thread, and the agreement of OpenVINO's logits with those of ONNX Runtime on the same graph (SQNR
 in dB, test images). Once for the trained variant ``pruned_ptq``, once for a Fast-SCNN of width 0.5 with random
 weights. Prints a table and writes ``benchmarks/results/encodings.json``.
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import openvino
-from onnx import ModelProto, numpy_helper
+from onnx import ModelProto
 
 from benchmarks.runtimes import (
     DATA,
@@ -33,8 +33,8 @@ from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.rounds import rounds_ms
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.onnx_graphs.graph import read_graph, write_graph
+from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.signal_to_noise import difference
-from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
 from tasks.parts.quantization.config import Calibrator
 from tasks.quantize_ptq import quantize_ptq
 
@@ -68,16 +68,14 @@ def main() -> None:
 def measure(network: str, float_graph: Path, quantized_graph: Path) -> list[dict[str, Any]]:
     """Return one row for each encoding of a graph."""
     quantized = read_graph(quantized_graph)
-    uint8 = activations_to_uint8(quantized)
     last_uint8, last_float = (
-        resize_as_matmul(graph) for graph in (stem_in_float(uint8), read_graph(float_graph))
+        resize_as_matmul(graph) for graph in (stem_in_float(quantized), read_graph(float_graph))
     )
     graphs = {
         "float": read_graph(float_graph),
-        "int8": quantized,
-        "uint8, zero point 128": with_zero_point_128(uint8),
-        "uint8, 0 where never negative": uint8,
-        "... and stem in float": stem_in_float(uint8),
+        "int8": activations_to_int8(quantized),
+        "uint8": quantized,
+        "... and stem in float": stem_in_float(quantized),
         "... and resize as matmul": last_uint8,
         "... and a batch of 1": fix_batch(last_uint8),
         "float, resize as matmul": last_float,
@@ -125,17 +123,6 @@ def random_graphs(folder: Path) -> tuple[Path, Path]:
     cfg = replace(stage_config("quantize_ptq"), calibrators=[Calibrator.minmax])
     quantize_ptq(cfg, model=folder / "float.onnx", data=DATA, out=folder)
     return folder / "float.onnx", folder / "model.onnx"
-
-
-def with_zero_point_128(uint8: ModelProto) -> ModelProto:
-    """Return a copy in which every uint8 activation has zero point 128."""
-    shifted = ModelProto()
-    shifted.CopyFrom(uint8)
-    for tensor in shifted.graph.initializer:
-        if tensor.name.endswith(":uint8_zero_point"):
-            zero_point = np.full_like(numpy_helper.to_array(tensor), 128)
-            tensor.CopyFrom(numpy_helper.from_array(zero_point, tensor.name))
-    return shifted
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     model, variants, targets = (params.pop(key) for key in ("model", "variants", "target"))
     _check_names(targets)
     params["build_engine"] = targets
+    if params["quantize_ptq"]["activations"] is None:
+        params["quantize_ptq"]["activations"] = _activations(targets)
     if params["prepare_data"]["source"] != "digit_scenes":
         params["prepare_data"]["scenes"] = None  # debug=smoke sets some
     if model is None:
@@ -252,6 +254,13 @@ def _largest_multiple(targets: dict[str, Any]) -> int | None:
     """Return the largest channel multiple of the targets; None if none declares one, which a later check reports."""
     multiples = [options.get("channel_multiple") for options in targets.values()]
     return max((multiple for multiple in multiples if isinstance(multiple, int)), default=None)
+
+
+def _activations(targets: dict[str, Any]) -> list[str]:
+    """Return the types of activations that the engines of quantized graphs have on these targets."""
+    graphs = [options for options in targets.values() if options["runtime"] not in CHECKPOINT_RUNTIMES]
+    types = {"uint8" if options.get("uint8_activations") else "int8" for options in graphs}
+    return sorted(types, reverse=True) or ["uint8"]
 
 
 def _find_target(name: str | None, targets: dict[str, Any]) -> dict[str, Any]:

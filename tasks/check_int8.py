@@ -94,43 +94,45 @@ def check_int8(
     `ranges` and `trials` (calibrators.csv) are files of quantize_ptq, `ranking` is that of rank_layers. Raises
     ArtifactError when they do not belong together.
     """
-    from tasks.parts.data.metrics import class_scores, score
+    from tasks.parts.data.metrics import class_scores
     from tasks.parts.onnx_graphs.graph import read_graph
     from tasks.parts.onnx_graphs.predict import predict_classes
-    from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
-    from tasks.parts.quantization.evaluation import open_evaluator
+    from tasks.parts.quantization.evaluation import open_evaluator, with_activations
     from tasks.parts.quantization.qdq import is_layer, quantizable_nodes, read_ranges
     from tasks.parts.tables import read_table
 
-    graph, int8, known = read_graph(model), activations_to_uint8(read_graph(quantized)), read_ranges(ranges)
+    graph, (activations, known) = read_graph(model), read_ranges(ranges)
     layers = read_table(ranking, "node", stage="rank_layers")
     weighted = [node.name for node in quantizable_nodes(graph, cfg.op_types) if is_layer(node)]
     if not set(weighted) <= set(layers):
         raise ArtifactError(
             f"{ranking}: ranks the layers of a graph other than {model}. Run rank_layers again."
         )
-    evaluator = open_evaluator(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    evaluator = open_evaluator(
+        graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size, activations=activations
+    )
+    worst = evaluator.evaluate(read_graph(quantized))
+    int8 = with_activations(read_graph(quantized), worst.activations)
     classes = predict_classes(int8, evaluator.images_NHWC, batch_size=cfg.batch_size)
     before, after = (
         class_scores(predicted, evaluator.labels, evaluator.num_classes, evaluator.task)
         for predicted in (evaluator.float_classes, classes)
     )
-    reached = score(classes, evaluator.labels, evaluator.num_classes, evaluator.task)
     statistics = _statistics(cfg, graph, list(known), data)
     answers = (
         _ends(cfg, weighted, layers),
         _classes(cfg, data, evaluator.task, before, after),
-        _calibration_size(cfg, graph, ranges, known, data, evaluator, reached),
+        _calibration_size(cfg, graph, ranges, known, data, evaluator, worst.score),
         _coverage(cfg, known, statistics),
         _batch(cfg, int8, evaluator.images_NHWC, classes),
         _calibrators(cfg, trials),
         _suspects(cfg, layers),
     )
-    _write_checklist(out / "checklist.md", answers, evaluator, reached)
+    _write_checklist(out / "checklist.md", answers, evaluator, worst.score)
     report = Report(
         evaluator.metric,
         evaluator.float_score,
-        reached,
+        worst.score,
         sum(answer.is_suspect for answer in answers),
         answers,
     )

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import Between
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
@@ -12,11 +12,11 @@ from tasks.parts.quantization.config import OpTypes
 from tasks.parts.training.config import DistillationConfig, TrainerConfig
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from onnx import ModelProto
     from torch import nn
 
     from tasks.parts.networks.model_card import ModelCard
+    from tasks.parts.quantization.evaluation import GraphEvaluator
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class Config:
     opset: Annotated[int, Between(18, 23)]
     """Version of the ONNX operator set, as in export_onnx."""
     min_agreement: Annotated[float, Between(0, 1)]
-    """Gate: minimum share of validation pixels on which the INT8 graph, in either encoding, and the trained network
-    predict the same class."""
+    """Gate: minimum share of validation pixels on which the INT8 graph, with each type of activations, and the
+    trained network predict the same class."""
 
     def __post_init__(self) -> None:
         if self.trainer.gradient_checkpointing:
@@ -58,19 +58,18 @@ class Report:
     num_epochs: int
     """Number of epochs that were run."""
     agreement: float
-    """Share of validation pixels on which the written graph predicts the class of the simulated network."""
-    agreement_uint8: float
-    """The same share with uint8 activations, as CPU targets run the graph: non-negative activations then reach up to
-    twice as far as in training, where they were clipped."""
+    """Share of validation pixels on which the written graph predicts the class of the simulated network; the smallest
+    of all types of activations."""
 
 
 def quantize_aware_train(
     cfg: Config, *, checkpoint: Path, teacher: Path, model: Path, ranges: Path, data: Path, out: Path
 ) -> Report:
-    """Write ``model.onnx`` (S8S8 Q/DQ) and ``history.csv``; ``model`` is the float graph of ``checkpoint``.
+    """Write ``model.onnx`` (U8S8 Q/DQ) and ``history.csv``; ``model`` is the float graph of ``checkpoint``.
 
     BatchNorm is folded before training, so that training sees the same weights as the INT8 graph. Weights that are
-    exactly zero stay zero. An interrupted training resumes without a stored state of modelopt: the simulated network
+    exactly zero stay zero. If some engines have int8 activations and others uint8, the network trains with int8,
+    whose steps are wider. An interrupted training resumes without a stored state of modelopt: the simulated network
     is rebuilt from checkpoint, graph and ranges, and the trained weights are loaded into it.
 
     Raises ArtifactError when the inputs do not belong together, TrainingDiverged when the loss is not finite,
@@ -85,6 +84,7 @@ def quantize_aware_train(
     from tasks.parts.networks.zeros import keep_zeros
     from tasks.parts.onnx_graphs.export import export_graph
     from tasks.parts.onnx_graphs.graph import read_graph, write_graph
+    from tasks.parts.quantization.config import Activations
     from tasks.parts.quantization.evaluation import open_evaluator
     from tasks.parts.quantization.fake_quantization import fake_quantize, float_weights
     from tasks.parts.quantization.qdq import insert_qdq, read_ranges
@@ -94,16 +94,24 @@ def quantize_aware_train(
     network, card = load_checkpoint(checkpoint)
     manifest = read_manifest(data)
     check_same_classes(checkpoint, card.classes, manifest.classes, "distill")
-    float_graph, tensor_ranges = read_graph(model), read_ranges(ranges)
+    float_graph, (activations, tensor_ranges) = read_graph(model), read_ranges(ranges)
     folded = fold_batchnorm(network, torch.zeros(2, 3, card.height, card.width))
     _check_graph_of(folded, float_graph, model, cfg.op_types)
-    evaluator = open_evaluator(float_graph, data, num_images=0, batch_size=cfg.trainer.batch_size)
+    evaluator = open_evaluator(
+        float_graph, data, num_images=0, batch_size=cfg.trainer.batch_size, activations=activations
+    )
     before = insert_qdq(float_graph, tensor_ranges, op_types=cfg.op_types)
     miou_before = evaluator.evaluate(before).score
     logger.info("%s: val mIoU %.4f in INT8 before training", model, miou_before)
 
     start = {name: value.clone() for name, value in folded.state_dict().items()}
-    simulated = fake_quantize(folded, float_graph, tensor_ranges, op_types=cfg.op_types)
+    simulated = fake_quantize(
+        folded,
+        float_graph,
+        tensor_ranges,
+        op_types=cfg.op_types,
+        activations=Activations.int8 if Activations.int8 in activations else Activations.uint8,
+    )
     keep_zeros(simulated)
     objective = build_objective(
         cfg.distillation,
@@ -122,10 +130,10 @@ def quantize_aware_train(
     if miou < miou_before:
         graph, best_epoch, miou = before, 0, miou_before
         simulated.load_state_dict(start, strict=False)
-    agreement, agreement_uint8 = check_agreement(cfg, simulated, card, graph, evaluator.images_NHWC)
+    agreement = check_agreement(cfg, simulated, card, graph, evaluator)
     write_graph(graph, out / "model.onnx")
     logger.info("epoch %d kept: val mIoU %.4f (before %.4f)", best_epoch, miou, miou_before)
-    return Report(miou_before, miou, best_epoch, result.num_epochs, agreement, agreement_uint8)
+    return Report(miou_before, miou, best_epoch, result.num_epochs, agreement)
 
 
 def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_types: Sequence[str]) -> None:
@@ -158,30 +166,34 @@ def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_typ
 
 
 def check_agreement(
-    cfg: Config, simulated: "nn.Module", card: "ModelCard", graph: "ModelProto", images_NHWC: "NDArray[Any]"
-) -> tuple[float, float]:
-    """Compare the predictions of the graph, with int8 and with uint8 activations, to those of the trained network.
+    cfg: Config,
+    simulated: "nn.Module",
+    card: "ModelCard",
+    graph: "ModelProto",
+    evaluator: "GraphEvaluator",
+) -> float:
+    """Return the share of pixels on which graph and trained network agree; the smallest of all types of activations.
 
-    Raises GateFailed when either of the two differs too often.
+    Raises GateFailed when it is too small.
     """
     from tasks.parts.onnx_graphs import predict as onnx_predict
-    from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
+    from tasks.parts.quantization.evaluation import with_activations
     from tasks.parts.training import predict as torch_predict
 
-    batch_size = cfg.trainer.batch_size
+    batch_size, images_NHWC = cfg.trainer.batch_size, evaluator.images_NHWC
     trained_NHW = torch_predict.predict_classes(simulated, images_NHWC, card, batch_size=batch_size)
-    signed, unsigned = (
-        onnx_predict.agreement(
-            onnx_predict.predict_classes(encoded, images_NHWC, batch_size=batch_size), trained_NHW
-        )
-        for encoded in (graph, activations_to_uint8(graph))
-    )
-    if min(signed, unsigned) < cfg.min_agreement:
+    agreements = {}
+    for activations in evaluator.activations:
+        encoded = with_activations(graph, activations)
+        classes_NHW = onnx_predict.predict_classes(encoded, images_NHWC, batch_size=batch_size)
+        agreements[activations] = onnx_predict.agreement(classes_NHW, trained_NHW)
+    smallest = min(agreements.values())
+    if smallest < cfg.min_agreement:
+        found = ", ".join(f"{share:.4f} with {activations}" for activations, share in agreements.items())
         raise GateFailed(
-            f"the INT8 graph predicts the class of the trained network for {signed:.4f} of the validation pixels "
-            f"with int8 activations and {unsigned:.4f} with uint8, expected at least {cfg.min_agreement} "
-            "(quantize_aware_train.min_agreement). If both are low, look for an operator that is INT8 in the "
-            "graph and float in training; if only uint8 is low, the calibrated ranges clip too much "
-            "(quantize_ptq.calibrators)."
+            "the INT8 graph predicts the class of the trained network for this share of the validation pixels: "
+            f"{found} activations, expected at least {cfg.min_agreement} (quantize_aware_train.min_agreement). Look "
+            "for an operator that is INT8 in the graph and float in training, or for calibrated ranges that clip too "
+            "much (quantize_ptq.calibrators)."
         )
-    return signed, unsigned
+    return smallest

@@ -126,7 +126,7 @@ class Report:
 def quantize_partial(
     cfg: Config, *, model: Path, reference: Path, ranges: Path, ranking: Path, data: Path, out: Path
 ) -> Report:
-    """Write ``model.onnx`` (S8S8 Q/DQ, except for some layers) and ``steps.csv``.
+    """Write ``model.onnx`` (U8S8 Q/DQ, except for some layers) and ``steps.csv``.
 
     `reference` is the float graph whose accuracy counts as 100 %. If `model` itself certainly loses more than a gate
     allows, nothing is searched, and the graph is that of quantize_ptq. `ranges` and `ranking` are the files of
@@ -140,11 +140,17 @@ def quantize_partial(
     from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes, read_ranges
     from tasks.parts.tables import write_table
 
-    graph, known = read_graph(model), read_ranges(ranges)
+    graph, (activations, known) = read_graph(model), read_ranges(ranges)
     ranked = _read_ranking(ranking, [node.name for node in quantizable_nodes(graph, cfg.op_types)])
     _check_kept(cfg, ranked)
     evaluator, reference_evaluator = (
-        open_evaluator(float_graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+        open_evaluator(
+            float_graph,
+            data,
+            num_images=cfg.num_val_images,
+            batch_size=cfg.batch_size,
+            activations=activations,
+        )
         for float_graph in (graph, read_graph(reference))
     )
     search = _Search(cfg, graph, known, evaluator, reference_evaluator.float_results)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tasks.core.bounds import AtLeast, AtMost, Distinct, LessThan, MinItems, MoreThan
 from tasks.core.errors import ArtifactError, DataError
-from tasks.parts.quantization.config import Calibrator, OpTypes
+from tasks.parts.quantization.config import Activations, Calibrator, OpTypes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +38,9 @@ class Config:
     """Largest allowed magnitude of a normalised value in a calibration image; larger ones raise DataError."""
     op_types: OpTypes
     """ONNX operators whose inputs become INT8. Fewer: more conversions between layers, slower."""
+    activations: Annotated[list[Activations], MinItems(1), Distinct()]
+    """Types of activations in the engines of the chosen targets. Calibrators, and the later stages that quantize,
+    judge graphs with each type, by the worst score."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Trial:
     calibrator: str
     """Name of the calibrator, with the percentile if it has one."""
     score: float
-    """Score on the validation images, in ONNX Runtime."""
+    """Score on the validation images, in ONNX Runtime; the worst of all types of activations."""
     agreement: float
     """Share of pixels, or images, with the class that the float graph predicts."""
     rel_loss: float
@@ -82,7 +85,7 @@ class Report:
 
 
 def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
-    """Write ``model.onnx`` (S8S8 Q/DQ), ``ranges.json`` and ``calibrators.csv``.
+    """Write ``model.onnx`` (U8S8 Q/DQ), ``ranges.json`` and ``calibrators.csv``.
 
     The loss of accuracy is not gated here but in `select_engine`, so that the pipeline goes on to the next technique.
 
@@ -96,6 +99,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     from tasks.parts.quantization.qdq import (
         insert_qdq,
         is_layer,
+        place_pairs,
         quantizable_nodes,
         quantizable_tensors,
         write_ranges,
@@ -112,12 +116,18 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         found = ", ".join(sorted({node.op_type for node in graph.graph.node}))
         raise ArtifactError(
             f"{model}: nothing to quantize among {found}, expected a convolution or a matrix product with a constant "
-            f"among quantize_ptq.op_types ({', '.join(cfg.op_types)}); a product that computes the logits stays in "
-            "float. Add the operator there, or remove the INT8 variants (`variants` in conf/model/)."
+            f"among quantize_ptq.op_types ({', '.join(cfg.op_types)}). Add the operator there, or remove the INT8 "
+            "variants (`variants` in conf/model/)."
         )
     names = quantizable_tensors(graph, cfg.op_types)
     statistics = collect_statistics(graph, lambda: _batches(cfg, graph, images_NHWC), names)
-    evaluator = open_evaluator(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    evaluator = open_evaluator(
+        graph,
+        data,
+        num_images=cfg.num_val_images,
+        batch_size=cfg.batch_size,
+        activations=cfg.activations,
+    )
     trials, candidates = [], []
     for title, calibrator, percentile in _calibrations(cfg):
         ranges = {
@@ -132,7 +142,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         logger.info("%s: val score %.4f, agreement %.4f", title, evaluation.score, evaluation.agreement)
     best = max(range(len(trials)), key=lambda index: trials[index].score)
     write_graph(candidates[best][0], out / "model.onnx")
-    write_ranges(out / "ranges.json", trials[best].calibrator, candidates[best][1])
+    write_ranges(out / "ranges.json", trials[best].calibrator, cfg.activations, candidates[best][1])
     write_table(out / "calibrators.csv", trials)
     kept = trials[best]
     logger.info("%s kept: val score %.4f (float %.4f)", kept.calibrator, kept.score, evaluator.float_score)
@@ -144,7 +154,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         agreement=kept.agreement,
         num_images=len(images_NHWC),
         num_images_in_test=num_images_in_test,
-        num_quantized_tensors=len(names),
+        num_quantized_tensors=len(place_pairs(graph, cfg.op_types).range_of),
         trials=tuple(trials),
     )
 

@@ -87,10 +87,12 @@ def rank_layers(cfg: Config, *, model: Path, ranges: Path, data: Path, out: Path
     from tasks.parts.quantization.qdq import quantizable_nodes, read_ranges
     from tasks.parts.tables import write_table
 
-    graph, known = read_graph(model), read_ranges(ranges)
+    graph, (activations, known) = read_graph(model), read_ranges(ranges)
     if is_quantized(graph):
         raise ArtifactError(f"{model}: already has Q/DQ, expected the float graph of export_onnx.")
-    evaluator = open_evaluator(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    evaluator = open_evaluator(
+        graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size, activations=activations
+    )
     nodes = quantizable_nodes(graph, cfg.op_types)
     logger.info("rank_layers: %d layers of %s", len(nodes), model)
     sqnr_db = _own_sqnr_db(cfg, graph, known, data)

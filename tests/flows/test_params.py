@@ -74,7 +74,7 @@ def test_mistake_is_refused_with_its_key(override: str, text: str) -> None:
 )
 @pytest.mark.parametrize("name", ["Averagepool", "Softmax"])
 def test_operator_that_cannot_read_int8_is_refused_with_those_that_can(stage: str, name: str) -> None:
-    text = rf"{stage}\.op_types\[1\] is '{name}', expected one of Conv, MatMul, .*AveragePool"
+    text = rf"{stage}\.op_types\[1\] is '{name}', expected one of Conv, ConvTranspose, MatMul, .*AveragePool"
     with pytest.raises(ConfigError, match=text):
         compose_params([f"{stage}.op_types=[Conv,{name}]"])
 

@@ -142,7 +142,7 @@ def unbalanced(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> 
 
     from tasks.parts.onnx_graphs.graph import read_graph, write_graph
     from tasks.parts.onnx_graphs.predict import predict_classes
-    from tasks.quantize_ptq import Calibrator, quantize_ptq
+    from tasks.quantize_ptq import Activations, Calibrator, quantize_ptq
     from tasks.quantize_ptq import Config as QuantizeConfig
     from tasks.rank_layers import Config as RankConfig
     from tasks.rank_layers import rank_layers
@@ -192,6 +192,7 @@ def unbalanced(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> 
         num_val_images=0,
         max_abs_input=20.0,
         op_types=OP_TYPES,
+        activations=[Activations.uint8],
     )
     quantize_ptq(config, model=root / "float.onnx", data=data, out=root)
     rank_layers(

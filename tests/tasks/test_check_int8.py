@@ -15,7 +15,7 @@ from tasks.core.errors import ArtifactError
 from tasks.parts.data.dataset_writer import SplitBatches, write_dataset
 from tasks.parts.data.input_card import InputCard, Task
 from tasks.parts.onnx_graphs.graph import CARD_KEY, write_graph
-from tasks.parts.quantization.config import Calibrator
+from tasks.parts.quantization.config import Activations, Calibrator
 from tasks.quantize_ptq import Config as QuantizeConfig
 from tasks.quantize_ptq import quantize_ptq
 from tasks.rank_layers import Config as RankConfig
@@ -157,7 +157,7 @@ def linear_classifier(root: Path, num_hidden: int) -> Path:
     return root / "float.onnx"
 
 
-def quantize(model: Path) -> None:
+def quantize(model: Path, op_type: str = "Gemm") -> None:
     config = QuantizeConfig(
         calibrators=[Calibrator.minmax],
         percentiles=[100.0],
@@ -165,12 +165,13 @@ def quantize(model: Path) -> None:
         batch_size=4,
         num_val_images=0,
         max_abs_input=20.0,
-        op_types=["Gemm"],
+        op_types=[op_type],
+        activations=[Activations.uint8],
     )
     quantize_ptq(config, model=model, data=model.parent / "dataset", out=model.parent)
 
 
-@pytest.mark.parametrize(("num_hidden", "ends"), [(1, ["fc1"]), (2, ["fc1", "fc2"])])
+@pytest.mark.parametrize(("num_hidden", "ends"), [(0, ["fc1"]), (2, ["fc1", "fc3"])])
 def test_graph_without_convolutions_is_checked_at_its_linear_layers(
     tmp_path: Path, num_hidden: int, ends: list[str]
 ) -> None:
@@ -193,6 +194,5 @@ def test_graph_without_convolutions_is_checked_at_its_linear_layers(
 
 
 def test_graph_with_nothing_to_quantize_is_refused_with_its_operators(tmp_path: Path) -> None:
-    """The only layer computes the logits, which stay in float."""
-    with pytest.raises(ArtifactError, match=r"nothing to quantize among Flatten, Gemm.*op_types \(Gemm\)"):
-        quantize(linear_classifier(tmp_path, 0))
+    with pytest.raises(ArtifactError, match=r"nothing to quantize among Flatten, Gemm.*op_types \(Conv\)"):
+        quantize(linear_classifier(tmp_path, 0), "Conv")

@@ -21,6 +21,8 @@ from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.onnx_graphs.export import export_graph
 from tasks.parts.onnx_graphs.graph import is_quantized, node_sources, read_graph, write_graph
 from tasks.parts.pruning.weights import prune_two_of_four
+from tasks.parts.quantization.config import Activations
+from tasks.parts.quantization.evaluation import GraphEvaluator, open_evaluator
 from tasks.parts.quantization.fake_quantization import fake_quantize
 from tasks.parts.quantization.qdq import TensorRange, insert_qdq, read_ranges
 from tasks.quantize_aware_train import Config, check_agreement, quantize_aware_train
@@ -72,7 +74,7 @@ def calibrated(workshop: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[
     from tasks.quantize_ptq import quantize_ptq
 
     out = tmp_path_factory.mktemp("ptq")
-    ptq = PtqConfig([Calibrator.minmax], [100.0], 4, 4, 0, 20.0, VALUES["op_types"])
+    ptq = PtqConfig([Calibrator.minmax], [100.0], 4, 4, 0, 20.0, VALUES["op_types"], [Activations.uint8])
     quantize_ptq(ptq, model=workshop.graph, data=workshop.data, out=out)
     return {
         "checkpoint": workshop.checkpoint,
@@ -96,7 +98,7 @@ def test_training_writes_a_graph_that_is_no_worse_and_computes_what_was_trained(
     assert report.val_miou >= report.val_miou_before
     assert report.num_epochs == 2
     assert report.best_epoch in (0, 1, 2)
-    assert min(report.agreement, report.agreement_uint8) >= 0.9
+    assert report.agreement >= 0.9
     assert is_quantized(read_graph(out / "model.onnx"))
 
 
@@ -186,6 +188,11 @@ def test_weights_that_training_made_worse_are_not_written(
     assert report.agreement >= 0.9
 
 
+def open_judge(calibrated: dict[str, Path], *activations: Activations) -> GraphEvaluator:
+    graph = read_graph(calibrated["model"])
+    return open_evaluator(graph, calibrated["data"], num_images=0, batch_size=4, activations=activations)
+
+
 def test_gate_stops_a_graph_that_computes_something_else(calibrated: dict[str, Path]) -> None:
     graph = read_graph(calibrated["model"])
     for tensor in graph.graph.initializer:
@@ -193,27 +200,29 @@ def test_gate_stops_a_graph_that_computes_something_else(calibrated: dict[str, P
             tensor.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(tensor), tensor.name))
     network, card = load_checkpoint(calibrated["checkpoint"])
     with pytest.raises(GateFailed, match=r"quantize_aware_train\.min_agreement"):
-        check_agreement(config(), network, card, graph, open_split(calibrated["data"], "val")[0])
+        check_agreement(config(), network, card, graph, open_judge(calibrated, Activations.uint8))
 
 
-def test_gate_holds_for_uint8_activations_too(calibrated: dict[str, Path]) -> None:
-    """Ranges that clip: int8 cuts off what uint8 after a ReLU still tells apart."""
+@pytest.mark.parametrize("trained", list(Activations))
+def test_gate_holds_for_each_type_of_activations(calibrated: dict[str, Path], trained: Activations) -> None:
+    """Wide ranges, so that the steps of the other type give other classes."""
     graph = read_graph(calibrated["model"])
     ranges = {
-        name: TensorRange(found.low / 8, found.high / 8)
-        for name, found in read_ranges(calibrated["ranges"]).items()
+        name: TensorRange(found.low * 8, found.high * 8)
+        for name, found in read_ranges(calibrated["ranges"])[1].items()
     }
     network, card = load_checkpoint(calibrated["checkpoint"])
     op_types = VALUES["op_types"]
     folded = fold_batchnorm(network, torch.zeros(2, 3, card.height, card.width))
-    simulated = fake_quantize(folded, graph, ranges, op_types=op_types)
-    images_NHWC = open_split(calibrated["data"], "val")[0]
-    arguments = simulated, card, insert_qdq(graph, ranges, op_types=op_types), images_NHWC
-    signed, unsigned = check_agreement(replace(config(), min_agreement=0.0), *arguments)
-    between = (signed + unsigned) / 2
-    assert signed > unsigned + 0.02
-    with pytest.raises(GateFailed, match=f"{unsigned:.4f} with uint8, expected at least {between}"):
-        check_agreement(replace(config(), min_agreement=between), *arguments)
+    simulated = fake_quantize(folded, graph, ranges, op_types=op_types, activations=trained)
+    arguments = simulated, card, insert_qdq(graph, ranges, op_types=op_types)
+    lenient = replace(config(), min_agreement=0.0)
+    alone = check_agreement(lenient, *arguments, open_judge(calibrated, trained))
+    both = check_agreement(lenient, *arguments, open_judge(calibrated, *Activations))
+    assert alone > both + 0.02
+    strict = replace(config(), min_agreement=(alone + both) / 2)
+    with pytest.raises(GateFailed, match=f"{alone:.4f} with {trained}"):
+        check_agreement(strict, *arguments, open_judge(calibrated, *Activations))
 
 
 def test_a_graph_of_another_network_is_refused(calibrated: dict[str, Path], tmp_path: Path) -> None:
@@ -242,7 +251,9 @@ def test_a_graph_with_other_weights_of_the_same_network_is_refused(
 
 
 def test_missing_ranges_are_named(calibrated: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "ranges.json").write_text('{"ranges": {"image": [-1, 1]}}', encoding="utf-8")
+    (tmp_path / "ranges.json").write_text(
+        '{"activations": ["uint8"], "ranges": {"image": [-1, 1]}}', encoding="utf-8"
+    )
     with pytest.raises(ArtifactError, match="saw no data"):
         quantize_aware_train(config(), **(calibrated | {"ranges": tmp_path / "ranges.json"}), out=tmp_path)
 
@@ -259,12 +270,11 @@ def _float_graph_that_is_already_right(calibrated: dict[str, Path], folder: Path
     import shutil
 
     from tasks.parts.onnx_graphs.predict import predict_classes
-    from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
 
     data = Path(shutil.copytree(calibrated["data"], folder / "dataset"))
     graph = insert_qdq(
-        read_graph(calibrated["model"]), read_ranges(calibrated["ranges"]), op_types=VALUES["op_types"]
+        read_graph(calibrated["model"]), read_ranges(calibrated["ranges"])[1], op_types=VALUES["op_types"]
     )
     images_NHWC = open_split(data, "val")[0]
-    np.save(data / "val_masks.npy", predict_classes(activations_to_uint8(graph), images_NHWC, batch_size=4))
+    np.save(data / "val_masks.npy", predict_classes(graph, images_NHWC, batch_size=4))
     return calibrated | {"data": data}

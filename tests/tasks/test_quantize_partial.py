@@ -74,7 +74,7 @@ def test_a_graph_that_passes_at_once_is_the_ptq_graph(unbalanced: Any, tmp_path:
     report = search(unbalanced, tmp_path, max_score_rel_loss=0.99)
     assert report.float_layers == ()
     assert len(report.steps) == 1
-    expected = insert_qdq(read_graph(unbalanced.graph), read_ranges(unbalanced.ranges), op_types=OP_TYPES)
+    expected = insert_qdq(read_graph(unbalanced.graph), read_ranges(unbalanced.ranges)[1], op_types=OP_TYPES)
     assert read_graph(tmp_path / "model.onnx") == expected
 
 
@@ -148,7 +148,7 @@ def against(reference: Path, files: Any, model: Path, out: Path) -> Report:
 
 def test_the_gate_counts_from_the_reference(unbalanced: Any, tmp_path: Path) -> None:
     graph = read_graph(unbalanced.graph)
-    int8 = insert_qdq(graph, read_ranges(unbalanced.ranges), op_types=OP_TYPES)
+    int8 = insert_qdq(graph, read_ranges(unbalanced.ranges)[1], op_types=OP_TYPES)
     write_graph(int8, tmp_path / "int8.onnx")
     report = against(tmp_path / "int8.onnx", unbalanced, unbalanced.graph, tmp_path)
     assert report.reference_score < report.float_score

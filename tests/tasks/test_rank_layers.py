@@ -75,6 +75,8 @@ def test_a_quantized_graph_is_refused(workshop: Any, unbalanced: Any, tmp_path: 
 
 
 def test_ranges_of_another_graph_are_refused(unbalanced: Any, tmp_path: Path) -> None:
-    (tmp_path / "ranges.json").write_text('{"ranges": {"image": [-1, 1]}}', encoding="utf-8")
+    (tmp_path / "ranges.json").write_text(
+        '{"activations": ["uint8"], "ranges": {"image": [-1, 1]}}', encoding="utf-8"
+    )
     with pytest.raises(ArtifactError, match="no range"):
         rank(unbalanced, tmp_path, ranges=tmp_path / "ranges.json")

@@ -318,6 +318,7 @@ class Artifacts:
             max_batch=8,
             channel_multiple=16,
             uint8_activations=True,
+            pairs_before_activations=False,
             stem_in_float=False,
             resize_as_matmul=False,
             opsets=[17, 21],

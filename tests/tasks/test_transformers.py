@@ -22,7 +22,7 @@ from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.networks.model_card import ModelCard
 from tasks.parts.onnx_graphs.graph import node_sources, read_graph
 from tasks.parts.onnx_graphs.macs import conv_macs
-from tasks.parts.quantization.config import Calibrator
+from tasks.parts.quantization.config import Activations, Calibrator
 from tasks.quantize_aware_train import quantize_aware_train
 from tasks.quantize_ptq import Config as QuantizeConfig
 from tasks.quantize_ptq import quantize_ptq
@@ -68,7 +68,7 @@ def shop(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Shop:
     quantize.mkdir()
     exporting = ExportConfig(opset=20, batch_sizes=[1, 3], max_abs_difference=1e-3, min_sqnr_db=80.0, seed=0)
     exported = export_onnx(exporting, checkpoint=checkpoint, out=export)
-    config = QuantizeConfig([Calibrator.minmax], [100.0], 4, 4, 0, 20.0, OP_TYPES)
+    config = QuantizeConfig([Calibrator.minmax], [100.0], 4, 4, 0, 20.0, OP_TYPES, [Activations.uint8])
     ptq = quantize_ptq(config, model=export / "model.onnx", data=workshop.data, out=quantize)
     graph, quantized = export / "model.onnx", quantize / "model.onnx"
     return Shop(workshop.data, checkpoint, graph, quantized, quantize / "ranges.json", exported, ptq)

@@ -122,7 +122,7 @@ def images(count: int, seed: int = 1) -> Tensor:
 
 
 def quantized(network_type: type, op_types: tuple[str, ...]) -> tuple[ModelProto, ModelProto, np.ndarray]:
-    """Return float graph, its S8S8 twin with MinMax ranges, and the images that these come from."""
+    """Return float graph, its U8S8 twin with MinMax ranges, and the images that these come from."""
     graph = export_graph(make(network_type), card(), height=SIZE, width=SIZE, opset=20)
     images_NCHW = images(8).numpy()
     names = quantizable_tensors(graph, op_types)

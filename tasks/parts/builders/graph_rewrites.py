@@ -6,17 +6,42 @@ Each rewrite is a switch of the target; benchmarks/encodings.py measures them.
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.parts.engines.machine import int8_sums_saturate
 from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.graph import drop_unused, is_quantized
-from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
+from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 
 _MAX_7_BITS, _MAX_8_BITS = 63, 127
 
-STEM_CHANNELS = 4
-"""Largest number of channels of an image."""
+_LAYERS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
+_GATES = frozenset({"Sigmoid", "HardSigmoid"})
+_INTEGER_OPERATORS = _LAYERS | {
+    "Add",
+    "AveragePool",
+    "Concat",
+    "DepthToSpace",
+    "Flatten",
+    "GlobalAveragePool",
+    "Identity",
+    "MaxPool",
+    "Mul",
+    "Pad",
+    "QuantizeLinear",
+    "Reshape",
+    "Resize",
+    "Slice",
+    "SpaceToDepth",
+    "Split",
+    "Squeeze",
+    "Transpose",
+    "Unsqueeze",
+}
+"""Operators that compute or move integers if they read a Q/DQ pair."""
+
+STEM_CHANNELS, STEM_FILTERS = 4, 32
+"""Largest number of channels of an image, and of filters for which a convolution of it is faster in float."""
 
 MAX_MACS_PER_VALUE = 32
 """Largest multiply-adds per value for which interpolation as matrix products is used; beyond, Resize is faster."""
@@ -26,13 +51,21 @@ def rewrite_for(target: Target, graph: ModelProto) -> ModelProto:
     """Return the graph with the target's rewrites applied."""
     if target.max_batch == 1:
         graph = fix_batch(graph)
-    if target.uint8_activations and is_quantized(graph):
-        graph = activations_to_uint8(graph)
-        if int8_sums_saturate():
-            graph = weights_to_7_bits(graph)
+    graph = encode_for(target, graph)
     if target.stem_in_float:
         graph = stem_in_float(graph)
     return resize_as_matmul(graph) if target.resize_as_matmul else graph
+
+
+def encode_for(target: Target, graph: ModelProto) -> ModelProto:
+    """Return a Q/DQ graph in the target's scheme: type of activations, width of weights, places of pairs."""
+    if not is_quantized(graph):
+        return graph
+    if not target.uint8_activations:
+        graph = activations_to_int8(graph)
+    elif int8_sums_saturate():
+        graph = weights_to_7_bits(graph)
+    return gemm_as_matmul(graph) if target.pairs_before_activations else fuse_activations(graph)
 
 
 def fix_batch(model: ModelProto) -> ModelProto:
@@ -49,12 +82,124 @@ def fix_batch(model: ModelProto) -> ModelProto:
     return onnx.shape_inference.infer_shapes(rewritten, data_prop=True)
 
 
-def weights_to_7_bits(model: ModelProto) -> ModelProto:
-    """Return a copy in which int8 weights have 7 bits in layers that read a uint8 activation with a zero point.
+def fuse_activations(model: ModelProto) -> ModelProto:
+    """Return a copy without the Q/DQ pairs that keep a runtime from fusing a layer with the activation behind it.
 
-    There, two products of 8 bits can exceed the 16 bits in which x86 adds them without VNNI. Activations without a
-    zero point use half of uint8 and cannot. A layer with a quantized bias stays as it is: kernels scale the bias by
-    the product of both scales.
+    Removed are pairs behind a layer that only float operators read (HardSwish, LeakyRelu, a mean), and both pairs
+    inside x * Sigmoid(x). The pair behind the activation stays. ONNX Runtime needs the others.
+    """
+    fused = ModelProto()
+    fused.CopyFrom(model)
+    graph = fused.graph
+    makers = {name: node for node in graph.node for name in node.output}
+    readers: dict[str, list[NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+
+    def before_pair(name: str) -> str:
+        """Return the tensor that a pair rounds, or the tensor itself if it comes from no pair."""
+        node = makers.get(name)
+        quantize = (
+            makers.get(node.input[0]) if node is not None and node.op_type == "DequantizeLinear" else None
+        )
+        return quantize.input[0] if quantize is not None else name
+
+    def gates_itself(product: NodeProto) -> bool:
+        """Return whether a Mul computes x * Sigmoid(x) or x * HardSigmoid(x)."""
+        left, right = (before_pair(name) for name in product.input)
+        return any(
+            gate in makers and makers[gate].op_type in _GATES and before_pair(makers[gate].input[0]) == value
+            for value, gate in ((left, right), (right, left))
+        )
+
+    def is_fused(reader: NodeProto) -> bool:
+        return reader.op_type not in _INTEGER_OPERATORS or (reader.op_type == "Mul" and gates_itself(reader))
+
+    for dequantize in [node for node in graph.node if node.op_type == "DequantizeLinear"]:
+        source = before_pair(dequantize.output[0])
+        maker, users = makers.get(source), readers.get(dequantize.output[0], [])
+        if source == dequantize.output[0] or maker is None or not users:
+            continue
+        if maker.op_type in _LAYERS:
+            is_removable = all(is_fused(user) for user in users)
+        else:
+            is_removable = maker.op_type in _GATES and all(
+                user.op_type == "Mul" and gates_itself(user) for user in users
+            )
+        if is_removable:
+            for user in users:
+                user.input[:] = [source if name == dequantize.output[0] else name for name in user.input]
+            makers = {name: node for node in graph.node for name in node.output}
+    drop_unused(graph)
+    return fused
+
+
+def gemm_as_matmul(model: ModelProto) -> ModelProto:
+    """Return a copy in which an INT8 Gemm whose output stays in float is a MatMul, minus the negative bias.
+
+    ONNX Runtime has an integer MatMul with float output, but no such Gemm: it would dequantize the weight in every
+    inference. It would make a Gemm again of a MatMul and an Add.
+    """
+    rewritten = ModelProto()
+    rewritten.CopyFrom(model)
+    graph = rewritten.graph
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    makers = {name: node for node in graph.node for name in node.output}
+    readers: dict[str, list[NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    for node in [node for node in graph.node if node.op_type == "Gemm"]:
+        attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+        dequantize = makers.get(node.input[1])
+        following = readers.get(node.output[0], [])
+        while len(following) == 1 and following[0].op_type in ("Relu", "Clip"):
+            following = readers.get(following[0].output[0], [])
+        is_plain = [attributes.get(name, 1) for name in ("alpha", "beta")] == [1, 1] and not attributes.get(
+            "transA"
+        )
+        is_int8 = dequantize is not None and dequantize.input[0] in constants and node.input[0] in makers
+        if (
+            not is_plain
+            or not is_int8
+            or dequantize is None
+            or len(readers[node.input[1]]) > 1
+            or makers[node.input[0]].op_type != "DequantizeLinear"
+            or any(reader.op_type == "QuantizeLinear" for reader in following)
+            or not set(node.input[2:]) <= constants.keys()
+        ):
+            continue
+        if attributes.get("transB"):
+            name = f"{dequantize.input[0]}:transposed"
+            levels_IO = np.ascontiguousarray(numpy_helper.to_array(constants[dequantize.input[0]]).T)
+            graph.initializer.append(numpy_helper.from_array(levels_IO, name))
+            dequantize.input[0] = name
+            axis = next(attribute for attribute in dequantize.attribute if attribute.name == "axis")
+            axis.i = 1 - axis.i
+        has_bias = len(node.input) > 2
+        product = f"{node.output[0]}:product" if has_bias else node.output[0]
+        nodes = [helper.make_node("MatMul", node.input[:2], [product], node.name)]
+        if has_bias:
+            bias = f"{node.input[2]}:{node.name}:negative"
+            graph.initializer.append(
+                numpy_helper.from_array(-numpy_helper.to_array(constants[node.input[2]]), bias)
+            )
+            nodes.append(helper.make_node("Sub", [product, bias], node.output, f"{node.name}:bias"))
+        index = list(graph.node).index(node)
+        graph.node.remove(node)
+        for offset, new in enumerate(nodes):
+            new.metadata_props.extend(node.metadata_props)
+            graph.node.insert(index + offset, new)
+    drop_unused(graph)
+    return rewritten
+
+
+def weights_to_7_bits(model: ModelProto) -> ModelProto:
+    """Return a copy in which int8 weights have 7 bits in layers that read a uint8 activation.
+
+    There, two products of 8 bits can exceed the 16 bits in which x86 adds them without VNNI. A layer with a quantized
+    bias stays as it is: kernels scale the bias by the product of both scales.
     """
     rewritten = ModelProto()
     rewritten.CopyFrom(model)
@@ -71,7 +216,7 @@ def weights_to_7_bits(model: ModelProto) -> ModelProto:
             continue
         activation, weight = dequantized[:2]
         assert activation is not None and weight is not None
-        if weight.input[0] not in constants or not _has_zero_point(activation, constants):
+        if weight.input[0] not in constants or not _is_uint8(activation, constants):
             continue
         levels, scale = (numpy_helper.to_array(constants[name]) for name in weight.input[:2])
         if levels.dtype != np.int8:
@@ -88,8 +233,9 @@ def weights_to_7_bits(model: ModelProto) -> ModelProto:
 def stem_in_float(model: ModelProto) -> ModelProto:
     """Return a copy in which convolutions that read the quantized image read the image itself.
 
-    Their int8 weights are dequantized. Three channels do not fill a vector register of an integer kernel: ONNX
-    Runtime takes twice as long as for the same convolution in float.
+    Their int8 weights are dequantized. Three channels do not fill a vector register of an integer kernel: with 16
+    filters the convolution is faster in float, with 64 in INT8. Before a MaxPool it stays in INT8, because ONNX
+    Runtime's integer MaxPool is fast only in the layout of integer convolutions.
     """
     rewritten = ModelProto()
     rewritten.CopyFrom(model)
@@ -108,7 +254,9 @@ def stem_in_float(model: ModelProto) -> ModelProto:
         values_OIHW = _dequantized(
             weight, {name: numpy_helper.to_array(constants[name]) for name in weight.input}
         )
-        if values_OIHW.shape[1] > STEM_CHANNELS:
+        if values_OIHW.shape[1] > STEM_CHANNELS or values_OIHW.shape[0] > STEM_FILTERS:
+            continue
+        if _is_pooled(node, graph):
             continue
         name = f"{weight.output[0]}:float"
         graph.initializer.append(numpy_helper.from_array(values_OIHW, name))
@@ -157,8 +305,20 @@ def resize_as_matmul(model: ModelProto) -> ModelProto:
     return rewritten
 
 
-def _has_zero_point(node: NodeProto, constants: dict[str, TensorProto]) -> bool:
-    return len(node.input) > 2 and bool(numpy_helper.to_array(constants[node.input[2]]).any())
+def _is_pooled(layer: NodeProto, graph: GraphProto) -> bool:
+    """Return whether a MaxPool reads the output of a layer, perhaps behind an activation and a Q/DQ pair."""
+    names = {layer.output[0]}
+    for node in graph.node:  # in topological order
+        if names & set(node.input):
+            if node.op_type == "MaxPool":
+                return True
+            if node.op_type in ("Relu", "Clip", "QuantizeLinear", "DequantizeLinear"):
+                names.update(node.output)
+    return False
+
+
+def _is_uint8(node: NodeProto, constants: dict[str, TensorProto]) -> bool:
+    return len(node.input) < 3 or constants[node.input[2]].data_type == TensorProto.UINT8
 
 
 def _is_bilinear(node: NodeProto) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tasks.parts.builders.contract import Built, GraphSource
+from tasks.parts.builders.graph_rewrites import encode_for
 from tasks.parts.builders.report import new_manifest
 from tasks.parts.builders.tensorrt_commands import Build, write_commands
 from tasks.parts.builders.tensorrt_plan import build_plan
@@ -35,24 +36,24 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     version, gpu = installed_version(Runtime.tensorrt), find_gpus()[0]
     target = replace(target, runtime=Runtime.tensorrt)  # here TensorRT itself runs the plan
     assert target.tensorrt is not None
-    file, plans = engine / runner.ENGINE_FILE, []
+    file, plans, graph = engine / runner.ENGINE_FILE, [], encode_for(target, source.graph)
     for number in range(1, target.tensorrt.num_builds + 1):
         logger.info("build_engine: build %d of %d", number, target.tensorrt.num_builds)
         plans.append(engine / f"{number}.plan")
         is_cache_read = (
             target.tensorrt.num_builds == 1
         )  # reading the timing cache would make all builds the same
-        plans[-1].write_bytes(build_plan(source.graph, target, source.card, gpu, is_cache_read=is_cache_read))
+        plans[-1].write_bytes(build_plan(graph, target, source.card, gpu, is_cache_read=is_cache_read))
     latencies_ms = _time_builds(plans, target, version, source) if len(plans) > 1 else ()
     plans[int(np.argmin(latencies_ms)) if latencies_ms else 0].rename(file)
     for plan in plans:
         plan.unlink(missing_ok=True)
     with runner.PrimaryContext():
         layers = read_layers(runner.inspect(runner.load_plan(file.read_bytes(), target), target, source.card))
-    image = source.graph.graph.input[0].name
-    write_commands(engine, target, Build(source.file, image, source.card, gpu, version))
-    write_graph(source.graph, engine / GRAPH_FILE)
-    return Built(file, count_precisions(layers), source.graph, layers, latencies_ms)
+    model = Path(GRAPH_FILE) if source.is_quantized else source.file
+    write_commands(engine, target, Build(model, graph.graph.input[0].name, source.card, gpu, version))
+    write_graph(graph, engine / GRAPH_FILE)
+    return Built(file, count_precisions(layers), graph, layers, latencies_ms)
 
 
 def _time_builds(plans: list[Path], target: Target, version: str, source: GraphSource) -> tuple[float, ...]:

@@ -42,10 +42,11 @@ class Build:
 
 
 def write_commands(out: Path, target: Target, build: Build) -> None:
-    """Write `out/commands.sh`; paths are relative to the workspace."""
+    """Write `out/commands.sh`; paths are relative to the workspace, but for the graph.onnx beside this file."""
     lines = [
         "# Repeats the build of build_engine. Kernels are chosen by timing, so the bytes differ between builds",
-        "# unless all builds read the same timing cache, as these commands do.",
+        "# unless all builds read the same timing cache, as these commands do. graph.onnx, where named, is the file",
+        "# beside this one: the Q/DQ graph in the target's scheme.",
         shlex.join(trtexec_command(target, build)),
         shlex.join(polygraphy_command(target, build)),
     ]

@@ -44,10 +44,16 @@ class Target:
     int8 in AMX. 1: any width.
     """
     uint8_activations: bool
-    """Re-encode int8 activations of Q/DQ graphs as uint8; on x86 without VNNI some weights get 7 bits for it.
+    """Activations of Q/DQ graphs are uint8 with a zero point, as written; else they become symmetric int8.
 
-    Both runtimes are faster with it on CPUs with VNNI, and OpenVINO 2026.4 follows the graph more closely
-    (benchmarks/encodings.py).
+    Int8 has wider steps. With uint8, weights get 7 bits on x86 without VNNI. Both CPU runtimes are faster with uint8
+    on CPUs with VNNI, and more accurate (benchmarks/encodings.py).
+    """
+    pairs_before_activations: bool
+    """Keep Q/DQ pairs between a convolution and an activation function, a mean or the like.
+
+    ONNX Runtime runs the convolution in integers only with them. Other runtimes compute convolution and activation in
+    one kernel, faster and with one rounding less (benchmarks/placement.py).
     """
     stem_in_float: bool
     """Run convolutions that read the image in float even where the graph is quantized."""
@@ -83,7 +89,8 @@ class Target:
         )
         if self.tensorrt:
             self.tensorrt.check_profiles(self.max_batch)
-            for switch in ("uint8_activations", "stem_in_float", "resize_as_matmul"):
+            switches = ("uint8_activations", "pairs_before_activations", "stem_in_float", "resize_as_matmul")
+            for switch in switches:
                 self._require(not getattr(self, switch), switch, "false for engines of TensorRT")
             if self.runtime is Runtime.onnxruntime:
                 self.tensorrt.check_provider()

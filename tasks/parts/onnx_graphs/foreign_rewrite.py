@@ -19,6 +19,7 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 from onnx.inliner import inline_local_functions
 
 from tasks.core.errors import ArtifactError, first_line
+from tasks.parts.onnx_graphs.equal_operators import replace_operators
 from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
 from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_half import half_to_float, has_half
@@ -131,6 +132,8 @@ def rewrite(
     model = _infer(model, path, max_batch)
     head = rewrite_head(model, path, output)
     changes += head.changes
+    changes += replace_operators(model)
+    drop_unused(model.graph)
     del model.metadata_props[:]
     model.ir_version = min(max(model.ir_version, MIN_IR_VERSION), MAX_IR_VERSION)
     model = _infer(model, path, max_batch)

@@ -7,6 +7,7 @@ from tasks.core.bounds import Holds
 
 OpType = Literal[
     "Conv",
+    "ConvTranspose",
     "MatMul",
     "Gemm",
     "Add",
@@ -21,6 +22,15 @@ OpType = Literal[
 """An ONNX operator that Q/DQ insertion and training in simulated INT8 support."""
 
 OpTypes = Annotated[list[OpType], Holds("Conv")]
+
+
+class Activations(StrEnum):
+    """Type of the activations in an engine."""
+
+    uint8 = "uint8"
+    """With a zero point, so that the levels cover the range of a tensor: CPU runtimes."""
+    int8 = "int8"
+    """Symmetric, with wider steps: TensorRT."""
 
 
 class Calibrator(StrEnum):

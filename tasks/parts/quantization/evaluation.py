@@ -3,6 +3,7 @@
 N images, H rows, W columns.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +19,9 @@ from tasks.parts.data.dataset import open_groups, open_images, open_labels, read
 from tasks.parts.data.input_card import Task
 from tasks.parts.data.metrics import Metric, metric_of
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
+from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.predict import agreement, predict_classes
-from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
+from tasks.parts.quantization.config import Activations
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Evaluation:
     results: ImageResults
     agreement: float
     """Share of pixels, or of images, with the class that the float graph predicts, 0..1."""
+    activations: Activations
+    """Type of the activations with which the graph was evaluated."""
 
     @cached_property
     def score(self) -> float:
@@ -51,6 +55,8 @@ class GraphEvaluator:
     metric: Metric
     groups_N: NDArray[np.int64]
     """Group of each image."""
+    activations: tuple[Activations, ...]
+    """Types of activations in the engines that graphs are evaluated for."""
 
     @cached_property
     def float_results(self) -> ImageResults:
@@ -63,18 +69,35 @@ class GraphEvaluator:
         return self.float_results.score
 
     def evaluate(self, quantized: ModelProto) -> Evaluation:
-        """Evaluate a graph in ONNX Runtime with uint8 activations, as it is deployed there."""
-        classes = predict_classes(
-            activations_to_uint8(quantized), self.images_NHWC, batch_size=self.batch_size
-        )
-        return Evaluation(self._compare(classes), agreement(classes, self.float_classes))
+        """Evaluate a graph in ONNX Runtime with each type of activations; return the worst evaluation."""
+        evaluations = []
+        for activations in self.activations:
+            encoded = with_activations(quantized, activations)
+            classes = predict_classes(encoded, self.images_NHWC, batch_size=self.batch_size)
+            found = Evaluation(self._compare(classes), agreement(classes, self.float_classes), activations)
+            evaluations.append(found)
+        return min(evaluations, key=lambda evaluation: evaluation.score)
 
     def _compare(self, classes: NDArray[Any]) -> ImageResults:
         return compare_with_labels(classes, self.labels, self.num_classes, self.task, self.groups_N)
 
 
-def open_evaluator(graph: ModelProto, data: Path, *, num_images: int, batch_size: int) -> GraphEvaluator:
+def with_activations(quantized: ModelProto, activations: Activations) -> ModelProto:
+    """Return a Q/DQ graph of `insert_qdq` as targets with this type of activations run it."""
+    return activations_to_int8(quantized) if activations is Activations.int8 else quantized
+
+
+def open_evaluator(
+    graph: ModelProto,
+    data: Path,
+    *,
+    num_images: int,
+    batch_size: int,
+    activations: Sequence[Activations] = (Activations.uint8,),
+) -> GraphEvaluator:
     """Run the float graph on the first `num_images` of the validation split; 0 takes all.
+
+    Quantized graphs are evaluated with each type of activations.
 
     Raises ArtifactError when the graph has other classes than the data.
     """
@@ -94,4 +117,5 @@ def open_evaluator(graph: ModelProto, data: Path, *, num_images: int, batch_size
         task=card.task,
         metric=metric_of(card.task, manifest.source),
         groups_N=open_groups(data, "val")[: num_images or None],
+        activations=tuple(activations),
     )

@@ -1,9 +1,9 @@
 """Simulate INT8 in a torch network that can still be trained.
 
-Convolutions and linear layers get the quantizers of nvidia-modelopt (inputs per tensor, weights per output
-channel, straight-through gradients). modelopt leaves functions (additions, concatenations, resizing, pooling) in
-float; operators that are INT8 only at inference would cost accuracy, so the inputs of these functions are rounded
-here too, with the same ranges. NCHW: batch, channels, rows, columns.
+Weights of convolutions and linear layers get the quantizers of nvidia-modelopt (per output channel, straight-through
+gradients). Inputs are rounded here, because modelopt has no zero points for them and leaves functions (additions,
+concatenations, resizing, pooling) in float; operators that are INT8 only at inference would cost accuracy. NCHW:
+batch, channels, rows, columns.
 """
 
 import contextlib
@@ -21,12 +21,14 @@ from torch.overrides import TorchFunctionMode
 from tasks.core.errors import ArtifactError
 from tasks.parts.onnx_graphs.graph import node_sources
 from tasks.parts.onnx_graphs.node_names import ROOT_MODULE
+from tasks.parts.quantization.config import Activations
 from tasks.parts.quantization.qdq import (
     INT8_MAX,
+    UINT8_MAX,
     TensorRange,
     check_ranges,
-    float_readers,
-    quantizable_tensors,
+    place_pairs,
+    quantizable_nodes,
 )
 
 _OPERATORS: dict[Callable[..., Any], str] = {
@@ -39,27 +41,41 @@ _OPERATORS: dict[Callable[..., Any], str] = {
     F.max_pool2d: "MaxPool",
 }
 _LAYERS: dict[str, type[nn.Module]] = {"Conv": nn.Conv2d, "MatMul": nn.Linear, "Gemm": nn.Linear}
+_Levels = tuple[float, int, int, int]
+"""Scale, zero point, lowest and highest level."""
 _GLOBAL_POOLS = (F.adaptive_avg_pool2d, torch.mean, Tensor.mean)
 
 
 def fake_quantize(
-    network: nn.Module, graph: ModelProto, ranges: Mapping[str, TensorRange], *, op_types: Sequence[str]
+    network: nn.Module,
+    graph: ModelProto,
+    ranges: Mapping[str, TensorRange],
+    *,
+    op_types: Sequence[str],
+    activations: Activations = Activations.uint8,
 ) -> nn.Module:
     """Add simulated INT8 to a network with folded BatchNorm, in place; `ranges` belong to its float export `graph`.
 
     Parameters keep their names. Weight ranges follow the weights, activation ranges stay as calibrated.
     """
-    amax = _amax_of_inputs(graph, ranges, op_types)
     layers, functions = {}, {}
-    for op_type, amax_of_nodes in amax.items():
-        for name, values in amax_of_nodes.items():
+    for op_type, limits_of_nodes in _limits_of_inputs(graph, ranges, op_types).items():
+        for name, limits in limits_of_nodes.items():
+            levels = [None if limit is None else _levels(limit, activations) for limit in limits]
             if op_type in _LAYERS:
-                layers[name] = values[0]
+                layers[name] = levels[0]
             else:
-                functions[op_type, name] = values
+                functions[op_type, name] = levels
     _quantize_layers(network, layers, op_types)
     _round_functions(network, functions)
     return network
+
+
+def _levels(limits: TensorRange, activations: Activations) -> _Levels:
+    if activations is Activations.int8:
+        return float(limits.int8()), 0, -INT8_MAX - 1, INT8_MAX
+    scale, zero_point = limits.uint8()
+    return float(scale), int(zero_point), 0, UINT8_MAX
 
 
 def float_weights(fake_quantized: nn.Module) -> dict[str, Tensor]:
@@ -67,27 +83,32 @@ def float_weights(fake_quantized: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in fake_quantized.state_dict().items() if "_quantizer." not in name}
 
 
-def _amax_of_inputs(
+def _limits_of_inputs(
     graph: ModelProto, ranges: Mapping[str, TensorRange], op_types: Sequence[str]
-) -> dict[str, dict[str, list[float | None]]]:
-    """Return operator -> node (for layers: module) -> largest magnitude of each input that is quantized."""
-    names = set(quantizable_tensors(graph, op_types))
-    check_ranges({name: ranges.get(name) for name in sorted(names)})
-    amax_of_inputs: dict[str, dict[str, list[float | None]]] = {}
-    sources, in_float = node_sources(graph), float_readers(graph, op_types)
-    for node in graph.graph.node:
-        amax = [ranges[name].amax if name in names else None for name in node.input]
-        if any(amax) and node.name not in in_float:
+) -> dict[str, dict[str, list[TensorRange | None]]]:
+    """Return operator -> node (for layers: module) -> range of each input, None for those that stay float."""
+    placement = place_pairs(graph, op_types)
+    check_ranges({name: ranges.get(name) for name in placement.range_of.values()})
+    limits_of_inputs: dict[str, dict[str, list[TensorRange | None]]] = {}
+    sources = node_sources(graph)
+    for node in quantizable_nodes(graph, op_types):
+        limits = [
+            ranges[placement.range_of[name]] if node.name in placement.readers.get(name, ()) else None
+            for name in node.input
+        ]
+        if any(limits):
             name = sources[node.name][0] if node.op_type in _LAYERS else node.name
-            if amax_of_inputs.setdefault(node.op_type, {}).setdefault(name, amax) != amax:
+            if limits_of_inputs.setdefault(node.op_type, {}).setdefault(name, limits) != limits:
                 raise ArtifactError(
                     f"node '{node.name}' is another call of the layer '{name}' with another range, expected one "
                     "range per layer, which has one quantizer in training. Use a separate layer for each call."
                 )
-    return amax_of_inputs
+    return limits_of_inputs
 
 
-def _quantize_layers(network: nn.Module, amax: Mapping[str, float | None], op_types: Sequence[str]) -> None:
+def _quantize_layers(
+    network: nn.Module, levels: Mapping[str, _Levels | None], op_types: Sequence[str]
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about transformers versions; its support for them is not used
         import modelopt.torch.quantization as mtq
@@ -95,28 +116,29 @@ def _quantize_layers(network: nn.Module, amax: Mapping[str, float | None], op_ty
     kinds = sorted({_LAYERS[op_type].__name__ for op_type in op_types if op_type in _LAYERS})
     rules: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     for kind in kinds:
-        for role, axis in (("input", None), ("weight", 0)):
-            rules.append(
-                {
-                    "quantizer_name": f"*{role}_quantizer",
-                    "parent_class": f"nn.{kind}",
-                    "cfg": {"num_bits": 8, "axis": axis},
-                }
-            )
+        rules.append(
+            {
+                "quantizer_name": "*weight_quantizer",
+                "parent_class": f"nn.{kind}",
+                "cfg": {"num_bits": 8, "axis": 0},
+            }
+        )
     with warnings.catch_warnings(), contextlib.redirect_stdout(None):
         warnings.simplefilter("ignore")
         mtq.quantize(network, {"quant_cfg": rules, "algorithm": "max"})
     types = tuple(_LAYERS[op_type] for op_type in op_types if op_type in _LAYERS)
     layers = {name: module for name, module in network.named_modules() if isinstance(module, types)}
-    missing = sorted(layers.keys() ^ amax.keys())
+    missing = sorted(layers.keys() ^ levels.keys())
     if missing:
         raise ArtifactError(
             f"layer '{missing[0]}' is INT8 in only one of graph and network, expected the same layers in both. "
             "Run quantize_ptq, with the same op_types, on the graph that was exported from this checkpoint."
         )
     for name, module in layers.items():
-        _quantizer(module, "input").amax = torch.tensor(amax[name], dtype=torch.float32)
         module.register_forward_pre_hook(_follow_weights)
+        module.register_forward_pre_hook(
+            lambda _layer, inputs, level=levels[name]: (_round(inputs[0], level), *inputs[1:])
+        )
 
 
 def _follow_weights(layer: nn.Module, _inputs: Any) -> None:
@@ -124,14 +146,10 @@ def _follow_weights(layer: nn.Module, _inputs: Any) -> None:
     assert isinstance(layer, nn.Conv2d | nn.Linear)
     others = tuple(range(1, layer.weight.ndim))
     amax_O = layer.weight.detach().abs().amax(dim=others, keepdim=True)
-    _quantizer(layer, "weight").amax = torch.where(amax_O > 0, amax_O, 1.0)
+    layer.get_submodule("weight_quantizer").amax = torch.where(amax_O > 0, amax_O, 1.0)
 
 
-def _quantizer(layer: nn.Module, role: str) -> Any:
-    return layer.get_submodule(f"{role}_quantizer")
-
-
-def _round_functions(network: nn.Module, amax: Mapping[tuple[str, str], Sequence[float | None]]) -> None:
+def _round_functions(network: nn.Module, levels: Mapping[tuple[str, str], Sequence[_Levels | None]]) -> None:
     """Wrap the forward pass so that its functions read rounded inputs."""
     path: list[str] = []
     for name, module in network.named_modules():
@@ -142,9 +160,9 @@ def _round_functions(network: nn.Module, amax: Mapping[tuple[str, str], Sequence
 
     def forward(images_NCHW: Tensor) -> Any:
         path[:] = [ROOT_MODULE]
-        with _FunctionRounding(amax, path) as rounding:
+        with _FunctionRounding(levels, path) as rounding:
             logits_NCHW = plain_forward(images_NCHW)
-        missed = sorted(name for _, name in amax.keys() - rounding.rounded)
+        missed = sorted(name for _, name in levels.keys() - rounding.rounded)
         if missed:
             raise ArtifactError(
                 f"{len(missed)} INT8 nodes of the graph have no function in the network (first: "
@@ -161,9 +179,11 @@ class _FunctionRounding(TorchFunctionMode):
     The node is found by name: `<module>/<operator>`, counted in the order of execution, as export names nodes.
     """
 
-    def __init__(self, amax: Mapping[tuple[str, str], Sequence[float | None]], path: Sequence[str]) -> None:
+    def __init__(
+        self, levels: Mapping[tuple[str, str], Sequence[_Levels | None]], path: Sequence[str]
+    ) -> None:
         super().__init__()
-        self._amax = amax
+        self._levels = levels
         self._path = path
         self._calls: Counter[str] = Counter()
         self.rounded: set[tuple[str, str]] = set()
@@ -178,24 +198,24 @@ class _FunctionRounding(TorchFunctionMode):
         base = f"{self._path[-1]}/{operator}"
         self._calls[base] += 1
         name = base if self._calls[base] == 1 else f"{base}_{self._calls[base]}"
-        limits = self._amax.get((operator, name))
-        if limits is not None:
+        levels = self._levels.get((operator, name))
+        if levels is not None:
             self.rounded.add((operator, name))
-            args = tuple(_rounded(args, limits))
+            args = tuple(_rounded(args, levels))
         return func(*args, **kwargs)
 
 
-def _rounded(args: tuple[Any, ...], limits: Sequence[float | None]) -> Iterator[Any]:
+def _rounded(args: tuple[Any, ...], levels: Sequence[_Levels | None]) -> Iterator[Any]:
     """Yield the arguments with their leading tensors rounded; torch.cat takes them as a list."""
     if isinstance(args[0], (list, tuple)):
-        yield [_round(item, limit) for item, limit in zip(args[0], limits, strict=False)]
+        yield [_round(item, level) for item, level in zip(args[0], levels, strict=False)]
         yield from args[1:]
         return
     for index, item in enumerate(args):
-        yield _round(item, limits[index]) if index < len(limits) else item
+        yield _round(item, levels[index]) if index < len(levels) else item
 
 
-def _round(item: Any, amax: float | None) -> Any:
-    if amax is None or not isinstance(item, Tensor):
+def _round(item: Any, levels: _Levels | None) -> Any:
+    if levels is None or not isinstance(item, Tensor):
         return item
-    return torch.fake_quantize_per_tensor_affine(item, amax / INT8_MAX, 0, -INT8_MAX - 1, INT8_MAX)
+    return torch.fake_quantize_per_tensor_affine(item, *levels)

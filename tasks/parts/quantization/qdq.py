@@ -1,12 +1,11 @@
 """INT8 as explicit Q/DQ in an ONNX graph: insert the pairs for given tensor ranges.
 
-Scheme S8S8: activations int8 with one symmetric scale per tensor, weights of convolutions and linear layers
-(MatMul and Gemm with a constant) int8 with one symmetric scale per output channel, biases float. TensorRT and
-OpenVINO read exactly this; for ONNX Runtime see `onnx_graphs/uint8_activations.py`.
+Scheme U8S8: activations uint8 with one scale and zero point per tensor, whose levels cover its range and 0; weights
+of convolutions and linear layers (MatMul and Gemm with a constant) int8 with one symmetric scale per output channel;
+biases float. For runtimes that want symmetric int8 see `onnx_graphs/int8_activations.py`.
 
-onnxruntime.quantization is not used: it either puts a pair between a convolution and its ReLU, which no runtime can
-fuse then, or leaves the inputs of pooling, Resize and Concat in float. Here one rule serves PTQ and QAT, and node
-names and sources stay.
+onnxruntime.quantization is not used: it puts pairs where other runtimes cannot fuse (between a convolution and its
+activation), it has one rule for all, and it drops node names and sources. Here one rule serves PTQ and QAT.
 """
 
 import json
@@ -19,16 +18,34 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.onnx_graphs.graph import node_sources, other_types, set_node_source
+from tasks.parts.quantization.config import Activations
 
 INT8_MAX = 127
+UINT8_MAX = 255
 
-_STAY_IN_RANGE = frozenset({"AveragePool", "GlobalAveragePool", "MaxPool", "Resize", "Relu"})
 _ALL_INPUTS_ARE_MAPS = frozenset({"Add", "Mul", "Concat"})
 _LINEAR = frozenset({"MatMul", "Gemm"})
-_ALWAYS_FLOAT = frozenset(
-    {"LayerNormalization", "Softmax", "Gelu", "Reshape", "Transpose", "Slice", "Pad", "Squeeze", "Unsqueeze"}
+_LAYERS = frozenset({"Conv", "ConvTranspose"}) | _LINEAR
+_MOVES_VALUES = frozenset(
+    {
+        "DepthToSpace",
+        "Flatten",
+        "Identity",
+        "Reshape",
+        "Slice",
+        "SpaceToDepth",
+        "Split",
+        "Squeeze",
+        "Transpose",
+        "Unsqueeze",
+    }
 )
-"""Operators between the layers of transformers: they have INT8 kernels in no runtime, or only move data."""
+"""Operators that only move values; `_keeps_range` adds those that choose, interpolate or pad with 0."""
+_FUSED = frozenset({"Relu", "Clip"})
+"""Activations that ONNX Runtime computes in the same integer kernel as the layer before them."""
+_ACTIVATIONS = _FUSED | {"HardSigmoid", "HardSwish", "LeakyRelu", "Sigmoid"}
+_ALWAYS_FLOAT = frozenset({"LayerNormalization", "Softmax", "Gelu"})
+"""Operators between the layers of transformers that have INT8 kernels in no runtime."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +57,42 @@ class TensorRange:
 
     @property
     def amax(self) -> float:
-        """Largest magnitude, which the highest INT8 level represents."""
+        """Largest magnitude."""
         return max(abs(self.low), abs(self.high))
+
+    def int8(self) -> np.float32:
+        """Return the scale of int8 levels that cover the range with zero point 0."""
+        return np.float32(self.amax / INT8_MAX)
+
+    def uint8(self) -> tuple[np.float32, np.uint8]:
+        """Return scale and zero point of uint8 levels that cover the range and represent 0 exactly."""
+        low, high = min(self.low, 0.0), max(self.high, 0.0)
+        scale = np.float32((high - low) / UINT8_MAX)
+        if low == 0 and scale * UINT8_MAX > np.float32(high):
+            scale = np.nextafter(
+                scale, np.float32(0)
+            )  # so that the highest level is no larger than a Clip's limit
+        return scale, np.uint8(np.clip(np.rint(-low / scale), 0, UINT8_MAX))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where Q/DQ pairs stand in a graph."""
+
+    range_of: dict[str, str]
+    """Quantized tensor -> tensor whose range it has, in graph order. Operators that only move values keep the range
+    of their input: with another scale behind them, no runtime could move integers."""
+    readers: dict[str, set[str]]
+    """Quantized tensor -> names of the nodes that read it after the pair."""
 
 
 def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodeProto]:
     """Return the nodes of these types, in graph order.
 
-    The node that computes a graph output (the last Resize) reads float, so that logits keep their precision; a
-    convolution there is quantized like the others. These stay in float: products of two activations (attention),
-    additions and multiplications of a constant (a bias, a scale), and residual additions whose sum a
-    LayerNormalization reads, because it would convert them back to float at once.
+    The node that computes a graph output (the last Resize) reads float, so that logits keep their precision; a layer
+    there is quantized like the others. These stay in float: products of two activations (attention), additions and
+    multiplications of a constant (a bias, a scale), and residual additions whose sum a LayerNormalization reads,
+    because it would convert them back to float at once.
     """
     constants = {tensor.name: len(tensor.dims) for tensor in model.graph.initializer}
     outputs = {value.name for value in model.graph.output}
@@ -60,10 +102,14 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
     def is_quantizable(node: NodeProto) -> bool:
         if node.op_type == "Conv" or node.op_type not in op_types:
             return node.op_type in op_types
-        if outputs & set(node.output) or others & set(node.input):
+        if others & set(node.input):
             return False
         if node.op_type in _LINEAR:
             return node.input[0] not in constants and constants.get(node.input[1]) == 2
+        if node.op_type == "ConvTranspose":
+            return node.input[1] in constants
+        if outputs & set(node.output):
+            return False
         if node.op_type in ("Add", "Mul"):
             return not constants.keys() & set(node.input) and not normalised & set(node.output)
         return True
@@ -71,21 +117,77 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
     return [node for node in model.graph.node if is_quantizable(node)]
 
 
-def float_readers(model: ModelProto, op_types: Sequence[str]) -> set[str]:
-    """Return the names of the nodes that read an activation in float even if other nodes read it quantized."""
-    quantizable = {node.name for node in quantizable_nodes(model, op_types)}
-    chosen = _LINEAR | {"Add", "Mul"}
-    return {
+def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Container[str] = ()) -> Placement:
+    """Decide which tensors get a Q/DQ pair, and which nodes read them quantized, if `float_nodes` stay in float.
+
+    Quantized are the inputs of `quantizable_nodes`, what lies between them and the last integer operator before
+    them if only values are moved there, and outputs of convolutions that no such node reads (before HardSwish,
+    LeakyRelu or a mean): ONNX Runtime runs a convolution in integers only if a pair follows it or its ReLU or Clip.
+    All readers of an integer operator's output read it quantized for the same reason.
+    """
+    graph = model.graph
+    makers = {name: node for node in graph.node for name in node.output}
+    outputs = {value.name for value in graph.output}
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    readers: dict[str, list[NodeProto]] = {}
+    for node in graph.node:
+        for name in set(node.input):
+            readers.setdefault(name, []).append(node)
+    chosen = {node.name for node in quantizable_nodes(model, op_types) if node.name not in float_nodes}
+    in_float = {
         node.name
-        for node in model.graph.node
-        if node.op_type in _ALWAYS_FLOAT
-        or (node.op_type in chosen and node.op_type in op_types and node.name not in quantizable)
+        for node in graph.node
+        if node.name in float_nodes
+        or node.op_type in _ALWAYS_FLOAT
+        or (node.op_type in op_types and node.name not in chosen)
     }
+
+    def keeps_range(node: NodeProto) -> bool:
+        is_free = node.op_type not in ("MaxPool", "Resize") or node.name in chosen
+        return is_free and node.name not in in_float and _keeps_range(node, constants)
+
+    def is_integer(name: str) -> bool:
+        """Return whether an integer operator computes a tensor, perhaps with moves and activations behind it."""
+        node = makers.get(name)
+        if node is None or node.name in in_float:
+            return False
+        if node.name in chosen and node.op_type not in (*_LINEAR, "MaxPool", "Resize"):
+            return True
+        return (node.op_type in _ACTIVATIONS or keeps_range(node)) and is_integer(node.input[0])
+
+    wanted: dict[str, set[str]] = {}
+    for node in reversed(graph.node):
+        if node.name in chosen:
+            for name in map_inputs(model, node):
+                wanted.setdefault(name, set()).add(node.name)
+        elif keeps_range(node) and wanted.keys() & set(node.output) and is_integer(node.input[0]):
+            wanted.setdefault(node.input[0], set()).add(node.name)
+    for node in graph.node:
+        if node.op_type == "Conv" and node.name in chosen:
+            name = _fused_output(node, readers)
+            following = readers.get(name, [])
+            if following and not any(
+                reader.name in in_float
+                or reader.op_type in _MOVES_VALUES
+                or outputs & set(reader.output)
+                or reader.op_type in _LINEAR
+                for reader in following
+            ):
+                wanted.setdefault(name, set())
+    range_of: dict[str, str] = {}
+    for name in [value.name for value in graph.input] + [name for node in graph.node for name in node.output]:
+        if name in wanted and name not in outputs:
+            maker = makers.get(name)
+            is_moved = maker is not None and keeps_range(maker) and maker.input[0] in range_of
+            range_of[name] = range_of[maker.input[0]] if is_moved and maker is not None else name
+            if is_integer(name):
+                wanted[name] |= {reader.name for reader in readers[name] if reader.name not in in_float}
+    return Placement(range_of, {name: wanted[name] for name in range_of})
 
 
 def is_layer(node: NodeProto) -> bool:
     """Return whether a quantizable node has a weight."""
-    return node.op_type == "Conv" or node.op_type in _LINEAR
+    return node.op_type in _LAYERS
 
 
 def map_inputs(model: ModelProto, node: NodeProto) -> list[str]:
@@ -95,15 +197,9 @@ def map_inputs(model: ModelProto, node: NodeProto) -> list[str]:
     return [name for name in inputs if name and name not in constants]
 
 
-def quantizable_tensors(
-    model: ModelProto, op_types: Sequence[str], *, float_nodes: Container[str] = ()
-) -> list[str]:
-    """Return the names of the activations that quantizable nodes except `float_nodes` read, in graph order."""
-    names: dict[str, None] = {}
-    for node in quantizable_nodes(model, op_types):
-        if node.name not in float_nodes:
-            names.update(dict.fromkeys(map_inputs(model, node)))
-    return list(names)
+def quantizable_tensors(model: ModelProto, op_types: Sequence[str]) -> list[str]:
+    """Return the names of the tensors whose ranges `insert_qdq` needs, in graph order."""
+    return list(dict.fromkeys(place_pairs(model, op_types).range_of.values()))
 
 
 def insert_qdq(
@@ -113,36 +209,28 @@ def insert_qdq(
     op_types: Sequence[str],
     float_nodes: Container[str] = (),
 ) -> ModelProto:
-    """Return a copy with Q/DQ on each activation that nodes of `op_types` read, and int8 weights in their layers.
+    """Return a copy with Q/DQ pairs as `place_pairs` says, and int8 weights in the layers of `op_types`.
 
-    All readers of such an activation read it quantized, because a reader in float would keep the layer before it from
-    running in integers. Only `float_readers` and `float_nodes` (names) read float activations and weights. Raises
-    ArtifactError for a tensor that has no usable range (a quantizer that saw no data).
+    Nodes in `float_nodes` (names) read float activations and weights. Raises ArtifactError for a tensor that has no
+    usable range (a quantizer that saw no data).
     """
     quantized = ModelProto()
     quantized.CopyFrom(model)
     graph = quantized.graph
     sources = node_sources(model)
+    nodes = {node.name: node for node in graph.node}
     made_by = {name: node for node in graph.node for name in node.output}
-    outputs = {value.name for value in graph.output}
-    wanted = quantizable_tensors(model, op_types, float_nodes=float_nodes)
-    names = [name for name in wanted if name not in outputs]
-    check_ranges({name: ranges.get(name) for name in names})
-    in_float = float_readers(model, op_types)
-    readers: dict[str, list[NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            if node.name not in float_nodes and node.name not in in_float:
-                readers.setdefault(name, []).append(node)
+    placement = place_pairs(model, op_types, float_nodes=float_nodes)
+    limits = _limits(model, ranges, op_types, list(placement.range_of))
     after: dict[str, list[NodeProto]] = {}
-    for name in names:
-        scale = np.float32(ranges[name].amax / INT8_MAX)
-        pair = _activation_pair(quantized, name, scale)
-        owner = made_by.get(name) or readers[name][0]
+    for name, limit in limits.items():
+        readers = [nodes[reader] for reader in placement.readers[name]]
+        pair = _activation_pair(quantized, name, limit)
+        owner = made_by.get(name) or readers[0]
         for node in pair:
             _copy_source(sources, owner, node)
-        after.setdefault(name, []).extend(pair)
-        for reader in readers[name]:
+        after[name] = pair
+        for reader in readers:
             reader.input[:] = [pair[1].output[0] if read == name else read for read in reader.input]
     layers = {node.name for node in quantizable_nodes(model, op_types) if is_layer(node)}
     before = _quantize_weights(quantized, {name for name in layers if name not in float_nodes}, sources)
@@ -162,11 +250,10 @@ def add_quantized_twins(
     twinned.CopyFrom(model)
     graph = twinned.graph
     nodes = quantizable_nodes(model, op_types)
-    tensors = quantizable_tensors(model, op_types)
-    check_ranges({name: ranges.get(name) for name in tensors})
+    read = dict.fromkeys(name for node in nodes for name in map_inputs(model, node))
     added = []
-    for name in tensors:
-        added += _activation_pair(twinned, name, np.float32(ranges[name].amax / INT8_MAX))
+    for name, limit in _limits(model, ranges, op_types, list(read)).items():
+        added += _activation_pair(twinned, name, limit)
     del graph.output[:]
     noise_of, signal_of = {}, {}
     for node in nodes:
@@ -177,7 +264,10 @@ def add_quantized_twins(
         twin.output[:] = [f"{node.output[0]}:twin"]
         twin.input[:] = [f"{name}/DequantizeLinear" if name in maps else name for name in node.input]
         if is_layer(node):
-            weight, axis = numpy_helper.to_array(float_weight(model, node)), _output_axis(node)
+            weight, axis = (
+                numpy_helper.to_array(float_weight(model, node)),
+                _output_axis(node, float_weight(model, node).dims),
+            )
             levels, scales_O = weight_levels(weight, axis=axis)
             rounded = levels * _along(scales_O, axis, weight.ndim)
             twin.input[1] = f"{node.name}:rounded_weight"
@@ -198,36 +288,32 @@ def add_quantized_twins(
     return twinned, noise_of, signal_of
 
 
-def inherit_ranges(model: ModelProto, ranges: Mapping[str, TensorRange]) -> dict[str, TensorRange]:
-    """Give outputs of pooling and resizing that have no range the range of their input, which they cannot leave.
-
-    This is for a network exported at another image size, whose graph may have a Resize that the calibrated one lacks.
-    """
-    complete = dict(ranges)
-    for node in model.graph.node:
-        if node.op_type in _STAY_IN_RANGE and node.input[0] in complete:
-            complete.setdefault(node.output[0], complete[node.input[0]])
-    return complete
-
-
-def write_ranges(path: Path, calibrator: str, ranges: Mapping[str, TensorRange]) -> None:
-    """Write `{"calibrator": name, "ranges": {tensor: [low, high]}}`."""
+def write_ranges(
+    path: Path, calibrator: str, activations: Sequence[Activations], ranges: Mapping[str, TensorRange]
+) -> None:
+    """Write `{"calibrator": name, "activations": [type], "ranges": {tensor: [low, high]}}`."""
     content = {
         "calibrator": calibrator,
+        "activations": list(activations),
         "ranges": {name: [limits.low, limits.high] for name, limits in ranges.items()},
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def read_ranges(path: Path) -> dict[str, TensorRange]:
-    """Read what write_ranges wrote; raise ArtifactError for anything else."""
+def read_ranges(path: Path) -> tuple[tuple[Activations, ...], dict[str, TensorRange]]:
+    """Read what write_ranges wrote: the types of activations to judge by, and the ranges.
+
+    Raises ArtifactError for anything else.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return {name: TensorRange(float(low), float(high)) for name, (low, high) in content["ranges"].items()}
+        return tuple(Activations(name) for name in content["activations"]), {
+            name: TensorRange(float(low), float(high)) for name, (low, high) in content["ranges"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(
-            f"{path}: no readable tensor ranges ({error!r}), expected JSON with 'ranges'. Run quantize_ptq "
-            "again."
+            f"{path}: no readable tensor ranges ({error!r}), expected JSON with 'activations' and 'ranges'. Run "
+            "quantize_ptq again."
         ) from error
 
 
@@ -269,12 +355,42 @@ def weight_scales(values_OI: np.ndarray) -> np.ndarray:
     return scales_O
 
 
-def _activation_pair(model: ModelProto, name: str, scale: np.float32) -> list[NodeProto]:
+def _limits(
+    model: ModelProto, ranges: Mapping[str, TensorRange], op_types: Sequence[str], names: Sequence[str]
+) -> dict[str, TensorRange]:
+    """Return the range of each tensor, which is that of the whole graph in INT8 also if parts stay in float."""
+    range_of = place_pairs(model, op_types).range_of
+    check_ranges({range_of[name]: ranges.get(range_of[name]) for name in names})
+    return {name: ranges[range_of[name]] for name in names}
+
+
+def _keeps_range(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
+    """Return whether the outputs of a node have no values beyond those of its input and 0."""
+    if node.op_type == "Resize":
+        return not any(item.name == "mode" and item.s == b"cubic" for item in node.attribute)
+    if node.op_type == "Pad":
+        if len(node.input) < 3 or not node.input[2]:
+            return True
+        padding = constants.get(node.input[2])
+        return padding is not None and not numpy_helper.to_array(padding).any()
+    return node.op_type in _MOVES_VALUES or node.op_type == "MaxPool"
+
+
+def _fused_output(layer: NodeProto, readers: Mapping[str, Sequence[NodeProto]]) -> str:
+    """Return the output of a layer, or of the only ReLU or Clip behind it."""
+    name: str = layer.output[0]
+    while len(following := readers.get(name, [])) == 1 and following[0].op_type in _FUSED:
+        name = following[0].output[0]
+    return name
+
+
+def _activation_pair(model: ModelProto, name: str, limits: TensorRange) -> list[NodeProto]:
+    scale, zero_point = limits.uint8()
     scale_name, zero_name = f"{name}:scale", f"{name}:zero_point"
     model.graph.initializer.extend(
         [
-            numpy_helper.from_array(np.array(scale, dtype=np.float32), scale_name),
-            numpy_helper.from_array(np.array(0, dtype=np.int8), zero_name),
+            numpy_helper.from_array(np.array(scale), scale_name),
+            numpy_helper.from_array(np.array(zero_point), zero_name),
         ]
     )
     levels, real = f"{name}/QuantizeLinear", f"{name}/DequantizeLinear"
@@ -308,7 +424,8 @@ def _quantize_weights(
 
 def _quantize_weight(model: ModelProto, layer: NodeProto) -> NodeProto:
     """Add the weight of a layer as int8 with one scale per output channel; return its DequantizeLinear."""
-    weight, axis = float_weight(model, layer), _output_axis(layer)
+    weight = float_weight(model, layer)
+    axis = _output_axis(layer, weight.dims)
     levels, scales_O = weight_levels(numpy_helper.to_array(weight), axis=axis)
     name, levels_name, real = layer.input[1], f"{layer.input[1]}:int8", f"{layer.input[1]}/DequantizeLinear"
     scale_name, zero_name = f"{name}:scale", f"{name}:zero_point"
@@ -324,8 +441,14 @@ def _quantize_weight(model: ModelProto, layer: NodeProto) -> NodeProto:
     )
 
 
-def _output_axis(layer: NodeProto) -> int:
-    """Return the axis of the output channels in a layer's weight."""
+def _output_axis(layer: NodeProto, sizes: Sequence[int]) -> int:
+    """Return the axis of a layer's weight that its scales follow: that of the output channels.
+
+    A ConvTranspose with groups has that axis once per group, and its groups share the scales; with one channel per
+    group the axis of the input channels is the one of the output channels as well.
+    """
+    if layer.op_type == "ConvTranspose":
+        return 0 if sizes[1] == 1 else 1
     is_transposed = any(attribute.i for attribute in layer.attribute if attribute.name == "transB")
     return 0 if layer.op_type == "Conv" or is_transposed else 1
 

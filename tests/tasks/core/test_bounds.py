@@ -202,6 +202,7 @@ IMPOSSIBLE: dict[str, dict[str, list[Any]]] = {
         "num_val_images": [-1],
         "max_abs_input": [0.0],
         "op_types": [["Add"]],
+        "activations": [[], ["uint8", "uint8"]],
     },
     "quantize_aware_train": {"op_types": [[]], "opset": [3], "min_agreement": [-0.1]},
     "quantize_partial": {

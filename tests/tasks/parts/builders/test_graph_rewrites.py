@@ -15,7 +15,6 @@ from tasks.parts.builders.graph_rewrites import (
 )
 from tasks.parts.onnx_graphs.graph import is_quantized
 from tasks.parts.onnx_graphs.signal_to_noise import difference
-from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
 from tasks.parts.onnx_session import open_session
 
 
@@ -96,8 +95,7 @@ def test_fixed_batch_knows_every_shape_and_keeps_the_logits(network_type: type) 
 
 @pytest.mark.parametrize("network_type", [tiny.Straight, tiny.Branched])
 def test_only_the_convolution_that_reads_the_image_becomes_float(network_type: type) -> None:
-    graph, signed, images_NCHW = tiny.quantized(network_type, tiny.OP_TYPES)
-    unsigned = activations_to_uint8(signed)
+    graph, unsigned, images_NCHW = tiny.quantized(network_type, tiny.OP_TYPES)
     encoded = stem_in_float(unsigned)
     assert op_types(encoded).count("Conv") == op_types(unsigned).count("Conv")
     assert op_types(encoded).count("QuantizeLinear") == op_types(unsigned).count("QuantizeLinear") - 1
@@ -136,31 +134,26 @@ def test_readers_of_the_image_beside_the_stem_keep_its_quantization() -> None:
     assert np.isfinite(session.run(None, {"image": images_NCHW})[1])
 
 
-def weights_and_zero_points(model: ModelProto) -> dict[str, tuple[np.ndarray, int]]:
-    """Return the int8 weights of each convolution and the zero point of the activation that it reads."""
+def int8_weights(model: ModelProto) -> dict[str, np.ndarray]:
+    """Return the int8 weights of each convolution that reads a quantized activation."""
     constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     makers = {name: node for node in model.graph.node for name in node.output}
     found = {}
     for node in model.graph.node:
         inputs = [makers.get(name) for name in node.input[:2]]
         if node.op_type == "Conv" and all(maker and maker.op_type == "DequantizeLinear" for maker in inputs):
-            activation, weight = inputs
-            assert activation and weight
-            found[node.name] = (constants[weight.input[0]], int(constants[activation.input[2]]))
+            assert inputs[1]
+            found[node.name] = constants[inputs[1].input[0]]
     return found
 
 
 @pytest.mark.parametrize("network_type", [tiny.Straight, tiny.Branched])
-def test_sums_of_two_products_fit_16_bits_where_weights_have_7(network_type: type) -> None:
-    _, graph, images_NCHW = tiny.quantized(network_type, tiny.OP_TYPES)
-    wide = activations_to_uint8(graph)
+def test_sums_of_two_products_fit_16_bits_with_weights_of_7(network_type: type) -> None:
+    _, wide, images_NCHW = tiny.quantized(network_type, tiny.OP_TYPES)
     narrow = weights_to_7_bits(wide)
-    before, after = weights_and_zero_points(wide), weights_and_zero_points(narrow)
-    shifted = {name for name, (_, zero_point) in before.items() if zero_point}
-    assert shifted and before.keys() == after.keys()
-    for name, (weights, _) in after.items():
-        if name in shifted:
-            assert 2 * 255 * np.abs(weights.astype(int)).max() <= np.iinfo(np.int16).max
-        else:
-            np.testing.assert_array_equal(weights, before[name][0])
+    before, after = int8_weights(wide), int8_weights(narrow)
+    assert before and before.keys() == after.keys()
+    for name, weights in after.items():
+        assert np.abs(before[name]).max() == 127
+        assert 2 * 255 * np.abs(weights.astype(int)).max() <= np.iinfo(np.int16).max
     assert difference(run(wide, images_NCHW), run(narrow, images_NCHW)).sqnr_db > 25

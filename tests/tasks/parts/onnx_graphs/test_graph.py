@@ -4,14 +4,14 @@ import numpy as np
 import onnx
 import pytest
 import tiny_networks as tiny
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.onnx_graphs.export import export_graph
 from tasks.parts.onnx_graphs.graph import is_quantized, read_card_of_graph, read_graph, write_graph
+from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.signal_to_noise import difference
-from tasks.parts.onnx_graphs.uint8_activations import activations_to_uint8
 from tasks.parts.onnx_session import open_session
 
 
@@ -26,64 +26,50 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("network_type", [tiny.Straight, tiny.Branched, tiny.Spoilt])
 @pytest.mark.parametrize("op_types", [("Conv",), tiny.OP_TYPES])
-def test_uint8_activations_compute_what_int8_ones_do(network_type: type, op_types: tuple[str, ...]) -> None:
-    graph, signed, images_NCHW = tiny.quantized(network_type, op_types)
-    unsigned = activations_to_uint8(signed)
-    onnx.checker.check_model(unsigned, full_check=True)
+def test_int8_activations_compute_nearly_what_uint8_ones_do(
+    network_type: type, op_types: tuple[str, ...]
+) -> None:
+    graph, unsigned, images_NCHW = tiny.quantized(network_type, op_types)
+    signed = activations_to_int8(unsigned)
+    onnx.checker.check_model(signed, full_check=True)
     feed = {"image": images_NCHW}
     exact, left, right = (open_session(model).run(None, feed)[0] for model in (graph, signed, unsigned))
-    assert difference(left, right).sqnr_db > 30  # float sums in another order flip some roundings
+    assert difference(left, right).sqnr_db > 20
     assert difference(exact, right).sqnr_db > difference(exact, left).sqnr_db - 1
 
 
-def test_uint8_encoding_of_one_tensor_is_bit_identical() -> None:
-    for is_positive in (False, True):
-        nodes = [helper.make_node("Relu", ["image"], ["relu"])] if is_positive else []
-        nodes += [
-            helper.make_node("QuantizeLinear", ["relu" if is_positive else "image", "scale", "zero"], ["q"]),
-            helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["logits"]),
-        ]
-        constants = [
-            numpy_helper.from_array(np.array(1 / 127, dtype=np.float32), "scale"),
-            numpy_helper.from_array(np.array(0, dtype=np.int8), "zero"),
-        ]
-        shape = ["batch", 255]
-        graph = helper.make_graph(
-            nodes,
-            "one",
-            [helper.make_tensor_value_info("image", TensorProto.FLOAT, shape)],
-            [helper.make_tensor_value_info("logits", TensorProto.FLOAT, shape)],
-            constants,
-        )
-        signed = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-        feed = {"image": np.linspace(-1, 1, 2550, dtype=np.float32).reshape(10, 255)}
-        left, right = (
-            open_session(model).run(None, feed)[0] for model in (signed, activations_to_uint8(signed))
-        )
-        np.testing.assert_array_equal(left, right)
-
-
-def test_only_activations_become_uint8() -> None:
-    _, signed, _ = tiny.quantized(tiny.Branched, tiny.OP_TYPES)
-    unsigned = activations_to_uint8(signed)
-    weights = {item.name: item for item in signed.graph.initializer if item.name.endswith(":int8")}
-    kept = {item.name: item for item in unsigned.graph.initializer if item.name in weights}
-    assert kept == weights
-    types = {item.name: item.data_type for item in unsigned.graph.initializer}
-    for node in unsigned.graph.node:
-        if node.op_type == "QuantizeLinear":
-            assert types[node.input[2]] == TensorProto.UINT8
-    assert not any(item.data_type == TensorProto.UINT8 for item in signed.graph.initializer)
+def test_int8_activations_cover_the_range_symmetrically() -> None:
+    _, unsigned, _ = tiny.quantized(tiny.Branched, tiny.OP_TYPES)
+    signed = activations_to_int8(unsigned)
+    before, after = (
+        {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+        for model in (unsigned, signed)
+    )
+    pairs = [
+        (left, right)
+        for left, right in zip(unsigned.graph.node, signed.graph.node, strict=True)
+        if left.op_type == "QuantizeLinear"
+    ]
+    assert len(pairs) > 5
+    for left, right in pairs:
+        scale, zero_point = (before[name] for name in left.input[1:3])
+        assert zero_point.dtype == np.uint8 and after[right.input[2]].dtype == np.int8
+        assert after[right.input[2]] == 0
+        amax = scale * max(int(zero_point), 255 - int(zero_point))
+        assert 127 * after[right.input[1]] == pytest.approx(amax, rel=1e-5)
+    for left, right in zip(unsigned.graph.node, signed.graph.node, strict=True):
+        if left.op_type == "DequantizeLinear" and left.input[0] in before:
+            assert left == right  # a weight
 
 
 def test_onnxruntime_runs_all_convolutions_in_integers(tmp_path: Path) -> None:
     import onnxruntime
 
-    _, signed, _ = tiny.quantized(tiny.Branched, tiny.OP_TYPES)
+    _, quantized, _ = tiny.quantized(tiny.Branched, tiny.OP_TYPES)
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     options.log_severity_level = 3
-    onnxruntime.InferenceSession(activations_to_uint8(signed).SerializeToString(), options)
+    onnxruntime.InferenceSession(quantized.SerializeToString(), options)
     kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
     assert kinds.count("QLinearConv") == 5  # the last one feeds the float Resize of the logits
     assert "Relu" not in kinds
@@ -91,9 +77,9 @@ def test_onnxruntime_runs_all_convolutions_in_integers(tmp_path: Path) -> None:
 
 
 def test_is_quantized_and_the_card_survive_quantization() -> None:
-    graph, signed, _ = tiny.quantized(tiny.Straight, ("Conv",))
-    assert (is_quantized(graph), is_quantized(signed)) == (False, True)
-    assert read_card_of_graph(activations_to_uint8(signed)) == InputCard.from_json(tiny.card().to_json())
+    graph, quantized, _ = tiny.quantized(tiny.Straight, ("Conv",))
+    assert (is_quantized(graph), is_quantized(quantized)) == (False, True)
+    assert read_card_of_graph(activations_to_int8(quantized)) == InputCard.from_json(tiny.card().to_json())
 
 
 def test_a_whole_file_is_read_back_equal(written: Path) -> None:

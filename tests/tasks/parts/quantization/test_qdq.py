@@ -12,11 +12,10 @@ from tasks.parts.onnx_graphs.graph import node_sources
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
 from tasks.parts.quantization.calibration import choose_range, collect_statistics
-from tasks.parts.quantization.config import Calibrator
+from tasks.parts.quantization.config import Activations, Calibrator
 from tasks.parts.quantization.qdq import (
     TensorRange,
     add_quantized_twins,
-    inherit_ranges,
     insert_qdq,
     quantizable_nodes,
     quantizable_tensors,
@@ -42,14 +41,15 @@ def branched() -> Calibrated:
     return calibrate(tiny.Branched)
 
 
-def test_scheme_is_s8s8_symmetric_with_one_weight_scale_per_channel(branched: Calibrated) -> None:
+def test_scheme_is_u8s8_with_one_weight_scale_per_channel(branched: Calibrated) -> None:
     quantized = insert_qdq(branched[0], branched[1], op_types=tiny.OP_TYPES)
     constants = {item.name: item for item in quantized.graph.initializer}
     for node in quantized.graph.node:
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
             zero_point = constants[node.input[2]]
-            assert zero_point.data_type == TensorProto.INT8
-            assert not numpy_helper.to_array(zero_point).any()
+            is_weight = node.input[0] in constants
+            assert zero_point.data_type == (TensorProto.INT8 if is_weight else TensorProto.UINT8)
+            assert not (is_weight and numpy_helper.to_array(zero_point).any())
         if node.op_type == "Conv":
             assert node.input[1].endswith("/DequantizeLinear")
             assert constants[node.input[2]].data_type == TensorProto.FLOAT
@@ -103,22 +103,13 @@ def test_weight_scale_of_a_dead_channel_is_finite() -> None:
 
 def test_ranges_are_read_back_and_damaged_ones_refused(tmp_path: Path) -> None:
     ranges = {"image": TensorRange(-1.5, 2.0), "a/Conv": TensorRange(-0.1, 0.3)}
-    write_ranges(tmp_path / "ranges.json", "entropy", ranges)
-    assert read_ranges(tmp_path / "ranges.json") == ranges
-    (tmp_path / "ranges.json").write_text('{"ranges": {"image": [1]}}', encoding="utf-8")
+    write_ranges(tmp_path / "ranges.json", "entropy", list(Activations), ranges)
+    assert read_ranges(tmp_path / "ranges.json") == (tuple(Activations), ranges)
+    (tmp_path / "ranges.json").write_text(
+        '{"activations": ["uint8"], "ranges": {"image": [1]}}', encoding="utf-8"
+    )
     with pytest.raises(ArtifactError, match="Run quantize_ptq again"):
         read_ranges(tmp_path / "ranges.json")
-
-
-def test_outputs_of_pooling_and_resizing_inherit_a_missing_range(branched: Calibrated) -> None:
-    graph, ranges = branched
-    known = {name: found for name, found in ranges.items() if not name.endswith(("Pool", "/Resize"))}
-    assert len(known) < len(ranges)
-    complete = inherit_ranges(graph, known)
-    insert_qdq(graph, complete, op_types=tiny.OP_TYPES)
-    for name in ranges.keys() - known.keys():
-        assert complete[name].low <= ranges[name].low
-        assert complete[name].high >= ranges[name].high
 
 
 @pytest.mark.parametrize("num_float", [0, 1, 2])
