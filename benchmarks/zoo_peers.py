@@ -1,15 +1,16 @@
-"""Quantize one float graph of benchmarks/zoo.py with one of the other tools, and open what they wrote.
+"""Quantize one float graph of benchmarks/zoo.py with one of the other tools, and make an engine of what it wrote.
 
 ``python -m benchmarks.zoo_peers PEER --graph FILE --data FOLDER --max-rel-loss LOSS --out FILE`` runs in a process of
 its own, so that a tool that fails or takes too long costs no more than its time.
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,14 @@ from benchmarks.peers import (
     quantize_with_nncf,
     quantize_with_onnxruntime,
 )
+from tasks.parts.builders.report import new_manifest
 from tasks.parts.data.dataset import normalise, open_images, open_labels
-from tasks.parts.engines.rounds import Network
+from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.machine import check_versions
+from tasks.parts.engines.manifest import ENGINE_FOLDER, write_engine_manifest
+from tasks.parts.engines.openvino.compile import export_blob
 from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
-from tasks.parts.onnx_session import open_session
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,9 @@ class Request:
         return normalise(open_images(self.data, split), card.mean, card.std)
 
 
-def static(quant_format: QuantFormat) -> Callable[[Request], None]:
-    """Return ``quantize_static`` for a format."""
-
-    def quantize(request: Request) -> None:
-        quantize_with_onnxruntime(request.graph, request.images("calibration"), request.out, quant_format)
-
-    return quantize
+def static(request: Request) -> None:
+    """Run ``quantize_static``; as QOperator its graphs are as fast (benchmarks/placement.py)."""
+    quantize_with_onnxruntime(request.graph, request.images("calibration"), request.out, QuantFormat.QDQ)
 
 
 def nncf_plain(preset: str) -> Callable[[Request], None]:
@@ -108,8 +108,7 @@ def nncf_settings(graph: Path, preset: str) -> dict[str, Any]:
 
 
 PEERS = {
-    "quantize_static QDQ": Peer("cpu_onnxruntime", ".onnx", static(QuantFormat.QDQ)),
-    "quantize_static QOperator": Peer("cpu_onnxruntime", ".onnx", static(QuantFormat.QOperator)),
+    "quantize_static": Peer("cpu_onnxruntime", ".onnx", static),
     "NNCF performance": Peer("cpu_openvino", ".xml", nncf_plain("PERFORMANCE")),
     "NNCF mixed": Peer("cpu_openvino", ".xml", nncf_plain("MIXED")),
     "NNCF accuracy control": Peer("cpu_openvino", ".xml", nncf_controlled),
@@ -135,7 +134,8 @@ def quantized_by(
     name: str, graph: Path, data: Path, max_rel_loss: float, folder: Path, *, timeout_s: float
 ) -> tuple[Path, float, str]:
     """Run a tool in its own process; return its file, its seconds, and why there is no file (empty if there is)."""
-    out = folder / f"{name.replace(' ', '_')}{PEERS[name].suffix}"
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / f"model{PEERS[name].suffix}"
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.zoo_peers", name, "--graph", graph, "--data", data]
     command += ["--max-rel-loss", str(max_rel_loss), "--out", out]
@@ -152,16 +152,23 @@ def quantized_by(
     except subprocess.TimeoutExpired:
         return out, timeout_s, f"not finished after {timeout_s:.0f} s"
     lines = done.stderr.strip().splitlines() or ["no message"]
-    return out, time.monotonic() - started, lines[-1] if done.returncode else ""
+    return out, round(time.monotonic() - started, 1), lines[-1] if done.returncode else ""
 
 
-def open_peer(file: Path, target: Target) -> Network:
-    """Open the file of a tool with the threads, options and batch sizes of a target."""
+def as_engine(file: Path, target: Target, card: InputCard, out: Path) -> Path:
+    """Make an engine of a tool's file, with the batch, threads and options of the target; return its folder."""
+    engine = out / ENGINE_FOLDER
+    shutil.rmtree(engine, ignore_errors=True)
+    engine.mkdir(parents=True)
+    target = replace(target, max_batch=card.fit_batch(target.max_batch))
     if file.suffix == ".xml":
-        return compiled(openvino.Core().read_model(file), target)
-    session = open_session(file, num_threads=target.num_threads)
-    name = session.get_inputs()[0].name
-    return lambda images_NCHW: session.run(None, {name: images_NCHW})[0]
+        written = engine / "engine.blob"
+        written.write_bytes(export_blob(compiled(openvino.Core().read_model(file), target)))
+    else:
+        written = Path(shutil.copy(file, engine / "engine.onnx"))
+    manifest = new_manifest(target, check_versions(target), card, file=written)
+    write_engine_manifest(engine, manifest)
+    return engine
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.zoo_networks import ZooNetwork
+from benchmarks.zoo_networks import Exporter, ZooNetwork
 from flows.params import compose_params
 from tasks.core.config import typed_config
 from tasks.parts.data.dataset import normalise
@@ -41,13 +40,6 @@ _HALF_SIZE_UNTIL = 0.6
 """Share of the time in which the images have half their rows and columns: four times as many steps fit."""
 _WEIGHT_DECAY = 0.02
 _MAX_NORM = 1.0
-
-
-class Exporter(StrEnum):
-    """The exporters of torch."""
-
-    dynamo = "dynamo"
-    torchscript = "torchscript"
 
 
 @dataclass(frozen=True)
