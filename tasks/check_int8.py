@@ -1,19 +1,20 @@
 """Find out by measurement why INT8 costs too much accuracy.
 
 Do the first and the last layer tolerate INT8? Which classes lost accuracy? Are there enough calibration images, and
-do they cover the values seen in training? Does the batch size matter, or the calibrator? Which layers are suspect?
+do they cover the values seen in training? Does the batch size matter, the calibrator, or the type of the activations?
+Which layers are suspect?
 """
 
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tasks.core.bounds import AtLeast, LessThan, MoreThan
 from tasks.core.errors import ArtifactError
-from tasks.parts.quantization.config import OpTypes
+from tasks.parts.quantization.config import Activations, OpTypes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -111,7 +112,10 @@ def check_int8(
     evaluator = open_evaluator(
         graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size, activations=activations
     )
-    worst = evaluator.evaluate(read_graph(quantized))
+    by_type = {
+        kind: replace(evaluator, activations=(kind,)).evaluate(read_graph(quantized)) for kind in Activations
+    }
+    worst = min((by_type[kind] for kind in activations), key=lambda evaluation: evaluation.score)
     int8 = with_activations(read_graph(quantized), worst.activations)
     classes = predict_classes(int8, evaluator.images_NHWC, batch_size=cfg.batch_size)
     before, after = (
@@ -126,6 +130,7 @@ def check_int8(
         _coverage(cfg, known, statistics),
         _batch(cfg, int8, evaluator.images_NHWC, classes),
         _calibrators(cfg, trials),
+        _activations(cfg, activations, {kind: found.score for kind, found in by_type.items()}),
         _suspects(cfg, layers),
     )
     _write_checklist(out / "checklist.md", answers, evaluator, worst.score)
@@ -257,6 +262,25 @@ def _calibrators(cfg: Config, trials: Path) -> Answer:
         found=f"{len(reached)} tried: from {worst} {reached[worst]:.4f} to {best} {reached[best]:.4f}",
         advice="the result is sensitive to the ranges: try more quantize_ptq.percentiles, and look at the suspect "
         "layers",
+    )
+
+
+def _activations(
+    cfg: Config, configured: Sequence[Activations], scores: Mapping[Activations, float]
+) -> Answer:
+    """Compare the types of activations, also those that no chosen target has."""
+    spread = max(scores.values()) - min(scores[kind] for kind in configured)
+    titles = {Activations.uint8: "uint8 with a zero point", Activations.int8: "symmetric int8"}
+    return Answer(
+        question="Does the type of the activations matter?",
+        is_suspect=spread > cfg.suspect_loss,
+        found=", ".join(
+            f"{titles[kind]}: score {score:.4f}"
+            + ("" if kind in configured else " (no chosen target has it)")
+            for kind, score in scores.items()
+        ),
+        advice="all rungs are judged by the worst type that quantize_ptq.activations names; a run without the "
+        "targets that need it may keep better ranges for the others",
     )
 
 

@@ -157,7 +157,7 @@ def linear_classifier(root: Path, num_hidden: int) -> Path:
     return root / "float.onnx"
 
 
-def quantize(model: Path, op_type: str = "Gemm") -> None:
+def quantize(model: Path, op_type: str = "Gemm", activations: Activations = Activations.uint8) -> float:
     config = QuantizeConfig(
         calibrators=[Calibrator.minmax],
         percentiles=[100.0],
@@ -166,9 +166,9 @@ def quantize(model: Path, op_type: str = "Gemm") -> None:
         num_val_images=0,
         max_abs_input=20.0,
         op_types=[op_type],
-        activations=[Activations.uint8],
+        activations=[activations],
     )
-    quantize_ptq(config, model=model, data=model.parent / "dataset", out=model.parent)
+    return quantize_ptq(config, model=model, data=model.parent / "dataset", out=model.parent).score
 
 
 @pytest.mark.parametrize(("num_hidden", "ends"), [(0, ["fc1"]), (2, ["fc1", "fc3"])])
@@ -177,20 +177,36 @@ def test_graph_without_convolutions_is_checked_at_its_linear_layers(
 ) -> None:
     model = linear_classifier(tmp_path, num_hidden)
     quantize(model)
-    data, ranges = tmp_path / "dataset", tmp_path / "ranges.json"
-    rank_layers(RankConfig(["Gemm"], 4, 0, 4), model=model, ranges=ranges, data=data, out=tmp_path)
-    report = check_int8(
+    found = answer(check_linear(model), "first and the last").found.split("; ")
+    assert [text.split(" alone in INT8: score ")[0] for text in found] == ends
+
+
+def test_the_checklist_tells_what_each_type_of_activations_costs(tmp_path: Path) -> None:
+    model = linear_classifier(tmp_path, 2)
+    scores = {kind: quantize(model, activations=kind) for kind in Activations}  # the last one is kept
+    found = answer(check_linear(model), "type of the activations")
+    assert found.found == (
+        f"uint8 with a zero point: score {scores[Activations.uint8]:.4f} (no chosen target has it), "
+        f"symmetric int8: score {scores[Activations.int8]:.4f}"
+    )
+    assert found.is_suspect == (max(scores.values()) - scores[Activations.int8] > CONFIG.suspect_loss)
+
+
+def check_linear(model: Path) -> Report:
+    """Rank and check what `quantize` wrote beside a graph of linear layers."""
+    root = model.parent
+    data, ranges = root / "dataset", root / "ranges.json"
+    rank_layers(RankConfig(["Gemm"], 4, 0, 4), model=model, ranges=ranges, data=data, out=root)
+    return check_int8(
         dataclasses.replace(CONFIG, op_types=["Gemm"]),
         model=model,
-        quantized=tmp_path / "model.onnx",
+        quantized=root / "model.onnx",
         ranges=ranges,
-        trials=tmp_path / "calibrators.csv",
-        ranking=tmp_path / "ranking.csv",
+        trials=root / "calibrators.csv",
+        ranking=root / "ranking.csv",
         data=data,
-        out=tmp_path,
+        out=root,
     )
-    found = answer(report, "first and the last").found.split("; ")
-    assert [text.split(" alone in INT8: score ")[0] for text in found] == ends
 
 
 def test_graph_with_nothing_to_quantize_is_refused_with_its_operators(tmp_path: Path) -> None:
