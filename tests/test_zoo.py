@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from benchmarks.zoo import (
@@ -23,6 +24,7 @@ from benchmarks.zoo import (
     network_file,
     open_record,
     race,
+    race_all,
     tables,
     without,
     write_record,
@@ -250,6 +252,18 @@ def test_pick_is_compared_with_the_fastest_tool_that_holds_the_gate() -> None:
         None,
         None,
     )
+
+
+def test_only_noisy_races_are_repeated(tmp_path: Path) -> None:
+    compose = compose_params(["debug=smoke"])
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(compose), encoding="utf-8")
+    known = [
+        {"target": "cpu_onnxruntime", "aa_spread": 0.02, "pick": "as before"},
+        {"target": "cpu_openvino", "aa_spread": 0.2, "pick": "as before"},
+    ]
+    engines = [engine("imported", 4.0), {"name": "imported", "target": "cpu_onnxruntime"}]
+    rows, races = race_all(tmp_path, engines, known)
+    assert races[0] == known[0] and races[1]["pick"] is None and len(rows) == 2
 
 
 def test_race_times_every_engine_against_float(workshop: Workshop) -> None:
