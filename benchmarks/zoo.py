@@ -85,7 +85,7 @@ class NotFinished(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What has to be the same for all results of one file."""
+    """How networks are trained, and what has to be the same for all results of one file."""
 
     train_s: float
     num_train: int
@@ -148,13 +148,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def conditions_of(settings: Settings) -> Row:
-    """Return what has to be the same for all results of one file."""
+    """Return what has to be the same for all results of one file; how long a network was trained is in its row."""
     names = ("torch", "transformers", "onnx", "onnxruntime", "openvino", "nncf")
     return {
         "cpu_model": read_cpu_model(),
         "python": platform.python_version(),
         **{name: version(name) for name in names},
-        **dataclasses.asdict(settings) | {"overrides": list(settings.overrides)},
+        "num_images": settings.num_images,
+        "overrides": list(settings.overrides),
     }
 
 
@@ -186,10 +187,12 @@ def write_record(results: Path, record: Mapping[str, Any]) -> None:
 
 
 def missing_files(rows: Sequence[Row], networks: Sequence[str]) -> list[tuple[str, Exporter]]:
-    """Return network and exporter of each file that has no results, or failed."""
+    """Return network and exporter of each file that has no results, or failed; second files of a network last."""
     known = {(row["network"], row["exporter"]) for row in rows if not row["fault"]}
-    wanted = [(name, exporter) for name in networks for exporter in ZOO[name].exporters]
-    return [file for file in wanted if file not in known]
+    wanted = [
+        file for name in networks for file in enumerate((name, exporter) for exporter in ZOO[name].exporters)
+    ]
+    return [file for _, file in sorted(wanted, key=lambda numbered: numbered[0]) if file not in known]
 
 
 def without(rows: Sequence[Row], network: str, exporter: str) -> list[Row]:

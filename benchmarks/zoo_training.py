@@ -50,6 +50,7 @@ class Trained:
     """Seconds of CPU time, of all threads."""
     num_steps: int
     batch_size: int
+    num_images: int
     loss: float
     """Mean over the last tenth of the steps."""
 
@@ -147,7 +148,11 @@ def train(
     network.eval().to(memory_format=torch.contiguous_format)
     last = losses[-max(1, len(losses) // 10) :]
     return Trained(
-        round(time.process_time() - begun, 1), len(losses), BATCH_SIZE, round(sum(last) / len(last), 4)
+        round(time.process_time() - begun, 1),
+        len(losses),
+        BATCH_SIZE,
+        len(images_NHWC),
+        round(sum(last) / len(last), 4),
     )
 
 
