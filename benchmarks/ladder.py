@@ -111,7 +111,7 @@ def rescued(students: dict[str, list[dict[str, Any]]]) -> list[str]:
                 continue
             found += [
                 f"{student} on {target}: {variant}"
-                for variant in ("pruned_partial", "pruned_qat")
+                for variant in ("pruned_repaired", "pruned_partial", "pruned_qat")
                 if verdicts.get((target, variant)) == "ACCEPT"
             ]
     return found

@@ -68,7 +68,7 @@ def main() -> None:
     picks = read_selection("picks.json")
     pick = min(picks.values(), key=lambda row: row["latency_ms_p50"])
     engine = params["engines"][f"{pick['variant']}-{pick['target']}"]
-    float_graph, num_images = Path(engine["float_graph"]), params["quantize_ptq"]["num_images"]
+    float_graph, num_images = Path(params["pipeline"]["graph"]), params["quantize_ptq"]["num_images"]
     networks = {f"float on {pick['target']}": in_target(read_graph(float_graph), pick["target"])} | peers(
         float_graph, images("calibration", num_images), params["select_engine"]["max_score_rel_loss"]
     )

@@ -33,6 +33,7 @@ OUTPUTS = {
     "quantize_ptq": ("model.onnx", "ranges.json", "calibrators.csv"),
     "rank_layers": ("ranking.csv",),
     "check_int8": ("checklist.md",),
+    "quantize_repaired": ("model.onnx", "float.onnx", "ranges.json"),
     "quantize_partial": ("model.onnx",),
     "build_engine": ("engine/model.bin",),
     "validate": ("scores.csv",),

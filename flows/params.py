@@ -226,15 +226,16 @@ def _engines(variants: dict[str, Any], targets: dict[str, Any]) -> Iterator[tupl
 
 
 def _parents(variants: dict[str, Any]) -> dict[str, str]:
-    """Return the variant of the float graph of each variant that is not float itself."""
+    """Return the variant that each variant of lower precision was made from, by name or by its float graph."""
     owners = {
         files["graph"]: name for name, files in variants.items() if files["graph"] == files["float_graph"]
     }
-    return {
-        name: owners[files["float_graph"]]
+    named = {
+        name: files.get("parent") or owners.get(files["float_graph"])
         for name, files in variants.items()
-        if files["graph"] != files["float_graph"] and files["float_graph"] in owners
+        if files["graph"] != files["float_graph"]
     }
+    return {name: parent for name, parent in named.items() if parent}
 
 
 def _check_variants(select_engine: dict[str, Any], variants: dict[str, Any]) -> None:

@@ -124,7 +124,15 @@ def _run_quantization(stages: Stages, pipeline: Mapping[str, Any], data: Path) -
         "teacher": ARTIFACTS / "train" / "teacher" / "model.safetensors",
     }
     trained = {"quantize_aware_train": {**training, **calibrated}} if pipeline["students"] else {}
-    stages.run_side_by_side({**trained, "rank_layers": calibrated})
+    judged = {"model": graph, "reference": Path(pipeline["reference_graph"])}
+    stages.run_side_by_side(
+        {
+            **trained,
+            "rank_layers": calibrated,
+            "quantize_repaired": {**judged, "ranges": ranges, "data": data},
+        }
+    )
+    repaired = ARTIFACTS / "quantize_repaired"
     stages.run_side_by_side(
         {
             "check_int8": {
@@ -136,9 +144,9 @@ def _run_quantization(stages: Stages, pipeline: Mapping[str, Any], data: Path) -
                 "data": data,
             },
             "quantize_partial": {
-                "model": graph,
-                "reference": Path(pipeline["reference_graph"]),
-                "ranges": ranges,
+                **judged,
+                "repaired": repaired / "float.onnx",
+                "ranges": repaired / "ranges.json",
                 "ranking": ranking,
                 "data": data,
             },

@@ -4,9 +4,7 @@ This is a greedy search with a final elimination, guided by the ranking of rank_
 quantize_with_accuracy_control): while the INT8 graph loses more than the gate allows, the most promising layers are
 tried in float one by one, on the real metric, and the best of them stays in float; these measurements re-rank the
 others. Once the gate holds, each float layer is tried in INT8 again and stays there if the gate still holds.
-
-A gate holds if the upper end of the loss's 95 % interval is within it, as in select_engine. If there are too few
-images to prove that even for the float graph, the search goes by the measured loss alone.
+It starts from the graph of quantize_repaired.
 """
 
 import logging
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, LessThan
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.parts.data.accuracy import ScoreLoss, Standing, worst
+from tasks.parts.data.accuracy import ScoreLoss, Standing
 from tasks.parts.quantization.config import OpTypes
 
 if TYPE_CHECKING:
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
 
     from tasks.parts.data.comparison import ImageResults
     from tasks.parts.quantization.evaluation import Evaluation, GraphEvaluator
+    from tasks.parts.quantization.gates import AccuracyGates
     from tasks.parts.quantization.qdq import TensorRange
 
 logger = logging.getLogger(__name__)
@@ -124,23 +123,31 @@ class Report:
 
 
 def quantize_partial(
-    cfg: Config, *, model: Path, reference: Path, ranges: Path, ranking: Path, data: Path, out: Path
+    cfg: Config,
+    *,
+    model: Path,
+    repaired: Path,
+    reference: Path,
+    ranges: Path,
+    ranking: Path,
+    data: Path,
+    out: Path,
 ) -> Report:
     """Write ``model.onnx`` (U8S8 Q/DQ, except for some layers) and ``steps.csv``.
 
-    `reference` is the float graph whose accuracy counts as 100 %. If `model` itself certainly loses more than a gate
-    allows, nothing is searched, and the graph is that of quantize_ptq. `ranges` and `ranking` are the files of
-    quantize_ptq and rank_layers for the same `model`. Raises ArtifactError when they are not, ConfigError when a name
-    in `keep_float` is not a layer.
+    `repaired` and `ranges` are the float graph and the ranges of quantize_repaired, `ranking` is the file of
+    rank_layers, all for the same `model`. `reference` is the float graph whose accuracy counts as 100 %. If `model`
+    itself certainly loses more than a gate allows, nothing is searched, and the graph is that of quantize_repaired.
+    Raises ArtifactError when they are not those of the ranking, ConfigError for a name in `keep_float` that is not.
     """
-    from tasks.parts.data.comparison import score_loss
     from tasks.parts.onnx_graphs.graph import node_sources, read_graph, write_graph
     from tasks.parts.onnx_graphs.macs import conv_macs
     from tasks.parts.quantization.evaluation import open_evaluator
+    from tasks.parts.quantization.gates import AccuracyGates
     from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes, read_ranges
     from tasks.parts.tables import write_table
 
-    graph, (activations, known) = read_graph(model), read_ranges(ranges)
+    graph, (activations, known) = read_graph(repaired), read_ranges(ranges)
     ranked = _read_ranking(ranking, [node.name for node in quantizable_nodes(graph, cfg.op_types)])
     _check_kept(cfg, ranked)
     evaluator, reference_evaluator = (
@@ -151,9 +158,15 @@ def quantize_partial(
             batch_size=cfg.batch_size,
             activations=activations,
         )
-        for float_graph in (graph, read_graph(reference))
+        for float_graph in (read_graph(model), read_graph(reference))
     )
-    search = _Search(cfg, graph, known, evaluator, reference_evaluator.float_results)
+    gates = AccuracyGates(
+        reference_evaluator.float_results,
+        cfg.max_score_rel_loss,
+        evaluator.float_results,
+        cfg.max_parent_rel_loss,
+    )
+    search = _Search(cfg, graph, known, evaluator, gates)
     preset = {*cfg.keep_float, *_excluded(cfg, graph)}
     kept, steps = _choose_float_layers(cfg, search, ranked, preset)
     macs, sources = conv_macs(graph), node_sources(graph)
@@ -176,13 +189,13 @@ def quantize_partial(
     write_table(out / "steps.csv", steps)
     score = search.score(kept)
     report = Report(
-        standing=search.standing(search.results(kept)),
+        standing=gates.standing(search.results(kept)),
         metric=evaluator.metric,
         reference_score=reference_evaluator.float_score,
         float_score=evaluator.float_score,
         score=score,
-        score_rel_loss=score_loss(search.results(kept), reference_evaluator.float_results),
-        parent_rel_loss=score_loss(search.results(kept), evaluator.float_results),
+        score_rel_loss=gates.score_rel_loss(search.results(kept)),
+        parent_rel_loss=gates.parent_rel_loss(search.results(kept)),
         num_layers=len(ranked),
         float_macs_share=sum(layer.macs_share for layer in layers),
         num_judged=search.num_judged,
@@ -208,15 +221,11 @@ class _Search:
         graph: "ModelProto",
         ranges: Mapping[str, "TensorRange"],
         evaluator: "GraphEvaluator",
-        reference: "ImageResults",
+        gates: "AccuracyGates",
     ) -> None:
         self._cfg, self._graph, self._ranges, self._evaluator = cfg, graph, ranges, evaluator
-        self._limits = (
-            (reference, cfg.max_score_rel_loss),
-            (evaluator.float_results, cfg.max_parent_rel_loss),
-        )
+        self.gates = gates
         self._known: dict[frozenset[str], Evaluation] = {}
-        self.standing_of_float = self.standing(evaluator.float_results)
 
     @property
     def num_judged(self) -> int:
@@ -234,18 +243,6 @@ class _Search:
     def score(self, kept: Iterable[str]) -> float:
         return self.results(kept).score
 
-    def standing(self, results: "ImageResults") -> Standing:
-        """Return the worse of the standings against the reference and against the float graph."""
-        from tasks.parts.data.comparison import score_loss
-
-        return worst(score_loss(results, base).standing(limit) for base, limit in self._limits)
-
-    def holds(self, kept: Iterable[str]) -> bool:
-        results = self.results(kept)
-        if self.standing_of_float is Standing.within:
-            return self.standing(results) is Standing.within
-        return all(results.score >= base.score * (1 - limit) for base, limit in self._limits)
-
 
 def _choose_float_layers(
     cfg: Config, search: _Search, ranked: Sequence[str], preset: set[str]
@@ -253,14 +250,14 @@ def _choose_float_layers(
     kept, waiting = set(preset), [node for node in ranked if node not in preset]
     best_kept = set(kept)
     steps = [Step("start", "", search.score(kept), len(kept))]
-    if search.standing_of_float is Standing.unproven:
+    if search.gates.standing_of_float is Standing.unproven:
         logger.warning(
             "quantize_partial: too few validation images to prove the gates; measured losses decide"
         )
-    if search.standing_of_float is Standing.beyond:
+    if search.gates.standing_of_float is Standing.beyond:
         logger.warning("quantize_partial: the float graph itself fails the gate; nothing to search for")
         return kept, steps
-    while not search.holds(kept) and waiting and len(kept) < cfg.max_float_layers:
+    while not search.gates.hold(search.results(kept)) and waiting and len(kept) < cfg.max_float_layers:
         before, tried = steps[-1].score, waiting[: cfg.num_candidates]
         scores = {node: search.score(kept | {node}) for node in tried}
         best = max(tried, key=lambda node: scores[node])
@@ -273,12 +270,12 @@ def _choose_float_layers(
         )
         useless = [node for node in tried if scores[node] <= before and node != best]
         waiting = [*helpful, *waiting[cfg.num_candidates :], *useless]
-    if not search.holds(kept) and best_kept != kept:
+    if not search.gates.hold(search.results(kept)) and best_kept != kept:
         kept = best_kept
         steps.append(Step("back", "", search.score(kept), len(kept)))
-    if search.holds(kept):
+    if search.gates.hold(search.results(kept)):
         for node in [step.node for step in steps if step.action == "float"]:
-            if search.holds(kept - {node}):
+            if search.gates.hold(search.results(kept - {node})):
                 kept.remove(node)
                 steps.append(Step("int8", node, search.score(kept), len(kept)))
     return kept, steps

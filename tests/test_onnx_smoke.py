@@ -25,7 +25,7 @@ OVERRIDES = (
     "prepare_data.folder.num_calibration=8",
     "target=[cpu_onnxruntime,cpu_openvino]",
 )
-VARIANTS = ("imported", "imported_fp16", "imported_ptq", "imported_partial")
+VARIANTS = ("imported", "imported_fp16", "imported_ptq", "imported_repaired", "imported_partial")
 
 
 def classifier() -> ModelProto:

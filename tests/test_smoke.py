@@ -18,7 +18,7 @@ from tests.conftest import REPOSITORY, SMOKE, Workspace
 pytestmark = pytest.mark.slow
 
 FLOAT_VARIANTS = ("teacher", "baseline", "distilled", "pruned")
-GRAPH_VARIANTS = ("pruned_fp16", "pruned_ptq", "pruned_partial", "pruned_qat")
+GRAPH_VARIANTS = ("pruned_fp16", "pruned_ptq", "pruned_repaired", "pruned_partial", "pruned_qat")
 
 
 def _executed(output: str) -> int:

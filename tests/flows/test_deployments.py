@@ -209,7 +209,8 @@ class Site:
 
 _FEW_ENGINES = (
     *(f"~pipeline.exports.{name}" for name in ("teacher", "baseline")),
-    *(f"~variants.{name}" for name in ("teacher", "baseline", "pruned_fp16", "pruned_partial", "pruned_qat")),
+    *(f"~variants.{name}" for name in ("teacher", "baseline", "pruned_fp16")),
+    *(f"~variants.{name}" for name in ("pruned_repaired", "pruned_partial", "pruned_qat")),
     "select_engine.ladder=[distilled,pruned,pruned_ptq]",
     "select_engine.techniques=[]",
 )

@@ -70,7 +70,15 @@ def test_mistake_is_refused_with_its_key(override: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "stage", ["quantize_ptq", "rank_layers", "check_int8", "quantize_partial", "quantize_aware_train"]
+    "stage",
+    [
+        "quantize_ptq",
+        "rank_layers",
+        "check_int8",
+        "quantize_repaired",
+        "quantize_partial",
+        "quantize_aware_train",
+    ],
 )
 @pytest.mark.parametrize("name", ["Averagepool", "Softmax"])
 def test_operator_that_cannot_read_int8_is_refused_with_those_that_can(stage: str, name: str) -> None:
@@ -87,6 +95,7 @@ def test_images_without_labels_are_measured_by_what_the_float_model_says() -> No
         "imported",
         "imported_fp16",
         "imported_ptq",
+        "imported_repaired",
         "imported_partial",
     }
     assert "train" not in params and "quantize_aware_train" not in params

@@ -20,7 +20,7 @@ from tests.conftest import Workspace
 pytestmark = pytest.mark.slow
 
 FLOW = ("python", "-m", "benchmarks.trivial_pipeline")
-NUM_CALLS = 7 + 2 * 3 + 3
+NUM_CALLS = 8 + 2 * 3 + 3
 """Up to the quantized graphs, three for each of two engines, the benchmark of their target, the selection and the
 race of the picks."""
 

@@ -32,6 +32,7 @@ def search(files: Any, out: Path, ranking: Path | None = None, **changes: Any) -
     return quantize_partial(
         replace(CONFIG, **changes),
         model=files.graph,
+        repaired=files.graph,
         reference=files.graph,
         ranges=files.ranges,
         ranking=ranking or files.ranking,
@@ -138,6 +139,7 @@ def against(reference: Path, files: Any, model: Path, out: Path) -> Report:
     return quantize_partial(
         replace(CONFIG, max_score_rel_loss=0.0),
         model=model,
+        repaired=model,
         reference=reference,
         ranges=files.ranges,
         ranking=files.ranking,

@@ -14,7 +14,7 @@ def conv_macs(model: ModelProto) -> dict[str, int]:
     """Return the multiply-accumulates of each convolution and matrix product for one image, by node name."""
     layers = [node for node in model.graph.node if node.op_type in LAYER_TYPES]
     needed = {name for node in layers for name in (*node.input[:2], node.output[0])}
-    sizes = _sizes_of_one_image(model)
+    sizes = sizes_of_one_image(model)
     unknown = sorted(name for name in needed if not sizes.get(name) or not all(sizes[name]))
     if unknown:  # shapes that the graph computes
         sizes |= _run_for_sizes(model, unknown)
@@ -41,7 +41,7 @@ def quantized_layers(model: ModelProto) -> list[NodeProto]:
     ]
 
 
-def _sizes_of_one_image(model: ModelProto) -> dict[str, list[int]]:
+def sizes_of_one_image(model: ModelProto) -> dict[str, list[int]]:
     """Infer the sizes of all tensors for a batch of 1, because tokens and windows may be folded into the batch."""
     single = ModelProto()
     single.CopyFrom(model)

@@ -4,7 +4,7 @@ N images, C channels, H rows, W columns.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,20 @@ def collect_statistics(
             amax = max(abs(lows[name]), abs(highs[name]))
             counts[name] += _histogram(values, amax)
     return {name: TensorStatistics(lows[name], highs[name], counts[name]) for name in names}
+
+
+def collect_channel_magnitudes(
+    model: ModelProto, batches: Iterable[NDArray[np.float32]], axes: Mapping[str, int]
+) -> dict[str, NDArray[np.float32]]:
+    """Run the float graph over all batches; return the largest magnitudes [C] of each tensor along its axis."""
+    run = _tensor_reader(model, list(axes))
+    found: dict[str, NDArray[np.float32]] = {}
+    for images_NCHW in batches:
+        for name, values in run(images_NCHW):
+            others = tuple(axis for axis in range(values.ndim) if axis != axes[name])
+            magnitude_C = np.maximum(values.max(axis=others), -values.min(axis=others))
+            found[name] = np.maximum(found.get(name, magnitude_C), magnitude_C)
+    return found
 
 
 def choose_range(statistics: TensorStatistics, calibrator: Calibrator, *, percentile: float) -> TensorRange:

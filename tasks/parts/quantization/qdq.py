@@ -19,7 +19,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from tasks.core.errors import ArtifactError
 from tasks.parts.onnx_graphs.graph import MOVES_VALUES, node_sources, other_types, set_node_source
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
-from tasks.parts.quantization.config import Activations
+from tasks.parts.quantization.config import Activations, Calibrator
 
 INT8_MAX = 127
 UINT8_MAX = 255
@@ -251,10 +251,10 @@ def add_quantized_twins(
         if is_layer(node):
             weight, axis = (
                 numpy_helper.to_array(float_weight(model, node)),
-                _output_axis(node, float_weight(model, node).dims),
+                output_axis(node, float_weight(model, node).dims),
             )
             levels, scales_O = weight_levels(weight, axis=axis)
-            rounded = levels * _along(scales_O, axis, weight.ndim)
+            rounded = levels * along(scales_O, axis, weight.ndim)
             twin.input[1] = f"{node.name}:rounded_weight"
             graph.initializer.append(numpy_helper.from_array(rounded, twin.input[1]))
         noise, signal = f"{node.name}:noise", f"{node.name}:signal"
@@ -302,6 +302,18 @@ def read_ranges(path: Path) -> tuple[tuple[Activations, ...], dict[str, TensorRa
         ) from error
 
 
+def read_calibrator(path: Path) -> tuple[str, Calibrator, float]:
+    """Read title, calibrator and percentile from what write_ranges wrote; raise ArtifactError for anything else."""
+    try:
+        title = json.loads(path.read_text(encoding="utf-8"))["calibrator"]
+        name, _, percentile = title.partition(" ")
+        return title, Calibrator(name), float(percentile or 100)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(
+            f"{path}: no readable calibrator ({error!r}), expected JSON with 'calibrator'. Run quantize_ptq again."
+        ) from error
+
+
 def check_ranges(ranges: Mapping[str, TensorRange | None]) -> None:
     """Raise ArtifactError unless each tensor has a finite range that is not only 0."""
     for name, limits in ranges.items():
@@ -329,7 +341,7 @@ def float_weight(model: ModelProto, layer: NodeProto) -> TensorProto:
 def weight_levels(values: np.ndarray, *, axis: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return int8 levels in the weight's shape and float32 scales [O]; `axis` is that of the output channels."""
     scales_O = weight_scales(np.moveaxis(values, axis, 0))
-    levels = np.clip(np.rint(values / _along(scales_O, axis, values.ndim)), -INT8_MAX, INT8_MAX)
+    levels = np.clip(np.rint(values / along(scales_O, axis, values.ndim)), -INT8_MAX, INT8_MAX)
     return levels.astype(np.int8), scales_O
 
 
@@ -410,7 +422,7 @@ def _quantize_weights(
 def _quantize_weight(model: ModelProto, layer: NodeProto) -> NodeProto:
     """Add the weight of a layer as int8 with one scale per output channel; return its DequantizeLinear."""
     weight = float_weight(model, layer)
-    axis = _output_axis(layer, weight.dims)
+    axis = output_axis(layer, weight.dims)
     levels, scales_O = weight_levels(numpy_helper.to_array(weight), axis=axis)
     name, levels_name, real = layer.input[1], f"{layer.input[1]}:int8", f"{layer.input[1]}/DequantizeLinear"
     scale_name, zero_name = f"{name}:scale", f"{name}:zero_point"
@@ -426,7 +438,7 @@ def _quantize_weight(model: ModelProto, layer: NodeProto) -> NodeProto:
     )
 
 
-def _output_axis(layer: NodeProto, sizes: Sequence[int]) -> int:
+def output_axis(layer: NodeProto, sizes: Sequence[int]) -> int:
     """Return the axis of a layer's weight that its scales follow: that of the output channels.
 
     A ConvTranspose with groups has that axis once per group, and its groups share the scales; with one channel per
@@ -438,7 +450,7 @@ def _output_axis(layer: NodeProto, sizes: Sequence[int]) -> int:
     return 0 if layer.op_type == "Conv" or is_transposed else 1
 
 
-def _along(scales_O: np.ndarray, axis: int, num_axes: int) -> np.ndarray:
+def along(scales_O: np.ndarray, axis: int, num_axes: int) -> np.ndarray:
     """Reshape scales so that they multiply a weight along one axis."""
     shape = [1] * num_axes
     shape[axis] = -1

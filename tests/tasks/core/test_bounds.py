@@ -205,6 +205,15 @@ IMPOSSIBLE: dict[str, dict[str, list[Any]]] = {
         "activations": [[], ["uint8", "uint8"]],
     },
     "quantize_aware_train": {"op_types": [[]], "opset": [3], "min_agreement": [-0.1]},
+    "quantize_repaired": {
+        "max_score_rel_loss": [1.0],
+        "max_parent_rel_loss": [-0.1],
+        "num_images": [0],
+        "num_layer_images": [0],
+        "num_val_images": [-1],
+        "batch_size": [0],
+        "op_types": [["Add"]],
+    },
     "quantize_partial": {
         "max_score_rel_loss": [1.0],
         "num_candidates": [0],

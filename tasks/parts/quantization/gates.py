@@ -1,0 +1,57 @@
+"""The accuracy gates of select_engine, for graphs that are evaluated on validation images."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tasks.parts.data.accuracy import ScoreLoss, Standing, worst
+from tasks.parts.data.comparison import ImageResults, score_loss
+
+
+@dataclass(frozen=True)
+class AccuracyGates:
+    """Limits of the losses against the reference and against the float graph.
+
+    A gate holds if the upper end of the loss's 95 % interval is within it, as in select_engine. If there are too few
+    images to prove that even for the float graph, the measured losses decide.
+    """
+
+    reference: ImageResults
+    max_score_rel_loss: float
+    """Share of the reference's score that may be lost."""
+    parent: ImageResults
+    """Results of the float graph that is quantized."""
+    max_parent_rel_loss: float
+
+    @cached_property
+    def standing_of_float(self) -> Standing:
+        """Standing of the float graph itself."""
+        return self.standing(self.parent)
+
+    def score_rel_loss(self, results: ImageResults) -> ScoreLoss:
+        """Return the loss against the reference."""
+        return score_loss(results, self.reference)
+
+    def parent_rel_loss(self, results: ImageResults) -> ScoreLoss:
+        """Return the loss against the float graph."""
+        return score_loss(results, self.parent)
+
+    def standing(self, results: ImageResults) -> Standing:
+        """Return the worse of the standings at both gates."""
+        return worst(
+            (
+                self.score_rel_loss(results).standing(self.max_score_rel_loss),
+                self.parent_rel_loss(results).standing(self.max_parent_rel_loss),
+            )
+        )
+
+    def hold(self, results: ImageResults) -> bool:
+        """Return whether both gates hold."""
+        if self.standing_of_float is Standing.within:
+            return self.standing(results) is Standing.within
+        return all(
+            results.score >= base.score * (1 - limit)
+            for base, limit in (
+                (self.reference, self.max_score_rel_loss),
+                (self.parent, self.max_parent_rel_loss),
+            )
+        )

@@ -1,0 +1,281 @@
+"""Regain accuracy that INT8 loses, without training: equalize channels, correct biases, round weights by outputs.
+
+Each repair changes the float graph before the Q/DQ pairs are inserted, and is kept if the INT8 graph scores higher on
+the validation images. Rounding, the slowest, is tried only while the gates do not hold. If the INT8 graph of
+quantize_ptq is as good as the float graph, nothing is tried.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tasks.core.bounds import AtLeast, LessThan
+from tasks.parts.data.accuracy import ScoreLoss, Standing
+from tasks.parts.quantization.config import OpTypes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from onnx import ModelProto
+
+    from tasks.parts.quantization.config import Calibrator
+    from tasks.parts.quantization.evaluation import Evaluation, GraphEvaluator
+    from tasks.parts.quantization.gates import AccuracyGates
+    from tasks.parts.quantization.qdq import TensorRange
+
+logger = logging.getLogger(__name__)
+
+
+class Repair(StrEnum):
+    """A change of the float graph that helps INT8."""
+
+    none = "none"
+    """The graph of quantize_ptq."""
+    equalization = "equalization"
+    """Channels of activations get similar magnitudes; the float graph stays the same function."""
+    equalization_without_limits = "equalization_without_limits"
+    """The same, after each ReLU6 became a ReLU, which channels can be scaled through."""
+    bias_correction = "bias_correction"
+    """Biases make up for the mean error of each layer."""
+    weight_rounding = "weight_rounding"
+    """Weights are fitted and rounded so that the outputs of each layer change least; biases are corrected too."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The gates, and the images that repairs learn from."""
+
+    op_types: OpTypes
+    """ONNX operators whose inputs become INT8, the same as in quantize_ptq."""
+    max_score_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
+    """Gate: share of the reference's validation score that may be lost, as in select_engine."""
+    max_parent_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
+    """Gate: share of the validation score of the float graph itself that may be lost, as in select_engine."""
+    num_images: Annotated[int, AtLeast(1)]
+    """Calibration images for the ranges of an equalized graph, as in quantize_ptq."""
+    num_layer_images: Annotated[int, AtLeast(1)]
+    """Calibration images on which layers are compared to correct biases and round weights. More: better, slower, and
+    more memory."""
+    num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
+    """Validation images on which graphs are evaluated."""
+    batch_size: Annotated[int, AtLeast(1)]
+    """Images in one batch; changes memory and speed only."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One repair that was tried."""
+
+    repair: Repair
+    score: float
+    """Score of the INT8 graph on the validation images, in the worst type of activations."""
+    kept: bool
+    """Whether it is a part of the written graph."""
+    standing: Standing
+    """Whether its losses are within both gates."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Which repairs were kept, and what they gained."""
+
+    standing: Standing
+    """Whether the losses of the written graph are within both gates; unproven if there are too few images to tell."""
+    metric: str
+    """Metric of the scores."""
+    reference_score: float
+    """Score of the reference graph on the validation images."""
+    float_score: float
+    """Score of the float graph that is quantized, on the validation images."""
+    ptq_score: float
+    """Score of the INT8 graph of quantize_ptq on the validation images."""
+    score: float
+    """Score of the written graph on the validation images."""
+    score_rel_loss: ScoreLoss
+    """Share of the reference's score that the written graph loses."""
+    parent_rel_loss: ScoreLoss
+    """Share of the float graph's score that the written graph loses."""
+    repairs: tuple[Repair, ...]
+    """Repairs that the written graph has, in order."""
+    steps: tuple[Step, ...]
+    """Everything that was tried, in order."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    repairs: tuple[Repair, ...]
+    graph: "ModelProto"
+    """The repaired float graph."""
+    ranges: "Mapping[str, TensorRange]"
+    evaluation: "Evaluation"
+    """Of its INT8 graph."""
+
+    @property
+    def score(self) -> float:
+        return self.evaluation.score
+
+
+def quantize_repaired(
+    cfg: Config, *, model: Path, reference: Path, ranges: Path, data: Path, out: Path
+) -> Report:
+    """Write ``model.onnx`` (U8S8 Q/DQ), ``float.onnx`` (the float graph it was made from), ``ranges.json`` and
+    ``steps.csv``.
+
+    `reference` is the float graph whose accuracy counts as 100 %, `ranges` is the file of quantize_ptq for `model`.
+    """
+    from tasks.parts.onnx_graphs.graph import read_graph, write_graph
+    from tasks.parts.quantization.evaluation import open_evaluator
+    from tasks.parts.quantization.gates import AccuracyGates
+    from tasks.parts.quantization.qdq import insert_qdq, read_calibrator, read_ranges, write_ranges
+    from tasks.parts.tables import write_table
+
+    graph, (activations, known) = read_graph(model), read_ranges(ranges)
+    evaluator, reference_evaluator = (
+        open_evaluator(
+            float_graph,
+            data,
+            num_images=cfg.num_val_images,
+            batch_size=cfg.batch_size,
+            activations=activations,
+        )
+        for float_graph in (graph, read_graph(reference))
+    )
+    gates = AccuracyGates(
+        reference_evaluator.float_results,
+        cfg.max_score_rel_loss,
+        evaluator.float_results,
+        cfg.max_parent_rel_loss,
+    )
+    tried = _try_repairs(
+        cfg, graph, known, evaluator, gates, calibrator=read_calibrator(ranges)[1:], data=data
+    )
+    best = max(tried, key=lambda candidate: candidate.score)  # on a tie the first
+    steps = [
+        Step(
+            found.repairs[-1],
+            found.score,
+            found.repairs[-1] in best.repairs,
+            gates.standing(found.evaluation.results),
+        )
+        for found in tried
+    ]
+    write_graph(insert_qdq(best.graph, best.ranges, op_types=cfg.op_types), out / "model.onnx")
+    write_graph(best.graph, out / "float.onnx")
+    write_ranges(out / "ranges.json", read_calibrator(ranges)[0], activations, best.ranges)
+    write_table(out / "steps.csv", steps)
+    results = best.evaluation.results
+    logger.info(
+        "quantize_repaired: val score %.4f (PTQ %.4f, float %.4f)",
+        best.score,
+        tried[0].score,
+        evaluator.float_score,
+    )
+    return Report(
+        standing=gates.standing(results),
+        metric=evaluator.metric,
+        reference_score=reference_evaluator.float_score,
+        float_score=evaluator.float_score,
+        ptq_score=tried[0].score,
+        score=best.score,
+        score_rel_loss=gates.score_rel_loss(results),
+        parent_rel_loss=gates.parent_rel_loss(results),
+        repairs=best.repairs[1:],
+        steps=tuple(steps),
+    )
+
+
+def _try_repairs(
+    cfg: Config,
+    graph: "ModelProto",
+    ranges: "Mapping[str, TensorRange]",
+    evaluator: "GraphEvaluator",
+    gates: "AccuracyGates",
+    *,
+    calibrator: "tuple[Calibrator, float]",
+    data: Path,
+) -> list[_Candidate]:
+    """Return the graph of quantize_ptq, and each repair of the best graph before it."""
+    from tasks.parts.quantization.bias_correction import correct_biases
+    from tasks.parts.quantization.evaluation import with_activations
+    from tasks.parts.quantization.qdq import insert_qdq
+    from tasks.parts.quantization.weight_rounding import round_weights
+
+    def evaluate(
+        repairs: tuple[Repair, ...], repaired: "ModelProto", known: "Mapping[str, TensorRange]"
+    ) -> _Candidate:
+        evaluation = evaluator.evaluate(insert_qdq(repaired, known, op_types=cfg.op_types))
+        logger.info("%s: val score %.4f", repairs[-1], evaluation.score)
+        return _Candidate(repairs, repaired, known, evaluation)
+
+    tried = [evaluate((Repair.none,), graph, ranges)]
+    if tried[0].score >= evaluator.float_score and gates.hold(tried[0].evaluation.results):
+        return tried
+    for repair, equalized, known in _equalized(cfg, graph, calibrator, data):
+        tried.append(evaluate((Repair.none, repair), equalized, known))
+    base = max(tried, key=lambda candidate: candidate.score)
+    for repair, change in (
+        (Repair.bias_correction, correct_biases),
+        (Repair.weight_rounding, round_weights),
+    ):
+        if repair is Repair.weight_rounding and any(
+            gates.hold(candidate.evaluation.results) for candidate in tried
+        ):
+            break
+        quantized = with_activations(
+            insert_qdq(base.graph, base.ranges, op_types=cfg.op_types), base.evaluation.activations
+        )
+        repaired = change(
+            base.graph,
+            quantized,
+            list(_batches(cfg, graph, data, num_images=cfg.num_layer_images)),
+            op_types=cfg.op_types,
+        )
+        tried.append(evaluate((*base.repairs, repair), repaired, base.ranges))
+    return tried
+
+
+def _equalized(
+    cfg: Config, graph: "ModelProto", calibrator: "tuple[Calibrator, float]", data: Path
+) -> "Iterator[tuple[Repair, ModelProto, Mapping[str, TensorRange]]]":
+    """Yield the equalized graphs with their ranges; none if no channel can be scaled."""
+    from tasks.parts.quantization.calibration import (
+        choose_range,
+        collect_channel_magnitudes,
+        collect_statistics,
+    )
+    from tasks.parts.quantization.equalization import equalize, scalable_tensors, without_upper_limits
+    from tasks.parts.quantization.qdq import quantizable_tensors
+
+    kind, percentile = calibrator
+    unlimited = without_upper_limits(graph)
+    for repair, source in (
+        (Repair.equalization, graph),
+        (Repair.equalization_without_limits, unlimited),
+    ):
+        axes = {} if source is None else scalable_tensors(source, cfg.op_types)
+        if source is None or not axes:
+            continue
+        magnitudes = collect_channel_magnitudes(source, _batches(cfg, source, data), axes)
+        equalized = equalize(source, magnitudes, op_types=cfg.op_types)
+        names = quantizable_tensors(equalized, cfg.op_types)
+        statistics = collect_statistics(equalized, partial(_batches, cfg, equalized, data), names)
+        yield (
+            repair,
+            equalized,
+            {name: choose_range(seen, kind, percentile=percentile) for name, seen in statistics.items()},
+        )
+
+
+def _batches(
+    cfg: Config, graph: "ModelProto", data: Path, *, num_images: int | None = None
+) -> "Iterator[NDArray[np.float32]]":
+    """Yield the calibration images as the graph reads them."""
+    from tasks.parts.data.dataset import normalised_batches, open_images
+    from tasks.parts.onnx_graphs.graph import read_card_of_graph
+
+    images_NHWC = open_images(data, "calibration")[: num_images or cfg.num_images]
+    return normalised_batches(images_NHWC, read_card_of_graph(graph), cfg.batch_size)
