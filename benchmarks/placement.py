@@ -30,15 +30,10 @@ import openvino
 import torch
 from numpy.typing import NDArray
 from onnx import ModelProto
-from onnxruntime.quantization import (
-    QuantFormat,
-    QuantType,
-    quant_pre_process,
-    quantize_static,
-)
+from onnxruntime.quantization import QuantFormat
 from torch import Tensor, nn
 
-from benchmarks.peers import Reader
+from benchmarks.peers import quantize_with_onnxruntime
 from benchmarks.runtimes import in_onnxruntime
 from flows.params import compose_params
 from tasks.core.config import find_section, typed_config
@@ -371,17 +366,8 @@ def engine_of(file: Path, target: str, out: Path, stack: ExitStack) -> tuple[Eng
 
 def static(folder: Path, images_NCHW: np.ndarray, kind: QuantFormat) -> ModelProto:
     """Quantize the float graph with ONNX Runtime."""
-    prepared, written = folder / "prepared.onnx", folder / "static.onnx"
-    quant_pre_process(folder / "float.onnx", prepared, skip_symbolic_shape=True)
-    quantize_static(
-        prepared,
-        written,
-        Reader(images_NCHW),
-        quant_format=kind,
-        per_channel=True,
-        activation_type=QuantType.QUInt8,
-        weight_type=QuantType.QInt8,
-    )
+    written = folder / "static.onnx"
+    quantize_with_onnxruntime(folder / "float.onnx", images_NCHW, written, kind)
     return read_graph(written)
 
 

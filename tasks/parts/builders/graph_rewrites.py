@@ -72,7 +72,9 @@ def encode_for(target: Target, graph: ModelProto) -> ModelProto:
         graph = activations_to_int8(graph)
     elif int8_sums_saturate():
         graph = weights_to_7_bits(graph)
-    return gemm_as_matmul(graph) if target.pairs_before_activations else fuse_activations(graph)
+    if target.pairs_before_activations:
+        return gemm_as_matmul(graph)
+    return drop_pairs_between_moves(fuse_activations(graph))
 
 
 def round_rest(target: Target, graph: ModelProto, images_NCHW: NDArray[np.float32]) -> ModelProto:
@@ -154,6 +156,46 @@ def fuse_activations(model: ModelProto) -> ModelProto:
             makers = {name: node for node in graph.node for name in node.output}
     drop_unused(graph)
     return fused
+
+
+def drop_pairs_between_moves(model: ModelProto) -> ModelProto:
+    """Return a copy without the Q/DQ pairs between operators that only move values.
+
+    Such a pair rounds nothing if it has the scale of the pair before the moves. OpenVINO shuffles channels in one
+    kernel only if Reshape, Transpose and Reshape follow each other; ONNX Runtime moves integers only between pairs.
+    """
+    rewritten = ModelProto()
+    rewritten.CopyFrom(model)
+    graph = rewritten.graph
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    makers = {name: node for node in graph.node for name in node.output}
+    readers: dict[str, list[NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+
+    def levels(dequantize: NodeProto) -> list[object]:
+        return [constants[name].tolist() if name in constants else name for name in dequantize.input[1:]]
+
+    for dequantize in graph.node:
+        quantize = makers.get(dequantize.input[0]) if dequantize.op_type == "DequantizeLinear" else None
+        users = readers.get(dequantize.output[0], [])
+        if quantize is None or not users or any(user.op_type not in MOVES_VALUES for user in users):
+            continue
+        origin = makers.get(quantize.input[0])
+        if origin is None or origin.op_type not in MOVES_VALUES:
+            continue
+        while origin is not None and origin.op_type in MOVES_VALUES:
+            origin = makers.get(origin.input[0])
+        if (
+            origin is not None
+            and origin.op_type == "DequantizeLinear"
+            and levels(origin) == levels(dequantize)
+        ):
+            for user in users:
+                user.input[0] = quantize.input[0]
+    drop_unused(graph)
+    return rewritten
 
 
 def gemm_as_matmul(model: ModelProto) -> ModelProto:

@@ -11,7 +11,7 @@ from onnx import ModelProto
 
 from benchmarks.placement import IMAGES, MEAN, NETWORKS, STD, configuration, draw_images, imported, quantized
 from tasks.parts.builders.build import build
-from tasks.parts.builders.graph_rewrites import encode_for, fuse_activations
+from tasks.parts.builders.graph_rewrites import drop_pairs_between_moves, encode_for, fuse_activations
 from tasks.parts.builders.report import EngineBuild
 from tasks.parts.data.dataset import normalise
 from tasks.parts.onnx_graphs.graph import write_graph
@@ -98,6 +98,27 @@ def test_only_pairs_between_layer_and_activation_are_removed(network: str, num_r
     makers = {name: node.op_type for node in fused.graph.node for name in node.output}
     layers = [node for node in fused.graph.node if node.op_type in ("Conv", "Gemm")]
     assert {makers[node.input[0]] for node in layers} == {"DequantizeLinear"}
+
+
+def test_openvino_shuffles_channels_in_one_kernel(tmp_path: Path) -> None:
+    graph = quantized(imported(NETWORKS["channel_shuffle"]), IMAGES_NCHW)
+    report = build_for("cpu_openvino", graph, tmp_path)
+    assert report.precisions["ShuffleChannels"] == {"int8": 3} and "Transpose" not in report.precisions
+    moved = drop_pairs_between_moves(graph)
+    onnx.checker.check_model(moved, full_check=True)
+    assert np.array_equal(logits(moved), logits(graph))
+    before, after = ([node.op_type for node in found.graph.node] for found in (graph, moved))
+    assert before.count("QuantizeLinear") - after.count("QuantizeLinear") == 8
+
+
+def test_a_pair_between_moves_that_rounds_stays() -> None:
+    graph = quantized(imported(NETWORKS["channel_shuffle"]), IMAGES_NCHW)
+    [transpose, *_] = [node for node in graph.graph.node if node.op_type == "Transpose"]
+    quantize = next(node for node in graph.graph.node if transpose.output[0] in node.input)
+    scale = next(tensor for tensor in graph.graph.initializer if tensor.name == quantize.input[1])
+    scale.CopyFrom(onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(scale), scale.name))
+    kept = [node.name for node in drop_pairs_between_moves(graph).graph.node]
+    assert quantize.name in kept
 
 
 def test_a_moved_tensor_keeps_the_scale_of_its_source() -> None:
