@@ -14,8 +14,8 @@ import pytest
 from tasks.parts.engines.gpu import find_gpus
 from tests.conftest import SMOKE, Workspace
 
-NUM_RUNS = 13
-"""The pipeline's, and one for each of the 4 + 8 engines of the two smoke targets."""
+NUM_RUNS = 14
+"""The pipeline's, and one for each of the 4 + 9 engines of the two smoke targets."""
 
 
 @pytest.mark.parametrize("place", ["artifacts", "artifacts/benchmark", ".dvc/cache", "tracking", ".prefect"])
