@@ -19,9 +19,9 @@ def draw_probe_images(card: InputCard) -> FloatArray:
 
     generator = np.random.default_rng(0)
     y_HW, x_HW = np.mgrid[0 : card.height, 0 : card.width] / max(card.height, card.width)
-    images = []
+    images, channels = [], len(card.mean)
     for _ in range(NUM_PROBE_IMAGES):
-        slopes = generator.uniform(-1, 1, (2, 3))
+        slopes = generator.uniform(-1, 1, (2, channels))
         image_HWC = 0.5 + 0.5 * (y_HW[..., None] * slopes[0] + x_HW[..., None] * slopes[1])
         for _ in range(4):
             top, left = (
@@ -29,7 +29,7 @@ def draw_probe_images(card: InputCard) -> FloatArray:
                 generator.integers(0, card.width // 2 + 1),
             )
             image_HWC[top : top + card.height // 3, left : left + card.width // 3] = generator.uniform(
-                0, 1, 3
+                0, 1, channels
             )
         images.append(image_HWC + generator.normal(0, 0.05, image_HWC.shape))
     images_NHWC = (np.clip(np.stack(images), 0, 1) * 255).astype(np.uint8)

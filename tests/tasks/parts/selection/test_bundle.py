@@ -157,7 +157,7 @@ def test_images_that_do_not_fit_are_refused(
     bundle = bundled(workshop, "cpu_onnxruntime", tmp_path / "a")
     done = infer(sys.executable, bundle, images_NHWC, tmp_path)
     assert done.returncode != 0
-    assert "expected RGB uint8 [N, 64, 96, 3] with at least one image" in done.stderr
+    assert "expected uint8 [N, 64, 96, 3] (RGB for three channels) with at least one image" in done.stderr
 
 
 def write_torn(path: Path) -> None:
