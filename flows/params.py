@@ -151,6 +151,11 @@ def _complete_training(params: dict[str, Any], targets: dict[str, Any]) -> None:
             f"data is {params['prepare_data']['source']}, which has no masks, but segmentation networks need them. "
             "Choose data=folder, or use a model of your own: model=onnx model.path=<file>."
         )
+    if (folder := params["prepare_data"]["folder"]) and folder["channels"] != 3:
+        raise ConfigError(
+            f"prepare_data.folder.channels is {folder['channels']}, but the networks here read 3. Set it to 3, or "
+            "use a model of your own: model=onnx model.path=<file>."
+        )
     for section in (params["prune"], params["search_pruning"]["pruning"], params["rank_groups"]):
         if section["channel_multiple"] is None:
             section["channel_multiple"] = _largest_multiple(targets)

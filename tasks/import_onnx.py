@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems, MoreThan, NumItems
-from tasks.core.errors import ArtifactError
-from tasks.parts.data.input_card import InputCard, Task, rgb_triple
+from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems, MoreThan
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.data.input_card import MAX_CHANNELS, InputCard, Task
 from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, InputForm, Layout, Values
 from tasks.parts.onnx_graphs.signal_to_noise import Difference
 
@@ -36,10 +36,11 @@ class Config:
     """Order of the channels of the input."""
     values: Values
     """Scale of the values of the input."""
-    mean: Annotated[list[float], NumItems(3), "RGB, 0..1 scale"]
-    """Mean of RGB on a 0..1 scale, for values=normalised: the model reads (value / 255 - mean) / std."""
-    std: Annotated[list[Annotated[float, MoreThan(0)]], NumItems(3), "RGB, 0..1 scale"]
-    """Standard deviation of RGB on a 0..1 scale, for values=normalised."""
+    mean: Annotated[list[float], MinItems(1), "one for each channel, 0..1 scale"]
+    """Mean of each channel of the images (of RGB for three) on a 0..1 scale, for values=normalised: the model reads
+    (value / 255 - mean) / std. The number of items is that of the channels."""
+    std: Annotated[list[Annotated[float, MoreThan(0)]], MinItems(1), "one for each channel, 0..1 scale"]
+    """Standard deviation of each channel on a 0..1 scale, for values=normalised."""
     height: Annotated[int, Between(16, 8192)] | None
     """Rows of the images in pixels, if the graph leaves them open; null: the graph's own."""
     width: Annotated[int, Between(16, 8192)] | None
@@ -64,6 +65,18 @@ class Config:
     """Gate of the float form against its Q/DQ file, dB: what the file's rounding costs."""
     seed: Annotated[int, AtLeast(0)]
     """Seed of the random images that a float file is compared on."""
+
+    def __post_init__(self) -> None:
+        if not len(self.mean) == len(self.std) <= MAX_CHANNELS:
+            raise ConfigError(
+                f"mean has {len(self.mean)} items and std {len(self.std)}, expected one for each channel of the "
+                f"images, at most {MAX_CHANNELS}."
+            )
+        if self.channel_order is ChannelOrder.bgr and len(self.mean) != 3:
+            raise ConfigError(
+                f"channel_order is bgr, and mean has {len(self.mean)} items, expected 3. Other channels are read in "
+                "the order of the data set: set channel_order=rgb."
+            )
 
     @property
     def form(self) -> InputForm:
@@ -266,6 +279,11 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
             f"{path}: the images are {data.height}x{data.width}, the model reads {height}x{width}. Set "
             f"prepare_data.height={height} prepare_data.width={width}."
         )
+    if data.num_channels != cfg.form.num_channels:
+        raise ArtifactError(
+            f"{path}: the images have {data.num_channels} channels, model.mean has {cfg.form.num_channels} items. "
+            f"Set prepare_data.folder.channels={cfg.form.num_channels}, or one mean and std for each channel."
+        )
     numbers = tuple(str(index) for index in range(imported.head.num_classes))
     classes = tuple(cfg.classes) if cfg.classes is not None else data.classes or numbers
     if len(classes) != imported.head.num_classes:
@@ -283,8 +301,8 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
         open_labels(path, "val", imported.head.task)  # masks for a segmentation, labels for a classification
     return InputCard(
         classes=classes,
-        mean=rgb_triple(imported.mean),
-        std=rgb_triple(imported.std),
+        mean=imported.mean,
+        std=imported.std,
         height=height,
         width=width,
         task=imported.head.task,

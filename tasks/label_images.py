@@ -61,6 +61,7 @@ def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         height=manifest.height,
         width=manifest.width,
         source=FLOAT_MODEL,
+        channels=manifest.num_channels,
         splits={
             split: SplitBatches(num_images, _label(cfg, graph, data, split), open_groups(data, split))
             for split, num_images in manifest.counts.items()

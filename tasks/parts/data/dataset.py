@@ -1,7 +1,7 @@
 """The canonical data set layout: what `prepare_data` writes and every later stage reads.
 
     dataset/manifest.json          Manifest
-    dataset/<split>_images.npy     uint8 [N, H, W, 3], RGB
+    dataset/<split>_images.npy     uint8 [N, H, W, C], RGB where C is 3
     dataset/<split>_masks.npy      uint8 [N, H, W], class index or IGNORE_INDEX, for segmentation
     dataset/<split>_labels.npy     uint16 [N], class index, for classification
     dataset/<split>_groups.npy     int64 [N], number of the group of images that belong together, if there are groups
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.data.input_card import InputCard, Task, rgb_triple
+from tasks.parts.data.input_card import InputCard, Task, channel_values
 
 MANIFEST_FILE = "manifest.json"
 SPLITS = ("train", "val", "test", "calibration")
@@ -51,14 +51,19 @@ class Manifest:
     pixel_share: dict[str, tuple[float, ...]]
     """Share of each class, per split: among the pixels that are not ignored (all 0 if all are), or among the images;
     empty without labels."""
-    mean: tuple[float, float, float]
-    """RGB mean of the train split, on a 0..1 scale."""
-    std: tuple[float, float, float]
-    """RGB standard deviation of the train split, on a 0..1 scale; at least MIN_STD."""
+    mean: tuple[float, ...]
+    """Mean of each channel in the train split, on a 0..1 scale."""
+    std: tuple[float, ...]
+    """Standard deviation of each channel in the train split, on a 0..1 scale; at least MIN_STD."""
     files: dict[str, str]
     """File name in the data set folder -> sha256."""
     source: str
     """Source that prepare_data read, or FLOAT_MODEL if the labels are predictions of the float model."""
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the images; 3 are red, green and blue."""
+        return len(self.mean)
 
 
 def read_manifest(dataset: Path) -> Manifest:
@@ -76,8 +81,8 @@ def read_manifest(dataset: Path) -> Manifest:
             width=int(fields["width"]),
             counts={str(split): int(count) for split, count in fields["counts"].items()},
             pixel_share={str(split): tuple(map(float, s)) for split, s in fields["pixel_share"].items()},
-            mean=rgb_triple(fields["mean"]),
-            std=rgb_triple(fields["std"]),
+            mean=channel_values(fields["mean"]),
+            std=channel_values(fields["std"]),
             files={str(name): str(digest) for name, digest in fields["files"].items()},
             source=str(fields["source"]),
         )
@@ -95,7 +100,8 @@ def open_split(dataset: Path, split: str) -> Batch:
 def open_images(dataset: Path, split: str) -> NDArray[np.uint8]:
     """Map images_NHWC of one split into memory, read-only; raise ArtifactError if damaged."""
     manifest = read_manifest(dataset)
-    shape_NHWC = (_num_images(dataset, manifest, split), manifest.height, manifest.width, 3)
+    num_images = _num_images(dataset, manifest, split)
+    shape_NHWC = (num_images, manifest.height, manifest.width, manifest.num_channels)
     return _map_array(dataset / f"{split}_images.npy", shape_NHWC, np.uint8)
 
 
@@ -134,7 +140,7 @@ def open_groups(dataset: Path, split: str) -> NDArray[np.int64]:
 def normalise(
     images_NHWC: NDArray[np.uint8], mean: tuple[float, ...], std: tuple[float, ...]
 ) -> NDArray[np.float32]:
-    """Turn uint8 RGB images into the float32 NCHW input of every network: (value / 255 - mean) / std."""
+    """Turn uint8 images into the float32 NCHW input of every network: (value / 255 - mean) / std."""
     # One multiply and one add per pixel, in place, to keep memory traffic low.
     scale_C = (1.0 / (255.0 * np.asarray(std, np.float64))).astype(np.float32)
     shift_C = (-np.asarray(mean, np.float64) / np.asarray(std, np.float64)).astype(np.float32)

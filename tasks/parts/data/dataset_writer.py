@@ -26,7 +26,7 @@ from tasks.parts.data.dataset import (
     open_split,
     read_manifest,
 )
-from tasks.parts.data.input_card import Task, rgb_triple
+from tasks.parts.data.input_card import Task, channel_values
 
 MIN_STD = 1 / 255
 """Floor of the standard deviation of a channel, for images of one flat colour."""
@@ -52,6 +52,7 @@ def write_dataset(
     width: int,
     source: str,
     splits: Mapping[str, SplitBatches],
+    channels: int = 3,
 ) -> Manifest:
     """Write all splits and the manifest into a new folder; mean and std come from the split `train`.
 
@@ -61,7 +62,7 @@ def write_dataset(
         raise DataError(f"{len(classes)} classes; masks are uint8 and hold at most {MAX_CLASSES}.")
     dataset.mkdir(parents=True)
     statistics = {
-        split: _write_split(dataset, split, content, task=task, height=height, width=width)
+        split: _write_split(dataset, split, content, task=task, shape_HWC=(height, width, channels))
         for split, content in splits.items()
     }
     mean, std = _mean_and_std(statistics["train"].colour_counts)
@@ -91,9 +92,8 @@ def write_first_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> M
     for split, count in counts.items():
         images_NHWC, masks_NHW = (array[:count] for array in open_split(dataset, split))
         content = SplitBatches(len(images_NHWC), batches_of(images_NHWC, masks_NHW))
-        statistics[split] = _write_split(
-            out, split, content, task=Task.segmentation, height=whole.height, width=whole.width
-        )
+        shape_HWC = whole.height, whole.width, whole.num_channels
+        statistics[split] = _write_split(out, split, content, task=Task.segmentation, shape_HWC=shape_HWC)
         first_counts[split] = len(images_NHWC)
     shares = _class_shares(statistics, len(whole.classes), Task.segmentation)
     manifest = dataclasses.replace(
@@ -116,18 +116,18 @@ class _SplitStatistics:
     label_counts: NDArray[np.int64]
     """Number of pixels, or of images, per possible value of a label."""
     colour_counts: NDArray[np.int64]
-    """Number of pixels per channel and value, [3, 256]."""
+    """Number of pixels per channel and value, [C, 256]."""
     files: dict[str, str]
     """File name -> sha256."""
 
 
 def _write_split(
-    dataset: Path, split: str, content: SplitBatches, *, task: Task | None, height: int, width: int
+    dataset: Path, split: str, content: SplitBatches, *, task: Task | None, shape_HWC: tuple[int, int, int]
 ) -> _SplitStatistics:
     label_type = LABEL_TYPES[task or Task.segmentation]
     num_values = np.iinfo(label_type).max + 1
-    label_counts, colour_counts = np.zeros(num_values, np.int64), np.zeros((3, 256), np.int64)
-    shape_NHW = (content.num_images, height, width)
+    label_counts, colour_counts = np.zeros(num_values, np.int64), np.zeros((shape_HWC[2], 256), np.int64)
+    shape_NHW = (content.num_images, *shape_HWC[:2])
     streams: dict[str, _NpyStream] = {}
     with contextlib.ExitStack() as files:
 
@@ -136,7 +136,7 @@ def _write_split(
             streams[name] = _NpyStream(files.enter_context((dataset / name).open("wb")), shape, dtype)
             return streams[name]
 
-        image_stream, label_stream = open_stream("images", (*shape_NHW, 3), np.uint8), None
+        image_stream, label_stream = open_stream("images", (content.num_images, *shape_HWC), np.uint8), None
         if task:
             shape = shape_NHW if task is Task.segmentation else shape_NHW[:1]
             label_stream = open_stream(LABEL_FILES[task], shape, label_type)
@@ -208,13 +208,13 @@ def _class_shares(
 
 
 def _count_colours(images_NHWC: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the pixels per channel and value, [3, 256]."""
-    return np.stack([np.bincount(images_NHWC[..., channel].ravel(), minlength=256) for channel in range(3)])
+    """Return the pixels per channel and value, [C, 256]."""
+    return np.stack(
+        [np.bincount(values.ravel(), minlength=256) for values in np.moveaxis(images_NHWC, -1, 0)]
+    )
 
 
-def _mean_and_std(
-    colours: NDArray[np.int64],
-) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+def _mean_and_std(colours: NDArray[np.int64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return both per channel, on a 0..1 scale, from the counts of `_count_colours`."""
     values = np.arange(256, dtype=np.float64) / 255
     num_pixels = np.maximum(colours.sum(axis=1), 1)
@@ -223,7 +223,7 @@ def _mean_and_std(
         (hist * (values - mean) ** 2).sum() / n
         for hist, mean, n in zip(colours, mean_C, num_pixels, strict=True)
     ]
-    return rgb_triple(mean_C), rgb_triple(np.maximum(np.sqrt(variance_C), MIN_STD))
+    return channel_values(mean_C), channel_values(np.maximum(np.sqrt(variance_C), MIN_STD))
 
 
 def _all_files(statistics: Mapping[str, _SplitStatistics]) -> dict[str, str]:
