@@ -10,6 +10,7 @@ from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems, Mo
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.data.input_card import MAX_CHANNELS, InputCard, Task
 from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, InputForm, Layout, Values
+from tasks.parts.onnx_graphs.foreign_output import OutputKind
 from tasks.parts.onnx_graphs.signal_to_noise import Difference
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from tasks.parts.data.dataset import Manifest
     from tasks.parts.onnx_graphs.foreign_compare import Comparison, Gate
+    from tasks.parts.onnx_graphs.foreign_output import Head
     from tasks.parts.onnx_graphs.foreign_rewrite import Imported, Quantization
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ class Config:
     """Columns of the images in pixels, if the graph leaves them open; null: the graph's own."""
     output: str | int | None
     """Name of the output with the logits, for models with several; null: the only one."""
+    output_kind: OutputKind
+    """What the output means."""
     output_layout: Layout
     """Order of the axes of an output with four."""
     threshold: float | None
@@ -76,6 +80,10 @@ class Config:
             raise ConfigError(
                 f"channel_order is bgr, and mean has {len(self.mean)} items, expected 3. Other channels are read in "
                 "the order of the data set: set channel_order=rgb."
+            )
+        if self.output_kind is OutputKind.values and self.classes is not None:
+            raise ConfigError(
+                f"output_kind is values, and classes is {self.classes[:8]}, expected null: values have no classes."
             )
 
     @property
@@ -107,6 +115,7 @@ class Report:
 
     task: Task
     num_classes: int
+    """0 for values that are no classes."""
     height: int
     width: int
     output: str
@@ -214,7 +223,7 @@ def _rewrite(
             form=cfg.form,
             height=cfg.height,
             width=cfg.width,
-            output=OutputForm(cfg.output_name, cfg.output_layout, cfg.threshold),
+            output=OutputForm(cfg.output_name, cfg.output_layout, cfg.threshold, cfg.output_kind),
             quantization=quantization,
             is_batch_freed=is_batch_freed,
         )
@@ -270,8 +279,6 @@ def _write(cfg: Config, imported: "Imported", data: Path, path: Path) -> tuple[I
 
 def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> InputCard:
     """Return the card of the graph; raise ArtifactError if the data set does not match the graph."""
-    from tasks.parts.data.dataset import open_labels
-
     sizes = [axis.dim_value for axis in imported.graph.graph.input[0].type.tensor_type.shape.dim]
     height, width = sizes[2:]
     if (data.height, data.width) != (height, width):
@@ -284,12 +291,32 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
             f"{path}: the images have {data.num_channels} channels, model.mean has {cfg.form.num_channels} items. "
             f"Set prepare_data.folder.channels={cfg.form.num_channels}, or one mean and std for each channel."
         )
-    numbers = tuple(str(index) for index in range(imported.head.num_classes))
+    values_shape = None
+    if imported.head.task is Task.values:
+        dims = imported.graph.graph.output[0].type.tensor_type.shape.dim
+        values_shape = tuple(axis.dim_value for axis in dims[1:])
+    return InputCard(
+        classes=() if values_shape else _classes(cfg, imported.head, data, path),
+        mean=imported.mean,
+        std=imported.std,
+        height=height,
+        width=width,
+        task=imported.head.task,
+        max_batch=imported.max_batch,
+        values_shape=values_shape,
+    )
+
+
+def _classes(cfg: Config, head: "Head", data: "Manifest", path: Path) -> tuple[str, ...]:
+    """Return the names of the classes; raise ArtifactError if configuration, data set and graph differ."""
+    from tasks.parts.data.dataset import open_labels
+
+    numbers = tuple(str(index) for index in range(head.num_classes))
     classes = tuple(cfg.classes) if cfg.classes is not None else data.classes or numbers
-    if len(classes) != imported.head.num_classes:
+    if len(classes) != head.num_classes:
         where = "model.classes" if cfg.classes is not None else f"the data set {path}"
         raise ArtifactError(
-            f"the model has {imported.head.num_classes} classes, but {where} names {len(classes)}. Name all of them, "
+            f"the model has {head.num_classes} classes, but {where} names {len(classes)}. Name all of them, "
             "in the order of the logits (model.classes, or classes.yaml of the data set)."
         )
     if data.classes and classes != data.classes:
@@ -298,13 +325,5 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
             "order must be equal; set model.classes=null to take those of the data set."
         )
     if data.classes:
-        open_labels(path, "val", imported.head.task)  # masks for a segmentation, labels for a classification
-    return InputCard(
-        classes=classes,
-        mean=imported.mean,
-        std=imported.std,
-        height=height,
-        width=width,
-        task=imported.head.task,
-        max_batch=imported.max_batch,
-    )
+        open_labels(path, "val", head.task)  # masks for a segmentation, labels for a classification
+    return classes

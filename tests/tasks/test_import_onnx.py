@@ -33,6 +33,7 @@ from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, Layout, Values
 from tasks.parts.onnx_graphs.foreign_half import has_half
+from tasks.parts.onnx_graphs.foreign_output import OutputKind
 from tasks.parts.onnx_graphs.graph import other_types, read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.macs import conv_macs
 from tasks.parts.onnx_graphs.predict import predict_classes
@@ -54,6 +55,7 @@ CONFIG = Config(
     height=None,
     width=None,
     output=None,
+    output_kind=OutputKind.classes,
     output_layout=Layout.nchw,
     threshold=None,
     batch_sizes=[1, 3],

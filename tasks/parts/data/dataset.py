@@ -4,7 +4,9 @@
     dataset/<split>_images.npy     uint8 [N, H, W, C], RGB where C is 3
     dataset/<split>_masks.npy      uint8 [N, H, W], class index or IGNORE_INDEX, for segmentation
     dataset/<split>_labels.npy     uint16 [N], class index, for classification
+    dataset/<split>_values.npy     float32 [N, ...], values of the float model, which are no classes
     dataset/<split>_groups.npy     int64 [N], number of the group of images that belong together, if there are groups
+    dataset/metric.py              the user's own metric, if there is one
 
 A data set without labels holds only images.
 
@@ -25,10 +27,12 @@ from tasks.parts.data.input_card import InputCard, Task, channel_values
 
 MANIFEST_FILE = "manifest.json"
 SPLITS = ("train", "val", "test", "calibration")
-LABEL_FILES = {Task.segmentation: "masks", Task.classification: "labels"}
-LABEL_TYPES: dict[Task, type[np.unsignedinteger[Any]]] = {
+METRIC_FILE = "metric.py"
+LABEL_FILES = {Task.segmentation: "masks", Task.classification: "labels", Task.values: "values"}
+LABEL_TYPES: dict[Task, type[np.generic]] = {
     Task.segmentation: np.uint8,
     Task.classification: np.uint16,
+    Task.values: np.float32,
 }
 IGNORE_INDEX = 255
 """Mask value of pixels that losses and metrics ignore."""
@@ -59,6 +63,10 @@ class Manifest:
     """File name in the data set folder -> sha256."""
     source: str
     """Source that prepare_data read, or FLOAT_MODEL if the labels are predictions of the float model."""
+    values_shape: tuple[int, ...] | None = None
+    """Shape of the values of one image, for labels that are values."""
+    metric: str | None = None
+    """Function of METRIC_FILE that scores each image; None for the metric of the task."""
 
     @property
     def num_channels(self) -> int:
@@ -85,6 +93,8 @@ def read_manifest(dataset: Path) -> Manifest:
             std=channel_values(fields["std"]),
             files={str(name): str(digest) for name, digest in fields["files"].items()},
             source=str(fields["source"]),
+            values_shape=tuple(shape) if (shape := fields.get("values_shape")) else None,
+            metric=fields.get("metric"),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(
@@ -111,7 +121,7 @@ def calibration_images(dataset: Path) -> Path:
 
 
 def open_labels(dataset: Path, split: str, task: Task) -> NDArray[Any]:
-    """Map masks_NHW or labels_N of one split into memory, read-only.
+    """Map masks_NHW, labels_N or values of one split into memory, read-only.
 
     Raises ArtifactError if they are damaged, or if the data set has none for this task.
     """
@@ -124,8 +134,8 @@ def open_labels(dataset: Path, split: str, task: Task) -> NDArray[Any]:
             "data=folder for segmentation, data=class_folder for classification, and data=images for images "
             "without labels."
         )
-    size = (manifest.height, manifest.width) if task is Task.segmentation else ()
-    return _map_array(path, (num_images, *size), LABEL_TYPES[task])
+    size = {Task.segmentation: (manifest.height, manifest.width), Task.values: manifest.values_shape or ()}
+    return _map_array(path, (num_images, *size.get(task, ())), LABEL_TYPES[task])
 
 
 def open_groups(dataset: Path, split: str) -> NDArray[np.int64]:

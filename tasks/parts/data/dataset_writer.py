@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from tasks.parts.data.dataset import (
     LABEL_TYPES,
     MANIFEST_FILE,
     MAX_CLASSES,
+    METRIC_FILE,
     Manifest,
     open_split,
     read_manifest,
@@ -38,7 +40,7 @@ class SplitBatches:
 
     num_images: int
     batches: Iterable[tuple[NDArray[np.uint8], NDArray[Any] | None]]
-    """images_NHWC, each with their masks_NHW or labels_N; None without labels."""
+    """images_NHWC, each with their masks_NHW, labels_N or values; None without labels."""
     groups_N: NDArray[np.int64] | None = None
     """Number of the group, 0 .. K - 1, that each image belongs to; None if each is its own."""
 
@@ -53,16 +55,24 @@ def write_dataset(
     source: str,
     splits: Mapping[str, SplitBatches],
     channels: int = 3,
+    values_shape: tuple[int, ...] | None = None,
 ) -> Manifest:
     """Write all splits and the manifest into a new folder; mean and std come from the split `train`.
 
-    `task` is the task of the labels: masks or classes of images; None without labels.
+    `task` is the task of the labels: masks, classes of images, or values of `values_shape`; None without labels.
     """
     if task is Task.segmentation and len(classes) > MAX_CLASSES:
         raise DataError(f"{len(classes)} classes; masks are uint8 and hold at most {MAX_CLASSES}.")
     dataset.mkdir(parents=True)
     statistics = {
-        split: _write_split(dataset, split, content, task=task, shape_HWC=(height, width, channels))
+        split: _write_split(
+            dataset,
+            split,
+            content,
+            task=task,
+            shape_HWC=(height, width, channels),
+            values_shape=values_shape or (),
+        )
         for split, content in splits.items()
     }
     mean, std = _mean_and_std(statistics["train"].colour_counts)
@@ -76,8 +86,22 @@ def write_dataset(
         std=std,
         files=_all_files(statistics),
         source=source,
+        values_shape=values_shape,
     )
     _write_manifest(dataset, manifest)
+    return manifest
+
+
+def write_with_metric(dataset: Path, out: Path, metric: Path, function: str) -> Manifest:
+    """Copy a data set into a new folder, with a function of the file `metric` as its metric."""
+    shutil.copytree(dataset, out)
+    content = metric.read_bytes()
+    (out / METRIC_FILE).write_bytes(content)
+    whole = read_manifest(dataset)
+    files = {**whole.files, METRIC_FILE: hashlib.sha256(content).hexdigest()}
+    manifest = dataclasses.replace(whole, files=files, metric=function)
+    (out / MANIFEST_FILE).unlink()  # read-only where DVC links its cache into the workspace
+    _write_manifest(out, manifest)
     return manifest
 
 
@@ -122,10 +146,16 @@ class _SplitStatistics:
 
 
 def _write_split(
-    dataset: Path, split: str, content: SplitBatches, *, task: Task | None, shape_HWC: tuple[int, int, int]
+    dataset: Path,
+    split: str,
+    content: SplitBatches,
+    *,
+    task: Task | None,
+    shape_HWC: tuple[int, int, int],
+    values_shape: tuple[int, ...] = (),
 ) -> _SplitStatistics:
     label_type = LABEL_TYPES[task or Task.segmentation]
-    num_values = np.iinfo(label_type).max + 1
+    num_values = 0 if task is Task.values else 256 ** np.dtype(label_type).itemsize
     label_counts, colour_counts = np.zeros(num_values, np.int64), np.zeros((shape_HWC[2], 256), np.int64)
     shape_NHW = (content.num_images, *shape_HWC[:2])
     streams: dict[str, _NpyStream] = {}
@@ -138,14 +168,15 @@ def _write_split(
 
         image_stream, label_stream = open_stream("images", (content.num_images, *shape_HWC), np.uint8), None
         if task:
-            shape = shape_NHW if task is Task.segmentation else shape_NHW[:1]
+            shape = shape_NHW if task is Task.segmentation else (content.num_images, *values_shape)
             label_stream = open_stream(LABEL_FILES[task], shape, label_type)
         for images_NHWC, labels in content.batches:
             image_stream.append(images_NHWC)
             colour_counts += _count_colours(images_NHWC)
             if label_stream and labels is not None:
                 label_stream.append(labels)
-                label_counts += np.bincount(labels.ravel(), minlength=num_values)
+                if task is not Task.values:
+                    label_counts += np.bincount(labels.ravel(), minlength=num_values)
         if content.groups_N is not None:
             open_stream("groups", shape_NHW[:1], np.int64).append(content.groups_N)
         digests = {name: stream.finish() for name, stream in streams.items()}

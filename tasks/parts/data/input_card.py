@@ -29,6 +29,8 @@ class Task(StrEnum):
     """The class of each pixel: logits [N, C, H, W]."""
     classification = "classification"
     """The class of the image: logits [N, C]."""
+    values = "values"
+    """Numbers that are no classes, [N, ...]: a regression, an embedding, a depth map, boxes."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,16 @@ class InputCard:
     """Task of the logits; cards of our own networks omit it, because all of them do segmentation."""
     max_batch: int | None = None
     """Largest batch that the graph accepts; None if its batch is dynamic."""
+    values_shape: tuple[int, ...] | None = None
+    """Shape of the values for one image; None for logits."""
 
     def __post_init__(self) -> None:
-        if len(self.classes) < 2 or len(set(self.classes)) != len(self.classes):
+        if (self.task is Task.values) != bool(self.values_shape) or (self.values_shape and self.classes):
+            raise ArtifactError(
+                f"Card: task {self.task} with {len(self.classes)} classes and values of shape {self.values_shape}; "
+                "expected either classes or, for values, their shape."
+            )
+        if self.task is not Task.values and not 2 <= len(self.classes) == len(set(self.classes)):
             raise ArtifactError(
                 f"Card: {len(self.classes)} classes ({', '.join(self.classes[:8])}), of which "
                 f"{len(set(self.classes))} differ; expected at least two different names."
@@ -72,7 +81,9 @@ class InputCard:
 
     @property
     def logits_shape(self) -> tuple[int, ...]:
-        """Shape of the logits of one image."""
+        """Shape of the logits, or of the values, of one image."""
+        if self.values_shape is not None:
+            return self.values_shape
         size = (self.height, self.width) if self.task is Task.segmentation else ()
         return (len(self.classes), *size)
 
@@ -100,6 +111,7 @@ class InputCard:
                 width=int(fields["width"]),
                 task=Task(fields.get("task", Task.segmentation)),
                 max_batch=fields.get("max_batch"),
+                values_shape=tuple(shape) if (shape := fields.get("values_shape")) else None,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(
