@@ -44,7 +44,6 @@ from tasks.parts.data.accuracy import AccuracyReport
 from tasks.parts.data.comparison import RESULTS_FILE, read_results
 from tasks.parts.data.dataset import calibration_images, read_manifest
 from tasks.parts.data.dataset_writer import write_first_images
-from tasks.parts.data.input_card import Task
 from tasks.parts.engines.machine import read_cpu_model
 
 RESULTS = Path(__file__).parent / "results" / "controls.json"
@@ -298,10 +297,7 @@ def measured_miou(network: Network) -> dict[str, float]:
     report = read_report(AccuracyReport, checked)
     if report.accuracy is None:
         raise SystemExit(f"{network.model} has no engine for {target}: {report.reason}")
-    return {
-        f"miou_{split}": read_results(checked / RESULTS_FILE, split, Task.segmentation).score
-        for split in SPLITS
-    }
+    return {f"miou_{split}": read_results(checked / RESULTS_FILE, split).score for split in SPLITS}
 
 
 def summaries(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -26,7 +26,6 @@ from tasks.core.execute import ARTIFACTS
 from tasks.distill import distill
 from tasks.parts.data.comparison import RESULTS_FILE, read_results
 from tasks.parts.data.dataset import calibration_images
-from tasks.parts.data.input_card import Task
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.train import train
 from tasks.validate import validate
@@ -132,7 +131,7 @@ def measured_miou(folder: Path) -> float:
         out=folder,
     )
     report = validate(stage_config("validate"), engine=folder / "engine", data=DATA, out=folder)
-    return read_results(folder / RESULTS_FILE, report.unseen_split, Task.segmentation).score
+    return read_results(folder / RESULTS_FILE, report.unseen_split).score
 
 
 def summary(

@@ -145,6 +145,7 @@ def compose_trivial(*, num_variants: int, num_targets: int, seconds: float) -> d
     pipeline = {
         "imports": {"model": "models/float.onnx"},
         "unlabelled": {},
+        "metrics": {},
         "networks": [],
         "students": [],
         "exports": {},

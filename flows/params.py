@@ -6,9 +6,10 @@ checked against the ``Config`` of its stage before anything is written.
 
 import copy
 import dataclasses
+import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -151,6 +152,11 @@ def _complete_training(params: dict[str, Any], targets: dict[str, Any]) -> None:
             f"data is {params['prepare_data']['source']}, which has no masks, but segmentation networks need them. "
             "Choose data=folder, or use a model of your own: model=onnx model.path=<file>."
         )
+    if (folder := params["prepare_data"]["folder"]) and folder["channels"] != 3:
+        raise ConfigError(
+            f"prepare_data.folder.channels is {folder['channels']}, but the networks here read 3. Set it to 3, or "
+            "use a model of your own: model=onnx model.path=<file>."
+        )
     for section in (params["prune"], params["search_pruning"]["pruning"], params["rank_groups"]):
         if section["channel_multiple"] is None:
             section["channel_multiple"] = _largest_multiple(targets)
@@ -173,6 +179,38 @@ def _complete_import(params: dict[str, Any], model: dict[str, Any]) -> None:
     if params["prepare_data"]["source"] == "images":
         pipeline["unlabelled"] = {"images": pipeline["data"]}
         pipeline["data"] = "artifacts/label_images/dataset"
+    elif model["output_kind"] == "values" and model["metric"] is None:
+        raise ConfigError(
+            f"model.output_kind is values, and data is {params['prepare_data']['source']}, whose labels say nothing "
+            "about values. Choose data=images: the truth is what the float model returns; or compare with the labels "
+            "by a function of your own: model.metric=<file>:<function>."
+        )
+    if model["metric"] is not None:
+        file, params["attach_metric"]["function"] = _find_metric(model["metric"])
+        pipeline["metrics"] = {"own": {"file": file, "data": pipeline["data"]}}
+        pipeline["data"] = "artifacts/attach_metric/dataset"
+
+
+def _find_metric(metric: str) -> tuple[str, str]:
+    """Return file and function of model.metric; raise ConfigError unless git tracks the file."""
+    file, _, function = str(metric).rpartition(":")
+    path = PurePath(file)
+    if not file or not function.isidentifier() or path.is_absolute() or ".." in path.parts:
+        raise ConfigError(
+            f"model.metric is {metric}, expected <file>:<function> with a file of this workspace: "
+            "model.metric=metrics.py:dice."
+        )
+    if not Path(file).is_file():
+        raise ConfigError(
+            f"{file} is missing, expected a Python file with the function {function} (model.metric)."
+        )
+    command = ["git", "ls-files", "--error-unmatch", "--", file]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        raise ConfigError(
+            f"{file} is not tracked by git, so nobody could measure the same again (model.metric). Add and commit "
+            f"it: git add {file}."
+        )
+    return path.as_posix(), function
 
 
 def _check_engines(params: dict[str, Any], targets: dict[str, Any]) -> None:

@@ -40,6 +40,8 @@ class Limits:
     """The lowest mIoU of a segmentation."""
     min_top1: float | None
     """The lowest top-1 accuracy of a classification."""
+    min_score: float | None = None
+    """The lowest score of values, or of a metric of the user's own."""
 
     def are_held_by(self, run: TrackedEngine) -> bool:
         """Return whether the engine of a run can be shipped and meets the limits."""
@@ -49,6 +51,7 @@ class Limits:
             and (self.max_latency_ms is None or _upper_p50_ms(run) <= self.max_latency_ms)
             and (self.min_miou is None or metrics.get("miou", -1.0) >= self.min_miou)
             and (self.min_top1 is None or metrics.get("top1", -1.0) >= self.min_top1)
+            and (self.min_score is None or metrics.get("other_score", -1.0) >= self.min_score)
         )
 
     def __str__(self) -> str:
@@ -59,6 +62,8 @@ class Limits:
             asked.append(f"mIoU of {self.min_miou:g} or more")
         if self.min_top1 is not None:
             asked.append(f"top-1 accuracy of {self.min_top1:g} or more")
+        if self.min_score is not None:
+            asked.append(f"score of {self.min_score:g} or more")
         return " and ".join(asked) or "the gates of select_engine"
 
 
@@ -103,7 +108,8 @@ def show(runs: Sequence[TrackedEngine], picked: TrackedEngine | None) -> None:
     """Print the engines of a target, fastest first."""
     from rich.table import Table
 
-    metric = "miou" if any("miou" in run.metrics for run in runs) else "top1"
+    names = ("other_score", "miou", "top1")
+    metric = next((name for name in names if any(name in run.metrics for run in runs)), "top1")
     table = Table(
         "variant",
         runs[0].tags.get("metric", "mIoU"),  # earlier versions only did segmentation
@@ -140,6 +146,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--min-miou", type=float, help="for segmentation")
     parser.add_argument("--min-top1", type=float, help="for classification")
+    parser.add_argument("--min-score", type=float, help="for values, and for a metric of your own")
     parser.add_argument("--download", type=Path, metavar="DIR", help="copy the engine into this new folder")
     parser.add_argument("--promote", action="store_true", help="make it the champion of the target")
     parser.add_argument("--tracking-uri", help="instead of select_engine.tracking.uri")
@@ -160,7 +167,7 @@ def main(arguments: Sequence[str]) -> int:
                 f"MLflow at {mask_credentials(tracking.uri)} has no engine of target {options.target} in experiment "
                 f"{tracking.experiment}. Run the pipeline with that target first (`make run`)."
             )
-        limits = Limits(options.max_latency_ms, options.min_miou, options.min_top1)
+        limits = Limits(options.max_latency_ms, options.min_miou, options.min_top1, options.min_score)
         try:
             picked = pick(runs, limits)
         except GateFailed:

@@ -103,11 +103,13 @@ def _run_training(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> No
 
 
 def _run_import(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> None:
-    """Import the user's model, and let it label images that have no labels."""
+    """Import the user's model, let it label images that have no labels, and add the user's metric."""
     for path in pipeline["imports"].values():
         graph = stages.run("import_onnx", model=Path(path), data=data) / "model.onnx"
         for images in pipeline["unlabelled"].values():
             stages.run("label_images", model=graph, data=Path(images))
+    for item in pipeline["metrics"].values():
+        stages.run("attach_metric", metric=Path(item["file"]), data=Path(item["data"]))
 
 
 def _run_quantization(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> None:

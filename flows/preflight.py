@@ -68,6 +68,12 @@ def check_models(params: dict[str, Any]) -> None:
             output=cfg.output_name,
             is_quantized=cfg.is_quantized,
         )
+        channels = data["folder"]["channels"]
+        if channels != cfg.form.num_channels:
+            raise ConfigError(
+                f"prepare_data.folder.channels is {channels}, but model.mean has {cfg.form.num_channels} items, one "
+                "for each channel of the images. Set one of them."
+            )
         if (data["height"], data["width"]) != (height, width):
             raise ConfigError(
                 f"{name} reads images of {height}x{width}, but prepare_data makes them "

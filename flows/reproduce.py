@@ -24,7 +24,7 @@ from tasks.core.reports import read_key
 from tasks.core.tracking.config import mask_credentials, read_tracking_config
 from tasks.core.tracking.lookup import find_engine, read_pipeline_params
 from tasks.core.tracking.records import UNCOMMITTED, UNKNOWN_COMMIT, TrackedEngine
-from tasks.parts.engines.manifest import read_engine_manifest
+from tasks.parts.engines.manifest import read_engine_manifest, sha256_of
 from tasks.parts.engines.runtimes import Runtime
 
 _SHA256 = re.compile(r"[0-9a-f]{8,64}")
@@ -63,10 +63,15 @@ def prepare(engine: TrackedEngine, params: str, folder: Path) -> None:
     cache = _run(sys.executable, "-m", "dvc", "cache", "dir").strip()
     _run(sys.executable, "-m", "dvc", "cache", "dir", "--local", str(Path(cache).resolve()), cwd=folder)
     content = yaml.safe_load(params)
-    for path in (content["prepare_data"]["root"], *content["pipeline"]["imports"].values()):
+    metrics = [item["file"] for item in content["pipeline"].get("metrics", {}).values()]
+    lent = (content["prepare_data"]["root"], *content["pipeline"]["imports"].values())
+    for path in (*lent, *metrics):
         if not _PLAIN_PATH.fullmatch(path):  # it becomes part of a command
             raise ArtifactError(f"params.yaml of the run names the path {path!r}, expected a plain one.")
+    for path in lent:
         _lend(Path(path), folder)
+    for path in metrics:
+        _check_metric(folder / path, engine.tags.get("metric_sha256", ""), commit)
 
 
 def _lend(path: Path, folder: Path) -> None:
@@ -80,6 +85,17 @@ def _lend(path: Path, folder: Path) -> None:
     ):
         inside.parent.mkdir(parents=True, exist_ok=True)
         inside.symlink_to(path.resolve())
+
+
+def _check_metric(file: Path, measured: str, commit: str) -> None:
+    """Raise ArtifactError unless the commit holds the user's own metric as the engine was measured with it."""
+    found = sha256_of(file) if file.is_file() else "no such file"
+    if found != measured:
+        raise ArtifactError(
+            f"{file}: commit {commit[:12]} holds another metric (sha256 {found[:12]}) than the one that the engine "
+            f"was measured with ({measured[:12] or 'none was logged'}), because it was changed and not committed. "
+            "Commit the file of model.metric and run the pipeline again."
+        )
 
 
 def lineage(lock: Mapping[str, Any], stage: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tasks.core.reports import read_report
 from tasks.parts.selection.engine_row import Measured, read_rows
-from tasks.parts.selection.findings import latency_ms
+from tasks.parts.selection.findings import latency_ms, note_on, score_of
 from tasks.select_engine import Report
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ def print_result(folder: Path) -> None:
         )
     console = open_console()
     console.print(table)
+    if note := note_on(metric):
+        console.print(note, highlight=False)
     for row in rows:
         if row.picked:
             console.print(f"{row.target}: {row.variant}. {row.reason}", highlight=False)
@@ -53,7 +55,7 @@ def _numbers(measured: Measured | None) -> tuple[str, ...]:
     speed, losses = measured.speed, measured.losses
     low, high = (losses.score_rel_loss_low, losses.score_rel_loss_high) if losses else (None, None)
     return (
-        format_number(measured.accuracy.score, 4),
+        score_of(measured.accuracy),
         format_number(losses.score_rel_loss if losses else None, 2, scale=100),
         f"{format_number(low, 2, scale=100)} to {format_number(high, 2, scale=100)}",
         format_number(speed.latency_ms_p50, 3),

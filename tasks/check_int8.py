@@ -94,6 +94,7 @@ def check_int8(
     `ranges` and `trials` (calibrators.csv) are files of quantize_ptq, `ranking` is that of rank_layers. Raises
     ArtifactError when they do not belong together.
     """
+    from tasks.parts.data.input_card import Task
     from tasks.parts.data.metrics import class_scores
     from tasks.parts.onnx_graphs.graph import read_graph
     from tasks.parts.onnx_graphs.predict import predict_classes
@@ -117,14 +118,18 @@ def check_int8(
     worst = min((by_type[kind] for kind in activations), key=lambda evaluation: evaluation.score)
     int8 = with_activations(read_graph(quantized), worst.activations)
     classes = predict_classes(int8, evaluator.images_NHWC, batch_size=cfg.batch_size)
-    before, after = (
-        class_scores(predicted, evaluator.labels, evaluator.num_classes, evaluator.task)
-        for predicted in (evaluator.float_classes, classes)
-    )
+    judge = evaluator.judge
+    by_class: tuple[Answer, ...] = ()
+    if judge.task is not Task.values:
+        before, after = (
+            class_scores(predicted, judge.labels, judge.num_classes, judge.task)
+            for predicted in (evaluator.float_answers, classes)
+        )
+        by_class = (_classes(cfg, data, judge.task, before, after),)
     statistics = _statistics(cfg, graph, list(known), data)
     answers = (
         _ends(cfg, weighted, layers),
-        _classes(cfg, data, evaluator.task, before, after),
+        *by_class,
         _calibration_size(cfg, graph, ranges, known, data, evaluator, worst.score),
         _coverage(cfg, known, statistics),
         _batch(cfg, int8, evaluator.images_NHWC, classes),
@@ -237,10 +242,10 @@ def _coverage(
 
 
 def _batch(cfg: Config, int8: "ModelProto", images_NHWC: "NDArray[Any]", classes: "NDArray[Any]") -> Answer:
-    from tasks.parts.onnx_graphs.predict import predict_classes
+    from tasks.parts.onnx_graphs.predict import agreement, predict_classes
 
     few = images_NHWC[: cfg.batch_size]
-    share = float((predict_classes(int8, few, batch_size=1) != classes[: len(few)]).mean())
+    share = 1 - agreement(predict_classes(int8, few, batch_size=1), classes[: len(few)])
     return Answer(
         question="Does the batch size change the predictions?",
         is_suspect=share > cfg.suspect_loss,

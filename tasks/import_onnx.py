@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems, MoreThan, NumItems
-from tasks.core.errors import ArtifactError
-from tasks.parts.data.input_card import InputCard, Task, rgb_triple
+from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems, MoreThan
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.data.input_card import MAX_CHANNELS, InputCard, Task
 from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, InputForm, Layout, Values
+from tasks.parts.onnx_graphs.foreign_output import OutputKind
 from tasks.parts.onnx_graphs.signal_to_noise import Difference
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from tasks.parts.data.dataset import Manifest
     from tasks.parts.onnx_graphs.foreign_compare import Comparison, Gate
+    from tasks.parts.onnx_graphs.foreign_output import Head
     from tasks.parts.onnx_graphs.foreign_rewrite import Imported, Quantization
 
 logger = logging.getLogger(__name__)
@@ -36,16 +38,19 @@ class Config:
     """Order of the channels of the input."""
     values: Values
     """Scale of the values of the input."""
-    mean: Annotated[list[float], NumItems(3), "RGB, 0..1 scale"]
-    """Mean of RGB on a 0..1 scale, for values=normalised: the model reads (value / 255 - mean) / std."""
-    std: Annotated[list[Annotated[float, MoreThan(0)]], NumItems(3), "RGB, 0..1 scale"]
-    """Standard deviation of RGB on a 0..1 scale, for values=normalised."""
+    mean: Annotated[list[float], MinItems(1), "one for each channel, 0..1 scale"]
+    """Mean of each channel of the images (of RGB for three) on a 0..1 scale, for values=normalised: the model reads
+    (value / 255 - mean) / std. The number of items is that of the channels."""
+    std: Annotated[list[Annotated[float, MoreThan(0)]], MinItems(1), "one for each channel, 0..1 scale"]
+    """Standard deviation of each channel on a 0..1 scale, for values=normalised."""
     height: Annotated[int, Between(16, 8192)] | None
     """Rows of the images in pixels, if the graph leaves them open; null: the graph's own."""
     width: Annotated[int, Between(16, 8192)] | None
     """Columns of the images in pixels, if the graph leaves them open; null: the graph's own."""
     output: str | int | None
     """Name of the output with the logits, for models with several; null: the only one."""
+    output_kind: OutputKind
+    """What the output means."""
     output_layout: Layout
     """Order of the axes of an output with four."""
     threshold: float | None
@@ -64,6 +69,22 @@ class Config:
     """Gate of the float form against its Q/DQ file, dB: what the file's rounding costs."""
     seed: Annotated[int, AtLeast(0)]
     """Seed of the random images that a float file is compared on."""
+
+    def __post_init__(self) -> None:
+        if not len(self.mean) == len(self.std) <= MAX_CHANNELS:
+            raise ConfigError(
+                f"mean has {len(self.mean)} items and std {len(self.std)}, expected one for each channel of the "
+                f"images, at most {MAX_CHANNELS}."
+            )
+        if self.channel_order is ChannelOrder.bgr and len(self.mean) != 3:
+            raise ConfigError(
+                f"channel_order is bgr, and mean has {len(self.mean)} items, expected 3. Other channels are read in "
+                "the order of the data set: set channel_order=rgb."
+            )
+        if self.output_kind is OutputKind.values and self.classes is not None:
+            raise ConfigError(
+                f"output_kind is values, and classes is {self.classes[:8]}, expected null: values have no classes."
+            )
 
     @property
     def form(self) -> InputForm:
@@ -94,6 +115,7 @@ class Report:
 
     task: Task
     num_classes: int
+    """0 for values that are no classes."""
     height: int
     width: int
     output: str
@@ -201,7 +223,7 @@ def _rewrite(
             form=cfg.form,
             height=cfg.height,
             width=cfg.width,
-            output=OutputForm(cfg.output_name, cfg.output_layout, cfg.threshold),
+            output=OutputForm(cfg.output_name, cfg.output_layout, cfg.threshold, cfg.output_kind),
             quantization=quantization,
             is_batch_freed=is_batch_freed,
         )
@@ -257,8 +279,6 @@ def _write(cfg: Config, imported: "Imported", data: Path, path: Path) -> tuple[I
 
 def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> InputCard:
     """Return the card of the graph; raise ArtifactError if the data set does not match the graph."""
-    from tasks.parts.data.dataset import open_labels
-
     sizes = [axis.dim_value for axis in imported.graph.graph.input[0].type.tensor_type.shape.dim]
     height, width = sizes[2:]
     if (data.height, data.width) != (height, width):
@@ -266,12 +286,37 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
             f"{path}: the images are {data.height}x{data.width}, the model reads {height}x{width}. Set "
             f"prepare_data.height={height} prepare_data.width={width}."
         )
-    numbers = tuple(str(index) for index in range(imported.head.num_classes))
+    if data.num_channels != cfg.form.num_channels:
+        raise ArtifactError(
+            f"{path}: the images have {data.num_channels} channels, model.mean has {cfg.form.num_channels} items. "
+            f"Set prepare_data.folder.channels={cfg.form.num_channels}, or one mean and std for each channel."
+        )
+    values_shape = None
+    if imported.head.task is Task.values:
+        dims = imported.graph.graph.output[0].type.tensor_type.shape.dim
+        values_shape = tuple(axis.dim_value for axis in dims[1:])
+    return InputCard(
+        classes=() if values_shape else _classes(cfg, imported.head, data, path),
+        mean=imported.mean,
+        std=imported.std,
+        height=height,
+        width=width,
+        task=imported.head.task,
+        max_batch=imported.max_batch,
+        values_shape=values_shape,
+    )
+
+
+def _classes(cfg: Config, head: "Head", data: "Manifest", path: Path) -> tuple[str, ...]:
+    """Return the names of the classes; raise ArtifactError if configuration, data set and graph differ."""
+    from tasks.parts.data.dataset import open_labels
+
+    numbers = tuple(str(index) for index in range(head.num_classes))
     classes = tuple(cfg.classes) if cfg.classes is not None else data.classes or numbers
-    if len(classes) != imported.head.num_classes:
+    if len(classes) != head.num_classes:
         where = "model.classes" if cfg.classes is not None else f"the data set {path}"
         raise ArtifactError(
-            f"the model has {imported.head.num_classes} classes, but {where} names {len(classes)}. Name all of them, "
+            f"the model has {head.num_classes} classes, but {where} names {len(classes)}. Name all of them, "
             "in the order of the logits (model.classes, or classes.yaml of the data set)."
         )
     if data.classes and classes != data.classes:
@@ -280,13 +325,5 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
             "order must be equal; set model.classes=null to take those of the data set."
         )
     if data.classes:
-        open_labels(path, "val", imported.head.task)  # masks for a segmentation, labels for a classification
-    return InputCard(
-        classes=classes,
-        mean=rgb_triple(imported.mean),
-        std=rgb_triple(imported.std),
-        height=height,
-        width=width,
-        task=imported.head.task,
-        max_batch=imported.max_batch,
-    )
+        open_labels(path, "val", head.task)  # masks for a segmentation, labels for a classification
+    return classes

@@ -32,7 +32,7 @@ class Report:
     num_images: dict[str, int]
     """Number of images per split."""
     num_classes: int
-    """Number of classes of the model."""
+    """Number of classes of the model; 0 if it returns values."""
     num_classes_given: int
     """Number of classes that the model predicted for at least one image, or pixel."""
 
@@ -40,7 +40,8 @@ class Report:
 def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     """Write ``dataset/``: the images of `data`, labelled with the predictions of the float graph of import_onnx.
 
-    Raises ArtifactError for images that already have labels or masks, DataError if the model predicts only one class.
+    Raises ArtifactError for images that already have labels or masks, DataError if the model answers the same for
+    every image.
     """
     from tasks.parts.data.dataset import open_groups, read_manifest
     from tasks.parts.data.dataset_writer import SplitBatches, write_dataset
@@ -54,6 +55,7 @@ def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
             "(data=images). Measure on the existing labels instead."
         )
     card = read_card_of_graph(graph)
+    seen = _Seen()
     labelled = write_dataset(
         out / "dataset",
         task=card.task,
@@ -61,8 +63,10 @@ def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         height=manifest.height,
         width=manifest.width,
         source=FLOAT_MODEL,
+        channels=manifest.num_channels,
+        values_shape=card.values_shape,
         splits={
-            split: SplitBatches(num_images, _label(cfg, graph, data, split), open_groups(data, split))
+            split: SplitBatches(num_images, _label(cfg, graph, data, split, seen), open_groups(data, split))
             for split, num_images in manifest.counts.items()
         },
     )
@@ -71,25 +75,43 @@ def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         for name, *shares in zip(card.classes, *labelled.pixel_share.values(), strict=True)
         if any(share > 0 for share in shares)
     ]
-    if len(given) < 2:
+    if not seen.is_varied:
+        answer = f"predicts the class {given[0]}" if given else "returns the same values"
         raise DataError(
-            f"{data}: the float model predicts the class {given[0]} for every image, so agreement with it would be "
-            "meaningless. Check model.mean and model.std, or provide more varied images."
+            f"{data}: the float model {answer} for every image, so agreement with it would be meaningless. Check "
+            "model.mean and model.std, or provide more varied images."
         )
     report = Report(labelled.counts, len(card.classes), len(given))
     logger.info("label_images: %d of %d classes given", report.num_classes_given, report.num_classes)
     return report
 
 
+@dataclass
+class _Seen:
+    """Whether answers differ."""
+
+    first: Any = None
+    is_varied: bool = False
+
+    def add(self, answers: "NDArray[Any]") -> None:
+        """Compare the answers of a batch with the first number, or values, of all."""
+        if self.first is None:
+            self.first = answers[0].copy() if answers.dtype.kind == "f" else answers.flat[0]
+        self.is_varied = self.is_varied or bool((answers != self.first).any())
+
+
 def _label(
-    cfg: Config, graph: "ModelProto", data: Path, split: str
+    cfg: Config, graph: "ModelProto", data: Path, split: str, seen: _Seen
 ) -> "Iterator[tuple[NDArray[np.uint8], NDArray[Any]]]":
     """Yield the images of a split in batches, each with the predictions of the graph."""
     from tasks.parts.data.dataset import LABEL_TYPES, open_images
-    from tasks.parts.data.dataset_writer import batches_of
+    from tasks.parts.data.judge import answers_of
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
-    from tasks.parts.onnx_graphs.predict import predict_classes
+    from tasks.parts.onnx_graphs.predict import run_batches
 
-    images_NHWC = open_images(data, split)
-    classes = predict_classes(graph, images_NHWC, batch_size=cfg.batch_size)
-    yield from batches_of(images_NHWC, classes.astype(LABEL_TYPES[read_card_of_graph(graph).task]))
+    images_NHWC, card, start = open_images(data, split), read_card_of_graph(graph), 0
+    for outputs in run_batches(graph, images_NHWC, batch_size=cfg.batch_size):
+        answers = answers_of(outputs, card)
+        seen.add(answers)
+        yield images_NHWC[start : start + len(answers)], answers.astype(LABEL_TYPES[card.task])
+        start += len(answers)

@@ -81,8 +81,9 @@ class Report:
     """Number of images per split."""
     pixel_share: dict[str, dict[str, float]]
     """Share of the pixels that are not ignored, or of the labelled images, by split and class."""
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mean: tuple[float, ...]
+    """Mean of each channel in the train split, on a 0..1 scale."""
+    std: tuple[float, ...]
     size_bytes: int
     """Size of all arrays together."""
     num_bad_images: int
@@ -126,6 +127,7 @@ def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
         width=cfg.width,
         source=str(cfg.source),
         splits=loaded.splits,
+        channels=3 if cfg.folder is None else cfg.folder.channels,
     )
     absent: tuple[str, ...] = ()
     if loaded.task is Task.segmentation:

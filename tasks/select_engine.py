@@ -51,7 +51,7 @@ class Config:
     """The gates, and the engines that they apply to."""
 
     float_reference: EngineName
-    """The engine whose score (mIoU, or top-1 accuracy) counts as 100 %. It must be in ``engines``."""
+    """The engine whose score counts as 100 %. It must be in ``engines``."""
     max_score_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
     """Share of the reference's score that an accepted engine may lose: the upper end of its 95 % interval counts."""
     max_parent_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
@@ -112,6 +112,8 @@ class Pick:
     """Score on the split that nothing was decided on."""
     speedup_vs_reference: float
     engine_sha256: str
+    other_score: float | None = None
+    """Score of values, or of a metric of the user's own."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def select_engine(
     _write(findings, folders, out)
     report = _report(findings)
     if cfg.tracking.enabled:
-        data_set = DataSet(cfg.data_name, digest(data), data.as_posix())
+        data_set = DataSet(cfg.data_name, digest(data), data.as_posix(), _metric_sha256(data))
         run = _track(cfg.tracking, data_set, folders, report, findings.rows, out)
         report = dataclasses.replace(report, mlflow_run=run)
     logger.info(
@@ -256,7 +258,16 @@ def _pick(row: EngineRow) -> Pick:
         unseen_score=row.measured.unseen.unseen_score,
         speedup_vs_reference=row.measured.speed.speedup_vs_reference,
         engine_sha256=row.measured.engine_sha256,
+        other_score=row.measured.accuracy.other_score,
     )
+
+
+def _metric_sha256(data: Path) -> str:
+    from tasks.parts.data.dataset import METRIC_FILE
+    from tasks.parts.engines.manifest import sha256_of
+
+    file = data / METRIC_FILE
+    return sha256_of(file) if file.is_file() else ""
 
 
 def _track(

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tasks.core.bounds import AtLeast
-from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+from tasks.core.errors import ConfigError, GateFailed
 from tasks.parts.data.accuracy import Accuracy, AccuracyReport
 
 if TYPE_CHECKING:
     from tasks.parts.data.comparison import ImageResults
     from tasks.parts.data.input_card import InputCard
-    from tasks.parts.engines.manifest import EngineManifest
+    from tasks.parts.data.judge import Judge
     from tasks.parts.engines.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -48,13 +48,12 @@ Report = AccuracyReport
 def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     """Write `confusion.csv` (rows: truth, columns: prediction, in pixels or images) and return the scores on `split`.
 
-    `images.npz` holds what was right in each image of both splits (see tasks/parts/data/comparison.py). For an engine
-    that was skipped or failed, the report has that status. Raises ArtifactError when engine and data set differ in
-    their classes, GateFailed for logits that are not finite.
+    Values that are no classes have no confusion. `images.npz` holds what was right in each image of both splits (see
+    tasks/parts/data/comparison.py). For an engine that was skipped or failed, the report has that status. Raises
+    ArtifactError when engine and data set differ in their classes, GateFailed for logits that are not finite.
     """
     from tasks.parts.data.comparison import RESULTS_FILE, write_results
-    from tasks.parts.data.dataset import read_manifest
-    from tasks.parts.data.metrics import metric_of
+    from tasks.parts.data.judge import open_judge
     from tasks.parts.engines.manifest import read_engine_manifest
     from tasks.parts.engines.open_engine import open_engine
 
@@ -62,73 +61,95 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     if not manifest.is_built:
         logger.warning("validate: %s has no engine: %s", engine, manifest.reason)
         return Report(manifest.status, manifest.reason, "", cfg.split, cfg.unseen_split, 0, None)
-    dataset = read_manifest(data)
-    _check_classes(manifest, engine, dataset.classes, data)
-    logger.info("validate: %s of target %s, split %s", manifest.file, manifest.target.name, cfg.split)
+    card, target = manifest.card, manifest.target.name
+    judge, unseen_judge = (open_judge(data, split, card) for split in (cfg.split, cfg.unseen_split))
+    logger.info("validate: %s of target %s, split %s", manifest.file, target, cfg.split)
     with open_engine(engine) as runner:
-        confusion_CC, results = _run_split(runner, data, cfg.split, cfg.batch_size)
-        _, unseen = _run_split(runner, data, cfg.unseen_split, cfg.batch_size)
-    write_results(out / RESULTS_FILE, {cfg.split: results, cfg.unseen_split: unseen})
-    _write_confusion(confusion_CC, manifest.card.classes, out / "confusion.csv")
-    accuracy = _accuracy(confusion_CC, manifest.card, metric_of(manifest.card.task, dataset.source))
-    logger.info("validate: %s %s on %d images", accuracy.metric, accuracy.score, results.num_images)
+        measured = _run_split(runner, data, cfg.split, cfg.batch_size, judge)
+        unseen = _run_split(runner, data, cfg.unseen_split, cfg.batch_size, unseen_judge)
+    write_results(out / RESULTS_FILE, {cfg.split: measured.results, cfg.unseen_split: unseen.results})
+    if card.classes:
+        _write_confusion(measured.confusion_CC, card.classes, out / "confusion.csv")
+    accuracy = _accuracy(measured, card, judge)
+    logger.info("validate: %s %s on %d images", accuracy.metric, accuracy.score, measured.results.num_images)
     return Report(
-        manifest.status, "", manifest.sha256, cfg.split, cfg.unseen_split, results.num_images, accuracy
+        manifest.status,
+        "",
+        manifest.sha256,
+        cfg.split,
+        cfg.unseen_split,
+        measured.results.num_images,
+        accuracy,
     )
 
 
-def _accuracy(confusion_CC: Any, card: "InputCard", metric: str) -> Accuracy:
+@dataclass(frozen=True)
+class _Measured:
+    """What an engine answers for the images of a split."""
+
+    results: "ImageResults"
+    confusion_CC: Any
+    """Counts of (true class, predicted class) in pixels or images; empty for values."""
+    energy: float
+    """Sum of the squares of the outputs."""
+
+
+def _accuracy(measured: _Measured, card: "InputCard", judge: "Judge") -> Accuracy:
+    from tasks.parts.data.comparison import similarity_of_values
     from tasks.parts.data.input_card import Task
     from tasks.parts.data.metrics import scores
 
-    result = scores(confusion_CC)
-    if card.task is not Task.segmentation:
-        return Accuracy(metric, miou=None, top1=result.pixel_accuracy, pixel_accuracy=None, iou={})
+    own = None if judge.score_images is None else measured.results.score
+    if card.task is Task.values:
+        if own is not None:
+            return Accuracy(judge.metric, None, None, None, {}, other_score=own)
+        sqnr_db, cosine = similarity_of_values(measured.results, measured.energy)
+        score = measured.results.score
+        return Accuracy(judge.metric, None, None, None, {}, score, sqnr_db, cosine)
+    result = scores(measured.confusion_CC)
+    if card.task is Task.classification:
+        return Accuracy(judge.metric, None, result.pixel_accuracy, None, {}, other_score=own)
     iou = dict(zip(card.classes, result.iou, strict=True))
-    return Accuracy(metric, miou=result.miou, top1=None, pixel_accuracy=result.pixel_accuracy, iou=iou)
+    return Accuracy(judge.metric, result.miou, None, result.pixel_accuracy, iou, other_score=own)
 
 
-def _check_classes(manifest: "EngineManifest", engine: Path, classes: tuple[str, ...], data: Path) -> None:
-    if manifest.card.classes != classes:
-        raise ArtifactError(
-            f"{engine}: the engine has {len(manifest.card.classes)} classes "
-            f"({', '.join(manifest.card.classes)}), {data} has {len(classes)} ({', '.join(classes)}); names "
-            "and order must be equal. Train on this data set, or validate with the data set that the engine "
-            "was trained on."
-        )
-
-
-def _run_split(runner: "Runner", data: Path, split: str, batch_size: int) -> "tuple[Any, ImageResults]":
-    """Return the confusion matrix of a split, and what was right in each of its images."""
+def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge: "Judge") -> _Measured:
+    """Run every image of a split through an engine."""
     import numpy as np
 
-    from tasks.parts.data.comparison import compare_with_labels, join_results
-    from tasks.parts.data.dataset import IGNORE_INDEX, normalise, open_groups, open_images, open_labels
+    from tasks.parts.data.comparison import energy
+    from tasks.parts.data.dataset import IGNORE_INDEX, normalise, open_images
     from tasks.parts.data.input_card import Task
+    from tasks.parts.data.judge import answers_of
     from tasks.parts.data.metrics import NO_LABEL, confusion_matrix
     from tasks.parts.progress import tracked
 
     card = runner.manifest.card
-    images_NHWC, truth = open_images(data, split), open_labels(data, split, card.task)
+    images_NHWC = open_images(data, split)
     ignore_index = IGNORE_INDEX if card.task is Task.segmentation else NO_LABEL
     step = min(batch_size, runner.manifest.target.max_batch)
     confusion_CC, results = np.zeros((len(card.classes), len(card.classes)), np.int64), []
+    total = 0.0
     starts = range(0, len(images_NHWC), batch_size)
     for start in tracked(starts, "validate"):
         images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
         parts = range(0, len(images_NCHW), step)
-        logits = np.concatenate([runner.infer(images_NCHW[part : part + step]) for part in parts])
-        if not np.isfinite(logits).all():
-            bad = int(np.flatnonzero(~np.isfinite(logits).all(axis=tuple(range(1, logits.ndim))))[0])
+        outputs = np.concatenate([runner.infer(images_NCHW[part : part + step]) for part in parts])
+        if not np.isfinite(outputs).all():
+            bad = int(np.flatnonzero(~np.isfinite(outputs).all(axis=tuple(range(1, outputs.ndim))))[0])
             raise GateFailed(
                 f"Engine {runner.manifest.file} of target {runner.manifest.target.name}: NaN or infinity in "
                 f"the logits of image {start + bad} of split '{split}' (validate.split, .unseen_split), expected "
                 "finite values. The engine overflows; build the variant for a target with a higher precision."
             )
-        classes, labels = logits.argmax(axis=1), truth[start : start + batch_size]
-        confusion_CC += confusion_matrix(classes, labels, len(card.classes), ignore_index)
-        results.append(compare_with_labels(classes, labels, len(card.classes), card.task))
-    return confusion_CC, join_results(results, open_groups(data, split))
+        answers = answers_of(outputs, card)
+        results.append(judge.compare(outputs, answers, start))
+        if card.task is Task.values:
+            total += float(energy(outputs).sum())
+        else:
+            labels = judge.labels[start : start + batch_size]
+            confusion_CC += confusion_matrix(answers, labels, len(card.classes), ignore_index)
+    return _Measured(judge.join(results), confusion_CC, total)
 
 
 def _write_confusion(confusion_CC: Any, classes: tuple[str, ...], path: Path) -> None:

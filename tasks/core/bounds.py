@@ -118,19 +118,6 @@ class MinItems:
 
 
 @dataclass(frozen=True)
-class NumItems:
-    """Exact number of items in a list."""
-
-    number: int
-
-    def allows(self, value: Sequence[Any]) -> bool:
-        return len(value) == self.number
-
-    def __str__(self) -> str:
-        return f"of {self.number} items"
-
-
-@dataclass(frozen=True)
 class Distinct:
     """No item occurs twice in a list."""
 

@@ -1,5 +1,6 @@
 """Composing conf/ into params.yaml."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,51 @@ def test_images_without_labels_are_measured_by_what_the_float_model_says() -> No
         "imported_partial",
     }
     assert "train" not in params and "quantize_aware_train" not in params
+
+
+OWN = ("model=onnx", "model.path=mine.onnx")
+
+
+def test_metric_of_one_s_own_is_attached_to_the_data_that_engines_are_measured_on() -> None:
+    params = compose_params([*OWN, "data=images", "model.metric=flows/params.py:compose_params"])
+    labelled = "artifacts/label_images/dataset"
+    assert params["pipeline"]["metrics"] == {"own": {"file": "flows/params.py", "data": labelled}}
+    assert params["pipeline"]["data"] == "artifacts/attach_metric/dataset"
+    assert params["attach_metric"] == {"function": "compose_params"}
+    assert "attach_metric" not in compose_params([*OWN, "data=images"])
+
+
+@pytest.mark.parametrize(
+    ("metric", "text"),
+    [
+        ("dice", r"model\.metric is dice, expected <file>:<function>"),
+        ("../metrics.py:dice", r"with a file of this workspace"),
+        ("metrics.py:dice!", r"expected <file>:<function>"),
+        ("metrics.py:dice", r"metrics\.py is missing, expected a Python file with the function dice"),
+    ],
+)
+def test_metric_that_cannot_be_found_is_refused(metric: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        compose_params([*OWN, "data=images", f"model.metric='{metric}'"])
+
+
+def test_metric_that_git_does_not_track_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["git", "init", "-q"], check=True)
+    Path("metrics.py").write_text("def dice(outputs, labels): ...\n", encoding="utf-8")
+    overrides = [*OWN, "data=images", "model.metric=metrics.py:dice"]
+    with pytest.raises(ConfigError, match=r"metrics\.py is not tracked by git.*git add metrics\.py"):
+        compose_params(overrides)
+    subprocess.run(["git", "add", "metrics.py"], check=True)
+    assert compose_params(overrides)["attach_metric"] == {"function": "dice"}
+
+
+def test_values_need_the_float_model_s_answers_or_a_metric_of_one_s_own() -> None:
+    values = [*OWN, "model.output_kind=values", "data=class_folder"]
+    with pytest.raises(ConfigError, match=r"data is class_folder, whose labels say nothing about values"):
+        compose_params(values)
+    params = compose_params([*values, "model.metric=flows/params.py:compose_params"])
+    assert params["pipeline"]["metrics"]["own"]["data"] == "artifacts/prepare_data/dataset"
 
 
 @pytest.mark.parametrize(

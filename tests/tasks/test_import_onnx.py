@@ -33,6 +33,7 @@ from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, Layout, Values
 from tasks.parts.onnx_graphs.foreign_half import has_half
+from tasks.parts.onnx_graphs.foreign_output import OutputKind
 from tasks.parts.onnx_graphs.graph import other_types, read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.macs import conv_macs
 from tasks.parts.onnx_graphs.predict import predict_classes
@@ -54,6 +55,7 @@ CONFIG = Config(
     height=None,
     width=None,
     output=None,
+    output_kind=OutputKind.classes,
     output_layout=Layout.nchw,
     threshold=None,
     batch_sizes=[1, 3],
@@ -66,13 +68,14 @@ CONFIG = Config(
 )
 
 
-def images(folder: Path, side: int, classes: tuple[str, ...] = ()) -> Path:
+def images(folder: Path, side: int, classes: tuple[str, ...] = (), channels: int = 3) -> Path:
     """Write a data set of images of several colours; labelled in turns where there are classes."""
     random = np.random.default_rng(0)
     splits = {}
     for split in ("train", "val", "test", "calibration"):
-        images_NHWC = random.integers(0, 64, (4, side, side, 3), np.uint8)
-        images_NHWC[np.arange(3), ..., np.arange(3)] += 190  # a red, a green, a blue and a dark one
+        images_NHWC = random.integers(0, 64, (4, side, side, channels), np.uint8)
+        few = np.arange(min(3, channels))
+        images_NHWC[few, ..., few] += 190  # a red, a green, a blue and a dark one
         labels_N = (np.arange(4) % len(classes)).astype(np.uint16) if classes else None
         splits[split] = SplitBatches(4, [(images_NHWC, labels_N)])
     write_dataset(
@@ -83,6 +86,7 @@ def images(folder: Path, side: int, classes: tuple[str, ...] = ()) -> Path:
         width=side,
         source="images",
         splits=splits,
+        channels=channels,
     )
     return folder / "dataset"
 
@@ -759,6 +763,45 @@ def test_open_axes_of_any_name_are_set_by_the_configuration(small: Path, tmp_pat
     assert [axis.dim_param or axis.dim_value for axis in image] == ["batch", 3, 32, 32]
 
 
+@pytest.mark.parametrize("channels", [1, 5, 16])
+@pytest.mark.parametrize("name", ["cpu_onnxruntime", "cpu_openvino"])
+def test_model_of_any_number_of_channels_becomes_an_engine(tmp_path: Path, channels: int, name: str) -> None:
+    data = images(tmp_path, 32, classes=("a", "b", "c", "d"), channels=channels)
+    weights_OIHW = np.random.default_rng(1).normal(size=(4, channels, 3, 3))
+    onnx.save(network(("n", channels, 32, 32), [], weights_OIHW), tmp_path / "model.onnx")
+    statistics = {
+        "mean": [0.1 + 0.05 * n for n in range(channels)],
+        "std": [0.2 + 0.1 * n for n in range(channels)],
+    }
+    run(tmp_path / "model.onnx", data, tmp_path / "out", **statistics)
+    model = tmp_path / "out" / "model.onnx"
+    for part in ("engine", "validated"):
+        (tmp_path / part).mkdir()
+    card = read_card_of_graph(read_graph(model))
+    assert (card.image_shape, list(card.mean)) == ((channels, 32, 32), statistics["mean"])
+    built = build_engine(target(name), model=model, images=calibration_images(data), out=tmp_path / "engine")
+    assert built.status == "built", built
+    checked = validate(
+        ValidateConfig("test", "val", 4),
+        engine=tmp_path / "engine" / "engine",
+        data=data,
+        out=tmp_path / "validated",
+    )
+    inputs = (np.asarray(open_images(data, "test")) / 255 - statistics["mean"]) / statistics["std"]
+    inputs_NCHW = inputs.transpose(0, 3, 1, 2).astype(np.float32)
+    logits_NC = onnxruntime.InferenceSession(tmp_path / "model.onnx").run(None, {"pixels": inputs_NCHW})[0]
+    right_N = logits_NC.argmax(1) == open_labels(data, "test", Task.classification)
+    assert checked.accuracy is not None and checked.accuracy.top1 == right_N.mean()
+
+
+def test_channels_of_model_and_images_have_to_agree(small: Path, tmp_path: Path) -> None:
+    onnx.save(network(("n", 1, 32, 32), [], WEIGHTS_OIHW[:, :1]), tmp_path / "model.onnx")
+    with pytest.raises(
+        ArtifactError, match=r"the images have 3 channels, .* 1 items\. Set prepare_data\.folder\.channels=1"
+    ):
+        run(tmp_path / "model.onnx", small, tmp_path / "out", mean=[0.5], std=[0.5])
+
+
 def test_operator_that_computes_with_bytes_is_refused_by_name(small: Path, tmp_path: Path) -> None:
     before = [CHANNELS_FIRST, ("Cast", {"to": TensorProto.INT32}), CAST]
     onnx.save(network(("n", 32, 32, 3), before, kind=TensorProto.UINT8), tmp_path / "model.onnx")
@@ -825,7 +868,13 @@ def test_classes_must_be_as_many_as_the_model_gives(small: Path, tmp_path: Path)
     ("change", "text"),
     [
         ({"std": [1.0, 0.0, 1.0]}, r"import_onnx\.std\[1\] is 0\.0, expected a number above 0"),
-        ({"mean": [0.5]}, r"import_onnx\.mean is \[0\.5\]"),
+        ({"mean": [0.5]}, r"mean has 1 items and std 3, expected one for each channel"),
+        ({"mean": [0.5] * 17, "std": [0.5] * 17}, r"mean has 17 items and std 17.*at most 16"),
+        (
+            {"mean": [0.5], "std": [0.5], "channel_order": "bgr"},
+            r"channel_order is bgr, and mean has 1 items",
+        ),
+        ({"mean": []}, r"import_onnx\.mean is \[\]"),
         ({"height": 4}, r"import_onnx\.height is 4, .* or null"),
         ({"classes": ["cat", "cat"]}, r"import_onnx\.classes is .*without repeats or null"),
         ({"batch_sizes": []}, r"import_onnx\.batch_sizes is \[\]"),

@@ -175,6 +175,7 @@ def test_more_digits_than_names_is_a_config_error(tmp_path: Path) -> None:
         ("folder", "folder.max_megapixels", 0.0),
         ("folder", "folder.max_bad_images", -1),
         ("folder", "folder.resize_mode", "stretch"),
+        ("folder", "folder.channels", 17),
         ("folder", "source", "cityscapes_v2"),
         ("folder", "widht", 3),
     ],
@@ -325,25 +326,25 @@ def test_crop_cuts_the_centre_and_pads_with_ignored_pixels(root: Path, tmp_path:
 
 def test_grey_image_is_repeated(tmp_path: Path) -> None:
     Image.fromarray(np.full((4, 4), 77, np.uint8)).save(tmp_path / "a.png")
-    assert (read_image(tmp_path / "a.png", max_pixels=100) == 77).all()
+    assert (read_image(tmp_path / "a.png", max_pixels=100, channels=3) == 77).all()
 
 
 def test_transparent_pixels_are_laid_over_black(tmp_path: Path) -> None:
     pixels = np.full((4, 4, 4), 200, np.uint8)
     pixels[..., 3] = np.array([0, 255, 128, 255])
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    image = read_image(tmp_path / "a.png", max_pixels=100)
+    image = read_image(tmp_path / "a.png", max_pixels=100, channels=3)
     assert image[0, :, 0].tolist() == pytest.approx([0, 200, 100, 200], abs=1)
 
 
 def test_16_bit_image_keeps_its_high_byte(tmp_path: Path) -> None:
     Image.fromarray(np.full((4, 4), 0x5AFF, np.uint16)).save(tmp_path / "a.png")
-    assert (read_image(tmp_path / "a.png", max_pixels=100) == 0x5A).all()
+    assert (read_image(tmp_path / "a.png", max_pixels=100, channels=3) == 0x5A).all()
 
 
 def test_cmyk_jpeg_becomes_rgb(tmp_path: Path) -> None:
     Image.new("CMYK", (8, 8), (0, 255, 255, 0)).save(tmp_path / "a.jpg", quality=95)
-    image = read_image(tmp_path / "a.jpg", max_pixels=100)
+    image = read_image(tmp_path / "a.jpg", max_pixels=100, channels=3)
     assert image[4, 4].tolist() == pytest.approx([255, 0, 0], abs=6)
 
 
@@ -353,10 +354,59 @@ def test_exif_orientation_is_applied(tmp_path: Path) -> None:
     exif = image.getexif()
     exif[0x0112] = 6  # the camera was turned: rotate by 90 degrees clockwise to view
     image.save(tmp_path / "a.jpg", exif=exif, quality=95)
-    upright = read_image(tmp_path / "a.jpg", max_pixels=1000)
+    upright = read_image(tmp_path / "a.jpg", max_pixels=1000, channels=3)
     assert upright.shape == (32, 16, 3)
     assert upright[4, 8, 0] > 200
     assert upright[28, 8, 0] < 50
+
+
+def test_grey_data_set_has_one_channel(root: Path, tmp_path: Path) -> None:
+    report = run(folder_config(channels=1, height=32, width=24), root, tmp_path / "out")
+    images_NHWC, _ = open_split(tmp_path / "out/dataset", "train")
+    assert images_NHWC.shape[1:] == (32, 24, 1)
+    assert len(report.mean) == len(report.std) == read_manifest(tmp_path / "out/dataset").num_channels == 1
+    assert Image.open(tmp_path / "out/contact_sheet.png").width > 400
+
+
+@pytest.mark.parametrize(("channels", "height"), [(1, 16), (2, 16), (5, 16), (5, 32), (16, 32)])
+def test_arrays_have_any_number_of_channels(root: Path, tmp_path: Path, channels: int, height: int) -> None:
+    rng = np.random.default_rng(0)
+    for name in NAMES:
+        (root / f"images/{name}.png").unlink()
+        shape = (16, 24, channels) if channels > 1 else (16, 24)
+        np.save(root / f"images/{name}.npy", rng.integers(256, size=shape).astype(np.uint8))
+    report = run(folder_config(channels=channels, height=height, width=24), root, tmp_path / "out")
+    assert len(report.mean) == channels
+    images_NHWC, _ = open_split(tmp_path / "out/dataset", "train")
+    assert images_NHWC.shape[1:] == (height, 24, channels)
+    stored = {np.load(path).tobytes() for path in (root / "images").iterdir()}
+    assert all((image.tobytes() in stored) == (height == 16) for image in images_NHWC)
+    rows = images_NHWC[:, :, 0].astype(int)
+    if channels > 1:
+        assert (rows[..., 0] != rows[..., 1]).mean() > 0.9, "channels were mixed by resizing"
+
+
+@pytest.mark.parametrize(
+    ("array", "text"),
+    [
+        (None, r"an image file, and prepare_data\.folder\.channels is 4.*numpy\.save as uint8"),
+        (
+            np.zeros((16, 24, 4), np.float32),
+            r"holds float32 \[16, 24, 4\], expected uint8 \[height, width, 4\]",
+        ),
+        (np.zeros((16, 24, 5), np.uint8), r"holds uint8 \[16, 24, 5\].*prepare_data\.folder\.channels"),
+        (b"no array", r"cannot be read as \.npy"),
+    ],
+)
+def test_image_with_other_channels_is_refused(root: Path, tmp_path: Path, array: Any, text: str) -> None:
+    for name in NAMES[1:] if array is not None else ():
+        (root / f"images/{name}.png").unlink()
+        np.save(root / f"images/{name}.npy", np.zeros((16, 24, 4), np.uint8))
+    if array is not None:
+        (root / f"images/{NAMES[0]}.png").unlink()
+        file = root / f"images/{NAMES[0]}.npy"
+        file.write_bytes(array) if isinstance(array, bytes) else np.save(file, array)
+    fails(root, tmp_path, text, channels=4)
 
 
 # folder: what is refused (fault numbers in the comments are those of the list of faults)

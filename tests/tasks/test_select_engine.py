@@ -22,7 +22,7 @@ from tasks.core.tracking.pending import send_pending
 from tasks.parts.builders.report import publish
 from tasks.parts.data.accuracy import Accuracy, AccuracyReport
 from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, write_results
-from tasks.parts.data.input_card import InputCard, Task
+from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import (
     GRAPH_FILE,
     EngineManifest,
@@ -178,7 +178,7 @@ class Artifacts:
             for split, score in (("val", miou), ("test", self.unseen.get(address, miou))):
                 hits = np.rint(1e6 * (score + waves)).astype(np.int64)[:, None]
                 total = np.full_like(hits, 1_000_000)
-                splits[split] = ImageResults(Task.segmentation, hits, total, total, np.arange(400))
+                splits[split] = ImageResults(hits, total, total, np.arange(400))
             write_results(folder / RESULTS_FILE, splits)
 
     def inputs(self) -> dict[str, Path]:

@@ -11,7 +11,6 @@ from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, GateFailed
 from tasks.parts.data.comparison import RESULTS_FILE, read_results
 from tasks.parts.data.dataset import normalise, open_split, read_manifest
-from tasks.parts.data.input_card import Task
 from tasks.parts.data.metrics import confusion_matrix, scores
 from tasks.parts.engines.manifest import read_engine_manifest, sha256_of, write_engine_manifest
 from tasks.validate import Config, validate
@@ -36,9 +35,9 @@ def test_scores_are_those_of_the_network_itself(workshop, tmp_path, target):
     assert report.accuracy.pixel_accuracy == pytest.approx(expected.pixel_accuracy, abs=1e-3)
     assert list(report.accuracy.iou) == ["background", "zero", "one"]
     assert report.num_images == 6
-    results = read_results(tmp_path / RESULTS_FILE, "test", Task.segmentation)
+    results = read_results(tmp_path / RESULTS_FILE, "test")
     assert results.score == pytest.approx(report.accuracy.miou) and results.num_images == 6
-    assert read_results(tmp_path / RESULTS_FILE, "val", Task.segmentation).num_images > 0
+    assert read_results(tmp_path / RESULTS_FILE, "val").num_images > 0
     assert report.engine_sha256 == read_engine_manifest(workshop.engine("float", target)).sha256
 
 

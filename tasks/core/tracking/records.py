@@ -73,6 +73,8 @@ class DataSet:
     """The md5 that DVC gives the data."""
     path: str
     """The path of the data in a checkout."""
+    metric_sha256: str = ""
+    """Of the file with the user's own metric; empty without one."""
 
 
 @dataclass(frozen=True)

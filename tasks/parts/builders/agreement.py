@@ -14,7 +14,7 @@ NUM_PROBE_IMAGES = 4
 
 
 def read_probe_images(file: Path, card: InputCard) -> FloatArray:
-    """Return a few images of a .npy file, uint8 [N, H, W, 3], evenly spread over it and normalised for a model.
+    """Return a few images of a .npy file, uint8 [N, H, W, C], evenly spread over it and normalised for a model.
 
     They are calibration images, because beyond the calibrated ranges a right INT8 engine may keep what its graph
     clips. Raises ArtifactError for a file that is damaged, empty or of images of another size.
@@ -25,7 +25,7 @@ def read_probe_images(file: Path, card: InputCard) -> FloatArray:
         images_NHWC = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise ArtifactError(f"{file}: cannot be read ({error}). Run prepare_data again.") from error
-    expected = (card.height, card.width, 3)
+    expected = (card.height, card.width, len(card.mean))
     if images_NHWC.dtype != np.uint8 or images_NHWC.shape[1:] != expected or not len(images_NHWC):
         raise ArtifactError(
             f"{file}: holds {images_NHWC.dtype} {images_NHWC.shape}, expected one or more images uint8 {expected}, "

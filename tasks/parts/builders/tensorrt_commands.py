@@ -128,4 +128,4 @@ def _options(target: Target) -> TensorrtOptions:
 
 def _shapes(profile: BatchProfile, card: InputCard) -> Iterator[tuple[str, tuple[int, ...]]]:
     for kind, batch in (("min", profile.min), ("opt", profile.opt), ("max", profile.max)):
-        yield kind, (batch, 3, card.height, card.width)
+        yield kind, (batch, *card.image_shape)

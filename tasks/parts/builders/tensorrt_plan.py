@@ -83,7 +83,7 @@ def build_plan(
         raise BuildFailed(f"Target {target.name}: {_explain(LOG.errors[num_before:], target)}")
     config = builder.create_builder_config()
     configure(config, options, major=int(trt.__version__.partition(".")[0]))
-    size = (3, card.height, card.width)
+    size = card.image_shape
     image = graph.graph.input[0].name
     for batch in options.profiles_for(target.max_batch):
         profile = builder.create_optimization_profile()

@@ -7,10 +7,10 @@ from enum import StrEnum
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The scores of an engine on one split; `miou` is None for classification, `top1` for segmentation."""
+    """The scores of an engine on one split; None is what its task does not have."""
 
     metric: str
-    """Metric of the score: mIoU or top-1 accuracy, against the labels or as agreement with the float model."""
+    """Metric of the score, against the labels or as agreement with the float model."""
     miou: float | None
     """Mean IoU over the classes that occur in the labels."""
     top1: float | None
@@ -18,14 +18,23 @@ class Accuracy:
     pixel_accuracy: float | None
     """Share of pixels whose class is predicted correctly; None for classification."""
     iou: dict[str, float | None]
-    """Class name -> IoU; None for a class that occurs in neither truth nor prediction. Empty for classification."""
+    """Class name -> IoU; None for a class that occurs in neither truth nor prediction. Empty without masks."""
+    other_score: float | None = None
+    """Score of a metric of the user's own, or share of the signal in values that are no classes."""
+    sqnr_db: float | None = None
+    """Signal-to-noise ratio of such values against those of the float model, dB; 200 if they are equal."""
+    cosine: float | None = None
+    """Cosine between such values and those of the float model, over all images."""
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """The scores there are, that of `metric` first."""
+        return tuple(score for score in (self.other_score, self.miou, self.top1) if score is not None)
 
     @property
     def score(self) -> float:
-        """MIoU, or top-1 accuracy."""
-        score = self.top1 if self.miou is None else self.miou
-        assert score is not None
-        return score
+        """Score of `metric`."""
+        return self.scores[0]
 
 
 @dataclass(frozen=True)

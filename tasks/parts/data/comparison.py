@@ -32,6 +32,8 @@ _TAIL_OF_CHANGED = 0.001
 _MOST_AT_STAKE = 0.9
 """Share of its money that a bet may lose at most."""
 _TINY = 1e-12
+_MAX_SQNR_DB = 200.0
+"""The ratio of equal values, as for the layers of an engine."""
 _NUM_SHARES = 4
 """Shares of changed images at which a probability is evaluated to find its maximum."""
 _BISECTIONS = 16
@@ -44,16 +46,17 @@ _MAX_FACTOR = 1024.0
 class ImageResults:
     """What a predictor got right in each image of a split.
 
-    The mIoU or top-1 accuracy of the split, and of every resample of it, follows from this. In classification C is 1,
-    and a hit is an image whose class is right.
+    The score of the split, and of every resample of it, follows from this. In classification C is 1, and a hit is an
+    image whose class is right. For values C is 1: `labels_NC` and `union_NC` are the energy of the true values,
+    `hits_NC` is this energy less that of the difference. With a metric of the user's own C is 1, `hits_NC` holds its
+    scores, the others hold ones.
     """
 
-    task: Task
-    hits_NC: NDArray[np.int64]
+    hits_NC: NDArray[Any]
     """Correct pixels of each class."""
-    union_NC: NDArray[np.int64]
+    union_NC: NDArray[Any]
     """Pixels of each class in the label, the prediction, or both."""
-    labels_NC: NDArray[np.int64]
+    labels_NC: NDArray[Any]
     """Pixels of each class in the label."""
     groups_N: NDArray[np.int64]
     """Number of each image's group, 0 .. K - 1. Images of one video, for example, are one group."""
@@ -70,7 +73,7 @@ class ImageResults:
 
     @property
     def score(self) -> float:
-        """MIoU over the classes that occur in the labels, or top-1 accuracy; 0 without labels."""
+        """MIoU over the classes that occur in the labels, share of hits or of signal; 0 without labels."""
         return float(_scores(*(counts_NC.sum(axis=0, keepdims=True) for counts_NC in self.counts))[0])
 
     @cached_property
@@ -87,9 +90,15 @@ class ImageResults:
         return np.concatenate(blocks)
 
     @property
-    def counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def counts(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """`hits_NC`, `union_NC` and `labels_NC`."""
         return self.hits_NC, self.union_NC, self.labels_NC
+
+    @property
+    def is_right_or_wrong(self) -> bool:
+        """Whether each image is either right or wrong and counts as much as any other, as in top-1 accuracy."""
+        is_one = self.hits_NC.shape[1] == 1 and bool((self.union_NC == 1).all())
+        return is_one and bool(np.isin(self.hits_NC, (0, 1)).all())
 
 
 def compare_with_labels(
@@ -99,14 +108,16 @@ def compare_with_labels(
     task: Task,
     groups_N: NDArray[np.int64] | None = None,
 ) -> ImageResults:
-    """Return the results of predicted masks [N, H, W] or classes [N]; without groups each image is its own."""
+    """Return the results of masks [N, H, W], classes [N] or values [N, ...]; without groups each image is its own."""
     num_images = len(labels)
     groups_N = np.arange(num_images) if groups_N is None else np.unique(groups_N, return_inverse=True)[1]
+    if task is Task.values:
+        signal_NC = energy(labels)[:, None]
+        noise_NC = energy(prediction.astype(np.float64) - labels)[:, None]
+        return ImageResults(signal_NC - noise_NC, signal_NC, signal_NC, groups_N)
     if task is Task.classification:
         ones_NC = np.ones((num_images, 1), np.int64)
-        return ImageResults(
-            task, (prediction == labels).astype(np.int64)[:, None], ones_NC, ones_NC, groups_N
-        )
+        return ImageResults((prediction == labels).astype(np.int64)[:, None], ones_NC, ones_NC, groups_N)
     image_NHW = np.broadcast_to(np.arange(num_images)[:, None, None], labels.shape)
     is_counted = labels != IGNORE_INDEX
 
@@ -116,24 +127,47 @@ def compare_with_labels(
 
     hits_NC = count(labels, is_counted & (prediction == labels))
     labels_NC, predicted_NC = count(labels, is_counted), count(prediction, is_counted)
-    return ImageResults(task, hits_NC, labels_NC + predicted_NC - hits_NC, labels_NC, groups_N)
+    return ImageResults(hits_NC, labels_NC + predicted_NC - hits_NC, labels_NC, groups_N)
+
+
+def results_of_scores(scores_N: NDArray[np.float64]) -> ImageResults:
+    """Return the results of images that have a score each, 0..1; the score of a split is their mean."""
+    ones_NC = np.ones((len(scores_N), 1))
+    return ImageResults(scores_N[:, None], ones_NC, ones_NC, np.arange(len(scores_N)))
+
+
+def similarity_of_values(results: ImageResults, found_energy: float) -> tuple[float, float]:
+    """Return signal-to-noise ratio in dB and cosine of values of this energy, over all images; 200 dB if equal."""
+    signal = float(results.labels_NC.sum())
+    noise = max(0.0, signal - float(results.hits_NC.sum()))
+    norm = math.sqrt(signal * found_energy)
+    cosine = min(1.0, (signal + found_energy - noise) / (2 * norm)) if norm else 0.0
+    ratio = signal / noise if noise else math.inf
+    return max(-_MAX_SQNR_DB, min(_MAX_SQNR_DB, 10 * math.log10(ratio) if ratio else -math.inf)), cosine
+
+
+def energy(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the sum of the squares of the values of each image, [N]."""
+    total_N: NDArray[np.float64] = np.square(values.reshape(len(values), -1), dtype=np.float64).sum(axis=1)
+    return total_N
 
 
 def join_results(parts: Sequence[ImageResults], groups_N: NDArray[np.int64]) -> ImageResults:
     """Return the results of several batches as one, with the groups of all images."""
     hits_NC, union_NC, labels_NC = map(np.concatenate, zip(*(part.counts for part in parts), strict=True))
-    return ImageResults(parts[0].task, hits_NC, union_NC, labels_NC, groups_N)
+    return ImageResults(hits_NC, union_NC, labels_NC, groups_N)
 
 
 def score_loss(engine: ImageResults, reference: ImageResults) -> ScoreLoss:
     """Return the loss of an engine against a reference on the same images, with its 95 % interval.
 
     mIoU: bootstrap over groups, both scored on the same resamples (Efron and Tibshirani 1993), with percentiles that
-    are expanded for few groups (Hesterberg 2015, "What Teachers Should Know About the Bootstrap", section 5.3).
-    Top-1 accuracy: exact, because a bootstrap without disagreements has no width; see `_upper_bound`, and
-    `_upper_bound_of_mean` for images in groups. The interval is that of the difference between the two accuracies,
-    divided by the reference's accuracy as measured: the sampling error of this divisor, and of the mean size of a
-    group, is not a part of it. (The bootstrap resamples the divisor too.)
+    are expanded for few groups (Hesterberg 2015, "What Teachers Should Know About the Bootstrap", section 5.3). The
+    same for values and for a metric of the user's own.
+    Top-1 accuracy, and any metric that calls images right or wrong: exact, because a bootstrap without disagreements
+    has no width; see `_upper_bound`, and `_upper_bound_of_mean` for images in groups. The interval is that of the
+    difference between the two accuracies, divided by the reference's accuracy as measured: the sampling error of this
+    divisor, and of the mean size of a group, is not a part of it. (The bootstrap resamples the divisor too.)
     A single group proves nothing: its interval reaches from -1 to 1.
     """
     _check_paired(engine, reference)
@@ -168,22 +202,23 @@ def write_results(path: Path, splits: Mapping[str, ImageResults]) -> None:
     for split, results in splits.items():
         names = ("hits", "union", "labels", "groups")
         for name, array in zip(names, (*results.counts, results.groups_N), strict=True):
-            arrays[f"{split}_{name}"] = array.astype(np.int32)
+            arrays[f"{split}_{name}"] = array.astype(np.int32) if array.dtype.kind in "iu" else array
     np.savez_compressed(path, allow_pickle=False, **arrays)
 
 
-def read_results(path: Path, split: str, task: Task) -> ImageResults:
+def read_results(path: Path, split: str) -> ImageResults:
     """Read the results of one split; raise ArtifactError if they are missing or damaged."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
+            read = (arrays[f"{split}_{name}"] for name in ("hits", "union", "labels", "groups"))
             hits, union, labels, groups = (
-                arrays[f"{split}_{name}"].astype(np.int64) for name in ("hits", "union", "labels", "groups")
+                array.astype(np.int64) if array.dtype.kind in "iu" else array for array in read
             )
     except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
         raise ArtifactError(
             f"{path}: no results of the images of split '{split}' ({error!r}). Run validate again."
         ) from error
-    return ImageResults(task, hits, union, labels, groups)
+    return ImageResults(hits, union, labels, groups)
 
 
 def _loss(engine: ImageResults, reference: ImageResults, factor: float) -> ScoreLoss:
@@ -192,7 +227,7 @@ def _loss(engine: ImageResults, reference: ImageResults, factor: float) -> Score
     if not score or engine.num_groups == 1:
         return ScoreLoss(1 - engine.score / score if score else 0.0, -1.0, 1.0)
     loss = 1 - engine.score / score
-    if engine.task is Task.classification:
+    if engine.is_right_or_wrong and reference.is_right_or_wrong:
         low, high = _exact_interval(engine, reference, factor)
         return ScoreLoss(loss, low / score, high / score)
     low, high = _bootstrap_interval(engine, reference)

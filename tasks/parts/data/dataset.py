@@ -1,10 +1,12 @@
 """The canonical data set layout: what `prepare_data` writes and every later stage reads.
 
     dataset/manifest.json          Manifest
-    dataset/<split>_images.npy     uint8 [N, H, W, 3], RGB
+    dataset/<split>_images.npy     uint8 [N, H, W, C], RGB where C is 3
     dataset/<split>_masks.npy      uint8 [N, H, W], class index or IGNORE_INDEX, for segmentation
     dataset/<split>_labels.npy     uint16 [N], class index, for classification
+    dataset/<split>_values.npy     float32 [N, ...], values of the float model, which are no classes
     dataset/<split>_groups.npy     int64 [N], number of the group of images that belong together, if there are groups
+    dataset/metric.py              the user's own metric, if there is one
 
 A data set without labels holds only images.
 
@@ -21,14 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.data.input_card import InputCard, Task, rgb_triple
+from tasks.parts.data.input_card import InputCard, Task, channel_values
 
 MANIFEST_FILE = "manifest.json"
 SPLITS = ("train", "val", "test", "calibration")
-LABEL_FILES = {Task.segmentation: "masks", Task.classification: "labels"}
-LABEL_TYPES: dict[Task, type[np.unsignedinteger[Any]]] = {
+METRIC_FILE = "metric.py"
+LABEL_FILES = {Task.segmentation: "masks", Task.classification: "labels", Task.values: "values"}
+LABEL_TYPES: dict[Task, type[np.generic]] = {
     Task.segmentation: np.uint8,
     Task.classification: np.uint16,
+    Task.values: np.float32,
 }
 IGNORE_INDEX = 255
 """Mask value of pixels that losses and metrics ignore."""
@@ -51,14 +55,23 @@ class Manifest:
     pixel_share: dict[str, tuple[float, ...]]
     """Share of each class, per split: among the pixels that are not ignored (all 0 if all are), or among the images;
     empty without labels."""
-    mean: tuple[float, float, float]
-    """RGB mean of the train split, on a 0..1 scale."""
-    std: tuple[float, float, float]
-    """RGB standard deviation of the train split, on a 0..1 scale; at least MIN_STD."""
+    mean: tuple[float, ...]
+    """Mean of each channel in the train split, on a 0..1 scale."""
+    std: tuple[float, ...]
+    """Standard deviation of each channel in the train split, on a 0..1 scale; at least MIN_STD."""
     files: dict[str, str]
     """File name in the data set folder -> sha256."""
     source: str
     """Source that prepare_data read, or FLOAT_MODEL if the labels are predictions of the float model."""
+    values_shape: tuple[int, ...] | None = None
+    """Shape of the values of one image, for labels that are values."""
+    metric: str | None = None
+    """Function of METRIC_FILE that scores each image; None for the metric of the task."""
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the images; 3 are red, green and blue."""
+        return len(self.mean)
 
 
 def read_manifest(dataset: Path) -> Manifest:
@@ -76,10 +89,12 @@ def read_manifest(dataset: Path) -> Manifest:
             width=int(fields["width"]),
             counts={str(split): int(count) for split, count in fields["counts"].items()},
             pixel_share={str(split): tuple(map(float, s)) for split, s in fields["pixel_share"].items()},
-            mean=rgb_triple(fields["mean"]),
-            std=rgb_triple(fields["std"]),
+            mean=channel_values(fields["mean"]),
+            std=channel_values(fields["std"]),
             files={str(name): str(digest) for name, digest in fields["files"].items()},
             source=str(fields["source"]),
+            values_shape=tuple(shape) if (shape := fields.get("values_shape")) else None,
+            metric=fields.get("metric"),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(
@@ -95,7 +110,8 @@ def open_split(dataset: Path, split: str) -> Batch:
 def open_images(dataset: Path, split: str) -> NDArray[np.uint8]:
     """Map images_NHWC of one split into memory, read-only; raise ArtifactError if damaged."""
     manifest = read_manifest(dataset)
-    shape_NHWC = (_num_images(dataset, manifest, split), manifest.height, manifest.width, 3)
+    num_images = _num_images(dataset, manifest, split)
+    shape_NHWC = (num_images, manifest.height, manifest.width, manifest.num_channels)
     return _map_array(dataset / f"{split}_images.npy", shape_NHWC, np.uint8)
 
 
@@ -105,7 +121,7 @@ def calibration_images(dataset: Path) -> Path:
 
 
 def open_labels(dataset: Path, split: str, task: Task) -> NDArray[Any]:
-    """Map masks_NHW or labels_N of one split into memory, read-only.
+    """Map masks_NHW, labels_N or values of one split into memory, read-only.
 
     Raises ArtifactError if they are damaged, or if the data set has none for this task.
     """
@@ -118,8 +134,8 @@ def open_labels(dataset: Path, split: str, task: Task) -> NDArray[Any]:
             "data=folder for segmentation, data=class_folder for classification, and data=images for images "
             "without labels."
         )
-    size = (manifest.height, manifest.width) if task is Task.segmentation else ()
-    return _map_array(path, (num_images, *size), LABEL_TYPES[task])
+    size = {Task.segmentation: (manifest.height, manifest.width), Task.values: manifest.values_shape or ()}
+    return _map_array(path, (num_images, *size.get(task, ())), LABEL_TYPES[task])
 
 
 def open_groups(dataset: Path, split: str) -> NDArray[np.int64]:
@@ -134,7 +150,7 @@ def open_groups(dataset: Path, split: str) -> NDArray[np.int64]:
 def normalise(
     images_NHWC: NDArray[np.uint8], mean: tuple[float, ...], std: tuple[float, ...]
 ) -> NDArray[np.float32]:
-    """Turn uint8 RGB images into the float32 NCHW input of every network: (value / 255 - mean) / std."""
+    """Turn uint8 images into the float32 NCHW input of every network: (value / 255 - mean) / std."""
     # One multiply and one add per pixel, in place, to keep memory traffic low.
     scale_C = (1.0 / (255.0 * np.asarray(std, np.float64))).astype(np.float32)
     shift_C = (-np.asarray(mean, np.float64) / np.asarray(std, np.float64)).astype(np.float32)

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,12 @@ from tasks.parts.data.dataset import (
     LABEL_TYPES,
     MANIFEST_FILE,
     MAX_CLASSES,
+    METRIC_FILE,
     Manifest,
     open_split,
     read_manifest,
 )
-from tasks.parts.data.input_card import Task, rgb_triple
+from tasks.parts.data.input_card import Task, channel_values
 
 MIN_STD = 1 / 255
 """Floor of the standard deviation of a channel, for images of one flat colour."""
@@ -38,7 +40,7 @@ class SplitBatches:
 
     num_images: int
     batches: Iterable[tuple[NDArray[np.uint8], NDArray[Any] | None]]
-    """images_NHWC, each with their masks_NHW or labels_N; None without labels."""
+    """images_NHWC, each with their masks_NHW, labels_N or values; None without labels."""
     groups_N: NDArray[np.int64] | None = None
     """Number of the group, 0 .. K - 1, that each image belongs to; None if each is its own."""
 
@@ -52,16 +54,25 @@ def write_dataset(
     width: int,
     source: str,
     splits: Mapping[str, SplitBatches],
+    channels: int = 3,
+    values_shape: tuple[int, ...] | None = None,
 ) -> Manifest:
     """Write all splits and the manifest into a new folder; mean and std come from the split `train`.
 
-    `task` is the task of the labels: masks or classes of images; None without labels.
+    `task` is the task of the labels: masks, classes of images, or values of `values_shape`; None without labels.
     """
     if task is Task.segmentation and len(classes) > MAX_CLASSES:
         raise DataError(f"{len(classes)} classes; masks are uint8 and hold at most {MAX_CLASSES}.")
     dataset.mkdir(parents=True)
     statistics = {
-        split: _write_split(dataset, split, content, task=task, height=height, width=width)
+        split: _write_split(
+            dataset,
+            split,
+            content,
+            task=task,
+            shape_HWC=(height, width, channels),
+            values_shape=values_shape or (),
+        )
         for split, content in splits.items()
     }
     mean, std = _mean_and_std(statistics["train"].colour_counts)
@@ -75,8 +86,22 @@ def write_dataset(
         std=std,
         files=_all_files(statistics),
         source=source,
+        values_shape=values_shape,
     )
     _write_manifest(dataset, manifest)
+    return manifest
+
+
+def write_with_metric(dataset: Path, out: Path, metric: Path, function: str) -> Manifest:
+    """Copy a data set into a new folder, with a function of the file `metric` as its metric."""
+    shutil.copytree(dataset, out)
+    content = metric.read_bytes()
+    (out / METRIC_FILE).write_bytes(content)
+    whole = read_manifest(dataset)
+    files = {**whole.files, METRIC_FILE: hashlib.sha256(content).hexdigest()}
+    manifest = dataclasses.replace(whole, files=files, metric=function)
+    (out / MANIFEST_FILE).unlink()  # read-only where DVC links its cache into the workspace
+    _write_manifest(out, manifest)
     return manifest
 
 
@@ -91,9 +116,8 @@ def write_first_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> M
     for split, count in counts.items():
         images_NHWC, masks_NHW = (array[:count] for array in open_split(dataset, split))
         content = SplitBatches(len(images_NHWC), batches_of(images_NHWC, masks_NHW))
-        statistics[split] = _write_split(
-            out, split, content, task=Task.segmentation, height=whole.height, width=whole.width
-        )
+        shape_HWC = whole.height, whole.width, whole.num_channels
+        statistics[split] = _write_split(out, split, content, task=Task.segmentation, shape_HWC=shape_HWC)
         first_counts[split] = len(images_NHWC)
     shares = _class_shares(statistics, len(whole.classes), Task.segmentation)
     manifest = dataclasses.replace(
@@ -116,18 +140,24 @@ class _SplitStatistics:
     label_counts: NDArray[np.int64]
     """Number of pixels, or of images, per possible value of a label."""
     colour_counts: NDArray[np.int64]
-    """Number of pixels per channel and value, [3, 256]."""
+    """Number of pixels per channel and value, [C, 256]."""
     files: dict[str, str]
     """File name -> sha256."""
 
 
 def _write_split(
-    dataset: Path, split: str, content: SplitBatches, *, task: Task | None, height: int, width: int
+    dataset: Path,
+    split: str,
+    content: SplitBatches,
+    *,
+    task: Task | None,
+    shape_HWC: tuple[int, int, int],
+    values_shape: tuple[int, ...] = (),
 ) -> _SplitStatistics:
     label_type = LABEL_TYPES[task or Task.segmentation]
-    num_values = np.iinfo(label_type).max + 1
-    label_counts, colour_counts = np.zeros(num_values, np.int64), np.zeros((3, 256), np.int64)
-    shape_NHW = (content.num_images, height, width)
+    num_values = 0 if task is Task.values else 256 ** np.dtype(label_type).itemsize
+    label_counts, colour_counts = np.zeros(num_values, np.int64), np.zeros((shape_HWC[2], 256), np.int64)
+    shape_NHW = (content.num_images, *shape_HWC[:2])
     streams: dict[str, _NpyStream] = {}
     with contextlib.ExitStack() as files:
 
@@ -136,16 +166,17 @@ def _write_split(
             streams[name] = _NpyStream(files.enter_context((dataset / name).open("wb")), shape, dtype)
             return streams[name]
 
-        image_stream, label_stream = open_stream("images", (*shape_NHW, 3), np.uint8), None
+        image_stream, label_stream = open_stream("images", (content.num_images, *shape_HWC), np.uint8), None
         if task:
-            shape = shape_NHW if task is Task.segmentation else shape_NHW[:1]
+            shape = shape_NHW if task is Task.segmentation else (content.num_images, *values_shape)
             label_stream = open_stream(LABEL_FILES[task], shape, label_type)
         for images_NHWC, labels in content.batches:
             image_stream.append(images_NHWC)
             colour_counts += _count_colours(images_NHWC)
             if label_stream and labels is not None:
                 label_stream.append(labels)
-                label_counts += np.bincount(labels.ravel(), minlength=num_values)
+                if task is not Task.values:
+                    label_counts += np.bincount(labels.ravel(), minlength=num_values)
         if content.groups_N is not None:
             open_stream("groups", shape_NHW[:1], np.int64).append(content.groups_N)
         digests = {name: stream.finish() for name, stream in streams.items()}
@@ -208,13 +239,13 @@ def _class_shares(
 
 
 def _count_colours(images_NHWC: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the pixels per channel and value, [3, 256]."""
-    return np.stack([np.bincount(images_NHWC[..., channel].ravel(), minlength=256) for channel in range(3)])
+    """Return the pixels per channel and value, [C, 256]."""
+    return np.stack(
+        [np.bincount(values.ravel(), minlength=256) for values in np.moveaxis(images_NHWC, -1, 0)]
+    )
 
 
-def _mean_and_std(
-    colours: NDArray[np.int64],
-) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+def _mean_and_std(colours: NDArray[np.int64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return both per channel, on a 0..1 scale, from the counts of `_count_colours`."""
     values = np.arange(256, dtype=np.float64) / 255
     num_pixels = np.maximum(colours.sum(axis=1), 1)
@@ -223,7 +254,7 @@ def _mean_and_std(
         (hist * (values - mean) ** 2).sum() / n
         for hist, mean, n in zip(colours, mean_C, num_pixels, strict=True)
     ]
-    return rgb_triple(mean_C), rgb_triple(np.maximum(np.sqrt(variance_C), MIN_STD))
+    return channel_values(mean_C), channel_values(np.maximum(np.sqrt(variance_C), MIN_STD))
 
 
 def _all_files(statistics: Mapping[str, _SplitStatistics]) -> dict[str, str]:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from tasks.core.errors import ArtifactError
 
+MAX_CHANNELS = 16
+"""Largest number of channels of an image."""
+
 
 def check_same_classes(checkpoint: Path, known: tuple[str, ...], data: tuple[str, ...], stage: str) -> None:
     """Raise ArtifactError unless a checkpoint, made by `stage`, has the classes of the data in the same order."""
@@ -26,6 +29,8 @@ class Task(StrEnum):
     """The class of each pixel: logits [N, C, H, W]."""
     classification = "classification"
     """The class of the image: logits [N, C]."""
+    values = "values"
+    """Numbers that are no classes, [N, ...]: a regression, an embedding, a depth map, boxes."""
 
 
 @dataclass(frozen=True)
@@ -34,32 +39,51 @@ class InputCard:
 
     classes: tuple[str, ...]
     """Names of the classes in the order of the logits."""
-    mean: tuple[float, float, float]
-    """Mean of RGB on a 0..1 scale: the graph reads (value / 255 - mean) / std."""
-    std: tuple[float, float, float]
-    """Standard deviation of RGB on a 0..1 scale."""
+    mean: tuple[float, ...]
+    """Mean of each channel on a 0..1 scale, of RGB for three: the graph reads (value / 255 - mean) / std."""
+    std: tuple[float, ...]
+    """Standard deviation of each channel on a 0..1 scale."""
     height: int
     width: int
     task: Task = Task.segmentation
     """Task of the logits; cards of our own networks omit it, because all of them do segmentation."""
     max_batch: int | None = None
     """Largest batch that the graph accepts; None if its batch is dynamic."""
+    values_shape: tuple[int, ...] | None = None
+    """Shape of the values for one image; None for logits."""
 
     def __post_init__(self) -> None:
-        if len(self.classes) < 2 or len(set(self.classes)) != len(self.classes):
+        if (self.task is Task.values) != bool(self.values_shape) or (self.values_shape and self.classes):
+            raise ArtifactError(
+                f"Card: task {self.task} with {len(self.classes)} classes and values of shape {self.values_shape}; "
+                "expected either classes or, for values, their shape."
+            )
+        if self.task is not Task.values and not 2 <= len(self.classes) == len(set(self.classes)):
             raise ArtifactError(
                 f"Card: {len(self.classes)} classes ({', '.join(self.classes[:8])}), of which "
                 f"{len(set(self.classes))} differ; expected at least two different names."
             )
         for name, values, low in (("mean", self.mean, -math.inf), ("std", self.std, 0.0)):
-            if len(values) != 3 or not all(math.isfinite(value) and value > low for value in values):
-                raise ArtifactError(f"Card: {name} is {values}; expected three finite numbers above {low}.")
+            if not all(math.isfinite(value) and value > low for value in values):
+                raise ArtifactError(f"Card: {name} is {values}; expected finite numbers above {low}.")
+        if not 1 <= len(self.mean) == len(self.std) <= MAX_CHANNELS:
+            raise ArtifactError(
+                f"Card: {len(self.mean)} numbers in mean, {len(self.std)} in std; expected one for each of 1 to "
+                f"{MAX_CHANNELS} channels."
+            )
         if self.height < 1 or self.width < 1:
             raise ArtifactError(f"Card: image size is {self.height}x{self.width}; expected at least 1x1.")
 
     @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Shape of the input for one image: channels, height, width."""
+        return len(self.mean), self.height, self.width
+
+    @property
     def logits_shape(self) -> tuple[int, ...]:
-        """Shape of the logits of one image."""
+        """Shape of the logits, or of the values, of one image."""
+        if self.values_shape is not None:
+            return self.values_shape
         size = (self.height, self.width) if self.task is Task.segmentation else ()
         return (len(self.classes), *size)
 
@@ -79,15 +103,15 @@ class InputCard:
         """
         try:
             fields = json.loads(text)
-            mean, std = (rgb_triple(fields[key]) for key in ("mean", "std"))
             return cls(
                 classes=tuple(str(name) for name in fields["classes"]),
-                mean=mean,
-                std=std,
+                mean=channel_values(fields["mean"]),
+                std=channel_values(fields["std"]),
                 height=int(fields["height"]),
                 width=int(fields["width"]),
                 task=Task(fields.get("task", Task.segmentation)),
                 max_batch=fields.get("max_batch"),
+                values_shape=tuple(shape) if (shape := fields.get("values_shape")) else None,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(
@@ -96,7 +120,6 @@ class InputCard:
             ) from error
 
 
-def rgb_triple(values: Iterable[float]) -> tuple[float, float, float]:
-    """Return the values of the three channels; raise ValueError for any other number of values."""
-    red, green, blue = values
-    return float(red), float(green), float(blue)
+def channel_values(values: Iterable[float]) -> tuple[float, ...]:
+    """Return one value for each channel as floats."""
+    return tuple(float(value) for value in values)

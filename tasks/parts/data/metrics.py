@@ -1,4 +1,4 @@
-"""Metrics of predictions: mIoU of masks, top-1 accuracy of images.
+"""Metrics of predictions: mIoU of masks, top-1 accuracy of images, agreement of values.
 
 Shape letters: N images, H height, W width, C classes.
 """
@@ -27,10 +27,14 @@ class Metric(StrEnum):
     top1 = "top-1 accuracy"
     miou_agreement = "agreement with the float model (mIoU)"
     top1_agreement = "agreement with the float model (top-1)"
+    values_agreement = "agreement with the float model (1 - noise / signal)"
+    """Energy of the difference to the float model's values, and energy of these values: 0.99 is 20 dB."""
 
 
 def metric_of(task: Task, source: str) -> Metric:
     """Return the metric of a task on a data set with this source (`Manifest.source`)."""
+    if task is Task.values:
+        return Metric.values_agreement
     is_agreement = source == FLOAT_MODEL
     if task is Task.segmentation:
         return Metric.miou_agreement if is_agreement else Metric.miou

@@ -1,7 +1,8 @@
-"""Run the engine of this folder: ``python infer.py IMAGES.npy CLASSES.npy``.
+"""Run the engine of this folder: ``python infer.py IMAGES.npy ANSWERS.npy``.
 
-IMAGES.npy holds RGB images as uint8 [N, H, W, 3] of the size in model.json. CLASSES.npy receives the class index of
-each pixel, [N, H, W], or of each image, [N]: uint8, or uint16 for more than 256 classes. From Python:
+IMAGES.npy holds images as uint8 [N, H, W, C] of the size in model.json, RGB where C is 3. ANSWERS.npy receives the
+class index of each pixel, [N, H, W], or of each image, [N]: uint8, or uint16 for more than 256 classes. An engine
+with task "values" in model.json has no classes: it gives float32 [N, ...]. From Python:
 ``Engine().predict(images_NHWC)``. Needs the packages in requirements.txt: numpy and the runtime, in the version that
 was measured.
 
@@ -45,27 +46,30 @@ class Engine:
         self._run = openers[self.card["runtime"]](content, self.card)
 
     def predict(self, images_NHWC: Array) -> Array:
-        """Return the class of each pixel, [N, H, W], or of each image, [N], for RGB images uint8 [N, H, W, 3].
+        """Return the class of each pixel, [N, H, W], or of each image, [N], or values [N, ...].
 
-        Raises ValueError for images of another type or size.
+        Images are uint8 [N, H, W, C]. Raises ValueError for images of another type or size.
         """
         card = self.card
-        expected = (card["height"], card["width"], 3)
+        expected = (card["height"], card["width"], len(card["mean"]))
         if images_NHWC.dtype != np.uint8 or images_NHWC.shape[1:] != expected or not len(images_NHWC):
+            sizes = ", ".join(map(str, expected))
             raise ValueError(
-                f"images are {images_NHWC.dtype} {list(images_NHWC.shape)}, expected RGB uint8 [N, {card['height']}, "
-                f"{card['width']}, 3] with at least one image. Convert and resize them first."
+                f"images are {images_NHWC.dtype} {list(images_NHWC.shape)}, expected uint8 [N, {sizes}] (RGB for "
+                "three channels) with at least one image. Convert and resize them first."
             )
         std = np.asarray(card["std"], np.float64)
         scale_C = (1.0 / (255.0 * std)).astype(np.float32)
         shift_C = (-np.asarray(card["mean"], np.float64) / std).astype(np.float32)
-        classes = []
-        smallest = np.min_scalar_type(len(card["classes"]) - 1)
+        answers = []
+        smallest = np.min_scalar_type(max(1, len(card["classes"]) - 1))
         for batch in cut_batches(len(images_NHWC), card["batches"]):
             batch_NCHW = np.ascontiguousarray(np.moveaxis(images_NHWC[batch], -1, 1), dtype=np.float32)
             logits = self._run(batch_NCHW * scale_C[:, None, None] + shift_C[:, None, None])
-            classes.append(logits.argmax(axis=1).astype(smallest))
-        return np.concatenate(classes)
+            answers.append(
+                logits.copy() if card["task"] == "values" else logits.argmax(axis=1).astype(smallest)
+            )
+        return np.concatenate(answers)
 
 
 def cut_batches(num_images: int, ranges: list[list[int]]) -> Iterator[slice]:
@@ -155,7 +159,7 @@ def _open_tensorrt(content: bytes, card: dict[str, Any]) -> Run:
     [image] = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
     [logits] = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT]
     largest, size = max(highest for _, highest in card["batches"]), (card["height"], card["width"])
-    host_images = cuda.pagelocked_empty((largest, 3, *size), np.float32)
+    host_images = cuda.pagelocked_empty((largest, len(card["mean"]), *size), np.float32)
     host_logits = cuda.pagelocked_empty((largest, *card["logits_shape"]), np.float32)
     device_images, device_logits = cuda.mem_alloc(host_images.nbytes), cuda.mem_alloc(host_logits.nbytes)
     context.set_tensor_address(image, int(device_images))
@@ -207,16 +211,16 @@ def _read_images(path: str) -> Array:
 
 
 def main() -> None:
-    """Read images and write classes."""
+    """Read images and write answers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("images", metavar="IMAGES.npy", help="images to read, uint8 [N, H, W, 3]")
-    parser.add_argument("classes", metavar="CLASSES.npy", help="file to write the classes to")
+    parser.add_argument("images", metavar="IMAGES.npy", help="images to read, uint8 [N, H, W, C]")
+    parser.add_argument("answers", metavar="ANSWERS.npy", help="file to write classes, or values, to")
     options = parser.parse_args()
     try:
         images_NHWC = _read_images(options.images)
-        np.save(options.classes, Engine().predict(images_NHWC), allow_pickle=False)
+        np.save(options.answers, Engine().predict(images_NHWC), allow_pickle=False)
     except ImportError as error:
         sys.exit(f"infer.py: {error}. Run pip install -r requirements.txt.")
     except (OSError, ValueError) as error:

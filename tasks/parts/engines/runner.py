@@ -94,8 +94,10 @@ def check_batch(images_NCHW: FloatArray, manifest: EngineManifest) -> None:
     expects."""
     card, target = manifest.card, manifest.target
     who = f"Engine {manifest.file} of target {target.name}"
-    expected = f"float32 [1..{target.max_batch}, 3, {card.height}, {card.width}], normalised, RGB"
-    if images_NCHW.dtype != np.float32 or images_NCHW.shape[1:] != (3, card.height, card.width):
+    channels, height, width = card.image_shape
+    order = ", RGB" if channels == 3 else ""
+    expected = f"float32 [1..{target.max_batch}, {channels}, {height}, {width}], normalised{order}"
+    if images_NCHW.dtype != np.float32 or images_NCHW.shape[1:] != card.image_shape:
         raise DataError(
             f"{who}: input is {images_NCHW.dtype} {list(images_NCHW.shape)}, expected {expected}. Resize the "
             "images, or export the variant for that size (prepare_data) and build again."

@@ -189,4 +189,4 @@ def named_as(
 
 
 def _metadata(name: str, manifest: EngineManifest) -> Any:
-    return TensorMetadata().add(name, np.float32, (None, 3, manifest.card.height, manifest.card.width))
+    return TensorMetadata().add(name, np.float32, (None, *manifest.card.image_shape))

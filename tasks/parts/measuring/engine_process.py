@@ -229,7 +229,8 @@ def _draw_images(card: InputCard, batch: int) -> FloatArray:
 
     from tasks.parts.data.dataset import normalise
 
-    images_NHWC = np.random.default_rng(0).integers(0, 256, (batch, card.height, card.width, 3), np.uint8)
+    channels, height, width = card.image_shape
+    images_NHWC = np.random.default_rng(0).integers(0, 256, (batch, height, width, channels), np.uint8)
     return normalise(images_NHWC, card.mean, card.std)
 
 

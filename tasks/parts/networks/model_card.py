@@ -8,7 +8,7 @@ from typing import Any
 
 from tasks.core.bounds import allows, in_words
 from tasks.core.errors import ArtifactError
-from tasks.parts.data.input_card import InputCard, rgb_triple
+from tasks.parts.data.input_card import InputCard, channel_values
 from tasks.parts.networks.config import Multiplier, NetworkConfig, NetworkName
 
 CARD_KEY = "enginewright"  # the only metadata entry: safetensors writes several in random order
@@ -22,9 +22,9 @@ class ModelCard:
     """Architecture before pruning; a pruned model's real widths and blocks are those of the stored tensors."""
     classes: tuple[str, ...]
     """Names in the order of the logits."""
-    mean: tuple[float, float, float]
+    mean: tuple[float, ...]
     """Mean of the training images: RGB, 0..1 scale."""
-    std: tuple[float, float, float]
+    std: tuple[float, ...]
     """Standard deviation of the training images: RGB, 0..1 scale."""
     height: int
     """Rows of the training images, in pixels."""
@@ -52,7 +52,7 @@ class ModelCard:
             fields = json.loads(text)
             network = fields.pop("network")
             network = NetworkConfig(name=NetworkName(network.pop("name")), **network)
-            mean, std = (rgb_triple(fields.pop(key)) for key in ("mean", "std"))
+            mean, std = (channel_values(fields.pop(key)) for key in ("mean", "std"))
             for value in (network.width, network.depth):
                 if not allows(Multiplier, value):
                     raise ValueError(f"multiplier {value}, expected {in_words(Multiplier)}")

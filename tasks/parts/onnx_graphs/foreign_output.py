@@ -1,11 +1,14 @@
 """Turn the output of a foreign graph into class logits: [batch, C], or [batch, C, H, W] of the image's size.
 
+Values that are no classes stay as they are, [batch, ...].
+
 N or batch images, C classes, H rows, W columns.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,15 @@ _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1}
 """Axis of the output channels in the weights."""
 
 
+class OutputKind(StrEnum):
+    """What the output of a file means."""
+
+    classes = "classes"
+    """Logits or probabilities of classes, for the image or for each pixel."""
+    values = "values"
+    """Numbers of any shape that are no classes."""
+
+
 @dataclass(frozen=True)
 class OutputForm:
     """The output of a file, as its user declares it."""
@@ -36,6 +48,7 @@ class OutputForm:
     threshold: float | None
     """Value of an output with one channel above which an image or a pixel is of the second class; None: the output
     has a channel for each class."""
+    kind: OutputKind = OutputKind.classes
 
 
 @dataclass(frozen=True)
@@ -44,8 +57,9 @@ class Head:
 
     task: Task
     num_classes: int
+    """0 for values."""
     tensor: str
-    """Logits in the rewritten graph, before they are resized or flattened."""
+    """Logits in the rewritten graph, before they are resized or flattened; or the values."""
     layout: Layout
     zero_logit: float | None
     """Logit of the file at its threshold, for an output of one channel."""
@@ -74,7 +88,8 @@ def choose_output(model: ModelProto, path: Path, output: str | None) -> str:
     first = next(iter(outputs))
     if output is None and len(outputs) > 1:
         raise ArtifactError(
-            f"{path}: {len(outputs)} outputs ({listing}). Name the one with the logits: model.output={first}."
+            f"{path}: {len(outputs)} outputs ({listing}). Name the one to measure, with the logits: "
+            f"model.output={first}."
         )
     if output is not None and output not in outputs:
         raise ArtifactError(f"{path}: has no output '{output}' (model.output); found: {listing}.")
@@ -100,6 +115,9 @@ def rewrite_head(model: ModelProto, path: Path, form: OutputForm) -> Head:
     graph = model.graph
     sizes, image = sizes_of(graph.output[0]), sizes_of(graph.input[0])
     found = f"{path}: output '{graph.output[0].name}' is {describe(graph.output[0])}"
+    if form.kind is OutputKind.values:
+        _check_values(sizes, found, form)
+        return Head(Task.values, 0, graph.output[0].name, Layout.nchw, None, False, ())
     changes = []
     if len(sizes) == 4 and form.layout is Layout.nhwc:
         _channels_first(graph)
@@ -130,7 +148,8 @@ def _check_sizes(sizes: list[int], image: list[int], found: str, form: OutputFor
     if len(sizes) not in (2, 4):
         raise ArtifactError(
             f"{found}, expected [N, classes] or [N, classes, 1, 1] (classification), or [N, classes, height, width] "
-            "(segmentation). Name another one with model.output, or export the model up to its logits."
+            "(segmentation). Name another one with model.output, export the model up to its logits, or set "
+            "model.output_kind=values if these are no classes."
         )
     num_classes, size = sizes[1], tuple(sizes[2:])
     other = (sizes[1:3] if form.layout is Layout.nchw else [sizes[3], sizes[1]]) if len(size) == 2 else []
@@ -152,6 +171,18 @@ def _check_sizes(sizes: list[int], image: list[int], found: str, form: OutputFor
         )
     if len(sizes) == 4 and size != (1, 1) and num_classes > MAX_CLASSES:
         raise ArtifactError(f"{found}: {num_classes} classes, masks hold at most {MAX_CLASSES}.")
+
+
+def _check_values(sizes: list[int], found: str, form: OutputForm) -> None:
+    if len(sizes) < 2:
+        raise ArtifactError(
+            f"{found}, expected [N, ...] with at least two axes (model.output_kind=values). Export the model without "
+            "the Squeeze at its end."
+        )
+    if form.threshold is not None:
+        raise ArtifactError(
+            f"{found}, and model.threshold is {form.threshold}, which is for classes. Set model.threshold=null."
+        )
 
 
 def _has_aspect(size: Sequence[int], image: Sequence[int]) -> bool:

@@ -309,7 +309,8 @@ def _fixed_batch(path: Path, what: str) -> FixedBatch:
     return FixedBatch(
         f"{path}: with a dynamic batch its shapes contradict each other or stay open ({what}). Export it again with "
         "a dynamic batch (torch.onnx.export: dynamic_axes or dynamic_shapes for axis 0), and with fixed height and "
-        "width."
+        "width, up to the layer before a NonMaxSuppression or NonZero, whose outputs have no fixed size "
+        "(model.output)."
     )
 
 

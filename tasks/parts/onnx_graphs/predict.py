@@ -3,30 +3,41 @@
 Engines that are deployed run through tasks.parts.engines. N images, C classes, H rows, W columns.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto
 
+from tasks.parts.data.comparison import energy
 from tasks.parts.data.dataset import normalised_batches
+from tasks.parts.data.judge import answers_of
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
 from tasks.parts.onnx_session import open_session
 
 
 def predict_classes(model: ModelProto, images_NHWC: NDArray[Any], *, batch_size: int) -> NDArray[Any]:
-    """Return the class of each pixel, [N, H, W], or of each image, [N], for images uint8 [N, H, W, 3]."""
+    """Return the class of each pixel, [N, H, W], or of each image, [N], for images uint8 [N, H, W, C].
+
+    For a graph whose outputs are no classes, these values themselves are returned.
+    """
     card = read_card_of_graph(model)
-    smallest = np.min_scalar_type(len(card.classes) - 1)
+    batches = run_batches(model, images_NHWC, batch_size=batch_size)
+    return np.concatenate([answers_of(outputs, card) for outputs in batches])
+
+
+def run_batches(model: ModelProto, images_NHWC: NDArray[Any], *, batch_size: int) -> Iterator[NDArray[Any]]:
+    """Yield the outputs of a graph for images uint8 [N, H, W, C], batch by batch."""
     session = open_session(model)
     name = session.get_inputs()[0].name
-    predictions = []
-    for images_NCHW in normalised_batches(images_NHWC, card, batch_size):
-        logits = session.run(None, {name: images_NCHW})[0]
-        predictions.append(logits.argmax(axis=1).astype(smallest))
-    return np.concatenate(predictions)
+    for images_NCHW in normalised_batches(images_NHWC, read_card_of_graph(model), batch_size):
+        yield session.run(None, {name: images_NCHW})[0]
 
 
-def agreement(left: NDArray[Any], right: NDArray[Any]) -> float:
-    """Return the share of pixels, or of images, with the same class, 0..1."""
-    return float((left == right).mean())
+def agreement(found: NDArray[Any], expected: NDArray[Any]) -> float:
+    """Return the share of pixels, or of images, with the same class, or 1 - noise / signal of values, 0..1."""
+    if expected.dtype.kind != "f":
+        return float((found == expected).mean())
+    signal, noise = (float(energy(part).sum()) for part in (expected, found.astype(np.float64) - expected))
+    return max(0.0, 1 - noise / signal) if signal else float(not noise)

@@ -1,6 +1,6 @@
 """Evaluate quantized graphs on validation images, in the same way for every stage that quantizes.
 
-N images, H rows, W columns.
+N images.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from tasks.core.errors import ArtifactError
-from tasks.parts.data.comparison import ImageResults, compare_with_labels
-from tasks.parts.data.dataset import open_groups, open_images, open_labels, read_manifest
-from tasks.parts.data.input_card import Task
-from tasks.parts.data.metrics import Metric, metric_of
+from tasks.parts.data.comparison import ImageResults
+from tasks.parts.data.dataset import open_images
+from tasks.parts.data.judge import Judge, answers_of, open_judge
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
-from tasks.parts.onnx_graphs.predict import agreement, predict_classes
+from tasks.parts.onnx_graphs.predict import agreement, run_batches
 from tasks.parts.quantization.config import Activations
 
 
@@ -30,7 +28,7 @@ class Evaluation:
 
     results: ImageResults
     agreement: float
-    """Share of pixels, or of images, with the class that the float graph predicts, 0..1."""
+    """Share of pixels, or of images, with the class of the float graph, 0..1; 1 - noise / signal of values."""
     activations: Activations
     """Type of the activations with which the graph was evaluated."""
 
@@ -42,26 +40,22 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class GraphEvaluator:
-    """Validation images with their labels, and the classes that the float graph predicts for them."""
+    """Validation images with their labels, and what the float graph answers for them."""
 
     images_NHWC: NDArray[Any]
-    labels: NDArray[Any]
-    """masks_NHW or labels_N."""
-    float_classes: NDArray[Any]
-    """Classes that the float graph predicts, in the shape of `labels`."""
-    num_classes: int
+    judge: Judge
+    float_answers: NDArray[Any]
+    """Classes that the float graph predicts, or its values."""
+    float_results: ImageResults
+    """What the float graph gets right in the same images."""
     batch_size: int
-    task: Task
-    metric: Metric
-    groups_N: NDArray[np.int64]
-    """Group of each image."""
     activations: tuple[Activations, ...]
     """Types of activations in the engines that graphs are evaluated for."""
 
-    @cached_property
-    def float_results(self) -> ImageResults:
-        """What the float graph gets right in the same images."""
-        return self._compare(self.float_classes)
+    @property
+    def metric(self) -> str:
+        """Name of the metric of the scores."""
+        return self.judge.metric
 
     @property
     def float_score(self) -> float:
@@ -73,13 +67,9 @@ class GraphEvaluator:
         evaluations = []
         for activations in self.activations:
             encoded = with_activations(quantized, activations)
-            classes = predict_classes(encoded, self.images_NHWC, batch_size=self.batch_size)
-            found = Evaluation(self._compare(classes), agreement(classes, self.float_classes), activations)
-            evaluations.append(found)
+            answers, results = _answer(encoded, self.images_NHWC, self.judge, self.batch_size)
+            evaluations.append(Evaluation(results, agreement(answers, self.float_answers), activations))
         return min(evaluations, key=lambda evaluation: evaluation.score)
-
-    def _compare(self, classes: NDArray[Any]) -> ImageResults:
-        return compare_with_labels(classes, self.labels, self.num_classes, self.task, self.groups_N)
 
 
 def with_activations(quantized: ModelProto, activations: Activations) -> ModelProto:
@@ -101,21 +91,22 @@ def open_evaluator(
 
     Raises ArtifactError when the graph has other classes than the data.
     """
-    manifest, card = read_manifest(data), read_card_of_graph(graph)
-    if manifest.classes != card.classes:
-        raise ArtifactError(
-            f"the graph has the classes {list(card.classes)}, the data {list(manifest.classes)}. Export a "
-            "network that was trained on this data set."
-        )
     images_NHWC = open_images(data, "val")[: num_images or None]
-    return GraphEvaluator(
-        images_NHWC=images_NHWC,
-        labels=open_labels(data, "val", card.task)[: num_images or None],
-        float_classes=predict_classes(graph, images_NHWC, batch_size=batch_size),
-        num_classes=len(card.classes),
-        batch_size=batch_size,
-        task=card.task,
-        metric=metric_of(card.task, manifest.source),
-        groups_N=open_groups(data, "val")[: num_images or None],
-        activations=tuple(activations),
-    )
+    judge = open_judge(data, "val", read_card_of_graph(graph), num_images=num_images or None)
+    answers, results = _answer(graph, images_NHWC, judge, batch_size)
+    return GraphEvaluator(images_NHWC, judge, answers, results, batch_size, tuple(activations))
+
+
+def _answer(
+    graph: ModelProto, images_NHWC: NDArray[Any], judge: Judge, batch_size: int
+) -> tuple[NDArray[Any], ImageResults]:
+    """Return the answers of a graph, and what is right in each image."""
+    card = read_card_of_graph(graph)
+    answers: list[NDArray[Any]] = []
+    parts: list[ImageResults] = []
+    start = 0
+    for outputs in run_batches(graph, images_NHWC, batch_size=batch_size):
+        answers.append(answers_of(outputs, card))
+        parts.append(judge.compare(outputs, answers[-1], start))
+        start += len(outputs)
+    return np.concatenate(answers), judge.join(parts)

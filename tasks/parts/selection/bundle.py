@@ -1,6 +1,6 @@
 """Write a folder with everything that is needed to run an engine without this repository.
 
-infer.py            reads images, writes classes; needs only numpy and the runtime
+infer.py            reads images, writes classes or values; needs only numpy and the runtime
 requirements.txt    the packages that it needs, in the versions that were measured
 model.json          file, sha256, classes, image size, normalisation, batches, options of the runtime
 report.json         the engine's row of engines.json
@@ -118,14 +118,14 @@ def configure_triton(name: str, manifest: EngineManifest, graph: "GraphProto") -
         Runtime.openvino: _triton_openvino,
         Runtime.tensorrt: _triton_tensorrt,
     }
-    image, logits = [3, card.height, card.width], list(card.logits_shape)
+    image, logits = list(card.image_shape), list(card.logits_shape)
     if _is_batch_fixed(manifest) or target.runtime is Runtime.openvino:
         batch = 1 if _is_batch_fixed(manifest) else -1
         image, logits = [batch, *image], [batch, *logits]
     lines = [
         "# Serve it with: tritonserver --model-repository=triton",
-        "# Requests hold RGB images as (value / 255 - mean) / std, with mean and std from model.json; responses hold",
-        "# one score per class for each pixel, or for the image.",
+        "# Requests hold images, RGB for three channels, as (value / 255 - mean) / std, with mean and std from",
+        "# model.json; responses hold one score per class for each pixel, or for the image, or the model's values.",
         f'name: "{name}"',
         f'input [ {{ name: "{graph.input[0].name}" data_type: TYPE_FP32 dims: {image} }} ]',
         f'output [ {{ name: "{graph.output[0].name}" data_type: TYPE_FP32 dims: {logits} }} ]',

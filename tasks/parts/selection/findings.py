@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tasks.parts.data.accuracy import Accuracy
+from tasks.parts.data.metrics import Metric
 from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.selection.engine_row import EngineRow, Verdict, rungs
 from tasks.parts.selection.verdicts import Reference
@@ -12,6 +14,12 @@ INT8_CHECKLIST = "artifacts/check_int8/checklist.md"
 _REDUCED_IN_VAIN = (Verdict.PRECISION_MISMATCH, Verdict.BUILD_FAILED, Verdict.SKIPPED)
 """Verdicts on rungs of reduced precision that do not show this precision."""
 NOTHING = "–"  # noqa: RUF001
+_NO_ACCURACY = (
+    "These scores are no accuracy. The model returns values, not classes, and the truth is what the float model "
+    "returns for the same images: the score is 1 - noise / signal, the dB are its signal-to-noise ratio, and the "
+    "cosine is that of all values. Nothing here says how right the float model is, or how much a difference matters "
+    "to the use of these values."
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,11 @@ class Findings:
     def gate(self) -> float:
         """Minimum score of an accepted engine."""
         return self.reference.score * (1 - self.max_score_rel_loss)
+
+    @property
+    def note(self) -> str:
+        """What a reader must know about the metric; empty for those that need no words."""
+        return note_on(self.reference.metric)
 
     @property
     def targets(self) -> list[str]:
@@ -143,7 +156,7 @@ def shown(row: EngineRow) -> Shown:
     speed, losses, unseen = row.measured.speed, row.measured.losses, row.measured.unseen
     assert losses is not None
     return Shown(
-        score=f"{row.measured.accuracy.score:.4f}",
+        score=score_of(row.measured.accuracy),
         change=percent_change(losses.score_rel_loss),
         change_interval=_span_of_change(losses.score_rel_loss_low, losses.score_rel_loss_high),
         unseen_score=f"{unseen.unseen_score:.4f}" if unseen else NOTHING,
@@ -158,6 +171,19 @@ def shown(row: EngineRow) -> Shown:
         speedup=times(speed.speedup_vs_reference),
         size_mb=megabytes(row.measured.size_bytes),
     )
+
+
+def note_on(metric: str) -> str:
+    """Return what a reader must know about a metric; empty for those that need no words."""
+    return _NO_ACCURACY if metric == Metric.values_agreement else ""
+
+
+def score_of(accuracy: Accuracy) -> str:
+    """Format a score: ``0.6421``, or ``0.9991 (30.5 dB, cosine 0.99955)`` for values."""
+    text = f"{accuracy.score:.4f}"
+    if accuracy.sqnr_db is None or accuracy.cosine is None:
+        return text
+    return f"{text} ({accuracy.sqnr_db:.1f} dB, cosine {accuracy.cosine:.5f})"
 
 
 def _speedup(row: EngineRow) -> float:

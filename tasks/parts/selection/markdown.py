@@ -10,6 +10,7 @@ def render_markdown(findings: Findings) -> str:
     parts = [
         "# Engine report",
         _headline(findings),
+        findings.note,
         "## Picks",
         _picks(findings),
         "![Latency and accuracy of every engine](pareto.png)",

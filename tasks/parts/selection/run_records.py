@@ -56,6 +56,7 @@ def _record(folders: StageFolders, row: EngineRow, data: DataSet, companions: Pa
         "verdict": row.verdict,
         "reason": row.reason,
         "engine_sha256": row.measured.engine_sha256 if row.measured else "",
+        "metric_sha256": data.metric_sha256,
     }
     keys = {f"key_{stage}": key for stage, key in stage_keys(folders, row).items()}
     return RunRecord(row.name, _metrics(row), tags | keys, artifacts, data)

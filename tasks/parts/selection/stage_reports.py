@@ -9,7 +9,6 @@ from tasks.core.reports import KEY_FILE, REPORT_FILE, ReportT, read_key, read_re
 from tasks.parts.builders.report import EngineBuild
 from tasks.parts.data.accuracy import AccuracyReport
 from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, read_results
-from tasks.parts.data.input_card import Task
 from tasks.parts.engines.manifest import (
     MANIFEST_FILE,
     EngineManifest,
@@ -98,9 +97,8 @@ def read_image_results(folders: StageFolders, row: EngineRow) -> ValidatedImages
     folder = folders.of(row.variant, row.target)["validate"]
     report = _read(AccuracyReport, folder)
     assert report.accuracy is not None
-    task = Task.segmentation if report.accuracy.top1 is None else Task.classification
     decisive, unseen = (
-        read_results(folder / RESULTS_FILE, split, task) for split in (report.split, report.unseen_split)
+        read_results(folder / RESULTS_FILE, split) for split in (report.split, report.unseen_split)
     )
     return ValidatedImages(decisive, unseen, report.unseen_split)
 
@@ -181,7 +179,7 @@ def _measured(
                 f"Run it again: dvc repro {command}."
             )
     accuracy, latency = validation.accuracy, engine.latency if engine else None
-    if accuracy is None or latency is None or (accuracy.miou is None and accuracy.top1 is None):
+    if accuracy is None or latency is None or not accuracy.scores:
         name = f"{variant}-{target}"
         raise ArtifactError(
             f"{name} was built, but has no score or no latency. Run it again: "

@@ -104,7 +104,7 @@ def read_image_batches(
     import numpy as np
 
     def read(file: ImageFile) -> NDArray[np.uint8]:
-        image_HWC = read_image(file.path, max_pixels=config.max_pixels)
+        image_HWC = read_image(file.path, max_pixels=config.max_pixels, channels=config.channels)
         mask_HW = np.zeros(image_HWC.shape[:2], np.uint8)
         return fit(image_HWC, mask_HW, height=height, width=width, mode=config.resize_mode, fill=0)[0]
 
@@ -136,7 +136,9 @@ def _read_all(
 
     def read(file: ImageFile) -> str | DataError:
         try:
-            return digest_of_pixels(read_image(file.path, max_pixels=config.max_pixels))
+            return digest_of_pixels(
+                read_image(file.path, max_pixels=config.max_pixels, channels=config.channels)
+            )
         except UnreadableImage as error:
             return error
 

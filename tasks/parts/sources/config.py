@@ -23,6 +23,8 @@ class ResizeMode(StrEnum):
 class FolderConfig:
     """How a user's folder becomes a data set."""
 
+    channels: Annotated[int, Between(1, 16)]
+    """Channels of an image. 1: grey. 3: RGB. Any number: .npy files, uint8 [H, W, channels]."""
     resize_mode: ResizeMode
     """resize: stretched to height x width. crop: cropped at the centre, padded with black, ignored pixels."""
     val_share: Annotated[float, MoreThan(0), LessThan(1)]

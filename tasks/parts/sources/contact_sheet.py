@@ -71,7 +71,8 @@ def _tiles(
 
     from tasks.parts.data.dataset import IGNORE_INDEX
 
-    scene = Image.fromarray(np.ascontiguousarray(image_HWC)).resize(size, Image.Resampling.BICUBIC)
+    shown_HWC = image_HWC[..., :3] if image_HWC.shape[2] >= 3 else np.repeat(image_HWC[..., :1], 3, axis=2)
+    scene = Image.fromarray(np.ascontiguousarray(shown_HWC)).resize(size, Image.Resampling.BICUBIC)
     labels = np.asarray(Image.fromarray(np.ascontiguousarray(mask_HW)).resize(size, Image.Resampling.NEAREST))
     palette = np.zeros((256, 3), np.float32)
     palette[:num_classes] = [class_colour(index) for index in range(num_classes)]

@@ -1,8 +1,9 @@
-"""Find and read a user's images and masks, and bring them to one size. H height, W width, C RGB.
+"""Find and read a user's images and masks, and bring them to one size. H height, W width, C channels.
 
-Images become 8-bit RGB: grey is repeated, transparent pixels are composited on black, 16-bit values keep their high
-byte, Pillow converts CMYK, and the EXIF orientation is applied. Masks are read as stored: grey or palette
-indices.
+Image files become 8-bit RGB, or grey for one channel: grey is repeated, transparent pixels are composited on black,
+16-bit values keep their high byte, Pillow converts CMYK and colours, and the EXIF orientation is applied. Images with
+any number of channels are read from .npy files, uint8 [H, W, C], as they are. Masks are read as stored: grey or
+palette indices.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _FORMATS = {".png": ("PNG",), ".jpg": ("JPEG", "MPO"), ".jpeg": ("JPEG", "MPO")}
-IMAGE_SUFFIXES = tuple(_FORMATS)
+_ARRAY_SUFFIX = ".npy"
+IMAGE_SUFFIXES = (*_FORMATS, _ARRAY_SUFFIX)
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, EOFError, KeyError, struct.error, zlib.error)
 """Exceptions that Pillow raises for damaged files."""
 
@@ -41,6 +43,10 @@ class UnreadableImage(DataError):
 
 class OversizedImage(DataError):
     """An image has more pixels than allowed."""
+
+
+class WrongChannels(DataError):
+    """An image has other channels than configured."""
 
 
 class ColourMask(DataError):
@@ -105,12 +111,19 @@ def pillow_without_own_cap() -> Iterator[None]:
         Image.MAX_IMAGE_PIXELS = cap
 
 
-def read_image(path: Path, *, max_pixels: int) -> NDArray[np.uint8]:
-    """Decode an image to image_HWC; raise UnreadableImage or OversizedImage."""
+def read_image(path: Path, *, max_pixels: int, channels: int) -> NDArray[np.uint8]:
+    """Decode an image to image_HWC; raise UnreadableImage, OversizedImage or WrongChannels."""
     from PIL import ImageOps
 
+    if path.suffix.lower() == _ARRAY_SUFFIX:
+        return _read_array(path, max_pixels, channels)
+    if channels not in (1, 3):
+        raise WrongChannels(
+            f"{path}: an image file, and prepare_data.folder.channels is {channels}; image files give 1 or 3. "
+            "Save the image with numpy.save as uint8 [height, width, channels], or set channels to 1 or 3."
+        )
     with _decoded(path, max_pixels) as image:
-        return _to_rgb(ImageOps.exif_transpose(image))
+        return _to_8_bits(ImageOps.exif_transpose(image), is_grey=channels == 1)
 
 
 def read_mask(path: Path, *, max_pixels: int) -> NDArray[np.uint16]:
@@ -135,15 +148,19 @@ def fit(
     fill: int,
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Bring an image and its mask to one size; mask pixels outside the image get the value `fill`."""
+    import numpy as np
     from PIL import Image
 
     if mask_HW.shape == (height, width):
         return image_HWC, mask_HW
     if mode is ResizeMode.crop:
         return _crop(image_HWC, height, width, 0), _crop(mask_HW, height, width, fill)
-    image = Image.fromarray(image_HWC).resize((width, height), Image.Resampling.BILINEAR)
+    parts = [image_HWC] if image_HWC.shape[2] == 3 else list(np.moveaxis(image_HWC, -1, 0))
+    resized = [
+        _as_array(Image.fromarray(part).resize((width, height), Image.Resampling.BILINEAR)) for part in parts
+    ]
     mask = Image.fromarray(mask_HW).resize((width, height), Image.Resampling.NEAREST)
-    return _as_array(image), _as_array(mask)
+    return np.dstack(resized), _as_array(mask)
 
 
 @contextmanager
@@ -175,17 +192,41 @@ def _decoded(path: Path, max_pixels: int) -> Iterator[Image.Image]:
         ) from error
 
 
-def _to_rgb(image: Image.Image) -> NDArray[np.uint8]:
+def _read_array(path: Path, max_pixels: int, channels: int) -> NDArray[np.uint8]:
+    import numpy as np
+
+    try:
+        image: NDArray[np.uint8] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UnreadableImage(
+            f"{path}: cannot be read as .npy ({error}). Restore the file, or remove it."
+        ) from error
+    if image.ndim == 2:
+        image = image[..., None]
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != channels or not image.size:
+        raise WrongChannels(
+            f"{path}: holds {image.dtype} {list(image.shape)}, expected uint8 [height, width, {channels}]. Scale the "
+            "values to 0..255, or set prepare_data.folder.channels."
+        )
+    if image.shape[0] * image.shape[1] > max_pixels:
+        raise OversizedImage(
+            f"{path}: {image.shape[1]} x {image.shape[0]} pixels, at most {max_pixels / 1e6:g} megapixels are "
+            "allowed. Cut it into tiles, or raise prepare_data.folder.max_megapixels."
+        )
+    return np.ascontiguousarray(image)
+
+
+def _to_8_bits(image: Image.Image, *, is_grey: bool) -> NDArray[np.uint8]:
     import numpy as np
     from PIL import Image
 
     if image.mode.startswith("I"):
         grey_HW = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
-        return np.repeat(grey_HW[..., None], 3, axis=2)
+        return np.repeat(grey_HW[..., None], 1 if is_grey else 3, axis=2)
     if image.has_transparency_data:
         black = Image.new("RGBA", image.size, (0, 0, 0, 255))
         image = Image.alpha_composite(black, image.convert("RGBA"))
-    return _as_array(image.convert("RGB"))
+    return _as_array(image.convert("L"))[..., None] if is_grey else _as_array(image.convert("RGB"))
 
 
 def _as_array(image: Image.Image) -> NDArray[np.uint8]:

@@ -27,6 +27,7 @@ from tasks.parts.sources.image_files import (
     ColourMask,
     OversizedImage,
     UnreadableImage,
+    WrongChannels,
     fit,
     list_files,
     pillow_without_own_cap,
@@ -118,7 +119,7 @@ def read_batches(
     from tasks.parts.data.dataset import IGNORE_INDEX
 
     def read(pair: Pair) -> Batch:
-        image_HWC = read_image(pair.image, max_pixels=config.max_pixels)
+        image_HWC = read_image(pair.image, max_pixels=config.max_pixels, channels=config.channels)
         stored_HW = read_mask(pair.mask, max_pixels=config.max_pixels)
         is_ignored = stored_HW == (-1 if class_list.ignore_index is None else class_list.ignore_index)
         mask_HW = np.where(is_ignored, IGNORE_INDEX, stored_HW).astype(np.uint8)
@@ -176,20 +177,20 @@ def _list_pairs(root: Path) -> list[Pair]:
 def _check_pairs(pairs: list[Pair], class_list: ClassList, config: FolderConfig) -> list[_Check]:
     checks: list[_Check] = []
     with pillow_without_own_cap(), thread_pool() as pool:
-        for check in pool.map(lambda pair: _check_pair(pair, class_list, config.max_pixels), pairs):
+        for check in pool.map(lambda pair: _check_pair(pair, class_list, config), pairs):
             checks.append(check)
             if len(checks) % _FILES_PER_PROGRESS_LINE == 0:
                 logger.info("checked %d of %d images", len(checks), len(pairs))
     return checks
 
 
-def _check_pair(pair: Pair, class_list: ClassList, max_pixels: int) -> _Check:
+def _check_pair(pair: Pair, class_list: ClassList, config: FolderConfig) -> _Check:
     import numpy as np
 
     try:
-        image_HWC = read_image(pair.image, max_pixels=max_pixels)
-        mask_HW = read_mask(pair.mask, max_pixels=max_pixels)
-    except (UnreadableImage, OversizedImage, ColourMask) as error:
+        image_HWC = read_image(pair.image, max_pixels=config.max_pixels, channels=config.channels)
+        mask_HW = read_mask(pair.mask, max_pixels=config.max_pixels)
+    except (UnreadableImage, OversizedImage, WrongChannels, ColourMask) as error:
         return _Check(pair, error, "", ())
     values = [int(value) for value in np.flatnonzero(np.bincount(mask_HW.ravel()))]
     labels = tuple(value for value in values if value != class_list.ignore_index)

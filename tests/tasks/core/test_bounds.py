@@ -18,7 +18,6 @@ from tasks.core.bounds import (
     Matches,
     MinItems,
     MoreThan,
-    NumItems,
 )
 from tasks.core.config import find_section, read_params, typed_config
 from tasks.core.errors import ConfigError
@@ -52,7 +51,6 @@ HINTS: dict[str, Any] = {
     "text": Annotated[str, Matches(r"\w+", "one word")],
     "choice": Literal[1, 8],
     "items": Annotated[list[Annotated[float, LessThan(1)]], MinItems(1), Distinct()],
-    "triple": Annotated[list[float], NumItems(3)],
     "holding": Annotated[list[str], Holds("Conv")],
     "by_name": dict[str, Annotated[float, LessThan(1)]],
     "unbounded": float,
@@ -76,7 +74,6 @@ def build(field: str, value: object) -> Any:
         ("text", "word"),
         ("choice", 8),
         ("items", [0.5, 0.25]),
-        ("triple", [1.0, 1.0, -1.0]),
         ("holding", ["Add", "Conv"]),
         ("by_name", {"a.b": 0.5}),
     ],
@@ -109,7 +106,6 @@ def test_values_within_their_bounds_are_taken_as_they_are(field: str, value: obj
         ("items", [0.5, 1.0], "items[1] is 1.0, expected a number below 1."),
         ("items", [-math.inf], "items[0] is -inf, expected a finite number."),
         ("items", 0.5, "items is 0.5, expected a list"),
-        ("triple", [1.0, 1.0], "triple is [1.0, 1.0], expected a list of 3 items."),
         ("holding", ["Add"], "holding is ['Add'], expected a list with Conv in it."),
         ("by_name", {"a.b": 1.0}, "by_name.a.b is 1.0, expected a number below 1."),
         ("unbounded", math.nan, "unbounded is nan, expected a finite number."),

@@ -133,9 +133,7 @@ def inspect(engine: "trt.ICudaEngine", target: Target, card: InputCard) -> str:
     assert target.tensorrt is not None
     [name] = tensor_names(engine, trt.TensorIOMode.INPUT)
     context = open_context(engine, target)
-    context.set_input_shape(
-        name, (target.tensorrt.profiles_for(target.max_batch)[0].opt, 3, card.height, card.width)
-    )
+    context.set_input_shape(name, (target.tensorrt.profiles_for(target.max_batch)[0].opt, *card.image_shape))
     inspector = engine.create_engine_inspector()
     inspector.execution_context = context
     return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
@@ -155,7 +153,6 @@ class TensorrtRunner:
 
     def __enter__(self) -> Self:
         target, card = self.manifest.target, self.manifest.card
-        size = (card.height, card.width)
         with ExitStack() as stack:
             stack.enter_context(PrimaryContext())
             shared = self._shared
@@ -166,7 +163,7 @@ class TensorrtRunner:
             [self._output] = tensor_names(self._engine, trt.TensorIOMode.OUTPUT)
             try:
                 shape = (target.max_batch, *card.logits_shape)
-                self._images_NCHW = cuda.pagelocked_empty((target.max_batch, 3, *size), np.float32)
+                self._images_NCHW = cuda.pagelocked_empty((target.max_batch, *card.image_shape), np.float32)
                 self._logits_NCHW = cuda.pagelocked_empty(shape, np.float32)
                 self._device_images = cuda.mem_alloc(self._images_NCHW.nbytes)
                 self._device_logits = LogitsMemory(self._logits_NCHW.nbytes)
@@ -222,7 +219,7 @@ class TensorrtRunner:
         import torch
 
         num_images, card = len(images_NCHW), self.manifest.card
-        shapes = (3, card.height, card.width), card.logits_shape
+        shapes = card.image_shape, card.logits_shape
         for tensor, shape in zip((images_NCHW, logits_NCHW), shapes, strict=True):
             expected = (num_images, *shape)
             is_plain = tensor.is_cuda and tensor.is_contiguous() and tensor.dtype == torch.float32
@@ -358,7 +355,7 @@ class TensorrtRunner:
         if context.active_optimization_profile != fitting[0]:
             context.set_optimization_profile_async(fitting[0], stream)
         card = self.manifest.card
-        context.set_input_shape(self._input, (num_images, 3, card.height, card.width))
+        context.set_input_shape(self._input, (num_images, *card.image_shape))
 
     def _enqueue(self, num_images: int) -> None:
         cuda.memcpy_htod_async(self._device_images, self._images_NCHW[:num_images], self._stream)

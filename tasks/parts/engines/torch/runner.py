@@ -90,7 +90,7 @@ class TorchRunner:
         with _explained_out_of_memory(target):
             self._program = self._load(self._file, target)
             if target.device == CUDA:
-                images_shape = (target.max_batch, 3, card.height, card.width)
+                images_shape = (target.max_batch, *card.image_shape)
                 logits_shape = (target.max_batch, *card.logits_shape)
                 self._images_NCHW = torch.empty(images_shape, pin_memory=True)
                 self._logits_NCHW = torch.empty(logits_shape, pin_memory=True)

@@ -173,13 +173,13 @@ def test_results_of_other_images_are_refused() -> None:
 def test_results_are_read_as_they_were_written_and_damage_is_named(tmp_path: Path) -> None:
     results = images(np.array([True, False, True]), np.array([5, 5, 9]))
     write_results(tmp_path / "images.npz", {"val": results})
-    read = read_results(tmp_path / "images.npz", "val", Task.classification)
+    read = read_results(tmp_path / "images.npz", "val")
     assert read.score == pytest.approx(2 / 3) and read.num_groups == 2
     with pytest.raises(ArtifactError, match=r"no results of the images of split 'test' .*Run validate again"):
-        read_results(tmp_path / "images.npz", "test", Task.classification)
+        read_results(tmp_path / "images.npz", "test")
     (tmp_path / "images.npz").write_bytes(b"PK\x03\x04 torn")
     with pytest.raises(ArtifactError, match=r"Run validate again"):
-        read_results(tmp_path / "images.npz", "val", Task.classification)
+        read_results(tmp_path / "images.npz", "val")
 
 
 def test_several_limits_have_the_worst_standing() -> None:

@@ -157,7 +157,7 @@ def test_images_that_do_not_fit_are_refused(
     bundle = bundled(workshop, "cpu_onnxruntime", tmp_path / "a")
     done = infer(sys.executable, bundle, images_NHWC, tmp_path)
     assert done.returncode != 0
-    assert "expected RGB uint8 [N, 64, 96, 3] with at least one image" in done.stderr
+    assert "expected uint8 [N, 64, 96, 3] (RGB for three channels) with at least one image" in done.stderr
 
 
 def write_torn(path: Path) -> None:
@@ -202,10 +202,10 @@ def test_int8_engine_of_a_cpu_with_vnni_is_refused_without_it(workshop: Workshop
 def test_help_names_the_arguments_and_ends_with_0(workshop: Workshop, tmp_path: Path) -> None:
     bundle = bundled(workshop, "cpu_onnxruntime", tmp_path / "a")
     done = run_script(sys.executable, bundle, tmp_path, "--help")
-    assert done.returncode == 0 and "usage: infer.py [-h] IMAGES.npy CLASSES.npy" in done.stdout
-    assert "uint8 [N, H, W, 3]" in done.stdout
+    assert done.returncode == 0 and "usage: infer.py [-h] IMAGES.npy ANSWERS.npy" in done.stdout
+    assert "uint8 [N, H, W, C]" in done.stdout
     alone = run_script(sys.executable, bundle, tmp_path, "images.npy")
-    assert alone.returncode == 2 and "required: CLASSES.npy" in alone.stderr
+    assert alone.returncode == 2 and "required: ANSWERS.npy" in alone.stderr
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 
 from tasks.parts.data.accuracy import Accuracy
 from tasks.parts.data.comparison import ImageResults
-from tasks.parts.data.input_card import Task
 from tasks.parts.measuring.machine_state import Machine
 from tasks.parts.measuring.reports import BenchmarkReport, EngineMeasurement, Race, SpeedRatio
 from tasks.parts.selection.accuracy_gates import AccuracyGates, find_parents
@@ -38,7 +37,7 @@ def random_engines(seed: int) -> tuple[list[EngineRow], dict[str, ImageResults],
                 :, None
             ]
             total = np.full_like(hits, 1000)
-            results[name] = ImageResults(Task.segmentation, hits, total, total, np.arange(NUM_IMAGES))
+            results[name] = ImageResults(hits, total, total, np.arange(NUM_IMAGES))
             score, speed = results[name].score, 1.0 if is_reference else speeds[variant]
             speeds[variant] = speed
             rows.append(
@@ -102,7 +101,7 @@ def test_of_equally_fast_engines_the_certainly_more_accurate_one_is_picked_thoug
         hits = np.full((NUM_IMAGES, 1), hits_N[variant])
         total = np.full_like(hits, 1000)
         name = f"{variant}-{target}"
-        results[name] = ImageResults(Task.segmentation, hits, total, total, np.arange(NUM_IMAGES))
+        results[name] = ImageResults(hits, total, total, np.arange(NUM_IMAGES))
         speed = {LADDER[0]: 1.0, "pruned": 2.02, "pruned_fp16": 2.0}[variant]
         rows.append(row_of(variant, target, results[name].score, speed, size_bytes))
     pairs = [("pruned", LADDER[0], 2.02), ("pruned_fp16", LADDER[0], 2.0), ("pruned_fp16", "pruned", 0.99)]

@@ -1,0 +1,100 @@
+"""Hold the outputs of a model against the labels of a split, in the metric of the data set.
+
+N images, C classes, H rows, W columns. Outputs are logits [N, C] or [N, C, H, W], or values [N, ...].
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.core.errors import ArtifactError
+from tasks.parts.data.comparison import ImageResults, compare_with_labels, join_results, results_of_scores
+from tasks.parts.data.dataset import (
+    LABEL_FILES,
+    METRIC_FILE,
+    Manifest,
+    open_groups,
+    open_labels,
+    read_manifest,
+)
+from tasks.parts.data.input_card import InputCard, Task
+from tasks.parts.data.metrics import FLOAT_MODEL, metric_of
+from tasks.parts.data.own_metric import Scorer, open_metric
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The labels of the first images of a split, and the metric."""
+
+    labels: NDArray[Any]
+    """masks_NHW, labels_N or values of the float model."""
+    groups_N: NDArray[np.int64]
+    """Group of each image."""
+    num_classes: int
+    task: Task
+    """Task of the model."""
+    metric: str
+    """Name of the metric."""
+    score_images: Scorer | None
+    """A metric of the user's own; None for that of the task."""
+
+    def compare(self, outputs: NDArray[Any], answers: NDArray[Any], start: int) -> ImageResults:
+        """Return the results of consecutive images from number `start` on; `answers` are `answers_of` the outputs."""
+        labels = self.labels[start : start + len(outputs)]
+        if self.score_images is not None:
+            return results_of_scores(self.score_images(outputs, labels))
+        return compare_with_labels(answers, labels, self.num_classes, self.task)
+
+    def join(self, parts: Sequence[ImageResults]) -> ImageResults:
+        """Return the results of all images as one."""
+        return join_results(parts, np.unique(self.groups_N, return_inverse=True)[1])
+
+
+def answers_of(outputs: NDArray[Any], card: InputCard) -> NDArray[Any]:
+    """Return the class of each pixel, [N, H, W], or of each image, [N]; values as they are."""
+    if card.task is Task.values:
+        return outputs
+    smallest = np.min_scalar_type(len(card.classes) - 1)
+    classes: NDArray[Any] = outputs.argmax(axis=1).astype(smallest)
+    return classes
+
+
+def open_judge(data: Path, split: str, card: InputCard, *, num_images: int | None = None) -> Judge:
+    """Open the labels of the first images of a split, or of all, for a model with this card.
+
+    Raises ArtifactError when model and data set differ in their classes.
+    """
+    manifest = read_manifest(data)
+    if card.task is not Task.values and card.classes != manifest.classes:
+        raise ArtifactError(
+            f"the model has {len(card.classes)} classes ({', '.join(card.classes)}), {data} has "
+            f"{len(manifest.classes)} ({', '.join(manifest.classes)}); names and order must be equal. Use a model "
+            "that was trained on this data set."
+        )
+    return Judge(
+        labels=open_labels(data, split, _task_of_labels(manifest, split, card.task))[:num_images],
+        groups_N=open_groups(data, split)[:num_images],
+        num_classes=len(card.classes),
+        task=card.task,
+        metric=metric_name(manifest, card.task),
+        score_images=open_metric(data / METRIC_FILE, manifest.metric) if manifest.metric else None,
+    )
+
+
+def metric_name(manifest: Manifest, task: Task) -> str:
+    """Return the name of the metric of a model with this task on a data set."""
+    if manifest.metric is None:
+        return str(metric_of(task, manifest.source))
+    against = ", against the float model" if manifest.source == FLOAT_MODEL else ""
+    return f"{manifest.metric} (own metric{against})"
+
+
+def _task_of_labels(manifest: Manifest, split: str, task: Task) -> Task:
+    """Return which labels to compare with: a metric of the user's own holds values against any."""
+    if task is not Task.values or manifest.metric is None:
+        return task
+    return next((kind for kind, name in LABEL_FILES.items() if f"{split}_{name}.npy" in manifest.files), task)
