@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +69,48 @@ return its record of A while the folder holds B.
 """
 
 
+_processes: set[subprocess.Popen[str]] = set()
+"""Stages that run now."""
+_is_ending = threading.Event()
+"""Set once the flow was interrupted."""
+
+
 def _run(command: list[str]) -> int:
-    return subprocess.run(command, check=False).returncode
+    with _tracked(subprocess.Popen(command, text=True)) as process:
+        return process.wait()
 
 
 def _run_and_log(command: list[str]) -> int:
     logger = get_run_logger()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with _tracked(started) as process:
         assert process.stdout is not None
         for line in process.stdout:
             logger.info(mask_credentials(line.rstrip()))
     return process.returncode
+
+
+@contextlib.contextmanager
+def _tracked(started: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """Wait for a stage at the end, and kill it if this thread is interrupted."""
+    with started as process:
+        _processes.add(process)
+        try:
+            if _is_ending.is_set():
+                process.terminate()
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            _processes.discard(process)
+
+
+def _end_stages() -> None:
+    """End the stages of all threads: SIGTERM, unlike Ctrl-C, reaches this process alone."""
+    _is_ending.set()
+    for process in list(_processes):
+        process.terminate()
 
 
 def task_runner() -> Any:
@@ -116,15 +148,20 @@ class TaskStages:
     def run_side_by_side(self, calls: Calls) -> None:
         """Make sure that the outputs of independent calls are fresh, as many at once as the task runner allows."""
         pending: list[tuple[Call, PrefectFuture[dict[str, str]]]] = []
-        for address, inputs in calls.items():
-            call, fresh = self._prepare(address, inputs)
-            if fresh:
-                self._run(call, fresh)
-            else:
-                command = stage_command(address, inputs)
-                pending.append((call, run_stage.submit(address, command, call.key, fresh, self._is_deployed)))
-        for call, future in pending:
-            self._finish(call, False, future.result(), "done")
+        try:
+            for address, inputs in calls.items():
+                call, fresh = self._prepare(address, inputs)
+                if fresh:
+                    self._run(call, fresh)
+                else:
+                    command = stage_command(address, inputs)
+                    future = run_stage.submit(address, command, call.key, fresh, self._is_deployed)
+                    pending.append((call, future))
+            for call, future in pending:
+                self._finish(call, False, future.result(), "done")
+        except KeyboardInterrupt:
+            _end_stages()
+            raise
 
     def _run(self, call: Call, fresh: bool) -> Path:
         started = time.perf_counter()

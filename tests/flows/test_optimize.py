@@ -68,6 +68,23 @@ def test_interrupted_flow_says_what_is_kept_and_how_to_go_on(
 
 
 @pytest.mark.slow
+def test_interrupted_flow_ends_the_stages_that_run_side_by_side(smoke_run: tuple[Workspace, str]) -> None:
+    space, _ = smoke_run
+    trained = space.path / "artifacts/quantize_aware_train"
+    for folder in (trained, trained.with_name("rank_layers")):
+        shutil.rmtree(folder)
+    flow = space.start(sys.executable, "-m", "flows.optimize", *SMOKE)
+    assert flow.stdout is not None
+    assert any(line.startswith("quantize_aware_train: running") for line in flow.stdout)
+    flow.send_signal(signal.SIGTERM)
+    output = flow.communicate(timeout=60)[0]
+    assert flow.returncode == 128 + signal.SIGTERM, output[-3000:]
+    assert "Traceback" not in output, output[-3000:]
+    assert not trained.exists()  # it was ended, not waited for
+    assert space.flow().returncode == 0 and trained.is_dir()
+
+
+@pytest.mark.slow
 def test_flow_goes_on_without_mlflow_and_the_next_one_logs_once(smoke_run: tuple[Workspace, str]) -> None:
     space, _ = smoke_run
     database, leftover = space.path / "mlflow.db", space.path / "artifacts/.drafts/train.teacher-0123456789ab"
