@@ -13,6 +13,7 @@ from typing import Any
 
 from prefect import get_run_logger, runtime, task
 from prefect.cache_policies import CacheKeyFnPolicy
+from prefect.exceptions import TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 
@@ -159,7 +160,7 @@ class TaskStages:
                     pending.append((call, future))
             for call, future in pending:
                 self._finish(call, False, future.result(), "done")
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, TerminationSignal):
             _end_stages()
             raise
 
