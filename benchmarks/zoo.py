@@ -44,7 +44,7 @@ from benchmarks.runtimes import stage_config, stage_folders
 from benchmarks.zoo_networks import ZOO, ZooNetwork, new_network
 from benchmarks.zoo_page import tables
 from benchmarks.zoo_peers import PEERS, as_engine, quantized_by
-from benchmarks.zoo_training import Exporter, Trained, class_names, export, scenes_of, train, write_images
+from benchmarks.zoo_training import Exporter, Trained, class_names, export, train, write_images
 from tasks.core.config import PARAMS_FILE, read_params
 from tasks.core.errors import EnginewrightError, first_line
 from tasks.core.execute import ARTIFACTS
@@ -233,7 +233,7 @@ def network_file(
     kept, weights = folder / "training.json", folder / "weights.pt"
     file = folder / f"{exporter}.onnx"
     known = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
-    network = new_network(name, len(class_names(spec.task, scenes_of(spec.task, {}))))
+    network = new_network(name, len(class_names(spec.task)))
     if known.get("settings") != wanted:
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("*.onnx"):

@@ -1,7 +1,7 @@
 """Draw the images that the networks of benchmarks/zoo.py are trained and measured on, train them, and export them.
 
-Classification: one handwritten digit of scikit-learn, large, on a part of a photo; ten classes. Segmentation: the
-scenes of the default data set. Training draws its own scenes from the pool that calibration images come from; val
+Classification: one bright handwritten digit of scikit-learn on a dark part of a photo; ten classes. Segmentation: the
+scenes of the default data set. Training draws its own images from the pool that calibration images come from; val
 and test use other scans and other photo columns (see tasks/parts/sources/digit_scenes.py).
 
 Shape letters: N images, H rows, W columns, C channels.
@@ -29,11 +29,12 @@ from tasks.core.config import typed_config
 from tasks.parts.data.dataset import normalise
 from tasks.parts.data.input_card import Task
 from tasks.parts.sources.config import ScenesConfig
-from tasks.parts.sources.digit_scenes import draw_scenes
+from tasks.parts.sources.digit_scenes import POOL_OF_SPLIT, Pool, draw_scenes, load_pool
 
 OPSET = 18
 INPUT_NAME, OUTPUT_NAME = "pixels", "scores"
 BATCH_SIZE = 32
+NUM_DIGITS = 10
 _WARM_UP = 0.05
 """Share of the time in which the learning rate rises."""
 _HALF_SIZE_UNTIL = 0.6
@@ -55,35 +56,47 @@ class Trained:
     """Mean over the last tenth of the steps."""
 
 
-def scenes_of(task: Task, counts: Mapping[str, int]) -> ScenesConfig:
-    """Return how the scenes of a task look, with these numbers of images per split."""
+def scenes_of(counts: Mapping[str, int]) -> ScenesConfig:
+    """Return how the scenes of the default data set look, with these numbers of images per split."""
     scenes = compose_params()["prepare_data"]["scenes"] | {f"num_{name}": num for name, num in counts.items()}
-    if task is Task.classification:
-        scenes |= {"num_digits": 10, "min_digits": 1, "max_digits": 1}
-        scenes |= {"min_digit_share": 0.5, "max_digit_share": 0.9, "min_opacity": 0.8}
     config: ScenesConfig = typed_config(ScenesConfig, scenes, "prepare_data.scenes")
     return config
 
 
-def class_names(task: Task, scenes: ScenesConfig) -> list[str]:
+def class_names(task: Task) -> list[str]:
     """Return the classes in the order of the logits."""
-    digits = [str(digit) for digit in range(scenes.num_digits)]
-    return digits if task is Task.classification else ["background", *digits]
+    if task is Task.classification:
+        return [str(digit) for digit in range(NUM_DIGITS)]
+    return ["background", *(str(digit) for digit in range(scenes_of({}).num_digits))]
 
 
 def draw_images(
-    split: str, task: Task, scenes: ScenesConfig, side: int, *, seed: int = 0
+    split: str, task: Task, count: int, side: int, *, seed: int = 0
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield images uint8 [N, H, W, 3] with masks [N, H, W], or with the classes [N] of single digits.
+    """Yield images uint8 [N, H, W, 3] with masks [N, H, W], or with the classes [N] of single digits."""
+    if task is Task.segmentation:
+        yield from draw_scenes(split, scenes_of({split: count}), height=side, width=side, seed=seed)
+        return
+    pool = load_pool(POOL_OF_SPLIT[split], num_digits=NUM_DIGITS, seed=seed)
+    random = np.random.default_rng([seed, list(POOL_OF_SPLIT).index(split)])
+    chosen_N = random.integers(len(pool.digits), size=count)
+    images = [draw_digit(random, pool, scan, side) for scan in chosen_N]
+    yield np.stack(images), pool.digits[chosen_N]
 
-    An image without a visible digit has no class and is left out.
-    """
-    for images_NHWC, masks_NHW in draw_scenes(split, scenes, height=side, width=side, seed=seed):
-        if task is Task.segmentation:
-            yield images_NHWC, masks_NHW
-        else:
-            labels_N = masks_NHW.max(axis=(1, 2)).astype(np.int64) - 1
-            yield images_NHWC[labels_N >= 0], labels_N[labels_N >= 0]
+
+def draw_digit(random: np.random.Generator, pool: Pool, scan: int, side: int) -> np.ndarray:
+    """Return an image [H, W, 3] of one scan of a pool, scaled and moved, over a part of a photo."""
+    photo = pool.photos[random.integers(len(pool.photos))]
+    top, left = (int(random.integers(size - side + 1)) for size in photo.shape[:2])
+    image = photo[top : top + side, left : left + side] * random.uniform(0.2, 0.6)
+    size = int(random.uniform(0.6, 1.0) * side)
+    ink = Image.fromarray(pool.scans[scan]).resize((size, size), Image.Resampling.BICUBIC)
+    top, left = (int(random.integers(side - size + 1)) for _ in range(2))
+    ink_HW = np.zeros((side, side), np.float32)
+    ink_HW[top : top + size, left : left + size] = ink
+    image += (ink_HW.clip(0, 1) * random.uniform(0.6, 1.0))[..., None] * (255 - image)
+    image += random.normal(0, random.uniform(0, 10), image.shape)
+    return image.clip(0, 255).astype(np.uint8)
 
 
 def write_images(root: Path, task: Task, side: int, counts: Mapping[str, int], *, seed: int = 0) -> None:
@@ -91,11 +104,10 @@ def write_images(root: Path, task: Task, side: int, counts: Mapping[str, int], *
 
     Its train split holds only the calibration images; nothing else reads it.
     """
-    scenes = scenes_of(task, counts)
     names: dict[str, list[str]] = {}
     for split in ("calibration", "val", "test"):
         names[split] = []
-        for images_NHWC, labels in draw_images(split, task, scenes, side, seed=seed):
+        for images_NHWC, labels in draw_images(split, task, counts[split], side, seed=seed):
             for image_HWC, label in zip(images_NHWC, labels, strict=True):
                 folder = f"{label}/" if task is Task.classification else ""
                 name = f"{folder}{split}_{len(names[split]):05}"
@@ -105,7 +117,7 @@ def write_images(root: Path, task: Task, side: int, counts: Mapping[str, int], *
                 names[split].append(name)
     for split, listed in (names | {"train": names["calibration"]}).items():
         (root / f"{split}.txt").write_text("\n".join(listed) + "\n", encoding="utf-8")
-    classes = "".join(f'- "{name}"\n' for name in class_names(task, scenes))
+    classes = "".join(f'- "{name}"\n' for name in class_names(task))
     (root / "classes.yaml").write_text(classes, encoding="utf-8")  # last: its presence says that all is there
 
 
@@ -172,8 +184,7 @@ def input_statistics() -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _training_images(spec: ZooNetwork, num_images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    scenes = scenes_of(spec.task, {"train": num_images})
-    parts = list(draw_images("train", spec.task, scenes, spec.side, seed=seed))
+    parts = list(draw_images("train", spec.task, num_images, spec.side, seed=seed))
     return np.concatenate([images for images, _ in parts]), np.concatenate([labels for _, labels in parts])
 
 

@@ -36,7 +36,6 @@ from benchmarks.zoo_training import (
     draw_images,
     export,
     learning_rate_factor,
-    scenes_of,
     train,
     write_images,
 )
@@ -96,10 +95,8 @@ def test_equal_seeds_give_equal_weights() -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_files_of_both_exporters_are_imported(name: str, tmp_path: Path) -> None:
     spec = replace(ZOO[name], side=64 if name != "segformer_b0" else 32)
-    scenes = scenes_of(spec.task, {})
-    network, classes = new_network(name, 10), tuple(class_names(spec.task, scenes))
-    if spec.task is Task.segmentation:
-        network = new_network(name, len(classes))
+    classes = tuple(class_names(spec.task))
+    network = new_network(name, len(classes))
     data = blank_data(tmp_path / "data", spec, classes)
     section = compose_params(["model=onnx", "model.path=x.onnx", "data=images"])["import_onnx"]
     cfg = typed_config(import_onnx.Config, section, "import_onnx")
@@ -147,8 +144,8 @@ def test_pipeline_reads_the_images_as_they_were_drawn(task: Task, tmp_path: Path
     prepare_data.prepare_data(cfg, root=tmp_path / "mine", out=tmp_path / "out")
     data = tmp_path / "out" / "dataset"
     assert read_manifest(data).counts == COUNTS | {"train": COUNTS["calibration"]}
-    assert read_manifest(data).classes == tuple(class_names(task, scenes_of(task, {})))
-    [(images_NHWC, labels)] = list(draw_images("val", task, scenes_of(task, COUNTS), 32))
+    assert read_manifest(data).classes == tuple(class_names(task))
+    [(images_NHWC, labels)] = list(draw_images("val", task, COUNTS["val"], 32))
     found = {
         image.tobytes(): label
         for image, label in zip(open_images(data, "val"), open_labels(data, "val", task), strict=True)
