@@ -439,7 +439,7 @@ def measure_peers(workspace: Path, folder: Path, deadline: float) -> list[Row]:
                 row["fault"] = f"its file does not run: {first_line(error)}"
             else:
                 splits = (validation.split, validation.unseen_split)
-                decisive, unseen = (read_results(out / RESULTS_FILE, split, card.task) for split in splits)
+                decisive, unseen = (read_results(out / RESULTS_FILE, split) for split in splits)
                 results = ValidatedImages(decisive, unseen, validation.unseen_split)
                 row |= accuracy_of(results, reference, gate)
                 row["folder"] = str(engine.relative_to(workspace))

@@ -133,7 +133,7 @@ def blank_data(folder: Path, spec: ZooNetwork, classes: tuple[str, ...]) -> Path
     return folder / "dataset"
 
 
-@pytest.mark.parametrize("task", list(Task))
+@pytest.mark.parametrize("task", [Task.segmentation, Task.classification])
 def test_pipeline_reads_the_images_as_they_were_drawn(task: Task, tmp_path: Path) -> None:
     write_images(tmp_path / "mine", task, 32, COUNTS)
     source = "class_folder" if task is Task.classification else "folder"
@@ -360,7 +360,7 @@ def check_peer(name: str, workshop: Workshop, out: Path) -> None:
     cfg = validate.Config("val", "test", 2)
     report = validate.validate(cfg, engine=folder, data=workshop.data, out=out)
     assert report.accuracy is not None and report.num_images == 4
-    decisive, unseen = (read_results(out / RESULTS_FILE, split, card.task) for split in ("val", "test"))
+    decisive, unseen = (read_results(out / RESULTS_FILE, split) for split in ("val", "test"))
     results = ValidatedImages(decisive, unseen, "test")
     found = accuracy_of(results, results, 0.02)
     assert found["loss"][0] == found["unseen_loss"][0] == 0.0
