@@ -101,7 +101,7 @@ def test_second_run_adds_no_runs_to_mlflow(smoke_run: tuple[Workspace, str]) -> 
         report = json.loads((space.path / "artifacts" / "select_engine" / "report.json").read_text())
         children = "select count(*) from tags where key = 'mlflow.parentRunId' and value = ?"
         pipeline = report["mlflow_run"].rpartition("/")[2]
-        assert database.execute(children, (pipeline,)).fetchone() == (12,)  # one for each engine
+        assert database.execute(children, (pipeline,)).fetchone() == (13,)  # one for each engine
 
 
 def test_metrics_plots_and_graph_are_there_for_dvc_users(smoke_run: tuple[Workspace, str]) -> None:
