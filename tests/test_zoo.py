@@ -96,7 +96,10 @@ def test_equal_seeds_give_equal_weights() -> None:
 def test_files_of_both_exporters_are_imported(name: str, tmp_path: Path) -> None:
     spec = replace(ZOO[name], side=64 if name != "segformer_b0" else 32)
     classes = tuple(class_names(spec.task))
-    network = new_network(name, len(classes))
+    network = new_network(name, len(classes)).train()
+    with torch.no_grad():  # statistics without which the logits of untrained networks vanish
+        for _ in range(4):
+            network(torch.randn(4, 3, spec.side, spec.side))
     data = blank_data(tmp_path / "data", spec, classes)
     section = compose_params(["model=onnx", "model.path=x.onnx", "data=images"])["import_onnx"]
     cfg = typed_config(import_onnx.Config, section, "import_onnx")
