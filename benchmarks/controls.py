@@ -96,19 +96,30 @@ def main() -> None:
         for seed in range(first, first + options.seeds)
         for network in COMPARISONS[comparison](seed)
     ]
-    rows = summaries([{**described(network), **measured_miou(network)} for network in networks])
-    record = {
+    measured = summaries([{**described(network), **measured_miou(network)} for network in networks])
+    conditions = {
         "date": date.today().isoformat(),
         "cpu_model": read_cpu_model(),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "seeds": options.seeds,
-        "epoch_time_with_teacher": read_epoch_time() if "distillation" in options.comparisons else None,
-        "rows": rows,
     }
+    record = read_record()
+    if "distillation" in options.comparisons:
+        record["epoch_time_with_teacher"] = read_epoch_time()
+    record["rows"] = rows = [
+        *(row for row in record["rows"] if row["comparison"] not in options.comparisons),
+        *(row | conditions for row in measured),
+    ]
     print(table(rows))
     write_json(RESULTS, record)
     RESULTS.with_suffix(".md").write_text(table(rows) + "\n", encoding="utf-8")
+
+
+def read_record() -> dict[str, Any]:
+    """Return the results so far."""
+    if not RESULTS.is_file():
+        return {"epoch_time_with_teacher": None, "rows": []}
+    return dict(json.loads(RESULTS.read_text(encoding="utf-8")))
 
 
 def distillation(seed: int) -> list[Network]:

@@ -34,13 +34,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import date
 from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from benchmarks.ladder import REPOSITORY
+from benchmarks.records import open_record
 from benchmarks.runtimes import read_selection, stage_config, stage_folders
 from benchmarks.slowed_engine import SlowedProcess
 from tasks.benchmark import Config, benchmark
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(
             f"--targets {missing[0]}: expected targets with a pick in {workspace}: {', '.join(picks)}"
         )
-    record = open_record(options.results, conditions_of(workspace))
+    record = open_record(options.results, conditions_of(workspace), PARTS)
     for part, target, repeat in missing_rows(record, options.parts, options.targets, options.repeats):
         row = {"target": target, "repeat": repeat} | PARTS[part](workspace, target, repeat)
         record[part].append(row)
@@ -119,19 +119,6 @@ def conditions_of(workspace: Path) -> dict[str, Any]:
         "params_sha256": sha256_of(workspace / PARAMS_FILE),
         "engines": {f"{row['variant']}-{row['target']}": row["engine_sha256"] for row in rows},
     }
-
-
-def open_record(results: Path, conditions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was measured so far; exit if it was measured under other conditions."""
-    if not results.is_file():
-        return {"date": date.today().isoformat(), "conditions": conditions} | {part: [] for part in PARTS}
-    record: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
-    if other := [name for name, value in conditions.items() if record["conditions"].get(name) != value]:
-        raise SystemExit(
-            f"{results} was measured with other {', '.join(other)} than there are now. Delete it to begin again, or "
-            "name another file with --results."
-        )
-    return record
 
 
 def write_record(results: Path, record: Mapping[str, Any]) -> None:

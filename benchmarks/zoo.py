@@ -30,7 +30,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ import torch
 
 from benchmarks.ladder import REPOSITORY
 from benchmarks.pages import CLASSES, MODEL, fetch_model, holds_pages, write_list, write_pages
+from benchmarks.records import open_record
 from benchmarks.rendered_pages import find_families
 from benchmarks.runtimes import stage_config, stage_folders
 from benchmarks.zoo_networks import ZOO, ZooNetwork, new_network
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = code_of(workspace)
     if code != code_of(REPOSITORY):
         parser.error(f"{workspace} has other code than the last commit of {REPOSITORY}. Pull there.")
-    record = open_record(options.results, conditions_of(settings))
+    record = open_record(options.results, conditions_of(settings), ["rows"])
     if options.race_again:
         for row in record["rows"]:
             if not row["fault"]:
@@ -164,19 +164,6 @@ def code_of(repository: Path) -> dict[str, str]:
     command = ["git", "-C", str(repository), "rev-parse", *(f"HEAD:{name}" for name in CODE)]
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     return dict(zip(CODE, found, strict=True))
-
-
-def open_record(results: Path, conditions: Mapping[str, Any]) -> Row:
-    """Return what was measured so far; exit if it was measured under other conditions."""
-    if not results.is_file():
-        return {"date": date.today().isoformat(), "conditions": conditions, "rows": []}
-    record: Row = json.loads(results.read_text(encoding="utf-8"))
-    if other := [name for name, value in conditions.items() if record["conditions"].get(name) != value]:
-        raise SystemExit(
-            f"{results} was measured with other {', '.join(other)} than there are now. Delete it to begin again, or "
-            "name another file with --results."
-        )
-    return record
 
 
 def write_record(results: Path, record: Mapping[str, Any]) -> None:

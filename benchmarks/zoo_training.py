@@ -7,11 +7,8 @@ and test use other scans and other photo columns (see tasks/parts/sources/digit_
 Shape letters: N images, H rows, W columns, C channels.
 """
 
-import contextlib
-import logging
 import math
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +25,7 @@ from flows.params import compose_params
 from tasks.core.config import typed_config
 from tasks.parts.data.dataset import normalise
 from tasks.parts.data.input_card import Task
+from tasks.parts.onnx_graphs.export import quiet_export
 from tasks.parts.sources.config import ScenesConfig
 from tasks.parts.sources.digit_scenes import POOL_OF_SPLIT, Pool, draw_scenes, load_pool
 
@@ -215,19 +213,3 @@ def export(network: nn.Module, file: Path, exporter: Exporter, *, side: int) -> 
                 dynamic_axes={INPUT_NAME: {0: "batch"}, OUTPUT_NAME: {0: "batch"}},
                 **names,
             )
-
-
-@contextlib.contextmanager
-def quiet_export() -> Iterator[None]:
-    """Suppress the remarks of the exporters, which concern neither batch nor values here."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -274,13 +274,17 @@ def _activations(
     cfg: Config, configured: Sequence[Activations], scores: Mapping[Activations, float]
 ) -> Answer:
     """Compare the types of activations, also those that no chosen target has."""
+    from tasks.parts.quantization.evaluation import weight_bits
+
     spread = max(scores.values()) - min(scores[kind] for kind in configured)
     titles = {Activations.uint8: "uint8 with a zero point", Activations.int8: "symmetric int8"}
     return Answer(
         question="Does the type of the activations matter?",
         is_suspect=spread > cfg.suspect_loss,
         found=", ".join(
-            f"{titles[kind]}: score {score:.4f}"
+            titles[kind]
+            + (f" and {weight_bits(kind)}-bit weights" if weight_bits(kind) < 8 else "")
+            + f": score {score:.4f}"
             + ("" if kind in configured else " (no chosen target has it)")
             for kind, score in scores.items()
         ),

@@ -69,8 +69,9 @@ def quantize_aware_train(
 
     BatchNorm is folded before training, so that training sees the same weights as the INT8 graph. Weights that are
     exactly zero stay zero. If some engines have int8 activations and others uint8, the network trains with int8,
-    whose steps are wider. An interrupted training resumes without a stored state of modelopt: the simulated network
-    is rebuilt from checkpoint, graph and ranges, and the trained weights are loaded into it.
+    whose steps are wider. On a CPU whose engines have 7-bit weights, it trains with them. An interrupted training
+    resumes without a stored state of modelopt: the simulated network is rebuilt from checkpoint, graph and ranges,
+    and the trained weights are loaded into it.
 
     Raises ArtifactError when the inputs do not belong together, TrainingDiverged when the loss is not finite,
     GateFailed when the graph's predictions differ from those of the trained network.
@@ -85,7 +86,7 @@ def quantize_aware_train(
     from tasks.parts.onnx_graphs.export import export_graph
     from tasks.parts.onnx_graphs.graph import read_graph, write_graph
     from tasks.parts.quantization.config import coarsest
-    from tasks.parts.quantization.evaluation import open_evaluator
+    from tasks.parts.quantization.evaluation import open_evaluator, weight_bits
     from tasks.parts.quantization.fake_quantization import fake_quantize, float_weights
     from tasks.parts.quantization.qdq import insert_qdq, read_ranges
     from tasks.parts.training.distillation import build_objective
@@ -111,6 +112,7 @@ def quantize_aware_train(
         tensor_ranges,
         op_types=cfg.op_types,
         activations=coarsest(activations),
+        weight_bits=min(map(weight_bits, activations)),
     )
     keep_zeros(simulated)
     objective = build_objective(

@@ -142,29 +142,22 @@ def quantize_partial(
     """
     from tasks.parts.onnx_graphs.graph import node_sources, read_graph, write_graph
     from tasks.parts.onnx_graphs.macs import conv_macs
-    from tasks.parts.quantization.evaluation import open_evaluator
-    from tasks.parts.quantization.gates import AccuracyGates
+    from tasks.parts.quantization.gates import open_gates
     from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes, read_ranges
     from tasks.parts.tables import write_table
 
     graph, (activations, known) = read_graph(repaired), read_ranges(ranges)
     ranked = _read_ranking(ranking, [node.name for node in quantizable_nodes(graph, cfg.op_types)])
     _check_kept(cfg, ranked)
-    evaluator, reference_evaluator = (
-        open_evaluator(
-            float_graph,
-            data,
-            num_images=cfg.num_val_images,
-            batch_size=cfg.batch_size,
-            activations=activations,
-        )
-        for float_graph in (read_graph(model), read_graph(reference))
-    )
-    gates = AccuracyGates(
-        reference_evaluator.float_results,
-        cfg.max_score_rel_loss,
-        evaluator.float_results,
-        cfg.max_parent_rel_loss,
+    evaluator, gates = open_gates(
+        read_graph(model),
+        read_graph(reference),
+        data,
+        max_score_rel_loss=cfg.max_score_rel_loss,
+        max_parent_rel_loss=cfg.max_parent_rel_loss,
+        num_images=cfg.num_val_images,
+        batch_size=cfg.batch_size,
+        activations=activations,
     )
     search = _Search(cfg, graph, known, evaluator, gates)
     preset = {*cfg.keep_float, *_excluded(cfg, graph)}
@@ -191,7 +184,7 @@ def quantize_partial(
     report = Report(
         standing=gates.standing(search.results(kept)),
         metric=evaluator.metric,
-        reference_score=reference_evaluator.float_score,
+        reference_score=gates.reference.score,
         float_score=evaluator.float_score,
         score=score,
         score_rel_loss=gates.score_rel_loss(search.results(kept)),

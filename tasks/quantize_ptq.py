@@ -80,6 +80,9 @@ class Report:
     """Number of calibration images that are also in the test split and make the measured accuracy too optimistic."""
     num_quantized_tensors: int
     """Number of activations with a Q/DQ pair."""
+    weight_bits: int
+    """Bits of the weights of the graphs that were judged: 7 beside uint8 activations on an x86 CPU without VNNI,
+    where sums of two products of 8 bits saturate."""
     trials: tuple[Trial, ...]
     """All trials in the configured order."""
 
@@ -95,7 +98,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     from tasks.parts.data.dataset import open_images
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
     from tasks.parts.quantization.calibration import choose_range, collect_statistics
-    from tasks.parts.quantization.evaluation import open_evaluator
+    from tasks.parts.quantization.evaluation import open_evaluator, weight_bits
     from tasks.parts.quantization.qdq import (
         insert_qdq,
         is_layer,
@@ -156,6 +159,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         num_images=len(images_NHWC),
         num_images_in_test=num_images_in_test,
         num_quantized_tensors=len(place_pairs(graph, cfg.op_types).range_of),
+        weight_bits=min(map(weight_bits, cfg.activations)),
         trials=tuple(trials),
     )
 

@@ -130,27 +130,20 @@ def quantize_repaired(
     `reference` is the float graph whose accuracy counts as 100 %, `ranges` is the file of quantize_ptq for `model`.
     """
     from tasks.parts.onnx_graphs.graph import read_graph, write_graph
-    from tasks.parts.quantization.evaluation import open_evaluator
-    from tasks.parts.quantization.gates import AccuracyGates
+    from tasks.parts.quantization.gates import open_gates
     from tasks.parts.quantization.qdq import insert_qdq, read_calibrator, read_ranges, write_ranges
     from tasks.parts.tables import write_table
 
     graph, (activations, known) = read_graph(model), read_ranges(ranges)
-    evaluator, reference_evaluator = (
-        open_evaluator(
-            float_graph,
-            data,
-            num_images=cfg.num_val_images,
-            batch_size=cfg.batch_size,
-            activations=activations,
-        )
-        for float_graph in (graph, read_graph(reference))
-    )
-    gates = AccuracyGates(
-        reference_evaluator.float_results,
-        cfg.max_score_rel_loss,
-        evaluator.float_results,
-        cfg.max_parent_rel_loss,
+    evaluator, gates = open_gates(
+        graph,
+        read_graph(reference),
+        data,
+        max_score_rel_loss=cfg.max_score_rel_loss,
+        max_parent_rel_loss=cfg.max_parent_rel_loss,
+        num_images=cfg.num_val_images,
+        batch_size=cfg.batch_size,
+        activations=activations,
     )
     tried = _try_repairs(
         cfg, graph, known, evaluator, gates, calibrator=read_calibrator(ranges)[1:], data=data
@@ -179,7 +172,7 @@ def quantize_repaired(
     return Report(
         standing=gates.standing(results),
         metric=evaluator.metric,
-        reference_score=reference_evaluator.float_score,
+        reference_score=gates.reference.score,
         float_score=evaluator.float_score,
         ptq_score=tried[0].score,
         score=best.score,
@@ -203,7 +196,7 @@ def _try_repairs(
     """Return the graph of quantize_ptq, and each repair of the best graph before it."""
     from tasks.parts.quantization.bias_correction import correct_biases
     from tasks.parts.quantization.config import coarsest
-    from tasks.parts.quantization.evaluation import with_activations
+    from tasks.parts.quantization.evaluation import weight_bits, with_activations
     from tasks.parts.quantization.qdq import insert_qdq
     from tasks.parts.quantization.weight_rounding import round_weights
 
@@ -220,9 +213,10 @@ def _try_repairs(
     for repair, equalized, known in _equalized(cfg, graph, calibrator, coarsest(evaluator.activations), data):
         tried.append(evaluate((Repair.none, repair), equalized, known))
     base = max(tried, key=lambda candidate: candidate.score)
+    round_to_levels = partial(round_weights, num_bits=weight_bits(base.evaluation.activations))
     for repair, change in (
         (Repair.bias_correction, correct_biases),
-        (Repair.weight_rounding, round_weights),
+        (Repair.weight_rounding, round_to_levels),
     ):
         if repair is Repair.weight_rounding and any(
             gates.hold(candidate.evaluation.results) for candidate in tried

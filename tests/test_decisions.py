@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from benchmarks.decisions import (
+    PARTS,
     busy_loops,
     missing_rows,
-    open_record,
     pick_by_p50,
     pool,
     race_two,
@@ -21,6 +21,7 @@ from benchmarks.decisions import (
     write_record,
 )
 from benchmarks.ladder import REPOSITORY
+from benchmarks.records import open_record
 from benchmarks.slowed_engine import SlowedProcess
 from tasks.benchmark import Config
 from tasks.core.config import typed_config
@@ -109,13 +110,13 @@ def test_races_count_what_they_call_faster() -> None:
 
 def test_second_start_measures_only_what_is_missing(tmp_path: Path) -> None:
     results = tmp_path / "decisions.json"
-    record = open_record(results, CONDITIONS)
+    record = open_record(results, CONDITIONS, PARTS)
     every = missing_rows(record, ["decisions", "null"], ["cpu", "gpu"], 2)
     assert len(every) == 8 and every[:2] == [("decisions", "cpu", 0), ("decisions", "gpu", 0)]
     record["decisions"].append(decision(0, "qat", 1.0))
     record["null"].append(race(1, 1.0, "gpu"))
     write_record(results, record | {"summary": summarise(record)})
-    again = open_record(results, CONDITIONS)
+    again = open_record(results, CONDITIONS, PARTS)
     assert again["decisions"] == record["decisions"] and again["summary"]["null"][0]["repeats"] == 1
     left = missing_rows(again, ["decisions", "null"], ["cpu", "gpu"], 2)
     assert left == [row for row in every if row not in (("decisions", "cpu", 0), ("null", "gpu", 1))]
@@ -124,9 +125,9 @@ def test_second_start_measures_only_what_is_missing(tmp_path: Path) -> None:
 
 def test_results_of_other_engines_are_not_continued(tmp_path: Path) -> None:
     results = tmp_path / "decisions.json"
-    write_record(results, open_record(results, CONDITIONS))
+    write_record(results, open_record(results, CONDITIONS, PARTS))
     with pytest.raises(SystemExit, match=r"measured with other engines than there are now. Delete it"):
-        open_record(results, CONDITIONS | {"engines": {"ptq-cpu": "cd"}})
+        open_record(results, CONDITIONS | {"engines": {"ptq-cpu": "cd"}}, PARTS)
 
 
 def test_busy_loops_end_with_their_block() -> None:

@@ -12,6 +12,7 @@ import torch
 import yaml
 from torch import nn
 
+from benchmarks.records import open_record
 from benchmarks.zoo import (
     OURS,
     Settings,
@@ -22,7 +23,6 @@ from benchmarks.zoo import (
     measure,
     missing_files,
     network_file,
-    open_record,
     race,
     race_all,
     tables,
@@ -308,19 +308,19 @@ def test_tables_name_every_engine_tool_reason_and_fault() -> None:
 
 def test_second_start_measures_what_is_missing_or_failed(tmp_path: Path) -> None:
     results, conditions = tmp_path / "zoo.json", {"torch": "2.13", "train_s": 1.0}
-    record = open_record(results, conditions)
+    record = open_record(results, conditions, ["rows"])
     record["rows"] = [
         {"network": "resnet_18", "exporter": "dynamo", "fault": "killed"},
         {"network": "mobilenet_v2", "exporter": "dynamo", "fault": ""},
     ]
     write_record(results, record)
-    again = open_record(results, conditions)
+    again = open_record(results, conditions, ["rows"])
     assert again == record and [file.name for file in tmp_path.iterdir()] == ["zoo.json"]
     left = missing_files(again["rows"], ["mobilenet_v2", "resnet_18"])
     assert left == [("resnet_18", "dynamo"), ("mobilenet_v2", "torchscript")]
     assert [row["network"] for row in without(again["rows"], "resnet_18", "dynamo")] == ["mobilenet_v2"]
     with pytest.raises(SystemExit, match=r"measured with other torch than there are now. Delete it"):
-        open_record(results, conditions | {"torch": "3.0"})
+        open_record(results, conditions | {"torch": "3.0"}, ["rows"])
 
 
 @pytest.mark.parametrize("variant", ["quantized", "float"])

@@ -1,5 +1,7 @@
 """Small networks with the structures that quantization has to get right, and cards for their graphs."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from onnx import ModelProto
@@ -11,7 +13,7 @@ from tasks.parts.networks.model_card import ModelCard
 from tasks.parts.onnx_graphs.export import export_graph
 from tasks.parts.quantization.calibration import choose_range, collect_statistics
 from tasks.parts.quantization.config import Calibrator
-from tasks.parts.quantization.qdq import insert_qdq, quantizable_tensors
+from tasks.parts.quantization.qdq import TensorRange, insert_qdq, quantizable_tensors
 
 OP_TYPES = (
     "Conv",
@@ -121,13 +123,18 @@ def images(count: int, seed: int = 1) -> Tensor:
     return torch.randn(count, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(seed))
 
 
+def ranges_of(graph: ModelProto, images_NCHW: np.ndarray, op_types: Sequence[str]) -> dict[str, TensorRange]:
+    """Return the MinMax range of each tensor that can be quantized."""
+    names = quantizable_tensors(graph, op_types)
+    statistics = collect_statistics(graph, lambda: [images_NCHW], names)
+    return {
+        name: choose_range(found, Calibrator.minmax, percentile=100.0) for name, found in statistics.items()
+    }
+
+
 def quantized(network_type: type, op_types: tuple[str, ...]) -> tuple[ModelProto, ModelProto, np.ndarray]:
     """Return float graph, its U8S8 twin with MinMax ranges, and the images that these come from."""
     graph = export_graph(make(network_type), card(), height=SIZE, width=SIZE, opset=20)
     images_NCHW = images(8).numpy()
-    names = quantizable_tensors(graph, op_types)
-    statistics = collect_statistics(graph, lambda: [images_NCHW], names)
-    ranges = {
-        name: choose_range(found, Calibrator.minmax, percentile=100.0) for name, found in statistics.items()
-    }
+    ranges = ranges_of(graph, images_NCHW, op_types)
     return graph, insert_qdq(graph, ranges, op_types=op_types), images_NCHW

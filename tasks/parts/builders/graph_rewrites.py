@@ -6,7 +6,7 @@ Each rewrite is a switch of the target; benchmarks/encodings.py measures them.
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 from tasks.parts.engines.machine import int8_sums_saturate
 from tasks.parts.engines.runtimes import Precision
@@ -22,9 +22,8 @@ from tasks.parts.onnx_graphs.half_precision import (
     to_half,
 )
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
+from tasks.parts.onnx_graphs.int8_weights import weights_to_7_bits
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
-
-_MAX_7_BITS, _MAX_8_BITS = 63, 127
 
 _GATES = frozenset({"Sigmoid", "HardSigmoid"})
 _INTEGER_OPERATORS = (
@@ -258,41 +257,6 @@ def gemm_as_matmul(model: ModelProto) -> ModelProto:
     return rewritten
 
 
-def weights_to_7_bits(model: ModelProto) -> ModelProto:
-    """Return a copy in which int8 weights have 7 bits in layers that read a uint8 activation.
-
-    There, two products of 8 bits can exceed the 16 bits in which x86 adds them without VNNI. A layer with a quantized
-    bias stays as it is: kernels scale the bias by the product of both scales.
-    """
-    rewritten = ModelProto()
-    rewritten.CopyFrom(model)
-    graph = rewritten.graph
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    makers = {name: node for node in graph.node for name in node.output}
-    factor = np.float32(_MAX_7_BITS / _MAX_8_BITS)
-    for node in [node for node in graph.node if node.op_type in ("Conv", "ConvTranspose", "MatMul", "Gemm")]:
-        dequantized = [makers.get(name) for name in node.input]
-        if [maker is not None and maker.op_type for maker in dequantized] not in (
-            ["DequantizeLinear"] * 2,
-            ["DequantizeLinear"] * 2 + [False],
-        ):
-            continue
-        activation, weight = dequantized[:2]
-        assert activation is not None and weight is not None
-        if weight.input[0] not in constants or not _is_uint8(activation, constants):
-            continue
-        levels, scale = (numpy_helper.to_array(constants[name]) for name in weight.input[:2])
-        if levels.dtype != np.int8:
-            continue
-        narrow: list[NDArray[np.generic]] = [np.rint(levels * factor).astype(np.int8), scale / factor]
-        for index, values in enumerate(narrow):
-            name = f"{weight.input[index]}:7bit"
-            graph.initializer.append(numpy_helper.from_array(values, name))
-            weight.input[index] = name
-    drop_unused(graph)
-    return rewritten
-
-
 def stem_in_float(model: ModelProto) -> ModelProto:
     """Return a copy in which convolutions that read the quantized image read the image itself.
 
@@ -378,10 +342,6 @@ def _is_pooled(layer: NodeProto, graph: GraphProto) -> bool:
             if node.op_type in ("Relu", "Clip", "QuantizeLinear", "DequantizeLinear"):
                 names.update(node.output)
     return False
-
-
-def _is_uint8(node: NodeProto, constants: dict[str, TensorProto]) -> bool:
-    return len(node.input) < 3 or constants[node.input[2]].data_type == TensorProto.UINT8
 
 
 def _is_bilinear(node: NodeProto) -> bool:

@@ -50,7 +50,7 @@ def export_graph(model: nn.Module, card: ModelCard, *, height: int, width: int, 
 
 def _run_exporter(model: nn.Module, example_NCHW: Tensor, opset: int) -> ModelProto:
     batch = torch.export.Dim("batch", min=1, max=_MAX_BATCH_OF_EXPORT)
-    with _quiet_exporter():
+    with quiet_export():
         program = torch.onnx.export(
             model,
             (example_NCHW,),
@@ -67,8 +67,8 @@ def _run_exporter(model: nn.Module, example_NCHW: Tensor, opset: int) -> ModelPr
 
 
 @contextlib.contextmanager
-def _quiet_exporter() -> Iterator[None]:
-    """Suppress messages of the exporter about packages that we do not use."""
+def quiet_export() -> Iterator[None]:
+    """Suppress remarks of torch's exporters about packages that are not used, batches and values."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -86,7 +86,7 @@ def _simplify(raw: ModelProto) -> ModelProto:
     """Simplify the graph, then replace subgraphs that only depend on the batch (Shape, Concat) by constants."""
     bare = ModelProto()
     bare.CopyFrom(raw)
-    with _quiet_exporter():
+    with quiet_export():
         slim = onnxslim.slim(bare)
         slim = onnx.shape_inference.infer_shapes(slim, data_prop=True)
     shapes = _static_shapes(slim)

@@ -16,8 +16,10 @@ from onnx import ModelProto
 from tasks.parts.data.comparison import ImageResults
 from tasks.parts.data.dataset import open_images
 from tasks.parts.data.judge import Judge, answers_of, open_judge
+from tasks.parts.engines.machine import int8_sums_saturate
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
+from tasks.parts.onnx_graphs.int8_weights import weights_to_7_bits
 from tasks.parts.onnx_graphs.predict import agreement, run_batches
 from tasks.parts.quantization.config import Activations
 
@@ -73,8 +75,15 @@ class GraphEvaluator:
 
 
 def with_activations(quantized: ModelProto, activations: Activations) -> ModelProto:
-    """Return a Q/DQ graph of `insert_qdq` as targets with this type of activations run it."""
-    return activations_to_int8(quantized) if activations is Activations.int8 else quantized
+    """Return a Q/DQ graph of `insert_qdq` as targets with this type of activations run it on this CPU."""
+    if activations is Activations.int8:
+        return activations_to_int8(quantized)
+    return weights_to_7_bits(quantized) if weight_bits(activations) < 8 else quantized
+
+
+def weight_bits(activations: Activations) -> int:
+    """Return the bits of the weights beside this type of activations in engines that this CPU builds."""
+    return 7 if activations is Activations.uint8 and int8_sums_saturate() else 8
 
 
 def open_evaluator(

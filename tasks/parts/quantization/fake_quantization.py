@@ -53,9 +53,11 @@ def fake_quantize(
     *,
     op_types: Sequence[str],
     activations: Activations = Activations.uint8,
+    weight_bits: int = 8,
 ) -> nn.Module:
     """Add simulated INT8 to a network with folded BatchNorm, in place; `ranges` belong to its float export `graph`.
 
+    Weights of 7 bits are rounded to 8 first, as in a graph that is stored with 8.
     Parameters keep their names. Weight ranges follow the weights, activation ranges stay as calibrated.
     """
     layers, functions = {}, {}
@@ -66,7 +68,7 @@ def fake_quantize(
                 layers[name] = levels[0]
             else:
                 functions[op_type, name] = levels
-    _quantize_layers(network, layers, op_types)
+    _quantize_layers(network, layers, op_types, weight_bits)
     _round_functions(network, functions)
     return network
 
@@ -107,7 +109,7 @@ def _limits_of_inputs(
 
 
 def _quantize_layers(
-    network: nn.Module, levels: Mapping[str, _Levels | None], op_types: Sequence[str]
+    network: nn.Module, levels: Mapping[str, _Levels | None], op_types: Sequence[str], weight_bits: int
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about transformers versions; its support for them is not used
@@ -120,7 +122,7 @@ def _quantize_layers(
             {
                 "quantizer_name": "*weight_quantizer",
                 "parent_class": f"nn.{kind}",
-                "cfg": {"num_bits": 8, "axis": 0},
+                "cfg": [{"num_bits": bits, "axis": 0} for bits in range(8, weight_bits - 1, -1)],
             }
         )
     with warnings.catch_warnings(), contextlib.redirect_stdout(None):
@@ -146,7 +148,8 @@ def _follow_weights(layer: nn.Module, _inputs: Any) -> None:
     assert isinstance(layer, nn.Conv2d | nn.Linear)
     others = tuple(range(1, layer.weight.ndim))
     amax_O = layer.weight.detach().abs().amax(dim=others, keepdim=True)
-    layer.get_submodule("weight_quantizer").amax = torch.where(amax_O > 0, amax_O, 1.0)
+    for quantizer in layer.get_submodule("weight_quantizer"):
+        quantizer.amax = torch.where(amax_O > 0, amax_O, 1.0)
 
 
 def _round_functions(network: nn.Module, levels: Mapping[tuple[str, str], Sequence[_Levels | None]]) -> None:

@@ -1,10 +1,16 @@
 """The accuracy gates of select_engine, for graphs that are evaluated on validation images."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+
+from onnx import ModelProto
 
 from tasks.parts.data.accuracy import ScoreLoss, Standing, worst
 from tasks.parts.data.comparison import ImageResults, score_loss
+from tasks.parts.quantization.config import Activations
+from tasks.parts.quantization.evaluation import GraphEvaluator, open_evaluator
 
 
 @dataclass(frozen=True)
@@ -55,3 +61,29 @@ class AccuracyGates:
                 (self.parent, self.max_parent_rel_loss),
             )
         )
+
+
+def open_gates(
+    graph: ModelProto,
+    reference: ModelProto,
+    data: Path,
+    *,
+    max_score_rel_loss: float,
+    max_parent_rel_loss: float,
+    num_images: int,
+    batch_size: int,
+    activations: Sequence[Activations],
+) -> tuple[GraphEvaluator, AccuracyGates]:
+    """Run the float graph and the reference on the validation images; return what INT8 graphs are judged with."""
+    evaluator, reference_evaluator = (
+        open_evaluator(
+            float_graph, data, num_images=num_images, batch_size=batch_size, activations=activations
+        )
+        for float_graph in (graph, reference)
+    )
+    return evaluator, AccuracyGates(
+        reference_evaluator.float_results,
+        max_score_rel_loss,
+        evaluator.float_results,
+        max_parent_rel_loss,
+    )

@@ -44,18 +44,20 @@ def round_weights(
     batches: Sequence[NDArray[np.float32]],
     *,
     op_types: Sequence[str],
+    num_bits: int = 8,
 ) -> ModelProto:
-    """Return the float graph with weights on the INT8 levels that change the layers' outputs least.
+    """Return the float graph with weights on the levels of `num_bits` that change the layers' outputs least.
 
-    `quantized` is the Q/DQ graph of `model`. `insert_qdq` finds the same levels, because the largest weight of each
-    row stays at the end of the scale. Biases are corrected on the way.
+    `quantized` is the Q/DQ graph of `model`. `insert_qdq`, and `weights_to_7_bits` behind it, find the same levels,
+    because the largest weight of each row stays at the end of the scale. Biases are corrected on the way.
     """
+    largest_level = 2 ** (num_bits - 1) - 1
     exact, rounded = LayerSteps(model, batches), LayerSteps(quantized, batches)
     random = np.random.default_rng(_SEED)
     weights, shifts = {}, {}
     for node in tracked(correctable_layers(model, op_types), "weight rounding"):
         inputs, outputs = rounded.read_input(node.name), exact.read_output(node.name)
-        weight = _round_layer(model, node, inputs, outputs, random)
+        weight = _round_layer(model, node, inputs, outputs, random, largest_level)
         if weight is not None:
             weights[node.input[1]] = weight
             rounded.set_weight(node.name, weight)
@@ -68,23 +70,26 @@ def round_weights(
 
 
 def round_rows(
-    weights_GOK: NDArray[np.float64], energy_GKK: NDArray[np.float64], scales_GO: NDArray[np.float64]
+    weights_GOK: NDArray[np.float64],
+    energy_GKK: NDArray[np.float64],
+    scales_GO: NDArray[np.float64],
+    largest_level: int = INT8_MAX,
 ) -> NDArray[np.float64]:
-    """Return levels -127..127 whose outputs are nearest to those of the weights for inputs of this energy (X^T X).
+    """Return the levels whose outputs are nearest to those of the weights for inputs of this energy (X^T X).
 
-    The largest weight of each row becomes level 127 or -127, so that the row keeps its scale.
+    The largest weight of each row becomes the largest level, or its negative, so that the row keeps its scale.
     """
     open_GOK = weights_GOK / scales_GO[..., None]
     levels_GOK = np.zeros_like(open_GOK)
     largest_GO1 = np.abs(open_GOK).argmax(axis=2)[..., None]
-    ends_GO1 = np.copysign(INT8_MAX, np.take_along_axis(open_GOK, largest_GO1, axis=2))
+    ends_GO1 = np.copysign(largest_level, np.take_along_axis(open_GOK, largest_GO1, axis=2))
     passed_GKK = np.linalg.cholesky(np.linalg.inv(energy_GKK)).swapaxes(1, 2)
     for start in range(0, open_GOK.shape[2], _BLOCK):
         stop = min(start + _BLOCK, open_GOK.shape[2])
         errors_GOB = np.zeros((*open_GOK.shape[:2], stop - start))
         for column in range(start, stop):
             values_GO = open_GOK[:, :, column]
-            levels_GO = np.clip(np.rint(values_GO), -INT8_MAX, INT8_MAX)
+            levels_GO = np.clip(np.rint(values_GO), -largest_level, largest_level)
             levels_GO = np.where(largest_GO1[..., 0] == column, ends_GO1[..., 0], levels_GO)
             levels_GOK[:, :, column] = levels_GO
             error_GO = (values_GO - levels_GO) / passed_GKK[:, None, column, column]
@@ -97,7 +102,12 @@ def round_rows(
 
 
 def _round_layer(
-    model: ModelProto, node: NodeProto, inputs: Batches, outputs: Batches, random: np.random.Generator
+    model: ModelProto,
+    node: NodeProto,
+    inputs: Batches,
+    outputs: Batches,
+    random: np.random.Generator,
+    largest_level: int,
 ) -> NDArray[np.float32] | None:
     """Return a weight on INT8 levels; None where a layer has too few positions, or is not supported."""
     weight = numpy_helper.to_array(float_weight(model, node))
@@ -117,8 +127,8 @@ def _round_layer(
     energy_GKK = energy_GKK + damping_GKK
     weights_GOK = weights_GOK + np.linalg.solve(energy_GKK, missing_GOK.swapaxes(1, 2)).swapaxes(1, 2)
     amax_GO = np.abs(weights_GOK).max(axis=2)
-    scales_GO = np.where(amax_GO > 0, amax_GO, 1.0) / INT8_MAX
-    levels_GOK = round_rows(weights_GOK, energy_GKK, scales_GO)
+    scales_GO = np.where(amax_GO > 0, amax_GO, 1.0) / largest_level
+    levels_GOK = round_rows(weights_GOK, energy_GKK, scales_GO, largest_level)
     levels = np.moveaxis(levels_GOK.reshape(rows.shape), 0, axis)
     rounded: NDArray[np.float32] = (levels * along(scales_GO.ravel(), axis, weight.ndim)).astype(np.float32)
     return rounded

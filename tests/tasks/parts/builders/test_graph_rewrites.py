@@ -15,7 +15,6 @@ from tasks.parts.builders.graph_rewrites import (
     resize_as_matmul,
     round_rest,
     stem_in_float,
-    weights_to_7_bits,
 )
 from tasks.parts.data.dataset import normalise
 from tasks.parts.engines.runtimes import Precision
@@ -142,31 +141,6 @@ def test_readers_of_the_image_beside_the_stem_keep_its_quantization() -> None:
     assert op_types(encoded).count("QuantizeLinear") == op_types(signed).count("QuantizeLinear")
     session = open_session(encoded)
     assert np.isfinite(session.run(None, {"image": images_NCHW})[1])
-
-
-def int8_weights(model: ModelProto) -> dict[str, np.ndarray]:
-    """Return the int8 weights of each convolution that reads a quantized activation."""
-    constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    makers = {name: node for node in model.graph.node for name in node.output}
-    found = {}
-    for node in model.graph.node:
-        inputs = [makers.get(name) for name in node.input[:2]]
-        if node.op_type == "Conv" and all(maker and maker.op_type == "DequantizeLinear" for maker in inputs):
-            assert inputs[1]
-            found[node.name] = constants[inputs[1].input[0]]
-    return found
-
-
-@pytest.mark.parametrize("network_type", [tiny.Straight, tiny.Branched])
-def test_sums_of_two_products_fit_16_bits_with_weights_of_7(network_type: type) -> None:
-    _, wide, images_NCHW = tiny.quantized(network_type, tiny.OP_TYPES)
-    narrow = weights_to_7_bits(wide)
-    before, after = int8_weights(wide), int8_weights(narrow)
-    assert before and before.keys() == after.keys()
-    for name, weights in after.items():
-        assert np.abs(before[name]).max() == 127
-        assert 2 * 255 * np.abs(weights.astype(int)).max() <= np.iinfo(np.int16).max
-    assert difference(run(wide, images_NCHW), run(narrow, images_NCHW)).sqnr_db > 25
 
 
 @pytest.mark.parametrize("variant", ["graph", "quantized"])

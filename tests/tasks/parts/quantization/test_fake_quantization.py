@@ -8,19 +8,13 @@ from tasks.parts.networks.batchnorm_folding import fold_batchnorm
 from tasks.parts.onnx_graphs.export import export_graph
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
-from tasks.parts.quantization.calibration import choose_range, collect_statistics
-from tasks.parts.quantization.config import Calibrator
 from tasks.parts.quantization.fake_quantization import fake_quantize, float_weights
-from tasks.parts.quantization.qdq import TensorRange, insert_qdq, quantizable_tensors
+from tasks.parts.quantization.qdq import TensorRange, insert_qdq
 
 
 def calibrate(network_type: type) -> tuple[ModelProto, dict[str, TensorRange]]:
     graph = export_graph(tiny.make(network_type), tiny.card(), height=tiny.SIZE, width=tiny.SIZE, opset=20)
-    images_NCHW = tiny.images(8).numpy()
-    statistics = collect_statistics(graph, lambda: [images_NCHW], quantizable_tensors(graph, tiny.OP_TYPES))
-    return graph, {
-        name: choose_range(found, Calibrator.minmax, percentile=100.0) for name, found in statistics.items()
-    }
+    return graph, tiny.ranges_of(graph, tiny.images(8).numpy(), tiny.OP_TYPES)
 
 
 @pytest.mark.parametrize("network_type", [tiny.Straight, tiny.Branched])

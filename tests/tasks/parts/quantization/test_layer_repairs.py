@@ -11,14 +11,11 @@ from onnx import ModelProto, numpy_helper
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
 from tasks.parts.quantization.bias_correction import correct_biases, correctable_layers
-from tasks.parts.quantization.calibration import choose_range, collect_statistics
-from tasks.parts.quantization.config import Calibrator
 from tasks.parts.quantization.layer_steps import LayerSteps
 from tasks.parts.quantization.qdq import (
     INT8_MAX,
     TensorRange,
     insert_qdq,
-    quantizable_tensors,
     weight_levels,
 )
 from tasks.parts.quantization.weight_rounding import round_rows, round_weights
@@ -37,11 +34,10 @@ def int8_levels(quantized: ModelProto) -> dict[str, np.ndarray]:
 
 def ranges_of(graph: ModelProto, images_NCHW: np.ndarray, share: float) -> dict[str, TensorRange]:
     """Return ranges that cut off a part of each tensor, so that INT8 has something to repair."""
-    statistics = collect_statistics(graph, lambda: [images_NCHW], quantizable_tensors(graph, tiny.OP_TYPES))
-    found = {
-        name: choose_range(seen, Calibrator.minmax, percentile=100.0) for name, seen in statistics.items()
+    return {
+        name: TensorRange(share * limits.low, share * limits.high)
+        for name, limits in tiny.ranges_of(graph, images_NCHW, tiny.OP_TYPES).items()
     }
-    return {name: TensorRange(share * limits.low, share * limits.high) for name, limits in found.items()}
 
 
 @pytest.mark.parametrize("network_type", NETWORKS)
