@@ -85,6 +85,14 @@ def mobilenet_v2(num_classes: int) -> nn.Module:
     return LogitsOnly(MobileNetV2ForImageClassification(config))
 
 
+def with_usual_weights(network: nn.Module) -> nn.Module:
+    """Draw the first weights as torch does; with those of transformers a network learns little in minutes."""
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
+            module.reset_parameters()
+    return network
+
+
 def efficientnet_b0(num_classes: int) -> nn.Module:
     """Inverted residuals with SiLU and squeeze-and-excitation."""
     from transformers import EfficientNetConfig, EfficientNetForImageClassification
@@ -95,9 +103,10 @@ def efficientnet_b0(num_classes: int) -> nn.Module:
         hidden_dim=1280,
         dropout_rate=0.0,
         drop_connect_rate=0.0,
+        batch_norm_momentum=0.1,
         num_labels=num_classes,
     )
-    return LogitsOnly(EfficientNetForImageClassification(config))
+    return LogitsOnly(with_usual_weights(EfficientNetForImageClassification(config)))
 
 
 def resnet_18(num_classes: int) -> nn.Module:
@@ -115,9 +124,13 @@ def convnext_tiny(num_classes: int) -> nn.Module:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
     config = ConvNextConfig(
-        hidden_sizes=[96, 192, 384, 768], depths=[3, 3, 9, 3], drop_path_rate=0.0, num_labels=num_classes
+        hidden_sizes=[96, 192, 384, 768],
+        depths=[3, 3, 9, 3],
+        drop_path_rate=0.0,
+        layer_scale_init_value=0.1,
+        num_labels=num_classes,
     )
-    return LogitsOnly(ConvNextForImageClassification(config))
+    return LogitsOnly(with_usual_weights(ConvNextForImageClassification(config)))
 
 
 def mobilevit_s(num_classes: int) -> nn.Module:
@@ -133,7 +146,7 @@ def mobilevit_s(num_classes: int) -> nn.Module:
         num_labels=num_classes,
         attn_implementation="eager",
     )
-    return LogitsOnly(MobileViTForImageClassification(config))
+    return LogitsOnly(with_usual_weights(MobileViTForImageClassification(config)))
 
 
 def segformer_b0(num_classes: int) -> nn.Module:
@@ -400,7 +413,12 @@ ZOO = {
         "MobileNetV3-Large", "Howard et al., 2019, arXiv:1905.02244, table 3", mobilenet_v3_large, 5.4e6, 1000
     ),
     "efficientnet_b0": ZooNetwork(
-        "EfficientNet-B0", "Tan and Le, 2019, arXiv:1905.11946, table 2", efficientnet_b0, 5.3e6, 1000
+        "EfficientNet-B0",
+        "Tan and Le, 2019, arXiv:1905.11946, table 2",
+        efficientnet_b0,
+        5.3e6,
+        1000,
+        learning_rate=1e-3,
     ),
     "yolov8n": ZooNetwork(
         "YOLOv8n backbone",

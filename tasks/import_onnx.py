@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems, Mo
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.data.input_card import MAX_CHANNELS, InputCard, Task
 from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, InputForm, Layout, Values
-from tasks.parts.onnx_graphs.foreign_output import OutputKind
+from tasks.parts.onnx_graphs.foreign_output import ALL_OUTPUTS, OutputKind
 from tasks.parts.onnx_graphs.signal_to_noise import Difference
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class Config:
     width: Annotated[int, Between(16, 8192)] | None
     """Columns of the images in pixels, if the graph leaves them open; null: the graph's own."""
     output: str | int | None
-    """Name of the output with the logits, for models with several; null: the only one."""
+    """Name of the output with the logits, for models with several; null: the only one. "*": all of them, as values,
+    each flattened and joined to the next."""
     output_kind: OutputKind
     """What the output means."""
     output_layout: Layout
@@ -86,6 +88,12 @@ class Config:
                 f"output_kind is values, and classes is {self.classes[:8]}, expected null: values have no classes."
             )
 
+        if self.output == ALL_OUTPUTS and self.output_kind is not OutputKind.values:
+            raise ConfigError(
+                f"output is '{ALL_OUTPUTS}', which keeps all outputs, and output_kind is {self.output_kind}; "
+                "expected values: agreement is measured for each output. Or name the output with the classes."
+            )
+
     @property
     def form(self) -> InputForm:
         """The declared input of the file."""
@@ -118,8 +126,8 @@ class Report:
     """0 for values that are no classes."""
     height: int
     width: int
-    output: str
-    """Name of the output with the logits in the file."""
+    outputs: tuple[str, ...]
+    """Name of the output with the logits in the file, or of all that are kept."""
     opset_before: int
     opset: int
     ir_version_before: int
@@ -165,11 +173,11 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     quantized = None
     if cfg.is_quantized:
         kept, compared = _rewrite(cfg, original, model, data, Quantization.kept)
-        size_bytes = _write(cfg, kept, data, out / "quantized.onnx")[1]
+        size_bytes = _write(cfg, kept, compared, data, out / "quantized.onnx")[1]
         quantized = Quantized(kept.rewritten, size_bytes, compared.differences)
     quantization = Quantization.removed if cfg.is_quantized else Quantization.none
     imported, comparison = _rewrite(cfg, original, model, data, quantization)
-    card, size_bytes = _write(cfg, imported, data, out / "model.onnx")
+    card, size_bytes = _write(cfg, imported, comparison, data, out / "model.onnx")
     graph = imported.graph
     floats = [
         tensor for tensor in graph.graph.initializer if numpy_helper.to_array(tensor).dtype == np.float32
@@ -179,7 +187,7 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         num_classes=len(card.classes),
         height=card.height,
         width=card.width,
-        output=imported.tensor,
+        outputs=imported.tensors,
         opset_before=imported.opset_before,
         opset=graph.opset_import[0].version,
         ir_version_before=original.ir_version,
@@ -265,20 +273,31 @@ def _images(cfg: Config, imported: "Imported", data: Path) -> "NDArray[np.uint8]
     return np.random.default_rng(cfg.seed).integers(0, 256, shape, np.uint8)
 
 
-def _write(cfg: Config, imported: "Imported", data: Path, path: Path) -> tuple[InputCard, int]:
+def _write(
+    cfg: Config, imported: "Imported", compared: "Comparison", data: Path, path: Path
+) -> tuple[InputCard, int]:
     """Write a graph with its card; return the card and the size of the file in bytes."""
     from tasks.parts.data.dataset import read_manifest
     from tasks.parts.onnx_graphs.graph import CARD_KEY, write_graph
 
-    card = _card(cfg, imported, read_manifest(data), data)
+    shapes = dict(zip(imported.tensors, compared.shapes, strict=True))
+    card = _card(cfg, imported, shapes, read_manifest(data), data)
     entry = imported.graph.metadata_props.add()
     entry.key, entry.value = CARD_KEY, card.to_json()
     write_graph(imported.graph, path)
     return card, path.stat().st_size
 
 
-def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> InputCard:
-    """Return the card of the graph; raise ArtifactError if the data set does not match the graph."""
+def _card(
+    cfg: Config,
+    imported: "Imported",
+    shapes: Mapping[str, tuple[int, ...]],
+    data: "Manifest",
+    path: Path,
+) -> InputCard:
+    """Return the card of a graph, whose file's outputs have these shapes for one image.
+
+    Raises ArtifactError if the data set does not match the graph."""
     sizes = [axis.dim_value for axis in imported.graph.graph.input[0].type.tensor_type.shape.dim]
     height, width = sizes[2:]
     if (data.height, data.width) != (height, width):
@@ -304,6 +323,7 @@ def _card(cfg: Config, imported: "Imported", data: "Manifest", path: Path) -> In
         task=imported.head.task,
         max_batch=imported.max_batch,
         values_shape=values_shape,
+        outputs=dict(shapes) if len(shapes) > 1 else {},
     )
 
 

@@ -90,8 +90,8 @@ class _Measured:
     results: "ImageResults"
     confusion_CC: Any
     """Counts of (true class, predicted class) in pixels or images; empty for values."""
-    energy: float
-    """Sum of the squares of the outputs."""
+    energy_C: Any
+    """Sum of the squares of the values of each output; empty for classes."""
 
 
 def _accuracy(measured: _Measured, card: "InputCard", judge: "Judge") -> Accuracy:
@@ -103,9 +103,18 @@ def _accuracy(measured: _Measured, card: "InputCard", judge: "Judge") -> Accurac
     if card.task is Task.values:
         if own is not None:
             return Accuracy(judge.metric, None, None, None, {}, other_score=own)
-        sqnr_db, cosine = similarity_of_values(measured.results, measured.energy)
-        score = measured.results.score
-        return Accuracy(judge.metric, None, None, None, {}, score, sqnr_db, cosine)
+        found = similarity_of_values(measured.results, measured.energy_C)
+        return Accuracy(
+            judge.metric,
+            None,
+            None,
+            None,
+            {},
+            other_score=measured.results.score,
+            sqnr_db=min(output.sqnr_db for output in found),
+            cosine=min(output.cosine for output in found),
+            outputs=dict(zip(card.outputs, found, strict=True)) if card.outputs else {},
+        )
     result = scores(measured.confusion_CC)
     if card.task is Task.classification:
         return Accuracy(judge.metric, None, result.pixel_accuracy, None, {}, other_score=own)
@@ -129,7 +138,7 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
     ignore_index = IGNORE_INDEX if card.task is Task.segmentation else NO_LABEL
     step = min(batch_size, runner.manifest.target.max_batch)
     confusion_CC, results = np.zeros((len(card.classes), len(card.classes)), np.int64), []
-    total = 0.0
+    energies_C = []
     starts = range(0, len(images_NHWC), batch_size)
     for start in tracked(starts, "validate"):
         images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
@@ -145,11 +154,11 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
         answers = answers_of(outputs, card)
         results.append(judge.compare(outputs, answers, start))
         if card.task is Task.values:
-            total += float(energy(outputs).sum())
+            energies_C.append(energy(outputs, card.output_sizes).sum(axis=0))
         else:
             labels = judge.labels[start : start + batch_size]
             confusion_CC += confusion_matrix(answers, labels, len(card.classes), ignore_index)
-    return _Measured(judge.join(results), confusion_CC, total)
+    return _Measured(judge.join(results), confusion_CC, np.sum(energies_C, axis=0))
 
 
 def _write_confusion(confusion_CC: Any, classes: tuple[str, ...], path: Path) -> None:

@@ -292,7 +292,7 @@ def test_output_is_chosen_by_name(small: Path, tmp_path: Path) -> None:
         match=r"2 outputs \('logits0' float32 \[n, 3, 1, 1\], 'logits1' .*model\.output=logits0",
     ):
         run(tmp_path / "model.onnx", small, tmp_path / "none")
-    assert run(tmp_path / "model.onnx", small, tmp_path / "second", output="logits1").output == "logits1"
+    assert run(tmp_path / "model.onnx", small, tmp_path / "second", output="logits1").outputs == ("logits1",)
     with pytest.raises(
         ArtifactError, match=r"has no output 'softmax'.*found: 'logits0' float32 \[n, 3, 1, 1\], 'logits1'"
     ):

@@ -1,5 +1,6 @@
 """Models whose outputs are no classes, and metrics of a user's own."""
 
+import json
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from tasks.parts.onnx_graphs.foreign_output import OutputKind
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
 from tasks.parts.quantization.evaluation import open_evaluator
 from tasks.parts.selection.bundle import write_bundle
+from tasks.parts.selection.findings import score_of
 from tasks.quantize_ptq import Config as PtqConfig
 from tasks.quantize_ptq import quantize_ptq
 from tasks.rank_layers import Config as RankConfig
@@ -201,6 +203,72 @@ def test_bundle_of_values_gives_values(detector: Detector, tmp_path: Path, name:
     assert "dims: [7, 64]" in next(tmp_path.rglob("config.pbtxt")).read_text().replace("-1, ", "").replace(
         "1, 7", "7"
     )
+
+
+class TwoHeads(Boxes):
+    """Boxes, and one small number for each image."""
+
+    def forward(self, images_NCHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        boxes = super().forward(images_NCHW)
+        return boxes, 0.01 * boxes.mean(dim=(1, 2)).sigmoid()[:, None]
+
+
+@pytest.fixture(scope="module")
+def two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("heads") / "model.onnx"
+    names = {"input_names": ["pixels"], "output_names": ["boxes", "share"], "dynamo": False}
+    torch.onnx.export(TwoHeads().eval(), (torch.zeros(1, 2, 32, 32),), file, **names)
+    return file
+
+
+def test_all_outputs_are_kept_and_measured_each(two_heads: Path, detector: Detector, tmp_path: Path) -> None:
+    report = run(two_heads, detector.images, tmp_path / "imported", **CHANGES, output="*")
+    assert report.outputs == ("boxes", "share")
+    graph = tmp_path / "imported/model.onnx"
+    card = read_card_of_graph(read_graph(graph))
+    assert (card.outputs, card.logits_shape) == ({"boxes": (7, 64), "share": (1,)}, (449,))
+    for name in ("labelled", "ptq"):
+        (tmp_path / name).mkdir()
+    label_images(LabelConfig(3), model=graph, data=detector.images, out=tmp_path / "labelled")
+    data = tmp_path / "labelled/dataset"
+    inputs = ((np.asarray(open_images(data, "test")) / 255 - 0.5) / 0.25).astype(np.float32)
+    session = onnxruntime.InferenceSession(two_heads)
+    expected = [session.run(None, {"pixels": image.transpose(2, 0, 1)[None]}) for image in inputs]
+    labels = open_labels(data, "test", Task.values)
+    np.testing.assert_allclose(labels[:, :448], [boxes.ravel() for boxes, _ in expected], atol=1e-5)
+    np.testing.assert_allclose(labels[:, 448:], [share[0] for _, share in expected], atol=1e-5)
+
+    quantize_ptq(config(PtqConfig, "quantize_ptq"), model=graph, data=data, out=tmp_path / "ptq")
+    accuracy = detector.measure(tmp_path / "ptq/model.onnx", data, tmp_path).accuracy
+    session = onnxruntime.InferenceSession(tmp_path / "build/engine/engine.onnx")
+    name = session.get_inputs()[0].name
+    found = np.concatenate([session.run(None, {name: image.transpose(2, 0, 1)[None]})[0] for image in inputs])
+    for output, part in (("boxes", slice(448)), ("share", slice(448, None))):
+        signal, noise = (labels[:, part] ** 2).sum(), ((found - labels)[:, part] ** 2).sum()
+        assert accuracy.outputs[output].sqnr_db == pytest.approx(10 * np.log10(signal / noise), abs=0.05)
+    worst = min(accuracy.outputs.values(), key=lambda output: output.sqnr_db)
+    assert accuracy.sqnr_db == worst.sqnr_db
+    shares = [1 - 10 ** (-output.sqnr_db / 10) for output in accuracy.outputs.values()]
+    assert accuracy.score == pytest.approx(np.mean(shares), abs=1e-6), (
+        "small values count as much as large ones"
+    )
+    assert write_bundle(
+        tmp_path / "build/engine", {"variant": "imported", "target": "cpu"}, tmp_path / "bundle"
+    )
+    described = json.loads((tmp_path / "bundle/model.json").read_text())
+    assert described["outputs"] == {"boxes": [7, 64], "share": [1]}
+    assert score_of(accuracy).count(" dB, cosine ") == 2 and "; share " in score_of(accuracy)
+
+
+def test_all_outputs_are_no_classes(two_heads: Path, detector: Detector, tmp_path: Path) -> None:
+    with pytest.raises(
+        ArtifactError, match=r"Or keep all as values: model\.output=\* model\.output_kind=values"
+    ):
+        run(two_heads, detector.images, tmp_path / "out", **CHANGES)
+    with pytest.raises(
+        ConfigError, match=r"output is '\*', which keeps all outputs, and output_kind is classes"
+    ):
+        run(two_heads, detector.images, tmp_path / "classes", output="*")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,17 @@
 """The accuracy of an engine; needs no numpy, so that a report can be read without it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """How similar values that are no classes are to those of the float model, over all images."""
+
+    sqnr_db: float
+    """Signal-to-noise ratio, dB; 200 if they are equal."""
+    cosine: float
 
 
 @dataclass(frozen=True)
@@ -22,9 +31,11 @@ class Accuracy:
     other_score: float | None = None
     """Score of a metric of the user's own, or share of the signal in values that are no classes."""
     sqnr_db: float | None = None
-    """Signal-to-noise ratio of such values against those of the float model, dB; 200 if they are equal."""
+    """Signal-to-noise ratio of such values against those of the float model, dB; of several outputs the lowest."""
     cosine: float | None = None
-    """Cosine between such values and those of the float model, over all images."""
+    """Cosine between such values and those of the float model; of several outputs the lowest."""
+    outputs: dict[str, Similarity] = field(default_factory=dict)
+    """Name -> similarity of each output, if a model's outputs are all kept."""
 
     @property
     def scores(self) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.data.accuracy import ScoreLoss, Standing
+from tasks.parts.data.accuracy import ScoreLoss, Similarity, Standing
 from tasks.parts.data.dataset import IGNORE_INDEX
 from tasks.parts.data.input_card import Task
 
@@ -47,9 +47,9 @@ class ImageResults:
     """What a predictor got right in each image of a split.
 
     The score of the split, and of every resample of it, follows from this. In classification C is 1, and a hit is an
-    image whose class is right. For values C is 1: `labels_NC` and `union_NC` are the energy of the true values,
-    `hits_NC` is this energy less that of the difference. With a metric of the user's own C is 1, `hits_NC` holds its
-    scores, the others hold ones.
+    image whose class is right. For values C is the number of outputs: `labels_NC` and `union_NC` are the energy of
+    the true values, `hits_NC` is this energy less that of the difference. With a metric of the user's own C is 1,
+    `hits_NC` holds its scores, the others hold ones.
     """
 
     hits_NC: NDArray[Any]
@@ -107,13 +107,18 @@ def compare_with_labels(
     num_classes: int,
     task: Task,
     groups_N: NDArray[np.int64] | None = None,
+    *,
+    output_sizes: Sequence[int] = (),
 ) -> ImageResults:
-    """Return the results of masks [N, H, W], classes [N] or values [N, ...]; without groups each image is its own."""
+    """Return the results of masks [N, H, W], classes [N] or values [N, ...]; without groups each image is its own.
+
+    `output_sizes` are the numbers of values of outputs that were joined; empty for one output.
+    """
     num_images = len(labels)
     groups_N = np.arange(num_images) if groups_N is None else np.unique(groups_N, return_inverse=True)[1]
     if task is Task.values:
-        signal_NC = energy(labels)[:, None]
-        noise_NC = energy(prediction.astype(np.float64) - labels)[:, None]
+        signal_NC = energy(labels, output_sizes)
+        noise_NC = energy(prediction.astype(np.float64) - labels, output_sizes)
         return ImageResults(signal_NC - noise_NC, signal_NC, signal_NC, groups_N)
     if task is Task.classification:
         ones_NC = np.ones((num_images, 1), np.int64)
@@ -136,20 +141,26 @@ def results_of_scores(scores_N: NDArray[np.float64]) -> ImageResults:
     return ImageResults(scores_N[:, None], ones_NC, ones_NC, np.arange(len(scores_N)))
 
 
-def similarity_of_values(results: ImageResults, found_energy: float) -> tuple[float, float]:
-    """Return signal-to-noise ratio in dB and cosine of values of this energy, over all images; 200 dB if equal."""
-    signal = float(results.labels_NC.sum())
-    noise = max(0.0, signal - float(results.hits_NC.sum()))
-    norm = math.sqrt(signal * found_energy)
-    cosine = min(1.0, (signal + found_energy - noise) / (2 * norm)) if norm else 0.0
-    ratio = signal / noise if noise else math.inf
-    return max(-_MAX_SQNR_DB, min(_MAX_SQNR_DB, 10 * math.log10(ratio) if ratio else -math.inf)), cosine
+def similarity_of_values(results: ImageResults, found_C: NDArray[np.float64]) -> list[Similarity]:
+    """Return how similar the values of each output, of these energies, are to the true ones, over all images."""
+    similarities = []
+    for signal, hits, found in zip(
+        results.labels_NC.sum(axis=0), results.hits_NC.sum(axis=0), found_C, strict=True
+    ):
+        noise, norm = max(0.0, float(signal - hits)), math.sqrt(signal * found)
+        cosine = min(1.0, float(signal + found - noise) / (2 * norm)) if norm else 0.0
+        ratio = float(signal) / noise if noise else math.inf
+        sqnr_db = 10 * math.log10(ratio) if ratio else -math.inf
+        similarities.append(Similarity(max(-_MAX_SQNR_DB, min(_MAX_SQNR_DB, sqnr_db)), cosine))
+    return similarities
 
 
-def energy(values: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the sum of the squares of the values of each image, [N]."""
-    total_N: NDArray[np.float64] = np.square(values.reshape(len(values), -1), dtype=np.float64).sum(axis=1)
-    return total_N
+def energy(values: NDArray[Any], output_sizes: Sequence[int] = ()) -> NDArray[np.float64]:
+    """Return the sum of the squares of the values of each image, [N, C]: one for each joined output."""
+    squares = np.square(values.reshape(len(values), -1), dtype=np.float64)
+    starts = np.concatenate([[0], np.cumsum(output_sizes[:-1], dtype=np.int64)]).astype(np.int64)
+    total_NC: NDArray[np.float64] = np.add.reduceat(squares, starts, axis=1)
+    return total_NC
 
 
 def join_results(parts: Sequence[ImageResults], groups_N: NDArray[np.int64]) -> ImageResults:

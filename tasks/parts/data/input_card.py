@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -51,12 +51,20 @@ class InputCard:
     """Largest batch that the graph accepts; None if its batch is dynamic."""
     values_shape: tuple[int, ...] | None = None
     """Shape of the values for one image; None for logits."""
+    outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Name and shape of each output of a model whose outputs are all kept: the values are these, flattened, one after
+    the other. Empty for a single output."""
 
     def __post_init__(self) -> None:
         if (self.task is Task.values) != bool(self.values_shape) or (self.values_shape and self.classes):
             raise ArtifactError(
                 f"Card: task {self.task} with {len(self.classes)} classes and values of shape {self.values_shape}; "
                 "expected either classes or, for values, their shape."
+            )
+        if self.outputs and (sum(self.output_sizes),) != self.values_shape:
+            raise ArtifactError(
+                f"Card: outputs {self.outputs} and values of shape {self.values_shape}; expected as many values as "
+                "the outputs have together."
             )
         if self.task is not Task.values and not 2 <= len(self.classes) == len(set(self.classes)):
             raise ArtifactError(
@@ -87,6 +95,11 @@ class InputCard:
         size = (self.height, self.width) if self.task is Task.segmentation else ()
         return (len(self.classes), *size)
 
+    @property
+    def output_sizes(self) -> tuple[int, ...]:
+        """Number of values of each of `outputs`."""
+        return tuple(map(math.prod, self.outputs.values()))
+
     def fit_batch(self, batch_size: int) -> int:
         """Return `batch_size`, limited to what the graph accepts."""
         return batch_size if self.max_batch is None else min(batch_size, self.max_batch)
@@ -112,6 +125,7 @@ class InputCard:
                 task=Task(fields.get("task", Task.segmentation)),
                 max_batch=fields.get("max_batch"),
                 values_shape=tuple(shape) if (shape := fields.get("values_shape")) else None,
+                outputs={name: tuple(shape) for name, shape in fields.get("outputs", {}).items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(

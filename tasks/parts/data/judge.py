@@ -39,6 +39,8 @@ class Judge:
     """Task of the model."""
     metric: str
     """Name of the metric."""
+    output_sizes: tuple[int, ...]
+    """Numbers of values of the outputs that are joined; empty for one output."""
     score_images: Scorer | None
     """A metric of the user's own; None for that of the task."""
 
@@ -47,7 +49,9 @@ class Judge:
         labels = self.labels[start : start + len(outputs)]
         if self.score_images is not None:
             return results_of_scores(self.score_images(outputs, labels))
-        return compare_with_labels(answers, labels, self.num_classes, self.task)
+        return compare_with_labels(
+            answers, labels, self.num_classes, self.task, output_sizes=self.output_sizes
+        )
 
     def join(self, parts: Sequence[ImageResults]) -> ImageResults:
         """Return the results of all images as one."""
@@ -81,6 +85,7 @@ def open_judge(data: Path, split: str, card: InputCard, *, num_images: int | Non
         num_classes=len(card.classes),
         task=card.task,
         metric=metric_name(manifest, card.task),
+        output_sizes=card.output_sizes,
         score_images=open_metric(data / METRIC_FILE, manifest.metric) if manifest.metric else None,
     )
 

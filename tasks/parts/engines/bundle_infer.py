@@ -2,7 +2,8 @@
 
 IMAGES.npy holds images as uint8 [N, H, W, C] of the size in model.json, RGB where C is 3. ANSWERS.npy receives the
 class index of each pixel, [N, H, W], or of each image, [N]: uint8, or uint16 for more than 256 classes. An engine
-with task "values" in model.json has no classes: it gives float32 [N, ...]. From Python:
+with task "values" in model.json has no classes: it gives float32 [N, ...]; if model.json names several `outputs`,
+their values stand one after the other in each row. From Python:
 ``Engine().predict(images_NHWC)``. Needs the packages in requirements.txt: numpy and the runtime, in the version that
 was measured.
 

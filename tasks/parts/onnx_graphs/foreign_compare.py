@@ -42,6 +42,8 @@ class Comparison:
     """One per batch size."""
     conversion: str
     """What was done to the file before; empty if it was compared as it is."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Shape of each output of the file for one image."""
 
 
 def compare(
@@ -56,7 +58,7 @@ def compare(
 
     Raises GateFailed, or FixedBatch where the batch was made dynamic, at the first batch that differs too much.
     """
-    original = open_original(model, form, imported.tensor, imported.static_batch)
+    original = open_original(model, form, imported.tensors, imported.static_batch)
     stop = GateFailed if imported.static_batch is None or imported.max_batch else FixedBatch
     hint = _hint(imported)
     try:
@@ -68,7 +70,7 @@ def compare(
     for batch_size in batch_sizes:
         images_NCHW = normalise(images_NHWC[:batch_size], imported.mean, imported.std)
         try:
-            expected = original.answer(images_NHWC[:batch_size])
+            answers = original.answers(images_NHWC[:batch_size])
         except _FAILURES as error:
             raise ArtifactError(
                 f"{model}: the file itself fails on a batch of {batch_size} ({first_line(error)}), though it "
@@ -82,6 +84,9 @@ def compare(
                 f"batch of {batch_size}: ONNX Runtime fails on the written graph ({first_line(error)}). {hint}"
             ) from error
         found = imported.head.to_answer(logits)
+        expected = answers[0]
+        if len(answers) > 1:
+            expected = np.concatenate([answer.reshape(len(answer), -1) for answer in answers], axis=1)
         if not np.isfinite(expected).all():
             raise ArtifactError(
                 f"{model}: returns NaN or infinity for random images, expected finite logits. Take another "
@@ -99,7 +104,8 @@ def compare(
                 f"{result.sqnr_db:.1f} dB), expected at least {gate.min_sqnr_db} dB ({gate.key}). {hint}"
             )
         differences.append(result)
-    return Comparison(tuple(differences), original.conversion)
+    shapes = tuple(answer.shape[1:] for answer in answers)
+    return Comparison(tuple(differences), original.conversion, shapes)
 
 
 def _hint(imported: Imported) -> str:

@@ -129,37 +129,41 @@ class Original:
 
     session: "onnxruntime.InferenceSession"
     form: InputForm
-    tensor: str
-    """Name of the output."""
+    tensors: tuple[str, ...]
+    """Names of the outputs."""
     static_batch: int | None
     """Fixed batch of the file, which then runs as often as needed."""
     conversion: str
     """What was converted so that ONNX Runtime reads the file; empty if it reads the file itself."""
 
-    def answer(self, images_NHWC: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return the output for images of a data set."""
+    def answers(self, images_NHWC: NDArray[np.uint8]) -> list[NDArray[np.float32]]:
+        """Return each output for images of a data set."""
         image = self.session.get_inputs()[0]
         inputs = self.form.to_input(images_NHWC, np.dtype(_TYPES[image.type]))
-        answers, step = [], self.static_batch or len(inputs)
+        parts, step = [], self.static_batch or len(inputs)
         for start in range(0, len(inputs), step):
             part = inputs[start : start + step]
             if self.static_batch:
                 part = np.resize(part, (step, *inputs.shape[1:]))  # repeats images
-            answers.append(self.session.run([self.tensor], {image.name: part})[0])
-        return np.concatenate(answers)[: len(inputs)].astype(np.float32)
+            parts.append(self.session.run(list(self.tensors), {image.name: part}))
+        return [
+            np.concatenate(outputs)[: len(inputs)].astype(np.float32) for outputs in zip(*parts, strict=True)
+        ]
 
 
-def open_original(model: Path, form: InputForm, tensor: str, static_batch: int | None) -> Original:
+def open_original(
+    model: Path, form: InputForm, tensors: tuple[str, ...], static_batch: int | None
+) -> Original:
     """Open the original file; where it is newer than ONNX Runtime, convert its opset.
 
     Raises BuildFailed when the runtime refuses the file.
     """
     path = find_file(model)
     try:
-        return Original(open_session(path), form, tensor, static_batch, "")
+        return Original(open_session(path), form, tensors, static_batch, "")
     except BuildFailed:
         graph = read_foreign(model)
         converted, changes = convert_opset(graph, path, read_opset(graph, path))
         if not changes:
             raise
-        return Original(open_session(converted), form, tensor, static_batch, changes[0])
+        return Original(open_session(converted), form, tensors, static_batch, changes[0])

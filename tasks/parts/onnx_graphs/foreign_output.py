@@ -24,6 +24,9 @@ from tasks.parts.onnx_graphs.foreign_form import Layout
 from tasks.parts.onnx_graphs.foreign_input import describe, sizes_of
 from tasks.parts.onnx_graphs.graph import drop_unused
 
+ALL_OUTPUTS = "*"
+"""Instead of a name: all outputs."""
+_JOINED = "joined_outputs"
 _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1}
 """Axis of the output channels in the weights."""
 
@@ -42,7 +45,7 @@ class OutputForm:
     """The output of a file, as its user declares it."""
 
     name: str | None
-    """Name of the output; None: the only one."""
+    """Name of the output; None: the only one; ALL_OUTPUTS: all of them."""
     layout: Layout
     """Order of the axes of an output with four."""
     threshold: float | None
@@ -78,10 +81,10 @@ class Head:
         return np.moveaxis(answer, 1, -1) if self.layout is Layout.nhwc and answer.ndim == 4 else answer
 
 
-def choose_output(model: ModelProto, path: Path, output: str | None) -> str:
-    """Keep one output, drop the others and what only they need; return its name.
+def choose_output(model: ModelProto, path: Path, output: str | None) -> tuple[str, ...]:
+    """Keep one output, drop the others and what only they need; or join all. Return the names that are kept.
 
-    Raises ArtifactError if the choice is open, or the output holds no floats.
+    Raises ArtifactError if the choice is open, or an output holds no floats.
     """
     outputs = {value.name: value for value in model.graph.output}
     listing = ", ".join(f"'{name}' {describe(value)}" for name, value in outputs.items())
@@ -89,22 +92,34 @@ def choose_output(model: ModelProto, path: Path, output: str | None) -> str:
     if output is None and len(outputs) > 1:
         raise ArtifactError(
             f"{path}: {len(outputs)} outputs ({listing}). Name the one to measure, with the logits: "
-            f"model.output={first}."
+            f"model.output={first}. Or keep all as values: model.output={ALL_OUTPUTS} model.output_kind=values."
         )
-    if output is not None and output not in outputs:
+    if output is not None and output not in (*outputs, ALL_OUTPUTS):
         raise ArtifactError(f"{path}: has no output '{output}' (model.output); found: {listing}.")
-    chosen = outputs[output or first]
-    if chosen.type.tensor_type.elem_type != TensorProto.FLOAT:
-        raise ArtifactError(
-            f"{path}: output '{chosen.name}' is {describe(chosen)}, expected float32 or float16 logits. Export the "
-            "model without the ArgMax or the cast after them."
-        )
-    kept = ValueInfoProto()
-    kept.CopyFrom(chosen)
+    kept = tuple(outputs) if output == ALL_OUTPUTS else (output or first,)
+    for chosen in (outputs[name] for name in kept):
+        if chosen.type.tensor_type.elem_type != TensorProto.FLOAT:
+            raise ArtifactError(
+                f"{path}: output '{chosen.name}' is {describe(chosen)}, expected float32 or float16 logits. Export "
+                "the model without the ArgMax or the cast after them, or name another output (model.output)."
+            )
+    if len(kept) > 1:
+        _join_outputs(model.graph, kept)
+        return kept
+    only = ValueInfoProto()
+    only.CopyFrom(outputs[kept[0]])
     del model.graph.output[:]
-    model.graph.output.append(kept)
+    model.graph.output.append(only)
     drop_unused(model.graph)
-    return str(kept.name)
+    return kept
+
+
+def _join_outputs(graph: GraphProto, names: Sequence[str]) -> None:
+    """Make one output [N, values] of several: each is flattened and joined to the next."""
+    flat = [f"{name}:flat" for name in names]
+    for name, flattened in zip(names, flat, strict=True):
+        graph.node.append(helper.make_node("Flatten", [name], [flattened], flattened, axis=1))
+    _append(graph, helper.make_node("Concat", flat, [_JOINED], _JOINED, axis=1))
 
 
 def rewrite_head(model: ModelProto, path: Path, form: OutputForm) -> Head:

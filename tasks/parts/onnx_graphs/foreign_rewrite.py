@@ -61,8 +61,8 @@ class Imported:
     mean: tuple[float, ...]
     """The written graph reads (value / 255 - mean) / std."""
     std: tuple[float, ...]
-    tensor: str
-    """Name of the output in the original file."""
+    tensors: tuple[str, ...]
+    """Names of the outputs in the original file that are kept."""
     static_batch: int | None
     """Fixed batch size of the original file; None if it was dynamic."""
     max_batch: int | None
@@ -108,7 +108,9 @@ def rewrite(
     elif quantization is Quantization.kept:
         add_zero_points(model)
     image = find_image(model, path, form)
-    tensor = choose_output(model, path, output.name)
+    tensors = choose_output(model, path, output.name)
+    if len(tensors) > 1:
+        changes.append(f"{len(tensors)} outputs joined")
     static_batch = _set_size(image, path, form, height=height, width=width)
     model, conversion = convert_opset(model, path, opset)
     changes += conversion
@@ -143,7 +145,7 @@ def rewrite(
         head,
         normalised.mean,
         normalised.std,
-        tensor,
+        tensors,
         static_batch,
         max_batch,
         opset,

@@ -148,7 +148,7 @@ def _follow_weights(layer: nn.Module, _inputs: Any) -> None:
     assert isinstance(layer, nn.Conv2d | nn.Linear)
     others = tuple(range(1, layer.weight.ndim))
     amax_O = layer.weight.detach().abs().amax(dim=others, keepdim=True)
-    for quantizer in layer.get_submodule("weight_quantizer"):
+    for quantizer in layer.get_submodule("weight_quantizer").children():
         quantizer.amax = torch.where(amax_O > 0, amax_O, 1.0)
 
 

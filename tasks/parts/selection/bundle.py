@@ -103,6 +103,7 @@ def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
         "height": card.height,
         "width": card.width,
         "logits_shape": card.logits_shape,
+        "outputs": card.outputs,
         "mean": card.mean,
         "std": card.std,
         "batches": batches,

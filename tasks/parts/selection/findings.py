@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tasks.parts.data.accuracy import Accuracy
+from tasks.parts.data.accuracy import Accuracy, Similarity
 from tasks.parts.data.metrics import Metric
 from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.selection.engine_row import EngineRow, Verdict, rungs
@@ -179,11 +179,16 @@ def note_on(metric: str) -> str:
 
 
 def score_of(accuracy: Accuracy) -> str:
-    """Format a score: ``0.6421``, or ``0.9991 (30.5 dB, cosine 0.99955)`` for values."""
+    """Format a score: ``0.6421``, or ``0.9991 (30.5 dB, cosine 0.99955)`` for values; each output by its name."""
     text = f"{accuracy.score:.4f}"
     if accuracy.sqnr_db is None or accuracy.cosine is None:
         return text
-    return f"{text} ({accuracy.sqnr_db:.1f} dB, cosine {accuracy.cosine:.5f})"
+    outputs = accuracy.outputs or {"": Similarity(accuracy.sqnr_db, accuracy.cosine)}
+    found = "; ".join(
+        f"{name} {output.sqnr_db:.1f} dB, cosine {output.cosine:.5f}".strip()
+        for name, output in outputs.items()
+    )
+    return f"{text} ({found})"
 
 
 def _speedup(row: EngineRow) -> float:

@@ -13,7 +13,16 @@ from tasks.parts.selection.stage_reports import StageFolders, engine_file, stage
 
 _PAGES = ("report.html", "report.md", "pareto.png", ENGINES_FILE, "picks.json")
 
-_TEXTS = ("metric", "iou", "parent", "unseen_split", "is_inconclusive", "engine_sha256", "reference_sha256")
+_TEXTS = (
+    "metric",
+    "iou",
+    "outputs",
+    "parent",
+    "unseen_split",
+    "is_inconclusive",
+    "engine_sha256",
+    "reference_sha256",
+)
 """Measured values that are not numbers to compare runs by."""
 
 
