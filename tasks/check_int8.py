@@ -195,7 +195,7 @@ def _calibration_size(
 ) -> Answer:
     """Calibrate again, in the same way, on half of the images; a tensor that is 0 on them keeps its range."""
     from tasks.parts.data.dataset import open_images
-    from tasks.parts.quantization.calibration import choose_range
+    from tasks.parts.quantization.calibration import choose_ranges
     from tasks.parts.quantization.config import coarsest
     from tasks.parts.quantization.qdq import insert_qdq, quantizable_tensors, read_calibrator
 
@@ -203,14 +203,13 @@ def _calibration_size(
     images_NHWC = open_images(data, "calibration")[: cfg.num_images]
     half = max(1, len(images_NHWC) // 2)
     seen = _collect(cfg, graph, images_NHWC[:half], quantizable_tensors(graph, cfg.op_types))
-    fewer = {
-        tensor: choose_range(
-            statistics, calibrator, percentile=percentile, activations=coarsest(evaluator.activations)
-        )
-        if statistics.amax
-        else known[tensor]
-        for tensor, statistics in seen.items()
-    }
+    fewer = dict(known) | choose_ranges(
+        graph,
+        {tensor: statistics for tensor, statistics in seen.items() if statistics.amax},
+        calibrator,
+        percentile=percentile,
+        activations=coarsest(evaluator.activations),
+    )
     change = evaluator.evaluate(insert_qdq(graph, fewer, op_types=cfg.op_types)).score - reached
     return Answer(
         question="Are there enough calibration images?",

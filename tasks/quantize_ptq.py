@@ -97,7 +97,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     from tasks.parts.data.comparison import score_loss
     from tasks.parts.data.dataset import open_images
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
-    from tasks.parts.quantization.calibration import choose_range, collect_statistics
+    from tasks.parts.quantization.calibration import choose_ranges, collect_statistics
     from tasks.parts.quantization.evaluation import open_evaluator, weight_bits
     from tasks.parts.quantization.qdq import (
         insert_qdq,
@@ -133,10 +133,9 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     )
     trials, candidates = [], []
     for title, calibrator, percentile in _calibrations(cfg):
-        ranges = {
-            name: choose_range(seen, calibrator, percentile=percentile, activations=coarsest(cfg.activations))
-            for name, seen in statistics.items()
-        }
+        ranges = choose_ranges(
+            graph, statistics, calibrator, percentile=percentile, activations=coarsest(cfg.activations)
+        )
         candidates.append((insert_qdq(graph, ranges, op_types=cfg.op_types), ranges))
         evaluation = evaluator.evaluate(candidates[-1][0])
         loss = score_loss(evaluation.results, evaluator.float_results)

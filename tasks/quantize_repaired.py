@@ -244,7 +244,7 @@ def _equalized(
 ) -> "Iterator[tuple[Repair, ModelProto, Mapping[str, TensorRange]]]":
     """Yield the equalized graphs with their ranges; none if no channel can be scaled."""
     from tasks.parts.quantization.calibration import (
-        choose_range,
+        choose_ranges,
         collect_channel_magnitudes,
         collect_statistics,
     )
@@ -267,10 +267,7 @@ def _equalized(
         yield (
             repair,
             equalized,
-            {
-                name: choose_range(seen, kind, percentile=percentile, activations=activations)
-                for name, seen in statistics.items()
-            },
+            choose_ranges(equalized, statistics, kind, percentile=percentile, activations=activations),
         )
 
 

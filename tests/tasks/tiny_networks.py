@@ -58,6 +58,18 @@ class Straight(nn.Module):
         )
 
 
+class FullSize(nn.Module):
+    """A convolution at the size of the image gives the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = conv_norm(3, 8)
+        self.classifier = nn.Conv2d(8, 3, 1)
+
+    def forward(self, images_NCHW: Tensor) -> Tensor:
+        return self.classifier(torch.relu(self.stem(images_NCHW)))
+
+
 class Branched(nn.Module):
     """Residual addition, global mean, pooling, attention by Sigmoid and Mul, Concat, resize to a fixed size."""
 

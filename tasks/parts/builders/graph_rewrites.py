@@ -107,13 +107,14 @@ def fix_batch(model: ModelProto) -> ModelProto:
 def fuse_activations(model: ModelProto) -> ModelProto:
     """Return a copy without the Q/DQ pairs that keep a runtime from fusing a layer with the activation behind it.
 
-    Removed are pairs behind a layer that only float operators read (HardSwish, LeakyRelu, a mean), and both pairs
-    inside x * Sigmoid(x). The pair behind the activation stays. ONNX Runtime needs the others.
+    Removed are pairs behind a layer that only float operators read (HardSwish, LeakyRelu, a mean) or that gives the
+    output, and both pairs inside x * Sigmoid(x). The pair behind the activation stays. ONNX Runtime needs the others.
     """
     fused = ModelProto()
     fused.CopyFrom(model)
     graph = fused.graph
     makers = {name: node for node in graph.node for name in node.output}
+    outputs = {value.name for value in graph.output}
     readers: dict[str, list[NodeProto]] = {}
     for node in graph.node:
         for name in node.input:
@@ -141,7 +142,11 @@ def fuse_activations(model: ModelProto) -> ModelProto:
     for dequantize in [node for node in graph.node if node.op_type == "DequantizeLinear"]:
         source = before_pair(dequantize.output[0])
         maker, users = makers.get(source), readers.get(dequantize.output[0], [])
-        if source == dequantize.output[0] or maker is None or not users:
+        if source == dequantize.output[0] or maker is None:
+            continue
+        if dequantize.output[0] in outputs:
+            maker.output[0] = dequantize.output[0]
+            graph.node.remove(dequantize)
             continue
         if maker.op_type in LAYER_TYPES:
             is_removable = all(is_fused(user) for user in users)

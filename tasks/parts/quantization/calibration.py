@@ -103,6 +103,27 @@ def collect_channel_magnitudes(
     return found
 
 
+def choose_ranges(
+    model: ModelProto,
+    statistics: Mapping[str, TensorStatistics],
+    calibrator: Calibrator,
+    *,
+    percentile: float,
+    activations: Activations,
+) -> dict[str, TensorRange]:
+    """Return the range of each tensor; that of an output has all values, because clipped logits would be equal."""
+    outputs = {value.name for value in model.graph.output}
+    return {
+        name: choose_range(
+            seen,
+            Calibrator.minmax if name in outputs else calibrator,
+            percentile=percentile,
+            activations=activations,
+        )
+        for name, seen in statistics.items()
+    }
+
+
 def choose_range(
     statistics: TensorStatistics,
     calibrator: Calibrator,

@@ -17,7 +17,8 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.onnx_graphs.graph import MOVES_VALUES, node_sources, other_types, set_node_source
+from tasks.parts.data.input_card import InputCard, Task
+from tasks.parts.onnx_graphs.graph import CARD_KEY, MOVES_VALUES, node_sources, other_types, set_node_source
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
 from tasks.parts.quantization.config import Activations, Calibrator
 
@@ -107,8 +108,8 @@ def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Cont
 
     Quantized are the inputs of `quantizable_nodes`, what lies between them and the last integer operator before
     them if only values are moved there, and outputs of convolutions that no such node reads (before HardSwish,
-    LeakyRelu or a mean): ONNX Runtime runs a convolution in integers only if a pair follows it or its ReLU or Clip.
-    All readers of an integer operator's output read it quantized for the same reason.
+    LeakyRelu or a mean, or class logits of the graph): ONNX Runtime runs a convolution in integers only if a pair
+    follows it or its ReLU or Clip. All readers of an integer operator's output read it quantized for the same reason.
     """
     graph = model.graph
     makers = {name: node for node in graph.node for name in node.output}
@@ -151,7 +152,10 @@ def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Cont
         if node.op_type == "Conv" and node.name in chosen:
             name = _fused_output(node, readers)
             following = readers.get(name, [])
-            if following and not any(
+            if not following and name in outputs and not _gives_values(model):
+                wanted.setdefault(name, set())
+                outputs.remove(name)
+            elif following and not any(
                 reader.name in in_float
                 or reader.op_type in MOVES_VALUES
                 or outputs & set(reader.output)
@@ -166,7 +170,9 @@ def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Cont
             is_moved = maker is not None and keeps_range(maker) and maker.input[0] in range_of
             range_of[name] = range_of[maker.input[0]] if is_moved and maker is not None else name
             if is_integer(name):
-                wanted[name] |= {reader.name for reader in readers[name] if reader.name not in in_float}
+                wanted[name] |= {
+                    reader.name for reader in readers.get(name, []) if reader.name not in in_float
+                }
     return Placement(range_of, {name: wanted[name] for name in range_of})
 
 
@@ -208,13 +214,17 @@ def insert_qdq(
     placement = place_pairs(model, op_types, float_nodes=float_nodes)
     limits = _limits(model, ranges, op_types, list(placement.range_of))
     after: dict[str, list[NodeProto]] = {}
+    outputs = {value.name for value in graph.output}
     for name, limit in limits.items():
         readers = [nodes[reader] for reader in placement.readers[name]]
         pair = _activation_pair(quantized, name, limit)
         owner = made_by.get(name) or readers[0]
+        if name in outputs:  # keeps its name
+            owner.output[0] = pair[0].input[0] = f"{name}:float"
+            pair[1].output[0] = name
         for node in pair:
             _copy_source(sources, owner, node)
-        after[name] = pair
+        after[pair[0].input[0]] = pair
         for reader in readers:
             reader.input[:] = [pair[1].output[0] if read == name else read for read in reader.input]
     layers = {node.name for node in quantizable_nodes(model, op_types) if is_layer(node)}
@@ -371,6 +381,15 @@ def _keeps_range(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
         padding = constants.get(node.input[2])
         return padding is not None and not numpy_helper.to_array(padding).any()
     return node.op_type in MOVES_VALUES or node.op_type == "MaxPool"
+
+
+def _gives_values(model: ModelProto) -> bool:
+    """Return whether a graph gives numbers that are no classes. Of class logits only the order counts."""
+    return any(
+        InputCard.from_json(entry.value).task is Task.values
+        for entry in model.metadata_props
+        if entry.key == CARD_KEY
+    )
 
 
 def _fused_output(layer: NodeProto, readers: Mapping[str, Sequence[NodeProto]]) -> str:

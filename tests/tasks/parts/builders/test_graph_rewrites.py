@@ -1,5 +1,6 @@
 """Encodings: the same function by other operators, and left alone where it would not be the same."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -17,12 +18,16 @@ from tasks.parts.builders.graph_rewrites import (
     stem_in_float,
 )
 from tasks.parts.data.dataset import normalise
+from tasks.parts.data.input_card import Task
 from tasks.parts.engines.runtimes import Precision
 from tasks.parts.onnx_graphs.foreign_half import has_half
 from tasks.parts.onnx_graphs.graph import is_quantized, read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.macs import quantized_layers
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
+from tasks.parts.quantization.calibration import choose_ranges, collect_statistics
+from tasks.parts.quantization.config import Activations, Calibrator
+from tasks.parts.quantization.qdq import insert_qdq
 from tests.tasks.conftest import Workshop
 
 
@@ -141,6 +146,40 @@ def test_readers_of_the_image_beside_the_stem_keep_its_quantization() -> None:
     assert op_types(encoded).count("QuantizeLinear") == op_types(signed).count("QuantizeLinear")
     session = open_session(encoded)
     assert np.isfinite(session.run(None, {"image": images_NCHW})[1])
+
+
+def test_class_logits_of_a_convolution_are_rounded_where_the_runtime_needs_it(workshop: Workshop) -> None:
+    """Without a pair behind it, ONNX Runtime would dequantize the largest maps and convolve them in float."""
+    graph, quantized, images_NCHW = tiny.quantized(tiny.FullSize, tiny.OP_TYPES)
+    assert [value.name for value in quantized.graph.output] == [value.name for value in graph.graph.output]
+    onnxruntime, openvino = (
+        encode_for(workshop.target(name), quantized) for name in ("cpu_onnxruntime", "cpu_openvino")
+    )
+    for encoded, last in ((onnxruntime, "DequantizeLinear"), (openvino, "Conv")):
+        [maker] = [node for node in encoded.graph.node if encoded.graph.output[0].name in node.output]
+        assert maker.op_type == last
+    found = run(onnxruntime, images_NCHW)
+    assert len(np.unique(found)) <= 256 < len(np.unique(run(openvino, images_NCHW)))
+    assert difference(run(graph, images_NCHW), found).sqnr_db > 30
+    largest = run(graph, images_NCHW).max()
+    statistics = collect_statistics(graph, lambda: [images_NCHW], [graph.graph.output[0].name])
+    clipping = choose_ranges(
+        graph, statistics, Calibrator.percentile, percentile=60.0, activations=Activations.uint8
+    )
+    assert [limits.high for limits in clipping.values()] == [largest]
+
+
+def test_numbers_that_are_no_classes_stay_exact() -> None:
+    graph, _, images_NCHW = tiny.quantized(tiny.FullSize, tiny.OP_TYPES)
+    numbers = copy.deepcopy(graph)
+    card = read_card_of_graph(graph)
+    shape = (3, tiny.SIZE, tiny.SIZE)
+    numbers.metadata_props[0].value = replace(
+        card, classes=(), task=Task.values, values_shape=shape
+    ).to_json()
+    ranges = tiny.ranges_of(numbers, images_NCHW, tiny.OP_TYPES)
+    quantized = insert_qdq(numbers, ranges, op_types=tiny.OP_TYPES)
+    assert len(np.unique(run(quantized, images_NCHW))) > 256
 
 
 @pytest.mark.parametrize("variant", ["graph", "quantized"])

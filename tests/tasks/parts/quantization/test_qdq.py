@@ -11,8 +11,7 @@ from tasks.parts.onnx_graphs.export import export_graph
 from tasks.parts.onnx_graphs.graph import node_sources
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
-from tasks.parts.quantization.calibration import choose_range, collect_statistics
-from tasks.parts.quantization.config import Activations, Calibrator
+from tasks.parts.quantization.config import Activations
 from tasks.parts.quantization.qdq import (
     TensorRange,
     add_quantized_twins,
@@ -29,11 +28,7 @@ Calibrated = tuple[ModelProto, dict[str, TensorRange]]
 
 def calibrate(network_type: type) -> Calibrated:
     graph = export_graph(tiny.make(network_type), tiny.card(), height=tiny.SIZE, width=tiny.SIZE, opset=20)
-    images_NCHW = tiny.images(8).numpy()
-    statistics = collect_statistics(graph, lambda: [images_NCHW], quantizable_tensors(graph, tiny.OP_TYPES))
-    return graph, {
-        name: choose_range(found, Calibrator.minmax, percentile=100.0) for name, found in statistics.items()
-    }
+    return graph, tiny.ranges_of(graph, tiny.images(8).numpy(), tiny.OP_TYPES)
 
 
 @pytest.fixture(scope="module")
