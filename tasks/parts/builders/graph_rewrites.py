@@ -137,7 +137,8 @@ def fuse_activations(model: ModelProto) -> ModelProto:
         )
 
     def is_fused(reader: NodeProto) -> bool:
-        return reader.op_type not in _INTEGER_OPERATORS or (reader.op_type == "Mul" and gates_itself(reader))
+        is_float = reader.op_type not in _INTEGER_OPERATORS or bool(outputs & set(reader.output))
+        return is_float or (reader.op_type == "Mul" and gates_itself(reader))
 
     for dequantize in [node for node in graph.node if node.op_type == "DequantizeLinear"]:
         source = before_pair(dequantize.output[0])

@@ -16,7 +16,7 @@ from onnx import ModelProto, TensorProto, helper
 from tasks.core.errors import ArtifactError, DataError
 from tasks.parts.onnx_session import open_session
 from tasks.parts.quantization.config import Activations, Calibrator
-from tasks.parts.quantization.qdq import TensorRange
+from tasks.parts.quantization.qdq import TensorRange, class_logits
 
 NUM_BINS = 2048
 _FEWEST_BINS = 128
@@ -111,12 +111,12 @@ def choose_ranges(
     percentile: float,
     activations: Activations,
 ) -> dict[str, TensorRange]:
-    """Return the range of each tensor; that of an output has all values, because clipped logits would be equal."""
-    outputs = {value.name for value in model.graph.output}
+    """Return the range of each tensor; that of class logits has all values, because clipped ones would be equal."""
+    logits = class_logits(model)
     return {
         name: choose_range(
             seen,
-            Calibrator.minmax if name in outputs else calibrator,
+            Calibrator.minmax if name in logits else calibrator,
             percentile=percentile,
             activations=activations,
         )

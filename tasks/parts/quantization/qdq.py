@@ -9,6 +9,7 @@ activation), it has one rule for all, and it drops node names and sources. Here 
 """
 
 import json
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,7 @@ def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Cont
     """
     graph = model.graph
     makers = {name: node for node in graph.node for name in node.output}
+    logits = class_logits(model)
     outputs = {value.name for value in graph.output}
     constants = {tensor.name: tensor for tensor in graph.initializer}
     readers: dict[str, list[NodeProto]] = {}
@@ -152,9 +154,8 @@ def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Cont
         if node.op_type == "Conv" and node.name in chosen:
             name = _fused_output(node, readers)
             following = readers.get(name, [])
-            if not following and name in outputs and not _gives_values(model):
-                wanted.setdefault(name, set())
-                outputs.remove(name)
+            if name in logits:
+                wanted[name] = {reader.name for reader in following}
             elif following and not any(
                 reader.name in in_float
                 or reader.op_type in MOVES_VALUES
@@ -165,7 +166,7 @@ def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Cont
                 wanted.setdefault(name, set())
     range_of: dict[str, str] = {}
     for name in [value.name for value in graph.input] + [name for node in graph.node for name in node.output]:
-        if name in wanted and name not in outputs:
+        if name in wanted and (name not in outputs or name in logits):
             maker = makers.get(name)
             is_moved = maker is not None and keeps_range(maker) and maker.input[0] in range_of
             range_of[name] = range_of[maker.input[0]] if is_moved and maker is not None else name
@@ -179,6 +180,25 @@ def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Cont
 def is_layer(node: NodeProto) -> bool:
     """Return whether a quantizable node has a weight."""
     return node.op_type in LAYER_TYPES
+
+
+def class_logits(model: ModelProto) -> set[str]:
+    """Return the names of the class logits, and of what the Resize that gives them reads, unless others read them.
+
+    Of logits only the order counts. Other numbers are worth more than 8 bits.
+    """
+    graph = model.graph
+    cards = [InputCard.from_json(entry.value) for entry in model.metadata_props if entry.key == CARD_KEY]
+    if any(card.task is Task.values for card in cards):
+        return set()
+    outputs = {value.name for value in graph.output}
+    resized = {
+        node.input[0] for node in graph.node if node.op_type == "Resize" and outputs & set(node.output)
+    }
+    num_readers = Counter(name for node in graph.node for name in node.input)
+    return {name for name in outputs if not num_readers[name]} | {
+        name for name in resized if num_readers[name] == 1
+    }
 
 
 def map_inputs(model: ModelProto, node: NodeProto) -> list[str]:
@@ -381,15 +401,6 @@ def _keeps_range(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
         padding = constants.get(node.input[2])
         return padding is not None and not numpy_helper.to_array(padding).any()
     return node.op_type in MOVES_VALUES or node.op_type == "MaxPool"
-
-
-def _gives_values(model: ModelProto) -> bool:
-    """Return whether a graph gives numbers that are no classes. Of class logits only the order counts."""
-    return any(
-        InputCard.from_json(entry.value).task is Task.values
-        for entry in model.metadata_props
-        if entry.key == CARD_KEY
-    )
 
 
 def _fused_output(layer: NodeProto, readers: Mapping[str, Sequence[NodeProto]]) -> str:

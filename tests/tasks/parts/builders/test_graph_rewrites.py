@@ -169,6 +169,18 @@ def test_class_logits_of_a_convolution_are_rounded_where_the_runtime_needs_it(wo
     assert [limits.high for limits in clipping.values()] == [largest]
 
 
+def test_the_last_resize_reads_logits_that_were_rounded_where_the_runtime_needs_it(
+    workshop: Workshop,
+) -> None:
+    graph, quantized, images_NCHW = tiny.quantized(tiny.Straight, tiny.OP_TYPES)
+    for name, expected in (("cpu_onnxruntime", "DequantizeLinear"), ("cpu_openvino", "Conv")):
+        encoded = encode_for(workshop.target(name), quantized)
+        [resize] = [node for node in encoded.graph.node if node.op_type == "Resize"]
+        [maker] = [node for node in encoded.graph.node if resize.input[0] in node.output]
+        assert maker.op_type == expected
+        assert difference(run(graph, images_NCHW), run(encoded, images_NCHW)).sqnr_db > 25
+
+
 def test_numbers_that_are_no_classes_stay_exact() -> None:
     graph, _, images_NCHW = tiny.quantized(tiny.FullSize, tiny.OP_TYPES)
     numbers = copy.deepcopy(graph)
