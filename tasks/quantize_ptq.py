@@ -80,6 +80,8 @@ class Report:
     """Number of calibration images that are also in the test split and make the measured accuracy too optimistic."""
     num_quantized_tensors: int
     """Number of activations with a Q/DQ pair."""
+    dead_tensors: tuple[str, ...]
+    """Activations with a pair that are 0 on all calibration images, of layers that died in training."""
     weight_bits: int
     """Bits of the weights of the graphs that were judged: 7 beside uint8 activations on an x86 CPU without VNNI,
     where sums of two products of 8 bits saturate."""
@@ -124,6 +126,14 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         )
     names = quantizable_tensors(graph, cfg.op_types)
     statistics = collect_statistics(graph, lambda: _batches(cfg, graph, images_NHWC), names)
+    dead = tuple(name for name, seen in statistics.items() if not seen.amax)
+    if dead:
+        logger.warning(
+            "%d tensors are 0 on all calibration images (first: '%s'): layers that died in training, or too few "
+            "images (quantize_ptq.num_images)",
+            len(dead),
+            dead[0],
+        )
     evaluator = open_evaluator(
         graph,
         data,
@@ -158,6 +168,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         num_images=len(images_NHWC),
         num_images_in_test=num_images_in_test,
         num_quantized_tensors=len(place_pairs(graph, cfg.op_types).range_of),
+        dead_tensors=dead,
         weight_bits=min(map(weight_bits, cfg.activations)),
         trials=tuple(trials),
     )

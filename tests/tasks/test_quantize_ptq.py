@@ -8,11 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import numpy_helper
 
 from tasks.core.errors import ArtifactError, DataError
-from tasks.parts.onnx_graphs.graph import is_quantized, node_sources, read_graph
+from tasks.parts.onnx_graphs.graph import is_quantized, node_sources, read_graph, write_graph
 from tasks.parts.quantization.config import Activations, Calibrator
 from tasks.quantize_ptq import Config, quantize_ptq
+from tasks.quantize_repaired import Config as RepairConfig
+from tasks.quantize_repaired import quantize_repaired
+from tasks.rank_layers import Config as RankConfig
+from tasks.rank_layers import rank_layers
 
 CONFIG = Config(
     calibrators=list(Calibrator),
@@ -75,6 +80,47 @@ def test_the_same_inputs_give_the_same_bytes(
     quantize_ptq(CONFIG, model=workshop.graph, data=workshop.data, out=tmp_path)
     for name in ("model.onnx", "ranges.json", "calibrators.csv"):
         assert (tmp_path / name).read_bytes() == (quantized[1] / name).read_bytes()
+
+
+def test_layer_that_died_in_training_does_not_keep_the_network_from_int8(
+    workshop: Any, tmp_path: Path
+) -> None:
+    """As in the squeeze-and-excitation of a trained MobileNetV3: one ReLU is 0 for every image."""
+    graph = read_graph(workshop.graph)
+    makers = {name: node for node in graph.graph.node for name in node.output}
+    branches = next(node for node in graph.graph.node if node.op_type == "Concat").input
+    node = makers[branches[-1]]
+    while node.op_type in ("Resize", "Relu"):
+        node = makers[node.input[0]]
+    bias = next(item for item in graph.graph.initializer if item.name == node.input[2])
+    bias.CopyFrom(numpy_helper.from_array(np.full(bias.dims, -1e4, np.float32), bias.name))
+    write_graph(graph, tmp_path / "dead.onnx")
+    inputs = {"model": tmp_path / "dead.onnx", "data": workshop.data}
+    for stage in ("ptq", "ranked", "repaired"):
+        (tmp_path / stage).mkdir()
+    report = quantize_ptq(CONFIG, **inputs, out=tmp_path / "ptq")
+    assert report.dead_tensors and report.agreement > 0.5
+    ranges = tmp_path / "ptq/ranges.json"
+    [dead] = {tuple(json.loads(ranges.read_text())["ranges"][name]) for name in report.dead_tensors}
+    assert dead == (0.0, 1.0)
+    ranked = rank_layers(
+        RankConfig(CONFIG.op_types, 4, 0, 2), **inputs, ranges=ranges, out=tmp_path / "ranked"
+    )
+    alone = next(layer for layer in ranked.layers if layer.node == node.name)
+    assert alone.disagreement == 0
+    repairs = RepairConfig(
+        op_types=CONFIG.op_types,
+        max_score_rel_loss=0.0,
+        max_parent_rel_loss=0.0,
+        num_images=4,
+        num_layer_images=4,
+        num_val_images=0,
+        batch_size=2,
+    )
+    found = quantize_repaired(
+        repairs, **inputs, reference=inputs["model"], ranges=ranges, out=tmp_path / "repaired"
+    )
+    assert found.score >= found.ptq_score
 
 
 def test_a_wild_pixel_scale_is_refused_and_not_calibrated(workshop: Any, data: Path, tmp_path: Path) -> None:

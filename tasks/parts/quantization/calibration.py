@@ -19,6 +19,7 @@ from tasks.parts.quantization.config import Activations, Calibrator
 from tasks.parts.quantization.qdq import TensorRange, class_logits
 
 NUM_BINS = 2048
+_RANGE_OF_ZEROS = TensorRange(0.0, 1.0)
 _FEWEST_BINS = 128
 _BINS_PER_STEP = 8
 _MAX_BYTES = 1 << 30
@@ -111,7 +112,11 @@ def choose_ranges(
     percentile: float,
     activations: Activations,
 ) -> dict[str, TensorRange]:
-    """Return the range of each tensor; that of class logits has all values, because clipped ones would be equal."""
+    """Return the range of each tensor.
+
+    That of class logits has all values, because clipped ones would be equal. A tensor that was always 0 (of a layer
+    that died in training) gets the range 0..1, so that its layers can run in INT8.
+    """
     logits = class_logits(model)
     return {
         name: choose_range(
@@ -120,6 +125,8 @@ def choose_ranges(
             percentile=percentile,
             activations=activations,
         )
+        if seen.amax
+        else _RANGE_OF_ZEROS
         for name, seen in statistics.items()
     }
 

@@ -350,9 +350,8 @@ def check_ranges(ranges: Mapping[str, TensorRange | None]) -> None:
         if limits is None or not np.isfinite([limits.low, limits.high]).all() or limits.amax <= 0:
             text = "no range" if limits is None else f"range [{limits.low}, {limits.high}]"
             raise ArtifactError(
-                f"tensor '{name}': {text}, expected a finite one that is not all zero; its quantizer saw no "
-                "data or a dead layer. Check the calibration images (quantize_ptq.num_images) and the "
-                "weights before it."
+                f"tensor '{name}': {text}, expected a finite one that is not all zero; its quantizer saw no data. "
+                "Run quantize_ptq again."
             )
 
 
