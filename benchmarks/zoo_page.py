@@ -13,14 +13,21 @@ def tables(rows: Sequence[Row]) -> str:
     order = {name: number for number, name in enumerate(ZOO)}
     rows = sorted(rows, key=lambda row: (order[row["network"]], row["exporter"]))
     lines = [
-        "| network, file | target | pick | fastest INT8 | fastest tool | pick / tool | INT8 / tool |",
-        "|---|---|---|---|---|---|---|",
+        "| network, file | target | float | pick | its score | its loss %, val | its time / float | its int8 | "
+        "fastest tool | pick / tool | fastest INT8 / tool |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         for race in row["races"]:
-            names = [race[name] or "none" for name in ("pick", "int8", "peer")]
-            ratios = [span(race[name]) for name in ("pick_vs_peer", "int8_vs_peer")]
-            lines.append(f"| {' | '.join((title_of(row), race['target'], *names, *ratios))} |")
+            own = {engine["name"]: engine for engine in row["engines"] if engine["target"] == race["target"]}
+            score, loss, _, *speed = measured(own[race["pick"]]) if race["pick"] else ["-"] * 5
+            reference = measured(next(iter(own.values())))[0] if own else "-"
+            peer, ratios = (
+                race["peer"] or "none",
+                [span(race[f"{name}_vs_peer"]) for name in ("pick", "int8")],
+            )
+            cells = [race["target"], reference, race["pick"] or "none", score, loss, *speed, peer, *ratios]
+            lines.append(f"| {' | '.join((title_of(row), *cells))} |")
     lines += [
         "",
         "| network, file | target | engine | score | loss %, val | loss %, test | time / float | int8 | verdict |",

@@ -299,7 +299,8 @@ def test_tables_name_every_engine_tool_reason_and_fault() -> None:
     assert f"{start} | imported_ptq | 0.9000 | {lost} | {ratio} | 95.0 %, 90.0 % | ACCEPT, picked |" in text
     assert f"{start} | NNCF mixed | 0.9000 | {lost} | 0.400 (0.400 to 0.400) | - | gate: within |" in text
     assert f"{start} | NNCF accuracy control | - | - | - | - | - | failed |" in text
-    assert f"{start} | imported_ptq | imported_ptq | NNCF mixed | 1.250 (1.200 to 1.300) | - |" in text
+    pick = f"imported_ptq | 0.9000 | 1.00 (0.00 to 2.00) | {ratio} | 95.0 %, 90.0 %"
+    assert f"{start} | 0.9000 | {pick} | NNCF mixed | 1.250 (1.200 to 1.300) | - |" in text
     assert (
         "imported_ptq on cpu_openvino, MACs in float: left in float by the target: 2 layers, 10.0 %" in text
     )
