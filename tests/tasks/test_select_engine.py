@@ -320,6 +320,7 @@ class Artifacts:
             uint8_activations=True,
             pairs_before_activations=False,
             stem_in_float=False,
+            token_depthwise_in_float=False,
             resize_as_matmul=False,
             opsets=[17, 21],
             min_agreement_db=40.0,

@@ -70,6 +70,24 @@ class FullSize(nn.Module):
         return self.classifier(torch.relu(self.stem(images_NCHW)))
 
 
+class Tokens(nn.Module):
+    """A patch embedding with LayerNorm, and a feed-forward block with a depthwise convolution, as in SegFormer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Conv2d(3, 8, 4, 4)
+        self.norm = nn.LayerNorm(8)
+        self.first = nn.Linear(8, 16)
+        self.depthwise = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.second = nn.Linear(16, 3)
+
+    def forward(self, images_NCHW: Tensor) -> Tensor:
+        tokens_NTC = self.first(self.norm(self.embedding(images_NCHW).flatten(2).transpose(1, 2)))
+        maps_NCHW = self.depthwise(tokens_NTC.transpose(1, 2).unflatten(2, (SIZE // 4, SIZE // 4)))
+        tokens_NTC = self.second(F.gelu(maps_NCHW.flatten(2).transpose(1, 2)))
+        return tokens_NTC.transpose(1, 2).unflatten(2, (SIZE // 4, SIZE // 4))
+
+
 class Branched(nn.Module):
     """Residual addition, global mean, pooling, attention by Sigmoid and Mul, Concat, resize to a fixed size."""
 

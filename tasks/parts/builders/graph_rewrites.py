@@ -60,6 +60,8 @@ def rewrite_for(target: Target, graph: ModelProto) -> ModelProto:
     graph = encode_for(target, graph)
     if target.stem_in_float:
         graph = stem_in_float(graph)
+    if target.token_depthwise_in_float:
+        graph = token_depthwise_in_float(graph)
     return resize_as_matmul(graph) if target.resize_as_matmul else graph
 
 
@@ -107,8 +109,9 @@ def fix_batch(model: ModelProto) -> ModelProto:
 def fuse_activations(model: ModelProto) -> ModelProto:
     """Return a copy without the Q/DQ pairs that keep a runtime from fusing a layer with the activation behind it.
 
-    Removed are pairs behind a layer that only float operators read (HardSwish, LeakyRelu, a mean) or that gives the
-    output, and both pairs inside x * Sigmoid(x). The pair behind the activation stays. ONNX Runtime needs the others.
+    Removed are pairs behind a layer that only float operators read (HardSwish, LeakyRelu, a mean, LayerNormalization)
+    or that gives the output, and both pairs inside x * Sigmoid(x). The pair behind the activation stays. ONNX Runtime
+    needs the others.
     """
     fused = ModelProto()
     fused.CopyFrom(model)
@@ -137,7 +140,12 @@ def fuse_activations(model: ModelProto) -> ModelProto:
         )
 
     def is_fused(reader: NodeProto) -> bool:
+        if reader.op_type in MOVES_VALUES:
+            behind = [user for name in reader.output for user in readers.get(name, [])]
+            return bool(behind) and all(is_fused(user) for user in behind)
         is_float = reader.op_type not in _INTEGER_OPERATORS or bool(outputs & set(reader.output))
+        if reader.op_type in ("Add", "Mul", "Concat"):
+            is_float = is_float or any(before_pair(name) == name for name in reader.input)
         return is_float or (reader.op_type == "Mul" and gates_itself(reader))
 
     for dequantize in [node for node in graph.node if node.op_type == "DequantizeLinear"]:
@@ -291,12 +299,50 @@ def stem_in_float(model: ModelProto) -> ModelProto:
             continue
         if _is_pooled(node, graph):
             continue
-        name = f"{weight.output[0]}:float"
-        graph.initializer.append(numpy_helper.from_array(values_OIHW, name))
         assert quantize is not None
-        node.input[0], node.input[1] = quantize.input[0], name
+        _read_float(graph, node, quantize.input[0], values_OIHW)
     drop_unused(graph)
     return rewritten
+
+
+def token_depthwise_in_float(model: ModelProto) -> ModelProto:
+    """Return a copy in which depthwise convolutions of the tokens that a linear layer gives read float.
+
+    Their int8 weights are dequantized. In the feed-forward blocks of SegFormer (Xie et al. 2021, arXiv:2105.15203,
+    equation 3) the convolution stands between transpositions and a GELU, all in float.
+    """
+    rewritten = ModelProto()
+    rewritten.CopyFrom(model)
+    graph = rewritten.graph
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    makers = {name: node for node in graph.node for name in node.output}
+    quantized = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
+
+    def is_linear(name: str) -> bool:
+        """Return whether a MatMul or Gemm gives a tensor, perhaps with moves and a bias behind it."""
+        node = makers.get(name)
+        if node is None or node.op_type in ("MatMul", "Gemm"):
+            return node is not None
+        return node.op_type in (*MOVES_VALUES, "Add") and any(map(is_linear, node.input))
+
+    for node in [node for node in graph.node if node.op_type == "Conv"]:
+        dequantize, weight = (makers.get(name) for name in node.input[:2])
+        quantize = makers.get(dequantize.input[0]) if dequantize is not None else None
+        if quantize is None or weight is None or weight.op_type != "DequantizeLinear":
+            continue
+        values_OIHW = _dequantized(weight, constants)
+        is_read_float = node.output[0] not in quantized
+        if values_OIHW.shape[1] == 1 and is_read_float and is_linear(quantize.input[0]):
+            _read_float(graph, node, quantize.input[0], values_OIHW)
+    drop_unused(graph)
+    return rewritten
+
+
+def _read_float(graph: GraphProto, node: NodeProto, source: str, weight: NDArray[np.float32]) -> None:
+    """Let a convolution read a float tensor and this weight."""
+    name = f"{node.input[1]}:float"
+    graph.initializer.append(numpy_helper.from_array(weight, name))
+    node.input[0], node.input[1] = source, name
 
 
 def resize_as_matmul(model: ModelProto) -> ModelProto:

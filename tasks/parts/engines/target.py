@@ -59,6 +59,9 @@ class Target:
     """
     stem_in_float: bool
     """Run convolutions that read the image in float even where the graph is quantized."""
+    token_depthwise_in_float: bool
+    """Run depthwise convolutions between the linear layers of transformers in float even where the graph is
+    quantized. OpenVINO would reorder their maps twice."""
     resize_as_matmul: bool
     """Interpolate the logits by two matrix products if they are small."""
     opsets: list[int]
@@ -93,7 +96,13 @@ class Target:
         )
         if self.tensorrt:
             self.tensorrt.check_profiles(self.max_batch)
-            switches = ("uint8_activations", "pairs_before_activations", "stem_in_float", "resize_as_matmul")
+            switches = (
+                "uint8_activations",
+                "pairs_before_activations",
+                "stem_in_float",
+                "token_depthwise_in_float",
+                "resize_as_matmul",
+            )
             for switch in switches:
                 self._require(not getattr(self, switch), switch, "false for engines of TensorRT")
             if self.runtime is Runtime.onnxruntime:

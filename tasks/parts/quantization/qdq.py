@@ -10,7 +10,7 @@ activation), it has one rule for all, and it drops node names and sources. Here 
 
 import json
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,8 @@ _LINEAR = frozenset({"MatMul", "Gemm"})
 _FUSED = frozenset({"Relu", "Clip"})
 """Activations that ONNX Runtime computes in the same integer kernel as the layer before them."""
 _ACTIVATIONS = _FUSED | {"HardSigmoid", "HardSwish", "LeakyRelu", "Sigmoid"}
+_NEEDS_EXACT_INPUT = _LINEAR | {"Softmax"}
+"""Operators in front of which the output of a convolution is not rounded for the convolution's sake."""
 _ALWAYS_FLOAT = frozenset({"LayerNormalization", "Softmax", "Gelu"})
 """Operators between the layers of transformers that have INT8 kernels in no runtime."""
 
@@ -109,8 +111,8 @@ def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Cont
 
     Quantized are the inputs of `quantizable_nodes`, what lies between them and the last integer operator before
     them if only values are moved there, and outputs of convolutions that no such node reads (before HardSwish,
-    LeakyRelu or a mean, or class logits of the graph): ONNX Runtime runs a convolution in integers only if a pair
-    follows it or its ReLU or Clip. All readers of an integer operator's output read it quantized for the same reason.
+    LeakyRelu, a mean or LayerNormalization, also behind moves, and class logits): ONNX Runtime runs a convolution in
+    integers only if a pair follows it or its ReLU or Clip, and nothing reads its output without the pair.
     """
     graph = model.graph
     makers = {name: node for node in graph.node for name in node.output}
@@ -153,17 +155,17 @@ def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Cont
     for node in graph.node:
         if node.op_type == "Conv" and node.name in chosen:
             name = _fused_output(node, readers)
-            following = readers.get(name, [])
-            if name in logits:
-                wanted[name] = {reader.name for reader in following}
-            elif following and not any(
-                reader.name in in_float
-                or reader.op_type in MOVES_VALUES
-                or outputs & set(reader.output)
-                or reader.op_type in _LINEAR
-                for reader in following
+            following = list(_readers_behind_moves(name, readers))
+            if name in logits or (
+                following
+                and not any(
+                    reader.name in float_nodes
+                    or outputs & set(reader.output)
+                    or reader.op_type in _NEEDS_EXACT_INPUT
+                    for reader in following
+                )
             ):
-                wanted.setdefault(name, set())
+                wanted.setdefault(name, set()).update(reader.name for reader in readers.get(name, []))
     range_of: dict[str, str] = {}
     for name in [value.name for value in graph.input] + [name for node in graph.node for name in node.output]:
         if name in wanted and (name not in outputs or name in logits):
@@ -195,7 +197,7 @@ def class_logits(model: ModelProto) -> set[str]:
     resized = {
         node.input[0] for node in graph.node if node.op_type == "Resize" and outputs & set(node.output)
     }
-    num_readers = Counter(name for node in graph.node for name in node.input)
+    num_readers = Counter(name for node in graph.node if node.op_type != "Shape" for name in node.input)
     return {name for name in outputs if not num_readers[name]} | {
         name for name in resized if num_readers[name] == 1
     }
@@ -400,6 +402,15 @@ def _keeps_range(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
         padding = constants.get(node.input[2])
         return padding is not None and not numpy_helper.to_array(padding).any()
     return node.op_type in MOVES_VALUES or node.op_type == "MaxPool"
+
+
+def _readers_behind_moves(name: str, readers: Mapping[str, Sequence[NodeProto]]) -> Iterator[NodeProto]:
+    """Yield the nodes that read a tensor, directly or behind operators that only move its values."""
+    for node in readers.get(name, []):
+        if node.op_type in MOVES_VALUES:
+            yield from (found for moved in node.output for found in _readers_behind_moves(moved, readers))
+        else:
+            yield node
 
 
 def _fused_output(layer: NodeProto, readers: Mapping[str, Sequence[NodeProto]]) -> str:

@@ -14,6 +14,7 @@ from tasks.parts.builders.graph_rewrites import (
     encode_for,
     fix_batch,
     resize_as_matmul,
+    rewrite_for,
     round_rest,
     stem_in_float,
 )
@@ -179,6 +180,21 @@ def test_the_last_resize_reads_logits_that_were_rounded_where_the_runtime_needs_
         [maker] = [node for node in encoded.graph.node if resize.input[0] in node.output]
         assert maker.op_type == expected
         assert difference(run(graph, images_NCHW), run(encoded, images_NCHW)).sqnr_db > 25
+
+
+def test_convolutions_around_tokens_run_in_int8_where_that_is_faster(workshop: Workshop) -> None:
+    """ONNX Runtime needs a pair behind them, also in front of a LayerNormalization; OpenVINO is faster without."""
+    graph, quantized, images_NCHW = tiny.quantized(tiny.Tokens, (*tiny.OP_TYPES, "MatMul", "Gemm"))
+    for name, expected, int8 in (
+        ("cpu_onnxruntime", {"QuantizeLinear"}, {"embedding/Conv", "depthwise/Conv"}),
+        ("cpu_openvino", {"Reshape"}, {"embedding/Conv"}),
+    ):
+        encoded = rewrite_for(workshop.target(name, stem_in_float=False), quantized)
+        convolutions = {node.output[0]: node.name for node in encoded.graph.node if node.op_type == "Conv"}
+        readers = {node.op_type for node in encoded.graph.node if convolutions.keys() & set(node.input)}
+        assert readers == expected
+        assert {node.name for node in quantized_layers(encoded) if node.op_type == "Conv"} == int8
+        assert difference(run(graph, images_NCHW), run(encoded, images_NCHW)).sqnr_db > 20
 
 
 def test_numbers_that_are_no_classes_stay_exact() -> None:
