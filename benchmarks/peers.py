@@ -38,11 +38,12 @@ from benchmarks.runtimes import (
     requests_of,
 )
 from tasks.core.config import read_params
+from tasks.parts.cpu import int8_sums_saturate
 from tasks.parts.data.comparison import compare_with_labels
 from tasks.parts.data.dataset import open_split, read_manifest
 from tasks.parts.data.input_card import Task
 from tasks.parts.data.metrics import confusion_matrix, scores
-from tasks.parts.engines.machine import int8_sums_saturate, read_cpu_model
+from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.openvino.compile import PROVIDER, compile_options
 from tasks.parts.engines.rounds import Network, rounds_ms
 from tasks.parts.engines.target import Target

@@ -14,8 +14,9 @@ from tasks.core.execute import execute, is_current, is_fresh, prepare_call
 from tasks.core.reports import read_report
 from tasks.parts.builders.agreement import read_probe_images
 from tasks.parts.builders.report import EngineBuild, LayerCounts, count_layers, find_precision_fault
+from tasks.parts.cpu import read_cpu_flags
 from tasks.parts.data.dataset import normalise
-from tasks.parts.engines.machine import missing_cpu_flags, read_cpu_flags
+from tasks.parts.engines.machine import missing_cpu_flags
 from tasks.parts.engines.manifest import EngineStatus, read_engine_manifest, sha256_of
 from tasks.parts.engines.runtimes import Precision
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph

@@ -8,7 +8,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
-from tasks.parts.engines.machine import int8_sums_saturate
+from tasks.parts.cpu import int8_sums_saturate
 from tasks.parts.engines.runtimes import Precision
 from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.foreign_half import has_half

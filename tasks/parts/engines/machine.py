@@ -1,13 +1,13 @@
 """Compare this machine with what a target declares and with the machine that built an engine."""
 
 import contextlib
-import functools
 import importlib.metadata
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import TargetMismatch
+from tasks.parts.cpu import VNNI, int8_sums_saturate, read_cpu_flags
 from tasks.parts.engines.gpu import Gpu, find_gpus
 from tasks.parts.engines.runtimes import CUDA, Runtime
 from tasks.parts.engines.target import ANY, Target
@@ -20,23 +20,8 @@ if TYPE_CHECKING:
 ISA_FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 """Flags of /proc/cpuinfo that change which kernels a runtime picks."""
 
-_VNNI = frozenset({"avx_vnni", "avx512_vnni"})
-"""Flags of CPUs that add up products of INT8 in 32 bits."""
-
 _AMPERE = (8, 0)
 """Lowest compute capability that runs engines of hardware_compatibility ampere_plus."""
-
-
-@functools.cache
-def read_cpu_flags() -> frozenset[str]:
-    """Return the flags of this machine's CPU; empty if the system does not report them (not Linux)."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.is_file():
-        return frozenset()
-    for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith(("flags", "Features")):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
 
 
 def read_isa() -> tuple[str, ...]:
@@ -54,15 +39,9 @@ def read_cpu_model() -> str:
     return f"unknown ({os.cpu_count()} logical cores)"
 
 
-def int8_sums_saturate() -> bool:
-    """Return whether INT8 kernels of this CPU add two products in 16 bits, as x86 does without VNNI."""
-    flags = read_cpu_flags()
-    return "ssse3" in flags and not _VNNI & flags
-
-
 def needs_vnni(manifest: "EngineManifest") -> bool:
     """Return whether INT8 sums of an engine can saturate on x86 without VNNI, as those built with VNNI do."""
-    return manifest.is_quantized and manifest.target.uint8_activations and bool(_VNNI & set(manifest.isa))
+    return manifest.is_quantized and manifest.target.uint8_activations and bool(VNNI & set(manifest.isa))
 
 
 def missing_cpu_flags(target: Target) -> list[str]:

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto
 
+from tasks.parts.cpu import int8_sums_saturate
 from tasks.parts.data.comparison import ImageResults
 from tasks.parts.data.dataset import open_images
 from tasks.parts.data.judge import Judge, answers_of, open_judge
-from tasks.parts.engines.machine import int8_sums_saturate
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.int8_weights import weights_to_7_bits

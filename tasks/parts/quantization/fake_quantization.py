@@ -57,8 +57,8 @@ def fake_quantize(
 ) -> nn.Module:
     """Add simulated INT8 to a network with folded BatchNorm, in place; `ranges` belong to its float export `graph`.
 
-    Weights of 7 bits are rounded to 8 first, as in a graph that is stored with 8.
-    Parameters keep their names. Weight ranges follow the weights, activation ranges stay as calibrated.
+    Parameters keep their names. Weight ranges follow the weights, activation ranges stay as calibrated. Weights of 7
+    bits are rounded to 8 first, as in a graph that is stored with 8.
     """
     layers, functions = {}, {}
     for op_type, limits_of_nodes in _limits_of_inputs(graph, ranges, op_types).items():
@@ -69,6 +69,11 @@ def fake_quantize(
             else:
                 functions[op_type, name] = levels
     _quantize_layers(network, layers, op_types, weight_bits)
+    for name, limit in _limits_of_outputs(graph, ranges, op_types).items():
+        output_levels = _levels(limit, activations)
+        network.get_submodule(name).register_forward_hook(
+            lambda _layer, _inputs, output, levels=output_levels: _round(output, levels)
+        )
     _round_functions(network, functions)
     return network
 
@@ -106,6 +111,26 @@ def _limits_of_inputs(
                     "range per layer, which has one quantizer in training. Use a separate layer for each call."
                 )
     return limits_of_inputs
+
+
+def _limits_of_outputs(
+    graph: ModelProto, ranges: Mapping[str, TensorRange], op_types: Sequence[str]
+) -> dict[str, TensorRange]:
+    """Return convolution (its module) -> range of its output, where a pair stands that no INT8 operator reads.
+
+    A ReLU between them changes nothing: the lowest level of its range is 0.
+    """
+    placement, sources = place_pairs(graph, op_types), node_sources(graph)
+    makers = {name: node for node in graph.graph.node for name in node.output}
+    read = {name for node in quantizable_nodes(graph, op_types) for name in node.input}
+    limits = {}
+    for name, known in placement.range_of.items():
+        node = makers.get(name)
+        while node is not None and node.op_type in ("Relu", "Clip"):
+            node = makers.get(node.input[0])
+        if node is not None and node.op_type == "Conv" and name not in read:
+            limits[sources[node.name][0]] = ranges[known]
+    return limits
 
 
 def _quantize_layers(

@@ -176,7 +176,7 @@ def test_int8_engine_of_a_cpu_with_vnni_is_refused_without_it(workshop, tmp_path
     engine = copy_of(workshop.engine("quantized", "cpu_onnxruntime"), tmp_path)
     manifest = read_engine_manifest(engine)
     write_engine_manifest(engine, dataclasses.replace(manifest, isa=("avx2", "avx_vnni")))
-    monkeypatch.setattr("tasks.parts.engines.machine.read_cpu_flags", lambda: frozenset({"ssse3", "avx2"}))
+    monkeypatch.setattr("tasks.parts.cpu.read_cpu_flags", lambda: frozenset({"ssse3", "avx2"}))
     with pytest.raises(TargetMismatch, match=r"built on a CPU with VNNI; .*Build it again here"):
         open_engine(engine)
     write_engine_manifest(engine, dataclasses.replace(manifest, isa=("avx2",)))

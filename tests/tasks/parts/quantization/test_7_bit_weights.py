@@ -7,7 +7,7 @@ import tiny_networks as tiny
 import torch
 from onnx import ModelProto
 
-from tasks.parts.engines.machine import int8_sums_saturate
+from tasks.parts.cpu import int8_sums_saturate
 from tasks.parts.networks.batchnorm_folding import fold_batchnorm
 from tasks.parts.onnx_graphs.int8_weights import INT7_MAX, weights_to_7_bits
 from tasks.parts.onnx_graphs.signal_to_noise import difference
@@ -22,7 +22,7 @@ from tasks.parts.quantization.weight_rounding import round_weights
 @pytest.fixture
 def without_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
     """An x86 CPU of before 2019, as far as the product asks; its kernels cannot exist here."""
-    monkeypatch.setattr("tasks.parts.engines.machine.read_cpu_flags", lambda: frozenset({"ssse3", "avx2"}))
+    monkeypatch.setattr("tasks.parts.cpu.read_cpu_flags", lambda: frozenset({"ssse3", "avx2"}))
 
 
 def logits(model: ModelProto, images_NCHW: np.ndarray) -> np.ndarray:
