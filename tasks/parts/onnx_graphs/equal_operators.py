@@ -10,11 +10,12 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 def replace_operators(model: ModelProto) -> list[str]:
     """Replace operators in place, in a graph with known shapes; return one sentence for each kind.
 
-    - The mean over rows and columns becomes a GlobalAveragePool: ONNX Runtime and OpenVINO have INT8 kernels for it.
+    - The mean over rows and columns, and an AveragePool whose only window covers the map, become a GlobalAveragePool:
+      ONNX Runtime and OpenVINO have INT8 kernels for it.
     - A ConvTranspose whose stride is its kernel becomes a convolution of 1x1 and a DepthToSpace, with as many
       multiplications: neither runtime computes a ConvTranspose in INT8.
     """
-    num_means, num_transposed = _pool_means(model), _unfold_transposed(model)
+    num_means, num_transposed = _pool_means(model) + _pool_whole_maps(model), _unfold_transposed(model)
     changes = []
     if num_means:
         changes.append(f"{num_means} means over rows and columns written as GlobalAveragePool")
@@ -51,6 +52,26 @@ def _pool_means(model: ModelProto) -> int:
             ]
         _replace(model, node, nodes)
         replaced += 1
+    return replaced
+
+
+def _pool_whole_maps(model: ModelProto) -> int:
+    graph, replaced = model.graph, 0
+    sizes = {
+        value.name: [axis.dim_value for axis in value.type.tensor_type.shape.dim]
+        for value in [*graph.input, *graph.value_info, *graph.output]
+    }
+    for node in [node for node in graph.node if node.op_type == "AveragePool"]:
+        attributes = _attributes(node)
+        before, after = (sizes.get(name, [])[2:] for name in (node.input[0], node.output[0]))
+        is_whole = len(before) == 2 and all(
+            0 < axis <= window for axis, window in zip(before, attributes["kernel_shape"], strict=True)
+        )
+        if is_whole and after == [1, 1] and not any(attributes.get("pads", [])):
+            _replace(
+                model, node, [helper.make_node("GlobalAveragePool", node.input[:1], node.output, node.name)]
+            )
+            replaced += 1
     return replaced
 
 

@@ -10,7 +10,7 @@ activation), it has one rule for all, and it drops node names and sources. Here 
 
 import json
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
     The node that computes a graph output (the last Resize) reads float, so that logits keep their precision; a layer
     there is quantized like the others. These stay in float: products of two activations (attention), additions and
     multiplications of a constant (a bias, a scale), and residual additions whose sum a LayerNormalization reads,
-    because it would convert them back to float at once.
+    because it would convert them back to float at once. So do pools that ONNX Runtime computes wrong in INT8.
     """
     constants = {tensor.name: len(tensor.dims) for tensor in model.graph.initializer}
     outputs = {value.name for value in model.graph.output}
@@ -97,6 +97,8 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
             return node.input[0] not in constants and constants.get(node.input[1]) == 2
         if node.op_type == "ConvTranspose":
             return node.input[1] in constants
+        if _is_wrong_in_int8(node):
+            return False
         if outputs & set(node.output):
             return False
         if node.op_type in ("Add", "Mul"):
@@ -162,6 +164,7 @@ def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Cont
                     reader.name in float_nodes
                     or outputs & set(reader.output)
                     or reader.op_type in _NEEDS_EXACT_INPUT
+                    or _is_wrong_in_int8(reader)
                     for reader in following
                 )
             ):
@@ -232,6 +235,9 @@ def insert_qdq(
     graph = quantized.graph
     sources = node_sources(model)
     nodes = {node.name: node for node in graph.node}
+    _count_no_padding(
+        nodes[node.name] for node in quantizable_nodes(model, op_types) if node.name not in float_nodes
+    )
     made_by = {name: node for node in graph.node for name in node.output}
     placement = place_pairs(model, op_types, float_nodes=float_nodes)
     limits = _limits(model, ranges, op_types, list(placement.range_of))
@@ -402,6 +408,25 @@ def _keeps_range(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
         padding = constants.get(node.input[2])
         return padding is not None and not numpy_helper.to_array(padding).any()
     return node.op_type in MOVES_VALUES or node.op_type == "MaxPool"
+
+
+def _is_wrong_in_int8(node: NodeProto) -> bool:
+    """Return whether ONNX Runtime's QLinearAveragePool (1.31) refuses a pool, or divides by too much at the edge."""
+    if node.op_type != "AveragePool":
+        return False
+    attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+    is_padding_counted = attributes.get("count_include_pad", 0) and any(attributes.get("pads", []))
+    is_dilated = any(step != 1 for step in attributes.get("dilations", []))
+    return bool(is_padding_counted and attributes.get("ceil_mode", 0)) or is_dilated
+
+
+def _count_no_padding(nodes: Iterable[NodeProto]) -> None:
+    """Drop `count_include_pad` where there is no padding: with it QLinearAveragePool counts what ceil_mode adds."""
+    for node in nodes:
+        attributes = {item.name: item for item in node.attribute}
+        is_padded = "pads" in attributes and any(attributes["pads"].ints)
+        if node.op_type == "AveragePool" and "count_include_pad" in attributes and not is_padded:
+            node.attribute.remove(attributes["count_include_pad"])
 
 
 def _readers_behind_moves(name: str, readers: Mapping[str, Sequence[NodeProto]]) -> Iterator[NodeProto]:

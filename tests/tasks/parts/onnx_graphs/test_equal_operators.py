@@ -27,7 +27,12 @@ def random(*shape: int) -> np.ndarray:
 
 
 MEANS = [one_node("ReduceMean", {}, axes=[2, 3], keepdims=keepdims) for keepdims in (0, 1)] + [
-    one_node("ReduceMean", {"axes": np.array([-1, -2])}, opset=18, keepdims=0)
+    one_node("ReduceMean", {"axes": np.array([-1, -2])}, opset=18, keepdims=0),
+    one_node("AveragePool", {}, kernel_shape=[5, 7]),
+    # EfficientNet's last pool as transformers writes it
+    one_node(
+        "AveragePool", {}, 19, kernel_shape=[80, 80], strides=[80, 80], ceil_mode=1, count_include_pad=1
+    ),
 ]
 TRANSPOSED = [
     one_node("ConvTranspose", {"weight": random(6, 4, 2, 2)}, strides=[2, 2]),
@@ -35,6 +40,8 @@ TRANSPOSED = [
 ]
 KEPT = [
     one_node("ReduceMean", {}, axes=[1, 2], keepdims=0),
+    one_node("AveragePool", {}, kernel_shape=[5, 5]),
+    one_node("AveragePool", {}, kernel_shape=[7, 9], pads=[1, 1, 1, 1]),
     one_node("ConvTranspose", {"weight": random(6, 4, 3, 3)}, strides=[2, 2]),
     one_node("ConvTranspose", {"weight": random(6, 2, 2, 2)}, strides=[2, 2], group=3),
     one_node("ConvTranspose", {"weight": random(6, 4, 2, 2)}, strides=[2, 2], pads=[1, 1, 0, 0]),
@@ -47,7 +54,7 @@ def test_the_replacement_computes_the_same(model: ModelProto) -> None:
     before.CopyFrom(model)
     assert len(replace_operators(model)) == 1
     onnx.checker.check_model(model, full_check=True)
-    assert not {node.op_type for node in model.graph.node} & {"ReduceMean", "ConvTranspose"}
+    assert not {node.op_type for node in model.graph.node} & {"AveragePool", "ConvTranspose", "ReduceMean"}
     expected, found = (open_session(graph).run(None, {"image": images_NCHW})[0] for graph in (before, model))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 

@@ -1,10 +1,11 @@
+import copy
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 import tiny_networks as tiny
-from onnx import ModelProto, TensorProto, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.onnx_graphs.export import export_graph
@@ -61,6 +62,25 @@ def test_everything_is_read_quantized_and_the_last_resize_stays_float(branched: 
             maps = node.input if node.op_type in ("Add", "Mul", "Concat") else node.input[:1]
             assert {made_by[name] for name in maps} == {"DequantizeLinear"}
     assert made_by["logits"] == "Resize"
+
+
+@pytest.mark.parametrize("changes", [{}, {"pads": [0, 0, 1, 1]}, {"dilations": [2, 2]}])
+def test_pools_are_right_though_onnxruntime_computes_some_wrong_in_int8(changes: dict[str, object]) -> None:
+    graph, quantized, images_NCHW = tiny.quantized(tiny.CeilPool, tiny.OP_TYPES)
+    if changes:
+        graph = copy.deepcopy(graph)
+        [pool] = [node for node in graph.graph.node if node.op_type == "AveragePool"]
+        kept = [item for item in pool.attribute if item.name not in changes]
+        del pool.attribute[:]
+        pool.attribute.extend(kept + [helper.make_attribute(name, value) for name, value in changes.items()])
+        del graph.graph.value_info[:]
+        graph.graph.output[0].type.tensor_type.ClearField("shape")
+        ranges = tiny.ranges_of(graph, images_NCHW, tiny.OP_TYPES)
+        quantized = insert_qdq(graph, ranges, op_types=tiny.OP_TYPES)
+    expected, found = (
+        open_session(model).run(None, {"image": images_NCHW})[0] for model in (graph, quantized)
+    )
+    assert difference(expected, found).sqnr_db > 30
 
 
 def test_names_and_sources_of_the_float_graph_stay(branched: Calibrated) -> None:
