@@ -97,7 +97,9 @@ class Tokens(nn.Module):
     def forward(self, images_NCHW: Tensor) -> Tensor:
         tokens_NTC = self.first(self.norm(self.embedding(images_NCHW).flatten(2).transpose(1, 2)))
         maps_NCHW = self.depthwise(tokens_NTC.transpose(1, 2).unflatten(2, (SIZE // 4, SIZE // 4)))
-        tokens_NTC = self.second(F.gelu(maps_NCHW.flatten(2).transpose(1, 2)))
+        hidden_NTC = maps_NCHW.flatten(2).transpose(1, 2)
+        gelu_NTC = hidden_NTC * (1 + torch.erf(hidden_NTC / 2**0.5)) / 2  # as older exporters write it
+        tokens_NTC = self.second(gelu_NTC)
         return tokens_NTC.transpose(1, 2).unflatten(2, (SIZE // 4, SIZE // 4))
 
 

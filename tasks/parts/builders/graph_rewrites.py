@@ -308,15 +308,15 @@ def stem_in_float(model: ModelProto) -> ModelProto:
 def token_depthwise_in_float(model: ModelProto) -> ModelProto:
     """Return a copy in which depthwise convolutions of the tokens that a linear layer gives read float.
 
-    Their int8 weights are dequantized. In the feed-forward blocks of SegFormer (Xie et al. 2021, arXiv:2105.15203,
-    equation 3) the convolution stands between transpositions and a GELU, all in float.
+    Their int8 weights are dequantized, and pairs behind them removed. In the feed-forward blocks of SegFormer (Xie et
+    al. 2021, arXiv:2105.15203, equation 3) the convolution stands between transpositions and a GELU.
     """
     rewritten = ModelProto()
     rewritten.CopyFrom(model)
     graph = rewritten.graph
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
-    quantized = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
+    quantize_of = {node.input[0]: node for node in graph.node if node.op_type == "QuantizeLinear"}
 
     def is_linear(name: str) -> bool:
         """Return whether a MatMul or Gemm gives a tensor, perhaps with moves and a bias behind it."""
@@ -331,11 +331,20 @@ def token_depthwise_in_float(model: ModelProto) -> ModelProto:
         if quantize is None or weight is None or weight.op_type != "DequantizeLinear":
             continue
         values_OIHW = _dequantized(weight, constants)
-        is_read_float = node.output[0] not in quantized
-        if values_OIHW.shape[1] == 1 and is_read_float and is_linear(quantize.input[0]):
+        if values_OIHW.shape[1] == 1 and is_linear(quantize.input[0]):
             _read_float(graph, node, quantize.input[0], values_OIHW)
+            _drop_pair(graph, quantize_of.get(node.output[0]))
     drop_unused(graph)
     return rewritten
+
+
+def _drop_pair(graph: GraphProto, quantize: NodeProto | None) -> None:
+    """Let the readers of a Q/DQ pair read what it rounds."""
+    if quantize is None:
+        return
+    pairs = {node.output[0] for node in graph.node if quantize.output[0] in node.input}
+    for node in graph.node:
+        node.input[:] = [quantize.input[0] if name in pairs else name for name in node.input]
 
 
 def _read_float(graph: GraphProto, node: NodeProto, source: str, weight: NDArray[np.float32]) -> None:
