@@ -87,7 +87,6 @@ class Config:
             raise ConfigError(
                 f"output_kind is values, and classes is {self.classes[:8]}, expected null: values have no classes."
             )
-
         if self.output == ALL_OUTPUTS and self.output_kind is not OutputKind.values:
             raise ConfigError(
                 f"output is '{ALL_OUTPUTS}', which keeps all outputs, and output_kind is {self.output_kind}; "
@@ -297,7 +296,8 @@ def _card(
 ) -> InputCard:
     """Return the card of a graph, whose file's outputs have these shapes for one image.
 
-    Raises ArtifactError if the data set does not match the graph."""
+    Raises ArtifactError if the data set does not match the graph.
+    """
     sizes = [axis.dim_value for axis in imported.graph.graph.input[0].type.tensor_type.shape.dim]
     height, width = sizes[2:]
     if (data.height, data.width) != (height, width):

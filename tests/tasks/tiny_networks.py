@@ -70,13 +70,8 @@ class FullSize(nn.Module):
         return self.classifier(torch.relu(self.stem(images_NCHW)))
 
 
-class CeilPool(nn.Module):
+class CeilPool(FullSize):
     """A pool whose last windows reach beyond the map, as torch's exporter writes it: count_include_pad is 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = conv_norm(3, 8)
-        self.classifier = nn.Conv2d(8, 3, 1)
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
         maps_NCHW = F.avg_pool2d(torch.relu(self.stem(images_NCHW)), 3, 2, ceil_mode=True)

@@ -67,7 +67,8 @@ def _pool_whole_maps(model: ModelProto) -> int:
         is_whole = len(before) == 2 and all(
             0 < axis <= window for axis, window in zip(before, attributes["kernel_shape"], strict=True)
         )
-        if is_whole and after == [1, 1] and not any(attributes.get("pads", [])):
+        is_plain = not any(attributes.get("pads", [])) and attributes.get("auto_pad", b"NOTSET") == b"NOTSET"
+        if is_whole and is_plain and after == [1, 1]:
             _replace(
                 model, node, [helper.make_node("GlobalAveragePool", node.input[:1], node.output, node.name)]
             )

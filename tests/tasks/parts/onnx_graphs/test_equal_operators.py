@@ -42,6 +42,9 @@ KEPT = [
     one_node("ReduceMean", {}, axes=[1, 2], keepdims=0),
     one_node("AveragePool", {}, kernel_shape=[5, 5]),
     one_node("AveragePool", {}, kernel_shape=[7, 9], pads=[1, 1, 1, 1]),
+    one_node(
+        "AveragePool", {}, kernel_shape=[9, 9], strides=[9, 9], auto_pad="SAME_UPPER", count_include_pad=1
+    ),
     one_node("ConvTranspose", {"weight": random(6, 4, 3, 3)}, strides=[2, 2]),
     one_node("ConvTranspose", {"weight": random(6, 2, 2, 2)}, strides=[2, 2], group=3),
     one_node("ConvTranspose", {"weight": random(6, 4, 2, 2)}, strides=[2, 2], pads=[1, 1, 0, 0]),
