@@ -8,7 +8,6 @@ An address names one stage call everywhere: ``build_engine.pruned_qat.cpu_openvi
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import importlib
 import json
 import logging
@@ -24,7 +23,7 @@ from typing import Any
 from tasks.core.config import find_section, typed_config
 from tasks.core.errors import ArtifactError, ConfigError, DiskError, WorkspaceBusy
 from tasks.core.fingerprint import SCHEMA_VERSION, digest, is_pattern, matches, stage_key
-from tasks.core.locks import hold_lock
+from tasks.core.locks import hold_lock, try_lock
 from tasks.core.reports import KEY_FILE, REPORT_FILE, read_report, write_json
 
 logger = logging.getLogger(__name__)
@@ -204,12 +203,8 @@ def remove_leftovers() -> None:
     """Remove drafts that killed runs left at least a day ago, unless a process is working on their address."""
     for leftover in sorted((ARTIFACTS / ".drafts").glob("*-*/")):
         address, _, suffix = leftover.name.rpartition("-")
-        with (ARTIFACTS / ".locks" / address).open("a", encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            if suffix == _REPLACED or _age_s(leftover) > LEFTOVER_AGE_S:
+        with try_lock(ARTIFACTS / ".locks" / address, str(os.getpid())) as is_held:
+            if is_held and (suffix == _REPLACED or _age_s(leftover) > LEFTOVER_AGE_S):
                 logger.warning("removing %s, left by a killed run", leftover)
                 shutil.rmtree(leftover, ignore_errors=True)
 
@@ -293,10 +288,9 @@ def _copy_twin(call: Call) -> str:
             continue
         if not _still_holds(call, folder):
             continue
-        with (ARTIFACTS / ".locks" / record["address"]).open("a", encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
+        lock = ARTIFACTS / ".locks" / record["address"]
+        with try_lock(lock, str(os.getpid()), is_shared=True) as is_held:
+            if not is_held:
                 continue  # it is being made again
             shutil.copytree(folder, call.draft, dirs_exist_ok=True)
         (call.draft / KEY_FILE).unlink(
@@ -410,7 +404,8 @@ def _lock(call: Call) -> contextlib.AbstractContextManager[None]:
                 f"{call.address} is being made by process {holder} from another configuration. Wait "
                 "until it ends, or stop it, then run again."
             ) from None
-        logger.info("%s: waiting for process %s, which is making the same output", call.address, holder)
+        work = "is making the same output" if key else "copies the output or removes leftovers"
+        logger.info("%s: waiting for process %s, which %s", call.address, holder, work)
 
     file = ARTIFACTS / ".locks" / call.address
     return hold_lock(file, f"{os.getpid()} {call.key}", before_waiting=compare_keys)

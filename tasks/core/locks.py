@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 
 @contextlib.contextmanager
@@ -20,7 +21,27 @@ def hold_lock(file: Path, note: str, *, before_waiting: Callable[[str], None]) -
             opened.seek(0)
             before_waiting(opened.read())
             fcntl.flock(opened, fcntl.LOCK_EX)
-        opened.truncate(0)
-        opened.write(note)
-        opened.flush()
+        _write(opened, note)
         yield
+
+
+@contextlib.contextmanager
+def try_lock(file: Path, note: str, *, is_shared: bool = False) -> Iterator[bool]:
+    """Hold the lock of a file, which then contains `note`, and yield True; yield False if another process holds it.
+
+    With `is_shared`, several processes can hold it at once, but none of them beside `hold_lock`.
+    """
+    with file.open("a+", encoding="utf-8") as opened:
+        try:
+            fcntl.flock(opened, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        _write(opened, note)
+        yield True
+
+
+def _write(opened: IO[str], note: str) -> None:
+    opened.truncate(0)
+    opened.write(note)
+    opened.flush()

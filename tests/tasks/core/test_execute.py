@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import logging
 import os
 import random
 import re
@@ -477,6 +478,62 @@ def test_old_leftovers_are_removed_unless_a_process_is_at_work(
         owner.kill()
     remove_leftovers()
     assert {path.name for path in drafts.iterdir()} == {"distill-0", "finetune-0"}
+
+
+AT_WORK = """
+import shutil, sys
+from tasks.core.execute import Call, execute, remove_leftovers
+from tests.tasks.core.test_execute import write_two_files
+
+def wait(*arguments, before=shutil.{function}, **options):
+    print("at work", flush=True)
+    sys.stdin.read()
+    return before(*arguments, **options)
+
+shutil.{function} = wait
+{work}
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "work"),
+    [
+        ("copytree", "execute(Call('small.second', write_two_files, None, {}, '1' * 32))"),
+        ("rmtree", "remove_leftovers()"),
+    ],
+)
+def test_process_that_copies_or_tidies_is_named_and_waited_for(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    function: str,
+    work: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    execute(Call("small.first", write_two_files, None, {}, "1" * 32))
+    (tmp_path / "artifacts/.drafts/small.first-replaced").mkdir()
+    command = [sys.executable, "-c", AT_WORK.format(function=function, work=work)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdin is not None
+        assert other.stdout.readline() == "at work\n"
+
+        class Ends(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                if "waiting" in record.getMessage() and other.stdin is not None:
+                    other.stdin.close()
+
+        waiting, logger = Ends(), logging.getLogger("tasks.core.execute")
+        logger.addHandler(waiting)
+        try:
+            with caplog.at_level(logging.INFO):
+                execute(Call("small.first", write_two_files, None, {}, "2" * 32))
+        finally:
+            logger.removeHandler(waiting)
+            other.kill()
+    assert f"small.first: waiting for process {other.pid}, which copies" in caplog.text
 
 
 def test_unknown_stage_and_odd_addresses_are_refused() -> None:
