@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flows.pipeline import RecordedStages, run_pipeline
+from flows.templates import check_templates
 from tasks.core.config import PARAMS_FILE, find_section, typed_config
 from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import load_stage
@@ -26,6 +27,7 @@ from tasks.core.tracking.config import mask_credentials
 from tasks.parts.engines.runtimes import CHECKPOINT_RUNTIMES
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
+DVC_FILE = CONF.with_name("dvc.yaml")
 
 _WITHOUT_MASKS = ("class_folder", "images")
 
@@ -77,6 +79,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     _drop_uncalled(params)
     check_params(params)
     _check_variants(params["select_engine"], variants)
+    check_templates(params, DVC_FILE)
     return params
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from flows.templates import check_templates
 from tasks.core.config import PARAMS_FILE
 from tasks.core.errors import ArtifactError, ConfigError, EnginewrightError
 from tasks.core.execute import ARTIFACTS
@@ -29,7 +30,8 @@ from tasks.parts.engines.runtimes import Runtime
 
 _SHA256 = re.compile(r"[0-9a-f]{8,64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_PLAIN_PATH = re.compile(r"[\w./ -]+")
+_NAME = re.compile(r"[A-Za-z0-9_]+")
+_DVC_FILE = Path("dvc.yaml")
 _LOCK = Path("requirements.lock")
 _LOCAL_CONFIG = Path(".dvc/config.local")
 
@@ -37,8 +39,12 @@ _LOCAL_CONFIG = Path(".dvc/config.local")
 def prepare(engine: TrackedEngine, params: str, folder: Path) -> None:
     """Make `folder` a checkout of the engine's commit with its params.yaml and this checkout's DVC cache.
 
-    Raises ArtifactError if the code is not in this repository, ConfigError for an existing folder.
+    Raises ArtifactError if the code is not in this repository, or if MLflow holds names and paths that the pipeline
+    does not write; ConfigError for an existing folder.
     """
+    for tag in ("variant", "target"):
+        if not _NAME.fullmatch(engine.tags[tag]):  # a part of paths
+            raise ArtifactError(f"The run's {tag} is {engine.tags[tag]!r}, expected letters, digits and _.")
     commit = engine.tags["git_commit"]
     if commit == UNKNOWN_COMMIT or commit.endswith(UNCOMMITTED):
         raise ArtifactError(
@@ -57,17 +63,19 @@ def prepare(engine: TrackedEngine, params: str, folder: Path) -> None:
         raise ArtifactError(
             f"Commit {commit[:12]} is not in this repository; `git fetch` it. {error}"
         ) from error
+    try:
+        content = yaml.safe_load(params)
+        check_templates(content, folder / _DVC_FILE)
+    except (yaml.YAMLError, ConfigError) as error:
+        shutil.rmtree(folder)
+        raise ArtifactError(f"The params.yaml of the run was changed in MLflow: {error}") from error
     (folder / PARAMS_FILE).write_text(params, encoding="utf-8")
     if _LOCAL_CONFIG.is_file():
         shutil.copy(_LOCAL_CONFIG, folder / _LOCAL_CONFIG)  # the credentials of remotes, with their file mode
     cache = _run(sys.executable, "-m", "dvc", "cache", "dir").strip()
     _run(sys.executable, "-m", "dvc", "cache", "dir", "--local", str(Path(cache).resolve()), cwd=folder)
-    content = yaml.safe_load(params)
     metrics = [item["file"] for item in content["pipeline"].get("metrics", {}).values()]
     lent = (content["prepare_data"]["root"], *content["pipeline"]["imports"].values())
-    for path in (*lent, *metrics):
-        if not _PLAIN_PATH.fullmatch(path):  # it becomes part of a command
-            raise ArtifactError(f"params.yaml of the run names the path {path!r}, expected a plain one.")
     for path in lent:
         _lend(Path(path), folder)
     for path in metrics:

@@ -1,12 +1,22 @@
 """Composing conf/ into params.yaml."""
 
+import copy
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flows.params import compose_params, write_params
+from flows.params import DVC_FILE, compose_params, write_params
+from flows.templates import check_templates
 from tasks.core.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def defaults() -> dict[str, Any]:
+    """The composed defaults."""
+    return compose_params()
 
 
 @pytest.mark.parametrize(
@@ -145,6 +155,58 @@ def test_values_need_the_float_model_s_answers_or_a_metric_of_one_s_own() -> Non
         compose_params(values)
     params = compose_params([*values, "model.metric=flows/params.py:compose_params"])
     assert params["pipeline"]["metrics"]["own"]["data"] == "artifacts/prepare_data/dataset"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (
+            ["prepare_data.root='my photos'"],
+            r"^prepare_data\.root is 'my photos', which becomes part of a command",
+        ),
+        (["prepare_data.root='data;touch x'"], r"^prepare_data\.root is 'data;touch x'"),
+        (["prepare_data.root=data/größe"], r"letters without accents"),
+        (
+            ["model=onnx", "model.path='$(touch x).onnx'", "data=class_folder"],
+            r"^model\.path is '\$\(touch x\)\.onnx'.*Rename the file",
+        ),
+    ],
+)
+def test_path_that_a_shell_would_not_take_as_one_word_is_refused(overrides: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        compose_params(overrides)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda params, bad: params["pipeline"].update(data=bad),
+        lambda params, bad: params["pipeline"].update(graph=bad),
+        lambda params, bad: params["pipeline"].update(reference_graph=bad),
+        lambda params, bad: params["pipeline"].update(reference_engine=bad),
+        lambda params, bad: params["pipeline"]["networks"].append(bad),
+        lambda params, bad: params["pipeline"]["students"].append(bad),
+        lambda params, bad: params["pipeline"]["exports"].update(pruned=bad),
+        lambda params, bad: params["pipeline"]["exports"].update({bad: "model.safetensors"}),
+        lambda params, bad: params["pipeline"]["unlabelled"].update(images=bad),
+        lambda params, bad: params["pipeline"]["metrics"].update(own={"file": bad, "data": "data"}),
+        lambda params, bad: params["pipeline"]["metrics"].update(own={"file": "metrics.py", "data": bad}),
+        lambda params, bad: params["engines"].update({bad: params["engines"]["pruned-cpu_torch"]}),
+        lambda params, bad: params["engines"]["pruned-cpu_torch"].update(variant=bad),
+        lambda params, bad: params["engines"]["pruned-cpu_torch"].update(target=bad),
+        lambda params, bad: params["engines"]["pruned-cpu_torch"].update(model=bad),
+        lambda params, bad: params["engines"]["pruned-cpu_torch"].update(float_graph=bad),
+        lambda params, bad: params["benchmark"].update({bad: {}}),
+    ],
+)
+def test_every_value_that_dvc_puts_into_a_command_or_path_is_checked(
+    defaults: dict[str, Any], change: Callable[[dict[str, Any], str], None]
+) -> None:
+    params = copy.deepcopy(defaults)
+    check_templates(params, DVC_FILE)
+    change(params, "x; touch y")
+    with pytest.raises(ConfigError, match=r"'x; touch y', which becomes part of a command"):
+        check_templates(params, DVC_FILE)
 
 
 @pytest.mark.parametrize(
