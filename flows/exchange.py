@@ -129,8 +129,8 @@ def _is_worth_a_retry(_task: object, _run: TaskRun, state: State[Any]) -> bool:
     retry_condition_fn=_is_worth_a_retry,
 )
 def push(names: list[str]) -> None:
-    """Push the outputs of these stages (without names: of all stages) and the run cache to the remote."""
-    run_dvc("push", "--run-cache", *names)
+    """Push the outputs of these stages (without names: of all stages) to the remote."""
+    run_dvc("push", *names)
 
 
 @task(
@@ -141,4 +141,4 @@ def push(names: list[str]) -> None:
 )
 def pull(names: list[str]) -> None:
     """Pull the missing outputs of these stages from the remote, in the versions of dvc.lock."""
-    run_dvc("pull", "--run-cache", "--force", *names)
+    run_dvc("pull", "--force", *names)

@@ -1,13 +1,16 @@
-"""A DVC remote that cannot take what is made."""
+"""What machines exchange through a DVC remote, and a remote that cannot take it."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flows.dvc_command import run_dvc
+from flows.exchange import pull, push
 from tasks.core.errors import DiskError
 from tasks.core.fingerprint import digest
 
@@ -28,15 +31,40 @@ def test_full_disk_of_the_remote_is_named_and_the_next_push_sends_the_rest(
     for command in (["init", "-q"], ["remote", "add", "-q", "--default", "store", str(remote)]):
         subprocess.run([sys.executable, "-m", "dvc", *command], check=True)
     run_dvc("add", "engines")
-    with pytest.raises(
-        DiskError, match=r"`dvc push --run-cache`: the disk .* is full.*No space left on device"
-    ):
-        run_dvc("push", "--run-cache")
+    with pytest.raises(DiskError, match=r"`dvc push`: the disk .* is full.*No space left on device"):
+        run_dvc("push")
     for file in checkout.glob("engines/*"):
         md5 = digest(file)
         assert file.read_bytes() == (checkout / ".dvc/cache/files/md5" / md5[:2] / md5[2:]).read_bytes()
     subprocess.run(["mount", "-o", "remount,size=1m", remote], check=True)
-    run_dvc("push", "--run-cache")
+    run_dvc("push")
     sent = [file for file in remote.rglob("*") if file.is_file() and not file.name.startswith(".")]
     assert len(sent) == 5  # four files and the list of their folder
     assert all(digest(file) == (file.parent.name + file.name).removesuffix(".dir") for file in sent)
+
+
+@pytest.mark.slow
+def test_one_stage_costs_what_it_holds_however_many_runs_there_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, maker, taker = (tmp_path / name for name in ("remote", "maker", "taker"))
+    maker.mkdir()
+    monkeypatch.chdir(maker)
+    dvc = [sys.executable, "-m", "dvc"]
+    subprocess.run(["git", "init", "-q"], check=True)
+    for command in (["init", "-q"], ["remote", "add", "-q", "--default", "store", str(remote)]):
+        subprocess.run([*dvc, *command], check=True)
+    stage = {"cmd": "cp given made", "deps": ["given"], "outs": ["made"]}
+    Path("dvc.yaml").write_text(yaml.safe_dump({"stages": {"copy": stage}}), encoding="utf-8")
+    for content in ("first", "second"):
+        Path("given").write_text(content, encoding="utf-8")
+        subprocess.run([*dvc, "repro", "-q"], check=True)
+    assert len([file for file in Path(".dvc/cache/runs").rglob("*") if file.is_file()]) == 2
+    shutil.copytree(maker, taker, ignore=shutil.ignore_patterns("cache", "made"))
+    push.fn(["copy"])
+    assert [file.read_text() for file in remote.rglob("*") if file.is_file()] == ["second"]
+
+    subprocess.run([*dvc, "push", "-q", "--run-cache"], check=True)  # by hand
+    monkeypatch.chdir(taker)
+    pull.fn(["copy"])
+    assert Path("made").read_text() == "second" and not Path(".dvc/cache/runs").exists()
