@@ -1,6 +1,7 @@
 """Free disk space without losing a picked engine.
 
-``python -m flows.gc`` removes from DVC's cache what neither the workspace (``dvc.lock``) nor a picked engine needs.
+``python -m flows.gc`` removes from DVC's cache what neither the workspace (``dvc.lock``, and of that also the stages
+that today's params.yaml leaves out) nor a picked engine needs.
 An engine is picked if an alias of a registered model in MLflow points to it. MLflow keeps the engine's files; the
 cache keeps everything that ``flows.reproduce`` needs to build it again without training, found through DVC's run
 cache. Records of Prefect and leftovers of killed stages are removed once they are a day old. With ``--dry`` nothing
@@ -29,6 +30,8 @@ from tasks.core.fingerprint import listing_md5
 from tasks.core.reports import KEY_FILE, read_key
 from tasks.core.tracking.config import read_tracking_config
 from tasks.core.tracking.lookup import find_picked_engines
+
+_LOCK_FILE = Path("dvc.lock")
 
 
 class CollectionFailed(EnginewrightError):
@@ -111,6 +114,15 @@ def _output(run: Mapping[str, Any]) -> Mapping[str, str]:
     return dict(output)
 
 
+def find_locked(cache: Cache) -> set[str]:
+    """Return the md5 of all outputs in dvc.lock: `dvc gc` sees only the stages of today's params.yaml."""
+    if not _LOCK_FILE.is_file():
+        return set()
+    stages = yaml.load(_LOCK_FILE.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)["stages"]
+    made = {output["md5"] for stage in stages.values() for output in stage.get("outs", ())}
+    return {md5 for md5 in made if cache.holds(md5)}
+
+
 def find_kept(cache: Cache) -> set[str]:
     """Return the md5 of everything in the cache that picked engines need.
 
@@ -130,7 +142,7 @@ def find_kept(cache: Cache) -> set[str]:
 
 
 def collect_garbage(cache: Cache, kept: Collection[str], *, is_dry: bool) -> None:
-    """Let DVC remove what neither dvc.lock nor `kept` names.
+    """Let DVC remove what neither the stages of params.yaml nor `kept` name.
 
     Raises CollectionFailed after DVC has printed its own message.
     """
@@ -173,7 +185,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with hold_workspace():
             cache = Cache(Path(run_dvc("cache", "dir").strip()).resolve())
-            collect_garbage(cache, find_kept(cache), is_dry=options.dry)
+            collect_garbage(cache, find_kept(cache) | find_locked(cache), is_dry=options.dry)
             if not options.dry:
                 remove_leftovers()
                 remove_old_results()

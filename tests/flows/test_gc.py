@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -89,3 +90,23 @@ def test_nothing_goes_while_mlflow_cannot_say_what_was_picked(tmp_path: Path) ->
     refused = space.run("python", "-m", "flows.gc")
     assert refused.returncode == 1 and "TrackingUnavailable" in refused.stderr
     assert "Traceback" not in refused.stderr and unused.is_file()
+
+
+def test_outputs_of_stages_that_params_leave_out_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "space"
+    write_workspace(folder, num_variants=1, num_targets=2, seconds=0)
+    space = Workspace(folder)
+    other = BUILD.replace("t00", "t01")
+    assert space.run("dvc", "repro", BUILD, other).returncode == 0
+    pipeline = folder / "dvc.yaml"
+    both = pipeline.read_text()
+    stages = yaml.safe_load(both)["stages"]
+    del stages[other]  # as with a target that params.yaml does not name today
+    pipeline.write_text(yaml.safe_dump({"stages": stages}))
+    done = space.run("python", "-m", "flows.gc")
+    assert done.returncode == 0, done.stderr
+    pipeline.write_text(both)
+    shutil.rmtree(folder / "artifacts/build_engine")
+    again = space.run("dvc", "checkout", BUILD, other)
+    assert again.returncode == 0, again.stderr
+    assert (folder / "artifacts/build_engine/v00/t01/engine/model.bin").is_file()
