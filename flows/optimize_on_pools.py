@@ -25,7 +25,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
-from prefect.states import Cancelled, Crashed
+from prefect.states import Cancelled, Cancelling, Crashed
 from pydantic import Field
 
 from flows.deploy_target import ENTRIES_ARTIFACT, Handover, Overrides, TargetName, find_place, plan_target
@@ -65,8 +65,20 @@ class Outcome(enum.StrEnum):
 
     DONE = enum.auto()
     WAITING = enum.auto()
-    """The target's pool had no worker. Its run stays scheduled; the next pipeline uses what it makes."""
+    """The target's pool had no worker for it. Its run stays scheduled; the next pipeline uses what it makes."""
     FAILED = enum.auto()
+
+
+@dataclass
+class Clock:
+    """Times of a target's run by ``time.monotonic``, in s."""
+
+    worker_seen_s: float
+    """The last time that its pool had a worker."""
+    queued_s: float
+    """Since when its pool works on nothing that this pipeline asked for."""
+    started_s: float | None = None
+    """The first time that it was seen running."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +103,17 @@ def optimize_on_pools(
         float, Field(gt=0, description="how long a target waits for a worker before the others go on, in s")
     ] = 60.0,
     timeout_s: Annotated[
-        float, Field(gt=0, description="how long a target may take once it has a worker, in s")
+        float,
+        Field(
+            gt=0,
+            description="how long a target may take, and how long it waits while its pool does other work, in s",
+        ),
     ] = 6 * 3600.0,
 ) -> None:
     """Make the models, build the engines of each target on its pool, and select.
 
-    A target whose pool has no worker is WAITING: the others finish, and its engines join in a later run.
+    A target whose pool has no worker, or other work for long, is WAITING: the others finish, and its engines join
+    in a later run.
 
     Raises ConfigError, ArtifactError, DvcFailed; TargetsFailed at the end, when the rest is done.
     """
@@ -206,16 +223,22 @@ def _wait(
     """Wait until every run has ended or has waited too long for a worker."""
     results: dict[str, TargetResult] = {}
     began = time.monotonic()
-    seen = dict.fromkeys(runs, began)
+    clocks = {target: Clock(worker_seen_s=began, queued_s=began) for target in runs}
     with get_client(sync_client=True) as client:
         while len(results) < len(runs):
-            for target in [name for name in runs if name not in results]:
-                pool = params["build_engine"][target]["work_pool"]
-                run = client.read_flow_run(runs[target])
-                now = time.monotonic()
-                if _has_worker(client, pool):
-                    seen[target] = now
-                result = _judge(client, run, pool, now - began, now - seen[target], patience_s, timeout_s)
+            waiting = {name: client.read_flow_run(runs[name]) for name in runs if name not in results}
+            pools = {name: str(params["build_engine"][name]["work_pool"]) for name in waiting}
+            at_work = {pools[name] for name, run in waiting.items() if run.state and run.state.is_running()}
+            now = time.monotonic()
+            for target, run in waiting.items():
+                clock = clocks[target]
+                if _has_worker(client, pools[target]):
+                    clock.worker_seen_s = now
+                if pools[target] in at_work:
+                    clock.queued_s = now
+                if run.state and run.state.is_running() and clock.started_s is None:
+                    clock.started_s = now
+                result = _judge(client, run, pools[target], clock, now, patience_s, timeout_s)
                 if result is not None:
                     results[target] = result
                     print(f"{target}: {result.line}")
@@ -227,25 +250,37 @@ def _judge(
     client: SyncPrefectClient,
     run: FlowRun,
     pool: str,
-    elapsed_s: float,
-    unseen_s: float,
+    clock: Clock,
+    now_s: float,
     patience_s: float,
     timeout_s: float,
 ) -> TargetResult | None:
     """Return the outcome of a target's run; None while it may still finish."""
     assert run.state is not None
+    unseen_s = now_s - clock.worker_seen_s
     if run.state.is_completed():
         return TargetResult(Outcome.DONE, "", _read_artifact(client, run.id))
     if run.state.is_final():
         return TargetResult(Outcome.FAILED, f"{run.state.name}: {run.state.message}", {})
     if run.state.is_scheduled() or run.state.is_pending():
-        if unseen_s <= patience_s:
-            return None
-        words = f"pool {pool} has no worker; start one with `prefect worker start --pool {pool} --limit 1`."
-        return TargetResult(Outcome.WAITING, words, {})
-    if unseen_s > _WORKER_LOST_S or elapsed_s > timeout_s:
-        words = "its worker was lost" if unseen_s > _WORKER_LOST_S else f"it took more than {timeout_s:g} s"
+        if unseen_s > patience_s:
+            words = (
+                f"pool {pool} has no worker; start one with `prefect worker start --pool {pool} --limit 1`."
+            )
+            return TargetResult(Outcome.WAITING, words, {})
+        if now_s - clock.queued_s > timeout_s:
+            words = f"pool {pool} has been busy with other work for more than {timeout_s:g} s."
+            return TargetResult(Outcome.WAITING, words, {})
+        return None
+    if unseen_s > _WORKER_LOST_S:
+        words = "its worker was lost"
         client.set_flow_run_state(run.id, Crashed(message=words), force=True)
+        return TargetResult(Outcome.FAILED, words, {})
+    if clock.started_s is not None and now_s - clock.started_s > timeout_s:
+        words = f"it took more than {timeout_s:g} s"
+        client.set_flow_run_state(
+            run.id, Cancelling(message=words), force=True
+        )  # its worker ends the process
         return TargetResult(Outcome.FAILED, words, {})
     return None
 
