@@ -1,6 +1,7 @@
 """Find the local Prefect server of this checkout, or start it in the background on 127.0.0.1.
 
-``python -m flows.local_server`` prints its address; with ``--stop`` it stops the server.
+``python -m flows.local_server`` prints its address; with ``--stop`` it stops the server. The server answers only to
+who sends the text in ``.prefect/auth_string``, and to no page of another origin.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import http.client
 import json
 import logging
 import os
-import signal
+import secrets
 import socket
 import subprocess
 import sys
@@ -18,13 +19,19 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tasks.core.errors import EnginewrightError
 
+if TYPE_CHECKING:
+    import psutil
+
 HOME = Path(".prefect").resolve()
+AUTH_FILE = HOME / "auth_string"
+"""What Prefect's clients and pages have to send: PREFECT_API_AUTH_STRING."""
 _PREFERRED_PORT = 4200
 _START_TIMEOUT_S = 90.0
+_SAME_START_S = 1.0
 
 
 class ServerUnavailable(EnginewrightError):
@@ -52,13 +59,14 @@ def prepare_environment() -> None:
 
 
 def begin_start() -> None:
-    """Unless PREFECT_API_URL is set, set it to our server; start that without waiting if it does not answer."""
-    if "PREFECT_API_URL" in os.environ:
-        return
+    """Unless PREFECT_API_URL is set, set it to our server; start that without waiting if it does not run."""
     record = _read_record()
-    if record is None or not answers(str(record["url"])):
+    if record is None or _find_process(record) is None:
+        if "PREFECT_API_URL" in os.environ:
+            return
         record = _start()
-    os.environ["PREFECT_API_URL"] = str(record["url"])
+    if os.environ.setdefault("PREFECT_API_URL", str(record["url"])) == record["url"]:
+        os.environ["PREFECT_API_AUTH_STRING"] = _auth_string()
 
 
 def wait_until_ready() -> str:
@@ -85,10 +93,21 @@ def stop() -> bool:
     if record is None:
         return False
     _record_file().unlink()
-    if not answers(str(record["url"])):
+    server = _find_process(record)
+    if server is None:
         return False
-    os.kill(int(record["pid"]), signal.SIGTERM)
+    server.terminate()
     return True
+
+
+def how_to_open() -> str:
+    """Return the address of the pages of the server at PREFECT_API_URL, and for ours what they ask for."""
+    url = os.environ["PREFECT_API_URL"]
+    page, record = url.removesuffix("/api"), _read_record()
+    if record is None or record["url"] != url:
+        return page
+    secret = AUTH_FILE.relative_to(Path.cwd()) if AUTH_FILE.is_relative_to(Path.cwd()) else AUTH_FILE
+    return f"{page} (its pages ask for the text in {secret}; `make stop` stops this local server)"
 
 
 def leave(code: int) -> NoReturn:
@@ -100,28 +119,75 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _start() -> dict[str, str | int]:
+def _start() -> dict[str, str | int | float]:
     port = _free_port()
-    environment = {**os.environ, "PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
+    url = f"http://127.0.0.1:{port}/api"
+    auth_string = _auth_string()
+    environment = {
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://127.0.0.1:{port},http://localhost:{port}",
+        **os.environ,
+        "PREFECT_API_URL": url,
+        "PREFECT_API_AUTH_STRING": auth_string,
+        "PREFECT_SERVER_API_AUTH_STRING": auth_string,
+    }
     with (HOME / "server.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+            [sys.executable, "-m", "prefect", *_arguments(url)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
-    record: dict[str, str | int] = {"url": environment["PREFECT_API_URL"], "pid": process.pid}
+    record: dict[str, str | int | float] = {
+        "url": url,
+        "pid": process.pid,
+        "started_s": _started_s(process.pid),
+    }
     _record_file().write_text(json.dumps(record), encoding="utf-8")
     return record
+
+
+def _arguments(url: str) -> list[str]:
+    """Return the arguments of ``prefect`` that start a server at an address."""
+    return ["server", "start", "--host", "127.0.0.1", "--port", str(urllib.parse.urlsplit(url).port)]
+
+
+def _auth_string() -> str:
+    """Return what clients have to send; it is made once, for browsers keep it."""
+    if not AUTH_FILE.is_file():
+        draft = AUTH_FILE.with_suffix(f".{os.getpid()}")
+        draft.touch(mode=0o600)
+        draft.write_text(f"enginewright:{secrets.token_urlsafe(24)}", encoding="utf-8")
+        draft.rename(AUTH_FILE)
+    return AUTH_FILE.read_text(encoding="utf-8")
+
+
+def _find_process(record: dict[str, str | int | float]) -> "psutil.Process | None":
+    """Return the process of a record if it still is the server that was started, and no other with its number."""
+    import psutil
+
+    try:
+        process = psutil.Process(int(record["pid"]))
+        is_server = process.cmdline()[1:] == ["-m", "prefect", *_arguments(str(record["url"]))]
+        same_start = abs(_started_s(process.pid) - float(record["started_s"])) < _SAME_START_S
+    except (psutil.Error, KeyError):
+        return None
+    return process if is_server and same_start else None
+
+
+def _started_s(pid: int) -> float:
+    """Return when a process started, in seconds since the machine did: clocks are set, this stays."""
+    import psutil
+
+    return psutil.Process(pid).create_time() - psutil.boot_time()
 
 
 def _record_file() -> Path:
     return HOME / "server.json"
 
 
-def _read_record() -> dict[str, str | int] | None:
+def _read_record() -> dict[str, str | int | float] | None:
     try:
         record = json.loads(_record_file().read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -173,7 +239,8 @@ def main(arguments: list[str]) -> int:
         return 0
     prepare_environment()
     begin_start()
-    print(f"Prefect: {wait_until_ready().removesuffix('/api')}")
+    wait_until_ready()
+    print(f"Prefect: {how_to_open()}")
     return 0
 
 

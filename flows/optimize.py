@@ -5,7 +5,6 @@
 
 import importlib
 import logging
-import os
 import signal
 import sys
 import time
@@ -93,8 +92,7 @@ def main(overrides: Sequence[str]) -> int:
     print(f"MLflow: {mask_credentials(tracking)} (`make ui` opens it on http://127.0.0.1:5000)")
     if has_pending():
         print("MLflow: runs are pending; the next flow sends them, or `python -m tasks.core.tracking`.")
-    url = os.environ["PREFECT_API_URL"].removesuffix("/api")
-    print(f"Prefect: {url} (`make stop` stops this local server)")
+    print(f"Prefect: {local_server.how_to_open()}")
     print(f"total: {time.perf_counter() - started:.1f} s")
     return 0
 

@@ -1,5 +1,6 @@
 """Flows that lose their process, server or disk; the stages are trivial, all else is the product."""
 
+import base64
 import json
 import os
 import re
@@ -60,8 +61,14 @@ def states(space: Workspace, kind: str) -> list[str]:
     body = json.dumps(
         {"sort": "EXPECTED_START_TIME_ASC" if kind == "flow_runs" else "EXPECTED_START_TIME_DESC"}
     )
+    auth_string = (space.path / ".prefect/auth_string").read_bytes()
     request = urllib.request.Request(
-        f"{server(space)['url']}/{kind}/filter", body.encode(), {"Content-Type": "application/json"}
+        f"{server(space)['url']}/{kind}/filter",
+        body.encode(),
+        {
+            "Content-Type": "application/json",
+            "Authorization": f"Basic {base64.b64encode(auth_string).decode()}",
+        },
     )
     with urllib.request.urlopen(request) as answer:
         return [run["state_name"] for run in json.load(answer)]
