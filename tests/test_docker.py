@@ -199,6 +199,14 @@ def test_secrets_of_a_service_are_files_that_it_uses(name: str) -> None:
         assert not re.search(r"://[^/\s]*:[^/\s]*@", value), variable
 
 
+def test_workers_hold_no_password_of_an_administrator() -> None:
+    workers = [service for service in SERVICES.values() if "WORK_POOL" in service["environment"]]
+    assert len(workers) == 3
+    for worker in workers:
+        assert set(worker["secrets"]) == {"prefect_auth_string", "mlflow_worker_password", "s3_secret_key"}
+        assert worker["environment"]["MLFLOW_TRACKING_USERNAME"] == "worker"
+
+
 def test_every_secret_is_a_file_outside_of_git_and_used() -> None:
     used = {secret for service in SERVICES.values() for secret in service.get("secrets", [])}
     assert used == set(COMPOSE["secrets"])
@@ -237,8 +245,9 @@ def test_secrets_are_made_once_and_closed_to_others(tmp_path: Path) -> None:
     made = {file.name: file.read_text() for file in folder.iterdir()}
     assert set(made) == set(COMPOSE["secrets"])
     assert len(set(made.values())) == len(made)
-    for secret in made.values():
-        assert re.fullmatch(r"[\w-]{32}", secret)
+    for name, secret in made.items():
+        user = "enginewright:" if name == "prefect_auth_string" else ""
+        assert re.fullmatch(rf"{user}[\w-]{{32}}", secret)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     (folder / "s3_secret_key").unlink()
     subprocess.run(make, check=True)

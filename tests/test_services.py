@@ -1,5 +1,6 @@
 """What compose.yaml starts works together: the same commands, variables and health checks, as processes."""
 
+import base64
 import os
 import re
 import shutil
@@ -63,6 +64,17 @@ class Stack:
     def secret(self, name: str) -> str:
         return (self.folder / "secrets" / name).read_text()
 
+    def ask(self, path: str, body: str | None = None, **headers: str) -> str:
+        """Ask the Prefect server, with its auth string unless there are other headers."""
+        token = base64.b64encode(self.secret("prefect_auth_string").encode()).decode()
+        request = urllib.request.Request(
+            f"{self.prefect.url}/api{path}",
+            data=None if body is None else body.encode(),
+            headers={"Content-Type": "application/json", **(headers or {"Authorization": f"Basic {token}"})},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return str(answer.read().decode())
+
 
 def from_compose(name: str, folder: Path, places: dict[str, str], port: str, command: list[str]) -> Server:
     """Return the service as a process that listens on a free port instead of `port`."""
@@ -109,7 +121,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         }
         started = []
         for name, port in (("prefect", PREFECT_PORT), ("mlflow", MLFLOW_PORT)):
-            server = from_compose(name, folder, places, port, SERVICES[name]["command"])
+            script = "/create_mlflow_worker.py"
+            command = [part.replace(script, f"{DOCKER}{script}") for part in SERVICES[name]["command"]]
+            server = from_compose(name, folder, places, port, command)
             servers.enter_context(running(server))
             started.append(server)
         yield Stack(folder, database, store, *started, places)
@@ -128,11 +142,15 @@ def create_databases(database: PostgreSQL, secrets: Path) -> None:
     )
 
 
+def sign_in(monkeypatch: pytest.MonkeyPatch, user: str, password: str) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", user)
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", password)
+
+
 @pytest.fixture
 def signed_in(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> TrackingConfig:
     """The tracking of a user of the server, who has signed in as its workers do."""
-    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
-    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", stack.secret("mlflow_admin_password"))
+    sign_in(monkeypatch, "worker", stack.secret("mlflow_worker_password"))
     return TrackingConfig(enabled=True, uri=stack.mlflow.url, experiment="enginewright")
 
 
@@ -161,12 +179,26 @@ def test_each_server_has_a_database_of_its_own_that_the_other_cannot_enter(stack
 
 
 def test_prefect_keeps_its_data_in_postgresql_and_goes_on_after_its_restart(stack: Stack) -> None:
-    api = f"{stack.prefect.url}/api"
-    ask(f"{api}/flows/", '{"name": "kept"}')
+    stack.ask("/flows/", '{"name": "kept"}')
     assert stack.postgres.run("SELECT name FROM flow", "prefect") == [("kept",)]
     stack.postgres.restart()
-    wait_until(lambda: '"kept"' in ask(f"{api}/flows/name/kept"), stack.prefect)
-    wait_until(lambda: '"later"' in ask(f"{api}/flows/", '{"name": "later"}'), stack.prefect)
+    wait_until(lambda: '"kept"' in stack.ask("/flows/name/kept"), stack.prefect)
+    wait_until(lambda: '"later"' in stack.ask("/flows/", '{"name": "later"}'), stack.prefect)
+
+
+def test_prefect_answers_only_who_has_its_auth_string_and_no_page_of_others(stack: Stack) -> None:
+    for authorization in ("", "Basic d3Jvbmc="):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            stack.ask("/flows/filter", "{}", Authorization=authorization)
+    for origin, allowed in ((stack.prefect.url, stack.prefect.url), ("http://example.org", None)):
+        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        request = urllib.request.Request(f"{stack.prefect.url}/api/flows/", headers=asked, method="OPTIONS")
+        try:
+            answer: Any = urllib.request.urlopen(request, timeout=30)
+        except urllib.error.HTTPError as error:
+            answer = error
+        with answer:
+            assert answer.headers["Access-Control-Allow-Origin"] == allowed
 
 
 def wait_until(is_so: Callable[[], bool], server: Server) -> None:
@@ -179,13 +211,6 @@ def wait_until(is_so: Callable[[], bool], server: Server) -> None:
             pass
         time.sleep(0.2)
     pytest.fail(server.log.read_text()[-4000:])
-
-
-def ask(url: str, body: str | None = None) -> str:
-    request = urllib.request.Request(url, data=None if body is None else body.encode())
-    request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return str(answer.read().decode())
 
 
 @pytest.mark.parametrize("password", [None, "", "wrong-password-1"])
@@ -228,13 +253,53 @@ def test_user_of_the_team_reads_what_there_is_and_promotes_nothing(
 ) -> None:
     from mlflow.server import get_app_client
 
+    sign_in(monkeypatch, "admin", stack.secret("mlflow_admin_password"))
     get_app_client("basic-auth", signed_in.uri).create_user("ada", "a-long-password")
-    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ada")
-    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "a-long-password")
+    sign_in(monkeypatch, "ada", "a-long-password")
     engines = find_engines(signed_in, TARGET)
     assert len(engines) == 2
     with pytest.raises(TrackingUnavailable, match="Permission denied"):
         promote(signed_in, TARGET, engines[0].run_id)
+
+
+def test_worker_changes_what_it_made_and_neither_users_nor_what_others_made(
+    stack: Stack, signed_in: TrackingConfig, logged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+    from mlflow.server import get_app_client
+
+    client = MlflowClient(signed_in.uri, signed_in.uri)
+    promote(signed_in, TARGET, find_engines(signed_in, TARGET)[0].run_id)
+    sign_in(monkeypatch, "admin", stack.secret("mlflow_admin_password"))
+    foreign = client.create_experiment("of the administrator")
+    sign_in(monkeypatch, "worker", stack.secret("mlflow_worker_password"))
+    assert client.get_experiment(foreign).name == "of the administrator"
+    for forbidden in (
+        lambda: client.delete_experiment(foreign),
+        lambda: client.create_run(foreign),
+        lambda: get_app_client("basic-auth", signed_in.uri).create_user("mallory", "a-long-password"),
+        lambda: get_app_client("basic-auth", signed_in.uri).update_user_admin("worker", True),
+    ):
+        with pytest.raises(MlflowException, match="Permission denied"):
+            forbidden()
+
+
+def test_password_of_the_worker_follows_its_secret(
+    stack: Stack, signed_in: TrackingConfig, logged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def restart_with(password: str) -> None:
+        environment = {**stack.mlflow.environment, "MLFLOW_WORKER_PASSWORD": password}
+        command = ["sh", DOCKER / "with_secrets.sh", sys.executable, DOCKER / "create_mlflow_worker.py"]
+        environment.pop("SECRET_MLFLOW_WORKER_PASSWORD")
+        subprocess.run(command, env=server_environment(environment), check=True)
+
+    restart_with("another-long-password")
+    with pytest.raises(TrackingUnavailable, match="MLFLOW_TRACKING_PASSWORD"):
+        find_engines(signed_in, TARGET)
+    sign_in(monkeypatch, "worker", "another-long-password")
+    assert find_engines(signed_in, TARGET)
+    restart_with(stack.secret("mlflow_worker_password"))
 
 
 def stored(stack: Stack) -> dict[str, bytes]:
@@ -257,8 +322,7 @@ def test_worker_starts_in_a_checkout_of_its_own(stack: Stack, workspace: Workspa
     worker.environment = {**worker.environment, "WORKSPACE": str(checkout), "PYTHONPATH": str(checkout)}
     worker.stop_signal = signal.SIGKILL  # it takes half a minute to end, and has nothing to save
     with running(worker):
-        asked = f"{stack.prefect.url}/api/work_pools/cpu/workers/filter"
-        wait_until(lambda: '"ONLINE"' in ask(asked, "{}"), worker)
+        wait_until(lambda: '"ONLINE"' in stack.ask("/work_pools/cpu/workers/filter", "{}"), worker)
     assert (checkout / "flows/optimize.py").is_file()
     assert "s3://enginewright/dvc" in (checkout / ".dvc/config.local").read_text()
     worker.start()  # finds the checkout
