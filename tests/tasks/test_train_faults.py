@@ -1,5 +1,6 @@
 """Processes of a training that are killed, stopped or orphaned: real signals to real processes."""
 
+import contextlib
 import multiprocessing
 import os
 import re
@@ -126,6 +127,29 @@ def test_data_workers_are_named_when_killed_and_end_with_the_training(workspace:
         check_all_end(descendants)
         if end != signal.SIGKILL:
             check_only_resume_is_left(workspace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_training_that_ends_while_a_data_worker_starts_shows_no_traceback(
+    workspace: Workspace, end: signal.Signals
+) -> None:
+    prepare(workspace, num_workers=1)
+    process = workspace.start(*TRAIN)
+    starting: list[psutil.Process] = []
+    while not starting:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.005)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(process.pid).children()
+            starting = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    time.sleep(0.3)  # it imports torch for some seconds
+    for child in starting if end == signal.SIGINT else []:  # a terminal sends Ctrl-C to all
+        child.send_signal(end)
+    process.send_signal(end)
+    output = process.communicate(timeout=ENDED_WITHIN_S)[0]
+    assert process.returncode == 128 + end and "Traceback" not in output, output
+    check_all_end(starting)
 
 
 class KillsWorkers(CrossEntropy):

@@ -4,9 +4,7 @@ N images, H rows, W columns.
 """
 
 import math
-import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import lightning
@@ -21,6 +19,7 @@ from tasks.core.errors import ConfigError, TrainingDiverged
 from tasks.parts.data.dataset import Manifest, normalise, open_split
 from tasks.parts.data.metrics import scores
 from tasks.parts.training.config import TrainerConfig
+from tasks.parts.training.data_workers import DataWorkers, prepare_worker
 from tasks.parts.training.losses import segmentation_loss
 
 _WARM_UP_SHARE = 0.15
@@ -164,9 +163,9 @@ class SegmentationModule(lightning.LightningModule):
             sampler=sampler,
             drop_last=shuffle and len(images) >= config.batch_size * self.trainer.world_size,
             num_workers=config.num_workers,
-            multiprocessing_context="spawn" if config.num_workers else None,
+            multiprocessing_context=DataWorkers() if config.num_workers else None,
             persistent_workers=config.num_workers > 0,
-            worker_init_fn=hide_broken_connections,
+            worker_init_fn=prepare_worker,
             collate_fn=_as_is,
             generator=torch.Generator(),  # otherwise each epoch draws a seed from the global one
         )
@@ -199,7 +198,11 @@ class SplitDataset(Dataset[Any]):
 
     def __init__(self, data: Path, split: str, manifest: Manifest) -> None:
         self._images_NHWC, self._masks_NHW = open_split(data, split)
-        self._manifest = manifest
+        self._data, self._split, self._manifest = data, split, manifest
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a data worker map the files itself, instead of sending it their content."""
+        return SplitDataset, (self._data, self._split, self._manifest)
 
     def __len__(self) -> int:
         return len(self._images_NHWC)
@@ -245,19 +248,6 @@ def _checkpoint_forward(module: nn.Module) -> None:
         return plain_forward(*inputs)
 
     module.forward = forward
-
-
-def hide_broken_connections(_worker: int) -> None:
-    """Suppress the traceback of a data worker when the training ends while the worker hands over a batch.
-
-    A thread of multiprocessing prints it through `sys.excepthook`; the training process reports its own end.
-    """
-
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not issubclass(kind, OSError | EOFError):
-            sys.__excepthook__(kind, error, trace)
-
-    sys.excepthook = show
 
 
 def _as_is(batch: Any) -> Any:

@@ -8,9 +8,9 @@ import pytest
 PROGRAM = """
 import socket, sys, time
 from multiprocessing import reduction, resource_sharer
-from tasks.parts.training.module import hide_broken_connections
+from tasks.parts.training.data_workers import prepare_worker
 if sys.argv[1] == "hidden":
-    hide_broken_connections(0)
+    prepare_worker(0)
 handed_over = reduction.DupFd(1)  # as torch hands over a tensor: a thread waits for who takes it
 taker = socket.socket(socket.AF_UNIX)
 taker.connect(resource_sharer._resource_sharer._address)
