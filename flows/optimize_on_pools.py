@@ -224,14 +224,14 @@ def _wait(
     results: dict[str, TargetResult] = {}
     began = time.monotonic()
     clocks = {target: Clock(worker_seen_s=began, queued_s=began) for target in runs}
+    pools = {name: str(params["build_engine"][name]["work_pool"]) for name in runs}
     with get_client(sync_client=True) as client:
         while len(results) < len(runs):
-            waiting = {name: client.read_flow_run(runs[name]) for name in runs if name not in results}
-            pools = {name: str(params["build_engine"][name]["work_pool"]) for name in waiting}
-            at_work = {pools[name] for name, run in waiting.items() if run.state and run.state.is_running()}
+            asked = {name: client.read_flow_run(run_id) for name, run_id in runs.items()}
+            at_work = {pools[name] for name, run in asked.items() if _is_at_work(run)}
             now = time.monotonic()
-            for target, run in waiting.items():
-                clock = clocks[target]
+            for target in [name for name in runs if name not in results]:
+                run, clock = asked[target], clocks[target]
                 if _has_worker(client, pools[target]):
                     clock.worker_seen_s = now
                 if pools[target] in at_work:
@@ -244,6 +244,11 @@ def _wait(
                     print(f"{target}: {result.line}")
             time.sleep(_POLL_S)
     return results
+
+
+def _is_at_work(run: FlowRun) -> bool:
+    """Return whether a worker is busy with a run, if only to end it."""
+    return run.state is not None and (run.state.is_running() or run.state.is_cancelling())
 
 
 def _judge(

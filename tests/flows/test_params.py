@@ -165,7 +165,7 @@ def test_values_need_the_float_model_s_answers_or_a_metric_of_one_s_own() -> Non
             r"^prepare_data\.root is 'my photos', which becomes part of a command",
         ),
         (["prepare_data.root='data;touch x'"], r"^prepare_data\.root is 'data;touch x'"),
-        (["prepare_data.root=data/größe"], r"letters without accents"),
+        (["prepare_data.root='data/größe'"], r"letters without accents"),
         (
             ["model=onnx", "model.path='$(touch x).onnx'", "data=class_folder"],
             r"^model\.path is '\$\(touch x\)\.onnx'.*Rename the file",

@@ -5,7 +5,7 @@ import sys
 from multiprocessing.context import SpawnContext, SpawnProcess
 from types import TracebackType
 
-_ENDING = (signal.SIGINT, signal.SIGTERM)
+_ENDING: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
 
 
 class DataWorker(SpawnProcess):
