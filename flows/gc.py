@@ -28,6 +28,7 @@ from tasks.core.errors import EnginewrightError
 from tasks.core.execute import ARTIFACTS, LEFTOVER_AGE_S, remove_leftovers
 from tasks.core.fingerprint import listing_md5
 from tasks.core.reports import KEY_FILE, read_key
+from tasks.core.store import remove_incomplete
 from tasks.core.tracking.config import read_tracking_config
 from tasks.core.tracking.lookup import find_picked_engines
 
@@ -187,6 +188,7 @@ def main(arguments: Sequence[str]) -> int:
             cache = Cache(Path(run_dvc("cache", "dir").strip()).resolve())
             collect_garbage(cache, find_kept(cache) | find_locked(cache), is_dry=options.dry)
             if not options.dry:
+                remove_incomplete()
                 remove_leftovers()
                 remove_old_results()
     except EnginewrightError as error:

@@ -34,6 +34,7 @@ _NAME = re.compile(r"[A-Za-z0-9_]+")
 _DVC_FILE = Path("dvc.yaml")
 _LOCK = Path("requirements.lock")
 _LOCAL_CONFIG = Path(".dvc/config.local")
+_OWN_CACHE = Path(".dvc/cache")
 
 
 def prepare(engine: TrackedEngine, params: str, folder: Path) -> None:
@@ -137,7 +138,8 @@ def rebuild(engine: TrackedEngine, folder: Path) -> str:
     print("\n".join(lineage(yaml.safe_load((folder / "dvc.lock").read_text(encoding="utf-8")), stage)))
     print("building the engine once more", flush=True)
     output = folder / ARTIFACTS / "build_engine" / variant / target
-    shutil.rmtree(output)  # a stage whose output is fresh would build nothing
+    shutil.rmtree(output)  # a stage whose output is fresh, or in the store, would build nothing
+    _run(*dvc, "cache", "dir", "--local", str(folder.resolve() / _OWN_CACHE), cwd=folder)
     _run(*dvc, "repro", "--force", "--single-item", "--no-run-cache", stage, cwd=folder, is_shown=True)
     return read_engine_manifest(output / "engine").sha256
 

@@ -19,7 +19,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.pipeline import Calls
 from tasks.core.errors import EnginewrightError
-from tasks.core.execute import Call, is_current, is_fresh, prepare_call
+from tasks.core.execute import Call, is_current, is_fresh, prepare_call, recall
 from tasks.core.locks import hold_lock
 from tasks.core.tracking.config import mask_credentials
 
@@ -65,8 +65,8 @@ def run_stage(address: str, command: list[str], key: str, fresh: bool, keeps_wor
 _recall_stage = run_stage.with_options(refresh_cache=False)
 """The same task, which returns Prefect's record if there is one.
 
-The files on disk decide which of the two is called: after configuration A, then B, then A again, Prefect would still
-return its record of A while the folder holds B.
+The files on disk decide which of the two is called: Prefect would still return its record of an output that was
+damaged or lost since.
 """
 
 
@@ -175,7 +175,7 @@ class TaskStages:
 
     def _prepare(self, address: str, inputs: Mapping[str, Path]) -> tuple[Call, bool]:
         call = prepare_call(address, inputs, self._params)
-        return call, is_fresh(call)
+        return call, is_fresh(call) or recall(call)
 
     def _finish(self, call: Call, fresh: bool, record: Mapping[str, str], what: str) -> None:
         if record["key"] != call.key or not (fresh or is_current(call)):

@@ -25,6 +25,7 @@ from tasks.core.errors import ArtifactError, ConfigError, DiskError, WorkspaceBu
 from tasks.core.fingerprint import SCHEMA_VERSION, digest, is_pattern, matches, stage_key
 from tasks.core.locks import hold_lock, try_lock
 from tasks.core.reports import KEY_FILE, REPORT_FILE, read_report, write_json
+from tasks.core.store import Record, keep, read_record, restore
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def is_current(call: Call) -> bool:
 
     Every published file is compared with its recorded md5, since neither DVC nor Prefect checks its cache.
     """
-    record = _read_record(call.folder)
+    record = read_record(call.folder / KEY_FILE)
     if record is None or record["key"] != call.key:
         return False
     damaged = _damaged_files(call.folder, record["files"])
@@ -119,10 +120,7 @@ def is_current(call: Call) -> bool:
 
 
 def execute(call: Call) -> Path:
-    """Run a call unless its output is fresh, and return the output folder.
-
-    If another address of the stage has an output with the same key, that output is copied: variants with the same
-    model file share one engine, which is measured once.
+    """Run a call unless its output was made before, and return the output folder.
 
     The stage writes into a draft folder; report and key are added and the draft is renamed into place, so that a
     killed run leaves the previous output intact. Only one process at a time works on an address.
@@ -130,18 +128,8 @@ def execute(call: Call) -> Path:
     Raises WorkspaceBusy when another process is making the same output with another key, DiskError when the
     output cannot be written.
     """
-    check_writable(call.folder, call.folder.parent, call.draft.parent)
-    with explained_full_disk(call.folder), _lock(call):
-        if is_fresh(call):
-            logger.info("%s: fresh, nothing to run", call.address)
-            return call.folder
-        if _is_complete(call):
-            _publish(call)
-            return call.folder
-        _clear_drafts(call)
-        if twin := _copy_twin(call):
-            _publish(call)
-            logger.info("%s: copied from %s, which has the same key", call.address, twin)
+    with _alone(call):
+        if _recall(call):
             return call.folder
         started = time.perf_counter()
         logger.info("%s: started", call.address)
@@ -155,6 +143,17 @@ def execute(call: Call) -> Path:
         _publish(call)
         logger.info("%s: finished in %.2f s", call.address, time.perf_counter() - started)
     return call.folder
+
+
+def recall(call: Call) -> bool:
+    """Publish what the store or a killed run has of a call, unless it is fresh; return whether there was an output.
+
+    Variants with the same model file have the same key, so they share one engine, which is measured once.
+
+    Raises the errors of ``execute``.
+    """
+    with _alone(call):
+        return _recall(call)
 
 
 def execute_as_follower(call: Call) -> None:
@@ -206,7 +205,7 @@ def remove_leftovers() -> None:
         with try_lock(ARTIFACTS / ".locks" / address, str(os.getpid())) as is_held:
             if is_held and (suffix == _REPLACED or _age_s(leftover) > LEFTOVER_AGE_S):
                 logger.warning("removing %s, left by a killed run", leftover)
-                shutil.rmtree(leftover, ignore_errors=True)
+                _discard(leftover)
 
 
 def _check_input(path: Path) -> None:
@@ -222,7 +221,7 @@ def _check_input(path: Path) -> None:
             f"{path} does not exist. Put your data there, or name another folder (prepare_data.root)."
         )
     for folder in path.parents:
-        record = _read_record(folder)
+        record = read_record(folder / KEY_FILE)
         if record is not None:
             inside = path.relative_to(folder).as_posix()
             used = {
@@ -239,25 +238,6 @@ def _check_input(path: Path) -> None:
             return
 
 
-def _read_record(folder: Path) -> dict[str, Any] | None:
-    file = folder / KEY_FILE
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError:
-        record = None
-    if (
-        not isinstance(record, dict)
-        or record.get("schema") != SCHEMA_VERSION
-        or not isinstance(record.get("key"), str)
-        or not isinstance(record.get("files"), dict)
-    ):
-        logger.warning("ignoring %s, which is damaged or from another version", file)
-        return None
-    return record
-
-
 def _damaged_files(folder: Path, files: Mapping[str, str]) -> list[str]:
     return [
         name for name, md5 in files.items() if not (folder / name).is_file() or digest(folder / name) != md5
@@ -270,57 +250,48 @@ def _still_holds(call: Call, folder: Path) -> bool:
     return still_holds is None or bool(still_holds(call.config, read_report(module.Report, folder)))
 
 
+@contextlib.contextmanager
+def _alone(call: Call) -> Iterator[None]:
+    """Let this process alone work on the address of a call."""
+    check_writable(call.folder, call.folder.parent, call.draft.parent)
+    with explained_full_disk(call.folder), _lock(call):
+        yield
+
+
+def _recall(call: Call) -> bool:
+    if is_fresh(call):
+        logger.info("%s: fresh, nothing to run", call.address)
+        return True
+    if _is_complete(call):
+        _publish(call)
+        return True
+    _clear_drafts(call)
+    if not restore(call.key, call.draft, call.address) or not _still_holds(call, call.draft):
+        _clear_drafts(call)
+        return False
+    shutil.rmtree(call.draft / RESUME_FOLDER, ignore_errors=True)
+    _publish(call)
+    logger.info("%s: made before, restored from the store", call.address)
+    return True
+
+
 def _is_complete(call: Call) -> bool:
     """Return whether the draft is finished: a kill before its rename leaves such a draft."""
-    record = _read_record(call.draft)
-    return (
-        record is not None and record["key"] == call.key and not _damaged_files(call.draft, record["files"])
-    )
+    record = _intact_record(call.draft)
+    return record is not None and record["key"] == call.key
 
 
-def _copy_twin(call: Call) -> str:
-    """Copy the output of another address with the same key into the draft; return that address, or ""."""
-    for folder, text in _records(ARTIFACTS / call.address.split(".")[0]):
-        if call.key not in text:
-            continue  # parsing a thousand records takes longer than a small stage
-        record = _read_record(folder)
-        if record is None or record["key"] != call.key or record.get("address") == call.address:
-            continue
-        if not _still_holds(call, folder):
-            continue
-        lock = ARTIFACTS / ".locks" / record["address"]
-        with try_lock(lock, str(os.getpid()), is_shared=True) as is_held:
-            if not is_held:
-                continue  # it is being made again
-            shutil.copytree(folder, call.draft, dirs_exist_ok=True)
-        (call.draft / KEY_FILE).unlink(
-            missing_ok=True
-        )  # read-only where DVC links its cache into the workspace
-        write_json(call.draft / KEY_FILE, {**record, "address": call.address})
-        if _is_complete(call):
-            return str(record["address"])
-        _clear_drafts(call)
-    return ""
-
-
-def _records(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the outputs at or below a folder with the text of their records, without looking inside them."""
-    try:
-        text = (folder / KEY_FILE).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        with contextlib.suppress(FileNotFoundError):  # being published again right now
-            for child in sorted(folder.iterdir()):
-                if child.is_dir():
-                    yield from _records(child)
-    else:
-        yield folder, text
+def _intact_record(folder: Path) -> Record | None:
+    """Return the record of an output folder, or a draft; None if it is not finished or was damaged."""
+    record = read_record(folder / KEY_FILE)
+    return None if record is None or _damaged_files(folder, record["files"]) else record
 
 
 def _clear_drafts(call: Call) -> None:
     """Remove what killed runs left for this address, but keep what this very call can resume from."""
     for leftover in call.draft.parent.glob(f"{call.address}-*"):
         if leftover != call.draft:
-            shutil.rmtree(leftover)
+            _discard(leftover)
     _keep_only_resume(call.draft)
     call.draft.mkdir(parents=True, exist_ok=True)
 
@@ -362,11 +333,22 @@ def _publish(call: Call) -> None:
     """
     call.folder.parent.mkdir(parents=True, exist_ok=True)
     replaced = call.draft.with_name(f"{call.address}-{_REPLACED}")
-    shutil.rmtree(replaced, ignore_errors=True)
+    _discard(replaced)
     if call.folder.exists():
         call.folder.rename(replaced)
     call.draft.rename(call.folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    record = read_record(call.folder / KEY_FILE)
+    assert record is not None
+    keep(call.folder, record)
+    _discard(replaced)
+
+
+def _discard(folder: Path) -> None:
+    """Remove an output that was replaced, or what a killed run left; what is finished goes into the store."""
+    record = _intact_record(folder)
+    if record is not None:
+        keep(folder, record)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_full_disk(error: BaseException | None) -> bool:
@@ -404,7 +386,7 @@ def _lock(call: Call) -> contextlib.AbstractContextManager[None]:
                 f"{call.address} is being made by process {holder} from another configuration. Wait "
                 "until it ends, or stop it, then run again."
             ) from None
-        work = "is making the same output" if key else "copies the output or removes leftovers"
+        work = "is making the same output" if key else "removes leftovers"
         logger.info("%s: waiting for process %s, which %s", call.address, holder, work)
 
     file = ARTIFACTS / ".locks" / call.address

@@ -26,14 +26,11 @@ def hold_lock(file: Path, note: str, *, before_waiting: Callable[[str], None]) -
 
 
 @contextlib.contextmanager
-def try_lock(file: Path, note: str, *, is_shared: bool = False) -> Iterator[bool]:
-    """Hold the lock of a file, which then contains `note`, and yield True; yield False if another process holds it.
-
-    With `is_shared`, several processes can hold it at once, but none of them beside `hold_lock`.
-    """
+def try_lock(file: Path, note: str) -> Iterator[bool]:
+    """Hold the lock of a file, which then contains `note`, and yield True; yield False if another process holds it."""
     with file.open("a+", encoding="utf-8") as opened:
         try:
-            fcntl.flock(opened, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
             return

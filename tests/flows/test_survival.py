@@ -149,3 +149,19 @@ def test_full_disk_of_the_cache_is_named_and_the_next_run_commits(
     again = space.run(*FLOW)
     assert again.returncode == 0 and f"stages run: 0 of {NUM_CALLS}" in again.stdout, again.stderr
     assert "up to date" in space.run("dvc", "status").stdout
+
+
+def test_going_back_to_an_earlier_configuration_runs_nothing_and_prefect_shows_it_as_cached(
+    space: Workspace,
+) -> None:
+    params = space.path / "params.yaml"
+    first = yaml.safe_load(params.read_text())
+    assert space.run(*FLOW).returncode == 0
+    second = {**first, "prepare_data": {**first["prepare_data"], "salt": first["prepare_data"]["salt"] + 1}}
+    params.write_text(yaml.safe_dump(second))
+    between = space.run(*FLOW)
+    assert f"stages run: {NUM_CALLS} of {NUM_CALLS}" in between.stdout, between.stderr[-3000:]
+    params.write_text(yaml.safe_dump(first))
+    back = space.run(*FLOW)
+    assert f"stages run: 0 of {NUM_CALLS}" in back.stdout, back.stderr[-3000:]
+    assert states(space, "task_runs")[:NUM_CALLS] == ["Cached"] * NUM_CALLS

@@ -92,34 +92,6 @@ def test_changed_output_is_noticed_and_made_again(tiny: Workspace, monkeypatch: 
     assert is_fresh(call)
 
 
-@pytest.mark.slow
-def test_output_with_the_same_key_is_copied_from_its_twin(tiny: Workspace) -> None:
-    same = {
-        "network.name": "fast_scnn",
-        "network.width": 0.25,
-        "network.depth": 0.34,
-        "trainer.max_epochs": 1,
-    }
-    for role in ("teacher", "baseline"):
-        change_params(tiny, **{f"train.{role}.{key}": value for key, value in same.items()})
-    params = yaml.safe_load((tiny.path / "params.yaml").read_text())
-    change_params(tiny, **{"train.teacher": params["train"]["baseline"]})
-    tiny.run(*PREPARE)
-    assert "train.baseline: finished" in tiny.run(*TRAIN).stderr
-    (tiny.path / WEIGHTS).with_name("key.json").chmod(0o444)  # as where DVC links outputs from its cache
-    teacher = [*TRAIN[:3], "train.teacher", *TRAIN[4:]]
-    assert "train.teacher: copied from train.baseline" in tiny.run(*teacher).stderr
-    twin = tiny.path / "artifacts/train/teacher"
-    assert (twin / "model.safetensors").read_bytes() == (tiny.path / WEIGHTS).read_bytes()
-    assert json.loads((twin / "key.json").read_text())["address"] == "train.teacher"
-    assert (twin / "key.json").stat().st_mode & 0o200
-    assert "fresh, nothing to run" in tiny.run(*teacher).stderr
-    shutil.rmtree(twin)
-    with (tiny.path / WEIGHTS).open("ab") as file:
-        file.write(b"damage")
-    assert "train.teacher: finished" in tiny.run(*teacher).stderr  # a damaged twin is no source
-
-
 def test_missing_input_names_the_way_out(tiny: Workspace) -> None:
     failed = tiny.run(*TRAIN)
     assert failed.returncode == 1
@@ -482,37 +454,25 @@ def test_old_leftovers_are_removed_unless_a_process_is_at_work(
 
 AT_WORK = """
 import shutil, sys
-from tasks.core.execute import Call, execute, remove_leftovers
-from tests.tasks.core.test_execute import write_two_files
+from tasks.core.execute import remove_leftovers
 
-def wait(*arguments, before=shutil.{function}, **options):
+def wait(*arguments, before=shutil.rmtree, **options):
     print("at work", flush=True)
     sys.stdin.read()
     return before(*arguments, **options)
 
-shutil.{function} = wait
-{work}
+shutil.rmtree = wait
+remove_leftovers()
 """
 
 
-@pytest.mark.parametrize(
-    ("function", "work"),
-    [
-        ("copytree", "execute(Call('small.second', write_two_files, None, {}, '1' * 32))"),
-        ("rmtree", "remove_leftovers()"),
-    ],
-)
-def test_process_that_copies_or_tidies_is_named_and_waited_for(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    function: str,
-    work: str,
+def test_process_that_tidies_is_named_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     execute(Call("small.first", write_two_files, None, {}, "1" * 32))
     (tmp_path / "artifacts/.drafts/small.first-replaced").mkdir()
-    command = [sys.executable, "-c", AT_WORK.format(function=function, work=work)]
+    command = [sys.executable, "-c", AT_WORK]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -533,7 +493,7 @@ def test_process_that_copies_or_tidies_is_named_and_waited_for(
         finally:
             logger.removeHandler(waiting)
             other.kill()
-    assert f"small.first: waiting for process {other.pid}, which copies" in caplog.text
+    assert f"small.first: waiting for process {other.pid}, which removes leftovers" in caplog.text
 
 
 def test_unknown_stage_and_odd_addresses_are_refused() -> None:

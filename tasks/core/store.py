@@ -1,0 +1,132 @@
+"""The store: what stages published, found by its key, whatever ran in between and at whichever address.
+
+DVC's cache holds the files by their md5, so ``dvc commit`` finds them there and stores no byte twice. The folder
+``keys`` beside them holds a record for each key: a copy of the output's ``key.json``. Checkouts that share a cache
+(``dvc cache dir``) share the store. Where there is no DVC project, nothing is kept.
+"""
+
+import configparser
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.core.fingerprint import SCHEMA_VERSION, digest
+from tasks.core.reports import KEY_FILE, write_json
+
+logger = logging.getLogger(__name__)
+
+Record = Mapping[str, Any]
+"""Content of ``key.json``: ``schema``, ``address``, ``key`` and ``files``, the md5 of each file by its name."""
+
+_PROJECT = Path(".dvc")
+_CONFIG_FILES = ("config", "config.local")
+_OBJECT_MODE = 0o444
+"""As DVC protects what its cache holds."""
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of DVC's cache (``cache.dir`` of the project); None where there is no DVC project."""
+    if not _PROJECT.is_dir():
+        return None
+    config = configparser.ConfigParser(interpolation=None)
+    config.read([_PROJECT / name for name in _CONFIG_FILES], encoding="utf-8")
+    return _PROJECT / config.get("cache", "dir", fallback="cache")
+
+
+def read_record(file: Path) -> Record | None:
+    """Return the record in a file; None if there is none, or with a warning if it is damaged."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        record = None
+    if (
+        not isinstance(record, dict)
+        or record.get("schema") != SCHEMA_VERSION
+        or not isinstance(record.get("key"), str)
+        or not isinstance(record.get("files"), dict)
+    ):
+        logger.warning("ignoring %s, which is damaged or from another version", file)
+        return None
+    return record
+
+
+def keep(folder: Path, record: Record) -> None:
+    """Store an output whose files are those of its record."""
+    cache = cache_folder()
+    if cache is None:
+        return
+    for name, md5 in record["files"].items():
+        kept = _object(cache, md5)
+        if not _holds(kept, md5):
+            _copy(folder / name, kept)
+    file = _record_file(cache, record["key"])
+    if read_record(file) != record:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = file.with_suffix(f".{os.getpid()}")
+        write_json(draft, record)
+        draft.replace(file)
+
+
+def restore(key: str, folder: Path, address: str) -> bool:
+    """Fill a folder with the output that was published under a key; return whether the store has all of it.
+
+    The md5 of every file is verified; a damaged file of DVC's cache is named and removed.
+    """
+    cache = cache_folder()
+    record = read_record(_record_file(cache, key)) if cache else None
+    if cache is None or record is None or record["key"] != key:
+        return False
+    for name, md5 in record["files"].items():
+        kept, file = _object(cache, md5), folder / name
+        if not kept.is_file():
+            return False
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(kept, file)
+        if digest(file) != md5:
+            logger.warning("removing %s, which was changed after it was stored", kept)
+            kept.unlink(missing_ok=True)
+            return False
+    write_json(folder / KEY_FILE, {**record, "address": address})
+    return True
+
+
+def forget(key: str) -> None:
+    """Remove the record of a key; the files stay until ``make gc``."""
+    cache = cache_folder()
+    if cache:
+        _record_file(cache, key).unlink(missing_ok=True)
+
+
+def remove_incomplete() -> None:
+    """Remove the records of outputs that DVC's cache no longer has."""
+    cache = cache_folder()
+    for file in sorted((cache / "keys").glob("*/*.json")) if cache else ():
+        record = read_record(file)
+        if record is None or not all(_object(cache, md5).is_file() for md5 in record["files"].values()):
+            file.unlink()
+
+
+def _object(cache: Path, md5: str) -> Path:
+    return cache / "files" / "md5" / md5[:2] / md5[2:]
+
+
+def _record_file(cache: Path, key: str) -> Path:
+    return cache / "keys" / key[:2] / f"{key[2:]}.json"
+
+
+def _holds(kept: Path, md5: str) -> bool:
+    return kept.is_file() and digest(kept) == md5
+
+
+def _copy(file: Path, kept: Path) -> None:
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    draft = kept.with_name(f"{kept.name}.{os.getpid()}")
+    shutil.copyfile(file, draft)
+    draft.chmod(_OBJECT_MODE)
+    draft.replace(kept)

@@ -1,0 +1,190 @@
+"""What was published is found by its key, whatever ran in between; nothing damaged is handed out."""
+
+import json
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from flows.forget import forget_outputs
+from tasks.core.errors import ConfigError
+from tasks.core.execute import Call, execute, is_fresh, recall
+from tasks.core.store import remove_incomplete
+
+A, B = "a" * 32, "b" * 32
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the stage below reports."""
+
+    run: int
+
+
+@dataclass
+class Stage:
+    """Counts its runs, and writes another output each time."""
+
+    num_runs: int = 0
+
+    def __call__(self, _: None, *, out: Path) -> Report:
+        """Write two files, one of them in a folder."""
+        self.num_runs += 1
+        (out / "engine").mkdir()
+        (out / "engine/model.bin").write_text(f"run {self.num_runs}")
+        (out / "same").write_text("the same each time")
+        return Report(self.num_runs)
+
+    def call(self, key: str, address: str = "prepare_data") -> Call:
+        """Return a call with a key."""
+        return Call(address, self, None, {}, key)
+
+
+Stage.__module__ = "tasks.prepare_data"  # which has no still_holds
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """A stage in an empty DVC project."""
+    monkeypatch.chdir(tmp_path)
+    Path(".dvc").mkdir()
+    return Stage()
+
+
+def model(call: Call) -> Path:
+    return call.folder / "engine/model.bin"
+
+
+def kept(call: Call, name: str) -> Path:
+    md5 = json.loads((call.folder / "key.json").read_text())["files"][name]
+    return Path(".dvc/cache/files/md5", md5[:2], md5[2:])
+
+
+def test_going_forth_and_back_runs_nothing_twice(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    a, b = stage.call(A), stage.call(B)
+    execute(a)
+    before = {path: path.read_bytes() for path in a.folder.rglob("*") if path.is_file()}
+    execute(b)
+    assert model(b).read_text() == "run 2"
+    with caplog.at_level(logging.INFO):
+        for call in (a, b, a):
+            execute(call)
+            assert is_fresh(call)
+    assert stage.num_runs == 2 and "prepare_data: made before, restored from the store" in caplog.text
+    assert {path: path.read_bytes() for path in a.folder.rglob("*") if path.is_file()} == before
+    assert all(path.stat().st_mode & 0o200 for path in a.folder.rglob("*"))
+
+
+def test_another_address_with_the_same_key_gets_the_same_files(stage: Stage) -> None:
+    twin = stage.call(A, "train.teacher")
+    assert not recall(twin)
+    execute(stage.call(A, "train.baseline"))
+    assert recall(twin) and is_fresh(twin) and stage.num_runs == 1
+    assert json.loads((twin.folder / "key.json").read_text())["address"] == "train.teacher"
+
+
+def test_damaged_output_comes_back_from_the_store(stage: Stage) -> None:
+    call = stage.call(A)
+    execute(call)
+    model(call).write_text("changed")
+    assert not is_fresh(call)
+    execute(call)
+    assert model(call).read_text() == "run 1" and stage.num_runs == 1
+
+
+def test_damaged_store_is_named_and_hands_out_nothing(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = stage.call(A), stage.call(B)
+    execute(a)
+    damaged = kept(a, "engine/model.bin")
+    execute(b)
+    damaged.chmod(0o644)
+    damaged.write_text("RUN 1")
+    execute(a)
+    assert f"removing {damaged}, which was changed" in caplog.text
+    assert model(a).read_text() == "run 3" and stage.num_runs == 3
+
+
+def test_store_is_mended_from_an_output_that_goes(stage: Stage) -> None:
+    a, b = stage.call(A), stage.call(B)
+    execute(a)
+    damaged = kept(a, "engine/model.bin")
+    damaged.chmod(0o644)
+    damaged.write_text("RUN 1")
+    execute(b)
+    execute(a)
+    assert model(a).read_text() == "run 1" and stage.num_runs == 2
+
+
+@pytest.mark.parametrize("leftover", ["prepare_data-replaced", f"prepare_data-{A[:12]}"])
+def test_finished_output_that_a_kill_left_behind_is_kept(stage: Stage, leftover: str) -> None:
+    """The kill came between the two renames, or before them."""
+    a, b = stage.call(A), stage.call(B)
+    execute(a)
+    a.folder.rename(a.draft.with_name(leftover))
+    shutil.rmtree(".dvc/cache")
+    execute(b)
+    execute(a)
+    assert model(a).read_text() == "run 1" and stage.num_runs == 2
+
+
+def test_output_that_dvc_fetched_is_kept_when_another_takes_its_place(stage: Stage) -> None:
+    a, b = stage.call(A), stage.call(B)
+    execute(a)
+    shutil.rmtree(".dvc/cache/keys")  # as after `dvc pull` in a new clone
+    execute(b)
+    execute(a)
+    assert stage.num_runs == 2
+
+
+def test_damaged_output_is_not_kept(stage: Stage) -> None:
+    a, b = stage.call(A), stage.call(B)
+    execute(a)
+    shutil.rmtree(".dvc/cache")
+    model(a).write_text("RUN 1")
+    execute(b)
+    execute(a)
+    assert model(a).read_text() == "run 3"
+
+
+def test_checkouts_with_one_cache_share_the_store(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / ".dvc").mkdir(parents=True)
+        (tmp_path / name / ".dvc/config.local").write_text("[cache]\n    dir = ../../shared\n")
+        monkeypatch.chdir(tmp_path / name)
+        execute(stage.call(A))
+    assert stage.num_runs == 1 and (tmp_path / "shared/keys").is_dir()
+
+
+def test_what_the_cache_lost_is_made_again(stage: Stage) -> None:
+    a, b = stage.call(A), stage.call(B)
+    execute(a)
+    lost = kept(a, "engine/model.bin")
+    execute(b)
+    lost.unlink()
+    remove_incomplete()
+    assert [path.stem for path in Path(".dvc/cache/keys").glob("*/*")] == [B[2:]]
+    assert not recall(a) and recall(b)
+
+
+def test_forgotten_outputs_are_made_again(stage: Stage) -> None:
+    calls = [stage.call(key, f"train.{name}") for key, name in ((A, "teacher"), (B, "baseline"))]
+    for call in calls:
+        execute(call)
+    assert forget_outputs("train") == ["train.baseline", "train.teacher"]
+    assert not any(recall(call) for call in calls)
+    with pytest.raises(ConfigError, match="nothing to forget"):
+        forget_outputs("train.teacher")
+
+
+def test_without_dvc_stages_run_and_nothing_is_kept(stage: Stage) -> None:
+    Path(".dvc").rmdir()
+    execute(stage.call(A))
+    execute(stage.call(B))
+    execute(stage.call(A))
+    assert stage.num_runs == 3 and not Path(".dvc").exists()
