@@ -1,6 +1,6 @@
 """Forget outputs, so that the next flow makes them again: to measure in a quieter hour, for example.
 
-``python -m flows.forget <address> ...``, as ``benchmark.cpu_openvino``; ``benchmark`` stands for all outputs below it.
+``python -m flows.forget <address> ...``, as ``benchmark.cpu_openvino``; ``benchmark`` stands for all below it.
 """
 
 import argparse

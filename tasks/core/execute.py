@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import errno
 import importlib
-import json
 import logging
 import os
 import re

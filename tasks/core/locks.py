@@ -27,7 +27,7 @@ def hold_lock(file: Path, note: str, *, before_waiting: Callable[[str], None]) -
 
 @contextlib.contextmanager
 def try_lock(file: Path, note: str) -> Iterator[bool]:
-    """Hold the lock of a file, which then contains `note`, and yield True; yield False if another process holds it."""
+    """Hold the lock of a file, which then contains `note`, and yield True; False if another process holds it."""
     with file.open("a+", encoding="utf-8") as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -106,7 +106,9 @@ def forget(key: str) -> None:
 def remove_incomplete() -> None:
     """Remove the records of outputs that DVC's cache no longer has."""
     cache = cache_folder()
-    for file in sorted((cache / "keys").glob("*/*.json")) if cache else ():
+    if cache is None:
+        return
+    for file in sorted((cache / "keys").glob("*/*.json")):
         record = read_record(file)
         if record is None or not all(_object(cache, md5).is_file() for md5 in record["files"].values()):
             file.unlink()

@@ -108,8 +108,7 @@ def test_training_killed_twice_ends_with_the_same_bytes_as_an_undisturbed_one(ti
     assert tiny.run(*TRAIN).returncode == 0
     undisturbed = digest(tiny.path / WEIGHTS)
     history = (tiny.path / WEIGHTS.with_name("history.csv")).read_text()
-    for path in (tiny.path / WEIGHTS.parent).iterdir():
-        path.unlink()
+    forget_training(tiny)
     for num_checkpoints in (1, 2):
         kill_after_checkpoints(tiny, num_checkpoints)
         assert not (tiny.path / WEIGHTS).exists()
@@ -119,6 +118,11 @@ def test_training_killed_twice_ends_with_the_same_bytes_as_an_undisturbed_one(ti
     assert digest(tiny.path / WEIGHTS) == undisturbed
     assert (tiny.path / WEIGHTS.with_name("history.csv")).read_text() == history
     assert not list((tiny.path / "artifacts/.drafts").iterdir())
+
+
+def forget_training(space: Workspace) -> None:
+    forgotten = space.run("python", "-m", "flows.forget", "train.baseline")
+    assert forgotten.stdout == "forgotten: train.baseline\n", forgotten.stderr
 
 
 def kill_after_checkpoints(space: Workspace, num_checkpoints: int) -> None:
@@ -298,7 +302,7 @@ def test_disk_full_in_a_checkpoint_keeps_the_other_one_to_resume_from(
     assert tiny.run(*TRAIN).returncode == 0
     undisturbed = digest(tiny.path / WEIGHTS)
     weights_bytes = (tiny.path / WEIGHTS).stat().st_size
-    shutil.rmtree(artifacts / "train")
+    forget_training(tiny)
     filler = artifacts / "filler"
     # A checkpoint holds the weights and two moments of each: there is room for one, but not for two.
     filler.write_bytes(bytes(shutil.disk_usage(artifacts).free - int(4.5 * weights_bytes)))

@@ -94,9 +94,7 @@ def test_damaged_output_comes_back_from_the_store(stage: Stage) -> None:
     assert model(call).read_text() == "run 1" and stage.num_runs == 1
 
 
-def test_damaged_store_is_named_and_hands_out_nothing(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_store_is_named_and_hands_out_nothing(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     a, b = stage.call(A), stage.call(B)
     execute(a)
     damaged = kept(a, "engine/model.bin")
