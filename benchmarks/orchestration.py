@@ -37,7 +37,7 @@ from tasks.parts.engines.machine import read_cpu_model
 
 RESULTS = Path(__file__).parent / "results" / "orchestration.json"
 
-ALONE = ("benchmark", "select_engine", "race_picks")
+ALONE = ("benchmark", "select_engine", "track", "race_picks")
 """Stages that the flow runs one at a time; the others fill all slots."""
 
 

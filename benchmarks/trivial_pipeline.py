@@ -40,6 +40,7 @@ OUTPUTS = {
     "diff_layers": ("layers.csv",),
     "benchmark": ("times.csv",),
     "select_engine": ("report.md", "picks.json"),
+    "track": ("run.txt",),
     "race_picks": ("ranking.md",),
 }
 """Output files of each stage, which later stages read."""
@@ -49,7 +50,6 @@ _STAGE = '''"""A stage that writes its inputs."""
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class Config:
     seconds: float
     gpu: str | None
     root: str | None
-    tracking: dict[str, Any] | None
+    enabled: bool | None
+    uri: str | None
+    experiment: str | None
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Report:
     started_s: float
     finished_s: float
     without_pick: dict[str, str]
+    run: None
 
 
 def {stage}(cfg: Config, *, out: Path, **inputs: Path) -> Report:
@@ -76,7 +79,7 @@ def {stage}(cfg: Config, *, out: Path, **inputs: Path) -> Report:
     for name in {outputs}:
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_bytes(b"|".join([b"{stage} %d" % cfg.salt, *read]))
-    return Report(started_s, time.monotonic(), {{}})
+    return Report(started_s, time.monotonic(), {{}}, None)
 '''
 
 
@@ -122,16 +125,20 @@ def compose_trivial(*, num_variants: int, num_targets: int, seconds: float) -> d
         "v00": quantized
     }
     targets = [f"t{number:02d}" for number in range(num_targets)]
-    section = {"salt": 0, "seconds": seconds, "gpu": None, "root": None, "tracking": None}
+    section = {
+        "salt": 0,
+        "seconds": seconds,
+        "gpu": None,
+        "root": None,
+        "enabled": None,
+        "uri": None,
+        "experiment": None,
+    }
     sections: dict[str, Any] = {stage: dict(section) for stage in OUTPUTS}
     for stage in ("build_engine", "benchmark"):
         sections[stage] = {target: {**section, "salt": number} for number, target in enumerate(targets)}
     sections["prepare_data"]["root"] = "data"
-    sections["select_engine"]["tracking"] = {
-        "enabled": False,
-        "uri": "sqlite:///mlflow.db",
-        "experiment": "trivial",
-    }
+    sections["track"] |= {"enabled": False, "uri": "sqlite:///mlflow.db", "experiment": "trivial"}
     engines = {
         f"{variant}-{target}": {
             "variant": variant,

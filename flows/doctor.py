@@ -24,7 +24,7 @@ from flows.params import CONF, compose_params
 from flows.result_table import open_console
 from tasks.core.config import typed_config
 from tasks.core.errors import EnginewrightError
-from tasks.core.tracking.config import database_file, mask_credentials
+from tasks.core.tracking.config import database_file, mask_credentials, tracking_config
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.machine import check_gpu, check_versions, missing_cpu_flags, read_cpu_model, read_isa
 from tasks.parts.engines.runtimes import Runtime
@@ -87,10 +87,8 @@ def examine(params: Mapping[str, Any], *, all_targets: bool) -> Iterator[Finding
         )
     yield _examine_disk()
     yield _examine_prefect()
-    tracking = params["select_engine"]["tracking"]
-    yield (
-        _examine_mlflow(tracking["uri"]) if tracking["enabled"] else Finding(State.ok, "MLflow", "turned off")
-    )
+    tracking = tracking_config(params)
+    yield (_examine_mlflow(tracking.uri) if tracking.enabled else Finding(State.ok, "MLflow", "turned off"))
     yield _examine_remote()
 
 
@@ -194,9 +192,7 @@ def _examine_mlflow(uri: str) -> Finding:
         folder = file.resolve().parent
         if folder.is_dir() and os.access(folder, os.W_OK):
             return Finding(State.ok, "MLflow", f"the file {shown}")
-        return Finding(
-            State.needed, "MLflow", f"{folder} cannot be written", "Correct select_engine.tracking.uri."
-        )
+        return Finding(State.needed, "MLflow", f"{folder} cannot be written", "Correct track.uri.")
     if not uri.startswith("http"):
         return Finding(State.ok, "MLflow", f"{shown}, not checked")
     problem = local_server.find_problem(f"{uri.rstrip('/')}/health", _TIMEOUT_S)
@@ -206,7 +202,7 @@ def _examine_mlflow(uri: str) -> Finding:
         State.missing,
         "MLflow",
         f"no answer from {shown} ({problem})",
-        "Start it, or correct select_engine.tracking.uri. A run goes on without it and sends its records later.",
+        "Start it, or correct track.uri. A run goes on without it and sends its records later.",
     )
 
 

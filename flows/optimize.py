@@ -23,7 +23,7 @@ from flows.result_table import print_ranking, print_result
 from flows.workspace import commit_outputs, hold_workspace
 from tasks.core.errors import EnginewrightError
 from tasks.core.execute import ARTIFACTS, explained_full_disk, remove_leftovers
-from tasks.core.tracking.config import mask_credentials
+from tasks.core.tracking.config import mask_credentials, tracking_config
 from tasks.core.tracking.pending import has_pending
 
 
@@ -88,8 +88,9 @@ def main(overrides: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
-    tracking = params["select_engine"]["tracking"]["uri"]
-    print(f"MLflow: {mask_credentials(tracking)} (`make ui` opens it on http://127.0.0.1:5000)")
+    print(
+        f"MLflow: {mask_credentials(tracking_config(params).uri)} (`make ui` opens it on http://127.0.0.1:5000)"
+    )
     if has_pending():
         print("MLflow: runs are pending; the next flow sends them, or `python -m tasks.core.tracking`.")
     print(f"Prefect: {local_server.how_to_open()}")

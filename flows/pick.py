@@ -3,7 +3,7 @@
 ``python -m flows.pick --target cpu_openvino --max-latency-ms 8 --min-miou 0.6`` prints the engines of the latest
 pipeline and the best one; for a server also the address of the page that lists them. ``--download DIR`` copies that
 engine with everything it needs to run, ``--promote`` makes it the champion. MLflow's address is
-select_engine.tracking.uri in params.yaml, or ``--tracking-uri``. For a server with authentication set
+track.uri in params.yaml, or ``--tracking-uri``. For a server with authentication set
 MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
 """
 
@@ -149,7 +149,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--min-score", type=float, help="for values, and for a metric of your own")
     parser.add_argument("--download", type=Path, metavar="DIR", help="copy the engine into this new folder")
     parser.add_argument("--promote", action="store_true", help="make it the champion of the target")
-    parser.add_argument("--tracking-uri", help="instead of select_engine.tracking.uri")
+    parser.add_argument("--tracking-uri", help="instead of track.uri")
     options = parser.parse_args(arguments)
     if not _TARGET.fullmatch(options.target):
         parser.error(f"--target is {options.target!r}, expected lower-case letters, digits and _")

@@ -58,6 +58,14 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
         validations=ARTIFACTS / "validate",
         benchmarks=ARTIFACTS / "benchmark",
         diffs=ARTIFACTS / "diff_layers",
+    )
+    stages.run(
+        "track",
+        selection=selection,
+        builds=ARTIFACTS / "build_engine",
+        validations=ARTIFACTS / "validate",
+        benchmarks=ARTIFACTS / "benchmark",
+        diffs=ARTIFACTS / "diff_layers",
         data=Path(params["pipeline"]["data"]),
     )
     stages.run_alone(

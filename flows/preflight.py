@@ -13,7 +13,7 @@ from tasks.core.config import typed_config
 from tasks.core.errors import ConfigError
 from tasks.core.execute import ARTIFACTS, check_writable
 from tasks.core.reports import REPORT_FILE
-from tasks.core.tracking.config import database_file
+from tasks.core.tracking.config import database_file, tracking_config
 from tasks.core.tracking.pending import has_pending
 from tasks.import_onnx import Config as ImportConfig
 from tasks.parts.engines.machine import check_gpu
@@ -29,9 +29,9 @@ def check_folders(params: dict[str, Any]) -> None:
     check_writable(*outputs, *(output.parent for output in outputs))
     check_writable(*(ARTIFACTS / name for name in (".drafts", ".locks")), local_server.HOME)
     check_writable(DVC_CACHE, DVC_CACHE / "files/md5", Path(".dvc/tmp"))
-    tracking = params["select_engine"]["tracking"]
-    database = database_file(tracking["uri"])
-    if tracking["enabled"] and database:
+    tracking = tracking_config(params)
+    database = database_file(tracking.uri)
+    if tracking.enabled and database:
         check_writable(database, database.parent, database.with_name("mlruns"))
 
 
@@ -83,7 +83,7 @@ def check_models(params: dict[str, Any]) -> None:
 
 def send_pending_runs(params: dict[str, Any]) -> None:
     """Send the pending runs of earlier flows to MLflow; the command reports the result."""
-    if params["select_engine"]["tracking"]["enabled"] and has_pending():
+    if tracking_config(params).enabled and has_pending():
         subprocess.run([sys.executable, "-m", "tasks.core.tracking"], check=False)
 
 

@@ -201,7 +201,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--into", type=Path, help="a new folder for the checkout; .reproduced/<sha256> by default"
     )
-    parser.add_argument("--tracking-uri", help="instead of select_engine.tracking.uri")
+    parser.add_argument("--tracking-uri", help="instead of track.uri")
     options = parser.parse_args(arguments)
     if not _SHA256.fullmatch(options.engine_sha256):
         parser.error(f"{options.engine_sha256!r} is not a sha256, expected 8 to 64 hexadecimal digits")

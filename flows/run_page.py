@@ -16,8 +16,10 @@ from prefect.artifacts import (
 )
 from prefect.events import emit_event
 
+from tasks import track
+from tasks.core.execute import ARTIFACTS
 from tasks.core.reports import read_report
-from tasks.core.tracking.config import experiments_page
+from tasks.core.tracking.config import experiments_page, tracking_config
 from tasks.select_engine import Report
 
 _PICTURES = re.compile(r"!\[[^]]*\]\([^)]*\)\n*")  # image files beside the report, which the page cannot show
@@ -38,9 +40,10 @@ def publish_result(
     pools = "".join(f"- {target}: {words}\n" for target, words in outcomes.items())
     create_markdown_artifact(key="engines", markdown=f"{pools}\n{report}" if pools else report)
     create_markdown_artifact(key="picks", markdown=(ranking / "ranking.md").read_text(encoding="utf-8"))
-    tracking = params["select_engine"]["tracking"]
-    if tracking["enabled"] and (page := experiments_page(tracking["uri"])):
-        link = f"{page}/{result.mlflow_run}" if result.mlflow_run else page
+    tracking = tracking_config(params)
+    if tracking.enabled and (page := experiments_page(tracking.uri)):
+        run = read_report(track.Report, ARTIFACTS / "track").run
+        link = f"{page}/{run}" if run else page
         create_link_artifact(key="mlflow", link=link, link_text="MLflow")
     for target, reason in result.without_pick.items():
         emit_event(

@@ -1,10 +1,9 @@
-"""Judge every engine, draw the Pareto front of each target, pick one engine per target, and log them to MLflow.
+"""Judge every engine, draw the Pareto front of each target, and pick one engine per target.
 
 ``engines.json`` lists every engine; ``picks.json`` maps a target to its picked row. A target without an accepted
 engine is missing from ``picks.json``; report.json, report.md and report.html say why.
 """
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems
 from tasks.core.errors import ConfigError
-from tasks.core.fingerprint import digest
 from tasks.core.reports import read_report, write_json
-from tasks.core.tracking.config import TrackingConfig
-from tasks.core.tracking.records import DataSet
 from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.selection.accuracy_gates import AccuracyGates, find_parents
 from tasks.parts.selection.engine_row import ENGINES_FILE, EngineRow, Verdict, flatten
@@ -69,10 +65,6 @@ class Config:
     """Every engine that was built, without repeats."""
     parents: dict[str, str]
     """Variant of reduced precision -> variant of its float graph."""
-    data_name: str
-    """Name of the data set in MLflow."""
-    tracking: TrackingConfig
-    """Where the runs are logged."""
 
     def __post_init__(self) -> None:
         names = [(engine.variant, engine.target) for engine in self.engines]
@@ -128,8 +120,6 @@ class Report:
     """Target -> why it has no pick."""
     best: Pick | None
     """The pick with the largest speed-up over the reference."""
-    mlflow_run: str | None
-    """``<experiment id>/runs/<run id>`` of the pipeline in MLflow; None if MLflow did not answer."""
 
 
 def select_engine(
@@ -139,12 +129,9 @@ def select_engine(
     validations: Path,
     benchmarks: Path,
     diffs: Path,
-    data: Path,
     out: Path,
 ) -> Report:
-    """Write engines.json, picks.json, report.md, report.html, pareto.png and a bundle of each pick; log to MLflow.
-
-    If MLflow does not answer, the runs stay pending on disk.
+    """Write engines.json, picks.json, report.md, report.html, pareto.png and a bundle of each pick.
 
     Raises ArtifactError if a report is missing or accuracy, latency and speed-up were measured on different files.
     """
@@ -155,10 +142,6 @@ def select_engine(
     findings = judge(cfg, folders)
     _write(findings, folders, out)
     report = _report(findings)
-    if cfg.tracking.enabled:
-        data_set = DataSet(cfg.data_name, digest(data), data.as_posix(), _metric_sha256(data))
-        run = _track(cfg.tracking, data_set, folders, report, findings.rows, out)
-        report = dataclasses.replace(report, mlflow_run=run)
     logger.info(
         "select_engine: %d of %d accepted, best %s", report.num_accepted, report.num_engines, report.best
     )
@@ -240,7 +223,6 @@ def _report(findings: "Findings") -> Report:
         picks=picks,
         without_pick=findings.without_pick,
         best=next(iter(picks.values()), None),
-        mlflow_run=None,
     )
 
 
@@ -260,39 +242,3 @@ def _pick(row: EngineRow) -> Pick:
         engine_sha256=row.measured.engine_sha256,
         other_score=row.measured.accuracy.other_score,
     )
-
-
-def _metric_sha256(data: Path) -> str:
-    from tasks.parts.data.dataset import METRIC_FILE
-    from tasks.parts.engines.manifest import sha256_of
-
-    file = data / METRIC_FILE
-    return sha256_of(file) if file.is_file() else ""
-
-
-def _track(
-    tracking: TrackingConfig,
-    data: DataSet,
-    folders: "StageFolders",
-    report: Report,
-    rows: Sequence[EngineRow],
-    out: Path,
-) -> str | None:
-    """Log everything and return the pipeline's run in MLflow."""
-    from tasks.parts.selection.run_records import log_pipeline
-
-    best = dataclasses.asdict(report.best) if report.best else {}
-    metrics = {f"best_{name}": value for name, value in best.items() if isinstance(value, float)}
-    metrics |= {"num_engines": float(report.num_engines), "num_accepted": float(report.num_accepted)}
-    best_name = f"{report.best.variant}-{report.best.target}" if report.best else "none"
-    tracked = log_pipeline(
-        tracking, rows, metrics=metrics, best=best_name, folders=folders, data=data, out=out
-    )
-    if tracked is None:
-        return None
-    logger.info(
-        "select_engine: MLflow has %d new runs and %d new versions",
-        tracked.num_runs_added,
-        tracked.num_versions_added,
-    )
-    return f"{tracked.experiment_id}/runs/{tracked.parent_run_id}"

@@ -19,6 +19,6 @@ def test_benchmark_runs_everything_once_and_then_nothing(tmp_path: Path) -> None
     results = tmp_path / "orchestration.json"
     main(["--variants", "1", "--targets", "1", "--dvc", "--results", str(results)])
     record = json.loads(results.read_text())
-    assert (record["num_engines"], record["num_calls"]) == (1, 8 + 4 + 2)
+    assert (record["num_engines"], record["num_calls"]) == (1, 8 + 4 + 3)
     assert record["executed_overhead_ms_p50"] > 0 and record["cached_ms_per_call"] > 0
     assert all(len(record[name]) == 3 for name in ("flow_rss_mb", "server_rss_mb"))

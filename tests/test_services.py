@@ -360,7 +360,7 @@ def test_planted_passwords_are_nowhere_after_a_run(smoke_run: tuple[Workspace, s
         "-m",
         "flows.optimize",
         *SMOKE,
-        "select_engine.tracking.uri=http://planted-user-9:planted-password-9@127.0.0.1:9",
+        "track.uri=http://planted-user-9:planted-password-9@127.0.0.1:9",
     )
     assert refused.returncode == 1 and "MLFLOW_TRACKING_PASSWORD" in refused.stderr, refused.stderr
     assert "planted" not in done.stdout + done.stderr + refused.stdout + refused.stderr

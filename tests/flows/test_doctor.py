@@ -95,7 +95,7 @@ def test_silent_servers_are_told_without_their_passwords(checkout, monkeypatch):
     monkeypatch.setenv("PREFECT_API_URL", f"{CLOSED}/api")
     prefect = found("Prefect")
     assert prefect.state is State.needed and "no answer" in prefect.text
-    mlflow = found("MLflow", f"select_engine.tracking.uri={CLOSED}")
+    mlflow = found("MLflow", f"track.uri={CLOSED}")
     assert mlflow.state is State.missing and "no answer" in mlflow.text
     assert "secret" not in f"{prefect}{mlflow}"
 

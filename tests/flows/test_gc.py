@@ -25,7 +25,7 @@ OUTPUT = Path("artifacts/build_engine/v00/t00")
 def set_params(space: Workspace, **values: object) -> None:
     file = space.path / "params.yaml"
     params = yaml.safe_load(file.read_text())
-    for section in (params["quantize_ptq"], params["select_engine"]["tracking"]):
+    for section in (params["quantize_ptq"], params["track"]):
         section.update({name: value for name, value in values.items() if name in section})
     file.write_text(yaml.safe_dump(params))
 

@@ -213,7 +213,7 @@ def test_every_value_that_dvc_puts_into_a_command_or_path_is_checked(
     "uri", ["http://me:secret@mlflow:5000", "postgresql://db/mlflow?user=me&password=secret"]
 )
 def test_password_is_not_written(tmp_path: Path, uri: str) -> None:
-    params = compose_params([f"select_engine.tracking.uri='{uri}'"])
+    params = compose_params([f"track.uri='{uri}'"])
     with pytest.raises(
         ConfigError, match=r"would hold a password: uri: .*MLFLOW_TRACKING_PASSWORD"
     ) as refused:

@@ -46,7 +46,7 @@ def tracking(tmp_path, monkeypatch, empty_database):
     monkeypatch.chdir(tmp_path)
     shutil.copy(empty_database, tmp_path / "mlflow.db")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    params = compose_params([f"select_engine.tracking.uri={uri}"])
+    params = compose_params([f"track.uri={uri}"])
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(params))
     return TrackingConfig(enabled=True, uri=uri, experiment="enginewright")
 

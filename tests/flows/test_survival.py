@@ -21,9 +21,9 @@ from tests.conftest import Workspace
 pytestmark = pytest.mark.slow
 
 FLOW = ("python", "-m", "benchmarks.trivial_pipeline")
-NUM_CALLS = 8 + 2 * 3 + 3
-"""Up to the quantized graphs, three for each of two engines, the benchmark of their target, the selection and the
-race of the picks."""
+NUM_CALLS = 8 + 2 * 3 + 4
+"""Up to the quantized graphs, three for each of two engines, the benchmark of their target, the selection, its
+record in MLflow and the race of the picks."""
 
 
 @pytest.fixture(scope="module")

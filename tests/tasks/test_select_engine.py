@@ -1,4 +1,4 @@
-"""Verdicts, fronts and picks from the reports of the earlier stages; the readable reports; MLflow."""
+"""Verdicts, fronts and picks from the reports of the earlier stages; the readable reports."""
 
 import dataclasses
 import hashlib
@@ -16,9 +16,6 @@ from onnx import TensorProto, helper
 
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.core.fingerprint import digest
-from tasks.core.tracking.config import TrackingConfig
-from tasks.core.tracking.pending import send_pending
 from tasks.parts.builders.report import publish
 from tasks.parts.data.accuracy import Accuracy, AccuracyReport
 from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, write_results
@@ -157,8 +154,6 @@ class Artifacts:
         self.unseen: dict[str, float] = {}
         for stage in ("build_engine", "validate", "measured", "diff_layers"):
             (root / stage).mkdir(parents=True)
-        (root / "dataset").mkdir()
-        (root / "dataset" / "manifest.json").write_text("{}")
 
     def scatter_scores(self, name: str, deviation: float) -> None:
         """Let the IoU of single images deviate from the engine's, so that its loss is uncertain."""
@@ -188,7 +183,6 @@ class Artifacts:
             "validations": self.root / "validate",
             "benchmarks": self._write_benchmarks(),
             "diffs": self.root / "diff_layers",
-            "data": self.root / "dataset",
         }
 
     def change_race(self, name: str, low: float, aa_ratio_spread: float = 0.005) -> None:
@@ -386,8 +380,6 @@ def config_for(artifacts: Artifacts, **changes: Any) -> Config:
             Technique("Quantization-aware training", "pruned_ptq", "pruned_qat"),
         ],
         engines=artifacts.names,
-        data_name="data/scenes",
-        tracking=TrackingConfig(enabled=False, uri="sqlite:///mlflow.db", experiment="engines"),
     )
     return dataclasses.replace(config, **changes)
 
@@ -891,74 +883,11 @@ def test_the_picture_is_a_png_of_a_size_for_a_readme(artifacts, tmp_path) -> Non
         assert image.width >= 1000
 
 
-def tracking_in(tmp_path: Path) -> TrackingConfig:
-    return TrackingConfig(enabled=True, uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="engines")
-
-
-@pytest.mark.slow
-def test_every_engine_is_one_run_however_often_it_is_logged(artifacts, tmp_path) -> None:
-    from mlflow.tracking import MlflowClient
-
-    artifacts.add_without_engine("pruned", "cpu_openvino", EngineStatus.skipped, "no such CPU")
-    tracking = tracking_in(tmp_path)
-    first, _ = run(artifacts, tmp_path / "one", tracking=tracking)
-    second, _ = run(artifacts, tmp_path / "two", tracking=tracking)
-
-    client = MlflowClient(tracking.uri, tracking.uri)
-    experiment = client.get_experiment_by_name("engines")
-    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
-    assert len(client.search_runs([experiment.experiment_id])) == len(runs) == 1 + 7
-    best = runs["pruned_qat-cpu_onnxruntime"]
-    assert best.data.metrics["latency_ms_p50"] == 0.66
-    assert best.data.tags["verdict"] == "ACCEPT"
-    assert best.data.tags["pareto"] == "true"
-    assert best.data.tags["precision"] == "int8+f32"
-    assert best.data.tags["key_build_engine"] == "key of pruned_qat"
-    assert len(best.data.tags["engine_sha256"]) == 64
-    files = {file.path for file in client.list_artifacts(best.info.run_id, "engine")}
-    runs_alone = {"infer.py", "model.json", "report.json", "requirements.txt"}
-    assert files == {f"engine/{name}" for name in ("manifest.json", "model.engine", *runs_alone)}
-    assert [file.path for file in client.list_artifacts(best.info.run_id, "benchmark")] == [
-        f"benchmark/{name}" for name in ("key.json", "latencies.csv", "report.json")
-    ]
-    assert best.data.tags["key_benchmark"] == "key of cpu_onnxruntime"
-    pipeline = runs["pipeline"].info
-    assert first.mlflow_run == second.mlflow_run == f"{pipeline.experiment_id}/runs/{pipeline.run_id}"
-    pages = {file.path for file in client.list_artifacts(pipeline.run_id)}
-    assert pages == {"report.html", "report.md", "pareto.png", "engines.json", "picks.json", "params.yaml"}
-    version = client.get_model_version_by_alias("engines-cpu_onnxruntime", "candidate")
-    assert version.run_id == best.info.run_id
-    assert len(client.search_model_versions("name = 'engines-cpu_onnxruntime'")) == 1
-    assert "latency_ms_p50" not in runs["pruned-cpu_openvino"].data.metrics
-    [data] = best.inputs.dataset_inputs
-    assert (data.dataset.name, data.dataset.digest) == ("data/scenes", digest(artifacts.root / "dataset"))
-
-
-@pytest.mark.slow
-def test_results_are_written_though_mlflow_does_not_answer(artifacts, tmp_path, monkeypatch, caplog) -> None:
-    from mlflow.tracking import MlflowClient
-
-    monkeypatch.chdir(tmp_path)
-    database = tmp_path / "mlflow.db"
-    database.write_text("this is no database" * 100)
-    tracking = tracking_in(tmp_path)
-    report, _ = run(artifacts, tmp_path / "one", tracking=tracking)
-    assert report.best is not None and report.best.variant == "pruned_qat"
-    assert "7 runs are pending" in caplog.text and report.mlflow_run is None
-
-    database.unlink()
-    assert send_pending(tracking) == 7
-    run(artifacts, tmp_path / "two", tracking=tracking)
-    client = MlflowClient(tracking.uri, tracking.uri)
-    experiment = client.get_experiment_by_name("engines")
-    assert len(client.search_runs([experiment.experiment_id])) == 7
-
-
 def test_an_engine_file_changed_after_it_was_measured_is_not_handed_out(artifacts, tmp_path) -> None:
-    file = artifacts.root / "build_engine" / "pruned" / "cpu_onnxruntime" / "engine" / "model.engine"
+    file = artifacts.root / "build_engine" / "pruned_qat" / "cpu_onnxruntime" / "engine" / "model.engine"
     file.write_bytes(b"other code")
     with pytest.raises(ArtifactError, match="not the file that was measured"):
-        run(artifacts, tmp_path / "out", tracking=tracking_in(tmp_path))
+        run(artifacts, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -986,7 +915,6 @@ def test_the_default_values_in_conf_fit_the_config() -> None:
     config = typed_config(Config, section, "select_engine")
     assert config.max_score_rel_loss == 0.02
     assert config.float_reference == REFERENCE
-    assert config.tracking.uri == "sqlite:///mlflow.db"
 
 
 def test_equal_reasons_of_a_target_without_a_pick_are_said_once(artifacts, tmp_path) -> None:

@@ -51,8 +51,8 @@ def _explained(config: TrackingConfig) -> Iterator[None]:
         cause = mask_credentials(str(error)).splitlines()[0][:300]
         raise TrackingUnavailable(
             f"MLflow at {mask_credentials(config.uri)} cannot be used: {cause} Start it (`make ui`), correct "
-            "select_engine.tracking.uri (a server with authentication also needs MLFLOW_TRACKING_USERNAME and "
-            "MLFLOW_TRACKING_PASSWORD), or turn it off: select_engine.tracking.enabled=false."
+            "track.uri (a server with authentication also needs MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD), or turn it off: track.enabled=false."
         ) from error
 
 

@@ -68,10 +68,10 @@ def log_pipeline(
         for record in missing:
             child = _log_candidate(client, experiment_id, parent, record, digests[record.name])
             children[digests[record.name]] = child
-        num_versions = sum(
-            _point_alias(client, model, None if name is None else children[digests[name]], parent)
+        pointed = {
+            model: _point_alias(client, model, None if name is None else children[digests[name]], parent)
             for model, name in picks.items()
-        )
+        }
         for target in sorted({record.tags["target"] for record in candidates}):
             view = _view(target, parent, candidates)
             client.set_experiment_tag(experiment_id, _VIEW_TAG.format(target=target), json.dumps(view))
@@ -79,7 +79,13 @@ def log_pipeline(
             _log_content(client, parent, pipeline)
             client.log_text(parent.info.run_id, pipeline.params, PARAMS_FILE.name)
             client.set_terminated(parent.info.run_id, "FINISHED")
-    return Tracked(experiment_id, parent.info.run_id, len(missing) + is_new, num_versions)
+    return Tracked(
+        experiment_id,
+        parent.info.run_id,
+        num_runs_added=len(missing) + is_new,
+        num_versions_added=sum(is_added for _, is_added in pointed.values()),
+        candidates={model: version for model, (version, _) in pointed.items()},
+    )
 
 
 def _experiment(client: "MlflowClient", config: TrackingConfig) -> str:
@@ -196,21 +202,23 @@ def _view(target: str, parent: "Run", candidates: Sequence[RunRecord]) -> dict[s
     }
 
 
-def _point_alias(client: "MlflowClient", model: str, run: "Run | None", parent: "Run") -> bool:
-    """Point the alias of a registered model to a run's engine; return whether a version was added."""
+def _point_alias(
+    client: "MlflowClient", model: str, run: "Run | None", parent: "Run"
+) -> tuple[str | None, bool]:
+    """Point the alias of a registered model to a run's engine; return the version, and whether it was added."""
     known = find_aliases(client, model)
     current = (known or {}).get(CANDIDATE_ALIAS)
     if run is None:
         if current is not None:
             client.delete_registered_model_alias(model, CANDIDATE_ALIAS)
-        return False
+        return None, False
     if known is None:
         client.create_registered_model(model, tags={"kind": "engine"})
     version, is_new = make_version(client, model, run)
     client.set_model_version_tag(model, version, PIPELINE_TAG, parent.info.run_id)
     if current != version:
         client.set_registered_model_alias(model, CANDIDATE_ALIAS, version)
-    return is_new
+    return version, is_new
 
 
 def _fitting(tags: Mapping[str, str]) -> dict[str, str]:

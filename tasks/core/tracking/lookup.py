@@ -93,7 +93,7 @@ def read_pipeline_params(config: TrackingConfig, engine: TrackedEngine) -> str:
         if PARAMS_FILE.name not in {file.path for file in client.list_artifacts(pipeline)}:
             raise ArtifactError(
                 f"MLflow's run {pipeline} has no {PARAMS_FILE}: an earlier version logged it. Run the pipeline "
-                "again in an experiment of its own (select_engine.tracking.experiment)."
+                "again in an experiment of its own (track.experiment)."
             )
         return Path(client.download_artifacts(pipeline, PARAMS_FILE.name, folder)).read_text(encoding="utf-8")
 

@@ -118,6 +118,8 @@ class Tracked:
     parent_run_id: str
     num_runs_added: int
     num_versions_added: int
+    candidates: Mapping[str, str | None]
+    """Registered model -> version with the alias ``candidate``; None for a model without a pick."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,21 @@
 """Log a pipeline to MLflow: one run for the pipeline, and one for each engine."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tasks.core.tracking.config import TrackingConfig, registered_name
 from tasks.core.tracking.pending import log_or_keep
 from tasks.core.tracking.records import ENGINE_FOLDER, DataSet, RunRecord, Tracked
 from tasks.parts.selection.bundle import write_companions
-from tasks.parts.selection.engine_row import ENGINES_FILE, EngineRow, flatten, measured_names
+from tasks.parts.selection.engine_row import (
+    ENGINES_FILE,
+    EngineRow,
+    Verdict,
+    flatten,
+    measured_names,
+    read_rows,
+)
 from tasks.parts.selection.stage_reports import StageFolders, engine_file, stage_keys, written_files
 
 _PAGES = ("report.html", "report.md", "pareto.png", ENGINES_FILE, "picks.json")
@@ -26,19 +33,17 @@ _TEXTS = (
 """Measured values that are not numbers to compare runs by."""
 
 
-def log_pipeline(
-    tracking: TrackingConfig,
-    rows: Sequence[EngineRow],
-    *,
-    metrics: Mapping[str, float],
-    best: str,
-    folders: StageFolders,
-    data: DataSet,
-    out: Path,
+def log_selection(
+    tracking: TrackingConfig, selection: Path, folders: StageFolders, data: DataSet
 ) -> Tracked | None:
-    """Log the pipeline with `metrics`, its engines and its picks; return None if MLflow does not answer."""
+    """Log the pipeline, its engines and its picks; return None if MLflow does not answer.
+
+    Raises ArtifactError if an engine is not the file that was measured.
+    """
+    rows = read_rows(selection)
     picked = {row.target: row.name for row in rows if row.picked}
-    artifacts = tuple(("", out / page) for page in _PAGES)
+    artifacts = tuple(("", selection / page) for page in _PAGES)
+    best, metrics = _summary(rows)
     pipeline = RunRecord("pipeline", metrics, {"best": best}, artifacts, data)
     with tempfile.TemporaryDirectory() as companions:
         return log_or_keep(
@@ -47,6 +52,17 @@ def log_pipeline(
             candidates=[_record(folders, row, data, Path(companions) / row.name) for row in rows],
             picks={registered_name(tracking, row.target): picked.get(row.target) for row in rows},
         )
+
+
+def _summary(rows: Sequence[EngineRow]) -> tuple[str, dict[str, float]]:
+    """Return the name of the pick with the largest speed-up over the reference, and the metrics of the pipeline."""
+    picks = [row for row in rows if row.picked and row.measured]
+    num_accepted = sum(row.verdict is Verdict.ACCEPT for row in rows)
+    metrics = {"num_engines": float(len(rows)), "num_accepted": float(num_accepted)}
+    if not picks:
+        return "none", metrics
+    best = max(picks, key=lambda row: flatten(row)["speedup_vs_reference"])
+    return best.name, metrics | {f"best_{name}": value for name, value in _metrics(best).items()}
 
 
 def _record(folders: StageFolders, row: EngineRow, data: DataSet, companions: Path) -> RunRecord:
