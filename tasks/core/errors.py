@@ -12,6 +12,7 @@ Each message says what was found, what was expected, what to do, and which confi
     ├── BuildFailed           a runtime cannot make an engine from a graph
     ├── TargetMismatch        this machine is not the one that a target declares
     ├── TrackingUnavailable   MLflow does not answer
+    ├── TrackingRefused       MLflow answers, and does not take what is logged
     ├── DiskError             an output cannot be written: the disk is full, or its folder is read-only
     └── WorkspaceBusy         another run holds the same output folder or workspace
 """
@@ -51,6 +52,10 @@ class TargetMismatch(EnginewrightError):
 
 class TrackingUnavailable(EnginewrightError):
     """MLflow does not answer."""
+
+
+class TrackingRefused(EnginewrightError):
+    """MLflow answers, and does not take what is logged."""
 
 
 class WorkspaceBusy(EnginewrightError):

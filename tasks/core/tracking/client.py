@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tasks.core.errors import TrackingUnavailable
+from tasks.core.errors import TrackingRefused, TrackingUnavailable
 from tasks.core.tracking.config import TrackingConfig, database_file, mask_credentials
 from tasks.core.tracking.records import DIGEST_TAG, ENGINE_FOLDER
 
@@ -30,9 +30,31 @@ _ENVIRONMENT = {
 """An unreachable server blocks a call for four minutes with the defaults, under ten seconds with these."""
 
 
+_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST", "RESOURCE_ALREADY_EXISTS")
+"""Codes of errors that would be the same the next time."""
+
+_UPLOAD_TIMEOUT_S = "600"
+"""An engine of a gigabyte takes minutes on a slow line, and a server answers only when it has stored it."""
+
+
+@contextlib.contextmanager
+def patient_uploads() -> Iterator[None]:
+    """Give requests the time that files take."""
+    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    before = os.environ[name]
+    os.environ[name] = _UPLOAD_TIMEOUT_S
+    try:
+        yield
+    finally:
+        os.environ[name] = before
+
+
 @contextlib.contextmanager
 def client_of(config: TrackingConfig) -> Iterator["MlflowClient"]:
-    """Yield a client that gives up within about ten seconds, and turn its errors into TrackingUnavailable."""
+    """Yield a client that gives up within about ten seconds.
+
+    Raises TrackingRefused for content that MLflow does not take, TrackingUnavailable for all other errors of it.
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with _explained(config):
@@ -49,6 +71,8 @@ def _explained(config: TrackingConfig) -> Iterator[None]:
         yield
     except (MlflowException, SQLAlchemyError, OSError) as error:
         cause = mask_credentials(str(error)).splitlines()[0][:300]
+        if isinstance(error, MlflowException) and error.error_code in _REFUSALS:
+            raise TrackingRefused(f"MLflow at {mask_credentials(config.uri)} refused it: {cause}") from error
         raise TrackingUnavailable(
             f"MLflow at {mask_credentials(config.uri)} cannot be used: {cause} Start it (`make ui`), correct "
             "track.uri (a server with authentication also needs MLFLOW_TRACKING_USERNAME and "

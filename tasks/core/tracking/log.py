@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tasks.core.config import PARAMS_FILE
-from tasks.core.tracking.client import client_of, find_aliases, make_version
+from tasks.core.tracking.client import client_of, find_aliases, make_version, patient_uploads
 from tasks.core.tracking.config import TrackingConfig, database_file, model_name
 from tasks.core.tracking.records import (
     CANDIDATE_ALIAS,
@@ -56,7 +56,8 @@ def log_pipeline(
     ``picks`` maps the name of a registered model to the name of the chosen candidate. Without a chosen
     candidate the alias is removed from the model, so that nobody deploys an engine that no longer passes.
 
-    Raises TrackingUnavailable when MLflow does not answer, within about ten seconds.
+    Raises TrackingUnavailable when MLflow does not answer, within about ten seconds; TrackingRefused when it does not
+    take the content.
     """
     with client_of(config) as client:
         experiment_id = _experiment(client, config)
@@ -173,8 +174,9 @@ def _log_content(client: "MlflowClient", run: "Run", record: RunRecord, model_id
     ]
     for start in range(0, len(metrics), _MAX_METRICS_PER_BATCH):
         client.log_batch(run.info.run_id, metrics=metrics[start : start + _MAX_METRICS_PER_BATCH])
-    for folder, file in record.artifacts:
-        client.log_artifact(run.info.run_id, str(file), folder or None)
+    with patient_uploads():
+        for folder, file in record.artifacts:
+            client.log_artifact(run.info.run_id, str(file), folder or None)
     if record.data is not None:
         client.log_inputs(run.info.run_id, [_data_input(record.data)])
 

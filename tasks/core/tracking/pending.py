@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tasks.core.errors import TrackingUnavailable
+from tasks.core.errors import TrackingRefused, TrackingUnavailable
 from tasks.core.locks import hold_lock
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.log import log_pipeline
@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 PENDING = Path("artifacts/.pending")
 """The folder of pending runs: one folder for each pipeline, with copies of the files."""
 
-_RECORD_FILE = "record.json"
+_REFUSED = PENDING / "refused"
+"""What MLflow refused: it is kept, and not sent again."""
+
+_RECORD_FILE, _REASON_FILE = "record.json", "reason.txt"
 
 
 def log_or_keep(
@@ -31,18 +34,25 @@ def log_or_keep(
     candidates: Sequence[RunRecord],
     picks: Mapping[str, str | None],
 ) -> Tracked | None:
-    """Log pending runs, then this pipeline; if MLflow is not available, keep it on disk and return None."""
+    """Log pending runs, then this pipeline; if MLflow is not available, keep it on disk and return None.
+
+    None also, with an error in the log, if MLflow refuses this pipeline.
+    """
     try:
         send_pending(config)
         return log_pipeline(config, pipeline=pipeline, candidates=candidates, picks=picks)
     except TrackingUnavailable as error:
         _keep((pipeline, *candidates), picks)
         logger.warning("%s %s", error, describe_pending())
-        return None
+    except TrackingRefused as error:
+        logger.error("%s", error)
+    return None
 
 
 def send_pending(config: TrackingConfig) -> int:
     """Log pending runs, oldest first, and delete them from disk; return the number of runs added.
+
+    What MLflow refuses is set aside, so that it stops no others.
 
     Raises TrackingUnavailable when MLflow does not answer; the rest stays pending.
     """
@@ -51,12 +61,24 @@ def send_pending(config: TrackingConfig) -> int:
         return num_added
     with _lock():
         for file, runs, picks in _read_pending():
-            num_added += log_pipeline(
-                config, pipeline=runs[0], candidates=runs[1:], picks=picks
-            ).num_runs_added
+            try:
+                tracked = log_pipeline(config, pipeline=runs[0], candidates=runs[1:], picks=picks)
+            except TrackingRefused as error:
+                _set_aside(file.parent, str(error))
+                continue
+            num_added += tracked.num_runs_added
             file.unlink()
             shutil.rmtree(file.parent)
     return num_added
+
+
+def _set_aside(folder: Path, reason: str) -> None:
+    place = _REFUSED / folder.name
+    shutil.rmtree(place, ignore_errors=True)
+    place.parent.mkdir(exist_ok=True)
+    folder.rename(place)
+    (place / _REASON_FILE).write_text(f"{reason}\n", encoding="utf-8")
+    logger.warning("%s Its runs are kept in %s and not sent again.", reason, place)
 
 
 def has_pending() -> bool:

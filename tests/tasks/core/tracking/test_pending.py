@@ -1,11 +1,13 @@
 """What MLflow does not take is kept, and sent once."""
 
 import dataclasses
+import os
 import shutil
 
 import pytest
 
 from benchmarks.picking import free_port, served
+from tasks.core.tracking.client import patient_uploads
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.lookup import download_engine
 from tasks.core.tracking.pending import PENDING, log_or_keep, send_pending
@@ -95,6 +97,29 @@ def test_a_damaged_pending_record_is_named_and_stops_nothing(
     file.write_bytes(file.read_bytes()[:100])
     assert log_or_keep(config, pipeline=pipeline, candidates=candidates, picks={}).num_runs_added == 3
     assert f"ignoring {file}, which is damaged" in caplog.text
+
+
+def test_what_mlflow_refuses_is_set_aside_and_stops_nothing(
+    config, stopped, pipeline, candidates, caplog
+) -> None:
+    refused = dataclasses.replace(candidates[0], metrics={"no*name": 1.0})
+    log_or_keep(stopped, pipeline=pipeline, candidates=[refused], picks={})
+    log_or_keep(stopped, pipeline=pipeline, candidates=candidates, picks={})
+    assert send_pending(config) == 3
+    [reason] = PENDING.glob("refused/*/reason.txt")
+    assert "no*name" in reason.read_text() and f"kept in {reason.parent}" in caplog.text
+    assert {path.name for path in PENDING.iterdir()} == {"refused"}
+    assert send_pending(config) == 0
+
+    assert log_or_keep(config, pipeline=pipeline, candidates=[refused], picks={}) is None
+    assert caplog.records[-1].levelname == "ERROR" and "refused it" in caplog.text
+
+
+def test_uploads_have_time_and_questions_do_not(monkeypatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "4")
+    with patient_uploads():
+        assert float(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]) >= 60
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "4"
 
 
 def test_a_full_disk_under_the_database_leaves_the_runs_pending(
