@@ -38,7 +38,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ git \
     && rm -rf /var/lib/apt/lists/* \
     && git config --system --add safe.directory '*' \
-    && install --directory --owner enginewright /workspace
+    && install --directory --owner enginewright /workspace /measuring
 COPY --from=build-worker /venv /venv
 COPY --chmod=755 docker/start_worker.sh /usr/local/bin/
 ENV PYTHONPATH=/workspace

@@ -25,7 +25,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && git config --system --add safe.directory '*' \
     && useradd --uid 10001 --create-home enginewright \
-    && install --directory --owner enginewright /workspace
+    && install --directory --owner enginewright /workspace /measuring
 COPY --from=build /venv /venv
 COPY --chmod=755 docker/with_secrets.sh docker/start_worker.sh /usr/local/bin/
 USER 10001

@@ -21,10 +21,6 @@ class Stages(Protocol):
         """Run stage calls that do not depend on each other."""
         ...
 
-    def run_alone(self, address: str, **inputs: Path) -> None:
-        """Run a stage call while nothing else is measured on this machine."""
-        ...
-
 
 class RecordedStages:
     """Records the calls and runs nothing."""
@@ -42,10 +38,6 @@ class RecordedStages:
         """Record several calls."""
         for address, inputs in calls.items():
             self.run(address, **inputs)
-
-    def run_alone(self, address: str, **inputs: Path) -> None:
-        """Record a call."""
-        self.run(address, **inputs)
 
 
 def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
@@ -68,7 +60,7 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
         diffs=ARTIFACTS / "diff_layers",
         data=Path(params["pipeline"]["data"]),
     )
-    stages.run_alone(
+    stages.run(
         "race_picks",
         builds=ARTIFACTS / "build_engine",
         picks=selection / "picks.json",
@@ -189,8 +181,8 @@ def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[s
     ]
     stages.run_side_by_side({address: builds[address] for address in builds if address not in tuned})
     for address in tuned:  # builders for GPUs time kernels
-        stages.run_alone(address, **builds[address])
+        stages.run(address, **builds[address])
     stages.run_side_by_side(checks)
     for target in targets:
         built = ARTIFACTS / "build_engine" / "*" / target / "engine"
-        stages.run_alone(f"benchmark.{target}", builds=built, reference=reference)
+        stages.run(f"benchmark.{target}", builds=built, reference=reference)

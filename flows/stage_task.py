@@ -4,7 +4,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,6 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.pipeline import Calls
 from tasks.core.errors import EnginewrightError
 from tasks.core.execute import Call, is_current, is_fresh, prepare_call, recall
-from tasks.core.locks import hold_lock
 from tasks.core.tracking.config import mask_credentials
 
 MAX_SIDE_BY_SIDE = 4
@@ -140,12 +138,6 @@ class TaskStages:
         call, fresh = self._prepare(address, inputs)
         return self._run(call, fresh)
 
-    def run_alone(self, address: str, **inputs: Path) -> None:
-        """Make sure that a call's output is fresh; if not, run it while nothing else is measured on this machine."""
-        call, fresh = self._prepare(address, inputs)
-        with contextlib.nullcontext() if fresh else _only_measurement():
-            self._run(call, fresh)
-
     def run_side_by_side(self, calls: Calls) -> None:
         """Make sure that the outputs of independent calls are fresh, as many at once as the task runner allows."""
         pending: list[tuple[Call, PrefectFuture[dict[str, str]]]] = []
@@ -188,10 +180,3 @@ class TaskStages:
             self.num_executed += 1
             self._show_progress(self._num_done, self.num_calls)
             print_line(f"[{self._num_done:3d}/{self.num_calls}] {call.address}: {what}")
-
-
-def _only_measurement() -> contextlib.AbstractContextManager[None]:
-    """Wait while a flow in another checkout measures on this machine."""
-    words = "another checkout is measuring on this machine; waiting until it is done"
-    file = Path(tempfile.gettempdir(), f"enginewright-measuring-{os.getuid()}")
-    return hold_lock(file, "", before_waiting=lambda _: print_line(words))

@@ -117,6 +117,11 @@ class _Measured:
     """The description that the engine's runner returns."""
 
 
+def measures(_: Config) -> bool:
+    """Return True: while this runs, nothing else may be measured on this machine."""
+    return True
+
+
 def benchmark(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Report:
     """Write latencies.csv and layers.csv into a folder for each variant, and return latencies and speed ratios.
 

@@ -23,6 +23,11 @@ def build_engine(cfg: Config, *, model: Path, images: Path, out: Path) -> Report
     return build(cfg, model=model, images=images, out=out)
 
 
+def measures(cfg: Config) -> bool:
+    """Return whether nothing else may be measured on this machine meanwhile: builders for GPUs time kernels."""
+    return cfg.gpu is not None
+
+
 def still_holds(cfg: Config, report: Report) -> bool:
     """Return whether building again would end the same way.
 

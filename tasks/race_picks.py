@@ -57,6 +57,11 @@ class Report:
     """None without a race."""
 
 
+def measures(_: Config) -> bool:
+    """Return True: while this runs, nothing else may be measured on this machine."""
+    return True
+
+
 def race_picks(cfg: Config, *, builds: Path, picks: Path, reference: Path, out: Path) -> Report:
     """Run the picks of this machine and the reference engine in the same rounds; write ranking.md.
 

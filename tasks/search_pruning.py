@@ -126,6 +126,11 @@ class _Latency:
     high: float
 
 
+def measures(_: Config) -> bool:
+    """Return True: while this runs, nothing else may be measured on this machine."""
+    return True
+
+
 def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:
     """Write ``curve.csv``, ``curve.png`` and ``choice.json`` for a network that is to be pruned.
 

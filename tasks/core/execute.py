@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ RESUME_FOLDER = "resume"
 
 _ADDRESS = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
 _REPLACED = "replaced"
+MEASURING_LOCK = "ENGINEWRIGHT_MEASURING_LOCK"
+"""Environment variable with the file whose lock a measurement holds; containers of one machine share it in a volume.
+Without it, it is a file of this user in the folder for temporary files."""
 LEFTOVER_AGE_S = 24 * 3600.0
 """How long the leftovers of a killed run are kept, so that a stage can resume from them."""
 _DISK_IS_FULL = re.compile(r"no space left on device|quota exceeded|disk is full", re.IGNORECASE)
@@ -133,7 +137,7 @@ def execute(call: Call) -> Path:
         started = time.perf_counter()
         logger.info("%s: started", call.address)
         try:
-            with explained_full_disk(call.draft):
+            with _only_measurement(call), explained_full_disk(call.draft):
                 report = call.function(call.config, **call.inputs, out=call.draft)
                 _finish_draft(call, report)
         except BaseException:
@@ -373,6 +377,24 @@ def _size_bytes(folder: Path) -> int:
 def _age_s(folder: Path) -> float:
     """Return the time since the last write in a folder."""
     return time.time() - max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
+
+
+def _only_measurement(call: Call) -> contextlib.AbstractContextManager[None]:
+    """Wait while something is measured on this machine, in another checkout or container, if the call measures.
+
+    A stage says that by a function ``measures(cfg)`` in its module.
+    """
+    measures = getattr(importlib.import_module(call.function.__module__), "measures", None)
+    if measures is None or not measures(call.config):
+        return contextlib.nullcontext()
+    file = os.environ.get(MEASURING_LOCK) or Path(
+        tempfile.gettempdir(), f"enginewright-measuring-{os.getuid()}"
+    )
+
+    def explain(holder: str) -> None:
+        logger.info("%s: waiting until %s was measured on this machine", call.address, holder)
+
+    return hold_lock(Path(file), call.address, before_waiting=explain)
 
 
 def _lock(call: Call) -> contextlib.AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +22,19 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.params import compose_params
+from tasks import build_engine
 from tasks.core.config import find_section, typed_config
 from tasks.core.errors import ArtifactError, ConfigError, DiskError
-from tasks.core.execute import Call, execute, is_fresh, load_stage, prepare_call, remove_leftovers
+from tasks.core.execute import (
+    MEASURING_LOCK,
+    Call,
+    execute,
+    is_fresh,
+    load_stage,
+    prepare_call,
+    remove_leftovers,
+)
 from tasks.core.fingerprint import digest
 from tests.conftest import REPOSITORY, Workspace
 
@@ -537,3 +549,45 @@ def test_missing_value_is_named() -> None:
     del section["trainer"]["seed"]
     with pytest.raises(ConfigError, match=r"train\.baseline\.trainer\.seed: missing value"):
         typed_config(load_stage("train.baseline")[1], section, "train.baseline")
+
+
+def measures(_: None) -> bool:
+    """Say that the small stages of this module measure."""
+    return True
+
+
+def test_only_one_checkout_measures_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(MEASURING_LOCK, str(tmp_path / "shared/lock"))
+    monkeypatch.chdir(tmp_path)
+    hold = "import sys; from pathlib import Path; from tasks.core.locks import hold_lock\n" + (
+        "with hold_lock(Path(sys.argv[1]), 'benchmark.cpu', before_waiting=print):\n"
+        "    print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", hold, str(tmp_path / "shared/lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        release = threading.Timer(0.3, other.kill)
+        release.start()
+        with caplog.at_level(logging.INFO):
+            execute(Call("small.first", write_two_files, None, {}, "1" * 32))
+        release.join()
+    assert "small.first: waiting until benchmark.cpu was measured on this machine" in caplog.text
+    assert (tmp_path / "shared/lock").read_text() == "small.first"
+
+
+def test_stages_that_measure_say_so() -> None:
+    params = compose_params(["target=[cpu_openvino,h200_tensorrt]"])
+    said = {}
+    for address in (
+        "benchmark.cpu_openvino",
+        "race_picks",
+        "search_pruning",
+        "build_engine.pruned.h200_tensorrt",
+    ):
+        config = typed_config(load_stage(address)[1], find_section(params, address)[1], address)
+        said[address] = importlib.import_module(f"tasks.{address.split('.')[0]}").measures(config)
+    assert all(said.values())
+    section = find_section(params, "build_engine.pruned.cpu_openvino")[1]
+    assert not build_engine.measures(typed_config(build_engine.Config, section, "build_engine"))
