@@ -4,6 +4,7 @@ Each machine has its own checkout. Outputs that another machine needs go through
 entries, which contain the digests, travel with the Prefect run.
 """
 
+import contextlib
 import os
 import shlex
 from collections.abc import Collection, Iterable, Mapping
@@ -71,6 +72,21 @@ def read_entries(names: Collection[str]) -> Entries:
             "which makes and pushes them."
         )
     return {name: {key: stages[name][key] for key in ("cmd", "outs")} for name in names}
+
+
+def pull_data(root: Path) -> None:
+    """Fetch the data that a pointer file of ``dvc add`` names, unless it is there already.
+
+    Raises DvcFailed, also where data that was changed here and never added would be lost.
+    """
+    pointer = root.with_name(f"{root.name}.dvc")
+    if not pointer.is_file():
+        return
+    with contextlib.suppress(ArtifactError):  # it is not what the pointer names
+        digest(root)
+        if root.exists():
+            return
+    run_dvc("pull", str(pointer))
 
 
 def merge_entries(entries: Entries) -> None:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 from uuid import UUID
 
@@ -36,6 +37,7 @@ from flows.exchange import (
     merge_entries,
     names_of_stages,
     pull,
+    pull_data,
     push,
     read_entries,
 )
@@ -128,6 +130,7 @@ def optimize_on_pools(
         close_killed_flow_run()
         record_flow_run()
         write_params(params)
+        pull_data(Path(params["prepare_data"]["root"]))
         send_pending_runs(params)
         stages = TaskStages(params, count_calls(params), publish_progress())
         run_models(stages, params)

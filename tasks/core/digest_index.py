@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 INDEX_FILE = Path("artifacts/.digests.sqlite")
 MIN_SIZE_BYTES = 64 * 1024
-"""Reading a smaller file is faster than looking it up."""
+"""Reading a smaller file is faster than looking it up, unless there are very many."""
 
 _MIN_AGE_S = 2.0
 """A younger file may change again within one tick of the file system's clock and look unchanged."""
@@ -47,10 +47,10 @@ class FileVersion:
         """Return the version that a result of `os.stat` describes."""
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
-    def belongs_in_index(self) -> bool:
+    def belongs_in_index(self, min_size_bytes: int = MIN_SIZE_BYTES) -> bool:
         """Return whether the file is large, and old enough for a later change to show."""
         age_s = time.time() - max(self.mtime_ns, self.ctime_ns) / 1e9
-        return self.size_bytes >= MIN_SIZE_BYTES and age_s >= _MIN_AGE_S
+        return self.size_bytes >= min_size_bytes and age_s >= _MIN_AGE_S
 
 
 def find_md5(path: str, version: FileVersion) -> str | None:

@@ -220,6 +220,11 @@ def _check_input(path: Path) -> None:
     if not path.exists():
         if ARTIFACTS in path.parents:
             raise ArtifactError(f"{path} does not exist. Run the stage that makes it first, or `dvc repro`.")
+        pointer = path.with_name(f"{path.name}.dvc")
+        if pointer.is_file():
+            raise ArtifactError(
+                f"{path} does not exist, but {pointer} names it. Fetch it: `dvc pull {pointer}`."
+            )
         raise ArtifactError(
             f"{path} does not exist. Put your data there, or name another folder (prepare_data.root)."
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from tasks.core.digest_index import FileVersion, enter_md5, find_md5
+from tasks.core.digest_index import MIN_SIZE_BYTES, FileVersion, enter_md5, find_md5
 from tasks.core.errors import ArtifactError
 
 SCHEMA_VERSION = 1
@@ -33,24 +33,40 @@ _CHUNK_BYTES = 1 << 20
 def digest(path: Path) -> str:
     """Return DVC's md5 of a file or folder.
 
-    Data added with ``dvc add`` is not read: its digest is taken from the pointer file ``<path>.dvc``.
+    Data added with ``dvc add`` has the digest in its pointer file ``<path>.dvc``. It is held against the data, of
+    which only files are read that changed since the last time, whatever their size.
     ``__pycache__`` is skipped, as in ``.dvcignore``. A path with ``*`` stands for everything that it matches.
 
-    Raises ArtifactError if nothing exists at ``path``.
+    Raises ArtifactError if nothing exists at ``path``, or if it is not the data that the pointer names.
     """
     if is_pattern(path):
         content = [[match.as_posix(), digest(match)] for match in matches(path)]
         return hashlib.md5(json.dumps(content).encode()).hexdigest()
     pointer = path.with_name(path.name + ".dvc")
     if pointer.is_file():
-        return str(yaml.safe_load(pointer.read_text(encoding="utf-8"))["outs"][0]["md5"])
-    if path.is_dir():
-        return listing_md5(
-            {"md5": _file_md5(file), "relpath": file.relative_to(path).as_posix()} for file in _files(path)
-        )
-    if path.is_file():
-        return _file_md5(path)
+        return _added_md5(path, pointer)
+    if path.exists():
+        return _content_md5(path)
     raise ArtifactError(f"{path} does not exist. Run the stage that makes it first, or `dvc repro`.")
+
+
+def _added_md5(path: Path, pointer: Path) -> str:
+    named = str(yaml.safe_load(pointer.read_text(encoding="utf-8"))["outs"][0]["md5"])
+    if path.exists() and _content_md5(path, min_indexed_bytes=1) != named:
+        raise ArtifactError(
+            f"{path} is not the data that {pointer} names. Run `dvc checkout {pointer}` (`dvc pull {pointer}` if "
+            f"another machine added it) to have what it names, or `dvc add {path}` if it was changed on purpose."
+        )
+    return named
+
+
+def _content_md5(path: Path, *, min_indexed_bytes: int = MIN_SIZE_BYTES) -> str:
+    if path.is_file():
+        return _file_md5(path, min_indexed_bytes)
+    return listing_md5(
+        {"md5": _file_md5(file, min_indexed_bytes), "relpath": file.relative_to(path).as_posix()}
+        for file in _files(path)
+    )
 
 
 def is_pattern(path: Path) -> bool:
@@ -150,13 +166,13 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in names)
 
 
-def _file_md5(path: Path) -> str:
-    return _md5_of_version(str(path), FileVersion.from_status(path.stat()))
+def _file_md5(path: Path, min_indexed_bytes: int) -> str:
+    return _md5_of_version(str(path), FileVersion.from_status(path.stat()), min_indexed_bytes)
 
 
 @functools.lru_cache(maxsize=65536)
-def _md5_of_version(path: str, version: FileVersion) -> str:
-    is_indexed = version.belongs_in_index()
+def _md5_of_version(path: str, version: FileVersion, min_indexed_bytes: int) -> str:
+    is_indexed = version.belongs_in_index(min_indexed_bytes)
     if is_indexed and (known := find_md5(path, version)):
         return known
     md5 = hashlib.md5()

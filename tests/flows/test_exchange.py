@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.dvc_command import run_dvc
-from flows.exchange import pull, push
-from tasks.core.errors import DiskError
+from flows.dvc_command import DvcFailed, run_dvc
+from flows.exchange import pull, pull_data, push
+from tasks.core.errors import ArtifactError, DiskError
 from tasks.core.fingerprint import digest
 
 FILE_BYTES = 40_000
@@ -68,3 +68,39 @@ def test_one_stage_costs_what_it_holds_however_many_runs_there_were(
     monkeypatch.chdir(taker)
     pull.fn(["copy"])
     assert Path("made").read_text() == "second" and not Path(".dvc/cache/runs").exists()
+
+
+@pytest.mark.slow
+def test_data_that_a_new_pointer_names_is_fetched_and_own_changes_are_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, maker, taker = (tmp_path / name for name in ("remote", "maker", "taker"))
+    maker.mkdir()
+    monkeypatch.chdir(maker)
+    dvc, images = [sys.executable, "-m", "dvc"], Path("data/images")
+    subprocess.run(["git", "init", "-q"], check=True)
+    for command in (["init", "-q"], ["remote", "add", "-q", "--default", "store", str(remote)]):
+        subprocess.run([*dvc, *command], check=True)
+    images.mkdir(parents=True)
+    (images / "1.png").write_bytes(b"of version 1")
+    subprocess.run([*dvc, "add", "-q", str(images)], check=True)
+    subprocess.run([*dvc, "push", "-q"], check=True)
+    shutil.copytree(maker, taker)
+    (images / "2.png").write_bytes(b"of version 2")
+    subprocess.run([*dvc, "add", "-q", str(images)], check=True)
+    subprocess.run([*dvc, "push", "-q"], check=True)
+
+    monkeypatch.chdir(taker)
+    before = digest(images)
+    pull_data(images)
+    assert digest(images) == before
+    shutil.copy(maker / "data/images.dvc", "data/images.dvc")  # as `git pull` does
+    with pytest.raises(ArtifactError, match="is not the data that"):
+        digest(images)
+    pull_data(images)
+    assert (images / "2.png").read_bytes() == b"of version 2" and digest(images) != before
+
+    (images / "own.png").write_bytes(b"never added")
+    with pytest.raises(DvcFailed):
+        pull_data(images)
+    assert (images / "own.png").read_bytes() == b"never added"

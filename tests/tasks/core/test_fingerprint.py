@@ -1,13 +1,18 @@
 """Digests and keys."""
 
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from flows.params import compose_params
 from tasks.core import fingerprint
+from tasks.core.digest_index import FileVersion, enter_md5
 from tasks.core.errors import ArtifactError
+from tasks.core.execute import prepare_call
 from tasks.core.fingerprint import code_digests, digest, stage_key
 
 
@@ -34,13 +39,49 @@ def test_digest_of_a_file_and_a_folder_equal_dvc(dvc_folder: Path, monkeypatch: 
         assert f"md5: {found}\n" in pointer
 
 
-def test_added_data_is_not_read_again(dvc_folder: Path) -> None:
-    data = dvc_folder / "data.bin"
-    data.write_bytes(b"large")
-    expected = digest(data)
-    subprocess.run([sys.executable, "-m", "dvc", "add", "-q", "data.bin"], cwd=dvc_folder, check=True)
-    data.unlink()
-    assert digest(data) == expected
+@pytest.fixture
+def added(dvc_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of small files that was added to DVC, and whose digest was taken since."""
+    monkeypatch.chdir(dvc_folder)
+    Path("artifacts").mkdir()
+    data = Path("data/cells")
+    data.mkdir(parents=True)
+    for number in range(3):
+        (data / f"{number}.png").write_bytes(b"an image %d" % number)
+    time.sleep(2.1)  # the index takes no file that may change within one tick of the clock
+    subprocess.run([sys.executable, "-m", "dvc", "add", "-q", "data/cells"], check=True)
+    time.sleep(2.1)  # DVC linked the files
+    digest(data)
+    return data
+
+
+def test_added_data_that_did_not_change_is_not_read_again(added: Path) -> None:
+    file = added / "0.png"
+    enter_md5(str(file), FileVersion.from_status(file.stat()), "0" * 32)
+    fingerprint._md5_of_version.cache_clear()
+    with pytest.raises(ArtifactError, match="is not the data that"):  # it was found in the index
+        digest(added)
+
+
+def test_data_that_is_not_what_its_pointer_names_is_refused(added: Path) -> None:
+    pointer = Path("data/cells.dvc")
+    before = digest(added)
+    file = added / "1.png"
+    file.unlink()  # it may be a link into DVC's cache
+    file.write_bytes(b"another one")
+    with pytest.raises(
+        ArtifactError, match=r"data/cells is not the data that data/cells\.dvc names"
+    ) as refused:
+        digest(added)
+    for command in ("dvc checkout data/cells.dvc", "dvc pull data/cells.dvc", "dvc add data/cells"):
+        assert f"`{command}`" in str(refused.value)
+    subprocess.run([sys.executable, "-m", "dvc", "checkout", "-q", "--force", str(pointer)], check=True)
+    assert digest(added) == before
+
+    shutil.rmtree(added)
+    assert digest(added) == before
+    with pytest.raises(ArtifactError, match=r"Fetch it: `dvc pull data/cells\.dvc`"):
+        prepare_call("prepare_data", {"root": added}, compose_params())
 
 
 def test_missing_path_says_what_to_do(tmp_path: Path) -> None:
