@@ -116,9 +116,7 @@ def is_current(call: Call) -> bool:
         return False
     damaged = _damaged_files(call.folder, record["files"])
     if damaged:
-        logger.warning(
-            "%s: %s was changed or deleted after it was made; running again", call.address, damaged[0]
-        )
+        logger.warning("%s: %s was changed or deleted after it was made", call.address, damaged[0])
     return not damaged
 
 

@@ -50,10 +50,16 @@ def read_record(file: Path) -> Record | None:
         or record.get("schema") != SCHEMA_VERSION
         or not isinstance(record.get("key"), str)
         or not isinstance(record.get("files"), dict)
+        or not all(map(_is_inside, record["files"]))
     ):
         logger.warning("ignoring %s, which is damaged or from another version", file)
         return None
     return record
+
+
+def _is_inside(name: str) -> bool:
+    """Return whether the name of a file stays in its folder."""
+    return not name.startswith("/") and ".." not in name.split("/")
 
 
 def keep(folder: Path, record: Record) -> None:

@@ -148,6 +148,20 @@ def test_damaged_output_is_not_kept(stage: Stage) -> None:
     assert model(a).read_text() == "run 3"
 
 
+@pytest.mark.parametrize("name", ["../elsewhere", "/tmp/elsewhere", "a/../../elsewhere"])
+def test_record_that_names_files_elsewhere_is_ignored(
+    stage: Stage, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = stage.call(A)
+    execute(call)
+    [file] = Path(".dvc/cache/keys").glob("*/*.json")
+    record = json.loads(file.read_text())
+    record["files"][name] = record["files"].pop("same")
+    file.write_text(json.dumps(record))
+    shutil.rmtree(call.folder)
+    assert not recall(call) and f"ignoring {file}, which is damaged" in caplog.text
+
+
 def test_checkouts_with_one_cache_share_the_store(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
