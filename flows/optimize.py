@@ -35,16 +35,16 @@ def optimize(params: dict[str, Any]) -> Path:
     from flows.stage_task import TaskStages, task_runner
 
     @flow(name="optimize", validate_parameters=False, task_runner=task_runner())
-    def run() -> Path:
+    def run(configuration: dict[str, Any]) -> Path:
         record_flow_run()
-        stages = TaskStages(params, count_calls(params), publish_progress())
-        folder = run_pipeline(stages, params)
-        publish_result(folder, ARTIFACTS / "race_picks", params, {})
+        stages = TaskStages(configuration, count_calls(configuration), publish_progress())
+        folder = run_pipeline(stages, configuration)
+        publish_result(folder, ARTIFACTS / "race_picks", configuration, {})
         print(f"stages run: {stages.num_executed} of {stages.num_calls}")
         return folder
 
     with recorded_flow():
-        return run()
+        return run(params)
 
 
 def run_flow(params: dict[str, Any]) -> Path:

@@ -18,7 +18,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.pipeline import Calls
 from tasks.core.errors import EnginewrightError
-from tasks.core.execute import Call, is_current, is_fresh, prepare_call, recall
+from tasks.core.execute import ARTIFACTS, Call, is_current, is_fresh, prepare_call, recall
 from tasks.core.tracking.config import mask_credentials
 
 MAX_SIDE_BY_SIDE = 4
@@ -128,6 +128,8 @@ class TaskStages:
     ) -> None:
         self._params = params
         self._num_done = 0
+        self._manifests: dict[Path, dict[str, str]] = {}
+        """What the task of each output folder returned; Prefect knows by it which task made it."""
         self._show_progress = show_progress
         self._is_deployed = runtime.deployment.id is not None
         self.num_calls = num_calls
@@ -148,7 +150,9 @@ class TaskStages:
                     self._run(call, fresh)
                 else:
                     command = stage_command(address, inputs)
-                    future = run_stage.submit(address, command, call.key, fresh, self._is_deployed)
+                    future = run_stage.submit(
+                        address, command, call.key, fresh, self._is_deployed, wait_for=self._makers(inputs)
+                    )
                     pending.append((call, future))
             for call, future in pending:
                 self._finish(call, False, future.result(), "done")
@@ -160,7 +164,7 @@ class TaskStages:
         started = time.perf_counter()
         command = stage_command(call.address, call.inputs)
         record = (_recall_stage if fresh else run_stage)(
-            call.address, command, call.key, fresh, self._is_deployed
+            call.address, command, call.key, fresh, self._is_deployed, wait_for=self._makers(call.inputs)
         )
         self._finish(call, fresh, record, f"done in {time.perf_counter() - started:.1f} s")
         return call.folder
@@ -169,12 +173,29 @@ class TaskStages:
         call = prepare_call(address, inputs, self._params)
         return call, is_fresh(call) or recall(call)
 
-    def _finish(self, call: Call, fresh: bool, record: Mapping[str, str], what: str) -> None:
+    def _makers(self, inputs: Mapping[str, Path]) -> list[dict[str, str]]:
+        """Return what the tasks returned whose outputs are inputs: the edges of the graph on Prefect's page."""
+        found: dict[Path, dict[str, str]] = {}
+        for path in inputs.values():
+            places = (path, *path.parents)
+            maker = next((place for place in places if place in self._manifests), None)
+            if maker is not None:
+                found[maker] = self._manifests[maker]
+            elif ARTIFACTS in places:  # it stands for many folders
+                found |= {
+                    folder: manifest
+                    for folder, manifest in self._manifests.items()
+                    if path in folder.parents or any(folder.match(str(place)) for place in places)
+                }
+        return [*found.values()]
+
+    def _finish(self, call: Call, fresh: bool, record: dict[str, str], what: str) -> None:
         if record["key"] != call.key or not (fresh or is_current(call)):
             raise StageFailed(
                 f"{call.address}: inputs, code or params.yaml changed while it ran. "
                 "No wrong output is used; run again."
             )
+        self._manifests[call.folder] = record
         self._num_done += 1
         if not fresh:
             self.num_executed += 1

@@ -56,22 +56,25 @@ def server(space: Workspace) -> dict[str, Any]:
     return record
 
 
-def states(space: Workspace, kind: str) -> list[str]:
-    """Return the states of all flow or task runs, latest last."""
-    body = json.dumps(
-        {"sort": "EXPECTED_START_TIME_ASC" if kind == "flow_runs" else "EXPECTED_START_TIME_DESC"}
-    )
+def ask(space: Workspace, method: str, body: dict[str, Any] | None = None) -> Any:
+    """Return what the API of the Prefect server answers."""
     auth_string = (space.path / ".prefect/auth_string").read_bytes()
     request = urllib.request.Request(
-        f"{server(space)['url']}/{kind}/filter",
-        body.encode(),
+        f"{server(space)['url']}/{method}",
+        None if body is None else json.dumps(body).encode(),
         {
             "Content-Type": "application/json",
             "Authorization": f"Basic {base64.b64encode(auth_string).decode()}",
         },
     )
     with urllib.request.urlopen(request) as answer:
-        return [run["state_name"] for run in json.load(answer)]
+        return json.load(answer)
+
+
+def states(space: Workspace, kind: str) -> list[str]:
+    """Return the states of all flow runs, latest last, or of all task runs, latest first."""
+    order = "EXPECTED_START_TIME_ASC" if kind == "flow_runs" else "EXPECTED_START_TIME_DESC"
+    return [run["state_name"] for run in ask(space, f"{kind}/filter", {"sort": order})]
 
 
 def finished(space: Workspace) -> set[str]:
@@ -165,3 +168,19 @@ def test_going_back_to_an_earlier_configuration_runs_nothing_and_prefect_shows_i
     back = space.run(*FLOW)
     assert f"stages run: 0 of {NUM_CALLS}" in back.stdout, back.stderr[-3000:]
     assert states(space, "task_runs")[:NUM_CALLS] == ["Cached"] * NUM_CALLS
+
+
+def test_page_of_a_run_has_its_parameters_and_the_edges_between_its_stages(space: Workspace) -> None:
+    assert space.run(*FLOW).returncode == 0
+    run = ask(space, "flow_runs/filter", {"sort": "EXPECTED_START_TIME_ASC"})[-1]
+    params = yaml.safe_load((space.path / "params.yaml").read_text())
+    assert run["parameters"] == {"configuration": params}
+    nodes = dict(ask(space, f"flow_runs/{run['id']}/graph-v2")["nodes"])
+    parents = {
+        node["label"]: {nodes[parent["id"]]["label"] for parent in node["parents"]} for node in nodes.values()
+    }
+    assert parents["import_onnx"] == {"prepare_data"}
+    assert parents["build_engine.v00.t00"] == {"quantize_ptq", "prepare_data"}
+    assert parents["benchmark.t00"] == {"build_engine.v00.t00", "build_engine.v01.t00"}
+    assert parents["select_engine"] > {"validate.v00.t00", "diff_layers.v01.t00", "benchmark.t00"}
+    assert parents["race_picks"] > {"select_engine", "build_engine.v00.t00"}
