@@ -265,20 +265,22 @@ def _alone(call: Call) -> Iterator[None]:
 
 
 def _recall(call: Call) -> bool:
-    if is_fresh(call):
-        logger.info("%s: fresh, nothing to run", call.address)
-        return True
-    if _is_complete(call):
+    if is_current(call):  # the store has nothing else
+        if _still_holds(call, call.folder):
+            logger.info("%s: fresh, nothing to run", call.address)
+            return True
+    elif _is_complete(call):
         _publish(call)
         return True
-    _clear_drafts(call)
-    if not restore(call.key, call.draft, call.address) or not _still_holds(call, call.draft):
+    else:
         _clear_drafts(call)
-        return False
-    shutil.rmtree(call.draft / RESUME_FOLDER, ignore_errors=True)
-    _publish(call)
-    logger.info("%s: made before, restored from the store", call.address)
-    return True
+        if restore(call.key, call.draft, call.address) and _still_holds(call, call.draft):
+            shutil.rmtree(call.draft / RESUME_FOLDER, ignore_errors=True)
+            _publish(call)
+            logger.info("%s: made before, restored from the store", call.address)
+            return True
+    _clear_drafts(call)
+    return False
 
 
 def _is_complete(call: Call) -> bool:

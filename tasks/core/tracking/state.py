@@ -15,7 +15,7 @@ from tasks.core.errors import TrackingUnavailable
 from tasks.core.tracking.config import TrackingConfig, database_file
 from tasks.core.tracking.records import CANDIDATE_ALIAS
 
-_TIMEOUT_S = 4.0
+_TIMEOUT_S = 2.0
 _FINISHED, _ACTIVE = "FINISHED", "active"
 
 
