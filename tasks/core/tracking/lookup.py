@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 
+_MODELS_PER_PAGE = 1000
+"""The most that MLflow returns at once."""
+
+
 def find_engines(config: TrackingConfig, target: str) -> list[TrackedEngine]:
     """Return the runs of a target's engines in one pipeline: the candidate's, else the latest.
 
@@ -70,12 +74,18 @@ def find_picked_engines(config: TrackingConfig) -> list[TrackedEngine]:
     Raises TrackingUnavailable when MLflow does not answer.
     """
     with client_of(config) as client:
-        picked = {
-            run_id
-            for model in client.search_registered_models(max_results=1000)
-            for version in model.aliases.values()
-            if (run_id := client.get_model_version(model.name, version).run_id)
-        }
+        picked: set[str] = set()
+        page = client.search_registered_models(max_results=_MODELS_PER_PAGE)
+        while page:
+            picked |= {
+                run_id
+                for model in page
+                for version in model.aliases.values()
+                if (run_id := client.get_model_version(model.name, version).run_id)
+            }
+            if not page.token:
+                break
+            page = client.search_registered_models(max_results=_MODELS_PER_PAGE, page_token=page.token)
         return [_tracked(client.get_run(run_id)) for run_id in sorted(picked)]
 
 
