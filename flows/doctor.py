@@ -167,8 +167,8 @@ def _examine_disk() -> Finding:
         State.needed,
         "disk",
         text,
-        f"Free some space: {_NEEDED_GB} GB are needed. `make gc` removes what neither this checkout nor a picked engine "
-        "needs.",
+        f"Free some space: {_NEEDED_GB} GB are needed. `make gc` removes what neither this checkout nor a picked "
+        "engine needs.",
     )
 
 
