@@ -150,8 +150,15 @@ class TaskStages:
                     self._run(call, fresh)
                 else:
                     command = stage_command(address, inputs)
+                    makers = self._makers(inputs)
                     future = run_stage.submit(
-                        address, command, call.key, fresh, self._is_deployed, wait_for=self._makers(inputs)
+                        address,
+                        command,
+                        call.key,
+                        fresh,
+                        self._is_deployed,
+                        return_state=False,
+                        wait_for=makers,
                     )
                     pending.append((call, future))
             for call, future in pending:

@@ -19,7 +19,7 @@ def test_a_closed_port_is_reported_soon_and_without_credentials(config, pipeline
     uri = f"http://user:secret@127.0.0.1:{free_port()}"
     gone = dataclasses.replace(config, uri=uri)
     started = time.monotonic()
-    with pytest.raises(TrackingUnavailable, match=r"select_engine\.tracking\.uri") as caught:
+    with pytest.raises(TrackingUnavailable, match=r"track\.uri") as caught:
         log_pipeline(gone, pipeline=pipeline, candidates=candidates, picks={})
     assert "secret" not in str(caught.value)
     assert time.monotonic() - started < 15
