@@ -192,7 +192,8 @@ class TaskStages:
                 found |= {
                     folder: manifest
                     for folder, manifest in self._manifests.items()
-                    if path in folder.parents or any(folder.match(str(place)) for place in places)
+                    if path in folder.parents
+                    or any("*" in place.parts and folder.match(str(place)) for place in places)
                 }
         return [*found.values()]
 
