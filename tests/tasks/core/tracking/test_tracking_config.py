@@ -21,7 +21,7 @@ def test_credentials_are_masked(uri: str, shown: str) -> None:
     assert mask_credentials(uri) == shown
 
 
-@pytest.mark.parametrize("uri", ["", "mlruns", "file:///mlruns", "ftp://host"])
+@pytest.mark.parametrize("uri", ["mlruns", "file:///mlruns", "ftp://host"])
 def test_an_unknown_kind_of_store_is_refused(uri: str) -> None:
     with pytest.raises(ConfigError, match=r"track\.uri"):
         TrackingConfig(enabled=True, uri=uri, experiment="engines")
