@@ -1,5 +1,6 @@
 """A selection in MLflow: logged once, pointed to, and noticed when MLflow no longer has it."""
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -85,7 +86,7 @@ def test_every_engine_is_one_run_however_often_it_is_logged(cfg, artifacts) -> N
     pages = {file.path for file in client.list_artifacts(pipeline.info.run_id)}
     assert pages == {"report.html", "report.md", "pareto.png", "engines.json", "picks.json", "params.yaml"}
     version = client.get_model_version_by_alias(MODEL, "candidate")
-    assert version.run_id == best.info.run_id and first.candidates[MODEL] == version.version
+    assert version.run_id == best.info.run_id and first.candidates[MODEL] == str(version.version)
     assert len(client.search_model_versions(f"name = '{MODEL}'")) == 1
     assert "latency_ms_p50" not in runs["pruned-cpu_openvino"].data.metrics
     [data] = best.inputs.dataset_inputs
@@ -104,15 +105,16 @@ def test_candidate_goes_forth_and_back_with_the_selection(cfg, artifacts) -> Non
     assert again == first and still_holds(cfg, first) and not still_holds(cfg, between)
 
 
-def test_lost_store_is_noticed_and_filled_again(cfg, artifacts) -> None:
+def test_lost_store_is_noticed_and_filled_again(cfg, artifacts, tmp_path) -> None:
     selection = select(artifacts, "selection")
     first = logged(cfg, artifacts, selection)
-    Path("mlflow.db").unlink()
-    assert not still_holds(cfg, first)
-    again = logged(cfg, artifacts, selection)
-    assert again.run != first.run and still_holds(cfg, again)
-    client_of(cfg).delete_run(again.run.rpartition("/")[2])
-    assert not still_holds(cfg, again)
+    (tmp_path / "empty").mkdir()
+    empty = dataclasses.replace(cfg, uri=f"sqlite:///{tmp_path}/empty/mlflow.db")
+    assert not still_holds(empty, first)
+    again = logged(empty, artifacts, selection)
+    assert again.run != first.run and still_holds(empty, again)
+    client_of(empty).delete_run(again.run.rpartition("/")[2])
+    assert not still_holds(empty, again)
 
 
 @pytest.fixture
@@ -167,7 +169,7 @@ def test_engine_that_was_changed_after_it_was_measured_is_not_logged(cfg, artifa
 
 
 def test_turned_off_it_logs_nothing_and_holds(cfg, artifacts) -> None:
-    off = Config(**vars(cfg) | {"enabled": False})
+    off = dataclasses.replace(cfg, enabled=False)
     report = logged(off, artifacts, select(artifacts, "selection"))
     assert report == Report(None, {}) and still_holds(off, report) and not Path("mlflow.db").exists()
 
