@@ -178,7 +178,12 @@ class TaskStages:
 
     def _prepare(self, address: str, inputs: Mapping[str, Path]) -> tuple[Call, bool]:
         call = prepare_call(address, inputs, self._params)
-        return call, is_fresh(call) or recall(call)
+        if is_fresh(call):
+            return call, True
+        was_made = recall(call)
+        if was_made:
+            print_line(f"{address}: made before, restored from the store")
+        return call, was_made
 
     def _makers(self, inputs: Mapping[str, Path]) -> list[dict[str, str]]:
         """Return what the tasks returned whose outputs are inputs: the edges of the graph on Prefect's page."""
