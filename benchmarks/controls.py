@@ -36,7 +36,7 @@ import torch
 
 from benchmarks.runtimes import DATA, stage_config
 from tasks import finetune
-from tasks.core.execute import ARTIFACTS, Call, execute, load_stage
+from tasks.core.execute import ARTIFACTS, Call, execute, find_facts, load_stage, output_folder
 from tasks.core.fingerprint import stage_key
 from tasks.core.reports import read_report, write_json
 from tasks.distill import distill
@@ -224,8 +224,10 @@ def trained(address: str, seed: int, **inputs: Path) -> Path:
 
 def run_stage(name: str, stage: str, cfg: Any, **inputs: Path) -> Path:
     """Run a stage below FOLDER unless its output is fresh, and return the output folder."""
-    key = stage_key(stage, dataclasses.asdict(cfg), inputs)
-    return execute(Call(f"benchmarks.controls.{name}", load_stage(stage)[0], cfg, inputs, key))
+    address, function = f"benchmarks.controls.{name}", load_stage(stage)[0]
+    facts = find_facts(function, cfg, output_folder(address)) or {}
+    key = stage_key(stage, dataclasses.asdict(cfg), inputs, facts)
+    return execute(Call(address, function, cfg, inputs, facts, key))
 
 
 def changed_trainer(cfg: Any, **changes: int) -> Any:

@@ -194,6 +194,7 @@ def declared_target(case: EngineCase) -> "Target":
 
     file = REPOSITORY / "conf" / "target" / f"{case.target}.yaml"
     fields = yaml.safe_load(file.read_text(encoding="utf-8"))
+    del fields["work_pool"]
     fields |= {"runtime_version": "any", "max_batch": case.max_batch, "min_agreement_db": 0.0}
     target: Target = typed_config(Target, fields, f"target.{case.target}")
     is_onnxruntime = target.runtime is Runtime.onnxruntime

@@ -21,6 +21,7 @@ from flows.params import write_params
 from flows.pipeline import RecordedStages, run_pipeline
 from flows.workspace import hold_workspace
 from tasks.core.config import PARAMS_FILE, find_section, read_params
+from tasks.core.environment import ENVIRONMENT_FILE
 from tasks.core.errors import EnginewrightError
 from tasks.core.execute import ARTIFACTS
 
@@ -45,11 +46,22 @@ OUTPUTS = {
 }
 """Output files of each stage, which later stages read."""
 
+LIBRARIES = {
+    "prepare_data": "numpy",
+    "import_onnx": "onnx",
+    "quantize_ptq": "onnx",
+    "build_engine": "onnxruntime",
+    "benchmark": "psutil",
+}
+"""The library whose version shapes the output of a stage."""
+
 _STAGE = '''"""A stage that writes its inputs."""
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from tasks.core.environment import versions
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ class Report:
     run: None
 
 
-def {stage}(cfg: Config, *, out: Path, **inputs: Path) -> Report:
+{environment}def {stage}(cfg: Config, *, out: Path, **inputs: Path) -> Report:
     started_s = time.monotonic()
     time.sleep(cfg.seconds)
     read = [path.read_bytes() for path in inputs.values() if path.is_file()]
@@ -81,6 +93,12 @@ def {stage}(cfg: Config, *, out: Path, **inputs: Path) -> Report:
         (out / name).write_bytes(b"|".join([b"{stage} %d" % cfg.salt, *read]))
     return Report(started_s, time.monotonic(), {{}}, None)
 '''
+
+_ENVIRONMENT = """def environment(_: Config) -> dict[str, str]:
+    return versions("{library}")
+
+
+"""
 
 
 def write_workspace(folder: Path, *, num_variants: int, num_targets: int, seconds: float) -> None:
@@ -100,8 +118,9 @@ def write_workspace(folder: Path, *, num_variants: int, num_targets: int, second
         shutil.copy(REPOSITORY / name, folder / name)
     shutil.copy(__file__, folder / "benchmarks")
     for stage, outputs in OUTPUTS.items():
+        environment = _ENVIRONMENT.format(library=LIBRARIES[stage]) if stage in LIBRARIES else ""
         (folder / f"tasks/{stage}.py").write_text(
-            _STAGE.format(stage=stage, outputs=outputs), encoding="utf-8"
+            _STAGE.format(stage=stage, outputs=outputs, environment=environment), encoding="utf-8"
         )
     params = compose_trivial(num_variants=num_variants, num_targets=num_targets, seconds=seconds)
     (folder / "data/image").write_bytes(b"image")
@@ -170,10 +189,15 @@ def dvc_stages(params: dict[str, Any]) -> dict[str, Any]:
 
     plan = RecordedStages()
     run_pipeline(plan, params)
-    return {
+    looked_up = {
+        "cmd": "python -m flows.environment",
+        "always_changed": True,
+        "outs": [ENVIRONMENT_FILE.as_posix()],
+    }
+    return {"environment": looked_up} | {
         address.replace(".", "-"): {
             "cmd": shlex.join(stage_command(address, inputs)),
-            "params": [find_section(params, address)[0]],
+            "params": _sections(address, find_section(params, address)[0]),
             "deps": [
                 *(str(path).partition("/*")[0] for path in inputs.values()),
                 f"tasks/{address.split('.')[0]}.py",
@@ -182,6 +206,12 @@ def dvc_stages(params: dict[str, Any]) -> dict[str, Any]:
         }
         for address, inputs in plan.calls.items()
     }
+
+
+def _sections(address: str, section: str) -> list[Any]:
+    """Return what a stage reads of params.yaml and of the facts of its surroundings."""
+    has_facts = address.split(".")[0] in LIBRARIES
+    return [section, *([{ENVIRONMENT_FILE.as_posix(): [section]}] if has_facts else [])]
 
 
 def main(arguments: list[str]) -> int:

@@ -13,6 +13,7 @@ from prefect import flow
 from prefect.artifacts import Artifact
 from pydantic import Field
 
+from flows.environment import write_environment
 from flows.exchange import (
     Entries,
     check_remote,
@@ -30,7 +31,7 @@ from flows.pipeline import RecordedStages, run_targets
 from flows.preflight import check_gpus
 from flows.run_page import publish_progress
 from flows.stage_task import TaskStages, task_runner
-from flows.workspace import hold_workspace
+from flows.workspace import hold_workspace, keep_records
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.execute import ARTIFACTS, explained_full_disk, prepare_call
 from tasks.core.tracking.records import git_commit
@@ -61,7 +62,8 @@ class Handover:
     entries: Entries
     """The dvc.lock entries of the models and the data, which are in the DVC remote."""
     keys: dict[str, str]
-    """The key of every build, by address: the same code and configuration give the same keys."""
+    """The key of every build without facts of its surroundings, by address: the same code, configuration and models
+    give the same keys."""
 
 
 @flow(name="deploy_target", log_prints=True, task_runner=task_runner())
@@ -84,10 +86,11 @@ def deploy_target(target: TargetName, overrides: Overrides, models: Handover | N
         )
     check_gpus(params, [target])
     check_remote()
-    with explained_full_disk(ARTIFACTS), hold_workspace(), recorded_flow():
+    with explained_full_disk(ARTIFACTS), hold_workspace(), keep_records(), recorded_flow():
         close_killed_flow_run()
         record_flow_run()
         write_params(params)
+        write_environment(params)
         calls, needed, made = plan_target(params, target)
         if models is not None:
             merge_entries(models.entries)
@@ -120,7 +123,7 @@ def plan_target(
 def _check_keys(calls: Mapping[str, Mapping[str, Path]], params: Mapping[str, Any], models: Handover) -> None:
     """Refuse to build engines that the pipeline's machine would not accept as fresh."""
     for address, key in models.keys.items():
-        if prepare_call(address, calls[address], params).key != key:
+        if prepare_call(address, calls[address], params, environment={}).key != key:
             raise ArtifactError(
                 f"{address} would be a different engine here: the code or conf/ of this worker's checkout "
                 f"(commit {git_commit()}) differs from the pipeline's (commit {models.commit}). Bring both checkouts "

@@ -139,8 +139,10 @@ def _examine_target(
 ) -> Finding:
     """Check a target; the states apply if this machine lacks its GPU or library, or its CPU flags."""
     subject = f"target {name}"
+    options = dict(section)
+    pool = options.pop("work_pool", None)
     try:
-        target: Target = typed_config(Target, section, subject)
+        target: Target = typed_config(Target, options, subject)
         check_gpu(target)
         version = check_versions(target)
     except EnginewrightError as error:
@@ -151,7 +153,7 @@ def _examine_target(
             without_flags,
             subject,
             f"this CPU lacks {', '.join(flags)}",
-            f"Run it on a worker of pool {target.work_pool}.",
+            f"Run it on a worker of pool {pool}.",
         )
     return Finding(
         State.ok, subject, f"{target.runtime} {version}, {target.precision}, {target.num_threads} threads"

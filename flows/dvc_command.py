@@ -2,13 +2,10 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 from tasks.core.errors import DiskError, EnginewrightError
 from tasks.core.execute import is_full_disk
 from tasks.core.tracking.config import mask_credentials
-
-DVC_CACHE = Path(".dvc/cache")
 
 _DVC_FOOTER = "Having any troubles?"  # DVC prints this and a support link below the error
 

@@ -18,14 +18,15 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import exponential_backoff
 
 from flows.dvc_command import DvcFailed, run_dvc
+from flows.workspace import LOCK_FILE
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.execute import ARTIFACTS
 from tasks.core.fingerprint import digest
 
-LOCK_FILE = Path("dvc.lock")
-
 Entries = dict[str, dict[str, Any]]
 """Entries of dvc.lock by the DVC name of a stage: the command, and the path and md5 of each output."""
+
+STAGE_COMMAND = ["python", "-m", "tasks"]
 
 _NUM_RETRIES = 4
 """Retries follow after 4, 8, 16 and 32 s: a network or a store may be unavailable for a minute."""
@@ -41,7 +42,7 @@ def check_remote() -> None:
     if not Config.from_cwd()["core"].get("remote"):
         raise ConfigError(
             "DVC has no default remote (core.remote), through which machines exchange artifacts. Add one that all "
-            "of them can reach: `dvc remote add --default store s3://bucket/path`, or a shared folder."
+            "of them can reach: `dvc remote add --local --default store s3://bucket/path`, or a shared folder."
         )
 
 
@@ -50,7 +51,8 @@ def names_of_stages() -> dict[str, str]:
     from dvc.repo import Repo
 
     with Repo() as repo:
-        return {shlex.split(stage.cmd)[3]: stage.addressing for stage in repo.index.stages if stage.cmd}
+        commands = ((stage, shlex.split(stage.cmd)) for stage in repo.index.stages if stage.cmd)
+        return {words[3]: stage.addressing for stage, words in commands if words[:3] == STAGE_COMMAND}
 
 
 def makers_of(inputs: Iterable[Path], names: Mapping[str, str]) -> list[str]:
@@ -82,9 +84,9 @@ def pull_data(root: Path) -> None:
     pointer = root.with_name(f"{root.name}.dvc")
     if not pointer.is_file():
         return
-    with contextlib.suppress(ArtifactError):  # it is not what the pointer names
-        digest(root)
-        if root.exists():
+    if root.exists():
+        with contextlib.suppress(ArtifactError):  # it is not what the pointer names
+            digest(root)
             return
     run_dvc("pull", str(pointer))
 

@@ -39,9 +39,10 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("addresses", nargs="+", metavar="address")
+    options = parser.parse_args(arguments)
     try:
         with hold_workspace():
-            for address in parser.parse_args(arguments).addresses:
+            for address in options.addresses:
                 for forgotten in forget_outputs(address):
                     print(f"forgotten: {forgotten}")
     except EnginewrightError as error:

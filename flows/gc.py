@@ -22,17 +22,14 @@ from typing import Any
 import yaml
 
 from flows import local_server
-from flows.dvc_command import run_dvc
-from flows.workspace import hold_workspace
+from flows.workspace import KEPT_LOCK_FILE, LOCK_FILE, hold_workspace
 from tasks.core.errors import EnginewrightError
 from tasks.core.execute import ARTIFACTS, LEFTOVER_AGE_S, remove_leftovers
 from tasks.core.fingerprint import listing_md5
 from tasks.core.reports import KEY_FILE, read_key
-from tasks.core.store import remove_incomplete
+from tasks.core.store import cache_folder, object_file, remove_incomplete
 from tasks.core.tracking.config import read_tracking_config
 from tasks.core.tracking.lookup import find_picked_engines
-
-_LOCK_FILE = Path("dvc.lock")
 
 
 class CollectionFailed(EnginewrightError):
@@ -58,14 +55,14 @@ class Cache:
 
     def holds(self, md5: str) -> bool:
         """Return whether the cache has a file or the listing of a folder."""
-        return self._object(md5).is_file()
+        return object_file(self.folder, md5).is_file()
 
     def key_of(self, run: Mapping[str, Any]) -> str | None:
         """Return the key of a run's stage call; None if the cache does not have its output."""
         md5 = self._md5_inside(_output(run)["md5"], KEY_FILE)
         if md5 is None or not self.holds(md5):
             return None
-        return str(json.loads(self._object(md5).read_text(encoding="utf-8"))["key"])
+        return str(json.loads(object_file(self.folder, md5).read_text(encoding="utf-8"))["key"])
 
     def lineage(self, keys: Collection[str]) -> set[str]:
         """Return the md5 of everything in the cache that the calls with these keys made or read, back to the data."""
@@ -102,12 +99,9 @@ class Cache:
         """Return the md5 of a folder's files by relative path; empty if the cache does not have its listing."""
         if md5 not in self._listings:
             is_there = md5.endswith(".dir") and self.holds(md5)
-            listing = json.loads(self._object(md5).read_text(encoding="utf-8")) if is_there else []
-            self._listings[md5] = {entry["relpath"]: entry["md5"] for entry in listing}
+            text = object_file(self.folder, md5).read_text(encoding="utf-8") if is_there else "[]"
+            self._listings[md5] = {entry["relpath"]: entry["md5"] for entry in json.loads(text)}
         return self._listings[md5]
-
-    def _object(self, md5: str) -> Path:
-        return self.folder / "files" / "md5" / md5[:2] / md5[2:]
 
 
 def _output(run: Mapping[str, Any]) -> Mapping[str, str]:
@@ -116,11 +110,17 @@ def _output(run: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def find_locked(cache: Cache) -> set[str]:
-    """Return the md5 of all outputs in dvc.lock: `dvc gc` sees only the stages of today's params.yaml."""
-    if not _LOCK_FILE.is_file():
-        return set()
-    stages = yaml.load(_LOCK_FILE.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)["stages"]
-    made = {output["md5"] for stage in stages.values() for output in stage.get("outs", ())}
+    """Return the md5 of all outputs in dvc.lock, also in that of the last deployed run.
+
+    `dvc gc` sees only the stages of today's params.yaml.
+    """
+    locks = [
+        yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+        for file in (LOCK_FILE, KEPT_LOCK_FILE)
+        if file.is_file()
+    ]
+    stages = [stage for lock in locks for stage in lock["stages"].values()]
+    made = {output["md5"] for stage in stages for output in stage.get("outs", ())}
     return {md5 for md5 in made if cache.holds(md5)}
 
 
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         with hold_workspace():
-            cache = Cache(Path(run_dvc("cache", "dir").strip()).resolve())
+            cache = Cache(cache_folder().resolve())
             collect_garbage(cache, find_kept(cache) | find_locked(cache), is_dry=options.dry)
             if not options.dry:
                 remove_incomplete()

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from flows import local_server
-from flows.dvc_command import DVC_CACHE
+from flows.environment import write_environment
 from flows.flow_record import close_killed_flow_run, record_flow_run, recorded_flow
 from flows.params import compose_params, write_params
 from flows.pipeline import run_pipeline
@@ -23,6 +23,7 @@ from flows.result_table import print_ranking, print_result
 from flows.workspace import commit_outputs, hold_workspace
 from tasks.core.errors import EnginewrightError
 from tasks.core.execute import ARTIFACTS, explained_full_disk, remove_leftovers
+from tasks.core.store import cache_folder
 from tasks.core.tracking.config import mask_credentials, tracking_config
 from tasks.core.tracking.pending import has_pending
 
@@ -54,11 +55,12 @@ def run_flow(params: dict[str, Any]) -> Path:
         local_server.begin_start()
         importlib.import_module("prefect")  # takes a second, in which the server starts
         write_params(params)
+        write_environment(params)
         send_pending_runs(params)
         local_server.wait_until_ready()
         close_killed_flow_run()
         folder = optimize(params)
-        with explained_full_disk(DVC_CACHE):
+        with explained_full_disk(cache_folder()):
             commit_outputs()
         remove_leftovers()
     return folder

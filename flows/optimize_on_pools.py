@@ -30,6 +30,7 @@ from prefect.states import Cancelled, Cancelling, Crashed
 from pydantic import Field
 
 from flows.deploy_target import ENTRIES_ARTIFACT, Handover, Overrides, TargetName, find_place, plan_target
+from flows.environment import write_environment
 from flows.exchange import (
     Entries,
     check_remote,
@@ -47,9 +48,17 @@ from flows.pipeline import RecordedStages, run_models, run_pipeline
 from flows.preflight import check_folders, check_models, count_calls, send_pending_runs
 from flows.run_page import publish_progress, publish_result
 from flows.stage_task import TaskStages, task_runner
-from flows.workspace import commit_outputs, hold_workspace
+from flows.workspace import commit_outputs, hold_workspace, keep_records
 from tasks.core.errors import ConfigError, EnginewrightError
-from tasks.core.execute import ARTIFACTS, explained_full_disk, is_current, prepare_call, remove_leftovers
+from tasks.core.execute import (
+    ARTIFACTS,
+    explained_full_disk,
+    is_current,
+    output_folder,
+    prepare_call,
+    recorded_facts,
+    remove_leftovers,
+)
 from tasks.core.tracking.records import git_commit
 
 _FAN_OUT_TAG = "fan-out"
@@ -126,10 +135,11 @@ def optimize_on_pools(
     check_models(params)
     check_folders(params)
     check_remote()
-    with explained_full_disk(ARTIFACTS), hold_workspace(), recorded_flow():
+    with explained_full_disk(ARTIFACTS), hold_workspace(), keep_records(), recorded_flow():
         close_killed_flow_run()
         record_flow_run()
         write_params(params)
+        write_environment(params)
         pull_data(Path(params["prepare_data"]["root"]))
         send_pending_runs(params)
         stages = TaskStages(params, count_calls(params), publish_progress())
@@ -143,7 +153,9 @@ def optimize_on_pools(
             raise TargetsFailed(_without_reference(params, results))
         kept = keep_targets(params, done)
         write_params(kept)
-        folder = run_pipeline(TaskStages(kept, count_calls(kept)), kept)
+        elsewhere = frozenset(address for target in done for address in plan_target(kept, target)[0])
+        write_environment(kept, elsewhere)
+        folder = run_pipeline(TaskStages(kept, count_calls(kept), elsewhere=elsewhere), kept)
         commit_outputs()
         push([])
         remove_leftovers()
@@ -198,7 +210,10 @@ def _start(params: Mapping[str, Any], target: str, overrides: Sequence[str]) -> 
         commit=git_commit(),
         place=find_place(),
         entries=read_entries(needed),
-        keys={address: prepare_call(address, inputs, params).key for address, inputs in builds.items()},
+        keys={
+            address: prepare_call(address, inputs, params, environment={}).key
+            for address, inputs in builds.items()
+        },
     )
     try:
         started = run_deployment(
@@ -227,7 +242,7 @@ def _wait(
     results: dict[str, TargetResult] = {}
     began = time.monotonic()
     clocks = {target: Clock(worker_seen_s=began, queued_s=began) for target in runs}
-    pools = {name: str(params["build_engine"][name]["work_pool"]) for name in runs}
+    pools = {name: str(params["pipeline"]["work_pools"][name]) for name in runs}
     with get_client(sync_client=True) as client:
         while len(results) < len(runs):
             asked = {name: client.read_flow_run(run_id) for name, run_id in runs.items()}
@@ -313,7 +328,11 @@ def _check_current(params: Mapping[str, Any], target: str) -> None:
     """Check that a worker's outputs are current on this machine, so that none of them is made again here."""
     calls, _, _ = plan_target(params, target)
     stale = [
-        address for address, inputs in calls.items() if not is_current(prepare_call(address, inputs, params))
+        address
+        for address, inputs in calls.items()
+        if not is_current(
+            prepare_call(address, inputs, params, environment=recorded_facts(output_folder(address)))
+        )
     ]
     if stale:
         raise TargetsFailed(

@@ -52,6 +52,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError(_first_lines(error)) from error
     model, variants, targets = (params.pop(key) for key in ("model", "variants", "target"))
     _check_names(targets)
+    params["pipeline"]["work_pools"] = {name: _take_pool(name, options) for name, options in targets.items()}
     params["build_engine"] = targets
     if params["quantize_ptq"]["activations"] is None:
         params["quantize_ptq"]["activations"] = _activations(targets)
@@ -71,6 +72,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     params["benchmark"] = {
         target: {
             "target": target,
+            "gpu": targets[target]["gpu"],
             "variants": [variant for variant in ordered if f"{variant}-{target}" in params["engines"]],
             **measuring,
         }
@@ -102,6 +104,14 @@ def _check_names(targets: dict[str, Any]) -> None:
                 f"target.{key} has name {options.get('name')!r} and runtime {options.get('runtime')!r}, expected "
                 f"the name {key} and a runtime. Fix conf/target/{key}.yaml."
             )
+
+
+def _take_pool(name: str, options: dict[str, Any]) -> str:
+    """Remove the work pool from a target, whose engines do not depend on it, and return it."""
+    pool = options.pop("work_pool", None)
+    if not isinstance(pool, str) or not pool:
+        raise ConfigError(f"target.{name}.work_pool is {pool!r}, expected the name of a work pool.")
+    return pool
 
 
 def check_params(params: dict[str, Any]) -> None:

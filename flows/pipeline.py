@@ -62,7 +62,7 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
     )
     stages.run(
         "race_picks",
-        builds=ARTIFACTS / "build_engine",
+        builds=ARTIFACTS / "build_engine" / "*" / "*" / "engine",
         picks=selection / "picks.json",
         reference=Path(params["pipeline"]["reference_engine"]),
     )

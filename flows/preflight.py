@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from flows import local_server
-from flows.dvc_command import DVC_CACHE
 from flows.pipeline import RecordedStages, run_pipeline
 from tasks.core.config import typed_config
 from tasks.core.errors import ConfigError
 from tasks.core.execute import ARTIFACTS, check_writable
 from tasks.core.reports import REPORT_FILE
+from tasks.core.store import cache_folder
 from tasks.core.tracking.config import database_file, tracking_config
 from tasks.core.tracking.pending import has_pending
 from tasks.import_onnx import Config as ImportConfig
@@ -28,7 +28,7 @@ def check_folders(params: dict[str, Any]) -> None:
     outputs = _outputs(params)
     check_writable(*outputs, *(output.parent for output in outputs))
     check_writable(*(ARTIFACTS / name for name in (".drafts", ".locks")), local_server.HOME)
-    check_writable(DVC_CACHE, DVC_CACHE / "files/md5", Path(".dvc/tmp"))
+    check_writable(cache_folder(), cache_folder() / "files/md5", Path(".dvc/tmp"))
     tracking = tracking_config(params)
     database = database_file(tracking.uri)
     if tracking.enabled and database:

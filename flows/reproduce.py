@@ -6,6 +6,7 @@ prints the lineage from engine to data, and builds the engine again. It reports 
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -19,11 +20,12 @@ import yaml
 
 from flows.templates import check_templates
 from tasks.core.config import PARAMS_FILE
+from tasks.core.environment import ENVIRONMENT_FILE
 from tasks.core.errors import ArtifactError, ConfigError, EnginewrightError
-from tasks.core.execute import ARTIFACTS
+from tasks.core.execute import ARTIFACTS, recorded_facts
 from tasks.core.reports import read_key
 from tasks.core.tracking.config import mask_credentials, read_tracking_config
-from tasks.core.tracking.lookup import find_engine, read_pipeline_params
+from tasks.core.tracking.lookup import find_engine, read_pipeline_file
 from tasks.core.tracking.records import UNCOMMITTED, UNKNOWN_COMMIT, TrackedEngine
 from tasks.parts.engines.manifest import read_engine_manifest, sha256_of
 from tasks.parts.engines.runtimes import Runtime
@@ -37,8 +39,10 @@ _LOCAL_CONFIG = Path(".dvc/config.local")
 _OWN_CACHE = Path(".dvc/cache")
 
 
-def prepare(engine: TrackedEngine, params: str, folder: Path) -> None:
+def prepare(engine: TrackedEngine, params: str, environment: str, folder: Path) -> None:
     """Make `folder` a checkout of the engine's commit with its params.yaml and this checkout's DVC cache.
+
+    What the pipeline's run kept is restored as it was made, in the surroundings of then (`environment`).
 
     Raises ArtifactError if the code is not in this repository, or if MLflow holds names and paths that the pipeline
     does not write; ConfigError for an existing folder.
@@ -71,6 +75,9 @@ def prepare(engine: TrackedEngine, params: str, folder: Path) -> None:
         shutil.rmtree(folder)
         raise ArtifactError(f"The params.yaml of the run was changed in MLflow: {error}") from error
     (folder / PARAMS_FILE).write_text(params, encoding="utf-8")
+    (folder / ENVIRONMENT_FILE).parent.mkdir()
+    (folder / ENVIRONMENT_FILE).write_text(environment, encoding="utf-8")
+    _run(sys.executable, "-m", "dvc", "freeze", "environment", cwd=folder)
     if _LOCAL_CONFIG.is_file():
         shutil.copy(_LOCAL_CONFIG, folder / _LOCAL_CONFIG)  # the credentials of remotes, with their file mode
     cache = _run(sys.executable, "-m", "dvc", "cache", "dir").strip()
@@ -165,6 +172,11 @@ def _verdict(engine: TrackedEngine, rebuilt_sha256: str, folder: Path) -> tuple[
     manifest = read_engine_manifest(output / "engine")
     if not manifest.is_built:
         return f"no engine: the build was {manifest.status}, {manifest.reason}", False
+    if (here := recorded_facts(output)) != (there := _facts(folder, engine.tags["target"])):
+        return (
+            f"different bytes, {rebuilt_sha256} instead of {asked}: built with {dict(here)}, then with {there}",
+            False,
+        )
     if read_key(output) != engine.tags["key_build_engine"]:
         return (
             "different bytes: the build's inputs are not those that were logged (data, parameters or code)",
@@ -184,6 +196,12 @@ def _verdict(engine: TrackedEngine, rebuilt_sha256: str, folder: Path) -> tuple[
         f"different bytes, {rebuilt_sha256} instead of {asked}: {why}, or this CPU differs",
         False,
     )
+
+
+def _facts(folder: Path, target: str) -> Any:
+    """Return the facts of the surroundings in which the logged engine was built."""
+    content = json.loads((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
+    return content["build_engine"][target]
 
 
 def _is_other_lock(folder: Path) -> bool:
@@ -222,7 +240,10 @@ def main(arguments: Sequence[str]) -> int:
         folder = options.into or Path(".reproduced") / engine.tags["engine_sha256"][:12]
         print(f"{engine.tags['variant']} on {engine.tags['target']}, run {engine.run_id}")
         print(f"code {engine.tags['git_commit']}, checked out into {folder}")
-        prepare(engine, read_pipeline_params(tracking, engine), folder)
+        params, environment = (
+            read_pipeline_file(tracking, engine, file.name) for file in (PARAMS_FILE, ENVIRONMENT_FILE)
+        )
+        prepare(engine, params, environment, folder)
         words, is_right = _verdict(engine, rebuild(engine, folder), folder)
         print(words)
     except EnginewrightError as error:

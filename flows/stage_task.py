@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,16 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.pipeline import Calls
 from tasks.core.errors import EnginewrightError
-from tasks.core.execute import ARTIFACTS, Call, is_current, is_fresh, prepare_call, recall
+from tasks.core.execute import (
+    ARTIFACTS,
+    Call,
+    is_current,
+    is_fresh,
+    output_folder,
+    prepare_call,
+    recall,
+    recorded_facts,
+)
 from tasks.core.tracking.config import mask_credentials
 
 MAX_SIDE_BY_SIDE = 4
@@ -46,18 +55,18 @@ def print_line(line: str) -> None:
     result_serializer="json",
     refresh_cache=True,
 )
-def run_stage(address: str, command: list[str], key: str, fresh: bool, keeps_words: bool) -> dict[str, str]:
-    """Run a stage in its own process and return a small manifest; the outputs themselves stay in artifacts/.
+def run_stage(address: str, command: list[str], key: str, fresh: bool, keeps_words: bool) -> str:
+    """Run a stage in its own process and return the key; the outputs themselves stay in artifacts/.
 
-    With ``fresh``, the other driver already made the output, and only the manifest is recorded. With
-    ``keeps_words``, Prefect logs the output of the stage; else it goes straight to the terminal.
+    With ``fresh``, the other driver already made the output, and only the key is recorded. With ``keeps_words``,
+    Prefect logs the output of the stage; else it goes straight to the terminal.
     """
     if not fresh:
         print_line(f"{address}: running")
         code = (_run_and_log if keeps_words else _run)([sys.executable, *command[1:]])
         if code != 0:
             raise StageFailed(f"{address} ended with exit code {code}. Fix the error above and run again.")
-    return {"address": address, "key": key}
+    return key
 
 
 _recall_stage = run_stage.with_options(refresh_cache=False)
@@ -125,12 +134,15 @@ class TaskStages:
         params: Mapping[str, Any],
         num_calls: int,
         show_progress: Callable[[int, int], None] = lambda num_done, num_all: None,
+        elsewhere: Collection[str] = (),
     ) -> None:
+        """`elsewhere` are addresses whose outputs other machines made: their surroundings are those on record."""
         self._params = params
         self._num_done = 0
-        self._manifests: dict[Path, dict[str, str]] = {}
-        """What the task of each output folder returned; Prefect knows by it which task made it."""
+        self._keys: dict[Path, str] = {}
+        """What the task of each output folder returned: Prefect knows by this object which task made it."""
         self._show_progress = show_progress
+        self._elsewhere = elsewhere
         self._is_deployed = runtime.deployment.id is not None
         self.num_calls = num_calls
         self.num_executed = 0
@@ -142,7 +154,7 @@ class TaskStages:
 
     def run_side_by_side(self, calls: Calls) -> None:
         """Make sure that the outputs of independent calls are fresh, as many at once as the task runner allows."""
-        pending: list[tuple[Call, PrefectFuture[dict[str, str]]]] = []
+        pending: list[tuple[Call, PrefectFuture[str]]] = []
         try:
             for address, inputs in calls.items():
                 call, fresh = self._prepare(address, inputs)
@@ -170,14 +182,15 @@ class TaskStages:
     def _run(self, call: Call, fresh: bool) -> Path:
         started = time.perf_counter()
         command = stage_command(call.address, call.inputs)
-        record = (_recall_stage if fresh else run_stage)(
+        recorded_key = (_recall_stage if fresh else run_stage)(
             call.address, command, call.key, fresh, self._is_deployed, wait_for=self._makers(call.inputs)
         )
-        self._finish(call, fresh, record, f"done in {time.perf_counter() - started:.1f} s")
+        self._finish(call, fresh, recorded_key, f"done in {time.perf_counter() - started:.1f} s")
         return call.folder
 
     def _prepare(self, address: str, inputs: Mapping[str, Path]) -> tuple[Call, bool]:
-        call = prepare_call(address, inputs, self._params)
+        recorded = recorded_facts(output_folder(address)) if address in self._elsewhere else None
+        call = prepare_call(address, inputs, self._params, environment=recorded)
         if is_fresh(call):
             return call, True
         was_made = recall(call)
@@ -185,30 +198,30 @@ class TaskStages:
             print_line(f"{address}: made before, restored from the store")
         return call, was_made
 
-    def _makers(self, inputs: Mapping[str, Path]) -> list[dict[str, str]]:
+    def _makers(self, inputs: Mapping[str, Path]) -> list[str]:
         """Return what the tasks returned whose outputs are inputs: the edges of the graph on Prefect's page."""
-        found: dict[Path, dict[str, str]] = {}
+        found: dict[Path, str] = {}
         for path in inputs.values():
             places = (path, *path.parents)
-            maker = next((place for place in places if place in self._manifests), None)
+            maker = next((place for place in places if place in self._keys), None)
             if maker is not None:
-                found[maker] = self._manifests[maker]
+                found[maker] = self._keys[maker]
             elif ARTIFACTS in places:  # it stands for many folders
                 found |= {
-                    folder: manifest
-                    for folder, manifest in self._manifests.items()
+                    folder: key
+                    for folder, key in self._keys.items()
                     if path in folder.parents
                     or any("*" in place.parts and folder.match(str(place)) for place in places)
                 }
         return [*found.values()]
 
-    def _finish(self, call: Call, fresh: bool, record: dict[str, str], what: str) -> None:
-        if record["key"] != call.key or not (fresh or is_current(call)):
+    def _finish(self, call: Call, fresh: bool, recorded_key: str, what: str) -> None:
+        if recorded_key != call.key or not (fresh or is_current(call)):
             raise StageFailed(
                 f"{call.address}: inputs, code or params.yaml changed while it ran. "
                 "No wrong output is used; run again."
             )
-        self._manifests[call.folder] = record
+        self._keys[call.folder] = recorded_key
         self._num_done += 1
         if not fresh:
             self.num_executed += 1

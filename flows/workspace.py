@@ -1,15 +1,28 @@
-"""Lock the checkout for one flow at a time, and commit its outputs to DVC."""
+"""Lock the checkout for one flow at a time, commit its outputs to DVC, and leave what git tracks as it was."""
 
+import contextlib
 import json
 import os
+import shutil
+import subprocess
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from flows.dvc_command import run_dvc
+from tasks.core.config import PARAMS_FILE
+from tasks.core.environment import ENVIRONMENT_FILE
 from tasks.core.execute import ARTIFACTS
 from tasks.core.fingerprint import digest
 from tasks.core.locks import hold_lock
 from tasks.core.reports import KEY_FILE
+
+LOCK_FILE = Path("dvc.lock")
+_RECORDS = (LOCK_FILE, PARAMS_FILE)
+"""Files of git that a run writes."""
+_KEPT = ARTIFACTS / ".deployed"
+KEPT_LOCK_FILE = _KEPT / LOCK_FILE
+"""The dvc.lock of the last deployed run."""
 
 
 def hold_workspace() -> AbstractContextManager[None]:
@@ -20,6 +33,50 @@ def hold_workspace() -> AbstractContextManager[None]:
         str(os.getpid()),
         before_waiting=lambda pid: print(words.format(pid), flush=True),
     )
+
+
+@contextlib.contextmanager
+def keep_records() -> Iterator[None]:
+    """Put the files of git back that a deployed run writes, so that `git pull` works in the checkout of a worker.
+
+    The run goes on from those of the last one, and they are kept in artifacts/.deployed. Nothing is put back where a
+    person had changed them, or without git.
+    """
+    mark = _KEPT / "running"
+    was_killed = mark.is_file()
+    if not was_killed and _git("status", "--porcelain", "--", *map(str, _RECORDS)) != b"":
+        print(
+            f"{' or '.join(map(str, _RECORDS))} has changes that are not committed: the run writes into them"
+        )
+        yield
+        return
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    if not was_killed:
+        _copy_records(_KEPT, Path())
+    try:
+        yield
+    finally:
+        _copy_records(Path(), _KEPT)
+        for file in _RECORDS:
+            committed = _git("show", f"HEAD:./{file}")
+            if committed is None:
+                file.unlink(missing_ok=True)
+            else:
+                file.write_bytes(committed)
+        mark.unlink()
+
+
+def _copy_records(source: Path, target: Path) -> None:
+    for file in _RECORDS:
+        if (source / file).is_file():
+            shutil.copyfile(source / file, target / file)
+
+
+def _git(*arguments: str) -> bytes | None:
+    """Return what git prints; None if it refuses."""
+    done = subprocess.run(["git", *arguments], capture_output=True, check=False)
+    return None if done.returncode else done.stdout
 
 
 def commit_outputs() -> None:
@@ -38,6 +95,7 @@ def commit_outputs() -> None:
 
 
 def _commit_stamp() -> str:
-    keys = {path.as_posix(): digest(path) for path in sorted(ARTIFACTS.glob(f"[!.]*/**/{KEY_FILE}"))}
-    lock = Path("dvc.lock")
-    return json.dumps({"keys": keys, "lock": lock.read_text(encoding="utf-8") if lock.is_file() else None})
+    files = (ENVIRONMENT_FILE, *sorted(ARTIFACTS.glob(f"[!.]*/**/{KEY_FILE}")))
+    keys = {path.as_posix(): digest(path) for path in files}
+    lock = LOCK_FILE.read_text(encoding="utf-8") if LOCK_FILE.is_file() else None
+    return json.dumps({"keys": keys, "lock": lock})

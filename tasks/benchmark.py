@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tasks.core.bounds import AtLeast, MoreThan
 from tasks.core.errors import ArtifactError
+from tasks.parts.engines.gpu import Gpu
+from tasks.parts.engines.machine import has_gpu
 from tasks.parts.engines.runtimes import CUDA
 from tasks.parts.measuring.batch_latency import Bursts, Windows, summarise
-from tasks.parts.measuring.machine_state import read_gpu_memory_mib, read_machine
+from tasks.parts.measuring.machine_state import measuring_environment, read_gpu_memory_mib, read_machine
 from tasks.parts.measuring.race import CONTROL, FEWEST_ROUNDS, RaceOptions
 from tasks.parts.measuring.reports import (
     REFERENCE,
@@ -49,6 +51,8 @@ class Config(RaceOptions):
 
     target: str
     """Name of the target of the engines."""
+    gpu: Gpu | None
+    """The GPU that the target declares."""
     variants: list[str]
     """Variants that are built for the target, the rungs of the ladder first and in its order."""
     batch_sizes: list[Annotated[int, AtLeast(2)]]
@@ -115,6 +119,11 @@ class _Measured:
     layers_ms: Mapping[str, float]
     description: Mapping[str, Any]
     """The description that the engine's runner returns."""
+
+
+def environment(cfg: Config) -> dict[str, str] | None:
+    """Return the machine; None without the GPU of the target."""
+    return measuring_environment() if cfg.gpu is None or has_gpu(cfg.gpu) else None
 
 
 def measures(_: Config) -> bool:

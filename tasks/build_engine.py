@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tasks.parts.builders.build import build
 from tasks.parts.builders.report import EngineBuild
-from tasks.parts.engines.machine import missing_cpu_flags
+from tasks.parts.engines.machine import target_environment
 from tasks.parts.engines.manifest import EngineStatus
 from tasks.parts.engines.target import Target
 
@@ -12,6 +12,11 @@ Config = Target
 """The configuration of a build is the target that it builds for."""
 
 Report = EngineBuild
+
+
+def environment(cfg: Config) -> dict[str, str] | None:
+    """Return versions, CPU flags and GPU; None without the declared GPU or the runtime."""
+    return target_environment(cfg)
 
 
 def build_engine(cfg: Config, *, model: Path, images: Path, out: Path) -> Report:
@@ -28,12 +33,9 @@ def measures(cfg: Config) -> bool:
     return cfg.gpu is not None
 
 
-def still_holds(cfg: Config, report: Report) -> bool:
+def still_holds(_: Config, report: Report) -> bool:
     """Return whether building again would end the same way.
 
-    A skipped build stays skipped while the CPU lacks a flag. A failed one is tried again: by now memory may be free,
-    or a damaged timing cache gone.
+    A failed one is tried again: by now memory may be free, or a damaged timing cache gone.
     """
-    if report.status is EngineStatus.skipped:
-        return bool(missing_cpu_flags(cfg))
-    return report.status is EngineStatus.built
+    return report.status is not EngineStatus.failed

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tasks.core.bounds import AtLeast, LessThan, MoreThan
+from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError
+from tasks.parts.cpu import int8_sums
+from tasks.parts.onnx_session import ONNXRUNTIME
 from tasks.parts.quantization.config import Activations, OpTypes
 
 if TYPE_CHECKING:
@@ -76,6 +79,11 @@ class Report:
     """Score of the INT8 graph on the validation images."""
     num_suspect: int
     answers: tuple[Answer, ...]
+
+
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return versions("onnx", *ONNXRUNTIME) | {"int8_sums": int8_sums()}
 
 
 def check_int8(

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, AtMost, MoreThan
+from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError, ConfigError, DataError, first_line
+from tasks.parts.onnx_session import ONNXRUNTIME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,6 +71,11 @@ class Report:
     """Score of the float graph on the same images."""
     agreement: float
     """Share of pixels, or images, with the class that the float graph predicts."""
+
+
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return versions("nvidia-modelopt", "onnx", *ONNXRUNTIME)
 
 
 def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:

@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tasks.core.environment import versions
 from tasks.parts.networks.config import NetworkConfig
 from tasks.parts.training.config import DistillationConfig, TrainerConfig, TrainingReport
 from tasks.parts.training.pretrained import PretrainedConfig
@@ -23,6 +24,11 @@ class Config:
     """Schedule, optimizer and devices."""
     pretrained: PretrainedConfig
     """Weights to start from."""
+
+
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return versions("lightning", "torch", "transformers")
 
 
 def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> TrainingReport:

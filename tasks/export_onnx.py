@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, Between, LessThan, MinItems, MoreThan
+from tasks.core.environment import versions
 from tasks.core.errors import GateFailed
 from tasks.parts.onnx_graphs.signal_to_noise import Difference
 
@@ -51,6 +52,11 @@ class Report:
     four input channels."""
     differences: tuple[Difference, ...]
     """How far ONNX Runtime is from torch, for each batch size."""
+
+
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return versions("onnx", "onnxscript", "onnxslim", "torch", "transformers")
 
 
 def export_onnx(cfg: Config, *, checkpoint: Path, out: Path) -> Report:

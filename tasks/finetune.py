@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.core.environment import versions
 from tasks.parts.training.config import DistillationConfig, TrainerConfig, TrainingReport
 
 logger = logging.getLogger(__name__)
@@ -17,6 +18,11 @@ class Config:
     """Terms of the loss; label_weight alone fine-tunes without the teacher."""
     trainer: TrainerConfig
     """Schedule, optimizer and devices."""
+
+
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return versions("lightning", "torch", "transformers")
 
 
 def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: Path) -> TrainingReport:

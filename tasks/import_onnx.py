@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems, MoreThan
+from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.data.input_card import MAX_CHANNELS, InputCard, Task
 from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, InputForm, Layout, Values
 from tasks.parts.onnx_graphs.foreign_output import ALL_OUTPUTS, OutputKind
 from tasks.parts.onnx_graphs.signal_to_noise import Difference
+from tasks.parts.onnx_session import ONNXRUNTIME
 
 if TYPE_CHECKING:
     import numpy as np
@@ -150,6 +152,11 @@ class Report:
     """What was done to the file before the comparison; empty if it was compared as it is."""
     quantized: Quantized | None
     """The Q/DQ graph of the file; None for a float file."""
+
+
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return versions("onnx", "onnxslim", *ONNXRUNTIME)
 
 
 def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tasks.core.bounds import AtLeast
+from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError, DataError
+from tasks.parts.onnx_session import ONNXRUNTIME
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,6 +37,11 @@ class Report:
     """Number of classes of the model; 0 if it returns values."""
     num_classes_given: int
     """Number of classes that the model predicted for at least one image, or pixel."""
+
+
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return versions(*ONNXRUNTIME)
 
 
 def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:

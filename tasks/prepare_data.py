@@ -7,6 +7,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import Between
+from tasks.core.environment import versions
 from tasks.core.errors import ConfigError
 from tasks.parts.sources.config import FolderConfig, ScenesConfig
 
@@ -104,6 +105,11 @@ class _Loaded:
     num_bad_images: int
     num_duplicates: int
     warnings: tuple[str, ...]
+
+
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return versions("numpy", "pillow", "scikit-learn")
 
 
 def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import Between, LessThan, MoreThan
+from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.pruning.channel_importance import BatchLosses
 from tasks.parts.pruning.config import ChannelPruning, Importance, Ranking
@@ -142,6 +143,11 @@ class Report:
     """Whether a step fell below min_val_miou_ratio; the state before that step was written."""
     steps: tuple[Step, ...]
     """All steps in order; the network after the last kept step was written."""
+
+
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return versions("lightning", "torch", "torch-pruning", "transformers")
 
 
 def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path) -> Report:

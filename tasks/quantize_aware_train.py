@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import Between
+from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
+from tasks.parts.cpu import int8_sums
+from tasks.parts.onnx_session import ONNXRUNTIME
 from tasks.parts.quantization.config import OpTypes
 from tasks.parts.training.config import DistillationConfig, TrainerConfig
 
@@ -60,6 +63,13 @@ class Report:
     agreement: float
     """Share of validation pixels on which the written graph predicts the class of the simulated network; the smallest
     of all types of activations."""
+
+
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return versions("lightning", "nvidia-modelopt", "onnx", *ONNXRUNTIME, "torch") | {
+        "int8_sums": int8_sums()
+    }
 
 
 def quantize_aware_train(

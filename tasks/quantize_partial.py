@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, LessThan
+from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.cpu import int8_sums
 from tasks.parts.data.accuracy import ScoreLoss, Standing
+from tasks.parts.onnx_session import ONNXRUNTIME
 from tasks.parts.quantization.config import OpTypes
 
 if TYPE_CHECKING:
@@ -120,6 +123,11 @@ class Report:
     """Number of graphs that were evaluated on the validation images."""
     float_layers: tuple[FloatLayer, ...]
     steps: tuple[Step, ...]
+
+
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return versions("onnx", *ONNXRUNTIME) | {"int8_sums": int8_sums()}
 
 
 def quantize_partial(

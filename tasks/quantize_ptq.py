@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tasks.core.bounds import AtLeast, AtMost, Distinct, LessThan, MinItems, MoreThan
+from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError, DataError
+from tasks.parts.cpu import int8_sums
+from tasks.parts.onnx_session import ONNXRUNTIME
 from tasks.parts.quantization.config import Activations, Calibrator, OpTypes, coarsest
 
 if TYPE_CHECKING:
@@ -87,6 +90,11 @@ class Report:
     where sums of two products of 8 bits saturate."""
     trials: tuple[Trial, ...]
     """All trials in the configured order."""
+
+
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return versions("onnx", *ONNXRUNTIME) | {"int8_sums": int8_sums()}
 
 
 def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:

@@ -2,7 +2,8 @@
 
 Each repair changes the float graph before the Q/DQ pairs are inserted, and is kept if the INT8 graph scores higher on
 the validation images. Rounding, the slowest, is tried only while the gates do not hold. If the INT8 graph of
-quantize_ptq is as good as the float graph, nothing is tried.
+quantize_ptq is as good as the float graph, nothing is tried. If the best graph certainly misses a gate, so that some
+layers have to stay in float, repairs that were fitted to the errors of INT8 in all layers are not kept.
 """
 
 import logging
@@ -14,7 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, LessThan
+from tasks.core.environment import versions
+from tasks.parts.cpu import int8_sums
 from tasks.parts.data.accuracy import ScoreLoss, Standing
+from tasks.parts.onnx_session import ONNXRUNTIME
 from tasks.parts.quantization.config import OpTypes
 
 if TYPE_CHECKING:
@@ -45,6 +49,10 @@ class Repair(StrEnum):
     """Biases make up for the mean error of each layer."""
     weight_rounding = "weight_rounding"
     """Weights are fitted and rounded so that the outputs of each layer change least; biases are corrected too."""
+
+
+_FITTED = {Repair.bias_correction, Repair.weight_rounding}
+"""Repairs that make up for errors of earlier layers. They harm where quantize_partial leaves these in float."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,11 @@ class _Candidate:
         return self.evaluation.score
 
 
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return versions("onnx", *ONNXRUNTIME) | {"int8_sums": int8_sums()}
+
+
 def quantize_repaired(
     cfg: Config, *, model: Path, reference: Path, ranges: Path, data: Path, out: Path
 ) -> Report:
@@ -148,7 +161,7 @@ def quantize_repaired(
     tried = _try_repairs(
         cfg, graph, known, evaluator, gates, calibrator=read_calibrator(ranges)[1:], data=data
     )
-    best = max(tried, key=lambda candidate: candidate.score)  # on a tie the first
+    best = _choose(tried, gates)
     steps = [
         Step(
             found.repairs[-1],
@@ -233,6 +246,17 @@ def _try_repairs(
         )
         tried.append(evaluate((*base.repairs, repair), repaired, base.ranges))
     return tried
+
+
+def _choose(tried: list[_Candidate], gates: "AccuracyGates") -> _Candidate:
+    """Return the best candidate, on a tie the first; of those without fitted repairs if it is beyond a gate."""
+    best = max(tried, key=lambda candidate: candidate.score)
+    if gates.standing(best.evaluation.results) is not Standing.beyond:
+        return best
+    return max(
+        (candidate for candidate in tried if not _FITTED.intersection(candidate.repairs)),
+        key=lambda candidate: candidate.score,
+    )
 
 
 def _equalized(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.engines.runtimes import CPU, CUDA
-from tasks.parts.measuring.machine_state import Machine, read_machine, read_machine_id
+from tasks.parts.measuring.machine_state import Machine, measuring_environment, read_machine, read_machine_id
 from tasks.parts.measuring.race import RaceOptions
 from tasks.parts.measuring.reports import REFERENCE, Race, SpeedRatio
 from tasks.parts.measuring.surroundings import Surroundings
@@ -57,6 +57,11 @@ class Report:
     """None without a race."""
 
 
+def environment(_: Config) -> dict[str, str]:
+    """Return the machine."""
+    return measuring_environment()
+
+
 def measures(_: Config) -> bool:
     """Return True: while this runs, nothing else may be measured on this machine."""
     return True
@@ -65,17 +70,18 @@ def measures(_: Config) -> bool:
 def race_picks(cfg: Config, *, builds: Path, picks: Path, reference: Path, out: Path) -> Report:
     """Run the picks of this machine and the reference engine in the same rounds; write ranking.md.
 
+    ``builds`` has a ``*`` in place of the variant and of the target: engine folders, and nothing beside them.
     ``picks`` is the picks.json of select_engine. A pick that was measured on another machine takes no part. Raises
     ArtifactError if a picked engine is not the file that was measured, or if a process dies.
     """
-    from tasks.parts.engines.manifest import ENGINE_FOLDER, read_engine_manifest
+    from tasks.parts.engines.manifest import read_engine_manifest
     from tasks.parts.selection.engine_row import MACHINE, read_picks
 
     rows, machine_id = read_picks(picks), read_machine_id()
     measured_on = {target: row.conditions[MACHINE] for target, row in rows.items()}
     elsewhere = {target: found for target, found in measured_on.items() if found != machine_id}
     rows = {target: row for target, row in rows.items() if target not in elsewhere}
-    engines = {target: builds / row.variant / target / ENGINE_FOLDER for target, row in rows.items()}
+    engines = {target: _engine_folder(builds, row.variant, target) for target, row in rows.items()}
     device = CPU
     for target, engine in engines.items():
         manifest = read_engine_manifest(engine)
@@ -88,6 +94,11 @@ def race_picks(cfg: Config, *, builds: Path, picks: Path, reference: Path, out: 
     (out / "ranking.md").write_text(text, encoding="utf-8")
     logger.info("race_picks: %d picks raced, %d measured on other machines", len(ranking), len(elsewhere))
     return Report(ranking, elsewhere, race, is_inconclusive, read_machine(device), surroundings)
+
+
+def _engine_folder(builds: Path, variant: str, target: str) -> Path:
+    names = iter((variant, target))
+    return Path(*(next(names) if part == "*" else part for part in builds.parts))
 
 
 def _check_measured(row: "EngineRow", sha256: str, engine: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 from tasks.core.bounds import AtLeast, Distinct, LessThan, MinItems, MoreThan
+from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,11 @@ class Report:
     cuts: tuple[GroupCut, ...]
     reason: str
     """Why no group can be cut; empty if one can."""
+
+
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return versions("lightning", "torch", "torch-pruning", "transformers")
 
 
 def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast
+from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError
+from tasks.parts.cpu import int8_sums
+from tasks.parts.onnx_session import ONNXRUNTIME
 from tasks.parts.quantization.config import OpTypes
 
 if TYPE_CHECKING:
@@ -74,6 +77,11 @@ class Report:
     """Passes over the validation images: one per layer, and one in float."""
     layers: tuple[RankedLayer, ...]
     """The layers, most sensitive first: by disagreement, then by SQNR."""
+
+
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return versions("onnx", *ONNXRUNTIME) | {"int8_sums": int8_sums()}
 
 
 def rank_layers(cfg: Config, *, model: Path, ranges: Path, data: Path, out: Path) -> Report:

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, Distinct, LessThan, MinItems, MoreThan
+from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, GateFailed, TargetMismatch
+from tasks.parts.engines.machine import target_environment
 from tasks.parts.engines.runtimes import CHECKPOINT_RUNTIMES
 from tasks.parts.engines.target import Target
+from tasks.parts.measuring.machine_state import measuring_environment
 from tasks.parts.pruning.config import ChannelPruning
 from tasks.parts.training.config import TrainerConfig
 
@@ -124,6 +127,13 @@ class _Latency:
     ratio: float
     low: float
     high: float
+
+
+def environment(cfg: Config) -> dict[str, str] | None:
+    """Return what networks, engines and latencies depend on; None without the target's GPU or runtime."""
+    engine = target_environment(cfg.target)
+    networks = versions("lightning", "torch", "torch-pruning", "transformers")
+    return None if engine is None else {**networks, **engine, **measuring_environment()}
 
 
 def measures(_: Config) -> bool:

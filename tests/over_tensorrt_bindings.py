@@ -91,6 +91,7 @@ class RecordedParser:
 @pytest.fixture
 def options() -> TensorrtOptions:
     fields = yaml.safe_load((REPOSITORY / "conf" / "target" / "h200_tensorrt.yaml").read_text())
+    del fields["work_pool"]
     target: Target = typed_config(Target, fields, "build_engine.h200_tensorrt")
     assert target.tensorrt is not None
     return target.tensorrt

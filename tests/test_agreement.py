@@ -1,5 +1,6 @@
 """The two drivers, the configuration and the digests say the same."""
 
+import importlib
 import os
 import re
 import shlex
@@ -12,10 +13,12 @@ import pytest
 import yaml
 from dvc.repo import Repo
 
+from flows.exchange import STAGE_COMMAND
 from flows.params import compose_params, write_params
 from flows.pipeline import RecordedStages, run_pipeline
 from flows.stage_task import stage_command
 from tasks.core.config import find_section, read_params
+from tasks.core.environment import ENVIRONMENT_FILE
 from tasks.core.fingerprint import code_digests, digest
 from tests.conftest import REPOSITORY, Workspace, copy_repository
 
@@ -51,7 +54,8 @@ def flow_calls(params: dict[str, Any]) -> dict[str, dict[str, Path]]:
 def dvc_stages(space: Workspace) -> Iterator[dict[str, Any]]:
     """Every stage of dvc.yaml as DVC resolves it, by address."""
     with Repo(str(space.path)) as repo:
-        yield {shlex.split(stage.cmd)[3]: stage for stage in repo.index.stages}
+        commands = {stage: shlex.split(stage.cmd) for stage in repo.index.stages}
+        yield {words[3]: stage for stage, words in commands.items() if words[:3] == STAGE_COMMAND}
 
 
 def test_params_are_what_conf_composes() -> None:
@@ -104,9 +108,7 @@ def test_dvc_depends_on_the_inputs_and_on_the_imported_modules(
     space: Workspace, flow_calls: dict[str, dict[str, Path]], dvc_stages: dict[str, Any]
 ) -> None:
     for address, stage in dvc_stages.items():
-        paths = {
-            os.path.relpath(dep.fs_path, space.path) for dep in stage.deps if dep.def_path != "params.yaml"
-        }
+        paths = {os.path.relpath(dep.fs_path, space.path) for dep in stage.deps if not hasattr(dep, "params")}
         inputs = {str(path).partition("/*")[0] for path in flow_calls[address].values()}
         assert inputs <= paths, address
         assert paths - inputs == set(code_digests(f"tasks.{address.split('.')[0]}")), address
@@ -119,7 +121,11 @@ def test_dvc_outputs_and_params_follow_from_the_address(
         folder = Path("artifacts", *address.split("."))
         assert [os.path.relpath(out.fs_path, space.path) for out in stage.outs] == [str(folder)]
         sections = [section for dep in stage.deps if dep.def_path == "params.yaml" for section in dep.params]
-        assert sections == [find_section(params, address)[0]]
+        section = find_section(params, address)[0]
+        assert sections == [section]
+        facts = [name for dep in stage.deps if dep.def_path == str(ENVIRONMENT_FILE) for name in dep.params]
+        module = importlib.import_module(f"tasks.{address.split('.')[0]}")
+        assert facts == ([section] if hasattr(module, "environment") else []), address
 
 
 @pytest.mark.slow
@@ -128,7 +134,7 @@ def test_digests_are_those_in_dvc_lock(smoke_run: tuple[Workspace, str]) -> None
     lock = yaml.safe_load((space.path / "dvc.lock").read_text())
     compared = 0
     for stage in lock["stages"].values():
-        for entry in [*stage["deps"], *stage["outs"]]:
+        for entry in [*stage.get("deps", []), *stage["outs"]]:
             assert digest(space.path / entry["path"]) == entry["md5"], entry["path"]
             compared += 1
     assert compared > 100

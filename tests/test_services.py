@@ -22,7 +22,7 @@ import yaml
 from flows.pick import main as pick
 from tasks.core.errors import TrackingUnavailable
 from tasks.core.tracking.config import TrackingConfig
-from tasks.core.tracking.lookup import find_engine, find_engines, promote, read_pipeline_params
+from tasks.core.tracking.lookup import find_engine, find_engines, promote, read_pipeline_file
 from tests.conftest import REPOSITORY, SMOKE, Workspace
 from tests.flows.test_pick import TARGET, log, record
 from tests.services import (
@@ -245,7 +245,7 @@ def test_engine_is_logged_picked_and_downloaded_through_the_server(
     assert len(engines) == 2
     for engine in engines:  # what `flows.reproduce` asks the server
         assert find_engine(signed_in, engine.tags["engine_sha256"][:12]) == engine
-        assert yaml.safe_load(read_pipeline_params(signed_in, engine))["prepare_data"]
+        assert yaml.safe_load(read_pipeline_file(signed_in, engine, "params.yaml"))["prepare_data"]
 
 
 def test_user_of_the_team_reads_what_there_is_and_promotes_nothing(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.config import find_section, typed_config
+from tasks.core.environment import Facts
 from tasks.core.errors import ArtifactError, ConfigError, DiskError, WorkspaceBusy
 from tasks.core.fingerprint import SCHEMA_VERSION, digest, is_pattern, matches, stage_key
 from tasks.core.locks import hold_lock, try_lock
@@ -51,17 +52,23 @@ class Call:
     function: Callable[..., Any]
     config: Any
     inputs: Mapping[str, Path]
+    environment: Facts
     key: str
 
     @property
     def folder(self) -> Path:
         """Where the output is published, relative to the workspace."""
-        return ARTIFACTS.joinpath(*self.address.split("."))
+        return output_folder(self.address)
 
     @property
     def draft(self) -> Path:
         """Where the stage writes before its output is published."""
         return ARTIFACTS / ".drafts" / f"{self.address}-{self.key[:12]}"
+
+
+def output_folder(address: str) -> Path:
+    """Return where the output of a stage call is published, relative to the workspace."""
+    return ARTIFACTS.joinpath(*address.split("."))
 
 
 def load_stage(address: str) -> tuple[Callable[..., Any], type[Any]]:
@@ -83,8 +90,16 @@ def load_stage(address: str) -> tuple[Callable[..., Any], type[Any]]:
         ) from error
 
 
-def prepare_call(address: str, inputs: Mapping[str, Path], params: Mapping[str, Any]) -> Call:
+def prepare_call(
+    address: str,
+    inputs: Mapping[str, Path],
+    params: Mapping[str, Any],
+    *,
+    environment: Facts | None = None,
+) -> Call:
     """Resolve an address into a call: typed configuration, checked inputs, key.
+
+    `environment` is given for an output of another machine; otherwise the surroundings are those of this one.
 
     Raises ConfigError for a bad section, ArtifactError for a missing or damaged input.
     """
@@ -93,8 +108,29 @@ def prepare_call(address: str, inputs: Mapping[str, Path], params: Mapping[str, 
     config = typed_config(config_class, section, name)
     for path in inputs.values():
         _check_input(path)
-    key = stage_key(address.split(".")[0], dataclasses.asdict(config), inputs)
-    return Call(address, function, config, dict(inputs), key)
+    if environment is None:
+        environment = find_facts(function, config, output_folder(address)) or {}
+    key = stage_key(address.split(".")[0], dataclasses.asdict(config), inputs, environment)
+    return Call(address, function, config, dict(inputs), environment, key)
+
+
+def find_facts(stage: Callable[..., Any], config: Any, folder: Path) -> Facts | None:
+    """Return the facts of this machine's surroundings that shape the output of a stage; None if it declares none.
+
+    On a machine that is not the declared one, they are those under which the output in `folder` was made.
+    """
+    declared = getattr(importlib.import_module(stage.__module__), "environment", None)
+    if declared is None:
+        return None
+    facts: Facts | None = declared(config)
+    return recorded_facts(folder) if facts is None else facts
+
+
+def recorded_facts(folder: Path) -> Facts:
+    """Return the facts under which an output was made; none if there is no output."""
+    record = read_record(folder / KEY_FILE)
+    facts: Facts = record["environment"] if record else {}
+    return facts
 
 
 def is_fresh(call: Call) -> bool:
@@ -155,6 +191,17 @@ def recall(call: Call) -> bool:
     """
     with _alone(call):
         return _recall(call)
+
+
+def keep_outputs() -> None:
+    """Put every intact output into the store, whose copy may be missing or damaged.
+
+    DVC deletes an output before it runs the stage that makes it anew.
+    """
+    for file in sorted(ARTIFACTS.glob(f"[!.]*/**/{KEY_FILE}")):
+        record = _intact_record(file.parent)
+        if record is not None:
+            keep(file.parent, record)
 
 
 def execute_as_follower(call: Call) -> None:
@@ -328,6 +375,7 @@ def _finish_draft(call: Call, report: Any) -> None:
         "schema": SCHEMA_VERSION,
         "address": call.address,
         "key": call.key,
+        "environment": dict(call.environment),
         "files": {name: digest(call.draft / name) for name in names},
     }
     write_json(call.draft / KEY_FILE, record)

@@ -18,7 +18,7 @@ import yaml
 from tasks.core.digest_index import MIN_SIZE_BYTES, FileVersion, enter_md5, find_md5
 from tasks.core.errors import ArtifactError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Part of every key. Raise it when the meaning of an output folder changes, so that old outputs are made again."""
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
@@ -91,17 +91,20 @@ def listing_md5(files: Iterable[Mapping[str, str]]) -> str:
     return hashlib.md5(json.dumps(listing, sort_keys=True).encode()).hexdigest() + ".dir"
 
 
-def stage_key(stage: str, config: Mapping[str, Any], inputs: Mapping[str, Path]) -> str:
+def stage_key(
+    stage: str, config: Mapping[str, Any], inputs: Mapping[str, Path], environment: Mapping[str, str]
+) -> str:
     """Return the key of one stage call: equal keys mean equal outputs.
 
     Covers the schema version, the stage's name, its resolved configuration, the source of its module and of the
-    packages that it imports from, and the content of its inputs.
+    packages that it imports from, the facts of its surroundings (core/environment.py), and the content of its inputs.
     """
     content = {
         "schema": SCHEMA_VERSION,
         "stage": stage,
         "config": config,
         "code": code_digests(f"tasks.{stage}"),
+        "environment": dict(environment),
         "inputs": {name: digest(path) for name, path in sorted(inputs.items())},
     }
     return hashlib.md5(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -20,7 +20,8 @@ from tasks.core.reports import KEY_FILE, write_json
 logger = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
-"""Content of ``key.json``: ``schema``, ``address``, ``key`` and ``files``, the md5 of each file by its name."""
+"""Content of ``key.json``: ``schema``, ``address``, ``key``, ``environment`` (facts of the surroundings) and
+``files``, the md5 of each file by its name."""
 
 _PROJECT = Path(".dvc")
 _CONFIG_FILES = ("config", "config.local")
@@ -28,13 +29,16 @@ _OBJECT_MODE = 0o444
 """As DVC protects what its cache holds."""
 
 
-def cache_folder() -> Path | None:
-    """Return the folder of DVC's cache (``cache.dir`` of the project); None where there is no DVC project."""
-    if not _PROJECT.is_dir():
-        return None
+def cache_folder() -> Path:
+    """Return the folder of DVC's cache (``cache.dir`` of the project)."""
     config = configparser.ConfigParser(interpolation=None)
     config.read([_PROJECT / name for name in _CONFIG_FILES], encoding="utf-8")
     return _PROJECT / config.get("cache", "dir", fallback="cache")
+
+
+def object_file(cache: Path, md5: str) -> Path:
+    """Return where DVC's cache holds the file, or the listing of the folder, with an md5."""
+    return cache / "files" / "md5" / md5[:2] / md5[2:]
 
 
 def read_record(file: Path) -> Record | None:
@@ -49,6 +53,7 @@ def read_record(file: Path) -> Record | None:
         not isinstance(record, dict)
         or record.get("schema") != SCHEMA_VERSION
         or not isinstance(record.get("key"), str)
+        or not isinstance(record.get("environment"), dict)
         or not isinstance(record.get("files"), dict)
         or not all(map(_is_inside, record["files"]))
     ):
@@ -64,11 +69,11 @@ def _is_inside(name: str) -> bool:
 
 def keep(folder: Path, record: Record) -> None:
     """Store an output whose files are those of its record."""
-    cache = cache_folder()
-    if cache is None:
+    if not _PROJECT.is_dir():
         return
+    cache = cache_folder()
     for name, md5 in record["files"].items():
-        kept = _object(cache, md5)
+        kept = object_file(cache, md5)
         if not _holds(kept, md5):
             _copy(folder / name, kept)
     file = _record_file(cache, record["key"])
@@ -85,11 +90,11 @@ def restore(key: str, folder: Path, address: str) -> bool:
     The md5 of every file is verified; a damaged file of DVC's cache is named and removed.
     """
     cache = cache_folder()
-    record = read_record(_record_file(cache, key)) if cache else None
-    if cache is None or record is None or record["key"] != key:
+    record = read_record(_record_file(cache, key))
+    if record is None or record["key"] != key:
         return False
     for name, md5 in record["files"].items():
-        kept, file = _object(cache, md5), folder / name
+        kept, file = object_file(cache, md5), folder / name
         if not kept.is_file():
             return False
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -104,24 +109,16 @@ def restore(key: str, folder: Path, address: str) -> bool:
 
 def forget(key: str) -> None:
     """Remove the record of a key; the files stay until ``make gc``."""
-    cache = cache_folder()
-    if cache:
-        _record_file(cache, key).unlink(missing_ok=True)
+    _record_file(cache_folder(), key).unlink(missing_ok=True)
 
 
 def remove_incomplete() -> None:
     """Remove the records of outputs that DVC's cache no longer has."""
     cache = cache_folder()
-    if cache is None:
-        return
     for file in sorted((cache / "keys").glob("*/*.json")):
         record = read_record(file)
-        if record is None or not all(_object(cache, md5).is_file() for md5 in record["files"].values()):
+        if record is None or not all(object_file(cache, md5).is_file() for md5 in record["files"].values()):
             file.unlink()
-
-
-def _object(cache: Path, md5: str) -> Path:
-    return cache / "files" / "md5" / md5[:2] / md5[2:]
 
 
 def _record_file(cache: Path, key: str) -> Path:

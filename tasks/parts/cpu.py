@@ -19,6 +19,11 @@ def read_cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+def int8_sums() -> str:
+    """Return how INT8 kernels of this CPU add products: the fact behind graphs that are judged as they will run."""
+    return "16 bits" if int8_sums_saturate() else "32 bits"
+
+
 def int8_sums_saturate() -> bool:
     """Return whether INT8 kernels of this CPU add two products in 16 bits, as x86 does without VNNI."""
     flags = read_cpu_flags()

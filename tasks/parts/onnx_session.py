@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     import onnxruntime
     from onnx import ModelProto
 
+ONNXRUNTIME = ("onnxruntime", "onnxruntime-gpu")
+"""Python packages that provide ONNX Runtime."""
+
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
 TENSORRT_PROVIDER = "TensorrtExecutionProvider"

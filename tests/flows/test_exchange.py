@@ -43,17 +43,22 @@ def test_full_disk_of_the_remote_is_named_and_the_next_push_sends_the_rest(
     assert all(digest(file) == (file.parent.name + file.name).removesuffix(".dir") for file in sent)
 
 
+def begin_project(folder: Path, remote: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a DVC project with a remote, and work in it."""
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    subprocess.run(["git", "init", "-q"], check=True)
+    for command in (["init", "-q"], ["remote", "add", "-q", "--default", "store", str(remote)]):
+        subprocess.run([sys.executable, "-m", "dvc", *command], check=True)
+
+
 @pytest.mark.slow
 def test_one_stage_costs_what_it_holds_however_many_runs_there_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote, maker, taker = (tmp_path / name for name in ("remote", "maker", "taker"))
-    maker.mkdir()
-    monkeypatch.chdir(maker)
+    begin_project(maker, remote, monkeypatch)
     dvc = [sys.executable, "-m", "dvc"]
-    subprocess.run(["git", "init", "-q"], check=True)
-    for command in (["init", "-q"], ["remote", "add", "-q", "--default", "store", str(remote)]):
-        subprocess.run([*dvc, *command], check=True)
     stage = {"cmd": "cp given made", "deps": ["given"], "outs": ["made"]}
     Path("dvc.yaml").write_text(yaml.safe_dump({"stages": {"copy": stage}}), encoding="utf-8")
     for content in ("first", "second"):
@@ -75,12 +80,8 @@ def test_data_that_a_new_pointer_names_is_fetched_and_own_changes_are_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote, maker, taker = (tmp_path / name for name in ("remote", "maker", "taker"))
-    maker.mkdir()
-    monkeypatch.chdir(maker)
+    begin_project(maker, remote, monkeypatch)
     dvc, images = [sys.executable, "-m", "dvc"], Path("data/images")
-    subprocess.run(["git", "init", "-q"], check=True)
-    for command in (["init", "-q"], ["remote", "add", "-q", "--default", "store", str(remote)]):
-        subprocess.run([*dvc, *command], check=True)
     images.mkdir(parents=True)
     (images / "1.png").write_bytes(b"of version 1")
     subprocess.run([*dvc, "add", "-q", str(images)], check=True)

@@ -43,7 +43,7 @@ def test_params_that_were_changed_in_mlflow_reach_no_shell(
         ArtifactError,
         match=rf"params\.yaml of the run was changed in MLflow: engines\.{name}\.{key} is 'x; touch",
     ):
-        prepare(logged(workspace), yaml.safe_dump(params), workspace.path / "again")
+        prepare(logged(workspace), yaml.safe_dump(params), "{}", workspace.path / "again")
     assert not (workspace.path / "again").exists()
 
 
@@ -54,7 +54,7 @@ def test_tag_that_would_lead_out_of_the_checkout_is_refused(
     monkeypatch.chdir(workspace.path)
     params = (workspace.path / "params.yaml").read_text()
     with pytest.raises(ArtifactError, match=rf"The run's {tag} is '\.\./\.\./\.\.', expected letters"):
-        prepare(logged(workspace, **{tag: "../../.."}), params, workspace.path / "again")
+        prepare(logged(workspace, **{tag: "../../.."}), params, "{}", workspace.path / "again")
 
 
 def logged(space: Workspace, **tags: str) -> TrackedEngine:

@@ -82,7 +82,7 @@ def test_engine_below_the_floor_fails_and_names_precision_and_floor(
 def test_machine_without_compiler_is_refused(workshop: Workshop, tmp_path: Path) -> None:
     with (
         torch._inductor.config.patch("cpp.cxx", (None, "no-such-g++")),
-        pytest.raises(TargetMismatch, match=r"has no no-such-g\+\+\. Install g\+\+.*CXX.*pool 'cpu'"),
+        pytest.raises(TargetMismatch, match=r"has no no-such-g\+\+\. Install g\+\+.*CXX.*its work pool"),
     ):
         built(workshop, workshop.target("cpu_aotinductor"), workshop.checkpoint, tmp_path / "a")
 
@@ -146,7 +146,7 @@ def test_layers_are_not_compared_and_the_reason_is_told(workshop: Workshop, tmp_
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use a GPU of this machine")
 def test_torch_without_cuda_is_refused_also_where_there_is_a_gpu(workshop: Workshop) -> None:
-    with pytest.raises(TargetMismatch, match=r"cuda_torch needs torch with CUDA; torch 2\..*pool 'gpu'"):
+    with pytest.raises(TargetMismatch, match=r"cuda_torch needs torch with CUDA; torch 2\..*its work pool"):
         set_up_torch(workshop.target("cuda_torch"))
 
 
@@ -158,7 +158,7 @@ def test_engine_for_a_gpu_is_refused_at_once_where_there_is_none(
     target = workshop.target(name)
     model = workshop.checkpoint if target.runtime in CHECKPOINT_RUNTIMES else workshop.graph
     with pytest.raises(
-        TargetMismatch, match=rf"{name} needs an NVIDIA GPU; this machine has none.*pool 'gpu'"
+        TargetMismatch, match=rf"{name} needs an NVIDIA GPU; this machine has none.*its work pool"
     ):
         built(workshop, target, model, tmp_path / "a")
     assert not list((tmp_path / "a").iterdir())

@@ -34,6 +34,7 @@ REPOSITORY = Path(engine_process.__file__).resolve().parents[3]
 TARGET = "cpu_onnxruntime"
 CONFIG = Config(
     target=TARGET,
+    gpu=None,
     variants=["float", "twin", "quantized"],
     seed=0,
     batch_sizes=[],

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import onnx
@@ -162,9 +163,39 @@ def test_skipped_build_is_fresh_only_while_the_cpu_lacks_the_flag(workshop, tmp_
     assert is_fresh(call)
     flags = read_cpu_flags() | {"avx_imaginary"}
     monkeypatch.setattr("tasks.parts.engines.machine.read_cpu_flags", lambda: flags)
-    assert not is_fresh(call)
-    assert read_report(EngineBuild, execute(call)).status is EngineStatus.built
-    assert is_fresh(call)
+    again = build_call(workshop, cpu_flags=["avx_imaginary"])
+    assert not is_fresh(again)
+    assert read_report(EngineBuild, execute(again)).status is EngineStatus.built
+    assert is_fresh(again)
+
+
+def test_other_version_of_the_runtime_or_other_cpu_makes_another_engine(workshop, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    execute(build_call(workshop))
+    assert is_fresh(build_call(workshop))
+    for name, there in (
+        ("tasks.parts.engines.machine.installed_version", lambda runtime: "1.99"),
+        ("tasks.parts.engines.machine.read_cpu_flags", lambda: frozenset({"avx2"})),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, there)
+            assert not is_fresh(build_call(workshop))
+
+
+def test_engine_of_another_machine_is_fresh_where_the_target_cannot_be_built(workshop, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    execute(build_call(workshop))
+    made_there = build_call(workshop).environment
+    monkeypatch.setattr("tasks.parts.engines.machine.check_gpu", raise_mismatch)
+    here = build_call(workshop)
+    assert here.environment == made_there and is_fresh(here)
+    shutil.rmtree(here.folder)
+    assert build_call(workshop).environment == {}
+
+
+def raise_mismatch(target):
+    """Refuse as a machine does that has not the declared GPU."""
+    raise TargetMismatch(f"Target {target.name} needs an NVIDIA GPU")
 
 
 def test_failed_build_is_tried_again_and_is_no_twin(workshop, tmp_path, monkeypatch):
@@ -182,8 +213,8 @@ def test_failed_build_is_tried_again_and_is_no_twin(workshop, tmp_path, monkeypa
 
 
 def test_other_runtime_version_is_refused_with_the_place_to_run_it(workshop, tmp_path):
-    target = workshop.target("cpu_onnxruntime", runtime_version="1.2", work_pool="old-machines")
-    with pytest.raises(TargetMismatch, match=r"declares onnxruntime 1\.2, .* pool 'old-machines'"):
+    target = workshop.target("cpu_onnxruntime", runtime_version="1.2")
+    with pytest.raises(TargetMismatch, match=r"declares onnxruntime 1\.2, .* its work pool"):
         built(workshop, target, workshop.graph, tmp_path)
 
 

@@ -103,6 +103,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def target(name: str) -> Target:
     fields = yaml.safe_load((REPOSITORY / f"conf/target/{name}.yaml").read_text(encoding="utf-8"))
+    del fields["work_pool"]
     found: Target = typed_config(Target, fields, f"target.{name}")
     return replace(found, runtime_version="any", max_batch=4)
 

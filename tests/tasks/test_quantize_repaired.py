@@ -78,8 +78,9 @@ def test_weights_are_rounded_anew_where_the_gates_do_not_hold(unbalanced: Any, t
         Repair.bias_correction,
         Repair.weight_rounding,
     ]
-    assert report.score == max(step.score for step in report.steps)
-    assert not {Repair.bias_correction, Repair.weight_rounding} <= set(report.repairs)
+    assert report.standing is Standing.beyond
+    assert report.score == max(step.score for step in report.steps[:2]), "fitted to layers that leave INT8"
+    assert not {Repair.bias_correction, Repair.weight_rounding} & set(report.repairs)
 
 
 def test_nothing_is_tried_where_int8_is_as_good_as_float(unbalanced: Any, tmp_path: Path) -> None:

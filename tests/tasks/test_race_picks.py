@@ -47,7 +47,8 @@ class Selection:
         picks, out = self.root / "picks.json", self.root / "out"
         picks.write_text(json.dumps(self.rows), encoding="utf-8")
         out.mkdir()
-        return race_picks(CONFIG, builds=self.root / "builds", picks=picks, reference=self.reference, out=out)
+        builds = self.root / "builds/*/*/engine"
+        return race_picks(CONFIG, builds=builds, picks=picks, reference=self.reference, out=out)
 
 
 def row_of(variant: str, target: str, sha256: str) -> EngineRow:

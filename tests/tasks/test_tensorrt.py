@@ -62,10 +62,9 @@ PLAN_IN_ONNXRUNTIME = "cuda_onnxruntime_tensorrt"
 def test_shipped_target_is_valid_and_named_in_its_file(workshop: Workshop, name: str) -> None:
     target = workshop.target(name)
     assert (target.name, target.runtime, target.device) == (name, Runtime.tensorrt, "cuda")
-    assert (
-        target.gpu is not None
-        and target.work_pool == f"gpu-sm{target.gpu.compute_capability.replace('.', '')}"
-    )
+    assert target.gpu is not None
+    pools = compose_params([f"target=[cpu_torch,{name}]"])["pipeline"]["work_pools"]
+    assert pools[name] == f"gpu-sm{target.gpu.compute_capability.replace('.', '')}"
 
 
 def test_targets_of_a_gpu_compose_beside_those_of_the_cpu() -> None:
@@ -177,7 +176,7 @@ def test_engine_for_a_gpu_that_is_not_here_is_refused_and_says_where_to_run_it(
     workshop: Workshop, tmp_path: Path
 ) -> None:
     target = workshop.target("h200_tensorrt", gpu=Gpu("NVIDIA Imaginary", "99.0"))
-    with pytest.raises(TargetMismatch, match=r"compute capability 99\.0.*NVIDIA Imaginary.*pool 'gpu-sm90'"):
+    with pytest.raises(TargetMismatch, match=r"compute capability 99\.0.*NVIDIA Imaginary.*its work pool"):
         build_engine(target, model=workshop.graph, images=workshop.images, out=tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -30,7 +30,7 @@ _ENVIRONMENT = {
 """An unreachable server blocks a call for four minutes with the defaults, under ten seconds with these."""
 
 
-_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST", "RESOURCE_ALREADY_EXISTS")
+_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST")
 """Codes of errors that would be the same the next time."""
 
 _UPLOAD_TIMEOUT_S = "600"

@@ -9,10 +9,13 @@ page to pick from. MLflow is imported inside functions because the import takes 
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from tasks.core.config import PARAMS_FILE
+from tasks.core.environment import ENVIRONMENT_FILE
 from tasks.core.tracking.client import client_of, find_aliases, make_version, patient_uploads
 from tasks.core.tracking.config import TrackingConfig, database_file, model_name
 from tasks.core.tracking.records import (
@@ -40,6 +43,9 @@ _ACCEPTED = "ACCEPT"
 _MODEL_PARAMS = ("variant", "target", "precision")
 _MAX_TAG_CHARS = 5000
 _MAX_METRICS_PER_BATCH = 900
+_MAX_PARAMS_PER_BATCH, _MAX_PARAM_CHARS = 100, 6000
+_NO_CONFIGURATION = ("engines", "pipeline")
+"""Sections of params.yaml with names and paths that follow from the others."""
 _MAX_CHILDREN = 50_000
 """The most runs that MLflow returns at once."""
 
@@ -78,7 +84,9 @@ def log_pipeline(
             client.set_experiment_tag(experiment_id, _VIEW_TAG.format(target=target), json.dumps(view))
         if parent.info.status != "FINISHED":
             _log_content(client, parent, pipeline)
+            _log_params(client, parent, pipeline)
             client.log_text(parent.info.run_id, pipeline.params, PARAMS_FILE.name)
+            client.log_text(parent.info.run_id, pipeline.environment, ENVIRONMENT_FILE.name)
             client.set_terminated(parent.info.run_id, "FINISHED")
     return Tracked(
         experiment_id,
@@ -179,6 +187,25 @@ def _log_content(client: "MlflowClient", run: "Run", record: RunRecord, model_id
             client.log_artifact(run.info.run_id, str(file), folder or None)
     if record.data is not None:
         client.log_inputs(run.info.run_id, [_data_input(record.data)])
+
+
+def _log_params(client: "MlflowClient", run: "Run", record: RunRecord) -> None:
+    """Log the configuration of every stage, so that MLflow's page compares runs by it."""
+    from mlflow.entities import Param
+
+    sections = yaml.safe_load(record.params) or {}
+    values = dict(_flat({name: sections[name] for name in sections if name not in _NO_CONFIGURATION}))
+    params = [Param(name, values[name][:_MAX_PARAM_CHARS]) for name in values if name not in run.data.params]
+    for start in range(0, len(params), _MAX_PARAMS_PER_BATCH):
+        client.log_batch(run.info.run_id, params=params[start : start + _MAX_PARAMS_PER_BATCH])
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
 
 
 def _data_input(data: DataSet) -> "DatasetInput":

@@ -4,7 +4,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.core.config import PARAMS_FILE
 from tasks.core.errors import ArtifactError
 from tasks.core.tracking.client import client_of, find_aliases, make_version
 from tasks.core.tracking.config import TrackingConfig, experiments_page, registered_name
@@ -93,19 +92,19 @@ def _tracked(run: "Run") -> TrackedEngine:
     return TrackedEngine(run.info.experiment_id, run.info.run_id, run.data.tags, run.data.metrics)
 
 
-def read_pipeline_params(config: TrackingConfig, engine: TrackedEngine) -> str:
-    """Return the params.yaml of the pipeline that made an engine.
+def read_pipeline_file(config: TrackingConfig, engine: TrackedEngine, name: str) -> str:
+    """Return a file of the run of the pipeline that made an engine, such as params.yaml.
 
     Raises TrackingUnavailable when MLflow does not answer, ArtifactError if its run has no such file.
     """
     with client_of(config) as client, tempfile.TemporaryDirectory() as folder:
         pipeline = engine.tags[PARENT_TAG]
-        if PARAMS_FILE.name not in {file.path for file in client.list_artifacts(pipeline)}:
+        if name not in {file.path for file in client.list_artifacts(pipeline)}:
             raise ArtifactError(
-                f"MLflow's run {pipeline} has no {PARAMS_FILE}: an earlier version logged it. Run the pipeline "
-                "again in an experiment of its own (track.experiment)."
+                f"MLflow's run {pipeline} has no {name}: an earlier version logged it. Run the pipeline again in an "
+                "experiment of its own (track.experiment)."
             )
-        return Path(client.download_artifacts(pipeline, PARAMS_FILE.name, folder)).read_text(encoding="utf-8")
+        return Path(client.download_artifacts(pipeline, name, folder)).read_text(encoding="utf-8")
 
 
 def page_of(config: TrackingConfig, engine: TrackedEngine) -> str | None:

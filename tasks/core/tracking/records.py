@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tasks.core.config import PARAMS_FILE
+from tasks.core.environment import ENVIRONMENT_FILE
 from tasks.core.fingerprint import SOURCE_ROOT
 from tasks.core.tracking.config import mask_credentials
 
@@ -64,6 +65,10 @@ def _params_text() -> str:
     return mask_credentials(PARAMS_FILE.read_text(encoding="utf-8")) if PARAMS_FILE.is_file() else ""
 
 
+def _environment_text() -> str:
+    return ENVIRONMENT_FILE.read_text(encoding="utf-8") if ENVIRONMENT_FILE.is_file() else ""
+
+
 @dataclass(frozen=True)
 class DataSet:
     """The data that engines were made from and measured on."""
@@ -92,6 +97,8 @@ class RunRecord:
     """The commit of the code that made it; not part of the digest."""
     params: str = field(default_factory=_params_text)
     """The text of params.yaml, which the pipeline's run keeps; not part of the digest."""
+    environment: str = field(default_factory=_environment_text)
+    """The text of artifacts/environment.json, which the pipeline's run keeps; not part of the digest."""
 
     def content_digest(self) -> str:
         """Return a digest of the content, including the bytes of the files."""

@@ -1,13 +1,9 @@
 """Ask MLflow whether it still has what was logged, without importing it: that takes seconds, these queries do not."""
 
-import base64
 import contextlib
-import json
 import os
 import sqlite3
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,10 +57,12 @@ def _is_on_server(uri: str, run_id: str, candidates: Mapping[str, str | None]) -
 
 
 def _alias_on_server(uri: str, model: str) -> str | None:
+    import requests
+
     try:
         known = _get(uri, "registered-models/get", name=model)["registered_model"]
-    except urllib.error.HTTPError as error:
-        if error.code == 404:
+    except requests.HTTPError as error:
+        if error.response is not None and error.response.status_code == requests.codes.not_found:
             return None
         raise
     versions = (item["version"] for item in known.get("aliases", ()) if item["alias"] == CANDIDATE_ALIAS)
@@ -72,23 +70,21 @@ def _alias_on_server(uri: str, model: str) -> str | None:
 
 
 def _get(uri: str, method: str, **values: str) -> Any:
-    parts = urllib.parse.urlsplit(uri)
-    host = parts.netloc.rpartition("@")[2]
-    query = urllib.parse.urlencode(values)
-    request = urllib.request.Request(
-        f"{parts.scheme}://{host}{parts.path.rstrip('/')}/api/2.0/mlflow/{method}?{query}"
+    """Call MLflow's REST API; who asks is in the address or in the environment, as for MLflow's own client."""
+    import requests
+
+    user, password, token = (
+        os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN")
     )
-    user = parts.username or os.environ.get("MLFLOW_TRACKING_USERNAME")
-    password = parts.password or os.environ.get("MLFLOW_TRACKING_PASSWORD")
-    if user and password:
-        secret = base64.b64encode(
-            f"{urllib.parse.unquote(user)}:{urllib.parse.unquote(password)}".encode()
-        ).decode()
-        request.add_header("Authorization", f"Basic {secret}")
-    elif token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
-        request.add_header("Authorization", f"Bearer {token}")
-    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-        return json.load(answer)
+    answer = requests.get(
+        f"{uri.rstrip('/')}/api/2.0/mlflow/{method}",
+        params=values,
+        auth=(user, password) if user and password else None,
+        headers={"Authorization": f"Bearer {token}"} if token and not user else None,
+        timeout=_TIMEOUT_S,
+    )
+    answer.raise_for_status()
+    return answer.json()
 
 
 def _is_known_to_client(config: TrackingConfig, run_id: str, candidates: Mapping[str, str | None]) -> bool:

@@ -67,8 +67,8 @@ def _check_compiler(target: Target) -> None:
     except InvalidCxxCompiler as error:
         raise TargetMismatch(
             f"Target {target.name} needs a C++ compiler; this machine has no {torch._inductor.config.cpp.cxx[1]}. "
-            "Install g++, name another one in the environment variable CXX, or run this on a worker of pool "
-            f"'{target.work_pool}'."
+            "Install g++, name another one in the environment variable CXX, or run this on a worker of "
+            f"its work pool."
         ) from error
 
 

@@ -1,11 +1,10 @@
 """Compare this machine with what a target declares and with the machine that built an engine."""
 
-import contextlib
-import importlib.metadata
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tasks.core.environment import versions
 from tasks.core.errors import TargetMismatch
 from tasks.parts.cpu import VNNI, int8_sums_saturate, read_cpu_flags
 from tasks.parts.engines.gpu import Gpu, find_gpus
@@ -52,24 +51,32 @@ def missing_cpu_flags(target: Target) -> list[str]:
 def check_gpu(target: Target) -> None:
     """Raise TargetMismatch unless the first visible GPU is the declared one (CUDA_VISIBLE_DEVICES chooses)."""
     declared = target.gpu
-    if declared is None:
+    if declared is None or has_gpu(declared):
         return
-    gpus = find_gpus()
     traits = {"compute capability": declared.compute_capability, "the name": declared.name}
     named = " and ".join(f"{trait} {value}" for trait, value in traits.items() if value != ANY)
     wanted = f"an NVIDIA GPU with {named}" if named else "an NVIDIA GPU"
-    if not gpus:
+    here = _first_gpu()
+    if here is None:
         raise TargetMismatch(
-            f"Target {target.name} needs {wanted}; this machine has none, or no driver "
-            f"(libcuda.so.1). Run it on a worker of pool '{target.work_pool}', or remove it from target."
+            f"Target {target.name} needs {wanted}; this machine has none, or no driver (libcuda.so.1). Run it on a "
+            "worker of its work pool, or remove it from target."
         )
-    is_same = declared.compute_capability in (ANY, gpus[0].compute_capability)
-    if not is_same or declared.name not in (ANY, gpus[0].name):
-        raise TargetMismatch(
-            f"Target {target.name} needs {wanted}; the first GPU here is {gpus[0].name} with "
-            f"{gpus[0].compute_capability}. An engine is fast, or runs at all, only on the GPU that it was built "
-            f"on. Run it on a worker of pool '{target.work_pool}', or declare this GPU (target.{target.name}.gpu)."
-        )
+    raise TargetMismatch(
+        f"Target {target.name} needs {wanted}; the first GPU here is {here.name} with {here.compute_capability}. An "
+        "engine is fast, or runs at all, only on the GPU that it was built on. Run it on a worker of its work pool, "
+        f"or declare this GPU (target.{target.name}.gpu)."
+    )
+
+
+def has_gpu(declared: Gpu) -> bool:
+    """Return whether the first visible GPU is the declared one (CUDA_VISIBLE_DEVICES chooses)."""
+    here = _first_gpu()
+    return (
+        here is not None
+        and declared.compute_capability in (ANY, here.compute_capability)
+        and declared.name in (ANY, here.name)
+    )
 
 
 def check_runtime_version(target: Target, installed: str) -> None:
@@ -79,7 +86,7 @@ def check_runtime_version(target: Target, installed: str) -> None:
         return
     raise TargetMismatch(
         f"Target {target.name} declares {target.runtime} {declared}, this machine has {installed}. Run it on "
-        f"a worker of pool '{target.work_pool}', or declare target.{target.name}.runtime_version={installed} "
+        f"a worker of its work pool, or declare target.{target.name}.runtime_version={installed} "
         "and build again."
     )
 
@@ -90,22 +97,21 @@ def check_tensorrt_version(target: Target, installed: str) -> None:
     if version < OLDEST_TENSORRT:
         raise TargetMismatch(
             f"Target {target.name} needs TensorRT {'.'.join(map(str, OLDEST_TENSORRT))} or later, this machine has "
-            f"{installed}. Install a later one (extra gpu), or run it on a worker of pool '{target.work_pool}'."
+            f"{installed}. Install a later one (extra gpu), or run it on a worker of its work pool."
         )
     if target.runtime is Runtime.onnxruntime and version[0] != ONNXRUNTIME_TENSORRT_MAJOR:
         raise TargetMismatch(
             f"Target {target.name} needs TensorRT {ONNXRUNTIME_TENSORRT_MAJOR}, whose plans onnxruntime-gpu runs; "
             f"this machine has {installed}. Install `tensorrt<{ONNXRUNTIME_TENSORRT_MAJOR + 1}`, run it on a worker "
-            f"of pool '{target.work_pool}', or use a target of runtime tensorrt."
+            f"of its work pool, or use a target of runtime tensorrt."
         )
 
 
 def installed_version(runtime: Runtime) -> str:
     """Return the installed version of a runtime without importing it; raise TargetMismatch if there is none."""
     names = runtime.traits.distributions
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
+    for version in versions(*names).values():
+        return version
     raise TargetMismatch(
         f"Package {' or '.join(names)} is not installed. Install it (TensorRT comes with the extra gpu: `pip install "
         "-e '.[gpu]'`), or run this on a worker of the target's work pool."
@@ -124,6 +130,23 @@ def check_versions(target: Target) -> str:
     return installed
 
 
+def target_environment(target: Target) -> dict[str, str] | None:
+    """Return what an engine for a target depends on here: versions, CPU flags, GPU.
+
+    None without the declared GPU, or without the runtime.
+    """
+    try:
+        check_gpu(target)
+        installed = {
+            runtime.value: installed_version(runtime) for runtime in (target.compiler, target.runtime)
+        }
+    except TargetMismatch:
+        return None
+    flags = {flag for flag in (*ISA_FLAGS, *target.cpu_flags) if flag in read_cpu_flags()}
+    gpu = {"gpu": _gpu_text(_first_gpu())} if target.device == CUDA else {}
+    return {**installed, "cpu_flags": " ".join(sorted(flags)), **gpu}
+
+
 def check_machine(manifest: "EngineManifest") -> None:
     """Raise TargetMismatch unless this machine can run the engine that the manifest describes."""
     target = manifest.target
@@ -134,7 +157,7 @@ def check_machine(manifest: "EngineManifest") -> None:
     if missing:
         raise TargetMismatch(
             f"Target {target.name} needs the CPU flags {', '.join(target.cpu_flags)}; this machine lacks "
-            f"{', '.join(missing)}. Run it on a worker of pool '{target.work_pool}' "
+            f"{', '.join(missing)}. Run it on a worker of its work pool "
             f"(target.{target.name}.cpu_flags)."
         )
     if target.runtime.traits.is_native_code:
@@ -143,7 +166,7 @@ def check_machine(manifest: "EngineManifest") -> None:
         raise TargetMismatch(
             f"Engine {manifest.file} of target {target.name} was built on a CPU with VNNI; this one lacks it, so "
             f"INT8 sums can saturate. Build it again here (build_engine for target {target.name}), or run it on a "
-            f"worker of pool '{target.work_pool}'."
+            f"worker of its work pool."
         )
     if target.tensorrt is not None:
         _check_plan(manifest, target.tensorrt, installed_version(Runtime.tensorrt))
@@ -163,13 +186,13 @@ def _check_native_code(manifest: "EngineManifest", installed: str) -> None:
         raise TargetMismatch(
             f"Engine {manifest.file} of target {target.name} was compiled for a CPU with "
             f"{', '.join(manifest.isa)}, this one has {', '.join(read_isa())}. Build it again here "
-            f"(build_engine for target {target.name}), or run it on a worker of pool '{target.work_pool}'."
+            f"(build_engine for target {target.name}), or run it on a worker of its work pool."
         )
     if target.device == CUDA and (here := _first_gpu()) != manifest.gpu:
         raise TargetMismatch(
             f"Engine {manifest.file} of target {target.name} was compiled on {_gpu_text(manifest.gpu)}, this machine "
             f"has {_gpu_text(here)}. Build it again here (build_engine for target {target.name}), or run it on a "
-            f"worker of pool '{target.work_pool}'."
+            f"worker of its work pool."
         )
 
 
@@ -187,8 +210,8 @@ def _check_plan(manifest: "EngineManifest", options: TensorrtOptions, installed:
         raise TargetMismatch(
             f"Engine {manifest.file} of target {target.name} was built on {_gpu_text(built_on)}, this machine has "
             f"{_gpu_text(here)}, and its hardware_compatibility is {options.hardware_compatibility}. Build it again "
-            f"here (build_engine for target {target.name}), run it on a worker of pool "
-            f"'{target.work_pool}', or build with target.{target.name}.tensorrt.hardware_compatibility."
+            f"here (build_engine for target {target.name}), run it on a worker of "
+            f"its work pool, or build with target.{target.name}.tensorrt.hardware_compatibility."
         )
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Self
 
+from tasks.parts.onnx_session import ONNXRUNTIME
+
 CPU, CUDA = "cpu", "cuda"
 
 
@@ -52,7 +54,7 @@ class Runtime(StrEnum):
     torch = "torch", RuntimeTraits((CPU, CUDA), tuple(Precision), ("torch",), reads_checkpoints=True)
     onnxruntime = (
         "onnxruntime",
-        RuntimeTraits((CPU, CUDA), (Precision.f32,), ("onnxruntime", "onnxruntime-gpu"), plans="optional"),
+        RuntimeTraits((CPU, CUDA), (Precision.f32,), ONNXRUNTIME, plans="optional"),
     )
     openvino = (
         "openvino",

@@ -74,8 +74,6 @@ class Target:
     min_int8_macs_share: Annotated[float, Between(0, 1)]
     """Least share of the MACs between Q/DQ pairs, as the target's graph has them, that the engine runs in int8. With
     less its precision is not the one that was asked for."""
-    work_pool: Annotated[str, Matches(r"(?s).+", "the name of a work pool")]
-    """Where the engines of this target are built and measured."""
     tensorrt: TensorrtOptions | None
     """Options of the plan, for runtime tensorrt and for ONNX Runtime if it runs a plan; null otherwise."""
 

@@ -78,6 +78,11 @@ def read_machine(device: str) -> Machine:
     return Machine(read_machine_id(), read_cpu_model(), read_isa(), governor, read_versions(device))
 
 
+def measuring_environment() -> dict[str, str]:
+    """Return what a measurement depends on besides what is measured: the machine."""
+    return {"machine": read_machine_id(), "cpu": read_cpu_model()}
+
+
 def read_machine_id(file: Path = _MACHINE_ID) -> str:
     """Return a keyed digest of the machine's id, as machine-id(5) asks for; UNKNOWN without one."""
     content = file.read_bytes().strip() if file.is_file() else b""

@@ -349,7 +349,7 @@ def test_full_disk_is_told_however_a_library_says_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: Callable[..., None]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    call = Call("prepare_data", function, None, {}, "0" * 32)
+    call = Call("prepare_data", function, None, {}, {}, "0" * 32)
     with pytest.raises(DiskError, match=r"prepare_data-0+: the disk or its quota is full.*bytes are free"):
         execute(call)
     assert not call.folder.exists() and not call.draft.exists()
@@ -412,7 +412,7 @@ def test_no_flipped_bit_of_a_record_passes_for_another_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = Call("prepare_data", write_two_files, None, {}, "0123456789abcdef" * 2)
+    made = Call("prepare_data", write_two_files, None, {}, {}, "0123456789abcdef" * 2)
     execute(made)
     file = made.folder / "key.json"
     before = file.read_bytes()
@@ -486,7 +486,7 @@ def test_process_that_tidies_is_named_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    execute(Call("small.first", write_two_files, None, {}, "1" * 32))
+    execute(Call("small.first", write_two_files, None, {}, {}, "1" * 32))
     (tmp_path / "artifacts/.drafts/small.first-replaced").mkdir()
     command = [sys.executable, "-c", AT_WORK]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -505,7 +505,7 @@ def test_process_that_tidies_is_named_and_waited_for(
         logger.addHandler(waiting)
         try:
             with caplog.at_level(logging.INFO):
-                execute(Call("small.first", write_two_files, None, {}, "2" * 32))
+                execute(Call("small.first", write_two_files, None, {}, {}, "2" * 32))
         finally:
             logger.removeHandler(waiting)
             other.kill()
@@ -571,7 +571,7 @@ def test_only_one_checkout_measures_at_a_time(
         release = threading.Timer(0.3, other.kill)
         release.start()
         with caplog.at_level(logging.INFO):
-            execute(Call("small.first", write_two_files, None, {}, "1" * 32))
+            execute(Call("small.first", write_two_files, None, {}, {}, "1" * 32))
         release.join()
     assert "small.first: waiting until benchmark.cpu was measured on this machine" in caplog.text
     assert (tmp_path / "shared/lock").read_text() == "small.first"

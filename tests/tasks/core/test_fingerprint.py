@@ -156,14 +156,15 @@ def test_module_that_is_named_at_run_time_stands_for_all_that_it_may_be(
     code_digests.cache_clear()
 
 
-def test_key_depends_on_config_inputs_and_stage_but_not_on_names_of_folders(tmp_path: Path) -> None:
+def test_key_depends_on_config_inputs_facts_and_stage_but_not_on_names_of_folders(tmp_path: Path) -> None:
     one, two = tmp_path / "one.bin", tmp_path / "elsewhere" / "two.bin"
     two.parent.mkdir()
     one.write_bytes(b"same")
     two.write_bytes(b"same")
-    key = stage_key("prune", {"ratio": 0.5}, {"checkpoint": one})
-    assert key == stage_key("prune", {"ratio": 0.5}, {"checkpoint": two})
-    assert key != stage_key("prune", {"ratio": 0.6}, {"checkpoint": one})
-    assert key != stage_key("finetune", {"ratio": 0.5}, {"checkpoint": one})
+    key = stage_key("prune", {"ratio": 0.5}, {"checkpoint": one}, {"torch": "2.13"})
+    assert key == stage_key("prune", {"ratio": 0.5}, {"checkpoint": two}, {"torch": "2.13"})
+    assert key != stage_key("prune", {"ratio": 0.6}, {"checkpoint": one}, {"torch": "2.13"})
+    assert key != stage_key("prune", {"ratio": 0.5}, {"checkpoint": one}, {"torch": "2.14"})
+    assert key != stage_key("finetune", {"ratio": 0.5}, {"checkpoint": one}, {"torch": "2.13"})
     two.write_bytes(b"other")
-    assert key != stage_key("prune", {"ratio": 0.5}, {"checkpoint": two})
+    assert key != stage_key("prune", {"ratio": 0.5}, {"checkpoint": two}, {"torch": "2.13"})

@@ -39,7 +39,7 @@ class Stage:
 
     def call(self, key: str, address: str = "prepare_data") -> Call:
         """Return a call with a key."""
-        return Call(address, self, None, {}, key)
+        return Call(address, self, None, {}, {}, key)
 
 
 Stage.__module__ = "tasks.prepare_data"  # which has no still_holds

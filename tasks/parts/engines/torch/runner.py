@@ -39,7 +39,7 @@ def set_up_torch(target: Target) -> None:
             raise TargetMismatch(
                 f"Target {target.name} needs torch with CUDA; torch {torch.__version__} finds no GPU that it can "
                 "use. Install the build of torch for this machine's driver (see nvidia-smi), or run this on a worker "
-                f"of pool '{target.work_pool}'."
+                f"of its work pool."
             )
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
 

@@ -3,6 +3,8 @@
 import dataclasses
 from pathlib import Path
 
+import yaml
+
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.log import log_pipeline
 from tasks.core.tracking.records import git_commit
@@ -30,7 +32,26 @@ def test_each_candidate_is_a_child_run_of_the_pipeline(config, pipeline, candida
         "engine/a.engine"
     ]
     of_pipeline = [file.path for file in client.list_artifacts(tracked.parent_run_id)]
-    assert of_pipeline == ["params.yaml", "report.html"]
+    assert of_pipeline == ["environment.json", "params.yaml", "report.html"]
+
+
+def test_run_of_the_pipeline_has_the_configuration_as_parameters(config, pipeline, candidates) -> None:
+    params = yaml.safe_dump(
+        {
+            "distill": {"trainer": {"max_epochs": 7, "learning_rate": 0.1}},
+            "quantize_ptq": {"calibrators": ["minmax", "entropy"], "name": "x" * 7000},
+            "engines": {"a": {"variant": "b"}},
+            **{f"stage{number}": {"salt": number} for number in range(150)},
+        }
+    )
+    tracked = log_pipeline(
+        config, pipeline=dataclasses.replace(pipeline, params=params), candidates=candidates, picks={}
+    )
+    logged = client_of(config).get_run(tracked.parent_run_id).data.params
+    assert logged["distill.trainer.max_epochs"] == "7" and logged["distill.trainer.learning_rate"] == "0.1"
+    assert logged["quantize_ptq.calibrators"] == '["minmax", "entropy"]'
+    assert len(logged["quantize_ptq.name"]) == 6000 and logged["stage149.salt"] == "149"
+    assert len(logged) == 154
 
 
 def test_every_metric_has_one_point(config, pipeline, candidates) -> None:

@@ -1,0 +1,65 @@
+"""Write the facts of the surroundings that shape outputs, by section of params.yaml, to artifacts/environment.json.
+
+``python -m flows.environment`` is a stage of dvc.yaml that runs each time. The other stages depend on their section
+of the file, so ``dvc repro`` honours the facts that are in the keys. It also stores the outputs of which DVC's cache
+has no intact copy, before DVC deletes what it makes anew.
+"""
+
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from flows.pipeline import RecordedStages, run_pipeline
+from tasks.core.config import find_section, read_params, typed_config
+from tasks.core.environment import ENVIRONMENT_FILE, Facts
+from tasks.core.errors import EnginewrightError
+from tasks.core.execute import find_facts, keep_outputs, load_stage, output_folder, recorded_facts
+from tasks.core.reports import write_json
+
+
+def write_environment(params: Mapping[str, Any], elsewhere: Collection[str] = ()) -> None:
+    """Write the facts of every section; those of outputs that were made `elsewhere` (addresses) are as recorded."""
+    plan = RecordedStages()
+    run_pipeline(plan, params)
+    sections: dict[str, Facts | None] = {}
+    for address in plan.calls:
+        name, section = find_section(params, address)
+        if name in sections and (sections[name] is None or sections[name]):
+            continue
+        if address in elsewhere:
+            sections[name] = recorded_facts(output_folder(address))
+        else:
+            stage, config_class = load_stage(address)
+            config = typed_config(config_class, section, name)
+            sections[name] = find_facts(stage, config, output_folder(address))
+    ENVIRONMENT_FILE.parent.mkdir(exist_ok=True)
+    write_json(
+        ENVIRONMENT_FILE, _nested({name: facts for name, facts in sections.items() if facts is not None})
+    )
+
+
+def _nested(sections: Mapping[str, Facts]) -> dict[str, Any]:
+    """Return the facts of dotted names as params.yaml nests its sections."""
+    content: dict[str, Any] = {}
+    for name, facts in sections.items():
+        *parents, last = name.split(".")
+        place = content
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = dict(facts)
+    return content
+
+
+def main() -> int:
+    """Write the file, store the outputs, and return the exit code."""
+    try:
+        write_environment(read_params())
+        keep_outputs()
+    except EnginewrightError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
