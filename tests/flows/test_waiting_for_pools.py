@@ -69,7 +69,7 @@ class Device:
 
     def wait(self, **runs: UUID) -> dict[str, TargetResult]:
         """Wait for runs as the pipeline waits for its targets."""
-        params = {"build_engine": {name: {"work_pool": POOL} for name in runs}}
+        params = {"pipeline": {"work_pools": dict.fromkeys(runs, POOL)}}
         return _wait(params, runs, patience_s=60.0, timeout_s=TIMEOUT_S)
 
 

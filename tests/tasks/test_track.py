@@ -84,7 +84,15 @@ def test_every_engine_is_one_run_however_often_it_is_logged(cfg, artifacts) -> N
     assert pipeline.data.tags["best"] == "pruned_qat-cpu_onnxruntime"
     assert pipeline.data.metrics["num_engines"] == 7 and pipeline.data.metrics["best_latency_ms_p50"] == 0.66
     pages = {file.path for file in client.list_artifacts(pipeline.info.run_id)}
-    assert pages == {"report.html", "report.md", "pareto.png", "engines.json", "picks.json", "params.yaml"}
+    assert pages == {
+        "report.html",
+        "report.md",
+        "pareto.png",
+        "engines.json",
+        "picks.json",
+        "params.yaml",
+        "environment.json",
+    }
     version = client.get_model_version_by_alias(MODEL, "candidate")
     assert version.run_id == best.info.run_id and first.candidates[MODEL] == str(version.version)
     assert len(client.search_model_versions(f"name = '{MODEL}'")) == 1
