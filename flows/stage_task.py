@@ -153,13 +153,19 @@ class TaskStages:
         return self._run(call, fresh)
 
     def run_side_by_side(self, calls: Calls) -> None:
-        """Make sure that the outputs of independent calls are fresh, as many at once as the task runner allows."""
-        pending: list[tuple[Call, PrefectFuture[str]]] = []
+        """Make sure that the outputs of independent calls are fresh, as many at once as the task runner allows.
+
+        What has the same key, as the engines of variants with the same model file, is made once.
+        """
+        pending: dict[str, tuple[Call, PrefectFuture[str]]] = {}
+        twins: list[str] = []
         try:
             for address, inputs in calls.items():
                 call, fresh = self._prepare(address, inputs)
                 if fresh:
                     self._run(call, fresh)
+                elif call.key in pending:
+                    twins.append(address)
                 else:
                     command = stage_command(address, inputs)
                     makers = self._makers(inputs)
@@ -172,9 +178,11 @@ class TaskStages:
                         return_state=False,
                         wait_for=makers,
                     )
-                    pending.append((call, future))
-            for call, future in pending:
+                    pending[call.key] = call, future
+            for call, future in pending.values():
                 self._finish(call, False, future.result(), "done")
+            for address in twins:  # their output is in the store now
+                self.run(address, **calls[address])
         except (KeyboardInterrupt, TerminationSignal):
             _end_stages()
             raise

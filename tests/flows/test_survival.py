@@ -209,6 +209,22 @@ def test_another_version_of_a_library_makes_the_stages_stale_that_depend_on_it(
     assert space.changed_stages() == {}
 
 
+def test_variants_with_the_same_model_share_one_engine_that_is_built_once(tmp_path: Path) -> None:
+    write_workspace(tmp_path / "space", num_variants=3, num_targets=1, seconds=0.2)
+    space = Workspace(tmp_path / "space")
+    shutil.copy(space.path / "models/v01.onnx", space.path / "models/v02.onnx")
+    try:
+        flow = space.run(*FLOW)
+    finally:
+        space.run("python", "-m", "flows.local_server", "--stop")
+    assert flow.returncode == 0, flow.stdout[-3000:] + flow.stderr[-3000:]
+    built = re.findall(r"^(build_engine\S+): running$", flow.stdout, re.MULTILINE)
+    assert built == ["build_engine.v00.t00", "build_engine.v01.t00"]
+    assert "build_engine.v02.t00: made before, restored from the store" in flow.stdout
+    engines = [space.path / f"artifacts/build_engine/{name}/t00/engine/model.bin" for name in ("v01", "v02")]
+    assert engines[0].read_bytes() == engines[1].read_bytes()
+
+
 def test_comment_in_the_code_of_the_builds_measures_nothing_again_under_either_driver(
     space: Workspace,
 ) -> None:
