@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.chaos --minutes 60 --events 100 --seed 0`` runs the smoke pipeline in a workspace on a disk of
 its own (a tmpfs, which needs the right to mount), with both drivers, two configurations and two commits in random
-order. Meanwhile random events happen: SIGKILL of a stage, of the driver or of the Prefect server, a full disk, a
-flipped bit in the outputs, in DVC's cache or in a record of the store. ``--trivial`` takes stages that write a few
-bytes (``benchmarks/trivial_pipeline.py``), for many events in a short time. A worker that is killed is a case of
-``tests/flows/test_deployments.py``.
+order, one after the other. Meanwhile events happen at random times: SIGKILL of a stage, of the driver or of the
+Prefect server, a full disk, a flipped bit in the outputs, in DVC's cache or in a record of the store. ``--trivial``
+takes stages that write a few bytes (``benchmarks/trivial_pipeline.py``), for many events in a short time. A worker
+that is killed is a case of ``tests/flows/test_deployments.py``.
 
 At the end the first configuration runs to its end with both drivers. Then its outputs must be those of an undisturbed
 run in another workspace, no stage call may have finished twice unless an event destroyed its last intact copy, and no
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -49,6 +49,7 @@ WITH_TIMES = (REPORT_FILE, KEY_FILE, "history.csv")
 _CACHE = Path(".dvc/cache")
 _FINISHED = re.compile(r"tasks\.core\.execute (\S+): finished in")
 _STARTED = re.compile(r"tasks\.core\.execute (\S+): started")
+_LONGEST_RUN_S = 1800.0
 _DISK = {True: "64m", False: "3g"}
 
 
@@ -66,6 +67,8 @@ class Chaos:
     """Keys whose last intact copy an event destroyed."""
     events: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    driver: str = ""
+    """Which one runs."""
 
     def prepare(self) -> None:
         """Write the workspace, with a second commit in which a stage has another comment."""
@@ -76,45 +79,40 @@ class Chaos:
         self._git("-c", "user.name=Chaos", "-c", "user.email=chaos@localhost", "commit", "-qam", "Second")
         self.commits["2"] = self._git("rev-parse", "HEAD")
 
-    def disturb(self) -> None:
-        """Run a driver in a random state of the workspace, with one event before it or while it runs."""
-        configuration, commit = self.rng.choice("AB"), self.rng.choice("12")
-        driver = self.rng.choice(("flow", "repro"))
-        self.enter(configuration, commit)
-        event = self.rng.choice(
-            (
-                self._kill_stage,
-                self._kill_driver,
-                self._kill_server,
-                self._fill_disk,
-                self._flip_output,
-                self._flip_cache,
-                self._flip_record,
-            )
-        )
-        delay_s = self.rng.uniform(0, 8 if self.is_trivial else 60)
-        self.events.append(f"{driver} of configuration {configuration} at commit {commit}")
-        self.run(driver, configuration, after_start=lambda process: self._do(event, process, delay_s))
+    def disturb(self, num_events: int, minutes: float) -> None:
+        """Run drivers in random states of the workspace, while events happen at random times."""
+        began = time.monotonic()
+        times = sorted(began + 60 * self.rng.uniform(0, minutes) for _ in range(num_events))
+        while times:
+            configuration, commit = self.rng.choice("AB"), self.rng.choice("12")
+            self.enter(configuration, commit)
+            self.run(self.rng.choice(("flow", "repro")), configuration, times)
 
     def enter(self, configuration: str, commit: str) -> None:
         """Check out a commit and write the configuration."""
         self._git("checkout", "-qf", self.commits[commit])
         write_configuration(self.folder, configuration, self.is_trivial)
 
-    def run(
-        self,
-        driver: str,
-        configuration: str,
-        after_start: Callable[[psutil.Process], None] = lambda process: None,
-    ) -> tuple[int, str]:
-        """Run a driver to its end; note what finished, and a traceback."""
+    def run(self, driver: str, configuration: str, event_times: list[float]) -> tuple[int, str]:
+        """Run a driver to its end, with the events that fall into its time; note what finished, and a traceback."""
+        self.driver = driver
         command = driver_command(driver, configuration, self.is_trivial)
+        started = time.monotonic()
         with tempfile.TemporaryFile("w+") as said:
             process = psutil.Popen(
                 command, cwd=self.folder, env=environment(), stdout=said, stderr=subprocess.STDOUT
             )
-            after_start(process)
-            code = process.wait()
+            while True:
+                due = event_times[0] if event_times else started + _LONGEST_RUN_S
+                with contextlib.suppress(psutil.TimeoutExpired):
+                    code = process.wait(max(0.0, due - time.monotonic()))
+                    break
+                if event_times:
+                    event_times.pop(0)
+                    self._do_any(process, f"{driver} of {configuration}")
+                else:
+                    self._violate(f"{driver} did not end within {_LONGEST_RUN_S / 60:.0f} minutes")
+                    process.kill()
             self._await_stages()
             said.seek(0)
             text = said.read()
@@ -128,10 +126,10 @@ class Chaos:
     def check(self, reference: Path) -> None:
         """Run the first configuration to its end with both drivers and compare its outputs with the reference."""
         self.enter("A", "1")
-        code, text = self.run("flow", "A")
+        code, text = self.run("flow", "A", [])
         if code != 0:
             self._violate(f"the last flow ended with {code}: {text[-2000:]}")
-        code, text = self.run("repro", "A")
+        code, text = self.run("repro", "A", [])
         if code != 0 or _STARTED.search(text):
             self._violate(f"dvc repro after the last flow ended with {code}: {text[-2000:]}")
         expected, found = outputs(reference), outputs(self.folder)
@@ -139,12 +137,19 @@ class Chaos:
             if expected.get(name) != found.get(name):
                 self._violate(f"{name} is not what the undisturbed run made")
 
-    def _do(self, event: Callable[[psutil.Process], str], process: psutil.Process, delay_s: float) -> None:
-        with contextlib.suppress(psutil.TimeoutExpired):
-            process.wait(delay_s)
+    def _do_any(self, process: psutil.Process, where: str) -> None:
+        events = (
+            self._kill_stage,
+            self._kill_driver,
+            self._kill_server,
+            self._fill_disk,
+            self._flip_output,
+            self._flip_cache,
+            self._flip_record,
+        )
         with contextlib.suppress(psutil.NoSuchProcess):
-            self.events.append(event(process))
-            print(f"{len(self.events) // 2:4d}  {self.events[-2]}; {self.events[-1]}", flush=True)
+            self.events.append(f"{where}: {self.rng.choice(events)(process)}")
+            print(f"{len(self.events):4d}  {self.events[-1]}", flush=True)
 
     def _kill_stage(self, _: psutil.Process) -> str:
         stages = self._stages()
@@ -200,12 +205,12 @@ class Chaos:
             key = file.parent.name + file.stem
             if not any(place.is_relative_to(self.folder / ARTIFACTS) for place in records.get(key, {})):
                 self.excused.add(key)
-        if not self._has_intact_copy(before, is_deleted_by_dvc=self.events[-1].startswith("repro")):
-            self.excused |= {
-                key
-                for key, places in records.items()
-                if any(before in md5s.values() for md5s in places.values())
-            }
+        self.excused |= {
+            key
+            for key, places in records.items()
+            if any(before in md5s.values() for md5s in places.values())
+            and not self._has_intact_copy(before, {} if self.driver == "repro" else places)
+        }
         return f"damaged {file.relative_to(self.folder)}"
 
     def _records(self) -> dict[str, dict[Path, dict[str, str]]]:
@@ -218,14 +223,13 @@ class Chaos:
                 found.setdefault(str(record["key"]), {})[file] = dict(record["files"])
         return found
 
-    def _has_intact_copy(self, md5: str, *, is_deleted_by_dvc: bool) -> bool:
-        """Return whether a file is there once more; DVC deletes outputs that it makes anew."""
-        places = [self.folder / _CACHE / "files/md5" / md5[:2] / md5[2:]]
-        for record in () if is_deleted_by_dvc else self._records().values():
-            for file, names in record.items():
-                if file.name == KEY_FILE:
-                    places += [file.parent / name for name, of_file in names.items() if of_file == md5]
-        return any(place.is_file() and _md5(place) == md5 for place in places)
+    def _has_intact_copy(self, md5: str, places: dict[Path, dict[str, str]]) -> bool:
+        """Return whether the cache or one of these outputs holds a file; DVC deletes outputs that it makes anew."""
+        copies = [self.folder / _CACHE / "files/md5" / md5[:2] / md5[2:]]
+        for file, names in places.items():
+            if file.name == KEY_FILE:
+                copies += [file.parent / name for name, of_file in names.items() if of_file == md5]
+        return any(copy.is_file() and _md5(copy) == md5 for copy in copies)
 
     def _note_finished(self, address: str) -> None:
         file = self.folder / ARTIFACTS.joinpath(*address.split(".")) / KEY_FILE
@@ -237,7 +241,7 @@ class Chaos:
             self.excused.discard(key)
 
     def _violate(self, words: str) -> None:
-        self.violations.append(f"after event {len(self.events)} ({', '.join(self.events[-2:])}): {words}")
+        self.violations.append(f"after event {len(self.events)} ({'; '.join(self.events[-2:])}): {words}")
         print(f"VIOLATION {self.violations[-1]}", flush=True)
 
     def _stages(self) -> list[psutil.Process]:
@@ -335,7 +339,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trivial", action="store_true", help="stages that write a few bytes")
-    parser.add_argument("--minutes", type=float, default=60.0, help="no event begins after this time")
+    parser.add_argument("--minutes", type=float, default=60.0, help="the time in which the events happen")
     parser.add_argument("--events", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -346,16 +350,13 @@ def main() -> int:
         reference = Chaos(undisturbed, options.trivial, random.Random(0))
         reference.prepare()
         reference.enter("A", "1")
-        code, text = reference.run("flow", "A")
+        code, text = reference.run("flow", "A", [])
         if code:
             sys.exit(f"the undisturbed run ended with {code}: {text[-3000:]}")
         chaos = Chaos(folder, options.trivial, random.Random(options.seed))
         chaos.prepare()
         began = time.monotonic()
-        num_events = 0
-        while num_events < options.events and time.monotonic() - began < 60 * options.minutes:
-            chaos.disturb()
-            num_events += 1
+        chaos.disturb(options.events, options.minutes)
         chaos.check(undisturbed)
     record: dict[str, Any] = {
         "date": date.today().isoformat(),
@@ -364,13 +365,15 @@ def main() -> int:
         "pipeline": "trivial" if options.trivial else "smoke",
         "seed": options.seed,
         "minutes": round((time.monotonic() - began) / 60, 1),
-        "num_events": num_events,
+        "num_events": len(chaos.events),
         "num_stage_calls_finished": len(chaos.finished),
         "events": chaos.events,
         "violations": chaos.violations,
     }
     options.results.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    print(f"{num_events} events, {len(chaos.finished)} stage calls, {len(chaos.violations)} violations")
+    print(
+        f"{len(chaos.events)} events, {len(chaos.finished)} stage calls, {len(chaos.violations)} violations"
+    )
     return int(bool(chaos.violations))
 
 

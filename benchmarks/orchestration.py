@@ -225,8 +225,9 @@ def run(workspace: Path, *arguments: str) -> None:
 
 
 def environment(workspace: Path) -> dict[str, str]:
-    """Return the environment for commands in a workspace: its own modules, and no outside Prefect settings."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    """Return the environment for commands in a workspace: its own modules, compiled once, and no Prefect settings."""
+    outside = ("PREFECT_", "PYTHONDONTWRITEBYTECODE")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
     binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # dvc.yaml calls `python`
     return {**kept, "PATH": binaries, "PYTHONPATH": str(workspace)}
 

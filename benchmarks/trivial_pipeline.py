@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from flows import local_server
+from flows.flow_record import recorded_flow
 from flows.optimize import optimize, run_flow
 from flows.params import write_params
 from flows.pipeline import RecordedStages, run_pipeline
@@ -222,7 +223,8 @@ def main(arguments: list[str]) -> int:
                 local_server.prepare_environment()
                 local_server.begin_start()
                 local_server.wait_until_ready()
-                optimize(read_params())
+                with recorded_flow():
+                    optimize(read_params())
         else:
             run_flow(read_params())
     except EnginewrightError as error:

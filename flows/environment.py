@@ -2,7 +2,7 @@
 
 ``python -m flows.environment`` is a stage of dvc.yaml that runs each time. The other stages depend on their section
 of the file, so ``dvc repro`` honours the facts that are in the keys. It also stores the outputs of which DVC's cache
-has no intact copy, before DVC deletes what it makes anew.
+has no intact copy, before DVC deletes what it makes anew, and removes damaged ones.
 """
 
 import sys
@@ -13,8 +13,17 @@ from flows.pipeline import RecordedStages, run_pipeline
 from tasks.core.config import find_section, read_params, typed_config
 from tasks.core.environment import ENVIRONMENT_FILE, Facts
 from tasks.core.errors import EnginewrightError
-from tasks.core.execute import find_facts, keep_outputs, load_stage, output_folder, recorded_facts
+from tasks.core.execute import (
+    explained_full_disk,
+    find_facts,
+    keep_outputs,
+    load_stage,
+    output_folder,
+    recorded_facts,
+    remove_damaged,
+)
 from tasks.core.reports import write_json
+from tasks.core.store import cache_folder
 
 
 def write_environment(params: Mapping[str, Any], elsewhere: Collection[str] = ()) -> None:
@@ -51,10 +60,12 @@ def _nested(sections: Mapping[str, Facts]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Write the file, store the outputs, and return the exit code."""
+    """Write the file, store the outputs, remove the damaged ones, and return the exit code."""
     try:
-        write_environment(read_params())
-        keep_outputs()
+        with explained_full_disk(cache_folder()):
+            write_environment(read_params())
+            keep_outputs()
+            remove_damaged()
     except EnginewrightError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -20,12 +20,13 @@ def recorded_flow() -> Iterator[None]:
 
     try:
         yield
-    except httpx.HTTPError as error:
-        raise ServerUnavailable(
-            f"The Prefect server stopped answering and did not come back: {error}. Finished stages are kept; run "
-            f"again to continue. The log of the local server is {local_server.HOME / 'server.log'}."
-        ) from error
-    except BaseException:
+    except BaseException as error:
+        lost = [each for each in (error, error.__cause__) if isinstance(each, httpx.HTTPError)]
+        if lost:
+            raise ServerUnavailable(
+                f"The Prefect server stopped answering and did not come back: {lost[0]}. Finished stages are kept; "
+                f"run again to continue. The log of the local server is {local_server.HOME / 'server.log'}."
+            ) from error
         _RECORD.unlink(missing_ok=True)
         raise
     _RECORD.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ who sends the text in ``.prefect/auth_string``, and to no page of another origin
 
 import argparse
 import base64
+import contextlib
 import http.client
 import json
 import logging
@@ -14,14 +15,17 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tasks.core.errors import EnginewrightError
+from tasks.core.locks import hold_lock
 
 if TYPE_CHECKING:
     import psutil
@@ -31,7 +35,10 @@ AUTH_FILE = HOME / "auth_string"
 """What Prefect's clients and pages have to send: PREFECT_API_AUTH_STRING."""
 _PREFERRED_PORT = 4200
 _START_TIMEOUT_S = 90.0
+_PORT_TIMEOUT_S = 10.0
 _SAME_START_S = 1.0
+_FIRST_WATCH_S = 1.0
+_LAST_WATCH_S = 16.0
 
 
 class ServerUnavailable(EnginewrightError):
@@ -50,7 +57,11 @@ def prepare_environment() -> None:
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",  # a lost server would be a line for each event not sent
         "PREFECT_CLI_PROMPT": "false",
+        # Else each state of a stage is a transaction of its own.
+        "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "20",
+        "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",  # s; it is cut to an integer
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
@@ -60,11 +71,12 @@ def prepare_environment() -> None:
 
 def begin_start() -> None:
     """Unless PREFECT_API_URL is set, set it to our server; start that without waiting if it does not run."""
-    record = _read_record()
-    if record is None or _find_process(record) is None:
-        if "PREFECT_API_URL" in os.environ:
-            return
-        record = _start()
+    with _alone():
+        record = _read_record()
+        if record is None or _find_process(record) is None:
+            if "PREFECT_API_URL" in os.environ:
+                return
+            record = _start()
     if os.environ.setdefault("PREFECT_API_URL", str(record["url"])) == record["url"]:
         os.environ["PREFECT_API_AUTH_STRING"] = _auth_string()
 
@@ -75,8 +87,7 @@ def wait_until_ready() -> str:
     Raises ServerUnavailable when nothing answers in time.
     """
     url = os.environ["PREFECT_API_URL"]
-    record = _read_record()
-    deadline = time.monotonic() + (_START_TIMEOUT_S if record and record["url"] == url else 0)
+    deadline = time.monotonic() + (_START_TIMEOUT_S if is_ours() else 0)
     while not answers(url) and time.monotonic() < deadline:
         time.sleep(0.1)
     if not answers(url):
@@ -85,6 +96,56 @@ def wait_until_ready() -> str:
             f"the log of the local server is {HOME / 'server.log'}."
         )
     return url
+
+
+def is_ours() -> bool:
+    """Return whether the server at PREFECT_API_URL is the one of this checkout."""
+    record = _read_record()
+    return record is not None and record["url"] == os.environ.get("PREFECT_API_URL")
+
+
+@contextlib.contextmanager
+def kept_alive() -> Iterator[None]:
+    """While a flow runs inside, start our server again when it is killed: Prefect's clients try for a minute."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        wait_s = _FIRST_WATCH_S
+        while not is_over.wait(wait_s):
+            if _find_killed() is None:
+                continue
+            wait_s = min(2 * wait_s, _LAST_WATCH_S)  # it may be killed, or end by itself, each time
+            try:
+                _revive()
+            except (OSError, ServerUnavailable) as error:
+                print(f"Prefect: the server could not be started again: {error}", file=sys.stderr)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        watcher.join()
+
+
+def _revive() -> None:
+    """Start our server again at its address, unless another process did."""
+    with _alone():
+        record = _find_killed()
+        if record is None:
+            return
+        print(f"Prefect: the server at {record['url']} was killed; starting it again", file=sys.stderr)
+        deadline = time.monotonic() + _PORT_TIMEOUT_S
+        while _bindable(_port(record)) is None and time.monotonic() < deadline:
+            time.sleep(0.1)  # the kernel is still taking the killed process down
+        _start()
+
+
+def _find_killed() -> dict[str, str | int | float] | None:
+    """Return the record of our server if it is the one at PREFECT_API_URL and no longer runs."""
+    record = _read_record() if is_ours() else None
+    return record if record and _find_process(record) is None else None
 
 
 def stop() -> bool:
@@ -103,8 +164,8 @@ def stop() -> bool:
 def how_to_open() -> str:
     """Return the address of the pages of the server at PREFECT_API_URL, and for ours what they ask for."""
     url = os.environ["PREFECT_API_URL"]
-    page, record = url.removesuffix("/api"), _read_record()
-    if record is None or record["url"] != url:
+    page = url.removesuffix("/api")
+    if not is_ours():
         return page
     secret = AUTH_FILE.relative_to(Path.cwd()) if AUTH_FILE.is_relative_to(Path.cwd()) else AUTH_FILE
     return f"{page} (its pages ask for the text in {secret}; `make stop` stops this local server)"
@@ -117,6 +178,11 @@ def leave(code: int) -> NoReturn:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _alone() -> contextlib.AbstractContextManager[None]:
+    """Let this process alone look for the server and start it."""
+    return hold_lock(HOME / "server.lock", str(os.getpid()), before_waiting=lambda note: None)
 
 
 def _start() -> dict[str, str | int | float]:
@@ -144,7 +210,13 @@ def _start() -> dict[str, str | int | float]:
         "pid": process.pid,
         "started_s": _started_s(process.pid),
     }
-    _record_file().write_text(json.dumps(record), encoding="utf-8")
+    draft = _record_file().with_suffix(".draft")
+    try:
+        draft.write_text(json.dumps(record), encoding="utf-8")
+        draft.rename(_record_file())
+    except OSError:
+        process.terminate()  # nobody would find it
+        raise
     return record
 
 
@@ -218,16 +290,27 @@ def find_problem(url: str, timeout_s: float = 5) -> str | None:
 def _free_port() -> int:
     """Return the port of the previous server, since a flow may be waiting for it, else the usual one or any other."""
     record = _read_record()
-    before = [urllib.parse.urlsplit(str(record["url"])).port] if record else []
+    before = [_port(record)] if record else []
     for port in (*before, _PREFERRED_PORT, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
+        bindable = _bindable(port)
+        if bindable is not None:
+            return bindable
     raise ServerUnavailable("No free port on 127.0.0.1 for a Prefect server.")
+
+
+def _bindable(port: int) -> int | None:
+    """Return a port of 127.0.0.1 if a server can bind it now, and any other for 0."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return None
+        return int(probe.getsockname()[1])
+
+
+def _port(record: dict[str, str | int | float]) -> int:
+    return urllib.parse.urlsplit(str(record["url"])).port or _PREFERRED_PORT
 
 
 def main(arguments: list[str]) -> int:

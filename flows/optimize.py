@@ -27,6 +27,8 @@ from tasks.core.store import cache_folder
 from tasks.core.tracking.config import mask_credentials, tracking_config
 from tasks.core.tracking.pending import has_pending
 
+_MAX_LOST_SERVERS = 5
+
 
 def optimize(params: dict[str, Any]) -> Path:
     """Run the pipeline as a Prefect flow and return the folder of ``select_engine``."""
@@ -44,8 +46,7 @@ def optimize(params: dict[str, Any]) -> Path:
         print(f"stages run: {stages.num_executed} of {stages.num_calls}")
         return folder
 
-    with recorded_flow():
-        return run(params)
+    return run(params)
 
 
 def run_flow(params: dict[str, Any]) -> Path:
@@ -54,16 +55,34 @@ def run_flow(params: dict[str, Any]) -> Path:
         local_server.prepare_environment()
         local_server.begin_start()
         importlib.import_module("prefect")  # takes a second, in which the server starts
-        write_params(params)
+        if replaced := write_params(params):
+            print(
+                f"params.yaml: other values than before in {', '.join(replaced)}. `dvc repro` runs them, too."
+            )
         write_environment(params)
         send_pending_runs(params)
         local_server.wait_until_ready()
-        close_killed_flow_run()
-        folder = optimize(params)
+        with local_server.kept_alive():
+            folder = _optimize_despite_lost_servers(params)
         with explained_full_disk(cache_folder()):
             commit_outputs()
         remove_leftovers()
     return folder
+
+
+def _optimize_despite_lost_servers(params: dict[str, Any]) -> Path:
+    """Run the pipeline; if our server was killed where Prefect does not try again, go on in another flow run."""
+    num_lost = 0
+    while True:
+        try:
+            with recorded_flow():
+                close_killed_flow_run()
+                return optimize(params)
+        except local_server.ServerUnavailable:
+            num_lost += 1
+            if num_lost > _MAX_LOST_SERVERS or not local_server.is_ours():
+                raise
+        local_server.wait_until_ready()
 
 
 def main(overrides: Sequence[str]) -> int:

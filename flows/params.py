@@ -4,6 +4,7 @@
 checked against the ``Config`` of its stage before anything is written.
 """
 
+import contextlib
 import copy
 import dataclasses
 import subprocess
@@ -242,8 +243,8 @@ def _check_engines(params: dict[str, Any], targets: dict[str, Any]) -> None:
         )
 
 
-def write_params(params: dict[str, Any], path: Path = PARAMS_FILE) -> None:
-    """Write params.yaml unless it already holds this content.
+def write_params(params: dict[str, Any], path: Path = PARAMS_FILE) -> list[str]:
+    """Write params.yaml unless it already holds this content; return the sections that had other values.
 
     Raises ConfigError where it would hold a password: git keeps it, and DVC copies it into dvc.lock.
     """
@@ -255,8 +256,18 @@ def write_params(params: dict[str, Any], path: Path = PARAMS_FILE) -> None:
                 "MLflow server takes them from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, PostgreSQL "
                 "from PGUSER and PGPASSWORD."
             )
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        path.write_text(text, encoding="utf-8")
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if before == text:
+        return []
+    path.write_text(text, encoding="utf-8")
+    old = None
+    with contextlib.suppress(yaml.YAMLError):  # it was cut off
+        old = yaml.load(before, Loader=yaml.CSafeLoader)
+    return (
+        [name for name in params if name in old and old[name] != params[name]]
+        if isinstance(old, dict)
+        else []
+    )
 
 
 def _engines(variants: dict[str, Any], targets: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:

@@ -15,7 +15,6 @@ from tasks.core.reports import REPORT_FILE
 from tasks.core.store import cache_folder
 from tasks.core.tracking.config import database_file, tracking_config
 from tasks.core.tracking.pending import has_pending
-from tasks.import_onnx import Config as ImportConfig
 from tasks.parts.engines.machine import check_gpu
 from tasks.parts.engines.target import Target
 
@@ -56,9 +55,10 @@ def check_models(params: dict[str, Any]) -> None:
             raise ConfigError(f"{name} is missing, expected an ONNX file, or a folder with one (model.path).")
         if (ARTIFACTS / "import_onnx" / REPORT_FILE).is_file():
             continue  # it was read before; the stage notices changes
+        from tasks.import_onnx import Config
         from tasks.parts.onnx_graphs.foreign_rewrite import read_image_size
 
-        cfg: ImportConfig = typed_config(ImportConfig, params["import_onnx"], "import_onnx")
+        cfg: Config = typed_config(Config, params["import_onnx"], "import_onnx")
         data = params["prepare_data"]
         height, width = read_image_size(
             Path(name),

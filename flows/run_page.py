@@ -1,6 +1,5 @@
 """What the page of a Prefect run shows besides its logs: the engines, the progress, the link to MLflow."""
 
-import contextlib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -58,8 +57,14 @@ def publish_progress() -> Callable[[int, int], None]:
     bar = create_progress_artifact(progress=0.0, key="stages", description="stages done")
     assert isinstance(bar, UUID)  # not a coroutine
 
+    is_moving = True
+
     def move(num_done: int, num_all: int) -> None:
-        with contextlib.suppress(httpx.HTTPError):  # the flow goes on while its server is down
-            update_progress_artifact(bar, progress=100.0 * num_done / num_all)
+        nonlocal is_moving
+        if is_moving:
+            try:
+                update_progress_artifact(bar, progress=100.0 * num_done / num_all)
+            except httpx.HTTPError:  # after a minute of attempts; the flow goes on while its server is down
+                is_moving = False
 
     return move

@@ -1,12 +1,14 @@
 """Run each stage call as one cached Prefect task."""
 
 import contextlib
+import gc
+import logging
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,10 @@ from tasks.core.tracking.config import mask_credentials
 
 MAX_SIDE_BY_SIDE = 4
 """The maximum number of stages that run at once; each loads libraries of up to a gigabyte."""
+
+
+_GC_THRESHOLDS = (50_000, 20, 100)
+"""A tenth of a cached call was garbage collection with Python's (700, 10, 10)."""
 
 
 class StageFailed(EnginewrightError):
@@ -121,9 +127,22 @@ def _end_stages() -> None:
         process.terminate()
 
 
+def _make_tasks_cheap() -> None:
+    """Spare the garbage collector what was imported, and Prefect's page a line that a task's state says as well."""
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+    if runtime.deployment.id is None:  # else the words of the stages are lines of this logger
+        logging.getLogger("prefect.task_runs").setLevel(logging.WARNING)
+
+
 def task_runner() -> Any:
     """Return the runner of independent stages: one more than there are cores, which loads in the meantime."""
     return ThreadPoolTaskRunner(min(MAX_SIDE_BY_SIDE, 1 + (os.cpu_count() or 1)))
+
+
+def _overlap(pattern: Sequence[str], folder: Sequence[str]) -> bool:
+    """Return whether one of two paths lies in the other, or is it; ``*`` stands for any one name."""
+    return all(expected in ("*", name) for expected, name in zip(pattern, folder, strict=False))
 
 
 class TaskStages:
@@ -137,6 +156,7 @@ class TaskStages:
         elsewhere: Collection[str] = (),
     ) -> None:
         """`elsewhere` are addresses whose outputs other machines made: their surroundings are those on record."""
+        _make_tasks_cheap()
         self._params = params
         self._num_done = 0
         self._keys: dict[Path, str] = {}
@@ -216,10 +236,7 @@ class TaskStages:
                 found[maker] = self._keys[maker]
             elif ARTIFACTS in places:  # it stands for many folders
                 found |= {
-                    folder: key
-                    for folder, key in self._keys.items()
-                    if path in folder.parents
-                    or any("*" in place.parts and folder.match(str(place)) for place in places)
+                    folder: key for folder, key in self._keys.items() if _overlap(path.parts, folder.parts)
                 }
         return [*found.values()]
 

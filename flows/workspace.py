@@ -3,16 +3,18 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from flows.dvc_command import run_dvc
+from flows.dvc_command import DvcFailed, run_dvc
 from tasks.core.config import PARAMS_FILE
 from tasks.core.environment import ENVIRONMENT_FILE
-from tasks.core.execute import ARTIFACTS
+from tasks.core.errors import ArtifactError
+from tasks.core.execute import ARTIFACTS, remove_damaged
 from tasks.core.fingerprint import digest
 from tasks.core.locks import hold_lock
 from tasks.core.reports import KEY_FILE
@@ -23,6 +25,10 @@ _RECORDS = (LOCK_FILE, PARAMS_FILE)
 _KEPT = ARTIFACTS / ".deployed"
 KEPT_LOCK_FILE = _KEPT / LOCK_FILE
 """The dvc.lock of the last deployed run."""
+
+
+_CUT_OFF = re.compile(r"dvc\.lock' (validation failed|is invalid)")
+"""What DVC says of a dvc.lock that is no longer one."""
 
 
 def hold_workspace() -> AbstractContextManager[None]:
@@ -82,15 +88,29 @@ def _git(*arguments: str) -> bytes | None:
 def commit_outputs() -> None:
     """Commit the outputs to DVC, so that ``dvc status`` is clean and ``dvc repro`` runs nothing.
 
-    Skipped if dvc.lock and the keys of all outputs are unchanged since the latest commit.
+    Skipped if dvc.lock and the keys of all outputs are unchanged since the latest commit. A dvc.lock that was cut
+    off, because DVC was killed or had no space while it wrote it in place, is written anew.
 
-    Raises DvcFailed with DVC's own message; DiskError if the cache has no space.
+    Raises DvcFailed with DVC's own message; DiskError if the cache has no space; ArtifactError if an output was
+    damaged meanwhile.
     """
     stamp = ARTIFACTS / ".committed"
     content = _commit_stamp()
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == content:
         return
-    run_dvc("commit", "--force")
+    try:
+        run_dvc("commit", "--force")
+    except DvcFailed as failed:
+        if not _CUT_OFF.search(str(failed)):
+            raise
+        print(f"{LOCK_FILE} is damaged; DVC writes it anew from the outputs")
+        LOCK_FILE.unlink()
+        run_dvc("commit", "--force")
+    if removed := remove_damaged():  # DVC hashes what it finds
+        raise ArtifactError(
+            f"{removed[0]} was changed after it was made and is removed. Run again: it is restored from the "
+            "store, or made anew."
+        )
     stamp.write_text(_commit_stamp(), encoding="utf-8")
 
 

@@ -31,7 +31,8 @@ def main(arguments: list[str]) -> int:
     death_signal = signal.SIGKILL if is_rank() else signal.SIGTERM
     die_with_parent(int(os.environ.get(SUPERVISOR, os.getppid())), death_signal)
     try:
-        call = prepare_call(options.address, _parse_inputs(options.inputs), read_params(options.params))
+        params = read_params(options.params, options.address.partition(".")[0])
+        call = prepare_call(options.address, _parse_inputs(options.inputs), params)
         if is_rank() or int(os.environ.get("LOCAL_RANK", "0")) > 0:
             with explained_full_disk(call.draft):
                 execute_as_follower(call)

@@ -20,7 +20,7 @@ from tasks.parts.engines.machine import has_gpu
 from tasks.parts.engines.runtimes import CUDA
 from tasks.parts.measuring.batch_latency import Bursts, Windows, summarise
 from tasks.parts.measuring.machine_state import measuring_environment, read_gpu_memory_mib, read_machine
-from tasks.parts.measuring.race import CONTROL, FEWEST_ROUNDS, RaceOptions
+from tasks.parts.measuring.race import CONTROL, FEWEST_ROUNDS, RaceOptions, engine_folder
 from tasks.parts.measuring.reports import (
     REFERENCE,
     BenchmarkReport,
@@ -131,6 +131,11 @@ def measures(_: Config) -> bool:
     return True
 
 
+def reads(cfg: Config, *, builds: Path, **_: Path) -> dict[str, list[Path]]:
+    """Return the engines of this configuration; another one may have left more of them."""
+    return {"builds": [engine_folder(builds, variant) for variant in cfg.variants]}
+
+
 def benchmark(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Report:
     """Write latencies.csv and layers.csv into a folder for each variant, and return latencies and speed ratios.
 
@@ -168,10 +173,7 @@ def benchmark(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Repor
 def _line_up(cfg: Config, builds: Path, reference: Path) -> _Field:
     from tasks.parts.engines.manifest import read_engine_manifest
 
-    engines = {
-        variant: Path(*(variant if part == "*" else part for part in builds.parts))
-        for variant in cfg.variants
-    }
+    engines = {variant: engine_folder(builds, variant) for variant in cfg.variants}
     manifests = {variant: read_engine_manifest(engine) for variant, engine in engines.items()}
     base = read_engine_manifest(reference)
     files = {variant: manifest.sha256 for variant, manifest in manifests.items() if manifest.is_built}

@@ -9,6 +9,9 @@ from tasks.parts.training.config import DistillationConfig, TrainerConfig, Train
 
 logger = logging.getLogger(__name__)
 
+CURVES = "history.csv"
+"""The table that grows by a row per epoch; MLflow shows it while the stage runs."""
+
 
 @dataclass(frozen=True)
 class Config:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CURVES = "history.csv"
+"""The table that grows by a row per epoch; MLflow shows it while the stage runs."""
+
 
 @dataclass(frozen=True)
 class Config:

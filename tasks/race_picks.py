@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tasks.core.errors import ArtifactError
 from tasks.parts.engines.runtimes import CPU, CUDA
 from tasks.parts.measuring.machine_state import Machine, measuring_environment, read_machine, read_machine_id
-from tasks.parts.measuring.race import RaceOptions
+from tasks.parts.measuring.race import RaceOptions, engine_folder
 from tasks.parts.measuring.reports import REFERENCE, Race, SpeedRatio
 from tasks.parts.measuring.surroundings import Surroundings
 
@@ -67,6 +67,14 @@ def measures(_: Config) -> bool:
     return True
 
 
+def reads(_: Config, *, builds: Path, picks: Path, **_others: Path) -> dict[str, list[Path]]:
+    """Return the engines that were picked."""
+    from tasks.parts.selection.engine_row import read_picks
+
+    rows = read_picks(picks)
+    return {"builds": [engine_folder(builds, row.variant, target) for target, row in rows.items()]}
+
+
 def race_picks(cfg: Config, *, builds: Path, picks: Path, reference: Path, out: Path) -> Report:
     """Run the picks of this machine and the reference engine in the same rounds; write ranking.md.
 
@@ -81,7 +89,7 @@ def race_picks(cfg: Config, *, builds: Path, picks: Path, reference: Path, out: 
     measured_on = {target: row.conditions[MACHINE] for target, row in rows.items()}
     elsewhere = {target: found for target, found in measured_on.items() if found != machine_id}
     rows = {target: row for target, row in rows.items() if target not in elsewhere}
-    engines = {target: _engine_folder(builds, row.variant, target) for target, row in rows.items()}
+    engines = {target: engine_folder(builds, row.variant, target) for target, row in rows.items()}
     device = CPU
     for target, engine in engines.items():
         manifest = read_engine_manifest(engine)
@@ -94,11 +102,6 @@ def race_picks(cfg: Config, *, builds: Path, picks: Path, reference: Path, out: 
     (out / "ranking.md").write_text(text, encoding="utf-8")
     logger.info("race_picks: %d picks raced, %d measured on other machines", len(ranking), len(elsewhere))
     return Report(ranking, elsewhere, race, is_inconclusive, read_machine(device), surroundings)
-
-
-def _engine_folder(builds: Path, variant: str, target: str) -> Path:
-    names = iter((variant, target))
-    return Path(*(next(names) if part == "*" else part for part in builds.parts))
 
 
 def _check_measured(row: "EngineRow", sha256: str, engine: Path) -> None:

@@ -11,6 +11,9 @@ from tasks.parts.training.pretrained import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
+CURVES = "history.csv"
+"""The table that grows by a row per epoch; MLflow shows it while the stage runs."""
+
 
 @dataclass(frozen=True)
 class Config:

@@ -5,7 +5,6 @@ machine is not the one that ``cfg`` declares. Without the function, only inputs,
 """
 
 import functools
-import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,6 +23,8 @@ def versions(*distributions: str) -> dict[str, str]:
 
 @functools.cache
 def _version(distribution: str) -> str:
+    import importlib.metadata  # late, so that a small stage starts faster
+
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import errno
 import importlib
+import itertools
 import logging
 import os
 import re
@@ -23,10 +24,10 @@ from typing import Any
 from tasks.core.config import find_section, typed_config
 from tasks.core.environment import Facts
 from tasks.core.errors import ArtifactError, ConfigError, DiskError, WorkspaceBusy
-from tasks.core.fingerprint import SCHEMA_VERSION, digest, is_pattern, matches, stage_key
+from tasks.core.fingerprint import SCHEMA_VERSION, digest, file_md5, is_pattern, matches, stage_key
 from tasks.core.locks import hold_lock, try_lock
 from tasks.core.reports import KEY_FILE, REPORT_FILE, read_report, write_json
-from tasks.core.store import Record, keep, read_record, restore
+from tasks.core.store import Record, forget_damaged, keep, read_record, restore, write_record
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +107,9 @@ def prepare_call(
     function, config_class = load_stage(address)
     name, section = find_section(params, address)
     config = typed_config(config_class, section, name)
-    for path in inputs.values():
-        _check_input(path)
     if environment is None:
         environment = find_facts(function, config, output_folder(address)) or {}
-    key = stage_key(address.split(".")[0], dataclasses.asdict(config), inputs, environment)
+    key = _find_key(function, config, inputs, environment)
     return Call(address, function, config, dict(inputs), environment, key)
 
 
@@ -163,7 +162,7 @@ def execute(call: Call) -> Path:
     killed run leaves the previous output intact. Only one process at a time works on an address.
 
     Raises WorkspaceBusy when another process is making the same output with another key, DiskError when the
-    output cannot be written.
+    output cannot be written, ArtifactError when an input changed meanwhile: nothing is published then.
     """
     with _alone(call):
         if _recall(call):
@@ -171,8 +170,9 @@ def execute(call: Call) -> Path:
         started = time.perf_counter()
         logger.info("%s: started", call.address)
         try:
-            with _only_measurement(call), explained_full_disk(call.draft):
+            with _only_measurement(call), explained_full_disk(call.draft), _shown_curves(call):
                 report = call.function(call.config, **call.inputs, out=call.draft)
+                _check_unchanged(call)
                 _finish_draft(call, report)
         except BaseException:
             _keep_only_resume(call.draft)
@@ -198,10 +198,26 @@ def keep_outputs() -> None:
 
     DVC deletes an output before it runs the stage that makes it anew.
     """
-    for file in sorted(ARTIFACTS.glob(f"[!.]*/**/{KEY_FILE}")):
-        record = _intact_record(file.parent)
+    for folder in _outputs():
+        record = _intact_record(folder)
         if record is not None:
-            keep(file.parent, record)
+            keep(folder, record)
+
+
+def remove_damaged() -> list[Path]:
+    """Remove and return the outputs that were changed after they were made; those of another version stay.
+
+    DVC takes a damaged output for good if it was damaged before DVC first hashed it.
+    """
+    removed = []
+    for folder in _outputs():
+        address = ".".join(folder.relative_to(ARTIFACTS).parts)
+        with try_lock(ARTIFACTS / ".locks" / address, str(os.getpid())) as is_held:
+            if is_held and _is_damaged(folder):
+                logger.warning("removing %s, which was changed after it was made", folder)
+                _discard(folder)
+                removed.append(folder)
+    return removed
 
 
 def execute_as_follower(call: Call) -> None:
@@ -256,12 +272,35 @@ def remove_leftovers() -> None:
                 _discard(leftover)
 
 
+def _find_key(
+    function: Callable[..., Any], config: Any, inputs: Mapping[str, Path], environment: Facts
+) -> str:
+    """Check the inputs and return the key."""
+    for path in inputs.values():
+        if not is_pattern(path):
+            _check_input(path)
+    read = _read_paths(function, config, inputs)
+    for path in itertools.chain.from_iterable(read.values()):
+        _check_input(path)
+    return stage_key(function.__name__, dataclasses.asdict(config), {**inputs, **read}, environment)
+
+
+def _read_paths(
+    function: Callable[..., Any], config: Any, inputs: Mapping[str, Path]
+) -> dict[str, list[Path]]:
+    """Return what the inputs stand for that are patterns.
+
+    If outputs of another configuration may be among the matches, the stage says which of them it reads by a function
+    ``reads(cfg, **inputs)`` in its module, which returns the paths by the name of the input.
+    """
+    reads = getattr(importlib.import_module(function.__module__), "reads", None)
+    if reads is not None:
+        return dict(reads(config, **inputs))
+    return {name: matches(path) for name, path in inputs.items() if is_pattern(path)}
+
+
 def _check_input(path: Path) -> None:
     """Compare an input that a stage published with the digest in its record."""
-    if is_pattern(path):
-        for match in matches(path):
-            _check_input(match)
-        return
     if not path.exists():
         if ARTIFACTS in path.parents:
             raise ArtifactError(f"{path} does not exist. Run the stage that makes it first, or `dvc repro`.")
@@ -291,10 +330,19 @@ def _check_input(path: Path) -> None:
             return
 
 
+def _check_unchanged(call: Call) -> None:
+    """Check that the stage read the inputs that its key names, as they cannot be locked."""
+    if not call.inputs:
+        return
+    if _find_key(call.function, call.config, call.inputs, call.environment) != call.key:
+        inputs = ", ".join(map(str, call.inputs.values()))
+        raise ArtifactError(
+            f"{call.address}: an input changed while the stage ran ({inputs}). Its output is not kept; run again."
+        )
+
+
 def _damaged_files(folder: Path, files: Mapping[str, str]) -> list[str]:
-    return [
-        name for name, md5 in files.items() if not (folder / name).is_file() or digest(folder / name) != md5
-    ]
+    return [name for name, md5 in files.items() if file_md5(f"{folder}/{name}") != md5]
 
 
 def _still_holds(call: Call, folder: Path) -> bool:
@@ -321,7 +369,7 @@ def _recall(call: Call) -> bool:
         return True
     else:
         _clear_drafts(call)
-        if restore(call.key, call.draft, call.address) and _still_holds(call, call.draft):
+        if restore(call.key, call.draft, call.address, call.folder) and _still_holds(call, call.draft):
             shutil.rmtree(call.draft / RESUME_FOLDER, ignore_errors=True)
             _publish(call)
             logger.info("%s: made before, restored from the store", call.address)
@@ -336,10 +384,20 @@ def _is_complete(call: Call) -> bool:
     return record is not None and record["key"] == call.key
 
 
+def _outputs() -> list[Path]:
+    return [file.parent for file in sorted(ARTIFACTS.glob(f"[!.]*/**/{KEY_FILE}"))]
+
+
 def _intact_record(folder: Path) -> Record | None:
     """Return the record of an output folder, or a draft; None if it is not finished or was damaged."""
     record = read_record(folder / KEY_FILE)
     return None if record is None or _damaged_files(folder, record["files"]) else record
+
+
+def _is_damaged(folder: Path) -> bool:
+    """Return whether an output is not what its record says; without a readable one it may be of another version."""
+    record = read_record(folder / KEY_FILE)
+    return record is not None and bool(_damaged_files(folder, record["files"]))
 
 
 def _clear_drafts(call: Call) -> None:
@@ -378,7 +436,7 @@ def _finish_draft(call: Call, report: Any) -> None:
         "environment": dict(call.environment),
         "files": {name: digest(call.draft / name) for name in names},
     }
-    write_json(call.draft / KEY_FILE, record)
+    write_record(call.draft / KEY_FILE, record)
     _sync(call.draft / KEY_FILE)
 
 
@@ -400,10 +458,12 @@ def _publish(call: Call) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Remove an output that was replaced, or what a killed run left; what is finished goes into the store."""
+    """Remove an output, or what a killed run left. What is finished is stored first; DVC forgets what is damaged."""
     record = _intact_record(folder)
     if record is not None:
         keep(folder, record)
+    elif _is_damaged(folder):
+        forget_damaged(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -448,6 +508,26 @@ def _only_measurement(call: Call) -> contextlib.AbstractContextManager[None]:
         logger.info("%s: waiting until %s was measured on this machine", call.address, holder)
 
     return hold_lock(Path(file), call.address, before_waiting=explain)
+
+
+def _shown_curves(call: Call) -> contextlib.AbstractContextManager[None]:
+    """Show a training in MLflow while it runs. A stage that trains names its table of epochs: ``CURVES``."""
+    table = getattr(importlib.import_module(call.function.__module__), "CURVES", None)
+    if table is None:
+        return contextlib.nullcontext()
+    from tasks.core.tracking import curves  # late, so that a small stage starts faster
+
+    data = call.inputs.get("data")
+    training = curves.Training(
+        call.address,
+        call.key,
+        dataclasses.asdict(call.config),
+        None if data is None else data.as_posix(),
+        table=str(call.draft / table),
+        published_table=str(call.folder / table),
+        delay_s=curves.DELAY_S,
+    )
+    return curves.shown(training)
 
 
 def _lock(call: Call) -> contextlib.AbstractContextManager[None]:

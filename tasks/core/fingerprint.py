@@ -9,7 +9,8 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import yaml
 from tasks.core.digest_index import MIN_SIZE_BYTES, FileVersion, enter_md5, find_md5
 from tasks.core.errors import ArtifactError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Part of every key. Raise it when the meaning of an output folder changes, so that old outputs are made again."""
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
@@ -35,24 +36,22 @@ def digest(path: Path) -> str:
 
     Data added with ``dvc add`` has the digest in its pointer file ``<path>.dvc``. It is held against the data, of
     which only files are read that changed since the last time, whatever their size.
-    ``__pycache__`` is skipped, as in ``.dvcignore``. A path with ``*`` stands for everything that it matches.
+    ``__pycache__`` is skipped, as in ``.dvcignore``.
 
     Raises ArtifactError if nothing exists at ``path``, or if it is not the data that the pointer names.
     """
-    if is_pattern(path):
-        content = [[match.as_posix(), digest(match)] for match in matches(path)]
-        return hashlib.md5(json.dumps(content).encode()).hexdigest()
     pointer = path.with_name(path.name + ".dvc")
     if pointer.is_file():
         return _added_md5(path, pointer)
-    if path.exists():
-        return _content_md5(path)
-    raise ArtifactError(f"{path} does not exist. Run the stage that makes it first, or `dvc repro`.")
+    md5 = _content_md5(path)
+    if md5 is None:
+        raise ArtifactError(f"{path} does not exist. Run the stage that makes it first, or `dvc repro`.")
+    return md5
 
 
 def _added_md5(path: Path, pointer: Path) -> str:
     named = str(yaml.safe_load(pointer.read_text(encoding="utf-8"))["outs"][0]["md5"])
-    if path.exists() and _content_md5(path, min_indexed_bytes=1) != named:
+    if _content_md5(path, min_indexed_bytes=1) not in (None, named):
         raise ArtifactError(
             f"{path} is not the data that {pointer} names. Run `dvc checkout {pointer}` (`dvc pull {pointer}` if "
             f"another machine added it) to have what it names, or `dvc add {path}` if it was changed on purpose."
@@ -60,13 +59,15 @@ def _added_md5(path: Path, pointer: Path) -> str:
     return named
 
 
-def _content_md5(path: Path, *, min_indexed_bytes: int = MIN_SIZE_BYTES) -> str:
-    if path.is_file():
-        return _file_md5(path, min_indexed_bytes)
-    return listing_md5(
-        {"md5": _file_md5(file, min_indexed_bytes), "relpath": file.relative_to(path).as_posix()}
-        for file in _files(path)
-    )
+def _content_md5(path: Path, *, min_indexed_bytes: int = MIN_SIZE_BYTES) -> str | None:
+    md5 = file_md5(str(path), min_indexed_bytes)
+    if md5 is None and path.is_dir():
+        prefix = len(str(path)) + 1
+        return listing_md5(
+            {"md5": file_md5(file, min_indexed_bytes) or "", "relpath": file[prefix:].replace(os.sep, "/")}
+            for file in _files(path)
+        )
+    return md5
 
 
 def is_pattern(path: Path) -> bool:
@@ -92,12 +93,16 @@ def listing_md5(files: Iterable[Mapping[str, str]]) -> str:
 
 
 def stage_key(
-    stage: str, config: Mapping[str, Any], inputs: Mapping[str, Path], environment: Mapping[str, str]
+    stage: str,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, Path | Sequence[Path]],
+    environment: Mapping[str, str],
 ) -> str:
     """Return the key of one stage call: equal keys mean equal outputs.
 
     Covers the schema version, the stage's name, its resolved configuration, the source of its module and of the
-    packages that it imports from, the facts of its surroundings (core/environment.py), and the content of its inputs.
+    packages that it imports from, the facts of its surroundings (core/environment.py), and the content of its inputs,
+    of which one may be several paths.
     """
     content = {
         "schema": SCHEMA_VERSION,
@@ -105,7 +110,12 @@ def stage_key(
         "config": config,
         "code": code_digests(f"tasks.{stage}"),
         "environment": dict(environment),
-        "inputs": {name: digest(path) for name, path in sorted(inputs.items())},
+        "inputs": {
+            name: digest(paths)
+            if isinstance(paths, Path)
+            else {path.as_posix(): digest(path) for path in paths}
+            for name, paths in inputs.items()
+        },
     }
     return hashlib.md5(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -163,14 +173,21 @@ def _modules_named_at_run_time(tree: ast.AST) -> Iterator[str]:
                 yield ".".join(file.relative_to(SOURCE_ROOT).with_suffix("").parts)
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files(folder: Path) -> Iterator[str]:
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__"]
-        yield from (Path(parent, name) for name in names)
+        yield from (f"{parent}{os.sep}{name}" for name in names)
 
 
-def _file_md5(path: Path, min_indexed_bytes: int) -> str:
-    return _md5_of_version(str(path), FileVersion.from_status(path.stat()), min_indexed_bytes)
+def file_md5(path: str, min_indexed_bytes: int = MIN_SIZE_BYTES) -> str | None:
+    """Return the md5 of a file, which is read if it changed since the last time; None if there is no file."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 (a tenth of a cached call was the making of paths)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return _md5_of_version(path, FileVersion.from_status(status), min_indexed_bytes)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -28,6 +28,7 @@ def hold_lock(file: Path, note: str, *, before_waiting: Callable[[str], None]) -
 @contextlib.contextmanager
 def try_lock(file: Path, note: str) -> Iterator[bool]:
     """Hold the lock of a file, which then contains `note`, and yield True; False if another process holds it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a+", encoding="utf-8") as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

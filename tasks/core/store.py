@@ -6,6 +6,8 @@ DVC's cache holds the files by their md5, so ``dvc commit`` finds them there and
 """
 
 import configparser
+import functools
+import hashlib
 import json
 import logging
 import os
@@ -14,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tasks.core.digest_index import FileVersion
 from tasks.core.fingerprint import SCHEMA_VERSION, digest
 from tasks.core.reports import KEY_FILE, write_json
 
@@ -21,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
 """Content of ``key.json``: ``schema``, ``address``, ``key``, ``environment`` (facts of the surroundings) and
-``files``, the md5 of each file by its name."""
+``files``, the md5 of each file by its name. The file also has the ``checksum`` of the rest."""
 
 _PROJECT = Path(".dvc")
 _CONFIG_FILES = ("config", "config.local")
@@ -44,13 +47,21 @@ def object_file(cache: Path, md5: str) -> Path:
 def read_record(file: Path) -> Record | None:
     """Return the record in a file; None if there is none, or with a warning if it is damaged."""
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
+        version = FileVersion.from_status(file.stat())
+        return _record_of_version(file, version)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+@functools.lru_cache(maxsize=8192)
+def _record_of_version(file: Path, _: FileVersion) -> Record | None:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         record = None
     if (
         not isinstance(record, dict)
+        or record.pop("checksum", None) != _checksum(record)
         or record.get("schema") != SCHEMA_VERSION
         or not isinstance(record.get("key"), str)
         or not isinstance(record.get("environment"), dict)
@@ -60,6 +71,15 @@ def read_record(file: Path) -> Record | None:
         logger.warning("ignoring %s, which is damaged or from another version", file)
         return None
     return record
+
+
+def write_record(file: Path, record: Record) -> None:
+    """Write a record with its checksum."""
+    write_json(file, {**record, "checksum": _checksum(record)})
+
+
+def _checksum(record: Record) -> str:
+    return hashlib.md5(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _is_inside(name: str) -> bool:
@@ -80,18 +100,20 @@ def keep(folder: Path, record: Record) -> None:
     if read_record(file) != record:
         file.parent.mkdir(parents=True, exist_ok=True)
         draft = file.with_suffix(f".{os.getpid()}")
-        write_json(draft, record)
+        write_record(draft, record)
         draft.replace(file)
 
 
-def restore(key: str, folder: Path, address: str) -> bool:
+def restore(key: str, folder: Path, address: str, published: Path) -> bool:
     """Fill a folder with the output that was published under a key; return whether the store has all of it.
 
-    The md5 of every file is verified; a damaged file of DVC's cache is named and removed.
+    If the store lost its record, that of the `published` output, which has lost a file itself, may be it. The md5 of
+    every file is verified; a damaged file of DVC's cache is named and removed.
     """
     cache = cache_folder()
-    record = read_record(_record_file(cache, key))
-    if record is None or record["key"] != key:
+    records = map(read_record, (_record_file(cache, key), published / KEY_FILE))
+    record = next((record for record in records if record is not None and record["key"] == key), None)
+    if record is None:
         return False
     for name, md5 in record["files"].items():
         kept, file = object_file(cache, md5), folder / name
@@ -103,13 +125,18 @@ def restore(key: str, folder: Path, address: str) -> bool:
             logger.warning("removing %s, which was changed after it was stored", kept)
             kept.unlink(missing_ok=True)
             return False
-    write_json(folder / KEY_FILE, {**record, "address": address})
+    write_record(folder / KEY_FILE, {**record, "address": address})
     return True
 
 
 def forget(key: str) -> None:
     """Remove the record of a key; the files stay until ``make gc``."""
     _record_file(cache_folder(), key).unlink(missing_ok=True)
+
+
+def forget_damaged(folder: Path) -> None:
+    """Make DVC unable to restore a folder as it is, because it hashed the output after that was damaged."""
+    object_file(cache_folder(), digest(folder)).unlink(missing_ok=True)
 
 
 def remove_incomplete() -> None:

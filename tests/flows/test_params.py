@@ -10,6 +10,7 @@ import pytest
 
 from flows.params import DVC_FILE, compose_params, write_params
 from flows.templates import check_templates
+from tasks.core.config import read_params
 from tasks.core.errors import ConfigError
 
 
@@ -219,3 +220,14 @@ def test_password_is_not_written(tmp_path: Path, uri: str) -> None:
     ) as refused:
         write_params(params, tmp_path / "params.yaml")
     assert "secret" not in str(refused.value) and not list(tmp_path.iterdir())
+
+
+def test_sections_that_had_other_values_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "params.yaml"
+    first, second = compose_params(), compose_params(["finetune.trainer.seed=1"])
+    assert write_params(first, file) == []
+    assert write_params(second, file) == ["finetune"]
+    assert write_params(second, file) == []
+    for damaged in ("", "prepare_data", "prepare_data: [", "- prepare_data\n"):
+        file.write_text(damaged)
+        assert write_params(first, file) == [] and read_params(file) == first

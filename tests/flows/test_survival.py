@@ -1,13 +1,16 @@
 """Flows that lose their process, server or disk; the stages are trivial, all else is the product."""
 
 import base64
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import time
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +76,7 @@ def ask(space: Workspace, method: str, body: dict[str, Any] | None = None) -> An
 
 def states(space: Workspace, kind: str) -> list[str]:
     """Return the states of all flow runs, latest last, or of all task runs, latest first."""
+    time.sleep(1.5)  # the server records the states of tasks each second
     order = "EXPECTED_START_TIME_ASC" if kind == "flow_runs" else "EXPECTED_START_TIME_DESC"
     return [run["state_name"] for run in ask(space, f"{kind}/filter", {"sort": order})]
 
@@ -104,22 +108,49 @@ def test_killed_flow_is_marked_crashed_and_the_next_one_repeats_no_finished_stag
     assert "Running" not in states(space, "task_runs")
 
 
-def test_flow_goes_on_while_its_server_is_killed_and_started_again(space: Workspace) -> None:
+def test_flow_whose_server_is_killed_starts_it_again_and_goes_on(space: Workspace) -> None:
     flow = start_and_wait(space, 5)
     url = server(space)["url"]
     os.kill(server(space)["pid"], signal.SIGKILL)
-    restarted = space.run("python", "-m", "flows.local_server")
-    assert restarted.returncode == 0, restarted.stderr
-    assert server(space)["url"] == url
     output = flow.communicate(timeout=300)[0]
     assert flow.returncode == 0, output[-3000:]
     assert f"stages run: {NUM_CALLS} of {NUM_CALLS}" in output and "Traceback" not in output
+    assert f"Prefect: the server at {url} was killed; starting it again" in output
+    assert server(space)["url"] == url
     assert states(space, "flow_runs")[-1] == "Completed"
 
 
-def test_flow_that_loses_its_server_ends_with_one_line_and_the_next_one_goes_on(space: Workspace) -> None:
+def test_server_killed_before_the_first_stage_and_again_later_costs_a_flow_run_at_most(
+    space: Workspace,
+) -> None:
+    shutil.rmtree(space.path / "artifacts", ignore_errors=True)
+    space.run("python", "-m", "flows.local_server", "--stop")
+    (space.path / ".prefect/flow_run").write_text(
+        str(uuid.uuid4())
+    )  # what a killed flow leaves is asked for first
+    before = len(list((space.path / ".dvc/cache/keys").rglob("*.json")))
+    flow = space.start(*FLOW)
+    for _ in range(3):
+        while flow.poll() is None:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                ask(space, "flows/count", {})
+                break
+            time.sleep(0.01)
+        os.kill(server(space)["pid"], signal.SIGKILL)
+    output = flow.communicate(timeout=300)[0]
+    assert flow.returncode == 0, output[-3000:]
+    assert "Traceback" not in output and output.count("was killed; starting it again") >= 2
+    assert states(space, "flow_runs")[-1] == "Completed"
+    assert before == len(list((space.path / ".dvc/cache/keys").rglob("*.json")))
+
+
+def test_flow_that_loses_a_server_of_others_ends_with_one_line_and_the_next_one_goes_on(
+    space: Workspace,
+) -> None:
     flow = start_and_wait(space, 5, PREFECT_CLIENT_MAX_RETRIES="0")
-    os.kill(server(space)["pid"], signal.SIGKILL)
+    pid = server(space)["pid"]
+    (space.path / ".prefect/server.json").unlink()
+    os.kill(pid, signal.SIGKILL)
     output = flow.communicate(timeout=300)[0]
     assert flow.returncode == 1
     assert "Traceback" not in output, output[-3000:]
@@ -152,6 +183,86 @@ def test_full_disk_of_the_cache_is_named_and_the_next_run_commits(
     again = space.run(*FLOW)
     assert again.returncode == 0 and f"stages run: 0 of {NUM_CALLS}" in again.stdout, again.stderr
     assert space.changed_stages() == {}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.31, 0.5, 0.77, 0.999])
+def test_dvc_lock_that_was_cut_off_is_written_anew(space: Workspace, share: float) -> None:
+    assert space.run(*FLOW).returncode == 0
+    lock = space.path / "dvc.lock"
+    before = lock.read_text()
+    lock.write_text(before[: int(share * len(before))])
+    again = space.run(*FLOW)
+    assert again.returncode == 0 and f"stages run: 0 of {NUM_CALLS}" in again.stdout, again.stderr
+    assert lock.read_text() == before
+    assert space.changed_stages() == {}
+
+
+def test_locks_of_dvc_that_were_cut_off_are_removed(space: Workspace) -> None:
+    assert space.run(*FLOW).returncode == 0
+    (space.path / "artifacts/.committed").unlink(missing_ok=True)
+    (space.path / ".dvc/tmp/rwlock").write_text('{"artifacts/prepare_data": {"write": {"pid": 1')
+    flow = space.run(*FLOW)
+    assert flow.returncode == 0 and "removing .dvc/tmp/rwlock, which is damaged" in flow.stdout, flow.stderr
+    assert space.changed_stages() == {}
+
+
+def test_damaged_output_that_dvc_committed_comes_back_under_either_driver(space: Workspace) -> None:
+    params, lock = space.path / "params.yaml", space.path / "dvc.lock"
+    first = yaml.safe_load(params.read_text())
+    assert space.run(*FLOW).returncode == 0
+    file = space.path / "artifacts/convert_precision/model.onnx"
+    before, lock_before = file.read_bytes(), lock.read_text()
+
+    def commit_damage() -> None:
+        file.write_bytes(b"damaged between the end of its stage and the commit")
+        (space.path / "artifacts/.committed").unlink(missing_ok=True)
+        commit = "from flows.workspace import commit_outputs; commit_outputs()"
+        committed = space.run("python", "-c", commit)
+        assert "ArtifactError: artifacts/convert_precision was changed after it was made" in committed.stderr
+        assert lock.read_text() != lock_before and not (space.path / "artifacts/.committed").exists()
+        assert not file.exists()
+
+    commit_damage()
+    repro = space.run("dvc", "repro")
+    assert repro.returncode == 0 and ": started" not in repro.stderr, repro.stderr
+    assert (file.read_bytes(), lock.read_text()) == (before, lock_before)
+
+    file.write_bytes(b"damaged between the end of its stage and a commit by DVC itself")
+    assert space.run("dvc", "commit", "--force").returncode == 0 and lock.read_text() != lock_before
+    repro = space.run("dvc", "repro")
+    assert repro.returncode == 0 and ": started" not in repro.stderr, repro.stderr
+    assert "removing artifacts/convert_precision, which was changed" in repro.stdout + repro.stderr
+    assert (file.read_bytes(), lock.read_text()) == (before, lock_before)
+
+    commit_damage()
+    flow = space.run(*FLOW)
+    assert flow.returncode == 0 and f"stages run: 0 of {NUM_CALLS}" in flow.stdout, flow.stderr[-3000:]
+    assert (file.read_bytes(), lock.read_text()) == (before, lock_before)
+
+    second = {**first, "convert_precision": {**first["convert_precision"], "salt": 99}}
+    for content in (second, first):  # DVC takes the way back from the cache of its runs
+        params.write_text(yaml.safe_dump(content))
+        repro = space.run("dvc", "repro")
+        assert repro.returncode == 0, repro.stderr
+    assert file.read_bytes() == before and yaml.safe_load(lock.read_text()) == yaml.safe_load(lock_before)
+
+
+def test_leftovers_that_no_stage_makes_again_block_no_run(space: Workspace) -> None:
+    assert space.run(*FLOW).returncode == 0
+    made, damaged, older = (space.path / f"artifacts/validate/{name}/t00" for name in ("v01", "v98", "v99"))
+    for leftover in (damaged, older):
+        shutil.copytree(made, leftover)
+    (damaged / "scores.csv").write_bytes(b"damaged")
+    record = json.loads((older / "key.json").read_text())
+    (older / "key.json").write_text(json.dumps({**record, "schema": 2}))
+    first = space.run(*FLOW)
+    assert first.returncode == 1 and "ArtifactError: artifacts/validate/v98/t00 was changed" in first.stderr
+    shutil.rmtree(space.path / "artifacts/.locks")  # as in a clone after `dvc pull`
+    for command in (("dvc", "repro"), FLOW):
+        again = space.run(*command)
+        assert again.returncode == 0, again.stderr
+    assert not damaged.exists() and older.exists()
+    shutil.rmtree(older)
 
 
 def test_going_back_to_an_earlier_configuration_runs_nothing_and_prefect_shows_it_as_cached(

@@ -15,7 +15,7 @@ from tasks.parts.measuring.machine_state import read_machine_id
 from tasks.parts.measuring.reports import SpeedRatio
 from tasks.parts.measuring.surroundings import QuietLimits
 from tasks.parts.selection.engine_row import MACHINE, EngineRow, Measured, Speed, Verdict, flatten
-from tasks.race_picks import Config, Report, race_picks
+from tasks.race_picks import Config, Report, race_picks, reads
 from tests.tasks.conftest import Workshop
 
 CONFIG = Config(
@@ -44,11 +44,14 @@ class Selection:
             self.rows[target] = flatten(row_of(variant, target, read_engine_manifest(engine).sha256))
 
     def race(self) -> Report:
-        picks, out = self.root / "picks.json", self.root / "out"
-        picks.write_text(json.dumps(self.rows), encoding="utf-8")
+        out = self.root / "out"
         out.mkdir()
-        builds = self.root / "builds/*/*/engine"
-        return race_picks(CONFIG, builds=builds, picks=picks, reference=self.reference, out=out)
+        return race_picks(CONFIG, **self.inputs(), out=out)
+
+    def inputs(self) -> dict[str, Path]:
+        picks = self.root / "picks.json"
+        picks.write_text(json.dumps(self.rows), encoding="utf-8")
+        return {"builds": self.root / "builds/*/*/engine", "picks": picks, "reference": self.reference}
 
 
 def row_of(variant: str, target: str, sha256: str) -> EngineRow:
@@ -81,6 +84,15 @@ def row_of(variant: str, target: str, sha256: str) -> EngineRow:
 @pytest.fixture
 def selection(workshop: Workshop, tmp_path: Path) -> Selection:
     return Selection(workshop, tmp_path)
+
+
+def test_only_picked_engines_are_inputs(selection: Selection) -> None:
+    picked = [
+        selection.root / f"builds/{name}/engine"
+        for name in ("quantized/cpu_onnxruntime", "float/cpu_openvino")
+    ]
+    shutil.copytree(picked[0], selection.root / "builds/another/cpu_onnxruntime/engine")
+    assert reads(CONFIG, **selection.inputs()) == {"builds": picked}
 
 
 @pytest.mark.slow

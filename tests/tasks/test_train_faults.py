@@ -118,8 +118,9 @@ def test_data_workers_are_named_when_killed_and_end_with_the_training(workspace:
 
     for end in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         process, descendants = start(workspace)
-        for child in descendants if end == signal.SIGINT else []:  # a terminal sends Ctrl-C to all
-            child.send_signal(end)
+        for child in descendants if end == signal.SIGINT else []:
+            if os.getpgid(child.pid) == os.getpgid(process.pid):  # those to which a terminal sends Ctrl-C
+                child.send_signal(end)
         process.send_signal(end)
         output = process.communicate(timeout=ENDED_WITHIN_S)[0]
         assert process.returncode == (-end if end == signal.SIGKILL else 128 + end)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import TrackingRefused, TrackingUnavailable
+from tasks.core.locks import hold_lock
 from tasks.core.tracking.config import TrackingConfig, database_file, mask_credentials
 from tasks.core.tracking.records import DIGEST_TAG, ENGINE_FOLDER
 
@@ -81,8 +82,10 @@ def _explained(config: TrackingConfig) -> Iterator[None]:
 
 
 def _quieten() -> None:
-    for name in ("mlflow.store.db.utils", "alembic", "mlflow.tracking", "mlflow.store.model_registry"):
+    for name in ("alembic", "mlflow.tracking", "mlflow.store.model_registry", "mlflow.system_metrics"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # It would print the traceback of an error of the database, which it raises as well.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 
 def _connect(config: TrackingConfig) -> "MlflowClient":
@@ -90,8 +93,13 @@ def _connect(config: TrackingConfig) -> "MlflowClient":
 
     if file := database_file(config.uri):
         file.resolve().parent.mkdir(parents=True, exist_ok=True)
-        _probe_database(config.uri, {"timeout": _DATABASE_TIMEOUT_S}, "BEGIN IMMEDIATE")
-    elif config.uri.startswith("postgresql"):
+        # Two processes that both create the tables of a new database would both fail.
+        with hold_lock(
+            file.with_name(f"{file.name}.lock"), str(os.getpid()), before_waiting=lambda note: None
+        ):
+            _probe_database(config.uri, {"timeout": _DATABASE_TIMEOUT_S}, "BEGIN IMMEDIATE")
+            return MlflowClient(tracking_uri=config.uri, registry_uri=config.uri)
+    if config.uri.startswith("postgresql"):
         _probe_database(config.uri, {"connect_timeout": _DATABASE_TIMEOUT_S}, "SELECT 1")
     return MlflowClient(tracking_uri=config.uri, registry_uri=config.uri)
 

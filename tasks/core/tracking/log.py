@@ -66,7 +66,7 @@ def log_pipeline(
     take the content.
     """
     with client_of(config) as client:
-        experiment_id = _experiment(client, config)
+        experiment_id = find_or_create_experiment(client, config)
         digests = {record.name: record.content_digest() for record in candidates}
         whole = hashlib.sha256("\n".join([pipeline.content_digest(), *sorted(digests.values())]).encode())
         parent, is_new = _parent_run(client, experiment_id, pipeline, whole.hexdigest())
@@ -84,7 +84,9 @@ def log_pipeline(
             client.set_experiment_tag(experiment_id, _VIEW_TAG.format(target=target), json.dumps(view))
         if parent.info.status != "FINISHED":
             _log_content(client, parent, pipeline)
-            _log_params(client, parent, pipeline)
+            sections = yaml.safe_load(pipeline.params) or {}
+            own = {name: content for name, content in sections.items() if name not in _NO_CONFIGURATION}
+            log_params(client, parent, own)
             client.log_text(parent.info.run_id, pipeline.params, PARAMS_FILE.name)
             client.log_text(parent.info.run_id, pipeline.environment, ENVIRONMENT_FILE.name)
             client.set_terminated(parent.info.run_id, "FINISHED")
@@ -97,7 +99,8 @@ def log_pipeline(
     )
 
 
-def _experiment(client: "MlflowClient", config: TrackingConfig) -> str:
+def find_or_create_experiment(client: "MlflowClient", config: TrackingConfig) -> str:
+    """Return the id of the experiment of a configuration; one that was deleted is restored."""
     experiment = client.get_experiment_by_name(config.experiment)
     if experiment is None:
         return str(client.create_experiment(config.experiment, artifact_location=_artifact_location(config)))
@@ -186,16 +189,18 @@ def _log_content(client: "MlflowClient", run: "Run", record: RunRecord, model_id
         for folder, file in record.artifacts:
             client.log_artifact(run.info.run_id, str(file), folder or None)
     if record.data is not None:
-        client.log_inputs(run.info.run_id, [_data_input(record.data)])
+        client.log_inputs(run.info.run_id, [data_input(record.data, "evaluation")])
 
 
-def _log_params(client: "MlflowClient", run: "Run", record: RunRecord) -> None:
-    """Log the configuration of every stage, so that MLflow's page compares runs by it."""
+def log_params(client: "MlflowClient", run: "Run", sections: Mapping[str, Any]) -> None:
+    """Log configuration that a run does not have yet, so that MLflow's page compares runs by it."""
     from mlflow.entities import Param
 
-    sections = yaml.safe_load(record.params) or {}
-    values = dict(_flat({name: sections[name] for name in sections if name not in _NO_CONFIGURATION}))
-    params = [Param(name, values[name][:_MAX_PARAM_CHARS]) for name in values if name not in run.data.params]
+    params = [
+        Param(name, value[:_MAX_PARAM_CHARS])
+        for name, value in _flat(sections)
+        if name not in run.data.params
+    ]
     for start in range(0, len(params), _MAX_PARAMS_PER_BATCH):
         client.log_batch(run.info.run_id, params=params[start : start + _MAX_PARAMS_PER_BATCH])
 
@@ -208,12 +213,13 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
             yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
 
 
-def _data_input(data: DataSet) -> "DatasetInput":
+def data_input(data: DataSet, context: str) -> "DatasetInput":
+    """Return a data set as the input of a run, which is used there for `context`."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     source = json.dumps({"uri": data.path})
     dataset = Dataset(data.name, data.digest, source_type="local", source=source)
-    return DatasetInput(dataset, [InputTag("mlflow.data.context", "evaluation")])
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
 
 
 def _view(target: str, parent: "Run", candidates: Sequence[RunRecord]) -> dict[str, object]:

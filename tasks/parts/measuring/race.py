@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from tasks.core.bounds import AtLeast, MoreThan
@@ -55,6 +56,12 @@ class RaceOptions:
     """When the machine is quiet enough to begin."""
     timeout_s: Annotated[float, MoreThan(0)]
     """How long to wait for an answer from an engine's process."""
+
+
+def engine_folder(builds: Path, *names: str) -> Path:
+    """Return one of the folders that ``builds`` matches, with a name in place of each ``*``."""
+    missing = iter(names)
+    return Path(*(next(missing) if part == "*" else part for part in builds.parts))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import pytest
 
 from flows.forget import forget_outputs
 from tasks.core.errors import ConfigError
-from tasks.core.execute import Call, execute, is_fresh, recall
-from tasks.core.store import remove_incomplete
+from tasks.core.execute import Call, execute, is_fresh, recall, remove_damaged
+from tasks.core.fingerprint import digest
+from tasks.core.store import cache_folder, object_file, remove_incomplete, write_record
 
 A, B = "a" * 32, "b" * 32
 
@@ -117,6 +118,21 @@ def test_store_is_mended_from_an_output_that_goes(stage: Stage) -> None:
     assert model(a).read_text() == "run 1" and stage.num_runs == 2
 
 
+@pytest.mark.parametrize("change", ["same", "files", A])
+def test_output_that_lost_a_file_is_restored_by_its_own_record_if_the_store_lost_its_copy(
+    stage: Stage, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = stage.call(A)
+    execute(call)
+    [file] = Path(".dvc/cache/keys").glob("*/*.json")
+    intact = file.read_text()
+    file.write_text(intact.replace(change, f"{change[:-1]}?"))
+    model(call).write_text("RUN 1")
+    assert recall(call) and f"ignoring {file}, which is damaged" in caplog.text
+    assert model(call).read_text() == "run 1" and (call.folder / "same").is_file()
+    assert file.read_text() == intact
+
+
 @pytest.mark.parametrize("leftover", ["prepare_data-replaced", f"prepare_data-{A[:12]}"])
 def test_finished_output_that_a_kill_left_behind_is_kept(stage: Stage, leftover: str) -> None:
     """The kill came between the two renames, or before them."""
@@ -148,6 +164,19 @@ def test_damaged_output_is_not_kept(stage: Stage) -> None:
     assert model(a).read_text() == "run 3"
 
 
+def test_output_of_another_version_stays_in_the_cache_of_dvc(stage: Stage) -> None:
+    a, b = stage.call(A), stage.call(B)
+    execute(a)
+    record = json.loads((a.folder / "key.json").read_text())
+    (a.folder / "key.json").write_text(json.dumps({**record, "schema": 2}))
+    listing = object_file(cache_folder(), digest(a.folder))
+    listing.parent.mkdir(parents=True, exist_ok=True)
+    listing.touch()
+    assert remove_damaged() == []
+    execute(b)
+    assert listing.exists()
+
+
 @pytest.mark.parametrize("name", ["../elsewhere", "/tmp/elsewhere", "a/../../elsewhere"])
 def test_record_that_names_files_elsewhere_is_ignored(
     stage: Stage, name: str, caplog: pytest.LogCaptureFixture
@@ -157,7 +186,8 @@ def test_record_that_names_files_elsewhere_is_ignored(
     [file] = Path(".dvc/cache/keys").glob("*/*.json")
     record = json.loads(file.read_text())
     record["files"][name] = record["files"].pop("same")
-    file.write_text(json.dumps(record))
+    del record["checksum"]
+    write_record(file, record)
     shutil.rmtree(call.folder)
     assert not recall(call) and f"ignoring {file}, which is damaged" in caplog.text
 

@@ -5,11 +5,14 @@ import re
 import tempfile
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tasks.parts.engines.manifest import EngineLayer, FloatArray
 from tasks.parts.engines.runner import OperatorTime
 from tasks.parts.onnx_session import open_session
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 _INT8_TYPES = {2: "int8", 3: "int8"}  # TensorProto.UINT8, INT8
 _FLOAT_TYPES = {1: "f32", 10: "f16", 16: "bf16"}  # TensorProto.FLOAT, FLOAT16, BFLOAT16
@@ -22,6 +25,7 @@ _CONVERSIONS = {
     "MemcpyFromHost",
     "MemcpyToHost",
 }
+_NUMBER = re.compile(r"_token_\d+")
 _INSERTED = re.compile(r"Transpose(_token_\d+)?")
 _ADDED_TO_NAMES = re.compile(r"^(InsertedPrecisionFreeCast_)+|(_nchwc|_quant|_token_\d+|/MatMulAddFusion)+$")
 _BLOCKED = re.compile(r"^(.+)_nchwc(?:_token_\d+)?$")
@@ -75,29 +79,43 @@ def find_nodes_elsewhere(events: list[dict[str, Any]], provider: str) -> dict[st
     }
 
 
-def layers_of(file: Path, *, provider: str, num_threads: int) -> tuple[EngineLayer, ...]:
-    """Read the graph that ONNX Runtime really executes."""
+def layers_of(file: Path, graph: "ModelProto", *, provider: str, num_threads: int) -> tuple[EngineLayer, ...]:
+    """Read what ONNX Runtime really executes of the `graph` in a file, in the order of the graph.
+
+    ONNX Runtime numbers and orders what it inserts differently each time. Neither is in the result, because the same
+    graph is the same engine, which need not be measured again.
+    """
     import onnx
 
     with tempfile.TemporaryDirectory() as folder:
         optimised_file = Path(folder) / "optimised.onnx"
         open_session(file, provider=provider, num_threads=num_threads, optimised_file=optimised_file)
-        graph = onnx.load(optimised_file).graph
-    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    types |= {value.name: value.type.tensor_type.elem_type for value in [*graph.value_info, *graph.input]}
-    own = {tensor.name for tensor in graph.initializer}
-    return tuple(
-        EngineLayer(
-            name=node.name,
+        optimised = onnx.load(optimised_file).graph
+    types = {tensor.name: tensor.data_type for tensor in optimised.initializer}
+    types |= {
+        value.name: value.type.tensor_type.elem_type for value in [*optimised.value_info, *optimised.input]
+    }
+    own = {tensor.name for tensor in optimised.initializer}
+    places = {name: place for place, node in enumerate(graph.graph.node) for name in node.output}
+    layers = []
+    for node in optimised.node:
+        outputs = (*node.output, *_BLOCKED.findall(node.name))
+        place = max((places[name] for name in outputs if name in places), default=-1)
+        if place < 0:  # inserted: it stands behind what it reads
+            place = max((places.get(name, -1) for name in node.input), default=-1)
+        places |= dict.fromkeys(node.output, place)
+        if own >= set(node.input):
+            continue  # a constant that is dequantized once
+        layer = EngineLayer(
+            name=_NUMBER.sub("", node.name),
             kind=node.op_type,
             precision=_node_precision(node, types),
             nodes=(_ADDED_TO_NAMES.sub("", node.name),),
             is_conversion=node.op_type in _CONVERSIONS or bool(_INSERTED.fullmatch(node.name)),
-            outputs=(*node.output, *_BLOCKED.findall(node.name)),
+            outputs=outputs,
         )
-        for node in graph.node
-        if not own >= set(node.input)  # a constant that is dequantized once
-    )
+        layers.append((place, layer.is_conversion, layer.name, layer))
+    return tuple(layer for *_, layer in sorted(layers, key=lambda each: each[:3]))
 
 
 def _node_precision(node: Any, types: dict[str, int]) -> str:

@@ -3,16 +3,21 @@
 import dataclasses
 import socket
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from benchmarks.picking import free_port
 from tasks.core.errors import TrackingUnavailable
+from tasks.core.tracking.client import client_of
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.log import log_pipeline
+from tests.conftest import REPOSITORY
 
 
 def test_a_closed_port_is_reported_soon_and_without_credentials(config, pipeline, candidates) -> None:
@@ -88,6 +93,48 @@ def test_a_database_that_cannot_be_used_is_reported_soon(
     holder.close()
 
 
+def test_error_of_the_database_is_raised_and_not_printed_as_well(
+    config, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(TrackingUnavailable, match="no such table"), client_of(config) as client:
+        with sqlite3.connect(config.uri.removeprefix("sqlite:///")) as database:
+            database.execute("DROP TABLE latest_metrics")
+        client.search_runs(["0"])
+        run = client.create_run("0")
+        client.log_metric(run.info.run_id, "loss", 1.0)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_a_database_in_a_new_folder_is_made(tmp_path, pipeline, candidates) -> None:
     new = TrackingConfig(enabled=True, uri=f"sqlite:///{tmp_path}/new/mlflow.db", experiment="engines")
     assert log_pipeline(new, pipeline=pipeline, candidates=candidates, picks={}).num_runs_added == 3
+
+
+@pytest.mark.slow
+def test_processes_that_start_together_share_a_new_database(tmp_path: Path) -> None:
+    program = (
+        "import mlflow.tracking\n"
+        "from tasks.core.tracking.client import client_of\n"
+        "from tasks.core.tracking.config import TrackingConfig\n"
+        "input()\n"
+        f"with client_of(TrackingConfig(True, 'sqlite:///{tmp_path}/mlflow.db', 'engines')) as client:\n"
+        "    print(len(client.search_experiments()))"
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=REPOSITORY,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(3)
+    ]
+    for process in started:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in started:
+        output, errors = process.communicate()
+        assert (process.returncode, output) == (0, "1\n"), errors

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.core.fingerprint import digest
 from tasks.parts.builders.build import build
 from tasks.parts.builders.executed_layers import UNKNOWN, ExecutedLayers
 from tasks.parts.builders.graph_rewrites import fuse_activations
@@ -38,6 +39,18 @@ def test_float_engine_runs_every_mac_in_float(workshop: Workshop, tmp_path: Path
     assert sum(int(row["macs"]) for row in rows) == sum(conv_macs(given).values())
     [stem] = [row for row in rows if row["nodes"].startswith("downsample.0.conv/Conv")]
     assert stem["nodes"].split()[1] == "downsample.0.relu/Relu"
+
+
+def test_onnxruntime_engine_that_is_built_again_has_the_same_bytes(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    """ONNX Runtime numbers and orders the layers that it inserts differently each time."""
+    for model in (workshop.graph, workshop.quantized):
+        outs = [tmp_path / f"{model.stem}-{number}" for number in range(4)]
+        for out in outs:
+            out.mkdir()
+            built(workshop, "cpu_onnxruntime", model, out)
+        assert len({digest(out / ENGINE_FOLDER) for out in outs}) == 1
 
 
 @pytest.mark.parametrize("target", TARGETS)
