@@ -183,6 +183,18 @@ def test_every_layer_that_computes_has_its_time(workshop: Workshop, tmp_path: Pa
     assert all(float(row["milliseconds"]) > 0 for row in working)
 
 
+@pytest.mark.parametrize("model", ["float", "quantized"])
+def test_layers_that_onnxruntime_inserted_have_their_times(
+    workshop: Workshop, tmp_path: Path, model: str
+) -> None:
+    """It numbers them in each session differently."""
+    measure_one(CONFIG, workshop.engine(model, "cpu_onnxruntime"), tmp_path)
+    with (tmp_path / "one" / LAYERS_FILE).open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert all(row["milliseconds"] for row in rows)
+    assert len({row["layer"] for row in rows}) == len(rows)
+
+
 @pytest.mark.slow
 def test_machine_and_its_surroundings_are_recorded(builds: Path, reference: Path, tmp_path: Path) -> None:
     report = measure(CONFIG, builds, reference, tmp_path / "out")

@@ -1,5 +1,6 @@
 """Read from ONNX Runtime which layers it really executes, in which precision, and how long each takes."""
 
+import itertools
 import json
 import re
 import tempfile
@@ -12,7 +13,7 @@ from tasks.parts.engines.runner import OperatorTime
 from tasks.parts.onnx_session import open_session
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from onnx import GraphProto, ModelProto, NodeProto
 
 _INT8_TYPES = {2: "int8", 3: "int8"}  # TensorProto.UINT8, INT8
 _FLOAT_TYPES = {1: "f32", 10: "f16", 16: "bf16"}  # TensorProto.FLOAT, FLOAT16, BFLOAT16
@@ -25,6 +26,8 @@ _CONVERSIONS = {
     "MemcpyFromHost",
     "MemcpyToHost",
 }
+_KERNEL_TIME = "_kernel_time"
+"""What the profiler adds to the name of a node."""
 _NUMBER = re.compile(r"_token_\d+")
 _INSERTED = re.compile(r"Transpose(_token_\d+)?")
 _ADDED_TO_NAMES = re.compile(r"^(InsertedPrecisionFreeCast_)+|(_nchwc|_quant|_token_\d+|/MatMulAddFusion)+$")
@@ -47,16 +50,25 @@ _SAME_TYPE_OPS = {
 def record_nodes(
     file: Path, images_NCHW: FloatArray, num_iterations: int, *, provider: str, num_threads: int
 ) -> list[dict[str, Any]]:
-    """Return the records of ONNX Runtime's profiler for every executed node."""
+    """Return the records of ONNX Runtime's profiler for every executed node, which is named as by ``layers_of``."""
+    import onnx
+
     with tempfile.TemporaryDirectory() as folder:
-        prefix = str(Path(folder) / "profile")
-        session = open_session(file, provider=provider, num_threads=num_threads, profile_prefix=prefix)
+        optimised_file = Path(folder) / "optimised.onnx"
+        session = open_session(
+            file,
+            provider=provider,
+            num_threads=num_threads,
+            optimised_file=optimised_file,
+            profile_prefix=str(Path(folder) / "profile"),
+        )
         for _ in range(num_iterations):
             session.run(None, {session.get_inputs()[0].name: images_NCHW})
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-    return [
-        event for event in events if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")
-    ]
+        executed = _in_order(onnx.load(optimised_file).graph, onnx.load(file).graph)
+    names = {node.name: name for name, node in executed.items()}
+    nodes = (event for event in events if event.get("cat") == "Node" and event["name"].endswith(_KERNEL_TIME))
+    return [{**event, "name": names[event["name"].removesuffix(_KERNEL_TIME)]} for event in nodes]
 
 
 def without_first_runs(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -73,7 +85,7 @@ def without_first_runs(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def find_nodes_elsewhere(events: list[dict[str, Any]], provider: str) -> dict[str, str]:
     """Return node -> operator type of nodes that ran on another provider; ONNX Runtime moves them silently."""
     return {
-        event["name"].removesuffix("_kernel_time"): event["args"]["op_name"]
+        event["name"]: event["args"]["op_name"]
         for event in events
         if event["args"].get("provider") != provider
     }
@@ -95,27 +107,46 @@ def layers_of(file: Path, graph: "ModelProto", *, provider: str, num_threads: in
     types |= {
         value.name: value.type.tensor_type.elem_type for value in [*optimised.value_info, *optimised.input]
     }
+    precisions = {node.name: _node_precision(node, types) for node in optimised.node}
     own = {tensor.name for tensor in optimised.initializer}
-    places = {name: place for place, node in enumerate(graph.graph.node) for name in node.output}
-    layers = []
+    return tuple(
+        EngineLayer(
+            name=name,
+            kind=node.op_type,
+            precision=precisions[node.name],
+            nodes=(_ADDED_TO_NAMES.sub("", node.name),),
+            is_conversion=_is_conversion(node),
+            outputs=_own_outputs(node),
+        )
+        for name, node in _in_order(optimised, graph.graph).items()
+        if not own >= set(node.input)  # a constant that is dequantized once
+    )
+
+
+def _in_order(optimised: "GraphProto", graph: "GraphProto") -> dict[str, "NodeProto"]:
+    """Return the executed nodes in the order of the graph, by names in which no number is by chance."""
+    places = {name: place for place, node in enumerate(graph.node) for name in node.output}
+    found = []
     for node in optimised.node:
-        outputs = (*node.output, *_BLOCKED.findall(node.name))
-        place = max((places[name] for name in outputs if name in places), default=-1)
+        place = max((places[name] for name in _own_outputs(node) if name in places), default=-1)
         if place < 0:  # inserted: it stands behind what it reads
             place = max((places.get(name, -1) for name in node.input), default=-1)
         places |= dict.fromkeys(node.output, place)
-        if own >= set(node.input):
-            continue  # a constant that is dequantized once
-        layer = EngineLayer(
-            name=_NUMBER.sub("", node.name),
-            kind=node.op_type,
-            precision=_node_precision(node, types),
-            nodes=(_ADDED_TO_NAMES.sub("", node.name),),
-            is_conversion=node.op_type in _CONVERSIONS or bool(_INSERTED.fullmatch(node.name)),
-            outputs=outputs,
-        )
-        layers.append((place, layer.is_conversion, layer.name, layer))
-    return tuple(layer for *_, layer in sorted(layers, key=lambda each: each[:3]))
+        found.append((place, _is_conversion(node), _NUMBER.sub("", node.name), node))
+    named: dict[str, NodeProto] = {}
+    for *_, name, node in sorted(found, key=lambda each: each[:3]):
+        twins = (f"{name}_{number}" for number in itertools.count(2))
+        named[next(each for each in itertools.chain([name], twins) if each not in named)] = node
+    return named
+
+
+def _own_outputs(node: "NodeProto") -> tuple[str, ...]:
+    """Return the tensors of a node; one in the blocked layout has its name in the graph as well."""
+    return (*node.output, *_BLOCKED.findall(node.name))
+
+
+def _is_conversion(node: "NodeProto") -> bool:
+    return node.op_type in _CONVERSIONS or bool(_INSERTED.fullmatch(node.name))
 
 
 def _node_precision(node: Any, types: dict[str, int]) -> str:
@@ -139,7 +170,6 @@ def _node_precision(node: Any, types: dict[str, int]) -> str:
 def operator_times(events: list[dict[str, Any]], num_iterations: int) -> tuple[OperatorTime, ...]:
     milliseconds: dict[tuple[str, str], float] = defaultdict(float)
     for event in events:
-        name = event["name"].removesuffix("_kernel_time")
-        milliseconds[name, event["args"].get("op_name", "")] += event["dur"] / 1000 / num_iterations
+        milliseconds[event["name"], event["args"].get("op_name", "")] += event["dur"] / 1000 / num_iterations
     times = [OperatorTime(name, op_type, value) for (name, op_type), value in milliseconds.items()]
     return tuple(sorted(times, key=lambda time: -time.milliseconds))
