@@ -64,7 +64,9 @@ class Chaos:
     finished: dict[str, str] = field(default_factory=dict)
     """Key -> address of every stage call that finished."""
     excused: set[str] = field(default_factory=set)
-    """Keys whose last intact copy an event destroyed."""
+    """Keys whose last intact copy an event of an earlier run destroyed."""
+    excused_now: set[str] = field(default_factory=set)
+    """Those of the current run, in which the output may have been made before or after the event."""
     events: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     driver: str = ""
@@ -96,6 +98,8 @@ class Chaos:
     def run(self, driver: str, configuration: str, event_times: list[float]) -> tuple[int, str]:
         """Run a driver to its end, with the events that fall into its time; note what finished, and a traceback."""
         self.driver = driver
+        self.excused |= self.excused_now
+        self.excused_now = set()
         command = driver_command(driver, configuration, self.is_trivial)
         started = time.monotonic()
         with tempfile.TemporaryFile("w+") as said:
@@ -203,9 +207,10 @@ class Chaos:
         records = self._records()
         if file.parent.parent.name == "keys":
             key = file.parent.name + file.stem
-            if not any(place.is_relative_to(self.folder / ARTIFACTS) for place in records.get(key, {})):
-                self.excused.add(key)
-        self.excused |= {
+            outputs_of_key = [place for place in records.get(key, {}) if place.name == KEY_FILE]
+            if self.driver == "repro" or not outputs_of_key:  # DVC deletes outputs that it makes anew
+                self.excused_now.add(key)
+        self.excused_now |= {
             key
             for key, places in records.items()
             if any(before in md5s.values() for md5s in places.values())
@@ -224,7 +229,7 @@ class Chaos:
         return found
 
     def _has_intact_copy(self, md5: str, places: dict[Path, dict[str, str]]) -> bool:
-        """Return whether the cache or one of these outputs holds a file; DVC deletes outputs that it makes anew."""
+        """Return whether the cache or one of these outputs holds a file."""
         copies = [self.folder / _CACHE / "files/md5" / md5[:2] / md5[2:]]
         for file, names in places.items():
             if file.name == KEY_FILE:
@@ -235,7 +240,8 @@ class Chaos:
         file = self.folder / ARTIFACTS.joinpath(*address.split(".")) / KEY_FILE
         with contextlib.suppress(OSError, ValueError):
             key = str(json.loads(file.read_text(encoding="utf-8"))["key"])
-            if key in self.finished and key not in self.excused and address != "track":
+            is_excused = key in self.excused | self.excused_now
+            if key in self.finished and not is_excused and address != "track":
                 self._violate(f"{address} finished twice, and nothing had destroyed its output")
             self.finished[key] = address
             self.excused.discard(key)

@@ -27,7 +27,7 @@ from tasks.core.errors import ArtifactError, ConfigError, DiskError, WorkspaceBu
 from tasks.core.fingerprint import SCHEMA_VERSION, digest, file_md5, is_pattern, matches, stage_key
 from tasks.core.locks import hold_lock, try_lock
 from tasks.core.reports import KEY_FILE, REPORT_FILE, read_report, write_json
-from tasks.core.store import Record, forget_damaged, keep, read_record, restore, write_record
+from tasks.core.store import forget_damaged, keep, read_record, restore, write_record
 
 logger = logging.getLogger(__name__)
 
@@ -194,12 +194,12 @@ def recall(call: Call) -> bool:
 
 
 def keep_outputs() -> None:
-    """Put every intact output into the store, whose copy may be missing or damaged.
+    """Put every output into the store, whose copy of a file or of the record may be missing or damaged.
 
     DVC deletes an output before it runs the stage that makes it anew.
     """
     for folder in _outputs():
-        record = _intact_record(folder)
+        record = read_record(folder / KEY_FILE)
         if record is not None:
             keep(folder, record)
 
@@ -380,18 +380,14 @@ def _recall(call: Call) -> bool:
 
 def _is_complete(call: Call) -> bool:
     """Return whether the draft is finished: a kill before its rename leaves such a draft."""
-    record = _intact_record(call.draft)
-    return record is not None and record["key"] == call.key
+    record = read_record(call.draft / KEY_FILE)
+    return (
+        record is not None and record["key"] == call.key and not _damaged_files(call.draft, record["files"])
+    )
 
 
 def _outputs() -> list[Path]:
     return [file.parent for file in sorted(ARTIFACTS.glob(f"[!.]*/**/{KEY_FILE}"))]
-
-
-def _intact_record(folder: Path) -> Record | None:
-    """Return the record of an output folder, or a draft; None if it is not finished or was damaged."""
-    record = read_record(folder / KEY_FILE)
-    return None if record is None or _damaged_files(folder, record["files"]) else record
 
 
 def _is_damaged(folder: Path) -> bool:
@@ -459,10 +455,10 @@ def _publish(call: Call) -> None:
 
 def _discard(folder: Path) -> None:
     """Remove an output, or what a killed run left. What is finished is stored first; DVC forgets what is damaged."""
-    record = _intact_record(folder)
+    record = read_record(folder / KEY_FILE)
     if record is not None:
         keep(folder, record)
-    elif _is_damaged(folder):
+    if _is_damaged(folder):
         forget_damaged(folder)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.digest_index import FileVersion
-from tasks.core.fingerprint import SCHEMA_VERSION, digest
+from tasks.core.fingerprint import SCHEMA_VERSION, digest, file_md5
 from tasks.core.reports import KEY_FILE, write_json
 
 logger = logging.getLogger(__name__)
@@ -88,14 +88,17 @@ def _is_inside(name: str) -> bool:
 
 
 def keep(folder: Path, record: Record) -> None:
-    """Store an output whose files are those of its record."""
+    """Store an output and its record, unless it has a damaged file of which the store has no intact copy."""
     if not _PROJECT.is_dir():
         return
     cache = cache_folder()
     for name, md5 in record["files"].items():
-        kept = object_file(cache, md5)
-        if not _holds(kept, md5):
-            _copy(folder / name, kept)
+        kept, file = object_file(cache, md5), folder / name
+        if file_md5(str(kept)) == md5:
+            continue
+        if file_md5(str(file)) != md5:
+            return
+        _copy(file, kept)
     file = _record_file(cache, record["key"])
     if read_record(file) != record:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -150,10 +153,6 @@ def remove_incomplete() -> None:
 
 def _record_file(cache: Path, key: str) -> Path:
     return cache / "keys" / key[:2] / f"{key[2:]}.json"
-
-
-def _holds(kept: Path, md5: str) -> bool:
-    return kept.is_file() and digest(kept) == md5
 
 
 def _copy(file: Path, kept: Path) -> None:

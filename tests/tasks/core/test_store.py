@@ -133,6 +133,19 @@ def test_output_that_lost_a_file_is_restored_by_its_own_record_if_the_store_lost
     assert file.read_text() == intact
 
 
+@pytest.mark.parametrize("way_out", ["another takes its place", "it is removed"])
+def test_record_of_a_damaged_output_is_kept_if_the_store_lost_its_copy(stage: Stage, way_out: str) -> None:
+    a = stage.call(A)
+    execute(a)
+    shutil.rmtree(".dvc/cache/keys")
+    model(a).write_text("RUN 1")
+    if way_out == "it is removed":
+        assert remove_damaged() == [a.folder]
+    else:
+        execute(stage.call(B))
+    assert recall(a) and model(a).read_text() == "run 1"
+
+
 @pytest.mark.parametrize("leftover", ["prepare_data-replaced", f"prepare_data-{A[:12]}"])
 def test_finished_output_that_a_kill_left_behind_is_kept(stage: Stage, leftover: str) -> None:
     """The kill came between the two renames, or before them."""
