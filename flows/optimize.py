@@ -33,6 +33,7 @@ _MAX_LOST_SERVERS = 5
 def optimize(params: dict[str, Any]) -> Path:
     """Run the pipeline as a Prefect flow and return the folder of ``select_engine``."""
     from prefect import flow
+    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
     from flows.run_page import publish_progress, publish_result
     from flows.stage_task import TaskStages, task_runner
@@ -46,7 +47,10 @@ def optimize(params: dict[str, Any]) -> Path:
         print(f"stages run: {stages.num_executed} of {stages.num_calls}")
         return folder
 
-    return run(params)
+    # A flow waits for the end of its heartbeat, up to a second. On our server nothing listens to it.
+    changes = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None} if local_server.is_ours() else {}
+    with temporary_settings(changes):
+        return run(params)
 
 
 def run_flow(params: dict[str, Any]) -> Path:
