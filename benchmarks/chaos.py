@@ -50,7 +50,7 @@ _CACHE = Path(".dvc/cache")
 _FINISHED = re.compile(r"tasks\.core\.execute (\S+): finished in")
 _STARTED = re.compile(r"tasks\.core\.execute (\S+): started")
 _LONGEST_RUN_S = 1800.0
-_DISK = {True: "64m", False: "3g"}
+_DISK = {True: "256m", False: "3g"}
 
 
 @dataclass
@@ -176,7 +176,7 @@ class Chaos:
         return "killed the Prefect server"
 
     def _fill_disk(self, _: psutil.Process) -> str:
-        with (self.folder / "filler").open("wb") as file, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), (self.folder / "filler").open("wb") as file:
             while True:
                 file.write(bytes(1 << 20))
                 file.flush()
