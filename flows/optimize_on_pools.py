@@ -3,9 +3,11 @@
 import dataclasses
 import enum
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import UUID
@@ -26,6 +28,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Cancelling, Crashed
 from pydantic import Field
 
@@ -65,6 +68,8 @@ _FAN_OUT_TAG = "fan-out"
 _POLL_S = 2.0
 _WORKER_LOST_S = 120.0
 """A worker sends a heartbeat every 30 s; the server counts it as offline after three missed ones."""
+_MISSED_HEARTBEATS = 2.5
+"""A run that missed so many of its own is lost: its worker was killed with it, and was started again since."""
 
 
 class TargetsFailed(EnginewrightError):
@@ -88,6 +93,8 @@ class Clock:
     """The last time that its pool had a worker."""
     queued_s: float
     """Since when its pool works on nothing that this pipeline asked for."""
+    heard_s: float
+    """When its run is known to have lived."""
     started_s: float | None = None
     """The first time that it was seen running."""
 
@@ -241,7 +248,7 @@ def _wait(
     """Wait until every run has ended or has waited too long for a worker."""
     results: dict[str, TargetResult] = {}
     began = time.monotonic()
-    clocks = {target: Clock(worker_seen_s=began, queued_s=began) for target in runs}
+    clocks = {target: Clock(worker_seen_s=began, queued_s=began, heard_s=began) for target in runs}
     pools = {name: str(params["pipeline"]["work_pools"][name]) for name in runs}
     with get_client(sync_client=True) as client:
         while len(results) < len(runs):
@@ -256,6 +263,10 @@ def _wait(
                     clock.queued_s = now
                 if run.state and run.state.is_running() and clock.started_s is None:
                     clock.started_s = now
+                if run.state and not run.state.is_running():
+                    clock.heard_s = now
+                elif now - clock.heard_s > _silent_s():
+                    clock.heard_s = now - _heartbeat_age_s(client, run)
                 result = _judge(client, run, pools[target], clock, now, patience_s, timeout_s)
                 if result is not None:
                     results[target] = result
@@ -295,7 +306,7 @@ def _judge(
             words = f"pool {pool} has been busy with other work for more than {timeout_s:g} s."
             return TargetResult(Outcome.WAITING, words, {})
         return None
-    if unseen_s > _WORKER_LOST_S:
+    if unseen_s > _WORKER_LOST_S or now_s - clock.heard_s > _silent_s():
         words = "its worker was lost"
         client.set_flow_run_state(run.id, Crashed(message=words), force=True)
         return TargetResult(Outcome.FAILED, words, {})
@@ -306,6 +317,25 @@ def _judge(
         )  # its worker ends the process
         return TargetResult(Outcome.FAILED, words, {})
     return None
+
+
+def _silent_s() -> float:
+    """Return for how long a run that lives sends no heartbeat, in s."""
+    frequency_s = get_current_settings().flows.heartbeat_frequency
+    return math.inf if frequency_s is None else _MISSED_HEARTBEATS * frequency_s
+
+
+def _heartbeat_age_s(client: SyncPrefectClient, run: FlowRun) -> float:
+    """Return how long ago a run sent its last heartbeat, or started, in s."""
+    wanted = {
+        "event": {"name": ["prefect.flow-run.heartbeat"]},
+        "resource": {"id": [f"prefect.flow-run.{run.id}"]},
+        "order": "DESC",
+    }
+    found = client.request("POST", "/events/filter", json={"filter": wanted, "limit": 1}).json()["events"]
+    heard = datetime.fromisoformat(found[0]["received"]) if found else run.start_time
+    assert heard is not None  # it runs
+    return (datetime.now(UTC) - heard).total_seconds()
 
 
 def _has_worker(client: SyncPrefectClient, pool: str) -> bool:

@@ -14,8 +14,14 @@ import pytest
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import WorkerStatus
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    temporary_settings,
+)
 
+from flows import optimize_on_pools
 from flows.optimize_on_pools import Outcome, TargetResult, _wait
 from tests.services import Server, prefect_server, running, server_environment, wait_for
 
@@ -56,6 +62,7 @@ class Device:
     client: SyncPrefectClient
     deployment: UUID
     folder: Path
+    worker: Server
 
     def start(self, name: str, seconds: float) -> UUID:
         """Schedule a run that sleeps."""
@@ -83,6 +90,7 @@ def device(tmp_path: Path) -> Iterator[Device]:
             "PREFECT_API_AUTH_STRING": AUTH_STRING,
             "PREFECT_HOME": str(tmp_path / "home"),
             "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
             "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
         }
         deployed = subprocess.run(
@@ -94,7 +102,11 @@ def device(tmp_path: Path) -> Iterator[Device]:
             check=False,
         )
         assert deployed.returncode == 0, deployed.stderr
-        settings = {PREFECT_API_URL: server.url, PREFECT_API_AUTH_STRING: AUTH_STRING}
+        settings = {
+            PREFECT_API_URL: server.url,
+            PREFECT_API_AUTH_STRING: AUTH_STRING,
+            PREFECT_FLOWS_HEARTBEAT_FREQUENCY: 30,
+        }
         with temporary_settings(settings), get_client(sync_client=True) as client:
 
             def find_problem() -> str | None:
@@ -113,7 +125,9 @@ def device(tmp_path: Path) -> Iterator[Device]:
             )
             try:
                 with running(worker):
-                    yield Device(client, client.read_deployment_by_name("sleeper/sleeper").id, tmp_path)
+                    yield Device(
+                        client, client.read_deployment_by_name("sleeper/sleeper").id, tmp_path, worker
+                    )
             finally:
                 end_sleepers(tmp_path)
 
@@ -148,3 +162,19 @@ def test_time_in_the_queue_is_not_the_target_s_and_a_run_that_takes_too_long_is_
     assert results["behind"].line == "WAITING. pool device has been busy with other work for more than 15 s."
     assert not device.client.read_flow_run(foreign).state.is_final()
     assert device.client.read_flow_run(behind).state.is_scheduled()
+
+
+@pytest.mark.slow
+def test_run_that_was_killed_with_its_worker_is_lost_though_the_worker_is_back(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimize_on_pools, "_MISSED_HEARTBEATS", 0.2)
+    killed = device.start("killed", LONG_S)
+    process = device.process_of("killed")
+    device.worker.stop()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()
+    device.worker.start()
+    assert device.wait(killed=killed)["killed"] == TargetResult(Outcome.FAILED, "its worker was lost", {})
+    ended = device.client.read_flow_run(killed).state
+    assert ended is not None and ended.is_crashed()
