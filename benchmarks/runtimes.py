@@ -22,7 +22,7 @@ from tasks.parts.networks.config import NetworkConfig
 from tasks.parts.networks.model_card import ModelCard
 from tasks.parts.onnx_graphs.export import export_graph
 from tasks.parts.onnx_session import open_session
-from tasks.parts.selection.stage_reports import StageFolders
+from tasks.parts.selection.stage_folders import StageFolders
 
 DATA = ARTIFACTS / "prepare_data" / "dataset"
 

@@ -70,11 +70,11 @@ def prepare_environment() -> None:
 
 
 def begin_start() -> None:
-    """Unless PREFECT_API_URL is set, set it to our server; start that without waiting if it does not run."""
+    """Unless PREFECT_API_URL names another server, set it to ours; start that without waiting if it does not run."""
     with _alone():
         record = _read_record()
         if record is None or _find_process(record) is None:
-            if "PREFECT_API_URL" in os.environ:
+            if "PREFECT_API_URL" in os.environ and not is_ours():
                 return
             record = _start()
     if os.environ.setdefault("PREFECT_API_URL", str(record["url"])) == record["url"]:
@@ -150,15 +150,18 @@ def _find_killed() -> dict[str, str | int | float] | None:
 
 def stop() -> bool:
     """Stop the server that this checkout started; return whether there was one."""
-    record = _read_record()
-    if record is None:
+    if not _record_file().is_file():
         return False
-    _record_file().unlink()
-    server = _find_process(record)
-    if server is None:
-        return False
-    server.terminate()
-    return True
+    with _alone():
+        record = _read_record()
+        _record_file().unlink(missing_ok=True)
+        if record is None:
+            return False
+        server = _find_process(record)
+        if server is None:
+            return False
+        server.terminate()
+        return True
 
 
 def how_to_open() -> str:

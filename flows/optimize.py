@@ -58,15 +58,15 @@ def run_flow(params: dict[str, Any]) -> Path:
     with explained_full_disk(ARTIFACTS), hold_workspace():
         local_server.prepare_environment()
         local_server.begin_start()
-        importlib.import_module("prefect")  # takes a second, in which the server starts
-        if replaced := write_params(params):
-            print(
-                f"params.yaml: other values than before in {', '.join(replaced)}. `dvc repro` runs them, too."
-            )
-        write_environment(params)
-        send_pending_runs(params)
-        local_server.wait_until_ready()
         with local_server.kept_alive():
+            importlib.import_module("prefect")  # takes a second, in which the server starts
+            if replaced := write_params(params):
+                print(
+                    f"params.yaml: other values than before in {', '.join(replaced)}. `dvc repro` runs them, too."
+                )
+            write_environment(params)
+            send_pending_runs(params)
+            local_server.wait_until_ready()
             folder = _optimize_despite_lost_servers(params)
         with explained_full_disk(cache_folder()):
             commit_outputs()

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tasks.core.bounds import AtLeast, Between, LessThan
+from tasks.core.environment import versions
 from tasks.core.errors import TargetMismatch
+from tasks.parts.cpu import int8_sums
 from tasks.parts.layer_diff.bisection import Bisection
 from tasks.parts.layer_diff.report import DiffReport, LayerDifferences
 from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB
+from tasks.parts.onnx_session import ONNXRUNTIME
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -78,6 +81,11 @@ class Config:
 
 
 Report = DiffReport
+
+
+def environment(_: Config) -> dict[str, str]:
+    """Return what the output depends on besides code and inputs, of which the engine names its runtime."""
+    return versions("onnx", *ONNXRUNTIME) | {"int8_sums": int8_sums()}
 
 
 def diff_layers(

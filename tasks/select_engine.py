@@ -16,12 +16,11 @@ from tasks.core.reports import read_report, write_json
 from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.selection.accuracy_gates import AccuracyGates, find_parents
 from tasks.parts.selection.engine_row import ENGINES_FILE, EngineRow, Verdict, flatten
+from tasks.parts.selection.stage_folders import StageFolders
 from tasks.parts.selection.verdicts import Gates, find_reference, judge_all, targets_without_pick
 
 if TYPE_CHECKING:
     from tasks.parts.selection.findings import Findings
-    from tasks.parts.selection.stage_reports import StageFolders
-
 logger = logging.getLogger(__name__)
 
 
@@ -122,6 +121,14 @@ class Report:
     """The pick with the largest speed-up over the reference."""
 
 
+def reads(
+    cfg: Config, *, builds: Path, validations: Path, benchmarks: Path, diffs: Path
+) -> dict[str, list[Path]]:
+    """Return the outputs of these engines; another configuration may have left more of them."""
+    folders = StageFolders(builds, validations, benchmarks, diffs)
+    return folders.of_engines((engine.variant, engine.target) for engine in cfg.engines)
+
+
 def select_engine(
     cfg: Config,
     *,
@@ -135,8 +142,6 @@ def select_engine(
 
     Raises ArtifactError if a report is missing or accuracy, latency and speed-up were measured on different files.
     """
-    from tasks.parts.selection.stage_reports import StageFolders
-
     logger.info("select_engine: %d engines from %s", len(cfg.engines), builds)
     folders = StageFolders(builds, validations, benchmarks, diffs)
     findings = judge(cfg, folders)
@@ -148,7 +153,7 @@ def select_engine(
     return report
 
 
-def judge(cfg: Config, folders: "StageFolders") -> "Findings":
+def judge(cfg: Config, folders: StageFolders) -> "Findings":
     """Return every engine with its verdict, and mark the pick of each target; nothing is written.
 
     Raises ArtifactError if a report is missing or accuracy, latency and speed-up were measured on different files.
@@ -182,7 +187,7 @@ def judge(cfg: Config, folders: "StageFolders") -> "Findings":
     )
 
 
-def _accuracy_gates(cfg: Config, folders: "StageFolders", rows: Sequence[EngineRow]) -> AccuracyGates:
+def _accuracy_gates(cfg: Config, folders: StageFolders, rows: Sequence[EngineRow]) -> AccuracyGates:
     from tasks.parts.selection.stage_reports import read_image_results
 
     reference = f"{cfg.float_reference.variant}-{cfg.float_reference.target}"
@@ -198,7 +203,7 @@ def _accuracy_gates(cfg: Config, folders: "StageFolders", rows: Sequence[EngineR
     )
 
 
-def _write(findings: "Findings", folders: "StageFolders", out: Path) -> None:
+def _write(findings: "Findings", folders: StageFolders, out: Path) -> None:
     from tasks.parts.selection.bundle import write_bundle
     from tasks.parts.selection.markdown import render_markdown
     from tasks.parts.selection.page import render_page

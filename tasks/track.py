@@ -12,6 +12,7 @@ from tasks.core.fingerprint import digest
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.records import DataSet
 from tasks.core.tracking.state import is_logged
+from tasks.parts.selection.stage_folders import StageFolders
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,22 @@ def still_holds(cfg: Config, report: Report) -> bool:
     return report.run is not None and is_logged(cfg, report.run.rpartition("/")[2], report.candidates)
 
 
+def reads(
+    _: Config,
+    *,
+    selection: Path,
+    builds: Path,
+    validations: Path,
+    benchmarks: Path,
+    diffs: Path,
+    **_data: Path,
+) -> dict[str, list[Path]]:
+    """Return the outputs of the engines that were judged; another configuration may have left more of them."""
+    from tasks.parts.selection.engine_row import read_engine_names
+
+    return StageFolders(builds, validations, benchmarks, diffs).of_engines(read_engine_names(selection))
+
+
 def track(
     cfg: Config,
     *,
@@ -59,7 +76,6 @@ def track(
     Raises ArtifactError if an engine is not the file that was measured.
     """
     from tasks.parts.selection.run_records import log_selection
-    from tasks.parts.selection.stage_reports import StageFolders
 
     if not cfg.enabled:
         logger.info("track: turned off (track.enabled)")

@@ -24,7 +24,15 @@ from typing import Any
 from tasks.core.config import find_section, typed_config
 from tasks.core.environment import Facts
 from tasks.core.errors import ArtifactError, ConfigError, DiskError, WorkspaceBusy
-from tasks.core.fingerprint import SCHEMA_VERSION, digest, file_md5, is_pattern, matches, stage_key
+from tasks.core.fingerprint import (
+    SCHEMA_VERSION,
+    code_digests,
+    digest,
+    file_md5,
+    is_pattern,
+    matches,
+    stage_key,
+)
 from tasks.core.locks import hold_lock, try_lock
 from tasks.core.reports import KEY_FILE, REPORT_FILE, read_report, write_json
 from tasks.core.store import forget_damaged, keep, read_record, restore, write_record
@@ -312,14 +320,14 @@ def _check_input(path: Path) -> None:
         raise ArtifactError(
             f"{path} does not exist. Put your data there, or name another folder (prepare_data.root)."
         )
-    for folder in path.parents:
+    for folder in (path, *path.parents):
         record = read_record(folder / KEY_FILE)
         if record is not None:
             inside = path.relative_to(folder).as_posix()
             used = {
                 name: md5
                 for name, md5 in record["files"].items()
-                if name == inside or name.startswith(f"{inside}/")
+                if inside in (".", name) or name.startswith(f"{inside}/")
             }
             damaged = _damaged_files(folder, used)
             if damaged:
@@ -331,13 +339,15 @@ def _check_input(path: Path) -> None:
 
 
 def _check_unchanged(call: Call) -> None:
-    """Check that the stage read the inputs that its key names, as they cannot be locked."""
+    """Check that the stage read the inputs and imported the code that its key names: neither can be locked."""
     if not call.inputs:
         return
+    code_digests.cache_clear()
     if _find_key(call.function, call.config, call.inputs, call.environment) != call.key:
         inputs = ", ".join(map(str, call.inputs.values()))
         raise ArtifactError(
-            f"{call.address}: an input changed while the stage ran ({inputs}). Its output is not kept; run again."
+            f"{call.address}: an input ({inputs}) or the code of the stage changed while it ran. Its output is not "
+            "kept, but the checkpoints of a training are: run again, with the input or code as it was to resume."
         )
 
 
@@ -364,7 +374,7 @@ def _recall(call: Call) -> bool:
         if _still_holds(call, call.folder):
             logger.info("%s: fresh, nothing to run", call.address)
             return True
-    elif _is_complete(call):
+    elif _is_complete(call) and _still_holds(call, call.draft):
         _publish(call)
         return True
     else:
@@ -480,7 +490,11 @@ def _nearest_existing(path: Path) -> Path:
 
 
 def _size_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    size_bytes = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # other processes work in it
+            size_bytes += path.lstat().st_size
+    return size_bytes
 
 
 def _age_s(folder: Path) -> float:

@@ -27,16 +27,34 @@ Record = Mapping[str, Any]
 ``files``, the md5 of each file by its name. The file also has the ``checksum`` of the rest."""
 
 _PROJECT = Path(".dvc")
-_CONFIG_FILES = ("config", "config.local")
 _OBJECT_MODE = 0o444
 """As DVC protects what its cache holds."""
 
 
 def cache_folder() -> Path:
-    """Return the folder of DVC's cache (``cache.dir`` of the project)."""
+    """Return the folder of DVC's cache: ``cache.dir`` of the project, else of the user, else of the system."""
+    for file in (_PROJECT / "config.local", _PROJECT / "config", *_shared_configs()):
+        if file.is_file() and (folder := _cache_in_config(file)):
+            return folder
+    return _PROJECT / "cache"
+
+
+@functools.cache
+def _shared_configs() -> tuple[Path, Path]:
+    """Return where DVC looks on Linux for the configuration of the user and of the system."""
+    asked = os.environ.get
+    user = asked("DVC_GLOBAL_CONFIG_DIR") or Path(asked("XDG_CONFIG_HOME") or Path.home() / ".config", "dvc")
+    system = asked("DVC_SYSTEM_CONFIG_DIR") or Path(
+        (asked("XDG_CONFIG_DIRS") or "/etc/xdg").split(":")[0], "dvc"
+    )
+    return Path(user, "config"), Path(system, "config")
+
+
+def _cache_in_config(file: Path) -> Path | None:
     config = configparser.ConfigParser(interpolation=None)
-    config.read([_PROJECT / name for name in _CONFIG_FILES], encoding="utf-8")
-    return _PROJECT / config.get("cache", "dir", fallback="cache")
+    config.read(file, encoding="utf-8")
+    folder = config.get("cache", "dir", fallback=None)
+    return file.parent / Path(folder).expanduser() if folder else None
 
 
 def object_file(cache: Path, md5: str) -> Path:
@@ -158,6 +176,10 @@ def _record_file(cache: Path, key: str) -> Path:
 def _copy(file: Path, kept: Path) -> None:
     kept.parent.mkdir(parents=True, exist_ok=True)
     draft = kept.with_name(f"{kept.name}.{os.getpid()}")
-    shutil.copyfile(file, draft)
-    draft.chmod(_OBJECT_MODE)
-    draft.replace(kept)
+    try:
+        shutil.copyfile(file, draft)
+        draft.chmod(_OBJECT_MODE)
+        draft.replace(kept)
+    except BaseException:
+        draft.unlink(missing_ok=True)  # half a gigabyte would keep a full disk full
+        raise

@@ -132,3 +132,19 @@ def test_server_answers_this_checkout_alone_and_stops_as_itself_only(space: Work
     file.write_text(json.dumps(record))
     assert "stopped the Prefect server" in space.run(*stop, PYTHONPATH=str(REPOSITORY)).stdout
     wait_for(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "the server's end")
+
+
+@pytest.mark.slow
+def test_server_that_died_is_started_again_for_who_has_its_address(space: Workspace) -> None:
+    """As in a shell in which PREFECT_API_URL was exported; another address is left to its owner."""
+    file = space.path / ".prefect/server.json"
+    record = json.loads(file.read_text())
+    psutil.Process(record["pid"]).kill()
+    ask = ("python", "-c", ASK)
+    elsewhere = space.run(*ask, PYTHONPATH=str(REPOSITORY), PREFECT_API_URL="http://127.0.0.1:9/api")
+    assert "No Prefect server answers at http://127.0.0.1:9/api" in elsewhere.stderr
+    assert json.loads(file.read_text()) == record
+    asked = space.run(*ask, PYTHONPATH=str(REPOSITORY), PREFECT_API_URL=record["url"])
+    assert asked.returncode == 0 and asked.stdout == "[]\n", asked.stderr
+    again = json.loads(file.read_text())
+    assert again["url"] == record["url"] and again["pid"] != record["pid"]

@@ -20,6 +20,7 @@ import yaml
 
 from benchmarks.trivial_pipeline import write_workspace
 from tests.conftest import Workspace
+from tests.services import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -286,7 +287,14 @@ def test_page_of_a_run_has_its_parameters_and_the_edges_between_its_stages(space
     run = ask(space, "flow_runs/filter", {"sort": "EXPECTED_START_TIME_ASC"})[-1]
     params = yaml.safe_load((space.path / "params.yaml").read_text())
     assert run["parameters"] == {"configuration": params}
-    nodes = dict(ask(space, f"flow_runs/{run['id']}/graph-v2")["nodes"])
+
+    def nodes_of_graph() -> dict[str, Any]:
+        return dict(ask(space, f"flow_runs/{run['id']}/graph-v2")["nodes"])
+
+    wait_for(
+        lambda: len(nodes_of_graph()) == NUM_CALLS, "the states of all tasks, which are recorded each second"
+    )
+    nodes = nodes_of_graph()
     parents = {
         node["label"]: {nodes[parent["id"]]["label"] for parent in node["parents"]} for node in nodes.values()
     }

@@ -14,8 +14,10 @@ import pytest
 import yaml
 from onnx import TensorProto, helper
 
+from tasks import track
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.fingerprint import digest
 from tasks.parts.builders.report import publish
 from tasks.parts.data.accuracy import Accuracy, AccuracyReport
 from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, write_results
@@ -37,7 +39,7 @@ from tasks.parts.measuring.pareto import pareto_front
 from tasks.parts.measuring.reports import BenchmarkReport, EngineMeasurement, Latency, Race, SpeedRatio
 from tasks.parts.measuring.surroundings import Quiet, Surroundings
 from tasks.parts.selection.engine_row import flatten, read_rows
-from tasks.select_engine import Config, EngineName, Report, Technique, select_engine
+from tasks.select_engine import Config, EngineName, Report, Technique, reads, select_engine
 from tests.conftest import checked
 
 CLASSES = ("background", "three", "<b>seven</b>")
@@ -921,3 +923,21 @@ def test_equal_reasons_of_a_target_without_a_pick_are_said_once(artifacts, tmp_p
         artifacts.add_without_engine(variant, "cpu_openvino_bf16", EngineStatus.skipped, "no such CPU")
     report, _ = run(artifacts, tmp_path / "out")
     assert report.without_pick == {"cpu_openvino_bf16": "distilled, pruned: SKIPPED, no such CPU"}
+
+
+def test_engines_that_another_configuration_left_do_not_change_the_keys(artifacts, tmp_path) -> None:
+    """As those of two more targets do when the smoke run comes after the nightly one."""
+    mine, selection = config_for(artifacts, engines=list(artifacts.names)), tmp_path / "selection"
+    run(artifacts, selection)
+
+    def keys() -> list[dict[str, dict[str, str]]]:
+        inputs = artifacts.inputs()
+        found = reads(mine, **inputs), track.reads(None, selection=selection, **inputs, data=tmp_path)
+        return [{name: {str(p): digest(p) for p in paths} for name, paths in read.items()} for read in found]
+
+    before = keys()
+    artifacts.add("teacher", "cuda_torch", 0.7, 90.0, 0.3)
+    assert keys() == before and len(before[0]["builds"]) == len(mine.engines)
+    assert before[0].keys() == before[1].keys() == artifacts.inputs().keys()
+    (artifacts.root / "validate/teacher/cpu_torch/more").touch()
+    assert all(now["validations"] != then["validations"] for now, then in zip(keys(), before, strict=True))

@@ -191,6 +191,12 @@ def read_rows(folder: Path) -> list[EngineRow]:
     return [_row_of(flat) for flat in json.loads((folder / ENGINES_FILE).read_text(encoding="utf-8"))]
 
 
+def read_engine_names(folder: Path) -> list[tuple[str, str]]:
+    """Return variant and target of each row, in less time than it takes to check a thousand rows."""
+    rows = json.loads((folder / ENGINES_FILE).read_text(encoding="utf-8"))
+    return [(row["variant"], row["target"]) for row in rows]
+
+
 def read_picks(file: Path) -> dict[str, EngineRow]:
     """Return the rows of a picks.json by target."""
     picks: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))

@@ -16,7 +16,8 @@ from tasks.parts.selection.engine_row import (
     measured_names,
     read_rows,
 )
-from tasks.parts.selection.stage_reports import StageFolders, engine_file, stage_keys, written_files
+from tasks.parts.selection.stage_folders import StageFolders
+from tasks.parts.selection.stage_reports import engine_file, stage_keys, written_files
 
 _PAGES = ("report.html", "report.md", "pareto.png", ENGINES_FILE, "picks.json")
 

@@ -19,6 +19,7 @@ from tasks.parts.engines.manifest import (
 from tasks.parts.layer_diff.report import DiffReport
 from tasks.parts.measuring.reports import REFERENCE, BenchmarkReport, Latency
 from tasks.parts.selection.engine_row import MACHINE, EngineRow, Measured, Speed, SuspectLayer, Verdict
+from tasks.parts.selection.stage_folders import StageFolders
 
 ENGINE_FOLDER = "engine"
 
@@ -26,25 +27,6 @@ RUNTIME, BUILT_WITH = "Runtime", "Built with"
 """Names of conditions that all engines of a target share, as they share the machine."""
 
 _WITHOUT_ENGINE = {EngineStatus.skipped: Verdict.SKIPPED, EngineStatus.failed: Verdict.BUILD_FAILED}
-
-
-@dataclass(frozen=True)
-class StageFolders:
-    """The folders of the stages; each contains ``<variant>/<target>``, benchmarks ``<target>/<variant>``."""
-
-    builds: Path
-    validations: Path
-    benchmarks: Path
-    diffs: Path
-
-    def of(self, variant: str, target: str) -> dict[str, Path]:
-        """Return the folder of one engine in each stage; that of benchmark holds all engines of the target."""
-        return {
-            "build_engine": self.builds / variant / target,
-            "validate": self.validations / variant / target,
-            "benchmark": self.benchmarks / target,
-            "diff_layers": self.diffs / variant / target,
-        }
 
 
 def read_row(folders: StageFolders, variant: str, target: str, benchmark: BenchmarkReport) -> EngineRow:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ import yaml
 
 from flows.params import compose_params
 from tasks import build_engine
+from tasks.core import fingerprint
 from tasks.core.config import find_section, typed_config
 from tasks.core.errors import ArtifactError, ConfigError, DiskError
 from tasks.core.execute import (
@@ -137,10 +138,39 @@ def test_input_that_changes_while_it_is_read_gives_no_output(
     call = dataclasses.replace(
         prepare_call("train.baseline", {"root": image.parent}, params, environment={}), function=train
     )
-    with pytest.raises(ArtifactError, match=r"image is not the file|an input changed while the stage ran"):
+    with pytest.raises(ArtifactError, match=r"image is not the file|an input .* changed while it ran"):
         execute(call)
     assert not call.folder.exists() and not is_fresh(call)
     assert (execute(call) / "copy").read_bytes() == b"image"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the stages, whose code the keys cover."""
+    shutil.copytree(REPOSITORY / "tasks", tmp_path / "tasks", ignore=shutil.ignore_patterns("__*"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fingerprint, "SOURCE_ROOT", tmp_path)
+    fingerprint.code_digests.cache_clear()
+    yield tmp_path
+    fingerprint.code_digests.cache_clear()
+
+
+def test_code_that_changes_while_its_stage_runs_gives_no_output(checkout: Path) -> None:
+    """Modules are imported when they are needed, so the key that was found first may name others."""
+    image = checkout / "image"
+    image.touch()
+
+    def train(_: object, *, root: Path, out: Path) -> Copied:
+        with (checkout / "tasks/train.py").open("a") as file:
+            file.write("# edited")
+        return Copied((out / "copy").write_bytes(root.read_bytes()))
+
+    call = dataclasses.replace(
+        prepare_call("train.baseline", {"root": image}, compose_params([]), environment={}), function=train
+    )
+    with pytest.raises(ArtifactError, match="or the code of the stage changed while it ran"):
+        execute(call)
+    assert not call.folder.exists()
 
 
 def test_engines_that_another_configuration_left_do_not_count(
@@ -169,6 +199,22 @@ def test_engines_that_another_configuration_left_do_not_count(
     shutil.rmtree(files[1].parent)
     with pytest.raises(ArtifactError, match=f"{variants[1]}/cpu_torch/engine does not exist. Run the stage"):
         key()
+
+
+def test_input_folder_that_another_stage_published_is_compared_with_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("artifacts/validate/baseline/cpu_torch")
+    folder.mkdir(parents=True)
+    (folder / "report.json").write_text("{}")
+    record = {"schema": SCHEMA_VERSION, "address": "validate", "key": "0" * 32, "environment": {}}
+    write_record(folder / "key.json", {**record, "files": {"report.json": digest(folder / "report.json")}})
+    call = prepare_call("train.baseline", {"data": folder}, compose_params([]), environment={})
+    (folder / "report.json").write_text("[]")
+    with pytest.raises(ArtifactError, match=r"report\.json is not the file that its stage wrote"):
+        prepare_call("train.baseline", {"data": folder}, compose_params([]), environment={})
+    assert call.key
 
 
 def test_missing_input_names_the_way_out(tiny: Workspace) -> None:

@@ -3,12 +3,16 @@
 import json
 import logging
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from flows.forget import forget_outputs
+from tasks.core import store
 from tasks.core.errors import ConfigError
 from tasks.core.execute import Call, execute, is_fresh, recall, remove_damaged
 from tasks.core.fingerprint import digest
@@ -188,6 +192,36 @@ def test_output_of_another_version_stays_in_the_cache_of_dvc(stage: Stage) -> No
     assert remove_damaged() == []
     execute(b)
     assert listing.exists()
+
+
+@pytest.mark.parametrize("level", ["system", "global", "project", "local"])
+def test_cache_is_where_dvc_has_it_whoever_configured_it(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    for variable, folder in (("DVC_SYSTEM_CONFIG_DIR", "system"), ("DVC_GLOBAL_CONFIG_DIR", "global")):
+        monkeypatch.setenv(variable, str(tmp_path / folder))
+    monkeypatch.setattr(store, "_shared_configs", store._shared_configs.__wrapped__)
+    places = {"system": "system/config", "global": "global/config", "project": ".dvc/config"}
+    places["local"] = ".dvc/config.local"
+    for name in list(places)[: list(places).index(level) + 1]:
+        file = Path(places[name])
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"[cache]\n    dir = {name}-cache\n", encoding="utf-8")
+    subprocess.run(["git", "init", "-q"], check=True)
+    command = [sys.executable, "-m", "dvc", "cache", "dir"]
+    asked = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    assert cache_folder().resolve() == Path(asked).resolve() == (file.parent / f"{level}-cache").resolve()
+
+
+@pytest.mark.usefixtures("stage")
+def test_full_disk_leaves_no_half_copy(mount_disk: Callable[[Path, str], None]) -> None:
+    cache = Path(".dvc/cache")
+    mount_disk(cache, "size=64k")
+    big = Path("big")
+    big.write_bytes(bytes(1 << 20))
+    with pytest.raises(OSError, match="No space left"):
+        store._copy(big, object_file(cache, "1" * 32))
+    assert not any(path.is_file() for path in cache.rglob("*"))
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/tmp/elsewhere", "a/../../elsewhere"])
