@@ -20,7 +20,7 @@ from prefect.tasks import exponential_backoff
 from flows.dvc_command import DvcFailed, run_dvc
 from flows.workspace import LOCK_FILE
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.core.execute import ARTIFACTS
+from tasks.core.execute import ARTIFACTS, keep_outputs
 from tasks.core.fingerprint import digest
 
 Entries = dict[str, dict[str, Any]]
@@ -158,5 +158,9 @@ def push(names: list[str]) -> None:
     retry_condition_fn=_is_worth_a_retry,
 )
 def pull(names: list[str]) -> None:
-    """Pull the missing outputs of these stages from the remote, in the versions of dvc.lock."""
+    """Pull the missing outputs of these stages from the remote, in the versions of dvc.lock.
+
+    Outputs of which DVC's cache has no intact copy are stored first, since DVC deletes what it replaces.
+    """
+    keep_outputs()
     run_dvc("pull", "--force", *names)

@@ -12,7 +12,9 @@ import yaml
 from flows.dvc_command import DvcFailed, run_dvc
 from flows.exchange import pull, pull_data, push
 from tasks.core.errors import ArtifactError, DiskError
-from tasks.core.fingerprint import digest
+from tasks.core.fingerprint import SCHEMA_VERSION, digest
+from tasks.core.reports import KEY_FILE
+from tasks.core.store import restore, write_record
 
 FILE_BYTES = 40_000
 
@@ -73,6 +75,38 @@ def test_one_stage_costs_what_it_holds_however_many_runs_there_were(
     monkeypatch.chdir(taker)
     pull.fn(["copy"])
     assert Path("made").read_text() == "second" and not Path(".dvc/cache/runs").exists()
+
+
+def publish(folder: Path, key: str) -> None:
+    """Write an output as a stage publishes it; it holds its key."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.bin").write_text(key, encoding="utf-8")
+    record = {
+        "schema": SCHEMA_VERSION,
+        "address": folder.name,
+        "key": key,
+        "environment": {},
+        "files": {"model.bin": digest(folder / "model.bin")},
+    }
+    write_record(folder / KEY_FILE, record)
+
+
+@pytest.mark.slow
+def test_pull_stores_an_output_before_dvc_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_project(tmp_path / "checkout", tmp_path / "remote", monkeypatch)
+    folder = Path("artifacts/build")
+    stage = {"cmd": "python -m tasks build", "outs": [folder.as_posix()]}
+    Path("dvc.yaml").write_text(yaml.safe_dump({"stages": {"build": stage}}), encoding="utf-8")
+    publish(folder, "pulled")
+    run_dvc("commit", "--force", "build")
+    push.fn(["build"])
+    publish(folder, "replaced")  # the cache has no copy of it: it was damaged there
+    pull.fn(["build"])
+    assert (folder / "model.bin").read_text(encoding="utf-8") == "pulled"
+    assert restore("replaced", tmp_path / "restored", "build", folder)
+    assert (tmp_path / "restored/model.bin").read_text(encoding="utf-8") == "replaced"
 
 
 @pytest.mark.slow
