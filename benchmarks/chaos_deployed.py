@@ -134,7 +134,9 @@ def register() -> None:
     listed = yaml.safe_load(Path("prefect.yaml").read_text(encoding="utf-8"))["deployments"]
     flow = listed[-1]["entrypoint"].rpartition(":")[2]
     if ask(f"/deployments/name/{flow}/{listed[-1]['name']}", method="GET") is None:
-        subprocess.run([sys.executable, "-m", "flows.deploy"], check=True)
+        done = subprocess.run([sys.executable, "-m", "flows.deploy"], check=False)
+        if done.returncode:  # the server was killed, or the disk is full
+            sys.exit("the deployments could not be registered")
     nightly = ask("/deployments/name/optimize/nightly", method="GET")
     ask(f"/deployments/{nightly['id']}", {"paused": True}, method="PATCH")
 
