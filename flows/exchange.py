@@ -18,7 +18,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import exponential_backoff
 
 from flows.dvc_command import DvcFailed, run_dvc
-from flows.workspace import LOCK_FILE
+from flows.lock_file import LOCK_FILE, read_lock
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.execute import ARTIFACTS, keep_outputs
 from tasks.core.fingerprint import digest
@@ -47,9 +47,13 @@ def check_remote() -> None:
 
 
 def names_of_stages() -> dict[str, str]:
-    """Return the DVC name of each stage by its address."""
+    """Return the DVC name of each stage by its address.
+
+    Raises ArtifactError for a damaged dvc.lock, which DVC reads too.
+    """
     from dvc.repo import Repo
 
+    _read_lock()
     with Repo() as repo:
         commands = ((stage, shlex.split(stage.cmd)) for stage in repo.index.stages if stage.cmd)
         return {words[3]: stage.addressing for stage, words in commands if words[:3] == STAGE_COMMAND}
@@ -64,7 +68,7 @@ def makers_of(inputs: Iterable[Path], names: Mapping[str, str]) -> list[str]:
 def read_entries(names: Collection[str]) -> Entries:
     """Return the dvc.lock entries of these stages.
 
-    Raises ArtifactError for a stage without an entry.
+    Raises ArtifactError for a stage without an entry, or for a damaged dvc.lock.
     """
     stages = _read_lock()["stages"]
     missing = [name for name in names if name not in stages]
@@ -101,10 +105,7 @@ def merge_entries(entries: Entries) -> None:
 
 
 def _read_lock() -> dict[str, Any]:
-    if not LOCK_FILE.is_file():
-        return {"schema": "2.0", "stages": {}}
-    lock: dict[str, Any] = yaml.safe_load(LOCK_FILE.read_text(encoding="utf-8"))
-    return lock
+    return read_lock() if LOCK_FILE.is_file() else {"schema": "2.0", "stages": {}}
 
 
 def commit(names: Collection[str]) -> None:

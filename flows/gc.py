@@ -22,8 +22,9 @@ from typing import Any
 import yaml
 
 from flows import local_server
-from flows.workspace import KEPT_LOCK_FILE, LOCK_FILE, hold_workspace
-from tasks.core.errors import EnginewrightError
+from flows.lock_file import LOCK_FILE, read_lock
+from flows.workspace import KEPT_LOCK_FILE, hold_workspace
+from tasks.core.errors import ArtifactError, EnginewrightError
 from tasks.core.execute import ARTIFACTS, LEFTOVER_AGE_S, remove_leftovers
 from tasks.core.fingerprint import listing_md5
 from tasks.core.reports import KEY_FILE, read_key
@@ -33,7 +34,7 @@ from tasks.core.tracking.lookup import find_picked_engines
 
 
 class CollectionFailed(EnginewrightError):
-    """DVC could not clean its cache."""
+    """The cache is not cleaned: DVC could not, or it is not known what is needed."""
 
 
 class Cache:
@@ -113,14 +114,15 @@ def find_locked(cache: Cache) -> set[str]:
     """Return the md5 of all outputs in dvc.lock, also in that of the last deployed run.
 
     `dvc gc` sees only the stages of today's params.yaml.
+
+    Raises CollectionFailed for one that is damaged.
     """
-    locks = [
-        yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
-        for file in (LOCK_FILE, KEPT_LOCK_FILE)
-        if file.is_file()
-    ]
+    try:
+        locks = [read_lock(file) for file in (LOCK_FILE, KEPT_LOCK_FILE) if file.is_file()]
+    except ArtifactError as error:
+        raise CollectionFailed(f"Nothing is removed, as nobody can say what is needed: {error}") from error
     stages = [stage for lock in locks for stage in lock["stages"].values()]
-    made = {output["md5"] for stage in stages for output in stage.get("outs", ())}
+    made = {output["md5"] for stage in stages for output in stage["outs"]}
     return {md5 for md5 in made if cache.holds(md5)}
 
 

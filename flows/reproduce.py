@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from flows.lock_file import LOCK_FILE, read_lock
 from flows.templates import check_templates
 from tasks.core.config import PARAMS_FILE
 from tasks.core.environment import ENVIRONMENT_FILE
@@ -142,7 +143,7 @@ def rebuild(engine: TrackedEngine, folder: Path) -> str:
     dvc = (sys.executable, "-m", "dvc")
     has_remote = bool(_run(*dvc, "remote", "list", cwd=folder).strip())
     _run(*dvc, "repro", *(["--pull"] if has_remote else []), stage, cwd=folder, is_shown=True)
-    print("\n".join(lineage(yaml.safe_load((folder / "dvc.lock").read_text(encoding="utf-8")), stage)))
+    print("\n".join(lineage(read_lock(folder / LOCK_FILE), stage)))
     print("building the engine once more", flush=True)
     output = folder / ARTIFACTS / "build_engine" / variant / target
     shutil.rmtree(output)  # a stage whose output is fresh, or in the store, would build nothing

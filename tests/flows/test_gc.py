@@ -90,6 +90,24 @@ def test_nothing_goes_while_mlflow_cannot_say_what_was_picked(tmp_path: Path) ->
     assert "Traceback" not in refused.stderr and unused.is_file()
 
 
+@pytest.mark.parametrize("lock", ["dvc.lock", "artifacts/.deployed/dvc.lock"])
+def test_nothing_goes_while_a_damaged_lock_cannot_say_what_is_needed(tmp_path: Path, lock: str) -> None:
+    folder = tmp_path / "space"
+    write_workspace(folder, num_variants=1, num_targets=1, seconds=0)
+    space = Workspace(folder)
+    unused = folder / ".dvc/cache/files/md5/00/000000000000000000000000000000"
+    for file in (unused, folder / lock):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    unused.write_bytes(b"")
+    (folder / lock).write_text("schema: '2.0'\nstages:\n  prepare_data:\n    cmd: python -m tasks prep")
+    refused = space.run("python", "-m", "flows.gc")
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert (
+        f"CollectionFailed: Nothing is removed, as nobody can say what is needed: {lock} is" in refused.stderr
+    )
+    assert unused.is_file()
+
+
 def test_outputs_of_stages_that_params_leave_out_stay(tmp_path: Path) -> None:
     folder = tmp_path / "space"
     write_workspace(folder, num_variants=1, num_targets=2, seconds=0)
