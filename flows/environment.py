@@ -2,14 +2,17 @@
 
 ``python -m flows.environment`` is a stage of dvc.yaml that runs each time. The other stages depend on their section
 of the file, so ``dvc repro`` honours the facts that are in the keys. It also stores the outputs of which DVC's cache
-has no intact copy, before DVC deletes what it makes anew, and removes damaged ones.
+has no intact copy, before DVC deletes what it makes anew, and removes damaged ones. Before all that it checks the
+values of params.yaml that DVC puts into commands, which nobody checked where the file was edited.
 """
 
 import sys
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from flows.pipeline import RecordedStages, run_pipeline
+from flows.templates import check_templates
 from tasks.core.config import find_section, read_params, typed_config
 from tasks.core.environment import ENVIRONMENT_FILE, Facts
 from tasks.core.errors import EnginewrightError
@@ -24,6 +27,9 @@ from tasks.core.execute import (
 )
 from tasks.core.reports import write_json
 from tasks.core.store import cache_folder
+
+_CHECKED = "checked"
+"""The entry, always true, by which stages without facts depend on this one, so that DVC starts none before it."""
 
 
 def write_environment(params: Mapping[str, Any], elsewhere: Collection[str] = ()) -> None:
@@ -42,9 +48,8 @@ def write_environment(params: Mapping[str, Any], elsewhere: Collection[str] = ()
             config = typed_config(config_class, section, name)
             sections[name] = find_facts(stage, config, output_folder(address))
     ENVIRONMENT_FILE.parent.mkdir(exist_ok=True)
-    write_json(
-        ENVIRONMENT_FILE, _nested({name: facts for name, facts in sections.items() if facts is not None})
-    )
+    facts_of = _nested({name: facts for name, facts in sections.items() if facts is not None})
+    write_json(ENVIRONMENT_FILE, {_CHECKED: True, **facts_of})
 
 
 def _nested(sections: Mapping[str, Facts]) -> dict[str, Any]:
@@ -60,10 +65,12 @@ def _nested(sections: Mapping[str, Facts]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Write the file, store the outputs, remove the damaged ones, and return the exit code."""
+    """Check params.yaml, write the file, store the outputs, remove the damaged ones, and return the exit code."""
     try:
         with explained_full_disk(cache_folder()):
-            write_environment(read_params())
+            params = read_params()
+            check_templates(params, Path("dvc.yaml"))
+            write_environment(params)
             keep_outputs()
             remove_damaged()
     except EnginewrightError as error:

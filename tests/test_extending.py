@@ -73,6 +73,8 @@ DVC_STAGE = """\
       data=artifacts/prepare_data/dataset
     params:
     - count_images
+    - artifacts/environment.json:
+      - checked
     deps:
     - artifacts/prepare_data/dataset
     - tasks/count_images.py
