@@ -7,7 +7,7 @@ entries, which contain the digests, travel with the Prefect run.
 import contextlib
 import os
 import shlex
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +80,33 @@ def read_entries(names: Collection[str]) -> Entries:
     return {name: {key: stages[name][key] for key in ("cmd", "outs")} for name in names}
 
 
-def pull_data(root: Path) -> None:
-    """Fetch the data that a pointer file of ``dvc add`` names, unless it is there already.
+def pull_inputs(params: Mapping[str, Any]) -> None:
+    """Fetch what the configuration names and a pointer file of ``dvc add`` stands for: data, models, weights.
 
-    Raises DvcFailed, also where data that was changed here and never added would be lost.
+    Raises DvcFailed, also where something that was changed here and never added would be lost.
     """
-    pointer = root.with_name(f"{root.name}.dvc")
-    if not pointer.is_file():
+    named = {place for text in _texts(params) for place in (Path(text), *Path(text).parents)}
+    for path in sorted(named):
+        _pull_added(path)
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """Yield all texts in a part of the configuration."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, Mapping | list):
+        for part in content.values() if isinstance(content, Mapping) else content:
+            yield from _texts(part)
+
+
+def _pull_added(path: Path) -> None:
+    """Fetch what was added to DVC, unless it is there already."""
+    pointer = Path(f"{path}.dvc")
+    if not os.path.isfile(pointer):  # noqa: PTH113 - Path.is_file raises for a text that is too long for a path
         return
-    if root.exists():
+    if path.exists():
         with contextlib.suppress(ArtifactError):  # it is not what the pointer names
-            digest(root)
+            digest(path)
             return
     run_dvc("pull", str(pointer))
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Any
 from uuid import UUID
 
@@ -41,7 +40,7 @@ from flows.exchange import (
     merge_entries,
     names_of_stages,
     pull,
-    pull_data,
+    pull_inputs,
     push,
     read_entries,
 )
@@ -139,15 +138,15 @@ def optimize_on_pools(
         raise ConfigError("overrides contain target=...; set the parameter targets instead.")
     overrides = [*overrides, f"target=[{','.join(targets)}]"]
     params = compose_params(overrides)
-    check_models(params)
     check_folders(params)
     check_remote()
     with explained_full_disk(ARTIFACTS), hold_workspace(), keep_records(), recorded_flow():
         close_killed_flow_run()
         record_flow_run()
         write_params(params)
+        pull_inputs(params)
+        check_models(params)
         write_environment(params)
-        pull_data(Path(params["prepare_data"]["root"]))
         send_pending_runs(params)
         stages = TaskStages(params, count_calls(params), publish_progress())
         run_models(stages, params)

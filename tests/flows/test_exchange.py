@@ -10,11 +10,13 @@ import pytest
 import yaml
 
 from flows.dvc_command import DvcFailed, run_dvc
-from flows.exchange import pull, pull_data, push
+from flows.exchange import pull, pull_inputs, push
+from flows.optimize_on_pools import optimize_on_pools
 from tasks.core.errors import ArtifactError, DiskError
 from tasks.core.fingerprint import SCHEMA_VERSION, digest
 from tasks.core.reports import KEY_FILE
 from tasks.core.store import restore, write_record
+from tests.conftest import Workspace
 
 FILE_BYTES = 40_000
 
@@ -127,15 +129,61 @@ def test_data_that_a_new_pointer_names_is_fetched_and_own_changes_are_not_lost(
 
     monkeypatch.chdir(taker)
     before = digest(images)
-    pull_data(images)
+    pull_inputs({"prepare_data": {"root": str(images)}})
     assert digest(images) == before
     shutil.copy(maker / "data/images.dvc", "data/images.dvc")  # as `git pull` does
     with pytest.raises(ArtifactError, match="is not the data that"):
         digest(images)
-    pull_data(images)
+    pull_inputs({"prepare_data": {"root": str(images)}})
     assert (images / "2.png").read_bytes() == b"of version 2" and digest(images) != before
 
     (images / "own.png").write_bytes(b"never added")
     with pytest.raises(DvcFailed):
-        pull_data(images)
+        pull_inputs({"prepare_data": {"root": str(images)}})
     assert (images / "own.png").read_bytes() == b"never added"
+
+
+@pytest.mark.slow
+def test_models_and_weights_that_were_added_are_fetched_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, maker, taker = (tmp_path / name for name in ("remote", "maker", "taker"))
+    begin_project(maker, remote, monkeypatch)
+    dvc = [sys.executable, "-m", "dvc"]
+    files = [Path(name) for name in ("data/images/1.png", "mine.onnx", "weights/teacher.pt", "unused.onnx")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(str(file))
+    subprocess.run([*dvc, "add", "-q", "data/images", "mine.onnx", "weights", "unused.onnx"], check=True)
+    subprocess.run([*dvc, "push", "-q"], check=True)
+    shutil.copytree(maker, taker, ignore=shutil.ignore_patterns("cache", "*.png", "*.onnx", "*.pt"))
+    monkeypatch.chdir(taker)
+    for folder in ("data/images", "weights"):
+        Path(folder).rmdir()
+    params = {
+        "prepare_data": {"root": "data/images", "names": ["a " * 2000, "/", "", "mine"]},
+        "pipeline": {"imports": {"model": "mine.onnx"}},
+        "train": {"teacher": {"pretrained": {"file": "weights/teacher.pt", "sha256": None}}},
+    }
+    pull_inputs(params)
+    assert [file.is_file() and file.read_text() for file in files] == [*map(str, files[:3]), False]
+
+
+@pytest.mark.slow
+def test_deployed_flow_fetches_the_model_before_it_looks_at_it(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(workspace.path)
+    dvc = [sys.executable, "-m", "dvc"]
+    subprocess.run(
+        [*dvc, "remote", "add", "-q", "--local", "--default", "store", str(tmp_path / "r")], check=True
+    )
+    Path("mine.onnx").write_bytes(b"no graph")
+    subprocess.run([*dvc, "add", "-q", "mine.onnx"], check=True)
+    subprocess.run([*dvc, "push", "-q", "mine.onnx"], check=True)
+    for path in (Path("mine.onnx"), Path(".dvc/cache")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    overrides = ["model=onnx", "model.path=mine.onnx", "data=images", "prepare_data.root=data/digit_scenes"]
+    with pytest.raises(ArtifactError, match=r"^mine\.onnx: 8 bytes that are not an ONNX model"):
+        optimize_on_pools.fn(["cpu_onnxruntime"], overrides)
+    assert Path("mine.onnx").read_bytes() == b"no graph"
