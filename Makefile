@@ -17,8 +17,9 @@ repro: .venv/.installed  ## run the same pipeline with DVC
 
 ui: .venv/.installed  ## open the Prefect and MLflow pages on 127.0.0.1 (Ctrl-C stops MLflow)
 	@python -m flows.local_server
-	@echo "MLflow: http://127.0.0.1:5000"
-	@mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port 5000
+	@if [ -n "$$MLFLOW_TRACKING_URI" ]; then echo "MLflow: $$MLFLOW_TRACKING_URI (MLFLOW_TRACKING_URI)" | sed 's|//[^/]*@|//***@|'; \
+	else echo "MLflow: http://127.0.0.1:5000"; \
+		exec mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port 5000; fi
 
 stop: .venv/.installed  ## stop the local Prefect server that a run started
 	@python -m flows.local_server --stop

@@ -114,14 +114,18 @@ def main(overrides: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
-    print(
-        f"MLflow: {mask_credentials(tracking_config(params).uri)} (`make ui` opens it on http://127.0.0.1:5000)"
-    )
+    print(f"MLflow: {_how_to_open(tracking_config(params).uri)}")
     if has_pending():
         print("MLflow: runs are pending; the next flow sends them, or `python -m tasks.core.tracking`.")
     print(f"Prefect: {local_server.how_to_open()}")
     print(f"total: {time.perf_counter() - started:.1f} s")
     return 0
+
+
+def _how_to_open(uri: str) -> str:
+    """Return the address of MLflow, and how to see it if it is the file that ``make ui`` opens."""
+    hint = " (`make ui` opens it on http://127.0.0.1:5000)" if uri == "sqlite:///mlflow.db" else ""
+    return f"{mask_credentials(uri)}{hint}"
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:

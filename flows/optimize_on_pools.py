@@ -366,8 +366,7 @@ def _check_current(params: Mapping[str, Any], target: str) -> None:
     if stale:
         raise TargetsFailed(
             f"{stale[0]} came from a worker with different code or inputs. Bring the checkouts of all workers to "
-            f"one commit (here: {git_commit()}), remove engines of an earlier configuration from its "
-            "artifacts/build_engine, and run again."
+            f"one commit (here: {git_commit()}), and run again."
         )
 
 

@@ -98,7 +98,9 @@ def stage_key(
     inputs: Mapping[str, Path | Sequence[Path]],
     environment: Mapping[str, str],
 ) -> str:
-    """Return the key of one stage call: equal keys mean equal outputs.
+    """Return the key of one stage call: one output with a key stands for any other that has it.
+
+    Their bytes are equal too on one machine; on another CPU a training may give other ones (docs/cache.md).
 
     Covers the schema version, the stage's name, its resolved configuration, the source of its module and of the
     packages that it imports from, the facts of its surroundings (core/environment.py), and the content of its inputs,

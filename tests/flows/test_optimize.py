@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import sqlite3
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -11,11 +12,43 @@ from pathlib import Path
 
 import pytest
 
+from flows.optimize import _how_to_open
 from tasks.parts.engines.gpu import find_gpus
-from tests.conftest import SMOKE, Workspace
+from tests.conftest import REPOSITORY, SMOKE, Workspace
 
 NUM_RUNS = 14
 """The pipeline's, and one for each of the 4 + 9 engines of the two smoke targets."""
+
+
+def test_only_the_file_that_make_ui_opens_is_said_to_be_opened_by_it() -> None:
+    assert _how_to_open("sqlite:///mlflow.db").endswith("(`make ui` opens it on http://127.0.0.1:5000)")
+    assert _how_to_open("http://me:secret@mlflow:5000").endswith("mlflow:5000")
+    assert _how_to_open("sqlite:///other.db") == "sqlite:///other.db"
+
+
+def test_make_ui_names_the_server_that_the_runs_go_to(tmp_path: Path) -> None:
+    called = tmp_path / "called"
+    for name in ("python", "mlflow"):  # what make would start
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {called}\n')
+        (tmp_path / name).chmod(0o755)
+    command = ["make", "-C", str(REPOSITORY), f"BIN={os.path.relpath(tmp_path, REPOSITORY)}", "ui"]
+    old = ("--old-file", ".venv/.installed")
+
+    def said(**variables: str) -> str:
+        called.unlink(missing_ok=True)
+        environment = {
+            name: text for name, text in os.environ.items() if not name.startswith("M")
+        } | variables
+        return subprocess.run(
+            [*command, *old], env=environment, check=True, capture_output=True, text=True
+        ).stdout
+
+    assert "MLflow: http://***@mlflow:5000 (MLFLOW_TRACKING_URI)" in said(
+        MLFLOW_TRACKING_URI="http://me:secret@mlflow:5000"
+    )
+    assert called.read_text() == "python -m flows.local_server\n"
+    assert "MLflow: http://127.0.0.1:5000" in said()
+    assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in called.read_text()
 
 
 @pytest.mark.parametrize("place", ["artifacts", "artifacts/benchmark", ".dvc/cache", "tracking", ".prefect"])
