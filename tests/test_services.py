@@ -1,6 +1,7 @@
 """What compose.yaml starts works together: the same commands, variables and health checks, as processes."""
 
 import base64
+import dataclasses
 import os
 import re
 import shutil
@@ -20,9 +21,11 @@ import pytest
 import yaml
 
 from flows.pick import main as pick
-from tasks.core.errors import TrackingUnavailable
+from tasks.core.errors import TrackingRefused, TrackingUnavailable
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.lookup import find_engine, find_engines, promote, read_pipeline_file
+from tasks.core.tracking.pending import PENDING, has_pending, log_or_keep, send_pending
+from tasks.core.tracking.records import RunRecord
 from tests.conftest import REPOSITORY, SMOKE, Workspace
 from tests.flows.test_pick import TARGET, log, record
 from tests.services import (
@@ -258,7 +261,7 @@ def test_user_of_the_team_reads_what_there_is_and_promotes_nothing(
     sign_in(monkeypatch, "ada", "a-long-password")
     engines = find_engines(signed_in, TARGET)
     assert len(engines) == 2
-    with pytest.raises(TrackingUnavailable, match="Permission denied"):
+    with pytest.raises(TrackingRefused, match=r"Permission denied.*give ada the permission EDIT"):
         promote(signed_in, TARGET, engines[0].run_id)
 
 
@@ -283,6 +286,28 @@ def test_worker_changes_what_it_made_and_neither_users_nor_what_others_made(
     ):
         with pytest.raises(MlflowException, match="Permission denied"):
             forbidden()
+
+
+def test_pending_runs_of_an_experiment_of_others_are_set_aside_and_stop_nothing(
+    stack: Stack, signed_in: TrackingConfig, logged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    sign_in(monkeypatch, "admin", stack.secret("mlflow_admin_password"))
+    MlflowClient(signed_in.uri, signed_in.uri).create_experiment("of another team")
+    sign_in(monkeypatch, "worker", "wrong-password-1")
+    runs = {"pipeline": RunRecord("pipeline", {}, {}, ()), "candidates": [], "picks": {}}
+    assert log_or_keep(signed_in, **runs) is None
+    foreign = dataclasses.replace(signed_in, experiment="of another team")
+    with pytest.raises(TrackingUnavailable):
+        send_pending(foreign)
+    assert has_pending()
+    sign_in(monkeypatch, "worker", stack.secret("mlflow_worker_password"))
+    assert send_pending(foreign) == 0 and not has_pending()
+    [reason] = PENDING.glob("refused/*/reason.txt")
+    assert "give worker the permission EDIT for the experiment 'of another team'" in reason.read_text()
+    reason.parent.rename(PENDING / "again")
+    assert send_pending(signed_in) == 1
 
 
 def test_password_of_the_worker_follows_its_secret(

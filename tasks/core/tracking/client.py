@@ -31,8 +31,13 @@ _ENVIRONMENT = {
 """An unreachable server blocks a call for four minutes with the defaults, under ten seconds with these."""
 
 
-_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST")
-"""Codes of errors that would be the same the next time."""
+_DENIED = "PERMISSION_DENIED"
+_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST", _DENIED)
+"""Codes of errors that would be the same the next time. That of a wrong password (UNAUTHENTICATED) is none: it says
+nothing about the content."""
+
+_REFUSED_UPLOADS = {400: "BAD_REQUEST", 403: _DENIED, 413: "BAD_REQUEST"}
+"""The code of each HTTP status with which a server, or the proxy before it, refuses a file (413: it is too large)."""
 
 _UPLOAD_TIMEOUT_S = "600"
 """An engine of a gigabyte takes minutes on a slow line, and a server answers only when it has stored it."""
@@ -54,7 +59,8 @@ def patient_uploads() -> Iterator[None]:
 def client_of(config: TrackingConfig) -> Iterator["MlflowClient"]:
     """Yield a client that gives up within about ten seconds.
 
-    Raises TrackingRefused for content that MLflow does not take, TrackingUnavailable for all other errors of it.
+    Raises TrackingRefused for content that MLflow does not take, or not from this user; TrackingUnavailable for all
+    other errors of it. Every OSError in the block counts as one of MLflow, so read own files outside of it.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -71,14 +77,37 @@ def _explained(config: TrackingConfig) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError, OSError) as error:
-        cause = mask_credentials(str(error)).splitlines()[0][:300]
-        if isinstance(error, MlflowException) and error.error_code in _REFUSALS:
-            raise TrackingRefused(f"MLflow at {mask_credentials(config.uri)} refused it: {cause}") from error
+        cause = (mask_credentials(str(error)).splitlines() or [type(error).__name__])[0][:300]
+        if (code := _error_code(error)) in _REFUSALS:
+            advice = _how_to_get_permission(config) if code == _DENIED else ""
+            raise TrackingRefused(
+                f"MLflow at {mask_credentials(config.uri)} refused it: {cause}{advice}"
+            ) from error
         raise TrackingUnavailable(
             f"MLflow at {mask_credentials(config.uri)} cannot be used: {cause} Start it (`make ui`), correct "
             "track.uri (a server with authentication also needs MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD), or turn it off: track.enabled=false."
         ) from error
+
+
+def _error_code(error: Exception) -> str | None:
+    """Return the code of an error that MLflow answered with; None if it did not answer."""
+    from mlflow.exceptions import MlflowException
+    from requests import HTTPError
+
+    if isinstance(error, MlflowException):
+        return str(error.error_code)
+    if isinstance(error, HTTPError) and error.response is not None:  # of an upload
+        return _REFUSED_UPLOADS.get(error.response.status_code)
+    return None
+
+
+def _how_to_get_permission(config: TrackingConfig) -> str:
+    user = os.environ.get("MLFLOW_TRACKING_USERNAME", "this user")
+    return (
+        f" Let an administrator give {user} the permission EDIT for the experiment {config.experiment!r} and its "
+        "registered models, or name another experiment: track.experiment."
+    )
 
 
 def _quieten() -> None:

@@ -63,12 +63,12 @@ def log_pipeline(
     candidate the alias is removed from the model, so that nobody deploys an engine that no longer passes.
 
     Raises TrackingUnavailable when MLflow does not answer, within about ten seconds; TrackingRefused when it does not
-    take the content.
+    take the content; ArtifactError when a file of a record cannot be read.
     """
+    digests = {record.name: record.content_digest() for record in candidates}
+    whole = hashlib.sha256("\n".join([pipeline.content_digest(), *sorted(digests.values())]).encode())
     with client_of(config) as client:
         experiment_id = find_or_create_experiment(client, config)
-        digests = {record.name: record.content_digest() for record in candidates}
-        whole = hashlib.sha256("\n".join([pipeline.content_digest(), *sorted(digests.values())]).encode())
         parent, is_new = _parent_run(client, experiment_id, pipeline, whole.hexdigest())
         children = _child_runs(client, experiment_id, parent)
         missing = [record for record in candidates if digests[record.name] not in children]

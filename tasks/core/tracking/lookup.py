@@ -131,7 +131,7 @@ def download_engine(config: TrackingConfig, run_id: str, folder: Path) -> Path:
 def promote(config: TrackingConfig, target: str, run_id: str) -> str:
     """Make the engine of a run the champion of its target; return the version of the registered model.
 
-    Raises TrackingUnavailable when MLflow does not answer.
+    Raises TrackingUnavailable when MLflow does not answer, TrackingRefused without the permission for the model.
     """
     model = registered_name(config, target)
     with client_of(config) as client:

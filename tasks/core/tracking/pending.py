@@ -9,12 +9,15 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from tasks.core.errors import TrackingRefused, TrackingUnavailable
+import dacite
+
+from tasks.core.errors import ArtifactError, TrackingRefused, TrackingUnavailable
 from tasks.core.locks import hold_lock
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.log import log_pipeline
-from tasks.core.tracking.records import DataSet, RunRecord, Tracked
+from tasks.core.tracking.records import RunRecord, Tracked
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +25,12 @@ PENDING = Path("artifacts/.pending")
 """The folder of pending runs: one folder for each pipeline, with copies of the files."""
 
 _REFUSED = PENDING / "refused"
-"""What MLflow refused: it is kept, and not sent again."""
+"""What MLflow refused, or what cannot be read: it is kept, and not sent again."""
 
 _RECORD_FILE, _REASON_FILE = "record.json", "reason.txt"
+
+_AS_WRITTEN = dacite.Config(cast=[tuple], type_hooks={Path: Path}, strict=True)
+"""How the JSON of a run becomes a record: no unknown fields, every value of its type."""
 
 
 def log_or_keep(
@@ -52,7 +58,7 @@ def log_or_keep(
 def send_pending(config: TrackingConfig) -> int:
     """Log pending runs, oldest first, and delete them from disk; return the number of runs added.
 
-    What MLflow refuses is set aside, so that it stops no others.
+    What cannot be read, and what MLflow refuses, is set aside, so that it stops no others.
 
     Raises TrackingUnavailable when MLflow does not answer; the rest stays pending.
     """
@@ -60,10 +66,11 @@ def send_pending(config: TrackingConfig) -> int:
     if not PENDING.is_dir():
         return num_added
     with _lock():
-        for file, runs, picks in _read_pending():
+        for file in _pending_files():
             try:
+                runs, picks = _read_pending(file)
                 tracked = log_pipeline(config, pipeline=runs[0], candidates=runs[1:], picks=picks)
-            except TrackingRefused as error:
+            except (ArtifactError, TrackingRefused) as error:
                 _set_aside(file.parent, str(error))
                 continue
             num_added += tracked.num_runs_added
@@ -78,7 +85,12 @@ def _set_aside(folder: Path, reason: str) -> None:
     place.parent.mkdir(exist_ok=True)
     folder.rename(place)
     (place / _REASON_FILE).write_text(f"{reason}\n", encoding="utf-8")
-    logger.warning("%s Its runs are kept in %s and not sent again.", reason, place)
+    logger.warning(
+        "%s Its runs are kept in %s and not sent again. Once that is mended, move the folder to %s.",
+        reason,
+        place,
+        PENDING,
+    )
 
 
 def has_pending() -> bool:
@@ -88,7 +100,10 @@ def has_pending() -> bool:
 
 def describe_pending() -> str:
     """Describe how many runs are pending and how to send them."""
-    num_runs = sum(len(runs) for _, runs, _ in _read_pending())
+    num_runs = 0
+    for file in _pending_files():
+        with contextlib.suppress(ArtifactError):  # sending it says what is wrong
+            num_runs += len(_read_pending(file)[0])
     return (
         f"{num_runs} runs are pending in {PENDING}: the next run sends them, or `python -m "
         "tasks.core.tracking`."
@@ -130,21 +145,32 @@ def _keep(runs: Sequence[RunRecord], picks: Mapping[str, str | None]) -> None:
             raise
 
 
-def _read_pending() -> list[tuple[Path, list[RunRecord], dict[str, str | None]]]:
-    """Return the file, the runs and the picks of every pending pipeline, oldest first."""
-    pipelines = []
-    for file in sorted(PENDING.glob(f"*/{_RECORD_FILE}"), key=lambda file: file.stat().st_mtime_ns):
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            logger.warning("ignoring %s, which is damaged; remove %s", file, file.parent)
-            continue
-        runs = []
-        for number, run in enumerate(content["runs"]):
-            copies = (
-                (folder, file.parent / str(number) / folder / name) for folder, name in run["artifacts"]
-            )
-            data = DataSet(**run["data"]) if run.get("data") else None
-            runs.append(RunRecord(**(run | {"artifacts": tuple(copies), "data": data})))
-        pipelines.append((file, runs, content["picks"]))
-    return pipelines
+def _pending_files() -> list[Path]:
+    """Return the record of every pending pipeline, oldest first."""
+    return sorted(PENDING.glob(f"*/{_RECORD_FILE}"), key=lambda file: file.stat().st_mtime_ns)
+
+
+def _read_pending(file: Path) -> tuple[list[RunRecord], dict[str, str | None]]:
+    """Return the runs of a pending pipeline, the pipeline's own first, and its picks.
+
+    Raises ArtifactError if the record is damaged, or if another version wrote it with other fields.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        runs = [_read_run(run, file.parent / str(number)) for number, run in enumerate(content["runs"])]
+        picks: dict[str, str | None] = dict(content["picks"])
+        names = {run.name for run in runs[1:] if run.tags["target"]}
+        if not runs or not names.issuperset(filter(None, picks.values())):
+            raise ValueError(f"picks {', '.join(map(str, picks.values()))} out of {', '.join(sorted(names))}")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, dacite.DaciteError) as error:
+        raise ArtifactError(
+            f"{file} is damaged or from another version ({type(error).__name__}: {error}), expected the runs of a "
+            "pipeline. Run the pipeline again to log it anew."
+        ) from error
+    return runs, picks
+
+
+def _read_run(run: dict[str, Any], copies: Path) -> RunRecord:
+    """Return a run whose files are the copies in a folder."""
+    files = [(folder, copies / folder / name) for folder, name in run["artifacts"]]
+    return dacite.from_dict(RunRecord, run | {"artifacts": files}, _AS_WRITTEN)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tasks.core.config import PARAMS_FILE
 from tasks.core.environment import ENVIRONMENT_FILE
+from tasks.core.errors import ArtifactError
 from tasks.core.fingerprint import SOURCE_ROOT
 from tasks.core.tracking.config import mask_credentials
 
@@ -25,6 +26,8 @@ ENGINE_FOLDER = "engine"
 
 DIGEST_TAG = "content_digest"
 PARENT_TAG = "mlflow.parentRunId"
+NOTE_TAG = "mlflow.note.content"
+"""The description of a run on MLflow's page, in Markdown."""
 
 PIPELINE_TAG = "pipeline_run_id"
 """The tag of a version that names the latest pipeline that picked it.
@@ -99,9 +102,15 @@ class RunRecord:
     """The text of params.yaml, which the pipeline's run keeps; not part of the digest."""
     environment: str = field(default_factory=_environment_text)
     """The text of artifacts/environment.json, which the pipeline's run keeps; not part of the digest."""
+    trainings: Mapping[str, str] = field(default_factory=dict)
+    """The key of each training of the pipeline by its address, which leads to the run of its curves; not part of the
+    digest."""
 
     def content_digest(self) -> str:
-        """Return a digest of the content, including the bytes of the files."""
+        """Return a digest of the content, including the bytes of the files.
+
+        Raises ArtifactError if one of them cannot be read.
+        """
         content = {
             "name": self.name,
             "metrics": dict(self.metrics),
@@ -113,8 +122,14 @@ class RunRecord:
 
 
 def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise ArtifactError(
+            f"{file} cannot be read ({error.strerror}), expected a file that a run in MLflow is to hold. Run the "
+            "stage that writes it: `dvc repro`."
+        ) from error
 
 
 @dataclass(frozen=True)

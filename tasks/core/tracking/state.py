@@ -7,7 +7,7 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.core.errors import TrackingUnavailable
+from tasks.core.errors import TrackingRefused, TrackingUnavailable
 from tasks.core.tracking.config import TrackingConfig, database_file
 from tasks.core.tracking.records import CANDIDATE_ALIAS
 
@@ -98,5 +98,5 @@ def _is_known_to_client(config: TrackingConfig, run_id: str, candidates: Mapping
                 (find_aliases(client, model) or {}).get(CANDIDATE_ALIAS) == version
                 for model, version in candidates.items()
             )
-    except TrackingUnavailable:
+    except (TrackingUnavailable, TrackingRefused):
         return False

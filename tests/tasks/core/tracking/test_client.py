@@ -1,6 +1,8 @@
 """A store that cannot be used is given up soon."""
 
+import contextlib
 import dataclasses
+import http.server
 import socket
 import sqlite3
 import subprocess
@@ -13,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.picking import free_port
-from tasks.core.errors import TrackingUnavailable
+from tasks.core.errors import EnginewrightError, TrackingRefused, TrackingUnavailable
 from tasks.core.tracking.client import client_of
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.log import log_pipeline
+from tasks.core.tracking.records import RunRecord
+from tasks.core.tracking.state import _is_known_to_client
 from tests.conftest import REPOSITORY
 
 
@@ -103,6 +107,71 @@ def test_error_of_the_database_is_raised_and_not_printed_as_well(
         run = client.create_run("0")
         client.log_metric(run.info.run_id, "loss", 1.0)
     assert not [record for record in caplog.records if record.exc_info]
+
+
+@contextlib.contextmanager
+def answering(status: int) -> Iterator[str]:
+    """A server that answers every request with this status, as a proxy does."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_error(status)
+
+        do_POST = do_PUT = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "error_class", "words"),
+    [
+        (400, TrackingRefused, "refused it"),
+        (401, TrackingUnavailable, "MLFLOW_TRACKING_PASSWORD"),
+        (403, TrackingRefused, "give ada the permission EDIT for the experiment 'engines'"),
+        (404, TrackingUnavailable, "cannot be used"),
+    ],
+)
+def test_only_answers_that_would_be_the_same_next_time_are_refusals(
+    config, monkeypatch, status: int, error_class: type[EnginewrightError], words: str
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ada")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
+    with answering(status) as uri, pytest.raises(error_class, match=words):
+        log_pipeline(
+            dataclasses.replace(config, uri=uri),
+            pipeline=RunRecord("pipeline", {}, {}, ()),
+            candidates=[],
+            picks={},
+        )
+
+
+@pytest.mark.parametrize(
+    ("status", "error_class"),
+    [(400, TrackingRefused), (401, TrackingUnavailable), (403, TrackingRefused), (413, TrackingRefused)],
+)
+def test_file_that_a_server_does_not_take_is_refused(
+    config, tmp_path, status: int, error_class: type[EnginewrightError]
+) -> None:
+    with answering(status) as uri, pytest.raises(error_class), client_of(config) as client:
+        run = client.create_run(client.create_experiment("proxied", artifact_location=f"{uri}/files"))
+        client.log_text(run.info.run_id, "of an engine", "engine.txt")
+
+
+def test_question_that_is_refused_is_no_reason_to_stop(config) -> None:
+    with pytest.raises(TrackingRefused), client_of(config) as client:
+        client.get_run("no/run")
+    assert not _is_known_to_client(config, "no/run", {})
 
 
 def test_a_database_in_a_new_folder_is_made(tmp_path, pipeline, candidates) -> None:

@@ -1,16 +1,20 @@
 """What MLflow does not take is kept, and sent once."""
 
 import dataclasses
+import json
 import os
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from benchmarks.picking import free_port, served
+from tasks.core.errors import ArtifactError
 from tasks.core.tracking.client import patient_uploads
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.lookup import download_engine
-from tasks.core.tracking.pending import PENDING, log_or_keep, send_pending
+from tasks.core.tracking.pending import PENDING, describe_pending, has_pending, log_or_keep, send_pending
 from tests.tasks.core.tracking.conftest import client_of, record, runs_of
 
 
@@ -89,14 +93,90 @@ def test_sending_that_was_killed_before_it_could_forget_adds_nothing(
     assert len(runs_of(config)) == 3 and not list(PENDING.iterdir())
 
 
-def test_a_damaged_pending_record_is_named_and_stops_nothing(
-    config, stopped, pipeline, candidates, caplog
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def add_field_of_another_version(file: Path) -> None:
+    content = json.loads(file.read_text())
+    content["runs"][1]["mood"] = "good"
+    file.write_text(json.dumps(content))
+
+
+def replace_metrics(file: Path) -> None:
+    content = json.loads(file.read_text())
+    content["runs"][1]["metrics"] = {"miou": "high"}
+    file.write_text(json.dumps(content))
+
+
+def forget_runs(file: Path) -> None:
+    file.write_text(json.dumps({"runs": [], "picks": {}}))
+
+
+def pick_what_is_not_there(file: Path) -> None:
+    content = json.loads(file.read_text())
+    content["picks"] = {"enginewright-cpu": "c"}
+    file.write_text(json.dumps(content))
+
+
+def write_a_list(file: Path) -> None:
+    file.write_text("[]")
+
+
+def remove_a_copy(file: Path) -> None:
+    (file.parent / "1" / "engine" / "a.engine").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut_off, "is damaged or from another version (JSONDecodeError"),
+        (add_field_of_another_version, "mood"),
+        (replace_metrics, "metrics"),
+        (forget_runs, "expected the runs of a pipeline"),
+        (pick_what_is_not_there, "picks c out of a, b"),
+        (write_a_list, "TypeError"),
+        (remove_a_copy, "a.engine cannot be read (No such file or directory)"),
+    ],
+)
+def test_pending_record_that_cannot_be_read_is_set_aside_and_stops_nothing(
+    config, stopped, pipeline, candidates, caplog, damage: Callable[[Path], None], words: str
 ) -> None:
     log_or_keep(stopped, pipeline=pipeline, candidates=candidates, picks={})
     [file] = PENDING.glob("*/record.json")
-    file.write_bytes(file.read_bytes()[:100])
+    damage(file)
+    os.utime(file, (0, 0))  # it is the first in line
+    log_or_keep(stopped, pipeline=dataclasses.replace(pipeline, name="next"), candidates=[], picks={})
+    assert "runs are pending" in describe_pending()
+
     assert log_or_keep(config, pipeline=pipeline, candidates=candidates, picks={}).num_runs_added == 3
-    assert f"ignoring {file}, which is damaged" in caplog.text
+    assert sorted(run.info.run_name for run in runs_of(config)) == ["a", "b", "next", "pipeline"]
+    [reason] = PENDING.glob("refused/*/reason.txt")
+    assert words in reason.read_text() and f"kept in {reason.parent}" in caplog.text
+    assert not has_pending()
+
+
+def test_record_that_was_set_aside_is_sent_once_it_is_mended_and_moved_back(
+    config, stopped, pipeline, candidates
+) -> None:
+    log_or_keep(stopped, pipeline=pipeline, candidates=candidates, picks={})
+    [file] = PENDING.glob("*/record.json")
+    remove_a_copy(file)
+    assert send_pending(config) == 0
+    [place] = (PENDING / "refused").iterdir()
+    shutil.copy(candidates[0].artifacts[0][1], place / "1" / "engine" / "a.engine")
+    place.rename(PENDING / place.name)
+    assert send_pending(config) == 3 and not has_pending()
+
+
+def test_file_of_a_run_that_is_missing_is_an_error_and_nothing_is_kept(
+    config, stopped, pipeline, candidates
+) -> None:
+    candidates[0].artifacts[0][1].unlink()
+    for anywhere in (config, stopped):
+        with pytest.raises(ArtifactError, match=r"a\.engine cannot be read"):
+            log_or_keep(anywhere, pipeline=pipeline, candidates=candidates, picks={})
+    assert not has_pending()
 
 
 def test_what_mlflow_refuses_is_set_aside_and_stops_nothing(
