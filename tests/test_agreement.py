@@ -20,6 +20,7 @@ from flows.stage_task import stage_command
 from tasks.core.config import find_section, read_params
 from tasks.core.environment import ENVIRONMENT_FILE
 from tasks.core.fingerprint import code_digests, digest
+from tasks.parts.selection.run_records import TRAININGS
 from tests.conftest import REPOSITORY, Workspace, copy_repository
 
 OVERRIDES = {
@@ -138,3 +139,9 @@ def test_digests_are_those_in_dvc_lock(smoke_run: tuple[Workspace, str]) -> None
             assert digest(space.path / entry["path"]) == entry["md5"], entry["path"]
             compared += 1
     assert compared > 100
+
+
+def test_every_training_with_a_table_of_epochs_is_named_in_the_run_of_the_pipeline() -> None:
+    stages = [path.stem for path in (REPOSITORY / "tasks").glob("[!_]*.py")]
+    shown = {stage for stage in stages if hasattr(importlib.import_module(f"tasks.{stage}"), "CURVES")}
+    assert shown == set(TRAININGS)

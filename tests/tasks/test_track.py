@@ -1,6 +1,7 @@
 """A selection in MLflow: logged once, pointed to, and noticed when MLflow no longer has it."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,6 +100,20 @@ def test_every_engine_is_one_run_however_often_it_is_logged(cfg, artifacts) -> N
     assert "latency_ms_p50" not in runs["pruned-cpu_openvino"].data.metrics
     [data] = best.inputs.dataset_inputs
     assert (data.dataset.name, data.dataset.digest) == ("data/scenes", digest(artifacts.root / "dataset"))
+
+
+def test_run_of_the_pipeline_has_the_key_of_each_training_and_of_no_leftover(cfg, artifacts) -> None:
+    Path("params.yaml").write_text(
+        yaml.safe_dump({"train": {"teacher": {"seed": 0}}, "distill": {"seed": 0}})
+    )
+    for number, output in enumerate(("train/teacher", "train/old", "distill", "finetune")):
+        folder = artifacts.root / output
+        folder.mkdir(parents=True)
+        (folder / "key.json").write_text(json.dumps({"key": f"key {number}"}))
+    pipeline = logged(cfg, artifacts, select(artifacts, "selection")).run.rpartition("/")[2]
+    tags = client_of(cfg).get_run(pipeline).data.tags
+    keys = {name: key for name, key in tags.items() if name.startswith("key_")}
+    assert keys == {"key_train.teacher": "key 0", "key_distill": "key 2"}
 
 
 def test_candidate_goes_forth_and_back_with_the_selection(cfg, artifacts) -> None:

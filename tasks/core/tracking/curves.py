@@ -2,7 +2,8 @@
 
 A process of its own follows the table that the training writes (``python -m tasks.core.tracking.curves``, started by
 `shown`), so that an MLflow that is slow, hangs or comes back later costs the training nothing. A training that is
-resumed continues its run, which is found by the key of the stage call.
+resumed continues its run, which is found by the key of the stage call. The run of a finished one has the table and
+``key.json``, which names the md5 of every file of the output: from a curve to the bytes in DVC's cache.
 """
 
 import contextlib
@@ -23,12 +24,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from tasks.core.config import find_section, read_params
-from tasks.core.errors import EnginewrightError, TrackingUnavailable
+from tasks.core.errors import ArtifactError, EnginewrightError, TrackingRefused, TrackingUnavailable
 from tasks.core.fingerprint import digest
+from tasks.core.reports import KEY_FILE
 from tasks.core.tracking.client import client_of
 from tasks.core.tracking.config import TrackingConfig, tracking_config
 from tasks.core.tracking.log import data_input, find_or_create_experiment, log_params
-from tasks.core.tracking.records import DataSet, git_commit
+from tasks.core.tracking.notes import describe_training
+from tasks.core.tracking.records import NOTE_TAG, DataSet, git_commit
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -60,11 +63,22 @@ class Training:
     """The CSV file that grows by a row per epoch, in the draft."""
     published_table: str
     delay_s: float
+    commit: str = ""
+    """The commit of the code that trains; `shown` fills it in, since the checkout may change meanwhile."""
+    data_digest: str = ""
+    """DVC's md5 of the data; `shown` fills it in, too. Empty where there is none."""
 
 
 @contextlib.contextmanager
 def shown(training: Training) -> Iterator[None]:
-    """Show the curves of a training that runs inside; nothing waits for MLflow."""
+    """Show the curves of a training that runs inside; nothing waits for MLflow.
+
+    Of the nodes of a training on several, only the first one shows them.
+    """
+    if not _is_first_node():
+        yield
+        return
+    training = _as_it_starts(training)
     command = [sys.executable, "-m", "tasks.core.tracking.curves", json.dumps(dataclasses.asdict(training))]
     follower = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     threading.Thread(target=follower.wait, daemon=True).start()
@@ -80,6 +94,22 @@ def shown(training: Training) -> Iterator[None]:
         with contextlib.suppress(BrokenPipeError):  # nothing is logged
             follower.stdin.write(ending.encode())
             follower.stdin.close()
+
+
+def _is_first_node() -> bool:
+    """Return whether this is node 0, by the variables that Lightning reads; importing it would take seconds."""
+    return os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0")) == "0"
+
+
+def _as_it_starts(training: Training) -> Training:
+    """Return a training with its commit and the digest of its data, which may be others when MLflow is back.
+
+    The files are not read again: the key of the call took the digest in this process.
+    """
+    data_digest = ""
+    with contextlib.suppress(ArtifactError, OSError):  # the stage says what is wrong with its data
+        data_digest = digest(Path(training.data)) if training.data else ""
+    return dataclasses.replace(training, commit=git_commit(), data_digest=data_digest)
 
 
 class _Parent:
@@ -112,15 +142,19 @@ class _Table:
 
     def rows(self, ending: str | None) -> list[dict[str, str]]:
         """Return the complete rows."""
+        text = self.text(ending)
+        return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
+
+    def text(self, ending: str | None) -> str:
+        """Return the content; nothing before the first epoch is done."""
         if self._file is None:
             paths = [self._training.table, *[self._training.published_table] * (ending == _FINISHED)]
             found = next(filter(os.path.exists, paths), None)
-            if found is None:  # no epoch is done
-                return []
+            if found is None:
+                return ""
             self._file = Path(found).open(encoding="utf-8")  # noqa: SIM115
         self._file.seek(0)
-        text = self._file.read()
-        return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
+        return self._file.read()
 
 
 def follow(training: Training) -> None:
@@ -128,22 +162,21 @@ def follow(training: Training) -> None:
 
     Raises ConfigError for a bad section ``track`` of params.yaml.
     """
-    parent = _Parent()
-    if parent.wait(training.delay_s):
-        return
-    params = read_params()
+    params = read_params()  # before waiting: it may be another one later
     config = tracking_config(params)
-    if not config.enabled:
+    parent = _Parent()
+    if not config.enabled or parent.wait(training.delay_s):
         return
-    data = training.data and DataSet(
-        find_section(params, "track")[1]["data_name"], digest(Path(training.data)), training.data
-    )
+    data = None
+    if training.data and training.data_digest:
+        data_name = find_section(params, "track")[1]["data_name"]
+        data = DataSet(data_name, training.data_digest, training.data)
     table = _Table(training)
     while True:
         is_last = parent.ending is not None
         try:
             with client_of(config) as client:
-                _log(client, config, training, data or None, table, parent)
+                _log(client, config, training, data, table, parent)
                 return
         except TrackingUnavailable as error:
             logger.warning("%s: its curves are not in MLflow yet: %s", training.address, error)
@@ -175,7 +208,33 @@ def _log(
                 break
     finally:
         load.finish()
+    if ending == _FINISHED:
+        _log_output(config, training, run_id, table.text(ending))
     client.set_terminated(run_id, ending)
+
+
+def _log_output(config: TrackingConfig, training: Training, run_id: str, table: str) -> None:
+    """Log the table and the key of a finished training; a store without room for files costs the curve nothing."""
+    try:
+        with client_of(config) as client:
+            client.log_text(run_id, table, Path(training.table).name)
+            if record := _read_key_file(training):
+                client.log_text(run_id, record, KEY_FILE)
+    except (TrackingUnavailable, TrackingRefused) as error:
+        logger.warning("%s: its run in MLflow has no %s: %s", training.address, KEY_FILE, error)
+
+
+def _read_key_file(training: Training) -> str | None:
+    """Return the content of key.json; None if another output has taken its place.
+
+    It is in the draft, or where the draft was renamed to: looking there second, it is not missed.
+    """
+    for table in (training.table, training.published_table):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            text = Path(table).with_name(KEY_FILE).read_text(encoding="utf-8")
+            if json.loads(text)["key"] == training.key:
+                return text
+    return None
 
 
 def _metrics_of_table(run: "Run") -> list[Any]:
@@ -192,7 +251,12 @@ def _open_run(
     for run in client.search_runs([experiment_id], unfinished, max_results=1):
         client.update_run(run.info.run_id, status="RUNNING")
         return run
-    tags = {"address": training.address, "key": training.key, "git_commit": git_commit()}
+    tags = {
+        "address": training.address,
+        "key": training.key,
+        "git_commit": training.commit,
+        NOTE_TAG: describe_training(training.address, training.key, training.commit),
+    }
     run = client.create_run(experiment_id, run_name=training.address, tags=tags)
     log_params(client, run, training.config)
     if data is not None:

@@ -18,11 +18,14 @@ from tasks.core.config import PARAMS_FILE
 from tasks.core.environment import ENVIRONMENT_FILE
 from tasks.core.tracking.client import client_of, find_aliases, make_version, patient_uploads
 from tasks.core.tracking.config import TrackingConfig, database_file, model_name
+from tasks.core.tracking.notes import Origin, describe_changes, describe_pipeline, training_tag
 from tasks.core.tracking.records import (
     CANDIDATE_ALIAS,
     DIGEST_TAG,
+    NOTE_TAG,
     PARENT_TAG,
     PIPELINE_TAG,
+    UNKNOWN_COMMIT,
     VIEW,
     DataSet,
     RunRecord,
@@ -69,7 +72,7 @@ def log_pipeline(
     whole = hashlib.sha256("\n".join([pipeline.content_digest(), *sorted(digests.values())]).encode())
     with client_of(config) as client:
         experiment_id = find_or_create_experiment(client, config)
-        parent, is_new = _parent_run(client, experiment_id, pipeline, whole.hexdigest())
+        parent, is_new = _parent_run(client, experiment_id, pipeline, candidates, whole.hexdigest())
         children = _child_runs(client, experiment_id, parent)
         missing = [record for record in candidates if digests[record.name] not in children]
         for record in missing:
@@ -84,9 +87,7 @@ def log_pipeline(
             client.set_experiment_tag(experiment_id, _VIEW_TAG.format(target=target), json.dumps(view))
         if parent.info.status != "FINISHED":
             _log_content(client, parent, pipeline)
-            sections = yaml.safe_load(pipeline.params) or {}
-            own = {name: content for name, content in sections.items() if name not in _NO_CONFIGURATION}
-            log_params(client, parent, own)
+            log_params(client, parent, _configuration(pipeline))
             client.log_text(parent.info.run_id, pipeline.params, PARAMS_FILE.name)
             client.log_text(parent.info.run_id, pipeline.environment, ENVIRONMENT_FILE.name)
             client.set_terminated(parent.info.run_id, "FINISHED")
@@ -116,14 +117,64 @@ def _artifact_location(config: TrackingConfig) -> str | None:
 
 
 def _parent_run(
-    client: "MlflowClient", experiment_id: str, record: RunRecord, digest: str
+    client: "MlflowClient",
+    experiment_id: str,
+    record: RunRecord,
+    candidates: Sequence[RunRecord],
+    digest: str,
 ) -> tuple["Run", bool]:
     """Return the run with this content, and whether it was created."""
     same = client.search_runs([experiment_id], f"tags.{DIGEST_TAG} = '{digest}'", max_results=1)
     if same:
         return same[0], False
-    tags = {**record.tags, "git_commit": record.commit, DIGEST_TAG: digest}
+    tags = {
+        **record.tags,
+        **{training_tag(address): key for address, key in record.trainings.items()},
+        "git_commit": record.commit,
+        DIGEST_TAG: digest,
+        NOTE_TAG: describe_pipeline(record, _changes(client, experiment_id, record, candidates)),
+    }
     return client.create_run(experiment_id, run_name=record.name, tags=_fitting(tags)), True
+
+
+def _changes(
+    client: "MlflowClient", experiment_id: str, record: RunRecord, candidates: Sequence[RunRecord]
+) -> str:
+    """Describe what is different from the pipeline that was logged last; nothing for the first one."""
+    of_pipelines = f"attributes.run_name = '{record.name}' and attributes.status = 'FINISHED'"
+    order = ["attributes.start_time DESC"]
+    for run in client.search_runs([experiment_id], of_pipelines, order_by=order, max_results=1):
+        tags, prefix = run.data.tags, training_tag("")
+        inputs = run.inputs.dataset_inputs if run.inputs else ()
+        of_run = f"tags.`{PARENT_TAG}` = '{run.info.run_id}' and attributes.status = 'FINISHED'"
+        engines = client.search_runs([experiment_id], of_run, max_results=_MAX_CHILDREN)
+        before = Origin(
+            commit=tags.get("git_commit", UNKNOWN_COMMIT),
+            data_digest=next((item.dataset.digest for item in inputs), ""),
+            params=run.data.params,
+            trainings={
+                name.removeprefix(prefix): key for name, key in tags.items() if name.startswith(prefix)
+            },
+            engines=_built({engine.info.run_name: engine.data.tags for engine in engines}),
+        )
+        now = Origin(
+            commit=record.commit,
+            data_digest=record.data.digest if record.data else "",
+            params=dict(_params(_configuration(record))),
+            trainings=record.trainings,
+            engines=_built({candidate.name: candidate.tags for candidate in candidates}),
+        )
+        return describe_changes(run.info.run_id, before, now)
+    return ""
+
+
+def _built(tags: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    return {name: sha256 for name, of_run in tags.items() if (sha256 := of_run.get("engine_sha256"))}
+
+
+def _configuration(pipeline: RunRecord) -> dict[str, Any]:
+    sections = yaml.safe_load(pipeline.params) or {}
+    return {name: content for name, content in sections.items() if name not in _NO_CONFIGURATION}
 
 
 def _child_runs(client: "MlflowClient", experiment_id: str, parent: "Run") -> dict[str, "Run"]:
@@ -196,13 +247,14 @@ def log_params(client: "MlflowClient", run: "Run", sections: Mapping[str, Any]) 
     """Log configuration that a run does not have yet, so that MLflow's page compares runs by it."""
     from mlflow.entities import Param
 
-    params = [
-        Param(name, value[:_MAX_PARAM_CHARS])
-        for name, value in _flat(sections)
-        if name not in run.data.params
-    ]
+    params = [Param(name, value) for name, value in _params(sections) if name not in run.data.params]
     for start in range(0, len(params), _MAX_PARAMS_PER_BATCH):
         client.log_batch(run.info.run_id, params=params[start : start + _MAX_PARAMS_PER_BATCH])
+
+
+def _params(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in _flat(sections):
+        yield name, value[:_MAX_PARAM_CHARS]
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

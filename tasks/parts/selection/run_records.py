@@ -4,6 +4,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tasks.core.config import PARAMS_FILE, read_params
+from tasks.core.reports import KEY_FILE, read_key
 from tasks.core.tracking.config import TrackingConfig, registered_name
 from tasks.core.tracking.pending import log_or_keep
 from tasks.core.tracking.records import ENGINE_FOLDER, DataSet, RunRecord, Tracked
@@ -20,6 +22,9 @@ from tasks.parts.selection.stage_folders import StageFolders
 from tasks.parts.selection.stage_reports import engine_file, stage_keys, written_files
 
 _PAGES = ("report.html", "report.md", "pareto.png", ENGINES_FILE, "picks.json")
+
+TRAININGS = ("train", "distill", "finetune", "quantize_aware_train")
+"""The stages whose curves are runs in MLflow: those with a table of epochs (`CURVES`)."""
 
 _TEXTS = (
     "metric",
@@ -45,7 +50,8 @@ def log_selection(
     picked = {row.target: row.name for row in rows if row.picked}
     artifacts = tuple(("", selection / page) for page in _PAGES)
     best, metrics = _summary(rows)
-    pipeline = RunRecord("pipeline", metrics, {"best": best}, artifacts, data)
+    trainings = training_keys(folders.builds.parent)
+    pipeline = RunRecord("pipeline", metrics, {"best": best}, artifacts, data, trainings=trainings)
     with tempfile.TemporaryDirectory() as companions:
         return log_or_keep(
             tracking,
@@ -53,6 +59,23 @@ def log_selection(
             candidates=[_record(folders, row, data, Path(companions) / row.name) for row in rows],
             picks={registered_name(tracking, row.target): picked.get(row.target) for row in rows},
         )
+
+
+def training_keys(outputs: Path) -> dict[str, str]:
+    """Return the key of each training's output by its address, as far as params.yaml has a section for it.
+
+    An output without one is a leftover of another pipeline.
+    """
+    params = read_params() if PARAMS_FILE.is_file() else {}
+    keys = {}
+    for stage in TRAININGS:
+        for file in sorted((outputs / stage).glob(f"**/{KEY_FILE}")):
+            section, parts = params, file.parent.relative_to(outputs).parts
+            for part in parts:
+                section = section.get(part) or {}
+            if section:
+                keys[".".join(parts)] = read_key(file.parent)
+    return keys
 
 
 def _summary(rows: Sequence[EngineRow]) -> tuple[str, dict[str, float]]:

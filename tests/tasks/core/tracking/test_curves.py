@@ -1,7 +1,9 @@
 """The curves of a training are in MLflow while it runs; real processes, a real SQLite store."""
 
 import dataclasses
+import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,10 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
+from tasks.core.fingerprint import digest
 from tasks.core.tracking.curves import Training, shown
+from tasks.core.tracking.log import log_pipeline
+from tasks.core.tracking.records import git_commit
 from tests.conftest import REPOSITORY
 from tests.tasks.core.tracking.conftest import client_of, runs_of
 
@@ -67,7 +73,9 @@ def points(config, run, name: str) -> list[tuple[int, float]]:
     return sorted((point.step, point.value) for point in history)
 
 
-def test_epochs_are_in_mlflow_while_the_training_runs_with_the_load_of_the_machine(config, training) -> None:
+def test_epochs_are_in_mlflow_while_the_training_runs_with_the_load_of_the_machine(
+    config, training, tmp_path
+) -> None:
     with shown(training):
         write_rows(2, unfinished="3,0.3")
         run = wait_for(config, lambda run: "loss" in run.data.metrics)
@@ -75,8 +83,13 @@ def test_epochs_are_in_mlflow_while_the_training_runs_with_the_load_of_the_machi
         assert points(config, run, "loss") == [(1, 1.0), (2, 0.5)]
         wait_for(config, lambda run: "system/cpu_utilization_percentage" in run.data.metrics)
         write_rows(3)
+        Path("draft/key.json").write_text(json.dumps({"key": "abc123", "files": {"history.csv": "md5"}}))
     Path("draft").rename("published")
     run = wait_for(config, lambda run: run.info.status == "FINISHED")
+    client = client_of(config)
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"history.csv", "key.json"}
+    kept = client.download_artifacts(run.info.run_id, "key.json", str(tmp_path))
+    assert json.loads(Path(kept).read_text())["files"] == {"history.csv": "md5"}
     assert points(config, run, "val_miou") == [(1, 0.1), (2, 0.2), (3, pytest.approx(0.3))]
     assert run.data.params == {"trainer.max_epochs": "3", "network.name": "unet"}
     assert run.info.run_name == run.data.tags["address"] == "train.baseline"
@@ -125,3 +138,67 @@ def test_short_training_is_not_shown(config, training) -> None:
         write_rows(1)
     time.sleep(1)
     assert client_of(config).get_experiment_by_name(config.experiment) is None
+
+
+def test_what_a_training_starts_from_is_logged_however_late(config, training) -> None:
+    started = digest(Path("dataset"))
+    with shown(dataclasses.replace(training, delay_s=1.0)):
+        write_rows(1)
+        Path("dataset/image.png").write_bytes(b"other pixels")
+        run = wait_for(config, lambda run: "loss" in run.data.metrics)
+    assert run.inputs.dataset_inputs[0].dataset.digest == started != digest(Path("dataset"))
+    assert run.data.tags["git_commit"] == git_commit()
+
+
+def test_run_of_a_training_says_how_to_go_on_from_it(config, training, pipeline, candidates) -> None:
+    with shown(training):
+        write_rows(1)
+        note = wait_for(config, lambda run: "loss" in run.data.metrics).data.tags["mlflow.note.content"]
+    wait_for(config, lambda run: run.info.status == "FINISHED")
+    [condition] = re.findall("``(.*?)``", note)
+    assert git_commit() in note and "key.json" in note
+    made = dataclasses.replace(pipeline, trainings={training.address: training.key})
+    tracked = log_pipeline(config, pipeline=made, candidates=candidates, picks={})
+    [found] = client_of(config).search_runs([tracked.experiment_id], condition)
+    assert found.info.run_id == tracked.parent_run_id
+
+    [back] = re.findall("``(.*?)``", found.data.tags["mlflow.note.content"])
+    [run] = client_of(config).search_runs([tracked.experiment_id], back)
+    assert run.info.run_name == training.address
+
+
+def test_missing_data_costs_the_training_nothing_but_the_name_of_its_data(config, training) -> None:
+    with shown(dataclasses.replace(training, data="nowhere")):
+        write_rows(1)
+        run = wait_for(config, lambda run: "loss" in run.data.metrics)
+    assert not run.inputs.dataset_inputs
+    wait_for(config, lambda run: run.info.status == "FINISHED")
+
+
+def test_key_of_another_output_at_the_same_place_is_not_logged(config, training) -> None:
+    with shown(training):
+        write_rows(1)
+        Path("draft/key.json").write_text(json.dumps({"key": "other", "files": {"abc123": ""}}))
+        wait_for(config, lambda run: "loss" in run.data.metrics)
+    run = wait_for(config, lambda run: run.info.status == "FINISHED")
+    assert [file.path for file in client_of(config).list_artifacts(run.info.run_id)] == ["history.csv"]
+
+
+@pytest.mark.parametrize("name", ["NODE_RANK", "GROUP_RANK"])
+def test_only_the_first_node_shows_curves(config, training, monkeypatch, name: str) -> None:
+    earlier = followers()
+    monkeypatch.setenv(name, "1")
+    with shown(training):
+        write_rows(1)
+        assert followers() <= earlier
+    monkeypatch.setenv(name, "0")
+    with shown(training):
+        wait_for(config, lambda run: "loss" in run.data.metrics)
+    wait_for(config, lambda run: run.info.status == "FINISHED")
+
+
+def followers() -> set[int]:
+    """Return the processes that follow trainings of this one."""
+    return {
+        child.pid for child in psutil.Process().children() if "tasks.core.tracking.curves" in child.cmdline()
+    }

@@ -7,7 +7,7 @@ import yaml
 
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.log import log_pipeline
-from tasks.core.tracking.records import git_commit
+from tasks.core.tracking.records import RunRecord, git_commit
 from tests.tasks.core.tracking.conftest import DATA, client_of, record, runs_of
 
 
@@ -186,3 +186,96 @@ def test_a_deleted_experiment_is_used_again(config, pipeline, candidates) -> Non
     client.delete_experiment(client.get_experiment_by_name(config.experiment).experiment_id)
 
     assert log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={}).parent_run_id
+
+
+def note_of(config, run_id: str) -> str:
+    return client_of(config).get_run(run_id).data.tags["mlflow.note.content"]
+
+
+def test_run_of_a_pipeline_leads_to_its_trainings_and_says_how_to_go_on(config, pipeline, candidates) -> None:
+    made = dataclasses.replace(
+        pipeline, trainings={"train.teacher": "abc", "distill": "def"}, commit="c" * 40
+    )
+    tracked = log_pipeline(config, pipeline=made, candidates=candidates, picks={})
+
+    run, note = client_of(config).get_run(tracked.parent_run_id), note_of(config, tracked.parent_run_id)
+    assert (run.data.tags["key_train.teacher"], run.data.tags["key_distill"]) == ("abc", "def")
+    assert "c" * 40 in note and "flows.reproduce <engine_sha256>" in note and "Changed since" not in note
+    assert "train.teacher: ``tags.`key` = 'abc'``" in note
+    client = client_of(config)
+    training = client.create_run(tracked.experiment_id, tags={"key": "abc"})
+    [found] = client.search_runs([tracked.experiment_id], "tags.`key` = 'abc'")
+    assert found.info.run_id == training.info.run_id
+
+
+def test_new_run_of_a_pipeline_says_what_changed_since_the_previous_one(
+    config, pipeline, candidates, tmp_path
+) -> None:
+    def params(learning_rate: float) -> str:
+        sections = {"train": {"learning_rate": learning_rate, "width": 1.0}, "engines": {"n": learning_rate}}
+        return yaml.safe_dump(sections)
+
+    def built(candidate: RunRecord, sha256: str) -> RunRecord:
+        return dataclasses.replace(candidate, tags={**candidate.tags, "engine_sha256": sha256})
+
+    a, b, c = *candidates, record(tmp_path, "c", 3.0)
+    first = log_pipeline(
+        config,
+        pipeline=dataclasses.replace(
+            pipeline, params=params(0.01), commit="old", trainings={"train": "abc", "distill": "d"}
+        ),
+        candidates=[built(a, "1"), built(b, "2"), built(c, "3")],
+        picks={},
+    )
+    second = log_pipeline(
+        config,
+        pipeline=dataclasses.replace(
+            pipeline,
+            params=params(0.02),
+            commit="new",
+            trainings={"train": "xyz", "distill": "d"},
+            data=dataclasses.replace(DATA, digest="other.dir"),
+        ),
+        candidates=[built(a, "1"), built(b, "4"), built(record(tmp_path, "e", 1.0), "5")],
+        picks={},
+    )
+    changes = note_of(config, second.parent_run_id).partition("Changed since the run ")[2].splitlines()
+    assert changes == [
+        f"`{first.parent_run_id}`:",
+        "- commit `old` -> `new`",
+        f"- data digest `{DATA.digest}` -> `other.dir`",
+        "- trainings with another key: `train`",
+        "- engines with other bytes: `b`",
+        "- new engines: `e`",
+        "- engines no longer there: `c`",
+        "- `train.learning_rate`: `0.01` -> `0.02`",
+    ]
+
+
+def test_pipeline_that_was_only_measured_again_says_so(config, pipeline, candidates, tmp_path) -> None:
+    log_pipeline(config, pipeline=pipeline, candidates=candidates, picks={})
+    again = [candidates[0], record(tmp_path, "b", 1.1)]
+    tracked = log_pipeline(config, pipeline=pipeline, candidates=again, picks={})
+    assert "only what was measured" in note_of(config, tracked.parent_run_id)
+
+
+def test_description_of_many_changes_is_short_enough_for_mlflow(
+    config, pipeline, candidates, tmp_path
+) -> None:
+    def with_params(value: str) -> RunRecord:
+        sections = {f"stage_with_a_long_name_{number}": value * 100 for number in range(60)}
+        return dataclasses.replace(pipeline, params=yaml.safe_dump(sections))
+
+    log_pipeline(config, pipeline=with_params("a"), candidates=candidates, picks={})
+    more = [*candidates, *(record(tmp_path, f"engine_{number}", 1.0) for number in range(12))]
+    named = [
+        dataclasses.replace(one, tags={**one.tags, "engine_sha256": str(number)})
+        for number, one in enumerate(more)
+    ]
+    tracked = log_pipeline(config, pipeline=with_params("b"), candidates=named, picks={})
+    note = note_of(config, tracked.parent_run_id)
+    changes = note.partition("Changed since the run ")[2].splitlines()[1:]
+    assert len(changes) == 20 and changes[-1] == "- and 42 other parameters" and len(note) < 5000
+    assert changes[0].startswith("- new engines: `a`, `b`, `engine_0`") and changes[0].endswith(
+        "and 4 others"
+    )
