@@ -133,6 +133,7 @@ def _keep(runs: Sequence[RunRecord], picks: Mapping[str, str | None]) -> None:
     with _lock():
         shutil.rmtree(kept, ignore_errors=True)
         try:
+            kept.mkdir(parents=True)
             for number, run in enumerate(runs):
                 for folder, file in run.artifacts:
                     copy = kept / str(number) / folder / file.name

@@ -156,6 +156,7 @@ def test_only_answers_that_would_be_the_same_next_time_are_refusals(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "error_class"),
     [(400, TrackingRefused), (401, TrackingUnavailable), (403, TrackingRefused), (413, TrackingRefused)],
