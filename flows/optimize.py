@@ -20,7 +20,7 @@ from flows.params import compose_params, write_params
 from flows.pipeline import run_pipeline
 from flows.preflight import check_folders, check_gpus, check_models, count_calls, send_pending_runs
 from flows.result_table import print_ranking, print_result
-from flows.workspace import commit_outputs, hold_workspace, mend_lock
+from flows.workspace import commit_outputs, hold_workspace
 from tasks.core.errors import EnginewrightError
 from tasks.core.execute import ARTIFACTS, explained_full_disk, remove_leftovers
 from tasks.core.store import cache_folder
@@ -56,7 +56,6 @@ def optimize(params: dict[str, Any]) -> Path:
 def run_flow(params: dict[str, Any]) -> Path:
     """Run the flow, alone in this workspace, and return the folder of ``select_engine``."""
     with explained_full_disk(ARTIFACTS), hold_workspace():
-        mend_lock()
         local_server.prepare_environment()
         local_server.begin_start()
         with local_server.kept_alive():

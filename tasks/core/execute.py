@@ -451,14 +451,14 @@ def _publish(call: Call) -> None:
 
     A kill between the two renames leaves a complete draft, which the next run publishes without running the stage.
     """
+    record = read_record(call.draft / KEY_FILE)
+    assert record is not None
     call.folder.parent.mkdir(parents=True, exist_ok=True)
     replaced = call.draft.with_name(f"{call.address}-{_REPLACED}")
     _discard(replaced)
     if call.folder.exists():
         call.folder.rename(replaced)
     call.draft.rename(call.folder)
-    record = read_record(call.folder / KEY_FILE)
-    assert record is not None
     keep(call.folder, record)
     _discard(replaced)
 
