@@ -8,6 +8,7 @@ An address names one stage call everywhere: ``build_engine.pruned_qat.cpu_openvi
 import contextlib
 import dataclasses
 import errno
+import functools
 import importlib
 import itertools
 import logging
@@ -99,6 +100,16 @@ def load_stage(address: str) -> tuple[Callable[..., Any], type[Any]]:
         ) from error
 
 
+def resolve(address: str, params: Mapping[str, Any]) -> tuple[Callable[..., Any], Any, str]:
+    """Return the function of an address, its typed configuration, and the name of that section.
+
+    Raises ConfigError when there is no such stage, or for a bad section.
+    """
+    function, config_class = load_stage(address)
+    name, section = find_section(params, address)
+    return function, typed_config(config_class, section, name), name
+
+
 def prepare_call(
     address: str,
     inputs: Mapping[str, Path],
@@ -112,9 +123,7 @@ def prepare_call(
 
     Raises ConfigError for a bad section, ArtifactError for a missing or damaged input.
     """
-    function, config_class = load_stage(address)
-    name, section = find_section(params, address)
-    config = typed_config(config_class, section, name)
+    function, config, _ = resolve(address, params)
     if environment is None:
         environment = find_facts(function, config, output_folder(address)) or {}
     key = _find_key(function, config, inputs, environment)
@@ -146,7 +155,7 @@ def is_fresh(call: Call) -> bool:
     A stage whose result can depend on the machine decides that by a function ``still_holds(cfg, report)`` in its
     module, as `build_engine` does for failed and skipped builds.
     """
-    return is_current(call) and _still_holds(call, call.folder)
+    return is_current(call) and _still_holds(call.function, call.config, call.folder)
 
 
 def is_current(call: Call) -> bool:
@@ -226,6 +235,23 @@ def remove_damaged() -> list[Path]:
                 _discard(folder)
                 removed.append(folder)
     return removed
+
+
+def remove_obsolete(address: str, params: Mapping[str, Any]) -> None:
+    """Remove an output that no longer holds, such as a failed build: DVC asks no stage, but makes what is missing.
+
+    An output whose report another version of the code wrote stays: DVC makes it anew for the code's sake.
+    """
+    function, config, _ = resolve(address, params)
+    folder = output_folder(address)
+    with (
+        try_lock(ARTIFACTS / ".locks" / address, str(os.getpid())) as is_held,
+        contextlib.suppress(ArtifactError),
+    ):
+        if is_held and folder.is_dir() and not _still_holds(function, config, folder):
+            logger.warning("removing %s, which no longer holds, so that it is made again", folder)
+            forget_damaged(folder)
+            _discard(folder)
 
 
 def execute_as_follower(call: Call) -> None:
@@ -355,10 +381,10 @@ def _damaged_files(folder: Path, files: Mapping[str, str]) -> list[str]:
     return [name for name, md5 in files.items() if file_md5(f"{folder}/{name}") != md5]
 
 
-def _still_holds(call: Call, folder: Path) -> bool:
-    module = importlib.import_module(call.function.__module__)
+def _still_holds(function: Callable[..., Any], config: Any, folder: Path) -> bool:
+    module = importlib.import_module(function.__module__)
     still_holds = getattr(module, "still_holds", None)
-    return still_holds is None or bool(still_holds(call.config, read_report(module.Report, folder)))
+    return still_holds is None or bool(still_holds(config, read_report(module.Report, folder)))
 
 
 @contextlib.contextmanager
@@ -370,16 +396,17 @@ def _alone(call: Call) -> Iterator[None]:
 
 
 def _recall(call: Call) -> bool:
+    holds = functools.partial(_still_holds, call.function, call.config)
     if is_current(call):  # the store has nothing else
-        if _still_holds(call, call.folder):
+        if holds(call.folder):
             logger.info("%s: fresh, nothing to run", call.address)
             return True
-    elif _is_complete(call) and _still_holds(call, call.draft):
+    elif _is_complete(call) and holds(call.draft):
         _publish(call)
         return True
     else:
         _clear_drafts(call)
-        if restore(call.key, call.draft, call.address, call.folder) and _still_holds(call, call.draft):
+        if restore(call.key, call.draft, call.address, call.folder) and holds(call.draft):
             shutil.rmtree(call.draft / RESUME_FOLDER, ignore_errors=True)
             _publish(call)
             logger.info("%s: made before, restored from the store", call.address)

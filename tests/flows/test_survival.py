@@ -359,3 +359,26 @@ def test_comment_in_the_code_of_the_builds_measures_nothing_again_under_either_d
     flow = space.run(*FLOW)
     assert set(re.findall(r"^(\S+): running$", flow.stdout, re.MULTILINE)) == again
     file.write_text(before, encoding="utf-8")
+
+
+def test_output_that_no_longer_holds_is_made_again_under_either_driver(space: Workspace) -> None:
+    file, short = space.path / "tasks/validate.py", space.path / "memory_is_short"
+    before = file.read_text(encoding="utf-8")
+    file.write_text(f"{before}\n\ndef still_holds(*_):\n    return not Path({short.name!r}).exists()\n")
+    assert space.run(*FLOW).returncode == 0
+    short.touch()
+    made = {"validate.v00.t00", "validate.v01.t00"}
+    for command in (("dvc", "repro"), FLOW, ("dvc", "repro")):
+        again = space.run(*command)
+        assert again.returncode == 0, again.stderr
+        started = set(
+            re.findall(
+                r"(?:^|execute )(\S+): (?:running$|started)", again.stdout + again.stderr, re.MULTILINE
+            )
+        )
+        assert made <= started <= {*made, "select_engine", "track"}
+    short.unlink()
+    repro, flow = space.run("dvc", "repro"), space.run(*FLOW)
+    assert repro.returncode == 0 and ": started" not in repro.stderr, repro.stderr
+    assert f"stages run: 0 of {NUM_CALLS}" in flow.stdout, flow.stderr
+    file.write_text(before, encoding="utf-8")
