@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import yaml
 
 from flows import local_server
@@ -124,6 +125,11 @@ def main(arguments: Sequence[str]) -> int:
                 make_notifications(client, options.notify)
     except EnginewrightError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except httpx.HTTPError as error:
+        print(
+            f"The Prefect server at {url} stopped answering: {error}. Run the command again.", file=sys.stderr
+        )
         return 1
     print(f"deployments: {url.removesuffix('/api')}/deployments")
     return 0

@@ -23,11 +23,17 @@ from tests.services import wait_for
 
 
 @contextlib.contextmanager
-def answering() -> Iterator[str]:
-    """Answer every request, as another Prefect server on the port of one that died would; yield the address."""
+def answering(path: str = "") -> Iterator[str]:
+    """Answer every request, as another Prefect server on the port of one that died would, or only those of a path.
+
+    Yields the address.
+    """
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if not self.path.endswith(path):
+                self.close_connection = True
+                return
             self.send_response(200)
             self.end_headers()
 
@@ -148,3 +154,12 @@ def test_server_that_died_is_started_again_for_who_has_its_address(space: Worksp
     assert asked.returncode == 0 and asked.stdout == "[]\n", asked.stderr
     again = json.loads(file.read_text())
     assert again["url"] == record["url"] and again["pid"] != record["pid"]
+
+
+@pytest.mark.slow
+def test_server_that_goes_away_while_deployments_are_registered_is_one_line(tmp_path: Path) -> None:
+    with answering("/health") as url:
+        settings = {"PREFECT_API_URL": url, "PREFECT_CLIENT_MAX_RETRIES": "0", "PYTHONPATH": str(REPOSITORY)}
+        failed = Workspace(tmp_path).run("python", "-m", "flows.deploy", **settings)
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert f"The Prefect server at {url} stopped answering" in failed.stderr and "again" in failed.stderr
