@@ -66,7 +66,7 @@ _ERRORS_OF_FLOWS = {
 _LONGEST_RUN_S = 1800.0
 _FULL_DISK_S = 20.0
 """After this somebody makes room, where a deployed run is waiting for it."""
-_DISK = {True: "256m", False: "4g"}
+_DISK = {True: "256m", False: "6g"}
 DRIVERS = ("flow", "repro", "deployed")
 
 
@@ -415,9 +415,11 @@ class Chaos:
         psutil.wait_procs(self._stages(), timeout=60)
 
     def _git(self, *arguments: str, checkout: Path | None = None) -> str:
-        done = subprocess.run(
-            ["git", *arguments], cwd=checkout or self.folder, check=True, capture_output=True, text=True
-        )
+        place = checkout or self.folder
+        done = subprocess.run(["git", *arguments], cwd=place, check=False, capture_output=True, text=True)
+        if done.returncode:
+            free_bytes = shutil.disk_usage(place).free
+            raise RuntimeError(f"git {arguments} in {place} ({free_bytes:,} bytes free): {done.stderr}")
         return done.stdout.strip()
 
 

@@ -119,7 +119,8 @@ def _names(between: str) -> str:
 def _git(*arguments: str) -> bytes | None:
     """Return what git prints; None if it refuses, or if there is no git."""
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, check=False)
+        command = ["git", "--no-optional-locks", *arguments]  # one that is killed must not stop `git pull`
+        done = subprocess.run(command, capture_output=True, check=False)
     except FileNotFoundError:
         return None
     return None if done.returncode else done.stdout

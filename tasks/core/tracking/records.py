@@ -58,7 +58,12 @@ def git_commit() -> str:
 
 def _git(*arguments: str) -> str:
     done = subprocess.run(
-        ["git", *arguments], cwd=SOURCE_ROOT, capture_output=True, text=True, check=True, timeout=10
+        ["git", "--no-optional-locks", *arguments],  # one that is killed must not stop `git pull`
+        cwd=SOURCE_ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=10,
     )
     return done.stdout.strip()
 
