@@ -108,7 +108,17 @@ class Chaos:
         self.commits["1"] = self._git("rev-parse", "HEAD")
         file = self.folder / "tasks/validate.py"
         file.write_text(file.read_text(encoding="utf-8") + "\n# Another version\n", encoding="utf-8")
-        self._git("-c", "user.name=Chaos", "-c", "user.email=chaos@localhost", "commit", "-qam", "Second")
+        self._git(
+            "-c",
+            "user.name=Chaos",
+            "-c",
+            "user.email=chaos@localhost",
+            "commit",
+            "-qm",
+            "Second",
+            "--",
+            str(file),
+        )
         self.commits["2"] = self._git("rev-parse", "HEAD")
         if "deployed" in self.drivers:
             write_device(self.folder, self.device)
