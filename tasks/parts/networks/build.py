@@ -9,6 +9,7 @@ from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.networks.deeplabv3plus import DeepLabV3Plus
 from tasks.parts.networks.depthwise import to_depthwise_separable
 from tasks.parts.networks.fast_scnn import FastSCNN
+from tasks.parts.networks.first_calls import settle_kernels
 from tasks.parts.networks.mobile_unet import MobileUNet
 
 
@@ -22,6 +23,7 @@ def build_network(config: NetworkConfig, num_classes: int) -> nn.Module:
     """
     if num_classes < 2:
         raise ConfigError(f"num_classes is {num_classes}; expected at least 2 (background and one class).")
+    settle_kernels()
     network: nn.Module
     match config.name:
         case NetworkName.deeplabv3plus:
