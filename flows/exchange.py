@@ -115,7 +115,8 @@ def merge_entries(entries: Entries) -> None:
     """Add the entries of another machine to dvc.lock."""
     lock = _read_lock()
     lock["stages"].update(entries)
-    draft = LOCK_FILE.with_name(f".{LOCK_FILE.name}.{os.getpid()}")
+    draft = Path(".dvc/tmp", f"{LOCK_FILE.name}.{os.getpid()}")  # git ignores what a kill leaves there
+    draft.parent.mkdir(parents=True, exist_ok=True)
     draft.write_text(yaml.safe_dump(lock, sort_keys=False), encoding="utf-8")
     draft.replace(LOCK_FILE)
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from flows.dvc_command import DvcFailed, run_dvc
-from flows.exchange import pull, pull_inputs, push
+from flows.exchange import merge_entries, pull, pull_inputs, push
 from flows.optimize_on_pools import optimize_on_pools
 from tasks.core.errors import ArtifactError, DiskError
 from tasks.core.fingerprint import SCHEMA_VERSION, digest
@@ -187,3 +187,20 @@ def test_deployed_flow_fetches_the_model_before_it_looks_at_it(
     with pytest.raises(ArtifactError, match=r"^mine\.onnx: 8 bytes that are not an ONNX model"):
         optimize_on_pools.fn(["cpu_onnxruntime"], overrides)
     assert Path("mine.onnx").read_bytes() == b"no graph"
+
+
+def test_merge_that_is_killed_leaves_the_lock_and_nothing_that_git_sees(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workspace.path)
+    before = Path("dvc.lock").read_bytes() if Path("dvc.lock").is_file() else None
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        merge_entries({"prepare_data": {"cmd": "python", "outs": [{"path": "a", "md5": "0" * 32}]}})
+    assert (Path("dvc.lock").read_bytes() if Path("dvc.lock").is_file() else None) == before
+    assert not list(Path().glob("*dvc.lock?*"))
+    assert "dvc.lock." not in workspace.run("git", "status", "--porcelain").stdout
