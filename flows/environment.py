@@ -43,7 +43,7 @@ def write_environment(params: Mapping[str, Any], elsewhere: Collection[str] = ()
         if address in elsewhere:
             sections[name] = recorded_facts(output_folder(address))
         else:
-            stage, config, _ = resolve(address, params)
+            stage, config = resolve(address, params)
             sections[name] = find_facts(stage, config, output_folder(address))
     ENVIRONMENT_FILE.parent.mkdir(exist_ok=True)
     facts_of = _nested({name: facts for name, facts in sections.items() if facts is not None})

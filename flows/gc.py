@@ -122,7 +122,8 @@ def find_locked(cache: Cache) -> set[str]:
     except ArtifactError as error:
         raise CollectionFailed(f"Nothing is removed, as nobody can say what is needed: {error}") from error
     stages = [stage for lock in locks for stage in lock["stages"].values()]
-    made = {output["md5"] for stage in stages for output in stage["outs"]}
+    outputs = (output for stage in stages for output in stage.get("outs", ()))
+    made = {output["md5"] for output in outputs if "md5" in output}
     return {md5 for md5 in made if cache.holds(md5)}
 
 

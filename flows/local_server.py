@@ -155,13 +155,10 @@ def stop() -> bool:
     with _alone():
         record = _read_record()
         _record_file().unlink(missing_ok=True)
-        if record is None:
-            return False
-        server = _find_process(record)
-        if server is None:
-            return False
-        server.terminate()
-        return True
+        server = _find_process(record) if record else None
+        if server is not None:
+            server.terminate()
+    return server is not None
 
 
 def how_to_open() -> str:

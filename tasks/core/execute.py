@@ -100,14 +100,14 @@ def load_stage(address: str) -> tuple[Callable[..., Any], type[Any]]:
         ) from error
 
 
-def resolve(address: str, params: Mapping[str, Any]) -> tuple[Callable[..., Any], Any, str]:
-    """Return the function of an address, its typed configuration, and the name of that section.
+def resolve(address: str, params: Mapping[str, Any]) -> tuple[Callable[..., Any], Any]:
+    """Return the function of an address and its typed configuration.
 
     Raises ConfigError when there is no such stage, or for a bad section.
     """
     function, config_class = load_stage(address)
     name, section = find_section(params, address)
-    return function, typed_config(config_class, section, name), name
+    return function, typed_config(config_class, section, name)
 
 
 def prepare_call(
@@ -123,7 +123,7 @@ def prepare_call(
 
     Raises ConfigError for a bad section, ArtifactError for a missing or damaged input.
     """
-    function, config, _ = resolve(address, params)
+    function, config = resolve(address, params)
     if environment is None:
         environment = find_facts(function, config, output_folder(address)) or {}
     key = _find_key(function, config, inputs, environment)
@@ -242,7 +242,7 @@ def remove_obsolete(address: str, params: Mapping[str, Any]) -> None:
 
     An output whose report another version of the code wrote stays: DVC makes it anew for the code's sake.
     """
-    function, config, _ = resolve(address, params)
+    function, config = resolve(address, params)
     folder = output_folder(address)
     with (
         try_lock(ARTIFACTS / ".locks" / address, str(os.getpid())) as is_held,

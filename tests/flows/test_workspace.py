@@ -29,7 +29,7 @@ KEPT = Path("artifacts/.deployed/dvc.lock")
 def lock(words: str) -> str:
     """Return a dvc.lock that says where it comes from."""
     output = f"    - path: artifacts/made\n      hash: md5\n      md5: {'a' * 32}\n      size: 1\n"
-    return f"schema: '2.0'\nstages:\n  make:\n    cmd: echo {words}\n    outs:\n{output}"
+    return f"schema: '2.0'\nstages:\n  make:\n    cmd: python -m tasks {words}\n    outs:\n{output}"
 
 
 CUT_OFF = (
@@ -168,6 +168,12 @@ def test_damaged_lock_is_named_and_not_written_to(
     ):
         use()
     assert LOCK.read_text() == content
+
+
+def test_stage_that_a_user_added_needs_no_outputs(tmp_path: Path) -> None:
+    added = "  publish:\n    cmd: ./publish.sh\n"
+    (tmp_path / LOCK).write_text(lock("made") + added)
+    assert read_lock(tmp_path / LOCK)["stages"].keys() == {"make", "publish"}
 
 
 def test_lock_of_this_repository_is_intact() -> None:
