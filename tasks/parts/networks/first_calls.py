@@ -26,8 +26,11 @@ _FUNCTIONS = (
 
 
 def settle_kernels() -> None:
-    """Call every function once, for a single element, so that it has its kernel before threads share a call."""
+    """Call every function once, for a single element, so that it has its kernel before threads share a call.
+
+    On the CPU also where the networks that are being built have no memory yet (``torch.device("meta")``).
+    """
     for dtype in (torch.float32, torch.float64):
-        element = torch.full((1,), 0.5, dtype=dtype)
+        element = torch.full((1,), 0.5, dtype=dtype, device="cpu")
         for function in _FUNCTIONS:
             function(element)
