@@ -244,10 +244,10 @@ def test_checkouts_with_one_cache_share_the_store(
 ) -> None:
     for name in ("one", "two"):
         (tmp_path / name / ".dvc").mkdir(parents=True)
-        (tmp_path / name / ".dvc/config.local").write_text("[cache]\n    dir = ../../shared\n")
+        (tmp_path / name / ".dvc/config.local").write_text("[cache]\n    dir = ../../one_cache\n")
         monkeypatch.chdir(tmp_path / name)
         execute(stage.call(A))
-    assert stage.num_runs == 1 and (tmp_path / "shared/keys").is_dir()
+    assert stage.num_runs == 1 and (tmp_path / "one_cache/keys").is_dir()
 
 
 def test_what_the_cache_lost_is_made_again(stage: Stage) -> None:
