@@ -1,7 +1,9 @@
 """Turn a section of params.yaml into the typed ``Config`` of a stage."""
 
+import contextlib
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -16,6 +18,7 @@ from tasks.core import bounds
 from tasks.core.errors import ConfigError
 
 PARAMS_FILE = Path("params.yaml")
+_TOP_LEVEL_KEY = re.compile(r"^(\w+):", re.MULTILINE)
 
 
 def read_params(path: Path = PARAMS_FILE, section: str | None = None) -> dict[str, Any]:
@@ -24,25 +27,33 @@ def read_params(path: Path = PARAMS_FILE, section: str | None = None) -> dict[st
     Raises ConfigError if it is missing or is not a YAML mapping.
     """
     try:
-        loader = yaml.CSafeLoader(path.read_text(encoding="utf-8"))
-        root = loader.get_single_node()
-        if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{path} is not a mapping. Write it with `python -m flows.params`.")
-        params: dict[str, Any] = (
-            loader.construct_document(root)
-            if section is None
-            else {
-                name.value: loader.construct_document(value) if name.value == section else None
-                for name, value in root.value
-            }
-        )
+        text = path.read_text(encoding="utf-8")
+        params = None if section is None else _only_section(text, section)
+        if params is None:
+            params = yaml.load(text, Loader=yaml.CSafeLoader)
     except FileNotFoundError as error:
         raise ConfigError(f"{path} is missing. Write it with `python -m flows.params`.") from error
     except yaml.YAMLError as error:
         raise ConfigError(
             f"{path} is not valid YAML: {error}. Write it with `python -m flows.params`."
         ) from error
-    return params
+    if not isinstance(params, dict):
+        raise ConfigError(f"{path} is not a mapping. Write it with `python -m flows.params`.")
+    return params if section is None else {name: params[name] if name == section else None for name in params}
+
+
+def _only_section(text: str, section: str) -> dict[str, Any] | None:
+    """Parse only the lines of a section; None if they cannot stand alone, as with an alias of an earlier anchor."""
+    keys = list(_TOP_LEVEL_KEY.finditer(text))
+    names = [key[1] for key in keys]
+    if names.count(section) != 1:
+        return None
+    place = names.index(section)
+    end = keys[place + 1].start() if place + 1 < len(keys) else len(text)
+    with contextlib.suppress(yaml.YAMLError):
+        parsed: dict[str, Any] = yaml.load(text[keys[place].start() : end], Loader=yaml.CSafeLoader)
+        return dict.fromkeys(names) | parsed
+    return None
 
 
 def find_section(params: Mapping[str, Any], address: str) -> tuple[str, dict[str, Any]]:
