@@ -283,6 +283,23 @@ def test_inspector_of_either_major_is_read(said: dict[str, Any]) -> None:
     assert count_precisions([convolution, reformat]) == {"CaskConvolution": {"int8": 1}}
 
 
+def test_bytes_kernel_and_neighbours_of_layers_are_read() -> None:
+    image = {"Name": "x", "Dimensions": [1, 3, 4, 4], "DataType": "FP32"}
+    packed = {
+        "Name": "y",
+        "Dimensions": [1, 3, 4, 4],
+        "Format/Datatype": "Thirty-two wide channel vectorized Int8",
+    }
+    dynamic = {"Name": "z", "Dimensions": [-1, 8, 4, 4], "DataType": "Int8"}
+    reformat = {"Name": "pack", "LayerType": "Reformat", "Inputs": [image], "Outputs": [packed]}
+    stem = {"Name": "stem", "LayerType": "CaskConvolution", "Inputs": [packed], "Outputs": [dynamic]}
+    stem |= {"Weights": {"Type": "Int8", "Count": 216}, "TacticName": "sm80_xmma_fprop_i8"}
+    first, second = read_layers(json.dumps({"Layers": [reformat, stem]}))
+    assert (first.input_bytes, first.weight_bytes, first.output_bytes, first.reads) == (192, None, 48, ())
+    assert (second.input_bytes, second.weight_bytes, second.output_bytes) == (48, 216, None)
+    assert (second.reads, second.kernel) == (("pack",), "sm80_xmma_fprop_i8")
+
+
 @pytest.mark.parametrize(
     ("words", "precision"),
     [

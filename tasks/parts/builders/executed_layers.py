@@ -36,6 +36,16 @@ class LayerRow:
     is_conversion: bool
     macs: int
     """Multiply-adds of one image."""
+    kernel: str
+    """The implementation, by the runtime's own name; empty if it reports none."""
+    reads: str
+    """Layers whose results it reads, separated by tabs."""
+    input_bytes: int | None
+    """Bytes read from other layers for one image, as the runtime stores them; empty if it does not report them."""
+    weight_bytes: int | None
+    """Bytes of constants."""
+    output_bytes: int | None
+    """Bytes written for one image."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,11 @@ def list_rows(layers: Sequence[EngineLayer], graph: "ModelProto") -> list[LayerR
             nodes=" ".join(layer.nodes),
             is_conversion=layer.is_conversion,
             macs=sum(macs.get(node, 0) for node in layer.nodes),
+            kernel=layer.kernel,
+            reads="\t".join(layer.reads),
+            input_bytes=layer.input_bytes,
+            weight_bytes=layer.weight_bytes,
+            output_bytes=layer.output_bytes,
         )
         for layer in layers
     ]

@@ -37,7 +37,7 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
         return replace(built, file=file)
     graph = rewrite_for(target, source.graph)
     write_graph(graph, file)
-    layers = layers_of(file, graph, provider=provider_of(target), num_threads=target.num_threads)
+    layers = layers_of(file, provider=provider_of(target), num_threads=target.num_threads)
     if target.device == CUDA:
         check_placement(file, target, source)
     return Built(file, count_precisions(layers), graph, layers)

@@ -96,6 +96,16 @@ class EngineLayer:
     """Whether it only changes layout or precision."""
     outputs: tuple[str, ...] = ()
     """Names of the ONNX tensors that it computes, as far as the runtime reports them."""
+    kernel: str = ""
+    """The implementation, by the runtime's own name, such as brgconv_avx512_amx_I8; empty if it reports none."""
+    reads: tuple[str, ...] = ()
+    """Names of the layers whose results it reads, as far as the runtime reports them."""
+    input_bytes: int | None = None
+    """Bytes of its inputs for one image, as the runtime stores them; None if it does not report them."""
+    weight_bytes: int | None = None
+    """Bytes of its constants, as the runtime stores them."""
+    output_bytes: int | None = None
+    """Bytes of its results for one image, as the runtime stores them."""
 
 
 def count_precisions(layers: Sequence[EngineLayer]) -> Precisions:

@@ -5,15 +5,18 @@ import json
 import re
 import tempfile
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tasks.parts.engines.manifest import EngineLayer, FloatArray
 from tasks.parts.engines.runner import OperatorTime
 from tasks.parts.onnx_session import open_session
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto
+    from onnx import GraphProto, NodeProto
 
 _INT8_TYPES = {2: "int8", 3: "int8"}  # TensorProto.UINT8, INT8
 _FLOAT_TYPES = {1: "f32", 10: "f16", 16: "bf16"}  # TensorProto.FLOAT, FLOAT16, BFLOAT16
@@ -47,10 +50,27 @@ _SAME_TYPE_OPS = {
 }
 
 
+@dataclass(frozen=True)
+class _Recording:
+    """Inferences that ONNX Runtime's profiler recorded."""
+
+    optimised: "GraphProto"
+    executed: dict[str, "NodeProto"]
+    """Nodes of `optimised` in the order of the graph in the file, by names in which no number is by chance."""
+    events: list[dict[str, Any]]
+    """The profiler's record of each executed node, with these names."""
+
+
 def record_nodes(
     file: Path, images_NCHW: FloatArray, num_iterations: int, *, provider: str, num_threads: int
 ) -> list[dict[str, Any]]:
     """Return the records of ONNX Runtime's profiler for every executed node, which is named as by ``layers_of``."""
+    return _record(file, images_NCHW, num_iterations, provider=provider, num_threads=num_threads).events
+
+
+def _record(
+    file: Path, images_NCHW: FloatArray, num_iterations: int, *, provider: str, num_threads: int
+) -> _Recording:
     import onnx
 
     with tempfile.TemporaryDirectory() as folder:
@@ -65,10 +85,12 @@ def record_nodes(
         for _ in range(num_iterations):
             session.run(None, {session.get_inputs()[0].name: images_NCHW})
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-        executed = _in_order(onnx.load(optimised_file).graph, onnx.load(file).graph)
+        optimised = onnx.load(optimised_file).graph
+    executed = _in_order(optimised, onnx.load(file).graph)
     names = {node.name: name for name, node in executed.items()}
     nodes = (event for event in events if event.get("cat") == "Node" and event["name"].endswith(_KERNEL_TIME))
-    return [{**event, "name": names[event["name"].removesuffix(_KERNEL_TIME)]} for event in nodes]
+    named = [{**event, "name": names[event["name"].removesuffix(_KERNEL_TIME)]} for event in nodes]
+    return _Recording(optimised, executed, named)
 
 
 def without_first_runs(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -91,24 +113,30 @@ def find_nodes_elsewhere(events: list[dict[str, Any]], provider: str) -> dict[st
     }
 
 
-def layers_of(file: Path, graph: "ModelProto", *, provider: str, num_threads: int) -> tuple[EngineLayer, ...]:
-    """Read what ONNX Runtime really executes of the `graph` in a file, in the order of the graph.
+def layers_of(file: Path, *, provider: str, num_threads: int) -> tuple[EngineLayer, ...]:
+    """Read what ONNX Runtime really executes of the graph in a file, in the order of the graph, by running it once.
 
     ONNX Runtime numbers and orders what it inserts differently each time. Neither is in the result, because the same
     graph is the same engine, which need not be measured again.
     """
     import onnx
 
-    with tempfile.TemporaryDirectory() as folder:
-        optimised_file = Path(folder) / "optimised.onnx"
-        open_session(file, provider=provider, num_threads=num_threads, optimised_file=optimised_file)
-        optimised = onnx.load(optimised_file).graph
+    image = onnx.load(file).graph.input[0].type.tensor_type.shape
+    zeros_NCHW = np.zeros([axis.dim_value or 1 for axis in image.dim], np.float32)
+    recording = _record(file, zeros_NCHW, 1, provider=provider, num_threads=num_threads)
+    optimised, sizes = recording.optimised, {event["name"]: event["args"] for event in recording.events}
     types = {tensor.name: tensor.data_type for tensor in optimised.initializer}
     types |= {
         value.name: value.type.tensor_type.elem_type for value in [*optimised.value_info, *optimised.input]
     }
     precisions = {node.name: _node_precision(node, types) for node in optimised.node}
-    own = {tensor.name for tensor in optimised.initializer}
+    constants = {tensor.name: onnx.numpy_helper.to_array(tensor).nbytes for tensor in optimised.initializer}
+    layers = {
+        name: node
+        for name, node in recording.executed.items()
+        if not constants.keys() >= set(node.input)  # a constant that is dequantized once
+    }
+    makers = {output: name for name, node in layers.items() for output in node.output}
     return tuple(
         EngineLayer(
             name=name,
@@ -117,9 +145,12 @@ def layers_of(file: Path, graph: "ModelProto", *, provider: str, num_threads: in
             nodes=(_ADDED_TO_NAMES.sub("", node.name),),
             is_conversion=_is_conversion(node),
             outputs=_own_outputs(node),
+            reads=tuple(dict.fromkeys(makers[value] for value in node.input if value in makers)),
+            input_bytes=int(sizes[name]["activation_size"]),
+            weight_bytes=sum(constants.get(value, 0) for value in node.input),
+            output_bytes=int(sizes[name]["output_size"]),
         )
-        for name, node in _in_order(optimised, graph.graph).items()
-        if not own >= set(node.input)  # a constant that is dequantized once
+        for name, node in layers.items()
     )
 
 

@@ -1,6 +1,7 @@
 """Compile a graph with OpenVINO, and read which layers it really executes."""
 
 import io
+import math
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import BuildFailed
@@ -91,25 +92,45 @@ def export_blob(compiled: "openvino.CompiledModel") -> bytes:
 def layers_of(compiled: "openvino.CompiledModel") -> tuple[EngineLayer, ...]:
     """Read the graph that OpenVINO really executes, without nodes that depend only on constants."""
     layers, constants = [], set[str]()
+    sources: dict[str, tuple[str, ...]] = {}
+    """The layers that made the result of each node: itself, or those before a node that does no work."""
     for node in compiled.get_runtime_model().get_ordered_ops():
-        info = node.get_rt_info()
+        info, name = node.get_rt_info(), node.get_friendly_name()
         kind = _text(info["layerType"])
-        makers = {value.get_node().get_friendly_name() for value in node.input_values()}
-        if kind == "Const" or (makers and makers <= constants):
-            constants.add(node.get_friendly_name())
-        elif kind not in _NO_WORK:
-            origins = [name for name in _text(info[_ORIGIN]).split(",") if name]
+        makers = [value.get_node().get_friendly_name() for value in node.input_values()]
+        read = tuple(dict.fromkeys(layer for maker in makers for layer in sources.get(maker, ())))
+        if kind == "Const" or (makers and constants.issuperset(makers)):
+            constants.add(name)
+        elif kind in _NO_WORK:
+            sources[name] = read
+        else:
+            sources[name] = (name,)
+            origins = [origin for origin in _text(info[_ORIGIN]).split(",") if origin]
+            values = list(zip(makers, node.input_values(), strict=True))
             layers.append(
                 EngineLayer(
-                    name=node.get_friendly_name(),
+                    name=name,
                     kind=kind,
                     precision=_PRECISION_NAMES.get(_text(info["runtimePrecision"]), ""),
-                    nodes=tuple(name for name in origins if not name.startswith(_TENSOR)),
+                    nodes=tuple(origin for origin in origins if not origin.startswith(_TENSOR)),
                     is_conversion=kind in _CONVERSIONS,
-                    outputs=tuple(name.removeprefix(_TENSOR) for name in origins if name.startswith(_TENSOR)),
+                    outputs=tuple(
+                        origin.removeprefix(_TENSOR) for origin in origins if origin.startswith(_TENSOR)
+                    ),
+                    kernel=_text(info["primitiveType"]),
+                    reads=read,
+                    input_bytes=sum(_bytes_of(value) for maker, value in values if maker not in constants),
+                    weight_bytes=sum(_bytes_of(value) for maker, value in values if maker in constants),
+                    output_bytes=sum(map(_bytes_of, node.outputs())),
                 )
             )
     return tuple(layers)
+
+
+def _bytes_of(value: "openvino.Output") -> int:
+    """Return the size of a tensor, for one image if the batch is dynamic."""
+    shape: list[int] = list(value.get_partial_shape().get_min_shape())
+    return int(value.get_element_type().size) * math.prod(shape)
 
 
 def _text(value: Any) -> str:
