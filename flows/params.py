@@ -7,6 +7,7 @@ checked against the ``Config`` of its stage before anything is written.
 import contextlib
 import copy
 import dataclasses
+import itertools
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -79,6 +80,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
         }
         for target in targets
     }
+    _complete_explanations(params, targets)
     _drop_uncalled(params)
     check_params(params)
     _check_variants(params["select_engine"], variants)
@@ -89,7 +91,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
 def keep_targets(params: dict[str, Any], targets: Collection[str]) -> dict[str, Any]:
     """Return the configuration without the engines of other targets; the models stay as they are."""
     kept = copy.deepcopy(params)
-    for section in ("build_engine", "benchmark"):
+    for section in ("build_engine", "benchmark", "measure_machine", "explain"):
         kept[section] = {name: value for name, value in kept[section].items() if name in targets}
     kept["engines"] = {name: item for name, item in kept["engines"].items() if item["target"] in targets}
     engines = kept["select_engine"]["engines"]
@@ -156,7 +158,8 @@ def _planned(params: dict[str, Any]) -> Collection[str]:
 def _key_in_conf(section: str) -> str:
     """Return the name in conf/ of a section of params.yaml."""
     stage, _, target = section.partition(".")
-    return {"build_engine": f"target.{target}", "benchmark": stage}.get(stage, section)
+    in_conf = {"build_engine": f"target.{target}", "benchmark": stage, "measure_machine": stage}
+    return in_conf.get(stage, section)
 
 
 def _complete_training(params: dict[str, Any], targets: dict[str, Any]) -> None:
@@ -178,6 +181,25 @@ def _complete_training(params: dict[str, Any], targets: dict[str, Any]) -> None:
         # They may name layers that cannot lose channels.
         params["search_pruning"]["pruning"]["layer_ratios"] = {}
     params["search_pruning"]["target"] = _find_target(params["search_pruning"]["target"], targets)
+
+
+def _complete_explanations(params: dict[str, Any], targets: dict[str, Any]) -> None:
+    """Add a section for each target whose runtime reports layers: only those can be explained."""
+    selection, measuring = params["select_engine"], params["measure_machine"]
+    params["measure_machine"], params["explain"] = {}, {}
+    for name, options in targets.items():
+        if options["runtime"] in CHECKPOINT_RUNTIMES:
+            continue
+        variants, parents = params["benchmark"][name]["variants"], selection["parents"]
+        rungs = [rung for rung in selection["ladder"] if rung in variants]
+        pairs = [*itertools.pairwise(rungs), *((parents[rung], rung) for rung in variants if rung in parents)]
+        params["measure_machine"][name] = {"target": copy.deepcopy(options), **measuring}
+        params["explain"][name] = {
+            "target": name,
+            "variants": list(variants),
+            "parents": {variant: parents[variant] for variant in variants if variant in parents},
+            "pairs": [{"before": before, "after": after} for before, after in dict.fromkeys(pairs)],
+        }
 
 
 def _complete_import(params: dict[str, Any], model: dict[str, Any]) -> None:

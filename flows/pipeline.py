@@ -185,4 +185,7 @@ def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[s
     stages.run_side_by_side(checks)
     for target in targets:
         built = ARTIFACTS / "build_engine" / "*" / target / "engine"
-        stages.run(f"benchmark.{target}", builds=built, reference=reference)
+        measured = stages.run(f"benchmark.{target}", builds=built, reference=reference)
+        if target in params.get("explain", ()):  # its runtime reports layers
+            roofs = stages.run(f"measure_machine.{target}")
+            stages.run(f"explain.{target}", builds=built, benchmark=measured, roofs=roofs)

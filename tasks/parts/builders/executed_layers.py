@@ -46,6 +46,16 @@ class LayerRow:
     """Bytes of constants."""
     output_bytes: int | None
     """Bytes written for one image."""
+    operators: str
+    """Types of `nodes`, separated by spaces."""
+    channels_in: int | None
+    """Channels that its convolution or matrix product reads; empty without one."""
+    channels_out: int | None
+    groups: int | None
+    module: str
+    """Module of the network that it comes from; empty if the graph does not tell."""
+    source: str
+    """file:line of that module."""
 
 
 @dataclass(frozen=True)
@@ -110,25 +120,38 @@ def sum_up_layers(layers: Sequence[EngineLayer], graph: "ModelProto") -> Execute
 
 def list_rows(layers: Sequence[EngineLayer], graph: "ModelProto") -> list[LayerRow]:
     """Return the rows of layers.csv, in the order of execution."""
-    from tasks.parts.onnx_graphs.macs import conv_macs
+    from tasks.parts.onnx_graphs.graph import node_sources
+    from tasks.parts.onnx_graphs.macs import layer_sizes
 
-    macs = conv_macs(graph)
-    return [
-        LayerRow(
-            layer=layer.name,
-            kind=layer.kind,
-            precision=layer.precision,
-            nodes=" ".join(layer.nodes),
-            is_conversion=layer.is_conversion,
-            macs=sum(macs.get(node, 0) for node in layer.nodes),
-            kernel=layer.kernel,
-            reads="\t".join(layer.reads),
-            input_bytes=layer.input_bytes,
-            weight_bytes=layer.weight_bytes,
-            output_bytes=layer.output_bytes,
+    sizes, sources = layer_sizes(graph), node_sources(graph)
+    types = {node.name: node.op_type for node in graph.graph.node}
+    rows = []
+    for layer in layers:
+        works = sorted((node for node in layer.nodes if node in sizes), key=lambda node: -sizes[node].macs)
+        work = sizes[works[0]] if works else None
+        module, source = next((sources[node] for node in (*works, *layer.nodes) if node in sources), ("", ""))
+        rows.append(
+            LayerRow(
+                layer=layer.name,
+                kind=layer.kind,
+                precision=layer.precision,
+                nodes=" ".join(layer.nodes),
+                is_conversion=layer.is_conversion,
+                macs=sum(sizes[node].macs for node in works),
+                kernel=layer.kernel,
+                reads="\t".join(layer.reads),
+                input_bytes=layer.input_bytes,
+                weight_bytes=layer.weight_bytes,
+                output_bytes=layer.output_bytes,
+                operators=" ".join(types[node] for node in layer.nodes),
+                channels_in=work.channels_in if work else None,
+                channels_out=work.channels_out if work else None,
+                groups=work.groups if work else None,
+                module=module,
+                source=source,
+            )
         )
-        for layer in layers
-    ]
+    return rows
 
 
 def join_nodes(layers: Sequence[EngineLayer], graph: "ModelProto") -> tuple[EngineLayer, ...]:
@@ -157,7 +180,7 @@ def join_nodes(layers: Sequence[EngineLayer], graph: "ModelProto") -> tuple[Engi
                 owners.setdefault(name, index)
     claimed = set().union(*reported)
     joined = []
-    for index, layer in enumerate(layers):
+    for index in range(len(layers)):
         computed = {name for name in reported[index] if owners.get(name, index) == index}
         if is_worker[index]:
             own = {name for name in computed if name in owners}
@@ -167,9 +190,33 @@ def join_nodes(layers: Sequence[EngineLayer], graph: "ModelProto") -> tuple[Engi
                     computed |= {node.name for node in chain}
                     own.add(chain[0].name)
             claimed |= computed
-        plain = {name for name in computed if nodes[name].op_type not in _QDQ} or computed
-        joined.append(replace(layer, nodes=tuple(sorted(plain, key=order.__getitem__))))
-    return tuple(joined)
+        joined.append(computed)
+    _add_unreported(joined, graph)
+    return tuple(
+        replace(
+            layer,
+            nodes=tuple(
+                sorted(
+                    {name for name in computed if nodes[name].op_type not in _QDQ} or computed,
+                    key=order.__getitem__,
+                )
+            ),
+        )
+        for layer, computed in zip(layers, joined, strict=True)
+    )
+
+
+def _add_unreported(computed: Sequence[set[str]], graph: "ModelProto") -> None:
+    """Give nodes that no layer reports, such as an activation function, to the one that makes what they read."""
+    owners = {name: index for index, names in enumerate(computed) for name in names}
+    makers = {name: node.name for node in graph.graph.node for name in node.output}
+    for node in graph.graph.node:
+        if node.name in owners or node.op_type in _QDQ:
+            continue
+        before = [owners[makers[name]] for name in node.input if makers.get(name) in owners]
+        if before:
+            owners[node.name] = max(before)
+            computed[owners[node.name]].add(node.name)
 
 
 def _chain_before(

@@ -4,6 +4,7 @@ Shape letters: N batch, C channels (images) or classes (logits), H height, W wid
 [N, C, H, W], or [N, C] for an engine that classifies images.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -38,11 +39,22 @@ class DeviceTimes:
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """Mean time of one operator in one inference, from the runtime's own profiler."""
+    """Typical time of one operator in one inference, from the runtime's own profiler."""
 
     name: str
     op_type: str
     milliseconds: float
+
+
+def typical_time(times: Sequence[float], num_iterations: int) -> float:
+    """Return the time per iteration from the middle half of all times.
+
+    An interruption does not distort it as it does the mean, nor a resolution of a microsecond as it does the median.
+    """
+    ordered = sorted(times)
+    quarter = len(ordered) // 4
+    middle = ordered[quarter : len(ordered) - quarter]
+    return sum(middle) / len(middle) * len(ordered) / num_iterations
 
 
 class Runner(Protocol):

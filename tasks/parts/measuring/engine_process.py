@@ -109,7 +109,7 @@ class EngineProcess:
         return latencies_ns
 
     def profile(self, *, num_iterations: int) -> dict[str, float]:
-        """Return the mean milliseconds of each layer at batch 1, by the runtime's name for it."""
+        """Return the typical milliseconds of each layer at batch 1, by the runtime's name for it."""
         answer = self._ask({"do": "profile", "batch": 1, "num_iterations": num_iterations})
         milliseconds: dict[str, float] = answer["milliseconds"]
         return milliseconds

@@ -1,6 +1,7 @@
 """Count the multiply-accumulate operations (MACs) of the convolutions and matrix products of a graph."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -10,25 +11,46 @@ LAYER_TYPES = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
 """Operators that do nearly all the work."""
 
 
+@dataclass(frozen=True)
+class LayerSize:
+    """The size of a convolution or matrix product."""
+
+    macs: int
+    """Multiply-accumulates of one image."""
+    channels_in: int
+    channels_out: int
+    groups: int
+
+
 def conv_macs(model: ModelProto) -> dict[str, int]:
     """Return the multiply-accumulates of each convolution and matrix product for one image, by node name."""
+    return {name: size.macs for name, size in layer_sizes(model).items()}
+
+
+def layer_sizes(model: ModelProto) -> dict[str, LayerSize]:
+    """Return the size of each convolution and matrix product, by node name."""
     layers = [node for node in model.graph.node if node.op_type in LAYER_TYPES]
     needed = {name for node in layers for name in (*node.input[:2], node.output[0])}
     sizes = sizes_of_one_image(model)
     unknown = sorted(name for name in needed if not sizes.get(name) or not all(sizes[name]))
     if unknown:  # shapes that the graph computes
         sizes |= _run_for_sizes(model, unknown)
-    macs = {}
+    found = {}
     for node in layers:
         image, weight, output = (sizes[name] for name in (*node.input[:2], node.output[0]))
+        groups = next((attribute.i for attribute in node.attribute if attribute.name == "group"), 1)
         if node.op_type == "Conv":
-            macs[node.name] = math.prod(weight) * math.prod(output[2:])
+            macs = math.prod(weight) * math.prod(output[2:])
+            found[node.name] = LayerSize(macs, groups * weight[1], weight[0], groups)
         elif node.op_type == "ConvTranspose":
-            macs[node.name] = math.prod(weight) * math.prod(image[2:])
+            macs = math.prod(weight) * math.prod(image[2:])
+            found[node.name] = LayerSize(macs, weight[0], groups * weight[1], groups)
         else:
             channels = weight[-1 if _flag(node, "transB") or len(weight) == 1 else -2]
-            macs[node.name] = channels * math.prod(output)
-    return macs
+            found[node.name] = LayerSize(
+                channels * math.prod(output), channels, output[-1] if output else 1, 1
+            )
+    return found
 
 
 def quantized_layers(model: ModelProto) -> list[NodeProto]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tasks.parts.engines.manifest import EngineLayer, FloatArray
-from tasks.parts.engines.runner import OperatorTime
+from tasks.parts.engines.runner import OperatorTime, typical_time
 from tasks.parts.onnx_session import open_session
 
 if TYPE_CHECKING:
@@ -89,7 +89,10 @@ def _record(
     executed = _in_order(optimised, onnx.load(file).graph)
     names = {node.name: name for name, node in executed.items()}
     nodes = (event for event in events if event.get("cat") == "Node" and event["name"].endswith(_KERNEL_TIME))
-    named = [{**event, "name": names[event["name"].removesuffix(_KERNEL_TIME)]} for event in nodes]
+    named = []
+    for event in nodes:
+        name = event["name"].removesuffix(_KERNEL_TIME)
+        named.append({**event, "name": names.get(name, name)})  # parts of a function have no other name
     return _Recording(optimised, executed, named)
 
 
@@ -134,7 +137,7 @@ def layers_of(file: Path, *, provider: str, num_threads: int) -> tuple[EngineLay
     layers = {
         name: node
         for name, node in recording.executed.items()
-        if not constants.keys() >= set(node.input)  # a constant that is dequantized once
+        if name in sizes or not constants.keys() >= set(node.input)  # else it is dequantized once
     }
     makers = {output: name for name, node in layers.items() for output in node.output}
     return tuple(
@@ -146,12 +149,17 @@ def layers_of(file: Path, *, provider: str, num_threads: int) -> tuple[EngineLay
             is_conversion=_is_conversion(node),
             outputs=_own_outputs(node),
             reads=tuple(dict.fromkeys(makers[value] for value in node.input if value in makers)),
-            input_bytes=int(sizes[name]["activation_size"]),
+            input_bytes=_read_size(sizes.get(name), "activation_size"),
             weight_bytes=sum(constants.get(value, 0) for value in node.input),
-            output_bytes=int(sizes[name]["output_size"]),
+            output_bytes=_read_size(sizes.get(name), "output_size"),
         )
         for name, node in layers.items()
     )
+
+
+def _read_size(event: dict[str, Any] | None, key: str) -> int | None:
+    """Return a size from the record of a node; functions, which run as several nodes, have none."""
+    return None if event is None else int(event[key])
 
 
 def _in_order(optimised: "GraphProto", graph: "GraphProto") -> dict[str, "NodeProto"]:
@@ -199,8 +207,12 @@ def _node_precision(node: Any, types: dict[str, int]) -> str:
 
 
 def operator_times(events: list[dict[str, Any]], num_iterations: int) -> tuple[OperatorTime, ...]:
-    milliseconds: dict[tuple[str, str], float] = defaultdict(float)
+    """Return the typical time of each node, slowest first."""
+    milliseconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     for event in events:
-        milliseconds[event["name"], event["args"].get("op_name", "")] += event["dur"] / 1000 / num_iterations
-    times = [OperatorTime(name, op_type, value) for (name, op_type), value in milliseconds.items()]
+        milliseconds[event["name"], event["args"].get("op_name", "")].append(event["dur"] / 1000)
+    times = [
+        OperatorTime(name, op_type, typical_time(values, num_iterations))
+        for (name, op_type), values in milliseconds.items()
+    ]
     return tuple(sorted(times, key=lambda time: -time.milliseconds))

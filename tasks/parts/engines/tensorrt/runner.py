@@ -4,6 +4,7 @@ A plan belongs to the exact TensorRT version and the GPU that built it. Importin
 pycuda, so check the target first.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from tasks.core.errors import ArtifactError, DataError
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
-from tasks.parts.engines.runner import DeviceTimes, OperatorTime, RunnerDescription, check_batch
+from tasks.parts.engines.runner import DeviceTimes, OperatorTime, RunnerDescription, check_batch, typical_time
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.cuda_graph import CapturedGraph
 from tasks.parts.engines.tensorrt.debug_tensors import DebugTensors
@@ -58,15 +59,15 @@ def _copy_from_device(values: NDArray[Any], address: int) -> None:
 
 
 class LayerTimes(trt.IProfiler):  # type: ignore[misc]
-    """Adds up the milliseconds that each layer takes."""
+    """Collects the milliseconds that each layer takes."""
 
     def __init__(self) -> None:
         trt.IProfiler.__init__(self)
-        self.milliseconds: dict[str, float] = {}
+        self.milliseconds: dict[str, list[float]] = defaultdict(list)
 
     def report_layer_time(self, layer_name: str, ms: float) -> None:
         """Add one run of one layer."""
-        self.milliseconds[layer_name] = self.milliseconds.get(layer_name, 0.0) + ms
+        self.milliseconds[layer_name].append(ms)
 
 
 class LogitsMemory(trt.IOutputAllocator):  # type: ignore[misc]
@@ -286,8 +287,8 @@ class TensorrtRunner:
             self._stream.synchronize()
         self._context.profiler = None
         layer_times = [
-            OperatorTime(name, kinds.get(name, ""), total / num_iterations)
-            for name, total in times.milliseconds.items()
+            OperatorTime(name, kinds.get(name, ""), typical_time(values, num_iterations))
+            for name, values in times.milliseconds.items()
         ]
         return tuple(sorted(layer_times, key=lambda time: -time.milliseconds))
 

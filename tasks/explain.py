@@ -1,0 +1,119 @@
+"""Explain where the time of a target's engines goes, and what makes two of them differ."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.parts.explain.report import Explanation
+
+if TYPE_CHECKING:
+    from tasks.parts.explain.engine_view import EngineView
+    from tasks.parts.measuring.reports import BenchmarkReport
+    from tasks.parts.roofs.roofs import Roofs
+
+logger = logging.getLogger(__name__)
+
+EXPLANATION_FILE = "explain.md"
+WATERFALL_FILE = "waterfall.csv"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two variants that are compared."""
+
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which engines are explained."""
+
+    target: str
+    """Name of the target of the engines."""
+    variants: list[str]
+    """Variants that are built for the target."""
+    parents: dict[str, str]
+    """Variant of lower precision -> the float variant that it was made from."""
+    pairs: list[Pair]
+    """Variants that are compared: each rung of the ladder with the one below it and with its parent."""
+
+
+Report = Explanation
+
+
+def reads(cfg: Config, *, builds: Path, **_: Path) -> dict[str, list[Path]]:
+    """Return the engines of this configuration; another one may have left more of them."""
+    from tasks.parts.measuring.race import engine_folder
+
+    return {"builds": [engine_folder(builds, variant) for variant in cfg.variants]}
+
+
+def explain(cfg: Config, *, builds: Path, benchmark: Path, roofs: Path, out: Path) -> Report:
+    """Write explain.md, layers.csv into a folder for each variant and waterfall.csv into one for each pair.
+
+    ``builds`` has a ``*`` in place of the variant. `benchmark` and `roofs` are the outputs of benchmark and
+    measure_machine for the target. Raises ArtifactError for outputs of another version.
+    """
+    from tasks.core.reports import read_report
+    from tasks.parts.explain.markdown import write_explanation
+    from tasks.parts.explain.report import explain_engine, explain_pair
+    from tasks.parts.explain.waterfall import compare
+    from tasks.parts.measuring.reports import BenchmarkReport
+    from tasks.parts.roofs.roofs import Roofs
+    from tasks.parts.tables import write_table
+
+    reached = read_report(Roofs, roofs)
+    measured = read_report(BenchmarkReport, benchmark)
+    views = _views(cfg, builds, benchmark, measured, reached)
+    reason = "" if views else reached.reason or "no engine of this target was built"
+    pairs = []
+    for name, view in views.items():
+        write_table(_folder(out, name) / "layers.csv", view.rows)
+    for pair in cfg.pairs:
+        if pair.before in views and pair.after in views:
+            before, after = views[pair.before], views[pair.after]
+            if before.manifest.sha256 == after.manifest.sha256:
+                continue
+            pairs.append(explain_pair(before, after, measured))
+            write_table(_folder(out, f"{pair.before}--{pair.after}") / WATERFALL_FILE, compare(before, after))
+    explanation = Explanation(
+        target=cfg.target,
+        engines={
+            name: explain_engine(view, views.get(cfg.parents.get(name, ""))) for name, view in views.items()
+        },
+        pairs=tuple(pairs),
+        reason=reason,
+    )
+    (out / EXPLANATION_FILE).write_text(write_explanation(explanation, views, reached), encoding="utf-8")
+    for each in pairs:
+        logger.info("explain: %s: %s", cfg.target, each.advice)
+    return explanation
+
+
+def _views(
+    cfg: Config, builds: Path, benchmark: Path, measured: "BenchmarkReport", reached: "Roofs"
+) -> dict[str, "EngineView"]:
+    """Return the engines that were measured and whose layers are known, by variant."""
+    from tasks.parts.engines.manifest import read_engine_manifest
+    from tasks.parts.explain.engine_view import view_engine
+    from tasks.parts.measuring.race import engine_folder
+
+    found = {
+        variant: view_engine(
+            variant,
+            read_engine_manifest(engine_folder(builds, variant)),
+            measured.engines[variant],
+            benchmark,
+            reached,
+        )
+        for variant in cfg.variants
+    }
+    return {variant: view for variant, view in found.items() if view is not None}
+
+
+def _folder(out: Path, name: str) -> Path:
+    folder = out / name
+    folder.mkdir(exist_ok=True)
+    return folder

@@ -1,0 +1,1 @@
+"""Where the time of an engine goes, and why it is not faster."""

@@ -1,0 +1,1 @@
+"""What the runtime of a target reaches on a machine."""

@@ -1,0 +1,180 @@
+"""Measure the roofs of a target through its own runtime, with its own options."""
+
+import importlib
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from tasks.parts.builders.contract import GraphSource
+from tasks.parts.builders.executed_layers import LayerRow, join_nodes, list_rows
+from tasks.parts.builders.report import new_manifest
+from tasks.parts.engines.machine import check_versions
+from tasks.parts.engines.manifest import FloatArray
+from tasks.parts.engines.open_engine import load_runner
+from tasks.parts.engines.rounds import rounds_ms
+from tasks.parts.engines.runner import Runner
+from tasks.parts.engines.target import Target
+from tasks.parts.measuring.machine_state import Machine, read_machine, read_machine_state
+from tasks.parts.roofs.peaks import theoretical_peak
+from tasks.parts.roofs.probes import Probe, chain, convolution, matrix_product, moves
+from tasks.parts.roofs.roofs import ComputeRoof, MemoryRoof, Rate, Roofs
+
+INT8 = "int8"
+_SHORT, _LONG = 4, 68
+"""Lengths of the chains whose difference is the cost of a layer."""
+_CALLS_IN_PROFILE = 12
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long the roofs are measured."""
+
+    num_rounds: int
+    """Rounds that run every graph once; the spread is that of the rounds."""
+    working_sets_bytes: Sequence[int]
+    """What the layers read and write whose bandwidth is measured."""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    probe: Probe
+    runner: Runner
+    rows: Mapping[str, LayerRow]
+    images_NCHW: FloatArray
+
+    def profile_ms(self) -> dict[str, float]:
+        """Return the time of each layer, from the runtime's profiler."""
+        times = self.runner.profile(self.images_NCHW, _CALLS_IN_PROFILE)
+        return {time.name: time.milliseconds for time in times if time.name in self.rows}
+
+
+def measure_roofs(target: Target, effort: Effort) -> Roofs:
+    """Return what the target's runtime reaches on this machine.
+
+    `reason` says why if the runtime reports no layers, as those of checkpoints do not, and nothing was measured.
+    """
+    version, machine = check_versions(target), read_machine(target.device)
+    if target.runtime.traits.reads_checkpoints:
+        return _nothing(target, version, machine, f"{target.runtime} reports no layers of an engine")
+    target = replace(target, max_batch=1)
+    compute: dict[str, list[ComputeRoof]] = {}
+    for probe, wanted in _compute_probes(target):
+        with _loaded(target, version, [probe]) as loaded:
+            for precision, rate in _best_rates(loaded[0], effort.num_rounds).items():
+                if precision == wanted:
+                    compute.setdefault(precision, []).append(
+                        _roof(target, machine, precision, rate, probe.name)
+                    )
+    with _loaded(target, version, [chain(_SHORT), chain(_LONG)]) as (short, long):
+        layer_ms, call_ms = _cost_of_calls(short, long, effort.num_rounds)
+        profiled_ms = statistics.median(long.profile_ms().values())
+    memory = [
+        _bandwidth(target, version, size, effort.num_rounds, profiled_ms)
+        for size in effort.working_sets_bytes
+    ]
+    return Roofs(
+        target=target.name,
+        runtime_version=version,
+        num_threads=target.num_threads,
+        machine=machine,
+        compute=tuple(max(roofs, key=lambda roof: roof.macs_per_s.value) for roofs in compute.values()),
+        memory=tuple(memory),
+        layer_ms=layer_ms,
+        call_ms=call_ms,
+        profiled_layer_ms=profiled_ms,
+        reason="",
+    )
+
+
+def _nothing(target: Target, version: str, machine: Machine, reason: str) -> Roofs:
+    return Roofs(target.name, version, target.num_threads, machine, (), (), None, None, 0.0, reason)
+
+
+def _compute_probes(target: Target) -> Iterator[tuple[Probe, str]]:
+    """Yield graphs, and the precision in which their layers have to run to count."""
+    for is_quantized, precision in ((False, target.precision.value), (True, INT8)):
+        for channels, size, kernel in ((64, 32, 3), (128, 32, 3), (256, 16, 3), (256, 32, 1), (512, 16, 1)):
+            yield convolution(channels, size, kernel, is_quantized=is_quantized), precision
+        yield matrix_product(256, 512, is_quantized=is_quantized), precision
+
+
+@contextmanager
+def _loaded(target: Target, version: str, probes: Sequence[Probe]) -> Iterator[list[_Loaded]]:
+    """Build the engines of some graphs and load them."""
+    builder = importlib.import_module(f"tasks.parts.builders.{target.runtime}")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        loaded = []
+        for number, probe in enumerate(probes):
+            engine = Path(folder) / str(number)
+            engine.mkdir()
+            images_NCHW = (
+                np.random.default_rng(0).normal(size=(1, *probe.card.image_shape)).astype(np.float32)
+            )
+            source = GraphSource(engine / "probe.onnx", probe.graph, probe.card, images_NCHW)
+            built = builder.build_file(target, source, engine)
+            manifest = new_manifest(target, version, probe.card, file=built.file)
+            rows = list_rows(join_nodes(built.layers, built.graph), built.graph)
+            runner = stack.enter_context(load_runner(built.file, manifest))
+            loaded.append(_Loaded(probe, runner, {row.layer: row for row in rows}, images_NCHW))
+        yield loaded
+
+
+def _best_rates(loaded: _Loaded, num_rounds: int) -> dict[str, Rate]:
+    """Return multiply-adds per second of the fastest layer of each precision."""
+    rounds = [loaded.profile_ms() for _ in range(num_rounds)]
+    found: dict[str, Rate] = {}
+    for name, row in loaded.rows.items():
+        times_ms = [times[name] for times in rounds if times.get(name)]
+        if row.macs and times_ms:
+            rate = _rate([1000 * row.macs / value for value in times_ms])
+            if row.precision not in found or found[row.precision].value < rate.value:
+                found[row.precision] = rate
+    return found
+
+
+def _roof(target: Target, machine: Machine, precision: str, rate: Rate, probe: str) -> ComputeRoof:
+    clock_mhz = read_machine_state(target.device).cpu_mhz
+    peak, formula = theoretical_peak(
+        machine.cpu_flags, precision, clock_mhz=clock_mhz, num_threads=target.num_threads
+    )
+    return ComputeRoof(precision, rate, probe, peak, formula)
+
+
+def _cost_of_calls(short: _Loaded, long: _Loaded, num_rounds: int) -> tuple[Rate, Rate]:
+    """Return the cost of a layer and of a call in ms, from two chains of layers that compute next to nothing."""
+    calls = {"short": short.runner.run, "long": long.runner.run}
+    rounds = rounds_ms(calls, short.images_NCHW, num_rounds)
+    pairs = [
+        (statistics.median(few), statistics.median(many))
+        for few, many in zip(rounds["short"], rounds["long"], strict=True)
+    ]
+    layers_ms = [(many - few) / (_LONG - _SHORT) for few, many in pairs]
+    calls_ms = [few - _SHORT * layer_ms for (few, _), layer_ms in zip(pairs, layers_ms, strict=True)]
+    return _rate(layers_ms), _rate(calls_ms)
+
+
+def _bandwidth(
+    target: Target, version: str, working_set_bytes: int, num_rounds: int, profiled_ms: float
+) -> MemoryRoof:
+    """Measure layers that only move data; what the profiler reports for a layer without work is not their own."""
+    rates = []
+    with _loaded(target, version, moves(working_set_bytes)) as probes:
+        for loaded in probes:
+            rounds = [loaded.profile_ms() for _ in range(num_rounds)]
+            for name, row in loaded.rows.items():
+                moved_bytes = (row.input_bytes or 0) + (row.output_bytes or 0)
+                times_ms = [
+                    max(times[name] - profiled_ms, times[name] / 2) for times in rounds if name in times
+                ]
+                if moved_bytes >= working_set_bytes and times_ms:
+                    rates.append(_rate([1000 * moved_bytes / value for value in times_ms]))
+    return MemoryRoof(working_set_bytes, max(rates, key=lambda rate: rate.value))
+
+
+def _rate(values: Sequence[float]) -> Rate:
+    return Rate(statistics.median(values), min(values), max(values))
