@@ -48,11 +48,12 @@ Report = AccuracyReport
 def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     """Write `confusion.csv` (rows: truth, columns: prediction, in pixels or images) and return the scores on `split`.
 
-    Values that are no classes have no confusion. `images.npz` holds what was right in each image of both splits (see
-    tasks/parts/data/comparison.py). For an engine that was skipped or failed, the report has that status. Raises
-    ArtifactError when engine and data set differ in their classes, GateFailed for logits that are not finite.
+    Values that are no classes have no confusion. `images.npz` holds what was right in each image of both splits, of
+    masks also on their boundaries alone (see tasks/parts/data/comparison.py). For an engine that was skipped or
+    failed, the report has that status. Raises ArtifactError when engine and data set differ in their classes,
+    GateFailed for logits that are not finite.
     """
-    from tasks.parts.data.comparison import RESULTS_FILE, write_results
+    from tasks.parts.data.comparison import RESULTS_FILE, boundaries_of, write_results
     from tasks.parts.data.judge import open_judge
     from tasks.parts.engines.manifest import read_engine_manifest
     from tasks.parts.engines.open_engine import open_engine
@@ -67,7 +68,11 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     with open_engine(engine) as runner:
         measured = _run_split(runner, data, cfg.split, cfg.batch_size, judge)
         unseen = _run_split(runner, data, cfg.unseen_split, cfg.batch_size, unseen_judge)
-    write_results(out / RESULTS_FILE, {cfg.split: measured.results, cfg.unseen_split: unseen.results})
+    results: dict[str, ImageResults] = {cfg.split: measured.results, cfg.unseen_split: unseen.results}
+    for split, found in ((cfg.split, measured.boundaries), (cfg.unseen_split, unseen.boundaries)):
+        if found is not None:
+            results[boundaries_of(split)] = found
+    write_results(out / RESULTS_FILE, results)
     if card.classes:
         _write_confusion(measured.confusion_CC, card.classes, out / "confusion.csv")
     accuracy = _accuracy(measured, card, judge)
@@ -88,6 +93,8 @@ class _Measured:
     """What an engine answers for the images of a split."""
 
     results: "ImageResults"
+    boundaries: "ImageResults | None"
+    """The same on the boundaries of masks alone; None for classes of images and for values."""
     confusion_CC: Any
     """Counts of (true class, predicted class) in pixels or images; empty for values."""
     energy_C: Any
@@ -118,8 +125,18 @@ def _accuracy(measured: _Measured, card: "InputCard", judge: "Judge") -> Accurac
     result = scores(measured.confusion_CC)
     if card.task is Task.classification:
         return Accuracy(judge.metric, None, result.pixel_accuracy, None, {}, other_score=own)
-    iou = dict(zip(card.classes, result.iou, strict=True))
-    return Accuracy(judge.metric, result.miou, None, result.pixel_accuracy, iou, other_score=own)
+    boundaries = measured.boundaries
+    assert boundaries is not None
+    return Accuracy(
+        judge.metric,
+        result.miou,
+        None,
+        result.pixel_accuracy,
+        dict(zip(card.classes, result.iou, strict=True)),
+        other_score=own,
+        boundary_iou=boundaries.score if boundaries.labels_NC.any() else None,
+        boundary_iou_by_class=dict(zip(card.classes, boundaries.class_scores, strict=True)),
+    )
 
 
 def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge: "Judge") -> _Measured:
@@ -138,7 +155,7 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
     ignore_index = IGNORE_INDEX if card.task is Task.segmentation else NO_LABEL
     step = min(batch_size, runner.manifest.target.max_batch)
     confusion_CC, results = np.zeros((len(card.classes), len(card.classes)), np.int64), []
-    energies_C = []
+    energies_C, boundaries = [], []
     starts = range(0, len(images_NHWC), batch_size)
     for start in tracked(starts, "validate"):
         images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
@@ -153,12 +170,15 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
             )
         answers = answers_of(outputs, card)
         results.append(judge.compare(outputs, answers, start))
+        if card.task is Task.segmentation:
+            boundaries.append(judge.compare_boundaries(answers, start))
         if card.task is Task.values:
             energies_C.append(energy(outputs, card.output_sizes).sum(axis=0))
         else:
             labels = judge.labels[start : start + batch_size]
             confusion_CC += confusion_matrix(answers, labels, len(card.classes), ignore_index)
-    return _Measured(judge.join(results), confusion_CC, np.sum(energies_C, axis=0))
+    on_boundaries = judge.join(boundaries) if boundaries else None
+    return _Measured(judge.join(results), on_boundaries, confusion_CC, np.sum(energies_C, axis=0))
 
 
 def _write_confusion(confusion_CC: Any, classes: tuple[str, ...], path: Path) -> None:

@@ -9,7 +9,7 @@ from onnx import helper
 
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, GateFailed
-from tasks.parts.data.comparison import RESULTS_FILE, read_results
+from tasks.parts.data.comparison import RESULTS_FILE, boundaries_of, compare_boundaries, read_results
 from tasks.parts.data.dataset import normalise, open_split, read_manifest
 from tasks.parts.data.metrics import confusion_matrix, scores
 from tasks.parts.engines.manifest import read_engine_manifest, sha256_of, write_engine_manifest
@@ -30,14 +30,24 @@ def test_scores_are_those_of_the_network_itself(workshop, tmp_path, target):
     images_NHWC, masks_NHW = open_split(workshop.data, "test")
     with torch.inference_mode():
         logits_NCHW = network(torch.from_numpy(normalise(images_NHWC, card.mean, card.std)))
-    expected = scores(confusion_matrix(logits_NCHW.argmax(1).numpy(), masks_NHW, 3))
+    predicted_NHW = logits_NCHW.argmax(1).numpy()
+    expected = scores(confusion_matrix(predicted_NHW, masks_NHW, 3))
+    on_boundaries = compare_boundaries(predicted_NHW, masks_NHW, 3)
     assert report.accuracy.miou == pytest.approx(expected.miou, abs=1e-3)
     assert report.accuracy.pixel_accuracy == pytest.approx(expected.pixel_accuracy, abs=1e-3)
-    assert list(report.accuracy.iou) == ["background", "zero", "one"]
+    assert report.accuracy.boundary_iou == pytest.approx(on_boundaries.score, abs=2e-3)
+    assert (
+        list(report.accuracy.iou)
+        == list(report.accuracy.boundary_iou_by_class)
+        == ["background", "zero", "one"]
+    )
     assert report.num_images == 6
     results = read_results(tmp_path / RESULTS_FILE, "test")
     assert results.score == pytest.approx(report.accuracy.miou) and results.num_images == 6
     assert read_results(tmp_path / RESULTS_FILE, "val").num_images > 0
+    assert read_results(tmp_path / RESULTS_FILE, boundaries_of("val")).num_images > 0
+    written = read_results(tmp_path / RESULTS_FILE, boundaries_of("test"))
+    assert written.score == pytest.approx(report.accuracy.boundary_iou) and written.num_images == 6
     assert report.engine_sha256 == read_engine_manifest(workshop.engine("float", target)).sha256
 
 

@@ -36,6 +36,10 @@ class Accuracy:
     """Cosine between such values and those of the float model; of several outputs the lowest."""
     outputs: dict[str, Similarity] = field(default_factory=dict)
     """Name -> similarity of each output, if a model's outputs are all kept."""
+    boundary_iou: float | None = None
+    """Mean Boundary IoU over the classes that occur in the labels; None without masks."""
+    boundary_iou_by_class: dict[str, float | None] = field(default_factory=dict)
+    """Class name -> Boundary IoU, as `iou`."""
 
     @property
     def scores(self) -> tuple[float, ...]:

@@ -19,6 +19,7 @@ from tasks.core.errors import ArtifactError
 from tasks.parts.data.accuracy import ScoreLoss, Similarity, Standing
 from tasks.parts.data.dataset import IGNORE_INDEX
 from tasks.parts.data.input_card import Task
+from tasks.parts.data.metrics import boundaries
 
 RESULTS_FILE = "images.npz"
 
@@ -49,7 +50,7 @@ class ImageResults:
     The score of the split, and of every resample of it, follows from this. In classification C is 1, and a hit is an
     image whose class is right. For values C is the number of outputs: `labels_NC` and `union_NC` are the energy of
     the true values, `hits_NC` is this energy less that of the difference. With a metric of the user's own C is 1,
-    `hits_NC` holds its scores, the others hold ones.
+    `hits_NC` holds its scores, the others hold ones. For Boundary IoU only pixels on a boundary count.
     """
 
     hits_NC: NDArray[Any]
@@ -75,6 +76,14 @@ class ImageResults:
     def score(self) -> float:
         """MIoU over the classes that occur in the labels, share of hits or of signal; 0 without labels."""
         return float(_scores(*(counts_NC.sum(axis=0, keepdims=True) for counts_NC in self.counts))[0])
+
+    @property
+    def class_scores(self) -> tuple[float | None, ...]:
+        """Hits / union of each class; None for a class in neither labels nor predictions."""
+        hits_C, union_C = self.hits_NC.sum(axis=0), self.union_NC.sum(axis=0)
+        return tuple(
+            float(hits / union) if union else None for hits, union in zip(hits_C, union_C, strict=True)
+        )
 
     @cached_property
     def resampled_scores(self) -> NDArray[np.float64]:
@@ -123,16 +132,45 @@ def compare_with_labels(
     if task is Task.classification:
         ones_NC = np.ones((num_images, 1), np.int64)
         return ImageResults((prediction == labels).astype(np.int64)[:, None], ones_NC, ones_NC, groups_N)
-    image_NHW = np.broadcast_to(np.arange(num_images)[:, None, None], labels.shape)
     is_counted = labels != IGNORE_INDEX
+    return ImageResults(*_count_pixels(prediction, labels, num_classes, is_counted, is_counted), groups_N)
+
+
+def compare_boundaries(
+    prediction_NHW: NDArray[Any], labels_NHW: NDArray[Any], num_classes: int
+) -> ImageResults:
+    """Return the results of masks [N, H, W] on boundaries alone: their score is the mean Boundary IoU.
+
+    The boundaries of a class's masks in the labels and in the prediction are intersected and united (Cheng et al.,
+    "Boundary IoU: Improving Object-Centric Image Segmentation Evaluation", CVPR 2021), and their pixels are summed
+    over the images as those of mIoU are. Ignored pixels belong to no mask, neither of the labels nor of the
+    prediction, so both have a contour along them.
+    """
+    is_counted = labels_NHW != IGNORE_INDEX
+    known_NHW = np.where(is_counted, prediction_NHW, IGNORE_INDEX)
+    of_labels, of_prediction = (is_counted & boundaries(classes) for classes in (labels_NHW, known_NHW))
+    counts = _count_pixels(prediction_NHW, labels_NHW, num_classes, of_labels, of_prediction)
+    return ImageResults(*counts, np.arange(len(labels_NHW)))
+
+
+def _count_pixels(
+    prediction_NHW: NDArray[Any],
+    labels_NHW: NDArray[Any],
+    num_classes: int,
+    of_labels: NDArray[np.bool_],
+    of_prediction: NDArray[np.bool_],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return `hits_NC`, `union_NC` and `labels_NC` of the pixels that count in the labels and in the prediction."""
+    num_images = len(labels_NHW)
+    image_NHW = np.broadcast_to(np.arange(num_images)[:, None, None], labels_NHW.shape)
 
     def count(classes: NDArray[Any], where: NDArray[np.bool_]) -> NDArray[np.int64]:
         keys = image_NHW[where] * num_classes + classes[where]
         return np.bincount(keys, minlength=num_images * num_classes).reshape(num_images, num_classes)
 
-    hits_NC = count(labels, is_counted & (prediction == labels))
-    labels_NC, predicted_NC = count(labels, is_counted), count(prediction, is_counted)
-    return ImageResults(hits_NC, labels_NC + predicted_NC - hits_NC, labels_NC, groups_N)
+    hits_NC = count(labels_NHW, of_labels & of_prediction & (prediction_NHW == labels_NHW))
+    labels_NC, predicted_NC = count(labels_NHW, of_labels), count(prediction_NHW, of_prediction)
+    return hits_NC, labels_NC + predicted_NC - hits_NC, labels_NC
 
 
 def results_of_scores(scores_N: NDArray[np.float64]) -> ImageResults:
@@ -205,6 +243,11 @@ def images_needed(engine: ImageResults, reference: ImageResults, max_rel_loss: f
         middle = (low + high) / 2
         low, high = (low, middle) if is_decided(middle) else (middle, high)
     return math.ceil(engine.num_images * high)
+
+
+def boundaries_of(split: str) -> str:
+    """Return the name under which a split's results on boundaries are written."""
+    return f"{split}_boundary"
 
 
 def write_results(path: Path, splits: Mapping[str, ImageResults]) -> None:

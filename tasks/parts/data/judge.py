@@ -12,7 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.data.comparison import ImageResults, compare_with_labels, join_results, results_of_scores
+from tasks.parts.data.comparison import (
+    ImageResults,
+    compare_boundaries,
+    compare_with_labels,
+    join_results,
+    results_of_scores,
+)
 from tasks.parts.data.dataset import (
     LABEL_FILES,
     METRIC_FILE,
@@ -52,6 +58,10 @@ class Judge:
         return compare_with_labels(
             answers, labels, self.num_classes, self.task, output_sizes=self.output_sizes
         )
+
+    def compare_boundaries(self, answers: NDArray[Any], start: int) -> ImageResults:
+        """Return the results of consecutive masks from number `start` on, on boundaries alone."""
+        return compare_boundaries(answers, self.labels[start : start + len(answers)], self.num_classes)
 
     def join(self, parts: Sequence[ImageResults]) -> ImageResults:
         """Return the results of all images as one."""

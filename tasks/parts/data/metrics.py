@@ -1,8 +1,9 @@
-"""Metrics of predictions: mIoU of masks, top-1 accuracy of images, agreement of values.
+"""Metrics of predictions: mIoU of masks and their boundaries, top-1 accuracy of images, agreement of values.
 
 Shape letters: N images, H height, W width, C classes.
 """
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -18,6 +19,9 @@ FLOAT_MODEL = "float_model"
 
 NO_LABEL = -1
 """Index to ignore in classification: no label has it, so every image counts."""
+
+BOUNDARY_RATIO = 0.02
+"""Width of a boundary as a share of the image's diagonal, as Cheng et al. choose it."""
 
 
 class Metric(StrEnum):
@@ -97,6 +101,37 @@ def confusion_matrix(
             )
     counts = np.bincount(labels * num_classes + prediction, minlength=num_classes**2)
     return counts.reshape(num_classes, num_classes)
+
+
+def boundary_width(height: int, width: int) -> int:
+    """Return how many pixels the boundary of an object reaches from its contour into it: at least one."""
+    return max(1, round(BOUNDARY_RATIO * math.hypot(height, width)))
+
+
+def boundaries(classes_NHW: NDArray[Any]) -> NDArray[np.bool_]:
+    """Mark the pixels on the boundary of the mask of their own class, [N, H, W].
+
+    Those are the pixels of a mask without its erosion by `boundary_width` pixels (3x3 element, the outside of the
+    image belongs to no mask), as in the reference implementation of Boundary IoU (Cheng et al., CVPR 2021). A mask
+    that is eroded keeps a pixel if the square around it holds no other class, that is if the lowest class in the
+    square is the highest. So all classes take two passes together instead of one erosion each.
+    """
+    reach = boundary_width(*classes_NHW.shape[1:])
+    is_boundary_NHW = np.ones(classes_NHW.shape, np.bool_)
+    lowest, highest = (_filter_squares(classes_NHW, of, 2 * reach + 1) for of in (np.minimum, np.maximum))
+    is_boundary_NHW[:, reach:-reach, reach:-reach] = lowest != highest
+    return is_boundary_NHW
+
+
+def _filter_squares(values_NHW: NDArray[Any], of: np.ufunc, size: int) -> NDArray[Any]:
+    """Return the minimum or maximum of each square of `size` pixels that lies inside its image."""
+    covered = 1
+    while covered < size:  # what covers n pixels in a row covers up to 2 n with itself
+        step = min(covered, size - covered)
+        values_NHW = of(values_NHW[:, :-step], values_NHW[:, step:])
+        values_NHW = of(values_NHW[:, :, :-step], values_NHW[:, :, step:])
+        covered += step
+    return values_NHW
 
 
 def mean_iou(prediction_NHW: NDArray[Any], mask_NHW: NDArray[Any], num_classes: int) -> float:

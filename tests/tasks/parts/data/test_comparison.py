@@ -10,6 +10,8 @@ from tasks.core.errors import ArtifactError
 from tasks.parts.data.accuracy import ScoreLoss, Standing, worst
 from tasks.parts.data.comparison import (
     ImageResults,
+    boundaries_of,
+    compare_boundaries,
     compare_with_labels,
     images_needed,
     join_results,
@@ -185,3 +187,89 @@ def test_results_are_read_as_they_were_written_and_damage_is_named(tmp_path: Pat
 def test_several_limits_have_the_worst_standing() -> None:
     assert worst([Standing.within, Standing.unproven]) is Standing.unproven
     assert worst([Standing.beyond, Standing.unproven]) is Standing.beyond
+
+
+def image(*objects: tuple[slice, slice], size: int = 10) -> NDArray[np.int64]:
+    """Return one mask [1, size, size] whose objects are of class 1; boundaries are 1 pixel wide at 10 pixels."""
+    mask_NHW = np.zeros((1, size, size), np.int64)
+    for rows, columns in objects:
+        mask_NHW[0, rows, columns] = 1
+    return mask_NHW
+
+
+def test_boundary_iou_of_a_rectangle_that_is_shifted_by_a_pixel() -> None:
+    """Rings of 12 pixels share 6; the background's 36 at the image's border and 20 around the object share 46."""
+    labels, predicted = image((slice(3, 7), slice(3, 7))), image((slice(3, 7), slice(4, 8)))
+    results = compare_boundaries(predicted, labels, 2)
+    assert results.labels_NC.tolist() == [[56, 12]]
+    assert results.class_scores == pytest.approx((46 / 66, 6 / 18))
+    assert results.score == pytest.approx(17 / 33)
+    assert compare_with_labels(predicted, labels, 2, Task.segmentation).class_scores[1] == pytest.approx(0.6)
+
+
+def test_every_pixel_of_a_thin_line_is_boundary() -> None:
+    labels, half = image((slice(5, 6), slice(1, 9))), image((slice(5, 6), slice(1, 5)))
+    beside = image((slice(6, 7), slice(1, 9)))
+    assert compare_boundaries(half, labels, 2).class_scores[1] == pytest.approx(4 / 8)
+    assert compare_boundaries(beside, labels, 2).class_scores[1] == 0.0
+
+
+def test_what_is_predicted_on_ignored_pixels_moves_no_contour() -> None:
+    """Of the 4x4 object one column is ignored: the ring of 4x3 counts, though the prediction goes on."""
+    predicted = image((slice(3, 7), slice(3, 7)))
+    labels = predicted.copy()
+    labels[0, 3:7, 6] = 255
+    results = compare_boundaries(predicted, labels, 2)
+    assert results.labels_NC.tolist() == results.hits_NC.tolist() == results.union_NC.tolist() == [[56, 10]]
+    predicted[0, 4:6, 6] = 0
+    assert compare_boundaries(predicted, labels, 2).score == 1.0
+
+
+def test_an_absent_class_has_no_boundary_iou_and_one_that_no_label_has_is_not_averaged() -> None:
+    labels = image((slice(3, 7), slice(3, 7)))
+    predicted = labels.copy()
+    predicted[0, 4, 4] = 2  # inside: the 4 inner pixels of class 1 are no longer inner ones
+    results = compare_boundaries(predicted, labels, 4)
+    assert results.class_scores == pytest.approx((1.0, 12 / 15, 0.0, None))
+    assert results.score == pytest.approx((1.0 + 12 / 15) / 2)
+
+
+def test_an_object_has_a_contour_where_it_touches_the_border_of_the_image() -> None:
+    """4 of 10 rows have a ring of 24 pixels and 5 rows one of 26; they share row 0 and 6 pixels at the sides."""
+    labels, predicted = image((slice(0, 4), slice(0, 10))), image((slice(0, 5), slice(0, 10)))
+    results = compare_boundaries(predicted, labels, 2)
+    assert results.labels_NC.tolist() == [[28, 24]]
+    assert results.class_scores[1] == pytest.approx(16 / 34)
+
+
+def test_a_thin_structure_that_is_lost_moves_boundary_iou_far_more_than_miou() -> None:
+    """A 30x30 object and two lines of 20 pixels in 64x64, boundaries of 2 pixels.
+
+    Object: the ring of the block, 900 - 26 * 26 = 224 pixels, and 40 of the lines. Background: 64 * 64 - 60 * 60 =
+    496 at the image's border, 34 * 34 - 900 = 256 around the block and 2 * (24 * 5 - 20) = 200 around the lines.
+    """
+    block = slice(20, 50), slice(4, 34)
+    lines = [(slice(20, 40), slice(column, column + 1)) for column in (42, 52)]
+    labels, predicted = image(block, *lines, size=64), image(block, size=64)
+    boundary = compare_boundaries(predicted, labels, 2)
+    assert boundary.class_scores == pytest.approx((752 / 952, 224 / 264))
+    loss = 1 - boundary.score
+    loss_of_miou = 1 - mean_iou(predicted, labels, 2)
+    assert loss_of_miou == pytest.approx(1 - (3156 / 3196 + 900 / 940) / 2)
+    assert loss > 6 * loss_of_miou
+
+
+def test_boundaries_of_batches_join_and_are_read_again(tmp_path: Path) -> None:
+    labels = np.random.default_rng(0).integers(0, 3, (7, 2, 2)).repeat(8, axis=1).repeat(8, axis=2)
+    labels[0, 0] = 255
+    predicted = masks(1, 7, 0.05, labels % 3)
+    whole = compare_boundaries(predicted, labels, 3)
+    parts = [compare_boundaries(predicted[part], labels[part], 3) for part in (slice(0, 4), slice(4, 7))]
+    joined = join_results(parts, np.arange(7))
+    plain = compare_with_labels(predicted, labels, 3, Task.segmentation)
+    write_results(tmp_path / "images.npz", {"val": plain, boundaries_of("val"): joined})
+    read = read_results(tmp_path / "images.npz", boundaries_of("val"))
+    for one, other in zip(read.counts, whole.counts, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert read_results(tmp_path / "images.npz", "val").score == pytest.approx(plain.score)
+    assert read.score < plain.score

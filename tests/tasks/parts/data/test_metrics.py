@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from scipy.ndimage import binary_erosion
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassJaccardIndex
 
 from tasks.core.errors import DataError
-from tasks.parts.data.metrics import confusion_matrix, scores
+from tasks.parts.data.metrics import boundaries, boundary_width, confusion_matrix, scores
 
 
 def draw_masks(num_classes: int, *, ignored_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -81,3 +82,28 @@ def test_label_outside_the_classes_is_refused_instead_of_growing_the_matrix() ->
 def test_shapes_that_differ_are_refused() -> None:
     with pytest.raises(DataError, match=r"\(1, 2, 2\).*\(1, 2, 3\)"):
         confusion_matrix(np.zeros((1, 2, 2)), np.zeros((1, 2, 3)), 2)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "expected"),
+    [(10, 10, 1), (64, 64, 2), (96, 128, 3), (1024, 2048, 46)],  # 0.28, 1.81, 3.2 and 45.8 pixels
+)
+def test_a_boundary_is_two_per_cent_of_the_diagonal_wide_and_at_least_one_pixel(
+    height: int, width: int, expected: int
+) -> None:
+    assert boundary_width(height, width) == expected
+
+
+@pytest.mark.parametrize("shape", [(9, 11), (64, 64), (96, 128), (3, 200), (1, 1)])
+def test_boundaries_are_the_masks_without_their_erosion_as_in_the_reference_implementation(
+    shape: tuple[int, int],
+) -> None:
+    """mask_to_boundary of github.com/bowenc0221/boundary-iou-api pads a mask with 0 and erodes it d times by 3x3."""
+    coarse_NHW = np.random.default_rng(5).integers(0, 4, (3, -(-shape[0] // 8), -(-shape[1] // 8)))
+    classes_NHW = coarse_NHW.repeat(8, axis=1).repeat(8, axis=2)[:, : shape[0], : shape[1]].astype(np.uint8)
+    found_NHW = boundaries(classes_NHW)
+    for classes_HW, found_HW in zip(classes_NHW, found_NHW, strict=True):
+        for index in range(4):
+            mask_HW = classes_HW == index
+            eroded_HW = binary_erosion(mask_HW, np.ones((3, 3)), iterations=boundary_width(*shape))
+            assert ((mask_HW & ~eroded_HW) == (mask_HW & found_HW)).all()
