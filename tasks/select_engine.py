@@ -51,8 +51,10 @@ class Config:
     """Share of the reference's score that an accepted engine may lose: the upper end of its 95 % interval counts."""
     max_parent_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
     """Share of the score of its own float graph that an engine in reduced precision may lose, in the same way."""
+    max_boundary_iou_rel_loss: Annotated[float, AtLeast(0), LessThan(1)] | None
+    """Share of the reference's Boundary IoU that an engine may lose, in the same way; null for no limit."""
     allow_unproven: bool
-    """Whether an engine may be picked if there are too few images to tell whether it holds these two gates."""
+    """Whether an engine may be picked if there are too few images to tell whether it holds these gates."""
     ladder: Annotated[list[str], MinItems(1), Distinct(), "the float start first"]
     """Variants from the float start to the last rung of compression. On each target a rung must be faster than the
     last accepted one below it."""
@@ -182,16 +184,20 @@ def judge(cfg: Config, folders: StageFolders) -> "Findings":
         reference=reference,
         max_score_rel_loss=cfg.max_score_rel_loss,
         max_parent_rel_loss=cfg.max_parent_rel_loss,
+        max_boundary_iou_rel_loss=cfg.max_boundary_iou_rel_loss,
         unseen_split=gates.accuracy.unseen_split,
         benchmarks=benchmarks,
     )
 
 
 def _accuracy_gates(cfg: Config, folders: StageFolders, rows: Sequence[EngineRow]) -> AccuracyGates:
-    from tasks.parts.selection.stage_reports import read_image_results
+    from tasks.parts.selection.stage_reports import read_boundary_results, read_image_results
 
     reference = f"{cfg.float_reference.variant}-{cfg.float_reference.target}"
-    read = {row.name: read_image_results(folders, row) for row in rows if row.measured}
+    measured = [row for row in rows if row.measured]
+    read = {row.name: read_image_results(folders, row) for row in measured}
+    has_limit = cfg.max_boundary_iou_rel_loss is not None
+    boundaries = {row.name: read_boundary_results(folders, row) for row in measured} if has_limit else {}
     return AccuracyGates(
         reference=reference,
         parents=find_parents(rows, cfg.parents, cfg.float_reference.target),
@@ -200,6 +206,8 @@ def _accuracy_gates(cfg: Config, folders: StageFolders, rows: Sequence[EngineRow
         results={name: results.decisive for name, results in read.items()},
         unseen_results={name: results.unseen for name, results in read.items()},
         unseen_split=read[reference].unseen_split,
+        max_boundary_iou_rel_loss=cfg.max_boundary_iou_rel_loss,
+        boundary_results=boundaries,
     )
 
 

@@ -59,6 +59,7 @@ def test_pruning_is_searched_on_the_named_target_or_the_first_that_reads_graphs(
         ("target=[cpu_tpu]", r"cpu_tpu"),
         ("benchmark.min_rounds=4", r"^benchmark\.min_rounds is 4"),
         ("select_engine.max_score_rel_loss=1", r"^select_engine\.max_score_rel_loss is 1"),
+        ("select_engine.max_boundary_iou_rel_loss=-1", r"^select_engine\.max_boundary_iou_rel_loss is -1"),
         ("rank_groups.ratios=[0.5,0.5]", r"rank_groups\.ratios is \[0\.5, 0\.5\]"),
         (
             "select_engine.ladder=[distilled,prunned]",

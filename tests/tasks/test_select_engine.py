@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import html
 import json
 import re
 import shutil
@@ -20,7 +21,7 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.fingerprint import digest
 from tasks.parts.builders.report import publish
 from tasks.parts.data.accuracy import Accuracy, AccuracyReport
-from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, write_results
+from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, boundaries_of, write_results
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import (
     GRAPH_FILE,
@@ -154,12 +155,21 @@ class Artifacts:
         self.race_changes: dict[str, tuple[float, float]] = {}
         self.scatter: dict[str, float] = {}
         self.unseen: dict[str, float] = {}
+        self.boundaries: dict[str, tuple[float, float]] = {}
         for stage in ("build_engine", "validate", "measured", "diff_layers"):
             (root / stage).mkdir(parents=True)
 
     def scatter_scores(self, name: str, deviation: float) -> None:
         """Let the IoU of single images deviate from the engine's, so that its loss is uncertain."""
         self.scatter[name] = deviation
+
+    def set_boundary_iou(self, boundary_iou: float, *names: str, deviation: float = 0.0) -> None:
+        """Give engines a Boundary IoU, from which single images deviate."""
+        for name in names:
+            self.boundaries[name] = boundary_iou, deviation
+            by_class = {"three": boundary_iou}
+            fields = {"boundary_iou": boundary_iou, "boundary_iou_by_class": by_class}
+            self.change("validate", name, "accuracy", **fields)
 
     def _write_images(self) -> None:
         """Write what was right in each of 400 images, the same in all of them unless it is scattered."""
@@ -170,9 +180,13 @@ class Artifacts:
             miou, address = stored_miou(folder / "report.json"), f"{name.variant}-{name.target}"
             if miou is None:
                 continue
-            waves = self.scatter.get(address, 0.0) * np.tile([1, -1, 2, -2], 100)
+            scatter = self.scatter.get(address, 0.0)
+            scores = {"val": (miou, scatter), "test": (self.unseen.get(address, miou), scatter)}
+            if address in self.boundaries:
+                scores[boundaries_of("val")] = self.boundaries[address]
             splits = {}
-            for split, score in (("val", miou), ("test", self.unseen.get(address, miou))):
+            for split, (score, deviation) in scores.items():
+                waves = deviation * np.tile([1, -1, 2, -2], 100)
                 hits = np.rint(1e6 * (score + waves)).astype(np.int64)[:, None]
                 total = np.full_like(hits, 1_000_000)
                 splits[split] = ImageResults(hits, total, total, np.arange(400))
@@ -372,6 +386,7 @@ def config_for(artifacts: Artifacts, **changes: Any) -> Config:
         float_reference=REFERENCE,
         max_score_rel_loss=0.02,
         max_parent_rel_loss=0.02,
+        max_boundary_iou_rel_loss=None,
         allow_unproven=False,
         parents={},
         ladder=LADDER,
@@ -556,6 +571,69 @@ def test_reduced_precision_is_also_held_against_its_own_float_graph(artifacts, t
     assert row["parent_rel_loss"] == pytest.approx(1 - 0.533 / 0.536)
     assert "allowed are 0.5 % (max_parent_rel_loss)" in row["reason"]
     assert report.picks["cpu_onnxruntime"].variant == "pruned"
+
+
+def give_boundaries(artifacts: Artifacts, boundary_iou: float, deviation: float = 0.0) -> None:
+    """Give the fastest engine another Boundary IoU than the 0.40 of all others."""
+    others = [f"{variant}-{target}" for variant, target in MEASURED if variant != "pruned_qat"]
+    artifacts.set_boundary_iou(0.40, *others)
+    artifacts.set_boundary_iou(boundary_iou, "pruned_qat-cpu_onnxruntime", deviation=deviation)
+
+
+def test_lost_boundaries_are_too_lossy_if_there_is_a_gate_for_them(artifacts, tmp_path) -> None:
+    give_boundaries(artifacts, 0.36)
+    name = "pruned_qat-cpu_onnxruntime"
+    report, rows = run(artifacts, tmp_path / "without")
+    assert rows[name]["verdict"] == "ACCEPT" and report.picks["cpu_onnxruntime"].variant == "pruned_qat"
+    assert "Boundary IoU" not in rows[name]["reason"]
+    assert rows[name]["boundary_iou_rel_loss"] == pytest.approx(0.1)
+    assert rows[name]["boundary_iou_rel_loss_high"] is None
+
+    report, rows = run(artifacts, tmp_path / "gate", max_boundary_iou_rel_loss=0.05)
+    assert rows[name]["verdict"] == "TOO_LOSSY" and report.picks["cpu_onnxruntime"].variant == "pruned"
+    assert (
+        "Boundary IoU 0.3600, 10.00 % below distilled-cpu_torch (0.4000, 95 %: -10.00 to -10.00 %), "
+        "allowed are 5 % (max_boundary_iou_rel_loss)"
+    ) in rows[name]["reason"]
+    assert rows[name]["boundary_iou_rel_loss_low"] == pytest.approx(0.1)
+    assert rows["pruned-cpu_onnxruntime"]["verdict"] == "ACCEPT"
+    assert "Boundary IoU 0.4000, equal to distilled-cpu_torch" in rows["pruned-cpu_onnxruntime"]["reason"]
+    for page in ("report.md", "report.html"):
+        text = html.unescape((tmp_path / "gate" / page).read_text(encoding="utf-8"))
+        assert "It may lose at most 5 % of the reference's Boundary IoU, in the same way." in text
+
+
+def test_too_few_images_to_tell_what_boundaries_lose_are_unproven(artifacts, tmp_path) -> None:
+    give_boundaries(artifacts, 0.39, deviation=0.1)
+    _, rows = run(artifacts, tmp_path / "out", max_boundary_iou_rel_loss=0.03)
+    row = rows["pruned_qat-cpu_onnxruntime"]
+    assert row["verdict"] == "UNPROVEN" and row["images_needed"] > 400
+    assert row["boundary_iou_rel_loss_low"] < 0.025 < 0.03 < row["boundary_iou_rel_loss_high"]
+    assert row["boundary_iou_rel_loss"] == pytest.approx(0.025)
+
+
+def test_a_gate_for_boundaries_is_refused_for_a_model_without_masks(artifacts, tmp_path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"max_boundary_iou_rel_loss is set, but teacher-cpu_torch has no .* null"
+    ):
+        run(artifacts, tmp_path / "out", max_boundary_iou_rel_loss=0.05)
+
+
+def test_boundary_iou_is_one_column_of_the_engines_of_masks_and_of_no_others(artifacts, tmp_path) -> None:
+    def engines_of(name: str) -> str:
+        run(artifacts, tmp_path / name)
+        return (tmp_path / name / "report.md").read_text(encoding="utf-8").split("## All engines")[1]
+
+    assert "Boundary" not in engines_of("without")
+    give_boundaries(artifacts, 0.3612)
+    artifacts.add_without_engine("pruned", "cpu_openvino", EngineStatus.skipped, "no such CPU")
+    table = engines_of("with").split("##")[0].strip().splitlines()
+    assert " 95 % | Boundary IoU | p50 ms " in table[0]
+    assert any("| 0.3612 (−9.7 %) | 0.660 |" in line for line in table)  # noqa: RUF001
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
+    page = (tmp_path / "with" / "report.html").read_text(encoding="utf-8")
+    assert ">0.3612<small>−9.7 %</small></td>" in page  # noqa: RUF001
+    assert next(flatten(row) for row in read_rows(tmp_path / "with"))["boundary_iou"] == 0.40
 
 
 def test_a_pick_is_reported_on_the_unseen_split_and_warned_of_if_it_fails_there(artifacts, tmp_path) -> None:
@@ -900,6 +978,7 @@ def test_an_engine_file_changed_after_it_was_measured_is_not_handed_out(artifact
         ({"max_score_rel_loss": 1.0}, "max_score_rel_loss is 1.0"),
         ({"max_score_rel_loss": -0.1}, "max_score_rel_loss is -0.1"),
         ({"max_score_rel_loss": float("nan")}, "max_score_rel_loss is nan"),
+        ({"max_boundary_iou_rel_loss": 1.0}, "max_boundary_iou_rel_loss is 1.0"),
         ({"min_speedup_factor": 0.5}, "min_speedup_factor is 0.5"),
         ({"ladder": []}, "ladder is []"),
         ({"ladder": ["pruned", "pruned"]}, "ladder is ['pruned', 'pruned']"),
@@ -914,7 +993,7 @@ def test_the_default_values_in_conf_fit_the_config() -> None:
     section = yaml.safe_load(Path("conf/select_engine/default.yaml").read_text(encoding="utf-8"))
     section |= {"engines": [{"variant": "distilled", "target": "cpu_torch"}], "parents": {}}
     config = typed_config(Config, section, "select_engine")
-    assert config.max_score_rel_loss == 0.02
+    assert config.max_score_rel_loss == 0.02 and config.max_boundary_iou_rel_loss is None
     assert config.float_reference == REFERENCE
 
 

@@ -59,6 +59,7 @@ def client_of(cfg: Config):
 
 def test_every_engine_is_one_run_however_often_it_is_logged(cfg, artifacts) -> None:
     artifacts.add_without_engine("pruned", "cpu_openvino", EngineStatus.skipped, "no such CPU")
+    artifacts.set_boundary_iou(0.4, "distilled-cpu_torch", "pruned_qat-cpu_onnxruntime")
     selection = select(artifacts, "selection")
     first, second = logged(cfg, artifacts, selection), logged(cfg, artifacts, selection)
 
@@ -68,6 +69,7 @@ def test_every_engine_is_one_run_however_often_it_is_logged(cfg, artifacts) -> N
     assert len(client.search_runs([experiment.experiment_id])) == len(runs) == 1 + 7
     best = runs["pruned_qat-cpu_onnxruntime"]
     assert best.data.metrics["latency_ms_p50"] == 0.66
+    assert (best.data.metrics["boundary_iou"], best.data.metrics["boundary_iou_rel_loss"]) == (0.4, 0.0)
     assert best.data.tags["verdict"] == "ACCEPT"
     assert best.data.tags["pareto"] == "true"
     assert best.data.tags["precision"] == "int8+f32"

@@ -1,13 +1,15 @@
-"""Hold every engine against the two accuracy gates, image by image."""
+"""Hold every engine against the accuracy gates, image by image."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tasks.parts.data.accuracy import ScoreLoss, Standing
 from tasks.parts.data.comparison import ImageResults, images_needed, score_loss
 from tasks.parts.selection.engine_row import EngineRow, Losses, Unseen
 
 _NONE = ScoreLoss(0.0, 0.0, 0.0)
+_SCORE, _PARENT, _BOUNDARY = "max_score_rel_loss", "max_parent_rel_loss", "max_boundary_iou_rel_loss"
+"""Keys of the limits in select_engine."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,8 @@ class GateCheck:
 
     key: str
     """Key of the limit in select_engine."""
+    subject: str
+    """The score that it is about, with its number; empty for the score of the metric."""
     limit: float
     base: str
     """Name of the engine that it is compared with."""
@@ -35,7 +39,8 @@ class GateCheck:
             "equal to" if abs(loss) < 5e-5 else f"{100 * abs(loss):.2f} % {'below' if loss > 0 else 'above'}"
         )
         span = f"{-100 * self.loss.high:+.2f} to {-100 * self.loss.low:+.2f} %"
-        text = f"{side} {self.base} ({self.base_score:.4f}, 95 %: {span})"
+        subject = f"{self.subject}, " if self.subject else ""
+        text = f"{subject}{side} {self.base} ({self.base_score:.4f}, 95 %: {span})"
         if self.standing is Standing.within:
             return text
         return f"{text}, allowed are {100 * self.limit:g} % ({self.key})"
@@ -58,37 +63,48 @@ class AccuracyGates:
     unseen_results: Mapping[str, ImageResults]
     """By name of the engine, on the split that is only reported."""
     unseen_split: str
+    max_boundary_iou_rel_loss: float | None = None
+    """Maximum loss of Boundary IoU against the reference, as a share of its Boundary IoU; None for no limit."""
+    boundary_results: Mapping[str, ImageResults] = field(default_factory=dict)
+    """By name of the engine, on boundaries alone, on the split that decides; empty without this limit."""
 
     def check(self, name: str) -> list[GateCheck]:
-        """Compare an engine with the reference and, if it has one, with its parent."""
-        checks = [self._check(name, self.reference, "max_score_rel_loss", self.max_score_rel_loss)]
+        """Compare an engine with the reference and, if it has one, with its parent; last its boundaries."""
+        checks = [_check(_SCORE, name, self.reference, self.results, self.max_score_rel_loss)]
         if parent := self.parents.get(name):
-            checks.append(self._check(name, parent, "max_parent_rel_loss", self.max_parent_rel_loss))
+            checks.append(_check(_PARENT, name, parent, self.results, self.max_parent_rel_loss))
+        if (limit := self.max_boundary_iou_rel_loss) is not None:
+            subject = f"Boundary IoU {self.boundary_results[name].score:.4f}"
+            checks.append(_check(_BOUNDARY, name, self.reference, self.boundary_results, limit, subject))
         return checks
 
     def is_more_accurate(self, name: str, other: str) -> bool:
         """Return whether an engine certainly scores more than another one on the images that decide."""
-        return self._loss(other, name).low > 0
+        return _loss(other, name, self.results).low > 0
 
     def unseen(self, name: str) -> Unseen:
         """Report an engine on the unseen split."""
-        own = self.unseen_results[name]
-        loss = _NONE if name == self.reference else score_loss(own, self.unseen_results[self.reference])
-        return Unseen(self.unseen_split, own.score, loss.rel_loss, loss.low, loss.high)
-
-    def _check(self, name: str, base: str, key: str, limit: float) -> GateCheck:
-        loss, results = self._loss(name, base), self.results[base]
-        is_open = loss.standing(limit) is Standing.unproven
-        needed = images_needed(self.results[name], results, limit) if is_open else None
-        return GateCheck(key, limit, base, results.score, loss, needed)
-
-    def _loss(self, name: str, base: str) -> ScoreLoss:
-        return _NONE if name == base else score_loss(self.results[name], self.results[base])
+        loss, score = _loss(name, self.reference, self.unseen_results), self.unseen_results[name].score
+        return Unseen(self.unseen_split, score, loss.rel_loss, loss.low, loss.high)
 
 
-def losses_of(checks: Sequence[GateCheck]) -> Losses:
-    """Return what an engine lost at its gates, the reference's first."""
-    first, second = checks[0], checks[1] if len(checks) > 1 else None
+def _check(
+    key: str, name: str, base: str, results: Mapping[str, ImageResults], limit: float, subject: str = ""
+) -> GateCheck:
+    loss = _loss(name, base, results)
+    is_open = loss.standing(limit) is Standing.unproven
+    needed = images_needed(results[name], results[base], limit) if is_open else None
+    return GateCheck(key, subject, limit, base, results[base].score, loss, needed)
+
+
+def _loss(name: str, base: str, results: Mapping[str, ImageResults]) -> ScoreLoss:
+    return _NONE if name == base else score_loss(results[name], results[base])
+
+
+def losses_of(checks: Sequence[GateCheck], boundary_iou_rel_loss: float | None) -> Losses:
+    """Return what an engine lost at its gates; the loss of Boundary IoU is there without a gate, too."""
+    by_key = {check.key: check for check in checks}
+    first, second, boundary = by_key[_SCORE], by_key.get(_PARENT), by_key.get(_BOUNDARY)
     parent_loss = second.loss if second else _NONE
     needed = [check.images_needed for check in checks if check.standing is Standing.unproven]
     return Losses(
@@ -100,6 +116,9 @@ def losses_of(checks: Sequence[GateCheck]) -> Losses:
         parent_rel_loss_low=parent_loss.low,
         parent_rel_loss_high=parent_loss.high,
         images_needed=None if None in needed else max((number for number in needed if number), default=None),
+        boundary_iou_rel_loss=boundary_iou_rel_loss,
+        boundary_iou_rel_loss_low=boundary.loss.low if boundary else None,
+        boundary_iou_rel_loss_high=boundary.loss.high if boundary else None,
     )
 
 

@@ -100,6 +100,11 @@ class Losses:
     images_needed: int | None
     """Validation images that would tell whether both gates hold, if that is unproven; None otherwise, or if it would
     take more than 1024 times as many as there are."""
+    boundary_iou_rel_loss: float | None
+    """Share of the float reference's Boundary IoU that is lost; None without masks."""
+    boundary_iou_rel_loss_low: float | None
+    """Lower end of the 95 % interval; None unless a gate limits this loss."""
+    boundary_iou_rel_loss_high: float | None
 
 
 @dataclass(frozen=True)

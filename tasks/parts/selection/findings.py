@@ -41,6 +41,9 @@ class Shown:
     """Change of the score from the reference."""
     change_interval: str = NOTHING
     """Its 95 % interval: ``+1.6 to +2.9 %``."""
+    boundary_iou: str = NOTHING
+    boundary_change: str = NOTHING
+    """Change of Boundary IoU from the reference."""
     unseen_score: str = NOTHING
     """Score of a pick on the split that nothing was decided on."""
     unseen_change: str = NOTHING
@@ -68,6 +71,8 @@ class Findings:
     reference: Reference
     max_score_rel_loss: float
     max_parent_rel_loss: float
+    max_boundary_iou_rel_loss: float | None
+    """None for no limit."""
     unseen_split: str
     """Split that the picks are reported on, and nothing is decided on."""
     benchmarks: Mapping[str, BenchmarkReport]
@@ -77,6 +82,19 @@ class Findings:
     def gate(self) -> float:
         """Minimum score of an accepted engine."""
         return self.reference.score * (1 - self.max_score_rel_loss)
+
+    @property
+    def boundary_gate(self) -> str:
+        """The sentence about the limit of Boundary IoU, with a space before it; empty without a limit."""
+        if self.max_boundary_iou_rel_loss is None:
+            return ""
+        limit = f"{100 * self.max_boundary_iou_rel_loss:g} %"
+        return f" It may lose at most {limit} of the reference's Boundary IoU, in the same way."
+
+    @property
+    def has_boundaries(self) -> bool:
+        """Whether any engine has a Boundary IoU."""
+        return any(row.measured and row.measured.accuracy.boundary_iou is not None for row in self.rows)
 
     @property
     def note(self) -> str:
@@ -159,6 +177,10 @@ def shown(row: EngineRow) -> Shown:
         score=score_of(row.measured.accuracy),
         change=percent_change(losses.score_rel_loss),
         change_interval=_span_of_change(losses.score_rel_loss_low, losses.score_rel_loss_high),
+        boundary_iou=number(row.measured.accuracy.boundary_iou, ".4f"),
+        boundary_change=NOTHING
+        if losses.boundary_iou_rel_loss is None
+        else percent_change(losses.boundary_iou_rel_loss),
         unseen_score=f"{unseen.unseen_score:.4f}" if unseen else NOTHING,
         unseen_change=f"{percent_change(unseen.unseen_rel_loss)} "
         f"({_span_of_change(unseen.unseen_rel_loss_low, unseen.unseen_rel_loss_high)})"

@@ -38,7 +38,7 @@ def _headline(findings: Findings) -> str:
         f"An engine is accepted if it loses at most {100 * findings.max_score_rel_loss:g} % of the "
         f"{reference.metric} of {reference.variant} on {reference.target} ({reference.score:.4f}) and, in reduced "
         f"precision, at most {100 * findings.max_parent_rel_loss:g} % of that of its own float graph: both by the "
-        "upper end of the loss's 95 % interval over the validation images."
+        "upper end of the loss's 95 % interval over the validation images." + findings.boundary_gate
     )
     if not findings.picks:
         return f"**No engine passes.** {gate}"
@@ -83,12 +83,16 @@ def _picks(findings: Findings) -> str:
 
 
 def _engines(findings: Findings) -> str:
-    numbers = [findings.reference.metric, "change", "95 %", "p50 ms", "p99 ms", "speed-up", "MB"]
+    boundary = ["Boundary IoU"] if findings.has_boundaries else []
+    numbers = [findings.reference.metric, "change", "95 %", *boundary, "p50 ms", "p99 ms", "speed-up", "MB"]
     rows = []
     for row in findings.ordered:
         cells = shown(row)
-        shown_numbers = [cells.score, cells.change, cells.change_interval, cells.p50_ms, cells.p99_ms]
-        shown_numbers += [cells.speedup, cells.size_mb]
+        shown_numbers = [cells.score, cells.change, cells.change_interval]
+        shown_numbers += (
+            [f"{cells.boundary_iou} ({cells.boundary_change})"] if findings.has_boundaries else []
+        )
+        shown_numbers += [cells.p50_ms, cells.p99_ms, cells.speedup, cells.size_mb]
         front = "yes" if row.pareto else ""
         rows.append([row.variant, row.target, row.verdict, *shown_numbers, front, row.reason])
     return _table(["variant", "target", "verdict", *numbers, "front", "why"], rows)

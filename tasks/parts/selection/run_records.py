@@ -29,6 +29,7 @@ TRAININGS = ("train", "distill", "finetune", "quantize_aware_train")
 _TEXTS = (
     "metric",
     "iou",
+    "boundary_iou_by_class",
     "outputs",
     "parent",
     "unseen_split",

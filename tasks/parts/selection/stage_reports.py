@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.reports import KEY_FILE, REPORT_FILE, ReportT, read_key, read_report
 from tasks.parts.builders.report import EngineBuild
 from tasks.parts.data.accuracy import AccuracyReport
-from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, read_results
+from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, boundaries_of, read_results
 from tasks.parts.engines.manifest import (
     MANIFEST_FILE,
     EngineManifest,
@@ -83,6 +83,22 @@ def read_image_results(folders: StageFolders, row: EngineRow) -> ValidatedImages
         read_results(folder / RESULTS_FILE, split) for split in (report.split, report.unseen_split)
     )
     return ValidatedImages(decisive, unseen, report.unseen_split)
+
+
+def read_boundary_results(folders: StageFolders, row: EngineRow) -> ImageResults:
+    """Read what validate wrote about the boundaries in each image of the split that decides.
+
+    Raises ConfigError if the model has no masks.
+    """
+    folder = folders.of(row.variant, row.target)["validate"]
+    report = _read(AccuracyReport, folder)
+    assert report.accuracy is not None
+    if report.accuracy.boundary_iou is None:
+        raise ConfigError(
+            f"select_engine.max_boundary_iou_rel_loss is set, but {row.name} has no Boundary IoU (its metric is "
+            f"{report.accuracy.metric}), expected masks with labels. Set it to null."
+        )
+    return read_results(folder / RESULTS_FILE, boundaries_of(report.split))
 
 
 def engine_file(folders: StageFolders, row: EngineRow) -> Path:

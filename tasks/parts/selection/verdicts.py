@@ -42,6 +42,8 @@ class Reference:
     """The score that counts as 100 %."""
     speed_name: str
     """Readable name of the engine that speed-ups refer to."""
+    boundary_iou: float | None
+    """Its Boundary IoU; None without masks."""
 
 
 def find_reference(rows: Sequence[EngineRow], variant: str, target: str) -> Reference:
@@ -65,7 +67,8 @@ def find_reference(rows: Sequence[EngineRow], variant: str, target: str) -> Refe
         )
     is_eager = row.conditions["Runtime"].startswith("torch ")
     speed_name = "eager PyTorch" if is_eager else f"{variant} on {target}"
-    return Reference(variant, target, row.measured.accuracy.metric, score, speed_name)
+    accuracy = row.measured.accuracy
+    return Reference(variant, target, accuracy.metric, score, speed_name, accuracy.boundary_iou)
 
 
 def judge_all(
@@ -118,7 +121,8 @@ def _judge(row: EngineRow, gates: Gates, reference: Reference) -> EngineRow:
     if row.measured is None:
         return row
     checks = gates.accuracy.check(row.name)
-    losses, standing = losses_of(checks), worst(check.standing for check in checks)
+    boundary_loss = _rel_loss(row.measured.accuracy.boundary_iou, reference.boundary_iou)
+    losses, standing = losses_of(checks, boundary_loss), worst(check.standing for check in checks)
     measured = dataclasses.replace(row.measured, losses=losses)
     row = dataclasses.replace(row, measured=measured)
     score = f"{measured.accuracy.metric} {measured.accuracy.score:.4f}"
@@ -139,6 +143,11 @@ def _judge(row: EngineRow, gates: Gates, reference: Reference) -> EngineRow:
         noise = f"latency inconclusive: two processes of the same engine differ by {spread}"
         return _decide(row, Verdict.INCONCLUSIVE, accuracy, speed, noise)
     return _decide(row, Verdict.ACCEPT, accuracy, speed)
+
+
+def _rel_loss(score: float | None, base: float | None) -> float | None:
+    """Return the share of the base's score that is lost; None if either has none, or if it is 0."""
+    return None if score is None or not base else 1 - score / base
 
 
 def _climb(row: EngineRow, below: EngineRow, gates: Gates, benchmark: BenchmarkReport) -> EngineRow:
