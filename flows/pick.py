@@ -110,9 +110,11 @@ def show(runs: Sequence[TrackedEngine], picked: TrackedEngine | None) -> None:
 
     names = ("other_score", "miou", "top1")
     metric = next((name for name in names if any(name in run.metrics for run in runs)), "top1")
+    has_boundaries = any("boundary_iou" in run.metrics for run in runs)
     table = Table(
         "variant",
         runs[0].tags.get("metric", "mIoU"),  # earlier versions only did segmentation
+        *(["Boundary IoU"] if has_boundaries else []),
         "p50 ms",
         "p99 ms",
         "MB",
@@ -125,6 +127,7 @@ def show(runs: Sequence[TrackedEngine], picked: TrackedEngine | None) -> None:
         table.add_row(
             tags["variant"],
             format_number(run.metrics.get(metric), 4),
+            *([format_number(run.metrics.get("boundary_iou"), 4)] if has_boundaries else []),
             format_number(run.metrics.get("latency_ms_p50"), 3),
             format_number(run.metrics.get("latency_ms_p99"), 3),
             format_number(run.metrics.get("size_bytes"), 2, scale=1e-6),

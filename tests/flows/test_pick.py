@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from flows.params import compose_params
-from flows.pick import Limits, main, pick
+from flows.pick import Limits, main, pick, show
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.log import log_pipeline
 from tasks.core.tracking.lookup import find_engines
@@ -101,6 +101,15 @@ def test_unproven_engine_ships_only_if_it_was_picked(tmp_path, verdict, picked, 
     ]
     runs = [TrackedEngine("0", logged.name, logged.tags, logged.metrics) for logged in records]
     assert pick(runs, Limits(None, None, None)).tags["variant"] == shipped
+
+
+def test_boundary_iou_of_masks_is_a_column_of_the_engines(tmp_path, capsys):
+    logged = record(tmp_path, "fast", 1.0, 0.60)
+    show([TrackedEngine("0", logged.name, logged.tags, logged.metrics)], None)
+    assert "Boundary IoU" not in capsys.readouterr().out  # of classes, or logged by an earlier version
+    show([TrackedEngine("0", logged.name, logged.tags, {**logged.metrics, "boundary_iou": 0.4321})], None)
+    out = capsys.readouterr().out
+    assert "Boundary IoU" in out and "0.4321" in out
 
 
 def test_limits_that_no_engine_holds_show_what_there_is(filled, capsys):

@@ -39,7 +39,15 @@ if TYPE_CHECKING:
 _VIEW_TAG = "mlflow.sharedViewState." + VIEW
 """The experiment tag in which MLflow's page stores a view that is shared by a link."""
 
-_VIEW_METRICS = ("latency_ms_p50", "latency_ms_p99", "other_score", "miou", "top1", "size_bytes")
+_VIEW_METRICS = (
+    "latency_ms_p50",
+    "latency_ms_p99",
+    "other_score",
+    "miou",
+    "boundary_iou",
+    "top1",
+    "size_bytes",
+)
 _VIEW_TAGS = ("picked", "verdict", "variant", "precision", "target")
 _ACCEPTED = "ACCEPT"
 """The verdict of an engine that passes all gates."""
