@@ -18,7 +18,8 @@ from tasks.parts.timelines.trace import Slice
 if TYPE_CHECKING:
     import openvino
 
-HOW = "laid end to end: OpenVINO reports durations only"
+START = "laid end to end: OpenVINO reports durations only"
+HOW = f"{START}; the engine is loaded anew before each inference, which is left out"
 REMAINDER = "not in a layer"
 
 _WARM_UPS = 2
@@ -52,14 +53,15 @@ def _record_one(
     after_us = _totals_us(request, _WARM_UPS + 1)
     durations_us = [max(0, after - before) for before, after in zip(before_us, after_us, strict=True)]
     slices, moment_us = [], start_us
-    for index in _executed(request.profiling_info, layers):
-        info = request.profiling_info[index]
+    nodes = request.profiling_info
+    for index in _executed(nodes, layers):
+        info = nodes[index]
         details = layer_details(layers, info.node_name, kind=info.node_type)
-        details |= {"kernel": info.exec_type, "duration_us": durations_us[index], "start": HOW}
+        details |= {"kernel": info.exec_type, "duration_us": durations_us[index], "start": START}
         slices.append(Slice(info.node_name, moment_us, durations_us[index], details))
         moment_us += durations_us[index]
     if moment_us < end_us:
-        details = {"content": "the call itself, and what was rounded down in the layers", "start": HOW}
+        details = {"content": "the call itself, and what was rounded down in the layers", "start": START}
         slices.append(Slice(REMAINDER, moment_us, end_us - moment_us, details))
     return Inference(start_us, max(moment_us, end_us), tuple(slices))
 
@@ -69,11 +71,11 @@ def _totals_us(request: "openvino.InferRequest", num_inferences: int) -> list[in
     return [num_inferences * round(info.real_time.total_seconds() * 1e6) for info in request.profiling_info]
 
 
-def _executed(profiling_info: "list[openvino.ProfilingInfo]", layers: LayerTable) -> list[int]:
+def _executed(nodes: "list[openvino.ProfilingInfo]", layers: LayerTable) -> list[int]:
     """Return the places of the nodes that run: one that takes less than a microsecond counts as not run there."""
-    ran = {index for index, info in enumerate(profiling_info) if info.status == type(info).Status.EXECUTED}
-    named = {profiling_info[index].node_name for index in ran}
-    for index, info in enumerate(profiling_info):
+    ran = {index for index, info in enumerate(nodes) if info.status == type(info).Status.EXECUTED}
+    named = {nodes[index].node_name for index in ran}
+    for index, info in enumerate(nodes):
         if info.node_name in layers and info.node_name not in named:
             named.add(info.node_name)
             ran.add(index)
