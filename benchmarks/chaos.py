@@ -49,7 +49,10 @@ from tasks.parts.engines.machine import read_cpu_model
 RESULTS = Path(__file__).parent / "results" / "chaos.json"
 SMOKE = ["debug=smoke"]
 CONFIGURATIONS = {"A": [*SMOKE], "B": [*SMOKE, "finetune.trainer.seed=1"]}
-MEASURED = ("search_pruning", "benchmark", "select_engine", "track", "race_picks")
+MEASURED = (
+    *("search_pruning", "benchmark", "measure_machine", "explain"),
+    *("select_engine", "track", "race_picks"),
+)
 """Stages whose outputs hold times or the place of a run in MLflow."""
 WITH_TIMES = (REPORT_FILE, KEY_FILE, "history.csv")
 _CACHE = Path(".dvc/cache")

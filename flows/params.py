@@ -141,8 +141,10 @@ def _drop_uncalled(params: dict[str, Any]) -> None:
             raise ConfigError(
                 f"{stage} is not a section of the configuration. Found: {', '.join(params)}."
             ) from error
-    for stage in _stages(params) - {address.split(".")[0] for address in _planned(params)}:
-        del params[stage]
+    called = {address.split(".")[0] for address in _planned(params)}
+    for stage in _stages(params) - called:
+        if params[stage]:  # else it has no targets, which dvc.yaml looks up
+            del params[stage]
 
 
 def _stages(params: dict[str, Any]) -> set[str]:

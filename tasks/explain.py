@@ -3,14 +3,8 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tasks.parts.explain.report import Explanation
-
-if TYPE_CHECKING:
-    from tasks.parts.explain.engine_view import EngineView
-    from tasks.parts.measuring.reports import BenchmarkReport
-    from tasks.parts.roofs.roofs import Roofs
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +51,7 @@ def explain(cfg: Config, *, builds: Path, benchmark: Path, roofs: Path, out: Pat
     measure_machine for the target. Raises ArtifactError for outputs of another version.
     """
     from tasks.core.reports import read_report
+    from tasks.parts.explain.engine_view import view_engines
     from tasks.parts.explain.markdown import write_explanation
     from tasks.parts.explain.report import explain_engine, explain_pair
     from tasks.parts.explain.waterfall import compare
@@ -66,7 +61,7 @@ def explain(cfg: Config, *, builds: Path, benchmark: Path, roofs: Path, out: Pat
 
     reached = read_report(Roofs, roofs)
     measured = read_report(BenchmarkReport, benchmark)
-    views = _views(cfg, builds, benchmark, measured, reached)
+    views = view_engines(cfg.variants, builds, benchmark, measured, reached)
     reason = "" if views else reached.reason or "no engine of this target was built"
     pairs = []
     for name, view in views.items():
@@ -90,27 +85,6 @@ def explain(cfg: Config, *, builds: Path, benchmark: Path, roofs: Path, out: Pat
     for each in pairs:
         logger.info("explain: %s: %s", cfg.target, each.advice)
     return explanation
-
-
-def _views(
-    cfg: Config, builds: Path, benchmark: Path, measured: "BenchmarkReport", reached: "Roofs"
-) -> dict[str, "EngineView"]:
-    """Return the engines that were measured and whose layers are known, by variant."""
-    from tasks.parts.engines.manifest import read_engine_manifest
-    from tasks.parts.explain.engine_view import view_engine
-    from tasks.parts.measuring.race import engine_folder
-
-    found = {
-        variant: view_engine(
-            variant,
-            read_engine_manifest(engine_folder(builds, variant)),
-            measured.engines[variant],
-            benchmark,
-            reached,
-        )
-        for variant in cfg.variants
-    }
-    return {variant: view for variant, view in found.items() if view is not None}
 
 
 def _folder(out: Path, name: str) -> Path:

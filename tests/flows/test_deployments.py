@@ -216,7 +216,11 @@ _FEW_ENGINES = (
 )
 """Two engines for cpu_torch and three for cpu_onnxruntime; all networks are those of the smoke run."""
 
-_OF_TARGETS = (".*", "build_engine", "validate", "diff_layers", "benchmark", "select_engine", "race_picks")
+_OF_TARGETS = (
+    ".*",
+    *("build_engine", "validate", "diff_layers", "benchmark", "measure_machine", "explain"),
+    *("select_engine", "race_picks"),
+)
 """What is left to make where the models are there."""
 
 _IN_THE_MIDDLE_OF_A_PUSH = 200_000

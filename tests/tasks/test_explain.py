@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tasks.benchmark import Config as BenchmarkConfig
 from tasks.benchmark import benchmark
 from tasks.core.config import typed_config
 from tasks.core.reports import read_report, write_json
@@ -32,7 +33,7 @@ class Measured:
 @pytest.fixture(scope="module")
 def measured(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """Two engines of one target with their benchmark and the roofs of this machine."""
-    root = tmp_path_factory.mktemp("measured")
+    root = tmp_path_factory.mktemp("measured") / "artifacts"
     for variant in ("float", "quantized"):
         folder = root / "build_engine" / variant / TARGET
         folder.mkdir(parents=True)
@@ -40,13 +41,13 @@ def measured(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Me
     options = yaml.safe_load((REPOSITORY / "conf/benchmark/default.yaml").read_text(encoding="utf-8"))
     options |= {"budget_s": 1.0, "quiet": {"max_busy_cores": 64.0, "max_wait_s": 0.0}, "max_aa_spread": 10.0}
     options |= {"target": TARGET, "gpu": None, "variants": ["float", "quantized"], "concurrencies": []}
-    from tasks.benchmark import Config as BenchmarkConfig
-
     found = Measured(
-        root / "build_engine" / "*" / TARGET / "engine", root / "benchmark", root / "measure_machine"
+        root / "build_engine" / "*" / TARGET / "engine",
+        root / "benchmark" / TARGET,
+        root / "measure_machine" / TARGET,
     )
     for folder in (found.benchmark, found.roofs):
-        folder.mkdir()
+        folder.mkdir(parents=True)
     report = benchmark(
         typed_config(BenchmarkConfig, options, "benchmark"),
         builds=found.builds,

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tasks.parts.engines.manifest import EngineManifest
+from tasks.parts.engines.manifest import EngineManifest, read_engine_manifest
 from tasks.parts.explain.layers import ExplainedLayer, TimedLayer, explain_layers, read_layers, time_of
-from tasks.parts.measuring.reports import EngineMeasurement
+from tasks.parts.measuring.race import engine_folder
+from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.roofs.roofs import Bound, Roofs
 
 INT8 = "int8"
@@ -100,11 +101,17 @@ class EngineView:
         return tuple(found)
 
 
-def view_engine(
-    name: str, engine: EngineManifest, measured: EngineMeasurement, tables: Path, roofs: Roofs
-) -> EngineView | None:
-    """Return the view of a measured engine; None if there is no engine, or its runtime reports no layers."""
-    layers = read_layers(tables / name)
-    if measured.latency is None or not layers:
-        return None
-    return EngineView(name, engine, measured.latency.at_batch_1.latency_ms_p50, layers, roofs)
+def view_engines(
+    variants: Sequence[str], builds: Path, benchmark: Path, measured: BenchmarkReport, roofs: Roofs
+) -> dict[str, EngineView]:
+    """Return the engines of a target that were measured and whose layers are known, by variant.
+
+    `builds` has a `*` in place of the variant; `measured` is the report in the folder `benchmark`.
+    """
+    found = {}
+    for variant in variants:
+        layers, latency = read_layers(benchmark / variant), measured.engines[variant].latency
+        if latency is not None and layers:
+            manifest = read_engine_manifest(engine_folder(builds, variant))
+            found[variant] = EngineView(variant, manifest, latency.at_batch_1.latency_ms_p50, layers, roofs)
+    return found
