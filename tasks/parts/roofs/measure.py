@@ -13,7 +13,7 @@ import numpy as np
 from tasks.parts.builders.contract import GraphSource
 from tasks.parts.builders.executed_layers import LayerRow, join_nodes, list_rows
 from tasks.parts.builders.report import new_manifest
-from tasks.parts.engines.machine import check_versions
+from tasks.parts.engines.machine import check_versions, missing_cpu_flags
 from tasks.parts.engines.manifest import FloatArray
 from tasks.parts.engines.open_engine import load_runner
 from tasks.parts.engines.rounds import rounds_ms
@@ -56,11 +56,13 @@ class _Loaded:
 def measure_roofs(target: Target, effort: Effort) -> Roofs:
     """Return what the target's runtime reaches on this machine.
 
-    `reason` says why if the runtime reports no layers, as those of checkpoints do not, and nothing was measured.
+    `reason` says why if nothing was measured: the runtime reports no layers, or the CPU lacks a declared flag.
     """
     version, machine = check_versions(target), read_machine(target.device)
     if target.runtime.traits.reads_checkpoints:
         return _nothing(target, version, machine, f"{target.runtime} reports no layers of an engine")
+    if missing := missing_cpu_flags(target):
+        return _nothing(target, version, machine, f"this CPU lacks {', '.join(missing)}")
     target = replace(target, max_batch=1)
     compute: dict[str, list[ComputeRoof]] = {}
     for probe, wanted in _compute_probes(target):

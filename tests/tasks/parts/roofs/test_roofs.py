@@ -29,6 +29,8 @@ def test_runtime_that_reports_no_layers_has_no_roofs(workshop: Workshop) -> None
     roofs = measure_roofs(workshop.target("cpu_torch"), Effort(3, [64 << 10]))
     assert roofs.reason == "torch reports no layers of an engine"
     assert not roofs.compute and not roofs.memory
+    lacking = measure_roofs(workshop.target("cpu_openvino", cpu_flags=["none"]), Effort(3, [64 << 10]))
+    assert lacking.reason == "this CPU lacks none"
 
 
 @pytest.mark.parametrize(
