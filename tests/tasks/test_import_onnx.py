@@ -38,6 +38,7 @@ from tasks.parts.onnx_graphs.graph import other_types, read_card_of_graph, read_
 from tasks.parts.onnx_graphs.macs import conv_macs
 from tasks.parts.onnx_graphs.predict import predict_classes
 from tasks.parts.onnx_graphs.signal_to_noise import difference
+from tasks.parts.onnx_session import open_session
 from tasks.parts.quantization.calibration import collect_statistics
 from tasks.parts.quantization.qdq import quantizable_tensors
 from tasks.validate import Config as ValidateConfig
@@ -391,18 +392,19 @@ def test_quantized_file_is_kept_as_it_is_and_gets_its_float_form(
     card = read_card_of_graph(graph)
     images_NCHW = normalise(np.asarray(open_images(small, "test")), card.mean, card.std)
     before, float_form, after = (
-        onnxruntime.InferenceSession(file).run(None, {"pixels": images_NCHW})[0]
+        open_session(file, is_optimised=False).run(None, {"pixels": images_NCHW})[0]
         for file in (path, tmp_path / "out" / "model.onnx", int8)
     )
     assert difference(before, float_form).sqnr_db > difference(before, after).sqnr_db + 3
     (tmp_path / "engine").mkdir()
     built = build_engine(
-        target("cpu_onnxruntime"),
+        # Without VNNI weights get 7 bits: 8 dB for this network of random weights.
+        replace(target("cpu_onnxruntime"), min_agreement_int8_db=5.0),
         model=tmp_path / "out" / "quantized.onnx",
         images=calibration_images(small),
         out=tmp_path / "engine",
     )
-    assert built.status == "built"
+    assert built.status == "built", built.reason
 
 
 def test_quantized_file_and_configuration_have_to_agree(small: Path, tmp_path: Path) -> None:
@@ -845,7 +847,7 @@ def test_batch_that_cannot_be_freed_stays_one_for_engines_too(small: Path, tmp_p
     (tmp_path / "engine").mkdir()
     pixels = calibration_images(small)
     built = build_engine(target("cpu_openvino"), model=model, images=pixels, out=tmp_path / "engine")
-    assert built.status == "built"
+    assert built.status == "built", built.reason
     assert read_engine_manifest(tmp_path / "engine" / "engine").target.max_batch == 1
 
 

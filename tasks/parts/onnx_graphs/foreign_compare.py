@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from tasks.core.errors import ArtifactError, BuildFailed, GateFailed, first_line
+from tasks.parts.cpu import int8_sums_saturate
 from tasks.parts.data.dataset import normalise
 from tasks.parts.onnx_graphs.foreign_file import open_original
 from tasks.parts.onnx_graphs.foreign_form import InputForm
@@ -62,7 +63,9 @@ def compare(
     stop = GateFailed if imported.static_batch is None or imported.max_batch else FixedBatch
     hint = _hint(imported)
     try:
-        session = open_session(with_output(imported.graph, imported.head.tensor))
+        session = open_session(
+            with_output(imported.graph, imported.head.tensor), is_optimised=not int8_sums_saturate()
+        )
     except BuildFailed as error:
         raise stop(f"ONNX Runtime refuses the written graph ({first_line(error)}). {hint}") from error
     name = imported.graph.graph.input[0].name

@@ -38,7 +38,8 @@ def op_types(model: ModelProto) -> list[str]:
 
 def run(model: ModelProto, images_NCHW: np.ndarray) -> np.ndarray:
     onnx.checker.check_model(model, full_check=True)
-    return np.asarray(open_session(model).run(None, {"image": images_NCHW})[0])
+    """Return the logits as the graph is written: integer kernels add in 16 bits on a CPU without VNNI."""
+    return np.asarray(open_session(model, is_optimised=False).run(None, {"image": images_NCHW})[0])
 
 
 def only_resize(height: int, width: int, factor: int, **attributes: object) -> ModelProto:
@@ -118,8 +119,7 @@ def test_only_the_convolution_that_reads_the_image_becomes_float(network_type: t
     assert op_types(encoded).count("DequantizeLinear") == op_types(unsigned).count("DequantizeLinear") - 2
     exact, before, after = (run(model, images_NCHW) for model in (graph, unsigned, encoded))
     assert difference(exact, after).sqnr_db > difference(exact, before).sqnr_db - 0.5
-    # Without VNNI weights have 7 bits: 19.5 dB. The logits of other images agree by 0.9 dB.
-    assert difference(before, after).sqnr_db > 15
+    assert difference(before, after).sqnr_db > 20
 
 
 def test_a_float_graph_and_wide_stems_are_left_alone() -> None:

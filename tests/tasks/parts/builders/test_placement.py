@@ -44,7 +44,8 @@ def build_for(target: str, graph: ModelProto, out: Path) -> EngineBuild:
 
 
 def logits(graph: ModelProto) -> np.ndarray:
-    found: np.ndarray = open_session(graph).run(None, {"image": IMAGES_NCHW})[0]
+    """Return the logits as the graph is written: integer kernels add in 16 bits on a CPU without VNNI."""
+    found: np.ndarray = open_session(graph, is_optimised=False).run(None, {"image": IMAGES_NCHW})[0]
     return found
 
 
@@ -80,11 +81,11 @@ def test_onnx_runtime_computes_the_operators_between_the_layers_on_integers(
 
 
 def test_pairs_and_their_removal_keep_the_logits(graphs: Graphs) -> None:
-    exact, least_db = logits(graphs.exact), 15  # without VNNI, weights have 7 bits: 17 dB for `gemm`
-    assert difference(exact, logits(graphs.int8)).sqnr_db > least_db
+    exact = logits(graphs.exact)
+    assert difference(exact, logits(graphs.int8)).sqnr_db > 20
     fused = fuse_activations(graphs.int8)
     onnx.checker.check_model(fused, full_check=True)
-    assert difference(exact, logits(fused)).sqnr_db > least_db
+    assert difference(exact, logits(fused)).sqnr_db > 20
 
 
 @pytest.mark.parametrize(

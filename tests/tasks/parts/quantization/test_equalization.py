@@ -80,7 +80,9 @@ def equalized(graph: ModelProto, images_NCHW: np.ndarray) -> ModelProto:
 
 
 def logits(graph: ModelProto, images_NCHW: np.ndarray) -> np.ndarray:
-    found: np.ndarray = open_session(graph).run(None, {graph.graph.input[0].name: images_NCHW})[0]
+    found: np.ndarray = open_session(graph, is_optimised=False).run(
+        None, {graph.graph.input[0].name: images_NCHW}
+    )[0]
     return found
 
 
