@@ -52,7 +52,7 @@ def make_folder_data(root: Path) -> None:
 
 
 def test_pages_have_commands() -> None:
-    assert "make run" in COMMANDS and len(COMMANDS) == 14
+    assert "make run" in COMMANDS and len(COMMANDS) == 15
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:
