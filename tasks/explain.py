@@ -66,13 +66,17 @@ def explain(cfg: Config, *, builds: Path, benchmark: Path, roofs: Path, out: Pat
     pairs = []
     for name, view in views.items():
         write_table(_folder(out, name) / "layers.csv", view.rows)
+    compared: set[tuple[str, str]] = set()
     for pair in cfg.pairs:
-        if pair.before in views and pair.after in views:
-            before, after = views[pair.before], views[pair.after]
-            if before.manifest.sha256 == after.manifest.sha256:
-                continue
-            pairs.append(explain_pair(before, after, measured))
-            write_table(_folder(out, f"{pair.before}--{pair.after}") / WATERFALL_FILE, compare(before, after))
+        if pair.before not in views or pair.after not in views:
+            continue
+        before, after = views[pair.before], views[pair.after]
+        files = before.manifest.sha256, after.manifest.sha256
+        if files[0] == files[1] or files in compared:  # identical files are one engine
+            continue
+        compared.add(files)
+        pairs.append(explain_pair(before, after, measured))
+        write_table(_folder(out, f"{pair.before}--{pair.after}") / WATERFALL_FILE, compare(before, after))
     explanation = Explanation(
         target=cfg.target,
         engines={
