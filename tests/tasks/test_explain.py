@@ -94,6 +94,11 @@ def test_page_shows_roofs_engines_waterfall_layers_and_causes(measured: Measured
         assert cause.detail in text
 
 
+def test_files_are_compared_once_and_never_with_themselves(measured: Measured, tmp_path: Path) -> None:
+    twice = [Pair("float", "quantized"), Pair("float", "quantized"), Pair("float", "float")]
+    assert len(run(measured, tmp_path, pairs=twice).pairs) == 1
+
+
 def test_target_without_engines_says_so(measured: Measured, tmp_path: Path) -> None:
     report = run(measured, tmp_path, variants=[], pairs=[])
     assert report.reason == "no engine of this target was built"
