@@ -28,6 +28,8 @@ INT8 = "int8"
 _SHORT, _LONG = 4, 68
 """Lengths of the chains whose difference is the cost of a layer."""
 _CALLS_IN_PROFILE = 12
+_LEAST_MOVED = 0.4
+"""Share of the working set that a layer has to move to count: with 16 bits for a value it is half of it."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def _bandwidth(
                 times_ms = [
                     max(times[name] - profiled_ms, times[name] / 2) for times in rounds if name in times
                 ]
-                if moved_bytes >= working_set_bytes and times_ms:
+                if moved_bytes >= working_set_bytes * _LEAST_MOVED and times_ms:
                     rates.append(_rate([1000 * moved_bytes / value for value in times_ms]))
     return MemoryRoof(working_set_bytes, max(rates, key=lambda rate: rate.value))
 
