@@ -160,7 +160,7 @@ def _explain(layer: TimedLayer, roofs: Roofs, latency_ms: float) -> ExplainedLay
     is_known = bool(layer.macs or layer.moved_bytes)
     limits = (
         limits_of(roofs, precision=layer.precision, macs=layer.macs, moved_bytes=layer.moved_bytes)
-        if is_known and roofs.compute
+        if is_known and roofs.compute and roofs.memory
         else None
     )
     attainable_ms = limits.attainable_ms if limits else None

@@ -76,10 +76,13 @@ def measure_roofs(target: Target, effort: Effort) -> Roofs:
                     )
     with _loaded(target, version, [chain(_SHORT), chain(_LONG)]) as (short, long):
         layer_ms, call_ms = _cost_of_calls(short, long, effort.num_rounds)
-        profiled_ms = statistics.median(long.profile_ms().values())
+        profiled_ms = statistics.median(
+            list(long.profile_ms().values()) or [0.0]
+        )  # OpenVINO rounds down to 1 us
     memory = [
-        _bandwidth(target, version, size, effort.num_rounds, profiled_ms)
+        MemoryRoof(size, bandwidth)
         for size in effort.working_sets_bytes
+        if (bandwidth := _bandwidth(target, version, size, effort.num_rounds, profiled_ms))
     ]
     return Roofs(
         target=target.name,
@@ -164,20 +167,27 @@ def _cost_of_calls(short: _Loaded, long: _Loaded, num_rounds: int) -> tuple[Rate
 
 def _bandwidth(
     target: Target, version: str, working_set_bytes: int, num_rounds: int, profiled_ms: float
-) -> MemoryRoof:
-    """Measure layers that only move data; what the profiler reports for a layer without work is not their own."""
+) -> Rate | None:
+    """Measure layers that only move data; None if the profiler's resolution is too coarse for all of them."""
     rates = []
     with _loaded(target, version, moves(working_set_bytes)) as probes:
         for loaded in probes:
             rounds = [loaded.profile_ms() for _ in range(num_rounds)]
             for name, row in loaded.rows.items():
                 moved_bytes = (row.input_bytes or 0) + (row.output_bytes or 0)
-                times_ms = [
-                    max(times[name] - profiled_ms, times[name] / 2) for times in rounds if name in times
-                ]
-                if moved_bytes >= working_set_bytes * _LEAST_MOVED and times_ms:
-                    rates.append(_rate([1000 * moved_bytes / value for value in times_ms]))
-    return MemoryRoof(working_set_bytes, max(rates, key=lambda rate: rate.value))
+                rate = moved_rate(moved_bytes, [times.get(name, 0.0) for times in rounds], profiled_ms)
+                if rate and moved_bytes >= working_set_bytes * _LEAST_MOVED:
+                    rates.append(rate)
+    return max(rates, key=lambda rate: rate.value, default=None)
+
+
+def moved_rate(moved_bytes: int, times_ms: Sequence[float], profiled_ms: float) -> Rate | None:
+    """Return bytes per second; what the profiler reports for a layer without work is not the layer's own.
+
+    Times of 0 are below the profiler's resolution; None if all of them are.
+    """
+    own_ms = [max(value - profiled_ms, value / 2) for value in times_ms if value]
+    return _rate([1000 * moved_bytes / value for value in own_ms]) if own_ms else None
 
 
 def _rate(values: Sequence[float]) -> Rate:

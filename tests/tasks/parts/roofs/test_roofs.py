@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.parts.roofs.measure import Effort, measure_roofs
+from tasks.parts.roofs.measure import Effort, measure_roofs, moved_rate
 from tasks.parts.roofs.peaks import macs_per_cycle, theoretical_peak
 from tasks.parts.roofs.roofs import Bound, Limits, limits_of
 from tests.tasks.conftest import Workshop
@@ -88,6 +88,12 @@ def test_two_roofs_within_a_quarter_bound_a_layer_together(
     times: tuple[float, float, float], bound: Bound
 ) -> None:
     assert Limits(*times).bound is bound
+
+
+def test_times_below_the_resolution_of_the_profiler_give_no_rate() -> None:
+    found = moved_rate(1_000_000, [0.0, 0.003, 0.002], 0.001)
+    assert found is not None and found.low == pytest.approx(0.5e12) and found.high == pytest.approx(1e12)
+    assert moved_rate(1_000_000, [0.0, 0.0], 0.001) is None
 
 
 def test_bandwidth_is_that_of_the_smallest_working_set_that_holds_the_bytes() -> None:
