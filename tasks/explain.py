@@ -47,10 +47,13 @@ def reads(cfg: Config, *, builds: Path, **_: Path) -> dict[str, list[Path]]:
 def explain(cfg: Config, *, builds: Path, benchmark: Path, roofs: Path, out: Path) -> Report:
     """Write explain.md, layers.csv into a folder for each variant and waterfall.csv into one for each pair.
 
+    details.json holds the same for the engine report, with each two engines compared (see parts/explain/details.py).
+
     ``builds`` has a ``*`` in place of the variant. `benchmark` and `roofs` are the outputs of benchmark and
     measure_machine for the target. Raises ArtifactError for outputs of another version.
     """
     from tasks.core.reports import read_report
+    from tasks.parts.explain.details import write_details
     from tasks.parts.explain.engine_view import view_engines
     from tasks.parts.explain.markdown import write_explanation
     from tasks.parts.explain.report import explain_engine, explain_pair
@@ -85,6 +88,8 @@ def explain(cfg: Config, *, builds: Path, benchmark: Path, roofs: Path, out: Pat
         pairs=tuple(pairs),
         reason=reason,
     )
+    if views:
+        write_details(out, explanation.engines, views, reached, measured)
     (out / EXPLANATION_FILE).write_text(write_explanation(explanation, views, reached), encoding="utf-8")
     for each in pairs:
         logger.info("explain: %s: %s", cfg.target, each.advice)

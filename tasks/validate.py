@@ -49,10 +49,12 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     """Write `confusion.csv` (rows: truth, columns: prediction, in pixels or images) and return the scores on `split`.
 
     Values that are no classes have no confusion. `images.npz` holds what was right in each image of both splits, of
-    masks also on their boundaries alone (see tasks/parts/data/comparison.py). For an engine that was skipped or
-    failed, the report has that status. Raises ArtifactError when engine and data set differ in their classes,
+    masks also on their boundaries alone (see tasks/parts/data/comparison.py). `answers.npz` holds the class of each
+    image of `split`, or its mask at 64 pixels a side at most, for people to look at. For an engine that was skipped
+    or failed, the report has that status. Raises ArtifactError when engine and data set differ in their classes,
     GateFailed for logits that are not finite.
     """
+    from tasks.parts.data.answers import ANSWERS_FILE, write_answers
     from tasks.parts.data.comparison import RESULTS_FILE, boundaries_of, write_results
     from tasks.parts.data.judge import open_judge
     from tasks.parts.engines.manifest import read_engine_manifest
@@ -75,6 +77,7 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     write_results(out / RESULTS_FILE, results)
     if card.classes:
         _write_confusion(measured.confusion_CC, card.classes, out / "confusion.csv")
+        write_answers(out / ANSWERS_FILE, measured.answers)
     accuracy = _accuracy(measured, card, judge)
     logger.info("validate: %s %s on %d images", accuracy.metric, accuracy.score, measured.results.num_images)
     return Report(
@@ -99,6 +102,8 @@ class _Measured:
     """Counts of (true class, predicted class) in pixels or images; empty for values."""
     energy_C: Any
     """Sum of the squares of the values of each output; empty for classes."""
+    answers: Any
+    """The class of each image, or its mask in small; empty for values."""
 
 
 def _accuracy(measured: _Measured, card: "InputCard", judge: "Judge") -> Accuracy:
@@ -143,6 +148,7 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
     """Run every image of a split through an engine."""
     import numpy as np
 
+    from tasks.parts.data.answers import shrink
     from tasks.parts.data.comparison import energy
     from tasks.parts.data.dataset import IGNORE_INDEX, normalise, open_images
     from tasks.parts.data.input_card import Task
@@ -155,7 +161,7 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
     ignore_index = IGNORE_INDEX if card.task is Task.segmentation else NO_LABEL
     step = min(batch_size, runner.manifest.target.max_batch)
     confusion_CC, results = np.zeros((len(card.classes), len(card.classes)), np.int64), []
-    energies_C, boundaries = [], []
+    energies_C, boundaries, shown = [], [], []
     starts = range(0, len(images_NHWC), batch_size)
     for start in tracked(starts, "validate"):
         images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
@@ -172,13 +178,21 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
         results.append(judge.compare(outputs, answers, start))
         if card.task is Task.segmentation:
             boundaries.append(judge.compare_boundaries(answers, start))
+        if card.classes:
+            shown.append(shrink(answers) if card.task is Task.segmentation else answers)
         if card.task is Task.values:
             energies_C.append(energy(outputs, card.output_sizes).sum(axis=0))
         else:
             labels = judge.labels[start : start + batch_size]
             confusion_CC += confusion_matrix(answers, labels, len(card.classes), ignore_index)
     on_boundaries = judge.join(boundaries) if boundaries else None
-    return _Measured(judge.join(results), on_boundaries, confusion_CC, np.sum(energies_C, axis=0))
+    return _Measured(
+        judge.join(results),
+        on_boundaries,
+        confusion_CC,
+        np.sum(energies_C, axis=0),
+        np.concatenate(shown) if shown else np.zeros(0, np.int64),
+    )
 
 
 def _write_confusion(confusion_CC: Any, classes: tuple[str, ...], path: Path) -> None:

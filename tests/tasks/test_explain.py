@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,32 @@ def run(measured: Measured, out: Path, **changes: object) -> Explanation:
     cfg = Config(TARGET, ["float", "quantized"], {"quantized": "float"}, [Pair("float", "quantized")])
     cfg = dataclasses.replace(cfg, **changes)  # type: ignore[arg-type]
     return explain(cfg, builds=measured.builds, benchmark=measured.benchmark, roofs=measured.roofs, out=out)
+
+
+def test_details_hold_the_layers_once_and_the_steps_between_two_engines(
+    measured: Measured, tmp_path: Path
+) -> None:
+    report = run(measured, tmp_path)
+    details = json.loads((tmp_path / "details.json").read_text(encoding="utf-8"))
+    assert list(details["engines"]) == ["float", "quantized"]
+    [pair] = details["pairs"]
+    assert (pair["before"], pair["after"]) == ("float", "quantized")
+    assert pair["advice"] == report.pairs[0].advice
+    assert sum(pair["parts_ms"]) == pytest.approx(
+        report.pairs[0].after_ms - report.pairs[0].before_ms, abs=2e-3
+    )
+    with (tmp_path / "quantized" / "layers.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    layers = [
+        dict(zip(details["layer_fields"], layer, strict=True))
+        for layer in details["engines"]["quantized"]["layers"]
+    ]
+    assert [details["texts"][layer["layer"]] for layer in layers] == [row["layer"] for row in rows]
+    assert [layer["macs"] for layer in layers] == [int(row["macs"]) for row in rows]
+    for part, before, after, _ in pair["steps"]:
+        assert 0 <= part < len(details["parts"]) and (before or after)
+    compared = sorted(place for _, _, after, _ in pair["steps"] for place in after)
+    assert compared == list(range(len(rows)))  # each layer is in one step
 
 
 def test_time_of_each_engine_and_their_difference_add_up(measured: Measured, tmp_path: Path) -> None:

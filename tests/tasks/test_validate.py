@@ -9,6 +9,7 @@ from onnx import helper
 
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, GateFailed
+from tasks.parts.data.answers import ANSWERS_FILE, read_answers, shrink, write_answers
 from tasks.parts.data.comparison import RESULTS_FILE, boundaries_of, compare_boundaries, read_results
 from tasks.parts.data.dataset import normalise, open_split, read_manifest
 from tasks.parts.data.metrics import confusion_matrix, scores
@@ -63,6 +64,31 @@ def test_confusion_counts_every_pixel_once_whatever_the_batch(workshop, tmp_path
     assert tables[0].sum() == 6 * 64 * 96
     np.testing.assert_array_equal(tables[0], tables[1])
     np.testing.assert_array_equal(tables[0], tables[2])
+
+
+def test_answers_are_the_masks_of_the_deciding_split(workshop, tmp_path):
+    import torch
+
+    from tasks.parts.networks.checkpoint import load_checkpoint
+
+    validate(CONFIG, engine=workshop.engine("float", "cpu_torch"), data=workshop.data, out=tmp_path)
+    network, card = load_checkpoint(workshop.checkpoint)
+    images_NHWC, _ = open_split(workshop.data, "test")
+    with torch.inference_mode():
+        logits_NCHW = network(torch.from_numpy(normalise(images_NHWC, card.mean, card.std)))
+    assert np.array_equal(read_answers(tmp_path / ANSWERS_FILE), shrink(logits_NCHW.argmax(1).numpy()))
+
+
+def test_large_masks_are_shown_in_small(tmp_path):
+    masks_NHW = np.arange(2 * 100 * 200).reshape(2, 100, 200) % 300
+    small_Nhw = shrink(masks_NHW)
+    assert small_Nhw.shape == (2, 25, 50) and small_Nhw[1, 3, 5] == masks_NHW[1, 14, 22]
+    write_answers(tmp_path / ANSWERS_FILE, small_Nhw)
+    assert np.array_equal(read_answers(tmp_path / ANSWERS_FILE), small_Nhw)
+    assert shrink(masks_NHW[:, :64, :64]).shape == (2, 64, 64)
+    (tmp_path / ANSWERS_FILE).write_bytes(b"PK")
+    with pytest.raises(ArtifactError, match=r"no answers .* Run validate again"):
+        read_answers(tmp_path / ANSWERS_FILE)
 
 
 def test_engine_that_was_skipped_gives_a_report_with_the_reason(workshop, tmp_path):
