@@ -50,6 +50,8 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
         validations=ARTIFACTS / "validate",
         benchmarks=ARTIFACTS / "benchmark",
         diffs=ARTIFACTS / "diff_layers",
+        explanations=Path(params["pipeline"]["explanations"]),
+        data=Path(params["pipeline"]["data"]),
     )
     stages.run(
         "track",

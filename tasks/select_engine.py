@@ -66,6 +66,8 @@ class Config:
     """Every engine that was built, without repeats."""
     parents: dict[str, str]
     """Variant of reduced precision -> variant of its float graph."""
+    explained: list[str]
+    """Targets whose layers `explain` held against the roofs."""
 
     def __post_init__(self) -> None:
         names = [(engine.variant, engine.target) for engine in self.engines]
@@ -124,11 +126,19 @@ class Report:
 
 
 def reads(
-    cfg: Config, *, builds: Path, validations: Path, benchmarks: Path, diffs: Path
+    cfg: Config,
+    *,
+    builds: Path,
+    validations: Path,
+    benchmarks: Path,
+    diffs: Path,
+    explanations: Path,
+    **_: Path,
 ) -> dict[str, list[Path]]:
     """Return the outputs of these engines; another configuration may have left more of them."""
     folders = StageFolders(builds, validations, benchmarks, diffs)
-    return folders.of_engines((engine.variant, engine.target) for engine in cfg.engines)
+    read = folders.of_engines((engine.variant, engine.target) for engine in cfg.engines)
+    return read | {"explanations": [explanations / target for target in cfg.explained]}
 
 
 def select_engine(
@@ -138,16 +148,20 @@ def select_engine(
     validations: Path,
     benchmarks: Path,
     diffs: Path,
+    explanations: Path,
+    data: Path,
     out: Path,
 ) -> Report:
     """Write engines.json, picks.json, report.md, report.html, pareto.png and a bundle of each pick.
+
+    `explanations` and `data` decide nothing: the page shows the layers of engines, and images on which they differ.
 
     Raises ArtifactError if a report is missing or accuracy, latency and speed-up were measured on different files.
     """
     logger.info("select_engine: %d engines from %s", len(cfg.engines), builds)
     folders = StageFolders(builds, validations, benchmarks, diffs)
     findings = judge(cfg, folders)
-    _write(findings, folders, out)
+    _write(findings, folders, {target: explanations / target for target in cfg.explained}, data, out)
     report = _report(findings)
     logger.info(
         "select_engine: %d of %d accepted, best %s", report.num_accepted, report.num_engines, report.best
@@ -211,10 +225,13 @@ def _accuracy_gates(cfg: Config, folders: StageFolders, rows: Sequence[EngineRow
     )
 
 
-def _write(findings: "Findings", folders: StageFolders, out: Path) -> None:
+def _write(
+    findings: "Findings", folders: StageFolders, explanations: dict[str, Path], data: Path, out: Path
+) -> None:
     from tasks.parts.selection.bundle import write_bundle
+    from tasks.parts.selection.gallery import make_gallery
     from tasks.parts.selection.markdown import render_markdown
-    from tasks.parts.selection.page import render_page
+    from tasks.parts.selection.page import picks_and_fronts_first, render_page
     from tasks.parts.selection.plots import draw_pareto
     from tasks.parts.selection.stage_reports import engine_file
 
@@ -223,7 +240,9 @@ def _write(findings: "Findings", folders: StageFolders, out: Path) -> None:
     write_json(out / "picks.json", {row.target: flatten(row) for row in rows if row.picked})
     draw_pareto(rows, gate=findings.gate, metric=findings.reference.metric, file=out / "pareto.png")
     (out / "report.md").write_text(render_markdown(findings), encoding="utf-8")
-    (out / "report.html").write_text(render_page(findings), encoding="utf-8")
+    reference = f"{findings.reference.variant}-{findings.reference.target}"
+    gallery = make_gallery(picks_and_fronts_first(rows), folders, data, reference)
+    (out / "report.html").write_text(render_page(findings, explanations, gallery), encoding="utf-8")
     for row in findings.picks:
         write_bundle(engine_file(folders, row).parent, flatten(row), out / "bundles" / row.target)
 

@@ -1,14 +1,19 @@
-"""The engine report as one HTML file that needs no network: plot, sortable table, picks on top."""
+"""The engine report as one HTML file that needs no network: picks, limits to move, two engines compared, tables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
-from tasks.parts.selection.engine_row import Verdict
-from tasks.parts.selection.findings import NOTHING, Findings, columns, shown, signed, times
-from tasks.parts.selection.plots import colours, interactive_pareto
+from tasks.parts.selection.engine_row import EngineRow, Measured, Verdict
+from tasks.parts.selection.findings import NOTHING, Findings, Shown, columns, shown, signed, times
+from tasks.parts.selection.page_data import page_data
+from tasks.parts.selection.plots import colours
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
+_MOST_ROWS = 50
+"""Rows of a table that stand in the page from the start: picks and fronts first."""
 _CHIPS = {
     Verdict.ACCEPT: "good",
     Verdict.TOO_LOSSY: "bad",
@@ -22,11 +27,28 @@ _CHIPS = {
 _WIDEST_HEAT = 0.42
 
 
-def render_page(findings: Findings) -> str:
-    """Return the whole page."""
+@dataclass(frozen=True)
+class Cell:
+    """A cell of the table of all engines."""
+
+    text: str
+    small: str = ""
+    kind: str = "num"
+    """CSS class of the cell."""
+    value: str | float | None = None
+    """What the column is sorted by; None for the text."""
+    chip: str | None = None
+    """CSS class of a chip around the text; None for no chip."""
+    target: str | None = None
+    """Target whose coloured dot stands before the small print; None for no dot."""
+
+
+def render_page(findings: Findings, explanations: Mapping[str, Path], gallery: dict[str, Any] | None) -> str:
+    """Return the whole page.
+
+    `explanations` are the outputs of `explain` by target; `gallery` is what `make_gallery` returned.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
 
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
@@ -35,12 +57,22 @@ def render_page(findings: Findings) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    ious = findings.ious
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    ordered: Sequence[EngineRow] = findings.ordered
+    if len(ordered) > _MOST_ROWS:
+        ordered = picks_and_fronts_first(ordered)
+    first = ordered[:_MOST_ROWS]
+    ious = [(row, iou) for row, iou in findings.ious if row in first]
     classes = columns(iou for _, iou in ious)
+    data = page_data(findings, explanations, gallery)
+    data["figures"] = _FIGURES
+    data["more_rows"] = [[astuple(cell) for cell in cells(row, findings)] for row in ordered[_MOST_ROWS:]]
     return environment.get_template("page.html").render(
         findings=findings,
         reference=findings.reference,
+        first=first,
+        most_rows=_MOST_ROWS,
+        cells=cells,
         ious=ious,
         heat={name: _shares([iou.get(name) for _, iou in ious]) for name in classes},
         conditions=findings.conditions(),
@@ -51,9 +83,59 @@ def render_page(findings: Findings) -> str:
         shown=shown,
         signed=signed,
         times=times,
-        figure=interactive_pareto(findings.rows, gate=findings.gate, metric=findings.reference.metric),
-        plotly=Markup(get_plotlyjs()),
+        data=data,
     )
+
+
+_FIGURES = (
+    {"key": "p50", "name": "latency p50, ms", "digits": 3, "lower": True},
+    {"key": "p99", "name": "latency p99, ms", "digits": 3, "lower": True},
+    {"key": "per_s", "name": "images per second", "digits": 0, "lower": False},
+    {"key": "per_s_batched", "name": "images per second, largest batch", "digits": 0, "lower": False},
+    {"key": "score", "name": "score", "digits": 4, "lower": False},
+    {"key": "boundary_iou", "name": "Boundary IoU", "digits": 4, "lower": False},
+    {"key": "memory_mib", "name": "memory, MiB", "digits": 1, "lower": True},
+    {"key": "size_mb", "name": "engine file, MB", "digits": 3, "lower": True},
+)
+"""Numbers that are compared between two engines: key in the data of the page, and how they are shown."""
+
+
+def picks_and_fronts_first(rows: Sequence[EngineRow]) -> list[EngineRow]:
+    """Return the picks, then the fronts, then the other rows, each in the given order."""
+    return sorted(rows, key=lambda row: (not row.picked, not row.pareto, row.measured is None))
+
+
+def cells(row: EngineRow, findings: Findings) -> list[Cell]:
+    """Return the cells of an engine in the table of all engines."""
+    numbers = shown(row)
+    word = "pick" if row.picked else row.verdict.lower().replace("_", " ")
+    front = "on the front" if row.pareto else ""
+    return [
+        Cell(row.variant, row.target, "name", row.name, target=row.target),
+        Cell(word, front, "name", word, _CHIPS[row.verdict]),
+        *(_number_cells(row.measured, row.precision, numbers, has_boundaries=findings.has_boundaries)),
+        Cell(row.reason, kind="why"),
+    ]
+
+
+def _number_cells(
+    measured: Measured | None, precision: str, numbers: Shown, *, has_boundaries: bool
+) -> list[Cell]:
+    if measured is None:
+        return [Cell(NOTHING, value="")] * (5 if has_boundaries else 4)
+    accuracy, speed = measured.accuracy, measured.speed
+    boundary = "" if accuracy.boundary_iou is None else accuracy.boundary_iou
+    return [
+        Cell(numbers.score, f"{numbers.change} ({numbers.change_interval})", value=accuracy.score),
+        *([Cell(numbers.boundary_iou, numbers.boundary_change, value=boundary)] if has_boundaries else []),
+        Cell(numbers.p50_ms, f"{numbers.p50_interval}, p99 {numbers.p99_ms}", value=speed.latency_ms_p50),
+        Cell(
+            numbers.speedup,
+            f"{speed.speedup_low:.3g} to {speed.speedup_high:.3g}",
+            value=speed.speedup_vs_reference,
+        ),
+        Cell(numbers.size_mb, precision, value=measured.size_bytes),
+    ]
 
 
 def _shares(values: Sequence[float | None]) -> list[float | None]:
