@@ -27,8 +27,9 @@ stop: .venv/.installed  ## stop the local Prefect server that a run started
 gc: .venv/.installed  ## remove from DVC's cache what neither this checkout nor a picked engine needs
 	@python -m flows.gc
 
+# Two processes at a time; threads that wait sleep, so that two trainings at once do not take each other's CPU.
 test: .venv/.installed-dev services  ## run all tests; ARGS="-m 'not slow'" leaves out the long ones
-	@python -m pytest $(ARGS)
+	@OMP_WAIT_POLICY=passive python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 test-services: .venv/.installed-dev services  ## test compose.yaml and its servers, started as processes
 	@python -m pytest tests/test_docker.py tests/test_services.py

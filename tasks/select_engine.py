@@ -232,6 +232,7 @@ def _write(
     from tasks.parts.selection.gallery import make_gallery
     from tasks.parts.selection.markdown import render_markdown
     from tasks.parts.selection.page import picks_and_fronts_first, render_page
+    from tasks.parts.selection.page_data import page_data
     from tasks.parts.selection.plots import draw_pareto
     from tasks.parts.selection.stage_reports import engine_file
 
@@ -239,10 +240,11 @@ def _write(
     write_json(out / ENGINES_FILE, [flatten(row) for row in rows])
     write_json(out / "picks.json", {row.target: flatten(row) for row in rows if row.picked})
     draw_pareto(rows, gate=findings.gate, metric=findings.reference.metric, file=out / "pareto.png")
-    (out / "report.md").write_text(render_markdown(findings), encoding="utf-8")
     reference = f"{findings.reference.variant}-{findings.reference.target}"
     gallery = make_gallery(picks_and_fronts_first(rows), folders, data, reference)
-    (out / "report.html").write_text(render_page(findings, explanations, gallery), encoding="utf-8")
+    shown = page_data(findings, explanations, gallery)
+    (out / "report.md").write_text(render_markdown(findings, shown), encoding="utf-8")
+    (out / "report.html").write_text(render_page(findings, shown), encoding="utf-8")
     for row in findings.picks:
         write_bundle(engine_file(folders, row).parent, flatten(row), out / "bundles" / row.target)
 

@@ -25,6 +25,14 @@ SMOKE = ("debug=smoke", "target=[cpu_torch,cpu_onnxruntime]")
 """The true program, small enough for a test."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let each file of tests/tasks run in any process, and all others, which start servers and runs, in one."""
+    stages = Path(__file__).parent / "tasks"
+    for item in items:
+        group = str(item.path) if stages in item.path.parents else "runs and servers"
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 def checked(config: Any, section: str, **changes: Any) -> Any:
     """Return a config with changes, built and checked as a section of params.yaml."""
     return typed_config(type(config), dataclasses.asdict(config) | changes, section)

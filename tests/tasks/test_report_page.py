@@ -23,7 +23,9 @@ from tasks.parts.measuring.reports import BenchmarkReport, Race, SpeedRatio
 from tasks.parts.selection.engine_row import EngineRow, Losses, Measured, Speed, Unseen, Verdict
 from tasks.parts.selection.findings import Findings
 from tasks.parts.selection.gallery import make_gallery
+from tasks.parts.selection.markdown import render_markdown
 from tasks.parts.selection.page import picks_and_fronts_first, render_page
+from tasks.parts.selection.page_data import page_data
 from tasks.parts.selection.stage_folders import StageFolders
 from tasks.parts.selection.verdicts import Reference
 from tests.tasks.conftest import Workshop
@@ -160,7 +162,9 @@ def write_report(
         write_masks(findings, folders, workshop.data)
         gallery = make_gallery(picks_and_fronts_first(findings.rows), folders, workshop.data, "v00-target_00")
         file = root / "report.html"
-        file.write_text(render_page(findings, explanations, gallery), encoding="utf-8")
+        data = page_data(findings, explanations, gallery)
+        file.write_text(render_page(findings, data), encoding="utf-8")
+        (root / "report.md").write_text(render_markdown(findings, data), encoding="utf-8")
         return file
 
     return write
@@ -341,6 +345,19 @@ def test_roofs_show_a_dot_for_each_layer_with_multiply_adds(
     dots = [row for row in layers[1].rows if row.macs and row.macs_per_byte and row.milliseconds > 0]
     assert number_of(browser, "#roofs circle") == len(dots)
     assert "100 GMAC/s" in text_of(browser, "#roofs") and "5.0 GB/s" in text_of(browser, "#roofs")
+
+
+def test_markdown_tells_the_same(page_of_30: Path, layers: tuple[EngineView, EngineView]) -> None:
+    text = page_of_30.with_name("report.md").read_text(encoding="utf-8")
+    findings = make_findings(10, 3)
+    pick = next(row for row in findings.picks if row.target == "target_00")
+    costs = text.split("## What the next engine costs")[1].split("##")[0].strip().splitlines()
+    assert len(costs) == 2 + 3 and "loses up to" in costs[2]
+    assert f"### {pick.variant} on target_00" in text
+    views = views_of(findings, layers, "target_00")
+    slowest = max(views.values(), key=lambda engine: engine.latency_ms)
+    assert f"{pick.variant} brings" in text and f"over {slowest.name}" in text
+    assert "| remainder | " in text and "of those that the report keeps: 0." in text
 
 
 def test_1000_engines_fit_with_picks_and_fronts_first(browser: "Chrome", write_report: Report) -> None:

@@ -1,12 +1,19 @@
 """The engine report as Markdown, for a terminal, a pull request or a chat."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 from tasks.parts.selection.findings import NOTHING, Findings, columns, shown, signed, times
+from tasks.parts.selection.markdown_details import next_engines, where_time_goes
+from tasks.parts.selection.markdown_table import safe, table
 
 
-def render_markdown(findings: Findings) -> str:
-    """Return the whole report; it refers to one picture beside it, ``pareto.png``."""
+def render_markdown(findings: Findings, data: Mapping[str, Any]) -> str:
+    """Return the whole report; it refers to one picture beside it, ``pareto.png``.
+
+    `data` is what the page shows, see `page_data`.
+    """
+    details = list(where_time_goes(findings, data))
     parts = [
         "# Engine report",
         _headline(findings),
@@ -14,6 +21,8 @@ def render_markdown(findings: Findings) -> str:
         "## Picks",
         _picks(findings),
         "![Latency and accuracy of every engine](pareto.png)",
+        "## What the next engine costs" if findings.picks else "",
+        next_engines(findings),
         "## All engines",
         _engines(findings),
         "## The ladder of each target",
@@ -21,9 +30,11 @@ def render_markdown(findings: Findings) -> str:
         "accurate.",
         _ladders(findings),
         "## What each technique gave",
-        f"Change of {_safe(findings.reference.metric)} and of speed on the same target.",
+        f"Change of {safe(findings.reference.metric)} and of speed on the same target.",
         _techniques(findings),
         _classes(findings),
+        "## Where the time of the picks goes" if details else "",
+        *details,
         "## Layers that differ most from the float graph",
         _layers(findings),
         "## How it was measured",
@@ -77,9 +88,9 @@ def _picks(findings: Findings) -> str:
         f"{unseen} change",
         "MB",
     ]
-    table = _table(head, rows) if rows else ""
-    missing = [f"- {_safe(target)}: no pick. {_safe(why)}" for target, why in findings.without_pick.items()]
-    return "\n\n".join(part for part in (table, "\n".join(missing)) if part)
+    picks = table(head, rows) if rows else ""
+    missing = [f"- {safe(target)}: no pick. {safe(why)}" for target, why in findings.without_pick.items()]
+    return "\n\n".join(part for part in (picks, "\n".join(missing)) if part)
 
 
 def _engines(findings: Findings) -> str:
@@ -95,7 +106,7 @@ def _engines(findings: Findings) -> str:
         shown_numbers += [cells.p50_ms, cells.p99_ms, cells.speedup, cells.size_mb]
         front = "yes" if row.pareto else ""
         rows.append([row.variant, row.target, row.verdict, *shown_numbers, front, row.reason])
-    return _table(["variant", "target", "verdict", *numbers, "front", "why"], rows)
+    return table(["variant", "target", "verdict", *numbers, "front", "why"], rows)
 
 
 def _ladders(findings: Findings) -> str:
@@ -104,9 +115,9 @@ def _ladders(findings: Findings) -> str:
         [row.target, row.variant, cells.change, cells.p50_ms, cells.speedup, row.verdict, row.reason]
         for row, cells in ((row, shown(row)) for row in rungs)
     ]
-    table = _table(["target", "rung", "change", "p50 ms", "speed-up", "verdict", "why"], rows)
-    ends = [f"- {_safe(target)}: {_safe(findings.ladder_end(target))}" for target in findings.targets]
-    return table + "\n\n" + "\n".join(ends)
+    rows_of_rungs = table(["target", "rung", "change", "p50 ms", "speed-up", "verdict", "why"], rows)
+    ends = [f"- {safe(target)}: {safe(findings.ladder_end(target))}" for target in findings.targets]
+    return rows_of_rungs + "\n\n" + "\n".join(ends)
 
 
 def _techniques(findings: Findings) -> str:
@@ -117,7 +128,7 @@ def _techniques(findings: Findings) -> str:
             f"{signed(gain.score_change)}, {times(gain.speed_factor)}" if gain else NOTHING for gain in gains
         ]
         rows.append([f"{name} ({before} to {after})", *cells])
-    return _table(["technique", *findings.targets], rows)
+    return table(["technique", *findings.targets], rows)
 
 
 def _classes(findings: Findings) -> str:
@@ -128,7 +139,7 @@ def _classes(findings: Findings) -> str:
         [row.variant, row.target, *(_decimals(iou.get(name), 3) for name in classes)]
         for row, iou in findings.ious
     ]
-    return "## IoU per class\n\n" + _table(["variant", "target", *classes], rows)
+    return "## IoU per class\n\n" + table(["variant", "target", *classes], rows)
 
 
 def _layers(findings: Findings) -> str:
@@ -139,26 +150,15 @@ def _layers(findings: Findings) -> str:
             rows.append([row.variant, row.target, layer.kind, *noise, layer.node, layer.module, layer.source])
     if not rows:
         return "None."
-    return _table(["variant", "target", "what", "SQNR dB", "own dB", "node", "module", "source"], rows)
+    return table(["variant", "target", "what", "SQNR dB", "own dB", "node", "module", "source"], rows)
 
 
 def _conditions(findings: Findings) -> str:
     by_target = findings.conditions()
     names = columns(by_target.values())
     rows = [[target, *(values.get(name, NOTHING) for name in names)] for target, values in by_target.items()]
-    return _table(["target", *names], rows)
+    return table(["target", *names], rows)
 
 
 def _decimals(value: float | None, digits: int) -> str:
     return NOTHING if value is None else f"{value:.{digits}f}"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(_safe(cell) for cell in line)} |" for line in lines)
-
-
-def _safe(text: str) -> str:
-    """Escape what would break a table cell or be read as markup."""
-    one_line = " ".join(text.split())
-    return one_line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("|", "\\|")

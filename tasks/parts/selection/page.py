@@ -7,7 +7,6 @@ from typing import Any
 
 from tasks.parts.selection.engine_row import EngineRow, Measured, Verdict
 from tasks.parts.selection.findings import NOTHING, Findings, Shown, columns, shown, signed, times
-from tasks.parts.selection.page_data import page_data
 from tasks.parts.selection.plots import colours
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -43,11 +42,8 @@ class Cell:
     """Target whose coloured dot stands before the small print; None for no dot."""
 
 
-def render_page(findings: Findings, explanations: Mapping[str, Path], gallery: dict[str, Any] | None) -> str:
-    """Return the whole page.
-
-    `explanations` are the outputs of `explain` by target; `gallery` is what `make_gallery` returned.
-    """
+def render_page(findings: Findings, data: Mapping[str, Any]) -> str:
+    """Return the whole page; `data` is what its script reads, see `page_data`."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -64,9 +60,7 @@ def render_page(findings: Findings, explanations: Mapping[str, Path], gallery: d
     first = ordered[:_MOST_ROWS]
     ious = [(row, iou) for row, iou in findings.ious if row in first]
     classes = columns(iou for _, iou in ious)
-    data = page_data(findings, explanations, gallery)
-    data["figures"] = _FIGURES
-    data["more_rows"] = [[astuple(cell) for cell in cells(row, findings)] for row in ordered[_MOST_ROWS:]]
+    more_rows = [[astuple(cell) for cell in cells(row, findings)] for row in ordered[_MOST_ROWS:]]
     return environment.get_template("page.html").render(
         findings=findings,
         reference=findings.reference,
@@ -83,7 +77,7 @@ def render_page(findings: Findings, explanations: Mapping[str, Path], gallery: d
         shown=shown,
         signed=signed,
         times=times,
-        data=data,
+        data={**data, "figures": _FIGURES, "more_rows": more_rows},
     )
 
 
