@@ -13,6 +13,7 @@ from tasks.core.config import PARAMS_FILE, read_params
 from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import execute, execute_as_follower, explained_full_disk, prepare_call
 from tasks.core.processes import die_with_parent
+from tasks.parts.engines.nvtx import nvtx_range
 from tasks.parts.training.ranks import SUPERVISOR, is_rank
 
 _ASK_AGAIN_S = 1.0
@@ -33,11 +34,12 @@ def main(arguments: list[str]) -> int:
     try:
         params = read_params(options.params, options.address.partition(".")[0])
         call = prepare_call(options.address, _parse_inputs(options.inputs), params)
-        if is_rank() or int(os.environ.get("LOCAL_RANK", "0")) > 0:
-            with explained_full_disk(call.draft):
-                execute_as_follower(call)
-        else:
-            execute(call)
+        with nvtx_range(options.address):
+            if is_rank() or int(os.environ.get("LOCAL_RANK", "0")) > 0:
+                with explained_full_disk(call.draft):
+                    execute_as_follower(call)
+            else:
+                execute(call)
     except EnginewrightError as error:
         print(f"{options.address}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -1,11 +1,13 @@
 """Open the runner of an engine folder, whatever its runtime."""
 
+import functools
 import importlib
 from pathlib import Path
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.engines.machine import check_machine
-from tasks.parts.engines.manifest import EngineManifest, read_engine_manifest, sha256_of
+from tasks.parts.engines.manifest import EngineManifest, FloatArray, read_engine_manifest, sha256_of
+from tasks.parts.engines.nvtx import is_profiled, nvtx_range
 from tasks.parts.engines.runner import Runner
 
 
@@ -25,7 +27,28 @@ def load_runner(file: Path, manifest: EngineManifest) -> Runner:
     """Return the runner of a file that this process has just made, without checks."""
     module = importlib.import_module(f"tasks.parts.engines.{manifest.target.runtime}.runner")
     runner: Runner = module.open_runner(file, manifest)
+    if is_profiled():
+        _mark_inferences(runner, f"{file} on {manifest.target.name}")
     return runner
+
+
+def _mark_inferences(runner: Runner, name: str) -> None:
+    """Show each inference of a runner, and of the concurrent ones that it opens, as an NVTX range."""
+    run, open_concurrent = runner.run, runner.open_concurrent
+
+    @functools.wraps(run)
+    def run_marked(images_NCHW: FloatArray) -> FloatArray:
+        with nvtx_range(f"{name}, batch {len(images_NCHW)}"):
+            return run(images_NCHW)
+
+    @functools.wraps(open_concurrent)
+    def open_marked(count: int) -> tuple[Runner, ...]:
+        opened = open_concurrent(count)
+        for each in opened:
+            _mark_inferences(each, name)
+        return opened
+
+    runner.run, runner.open_concurrent = run_marked, open_marked  # type: ignore[method-assign]
 
 
 def _checked_file(engine: Path, manifest: EngineManifest) -> Path:
