@@ -24,6 +24,7 @@ from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt import runner
 from tasks.parts.engines.tensorrt.inspector import read_layers
+from tasks.parts.engines.tensorrt.tactics import sum_up_units
 from tasks.parts.onnx_graphs.graph import write_graph
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
         plan.unlink(missing_ok=True)
     with runner.PrimaryContext():
         layers = read_layers(runner.inspect(runner.load_plan(file.read_bytes(), target), target, source.card))
+    units = sum_up_units(layer.kernel for layer in layers) or "their names do not tell on which units"
+    logger.info("build_engine: kernels of %d layers: %s", len(layers), units)
     model = source.file if graph is source.graph else Path(GRAPH_FILE)
     write_commands(engine, target, Build(model, graph.graph.input[0].name, source.card, gpu, version))
     write_graph(graph, engine / GRAPH_FILE)

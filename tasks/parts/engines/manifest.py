@@ -97,7 +97,8 @@ class EngineLayer:
     outputs: tuple[str, ...] = ()
     """Names of the ONNX tensors that it computes, as far as the runtime reports them."""
     kernel: str = ""
-    """The implementation, by the runtime's own name, such as brgconv_avx512_amx_I8; empty if it reports none."""
+    """The implementation, by the runtime's own name, such as brgconv_avx512_amx_I8; empty if it reports none.
+    Behind TensorRT's name stand the units of the GPU that it tells: "(Tensor Cores)"."""
     reads: tuple[str, ...] = ()
     """Names of the layers whose results it reads, as far as the runtime reports them."""
     input_bytes: int | None = None

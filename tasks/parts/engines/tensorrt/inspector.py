@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tasks.parts.engines.manifest import EngineLayer
+from tasks.parts.engines.tensorrt.tactics import unit_of
 
 _PRECISIONS = (
     (re.compile(r"\b(int8|i8)\b", re.IGNORECASE), "int8"),
@@ -44,12 +45,18 @@ def _read_layer(layer: dict[str, Any], makers: Mapping[str, str]) -> EngineLayer
         precision=_precision(layer),
         nodes=nodes,
         is_conversion=bool(_REFORMAT.search(kind)) and not nodes,
-        kernel=str(layer.get("TacticName", "")),
+        kernel=_kernel(str(layer.get("TacticName", ""))),
         reads=tuple(dict.fromkeys(read)),
         input_bytes=_bytes_of(layer.get("Inputs")),
         weight_bytes=_weight_bytes(layer.get("Weights")),
         output_bytes=_bytes_of(layer.get("Outputs")),
     )
+
+
+def _kernel(tactic: str) -> str:
+    """Return the name of a tactic with the units of the GPU that it tells, in parentheses."""
+    unit = unit_of(tactic)
+    return f"{tactic} ({unit})" if unit else tactic
 
 
 def _bytes_of(tensors: Sequence[dict[str, Any]] | None) -> int | None:
