@@ -2,7 +2,11 @@
 
 import argparse
 import json
+import os
 import shlex
+import shutil
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,19 +14,28 @@ from typing import Any
 import onnx
 import pytest
 from polygraphy.tools.convert.convert import Convert
+from polygraphy.tools.run.run import Run
 
 from flows.params import compose_params
 from tasks.build_engine import build_engine
 from tasks.core.errors import ConfigError, TargetMismatch
 from tasks.parts.builders.onnxruntime import wrap_plan
 from tasks.parts.builders.report import LayerCounts, find_precision_fault
-from tasks.parts.builders.tensorrt_commands import Build, polygraphy_command, trtexec_command, write_commands
+from tasks.parts.builders.tensorrt_commands import (
+    Build,
+    comparing_commands,
+    kernels_command,
+    polygraphy_command,
+    timing_commands,
+    trtexec_command,
+    write_commands,
+)
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.gpu import Gpu, find_gpus
 from tasks.parts.engines.machine import _runs_on, check_gpu, check_runtime_version, check_tensorrt_version
 from tasks.parts.engines.manifest import count_precisions
 from tasks.parts.engines.onnxruntime.runner import provider_of
-from tasks.parts.engines.runtimes import Runtime
+from tasks.parts.engines.runtimes import Precision, Runtime
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.inspector import read_layers
 from tasks.parts.engines.tensorrt_options import (
@@ -46,7 +59,7 @@ TARGETS = [
     "thor_tensorrt",
 ]
 CARD = InputCard(("background", "one"), (0.5,) * 3, (0.2,) * 3, 64, 96)
-BUILD = Build(Path("a b/model.onnx"), "images", CARD, Gpu("NVIDIA H200", "9.0"), "10.16.1.11")
+BUILD = Build("images", CARD, Gpu("NVIDIA H200", "9.0"), "10.16.1.11", is_quantized=False)
 CACHE = "artifacts/.timing_cache/nvidia-h200-sm90-trt10.16.1.11.cache"
 
 
@@ -200,9 +213,10 @@ def test_commands_say_the_same_as_the_target(workshop: Workshop, tmp_path: Path)
     target = replace(target, tensorrt=options)
     write_commands(tmp_path, target, BUILD)
     lines = (tmp_path / "commands.sh").read_text().splitlines()
-    trtexec, polygraphy = (shlex.split(line) for line in lines if not line.startswith("#"))
+    [trtexec] = [shlex.split(line) for line in lines if line.startswith("trtexec") and "--onnx" in line]
+    [polygraphy] = [shlex.split(line) for line in lines if line.startswith("polygraphy convert")]
     assert {
-        "--onnx=a b/model.onnx",
+        "--onnx=$engine/graph.onnx",
         "--stronglyTyped",
         "--noTF32",
         "--minShapes=images:2x3x64x96",
@@ -215,7 +229,7 @@ def test_commands_say_the_same_as_the_target(workshop: Workshop, tmp_path: Path)
         f"--timingCacheFile={CACHE}",
     } <= set(trtexec)
     assert trtexec.count("--profile=1") == 1
-    assert polygraphy[:3] == ["polygraphy", "convert", "a b/model.onnx"]
+    assert polygraphy[2] == "$engine/graph.onnx"
     assert "images:[4,3,64,96]" in polygraphy and CACHE in polygraphy
 
 
@@ -235,6 +249,102 @@ def test_polygraphy_takes_its_command(workshop: Workshop, changes: dict[str, Any
     found = parser.parse_args(command[1:])
     assert found.strongly_typed and found.builder_optimization_level == 3
     assert bool(found.use_dla) == ("dla_core" in changes)
+
+
+TOOL = """#!/usr/bin/env bash
+echo "${0##*/}|$(IFS='|'; echo "$*")" >> said.txt
+if [[ "${0##*/} $1" == "nsys stats" ]]; then
+    echo 'NOTICE: Existing SQLite export found: timeline.sqlite'
+    echo 'Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Name'
+    for name in sm80_xmma_fprop '"copyVectorizedKernel"' trt_volta_scudnn pooling; do
+        echo "20.0,10221620,26,393139.2,359877.0,358056,680248,64133.1,$name"
+    done
+fi
+"""
+"""Takes the place of trtexec, nsys, ncu and polygraphy, which need a GPU; the table is the form of Nsight Systems."""
+
+
+def run_commands(target: Target, folder: Path, *, has_plan: bool = True) -> list[list[str]]:
+    """Run commands.sh with stand-ins for all tools; return the name and the arguments that each was given."""
+    engine, tools = folder / "an engine", folder / "tools"
+    engine.mkdir()
+    tools.mkdir()
+    if has_plan:
+        (engine / "engine.plan").touch()
+    for name in ("trtexec", "nsys", "ncu", "polygraphy"):
+        (tools / name).write_text(TOOL)
+        (tools / name).chmod(0o755)
+    write_commands(engine, target, BUILD)
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    command = ["bash", "an engine/commands.sh"]
+    subprocess.run(command, cwd=folder, env={"PATH": path}, check=True, capture_output=True)
+    return [line.split("|") for line in (folder / "said.txt").read_text().splitlines()]
+
+
+def test_commands_profile_the_plan_and_its_three_slowest_kernels(workshop: Workshop, tmp_path: Path) -> None:
+    said = run_commands(workshop.target("h200_tensorrt"), tmp_path)
+    tools = [" ".join(words[:2]) if words[0] in ("nsys", "polygraphy") else words[0] for words in said]
+    builds = ["trtexec", "polygraphy convert"]
+    profiles = ["trtexec", "trtexec", "nsys profile", "nsys stats", "ncu"]
+    assert tools == [*builds, *profiles, "polygraphy run", "polygraphy run"]
+    times, streams, timeline = said[2:5]
+    load = ["--loadEngine=an engine/engine.plan", "--shapes=images:1x3x64x96"]
+    assert times[1:3] == streams[1:3] == load and set(load) < set(timeline)
+    assert {"--separateProfileRun", "--dumpProfile", "--exportTimes=times.json", "--useCudaGraph"} < set(
+        times
+    )
+    assert "--infStreams=2" in streams and "--trace=cuda,nvtx,osrt" in timeline
+    kernels = said[6][said[6].index("--kernel-name") + 1 :]
+    # the line's separator is the bar, too
+    assert kernels[:3] == ["regex:^(sm80_xmma_fprop", "copyVectorizedKernel", "trt_volta_scudnn)$"]
+
+
+def test_commands_run_the_plan_that_they_build_where_the_engine_holds_it(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    said = run_commands(workshop.target("h200_tensorrt"), tmp_path, has_plan=False)
+    assert "--saveEngine=rebuilt.plan" in said[0] and "--loadEngine=rebuilt.plan" in said[2]
+
+
+def test_commands_load_a_plan_as_its_options_need_it(workshop: Workshop) -> None:
+    target = workshop.target("orin_tensorrt10")
+    target = replace(
+        target, tensorrt=options_of(target, version_compatible=True, dla_core=1, cuda_graph=False)
+    )
+    for command in (*timing_commands(target, BUILD), kernels_command(target, BUILD)):
+        assert {"--versionCompatible", "--useDLACore=1"} < set(command) and "--useCudaGraph" not in command
+
+
+def test_script_passes_shellcheck(workshop: Workshop, tmp_path: Path) -> None:
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("no shellcheck on this machine")
+    write_commands(tmp_path, workshop.target("h200_tensorrt"), BUILD)
+    subprocess.run([shellcheck, tmp_path / "commands.sh"], check=True)
+
+
+def test_polygraphy_compares_what_both_runtimes_make_of_the_same_inputs(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    """ONNX Runtime stands in for TensorRT in the second command."""
+    shutil.copyfile(workshop.graph, tmp_path / "graph.onnx")
+    reference, plan = comparing_commands(workshop.target("h200_tensorrt"), BUILD)
+    assert plan[2:6] == ["$plan", "--model-type", "engine", "--trt"]
+    tool, parser = Run(), argparse.ArgumentParser()
+    tool.setup_parser(parser.add_subparsers())
+    assert parser.parse_args(plan[1:]).snr_threshold == ["30"]
+    polygraphy = str(Path(sys.executable).with_name("polygraphy"))
+    for words in (reference, [*plan[:2], "graph.onnx", "--onnxrt", *plan[6:]]):
+        command = [polygraphy, *(word.replace("$engine/", "") for word in words[1:])]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stdout + run.stderr
+    assert "PASSED" in run.stdout
+
+
+def test_threshold_is_that_of_the_graph_and_bf16_is_not_compared(workshop: Workshop) -> None:
+    target = workshop.target("h200_tensorrt")
+    assert comparing_commands(target, replace(BUILD, is_quantized=True))[1][-1] == "10"
+    assert comparing_commands(replace(target, precision=Precision.bf16), BUILD) == []
 
 
 OF_TEN = {

@@ -55,8 +55,8 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
         layers = read_layers(runner.inspect(runner.load_plan(file.read_bytes(), target), target, source.card))
     units = sum_up_units(layer.kernel for layer in layers) or "their names do not tell on which units"
     logger.info("build_engine: kernels of %d layers: %s", len(layers), units)
-    model = source.file if graph is source.graph else Path(GRAPH_FILE)
-    write_commands(engine, target, Build(model, graph.graph.input[0].name, source.card, gpu, version))
+    name = graph.graph.input[0].name
+    write_commands(engine, target, Build(name, source.card, gpu, version, source.is_quantized))
     write_graph(graph, engine / GRAPH_FILE)
     return Built(file, count_precisions(layers), encoded, layers, latencies_ms)
 

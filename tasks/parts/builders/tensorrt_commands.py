@@ -1,12 +1,18 @@
-"""Write the trtexec and Polygraphy commands that repeat a TensorRT build by hand."""
+"""Write the commands of NVIDIA's tools for a plan: build it again, time and profile it, compare its logits.
+
+The options are those of trtexec 10 and 11, Nsight Systems and Nsight Compute since 2023, and Polygraphy 0.53. Only
+those of Polygraphy were tried; the others were not run on real hardware.
+"""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.gpu import Gpu
+from tasks.parts.engines.manifest import GRAPH_FILE
+from tasks.parts.engines.runtimes import Precision
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt_options import (
     BatchProfile,
@@ -23,17 +29,47 @@ _TRTEXEC_COMPATIBILITY = {
     HardwareCompatibility.same_compute_capability: "sameComputeCapability",
 }
 
+_GRAPH = f"$engine/{GRAPH_FILE}"
+"""The graph that TensorRT was given; `engine` is the folder of the script."""
+_PLAN, _REBUILT = "$plan", "rebuilt.plan"
+
+_HEAD = f"""\
+#!/usr/bin/env bash
+# Commands for this engine, to run from the workspace: all of them with bash, or one by one once the two variables are
+# set. They write into the current folder.
+set -eu
+engine=$(dirname "$0")
+plan="$engine/engine.plan"
+test -f "$plan" || plan={_REBUILT}  # an engine of ONNX Runtime holds the plan inside"""
+
+_REBUILD = """\
+# Build the plan again, in two ways. Kernels are chosen by timing, so bytes differ between builds unless all of them
+# read the same timing cache, as these commands do."""
+
+_TIME = "# Latency at batch 1 and, from a second run, the time of each layer; then two inferences at a time."
+
+_TIMELINE = "# A timeline with the NVTX ranges of TensorRT's layers. Nsight Systems opens timeline.nsys-rep."
+
+_KERNELS = r"""# The three slowest kernels of it in detail. Nsight Compute opens kernels.ncu-rep.
+kernels=$(nsys stats --quiet --force-export=true --report cuda_gpu_kern_sum:base --format csv --output - \
+    timeline.nsys-rep | awk -F, '/^[0-9]/ && count++ < 3 { gsub(/"/, "", $NF); print $NF }' | paste -s -d '|' -)"""
+
+_COMPARE = (
+    "# The plan's logits against ONNX Runtime's, for the same uniform noise: signal-to-noise ratio in dB."
+)
+
 
 @dataclass(frozen=True)
 class Build:
     """What a build was made from, and on which GPU."""
 
-    model: Path
     input_name: str
     card: InputCard
     gpu: Gpu
     version: str
     """Version of TensorRT."""
+    is_quantized: bool
+    """Whether the graph holds Q/DQ pairs."""
 
     @property
     def is_typed_by_flag(self) -> bool:
@@ -42,23 +78,29 @@ class Build:
 
 
 def write_commands(out: Path, target: Target, build: Build) -> None:
-    """Write `out/commands.sh`; paths are relative to the workspace, but for the graph.onnx beside this file."""
-    lines = [
-        "# Repeats the build of build_engine. Kernels are chosen by timing, so the bytes differ between builds",
-        "# unless all builds read the same timing cache, as these commands do. graph.onnx, where named, is the file",
-        "# beside this one: the graph in the target's scheme and precision.",
-        shlex.join(trtexec_command(target, build)),
-        shlex.join(polygraphy_command(target, build)),
+    """Write `out/commands.sh`; but for the files beside it, paths are relative to the workspace."""
+    sections = [
+        (_REBUILD, [trtexec_command(target, build), polygraphy_command(target, build)]),
+        (_TIME, timing_commands(target, build)),
+        (_TIMELINE, [timeline_command(target, build)]),
+        (_KERNELS, [kernels_command(target, build)]),
+        (_COMPARE, comparing_commands(target, build)),
     ]
-    (out / COMMANDS_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    texts = ["\n".join([text, *map(_line, commands)]) for text, commands in sections if commands]
+    (out / COMMANDS_FILE).write_text("\n\n".join([_HEAD, *texts]) + "\n", encoding="utf-8")
+
+
+def _line(command: Sequence[str]) -> str:
+    """Return a command as bash reads it; arguments with a variable stand in double quotes."""
+    return " ".join(f'"{word}"' if "$" in word else shlex.quote(word) for word in command)
 
 
 def trtexec_command(target: Target, build: Build) -> list[str]:
-    """Return the trtexec command."""
+    """Return the trtexec command that builds."""
     options = _options(target)
     flags = [
-        f"--onnx={build.model}",
-        "--saveEngine=engine.plan",
+        f"--onnx={_GRAPH}",
+        f"--saveEngine={_REBUILT}",
         f"--memPoolSize=workspace:{options.workspace_mib}",
         f"--builderOptimizationLevel={options.optimization_level}",
         f"--profilingVerbosity={options.profiling_verbosity}",
@@ -93,7 +135,7 @@ def trtexec_command(target: Target, build: Build) -> list[str]:
 def polygraphy_command(target: Target, build: Build) -> list[str]:
     """Return the `polygraphy convert` command."""
     options = _options(target)
-    command = ["polygraphy", "convert", str(build.model), "--convert-to", "trt", "-o", "engine.plan"]
+    command = ["polygraphy", "convert", _GRAPH, "--convert-to", "trt", "-o", _REBUILT]
     command += ["--pool-limit", f"workspace:{options.workspace_mib}M"]
     command += ["--builder-optimization-level", str(options.optimization_level)]
     command += ["--profiling-verbosity", options.profiling_verbosity.value]
@@ -119,6 +161,61 @@ def polygraphy_command(target: Target, build: Build) -> list[str]:
         "--allow-gpu-fallback": options.dla_core is not None,
     }
     return [*command, *(flag for flag, is_wanted in optional.items() if is_wanted)]
+
+
+def timing_commands(target: Target, build: Build) -> list[list[str]]:
+    """Return the trtexec commands that time the plan: inferences one by one with their layers, then two at a time."""
+    graphs = ["--useCudaGraph"] if _options(target).cuda_graph else []
+    layers = ["--separateProfileRun", "--dumpProfile", "--exportProfile=layer_times.json"]
+    return [
+        [
+            *_load_command(target, build),
+            *graphs,
+            "--exportTimes=times.json",
+            *layers,
+            "--exportLayerInfo=layers.json",
+        ],
+        [*_load_command(target, build), *graphs, "--infStreams=2", "--exportTimes=times_of_2_streams.json"],
+    ]
+
+
+def timeline_command(target: Target, build: Build) -> list[str]:
+    """Return the Nsight Systems command; with a CUDA graph the layers would have no ranges, so it runs without."""
+    nsys = ["nsys", "profile", "--trace=cuda,nvtx,osrt", "--force-overwrite=true", "--output=timeline"]
+    return [*nsys, *_load_command(target, build), "--warmUp=0", "--duration=0", "--iterations=50"]
+
+
+def kernels_command(target: Target, build: Build) -> list[str]:
+    """Return the Nsight Compute command for the kernels that the variable `kernels` names, separated by bars."""
+    ncu = ["ncu", "--set", "full", "--kernel-name", "regex:^($kernels)$", "--launch-count", "12"]
+    ncu += ["--force-overwrite", "--export", "kernels"]
+    return [*ncu, *_load_command(target, build), "--warmUp=0", "--duration=0", "--iterations=1"]
+
+
+def comparing_commands(target: Target, build: Build) -> list[list[str]]:
+    """Return the Polygraphy commands that run graph and plan; none for BF16, which ONNX Runtime does not convolve."""
+    if target.precision is Precision.bf16:
+        return []
+    shape = ",".join(map(str, (1, *build.card.image_shape)))
+    floor_db = target.min_agreement_int8_db if build.is_quantized else target.min_agreement_db
+    inputs, outputs = "inputs.json", "onnxruntime.json"
+    reference = ["polygraphy", "run", _GRAPH, "--onnxrt", "--input-shapes", f"{build.input_name}:[{shape}]"]
+    reference += ["--val-range", "[-2,2]", "--iterations", "4", "--save-inputs", inputs]
+    plan = ["polygraphy", "run", _PLAN, "--model-type", "engine", "--trt", "--load-inputs", inputs]
+    plan += ["--load-outputs", outputs, "--compare", "snr", "--snr-threshold", f"{floor_db:g}"]
+    return [[*reference, "--save-outputs", outputs], plan]
+
+
+def _load_command(target: Target, build: Build) -> list[str]:
+    """Return the start of a trtexec command that runs the plan at batch 1."""
+    options = _options(target)
+    shape = "x".join(map(str, (1, *build.card.image_shape)))
+    command = ["trtexec", f"--loadEngine={_PLAN}", f"--shapes={build.input_name}:{shape}"]
+    if options.version_compatible:
+        command.append("--versionCompatible")
+    if options.dla_core is not None:
+        command.append(f"--useDLACore={options.dla_core}")
+    return command
 
 
 def _options(target: Target) -> TensorrtOptions:
