@@ -1,4 +1,5 @@
 import dataclasses
+import gzip
 import json
 import shutil
 
@@ -6,20 +7,25 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, TargetMismatch
 from tasks.core.execute import execute, is_current, is_fresh, prepare_call
 from tasks.core.reports import read_report
 from tasks.parts.builders.agreement import read_probe_images
+from tasks.parts.builders.contract import macs_of_network
 from tasks.parts.builders.report import EngineBuild, LayerCounts, count_layers, find_precision_fault
 from tasks.parts.cpu import read_cpu_flags
 from tasks.parts.data.dataset import normalise
 from tasks.parts.engines.machine import missing_cpu_flags
 from tasks.parts.engines.manifest import EngineStatus, read_engine_manifest, sha256_of
 from tasks.parts.engines.runtimes import Precision
+from tasks.parts.networks.checkpoint import load_checkpoint
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB, difference
 
@@ -34,7 +40,7 @@ def changed_graph(workshop, tmp_path, change):
 
 def built(workshop, target, model, tmp_path):
     out = tmp_path / f"out-{target.name}"
-    out.mkdir()
+    out.mkdir(parents=True)
     return build_engine(target, model=model, images=workshop.images, out=out), out / "engine"
 
 
@@ -61,6 +67,40 @@ def test_float_engine_is_one_file_with_its_digest(workshop, tmp_path, target, be
     assert report.size_bytes == manifest.size_bytes == (engine / report.file).stat().st_size
     assert manifest.card.classes == ("background", "zero", "one")
     assert report.agreement_db > 60
+
+
+@pytest.mark.parametrize("target", ["cpu_torch", "cpu_onnxruntime", "cpu_openvino"])
+def test_cost_of_an_engine_is_that_of_its_file_and_its_network(workshop, tmp_path, target):
+    """The expected size comes from Python's gzip, the MACs from torch's own counter."""
+    model = workshop.checkpoint if target == "cpu_torch" else workshop.graph
+    report, engine = built(workshop, workshop.target(target), model, tmp_path)
+    content = (engine / report.file).read_bytes()
+    assert report.cost.compressed_bytes == len(gzip.compress(content, 6)) < len(content)
+    network, _ = load_checkpoint(workshop.checkpoint)
+    with FlopCounterMode(display=False) as counter:
+        network(torch.zeros(1, 3, 64, 96))
+    assert report.cost.macs == counter.get_total_flops() // 2 > 0
+    assert report.cost.build_s > 0
+
+
+def test_quantized_engine_has_the_macs_of_the_float_one_and_is_smaller(workshop, tmp_path):
+    target = workshop.target("cpu_onnxruntime")
+    costs = [
+        built(workshop, target, model, tmp_path / model.stem)[0].cost
+        for model in (workshop.graph, workshop.quantized)
+    ]
+    assert costs[0].macs == costs[1].macs
+    assert costs[1].compressed_bytes < costs[0].compressed_bytes / 2
+
+
+def test_fused_attention_counts_as_the_two_products_that_it_computes():
+    """Queries with keys and weights with values: each heads * tokens * tokens * channels."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, tokens_NHTC):
+            return scaled_dot_product_attention(tokens_NHTC, tokens_NHTC, tokens_NHTC)
+
+    assert macs_of_network(Attention(), (3, 64, 96)) == 2 * 3 * 64 * 64 * 96
 
 
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
@@ -138,6 +178,7 @@ def test_cpu_without_a_declared_flag_ends_in_skipped_with_the_reason(workshop, t
     report, engine = built(workshop, target, workshop.graph, tmp_path)
     assert report.status == "skipped"
     assert report.reason == "this CPU lacks avx_imaginary (target.cpu_openvino_bf16.cpu_flags)"
+    assert report.cost is None
     assert [file.name for file in engine.iterdir()] == ["manifest.json"]
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from tasks.core.errors import BuildFailed
 from tasks.parts.builders.agreement import measure_agreement
 from tasks.parts.builders.contract import Built, CheckpointSource, GraphSource, read_source
 from tasks.parts.builders.executed_layers import join_nodes, list_rows, sum_up_layers
-from tasks.parts.builders.report import EngineBuild, new_manifest, publish
+from tasks.parts.builders.report import BuildCost, EngineBuild, compressed_size, new_manifest, publish
 from tasks.parts.engines.machine import check_gpu, check_versions, missing_cpu_flags
 from tasks.parts.engines.manifest import ENGINE_FOLDER, LAYERS_FILE, EngineManifest, EngineStatus
 from tasks.parts.engines.target import Target
@@ -41,8 +42,11 @@ def build(target: Target, *, model: Path, images: Path, out: Path) -> EngineBuil
         return publish(replace(manifest, status=EngineStatus.skipped, reason=reason), engine)
     try:
         source.check(target)
+        importlib.import_module(target.runtime.traits.library)
         builder = importlib.import_module(f"tasks.parts.builders.{target.runtime}")
-        return _prove(builder.build_file(target, source, engine), source, manifest, engine)
+        start = time.monotonic()
+        built = builder.build_file(target, source, engine)
+        return _prove(built, source, manifest, engine, build_s=time.monotonic() - start)
     except BuildFailed as error:
         for leftover in engine.iterdir():
             leftover.unlink()
@@ -50,7 +54,12 @@ def build(target: Target, *, model: Path, images: Path, out: Path) -> EngineBuil
 
 
 def _prove(
-    built: Built, source: GraphSource | CheckpointSource, manifest: EngineManifest, engine: Path
+    built: Built,
+    source: GraphSource | CheckpointSource,
+    manifest: EngineManifest,
+    engine: Path,
+    *,
+    build_s: float,
 ) -> EngineBuild:
     """Compare the engine file with its source and record what it really runs."""
     target = manifest.target
@@ -70,4 +79,5 @@ def _prove(
         agreement_db=agreement_db,
         executed=executed,
         build_latencies_ms=built.build_latencies_ms,
+        cost=BuildCost(build_s, compressed_size(built.file), source.count_macs()),
     )

@@ -15,6 +15,7 @@ from tasks.parts.engines.target import Target
 
 if TYPE_CHECKING:
     from onnx import ModelProto
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,12 @@ class GraphSource:
         """Count the layers by the precision that the graph declares."""
         return count_layers(self.graph)
 
+    def count_macs(self) -> int:
+        """Return the multiply-accumulates of the convolutions and matrix products for one image."""
+        from tasks.parts.onnx_graphs.macs import conv_macs
+
+        return sum(conv_macs(self.graph).values())
+
 
 @dataclass(frozen=True)
 class CheckpointSource:
@@ -104,6 +111,12 @@ class CheckpointSource:
         """Return no counts: a network declares no precision per layer."""
         return NO_LAYERS
 
+    def count_macs(self) -> int:
+        """Return the multiply-accumulates of the convolutions and matrix products for one image."""
+        from tasks.parts.networks.checkpoint import load_checkpoint
+
+        return macs_of_network(load_checkpoint(self.file)[0], self.card.image_shape)
+
 
 def read_source(target: Target, file: Path, images: Path) -> GraphSource | CheckpointSource:
     """Read the source that the target's runtime needs, and the images to try the engine on.
@@ -127,6 +140,18 @@ def read_source(target: Target, file: Path, images: Path) -> GraphSource | Check
 
     card = read_card(file).for_input()
     return CheckpointSource(file, card, read_probe_images(images, card))
+
+
+def macs_of_network(network: "nn.Module", image_shape: tuple[int, int, int]) -> int:
+    """Return the multiply-accumulates of convolutions, linear layers and attention for one image (C, H, W)."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:  # it does not know the CPU's fused attention
+        network(torch.zeros(1, *image_shape))
+    return int(counter.get_total_flops()) // 2
 
 
 def _check_weights(graph: "ModelProto", path: Path) -> None:

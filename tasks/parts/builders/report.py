@@ -1,6 +1,7 @@
 """Report how a build ended and in which precision the layers of the engine really run."""
 
 import logging
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,26 @@ _MIN_SHARE = 0.5
 
 _MAX_NAMED = 5
 """Number of nodes that a reason names; the report has all."""
+
+
+_CHUNK_BYTES = 1 << 20
+
+_GZIP = 31
+"""Value of wbits for the format of gzip with the largest window: zlib's manual, deflateInit2."""
+
+
+@dataclass(frozen=True)
+class BuildCost:
+    """What an engine took to build, and what it is to carry and to compute."""
+
+    build_s: float
+    """Seconds that one build took, with the list of its layers; without importing the runtime, reading the source and
+    proving the engine. For TensorRT all of its builds together; a filled timing cache makes them shorter."""
+    compressed_bytes: int
+    """Size of the engine file after gzip at level 6."""
+    macs: int
+    """Multiply-accumulates for one image of the variant's convolutions and matrix products, before the runtime
+    changes them."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +85,8 @@ class EngineBuild:
     which only `precisions` is known: by module and weights, or by exported operator and input."""
     build_latencies_ms: tuple[float, ...]
     """Median latency of each build at batch 1 if TensorRT built several times; the fastest was kept."""
+    cost: BuildCost | None
+    """None without an engine."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +204,7 @@ def publish(
     agreement_db: float | None = None,
     executed: ExecutedLayers | None = None,
     build_latencies_ms: tuple[float, ...] = (),
+    cost: BuildCost | None = None,
 ) -> EngineBuild:
     """Decide whether the precision is the declared one, write the manifest and return the report."""
     target = manifest.target
@@ -217,4 +241,15 @@ def publish(
         agreement_db=agreement_db,
         executed=executed,
         build_latencies_ms=build_latencies_ms,
+        cost=cost,
     )
+
+
+def compressed_size(file: Path) -> int:
+    """Return the bytes of a file after gzip at its default, level 6."""
+    packer = zlib.compressobj(6, wbits=_GZIP)
+    num_bytes = 0
+    with file.open("rb") as opened:
+        while chunk := opened.read(_CHUNK_BYTES):
+            num_bytes += len(packer.compress(chunk))
+    return num_bytes + len(packer.flush())

@@ -32,6 +32,8 @@ class RuntimeTraits:
     """Precisions that a target may declare for it."""
     distributions: tuple[str, ...]
     """Python packages that provide it; the first installed one is used."""
+    library: str
+    """Python module to import before a build or the loading of an engine is timed."""
     reads_checkpoints: bool = False
     """Whether its engines are built from a checkpoint, not an ONNX graph; then Q/DQ variants have none."""
     is_native_code: bool = False
@@ -51,19 +53,31 @@ class Runtime(StrEnum):
         member._value_, member.traits = name, traits
         return member
 
-    torch = "torch", RuntimeTraits((CPU, CUDA), tuple(Precision), ("torch",), reads_checkpoints=True)
+    torch = "torch", RuntimeTraits((CPU, CUDA), tuple(Precision), ("torch",), "torch", reads_checkpoints=True)
     onnxruntime = (
         "onnxruntime",
-        RuntimeTraits((CPU, CUDA), (Precision.f32,), ONNXRUNTIME, plans="optional"),
+        RuntimeTraits((CPU, CUDA), (Precision.f32,), ONNXRUNTIME, "onnxruntime", plans="optional"),
     )
     openvino = (
         "openvino",
-        RuntimeTraits((CPU,), (Precision.f32, Precision.bf16), ("openvino",), is_native_code=True),
+        RuntimeTraits(
+            (CPU,), (Precision.f32, Precision.bf16), ("openvino",), "openvino", is_native_code=True
+        ),
     )
-    tensorrt = "tensorrt", RuntimeTraits((CUDA,), tuple(Precision), ("tensorrt",), plans="required")
+    tensorrt = (
+        "tensorrt",
+        RuntimeTraits((CUDA,), tuple(Precision), ("tensorrt",), "tensorrt", plans="required"),
+    )
     aotinductor = (
         "aotinductor",
-        RuntimeTraits((CPU, CUDA), tuple(Precision), ("torch",), reads_checkpoints=True, is_native_code=True),
+        RuntimeTraits(
+            (CPU, CUDA),
+            tuple(Precision),
+            ("torch",),
+            "torch._inductor.package",
+            reads_checkpoints=True,
+            is_native_code=True,
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from tests.tasks.conftest import Workshop
 PARTS = Path("tasks/parts")
 TABLE = PARTS / "engines/runtimes.py"
 TARGET = Path("conf/target/cpu_reference.yaml")
-ENTRY = '    reference = "reference", RuntimeTraits((CPU,), (Precision.f32,), ("onnx",))\n'
+ENTRY = '    reference = "reference", RuntimeTraits((CPU,), (Precision.f32,), ("onnx",), "onnx")\n'
 FIRST_ENTRY = '    torch = "torch", '
 ADDED = {
     PARTS / "engines/reference/__init__.py",
