@@ -33,7 +33,7 @@ from tasks.parts.measuring.surroundings import Surroundings
 if TYPE_CHECKING:
     from tasks.parts.engines.manifest import EngineManifest
     from tasks.parts.engines.target import Target
-    from tasks.parts.measuring.engine_process import EngineProcess, Memory
+    from tasks.parts.measuring.engine_process import EngineProcess, Load, WarmUp
     from tasks.parts.measuring.engine_race import Rounds
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ def _measure(cfg: Config, field: _Field) -> tuple["Rounds", dict[str, _Measured]
         for name in field.names:
             runner = race.runners[name]
             latency, bursts_ms = _measure_alone(
-                cfg, field, runner.process, rounds.bursts_ms[name], runner.memory
+                cfg, field, runner.process, rounds.bursts_ms[name], runner.warm_up
             )
             layers_ms = runner.process.profile(num_iterations=_PROFILED)
             measured[name] = _Measured(latency, bursts_ms, layers_ms, runner.description)
@@ -220,7 +220,7 @@ def _measure(cfg: Config, field: _Field) -> tuple["Rounds", dict[str, _Measured]
 
 
 def _measure_alone(
-    cfg: Config, field: _Field, process: "EngineProcess", at_batch_1_ms: Bursts, memory: "Memory"
+    cfg: Config, field: _Field, process: "EngineProcess", at_batch_1_ms: Bursts, start: "WarmUp"
 ) -> tuple[Latency, dict[int, Bursts]]:
     """Measure an engine at larger batches and under load while the others wait; return also all its bursts."""
     gpu_memory_mib = read_gpu_memory_mib(process.pid) if field.device == CUDA else None
@@ -237,8 +237,18 @@ def _measure_alone(
         )
         for batch, bursts in bursts_ms.items()
     )
-    throughputs = tuple(_measure_load(cfg, process, count) for count in cfg.concurrencies)
-    return Latency(batches, throughputs, memory.engine, memory.total, gpu_memory_mib), bursts_ms
+    loads = {count: _measure_load(cfg, process, count) for count in cfg.concurrencies}
+    latency = Latency(
+        batches=batches,
+        throughputs=tuple(_sum_up_load(count, load) for count, load in loads.items()),
+        load_ms=start.load_ms,
+        first_call_ms=start.first_call_ms,
+        memory_mib=start.memory_mib,
+        memory_total_mib=start.memory_total_mib,
+        gpu_memory_mib=gpu_memory_mib,
+        energy_note=loads[max(loads)].energy_note if loads else "benchmark.concurrencies is empty",
+    )
+    return latency, bursts_ms
 
 
 def _run_bursts(cfg: Config, process: "EngineProcess", batch: int) -> list[list[float]]:
@@ -252,15 +262,19 @@ def _run_bursts(cfg: Config, process: "EngineProcess", batch: int) -> list[list[
     return bursts_ms
 
 
-def _measure_load(cfg: Config, process: "EngineProcess", concurrency: int) -> Throughput:
+def _measure_load(cfg: Config, process: "EngineProcess", concurrency: int) -> "Load":
     seconds = cfg.throughput_s / _LOAD_WINDOWS
-    load = process.load(1, concurrency=concurrency, seconds=seconds, num_windows=_LOAD_WINDOWS)
+    return process.load(1, concurrency=concurrency, seconds=seconds, num_windows=_LOAD_WINDOWS)
+
+
+def _sum_up_load(concurrency: int, load: "Load") -> Throughput:
     return Throughput(
         concurrency=concurrency,
         throughput_per_s=statistics.median(load.calls_per_s),
         throughput_per_s_low=min(load.calls_per_s),
         throughput_per_s_high=max(load.calls_per_s),
         latency_ms_p50=statistics.median(load.latencies_ns) / 1e6,
+        energy_mj_per_image=None if load.joules is None else 1000 * load.joules / len(load.latencies_ns),
     )
 
 

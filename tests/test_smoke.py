@@ -56,6 +56,13 @@ def test_every_engine_has_a_row_with_its_numbers(smoke_run: tuple[Workspace, str
         "latency_ms_p99",
         "speedup_vs_reference",
         "size_bytes",
+        "compressed_bytes",
+        "build_s",
+        "load_ms",
+        "first_call_ms",
+        "memory_total_mib",
+        "energy_mj_per_image",
+        "macs",
         "engine_sha256",
         "pareto",
         "verdict",
@@ -64,6 +71,7 @@ def test_every_engine_has_a_row_with_its_numbers(smoke_run: tuple[Workspace, str
     for row in rows:
         assert required <= set(row)
         assert row["latency_ms_p50"] > 0 and row["size_bytes"] > 0 and row["reason"]
+        assert row["build_s"] > 0 and row["load_ms"] > 0 and row["compressed_bytes"] > 0 and row["macs"] > 0
     for target, row in picks.items():
         assert row["target"] == target and row["picked"]
         assert row["verdict"] in (

@@ -1,11 +1,13 @@
 """What NVML tells of this machine's GPU: `make test-gpu`. Not run on real hardware."""
 
 import os
+import time
 
 import pytest
 import torch
 
 from tasks.parts.engines.gpu import find_gpus
+from tasks.parts.measuring.energy import open_energy_meter
 from tasks.parts.measuring.machine_state import read_gpu_memory_mib, read_machine_state, read_versions
 
 pytestmark = [
@@ -24,6 +26,18 @@ def test_clocks_power_and_temperature_of_the_first_visible_gpu_are_read() -> Non
 
 def test_driver_has_a_version() -> None:
     assert read_versions("cuda")["nvidia driver"][0].isdigit()
+
+
+def test_energy_of_the_gpu_rises_or_the_reason_is_known() -> None:
+    with open_energy_meter("cuda", seconds=1.0) as (meter, note):
+        if meter is None:
+            assert "does not count its energy" in note
+            return
+        before_uj = meter.read_uj()
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            torch.ones(1 << 20, device="cuda").sum().item()
+        assert 1 < meter.joules_between(before_uj, meter.read_uj()) < 5000
 
 
 def test_memory_of_a_process_is_known_or_null() -> None:

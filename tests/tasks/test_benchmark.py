@@ -165,10 +165,13 @@ def test_report_holds_all_numbers_of_an_engine(workshop: Workshop, tmp_path: Pat
     assert latency.throughput_per_s_batched == latency.batches[2].throughput_per_s
     assert latency.memory_mib > 0 and latency.memory_total_mib > latency.memory_mib
     assert latency.gpu_memory_mib is None
+    assert latency.load_ms > 0 and latency.first_call_ms > 0
     assert [one.concurrency for one in latency.throughputs] == [1, 3]
     for one in latency.throughputs:
         assert 0 < one.throughput_per_s_low <= one.throughput_per_s <= one.throughput_per_s_high
         assert one.latency_ms_p50 > 0
+        assert one.energy_mj_per_image is None or one.energy_mj_per_image > 0
+    assert latency.energy_mj_per_image == latency.throughputs[1].energy_mj_per_image and latency.energy_note
     assert (found.provider, found.num_threads) == ("CPUExecutionProvider", manifest.target.num_threads)
     assert found.options == {"graph_optimization_level": "ORT_ENABLE_ALL"}
 
@@ -299,6 +302,26 @@ def test_lane_that_fails_ends_the_others(workshop):
         process.wait_until_loaded()
         with pytest.raises(ArtifactError, match=r"the process that ran it died \(exit code 1\)"):
             process.load(5, concurrency=3, seconds=0.01, num_windows=3)
+
+
+def test_engine_is_loaded_when_it_is_asked_for(workshop, tmp_path):
+    engine = tmp_path / "engine"
+    shutil.copytree(workshop.engine("float", "cpu_onnxruntime"), engine)
+    with EngineProcess(engine, num_threads=1, timeout_s=60) as process:
+        process.wait_until_imported()
+        (engine / read_engine_manifest(engine).file).unlink()
+        with pytest.raises(ArtifactError, match="not found, expected the engine"):
+            process.wait_until_loaded()
+
+
+def test_peak_memory_is_not_that_of_the_parent(workshop):
+    """Linux starts ru_maxrss of a child at the parent's."""
+    ballast = np.ones(1 << 27)  # 1 GiB
+    with EngineProcess(workshop.engine("float", "cpu_onnxruntime"), num_threads=1, timeout_s=60) as process:
+        process.wait_until_loaded()
+        found = process.warm_up(1, seconds=0.0)
+    assert 0 < found.memory_mib < found.memory_total_mib < ballast.nbytes / (1 << 20)
+    assert found.load_ms > 0 and found.first_call_ms > 0
 
 
 def test_silent_process_is_given_up(workshop):

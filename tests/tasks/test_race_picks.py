@@ -62,6 +62,9 @@ def row_of(variant: str, target: str, sha256: str) -> EngineRow:
         unseen=None,
         speed=Speed(**numbers),
         size_bytes=1,
+        compressed_bytes=1,
+        build_s=1.0,
+        macs=1,
         engine_sha256=sha256,
         reference_sha256="",
     )

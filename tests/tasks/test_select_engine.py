@@ -19,7 +19,7 @@ from tasks import track
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.fingerprint import digest
-from tasks.parts.builders.report import publish
+from tasks.parts.builders.report import BuildCost, publish
 from tasks.parts.data.accuracy import Accuracy, AccuracyReport
 from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, boundaries_of, write_results
 from tasks.parts.data.input_card import InputCard
@@ -37,7 +37,14 @@ from tasks.parts.layer_diff.table import Layer
 from tasks.parts.measuring.batch_latency import BatchLatency, Interval
 from tasks.parts.measuring.machine_state import Machine, MachineState
 from tasks.parts.measuring.pareto import pareto_front
-from tasks.parts.measuring.reports import BenchmarkReport, EngineMeasurement, Latency, Race, SpeedRatio
+from tasks.parts.measuring.reports import (
+    BenchmarkReport,
+    EngineMeasurement,
+    Latency,
+    Race,
+    SpeedRatio,
+    Throughput,
+)
 from tasks.parts.measuring.surroundings import Quiet, Surroundings
 from tasks.parts.selection.engine_row import flatten, read_rows
 from tasks.select_engine import Config, EngineName, Report, Technique, reads, select_engine
@@ -291,7 +298,16 @@ class Artifacts:
         )
         single = batch_latency(latency_ms)
         batched = dataclasses.replace(single, batch=8, throughput_per_s=1400 / latency_ms)
-        latency = Latency((single, batched), (), 40.0, 90.0, None)
+        latency = Latency(
+            batches=(single, batched),
+            throughputs=(Throughput(2, 1900 / latency_ms, 1800, 2000, latency_ms, None),),
+            load_ms=12.0,
+            first_call_ms=3 * latency_ms,
+            memory_mib=40.0,
+            memory_total_mib=90.0,
+            gpu_memory_mib=None,
+            energy_note="no counter here",
+        )
         self._report("measured", variant, target, measurement(sha256, latency))
         layer = layer_difference("node_conv_3", "head.conv", "tasks/x.py:12")
         first_collapse = layer if "ptq" in variant else None
@@ -361,7 +377,8 @@ class Artifacts:
     def _build(self, variant: str, target: str, manifest: EngineManifest, note: str) -> Path:
         folder = self.root / "build_engine" / variant / target
         (folder / "engine").mkdir(parents=True)
-        report = publish(manifest, folder / "engine", agreement_db=60.0)
+        cost = BuildCost(1.5, 400, 23_000_000) if manifest.is_built else None
+        report = publish(manifest, folder / "engine", agreement_db=60.0, cost=cost)
         report = dataclasses.replace(report, is_precision_ok=manifest.is_precision_ok, precision_note=note)
         write_engine_manifest(folder / "engine", manifest)
         (folder / "report.json").write_text(json.dumps(dataclasses.asdict(report)))
@@ -960,6 +977,82 @@ def test_the_report_tells_what_each_technique_gave(artifacts, tmp_path) -> None:
     line = next(line for line in text.splitlines() if line.startswith("| Quantization-aware training"))
     assert "+0.0230" in line  # 0.533 - 0.510
     assert "1.00" in line and "1.42" not in line  # 0.66 ms / 0.66 ms, not 40.0 / 28.2
+
+
+def test_gain_in_memory_size_and_macs_stands_beside_score_and_speed(artifacts, tmp_path) -> None:
+    name = "pruned-cpu_onnxruntime"
+    artifacts.change("measured", name, "latency", memory_mib=30.0)  # of 40
+    artifacts.change(
+        "build_engine", name, "cost", compressed_bytes=100, macs=11_500_000
+    )  # of 400 and 23 million
+    manifest = artifacts.root / "build_engine/pruned/cpu_onnxruntime/engine"
+    write_engine_manifest(manifest, dataclasses.replace(read_engine_manifest(manifest), size_bytes=1))
+    run(artifacts, tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8").split("## What each technique gave")[1]
+    size = 1 / len(engine_bytes("distilled", "cpu_onnxruntime"))
+    change = f"−{100 * (1 - size):.1f} %"  # noqa: RUF001
+    changes = f"−25.0 % | {change} | −75.0 % | −50.0 %"  # noqa: RUF001
+    assert f"| Pruning (distilled to pruned) | cpu_onnxruntime | −0.0040 | 1.42× | {changes} |" in text  # noqa: RUF001
+    assert "| Pruning (distilled to pruned) | cpu_torch |" not in text  # pruned has no engine there
+
+
+def test_memory_of_engines_on_a_gpu_is_that_on_the_gpu(artifacts, tmp_path) -> None:
+    for variant, gpu_memory_mib in (("distilled", 400.0), ("pruned", 300.0)):
+        artifacts.change(
+            "measured",
+            f"{variant}-cpu_onnxruntime",
+            "latency",
+            gpu_memory_mib=gpu_memory_mib,
+            memory_mib=900.0,
+        )
+    run(artifacts, tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "| cpu_onnxruntime | −0.0040 | 1.42× | −25.0 % |" in text  # noqa: RUF001
+    costs = text.split("## Cost of each engine")[1].split("##")[0]
+    assert "| MiB | MiB peak | MiB GPU | mJ/image |" in costs and "| 900 | 90 | 300 | – |" in costs  # noqa: RUF001
+
+
+def test_the_report_tells_what_each_engine_costs(artifacts, tmp_path) -> None:
+    name = "pruned_qat-cpu_onnxruntime"
+    artifacts.change("measured", name, "latency.throughputs.0", energy_mj_per_image=12.345)
+    artifacts.change(
+        "measured", name, "latency", load_ms=0.5, memory_total_mib=123.4, energy_note="RAPL of package-0"
+    )
+    artifacts.change("build_engine", name, "cost", build_s=0.123, compressed_bytes=43_000, macs=11_500_000)
+    artifacts.add_without_engine("pruned", "cpu_openvino", EngineStatus.skipped, "no such CPU")
+    _, rows = run(artifacts, tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    table = text.split("## Cost of each engine")[1].split("##")[0].strip().splitlines()[2:]
+    head, lines = table[0], table[2:]
+    names = "build s | load ms | first call ms | MB | MB gzipped | MiB | MiB peak | mJ/image | MMACs"
+    assert head == f"| variant | target | {names} |"
+    assert (
+        "| pruned_qat | cpu_onnxruntime | 0.12 | 0.500 | 1.98 | 0.00 | 0.04 | 40 | 123 | 12.3 | 11.5 |"
+        in lines
+    )
+    assert "| pruned | cpu_openvino | – | – | – | – | – | – | – | – | – |" in lines  # noqa: RUF001
+    assert "| distilled | cpu_torch | 1.5 | 12.0 | 55.8 | 0.00 | 0.00 | 40 | 90 | – | 23.0 |" in lines  # noqa: RUF001
+    assert len(lines) == 7
+    measured = text.split("## How it was measured")[1]
+    assert "| Energy |" in measured and "RAPL of package-0" in measured and "no counter here" in measured
+    assert {
+        key: rows[name][key] for key in ("energy_mj_per_image", "load_ms", "first_call_ms", "build_s")
+    } == {
+        "energy_mj_per_image": 12.345,
+        "load_ms": 0.5,
+        "first_call_ms": pytest.approx(1.98),
+        "build_s": 0.123,
+    }
+    assert (rows[name]["compressed_bytes"], rows[name]["macs"]) == (43_000, 11_500_000)
+    assert rows["pruned-cpu_openvino"]["macs"] is rows["pruned-cpu_openvino"]["load_ms"] is None
+
+
+def test_a_build_report_without_the_engine_of_the_manifest_is_refused(artifacts, tmp_path) -> None:
+    artifacts.change("build_engine", "pruned-cpu_onnxruntime", cost=None)
+    with pytest.raises(
+        ArtifactError, match=r"no engine was built.*dvc repro build_engine@pruned-cpu_onnxruntime"
+    ):
+        run(artifacts, tmp_path)
 
 
 def test_the_picture_is_a_png_of_a_size_for_a_readme(artifacts, tmp_path) -> None:

@@ -8,6 +8,7 @@ stdin and stdout. The child dies with its parent.
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import random
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,33 +30,44 @@ from tasks.core.errors import ArtifactError, EnginewrightError
 from tasks.core.processes import die_with_parent
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import FloatArray, read_engine_manifest
-from tasks.parts.engines.runner import DeviceTimes, Runner
+from tasks.parts.engines.runner import DeviceTimes, Runner, check_batch
+from tasks.parts.measuring.energy import POWERCAP, open_energy_meter
 
 _SOURCE_ROOT = Path(__file__).resolve().parents[3]
 
 _MIB = 1 << 20
+_STATUS = Path("/proc/self/status")
+"""proc_pid_status(5); VmHWM is the peak of the resident memory."""
 _SETTLE_SECONDS = 0.003
 """Pause before a burst, in which the thread pools of the previous engine go to sleep."""
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Resident memory of an engine's process, in MiB."""
+class WarmUp:
+    """What it took to get an engine's process ready: each figure is a single measurement."""
 
-    engine: float
-    """After warm-up, minus what Python used before the runtime was imported: runtime + weights + buffers."""
-    total: float
-    """Peak of the whole process."""
+    load_ms: float
+    """From the engine file, which lies in the page cache, to a loaded engine; the runtime was imported before."""
+    first_call_ms: float
+    """The first inference at this batch size."""
+    memory_mib: float
+    """Resident memory now, minus what Python used before the runtime was imported: runtime + weights + buffers."""
+    memory_total_mib: float
+    """Peak of the resident memory of the whole process."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Throughput and latency of an engine while several threads keep it busy."""
+    """Throughput, latency and energy of an engine while several threads keep it busy."""
 
     calls_per_s: list[float]
     """Inferences per second of all lanes together, in each window."""
     latencies_ns: list[int]
     """Latency of each inference, in all windows."""
+    joules: float | None
+    """Energy of the device in all windows; None if it is not known."""
+    energy_note: str
+    """What `joules` covers, or why it is None."""
 
 
 class EngineProcess:
@@ -93,14 +105,20 @@ class EngineProcess:
         """Process id of the child."""
         return self._process.pid
 
-    def wait_until_loaded(self) -> dict[str, Any]:
-        """Return the runner's description; raise the child's error if the engine does not load."""
-        return self._answer()
+    def wait_until_imported(self) -> None:
+        """Wait until the process has imported the runtime, which it does as soon as it starts.
 
-    def warm_up(self, batch: int, *, seconds: float) -> Memory:
-        """Run for `seconds`, at least three times, and return the memory used."""
-        answer = self._ask({"do": "warm_up", "batch": batch, "seconds": seconds})
-        return Memory(answer["engine_mib"], answer["total_mib"])
+        Wait for all processes, then load one after the other: they do not disturb each other's load time.
+        """
+        self._ask({"do": "wait"})
+
+    def wait_until_loaded(self) -> dict[str, Any]:
+        """Load the engine and return the runner's description; raise the child's error if it does not load."""
+        return self._ask({"do": "open"})
+
+    def warm_up(self, batch: int, *, seconds: float) -> WarmUp:
+        """Run for `seconds`, at least three times, and return what it took until now."""
+        return WarmUp(**self._ask({"do": "warm_up", "batch": batch, "seconds": seconds}))
 
     def burst(self, batch: int, *, seconds: float, min_calls: int) -> list[int]:
         """Return the latency of each call in nanoseconds, after one call that does not count."""
@@ -122,8 +140,7 @@ class EngineProcess:
     def load(self, batch: int, *, concurrency: int, seconds: float, num_windows: int) -> Load:
         """Keep `concurrency` lanes of the engine busy for `num_windows` windows of `seconds` each."""
         command = {"do": "load", "batch": batch, "concurrency": concurrency}
-        answer = self._ask({**command, "seconds": seconds, "num_windows": num_windows})
-        return Load(answer["calls_per_s"], answer["latencies_ns"])
+        return Load(**self._ask({**command, "seconds": seconds, "num_windows": num_windows}))
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -174,7 +191,7 @@ class EngineProcess:
 
 @contextmanager
 def open_processes(engines: Mapping[str, Path], *, timeout_s: float) -> Iterator[dict[str, EngineProcess]]:
-    """Start a process for each engine, with the number of threads of its target; they load in parallel."""
+    """Start a process for each engine, with the number of threads of its target; they import in parallel."""
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(
@@ -205,11 +222,18 @@ def run_round(
 
 
 def serve(engine: Path, commands: IO[str], answers: IO[str]) -> None:
-    """Load the engine, then answer commands, one per line, until `commands` ends."""
+    """Load the engine at the first command, then answer commands, one per line, until `commands` ends."""
     from tasks.parts.engines.open_engine import open_engine
 
     rss_before_mib = _rss_mib()
-    with open_engine(engine) as runner:
+    _import_runtime(engine)
+    for line in commands:
+        if json.loads(line)["do"] == "open":
+            break
+        _send(answers, {})
+    unloaded, start = open_engine(engine), time.perf_counter()
+    with unloaded as runner:
+        load_ms = 1000 * (time.perf_counter() - start)
         _send(answers, vars(runner.describe()))
         images: dict[int, FloatArray] = {}
         gc.disable()
@@ -220,8 +244,14 @@ def serve(engine: Path, commands: IO[str], answers: IO[str]) -> None:
                 images[batch] = _draw_images(runner.manifest.card, batch)
             answer = _carry_out(runner, images[batch], **command)
             if command["do"] == "warm_up":
-                answer = {"engine_mib": _rss_mib() - rss_before_mib, "total_mib": _peak_mib()}
+                memory = {"memory_mib": _rss_mib() - rss_before_mib, "memory_total_mib": _peak_mib()}
+                answer = {"load_ms": load_ms} | answer | memory
             _send(answers, answer)
+
+
+def _import_runtime(engine: Path) -> None:
+    with contextlib.suppress(ImportError, ArtifactError):  # open_engine says what is wrong
+        importlib.import_module(read_engine_manifest(engine).target.runtime.traits.library)
 
 
 def _draw_images(card: InputCard, batch: int) -> FloatArray:
@@ -237,15 +267,16 @@ def _draw_images(card: InputCard, batch: int) -> FloatArray:
 def _carry_out(runner: Runner, images_NCHW: FloatArray, *, do: str, **options: Any) -> dict[str, Any]:
     match do:
         case "warm_up":
-            runner.infer(images_NCHW)
+            check_batch(images_NCHW, runner.manifest)
+            [first_ns] = _time_calls(runner.run, images_NCHW, 0.0, min_calls=1)
             _time_calls(runner.run, images_NCHW, options["seconds"], min_calls=2)
-            return {}
+            return {"first_call_ms": first_ns / 1e6}
         case "burst":
             time.sleep(_SETTLE_SECONDS)
             runner.run(images_NCHW)
             return {"latencies_ns": _time_calls(runner.run, images_NCHW, **options)}
         case "load":
-            return _load(runner.open_concurrent(options.pop("concurrency")), images_NCHW, **options)
+            return _load_metered(runner, images_NCHW, **options)
         case "time_on_device":
             times = runner.time_on_device(images_NCHW, **options)
             return {"times": times and vars(times)}
@@ -256,11 +287,41 @@ def _carry_out(runner: Runner, images_NCHW: FloatArray, *, do: str, **options: A
             return {"milliseconds": milliseconds}
 
 
-def _load(
-    lanes: Sequence[Runner], images_NCHW: FloatArray, *, seconds: float, num_windows: int
+def _load_metered(
+    runner: Runner,
+    images_NCHW: FloatArray,
+    *,
+    concurrency: int,
+    seconds: float,
+    num_windows: int,
+    powercap: Path = POWERCAP,
 ) -> dict[str, Any]:
-    """Run each lane in its own thread; all lanes start each window together."""
-    barrier, entry = threading.Barrier(len(lanes)), threading.Lock()
+    """Keep lanes of the engine busy, and meter the energy from the first window's start to the last one's end."""
+    device, lanes = runner.manifest.target.device, runner.open_concurrent(concurrency)
+    readings_uj: list[tuple[int, ...]] = []
+    with open_energy_meter(device, seconds=num_windows * seconds, powercap=powercap) as (meter, note):
+
+        def read_meter() -> None:
+            if meter:
+                readings_uj.append(meter.read_uj())
+
+        load = _load(lanes, images_NCHW, read_meter, seconds=seconds, num_windows=num_windows)
+        joules = meter.joules_between(readings_uj[0], readings_uj[-1]) if meter else None
+    if joules == 0:
+        joules, note = None, f"{note}: the counter stands still"
+    return load | {"joules": joules, "energy_note": note}
+
+
+def _load(
+    lanes: Sequence[Runner],
+    images_NCHW: FloatArray,
+    at_window: Callable[[], None],
+    *,
+    seconds: float,
+    num_windows: int,
+) -> dict[str, Any]:
+    """Run each lane in its own thread; all lanes start each window together, right after `at_window`."""
+    barrier, entry = threading.Barrier(len(lanes), action=at_window), threading.Lock()
 
     def drive(lane: Runner) -> list[list[int]]:
         windows = []
@@ -309,6 +370,10 @@ def _rss_mib() -> float:
 def _peak_mib() -> float:
     import resource
 
+    lines = _STATUS.read_text(encoding="utf-8").splitlines() if _STATUS.is_file() else []
+    for line in lines:  # on Linux ru_maxrss is at least what the parent had when it started this process
+        if line.startswith("VmHWM:"):
+            return float(line.split()[1]) / 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak) / (_MIB if sys.platform == "darwin" else 1024)
 

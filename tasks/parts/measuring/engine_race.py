@@ -11,7 +11,7 @@ from typing import Any
 
 from tasks.parts.engines.runtimes import CPU
 from tasks.parts.measuring.batch_latency import Bursts
-from tasks.parts.measuring.engine_process import EngineProcess, Memory, open_processes, run_round
+from tasks.parts.measuring.engine_process import EngineProcess, WarmUp, open_processes, run_round
 from tasks.parts.measuring.intervals import LEVEL
 from tasks.parts.measuring.pinning import pinned
 from tasks.parts.measuring.race import (
@@ -44,7 +44,7 @@ class EngineRunner:
     process: EngineProcess
     description: Mapping[str, Any]
     """The description that the engine's runner returns."""
-    memory: Memory
+    warm_up: WarmUp
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,8 @@ def open_race(options: RaceOptions, engines: Mapping[str, Path], *, device: str)
     quiet = wait_until_quiet(options.quiet)
     starters = {**engines, CONTROL: engines[_controlled(list(engines))]}
     with open_processes(starters, timeout_s=options.timeout_s) as processes:
+        for process in processes.values():
+            process.wait_until_imported()
         descriptions = {name: process.wait_until_loaded() for name, process in processes.items()}
         runners = {
             name: EngineRunner(

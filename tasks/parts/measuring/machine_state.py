@@ -108,7 +108,7 @@ def read_gpu_memory_mib(pid: int) -> float | None:
 
     None if NVML does not report it, as in a container that does not see the process ids of its host.
     """
-    with _open_gpu() as (nvml, handle, _):
+    with open_gpu() as (nvml, handle, _):
         processes = _ask(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) if nvml else None
     used = [process.usedGpuMemory for process in processes or () if process.pid == pid]
     return used[0] / _MIB if used and used[0] is not None else None
@@ -122,14 +122,14 @@ def read_versions(device: str) -> dict[str, str]:
         "numpy": importlib.metadata.version("numpy"),
     }
     if device == CUDA:
-        with _open_gpu() as (nvml, _, _):
+        with open_gpu() as (nvml, _, _):
             driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion) if nvml else None
         versions["nvidia driver"] = driver or "unknown"
     return versions
 
 
 def _read_gpu() -> tuple[GpuState | None, str]:
-    with _open_gpu() as (nvml, handle, note):
+    with open_gpu() as (nvml, handle, note):
         if nvml is None:
             return None, note
         milliwatts = _ask(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
@@ -154,7 +154,7 @@ def name_throttle_reasons(nvml: Any, reasons: int) -> tuple[str, ...]:
 
 
 @contextmanager
-def _open_gpu() -> Iterator[tuple[Any, Any, str]]:
+def open_gpu() -> Iterator[tuple[Any, Any, str]]:
     """Yield pynvml, the handle of the first visible GPU and ``""``; without a GPU, None, None and the reason."""
     try:
         import pynvml

@@ -22,6 +22,9 @@ class Throughput:
     throughput_per_s_high: float
     latency_ms_p50: float
     """Latency of one inference under this load."""
+    energy_mj_per_image: float | None
+    """Energy of the whole device, other processes and idle power included, per image, in millijoules; None if the
+    machine does not tell: `Latency.energy_note`."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,19 @@ class Latency:
     batches: tuple[BatchLatency, ...]
     """Batch 1 first, in the rounds of all engines; then each of benchmark.batch_sizes that the engine takes."""
     throughputs: tuple[Throughput, ...]
+    load_ms: float
+    """From the engine file, in the page cache, to a loaded engine, in a process that has imported the runtime. A
+    single load, while the processes of the other engines wait."""
+    first_call_ms: float
+    """The first inference after that."""
     memory_mib: float
     """Resident memory of the runtime, weights and buffers at batch 1."""
     memory_total_mib: float
     """Peak of the whole process, including Python."""
     gpu_memory_mib: float | None
     """GPU memory of the process; None on a CPU, or if NVML does not report it."""
+    energy_note: str
+    """What the energy of `throughputs` covers, or why it is None."""
 
     @property
     def at_batch_1(self) -> BatchLatency:
@@ -47,6 +57,12 @@ class Latency:
     def throughput_per_s_batched(self) -> float | None:
         """Images per second at the largest batch; None if only batch 1 was measured."""
         return self.batches[-1].throughput_per_s if len(self.batches) > 1 else None
+
+    @property
+    def energy_mj_per_image(self) -> float | None:
+        """The energy at the largest of benchmark.concurrencies; None if it is not known."""
+        busiest = max(self.throughputs, key=lambda load: load.concurrency, default=None)
+        return busiest.energy_mj_per_image if busiest else None
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class SuspectLayer:
 
 @dataclass(frozen=True)
 class Speed:
-    """Latency at batch 1, throughput, speed-up and memory."""
+    """Latency at batch 1, throughput, speed-up, start, memory and energy."""
 
     latency_ms_p50: float
     """Measured in the same rounds as the other engines of the target."""
@@ -79,7 +79,19 @@ class Speed:
     """The spread of the A/A control; smaller differences are not significant."""
     is_inconclusive: bool
     """Whether the machine was too noisy."""
+    load_ms: float
+    """From the engine file to a loaded engine, without importing the runtime; a single load."""
+    first_call_ms: float
+    """The first inference after that."""
     memory_mib: float
+    """Resident memory of runtime, weights and buffers."""
+    memory_total_mib: float
+    """Peak of the whole process, including Python."""
+    gpu_memory_mib: float | None
+    """GPU memory of the process; None on a CPU, or if NVML does not report it."""
+    energy_mj_per_image: float | None
+    """Millijoules of the whole device per image, at the largest of benchmark.concurrencies; None if the machine does
+    not tell: the condition `Energy` says why."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +143,12 @@ class Measured:
     """None unless it is picked."""
     speed: Speed
     size_bytes: int
+    compressed_bytes: int
+    """Size of the file after gzip at level 6."""
+    build_s: float
+    """Seconds that the build took."""
+    macs: int
+    """Multiply-accumulates of the variant for one image."""
     engine_sha256: str
     """The file that accuracy and latency were measured on."""
     reference_sha256: str

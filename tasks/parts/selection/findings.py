@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tasks.parts.data.accuracy import Accuracy, Similarity
 from tasks.parts.data.metrics import Metric
 from tasks.parts.measuring.reports import BenchmarkReport
-from tasks.parts.selection.engine_row import EngineRow, Verdict, rungs
+from tasks.parts.selection.engine_row import EngineRow, Speed, Verdict, rungs
 from tasks.parts.selection.verdicts import Reference
 
 INT8_CHECKLIST = "artifacts/check_int8/checklist.md"
@@ -24,12 +24,20 @@ _NO_ACCURACY = (
 
 @dataclass(frozen=True)
 class Gain:
-    """The effect of one technique on one target."""
+    """The effect of one technique on one target. A ratio is the value with the technique over the value without."""
 
     score_change: float
-    """Of the score on the validation images."""
+    """Change of the score on the validation images."""
     speed_factor: float
-    """From rounds in which both ran."""
+    """How many times as fast, from rounds in which both ran."""
+    memory_ratio: float
+    """Ratio of the memory: on the GPU if both are known, else the resident memory of runtime, weights and buffers."""
+    size_ratio: float
+    """Ratio of the sizes of the engine files."""
+    compressed_ratio: float
+    """Ratio of these sizes after gzip."""
+    macs_ratio: float | None
+    """Ratio of the multiply-accumulates; None if there were none."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,20 @@ class Shown:
     p99_ms: str = NOTHING
     speedup: str = NOTHING
     size_mb: str = NOTHING
+    compressed_mb: str = NOTHING
+    """Size of the engine file after gzip."""
+    build_s: str = NOTHING
+    load_ms: str = NOTHING
+    first_call_ms: str = NOTHING
+    memory_mib: str = NOTHING
+    """Resident memory of runtime, weights and buffers."""
+    memory_total_mib: str = NOTHING
+    """Peak of the whole process."""
+    gpu_memory_mib: str = NOTHING
+    energy_mj: str = NOTHING
+    """Energy of the whole device per image."""
+    mmacs: str = NOTHING
+    """Millions of multiply-accumulates for one image."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +171,12 @@ class Findings:
         if old is None or new is None:
             return None
         return Gain(
-            new.accuracy.score - old.accuracy.score, self.benchmarks[target].ratio(after, before).factor
+            score_change=new.accuracy.score - old.accuracy.score,
+            speed_factor=self.benchmarks[target].ratio(after, before).factor,
+            memory_ratio=_memory_ratio(old.speed, new.speed),
+            size_ratio=new.size_bytes / old.size_bytes,
+            compressed_ratio=new.compressed_bytes / old.compressed_bytes,
+            macs_ratio=new.macs / old.macs if old.macs else None,
         )
 
     @property
@@ -192,6 +219,15 @@ def shown(row: EngineRow) -> Shown:
         p99_ms=NOTHING if speed.latency_ms_p99 is None else milliseconds(speed.latency_ms_p99),
         speedup=times(speed.speedup_vs_reference),
         size_mb=megabytes(row.measured.size_bytes),
+        compressed_mb=megabytes(row.measured.compressed_bytes),
+        build_s=number(row.measured.build_s, ".1f" if row.measured.build_s >= 1 else ".2f"),
+        load_ms=milliseconds(speed.load_ms),
+        first_call_ms=milliseconds(speed.first_call_ms),
+        memory_mib=number(speed.memory_mib, ".0f"),
+        memory_total_mib=number(speed.memory_total_mib, ".0f"),
+        gpu_memory_mib=number(speed.gpu_memory_mib, ".0f"),
+        energy_mj=number(speed.energy_mj_per_image, ".3g"),
+        mmacs=number(row.measured.macs / 1e6, ".1f"),
     )
 
 
@@ -211,6 +247,12 @@ def score_of(accuracy: Accuracy) -> str:
         for name, output in outputs.items()
     )
     return f"{text} ({found})"
+
+
+def _memory_ratio(old: Speed, new: Speed) -> float:
+    if old.gpu_memory_mib is not None and new.gpu_memory_mib is not None:
+        return new.gpu_memory_mib / old.gpu_memory_mib
+    return new.memory_mib / old.memory_mib
 
 
 def _speedup(row: EngineRow) -> float:

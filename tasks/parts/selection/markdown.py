@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.parts.selection.findings import NOTHING, Findings, columns, shown, signed, times
+from tasks.parts.selection.findings import NOTHING, Findings, columns, percent_change, shown, signed, times
 from tasks.parts.selection.markdown_details import next_engines, where_time_goes
 from tasks.parts.selection.markdown_table import safe, table
 
@@ -25,12 +25,20 @@ def render_markdown(findings: Findings, data: Mapping[str, Any]) -> str:
         next_engines(findings),
         "## All engines",
         _engines(findings),
+        "## Cost of each engine",
+        "Build, load and first call are single measurements: the load starts with the runtime imported and the file "
+        "in the page cache, and the first call is the first inference after it. MB are the engine file, also after "
+        "gzip. MiB are the resident memory of runtime, weights and buffers; the peak is that of the whole process, "
+        "with Python. What the energy covers, or why it is not known, is under “How it was measured”. MMACs are the "
+        "multiply-accumulates of the variant for one image, in millions.",
+        _costs(findings),
         "## The ladder of each target",
         "A rung must be accurate enough, and faster than the last accepted one below it, or as fast and more "
         "accurate.",
         _ladders(findings),
         "## What each technique gave",
-        f"Change of {safe(findings.reference.metric)} and of speed on the same target.",
+        f"Change of {safe(findings.reference.metric)}, speed, memory, size of the engine file (also after gzip) and "
+        "multiply-accumulates on the same target.",
         _techniques(findings),
         _classes(findings),
         "## Where the time of the picks goes" if details else "",
@@ -109,6 +117,19 @@ def _engines(findings: Findings) -> str:
     return table(["variant", "target", "verdict", *numbers, "front", "why"], rows)
 
 
+def _costs(findings: Findings) -> str:
+    on_gpu = any(row.measured and row.measured.speed.gpu_memory_mib is not None for row in findings.rows)
+    head = ["build s", "load ms", "first call ms", "MB", "MB gzipped", "MiB", "MiB peak"]
+    head += ["MiB GPU", "mJ/image", "MMACs"] if on_gpu else ["mJ/image", "MMACs"]
+    rows = []
+    for row in findings.ordered:
+        cells = shown(row)
+        start = [cells.build_s, cells.load_ms, cells.first_call_ms, cells.size_mb, cells.compressed_mb]
+        memory = [cells.memory_mib, cells.memory_total_mib, *([cells.gpu_memory_mib] if on_gpu else [])]
+        rows.append([row.variant, row.target, *start, *memory, cells.energy_mj, cells.mmacs])
+    return table(["variant", "target", *head], rows)
+
+
 def _ladders(findings: Findings) -> str:
     rungs = [row for target in findings.targets for row in findings.rungs(target)]
     rows = [
@@ -123,12 +144,16 @@ def _ladders(findings: Findings) -> str:
 def _techniques(findings: Findings) -> str:
     rows = []
     for name, before, after in findings.techniques:
-        gains = [findings.gain(before, after, target) for target in findings.targets]
-        cells = [
-            f"{signed(gain.score_change)}, {times(gain.speed_factor)}" if gain else NOTHING for gain in gains
-        ]
-        rows.append([f"{name} ({before} to {after})", *cells])
-    return table(["technique", *findings.targets], rows)
+        for target in findings.targets:
+            gain = findings.gain(before, after, target)
+            if gain is None:
+                continue
+            ratios = gain.memory_ratio, gain.size_ratio, gain.compressed_ratio, gain.macs_ratio
+            changes = [NOTHING if ratio is None else percent_change(1 - ratio) for ratio in ratios]
+            cells = [signed(gain.score_change), times(gain.speed_factor), *changes]
+            rows.append([f"{name} ({before} to {after})", target, *cells])
+    metric = findings.reference.metric
+    return table(["technique", "target", metric, "speed", "memory", "size", "gzipped", "MACs"], rows)
 
 
 def _classes(findings: Findings) -> str:

@@ -57,7 +57,7 @@ def read_row(folders: StageFolders, variant: str, target: str, benchmark: Benchm
         precision=_precision(manifest),
         macs_share=build.executed.macs_share if build.executed else {},
         macs_share_quantized=build.executed.macs_share_quantized if build.executed else None,
-        measured=_measured(of, manifest, validation, benchmark),
+        measured=_measured(of, manifest, build, validation, benchmark),
         suspect_layers=_suspect_layers(of["diff_layers"]),
         conditions=_conditions(benchmark, variant, manifest),
     )
@@ -162,7 +162,11 @@ def _row_without_engine(variant: str, target: str, manifest: EngineManifest) -> 
 
 
 def _measured(
-    of: dict[str, Path], manifest: EngineManifest, validation: AccuracyReport, benchmark: BenchmarkReport
+    of: dict[str, Path],
+    manifest: EngineManifest,
+    build: EngineBuild,
+    validation: AccuracyReport,
+    benchmark: BenchmarkReport,
 ) -> Measured:
     variant, target = of["build_engine"].parts[-2:]
     engine = benchmark.engines.get(variant)
@@ -183,12 +187,20 @@ def _measured(
             f"{name} was built, but has no score or no latency. Run it again: "
             f"dvc repro validate@{name} benchmark@{target}."
         )
+    if build.cost is None:
+        raise ArtifactError(
+            f"{of['build_engine'] / REPORT_FILE} says that no engine was built, but the manifest names one. Run it "
+            f"again: dvc repro build_engine@{variant}-{target}."
+        )
     return Measured(
         accuracy=accuracy,
         losses=None,
         unseen=None,
         speed=_speed(latency, benchmark, variant),
         size_bytes=manifest.size_bytes,
+        compressed_bytes=build.cost.compressed_bytes,
+        build_s=build.cost.build_s,
+        macs=build.cost.macs,
         engine_sha256=manifest.sha256,
         reference_sha256=benchmark.reference_sha256,
     )
@@ -209,7 +221,12 @@ def _speed(latency: Latency, benchmark: BenchmarkReport, variant: str) -> Speed:
         speedup_high=over_reference.high,
         aa_ratio_spread=benchmark.aa_ratio_spread,
         is_inconclusive=benchmark.is_inconclusive,
+        load_ms=latency.load_ms,
+        first_call_ms=latency.first_call_ms,
         memory_mib=latency.memory_mib,
+        memory_total_mib=latency.memory_total_mib,
+        gpu_memory_mib=latency.gpu_memory_mib,
+        energy_mj_per_image=latency.energy_mj_per_image,
     )
 
 
@@ -260,6 +277,7 @@ def _conditions(benchmark: BenchmarkReport, variant: str, manifest: EngineManife
         "Cores busy before": "unknown" if busy_cores is None else f"{busy_cores:.2f}",
         "Time stolen": "unknown" if steal_share is None else f"{100 * steal_share:.1f} %",
         "A/A spread": f"{100 * benchmark.aa_ratio_spread:.1f} %",
+        "Energy": engine.latency.energy_note if engine.latency else "not measured",
     }
 
 

@@ -55,6 +55,7 @@ def test_throttle_reasons_are_named_in_words() -> None:
         "nvmlDeviceGetHandleByPciBusId",
         "nvmlDeviceGetPowerUsage",
         "nvmlDeviceGetTemperature",
+        "nvmlDeviceGetTotalEnergyConsumption",
         "nvmlSystemGetDriverVersion",
     ],
 )

@@ -74,6 +74,9 @@ def row_of(variant: str, target: str, score: float, speed: float, size_bytes: in
         unseen=None,
         speed=Speed(**(fields | numbers)),
         size_bytes=size_bytes,
+        compressed_bytes=size_bytes,
+        build_s=1.0,
+        macs=1,
         engine_sha256=name,
         reference_sha256="ref",
     )
