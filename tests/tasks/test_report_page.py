@@ -59,7 +59,12 @@ def engine_row(number: int, target: str, num_variants: int) -> EngineRow:
         *(latency_ms, 0.98 * latency_ms, 1.02 * latency_ms, 1.1 * latency_ms, 1.3 * latency_ms),
         *(1000 / latency_ms, 1800 / latency_ms, 20 / latency_ms, 19 / latency_ms, 21 / latency_ms, 0.01),
         is_inconclusive=False,
+        load_ms=50.0,
+        first_call_ms=3 * latency_ms,
         memory_mib=30.0 + number,
+        memory_total_mib=130.0 + number,
+        gpu_memory_mib=None,
+        energy_mj_per_image=None,
     )
     losses = Losses(loss, loss - 0.002, loss + 0.002, "", 0.0, 0.0, 0.0, None, None, None, None)
     iou = {name: score + 0.1 - 0.1 * place for place, name in enumerate(CLASSES)}
@@ -69,6 +74,9 @@ def engine_row(number: int, target: str, num_variants: int) -> EngineRow:
         unseen=None,
         speed=speed,
         size_bytes=300_000 - 1000 * number,
+        compressed_bytes=200_000,
+        build_s=1.5,
+        macs=23_000_000,
         engine_sha256=f"{number:064x}",
         reference_sha256="0" * 64,
     )

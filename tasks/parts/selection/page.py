@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from tasks.parts.selection.engine_row import EngineRow, Measured, Verdict
-from tasks.parts.selection.findings import NOTHING, Findings, Shown, columns, shown, signed, times
+from tasks.parts.selection.findings import (
+    NOTHING,
+    Findings,
+    Shown,
+    columns,
+    percent_change,
+    shown,
+    signed,
+    times,
+)
 from tasks.parts.selection.plots import colours
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -77,6 +86,7 @@ def render_page(findings: Findings, data: Mapping[str, Any]) -> str:
         shown=shown,
         signed=signed,
         times=times,
+        percent_change=percent_change,
         data={**data, "figures": _FIGURES, "more_rows": more_rows},
     )
 
@@ -88,8 +98,15 @@ _FIGURES = (
     {"key": "per_s_batched", "name": "images per second, largest batch", "digits": 0, "lower": False},
     {"key": "score", "name": "score", "digits": 4, "lower": False},
     {"key": "boundary_iou", "name": "Boundary IoU", "digits": 4, "lower": False},
+    {"key": "energy_mj", "name": "energy per image, mJ", "digits": 2, "lower": True},
     {"key": "memory_mib", "name": "memory, MiB", "digits": 1, "lower": True},
+    {"key": "memory_total_mib", "name": "peak memory of the process, MiB", "digits": 1, "lower": True},
     {"key": "size_mb", "name": "engine file, MB", "digits": 3, "lower": True},
+    {"key": "compressed_mb", "name": "engine file after gzip, MB", "digits": 3, "lower": True},
+    {"key": "build_s", "name": "build, s", "digits": 2, "lower": True},
+    {"key": "load_ms", "name": "load, ms", "digits": 1, "lower": True},
+    {"key": "first_call_ms", "name": "first call, ms", "digits": 2, "lower": True},
+    {"key": "mmacs", "name": "multiply-accumulates of an image, millions", "digits": 2, "lower": True},
 )
 """Numbers that are compared between two engines: key in the data of the page, and how they are shown."""
 

@@ -90,12 +90,19 @@ def _engine(row: EngineRow, findings: Findings) -> dict[str, Any]:
         "speedup": speed.speedup_vs_reference,
         "per_s": speed.throughput_per_s,
         "per_s_batched": speed.throughput_per_s_batched,
+        "energy_mj": speed.energy_mj_per_image,
         "memory_mib": speed.memory_mib,
+        "memory_total_mib": speed.memory_total_mib,
+        "size_mb": row.measured.size_bytes / 1e6,
+        "compressed_mb": row.measured.compressed_bytes / 1e6,
+        "build_s": row.measured.build_s,
+        "load_ms": speed.load_ms,
+        "first_call_ms": speed.first_call_ms,
+        "mmacs": row.measured.macs / 1e6,
     }
     dominating = None if row.pareto else _dominating(row, findings.rows)
     return known | {
         "may_ship": row.verdict not in _NEVER_PICKED and _holds_boundaries(row, findings),
-        "size_mb": row.measured.size_bytes / 1e6,
         "dominated_by": dominating and dominating.variant,
         "iou": [_short(value) for value in accuracy.iou.values()],
         **{name: _short(value) for name, value in numbers.items()},

@@ -2,7 +2,9 @@
 
 import itertools
 import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import lightning
 import pytest
@@ -67,10 +69,17 @@ def test_distillation_on_several_devices_is_recorded_on_one(workshop):
     assert len(record_training(distill.distill, config, inputs, num_steps=2).steps) == 2
 
 
-def test_data_workers_end_with_the_recording(workshop):
+def record_with_a_worker(data: Path) -> tuple[int, int]:
+    """Return the numbers of recorded steps and of processes that are left."""
     config = train.Config(STUDENT, replace(TRAINER_OF_4_STEPS, num_workers=1), FRESH)
-    timeline = record_training(train.train, config, {"data": workshop.data}, num_steps=2)
-    assert len(timeline.steps) == 2 and not multiprocessing.active_children()
+    timeline = record_training(train.train, config, {"data": data}, num_steps=2)
+    return len(timeline.steps), len(multiprocessing.active_children())
+
+
+def test_data_workers_end_with_the_recording(workshop):
+    """In a process of its own, as a training is: workers are forks, and here other tests' threads run."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(record_with_a_worker, workshop.data).result() == (2, 0)
 
 
 def test_recording_leaves_no_profiler_and_no_files_behind(workshop, tmp_path, monkeypatch):
