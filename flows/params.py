@@ -187,16 +187,22 @@ def _complete_training(params: dict[str, Any], targets: dict[str, Any]) -> None:
 
 
 def _complete_explanations(params: dict[str, Any], targets: dict[str, Any]) -> None:
-    """Add a section for each target whose runtime reports layers: only those can be explained."""
+    """Add a section for each target whose runtime reports layers: only those can be explained.
+
+    The machine is also measured for the others if `measure_machine.checkpoint_targets` says so.
+    """
     selection, measuring = params["select_engine"], params["measure_machine"]
+    are_all_measured = measuring.pop("checkpoint_targets")
     params["measure_machine"], params["explain"] = {}, {}
     for name, options in targets.items():
-        if options["runtime"] in CHECKPOINT_RUNTIMES:
+        reports_layers = options["runtime"] not in CHECKPOINT_RUNTIMES
+        if reports_layers or are_all_measured:
+            params["measure_machine"][name] = {"target": copy.deepcopy(options), **measuring}
+        if not reports_layers:
             continue
         variants, parents = params["benchmark"][name]["variants"], selection["parents"]
         rungs = [rung for rung in selection["ladder"] if rung in variants]
         pairs = [*itertools.pairwise(rungs), *((parents[rung], rung) for rung in variants if rung in parents)]
-        params["measure_machine"][name] = {"target": copy.deepcopy(options), **measuring}
         params["explain"][name] = {
             "target": name,
             "variants": list(variants),

@@ -188,6 +188,7 @@ def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[s
     for target in targets:
         built = ARTIFACTS / "build_engine" / "*" / target / "engine"
         measured = stages.run(f"benchmark.{target}", builds=built, reference=reference)
-        if target in params.get("explain", ()):  # its runtime reports layers
+        if target in params.get("measure_machine", ()):
             roofs = stages.run(f"measure_machine.{target}")
-            stages.run(f"explain.{target}", builds=built, benchmark=measured, roofs=roofs)
+            if target in params["explain"]:  # its runtime reports layers
+                stages.run(f"explain.{target}", builds=built, benchmark=measured, roofs=roofs)

@@ -45,7 +45,8 @@ def measure_machine(cfg: Config, *, out: Path) -> Report:
 
     Raises TargetMismatch if the machine or its runtime is not the declared one.
     """
-    from tasks.parts.roofs.measure import Effort, measure_roofs
+    from tasks.parts.roofs.measure import measure_roofs
+    from tasks.parts.roofs.rates import Effort
 
     logger.info("measure_machine: target %s", cfg.target.name)
     roofs = measure_roofs(cfg.target, Effort(cfg.num_rounds, [1024 * size for size in cfg.working_sets_kib]))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flows.params import DVC_FILE, compose_params, write_params
+from flows.pipeline import RecordedStages, run_pipeline
 from flows.templates import check_templates
 from tasks.core.config import read_params
 from tasks.core.errors import ConfigError
@@ -18,6 +19,18 @@ from tasks.core.errors import ConfigError
 def defaults() -> dict[str, Any]:
     """The composed defaults."""
     return compose_params()
+
+
+def test_machine_is_measured_for_runtimes_of_checkpoints_on_request_and_explains_nothing(
+    defaults: dict[str, Any],
+) -> None:
+    assert set(defaults["measure_machine"]) == set(defaults["explain"]) and defaults["explain"]
+    params = compose_params(["measure_machine.checkpoint_targets=true"])
+    assert params["explain"] == defaults["explain"]
+    assert set(params["measure_machine"]) - set(params["explain"]) == {"cpu_torch"}
+    plan = RecordedStages()
+    run_pipeline(plan, params)
+    assert "measure_machine.cpu_torch" in plan.calls and "explain.cpu_torch" not in plan.calls
 
 
 @pytest.mark.parametrize(

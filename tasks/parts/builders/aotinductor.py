@@ -41,9 +41,15 @@ def build_file(target: Target, source: CheckpointSource, engine: Path) -> Built:
     # torch treats a size of 1 as a constant (0/1 specialisation), so the example is a batch of 2.
     example_NCHW = torch.zeros(min(2, target.max_batch), 3, card.height, card.width)
     folded = CastNetwork(fold_batchnorm(network, example_NCHW), target.precision).to(target.device)
-    program = export_program(folded, example_NCHW.to(target.device), target)
-    _compile(program, target, file)
+    program = compile_network(folded, example_NCHW.to(target.device), target, file)
     return Built(file, precisions_of_program(program))
+
+
+def compile_network(network: nn.Module, example_NCHW: Tensor, target: Target, file: Path) -> ExportedProgram:
+    """Write the package of a network on the target's device, and return what was compiled; raise BuildFailed."""
+    program = export_program(network, example_NCHW, target)
+    _compile(program, target, file)
+    return program
 
 
 def export_program(network: nn.Module, example_NCHW: Tensor, target: Target) -> ExportedProgram:

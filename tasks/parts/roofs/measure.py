@@ -19,10 +19,10 @@ from tasks.parts.engines.open_engine import load_runner
 from tasks.parts.engines.rounds import rounds_ms
 from tasks.parts.engines.runner import Runner
 from tasks.parts.engines.target import Target
-from tasks.parts.measuring.machine_state import Machine, read_machine, read_machine_state
-from tasks.parts.roofs.peaks import theoretical_peak
+from tasks.parts.measuring.machine_state import Machine, read_machine
 from tasks.parts.roofs.probes import Probe, chain, convolution, matrix_product, moves
-from tasks.parts.roofs.roofs import ComputeRoof, MemoryRoof, Rate, Roofs
+from tasks.parts.roofs.rates import Effort, compute_roof, memory_roof, moved_rate, rate_of
+from tasks.parts.roofs.roofs import ComputeRoof, Rate, Roofs
 
 INT8 = "int8"
 _SHORT, _LONG = 4, 68
@@ -30,16 +30,6 @@ _SHORT, _LONG = 4, 68
 _CALLS_IN_PROFILE = 12
 _LEAST_MOVED = 0.4
 """Share of the working set that a layer has to move to count: with 16 bits for a value it is half of it."""
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How long the roofs are measured."""
-
-    num_rounds: int
-    """Rounds that run every graph once; the spread is that of the rounds."""
-    working_sets_bytes: Sequence[int]
-    """What the layers read and write whose bandwidth is measured."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +48,15 @@ class _Loaded:
 def measure_roofs(target: Target, effort: Effort) -> Roofs:
     """Return what the target's runtime reaches on this machine.
 
-    `reason` says why if nothing was measured: the runtime reports no layers, or the CPU lacks a declared flag.
+    `reason` says why if nothing was measured: the CPU lacks a declared flag.
     """
     version, machine = check_versions(target), read_machine(target.device)
-    if target.runtime.traits.reads_checkpoints:
-        return _nothing(target, version, machine, f"{target.runtime} reports no layers of an engine")
     if missing := missing_cpu_flags(target):
         return _nothing(target, version, machine, f"this CPU lacks {', '.join(missing)}")
+    if target.runtime.traits.reads_checkpoints:
+        from tasks.parts.roofs.torch import measure_torch_roofs
+
+        return measure_torch_roofs(target, version, machine, effort)
     target = replace(target, max_batch=1)
     compute: dict[str, list[ComputeRoof]] = {}
     for probe, wanted in _compute_probes(target):
@@ -72,7 +64,7 @@ def measure_roofs(target: Target, effort: Effort) -> Roofs:
             for precision, rate in _best_rates(loaded[0], effort.num_rounds).items():
                 if precision == wanted:
                     compute.setdefault(precision, []).append(
-                        _roof(target, machine, precision, rate, probe.name)
+                        compute_roof(target, machine, precision, rate, probe.name)
                     )
     with _loaded(target, version, [chain(_SHORT), chain(_LONG)]) as (short, long):
         layer_ms, call_ms = _cost_of_calls(short, long, effort.num_rounds)
@@ -80,7 +72,7 @@ def measure_roofs(target: Target, effort: Effort) -> Roofs:
             list(long.profile_ms().values()) or [0.0]
         )  # OpenVINO rounds down to 1 us
     memory = [
-        MemoryRoof(size, bandwidth)
+        memory_roof(target, size, bandwidth)
         for size in effort.working_sets_bytes
         if (bandwidth := _bandwidth(target, version, size, effort.num_rounds, profiled_ms))
     ]
@@ -138,18 +130,10 @@ def _best_rates(loaded: _Loaded, num_rounds: int) -> dict[str, Rate]:
     for name, row in loaded.rows.items():
         times_ms = [times[name] for times in rounds if times.get(name)]
         if row.macs and times_ms:
-            rate = _rate([1000 * row.macs / value for value in times_ms])
+            rate = rate_of([1000 * row.macs / value for value in times_ms])
             if row.precision not in found or found[row.precision].value < rate.value:
                 found[row.precision] = rate
     return found
-
-
-def _roof(target: Target, machine: Machine, precision: str, rate: Rate, probe: str) -> ComputeRoof:
-    clock_mhz = read_machine_state(target.device).cpu_mhz
-    peak, formula = theoretical_peak(
-        machine.cpu_flags, precision, clock_mhz=clock_mhz, num_threads=target.num_threads
-    )
-    return ComputeRoof(precision, rate, probe, peak, formula)
 
 
 def _cost_of_calls(short: _Loaded, long: _Loaded, num_rounds: int) -> tuple[Rate, Rate]:
@@ -162,7 +146,7 @@ def _cost_of_calls(short: _Loaded, long: _Loaded, num_rounds: int) -> tuple[Rate
     ]
     layers_ms = [(many - few) / (_LONG - _SHORT) for few, many in pairs]
     calls_ms = [few - _SHORT * layer_ms for (few, _), layer_ms in zip(pairs, layers_ms, strict=True)]
-    return _rate(layers_ms), _rate(calls_ms)
+    return rate_of(layers_ms), rate_of(calls_ms)
 
 
 def _bandwidth(
@@ -179,16 +163,3 @@ def _bandwidth(
                 if rate and moved_bytes >= working_set_bytes * _LEAST_MOVED:
                     rates.append(rate)
     return max(rates, key=lambda rate: rate.value, default=None)
-
-
-def moved_rate(moved_bytes: int, times_ms: Sequence[float], profiled_ms: float) -> Rate | None:
-    """Return bytes per second; what the profiler reports for a layer without work is not the layer's own.
-
-    Times of 0 are below the profiler's resolution; None if all of them are.
-    """
-    own_ms = [max(value - profiled_ms, value / 2) for value in times_ms if value]
-    return _rate([1000 * moved_bytes / value for value in own_ms]) if own_ms else None
-
-
-def _rate(values: Sequence[float]) -> Rate:
-    return Rate(statistics.median(values), min(values), max(values))

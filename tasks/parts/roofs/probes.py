@@ -102,6 +102,20 @@ def chain(length: int) -> Probe:
     return _probe(f"{length} tiny convolutions", nodes, constants, shape, shape, is_quantized=False)
 
 
+def probe_card(image_shape: tuple[int, ...], values_shape: tuple[int, ...]) -> InputCard:
+    """Return the card of a probe, from the shapes of one image and of its result."""
+    return InputCard(
+        classes=(),
+        mean=(0.0,) * image_shape[0],
+        std=(1.0,) * image_shape[0],
+        height=image_shape[1],
+        width=image_shape[2],
+        task=Task.values,
+        max_batch=1,
+        values_shape=values_shape,
+    )
+
+
 def _probe(
     name: str,
     nodes: Sequence[NodeProto],
@@ -113,16 +127,7 @@ def _probe(
 ) -> Probe:
     """Return the graph of nodes that read `image`; the last one gives the output."""
     nodes[-1].output[0] = "values"
-    card = InputCard(
-        classes=(),
-        mean=(0.0,) * image_shape[0],
-        std=(1.0,) * image_shape[0],
-        height=image_shape[1],
-        width=image_shape[2],
-        task=Task.values,
-        max_batch=1,
-        values_shape=values_shape,
-    )
+    card = probe_card(image_shape, values_shape)
     graph = helper.make_graph(
         list(nodes),
         "probe",

@@ -46,7 +46,7 @@ class ComputeRoof:
     probe: str
     """The graph that reached it."""
     theoretical_macs_per_s: float | None
-    """Clock x multiply-adds per cycle x threads; None if the machine does not tell its clock or its vectors."""
+    """Clock x multiply-adds per cycle x threads, or the data sheet of the GPU; None if one of them is not known."""
     formula: str
     """How the theoretical one comes about."""
 
@@ -57,6 +57,8 @@ class MemoryRoof:
 
     working_set_bytes: int
     bytes_per_s: Rate
+    theoretical_bytes_per_s: float | None = None
+    """What the data sheet states for the memory of the GPU, behind its caches; None for a CPU."""
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.parts.roofs.measure import Effort, measure_roofs, moved_rate
+from tasks.parts.engines.gpu import Gpu
+from tasks.parts.measuring.machine_state import read_machine
+from tasks.parts.roofs import rates
+from tasks.parts.roofs.datasheets import DATA_SHEETS, stated_bandwidth, stated_peak
+from tasks.parts.roofs.measure import measure_roofs
 from tasks.parts.roofs.peaks import macs_per_cycle, theoretical_peak
-from tasks.parts.roofs.roofs import Bound, Limits, limits_of
-from tests.tasks.conftest import Workshop
+from tasks.parts.roofs.rates import Effort, compute_roof, memory_roof, moved_rate
+from tasks.parts.roofs.roofs import Bound, Limits, Rate, Roofs, limits_of
+from tests.tasks.conftest import AOTINDUCTOR, Workshop
 from tests.tasks.parts.explain.engines import ROOFS
 
 
@@ -16,8 +21,12 @@ def test_every_roof_is_measured_through_the_runtime(workshop: Workshop, target: 
     roofs = measure_roofs(workshop.target(target), Effort(3, [64 << 10, 1 << 20]))
     assert {roof.precision for roof in roofs.compute} == {"f32", "int8"} and not roofs.reason
     assert [roof.working_set_bytes for roof in roofs.memory] == [64 << 10, 1 << 20]
-    rates = [roof.macs_per_s for roof in roofs.compute] + [roof.bytes_per_s for roof in roofs.memory]
-    assert all(0 < rate.low <= rate.value <= rate.high for rate in rates)
+    assert_plausible(roofs)
+
+
+def assert_plausible(roofs: Roofs) -> None:
+    found = [roof.macs_per_s for roof in roofs.compute] + [roof.bytes_per_s for roof in roofs.memory]
+    assert all(0 < rate.low <= rate.value <= rate.high for rate in found)
     assert all(
         roof.macs_per_s.value > 1e9 for roof in roofs.compute
     )  # any core since 2013 does 16 in a cycle
@@ -25,12 +34,66 @@ def test_every_roof_is_measured_through_the_runtime(workshop: Workshop, target: 
     assert 0 < roofs.layer_ms.value < 1 and roofs.call_ms.value < 10
 
 
-def test_runtime_that_reports_no_layers_has_no_roofs(workshop: Workshop) -> None:
-    roofs = measure_roofs(workshop.target("cpu_torch"), Effort(3, [64 << 10]))
-    assert roofs.reason == "torch reports no layers of an engine"
-    assert not roofs.compute and not roofs.memory
+@pytest.mark.parametrize("target", ["cpu_torch", AOTINDUCTOR])
+def test_runtimes_of_checkpoints_are_measured_by_whole_networks(workshop: Workshop, target: str) -> None:
+    roofs = measure_roofs(workshop.target(target), Effort(3, [64 << 10, 1 << 20]))
+    [roof] = roofs.compute
+    assert roof.precision == "f32" and roof.probe.startswith("4 ") and not roofs.reason
+    assert [moved.working_set_bytes for moved in roofs.memory] == [64 << 10, 1 << 20]
+    assert {moved.theoretical_bytes_per_s for moved in roofs.memory} == {None}
+    assert_plausible(roofs)
+
+
+def test_networks_compute_in_the_precision_of_the_target(workshop: Workshop) -> None:
+    roofs = measure_roofs(workshop.target("cpu_torch", precision="bf16"), Effort(3, [64 << 10]))
+    assert [roof.precision for roof in roofs.compute] == ["bf16"]
+
+
+def test_cpu_without_a_declared_flag_has_no_roofs(workshop: Workshop) -> None:
     lacking = measure_roofs(workshop.target("cpu_openvino", cpu_flags=["none"]), Effort(3, [64 << 10]))
-    assert lacking.reason == "this CPU lacks none"
+    assert lacking.reason == "this CPU lacks none" and not lacking.compute and not lacking.memory
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "gpu", "tops"),
+    [
+        ("h200_tensorrt", {}, "NVIDIA H200", 67),
+        ("h200_tensorrt", {"tf32": True}, "NVIDIA H200", 494.5),
+        ("cuda_torch", {}, "Tesla T4", 8.1),
+        ("cuda_torch", {}, "NVIDIA Unknown", None),
+    ],
+)
+def test_data_sheet_stands_beside_what_a_gpu_reaches(
+    workshop: Workshop,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    changes: dict[str, bool],
+    gpu: str,
+    tops: float | None,
+) -> None:
+    monkeypatch.setattr(rates, "find_gpus", lambda: (Gpu(gpu, "9.0"),))
+    declared = workshop.target(target)
+    if declared.tensorrt is not None:
+        declared = replace(declared, tensorrt=replace(declared.tensorrt, **changes))
+    rate = Rate(1e12, 1e12, 1e12)
+    roof = compute_roof(declared, read_machine("cpu"), "f32", rate, "probe")
+    assert roof.theoretical_macs_per_s == (None if tops is None else pytest.approx(tops * 1e12 / 2))
+    assert gpu in roof.formula
+    assert memory_roof(declared, 1, rate).theoretical_bytes_per_s == stated_bandwidth(gpu)
+
+
+def test_data_sheets_state_dense_numbers() -> None:
+    """Each step down in bits doubles the rate of Tensor Cores; a 2:4 number among them would make it four.
+
+    But for FP16 on GeForce cards, which add in FP32 at half the rate.
+    """
+    assert stated_peak("NVIDIA A100-SXM4-80GB", "int8")[0] == 312e12
+    assert stated_peak("Tesla T4", "bf16") == (None, "no data-sheet value of Tesla T4 for bf16")
+    assert stated_bandwidth("NVIDIA H200") == 4.8e12 and stated_bandwidth("Orin") is None
+    for name, sheet in DATA_SHEETS.items():
+        tops, doubled = sheet.tops, 4 if "GeForce" in name else 2
+        assert tops["int8"] / tops["f16"] == pytest.approx(doubled, rel=0.02), name
+        assert "tf32" not in tops or tops["f16"] / tops["tf32"] == pytest.approx(2, rel=0.02), name
 
 
 @pytest.mark.parametrize(
