@@ -206,9 +206,11 @@ class Artifacts:
             "validations": self.root / "validate",
             "benchmarks": self._write_benchmarks(),
             "diffs": self.root / "diff_layers",
-            "explanations": self.root / "explain",
-            "data": self.root / "data",
         }
+
+    def selection_inputs(self) -> dict[str, Path]:
+        """Return all that select_engine reads; no target is explained, and no answers are kept."""
+        return {**self.inputs(), "explanations": self.root / "explain", "data": self.root / "data"}
 
     def change_race(self, name: str, low: float, aa_ratio_spread: float = 0.005) -> None:
         """Say how surely a rung is faster than each one below it, and how noisy its target is."""
@@ -422,7 +424,7 @@ def config_for(artifacts: Artifacts, **changes: Any) -> Config:
 
 def run(artifacts: Artifacts, out: Path, **changes: Any) -> tuple[Report, dict[str, dict[str, Any]]]:
     out.mkdir(exist_ok=True)
-    report = select_engine(config_for(artifacts, **changes), **artifacts.inputs(), out=out)
+    report = select_engine(config_for(artifacts, **changes), **artifacts.selection_inputs(), out=out)
     rows = json.loads((out / "engines.json").read_text())
     return report, {f"{row['variant']}-{row['target']}": row for row in rows}
 
@@ -667,7 +669,7 @@ def test_a_pick_is_reported_on_the_unseen_split_and_warned_of_if_it_fails_there(
 
 
 def test_engines_of_a_target_that_was_not_measured_are_refused(artifacts, tmp_path) -> None:
-    inputs = artifacts.inputs()
+    inputs = artifacts.selection_inputs()
     file = inputs["benchmarks"] / "cpu_onnxruntime" / "report.json"
     content = json.loads(file.read_text())
     del content["engines"]["pruned"]
@@ -815,7 +817,7 @@ def test_accuracy_and_latency_of_another_file_are_refused(artifacts, tmp_path, s
 
 
 def test_speedups_over_different_references_are_refused(artifacts, tmp_path) -> None:
-    inputs = artifacts.inputs()
+    inputs = artifacts.selection_inputs()
     file = inputs["benchmarks"] / "cpu_onnxruntime" / "report.json"
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"reference_sha256": "another"}))
@@ -830,7 +832,7 @@ def test_a_missing_report_names_the_engine(artifacts, tmp_path) -> None:
 
 
 def test_a_damaged_report_is_named(artifacts, tmp_path) -> None:
-    inputs = artifacts.inputs()
+    inputs = artifacts.selection_inputs()
     file = inputs["benchmarks"] / "cpu_onnxruntime" / "report.json"
     file.write_text('{"latency')
     with pytest.raises(ArtifactError, match=re.escape(str(file))):
@@ -852,7 +854,7 @@ def test_a_damaged_report_is_named(artifacts, tmp_path) -> None:
     ],
 )
 def test_a_report_of_an_older_version_is_refused(artifacts, tmp_path, stage, part, field, path) -> None:
-    inputs = artifacts.inputs()
+    inputs = artifacts.selection_inputs()
     if stage == "measured":
         file = inputs["benchmarks"] / "cpu_onnxruntime" / "report.json"
         part = f"engines.pruned.{part}".rstrip(".")
@@ -1093,7 +1095,7 @@ def test_impossible_values_are_refused_with_their_key(artifacts, changes, key) -
 
 def test_the_default_values_in_conf_fit_the_config() -> None:
     section = yaml.safe_load(Path("conf/select_engine/default.yaml").read_text(encoding="utf-8"))
-    section |= {"engines": [{"variant": "distilled", "target": "cpu_torch"}], "parents": {}}
+    section |= {"engines": [{"variant": "distilled", "target": "cpu_torch"}], "parents": {}, "explained": []}
     config = typed_config(Config, section, "select_engine")
     assert config.max_score_rel_loss == 0.02 and config.max_boundary_iou_rel_loss is None
     assert config.float_reference == REFERENCE
@@ -1113,7 +1115,9 @@ def test_engines_that_another_configuration_left_do_not_change_the_keys(artifact
 
     def keys() -> list[dict[str, dict[str, str]]]:
         inputs = artifacts.inputs()
-        found = reads(mine, **inputs), track.reads(None, selection=selection, **inputs, data=tmp_path)
+        read = reads(mine, **artifacts.selection_inputs())
+        assert read.pop("explanations") == []
+        found = read, track.reads(None, selection=selection, **inputs, data=tmp_path)
         return [{name: {str(p): digest(p) for p in paths} for name, paths in read.items()} for read in found]
 
     before = keys()
