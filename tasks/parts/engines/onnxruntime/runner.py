@@ -5,6 +5,7 @@ An offline-optimised file would load 2-20 ms faster and run no faster, but only 
 The GPU was not run on real hardware.
 """
 
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -12,14 +13,20 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
-from tasks.parts.engines.onnxruntime.layers import operator_times, record_nodes, without_first_runs
-from tasks.parts.engines.runner import OperatorTime, RunnerDescription, check_batch
+from tasks.parts.engines.onnxruntime.layers import (
+    operator_times,
+    record_nodes,
+    without_first_runs,
+    without_profiler,
+)
+from tasks.parts.engines.runner import OperatorTime, RunnerDescription, check_batch, typical_time
 from tasks.parts.engines.runtimes import CPU, CUDA
 from tasks.parts.engines.target import Target
 from tasks.parts.onnx_session import CPU_PROVIDER, CUDA_PROVIDER, TENSORRT_PROVIDER, open_session
 
 if TYPE_CHECKING:
     import onnxruntime
+    from onnx import ModelProto
 
 ENGINE_FILE = "engine.onnx"
 
@@ -29,6 +36,16 @@ _PROVIDERS = {CPU: CPU_PROVIDER, CUDA: CUDA_PROVIDER}
 def provider_of(target: Target) -> str:
     """Return the provider that must really be in use."""
     return _PROVIDERS[target.device] if target.tensorrt is None else TENSORRT_PROVIDER
+
+
+def _nothing() -> "ModelProto":
+    """Return a graph of one value that computes nothing: what it takes is the call."""
+    from onnx import TensorProto, helper
+
+    image, same = (helper.make_tensor_value_info(name, TensorProto.FLOAT, (1,)) for name in ("image", "same"))
+    copy = helper.make_node("Identity", ["image"], ["same"])
+    graph = helper.make_graph([copy], "nothing", [image], [same])
+    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
 
 
 def open_runner(file: Path, manifest: EngineManifest) -> "OnnxruntimeRunner":
@@ -114,10 +131,12 @@ class OnnxruntimeRunner:
         )
 
     def profile(self, images_NCHW: FloatArray, num_iterations: int) -> tuple[OperatorTime, ...]:
+        """Measure every operator; together they take what an inference without the profiler takes beside the call."""
         check_batch(images_NCHW, self.manifest)
         target = self.manifest.target
         if target.device == CUDA:
             return ()  # its events time the launch of a kernel, not the kernel
+        before_ms = self._time_nodes(images_NCHW, num_iterations)
         events = record_nodes(
             self._file,
             images_NCHW,
@@ -125,7 +144,23 @@ class OnnxruntimeRunner:
             provider=provider_of(target),
             num_threads=target.num_threads,
         )
-        return operator_times(without_first_runs(events), num_iterations)
+        nodes_ms = (before_ms + self._time_nodes(images_NCHW, num_iterations)) / 2
+        return without_profiler(operator_times(without_first_runs(events), num_iterations), nodes_ms)
+
+    def _time_nodes(self, images_NCHW: FloatArray, num_iterations: int) -> float:
+        """Return the typical time of an inference in ms without what a call of the runtime costs."""
+        image = np.zeros(1, np.float32)
+        nothing = open_session(_nothing(), num_threads=self.manifest.target.num_threads)
+        typical_ms = []
+        for call in (lambda: self.run(images_NCHW), lambda: nothing.run(None, {"image": image})):
+            call()
+            times_ms = []
+            for _ in range(num_iterations):
+                start = time.perf_counter()
+                call()
+                times_ms.append(1000 * (time.perf_counter() - start))
+            typical_ms.append(typical_time(times_ms, num_iterations))
+        return typical_ms[0] - typical_ms[1]
 
     def open_concurrent(self, count: int) -> tuple[Self, ...]:
         """Return runners that share the session, which computes in the calling threads."""

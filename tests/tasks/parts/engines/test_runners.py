@@ -12,9 +12,10 @@ from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, DataError
 from tasks.parts.data.dataset import normalise, open_split
 from tasks.parts.engines import open_engine as opening
 from tasks.parts.engines.manifest import read_engine_manifest, write_engine_manifest
-from tasks.parts.engines.onnxruntime.layers import find_nodes_elsewhere, record_nodes
+from tasks.parts.engines.onnxruntime.layers import find_nodes_elsewhere, record_nodes, without_profiler
 from tasks.parts.engines.onnxruntime.runner import BoundBatch
 from tasks.parts.engines.open_engine import open_engine
+from tasks.parts.engines.runner import OperatorTime
 from tasks.parts.engines.runtimes import Precision, Runtime
 from tasks.parts.onnx_session import open_session
 from tests.tasks.conftest import AOTINDUCTOR
@@ -206,6 +207,23 @@ def test_bound_buffers_give_the_logits_of_a_plain_run(workshop, images_NCHW):
         batch_NCHW = images_NCHW[start : start + 2]
         expected = session.run(None, {session.get_inputs()[0].name: batch_NCHW})[0]
         np.testing.assert_array_equal(bound.run(batch_NCHW), expected)
+
+
+@pytest.mark.parametrize(
+    ("profiled_ms", "nodes_ms", "own_ms"),
+    [
+        ([10.0, 10.0, 10.0], 21.0, [7.0, 7.0, 7.0]),  # 3 ms each were the profiler's
+        ([10.0, 10.0, 1.0], 12.0, [5.95, 5.95, 0.1]),  # one can give 0.9 only, the others the rest
+        ([10.0, 5.0], 16.0, [10.0, 5.0]),  # nothing was added
+        ([10.0, 5.0], 0.0, [1.0, 0.5]),
+        ([], 1.0, []),
+    ],
+)
+def test_what_the_profiler_adds_is_taken_off_all_nodes(profiled_ms, nodes_ms, own_ms):
+    profiled = [OperatorTime(f"node{index}", "Conv", value) for index, value in enumerate(profiled_ms)]
+    found = without_profiler(profiled, nodes_ms)
+    assert [time.milliseconds for time in found] == pytest.approx(own_ms)
+    assert [time.name for time in found] == [time.name for time in profiled]
 
 
 def test_nodes_that_another_provider_ran_are_found_in_the_record_of_a_run(workshop, images_NCHW):
