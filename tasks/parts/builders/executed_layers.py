@@ -191,6 +191,13 @@ def join_nodes(layers: Sequence[EngineLayer], graph: "ModelProto") -> tuple[Engi
                     own.add(chain[0].name)
             claimed |= computed
         joined.append(computed)
+    for layer, computed in zip(layers, joined, strict=True):
+        if not layer.is_conversion and {nodes[name].op_type for name in computed} == {"Cast"}:
+            computed |= {  # the runtime dropped the cast, and the layer before it took its name
+                maker.name
+                for name in computed
+                if (maker := makers.get(nodes[name].input[0])) and maker.name not in claimed
+            }
     _add_unreported(joined, graph)
     return tuple(
         replace(

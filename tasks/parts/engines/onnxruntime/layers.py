@@ -204,7 +204,9 @@ def _node_precision(node: Any, types: dict[str, int]) -> str:
         types[node.output[0]] = 1
         return "f32"
     input_type = types.get(node.input[0], 0) if node.input else 0
-    if node.op_type in _SAME_TYPE_OPS or input_type in _FLOAT_TYPES:
+    if node.op_type == "Cast":
+        types[node.output[0]] = next(each.i for each in node.attribute if each.name == "to")
+    elif node.op_type in _SAME_TYPE_OPS or input_type in _FLOAT_TYPES:
         types.update({name: input_type for name in node.output if name not in types})
     return _INT8_TYPES.get(input_type) or _FLOAT_TYPES.get(input_type) or ""
 
