@@ -1,10 +1,21 @@
 """One sentence about two engines: what the second one brings, and what keeps it from bringing more."""
 
+from tasks.parts.explain.causes import CauseKind, find_causes
 from tasks.parts.explain.engine_view import INT8, EngineView
 from tasks.parts.roofs.roofs import Bound
 
 _WORTH_A_WORD = 0.03
 """A share of the latency below this is not mentioned."""
+
+
+_WORDS = {
+    CauseKind.EMULATED_PRECISION: "the CPU does not compute in its precision",
+    CauseKind.S8_ACTIVATIONS: "its activations are int8 instead of uint8",
+    CauseKind.WRONG_ISA: "the CPU has no dot products of 8-bit integers",
+    CauseKind.WEIGHT_QUANTIZED_AT_RUNTIME: "weights are converted in every inference",
+    CauseKind.FUSION_LOST: "layers lost their fusion",
+}
+"""Causes that are named whatever time they take, because a switch or another target removes them."""
 
 
 def advise(before: EngineView, after: EngineView, speedup: float) -> str:
@@ -54,4 +65,5 @@ def _reasons_after(before: EngineView, after: EngineView) -> list[str]:
         operators = list(dict.fromkeys(" ".join(layer.operators) or layer.kind for layer in in_float))
         named = ", ".join(operators[:3]) + (", ..." if len(operators) > 3 else "")
         reasons.append(f"{float_ms / after.latency_ms:.0%} stayed in float ({named})")
-    return reasons
+    new = {cause.kind for cause in find_causes(after, before)} - {cause.kind for cause in find_causes(before)}
+    return [*reasons, *(words for kind, words in _WORDS.items() if kind in new)]

@@ -12,6 +12,7 @@ from tasks.parts.roofs.roofs import Bound
 
 _MUCH_OVERHEAD = 0.25
 """An engine is bound by overhead if more of its latency than this goes into starting layers and the call."""
+_MOST_NAMED = 4
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 
 
@@ -173,18 +174,31 @@ def _emulation(engine: EngineView, _: EngineView | None) -> Iterator[Cause]:
     target = engine.manifest.target
     if target.device != CPU:
         return
+    runs_in = " and ".join(sorted({layer.precision for layer in engine.layers if layer.macs}))
     if target.precision is Precision.bf16 and not _BF16_FLAGS & set(engine.manifest.isa):
-        detail = f"target.{target.name}.precision is bf16, but this CPU has neither AVX512_BF16 nor AMX"
-        yield Cause(CauseKind.EMULATED_PRECISION, "", engine.layers_ms, detail, "")
-    casts = [
-        layer for layer in engine.layers if "Cast" in layer.operators or layer.kind in ("Cast", "Convert")
-    ]
-    if casts:
-        casts_ms = sum(engine.times_ms[layer.name] for layer in casts)
         detail = (
-            f"{len(casts)} casts around layers that the CPU computes in another precision than the graph's"
+            f"target.{target.name}.precision is bf16, but this CPU has neither AVX512_BF16 nor AMX: layers run in "
+            f"{runs_in}"
         )
+        yield Cause(CauseKind.EMULATED_PRECISION, "", engine.layers_ms, detail, "")
+    elif not engine.manifest.is_quantized and not engine.manifest.is_precision_ok:
+        detail = f"layers that are to compute in 16 bits run in {runs_in}"
+        yield Cause(CauseKind.EMULATED_PRECISION, "", engine.layers_ms, detail, "")
+    casts = [layer for layer in engine.layers if _casts_floats(layer)]
+    if casts:
+        beside = dict.fromkeys(name for layer in casts for side in engine.neighbours(layer) for name in side)
+        named = ", ".join(list(beside)[:_MOST_NAMED]) + (", ..." if len(beside) > _MOST_NAMED else "")
+        detail = f"casts between 16 and 32 bits: {len(casts)}, beside {named}"
+        casts_ms = sum(engine.times_ms[layer.name] for layer in casts)
         yield Cause(CauseKind.EMULATED_PRECISION, "", casts_ms, detail, "")
+
+
+def _casts_floats(layer: TimedLayer) -> bool:
+    """Return whether a layer makes 32 bits of 16, or 16 of 32; integers are converted for other reasons."""
+    if layer.kind not in ("Cast", "Convert") or not layer.output_bytes:
+        return False
+    is_shortened = layer.precision == "f32" and layer.input_bytes == 2 * layer.output_bytes
+    return layer.precision in ("f16", "bf16") or is_shortened
 
 
 def _weights(engine: EngineView, _: EngineView | None) -> Iterator[Cause]:

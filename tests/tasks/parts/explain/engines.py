@@ -112,7 +112,7 @@ def view(
         target, source, engine
     )
     manifest = new_manifest(target, check_versions(target), card, file=built.file)
-    manifest = replace(manifest, is_quantized=is_quantized(model))
+    manifest = replace(manifest, is_quantized=is_quantized(model), is_precision_ok=True)
     write_table(engine / LAYERS_FILE, list_rows(join_nodes(built.layers, built.graph), built.graph))
     with load_runner(built.file, manifest) as runner:
         times = {time.name: time.milliseconds for time in runner.profile(images_NCHW, 20)}
