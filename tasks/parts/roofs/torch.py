@@ -157,7 +157,8 @@ def _cost_of_calls(target: Target, version: str, num_rounds: int) -> tuple[Rate,
 def _bandwidths(target: Target, version: str, effort: Effort) -> tuple[MemoryRoof, ...]:
     """Measure a ReLU in float32, whatever the target computes in, against the same call on next to nothing.
 
-    A working set is a batch of chunks, so that one engine serves all sizes.
+    A working set is a batch of chunks, so that one engine serves all sizes. The call takes longer than moving a small
+    one: what stands there is a lower bound.
     """
     counts = [size // _CHUNK_BYTES for size in effort.working_sets_bytes]
     target = replace(target, precision=Precision.f32, max_batch=max(counts))
