@@ -14,13 +14,14 @@
   // Text and numbers.
   const minus = (text) => text.replace("-", "−");
   const shownMs = (ms) => (ms < 1 ? ms.toFixed(3) : ms < 10 ? ms.toFixed(2) : ms.toFixed(1));
-  const shownChange = (ms) => minus((ms > 0 ? "+" : "") + ms.toFixed(3));
+  const signed = (value, digits) => minus((value > 0 ? "+" : "") + value.toFixed(digits));
+  const shownChange = (ms) => signed(ms, 3);
   const shownShare = (share, digits = 1) => minus((100 * share).toFixed(digits)) + " %";
   const shownGain = (share) => (share > 0 ? "+" : "") + shownShare(share);
   const bytes = (count) =>
     count === null || count === undefined ? "–"
-      : count < 1024 ? `${count} B` : count < 1048576 ? `${(count / 1024).toFixed(1)} KiB`
-      : `${(count / 1048576).toFixed(2)} MiB`;
+      : count < 1024 ? `${count} B` : count < 1048576 ? `${Math.round(count / 1024)} KiB`
+      : `${Math.round(count / 1048576)} MiB`;
   const short = (text, length = 44) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
 
   // Elements. Text is never read as markup.
@@ -60,8 +61,8 @@
     const scale = scaled(Math.log(low), Math.log(high), from, to);
     return (value) => scale(Math.log(value));
   };
-  const logTicks = (low, high, steps = [1, 2, 5]) => {
-    const found = [];
+  const logTicks = (low, high) => {
+    const found = [], steps = high / low < 200 ? [1, 2, 5] : [1];
     for (let decade = Math.floor(Math.log10(low)); decade <= Math.ceil(Math.log10(high)); decade++)
       for (const step of steps) {
         const value = step * 10 ** decade;
@@ -125,7 +126,7 @@
     const ms = to.p50 - from.p50;
     return element("p", {}, element("b", {}, `Next ${what}: `), `${to.variant}, ${shownMs(to.p50)} ms (`
       + `${shownChange(ms)} ms, ${shownGain(ms / from.p50)}), ${data.metric} ${to.score.toFixed(4)} `
-      + `(${minus((to.score - from.score).toFixed(4))}), loses up to ${shownShare(to.loss_high)}; `
+      + `(${signed(to.score - from.score, 4)}), loses up to ${shownShare(to.loss_high)}; `
       + `verdict: ${to.verdict.toLowerCase().replaceAll("_", " ")}.`);
   };
   const showChoice = () => {
@@ -191,7 +192,7 @@
       const words = `${engine.variant} on ${engine.target}: ${shownMs(engine.p50)} ms, ${data.metric} `
         + `${engine.score.toFixed(4)}, ${engine.picked ? "pick" : engine.verdict.toLowerCase().replaceAll("_", " ")}`
         + (dominated ? `, dominated by ${dominated}` : "");
-      const group = drawn("g", { class: "point", "data-engine": nameOf(engine), opacity: focus ? 1 : 0.3 },
+      const group = drawn("g", { class: "point", tabindex: focus ? 0 : -1, opacity: focus ? 1 : 0.3 },
         drawn("title", {}, words));
       if (focus)
         group.append(drawn("path", { class: "interval", stroke: colour,
@@ -201,10 +202,12 @@
         fill: engine.verdict === "ACCEPT" ? colour : "var(--paper)" }));
       if (focus && engine.front)
         group.append(label(cx + 9, cy - 8, engine.variant));
-      group.addEventListener("click", () => {
+      const choose = () => {
         Object.assign(state, { target: engine.target, b: engine.variant });
         update();
-      });
+      };
+      group.addEventListener("click", choose);
+      group.addEventListener("keydown", (event) => event.key === "Enter" && choose());
       parts.push(group);
     }
     holder.replaceChildren(picture(900, 420, `Latency and ${data.metric} of ${measured.length} engines`, ...parts));
@@ -396,8 +399,9 @@
         + (layer.source ? `, ${layer.source}` : ""))));
     const shown = (values, scale, unit) => values.map((value) => ({ value, text: `${value / scale}${unit}` }));
     const plot = picture(900, 400, `Roofline of ${engine.variant}: ${dots.length} layers`,
-      axes(box, x, y, shown(logTicks(xLow, xHigh, [1]), 1, ""), shown(logTicks(yLow, yHigh, [1]), 1e9, ""),
-        "multiply-adds per byte moved (log scale)", "GMAC/s (log scale); the area of a dot is its time"),
+      axes(box, x, y, shown(logTicks(xLow, xHigh), 1, ""), shown(logTicks(yLow, yHigh), 1e9, ""),
+        "multiply-adds per byte moved (log scale)", "GMAC/s (log scale); the area of a dot is its time; blue: bound by compute, orange: by memory, "
+          + "violet: by overhead"),
       ...slopes, ...ceilings, ...points);
     const found = known.engines[known.same_file[engine.variant]];
     const shares = Object.entries(found.share_by_bound).map(([name, share]) => `${name} ${shownShare(share, 0)}`);
