@@ -130,7 +130,7 @@ def _overhead(engine: EngineView, _: EngineView | None) -> Iterator[Cause]:
     """Sum up what starting the layers and the call take."""
     if engine.roofs.layer_ms is None:
         return
-    num_layers = sum(time > 0 for time in engine.times_ms.values())
+    num_layers = sum(layer.milliseconds > 0 for layer in engine.layers)
     overhead_ms = engine.call_ms + num_layers * engine.roofs.layer_ms.value
     if overhead_ms > _MUCH_OVERHEAD * engine.latency_ms:
         detail = (

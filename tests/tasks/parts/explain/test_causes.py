@@ -76,6 +76,7 @@ def test_many_tiny_layers_are_bound_by_overhead(workshop: Workshop, tmp_path: Pa
     declared = workshop.target(target)
     tiny = view(convolutions(*[16] * 12, kernel=1, size=2), declared, tmp_path, name="tiny", latency_ms=0.05)
     large = view(convolutions(16, 64, 64), declared, tmp_path, name="large", latency_ms=1.0)
+    tiny = replace(tiny, layers=tuple(replace(layer, milliseconds=0.001) for layer in tiny.layers))
     [overhead] = causes(CauseKind.OVERHEAD_BOUND, tiny)
     assert overhead.layer == "" and "layers at 1.0 us" in overhead.detail
     assert not causes(CauseKind.OVERHEAD_BOUND, large)
