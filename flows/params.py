@@ -81,6 +81,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
         for target in targets
     }
     _complete_explanations(params, targets)
+    _complete_trials(params, targets)
     _drop_uncalled(params)
     check_params(params)
     _check_variants(params["select_engine"], variants)
@@ -91,13 +92,19 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
 def keep_targets(params: dict[str, Any], targets: Collection[str]) -> dict[str, Any]:
     """Return the configuration without the engines of other targets; the models stay as they are."""
     kept = copy.deepcopy(params)
-    for section in ("build_engine", "benchmark", "measure_machine", "explain"):
-        kept[section] = {name: value for name, value in kept[section].items() if name in targets}
+    kept["pipeline"]["trials"] = _of(targets, kept["pipeline"]["trials"])
+    for section in ("build_engine", "benchmark", "measure_machine", "explain", "try_changes"):
+        if section in kept:
+            kept[section] = _of(targets, kept[section])
     kept["engines"] = {name: item for name, item in kept["engines"].items() if item["target"] in targets}
     engines = kept["select_engine"]["engines"]
     kept["select_engine"]["engines"] = [item for item in engines if item["target"] in targets]
     kept["select_engine"]["explained"] = list(kept["explain"])
     return kept
+
+
+def _of(targets: Collection[str], section: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in section.items() if name in targets}
 
 
 def _check_names(targets: dict[str, Any]) -> None:
@@ -162,6 +169,7 @@ def _key_in_conf(section: str) -> str:
     """Return the name in conf/ of a section of params.yaml."""
     stage, _, target = section.partition(".")
     in_conf = {"build_engine": f"target.{target}", "benchmark": stage, "measure_machine": stage}
+    in_conf["try_changes"] = stage
     return in_conf.get(stage, section)
 
 
@@ -212,6 +220,31 @@ def _complete_explanations(params: dict[str, Any], targets: dict[str, Any]) -> N
     selection["explained"] = list(params["explain"])
     # DVC wants every dependency to exist; if nothing is explained, nothing is read from it.
     params["pipeline"]["explanations"] = f"artifacts/{'explain' if params['explain'] else 'benchmark'}"
+
+
+def _complete_trials(params: dict[str, Any], targets: dict[str, Any]) -> None:
+    """Add a section for each target that builds and can explain the engine of `try_changes.variant`."""
+    options = params["try_changes"]
+    variant = options.pop("variant")
+    if variant is None:
+        return
+    engines = {name: params["engines"].get(f"{variant}-{name}") for name in params["explain"]}
+    trials = {name: engine["model"] for name, engine in engines.items() if engine}
+    if not trials:
+        raise ConfigError(
+            f"try_changes.variant is {variant}, which no target builds whose runtime reports layers. Choose one of: "
+            f"{', '.join(params['benchmark'][next(iter(engines))]['variants']) if engines else 'none'}."
+        )
+    params["pipeline"]["trials"] = trials
+    params["try_changes"] = {
+        name: {
+            "target": copy.deepcopy(targets[name]),
+            "variant": variant,
+            "parent": params["explain"][name]["parents"].get(variant),
+            **options,
+        }
+        for name in trials
+    }
 
 
 def _complete_import(params: dict[str, Any], model: dict[str, Any]) -> None:

@@ -192,3 +192,11 @@ def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[s
             roofs = stages.run(f"measure_machine.{target}")
             if target in params["explain"]:  # its runtime reports layers
                 stages.run(f"explain.{target}", builds=built, benchmark=measured, roofs=roofs)
+        if target in params["pipeline"].get("trials", ()):
+            stages.run(
+                f"try_changes.{target}",
+                builds=built,
+                roofs=roofs,
+                model=Path(params["pipeline"]["trials"][target]),
+                images=data / "calibration_images.npy",
+            )

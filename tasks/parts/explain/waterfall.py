@@ -42,7 +42,7 @@ def compare(before: EngineView, after: EngineView) -> tuple[Step, ...]:
     """
     steps = [_conversion(before, layer, -1) for layer in before.layers if layer.is_conversion]
     steps += [_conversion(after, layer, 1) for layer in after.layers if layer.is_conversion]
-    for group in _matched(before, after):
+    for group in match_layers(before, after):
         steps += _compare_layers(before, after, group.before, group.after)
     difference_ms = after.latency_ms - before.latency_ms
     steps.append(Step(Part.remainder, "", "", difference_ms - sum(step.milliseconds for step in steps)))
@@ -64,7 +64,7 @@ def _conversion(view: EngineView, layer: TimedLayer, sign: int) -> Step:
 
 
 @dataclass
-class _Group:
+class LayerGroup:
     """Layers of two engines that compute the same nodes."""
 
     nodes: set[str]
@@ -72,14 +72,17 @@ class _Group:
     after: list[TimedLayer]
 
 
-def _matched(before: EngineView, after: EngineView) -> list[_Group]:
-    """Return the layers of both engines that compute the same nodes, in the order of the first engine."""
-    groups: list[_Group] = []
+def match_layers(before: EngineView, after: EngineView) -> list[LayerGroup]:
+    """Return the layers of both engines that compute the same nodes, in the order of the first engine.
+
+    Conversions belong to none of them.
+    """
+    groups: list[LayerGroup] = []
     both = [(layer, True) for layer in before.layers] + [(layer, False) for layer in after.layers]
     for layer, is_before in both:
         if layer.is_conversion:
             continue
-        group = _Group(set(layer.nodes), [layer] if is_before else [], [] if is_before else [layer])
+        group = LayerGroup(set(layer.nodes), [layer] if is_before else [], [] if is_before else [layer])
         shared = [other for other in groups if other.nodes & group.nodes]
         place = groups.index(shared[0]) if shared else len(groups)
         for other in reversed(shared):

@@ -1,0 +1,1 @@
+"""Changes that would make an engine faster: predicted from its explanation, then built and raced."""
