@@ -10,6 +10,9 @@ import pytest
 
 from flows.params import DVC_FILE, compose_params, write_params
 from flows.pipeline import RecordedStages, run_pipeline
+
+
+from flows.params import DVC_FILE, compose_params, keep_targets, write_params
 from flows.templates import check_templates
 from tasks.core.config import read_params
 from tasks.core.errors import ConfigError
@@ -245,3 +248,27 @@ def test_sections_that_had_other_values_are_named(tmp_path: Path) -> None:
     for damaged in ("", "prepare_data", "prepare_data: [", "- prepare_data\n"):
         file.write_text(damaged)
         assert write_params(first, file) == [] and read_params(file) == first
+
+
+def test_changes_are_tried_only_for_the_variant_that_is_named(defaults: dict[str, Any]) -> None:
+    assert "try_changes" not in defaults and defaults["pipeline"]["trials"] == {}
+    params = compose_params(["try_changes.variant=pruned_ptq", "target=[cpu_torch,cpu_openvino]"])
+    assert params["pipeline"]["trials"] == {"cpu_openvino": "artifacts/quantize_ptq/model.onnx"}
+    section = params["try_changes"]["cpu_openvino"]
+    assert (section["variant"], section["parent"]) == ("pruned_ptq", "pruned")
+    assert section["target"] == params["build_engine"]["cpu_openvino"]
+    assert compose_params(["try_changes.variant=pruned"])["try_changes"]["cpu_openvino"]["parent"] is None
+    kept = keep_targets(params, ["cpu_torch"])
+    assert not kept["pipeline"]["trials"] and not kept["try_changes"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["try_changes.variant=ptq"], r"try_changes\.variant is ptq, which no target builds .* pruned_ptq"),
+        (["try_changes.variant=pruned", "try_changes.num_changes=0"], r"try_changes\..*num_changes is 0"),
+    ],
+)
+def test_changes_that_cannot_be_tried_are_refused(overrides: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        compose_params(overrides)

@@ -195,12 +195,13 @@ class FloatRuns:
                 rows.setdefault(engine.neighbours(layer), []).append(layer)
         borders = []
         for (before, after), row in rows.items():
-            precisions = [{layers[name].precision == INT8 for name in names} for names in (before, after)]
-            moved_bytes = max(layer.moved_bytes for layer in row if layer.moved_bytes is not None)
-            if {frozenset(found) for found in precisions} == {frozenset({True}), frozenset({False})}:
-                milliseconds = sum(engine.times_ms[layer.name] for layer in row)
-                if moved_bytes > _LEAST_BYTES:
-                    borders.append((len(row), milliseconds, moved_bytes))
+            are_int8 = [
+                {layers[name].precision == INT8 for name in names} or {False}  # images and outputs are float
+                for names in (before, after)
+            ]
+            moved_bytes = max(layer.moved_bytes for layer in row)
+            if sorted(are_int8, key=max) == [{False}, {True}] and moved_bytes > _LEAST_BYTES:
+                borders.append((len(row), sum(engine.times_ms[layer.name] for layer in row), moved_bytes))
         return borders
 
 

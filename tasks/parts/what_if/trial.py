@@ -12,6 +12,7 @@ from onnx import ModelProto
 from tasks.parts.builders.build import build
 from tasks.parts.engines.runtimes import CPU
 from tasks.parts.engines.target import Target
+from tasks.parts.measuring.batch_latency import Bursts
 from tasks.parts.measuring.engine_process import open_processes
 from tasks.parts.measuring.intervals import estimate_ratio
 from tasks.parts.measuring.pinning import pinned
@@ -75,7 +76,10 @@ def try_changes(
     folder: Path,
     options: RaceOptions,
 ) -> Trials:
-    """Build each changed engine in a folder of its own below `folder`, and race them in common rounds."""
+    """Build each changed engine in a folder of its own below `folder`, and race them in common rounds.
+
+    If the A/A spread is too large, they race again for twice the time, and the better race counts.
+    """
     engines, batches, reasons = {UNCHANGED: engine}, {UNCHANGED: 1, CONTROL: 1}, {}
     for number, change in enumerate(changes):
         source, changed_target = changed_source(change, graph, target)
@@ -89,8 +93,20 @@ def try_changes(
         engines[str(number)], batches[str(number)] = place / "engine", change.batch
     if len(engines) == 1:
         return Trials({}, reasons, 0.0, 0)
-    bursts_ms = _race({**engines, CONTROL: engine}, batches, options, device=target.device)
+    raced, longer = {**engines, CONTROL: engine}, replace(options, budget_s=2 * options.budget_s)
+    trials = _sum_up(_race(raced, batches, options, device=target.device), reasons)
+    if trials.aa_spread > options.max_aa_spread:
+        logger.warning(
+            "try_changes: A/A spread %.1f %%, racing again for twice the time", 100 * trials.aa_spread
+        )
+        again = _sum_up(_race(raced, batches, longer, device=target.device), reasons)
+        trials = min((trials, again), key=lambda found: found.aa_spread)
+    return trials
+
+
+def _sum_up(bursts_ms: Mapping[str, Bursts], reasons: Mapping[int, str]) -> Trials:
     medians = {name: round_medians(bursts) for name, bursts in bursts_ms.items()}
+    changed = [name for name in medians if name not in (UNCHANGED, CONTROL)]
 
     def lap(name: str, num_comparisons: int) -> Lap:
         ratios = [ours / base for ours, base in zip(medians[name], medians[UNCHANGED], strict=True)]
@@ -99,7 +115,7 @@ def try_changes(
 
     control = lap(CONTROL, 1)
     return Trials(
-        laps={int(name): lap(name, len(engines) - 1) for name in engines if name != UNCHANGED},
+        laps={int(name): lap(name, len(changed)) for name in changed},
         reasons=reasons,
         aa_spread=max(abs(control.low - 1), abs(control.high - 1)),
         num_rounds=len(medians[UNCHANGED]),
