@@ -25,6 +25,7 @@ from tests.conftest import REPOSITORY, Workspace, copy_repository
 
 OVERRIDES = {
     "trained": [],
+    "trained, changes tried": ["try_changes.variant=pruned_ptq"],
     "onnx": ["model=onnx", "model.path=model.onnx", "data=folder"],
     "quantized onnx": ["model=onnx_quantized", "model.path=model.onnx", "data=folder"],
     "onnx without labels": ["model=onnx", "model.path=model.onnx", "data=images"],

@@ -35,13 +35,18 @@ def predict_changes(engine: EngineView, twin: EngineView | None, graph: ModelPro
     `twin` is the float engine that a quantized one was made from, and `graph` the variant's ONNX graph. Changes of
     the same kind do not overlap.
     """
-    changes: list[Change] = []
-    if twin is not None and is_quantized(graph):
-        runs = FloatRuns(engine, twin, graph)
-        changes += [*runs.best(), *_schemes(engine, runs, graph)]
-    changes += [*_width_changes(engine, graph), _batch_of_two(engine)]
+    runs = FloatRuns(engine, twin, graph) if twin is not None and is_quantized(graph) else None
+    changes = [*(runs.best() if runs else ()), *other_changes(engine, runs, graph)]
     gaining = [change for change in changes if change.predicted_ms < engine.latency_ms]
     return sorted(gaining, key=lambda change: change.predicted_ms)
+
+
+def other_changes(engine: EngineView, runs: "FloatRuns | None", graph: ModelProto) -> Iterator[Change]:
+    """Yield changes of scheme, widths and batch, whether they are predicted to save time or not."""
+    if runs is not None:
+        yield from _schemes(engine, runs, graph)
+    yield from _width_changes(engine, graph)
+    yield _batch_of_two(engine)
 
 
 def explained_share(view: EngineView) -> float:
@@ -81,9 +86,14 @@ class FloatRuns:
         self._vanishing = self._conversions(engine, self._scale, lambda group: group.after)
         self._appearing = self._conversions(twin, self._twin_scale, lambda group: group.before)
 
+    @property
+    def places(self) -> list[int]:
+        """The groups of layers that run in INT8, in the order of the graph."""
+        return sorted(self._int8)
+
     def best(self) -> Iterator[Change]:
         """Yield the runs with the largest savings that do not overlap."""
-        places = sorted(self._int8)
+        places = self.places
         runs = [
             (self.saving_ms(run), run)
             for first in range(len(places))
@@ -96,7 +106,7 @@ class FloatRuns:
                 return
             if not taken & run:
                 taken |= run
-                yield self._change(run, saving_ms)
+                yield self.change(run)
 
     def run_of(self, nodes: Sequence[str]) -> frozenset[int]:
         """Return the run that takes these nodes out of INT8."""
@@ -115,14 +125,15 @@ class FloatRuns:
         }
         return saving_ms - self._scale * sum(map(self._conversion_ms, crossed.values()))
 
-    def _change(self, run: frozenset[int], saving_ms: float) -> Change:
+    def change(self, run: frozenset[int]) -> Change:
+        """Return the change that takes a run out of INT8."""
         layers = [name for place in sorted(run) for name in self._names(self._groups[place])]
         nodes = frozenset(node for place in run for node in self._groups[place].nodes)
         title = layers[0] if len(layers) == 1 else f"{len(layers)} layers from {layers[0]} to {layers[-1]}"
         return Change(
             ChangeKind.back_to_float,
             f"{title} back to float",
-            self._engine.latency_ms - saving_ms,
+            self._engine.latency_ms - self.saving_ms(run),
             "none is lost",
             f"quantize_partial.keep_float=[{', '.join(layers)}]",
             nodes=nodes,
