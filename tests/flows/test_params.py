@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from flows.params import DVC_FILE, compose_params, write_params
-from flows.pipeline import RecordedStages, run_pipeline
-
-
 from flows.params import DVC_FILE, compose_params, keep_targets, write_params
+from flows.pipeline import RecordedStages, run_pipeline
 from flows.templates import check_templates
 from tasks.core.config import read_params
 from tasks.core.errors import ConfigError
