@@ -25,12 +25,10 @@ SMOKE = ("debug=smoke", "target=[cpu_torch,cpu_onnxruntime]")
 """The true program, small enough for a test."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Let each file of tests/tasks run in any process, and all others, which start servers and runs, in one."""
-    stages = Path(__file__).parent / "tasks"
-    for item in items:
-        group = str(item.path) if stages in item.path.parents else "runs and servers"
-        item.add_marker(pytest.mark.xdist_group(group))
+    is_of_a_stage = REPOSITORY / "tests" / "tasks" in item.path.parents
+    item.add_marker(pytest.mark.xdist_group(item.path.stem if is_of_a_stage else "runs and servers"))
 
 
 def checked(config: Any, section: str, **changes: Any) -> Any:
