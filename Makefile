@@ -29,7 +29,7 @@ gc: .venv/.installed  ## remove from DVC's cache what neither this checkout nor 
 
 # Two processes at a time; threads that wait sleep, so that two trainings at once do not take each other's CPU.
 test: .venv/.installed-dev services  ## run all tests; ARGS="-m 'not slow'" leaves out the long ones
-	@OMP_WAIT_POLICY=passive python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+	@OMP_WAIT_POLICY=passive python -m pytest --numprocesses 2 $(ARGS)
 
 test-services: .venv/.installed-dev services  ## test compose.yaml and its servers, started as processes
 	@python -m pytest tests/test_docker.py tests/test_services.py

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tasks.core.config import typed_config
 
@@ -25,10 +26,18 @@ SMOKE = ("debug=smoke", "target=[cpu_torch,cpu_onnxruntime]")
 """The true program, small enough for a test."""
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let each file of tests/tasks run in any process, and all others, which start servers and runs, in one."""
-    is_of_a_stage = REPOSITORY / "tests" / "tasks" in item.path.parents
-    item.add_marker(pytest.mark.xdist_group(item.path.stem if is_of_a_stage else "runs and servers"))
+class FilesOfStages(LoadScopeScheduling):
+    """Lets each file of tests/tasks run in any process, and all others, which start servers and runs, in one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if file.startswith("tests/tasks/") else "runs and servers"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Return the scheduler of the tests that run in several processes."""
+    return FilesOfStages(config, log)
 
 
 def checked(config: Any, section: str, **changes: Any) -> Any:
