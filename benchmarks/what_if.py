@@ -207,7 +207,9 @@ def choose_changes(
         draw = random.Random(0)
         for _ in range(2):
             first, last = sorted(draw.sample(range(len(runs.places)), 2))
-            changes.append(runs.change(frozenset(runs.places[first:last])))
+            run = frozenset(runs.places[first:last])
+            if runs.is_possible(run):
+                changes.append(runs.change(run))
     return list({change.title: change for change in changes}.values())
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from onnx import ModelProto
 
 from tasks.parts.builders.graph_rewrites import rewrite_for
+from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.explain.engine_view import INT8, EngineView
 from tasks.parts.explain.layers import TimedLayer
 from tasks.parts.explain.waterfall import LayerGroup, match_layers
@@ -23,6 +24,9 @@ _BYTES_CONVERTED = 5
 """Bytes that a conversion between float32 and INT8 reads and writes for each value."""
 _LEAST_BYTES = 4096
 """Conversions of less tell nothing about bytes per second."""
+_RANGE_OF_BATCHES = 1.1
+"""How many times as long an image takes at least in OpenVINO's engines for a range of batches as in those with fixed
+shapes (benchmarks/encodings.py)."""
 _IDLE = 1.1
 """A layer has next to no work if it could be done in this multiple of a layer's start."""
 _SWITCHES = ("stem_in_float", "token_depthwise_in_float")
@@ -76,7 +80,7 @@ class FloatRuns:
         self._int8 = {
             place
             for place, group in enumerate(self._groups)
-            if group.before and any(layer.precision == INT8 for layer in group.after)
+            if any(layer.precision == INT8 for layer in group.after)
         }
         self._gain_ms = [
             self._scale * sum(engine.times_ms[layer.name] for layer in group.after)
@@ -88,29 +92,41 @@ class FloatRuns:
 
     @property
     def places(self) -> list[int]:
-        """The groups of layers that run in INT8, in the order of the graph."""
-        return sorted(self._int8)
+        """The groups of layers that run in INT8 and have a time in the float twin, in the order of the graph."""
+        return [place for place in sorted(self._int8) if self._groups[place].before]
 
     def best(self) -> Iterator[Change]:
         """Yield the runs with the largest savings that do not overlap."""
         places = self.places
-        runs = [
-            (self.saving_ms(run), run)
+        savings_ms = {
+            run: self.saving_ms(run)
             for first in range(len(places))
             for last in range(first + 1, len(places) + 1)
-            if len(run := frozenset(places[first:last])) < len(places)
-        ]
+            if len(run := frozenset(places[first:last])) < len(places) and self.is_possible(run)
+        }
         taken: set[int] = set()
-        for saving_ms, run in sorted(runs, key=lambda item: (-item[0], len(item[1]))):
-            if saving_ms <= 0:
-                return
-            if not taken & run:
+        for run in sorted(savings_ms, key=lambda run: (-savings_ms[run], len(run))):
+            if savings_ms[run] > 0 and not taken & run:
                 taken |= run
                 yield self.change(run)
 
     def run_of(self, nodes: Sequence[str]) -> frozenset[int]:
         """Return the run that takes these nodes out of INT8."""
-        return frozenset(place for place in self._int8 if self._groups[place].nodes & set(nodes))
+        return frozenset(place for place in self.places if self._groups[place].nodes & set(nodes))
+
+    def is_possible(self, run: frozenset[int]) -> bool:
+        """Return whether the runtime computes the run in float.
+
+        Where pairs stand on all sides of a layer, ONNX Runtime quantizes its weights itself (WeightBiasQuantization).
+        """
+        if not self._engine.manifest.target.pairs_before_activations:
+            return True
+        outside = self._int8 - run
+        links: dict[int, set[int]] = {}
+        for source, reader, *_ in self._edges:
+            links.setdefault(source, set()).add(reader)
+            links.setdefault(reader, set()).add(source)
+        return not any(links.get(place) and links[place] <= outside for place in run)
 
     def saving_ms(self, run: frozenset[int]) -> float:
         """Return the milliseconds that an engine saves with these groups of layers in float."""
@@ -239,7 +255,8 @@ def _schemes(engine: EngineView, runs: FloatRuns, graph: ModelProto) -> Iterator
             continue
         switched = turned_on(target, switch)
         left = now - {node.name for node in quantized_layers(rewrite_for(switched, graph))}
-        if run := runs.run_of(sorted(left)):
+        run = runs.run_of(sorted(left))
+        if run and runs.is_possible(run):
             yield Change(
                 ChangeKind.scheme,
                 f"{switch}: {', '.join(sorted(left))}",
@@ -337,7 +354,8 @@ def _share_of_roof(engine: EngineView, like: TimedLayer) -> float | None:
 
 def _batch_of_two(engine: EngineView) -> Change:
     """Return what two images in one call would bring: half of the starts, and weights that are read once for both."""
-    start_ms = start_of_layer(engine)
+    target, start_ms = engine.manifest.target, start_of_layer(engine)
+    is_fixed = target.runtime is Runtime.openvino and target.max_batch == 1
     saving_ms = engine.call_ms / 2
     for row, layer in zip(engine.rows, engine.layers, strict=True):
         own_ms = max(0.0, row.milliseconds - start_ms)
@@ -347,8 +365,8 @@ def _batch_of_two(engine: EngineView) -> Change:
     return Change(
         ChangeKind.batch,
         "two images in one call",
-        engine.latency_ms - saving_ms / explained_share(engine),
+        (engine.latency_ms - saving_ms / explained_share(engine)) * (_RANGE_OF_BATCHES if is_fixed else 1),
         "none is lost; each image waits for the other one",
-        f"target.{engine.manifest.target.name}.max_batch=2",
+        f"target.{target.name}.max_batch=2",
         batch=2,
     )
