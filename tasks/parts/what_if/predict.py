@@ -115,18 +115,26 @@ class FloatRuns:
         return frozenset(place for place in self.places if self._groups[place].nodes & set(nodes))
 
     def is_possible(self, run: frozenset[int]) -> bool:
-        """Return whether the runtime computes the run in float.
+        """Return whether the runtime computes the run in float, and all times of that are known.
 
-        Where pairs stand on all sides of a layer, ONNX Runtime quantizes its weights itself (WeightBiasQuantization).
+        They are not if a layer beside the run is not found in the float twin. Where pairs stand on all sides of a
+        layer, ONNX Runtime quantizes its weights itself (WeightBiasQuantization).
         """
-        if not self._engine.manifest.target.pairs_before_activations:
-            return True
-        outside = self._int8 - run
+        unknown, outside = self._int8.difference(self.places), self._int8 - run
+        requantizes = self._engine.manifest.target.pairs_before_activations
+        return not any(
+            links & unknown or (requantizes and links <= outside)
+            for links in (self._links.get(place, {place}) for place in run)
+        )
+
+    @cached_property
+    def _links(self) -> dict[int, set[int]]:
+        """The groups that read from each group or that it reads from."""
         links: dict[int, set[int]] = {}
         for source, reader, *_ in self._edges:
             links.setdefault(source, set()).add(reader)
             links.setdefault(reader, set()).add(source)
-        return not any(links.get(place) and links[place] <= outside for place in run)
+        return links
 
     def saving_ms(self, run: frozenset[int]) -> float:
         """Return the milliseconds that an engine saves with these groups of layers in float."""

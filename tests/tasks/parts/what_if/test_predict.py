@@ -69,6 +69,21 @@ def test_new_conversions_take_as_long_as_those_of_the_engine(
     assert runs.saving_ms(whole) > 0.05, "no border is left"
 
 
+def test_layer_between_pairs_stays_in_int8_on_onnxruntime(
+    engines: tuple[EngineView, EngineView, ModelProto],
+) -> None:
+    """ONNX Runtime quantizes float weights of a layer whose input and output are rounded."""
+    twin, engine, graph = engines
+    runs = FloatRuns(engine, twin, graph)
+    assert not runs.is_possible(runs.run_of(["conv1"]))
+    assert runs.is_possible(runs.run_of(["conv1", "conv2"])) and runs.is_possible(
+        runs.run_of(["conv0", "conv1"])
+    )
+    other = replace(engine.manifest, target=replace(engine.manifest.target, pairs_before_activations=False))
+    elsewhere = FloatRuns(replace(engine, manifest=other), twin, graph)
+    assert elsewhere.is_possible(elsewhere.run_of(["conv1"]))
+
+
 def test_float_run_that_brings_nothing_is_not_proposed(
     engines: tuple[EngineView, EngineView, ModelProto],
 ) -> None:
