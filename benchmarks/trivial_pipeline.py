@@ -180,6 +180,7 @@ def compose_trivial(*, num_variants: int, num_targets: int, seconds: float) -> d
         "graph": "artifacts/import_onnx/model.onnx",
         "reference_graph": "artifacts/import_onnx/model.onnx",
         "reference_engine": f"artifacts/build_engine/v00/{targets[0]}/engine",
+        "explanations": "artifacts/benchmark",
     }
     return {**sections, "engines": engines, "pipeline": pipeline}
 
