@@ -99,7 +99,7 @@ def keep_targets(params: dict[str, Any], targets: Collection[str]) -> dict[str, 
     kept["engines"] = {name: item for name, item in kept["engines"].items() if item["target"] in targets}
     engines = kept["select_engine"]["engines"]
     kept["select_engine"]["engines"] = [item for item in engines if item["target"] in targets]
-    kept["select_engine"]["explained"] = list(kept["explain"])
+    _show_explanations(kept)
     return kept
 
 
@@ -217,8 +217,15 @@ def _complete_explanations(params: dict[str, Any], targets: dict[str, Any]) -> N
             "parents": {variant: parents[variant] for variant in variants if variant in parents},
             "pairs": [{"before": before, "after": after} for before, after in dict.fromkeys(pairs)],
         }
-    selection["explained"] = list(params["explain"])
-    # DVC wants every dependency to exist; if nothing is explained, nothing is read from it.
+    _show_explanations(params)
+
+
+def _show_explanations(params: dict[str, Any]) -> None:
+    """Let the report show the targets that are explained.
+
+    Every dependency of a stage has to exist; if nothing is explained, nothing is read from it.
+    """
+    params["select_engine"]["explained"] = list(params["explain"])
     params["pipeline"]["explanations"] = f"artifacts/{'explain' if params['explain'] else 'benchmark'}"
 
 

@@ -269,3 +269,12 @@ def test_changes_are_tried_only_for_the_variant_that_is_named(defaults: dict[str
 def test_changes_that_cannot_be_tried_are_refused(overrides: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         compose_params(overrides)
+
+
+def test_report_reads_explanations_only_of_targets_that_have_some(defaults: dict[str, Any]) -> None:
+    assert defaults["select_engine"]["explained"] == list(defaults["explain"])
+    assert defaults["pipeline"]["explanations"] == "artifacts/explain"
+    kept = keep_targets(defaults, ["cpu_torch"])
+    assert (
+        kept["select_engine"]["explained"] == [] and kept["pipeline"]["explanations"] == "artifacts/benchmark"
+    )
