@@ -81,13 +81,12 @@ def test_every_engine_has_a_row_with_its_numbers(smoke_run: tuple[Workspace, str
         )  # few images, and perhaps a busy machine
 
 
-def test_report_shows_layers_and_images_of_the_engines(smoke_run: tuple[Workspace, str]) -> None:
+def test_report_shows_the_layers_of_the_engines(smoke_run: tuple[Workspace, str]) -> None:
     page = (smoke_run[0].path / "artifacts/select_engine/report.html").read_text(encoding="utf-8")
     embedded = re.search(r'id="report-data">(.*?)</script>', page)
     assert embedded is not None
     data = json.loads(embedded[1])
     assert list(data["details"]) == ["cpu_onnxruntime"] and data["details"]["cpu_onnxruntime"]["pairs"]
-    assert len(data["gallery"]["answers"]) == 13 and data["gallery"]["places"]
 
 
 def test_second_run_executes_nothing_and_dvc_agrees(smoke_run: tuple[Workspace, str]) -> None:
