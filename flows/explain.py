@@ -43,8 +43,9 @@ def explain_difference(before: str, after: str, target: str) -> str:
                 f"{name} is not a measured engine of {target}. Found: {', '.join(views) or 'none'}."
             )
     first, second = views[before], views[after]
-    pair = explain_pair(first, second, measured)
-    return "\n".join([*waterfall_lines(pair), "", *_steps(compare(first, second), second)])
+    steps = compare(first, second)
+    pair = explain_pair(first, second, steps, measured)
+    return "\n".join([*waterfall_lines(pair), "", *_steps(steps, second)])
 
 
 def _steps(steps: Sequence[Step], after: EngineView) -> list[str]:

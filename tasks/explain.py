@@ -78,8 +78,9 @@ def explain(cfg: Config, *, builds: Path, benchmark: Path, roofs: Path, out: Pat
         if files[0] == files[1] or files in compared:  # identical files are one engine
             continue
         compared.add(files)
-        pairs.append(explain_pair(before, after, measured))
-        write_table(_folder(out, f"{pair.before}--{pair.after}") / WATERFALL_FILE, compare(before, after))
+        steps = compare(before, after)
+        pairs.append(explain_pair(before, after, steps, measured))
+        write_table(_folder(out, f"{pair.before}--{pair.after}") / WATERFALL_FILE, steps)
     explanation = Explanation(
         target=cfg.target,
         engines={

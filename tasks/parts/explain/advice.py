@@ -6,8 +6,6 @@ from tasks.parts.roofs.roofs import Bound
 
 _WORTH_A_WORD = 0.03
 """A share of the latency below this is not mentioned."""
-
-
 _WORDS = {
     CauseKind.EMULATED_PRECISION: "the CPU does not compute in its precision",
     CauseKind.S8_ACTIVATIONS: "its activations are int8 instead of uint8",

@@ -13,6 +13,7 @@ from tasks.parts.roofs.roofs import Bound
 _MUCH_OVERHEAD = 0.25
 """An engine is bound by overhead if more of its latency than this goes into starting layers and the call."""
 _MOST_NAMED = 4
+"""Layers beside casts that a cause names."""
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 
 

@@ -125,14 +125,15 @@ def _layer(row: ExplainedLayer, view: EngineView, names: _Names) -> list[Any]:
 
 
 def _pair(before: EngineView, after: EngineView, measured: BenchmarkReport) -> dict[str, Any]:
-    found = explain_pair(before, after, measured)
+    steps = compare(before, after)
+    found = explain_pair(before, after, steps, measured)
     places = [{layer.name: place for place, layer in enumerate(view.layers)} for view in (before, after)]
     return {
         "before": before.name,
         "after": after.name,
         "advice": found.advice,
         "parts_ms": [_short(value) for value in found.parts_ms.values()],
-        "steps": [_step(step, places) for step in compare(before, after) if step.before or step.after],
+        "steps": [_step(step, places) for step in steps if step.before or step.after],
     }
 
 

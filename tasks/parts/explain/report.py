@@ -1,11 +1,12 @@
 """The report of `explain`: where the time of the engines of a target goes, and what makes them differ."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tasks.parts.explain.advice import advise
 from tasks.parts.explain.causes import Cause, find_causes
 from tasks.parts.explain.engine_view import EngineView
-from tasks.parts.explain.waterfall import compare, sum_parts
+from tasks.parts.explain.waterfall import Step, sum_parts
 from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.roofs.roofs import Bound
 
@@ -81,8 +82,10 @@ def explain_engine(engine: EngineView, twin: EngineView | None) -> EngineExplana
     )
 
 
-def explain_pair(before: EngineView, after: EngineView, benchmark: BenchmarkReport) -> PairExplanation:
-    """Return what makes the second engine faster or slower than the first one."""
+def explain_pair(
+    before: EngineView, after: EngineView, steps: Sequence[Step], benchmark: BenchmarkReport
+) -> PairExplanation:
+    """Return what makes the second engine faster or slower than the first one; `steps` are those of `compare`."""
     speedup = benchmark.ratio(after.name, before.name).factor
     return PairExplanation(
         before=before.name,
@@ -90,6 +93,6 @@ def explain_pair(before: EngineView, after: EngineView, benchmark: BenchmarkRepo
         before_ms=before.latency_ms,
         after_ms=after.latency_ms,
         speedup=speedup,
-        parts_ms=sum_parts(compare(before, after)),
+        parts_ms=sum_parts(steps),
         advice=advise(before, after, speedup),
     )

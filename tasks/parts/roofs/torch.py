@@ -50,7 +50,7 @@ class _Probe:
 
 
 def measure_torch_roofs(target: Target, version: str, machine: Machine, effort: Effort) -> Roofs:
-    """Return what torch or AOTInductor reaches; AOTInductor compiles five networks for that, a minute's work."""
+    """Return what torch or AOTInductor reaches; AOTInductor compiles five networks for that."""
     set_up_torch(target)
     single = replace(target, max_batch=1)
     compute = []

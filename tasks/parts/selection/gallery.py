@@ -29,12 +29,12 @@ def make_gallery(
     """Return the images on which the engines in `rows` differ most, and what each of them answers there.
 
     Masks are written as runs of equal classes (see `_runs`), equal ones once. Half of the images are those on which
-    the first engines differ most from the reference, the others those on which any two differ most. None if the model
+    the first engine differs most from the reference, the others those on which any two differ most. None if the model
     has no classes, or the engines differ nowhere.
     """
-    shown = [row for row in rows if (_file(folders, row)).is_file()][:_MOST_ENGINES]
+    shown = [row for row in rows if _file(folders, row).is_file()][:_MOST_ENGINES]
     answers = {row.name: read_answers(_file(folders, row)) for row in shown}
-    if len(answers) < 2 or len({array.shape for array in answers.values()}) > 1:
+    if len(answers) < 2:
         return None
     chosen = _choose(answers, reference)
     if not chosen:

@@ -22,7 +22,7 @@ def render_markdown(findings: Findings, data: Mapping[str, Any]) -> str:
         _picks(findings),
         "![Latency and accuracy of every engine](pareto.png)",
         "## What the next engine costs" if findings.picks else "",
-        next_engines(findings),
+        next_engines(data),
         "## All engines",
         _engines(findings),
         "## Cost of each engine",

@@ -4,23 +4,28 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tasks.parts.selection.engine_row import EngineRow
-from tasks.parts.selection.findings import NOTHING, Findings, milliseconds, percent_change, shown
+from tasks.parts.selection.findings import NOTHING, Findings, milliseconds, percent_change
 from tasks.parts.selection.markdown_table import safe, table
 
 _MOST_STEPS = 10
 
 
-def next_engines(findings: Findings) -> str:
+def next_engines(data: Mapping[str, Any]) -> str:
     """Return what the next faster and the next more accurate engine of the front would cost, for each pick."""
+    engines = [dict(zip(data["engine_fields"], values, strict=True)) for values in data["engines"]]
     rows = []
-    for pick in findings.picks:
-        front = [row for row in findings.rows if row.target == pick.target and row.pareto and row is not pick]
-        faster = [row for row in front if _p50(row) < _p50(pick)]
-        better = [row for row in front if _score(row) > _score(pick)]
+    for pick in (engine for engine in engines if engine["picked"]):
+        front = [
+            engine
+            for engine in engines
+            if engine["target"] == pick["target"] and engine["front"] and engine["may_ship"]
+        ]
+        faster = [engine for engine in front if engine["p50_high"] < pick["p50_low"]]
+        better = [engine for engine in front if engine["score"] > pick["score"]]
         rows.append(
             [
-                pick.target,
-                f"{pick.variant}, {shown(pick).p50_ms} ms",
+                pick["target"],
+                f"{pick['variant']}, {milliseconds(pick['p50'])} ms",
                 _cost(pick, max(faster, key=_p50, default=None)),
                 _cost(pick, min(better, key=_p50, default=None)),
             ]
@@ -28,23 +33,15 @@ def next_engines(findings: Findings) -> str:
     return table(["target", "pick", "next faster", "next more accurate"], rows) if rows else ""
 
 
-def _p50(row: EngineRow) -> float:
-    assert row.measured is not None
-    return row.measured.speed.latency_ms_p50
+def _p50(engine: Mapping[str, Any]) -> float:
+    return float(engine["p50"])
 
 
-def _score(row: EngineRow) -> float:
-    assert row.measured is not None
-    return row.measured.accuracy.score
-
-
-def _cost(pick: EngineRow, other: EngineRow | None) -> str:
+def _cost(pick: Mapping[str, Any], other: Mapping[str, Any] | None) -> str:
     if other is None:
         return NOTHING
-    assert other.measured is not None and other.measured.losses is not None
-    change = percent_change(1 - _p50(other) / _p50(pick))
-    high = 100 * other.measured.losses.score_rel_loss_high
-    return f"{other.variant}: {milliseconds(_p50(other))} ms ({change}), loses up to {high:.1f} %"
+    change, loss = percent_change(1 - other["p50"] / pick["p50"]), f"{100 * other['loss_high']:.1f} %"
+    return f"{other['variant']}: {milliseconds(other['p50'])} ms ({change}), loses up to {loss}"
 
 
 def where_time_goes(findings: Findings, data: Mapping[str, Any]) -> Iterator[str]:

@@ -33,6 +33,24 @@ _CHIPS = {
     Verdict.SKIPPED: "off",
 }
 _WIDEST_HEAT = 0.42
+_FIGURES = (
+    {"key": "p50", "name": "latency p50, ms", "digits": 3, "lower": True},
+    {"key": "p99", "name": "latency p99, ms", "digits": 3, "lower": True},
+    {"key": "per_s", "name": "images per second", "digits": 0, "lower": False},
+    {"key": "per_s_batched", "name": "images per second, largest batch", "digits": 0, "lower": False},
+    {"key": "score", "name": "score", "digits": 4, "lower": False},
+    {"key": "boundary_iou", "name": "Boundary IoU", "digits": 4, "lower": False},
+    {"key": "energy_mj", "name": "energy per image, mJ", "digits": 2, "lower": True},
+    {"key": "memory_mib", "name": "memory, MiB", "digits": 1, "lower": True},
+    {"key": "memory_total_mib", "name": "peak memory of the process, MiB", "digits": 1, "lower": True},
+    {"key": "size_mb", "name": "engine file, MB", "digits": 3, "lower": True},
+    {"key": "compressed_mb", "name": "engine file after gzip, MB", "digits": 3, "lower": True},
+    {"key": "build_s", "name": "build, s", "digits": 2, "lower": True},
+    {"key": "load_ms", "name": "load, ms", "digits": 1, "lower": True},
+    {"key": "first_call_ms", "name": "first call, ms", "digits": 2, "lower": True},
+    {"key": "mmacs", "name": "multiply-accumulates of an image, millions", "digits": 2, "lower": True},
+)
+"""Numbers that are compared between two engines: key in the data of the page, and how they are shown."""
 
 
 @dataclass(frozen=True)
@@ -91,26 +109,6 @@ def render_page(findings: Findings, data: Mapping[str, Any]) -> str:
     )
 
 
-_FIGURES = (
-    {"key": "p50", "name": "latency p50, ms", "digits": 3, "lower": True},
-    {"key": "p99", "name": "latency p99, ms", "digits": 3, "lower": True},
-    {"key": "per_s", "name": "images per second", "digits": 0, "lower": False},
-    {"key": "per_s_batched", "name": "images per second, largest batch", "digits": 0, "lower": False},
-    {"key": "score", "name": "score", "digits": 4, "lower": False},
-    {"key": "boundary_iou", "name": "Boundary IoU", "digits": 4, "lower": False},
-    {"key": "energy_mj", "name": "energy per image, mJ", "digits": 2, "lower": True},
-    {"key": "memory_mib", "name": "memory, MiB", "digits": 1, "lower": True},
-    {"key": "memory_total_mib", "name": "peak memory of the process, MiB", "digits": 1, "lower": True},
-    {"key": "size_mb", "name": "engine file, MB", "digits": 3, "lower": True},
-    {"key": "compressed_mb", "name": "engine file after gzip, MB", "digits": 3, "lower": True},
-    {"key": "build_s", "name": "build, s", "digits": 2, "lower": True},
-    {"key": "load_ms", "name": "load, ms", "digits": 1, "lower": True},
-    {"key": "first_call_ms", "name": "first call, ms", "digits": 2, "lower": True},
-    {"key": "mmacs", "name": "multiply-accumulates of an image, millions", "digits": 2, "lower": True},
-)
-"""Numbers that are compared between two engines: key in the data of the page, and how they are shown."""
-
-
 def picks_and_fronts_first(rows: Sequence[EngineRow]) -> list[EngineRow]:
     """Return the picks, then the fronts, then the other rows, each in the given order."""
     return sorted(rows, key=lambda row: (not row.picked, not row.pareto, row.measured is None))
@@ -124,7 +122,7 @@ def cells(row: EngineRow, findings: Findings) -> list[Cell]:
     return [
         Cell(row.variant, row.target, "name", row.name, target=row.target),
         Cell(word, front, "name", word, _CHIPS[row.verdict]),
-        *(_number_cells(row.measured, row.precision, numbers, has_boundaries=findings.has_boundaries)),
+        *_number_cells(row.measured, row.precision, numbers, has_boundaries=findings.has_boundaries),
         Cell(row.reason, kind="why"),
     ]
 

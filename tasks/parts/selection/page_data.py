@@ -42,7 +42,6 @@ def page_data(
     return {
         "metric": reference.metric,
         "reference": f"{reference.variant}-{reference.target}",
-        "speed_name": reference.speed_name,
         "max_loss": findings.max_score_rel_loss,
         "max_parent_loss": findings.max_parent_rel_loss,
         "colours": colours(findings.rows),
@@ -68,7 +67,6 @@ def _engine(row: EngineRow, findings: Findings) -> dict[str, Any]:
         "variant": row.variant,
         "target": row.target,
         "verdict": row.verdict,
-        "precision": row.precision,
         "picked": row.picked,
         "front": row.pareto,
     }
@@ -87,7 +85,6 @@ def _engine(row: EngineRow, findings: Findings) -> dict[str, Any]:
         "p50_low": speed.latency_ms_p50_low,
         "p50_high": speed.latency_ms_p50_high,
         "p99": speed.latency_ms_p99,
-        "speedup": speed.speedup_vs_reference,
         "per_s": speed.throughput_per_s,
         "per_s_batched": speed.throughput_per_s_batched,
         "energy_mj": speed.energy_mj_per_image,

@@ -34,7 +34,7 @@ def draw_pareto(rows: Sequence[EngineRow], *, gate: float, metric: str, file: Pa
         is_out = row.verdict is not Verdict.ACCEPT
         colour = colours(rows)[row.target]
         x, y = _coordinates([row])
-        marker = _styles(rows, _MARKERS)[row.variant]
+        marker = _markers(rows)[row.variant]
         axes.plot(
             x,
             y,
@@ -80,7 +80,7 @@ def _label(figure: Any, axes: Any, rows: Sequence[EngineRow], gate: float, metri
     ]
     entries += [
         Line2D([], [], marker=marker, linestyle="", color="#6b6862", label=variant)
-        for variant, marker in _styles(rows, _MARKERS).items()
+        for variant, marker in _markers(rows).items()
     ]
     entries += [
         Line2D([], [], marker="o", linestyle="", mfc="none", mec="#6b6862", ms=12, label="pick"),
@@ -106,6 +106,6 @@ def _front(rows: Sequence[EngineRow], target: str) -> list[EngineRow]:
     return sorted(on_front, key=lambda row: _coordinates([row]))
 
 
-def _styles(rows: Sequence[EngineRow], styles: Sequence[str]) -> dict[str, str]:
+def _markers(rows: Sequence[EngineRow]) -> dict[str, str]:
     variants = dict.fromkeys(row.variant for row in rows)
-    return {variant: styles[i % len(styles)] for i, variant in enumerate(variants)}
+    return {variant: _MARKERS[i % len(_MARKERS)] for i, variant in enumerate(variants)}

@@ -226,9 +226,9 @@ def operator_times(events: list[dict[str, Any]], num_iterations: int) -> tuple[O
 def without_profiler(times: Sequence[OperatorTime], nodes_ms: float) -> tuple[OperatorTime, ...]:
     """Take what the profiler adds off the times of all nodes, which take `nodes_ms` together without it.
 
-    It formats names, types and shapes while the clock of a node runs, and so displaces the caches: 3 to 7 us a node,
-    which is more than a small layer takes. Every node gives the same amount, but none more than `_MOST_ADDED` of its
-    time.
+    It formats names, types and shapes while the clock of a node runs, and so displaces the caches: some microseconds
+    a node, which is more than a small layer takes. Every node gives the same amount, but none more than `_MOST_ADDED`
+    of its time.
     """
     added_ms, num_left = sum(time.milliseconds for time in times) - nodes_ms, len(times)
     share_ms = 0.0
