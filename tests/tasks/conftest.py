@@ -66,12 +66,16 @@ class Workshop:
         return out / "engine"
 
 
+NUM_THREADS = torch.get_num_threads()
+"""Threads of torch in a process of the tests, before anything else sets another number."""
+
+
 @pytest.fixture(autouse=True)
 def threads_as_before() -> Iterator[None]:
-    """Take back what a runner in this process set: sums of another number of threads differ in the last bit."""
-    num_threads = torch.get_num_threads()
+    """Take back what a runner, a test or a fixture of its module set: sums of another number of threads differ
+    in the last bit."""
     yield
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(NUM_THREADS)
 
 
 @pytest.fixture(scope="session")
