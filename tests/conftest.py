@@ -26,18 +26,22 @@ SMOKE = ("debug=smoke", "target=[cpu_torch,cpu_onnxruntime]")
 """The true program, small enough for a test."""
 
 
-class FilesOfStages(LoadScopeScheduling):
-    """Lets each file of tests/tasks run in any process, and all others, which start servers and runs, in one."""
+ANYWHERE = ("tests/tasks/", "tests/test_gpu_benchmark.py", "tests/test_pages.py", "tests/test_zoo.py")
+"""Tests that start no Prefect server: two checkouts that start one at the same time may want the same port."""
+
+
+class FilesWithoutServers(LoadScopeScheduling):
+    """Lets each file that needs no server run in any process, and all others in one."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return file if file.startswith("tests/tasks/") else "runs and servers"
+        return file if file.startswith(ANYWHERE) else "runs and servers"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """Return the scheduler of the tests that run in several processes."""
-    return FilesOfStages(config, log)
+    return FilesWithoutServers(config, log)
 
 
 def checked(config: Any, section: str, **changes: Any) -> Any:
