@@ -28,6 +28,9 @@ INT8 = "int8"
 _SHORT, _LONG = 4, 68
 """Lengths of the chains whose difference is the cost of a layer."""
 _CALLS_IN_PROFILE = 12
+_FEW_CALLS = 5
+"""Of layers that take milliseconds: those that compute, and those that move as much as caches cannot hold."""
+_MUCH_MOVED = 64 * 1024**2
 _LEAST_MOVED = 0.4
 """Share of the working set that a layer has to move to count: with 16 bits for a value it is half of it."""
 
@@ -39,9 +42,9 @@ class _Loaded:
     rows: Mapping[str, LayerRow]
     images_NCHW: FloatArray
 
-    def profile_ms(self) -> dict[str, float]:
+    def profile_ms(self, num_calls: int = _CALLS_IN_PROFILE) -> dict[str, float]:
         """Return the time of each layer, from the runtime's profiler."""
-        times = self.runner.profile(self.images_NCHW, _CALLS_IN_PROFILE)
+        times = self.runner.profile(self.images_NCHW, num_calls)
         return {time.name: time.milliseconds for time in times if time.name in self.rows}
 
 
@@ -125,7 +128,7 @@ def _loaded(target: Target, version: str, probes: Sequence[Probe]) -> Iterator[l
 
 def _best_rates(loaded: _Loaded, num_rounds: int) -> dict[str, Rate]:
     """Return multiply-adds per second of the fastest layer of each precision."""
-    rounds = [loaded.profile_ms() for _ in range(num_rounds)]
+    rounds = [loaded.profile_ms(_FEW_CALLS) for _ in range(num_rounds)]
     found: dict[str, Rate] = {}
     for name, row in loaded.rows.items():
         times_ms = [times[name] for times in rounds if times.get(name)]
@@ -154,9 +157,10 @@ def _bandwidth(
 ) -> Rate | None:
     """Measure layers that only move data; None if the profiler's resolution is too coarse for all of them."""
     rates = []
+    num_calls = _FEW_CALLS if working_set_bytes > _MUCH_MOVED else _CALLS_IN_PROFILE
     with _loaded(target, version, moves(working_set_bytes)) as probes:
         for loaded in probes:
-            rounds = [loaded.profile_ms() for _ in range(num_rounds)]
+            rounds = [loaded.profile_ms(num_calls) for _ in range(num_rounds)]
             for name, row in loaded.rows.items():
                 moved_bytes = (row.input_bytes or 0) + (row.output_bytes or 0)
                 rate = moved_rate(moved_bytes, [times.get(name, 0.0) for times in rounds], profiled_ms)
