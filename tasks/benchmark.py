@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOAD_WINDOWS = 3
-_PROFILED = 40
-"""Inferences from which the time of each layer is taken."""
+_PROFILES, _PROFILED = 5, 16
+"""Profiles of an engine, and the inferences of each, from which the time of each layer is taken."""
 _TIMED_ON_DEVICE = 50
 """Inferences timed with CUDA events."""
 
@@ -214,7 +214,7 @@ def _measure(cfg: Config, field: _Field) -> tuple["Rounds", dict[str, _Measured]
             latency, bursts_ms = _measure_alone(
                 cfg, field, runner.process, rounds.bursts_ms[name], runner.warm_up
             )
-            layers_ms = runner.process.profile(num_iterations=_PROFILED)
+            layers_ms = _time_layers(cfg, runner.process, latency.at_batch_1.latency_ms_p50)
             measured[name] = _Measured(latency, bursts_ms, layers_ms, runner.description)
         return rounds, measured, race.surroundings()
 
@@ -249,6 +249,25 @@ def _measure_alone(
         energy_note=loads[max(loads)].energy_note if loads else "benchmark.concurrencies is empty",
     )
     return latency, bursts_ms
+
+
+def _time_layers(cfg: Config, process: "EngineProcess", latency_ms: float) -> dict[str, float]:
+    """Return the typical milliseconds of each layer in an inference of `latency_ms`; empty without a profiler.
+
+    The clock of a machine changes between the rounds and a profile. So each profile stands between two bursts, and
+    its times are multiplied by the latency in the rounds over that of these bursts.
+    """
+    found: dict[str, list[float]] = {}
+    for _ in range(_PROFILES):
+        beside_ns = process.burst(1, seconds=cfg.burst_ms / 1000, min_calls=cfg.min_calls)
+        profile_ms = process.profile(num_iterations=_PROFILED)
+        if not profile_ms:
+            return {}
+        beside_ns += process.burst(1, seconds=cfg.burst_ms / 1000, min_calls=cfg.min_calls)
+        scale = latency_ms / (statistics.median(beside_ns) / 1e6)
+        for name, milliseconds in profile_ms.items():
+            found.setdefault(name, []).append(scale * milliseconds)
+    return {name: statistics.median(times_ms) for name, times_ms in found.items()}
 
 
 def _run_bursts(cfg: Config, process: "EngineProcess", batch: int) -> list[list[float]]:

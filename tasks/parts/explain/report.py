@@ -28,7 +28,7 @@ class EngineExplanation:
     share_by_bound: dict[str, float]
     """Share of the latency that each roof bounds: compute, memory, overhead, mixed, unknown, and the remainder."""
     labelled_share: float
-    """Share of the latency with one clear bound."""
+    """Share of the latency with one clear bound; a negative remainder counts against it as a positive one does."""
     above_roof: tuple[str, ...]
     """Layers that are faster than their roof: their work was counted wrongly."""
     causes: tuple[Cause, ...]
@@ -68,7 +68,7 @@ def explain_engine(engine: EngineView, twin: EngineView | None) -> EngineExplana
     attainable = [
         row.attainable_ms for row in engine.rows if row.attainable_ms is not None and row.milliseconds
     ]
-    clear = (Bound.compute, Bound.memory, Bound.overhead)
+    clear = (Bound.compute.value, Bound.memory.value, Bound.overhead.value)
     return EngineExplanation(
         latency_ms=engine.latency_ms,
         layers_ms=engine.layers_ms,
@@ -76,7 +76,7 @@ def explain_engine(engine: EngineView, twin: EngineView | None) -> EngineExplana
         remainder_ms=engine.remainder_ms,
         attainable_ms=sum(attainable) + engine.call_ms if attainable else None,
         share_by_bound=shares,
-        labelled_share=sum(shares.get(bound, 0.0) for bound in clear),
+        labelled_share=1 - sum(abs(share) for bound, share in shares.items() if bound not in clear),
         above_roof=tuple(row.layer for row in engine.rows if row.is_above_roof),
         causes=find_causes(engine, twin),
     )
