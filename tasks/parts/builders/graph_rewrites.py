@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 from tasks.parts.cpu import int8_sums_saturate
-from tasks.parts.engines.runtimes import Precision
+from tasks.parts.engines.runtimes import Precision, Runtime
 from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.foreign_half import has_half
 from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused, is_quantized
@@ -50,7 +50,10 @@ _HEADROOM = 8
 """Other images may have values that are this many times larger than those of the few that a build looks at."""
 
 MAX_MACS_PER_VALUE = 32
-"""Largest multiply-adds per value for which interpolation as matrix products is used; beyond, Resize is faster."""
+"""Largest multiply-adds per value for which interpolation as two products is used; beyond, Resize is faster."""
+
+BLOCK = 8
+"""Rows or columns of a block of interpolation by blocks; of 4, 8 and 16 the fastest."""
 
 
 def rewrite_for(target: Target, graph: ModelProto) -> ModelProto:
@@ -62,7 +65,9 @@ def rewrite_for(target: Target, graph: ModelProto) -> ModelProto:
         graph = stem_in_float(graph)
     if target.token_depthwise_in_float:
         graph = token_depthwise_in_float(graph)
-    return resize_as_matmul(graph) if target.resize_as_matmul else graph
+    if target.resize_as_matmul:
+        graph = resize_as_matmul(graph, in_blocks=target.runtime is Runtime.openvino)
+    return graph
 
 
 def encode_for(target: Target, graph: ModelProto) -> ModelProto:
@@ -354,11 +359,14 @@ def _read_float(graph: GraphProto, node: NodeProto, source: str, weight: NDArray
     node.input[0], node.input[1] = source, name
 
 
-def resize_as_matmul(model: ModelProto) -> ModelProto:
-    """Return a copy in which a bilinear Resize that produces the logits is replaced by two matrix products.
+def resize_as_matmul(model: ModelProto, *, in_blocks: bool = False) -> ModelProto:
+    """Return a copy in which a bilinear Resize that produces the logits is replaced by matrix products.
 
     Bilinear interpolation is linear and separable: rows times a constant matrix, columns times another. For the
-    small maps of a segmentation head this is three times as fast as ONNX Runtime's Resize kernel.
+    small maps of a segmentation head this is three times as fast as ONNX Runtime's Resize kernel. A value depends
+    on its neighbours only, so with `in_blocks` large maps that grow by a whole factor are cut into blocks of `BLOCK`
+    rows and columns, each with one neighbour on both sides, and all blocks are multiplied by the same small matrix.
+    That takes 0.4 to 0.9 times as long as OpenVINO's Resize, but up to 2.5 times as long as ONNX Runtime's.
     """
     rewritten = ModelProto()
     rewritten.CopyFrom(model)
@@ -371,26 +379,88 @@ def resize_as_matmul(model: ModelProto) -> ModelProto:
         value.name: [axis.dim_value for axis in value.type.tensor_type.shape.dim]
         for value in [*inferred.value_info, *inferred.input, *inferred.output]
     }
-    maps, logits = maker.input[0], maker.output[0]
-    size, new_size = sizes.get(maps, []), sizes[logits]
+    size, new_size = sizes.get(maker.input[0], []), sizes[maker.output[0]]
     if len(size) != 4 or not all([*size[2:], *new_size[2:]]):
         return rewritten  # the size may change between calls
     (height, width), (new_height, new_width) = size[2:], new_size[2:]
-    if height + width * height / new_height > MAX_MACS_PER_VALUE:
+    if height + width * height / new_height <= MAX_MACS_PER_VALUE:
+        nodes, constants = _interpolate(maker, (height, width), (new_height, new_width))
+    elif in_blocks and _has_blocks(height, new_height) and _has_blocks(width, new_width):
+        nodes, constants = _interpolate_blocks(maker, (height, width), (new_height, new_width))
+    else:
         return rewritten
-    widen_wW, heighten_Hh = f"{logits}:widen", f"{logits}:heighten"
-    graph.initializer.append(numpy_helper.from_array(_interpolation(width, new_width).T.copy(), widen_wW))
-    graph.initializer.append(numpy_helper.from_array(_interpolation(height, new_height), heighten_Hh))
-    widened = helper.make_node("MatMul", [maps, widen_wW], [f"{logits}:widened"], f"{maker.name}:widen")
-    heightened = helper.make_node("MatMul", [heighten_Hh, widened.output[0]], [logits], maker.name)
-    for node in (widened, heightened):
+    for node in nodes:
         node.metadata_props.extend(maker.metadata_props)
+    graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
     index = list(graph.node).index(maker)
     graph.node.remove(maker)
-    graph.node.insert(index, widened)
-    graph.node.insert(index + 1, heightened)
+    for offset, node in enumerate(nodes):
+        graph.node.insert(index + offset, node)
     drop_unused(graph)
     return rewritten
+
+
+def _interpolate(
+    maker: NodeProto, size: tuple[int, int], new_size: tuple[int, int]
+) -> tuple[list[NodeProto], dict[str, NDArray[np.generic]]]:
+    """Return two products that widen and heighten maps [N, C, h, w], and their matrices."""
+    (height, width), (new_height, new_width) = size, new_size
+    maps, logits = maker.input[0], maker.output[0]
+    widen_wW, heighten_Hh, widened = (f"{logits}:{name}" for name in ("widen", "heighten", "widened"))
+    nodes = [
+        helper.make_node("MatMul", [maps, widen_wW], [widened], f"{maker.name}:widen"),
+        helper.make_node("MatMul", [heighten_Hh, widened], [logits], maker.name),
+    ]
+    return nodes, {
+        widen_wW: _interpolation(width, new_width).T.copy(),
+        heighten_Hh: _interpolation(height, new_height),
+    }
+
+
+def _has_blocks(size: int, new_size: int) -> bool:
+    return size % BLOCK == 0 and new_size % size == 0 and new_size > size
+
+
+def _interpolate_blocks(
+    maker: NodeProto, size: tuple[int, int], new_size: tuple[int, int]
+) -> tuple[list[NodeProto], dict[str, NDArray[np.generic]]]:
+    """Return nodes that widen and heighten maps [N, C, h, w] block by block, and their constants."""
+    (height, width), (new_height, new_width) = size, new_size
+    maps, logits = maker.input[0], maker.output[0]
+
+    def name(part: str) -> str:
+        return f"{logits}:{part}"
+
+    nodes = [
+        helper.make_node("Gather", [maps, name("columns")], [name("split")], f"{maker.name}:split", axis=3),
+        helper.make_node("MatMul", [name("split"), name("widen")], [name("wide")], f"{maker.name}:widen"),
+        helper.make_node("Reshape", [name("wide"), name("width")], [name("widened")], f"{maker.name}:join"),
+        helper.make_node(
+            "Gather", [name("widened"), name("rows")], [name("cut")], f"{maker.name}:cut", axis=2
+        ),
+        helper.make_node("MatMul", [name("heighten"), name("cut")], [name("high")], maker.name),
+        helper.make_node("Reshape", [name("high"), name("height")], [logits], f"{maker.name}:stack"),
+    ]
+    return nodes, {
+        name("columns"): _blocks(width),
+        name("widen"): _interpolation_of_block(new_width // width).T.copy(),
+        name("width"): np.array([0, 0, 0, -1]),
+        name("rows"): _blocks(height),
+        name("heighten"): _interpolation_of_block(new_height // height),
+        name("height"): np.array([0, 0, -1, new_width]),
+    }
+
+
+def _blocks(size: int) -> NDArray[np.int64]:
+    """Return the indices [blocks, BLOCK + 2] of blocks with a neighbour on both sides; edges are repeated."""
+    indices = [[start + offset for offset in range(-1, BLOCK + 1)] for start in range(0, size, BLOCK)]
+    return np.clip(np.array(indices, np.int64), 0, size - 1)
+
+
+def _interpolation_of_block(factor: int) -> NDArray[np.float32]:
+    """Return the matrix [BLOCK * factor, BLOCK + 2] that interpolates a block between its neighbours."""
+    between_others = _interpolation(3 * BLOCK, 3 * BLOCK * factor)
+    return between_others[BLOCK * factor : 2 * BLOCK * factor, BLOCK - 1 : 2 * BLOCK + 1].copy()
 
 
 def _is_pooled(layer: NodeProto, graph: GraphProto) -> bool:

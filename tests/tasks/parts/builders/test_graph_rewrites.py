@@ -78,9 +78,19 @@ def test_another_interpolation_is_left_alone(attributes: dict[str, object]) -> N
     assert resize_as_matmul(resize) == resize
 
 
-def test_large_maps_and_open_sizes_are_left_alone() -> None:
-    large = only_resize(MAX_MACS_PER_VALUE, MAX_MACS_PER_VALUE, 4, mode="linear")
-    assert resize_as_matmul(large) == large
+@pytest.mark.parametrize(("height", "width", "scale"), [(32, 40, 2), (40, 32, 3), (64, 64, 4), (48, 88, 8)])
+def test_large_maps_are_interpolated_block_by_block(height: int, width: int, scale: int) -> None:
+    resize = only_resize(height, width, scale, mode="linear")
+    assert resize_as_matmul(resize) == resize
+    blocks = resize_as_matmul(resize, in_blocks=True)
+    assert op_types(blocks) == ["Gather", "MatMul", "Reshape"] * 2
+    images_NCHW = np.random.default_rng(0).normal(size=(1, 2, height, width)).astype(np.float32)
+    np.testing.assert_allclose(run(blocks, images_NCHW), run(resize, images_NCHW), rtol=1e-4, atol=1e-5)
+
+
+def test_large_maps_without_blocks_and_open_sizes_are_left_alone() -> None:
+    large = only_resize(MAX_MACS_PER_VALUE + 1, MAX_MACS_PER_VALUE, 4, mode="linear")
+    assert resize_as_matmul(large, in_blocks=True) == large
     open_size = only_resize(4, 4, 2, mode="linear")
     for value in (*open_size.graph.input, *open_size.graph.output):
         value.type.tensor_type.shape.dim[2].dim_param = "height"
