@@ -2,10 +2,11 @@
 
 ``python -m benchmarks.roof`` after a run of the pipeline. Needs a quiet machine.
 
-For each target the roofs are measured once, as `measure_machine` does. Its pick is built for both sizes with the same
-weights, measured as `benchmark` does, in the same rounds as the float network that it was made from, and its layers
-are explained as in `explain`: time, what bounds it, and the time of a layer that reaches its roof. Prints a table and
-writes ``benchmarks/results/roof.json`` and, for reading, ``roof.md`` beside it.
+For each target the roofs are measured once, as `measure_machine` does. Its pick is built for both sizes with the
+same weights, measured as `benchmark` does, in the same rounds as the float network that it was made from, and its
+layers are explained as in `explain`: time, what bounds it, and the time of a layer that reaches its roof. In the
+same rounds runs the pick with the runtime's own Resize, where its target has matrix products for it. Prints a table
+and writes ``benchmarks/results/roof.json`` and, for reading, ``roof.md`` beside it.
 """
 
 import argparse
@@ -27,11 +28,12 @@ from tasks.measure_machine import measure_machine
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.explain.engine_view import EngineView, view_engines
 from tasks.parts.explain.report import explain_engine
+from tasks.parts.measuring.reports import SpeedRatio
 from tasks.parts.roofs.roofs import Roofs
 
 RESULTS = Path(__file__).parent / "results" / "roof.json"
 TARGETS = ("cpu_onnxruntime", "cpu_openvino")
-FLOAT = "pruned"
+FLOAT, OWN_RESIZE = "pruned", "own_resize"
 LAYER_FIELDS = (
     "layer",
     "operators",
@@ -62,10 +64,11 @@ def main() -> None:
             roofs = measure_machine(stage_config(f"measure_machine.{target}"), out=Path(folder))
         for side in (params["prepare_data"]["height"], options.size):
             with tempfile.TemporaryDirectory() as folder:
-                views = measure_size(
+                views, resize = measure_size(
                     params, picks[target]["variant"], target, side, options.rounds, roofs, Path(folder)
                 )
                 engines += [describe(view, side) for view in views]
+                engines[-1]["time_of_own_resize"] = asdict(resize)
     record = {
         "date": date.today().isoformat(),
         "python": platform.python_version(),
@@ -80,11 +83,15 @@ def main() -> None:
 
 def measure_size(
     params: dict[str, Any], variant: str, target: str, side: int, num_rounds: int, roofs: Roofs, folder: Path
-) -> Sequence[EngineView]:
-    """Build a pick and its float network for inputs of ``side`` x ``side``, race them and return both."""
-    names = list(dict.fromkeys((FLOAT, variant)))
-    for name in names:
+) -> tuple[Sequence[EngineView], SpeedRatio]:
+    """Build a pick and its float network for inputs of ``side`` x ``side``, race them and return both.
+
+    The ratio is that of the pick with the runtime's own Resize to the pick.
+    """
+    names = [*dict.fromkeys((FLOAT, variant)), OWN_RESIZE]
+    for name in names[:-1]:
         build_resized(params, name, target, side, folder / name)
+    build_resized(params, variant, target, side, folder / OWN_RESIZE, resize_as_matmul=False)
     config = replace(
         stage_config(f"benchmark.{target}"),
         variants=names,
@@ -95,7 +102,8 @@ def measure_size(
     )
     builds = folder / "*" / "engine"
     report = benchmark(config, builds=builds, reference=folder / FLOAT / "engine", out=folder)
-    return list(view_engines(names, builds, folder, report, roofs).values())
+    views = view_engines(names[:-1], builds, folder, report, roofs)
+    return list(views.values()), report.ratio(variant, OWN_RESIZE)
 
 
 def describe(view: EngineView, side: int) -> dict[str, Any]:
@@ -135,6 +143,13 @@ def lines(record: dict[str, Any]) -> Iterator[str]:
             f"| {engine['variant']} on {engine['target']} | {engine['size']} | {engine['latency_ms']:.3f} ms "
             f"| {engine['attainable_ms']:.3f} ms | {engine['attainable_ms'] / engine['latency_ms']:.0%} | {bounds} |"
         )
+    yield "\nThe pick with the runtime's own Resize, in the same rounds:\n"
+    for engine in record["engines"]:
+        if ratio := engine.get("time_of_own_resize"):
+            yield (
+                f"- {engine['variant']} on {engine['target']}, {engine['size']}x{engine['size']}: "
+                f"{ratio['factor']:.2f} times the time ({ratio['low']:.2f} to {ratio['high']:.2f})"
+            )
     for engine in record["engines"]:
         yield f"\n## {engine['variant']} on {engine['target']}, {engine['size']}x{engine['size']}\n"
         yield "| layer | operators | precision | us | of the latency | bound by | of its roof |"

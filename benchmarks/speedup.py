@@ -120,8 +120,13 @@ def measure_size(
     return rows
 
 
-def build_resized(params: dict[str, Any], variant: str, target: str, side: int, out: Path) -> Path:
-    """Build an engine of a variant for square inputs of another size and return its folder."""
+def build_resized(
+    params: dict[str, Any], variant: str, target: str, side: int, out: Path, **changes: object
+) -> Path:
+    """Build an engine of a variant for square inputs of another size and return its folder.
+
+    `changes` are made to the target.
+    """
     out.mkdir()
     model = Path(params["engines"][f"{variant}-{target}"]["model"])
     resized = out / model.name
@@ -143,7 +148,7 @@ def build_resized(params: dict[str, Any], variant: str, target: str, side: int, 
     images_NHWC = np.load(calibration_images(Path(params["pipeline"]["data"])), mmap_mode="r")
     rows_H, columns_W = (np.arange(side) * size // side for size in images_NHWC.shape[1:3])
     np.save(out / "images.npy", images_NHWC[:, rows_H][:, :, columns_W])
-    config = stage_config(f"build_engine.{variant}.{target}")
+    config = replace(stage_config(f"build_engine.{variant}.{target}"), **changes)
     build_engine(config, model=resized, images=out / "images.npy", out=out)
     return out / "engine"
 
