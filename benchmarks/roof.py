@@ -15,13 +15,13 @@ import logging
 import platform
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks.runtimes import read_selection, stage_config
-from benchmarks.speedup import MAX_SECONDS, build_resized
+from benchmarks.speedup import build_resized, race_config
 from tasks.benchmark import benchmark
 from tasks.core.config import read_params
 from tasks.measure_machine import measure_machine
@@ -92,14 +92,7 @@ def measure_size(
     for name in names[:-1]:
         build_resized(params, name, target, side, folder / name)
     build_resized(params, variant, target, side, folder / OWN_RESIZE, resize_as_matmul=False)
-    config = replace(
-        stage_config(f"benchmark.{target}"),
-        variants=names,
-        min_rounds=num_rounds,
-        budget_s=MAX_SECONDS,
-        batch_sizes=[],
-        concurrencies=[],
-    )
+    config = race_config(target, names, num_rounds)
     builds = folder / "*" / "engine"
     report = benchmark(config, builds=builds, reference=folder / FLOAT / "engine", out=folder)
     views = view_engines(names[:-1], builds, folder, report, roofs)

@@ -78,14 +78,7 @@ def measure_size(
             for name in dict.fromkeys(names)
         }
         first, *others = ("-".join(name) for name in engines)
-        config = replace(
-            stage_config(f"benchmark.{target}"),
-            variants=others,
-            min_rounds=num_rounds,
-            budget_s=MAX_SECONDS,
-            batch_sizes=[],
-            concurrencies=[],
-        )
+        config = race_config(target, others, num_rounds)
         builds = Path(folder, "*", "engine")
         report = benchmark(config, builds=builds, reference=Path(folder, first, "engine"), out=Path(folder))
         pick = read_engine_manifest(engines[variant, target])
@@ -118,6 +111,18 @@ def measure_size(
             }
         )
     return rows
+
+
+def race_config(target: str, variants: list[str], num_rounds: int) -> Any:
+    """Return the configuration of `benchmark` for a long race at batch 1 alone."""
+    return replace(
+        stage_config(f"benchmark.{target}"),
+        variants=variants,
+        min_rounds=num_rounds,
+        budget_s=MAX_SECONDS,
+        batch_sizes=[],
+        concurrencies=[],
+    )
 
 
 def build_resized(
