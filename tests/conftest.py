@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+import tasks.parts.engines  # noqa: F401  # before OpenVINO: it keeps that from sending events
 from tasks.core.config import typed_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -338,8 +338,12 @@ def test_variants_with_the_same_model_share_one_engine_that_is_built_once(tmp_pa
         space.run("python", "-m", "flows.local_server", "--stop")
     assert flow.returncode == 0, flow.stdout[-3000:] + flow.stderr[-3000:]
     built = re.findall(r"^(build_engine\S+): running$", flow.stdout, re.MULTILINE)
-    assert built == ["build_engine.v00.t00", "build_engine.v01.t00"]
-    assert "build_engine.v02.t00: made before, restored from the store" in flow.stdout
+    restored = re.findall(
+        r"^(build_engine\S+): made before, restored from the store$", flow.stdout, re.MULTILINE
+    )
+    # Stages that are sent side by side start in any order: either of the twins builds.
+    assert sorted(built + restored) == [f"build_engine.{name}.t00" for name in ("v00", "v01", "v02")]
+    assert len(restored) == 1 and restored[0] != "build_engine.v00.t00", built
     engines = [space.path / f"artifacts/build_engine/{name}/t00/engine/model.bin" for name in ("v01", "v02")]
     assert engines[0].read_bytes() == engines[1].read_bytes()
 

@@ -26,6 +26,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 AOTINDUCTOR = pytest.param("cpu_aotinductor", marks=pytest.mark.slow)
 """The target that compiles its engine for half a minute."""
 
+TOLD_BY_CI = ("CI", "TF_BUILD", "JENKINS_URL")
+"""Variables with which OpenVINO's telemetry is off."""
+
 
 @dataclass(frozen=True)
 class Workshop:

@@ -366,7 +366,8 @@ def resize_as_matmul(model: ModelProto, *, in_blocks: bool = False) -> ModelProt
     small maps of a segmentation head this is three times as fast as ONNX Runtime's Resize kernel. A value depends
     on its neighbours only, so with `in_blocks` large maps that grow by a whole factor are cut into blocks of `BLOCK`
     rows and columns, each with one neighbour on both sides, and all blocks are multiplied by the same small matrix.
-    That takes 0.4 to 0.9 times as long as OpenVINO's Resize, but up to 2.5 times as long as ONNX Runtime's.
+    That is for OpenVINO: on large maps ONNX Runtime's own kernel is faster (`benchmarks.roof` races a pick of each
+    runtime against its twin with the runtime's Resize).
     """
     rewritten = ModelProto()
     rewritten.CopyFrom(model)

@@ -31,6 +31,7 @@ _CALLS_IN_PROFILE = 12
 _FEW_CALLS = 5
 """Of layers that take milliseconds: those that compute, and those that move as much as caches cannot hold."""
 _MUCH_MOVED = 64 * 1024**2
+"""Bytes of the working set beyond which few calls are enough."""
 _LEAST_MOVED = 0.4
 """Share of the working set that a layer has to move to count: with 16 bits for a value it is half of it."""
 

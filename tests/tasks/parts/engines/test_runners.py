@@ -1,4 +1,5 @@
 import dataclasses
+import os
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.engines.runner import OperatorTime
 from tasks.parts.engines.runtimes import Precision, Runtime
 from tasks.parts.onnx_session import open_session
-from tests.tasks.conftest import AOTINDUCTOR
+from tests.tasks.conftest import AOTINDUCTOR, TOLD_BY_CI
 
 FLOAT_TARGETS = ["cpu_torch", "cpu_onnxruntime", "cpu_openvino", AOTINDUCTOR]
 DECLARED_TARGETS = ["cpu_torch", "cpu_onnxruntime", "cpu_openvino", "cpu_openvino_bf16", "cpu_aotinductor"]
@@ -52,6 +53,16 @@ def test_all_runtimes_give_the_logits_of_the_checkpoint(workshop, images_NCHW, t
         logits_NCHW = runner.infer(images_NCHW[:batch])
     assert logits_NCHW.shape == expected.shape
     np.testing.assert_allclose(logits_NCHW, expected, atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    "module", ["tasks.parts.builders.build", "tasks.parts.measuring.engine_process", "benchmarks"]
+)
+def test_openvino_tells_its_maker_nothing(tmp_path, module):
+    environment = {name: value for name, value in os.environ.items() if name not in TOLD_BY_CI}
+    command = [sys.executable, "-c", f"import {module}; import openvino"]
+    subprocess.run(command, env=environment | {"HOME": str(tmp_path)}, check=True)
+    assert not (tmp_path / "intel").exists()  # where it would keep the number of this user
 
 
 @pytest.mark.parametrize("target", FLOAT_TARGETS)
