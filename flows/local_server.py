@@ -186,7 +186,7 @@ def _alone() -> contextlib.AbstractContextManager[None]:
 
 
 def _start() -> dict[str, str | int | float]:
-    port = _free_port()
+    port, reservation = _reserve_port()
     url = f"http://127.0.0.1:{port}/api"
     auth_string = _auth_string()
     environment = {
@@ -196,7 +196,7 @@ def _start() -> dict[str, str | int | float]:
         "PREFECT_API_AUTH_STRING": auth_string,
         "PREFECT_SERVER_API_AUTH_STRING": auth_string,
     }
-    with (HOME / "server.log").open("ab") as log:
+    with reservation, (HOME / "server.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect", *_arguments(url)],
             env=environment,
@@ -204,6 +204,7 @@ def _start() -> dict[str, str | int | float]:
             stdout=log,
             stderr=log,
             start_new_session=True,
+            pass_fds=[reservation.fileno()],
         )
     record: dict[str, str | int | float] = {
         "url": url,
@@ -287,14 +288,25 @@ def find_problem(url: str, timeout_s: float = 5) -> str | None:
         return str(error)
 
 
-def _free_port() -> int:
-    """Return the port of the previous server, since a flow may be waiting for it, else the usual one or any other."""
+def _reserve_port() -> tuple[int, socket.socket]:
+    """Return the port of the previous server, since a flow may be waiting for it, else the usual one or any other.
+
+    With it comes a UDP socket of the same number: a server binds its port seconds after it was chosen, and while the
+    socket is open, here or in the server, no other checkout chooses the same.
+    """
     record = _read_record()
     before = [_port(record)] if record else []
     for port in (*before, _PREFERRED_PORT, 0):
         bindable = _bindable(port)
-        if bindable is not None:
-            return bindable
+        if bindable is None:
+            continue
+        reservation = socket.socket(type=socket.SOCK_DGRAM)
+        try:
+            reservation.bind(("127.0.0.1", bindable))
+        except OSError:
+            reservation.close()
+            continue
+        return bindable, reservation
     raise ServerUnavailable("No free port on 127.0.0.1 for a Prefect server.")
 
 

@@ -141,6 +141,25 @@ def test_server_answers_this_checkout_alone_and_stops_as_itself_only(space: Work
 
 
 @pytest.mark.slow
+def test_checkouts_that_start_a_server_at_once_get_ports_of_their_own(tmp_path: Path) -> None:
+    """A server binds its port seconds after it was chosen."""
+    spaces = [Workspace(tmp_path / name) for name in "ab"]
+    for each in spaces:
+        each.path.mkdir()
+    begin = "from flows import local_server as it; it.prepare_environment(); it.begin_start()"
+    try:
+        for each in spaces:
+            begun = each.run("python", "-c", begin, PYTHONPATH=str(REPOSITORY))
+            assert begun.returncode == 0, begun.stderr
+        for each in spaces:
+            asked = each.run("python", "-c", ASK, PYTHONPATH=str(REPOSITORY))
+            assert asked.returncode == 0 and asked.stdout == "[]\n", asked.stderr
+    finally:
+        for each in spaces:
+            each.run("python", "-m", "flows.local_server", "--stop", PYTHONPATH=str(REPOSITORY))
+
+
+@pytest.mark.slow
 def test_server_that_died_is_started_again_for_who_has_its_address(space: Workspace) -> None:
     """As in a shell in which PREFECT_API_URL was exported; another address is left to its owner."""
     file = space.path / ".prefect/server.json"
