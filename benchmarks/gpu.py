@@ -8,7 +8,7 @@ skipped with the reason. Prefect, Hydra and DVC are not needed.
 Each cell of ``benchmarks/gpu_cells.py`` runs in its own process, the most valuable first, and adds one line to
 ``DIR/records.jsonl`` as soon as it is measured; ``DIR/log.txt`` holds the output of the processes. When the budget
 is spent, run the same command again to continue. To repeat a cell, remove its line. ``--page DIR`` writes
-``docs/gpu-results.md`` from DIR.
+``docs/gpu-results.md`` from DIR, with ``DIR/notes.md`` first.
 """
 
 import argparse
@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.page:
         machine = json.loads((options.page / MACHINE).read_text(encoding="utf-8"))
-        print(f"wrote {write_page(machine, read_records(options.page), list_cells())}")
+        page = write_page(machine, read_records(options.page), list_cells(), folder=options.page)
+        print(f"wrote {page}")
         return 0
     if not find_gpus():
         print("This machine has no NVIDIA GPU, or no driver (libcuda.so.1): nothing to measure.")

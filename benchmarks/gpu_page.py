@@ -7,6 +7,8 @@ from typing import Any
 from benchmarks.gpu_cells import Cell, Result
 
 PAGE = Path("docs") / "gpu-results.md"
+NOTES = "notes.md"
+"""What is told before the tables, in the folder of the records; it may be missing."""
 
 ENGINE_HEAD = (
     "| network | target | precision | p50 ms | device ms | x eager | A/A | images/s, 2 threads | "
@@ -29,14 +31,17 @@ alone. The peak is the memory that torch allocated."""
 
 
 def write_page(
-    machine: Mapping[str, Any], records: Sequence[Mapping[str, Any]], cells: Sequence[Cell]
+    machine: Mapping[str, Any], records: Sequence[Mapping[str, Any]], cells: Sequence[Cell], *, folder: Path
 ) -> Path:
-    """Write docs/gpu-results.md and return its path."""
-    PAGE.write_text(page(machine, records, cells), encoding="utf-8")
+    """Write docs/gpu-results.md, with the notes of the folder of the records, and return its path."""
+    notes = (folder / NOTES).read_text(encoding="utf-8").strip() if (folder / NOTES).is_file() else ""
+    PAGE.write_text(page(machine, records, cells, notes), encoding="utf-8")
     return PAGE
 
 
-def page(machine: Mapping[str, Any], records: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> str:
+def page(
+    machine: Mapping[str, Any], records: Sequence[Mapping[str, Any]], cells: Sequence[Cell], notes: str = ""
+) -> str:
     """Return the page: the measurements, what was skipped and why, and the machine."""
 
     def measured(kind: str) -> list[Result]:
@@ -49,6 +54,7 @@ def page(machine: Mapping[str, Any], records: Sequence[Mapping[str, Any]], cells
     sections = [
         "# Results on a GPU",
         "Written by `python -m benchmarks.gpu --page DIR`.",
+        *([notes] if notes else []),
         *_tests(measured("tests")),
         *_engines(measured("engine")),
         *_trainings(measured("training")),

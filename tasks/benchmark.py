@@ -19,6 +19,7 @@ from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.machine import has_gpu
 from tasks.parts.engines.runtimes import CUDA
 from tasks.parts.measuring.batch_latency import Bursts, Windows, summarise
+from tasks.parts.measuring.energy import shortest_metered_s
 from tasks.parts.measuring.machine_state import measuring_environment, read_gpu_memory_mib, read_machine
 from tasks.parts.measuring.race import CONTROL, FEWEST_ROUNDS, RaceOptions, engine_folder
 from tasks.parts.measuring.reports import (
@@ -64,7 +65,7 @@ class Config(RaceOptions):
     concurrencies: list[Annotated[int, AtLeast(1)]]
     """Numbers of concurrent threads for the throughput at batch 1. Empty: not measured."""
     throughput_s: Annotated[float, MoreThan(0)]
-    """Time for each of concurrencies."""
+    """Time for each of concurrencies; at least as long as the counter of the device's energy needs."""
 
 
 Report = BenchmarkReport
@@ -237,7 +238,7 @@ def _measure_alone(
         )
         for batch, bursts in bursts_ms.items()
     )
-    loads = {count: _measure_load(cfg, process, count) for count in cfg.concurrencies}
+    loads = {count: _measure_load(cfg, process, count, field.device) for count in cfg.concurrencies}
     latency = Latency(
         batches=batches,
         throughputs=tuple(_sum_up_load(count, load) for count, load in loads.items()),
@@ -281,8 +282,8 @@ def _run_bursts(cfg: Config, process: "EngineProcess", batch: int) -> list[list[
     return bursts_ms
 
 
-def _measure_load(cfg: Config, process: "EngineProcess", concurrency: int) -> "Load":
-    seconds = cfg.throughput_s / _LOAD_WINDOWS
+def _measure_load(cfg: Config, process: "EngineProcess", concurrency: int, device: str) -> "Load":
+    seconds = max(cfg.throughput_s, shortest_metered_s(device)) / _LOAD_WINDOWS
     return process.load(1, concurrency=concurrency, seconds=seconds, num_windows=_LOAD_WINDOWS)
 
 

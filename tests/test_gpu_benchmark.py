@@ -21,7 +21,9 @@ from benchmarks.gpu_cells import (
     measure_engine,
     measure_training,
 )
+from benchmarks.gpu_ladder import with_copied_models
 from benchmarks.gpu_page import page
+from tasks.core.config import read_params
 from tests.conftest import REPOSITORY
 
 
@@ -169,12 +171,13 @@ def test_page_has_tables_skips_with_reasons_and_the_machine(
     ]
     (tmp_path / "docs").mkdir()
     (tmp_path / "machine.json").write_text(json.dumps(MACHINE))
+    (tmp_path / "notes.md").write_text("What ran.\n")
     (tmp_path / RECORDS).write_text("".join(json.dumps(record) + "\n" for record in records))
     monkeypatch.chdir(tmp_path)
     assert main(["--page", str(tmp_path)]) == 0
     text = (tmp_path / "docs" / "gpu-results.md").read_text()
     row = "| teacher | cuda_torch | f16 | 1.500 | 1.250 | 2.00 (1.90 to 2.10) | 1.0% | 800 | 4000 (16) | 612 | 45.0 |"
-    assert "### 256x256" in text and row in text
+    assert "### 256x256" in text and row in text and "\n\nWhat ran.\n\n" in text
     assert "1 failed, 9 passed" in text and "- FAILED tests/gpu/test_x.py::a" in text
     assert (
         "- b: skipped. no g++" in text
@@ -187,3 +190,20 @@ def test_cells_have_names_of_their_own_and_declared_targets() -> None:
     names = [cell.name for cell in list_cells()]
     assert len(set(names)) == len(names) == 1 + 6 + 2 * 3 * 8
     assert names[0] == "tests"
+
+
+def test_ladder_leaves_out_the_variants_whose_model_was_not_copied(tmp_path: Path) -> None:
+    params = read_params(REPOSITORY / "params.yaml")
+    engines = params["engines"]
+    model = tmp_path / "model.onnx"
+    model.touch()
+    copied = {
+        name: item | ({"model": str(model)} if item["variant"] in ("pruned", "pruned_ptq") else {})
+        for name, item in engines.items()
+    }
+    left = with_copied_models({**params, "engines": copied})
+    assert {item["variant"] for item in left["engines"].values()} == {"pruned", "pruned_ptq"}
+    assert left["benchmark"]["cpu_onnxruntime"]["variants"] == ["pruned", "pruned_ptq"]
+    assert left["benchmark"]["cpu_torch"]["variants"] == ["pruned"]
+    assert left["explain"]["cpu_onnxruntime"]["pairs"] == [{"before": "pruned", "after": "pruned_ptq"}]
+    assert len(left["select_engine"]["engines"]) == len(left["engines"])

@@ -1,9 +1,11 @@
-"""Engines for an NVIDIA GPU without TensorRT: `python -m pytest -m gpu`. Not run on real hardware.
+"""Engines for an NVIDIA GPU without TensorRT: `python -m pytest -m gpu`.
 
 Needs torch, safetensors, dacite, onnx, onnxruntime and onnxslim, and no orchestrator; the test of ONNX Runtime needs
 onnxruntime-gpu and onnxscript as well.
 """
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+from tasks.benchmark import benchmark
 from tasks.build_engine import Report, build_engine
 from tasks.core.config import typed_config
 from tasks.core.errors import DataError, TargetMismatch
@@ -28,6 +31,7 @@ from tasks.parts.networks.build import build_network
 from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.networks.model_card import ModelCard
+from tests.tasks.test_benchmark import CONFIG
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,6 +45,8 @@ LEAST_DB = {"f32": 90.0, "bf16": 20.0, "f16": 38.0}
 too, so f32 fails where it is on."""
 
 HEIGHT, WIDTH = 64, 96
+
+BENCHMARK = replace(CONFIG, variants=["float"], concurrencies=[2])
 
 TORCH_TARGETS = ["cuda_torch", "cuda_aotinductor"]
 
@@ -169,6 +175,42 @@ def test_package_of_another_gpu_is_never_loaded(engines: dict[tuple[str, str], P
     write_engine_manifest(tmp_path, replace(manifest, gpu=imaginary))
     with pytest.raises(TargetMismatch, match="was compiled on NVIDIA Imaginary"):
         open_engine(tmp_path)
+
+
+def test_default_student_is_compiled_and_loaded(tmp_path: Path) -> None:
+    """In a process of its own: on an H100, torch 2.11 crashed when it loaded this package, but no smaller one."""
+    script = tmp_path / "build.py"
+    script.write_text(
+        f"""import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from benchmarks.gpu_cells import EngineCase, build, declared_target, write_checkpoint, write_random_dataset
+
+torch._C._set_print_stack_traces_on_fatal_signal(True)  # of C++
+case, root = EngineCase("baseline", 64, 64, "cuda_aotinductor", "f32"), Path({str(tmp_path)!r})
+write_checkpoint(case, root / "model.safetensors")
+write_random_dataset(root / "dataset", 64, 64, {{"train": 1, "val": 1, "calibration": 4}})
+build(declared_target(case), root / "model.safetensors", root / "dataset", root / "engine")
+""",
+        encoding="utf-8",
+    )
+    done = subprocess.run([sys.executable, script], text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", TORCH_TARGETS)
+def test_benchmark_tells_the_energy_of_the_gpu(
+    engines: dict[tuple[str, str], Path], name: str, tmp_path: Path
+) -> None:
+    engine = engines[name, "f32"]
+    report = benchmark(BENCHMARK, builds=engine, reference=engine, out=tmp_path)
+    [measured] = report.engines.values()
+    assert measured.latency is not None
+    told = measured.latency.energy_mj_per_image
+    assert (told and told > 0) or "does not count its energy" in measured.latency.energy_note
 
 
 @pytest.mark.skipif(

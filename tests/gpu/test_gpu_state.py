@@ -1,4 +1,4 @@
-"""What NVML tells of this machine's GPU: `make test-gpu`. Not run on real hardware."""
+"""What NVML tells of this machine's GPU: `make test-gpu`."""
 
 import os
 import time

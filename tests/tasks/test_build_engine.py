@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.build_engine import build_engine
+from tasks.core.environment import _version
 from tasks.core.errors import ArtifactError, TargetMismatch
 from tasks.core.execute import execute, is_current, is_fresh, prepare_call
 from tasks.core.reports import read_report
@@ -22,9 +23,9 @@ from tasks.parts.builders.contract import macs_of_network
 from tasks.parts.builders.report import EngineBuild, LayerCounts, count_layers, find_precision_fault
 from tasks.parts.cpu import read_cpu_flags
 from tasks.parts.data.dataset import normalise
-from tasks.parts.engines.machine import missing_cpu_flags
+from tasks.parts.engines.machine import installed_version, missing_cpu_flags
 from tasks.parts.engines.manifest import EngineStatus, read_engine_manifest, sha256_of
-from tasks.parts.engines.runtimes import Precision
+from tasks.parts.engines.runtimes import Precision, Runtime
 from tasks.parts.networks.checkpoint import load_checkpoint
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB, difference
@@ -416,3 +417,18 @@ def test_signal_to_noise_follows_its_formula():
     expected = np.array([3.0, 4.0], np.float32)
     assert difference(expected, expected).sqnr_db == MAX_SQNR_DB
     assert difference(expected, expected + np.array([0.5, 0], np.float32)).sqnr_db == pytest.approx(20.0)
+
+
+def test_two_packages_of_one_runtime_are_refused(tmp_path, monkeypatch):
+    """As after `pip install onnxruntime-gpu` beside onnxruntime: which of them runs cannot be told."""
+    (tmp_path / "onnxruntime_gpu-1.30.0.dist-info").mkdir()
+    (tmp_path / "onnxruntime_gpu-1.30.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: onnxruntime-gpu\nVersion: 1.30.0\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    _version.cache_clear()
+    try:
+        with pytest.raises(TargetMismatch, match=r"onnxruntime-gpu 1\.30\.0 are both installed"):
+            installed_version(Runtime.onnxruntime)
+    finally:
+        _version.cache_clear()

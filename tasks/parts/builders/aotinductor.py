@@ -1,6 +1,6 @@
 """Compile a checkpoint to a package of native code for the CPU or an NVIDIA GPU: torch.export, then AOTInductor.
 
-Building for a GPU was not run on real hardware.
+On a GPU, torch 2.11 crashed when it loaded some of these packages (docs/gpu-results.md).
 """
 
 import tempfile

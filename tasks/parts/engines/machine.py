@@ -108,9 +108,19 @@ def check_tensorrt_version(target: Target, installed: str) -> None:
 
 
 def installed_version(runtime: Runtime) -> str:
-    """Return the installed version of a runtime without importing it; raise TargetMismatch if there is none."""
+    """Return the installed version of a runtime without importing it.
+
+    Raises TargetMismatch if there is none, or more than one.
+    """
     names = runtime.traits.distributions
-    for version in versions(*names).values():
+    found = versions(*names)
+    if len(set(found.values())) > 1:
+        several = " and ".join(f"{name} {version}" for name, version in found.items())
+        raise TargetMismatch(
+            f"{several} are both installed. They overwrite each other's files, so the version that runs is unknown. "
+            f"`pip uninstall {' '.join(found)}`, then install one of them."
+        )
+    for version in found.values():
         return version
     raise TargetMismatch(
         f"Package {' or '.join(names)} is not installed. Install it (TensorRT comes with the extra gpu: `pip install "

@@ -31,7 +31,7 @@ class RuntimeTraits:
     precisions: tuple[Precision, ...]
     """Precisions that a target may declare for it."""
     distributions: tuple[str, ...]
-    """Python packages that provide it; the first installed one is used."""
+    """Python packages that provide it."""
     library: str
     """Python module to import before a build or the loading of an engine is timed."""
     reads_checkpoints: bool = False

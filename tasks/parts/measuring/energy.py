@@ -2,7 +2,7 @@
 
 Both count the energy of a whole device since some moment in the past, including other processes and what the device
 uses when it is idle. The layout of RAPL's counters is that of the kernel's Documentation/power/powercap/powercap.rst.
-Neither was run on real hardware.
+RAPL was not run on real hardware.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +41,11 @@ class EnergyMeter:
         """Return the energy between two readings, between which no counter may start again twice."""
         pairs = zip(before_uj, after_uj, self.ranges_uj, strict=True)
         return sum((after - before) % length for before, after, length in pairs) / 1e6
+
+
+def shortest_metered_s(device: str) -> float:
+    """Return for how long engines on a device have to run so that their energy can be metered."""
+    return _NVML_MIN_S if device == CUDA else _RAPL_MIN_S
 
 
 @contextmanager

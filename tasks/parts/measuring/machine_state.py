@@ -1,7 +1,4 @@
-"""Read what affects latency besides the engine: which machine it is, its clocks, power, temperatures and versions.
-
-Reading a GPU's state through NVML was not run on real hardware.
-"""
+"""Read what affects latency besides the engine: which machine it is, its clocks, power, temperatures and versions."""
 
 import hmac
 import importlib.metadata

@@ -1,7 +1,7 @@
 """Measure the roofs of a target that runs checkpoints: eager PyTorch or AOTInductor, on the CPU or an NVIDIA GPU.
 
 These runtimes report no layers, so small networks are timed as a whole; on a GPU with CUDA events, without the copies
-of images and logits. There it was not run on real hardware.
+of images and logits.
 """
 
 import statistics

@@ -2,7 +2,6 @@
 current machine on loading. For its TensorRT provider the graph holds a plan, and nothing is optimised.
 
 An offline-optimised file would load 2-20 ms faster and run no faster, but only on the CPU that made it.
-The GPU was not run on real hardware.
 """
 
 import time

@@ -1,7 +1,6 @@
 """Run torch programs, eager or compiled ahead of time, on the CPU or an NVIDIA GPU.
 
-On a GPU, images and logits pass through page-locked memory, and a run returns when its stream has finished. Not run
-on real hardware there.
+On a GPU, images and logits pass through page-locked memory, and a run returns when its stream has finished.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What the machine tells. What a GPU tells through NVML was not run on real hardware: tests/gpu."""
+"""What the machine tells. What a GPU tells through NVML: tests/gpu."""
 
 import platform
 import sys
