@@ -303,9 +303,9 @@ def measure(name: str, num_rounds: int) -> dict[str, Any]:
     return row
 
 
-def draw_images(count: int) -> NDArray[np.uint8]:
+def draw_images(count: int, side: int = SIDE) -> NDArray[np.uint8]:
     """Return images [N, H, W, 3] of noise."""
-    values = np.random.default_rng(0).normal(127.5, 64, (count, SIDE, SIDE, 3))
+    values = np.random.default_rng(0).normal(127.5, 64, (count, side, side, 3))
     return values.clip(0, 255).astype(np.uint8)
 
 
@@ -326,8 +326,13 @@ def imported(make: Callable[[], nn.Module]) -> ModelProto:
         output_names=["logits"],
         dynamic_axes={"image": {0: "batch"}, "logits": {0: "batch"}},
     )
+    return as_imported(onnx.load_from_string(file.getvalue()), SIDE)
+
+
+def as_imported(model: ModelProto, side: int) -> ModelProto:
+    """Return the graph of a network for images of `side` x `side`, as import_onnx writes it."""
     found = rewrite(
-        onnx.load_from_string(file.getvalue()),
+        model,
         path=Path("placement.onnx"),
         form=InputForm(Layout.nchw, ChannelOrder.rgb, Values.normalised, MEAN, STD),
         height=None,
@@ -339,7 +344,7 @@ def imported(make: Callable[[], nn.Module]) -> ModelProto:
     names = tuple(str(index) for index in range(found.head.num_classes))
     entry = found.graph.metadata_props.add()
     entry.key = CARD_KEY
-    entry.value = InputCard(names, MEAN, STD, SIDE, SIDE, found.head.task, None).to_json()
+    entry.value = InputCard(names, MEAN, STD, side, side, found.head.task, None).to_json()
     return found.graph
 
 

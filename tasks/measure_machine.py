@@ -54,7 +54,7 @@ def measure_machine(cfg: Config, *, out: Path) -> Report:
         logger.info(
             "measure_machine: %s, %s: %.3g GMAC/s",
             cfg.target.name,
-            roof.precision,
+            roof.name,
             roof.macs_per_s.value / 1e9,
         )
     if roofs.reason:

@@ -120,11 +120,20 @@ def _widths(engine: EngineView, _: EngineView | None) -> Iterator[Cause]:
 
 
 def _depthwise(engine: EngineView, _: EngineView | None) -> Iterator[Cause]:
+    """Find depthwise convolutions that wait for their values: from memory, or at their own roof from the caches."""
     for layer in engine.layers:
-        if layer.is_depthwise and engine.bounds[layer.name] is Bound.memory:
-            density = layer.macs / layer.moved_bytes
-            detail = f"{density:.1f} multiply-adds per byte"
-            yield _cause(engine, CauseKind.DEPTHWISE_MEMORY_BOUND, layer, detail)
+        if not layer.is_depthwise:
+            continue
+        own, others = (engine.roofs.peak(layer.precision, is_depthwise=own) for own in (True, False))
+        if engine.bounds[layer.name] not in ((Bound.memory, Bound.compute) if own else (Bound.memory,)):
+            continue
+        detail = f"{layer.macs / layer.moved_bytes:.1f} multiply-adds per byte"
+        if own and others:
+            reached, most = own.macs_per_s.value / 1e9, others.macs_per_s.value / 1e9
+            detail += (
+                f", of which this runtime computes {reached:.0f}e9 per second where others reach {most:.0f}e9"
+            )
+        yield _cause(engine, CauseKind.DEPTHWISE_MEMORY_BOUND, layer, detail)
 
 
 def _overhead(engine: EngineView, _: EngineView | None) -> Iterator[Cause]:

@@ -81,7 +81,7 @@ def write_details(
 
 def _roofs(roofs: Roofs) -> dict[str, Any]:
     return {
-        "macs_per_s": {roof.precision: _short(roof.macs_per_s.value) for roof in roofs.compute},
+        "macs_per_s": {roof.name: _short(roof.macs_per_s.value) for roof in roofs.compute},
         "bytes_per_s": [[roof.working_set_bytes, _short(roof.bytes_per_s.value)] for roof in roofs.memory],
         "layer_ms": roofs.layer_ms.value if roofs.layer_ms else None,
         "call_ms": roofs.call_ms.value if roofs.call_ms else None,

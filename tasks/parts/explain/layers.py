@@ -159,7 +159,13 @@ def _explain(layer: TimedLayer, roofs: Roofs, latency_ms: float) -> ExplainedLay
     milliseconds = time_of(layer, roofs)
     is_known = bool(layer.macs or layer.moved_bytes)
     limits = (
-        limits_of(roofs, precision=layer.precision, macs=layer.macs, moved_bytes=layer.moved_bytes)
+        limits_of(
+            roofs,
+            precision=layer.precision,
+            macs=layer.macs,
+            moved_bytes=layer.moved_bytes,
+            is_depthwise=layer.is_depthwise,
+        )
         if is_known and roofs.compute and roofs.memory
         else None
     )

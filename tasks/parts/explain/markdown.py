@@ -57,7 +57,7 @@ def _roofs(roofs: Roofs) -> Iterator[str]:
             "" if roof.theoretical_macs_per_s is None else f"{roof.theoretical_macs_per_s / 1e9:.0f} GMAC/s: "
         )
         spread = f"{rate.low / 1e9:.1f} to {rate.high / 1e9:.1f}"
-        yield f"| {roof.precision} | {rate.value / 1e9:.1f} GMAC/s | {spread} | {peak}{roof.formula} |"
+        yield f"| {roof.name} | {rate.value / 1e9:.1f} GMAC/s | {spread} | {peak}{roof.formula} |"
     for moved in roofs.memory:
         rate = moved.bytes_per_s
         spread = f"{rate.low / 1e9:.1f} to {rate.high / 1e9:.1f}"

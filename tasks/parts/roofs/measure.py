@@ -67,9 +67,10 @@ def measure_roofs(target: Target, effort: Effort) -> Roofs:
         with _loaded(target, version, [probe]) as loaded:
             for precision, rate in _best_rates(loaded[0], effort.num_rounds).items():
                 if precision == wanted:
-                    compute.setdefault(precision, []).append(
-                        compute_roof(target, machine, precision, rate, probe.name)
+                    roof = compute_roof(
+                        target, machine, precision, rate, probe.name, is_depthwise=probe.is_depthwise
                     )
+                    compute.setdefault(roof.name, []).append(roof)
     with _loaded(target, version, [chain(_SHORT), chain(_LONG)]) as (short, long):
         layer_ms, call_ms = _cost_of_calls(short, long, effort.num_rounds)
         profiled_ms = statistics.median(
@@ -104,6 +105,8 @@ def _compute_probes(target: Target) -> Iterator[tuple[Probe, str]]:
         for channels, size, kernel in ((64, 32, 3), (128, 32, 3), (256, 16, 3), (256, 32, 1), (512, 16, 1)):
             yield convolution(channels, size, kernel, is_quantized=is_quantized), precision
         yield matrix_product(256, 512, is_quantized=is_quantized), precision
+        for channels, size, kernel in ((128, 32, 3), (256, 32, 3), (128, 16, 5)):
+            yield convolution(channels, size, kernel, is_quantized=is_quantized, is_depthwise=True), precision
 
 
 @contextmanager
@@ -133,7 +136,8 @@ def _best_rates(loaded: _Loaded, num_rounds: int) -> dict[str, Rate]:
     found: dict[str, Rate] = {}
     for name, row in loaded.rows.items():
         times_ms = [times[name] for times in rounds if times.get(name)]
-        if row.macs and times_ms:
+        is_depthwise = (row.groups or 1) > 1
+        if row.macs and times_ms and is_depthwise == loaded.probe.is_depthwise:
             rate = rate_of([1000 * row.macs / value for value in times_ms])
             if row.precision not in found or found[row.precision].value < rate.value:
                 found[row.precision] = rate

@@ -1,7 +1,7 @@
 """Small graphs whose speed on a runtime is known to be bound by one roof."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
@@ -22,15 +22,20 @@ class Probe:
     name: str
     graph: ModelProto
     card: InputCard
+    is_depthwise: bool = False
+    """Whether its depthwise convolutions tell it, and not its first one."""
 
 
-def convolution(channels: int, size: int, kernel: int, *, is_quantized: bool) -> Probe:
-    """Return a chain of convolutions of `channels` on maps of `size` x `size`."""
+def convolution(
+    channels: int, size: int, kernel: int, *, is_quantized: bool, is_depthwise: bool = False
+) -> Probe:
+    """Return a chain of convolutions of `channels` on maps of `size` x `size`; the first one reads fewer."""
     random = np.random.default_rng(0)
     nodes: list[NodeProto] = []
     constants = []
     for number in range(_DEPTH):
-        read = TINY_CHANNELS if number == 0 else channels
+        groups = channels if is_depthwise and number else 1
+        read = (channels if number else TINY_CHANNELS) // groups
         weight = random.normal(0, 1 / np.sqrt(read * kernel**2), (channels, read, kernel, kernel))
         constants.append(numpy_helper.from_array(weight.astype(np.float32), f"w{number}"))
         pads = [kernel // 2] * 4
@@ -42,12 +47,15 @@ def convolution(channels: int, size: int, kernel: int, *, is_quantized: bool) ->
                 name=f"conv{number}",
                 kernel_shape=[kernel, kernel],
                 pads=pads,
+                group=groups,
             ),
             helper.make_node("Relu", [f"c{number}"], [f"r{number + 1}"], name=f"relu{number}"),
         ]
-    name = f"{_DEPTH} convolutions {kernel}x{kernel} of {channels} channels on {size}x{size}"
+    kind = "depthwise convolutions" if is_depthwise else "convolutions"
+    name = f"{_DEPTH} {kind} {kernel}x{kernel} of {channels} channels on {size}x{size}"
     image, values = (TINY_CHANNELS, size, size), (channels, size, size)
-    return _probe(name, nodes, constants, image, values, is_quantized=is_quantized)
+    probe = _probe(name, nodes, constants, image, values, is_quantized=is_quantized)
+    return replace(probe, is_depthwise=is_depthwise)
 
 
 def matrix_product(rows: int, width: int, *, is_quantized: bool) -> Probe:

@@ -37,7 +37,9 @@ def moved_rate(moved_bytes: int, times_ms: Sequence[float], profiled_ms: float) 
     return rate_of([1000 * moved_bytes / value for value in own_ms]) if own_ms else None
 
 
-def compute_roof(target: Target, machine: Machine, precision: str, rate: Rate, probe: str) -> ComputeRoof:
+def compute_roof(
+    target: Target, machine: Machine, precision: str, rate: Rate, probe: str, *, is_depthwise: bool = False
+) -> ComputeRoof:
     """Put beside a measured rate what the CPU's clock and vectors give, or what the data sheet of the GPU states."""
     if target.device == CUDA:
         is_tf32 = precision == "f32" and target.tensorrt is not None and target.tensorrt.tf32
@@ -47,7 +49,7 @@ def compute_roof(target: Target, machine: Machine, precision: str, rate: Rate, p
         peak, formula = theoretical_peak(
             machine.cpu_flags, precision, clock_mhz=clock_mhz, num_threads=target.num_threads
         )
-    return ComputeRoof(precision, rate, probe, peak, formula)
+    return ComputeRoof(precision, is_depthwise, rate, probe, peak, formula)
 
 
 def memory_roof(target: Target, working_set_bytes: int, rate: Rate) -> MemoryRoof:

@@ -39,9 +39,14 @@ class Rate:
 
 @dataclass(frozen=True)
 class ComputeRoof:
-    """The most multiply-adds per second that the runtime reaches in a precision."""
+    """The most multiply-adds per second that the runtime reaches in a precision.
+
+    Depthwise convolutions have a roof of their own: of what they read, they use each value for one channel only, so
+    their kernels spend their time loading and reach a fraction of the others' rate, even from the first cache.
+    """
 
     precision: str
+    is_depthwise: bool
     macs_per_s: Rate
     probe: str
     """The graph that reached it."""
@@ -49,6 +54,11 @@ class ComputeRoof:
     """Clock x multiply-adds per cycle x threads, or the data sheet of the GPU; None if one of them is not known."""
     formula: str
     """How the theoretical one comes about."""
+
+    @property
+    def name(self) -> str:
+        """The precision, and whether the roof is that of depthwise convolutions."""
+        return f"{self.precision} depthwise" if self.is_depthwise else self.precision
 
 
 @dataclass(frozen=True)
@@ -82,9 +92,10 @@ class Roofs:
     reason: str
     """Why nothing was measured; empty otherwise."""
 
-    def peak(self, precision: str) -> ComputeRoof | None:
+    def peak(self, precision: str, *, is_depthwise: bool = False) -> ComputeRoof | None:
         """Return the roof of a precision; None if the target was not measured in it."""
-        return next((roof for roof in self.compute if roof.precision == precision), None)
+        wanted = precision, is_depthwise
+        return next((roof for roof in self.compute if (roof.precision, roof.is_depthwise) == wanted), None)
 
     def bandwidth(self, working_set_bytes: int) -> MemoryRoof:
         """Return the roof of the smallest measured working set that holds these bytes, else of the largest."""
@@ -117,13 +128,20 @@ class Limits:
         return first if times[first] >= BAND * times[second] else Bound.mixed
 
 
-def limits_of(roofs: Roofs, *, precision: str, macs: int, moved_bytes: int) -> Limits:
+def limits_of(
+    roofs: Roofs, *, precision: str, macs: int, moved_bytes: int, is_depthwise: bool = False
+) -> Limits:
     """Return what the roofs leave to a layer of `macs` multiply-adds that reads and writes `moved_bytes`.
 
-    A precision without a roof of its own, as of layers that compute in none, is held against the fastest one.
+    A depthwise convolution without a roof of its own is held against that of its precision, and a precision without
+    one, as of layers that compute in none, against the fastest.
     """
     assert roofs.layer_ms is not None and roofs.compute and roofs.memory
-    peak = roofs.peak(precision) or max(roofs.compute, key=lambda roof: roof.macs_per_s.value)
+    peak = (
+        roofs.peak(precision, is_depthwise=is_depthwise)
+        or roofs.peak(precision)
+        or max(roofs.compute, key=lambda roof: roof.macs_per_s.value)
+    )
     bandwidth = roofs.bandwidth(moved_bytes).bytes_per_s.value
     return Limits(
         compute_ms=1000 * macs / peak.macs_per_s.value,

@@ -327,6 +327,7 @@ def _resized_savings_ms(engine: EngineView, graph: ModelProto, resized: ModelPro
                     precision=layer.precision,
                     macs=round(layer.macs * ratio),
                     moved_bytes=round(layer.moved_bytes * ratio**0.5),
+                    is_depthwise=layer.is_depthwise,
                 )
                 yield milliseconds - limits.attainable_ms / share
                 continue

@@ -40,8 +40,8 @@ ROOFS = Roofs(
     num_threads=1,
     machine=MACHINE,
     compute=(
-        ComputeRoof("f32", rate(50e9), "probe", None, ""),
-        ComputeRoof("int8", rate(100e9), "probe", None, ""),
+        ComputeRoof("f32", False, rate(50e9), "probe", None, ""),
+        ComputeRoof("int8", False, rate(100e9), "probe", None, ""),
     ),
     memory=(MemoryRoof(64 << 10, rate(20e9)), MemoryRoof(1 << 28, rate(5e9))),
     layer_ms=rate(0.001),

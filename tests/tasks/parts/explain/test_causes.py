@@ -8,8 +8,9 @@ import pytest
 from tasks.parts.explain.causes import Cause, CauseKind, find_causes
 from tasks.parts.explain.engine_view import EngineView
 from tasks.parts.onnx_graphs.half_precision import to_half
+from tasks.parts.roofs.roofs import ComputeRoof
 from tests.tasks.conftest import Workshop
-from tests.tasks.parts.explain.engines import convolutions, quantize, view
+from tests.tasks.parts.explain.engines import ROOFS, convolutions, quantize, rate, view
 
 BOTH = pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
 
@@ -69,6 +70,12 @@ def test_depthwise_convolution_waits_for_memory(workshop: Workshop, tmp_path: Pa
     dense = view(convolutions(16, 16, 16, size=64), declared, tmp_path, name="dense")
     assert len(causes(CauseKind.DEPTHWISE_MEMORY_BOUND, thin)) == 2
     assert not causes(CauseKind.DEPTHWISE_MEMORY_BOUND, dense)
+    cached = replace(ROOFS, memory=tuple(replace(roof, bytes_per_s=rate(1e15)) for roof in ROOFS.memory))
+    own = replace(cached, compute=(*ROOFS.compute, ComputeRoof("f32", True, rate(10e9), "probe", None, "")))
+    assert not causes(CauseKind.DEPTHWISE_MEMORY_BOUND, replace(thin, roofs=cached))
+    found = causes(CauseKind.DEPTHWISE_MEMORY_BOUND, replace(thin, roofs=own))
+    assert len(found) == 2 and "computes 10e9 per second where others reach 50e9" in found[0].detail
+    assert not causes(CauseKind.DEPTHWISE_MEMORY_BOUND, replace(dense, roofs=own))
 
 
 @BOTH

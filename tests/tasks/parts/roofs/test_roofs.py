@@ -13,13 +13,17 @@ from tasks.parts.roofs.peaks import macs_per_cycle, theoretical_peak
 from tasks.parts.roofs.rates import Effort, compute_roof, memory_roof, moved_rate
 from tasks.parts.roofs.roofs import Bound, Limits, Rate, Roofs, limits_of
 from tests.tasks.conftest import AOTINDUCTOR, Workshop
-from tests.tasks.parts.explain.engines import ROOFS
+from tests.tasks.parts.explain.engines import ROOFS, rate
 
 
 @pytest.mark.parametrize("target", ["cpu_onnxruntime", "cpu_openvino"])
 def test_every_roof_is_measured_through_the_runtime(workshop: Workshop, target: str) -> None:
     roofs = measure_roofs(workshop.target(target), Effort(3, [64 << 10, 1 << 20]))
-    assert {roof.precision for roof in roofs.compute} == {"f32", "int8"} and not roofs.reason
+    names = {roof.name for roof in roofs.compute}
+    assert names == {"f32", "f32 depthwise", "int8", "int8 depthwise"} and not roofs.reason
+    for precision in ("f32", "int8"):
+        dense, depthwise = (roofs.peak(precision, is_depthwise=value) for value in (False, True))
+        assert dense and depthwise and depthwise.macs_per_s.value < dense.macs_per_s.value
     assert [roof.working_set_bytes for roof in roofs.memory] == [64 << 10, 1 << 20]
     assert_plausible(roofs)
 
@@ -136,6 +140,15 @@ def test_limits_of_a_layer_by_hand() -> None:
     in_int8 = limits_of(ROOFS, precision="int8", macs=5_000_000, moved_bytes=100_000)
     assert in_int8.compute_ms == pytest.approx(0.05) and in_int8.memory_ms == pytest.approx(0.02)
     assert limits_of(ROOFS, precision="", macs=0, moved_bytes=100).compute_ms == 0
+    slow = replace(
+        ROOFS, compute=(*ROOFS.compute, replace(ROOFS.compute[0], is_depthwise=True, macs_per_s=rate(5e9)))
+    )
+    depthwise = limits_of(slow, precision="f32", macs=5_000_000, moved_bytes=20_000, is_depthwise=True)
+    assert depthwise.compute_ms == pytest.approx(1.0)
+    dense = limits_of(slow, precision="f32", macs=5_000_000, moved_bytes=20_000)
+    assert dense.compute_ms == pytest.approx(0.1)
+    without = limits_of(slow, precision="int8", macs=5_000_000, moved_bytes=0, is_depthwise=True)
+    assert without.compute_ms == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize(
