@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from flows.pipeline import Calls, run_targets
+from flows.pipeline import Calls, run_selection, run_targets
 from tasks.core.config import PARAMS_FILE
 from tasks.core.execute import ARTIFACTS
 
@@ -98,16 +98,7 @@ def main() -> int:
     PARAMS.write_text(yaml.safe_dump(params, sort_keys=False), encoding="utf-8")
     commands = Commands(PARAMS)
     run_targets(commands, params, params["build_engine"])
-    commands.run(
-        "select_engine",
-        builds=ARTIFACTS / "build_engine",
-        validations=ARTIFACTS / "validate",
-        benchmarks=ARTIFACTS / "benchmark",
-        diffs=ARTIFACTS / "diff_layers",
-        explanations=Path(params["pipeline"]["explanations"]),
-        data=Path(params["pipeline"]["data"]),
-    )
-    report = ARTIFACTS / "select_engine" / "report.md"
+    report = run_selection(commands, params) / "report.md"
     if report.is_file():
         print(report.read_text(encoding="utf-8"))
     return 1 if commands.failed else 0

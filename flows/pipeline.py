@@ -44,15 +44,7 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
     """Call every stage in order and return the folder of ``select_engine``."""
     run_models(stages, params)
     run_targets(stages, params, params["build_engine"])
-    selection = stages.run(
-        "select_engine",
-        builds=ARTIFACTS / "build_engine",
-        validations=ARTIFACTS / "validate",
-        benchmarks=ARTIFACTS / "benchmark",
-        diffs=ARTIFACTS / "diff_layers",
-        explanations=Path(params["pipeline"]["explanations"]),
-        data=Path(params["pipeline"]["data"]),
-    )
+    selection = run_selection(stages, params)
     stages.run(
         "track",
         selection=selection,
@@ -69,6 +61,19 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
         reference=Path(params["pipeline"]["reference_engine"]),
     )
     return selection
+
+
+def run_selection(stages: Stages, params: Mapping[str, Any]) -> Path:
+    """Pick an engine of each target and return the folder of ``select_engine``."""
+    return stages.run(
+        "select_engine",
+        builds=ARTIFACTS / "build_engine",
+        validations=ARTIFACTS / "validate",
+        benchmarks=ARTIFACTS / "benchmark",
+        diffs=ARTIFACTS / "diff_layers",
+        explanations=Path(params["pipeline"]["explanations"]),
+        data=Path(params["pipeline"]["data"]),
+    )
 
 
 def run_models(stages: Stages, params: Mapping[str, Any]) -> None:
