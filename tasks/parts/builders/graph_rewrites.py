@@ -3,6 +3,8 @@
 Each rewrite is a switch of the target; benchmarks/encodings.py measures them.
 """
 
+from collections.abc import Collection
+
 import numpy as np
 import onnx
 from numpy.typing import NDArray
@@ -295,10 +297,10 @@ def stem_in_float(model: ModelProto) -> ModelProto:
         dequantize, weight = makers[node.input[0]], makers[node.input[1]]
         quantize = makers.get(dequantize.input[0])
         reads_image = quantize is not None and quantize.input[0] in images
-        if not reads_image or weight.op_type != "DequantizeLinear":
+        if not reads_image or not _is_stored_quantized(weight, constants):
             continue
         values_OIHW = _dequantized(
-            weight, {name: numpy_helper.to_array(constants[name]) for name in weight.input}
+            weight, {name: numpy_helper.to_array(constants[name]) for name in weight.input if name}
         )
         if values_OIHW.shape[1] > STEM_CHANNELS or values_OIHW.shape[0] > STEM_FILTERS:
             continue
@@ -333,7 +335,7 @@ def token_depthwise_in_float(model: ModelProto) -> ModelProto:
     for node in [node for node in graph.node if node.op_type == "Conv"]:
         dequantize, weight = (makers.get(name) for name in node.input[:2])
         quantize = makers.get(dequantize.input[0]) if dequantize is not None else None
-        if quantize is None or weight is None or weight.op_type != "DequantizeLinear":
+        if quantize is None or weight is None or not _is_stored_quantized(weight, constants):
             continue
         values_OIHW = _dequantized(weight, constants)
         if values_OIHW.shape[1] == 1 and is_linear(quantize.input[0]):
@@ -497,10 +499,17 @@ def _interpolation(size: int, new_size: int) -> NDArray[np.float32]:
     return matrix.astype(np.float32)
 
 
+def _is_stored_quantized(weight: NodeProto, constants: Collection[str]) -> bool:
+    """Return whether a node dequantizes constants; some tools quantize float weights in the graph."""
+    return weight.op_type == "DequantizeLinear" and all(name in constants for name in weight.input if name)
+
+
 def _dequantized(node: NodeProto, values: dict[str, NDArray[np.generic]]) -> NDArray[np.float32]:
     """Evaluate a DequantizeLinear of constants; scales are per tensor or per output channel (axis 0)."""
     levels = values[node.input[0]].astype(np.float32)
-    scale, zero_point = (
-        values[name].astype(np.float32).reshape(-1, *[1] * (levels.ndim - 1)) for name in node.input[1:3]
+    scale, *zero_points = (
+        values[name].astype(np.float32).reshape(-1, *[1] * (levels.ndim - 1))
+        for name in node.input[1:]
+        if name
     )
-    return np.asarray((levels - zero_point) * scale, np.float32)
+    return np.asarray((levels - sum(zero_points)) * scale, np.float32)

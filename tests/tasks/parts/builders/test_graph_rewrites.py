@@ -143,6 +143,35 @@ def test_a_float_graph_and_wide_stems_are_left_alone() -> None:
     assert stem_in_float(wide) == wide
 
 
+def test_stem_whose_weights_are_quantized_in_the_graph_is_left_alone() -> None:
+    """As in exports of fake-quantized networks that nobody folded."""
+    _, signed, _ = tiny.quantized(tiny.Straight, ("Conv",))
+    unfolded = ModelProto()
+    unfolded.CopyFrom(signed)
+    weight = next(tensor for tensor in unfolded.graph.initializer if list(tensor.dims) == [8, 3, 3, 3])
+    dequantize = next(node for node in unfolded.graph.node if node.input[0] == weight.name)
+    levels = weight.name
+    weight.CopyFrom(onnx.numpy_helper.from_array(np.ones((8, 3, 3, 3), np.float32), "float_weight"))
+    quantize = helper.make_node(
+        "QuantizeLinear", ["float_weight", *dequantize.input[1:]], [levels], "late", axis=0
+    )
+    unfolded.graph.node.insert(0, quantize)
+    assert stem_in_float(unfolded) == unfolded
+
+
+def test_weights_without_zero_point_are_dequantized() -> None:
+    """The operator's default is 0."""
+    _, signed, _ = tiny.quantized(tiny.Straight, ("Conv",))
+    expected = stem_in_float(signed)
+    weight = next(tensor for tensor in signed.graph.initializer if list(tensor.dims) == [8, 3, 3, 3])
+    dequantize = next(node for node in signed.graph.node if node.input[0] == weight.name)
+    del dequantize.input[2:]
+    found = stem_in_float(signed)
+    assert [tensor.raw_data for tensor in found.graph.initializer] == [
+        tensor.raw_data for tensor in expected.graph.initializer
+    ]
+
+
 def test_readers_of_the_image_beside_the_stem_keep_its_quantization() -> None:
     _, signed, images_NCHW = tiny.quantized(tiny.Straight, ("Conv",))
     image_levels = next(node.output[0] for node in signed.graph.node if node.op_type == "QuantizeLinear")
