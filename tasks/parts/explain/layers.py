@@ -12,6 +12,9 @@ from tasks.parts.roofs.roofs import Bound, Roofs, limits_of
 CONVERTING = frozenset({"QuantizeLinear", "DequantizeLinear", "Cast"})
 """Operators that only change the precision."""
 
+_VIEWING = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
+"""Operators that only give the same bytes another shape."""
+
 _ABOVE_ROOF = 1.1
 """A layer that is faster than its roof by more than this was counted wrongly, or the roof was measured too low."""
 
@@ -44,9 +47,15 @@ class TimedLayer:
     """0 if the runtime's profiler does not report it."""
 
     @property
+    def is_view(self) -> bool:
+        """Whether it only gives the same bytes another shape, for which runtimes move nothing."""
+        return bool(self.operators) and _VIEWING.issuperset(self.operators)
+
+    @property
     def moved_bytes(self) -> int:
         """Bytes read and written for one image, as far as they are known."""
-        return sum(size or 0 for size in (self.input_bytes, self.weight_bytes, self.output_bytes))
+        sizes = () if self.is_view else (self.input_bytes, self.weight_bytes, self.output_bytes)
+        return sum(size or 0 for size in sizes)
 
     @property
     def is_depthwise(self) -> bool:
@@ -157,7 +166,7 @@ def time_of(layer: TimedLayer, roofs: Roofs) -> float:
 
 def _explain(layer: TimedLayer, roofs: Roofs, latency_ms: float) -> ExplainedLayer:
     milliseconds = time_of(layer, roofs)
-    is_known = bool(layer.macs or layer.moved_bytes)
+    is_known = bool(layer.macs or layer.moved_bytes or layer.is_view)
     limits = (
         limits_of(
             roofs,

@@ -99,3 +99,15 @@ def test_counts_and_roof_of_a_layer_by_hand(workshop: Workshop, tmp_path: Path) 
     assert row.share_of_roof == pytest.approx(0.482, rel=1e-2) and not row.is_above_roof
     [fast] = [row for row in _timed(engine, 0.03, 0.3).rows if row.macs == 32 * 32 * 9 * 256]
     assert fast.is_above_roof and fast.winnable_ms == 0
+
+
+def test_layer_that_only_changes_the_shape_moves_nothing(workshop: Workshop, tmp_path: Path) -> None:
+    engine = view(convolutions(16, 32, 32), workshop.target("cpu_onnxruntime"), tmp_path)
+    size = 1 << 20  # 0.4 ms from memory
+    shaped = replace(
+        engine.layers[0], operators=("Reshape",), macs=0, input_bytes=size, weight_bytes=0, output_bytes=size
+    )
+    [row] = replace(engine, layers=(replace(shaped, milliseconds=0.003),)).rows
+    assert row.bound is Bound.overhead and row.attainable_ms == 0.001 and not row.is_above_roof
+    [moving] = replace(engine, layers=(replace(shaped, operators=("Transpose",), milliseconds=0.003),)).rows
+    assert moving.bound is Bound.memory and moving.is_above_roof
