@@ -291,9 +291,12 @@ def test_page_of_a_run_has_its_parameters_and_the_edges_between_its_stages(space
     def nodes_of_graph() -> dict[str, Any]:
         return dict(ask(space, f"flow_runs/{run['id']}/graph-v2")["nodes"])
 
-    wait_for(
-        lambda: len(nodes_of_graph()) == NUM_CALLS, "the states of all tasks, which are recorded each second"
-    )
+    def is_recorded() -> bool:
+        states = [node["state_type"] for node in nodes_of_graph().values()]
+        return states == ["COMPLETED"] * NUM_CALLS
+
+    # A task has its stage's name from the second of its states on.
+    wait_for(is_recorded, "the last states of all tasks, which are recorded each second")
     nodes = nodes_of_graph()
     parents = {
         node["label"]: {nodes[parent["id"]]["label"] for parent in node["parents"]} for node in nodes.values()
