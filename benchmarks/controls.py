@@ -43,7 +43,7 @@ from tasks.distill import distill
 from tasks.parts.data.accuracy import AccuracyReport
 from tasks.parts.data.comparison import RESULTS_FILE, read_results
 from tasks.parts.data.dataset import calibration_images, read_manifest
-from tasks.parts.data.dataset_writer import write_first_images
+from tasks.parts.data.dataset_writer import write_chosen_images
 from tasks.parts.engines.machine import read_cpu_model
 
 RESULTS = Path(__file__).parent / "results" / "controls.json"
@@ -254,7 +254,7 @@ def time_epochs(num_rounds: int) -> None:
     counts = {split: count // SHARE_FOR_TIMING for split, count in read_manifest(DATA).counts.items()}
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder) / "dataset"
-        write_first_images(DATA, part, {split: max(1, count) for split, count in counts.items()})
+        write_chosen_images(DATA, part, {split: max(1, count) for split, count in counts.items()})
         epoch_seconds(without_teacher(cfg), part)  # the first training also imports libraries
         ratios = [
             epoch_seconds(cfg, part) / epoch_seconds(without_teacher(cfg), part) for _ in range(num_rounds)

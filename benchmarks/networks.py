@@ -1,9 +1,12 @@
 """Compare networks: parameters, MACs, latency in float on the CPU targets, mIoU.
 
-``python -m benchmarks.networks`` after a run of the pipeline, which made the data. Every network of `NETWORKS` is
-trained as ``train.baseline`` is configured. Trained networks and their mIoU are kept under
-``artifacts/benchmarks/networks``, so an interrupted run continues with the next one. Latencies of all networks are
-measured at the end, in interleaved rounds on one thread. With small ``--scenes`` and ``--epochs`` it takes minutes.
+``python -m benchmarks.networks`` after a run of the pipeline, which made the data. Every network of `NETWORKS`, but
+for the larger encoders of SegFormer, is trained as ``train.baseline`` is configured. Trained networks and their mIoU
+are kept under ``artifacts/benchmarks/networks``, so an interrupted run continues with the next one. Latencies of all
+networks are measured at the end, in interleaved rounds on one thread. With small ``--scenes`` and ``--epochs`` it
+takes minutes.
+``--only ddrnet repvgg-0.5-0.5`` measures some networks and adds a table of its own to the page: latencies of two
+runs cannot be compared.
 Writes ``docs/networks.md`` and ``benchmarks/results/networks.json``.
 """
 
@@ -13,7 +16,7 @@ import logging
 import platform
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import version
@@ -29,8 +32,10 @@ from tasks.parts.data.dataset import normalise, open_split, read_manifest
 from tasks.parts.data.metrics import confusion_matrix, scores
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.rounds import Network, rounds_ms
-from tasks.parts.networks.checkpoint import load_checkpoint
-from tasks.parts.networks.config import NetworkConfig, NetworkName
+from tasks.parts.networks.build import build_network
+from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
+from tasks.parts.networks.config import SEGFORMER_SIZES, NetworkConfig, NetworkName
+from tasks.parts.networks.model_card import ModelCard
 from tasks.parts.onnx_graphs.export import export_graph
 from tasks.parts.onnx_graphs.graph import read_graph, write_graph
 from tasks.parts.onnx_graphs.macs import conv_macs
@@ -51,11 +56,24 @@ class Entry:
     name: NetworkName
     width: float
     depth: float
+    size: str | None = None
+    """One of SegFormer's larger encoders; these are measured with the weights they start from."""
+
+    @property
+    def full_name(self) -> str:
+        """Name, and the encoder where there are several: what `network@train.baseline.network` takes."""
+        return f"{self.name}_{self.size}" if self.size else str(self.name)
 
     @property
     def title(self) -> str:
-        """Name and size; also the name of its folder."""
-        return f"{self.name}-{self.width:g}-{self.depth:g}"
+        """Full name, width and depth; also the name of its folder."""
+        return f"{self.full_name}-{self.width:g}-{self.depth:g}"
+
+    @property
+    def config(self) -> NetworkConfig:
+        """What to build."""
+        arguments = {"size": self.size} if self.size else {}
+        return NetworkConfig(self.name, self.width, self.depth, depthwise=False, arguments=arguments)
 
 
 NETWORKS = (
@@ -65,9 +83,14 @@ NETWORKS = (
     Entry(NetworkName.fast_scnn, 0.75, 0.67),
     Entry(NetworkName.fast_scnn, 1.0, 0.34),
     Entry(NetworkName.bisenetv2, 0.5, 1.0),
+    Entry(NetworkName.ddrnet, 0.5, 1.0),
+    Entry(NetworkName.espnetv2, 1.0, 1.0),
     Entry(NetworkName.mobile_unet, 0.5, 1.0),
+    Entry(NetworkName.mobilevit, 0.5, 0.5),
+    Entry(NetworkName.repvgg, 0.5, 0.5),
     Entry(NetworkName.segformer, 0.5, 0.5),
     Entry(NetworkName.segformer, 1.0, 1.0),
+    *(Entry(NetworkName.segformer, 1.0, 1.0, size) for size in SEGFORMER_SIZES[1:]),
 )
 TARGETS = ("eager PyTorch", "ONNX Runtime", "OpenVINO")
 
@@ -83,8 +106,8 @@ class Row:
     macs: int
     latency_ms_p50: dict[str, float]
     """By target; one image, one thread, float32."""
-    miou: float
-    """On the test split."""
+    miou: float | None
+    """On the test split; None where the network was not trained."""
     num_epochs: int
 
 
@@ -96,23 +119,33 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="instead of train.baseline.trainer.max_epochs")
     parser.add_argument("--scenes", type=int, help="training scenes; makes its own data set")
     parser.add_argument("--rounds", type=int, default=30, help="bursts of each network and target")
+    parser.add_argument(
+        "--only", nargs="+", help="names, or titles such as segformer-0.5-0.5, of the networks to measure"
+    )
+    parser.add_argument(
+        "--note", default="", help="a sentence below the table, such as what else the machine did"
+    )
     options = parser.parse_args()
+    entries = [entry for entry in NETWORKS if not options.only or {entry.name, entry.title} & {*options.only}]
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     data = DATA if options.scenes is None else small_data(options.scenes)
-    folders = {entry: trained(entry, data, options.epochs, options.scenes) for entry in NETWORKS}
+    folders = {entry: trained(entry, data, options.epochs, options.scenes) for entry in entries}
     rows = measure(folders, data, options.rounds)
     manifest = read_manifest(data)
-    record = {
+    run = {
         "date": date.today().isoformat(),
         "cpu_model": read_cpu_model(),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "onnxruntime", "openvino")},
         "size": [manifest.height, manifest.width],
         "num_train_images": len(open_split(data, "train")[0]),
+        "note": options.note,
         "rows": [asdict(row) for row in rows],
     }
-    RESULTS.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    PAGE.write_text(page(record, rows), encoding="utf-8")
+    earlier = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"] if options.only else []
+    runs = [*(kept for kept in earlier if not titles(kept) <= titles(run)), run]
+    RESULTS.write_text(json.dumps({"runs": runs}, indent=2) + "\n", encoding="utf-8")
+    PAGE.write_text(page(runs), encoding="utf-8")
     print(f"wrote {RESULTS} and {PAGE}")
 
 
@@ -130,20 +163,24 @@ def small_data(num_scenes: int) -> Path:
 
 
 def trained(entry: Entry, data: Path, num_epochs: int | None, num_scenes: int | None) -> Path:
-    """Train a network unless its result is there, and return its folder."""
+    """Train a network, or write it as it starts, unless its result is there; return its folder."""
     cfg = stage_config("train.baseline")
     trainer = replace(cfg.trainer, max_epochs=num_epochs or cfg.trainer.max_epochs)
     folder = WORKSPACE / f"{entry.title}_{trainer.max_epochs}_{num_scenes or 'all'}"
     if not (folder / "result.json").is_file():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        print(f"training {entry.title}", flush=True)
-        network = NetworkConfig(entry.name, entry.width, entry.depth, depthwise=False)
-        report = train(replace(cfg, network=network, trainer=trainer), data=data, out=folder)
-        content = {
-            "miou": miou_of(exported(folder)[1], data),
-            "num_epochs": report.num_epochs,
-        }
+        content: dict[str, Any]
+        if entry.size:
+            card = ModelCard.for_data(entry.config, read_manifest(data))
+            save_checkpoint(
+                folder / "model.safetensors", build_network(entry.config, len(card.classes)), card
+            )
+            content = {"miou": None, "num_epochs": 0}
+        else:
+            print(f"training {entry.title}", flush=True)
+            report = train(replace(cfg, network=entry.config, trainer=trainer), data=data, out=folder)
+            content = {"miou": miou_of(exported(folder)[1], data), "num_epochs": report.num_epochs}
         (folder / "result.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
 
@@ -193,52 +230,70 @@ def measure(folders: dict[Entry, Path], data: Path, num_rounds: int) -> list[Row
         latencies = {target: round(p50[f"{entry.title} {target}"], 4) for target in TARGETS}
         rows.append(
             Row(
-                entry.name.value,
+                entry.full_name,
                 entry.width,
                 entry.depth,
                 *sizes[entry],
                 latencies,
-                round(result["miou"], 4),
+                result["miou"] and round(result["miou"], 4),
                 result["num_epochs"],
             )
         )
     return sorted(rows, key=lambda row: min(row.latency_ms_p50.values()))
 
 
-def page(record: dict[str, Any], rows: Sequence[Row]) -> str:
-    """Write the table as one page."""
-    height, width = record["size"]
+def titles(run: Mapping[str, Any]) -> set[str]:
+    """Return which networks a run measured."""
+    return {f"{row['name']}-{row['width']:g}-{row['depth']:g}" for row in run["rows"]}
+
+
+def page(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Write a table for each run as one page."""
+    height, width = runs[-1]["size"]
+    num_epochs = max(row["num_epochs"] for run in runs for row in run["rows"])
     lines = [
         "# Networks",
         "",
         "Written by `python -m benchmarks.networks`; sorted by the latency on the fastest of the three targets.",
+    ]
+    for run in runs:
+        lines += ["", *table(run)]
+    lines += [
+        "",
+        f"How to read it: every network was trained on labels alone for {num_epochs} "
+        f"epochs of {runs[-1]['num_train_images']} images of {height}x{width}, with one seed, as `train.baseline` is "
+        "configured; networks that differ by less than about two points of mIoU "
+        "may change places with another seed or a longer training. None started from pretrained weights, as "
+        "transformers usually do. A network that was not trained has the weights it starts from. Latencies are "
+        "medians for one image in float32 on one thread, measured "
+        "in short interleaved bursts; compare them within one table only, not with other machines or days. "
+        "MACs count convolutions and matrix products of the exported graph: they measure arithmetic but not memory "
+        "traffic, so the order by MACs differs from the order by latency. Parameters are those of training; eager "
+        "PyTorch runs the branches that export merges (repvgg).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def table(run: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a run's table, with date and machine."""
+    lines = [
+        f"Measured on {run['date']}, {run['cpu_model']}, Python {run['python']}, torch {run['torch']}, "
+        f"transformers {run['transformers']}, ONNX Runtime {run['onnxruntime']}, OpenVINO {run['openvino']}:",
         "",
         "| network | width | depth | parameters | MMACs | eager PyTorch ms | ONNX Runtime ms | OpenVINO ms | "
         "test mIoU |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        latencies = " | ".join(f"{row.latency_ms_p50[target]:.3f}" for target in TARGETS)
+    for row in run["rows"]:
+        latencies = " | ".join(f"{row['latency_ms_p50'][target]:.3f}" for target in TARGETS)
+        miou = "not trained" if row["miou"] is None else f"{row['miou']:.4f}"
         lines.append(
-            f"| {row.name} | {row.width:g} | {row.depth:g} | {row.num_parameters:,} | {row.macs / 1e6:.1f} | "
-            f"{latencies} | {row.miou:.4f} |"
+            f"| {row['name']} | {row['width']:g} | {row['depth']:g} | {row['num_parameters']:,} | "
+            f"{row['macs'] / 1e6:.1f} | {latencies} | {miou} |"
         )
-    lines += [
-        "",
-        f"How to read it: every network was trained on labels alone for {max(row.num_epochs for row in rows)} "
-        f"epochs of {record['num_train_images']} images of {height}x{width}, with one seed, as `train.baseline` is "
-        "configured; networks that differ by less than about two points of mIoU "
-        "may change places with another seed or a longer training. None started from pretrained weights, as "
-        "transformers usually do. Latencies are medians for one image in float32 on one thread, measured "
-        "in short interleaved bursts; compare them within this page only, not with other machines. MACs count "
-        "convolutions and matrix products: they measure arithmetic but not memory traffic, so the order by MACs "
-        "differs from the order by latency.",
-        "",
-        f"Measured on {record['date']}, {record['cpu_model']}, Python {record['python']}, torch {record['torch']}, "
-        f"transformers {record['transformers']}, ONNX Runtime {record['onnxruntime']}, "
-        f"OpenVINO {record['openvino']}.",
-    ]
-    return "\n".join(lines) + "\n"
+    if run.get("note"):
+        lines += ["", run["note"]]
+    return lines
 
 
 if __name__ == "__main__":

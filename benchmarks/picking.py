@@ -151,6 +151,7 @@ def served(store: TrackingConfig, folder: Path, port: int) -> Iterator[TrackingC
     with log.open("w") as lines:
         server = subprocess.Popen(
             [sys.executable, "-m", *command, "--workers", "1"],
+            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},  # jobs of language models
             stdout=lines,
             stderr=lines,
             cwd=folder,

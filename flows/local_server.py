@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 HOME = Path(".prefect").resolve()
 AUTH_FILE = HOME / "auth_string"
 """What Prefect's clients and pages have to send: PREFECT_API_AUTH_STRING."""
-_PREFERRED_PORT = 4200
+_PREFERRED_PORT = int(os.environ.get("PREFECT_SERVER_API_PORT", "4200"))
 _START_TIMEOUT_S = 90.0
 _PORT_TIMEOUT_S = 10.0
 _SAME_START_S = 1.0

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path, PurePath
@@ -20,7 +19,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from flows.networks import check_channels, check_tracked, complete_networks
 from flows.pipeline import RecordedStages, run_pipeline
+from flows.steps import apply_steps
 from flows.templates import check_templates
 from tasks.core.config import PARAMS_FILE, find_section, typed_config
 from tasks.core.errors import ConfigError, EnginewrightError
@@ -37,7 +38,7 @@ _HEADER = (
     "# Written from conf/ by `python -m flows.params [override ...]`. Edit conf/ instead of this file.\n"
 )
 
-_COPIED_FROM = ("build_engine", "prepare_data", "select_engine", "quantize_ptq", "prune", "finetune")
+_COPIED_FROM = ("build_engine", "prepare_data", "train", "select_engine", "quantize_ptq", "prune", "finetune")
 """Sections that others copy values from are checked first, so that an error names the key to set."""
 
 
@@ -52,6 +53,9 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
         params: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_first_lines(error)) from error
+    for name, section in params.items():
+        if name != "model" and not isinstance(section, dict):
+            raise ConfigError(f"{name} is {section!r}, expected its keys: {name}.<key>=<value>. See conf/.")
     model, variants, targets = (params.pop(key) for key in ("model", "variants", "target"))
     _check_names(targets)
     params["pipeline"]["work_pools"] = {name: _take_pool(name, options) for name, options in targets.items()}
@@ -60,9 +64,14 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
         params["quantize_ptq"]["activations"] = _activations(targets)
     if params["prepare_data"]["source"] != "digit_scenes":
         params["prepare_data"]["scenes"] = None  # debug=smoke sets some
+    steps = params.pop("steps", None)
     if model is None:
+        complete_networks(params, overrides)
         _complete_training(params, targets)
+        variants = apply_steps(params, variants, steps)
+        check_channels(params)
     else:
+        del params["train"]
         _complete_import(params, model)
     params["engines"] = dict(_engines(variants, targets))
     _check_engines(params, targets)
@@ -167,9 +176,9 @@ def _planned(params: dict[str, Any]) -> Collection[str]:
 
 def _key_in_conf(section: str) -> str:
     """Return the name in conf/ of a section of params.yaml."""
-    stage, _, target = section.partition(".")
-    in_conf = {"build_engine": f"target.{target}", "benchmark": stage, "measure_machine": stage}
-    in_conf["try_changes"] = stage
+    stage, _, name = section.partition(".")
+    in_conf = {"build_engine": f"target.{name}", "benchmark": stage, "measure_machine": stage}
+    in_conf |= {"try_changes": stage, "import_checkpoint": f"train.{name}"}
     return in_conf.get(stage, section)
 
 
@@ -179,11 +188,6 @@ def _complete_training(params: dict[str, Any], targets: dict[str, Any]) -> None:
         raise ConfigError(
             f"data is {params['prepare_data']['source']}, which has no masks, but segmentation networks need them. "
             "Choose data=folder, or use a model of your own: model=onnx model.path=<file>."
-        )
-    if (folder := params["prepare_data"]["folder"]) and folder["channels"] != 3:
-        raise ConfigError(
-            f"prepare_data.folder.channels is {folder['channels']}, but the networks here read 3. Set it to 3, or "
-            "use a model of your own: model=onnx model.path=<file>."
         )
     for section in (params["prune"], params["search_pruning"]["pruning"], params["rank_groups"]):
         if section["channel_multiple"] is None:
@@ -292,12 +296,7 @@ def _find_metric(metric: str) -> tuple[str, str]:
         raise ConfigError(
             f"{file} is missing, expected a Python file with the function {function} (model.metric)."
         )
-    command = ["git", "ls-files", "--error-unmatch", "--", file]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        raise ConfigError(
-            f"{file} is not tracked by git, so nobody could measure the same again (model.metric). Add and commit "
-            f"it: git add {file}."
-        )
+    check_tracked(path, "model.metric")
     return path.as_posix(), function
 
 
@@ -414,7 +413,14 @@ def _find_target(name: str | None, targets: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first_lines(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """Return what Hydra says without its search path: the options of a group, or the first lines of anything else."""
+    told = str(error).partition("Config search path")[0]
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    options = next(
+        (number for number, line in enumerate(lines, 1) if line.startswith("Available options")), 0
+    )
+    if options:
+        lines = [*lines[:options], f"{', '.join(lines[options:])}."]
     return " ".join(lines[:3]) + " See conf/config.yaml for the groups and keys."
 
 

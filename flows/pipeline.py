@@ -88,19 +88,24 @@ def run_models(stages: Stages, params: Mapping[str, Any]) -> None:
 
 
 def _run_training(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> None:
-    """Train, distill and prune the networks, and export them."""
-    teacher = stages.run("train.teacher", data=data) / "model.safetensors"
-    stages.run("train.baseline", data=data)
-    distilled = stages.run("distill", teacher=teacher, data=data) / "model.safetensors"
-    choice = stages.run("search_pruning", checkpoint=distilled, data=data) / "choice.json"
-    stages.run_side_by_side(
-        {
-            "prune": {"checkpoint": distilled, "choice": choice, "data": data},
-            "rank_groups": {"checkpoint": distilled, "data": data},
-        }
-    )
-    narrowed = ARTIFACTS / "prune" / "model.safetensors"
-    stages.run("finetune", checkpoint=narrowed, teacher=teacher, data=data)
+    """Train, distill and prune the networks, as far as the pipeline does that, and export them."""
+    for name, weights in pipeline["checkpoints"].items():
+        stages.run(f"import_checkpoint.{name}", weights=Path(weights), data=data)
+    for name in pipeline["networks"]:
+        stages.run(f"train.{name}", data=data)
+    for item in pipeline["distillation"].values():
+        stages.run("distill", teacher=Path(item["teacher"]), data=data)
+    for item in pipeline["pruning"].values():
+        student = Path(item["checkpoint"])
+        choice = stages.run("search_pruning", checkpoint=student, data=data) / "choice.json"
+        stages.run_side_by_side(
+            {
+                "prune": {"checkpoint": student, "choice": choice, "data": data},
+                "rank_groups": {"checkpoint": student, "data": data},
+            }
+        )
+        narrowed = ARTIFACTS / "prune" / "model.safetensors"
+        stages.run("finetune", checkpoint=narrowed, teacher=Path(item["teacher"]), data=data)
     stages.run_side_by_side(
         {
             f"export_onnx.{variant}": {"checkpoint": Path(checkpoint)}
@@ -120,7 +125,7 @@ def _run_import(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> None
 
 
 def _run_quantization(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> None:
-    """Make every rung of the ladder from its float graph; training needs a student of this pipeline."""
+    """Make every rung of the ladder from its float graph; the last one is trained, if there is a network to train."""
     graph = Path(pipeline["graph"])
     ptq, ranges = ARTIFACTS / "quantize_ptq", ARTIFACTS / "quantize_ptq" / "ranges.json"
     ranking = ARTIFACTS / "rank_layers" / "ranking.csv"
@@ -128,11 +133,10 @@ def _run_quantization(stages: Stages, pipeline: Mapping[str, Any], data: Path) -
         {name: {"model": graph, "data": data} for name in ("convert_precision", "quantize_ptq")}
     )
     calibrated = {"model": graph, "ranges": ranges, "data": data}
-    training = {
-        "checkpoint": ARTIFACTS / "finetune" / "model.safetensors",
-        "teacher": ARTIFACTS / "train" / "teacher" / "model.safetensors",
-    }
-    trained = {"quantize_aware_train": {**training, **calibrated}} if pipeline["students"] else {}
+    trained = {}
+    for item in pipeline["quantization_aware"].values():
+        networks = {"checkpoint": Path(item["checkpoint"]), "teacher": Path(item["teacher"])}
+        trained["quantize_aware_train"] = {**networks, **calibrated}
     judged = {"model": graph, "reference": Path(pipeline["reference_graph"])}
     stages.run_side_by_side(
         {

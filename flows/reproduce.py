@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from flows.lock_file import LOCK_FILE, read_lock
+from flows.networks import check_recorded
 from flows.templates import check_templates
 from tasks.core.config import PARAMS_FILE
 from tasks.core.environment import ENVIRONMENT_FILE
@@ -84,11 +85,13 @@ def prepare(engine: TrackedEngine, params: str, environment: str, folder: Path) 
     cache = _run(sys.executable, "-m", "dvc", "cache", "dir").strip()
     _run(sys.executable, "-m", "dvc", "cache", "dir", "--local", str(Path(cache).resolve()), cwd=folder)
     metrics = [item["file"] for item in content["pipeline"].get("metrics", {}).values()]
-    lent = (content["prepare_data"]["root"], *content["pipeline"]["imports"].values())
+    weights = content["pipeline"].get("checkpoints", {}).values()
+    lent = (content["prepare_data"]["root"], *content["pipeline"]["imports"].values(), *weights)
     for path in lent:
         _lend(Path(path), folder)
     for path in metrics:
         _check_metric(folder / path, engine.tags.get("metric_sha256", ""), commit)
+    check_recorded(content, json.loads(environment), folder, commit)
 
 
 def _lend(path: Path, folder: Path) -> None:

@@ -16,7 +16,12 @@ from tasks.core.errors import ConfigError
 _PLAIN = re.compile(r"[A-Za-z0-9_./-]+")
 _TEMPLATE = re.compile(r"\$\{\s*([^}]*?)\s*\}")
 
-_IN_CONF = {"pipeline.imports.model": "model.path", "pipeline.metrics.own.file": "model.metric"}
+_IN_CONF = {
+    "pipeline.imports.model": "model.path",
+    "pipeline.metrics.own.file": "model.metric",
+    "pipeline.checkpoints.teacher": "train.teacher.checkpoint",
+    "pipeline.checkpoints.baseline": "train.baseline.checkpoint",
+}
 """What the user sets, where params.yaml has another name for it."""
 
 

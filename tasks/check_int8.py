@@ -202,13 +202,13 @@ def _calibration_size(
     reached: float,
 ) -> Answer:
     """Calibrate again, in the same way, on half of the images; a tensor that is 0 on them keeps its range."""
-    from tasks.parts.data.dataset import open_images
+    from tasks.parts.data.subsets import open_chosen_images
     from tasks.parts.quantization.calibration import choose_ranges
     from tasks.parts.quantization.config import coarsest
     from tasks.parts.quantization.qdq import insert_qdq, quantizable_tensors, read_calibrator
 
     title, calibrator, percentile = read_calibrator(ranges)
-    images_NHWC = open_images(data, "calibration")[: cfg.num_images]
+    images_NHWC = open_chosen_images(data, "calibration", cfg.num_images)
     half = max(1, len(images_NHWC) // 2)
     seen = _collect(cfg, graph, images_NHWC[:half], quantizable_tensors(graph, cfg.op_types))
     fewer = dict(known) | choose_ranges(
@@ -325,12 +325,13 @@ def _statistics(
     import numpy as np
 
     from tasks.parts.data.dataset import open_images
+    from tasks.parts.data.subsets import open_chosen_images
 
     train_NHWC = open_images(data, "train")
     picked = np.unique(np.linspace(0, len(train_NHWC) - 1, cfg.num_train_images).astype(int))
     calibration, training = (
         _collect(cfg, graph, images_NHWC, names)
-        for images_NHWC in (open_images(data, "calibration")[: cfg.num_images], train_NHWC[picked])
+        for images_NHWC in (open_chosen_images(data, "calibration", cfg.num_images), train_NHWC[picked])
     )
     return {name: (calibration[name], training[name]) for name in names}
 

@@ -120,10 +120,11 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
 
 def _images(cfg: Config, graph: "ModelProto", data: Path) -> "Iterator[NDArray[np.float32]]":
     """Yield calibration images one by one, each [1, 3, H, W] and normalised."""
-    from tasks.parts.data.dataset import normalised_batches, open_images
+    from tasks.parts.data.dataset import normalised_batches
+    from tasks.parts.data.subsets import open_chosen_images
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
 
-    images_NHWC = open_images(data, "calibration")[: cfg.num_images]
+    images_NHWC = open_chosen_images(data, "calibration", cfg.num_images)
     if not len(images_NHWC):
         raise DataError("the calibration split has no images. Give it some: prepare_data.scenes or .splits.")
     yield from normalised_batches(images_NHWC, read_card_of_graph(graph), 1)

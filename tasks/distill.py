@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tasks.core.environment import versions
 from tasks.parts.networks.config import NetworkConfig
+from tasks.parts.networks.foreign_code import network_facts
 from tasks.parts.training.config import DistillationConfig, TrainerConfig, TrainingReport
 from tasks.parts.training.pretrained import PretrainedConfig
 
@@ -29,9 +30,11 @@ class Config:
     """Weights to start from."""
 
 
-def environment(_: Config) -> dict[str, str]:
+def environment(cfg: Config) -> dict[str, str]:
     """Return what the output depends on besides inputs, configuration and code."""
-    return versions("lightning", "torch", "transformers")
+    return versions("lightning", "torch", "transformers", *cfg.trainer.extra_packages) | network_facts(
+        cfg.network
+    )
 
 
 def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> TrainingReport:
@@ -52,7 +55,12 @@ def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> TrainingRep
 
     manifest = read_manifest(data)
     torch.manual_seed(cfg.trainer.seed)
-    student = build_network(cfg.network, len(manifest.classes))
+    student = build_network(
+        cfg.network,
+        len(manifest.classes),
+        size=(manifest.height, manifest.width),
+        num_channels=manifest.num_channels,
+    )
     pretrained = load_pretrained(student, cfg.network.name, cfg.pretrained)
     objective = build_objective(
         cfg.distillation,
@@ -62,9 +70,7 @@ def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> TrainingRep
         class_balance=cfg.trainer.class_balance,
     )
     report = train_network(student, objective, data=data, config=cfg.trainer, out=out)
-    card = ModelCard(
-        cfg.network, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width
-    )
+    card = ModelCard.for_data(cfg.network, manifest)
     save_checkpoint(out / "model.safetensors", student, card)
     logger.info("%s: val mIoU %.4f at epoch %d", cfg.network.name, report.val_miou, report.best_epoch)
     return replace(report, pretrained=pretrained)

@@ -129,7 +129,7 @@ def _compare(cfg: Config, network: "nn.Module", graph: "ModelProto", card: "Mode
     generator = torch.Generator().manual_seed(cfg.seed)
     differences = []
     for batch_size in cfg.batch_sizes:
-        images_NCHW = torch.randn(batch_size, 3, card.height, card.width, generator=generator)
+        images_NCHW = torch.randn(batch_size, len(card.mean), card.height, card.width, generator=generator)
         with torch.no_grad():
             expected_NCHW = network.eval()(images_NCHW).numpy()
         logits_NCHW = session.run(None, {INPUT_NAME: images_NCHW.numpy()})[0]

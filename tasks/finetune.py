@@ -23,9 +23,9 @@ class Config:
     """Schedule, optimizer and devices."""
 
 
-def environment(_: Config) -> dict[str, str]:
+def environment(cfg: Config) -> dict[str, str]:
     """Return what the output depends on besides inputs, configuration and code."""
-    return versions("lightning", "torch", "transformers")
+    return versions("lightning", "torch", "transformers", *cfg.trainer.extra_packages)
 
 
 def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: Path) -> TrainingReport:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 from tasks.core.bounds import Between
 from tasks.core.environment import versions
 from tasks.core.errors import ConfigError
+from tasks.parts.data.image_files import ResizeMode
 from tasks.parts.sources.config import FolderConfig, ScenesConfig
 
 if TYPE_CHECKING:
     from tasks.parts.data.dataset import Manifest
     from tasks.parts.data.dataset_writer import SplitBatches
     from tasks.parts.data.input_card import Task
+    from tasks.parts.data.source_files import ReadingRules
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,17 @@ class Source(StrEnum):
     digit_scenes = "digit_scenes"
     """Made from scans and photos that scikit-learn ships: tasks/parts/sources/digit_scenes.py."""
     folder = "folder"
-    """A user's images and index masks: tasks/parts/sources/mask_folder.py."""
+    """A user's images and masks: tasks/parts/sources/mask_folder.py."""
+    cityscapes = "cityscapes"
+    """Cityscapes as it is downloaded: tasks/parts/sources/cityscapes.py."""
+    voc = "voc"
+    """Pascal VOC as it is downloaded: tasks/parts/sources/voc.py."""
+    ade20k = "ade20k"
+    """ADE20K as it is downloaded: tasks/parts/sources/ade20k.py."""
+    coco = "coco"
+    """COCO as it is downloaded, panoptic masks or instances: tasks/parts/sources/coco.py."""
+    hf_dataset = "hf_dataset"
+    """A Hugging Face data set on disk, Arrow or Parquet files: tasks/parts/sources/hf_dataset.py."""
     class_folder = "class_folder"
     """A user's images, one folder per class: tasks/parts/sources/class_folder.py."""
     images = "images"
@@ -42,7 +54,7 @@ class Config:
     source: Source
     """Loader that reads `root`."""
     root: str
-    """Folder with classes.yaml (and a user's images), relative to the repository."""
+    """Folder with classes.yaml (and a user's images), absolute or relative to the repository."""
     seed: Annotated[int, Between(0, 2**32 - 1)]
     """Seed for the choice of scans, the scenes and, if a folder has no lists, the splits."""
     height: Annotated[int, Between(16, 8192)]
@@ -53,13 +65,19 @@ class Config:
     """What the scenes look like, for source digit_scenes only."""
     folder: FolderConfig | None
     """How the user's folder is read, for all sources except digit_scenes."""
+    copy: bool = True
+    """Whether images and masks are written as arrays. False: their files are listed, and read where they are."""
+    mean: list[float] | None = None
+    """Mean of each channel by which images are normalised, on a 0..1 scale; None takes that of the train split.
+    Finished weights need those with which they were trained."""
+    std: list[float] | None = None
+    """Standard deviation of each channel, likewise."""
 
     def __post_init__(self) -> None:
-        path = PurePath(self.root)
-        if not self.root or path.is_absolute() or ".." in path.parts or "\0" in self.root:
+        if not self.root or ".." in PurePath(self.root).parts or "\0" in self.root:
             raise ConfigError(
-                f"root is {self.root!r}, expected a folder inside the repository, without '..'. "
-                "Put the data set there, for example under data/."
+                f"root is {self.root!r}, expected a folder without '..'. Put the data set inside the repository, for "
+                "example under data/, or give its absolute path."
             )
         is_drawn = self.source is Source.digit_scenes
         section, value = ("scenes", self.scenes) if is_drawn else ("folder", self.folder)
@@ -68,6 +86,63 @@ class Config:
                 f"{section} is missing, and source is {self.source}. Choose the file "
                 f"conf/data/{self.source}.yaml with data={self.source}."
             )
+        self._check_normalisation(3 if self.folder is None else self.folder.channels)
+        if self.folder and self.folder.resize_mode is ResizeMode.windows:
+            self._check_windows(self.folder)
+        if self.folder is not None:
+            self._check_folder(self.folder)
+        if not self.copy and self.source is Source.digit_scenes:
+            raise ConfigError(
+                "copy is false, and source is digit_scenes: scenes are drawn, so there are no files to read in place "
+                "of a copy. Set copy to true."
+            )
+
+    @property
+    def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Mean and standard deviation of each channel; None if those of the images are to be taken."""
+        return None if self.mean is None or self.std is None else (tuple(self.mean), tuple(self.std))
+
+    def _check_normalisation(self, channels: int) -> None:
+        if (self.mean is None) != (self.std is None):
+            raise ConfigError(f"mean is {self.mean} and std is {self.std}, expected both or none.")
+        if self.mean is None or self.std is None:
+            return
+        if not len(self.mean) == len(self.std) == channels:
+            raise ConfigError(
+                f"mean has {len(self.mean)} items and std {len(self.std)}, expected one for each of the {channels} "
+                "channels."
+            )
+        if not all(0 <= mean <= 1 for mean in self.mean) or not all(0 < std <= 1 for std in self.std):
+            raise ConfigError(
+                f"mean is {self.mean} and std is {self.std}, expected values between 0 and 1, std above 0: divide "
+                "those for pixel values of 0 to 255 by 255."
+            )
+
+    def _check_windows(self, folder: FolderConfig) -> None:
+        if self.source in (Source.class_folder, Source.images):
+            raise ConfigError(
+                f"folder.resize_mode is windows, and source is {self.source}: windows need masks. Set it to "
+                "resize or crop."
+            )
+        if (folder.window_overlap or 0) >= min(self.height, self.width):
+            raise ConfigError(
+                f"folder.window_overlap is {folder.window_overlap}, expected less than a window of "
+                f"{self.height} x {self.width}. Lower it, or raise height and width."
+            )
+
+    def _check_folder(self, folder: FolderConfig) -> None:
+        """Check what belongs to one source."""
+        owned = {
+            Source.coco: ("annotations", folder.annotations),
+            Source.hf_dataset: ("columns", folder.columns),
+        }
+        for source, (key, value) in owned.items():
+            if (value is not None) != (self.source is source):
+                found = "missing" if value is None else f"of source {source} only"
+                raise ConfigError(
+                    f"folder.{key} is {found}, and source is {self.source}. Choose the file "
+                    f"conf/data/{self.source}.yaml with data={self.source}."
+                )
 
 
 @dataclass(frozen=True)
@@ -79,12 +154,13 @@ class Report:
     height: int
     width: int
     num_images: dict[str, int]
-    """Number of images per split."""
+    """Number of images per split; of windows, if images are cut into windows."""
     pixel_share: dict[str, dict[str, float]]
     """Share of the pixels that are not ignored, or of the labelled images, by split and class."""
     mean: tuple[float, ...]
-    """Mean of each channel in the train split, on a 0..1 scale."""
+    """Mean by which each channel is normalised, on a 0..1 scale."""
     std: tuple[float, ...]
+    """Standard deviation by which each channel is normalised."""
     size_bytes: int
     """Size of all arrays together."""
     num_bad_images: int
@@ -105,11 +181,18 @@ class _Loaded:
     num_bad_images: int
     num_duplicates: int
     warnings: tuple[str, ...]
+    rules: "ReadingRules | None" = None
+    """How listed files are read again; None if all are copied."""
 
 
-def environment(_: Config) -> dict[str, str]:
+_LIBRARIES = {Source.coco: ("pycocotools",), Source.hf_dataset: ("pyarrow",)}
+"""Libraries that shape the output of one source only."""
+
+
+def environment(cfg: Config) -> dict[str, str]:
     """Return what the output depends on besides inputs, configuration and code."""
-    return versions("numpy", "pillow", "scikit-learn")
+    tiff = () if cfg.source is Source.digit_scenes else ("imagecodecs", "tifffile")
+    return versions("numpy", "pillow", "scikit-learn", *tiff, *_LIBRARIES.get(cfg.source, ()))
 
 
 def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
@@ -123,8 +206,12 @@ def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
     from tasks.parts.data.input_card import Task
 
     logger.info("%s from %s, %d x %d pixels", cfg.source, root, cfg.height, cfg.width)
-    load = {Source.digit_scenes: _load_scenes, Source.folder: _load_folder}.get(cfg.source, _load_images)
-    loaded = load(cfg, root)
+    loaders = {
+        Source.digit_scenes: _load_scenes,
+        Source.class_folder: _load_images,
+        Source.images: _load_images,
+    }
+    loaded = loaders.get(cfg.source, _load_pairs)(cfg, root)
     manifest = write_dataset(
         out / "dataset",
         task=loaded.task,
@@ -134,6 +221,8 @@ def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
         source=str(cfg.source),
         splits=loaded.splits,
         channels=3 if cfg.folder is None else cfg.folder.channels,
+        normalisation=cfg.normalisation,
+        rules=loaded.rules,
     )
     absent: tuple[str, ...] = ()
     if loaded.task is Task.segmentation:
@@ -194,57 +283,60 @@ def _load_scenes(cfg: Config, root: Path) -> _Loaded:
     return _Loaded(Task.segmentation, names[: scenes.num_digits + 1], splits, 0, 0, ())
 
 
-def _load_folder(cfg: Config, root: Path) -> _Loaded:
-    from tasks.parts.data.dataset_writer import SplitBatches
+def _load_pairs(cfg: Config, root: Path) -> _Loaded:
+    """Load images and masks of a layout."""
     from tasks.parts.data.input_card import Task
-    from tasks.parts.sources.mask_folder import read_batches, scan_folder
+    from tasks.parts.sources.batches import copied_splits, listed_splits, refuse_embedded, rules_of_pairs
+    from tasks.parts.sources.layouts import list_pairs
+    from tasks.parts.sources.listed_files import Size
+    from tasks.parts.sources.pairs import check_pairs
 
     folder = cfg.folder
     assert folder is not None
-    content = scan_folder(root, folder, seed=cfg.seed)
-    splits = {
-        split: SplitBatches(
-            len(pairs),
-            read_batches(pairs, content.class_list, folder, height=cfg.height, width=cfg.width),
-            content.groups[split],
-        )
-        for split, pairs in content.splits.items()
-    }
+    listing = list_pairs(str(cfg.source), root, folder)
+    if not cfg.copy:
+        refuse_embedded(listing)
+    content = check_pairs(root, listing, folder, seed=cfg.seed)
+    size = Size(cfg.height, cfg.width)
     return _Loaded(
         Task.segmentation,
-        content.class_list.names,
-        splits,
+        content.table.names,
+        copied_splits(content, folder, size) if cfg.copy else listed_splits(content, folder, size, root),
         content.num_bad_images,
         content.num_duplicates,
         content.warnings,
+        None if cfg.copy else rules_of_pairs(content, folder, size, root),
     )
 
 
 def _load_images(cfg: Config, root: Path) -> _Loaded:
     """Load images with one folder per class, or images without labels."""
-    from tasks.parts.data.dataset_writer import SplitBatches
     from tasks.parts.data.input_card import Task
-    from tasks.parts.sources.class_folder import read_image_batches, scan_images
+    from tasks.parts.sources.class_folder import scan_images, split_images
+    from tasks.parts.sources.listed_files import COPIED, Size, reading_rules
 
     folder, task = cfg.folder, Task.classification if cfg.source is Source.class_folder else None
     assert folder is not None
     content = scan_images(root, folder, seed=cfg.seed, is_labelled=task is not None)
+    size = Size(cfg.height, cfg.width)
     splits = {
-        split: SplitBatches(
-            len(files),
-            read_image_batches(files, folder, height=cfg.height, width=cfg.width),
-            content.groups[split],
-        )
-        for split, files in content.splits.items()
+        split: split_images(content, split, folder, size, root=None if cfg.copy or split in COPIED else root)
+        for split in content.splits
     }
     return _Loaded(
-        task, content.classes, splits, content.num_bad_images, content.num_duplicates, content.warnings
+        task,
+        content.classes,
+        splits,
+        content.num_bad_images,
+        content.num_duplicates,
+        content.warnings,
+        None if cfg.copy else reading_rules(folder, size, root, None, None),
     )
 
 
 def _draw_samples(out: Path) -> None:
+    from tasks.parts.data.contact_sheet import draw_contact_sheet
     from tasks.parts.data.dataset import open_split, read_manifest
-    from tasks.parts.sources.contact_sheet import draw_contact_sheet
 
     samples = {}
     for split in _SHEET_SPLITS:

@@ -135,6 +135,8 @@ class Report:
     """Names of the removed residual blocks."""
     weight_sparsity: float
     """Share of the weights of convolutions and linear layers that are zero."""
+    layers_kept_whole: dict[str, str]
+    """Methods that remove channels: layers that can lose none, with the layer or operator that prevents it."""
     dense_layers: tuple[str, ...]
     """Method two_of_four: layers that stay dense because their input channels are not a multiple of 4."""
     val_miou_before: float | None
@@ -145,9 +147,11 @@ class Report:
     """All steps in order; the network after the last kept step was written."""
 
 
-def environment(_: Config) -> dict[str, str]:
+def environment(cfg: Config) -> dict[str, str]:
     """Return what the output depends on besides inputs, configuration and code."""
-    return versions("lightning", "torch", "torch-pruning", "transformers")
+    return versions(
+        "lightning", "torch", "torch-pruning", "transformers", *cfg.recovery.trainer.extra_packages
+    )
 
 
 def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path) -> Report:
@@ -189,13 +193,14 @@ def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path)
         miou_before, steps = None, [cut.describe(pruned, step=1, val_miou=None, is_kept=True)]
     else:
         pruned, miou_before, steps = _prune_step_by_step(cut, network, card, out / "resume")
-    for height, width in (size, (2 * size[0], 2 * size[1])):
-        check_runs(pruned, height, width, len(card.classes))
+    check_runs(pruned, *size, len(card.classes))
+    if not card.network.name.is_foreign:  # which may have a fixed size
+        check_runs(pruned, 2 * size[0], 2 * size[1], len(card.classes))
     after = measure_convs(pruned, size)
     _save_loadable(out / "model.safetensors", pruned, card)
     _write_removed(out / "removed.csv", before, after)
     write_table(out / "steps.csv", steps)
-    report = _report(cfg, network, pruned, before, after, miou_before, steps)
+    report = _report(cfg, network, pruned, size, before, after, miou_before, steps)
     logger.info(
         "pruned %.1f -> %.1f MMACs, %d channels, %.0f %% zeros",
         report.macs_before / 1e6,
@@ -203,6 +208,9 @@ def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path)
         report.num_channels_removed,
         report.weight_sparsity * 100,
     )
+    if report.layers_kept_whole:
+        named = "; ".join(f"{layer} ({why})" for layer, why in report.layers_kept_whole.items())
+        logger.info("%d layers keep all channels: %s", len(report.layers_kept_whole), named)
     return report
 
 
@@ -330,6 +338,7 @@ def _report(
     cfg: Config,
     network: "nn.Module",
     pruned: "nn.Module",
+    size: tuple[int, int],
     before: Mapping[str, ConvSize],
     after: Mapping[str, ConvSize],
     miou_before: float | None,
@@ -337,6 +346,7 @@ def _report(
 ) -> Report:
     from tasks.parts.networks.residual import residual_blocks
     from tasks.parts.networks.zeros import layers_without_pattern
+    from tasks.parts.pruning.channel_groups import layers_kept_whole
     from tasks.parts.pruning.macs import total_macs
 
     removed = {name: _channels_removed(name, before, after) for name in before}
@@ -352,6 +362,7 @@ def _report(
         num_channels_removed=sum(removed.values()),
         blocks_removed=tuple(name for name in residual_blocks(network) if name not in left),
         weight_sparsity=_sparsity(pruned),
+        layers_kept_whole=layers_kept_whole(network, size) if cfg.method is Method.channels else {},
         dense_layers=tuple(layers_without_pattern(pruned)) if cfg.method is Method.two_of_four else (),
         val_miou_before=miou_before,
         is_stopped_at_floor=not steps[-1].is_kept,

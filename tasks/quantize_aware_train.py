@@ -68,11 +68,10 @@ class Report:
     of all types of activations."""
 
 
-def environment(_: Config) -> dict[str, str]:
+def environment(cfg: Config) -> dict[str, str]:
     """Return what the output depends on besides inputs, configuration and code."""
-    return versions("lightning", "nvidia-modelopt", "onnx", *ONNXRUNTIME, "torch") | {
-        "int8_sums": int8_sums()
-    }
+    packages = ("lightning", "nvidia-modelopt", "onnx", *ONNXRUNTIME, "torch", *cfg.trainer.extra_packages)
+    return versions(*packages) | {"int8_sums": int8_sums()}
 
 
 def quantize_aware_train(
@@ -109,7 +108,7 @@ def quantize_aware_train(
     manifest = read_manifest(data)
     check_same_classes(checkpoint, card.classes, manifest.classes, "distill")
     float_graph, (activations, tensor_ranges) = read_graph(model), read_ranges(ranges)
-    folded = fold_batchnorm(network, torch.zeros(2, 3, card.height, card.width))
+    folded = fold_batchnorm(network, torch.zeros(2, len(card.mean), card.height, card.width))
     _check_graph_of(folded, float_graph, model, cfg.op_types)
     evaluator = open_evaluator(
         float_graph, data, num_images=0, batch_size=cfg.trainer.batch_size, activations=activations
@@ -137,7 +136,7 @@ def quantize_aware_train(
     )
     result = train_network(simulated, objective, data=data, config=cfg.trainer, out=out)
 
-    plain = fold_batchnorm(network, torch.zeros(2, 3, card.height, card.width))
+    plain = fold_batchnorm(network, torch.zeros(2, len(card.mean), card.height, card.width))
     plain.load_state_dict(float_weights(simulated))
     trained = export_graph(plain, card, height=card.height, width=card.width, opset=cfg.opset)
     graph, best_epoch = insert_qdq(trained, tensor_ranges, op_types=cfg.op_types), result.best_epoch

@@ -297,10 +297,11 @@ def _equalized(
 
 def _batches(cfg: Config, graph: "ModelProto", data: Path) -> "Iterator[NDArray[np.float32]]":
     """Yield the calibration images as the graph reads them."""
-    from tasks.parts.data.dataset import normalised_batches, open_images
+    from tasks.parts.data.dataset import normalised_batches
+    from tasks.parts.data.subsets import open_chosen_images
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
 
-    images_NHWC = open_images(data, "calibration")[: cfg.num_images]
+    images_NHWC = open_chosen_images(data, "calibration", cfg.num_images)
     return normalised_batches(images_NHWC, read_card_of_graph(graph), cfg.batch_size)
 
 
@@ -308,10 +309,11 @@ def _layer_batches(cfg: Config, graph: "ModelProto", data: Path) -> "list[NDArra
     """Return the images on which layers are compared, drawn from all: the first ones may show a single class."""
     import numpy as np
 
-    from tasks.parts.data.dataset import normalised_batches, open_images
+    from tasks.parts.data.dataset import normalised_batches
+    from tasks.parts.data.subsets import open_chosen_images
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
 
-    images_NHWC = open_images(data, "calibration")[: cfg.num_images]
+    images_NHWC = open_chosen_images(data, "calibration", cfg.num_images)
     num_drawn = min(cfg.num_layer_images, len(images_NHWC))
     drawn = np.sort(np.random.default_rng(_SEED).choice(len(images_NHWC), num_drawn, replace=False))
     return list(normalised_batches(images_NHWC[drawn], read_card_of_graph(graph), cfg.batch_size))

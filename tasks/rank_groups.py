@@ -29,7 +29,7 @@ class Config:
     channel_multiple: Annotated[int, AtLeast(1)]
     """The kept channels are rounded to the nearest multiple of this number, at least one; the same as in prune."""
     num_val_images: Annotated[int, AtLeast(1)]
-    """First images of the val split, on which each cut is evaluated. More: steadier, slower."""
+    """Images of the val split, on which each cut is evaluated. More: steadier, slower."""
     batch_size: Annotated[int, AtLeast(1)]
     """Images in one batch; changes memory and speed only."""
 
@@ -85,6 +85,8 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
     """
     from tasks.parts.data.dataset import open_split, read_manifest
     from tasks.parts.data.input_card import check_same_classes
+    from tasks.parts.data.lazy_array import part_of
+    from tasks.parts.data.subsets import choose_rows
     from tasks.parts.networks.checkpoint import load_checkpoint
     from tasks.parts.progress import tracked
     from tasks.parts.pruning.channel_groups import ChannelGroup, cut_group, list_groups
@@ -94,7 +96,8 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
 
     network, card = load_checkpoint(checkpoint)
     check_same_classes(checkpoint, card.classes, read_manifest(data).classes, "distill")
-    images_NHWC, masks_NHW = (array[: cfg.num_val_images] for array in open_split(data, "val"))
+    rows = choose_rows(data, "val", cfg.num_val_images)
+    images_NHWC, masks_NHW = (part_of(array, rows) for array in open_split(data, "val"))
     size = (card.height, card.width)
     groups: list[ChannelGroup] = []
     reason = ""

@@ -133,7 +133,8 @@ def _own_sqnr_db(
     """Run each layer twice on the same exact inputs, in float and in INT8, and compare inside the graph."""
     import numpy as np
 
-    from tasks.parts.data.dataset import normalised_batches, open_images
+    from tasks.parts.data.dataset import normalised_batches
+    from tasks.parts.data.subsets import open_chosen_images
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
     from tasks.parts.onnx_graphs.signal_to_noise import sqnr_db
     from tasks.parts.onnx_session import open_session
@@ -142,7 +143,7 @@ def _own_sqnr_db(
     twinned, noise_of, signal_of = add_quantized_twins(graph, ranges, op_types=cfg.op_types)
     session, card = open_session(twinned), read_card_of_graph(graph)
     names = [*noise_of.values(), *signal_of.values()]
-    images_NHWC = open_images(data, "calibration")[: cfg.num_images]
+    images_NHWC = open_chosen_images(data, "calibration", cfg.num_images)
     energies = dict.fromkeys(names, 0.0)
     for images_NCHW in normalised_batches(images_NHWC, card, cfg.batch_size):
         batch_energies = session.run(names, {graph.graph.input[0].name: images_NCHW})

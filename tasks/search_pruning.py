@@ -51,15 +51,15 @@ class Config:
     pruning: ChannelPruning
     """How channels are chosen; its own target_macs_ratio is replaced by each of target_macs_ratios."""
     num_images: Annotated[int, AtLeast(1)]
-    """First images of the train split, on which importance taylor is measured; the same as in prune."""
+    """Images of the train split, on which importance taylor is measured; the same as in prune."""
     batch_size: Annotated[int, AtLeast(1)]
     """Images in one batch of importance taylor."""
     trainer: TrainerConfig
     """Short training after each cut, on the labels only."""
     num_train_images: Annotated[int, AtLeast(1)]
-    """First images of the train split that each recovery sees. More: closer to a full fine-tuning, slower."""
+    """Images of the train split that each recovery sees. More: closer to a full fine-tuning, slower."""
     num_val_images: Annotated[int, AtLeast(1)]
-    """First images of the val split, on which each network is evaluated. More: steadier mIoU, slower."""
+    """Images of the val split, on which each network is evaluated. More: steadier mIoU, slower."""
     num_rounds: Annotated[int, AtLeast(5)]
     """Rounds of timing; each engine runs one burst per round. More: narrower intervals."""
     opset: int
@@ -132,7 +132,7 @@ class _Latency:
 def environment(cfg: Config) -> dict[str, str] | None:
     """Return what networks, engines and latencies depend on; None without the target's GPU or runtime."""
     engine = target_environment(cfg.target)
-    networks = versions("lightning", "torch", "torch-pruning", "transformers")
+    networks = versions("lightning", "torch", "torch-pruning", "transformers", *cfg.trainer.extra_packages)
     return None if engine is None else {**networks, **engine, **measuring_environment()}
 
 
@@ -247,7 +247,7 @@ def _measure(
 
     with TemporaryDirectory(dir=out) as scratch:
         engines = {UNPRUNED: _build(cfg, networks[UNPRUNED], card, data, Path(scratch, f"{UNPRUNED}"))}
-        small_data = _first_images(cfg, data, out / "resume" / "dataset")
+        small_data = _chosen_images(cfg, data, out / "resume" / "dataset")
         mious = {}
         for number, (ratio, network) in enumerate(networks.items(), 1):
             logger.info("search_pruning: network %d of %d, ratio %g", number, len(networks), ratio)
@@ -259,16 +259,16 @@ def _measure(
     return mious, latencies, aa_ratio_spread
 
 
-def _first_images(cfg: Config, data: Path, small_data: Path) -> Path:
+def _chosen_images(cfg: Config, data: Path, small_data: Path) -> Path:
     """Write the images that the recoveries use, unless an interrupted run has already written them."""
     import shutil
 
     from tasks.parts.data.dataset import MANIFEST_FILE
-    from tasks.parts.data.dataset_writer import write_first_images
+    from tasks.parts.data.dataset_writer import write_chosen_images
 
     if not (small_data / MANIFEST_FILE).is_file():
         shutil.rmtree(small_data, ignore_errors=True)
-        write_first_images(data, small_data, {"train": cfg.num_train_images, "val": cfg.num_val_images})
+        write_chosen_images(data, small_data, {"train": cfg.num_train_images, "val": cfg.num_val_images})
     return small_data
 
 

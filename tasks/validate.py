@@ -149,8 +149,9 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
     import numpy as np
 
     from tasks.parts.data.answers import shrink
+    from tasks.parts.data.class_table import IGNORE_INDEX
     from tasks.parts.data.comparison import energy
-    from tasks.parts.data.dataset import IGNORE_INDEX, normalise, open_images
+    from tasks.parts.data.dataset import normalise, open_images
     from tasks.parts.data.input_card import Task
     from tasks.parts.data.judge import answers_of
     from tasks.parts.data.metrics import NO_LABEL, confusion_matrix

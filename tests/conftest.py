@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,22 +28,64 @@ SMOKE = ("debug=smoke", "target=[cpu_torch,cpu_onnxruntime]")
 """The true program, small enough for a test."""
 
 
-ANYWHERE = ("tests/tasks/", "tests/test_gpu_benchmark.py", "tests/test_pages.py", "tests/test_zoo.py")
-"""Tests that start no Prefect server: two checkouts that start one at the same time may want the same port."""
+SERVER_PORT = "PREFECT_SERVER_API_PORT"
+
+READERS_OF_THE_RUN = (
+    "tests/flows/test_deployments.py",
+    "tests/flows/test_optimize.py",
+    "tests/test_agreement.py",
+    "tests/test_controls.py",
+    "tests/test_decisions.py",
+    "tests/test_questions.py",
+    "tests/test_readme.py",
+    "tests/test_services.py",
+    "tests/test_smoke.py",
+)
+"""Tests that share `smoke_run`, which takes minutes to make."""
 
 
-class FilesWithoutServers(LoadScopeScheduling):
-    """Lets each file that needs no server run in any process, and all others in one."""
+class FilesByRun(LoadScopeScheduling):
+    """Lets each file run in any process, and those that share a run of the pipeline in one."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return file if file.startswith(ANYWHERE) else "runs and servers"
+        return "readers of the run" if file in READERS_OF_THE_RUN else file
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """Return the scheduler of the tests that run in several processes."""
-    return FilesWithoutServers(config, log)
+    config.option.loadscopereorder = False
+    return FilesByRun(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with slow tests first, so that no process has to wait for a long one of the other at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+class FailuresAtOnce:
+    """Prints a failure when it happens: a run of an hour that is cut short has told it then."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._terminal = config.pluginmanager.getplugin("terminalreporter")
+        self._start = time.monotonic()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Print the name of a failed test and how it failed."""
+        if report.failed:
+            minutes = (time.monotonic() - self._start) / 60
+            self._terminal.write_sep("-", f"failed after {minutes:.0f} min: {report.nodeid} ({report.when})")
+            self._terminal.write_line(report.longreprtext[-6000:])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the servers of each process prefer a port of its own: one that is started again wants the one it had."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(config))
+    number = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    os.environ[SERVER_PORT] = str(4200 + 50 * int(number))
 
 
 def checked(config: Any, section: str, **changes: Any) -> Any:
@@ -60,15 +103,19 @@ class Workspace:
         self, *command: str, timeout_s: float = 900, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end; ``python`` is the interpreter of the tests."""
-        return subprocess.run(
-            self._command(command),
-            cwd=self.path,
-            env=self._environment(environment),
-            text=True,
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        try:
+            return subprocess.run(
+                self._command(command),
+                cwd=self.path,
+                env=self._environment(environment),
+                text=True,
+                capture_output=True,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as late:
+            printed = [(text or b"").decode(errors="replace")[-4000:] for text in (late.stdout, late.stderr)]
+            pytest.fail(f"{' '.join(command)} still ran after {timeout_s:.0f} s:\n{printed[0]}\n{printed[1]}")
 
     def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
         """Start a command without waiting."""
@@ -106,7 +153,9 @@ class Workspace:
     @staticmethod
     def _environment(extra: dict[str, str]) -> dict[str, str]:
         kept = {
-            name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))
+            name: value
+            for name, value in os.environ.items()
+            if name == SERVER_PORT or not name.startswith(("PREFECT_", "MLFLOW_"))
         }
         binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         return {**kept, "PATH": binaries, **extra}
@@ -139,6 +188,24 @@ def _make_copy() -> "tempfile.TemporaryDirectory[str]":
         subprocess.run(["git", *command], cwd=target, check=True)
     for package in ("flows", "tasks"):
         compileall.compile_dir(target / package, quiet=1)
+    prepare_server(target / ".prefect")
+    return made
+
+
+def prepare_server(home: Path) -> None:
+    """Put the tables of a Prefect server into a new PREFECT_HOME: to make them takes longer than to start one."""
+    shutil.copytree(_make_tables().name, home)
+
+
+@functools.cache
+def _make_tables() -> "tempfile.TemporaryDirectory[str]":
+    """Make the tables of a Prefect server that knows no run."""
+    made = tempfile.TemporaryDirectory(prefix="enginewright-prefect-")
+    home = {"PREFECT_HOME": made.name, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    upgrade = Workspace(REPOSITORY).run(
+        "python", "-m", "prefect", "server", "database", "upgrade", "--yes", **home
+    )
+    upgrade.check_returncode()
     return made
 
 

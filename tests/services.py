@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from flows.local_server import find_problem
+from tests.conftest import prepare_server
 
 PASSWORD = "correct-horse-9"
 """Of PostgreSQL's superuser and of MLflow's administrator."""
@@ -232,7 +233,9 @@ def prefect_server(folder: Path, database_url: str | None = None, **environment:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
     }
-    if database_url is not None:
+    if database_url is None:
+        prepare_server(folder / "prefect")
+    else:
         settings["PREFECT_API_DATABASE_CONNECTION_URL"] = database_url
     server = Server(
         "Prefect",

@@ -26,6 +26,14 @@ from tests.conftest import REPOSITORY, Workspace, copy_repository
 OVERRIDES = {
     "trained": [],
     "trained, changes tried": ["try_changes.variant=pruned_ptq"],
+    "no teacher": ["steps.teacher=false"],
+    "no pruning, no QAT": ["steps.pruning=false", "steps.quantize_aware_train=false"],
+    "finished student": ["train.baseline.checkpoint=weights.safetensors", "steps.teacher=false"],
+    "finished networks": [
+        "train.teacher.checkpoint=teacher.safetensors",
+        "train.baseline.checkpoint=weights.safetensors",
+        "steps.pruning=false",
+    ],
     "onnx": ["model=onnx", "model.path=model.onnx", "data=folder"],
     "quantized onnx": ["model=onnx_quantized", "model.path=model.onnx", "data=folder"],
     "onnx without labels": ["model=onnx", "model.path=model.onnx", "data=images"],

@@ -47,6 +47,7 @@ def test_one_seed_has_no_spread() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.trial
 def test_controls_are_trained_once_and_leave_the_run_as_it_is(smoke_run: tuple[Workspace, str]) -> None:
     space, _ = smoke_run
     command = ("python", "-m", "benchmarks.controls", "--rounds", "1")

@@ -157,6 +157,7 @@ def test_slowed_engine_loses_the_race(workshop: Workshop) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.trial
 def test_finished_run_is_decided_again_and_left_as_it_is(
     smoke_run: tuple[Workspace, str], tmp_path: Path
 ) -> None:

@@ -107,7 +107,7 @@ def add_stage(space: Workspace, dvc_stage: str) -> None:
     insert(
         space,
         "flows/pipeline.py",
-        '    stages.run("train.baseline", data=data)\n',
+        '    for name, weights in pipeline["checkpoints"].items():\n',
         '    stages.run("count_images", data=data)\n',
     )
     insert(space, "dvc.yaml", "  rank_groups:\n", dvc_stage)

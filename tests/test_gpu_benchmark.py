@@ -113,6 +113,7 @@ def test_cell_that_the_budget_cuts_is_left_to_the_next_run(
 
 
 @pytest.mark.slow
+@pytest.mark.trial
 def test_cells_of_cpu_targets_run_for_real(tmp_path: Path) -> None:
     engine = EngineCase("baseline", 64, 64, "cpu_onnxruntime", "f16")
     training = TrainingCase("baseline", 64, 64, "bf16_mixed", True, "cpu", 6)

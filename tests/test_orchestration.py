@@ -15,6 +15,7 @@ def test_overhead_is_the_time_of_a_place_without_the_function_itself() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.trial
 def test_benchmark_runs_everything_once_and_then_nothing(tmp_path: Path) -> None:
     results = tmp_path / "orchestration.json"
     main(["--variants", "1", "--targets", "1", "--dvc", "--results", str(results)])

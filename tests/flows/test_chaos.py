@@ -11,6 +11,7 @@ from tests.conftest import REPOSITORY, Workspace
 
 
 @pytest.mark.slow
+@pytest.mark.trial
 def test_random_faults_lose_nothing_and_make_nothing_twice(
     tmp_path: Path, mount_disk: Callable[[Path, str], None]
 ) -> None:

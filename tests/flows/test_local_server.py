@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from flows import local_server
-from tests.conftest import REPOSITORY, Workspace
+from tests.conftest import REPOSITORY, Workspace, prepare_server
 from tests.services import wait_for
 
 
@@ -64,6 +64,7 @@ def test_process_that_has_the_number_of_a_dead_server_is_not_stopped(
 @pytest.fixture
 def space(tmp_path: Path) -> Iterator[Workspace]:
     """A folder in which the local server of a checkout runs."""
+    prepare_server(tmp_path / ".prefect")
     space = Workspace(tmp_path)
     started = space.run("python", "-m", "flows.local_server", PYTHONPATH=str(REPOSITORY))
     try:

@@ -20,7 +20,7 @@ from tasks.parts.engines.target import Target
 from tasks.parts.engines.torch.precision import CastNetwork, precisions_of_program
 from tasks.parts.engines.torch.runner import set_up_torch
 from tasks.parts.networks.build import build_network
-from tasks.parts.networks.config import NetworkConfig, NetworkName
+from tasks.parts.networks.config import OWN_NETWORKS, NetworkConfig, NetworkName
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tests.tasks.conftest import Workshop
 from tests.tasks.test_diff_layers import NO_BISECTION
@@ -90,7 +90,7 @@ def test_machine_without_compiler_is_refused(workshop: Workshop, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != NetworkName.fast_scnn)) for name in NetworkName],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != NetworkName.fast_scnn)) for name in OWN_NETWORKS],
 )
 def test_every_network_is_traced_in_every_precision(workshop: Workshop, name: NetworkName) -> None:
     torch.manual_seed(0)

@@ -19,22 +19,27 @@ from PIL import Image
 
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError, DataError
-from tasks.parts.data.dataset import (
-    IGNORE_INDEX,
-    open_groups,
-    open_images,
-    open_labels,
-    open_split,
-    read_manifest,
-)
+from tasks.parts.data.class_table import IGNORE_INDEX
+from tasks.parts.data.dataset import open_groups, open_images, open_labels, open_split, read_manifest
+from tasks.parts.data.image_files import OversizedImage, ResizeMode, UnreadableImage, read_image
 from tasks.parts.data.input_card import Task
+from tasks.parts.data.masks import ColourMask
+from tasks.parts.sources.config import FolderConfig
 from tasks.parts.sources.digit_scenes import load_pool
-from tasks.parts.sources.image_files import ColourMask, OversizedImage, UnreadableImage, read_image
 from tasks.prepare_data import Config, Report, prepare_data
 
 REPOSITORY = Path(__file__).parents[2]
 SCENES_ROOT = REPOSITORY / "data/digit_scenes"
 NAMES = [f"street_{n}" for n in range(10)]
+IMAGES = FolderConfig(
+    channels=3,
+    resize_mode=ResizeMode.resize,
+    val_share=0.1,
+    test_share=0.1,
+    num_calibration=1,
+    max_megapixels=0.001,
+    max_bad_images=0,
+)
 
 
 def section(source: str) -> dict[str, Any]:
@@ -111,6 +116,27 @@ def test_scenes_have_the_configured_counts_sizes_and_classes(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_images_may_be_normalised_as_finished_weights_need_it(tmp_path: Path) -> None:
+    cfg = dataclasses.replace(scenes_config(), mean=[0.5, 0.4, 0.3], std=[0.25, 0.25, 0.2])
+    report = run(cfg, SCENES_ROOT, tmp_path / "out")
+    manifest = read_manifest(tmp_path / "out" / "dataset")
+    assert (manifest.mean, manifest.std) == ((0.5, 0.4, 0.3), (0.25, 0.25, 0.2)) == (report.mean, report.std)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "message"),
+    [
+        ([0.5] * 3, None, "expected both or none"),
+        ([0.5], [0.2], "expected one for each of the 3 channels"),
+        ([123.7, 116.3, 103.5], [58.4, 57.1, 57.4], "divide those for pixel values of 0 to 255 by 255"),
+        ([0.5] * 3, [0.2, 0.2, 0.0], "std above 0"),
+    ],
+)
+def test_impossible_normalisation_is_refused(mean: Any, std: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(scenes_config(), mean=mean, std=std)
+
+
 def test_equal_seeds_give_equal_bytes_and_other_seeds_do_not(tmp_path: Path) -> None:
     run(scenes_config(), SCENES_ROOT, tmp_path / "a")
     run(scenes_config(), SCENES_ROOT, tmp_path / "b")
@@ -165,7 +191,6 @@ def test_more_digits_than_names_is_a_config_error(tmp_path: Path) -> None:
         ("digit_scenes", "seed", -1),
         ("digit_scenes", "height", 10**9),
         ("digit_scenes", "root", "../elsewhere"),
-        ("digit_scenes", "root", "/absolute"),
         ("digit_scenes", "root", "a\0b"),
         ("digit_scenes", "scenes", None),
         ("folder", "folder", None),
@@ -176,6 +201,9 @@ def test_more_digits_than_names_is_a_config_error(tmp_path: Path) -> None:
         ("folder", "folder.max_bad_images", -1),
         ("folder", "folder.resize_mode", "stretch"),
         ("folder", "folder.channels", 17),
+        ("folder", "folder.missing_masks", "ignore"),
+        ("folder", "folder.value_range", [5, 5]),
+        ("folder", "folder.value_range", [5]),
         ("folder", "source", "cityscapes_v2"),
         ("folder", "widht", 3),
     ],
@@ -326,25 +354,25 @@ def test_crop_cuts_the_centre_and_pads_with_ignored_pixels(root: Path, tmp_path:
 
 def test_grey_image_is_repeated(tmp_path: Path) -> None:
     Image.fromarray(np.full((4, 4), 77, np.uint8)).save(tmp_path / "a.png")
-    assert (read_image(tmp_path / "a.png", max_pixels=100, channels=3) == 77).all()
+    assert (read_image(tmp_path / "a.png", IMAGES) == 77).all()
 
 
 def test_transparent_pixels_are_laid_over_black(tmp_path: Path) -> None:
     pixels = np.full((4, 4, 4), 200, np.uint8)
     pixels[..., 3] = np.array([0, 255, 128, 255])
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    image = read_image(tmp_path / "a.png", max_pixels=100, channels=3)
+    image = read_image(tmp_path / "a.png", IMAGES)
     assert image[0, :, 0].tolist() == pytest.approx([0, 200, 100, 200], abs=1)
 
 
 def test_16_bit_image_keeps_its_high_byte(tmp_path: Path) -> None:
     Image.fromarray(np.full((4, 4), 0x5AFF, np.uint16)).save(tmp_path / "a.png")
-    assert (read_image(tmp_path / "a.png", max_pixels=100, channels=3) == 0x5A).all()
+    assert (read_image(tmp_path / "a.png", IMAGES) == 0x5A).all()
 
 
 def test_cmyk_jpeg_becomes_rgb(tmp_path: Path) -> None:
     Image.new("CMYK", (8, 8), (0, 255, 255, 0)).save(tmp_path / "a.jpg", quality=95)
-    image = read_image(tmp_path / "a.jpg", max_pixels=100, channels=3)
+    image = read_image(tmp_path / "a.jpg", IMAGES)
     assert image[4, 4].tolist() == pytest.approx([255, 0, 0], abs=6)
 
 
@@ -354,7 +382,7 @@ def test_exif_orientation_is_applied(tmp_path: Path) -> None:
     exif = image.getexif()
     exif[0x0112] = 6  # the camera was turned: rotate by 90 degrees clockwise to view
     image.save(tmp_path / "a.jpg", exif=exif, quality=95)
-    upright = read_image(tmp_path / "a.jpg", max_pixels=1000, channels=3)
+    upright = read_image(tmp_path / "a.jpg", IMAGES)
     assert upright.shape == (32, 16, 3)
     assert upright[4, 8, 0] > 200
     assert upright[28, 8, 0] < 50

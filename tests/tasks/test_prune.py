@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tasks.core.errors import ArtifactError, ConfigError, GateFailed
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
-from tasks.parts.networks.config import NetworkConfig, NetworkName
+from tasks.parts.networks.config import OWN_NETWORKS, NetworkConfig, NetworkName
 from tasks.parts.networks.model_card import CARD_KEY, ModelCard, read_card
 from tasks.parts.networks.residual import residual_blocks
 from tasks.parts.networks.zeros import is_two_of_four
@@ -54,7 +54,13 @@ CONFIG = Config(
 NO_DATA = Path("nowhere")
 CLASSES = ("background", "a", "b", "c")
 TRANSFORMERS = (NetworkName.segformer, NetworkName.dinov2)
-CONVOLUTIONAL = [name for name in NetworkName if name not in TRANSFORMERS]
+CUTTABLE_LAYER = {
+    NetworkName.segformer: "decode_head.linear_fuse",
+    NetworkName.dinov2: "head.conv",
+    NetworkName.espnetv2: "pooled.fuse.conv",
+}
+"""The only layer of eight channels or more that is not coupled to attention or to grouped convolutions."""
+CONVOLUTIONAL = [name for name in OWN_NETWORKS if name not in CUTTABLE_LAYER]
 
 
 @pytest.fixture(autouse=True)
@@ -176,9 +182,9 @@ def count_weight_macs(path: Path) -> int:
     )
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("name", CUTTABLE_LAYER)
 @pytest.mark.parametrize("ranking", list(Ranking))
-def test_transformer_loses_channels_of_its_head_alone(
+def test_layers_of_attention_and_groups_keep_their_channels(
     name: NetworkName, ranking: Ranking, tmp_path: Path
 ) -> None:
     source = tmp_path / "source"
@@ -189,18 +195,16 @@ def test_transformer_loses_channels_of_its_head_alone(
     assert report.macs_after == count_weight_macs(model) < 0.96 * report.macs_before
     rows = csv.DictReader((model.parent / "removed.csv").open())
     cut = [row["layer"] for row in rows if row["channels_removed"] != "0"]
-    assert cut == (["decode_head.linear_fuse"] if name is NetworkName.segformer else ["head.conv"])
+    assert cut == [CUTTABLE_LAYER[name]]
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformer_with_too_little_to_cut_says_that_attention_is_kept_whole(
-    name: NetworkName, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", CUTTABLE_LAYER)
+def test_network_with_too_little_to_cut_says_what_is_kept_whole(name: NetworkName, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "source", name, width=0.25, depth=0.1)
     cfg = dataclasses.replace(CONFIG, target_macs_ratio=0.1)
     with pytest.raises(
         GateFailed,
-        match=r"Raise prune\.target_macs_ratio.*attention layers.*network\.name.*prune\.method to weights",
+        match=r"Raise prune\.target_macs_ratio.*grouped conv.*attention layers.*network\.name.*method to weights",
     ):
         run(cfg, tmp_path / "source", tmp_path / "out")
     cfg = dataclasses.replace(CONFIG, method=Method.weights)
@@ -373,8 +377,8 @@ def test_network_that_cannot_be_traced_is_refused() -> None:
         prune_channels(Untraceable(hides_output=True), CONFIG, size=(32, 32))
 
 
-def test_network_traced_in_part_is_refused() -> None:
-    with pytest.raises(ArtifactError, match=r"cannot be traced for pruning|does not run at 32x32"):
+def test_layers_that_cannot_be_traced_stay_whole() -> None:
+    with pytest.raises(ArtifactError, match=r"has no convolution that may be pruned"):
         prune_channels(Untraceable(hides_output=False), CONFIG, size=(32, 32))
 
 
@@ -486,7 +490,7 @@ def test_layer_that_follows_several_is_refused_with_their_names(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONVOLUTIONAL)
+@pytest.mark.parametrize("name", [name for name in CONVOLUTIONAL if name is not NetworkName.repvgg])
 def test_block_that_matters_least_goes_first_and_stays_away(
     name: NetworkName, tmp_path: Path, workshop: Workshop
 ) -> None:

@@ -19,7 +19,14 @@ from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.networks.model_card import ModelCard
 from tasks.parts.networks.zeros import count_zeros
 from tasks.parts.pruning.weights import prune_two_of_four
-from tasks.parts.training.config import Accelerator, DistillationConfig, Precision, Strategy, TrainerConfig
+from tasks.parts.training.config import (
+    Accelerator,
+    Augmentation,
+    DistillationConfig,
+    Precision,
+    Strategy,
+    TrainerConfig,
+)
 from tasks.parts.training.distillation import DistillationObjective
 from tasks.parts.training.losses import channel_wise_loss, class_weights, segmentation_loss, soft_target_loss
 from tasks.parts.training.module import batchnorm_l1_norm, enable_gradient_checkpointing
@@ -37,6 +44,9 @@ TRAINER = TrainerConfig(
     class_balance=0.5,
     horizontal_flip=0.5,
     brightness=0.2,
+    augmentation=Augmentation.none,
+    min_scale=None,
+    max_scale=None,
     precision=Precision.fp32,
     gradient_checkpointing=False,
     accelerator=Accelerator.cpu,

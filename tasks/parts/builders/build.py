@@ -42,7 +42,7 @@ def build(target: Target, *, model: Path, images: Path, out: Path) -> EngineBuil
         return publish(replace(manifest, status=EngineStatus.skipped, reason=reason), engine)
     try:
         source.check(target)
-        importlib.import_module(target.runtime.traits.library)
+        importlib.import_module(target.runtime.traits.module)
         builder = importlib.import_module(f"tasks.parts.builders.{target.runtime}")
         start = time.monotonic()
         built = builder.build_file(target, source, engine)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.accuracy import ScoreLoss, Similarity, Standing
-from tasks.parts.data.dataset import IGNORE_INDEX
+from tasks.parts.data.class_table import IGNORE_INDEX
 from tasks.parts.data.input_card import Task
 from tasks.parts.data.metrics import boundaries
 
@@ -143,12 +143,13 @@ def compare_boundaries(
 
     The boundaries of a class's masks in the labels and in the prediction are intersected and united (Cheng et al.,
     "Boundary IoU: Improving Object-Centric Image Segmentation Evaluation", CVPR 2021), and their pixels are summed
-    over the images as those of mIoU are. Ignored pixels belong to no mask, neither of the labels nor of the
-    prediction, so both have a contour along them.
+    over the images as those of mIoU are. What is ignored in the labels is ignored in the prediction, too, and gives
+    neither a contour.
     """
     is_counted = labels_NHW != IGNORE_INDEX
-    known_NHW = np.where(is_counted, prediction_NHW, IGNORE_INDEX)
-    of_labels, of_prediction = (is_counted & boundaries(classes) for classes in (labels_NHW, known_NHW))
+    of_labels, of_prediction = (
+        is_counted & boundaries(classes, ~is_counted) for classes in (labels_NHW, prediction_NHW)
+    )
     counts = _count_pixels(prediction_NHW, labels_NHW, num_classes, of_labels, of_prediction)
     return ImageResults(*counts, np.arange(len(labels_NHW)))
 

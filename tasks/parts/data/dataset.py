@@ -8,22 +8,27 @@
     dataset/<split>_groups.npy     int64 [N], number of the group of images that belong together, if there are groups
     dataset/metric.py              the user's own metric, if there is one
 
+Images and masks may also lie where they come from (prepare_data.copy=false): then a split has no such arrays but a
+list of files (source_files.py), and what opens it reads them one by one.
+
 A data set without labels holds only images.
 
 Shape letters: N images, H height, W width, C channels (in images) or classes (in histograms).
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.input_card import InputCard, Task, channel_values
+from tasks.parts.data.lazy_array import LazyArray
+from tasks.parts.data.source_files import list_name, open_reader
 
 MANIFEST_FILE = "manifest.json"
 SPLITS = ("train", "val", "test", "calibration")
@@ -34,8 +39,6 @@ LABEL_TYPES: dict[Task, type[np.generic]] = {
     Task.classification: np.uint16,
     Task.values: np.float32,
 }
-IGNORE_INDEX = 255
-"""Mask value of pixels that losses and metrics ignore."""
 MAX_CLASSES = 255
 """Maximum number of classes in masks: they are stored as uint8, and 255 means ignored."""
 
@@ -56,9 +59,9 @@ class Manifest:
     """Share of each class, per split: among the pixels that are not ignored (all 0 if all are), or among the images;
     empty without labels."""
     mean: tuple[float, ...]
-    """Mean of each channel in the train split, on a 0..1 scale."""
+    """Mean by which each channel is normalised, on a 0..1 scale: that of the train split, unless another is set."""
     std: tuple[float, ...]
-    """Standard deviation of each channel in the train split, on a 0..1 scale; at least MIN_STD."""
+    """Standard deviation by which each channel is normalised, on a 0..1 scale."""
     files: dict[str, str]
     """File name in the data set folder -> sha256."""
     source: str
@@ -108,10 +111,13 @@ def open_split(dataset: Path, split: str) -> Batch:
 
 
 def open_images(dataset: Path, split: str) -> NDArray[np.uint8]:
-    """Map images_NHWC of one split into memory, read-only; raise ArtifactError if damaged."""
+    """Map images_NHWC of one split into memory, read-only, or open the list of their files, which reads them when
+    they are indexed; raise ArtifactError if damaged."""
     manifest = read_manifest(dataset)
     num_images = _num_images(dataset, manifest, split)
     shape_NHWC = (num_images, manifest.height, manifest.width, manifest.num_channels)
+    if is_listed(manifest, split):
+        return _open_listed(open_images, dataset, split, shape_NHWC)
     return _map_array(dataset / f"{split}_images.npy", shape_NHWC, np.uint8)
 
 
@@ -127,6 +133,8 @@ def open_labels(dataset: Path, split: str, task: Task) -> NDArray[Any]:
     """
     manifest = read_manifest(dataset)
     num_images = _num_images(dataset, manifest, split)
+    if _has_listed_masks(manifest, split, task):
+        return _open_listed(_open_masks, dataset, split, (num_images, manifest.height, manifest.width))
     path = dataset / f"{split}_{LABEL_FILES[task]}.npy"
     if path.name not in manifest.files:
         raise ArtifactError(
@@ -145,6 +153,22 @@ def open_groups(dataset: Path, split: str) -> NDArray[np.int64]:
     if name not in manifest.files:
         return np.arange(num_images)
     return _map_array(dataset / name, (num_images,), np.int64)
+
+
+def is_listed(manifest: Manifest, split: str) -> bool:
+    """Return whether images and masks of a split are read from the files of its source."""
+    return list_name(split) in manifest.files
+
+
+def has_labels(manifest: Manifest, split: str, task: Task) -> bool:
+    """Return whether a split has the labels of a task."""
+    return f"{split}_{LABEL_FILES[task]}.npy" in manifest.files or _has_listed_masks(manifest, split, task)
+
+
+def _has_listed_masks(manifest: Manifest, split: str, task: Task) -> bool:
+    """Return whether masks are asked for and lie in files; images of one class each have an array of labels."""
+    is_of_masks = manifest.classes and f"{split}_{LABEL_FILES[Task.classification]}.npy" not in manifest.files
+    return task is Task.segmentation and is_listed(manifest, split) and bool(is_of_masks)
 
 
 def normalise(
@@ -173,6 +197,29 @@ def _num_images(dataset: Path, manifest: Manifest, split: str) -> int:
     if split not in manifest.counts:
         raise ArtifactError(f"{dataset}: no split '{split}'. Found: {', '.join(manifest.counts)}.")
     return manifest.counts[split]
+
+
+def _open_masks(dataset: Path, split: str) -> NDArray[Any]:
+    return open_labels(dataset, split, Task.segmentation)
+
+
+def _open_listed(
+    function: Callable[[Path, str], NDArray[Any]], dataset: Path, split: str, shape: tuple[int, ...]
+) -> NDArray[Any]:
+    """Return an array whose rows are read from files, and which a data worker opens by the function."""
+    reader = open_reader(dataset, split)
+    if len(reader) != shape[0]:
+        raise ArtifactError(
+            f"{dataset / list_name(split)}: lists {len(reader)} images, the manifest says {shape[0]}. Run "
+            "prepare_data again."
+        )
+    read_rows = reader.images if len(shape) == 4 else reader.masks
+    rows_N = np.arange(shape[0])
+    # Stages use it as an array; LazyArray says what of it there is.
+    return cast(
+        "NDArray[Any]",
+        LazyArray(read_rows, shape[1:], np.uint8, rows_N=rows_N, reopen=(function, dataset, split)),
+    )
 
 
 def _map_array(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import DataError
+from tasks.parts.data.class_table import IGNORE_INDEX
 from tasks.parts.data.dataset import (
-    IGNORE_INDEX,
     LABEL_FILES,
     LABEL_TYPES,
     MANIFEST_FILE,
@@ -29,6 +29,16 @@ from tasks.parts.data.dataset import (
     read_manifest,
 )
 from tasks.parts.data.input_card import Task, channel_values
+from tasks.parts.data.lazy_array import part_of
+from tasks.parts.data.source_files import (
+    RULES_FILE,
+    ReadingRules,
+    SourceRow,
+    list_name,
+    write_list,
+    write_rules,
+)
+from tasks.parts.data.subsets import choose_rows
 
 MIN_STD = 1 / 255
 """Floor of the standard deviation of a channel, for images of one flat colour."""
@@ -43,6 +53,8 @@ class SplitBatches:
     """images_NHWC, each with their masks_NHW, labels_N or values; None without labels."""
     groups_N: NDArray[np.int64] | None = None
     """Number of the group, 0 .. K - 1, that each image belongs to; None if each is its own."""
+    rows: Sequence[SourceRow] | None = None
+    """Files of each image, complete once the batches were read, if they are listed; None if images are copied."""
 
 
 def write_dataset(
@@ -56,10 +68,14 @@ def write_dataset(
     splits: Mapping[str, SplitBatches],
     channels: int = 3,
     values_shape: tuple[int, ...] | None = None,
+    normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
+    rules: ReadingRules | None = None,
 ) -> Manifest:
-    """Write all splits and the manifest into a new folder; mean and std come from the split `train`.
+    """Write all splits and the manifest into a new folder.
 
     `task` is the task of the labels: masks, classes of images, or values of `values_shape`; None without labels.
+    `normalisation` is mean and standard deviation of each channel; None takes those of the split `train`. Splits that
+    are listed, and not copied, need the `rules` by which their files are read again.
     """
     if task is Task.segmentation and len(classes) > MAX_CLASSES:
         raise DataError(f"{len(classes)} classes; masks are uint8 and hold at most {MAX_CLASSES}.")
@@ -75,7 +91,7 @@ def write_dataset(
         )
         for split, content in splits.items()
     }
-    mean, std = _mean_and_std(statistics["train"].colour_counts)
+    mean, std = normalisation or _mean_and_std(statistics["train"].colour_counts)
     manifest = Manifest(
         classes=classes,
         height=height,
@@ -84,7 +100,7 @@ def write_dataset(
         pixel_share=_class_shares(statistics, len(classes), task),
         mean=mean,
         std=std,
-        files=_all_files(statistics),
+        files=_all_files(statistics) | (_write_rules(dataset, rules) if rules else {}),
         source=source,
         values_shape=values_shape,
     )
@@ -105,23 +121,24 @@ def write_with_metric(dataset: Path, out: Path, metric: Path, function: str) -> 
     return manifest
 
 
-def write_first_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> Manifest:
-    """Write a smaller data set into a new folder: the first images of each named split, at most as many as given.
+def write_chosen_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> Manifest:
+    """Write a smaller data set into a new folder: images of each named split, at most as many as given.
 
     Mean and std stay those of the whole data set, because networks were trained with them. Groups are left out.
     """
     whole = read_manifest(dataset)
     out.mkdir(parents=True)
-    statistics, first_counts = {}, {}
+    statistics, chosen_counts = {}, {}
     for split, count in counts.items():
-        images_NHWC, masks_NHW = (array[:count] for array in open_split(dataset, split))
+        rows = choose_rows(dataset, split, count)
+        images_NHWC, masks_NHW = (part_of(array, rows) for array in open_split(dataset, split))
         content = SplitBatches(len(images_NHWC), batches_of(images_NHWC, masks_NHW))
         shape_HWC = whole.height, whole.width, whole.num_channels
         statistics[split] = _write_split(out, split, content, task=Task.segmentation, shape_HWC=shape_HWC)
-        first_counts[split] = len(images_NHWC)
+        chosen_counts[split] = len(images_NHWC)
     shares = _class_shares(statistics, len(whole.classes), Task.segmentation)
     manifest = dataclasses.replace(
-        whole, counts=first_counts, pixel_share=shares, files=_all_files(statistics)
+        whole, counts=chosen_counts, pixel_share=shares, files=_all_files(statistics)
     )
     _write_manifest(out, manifest)
     return manifest
@@ -166,21 +183,45 @@ def _write_split(
             streams[name] = _NpyStream(files.enter_context((dataset / name).open("wb")), shape, dtype)
             return streams[name]
 
-        image_stream, label_stream = open_stream("images", (content.num_images, *shape_HWC), np.uint8), None
-        if task:
+        is_copied = content.rows is None
+        image_stream = label_stream = None
+        if is_copied:
+            image_stream = open_stream("images", (content.num_images, *shape_HWC), np.uint8)
+        if task and (is_copied or task is Task.classification):
             shape = shape_NHW if task is Task.segmentation else (content.num_images, *values_shape)
             label_stream = open_stream(LABEL_FILES[task], shape, label_type)
         for images_NHWC, labels in content.batches:
-            image_stream.append(images_NHWC)
+            if image_stream:
+                image_stream.append(images_NHWC)
             colour_counts += _count_colours(images_NHWC)
-            if label_stream and labels is not None:
-                label_stream.append(labels)
+            if labels is not None:
+                if label_stream:
+                    label_stream.append(labels)
                 if task is not Task.values:
                     label_counts += np.bincount(labels.ravel(), minlength=num_values)
         if content.groups_N is not None:
             open_stream("groups", shape_NHW[:1], np.int64).append(content.groups_N)
         digests = {name: stream.finish() for name, stream in streams.items()}
+        if content.rows is not None:
+            digests |= _write_rows(dataset, split, content)
     return _SplitStatistics(label_counts, colour_counts, digests)
+
+
+def _write_rows(dataset: Path, split: str, content: SplitBatches) -> dict[str, str]:
+    rows = content.rows or ()
+    if len(rows) != content.num_images:
+        raise ValueError(f"{len(rows)} images were listed, expected {content.num_images}")
+    write_list(dataset, split, rows)
+    return {list_name(split): _sha256(dataset / list_name(split))}
+
+
+def _write_rules(dataset: Path, rules: ReadingRules) -> dict[str, str]:
+    write_rules(dataset, rules)
+    return {RULES_FILE: _sha256(dataset / RULES_FILE)}
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class _NpyStream:

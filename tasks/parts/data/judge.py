@@ -23,18 +23,21 @@ from tasks.parts.data.dataset import (
     LABEL_FILES,
     METRIC_FILE,
     Manifest,
+    has_labels,
     open_groups,
     open_labels,
     read_manifest,
 )
 from tasks.parts.data.input_card import InputCard, Task
+from tasks.parts.data.lazy_array import part_of
 from tasks.parts.data.metrics import FLOAT_MODEL, metric_of
 from tasks.parts.data.own_metric import Scorer, open_metric
+from tasks.parts.data.subsets import choose_rows
 
 
 @dataclass(frozen=True)
 class Judge:
-    """The labels of the first images of a split, and the metric."""
+    """The labels of chosen images of a split, and the metric."""
 
     labels: NDArray[Any]
     """masks_NHW, labels_N or values of the float model."""
@@ -78,7 +81,7 @@ def answers_of(outputs: NDArray[Any], card: InputCard) -> NDArray[Any]:
 
 
 def open_judge(data: Path, split: str, card: InputCard, *, num_images: int | None = None) -> Judge:
-    """Open the labels of the first images of a split, or of all, for a model with this card.
+    """Open the labels of all images of a split, or of so many (subsets.py chooses), for a model with this card.
 
     Raises ArtifactError when model and data set differ in their classes.
     """
@@ -89,9 +92,11 @@ def open_judge(data: Path, split: str, card: InputCard, *, num_images: int | Non
             f"{len(manifest.classes)} ({', '.join(manifest.classes)}); names and order must be equal. Use a model "
             "that was trained on this data set."
         )
+    rows = choose_rows(data, split, num_images)
+    labels = open_labels(data, split, _task_of_labels(manifest, split, card.task))
     return Judge(
-        labels=open_labels(data, split, _task_of_labels(manifest, split, card.task))[:num_images],
-        groups_N=open_groups(data, split)[:num_images],
+        labels=part_of(labels, rows),
+        groups_N=open_groups(data, split)[rows],
         num_classes=len(card.classes),
         task=card.task,
         metric=metric_name(manifest, card.task),
@@ -112,4 +117,4 @@ def _task_of_labels(manifest: Manifest, split: str, task: Task) -> Task:
     """Return which labels to compare with: a metric of the user's own holds values against any."""
     if task is not Task.values or manifest.metric is None:
         return task
-    return next((kind for kind, name in LABEL_FILES.items() if f"{split}_{name}.npy" in manifest.files), task)
+    return next((kind for kind in LABEL_FILES if has_labels(manifest, split, kind)), task)

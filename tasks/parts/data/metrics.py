@@ -23,6 +23,10 @@ NO_LABEL = -1
 BOUNDARY_RATIO = 0.02
 """Width of a boundary as a share of the image's diagonal, as Cheng et al. choose it."""
 
+_BELOW_ALL, _OUTSIDE, _ABOVE_ALL = np.int16(-2), np.int16(-1), np.int16(32767)
+"""Classes that stand for an ignored pixel where the highest is sought, for the outside of an image, and for an
+ignored pixel where the lowest is sought."""
+
 
 class Metric(StrEnum):
     """Metric of a score."""
@@ -90,6 +94,7 @@ def confusion_matrix(
             f"predictions have shape {prediction_NHW.shape}, masks {mask_NHW.shape}: both must be [N, H, W]. "
             "Run validate on the data set that the engine was built for."
         )
+    mask_NHW = np.asarray(mask_NHW)  # those of a whole split may still lie in their files
     is_counted = mask_NHW != ignore_index
     labels = mask_NHW[is_counted].astype(np.int64)
     prediction = prediction_NHW[is_counted].astype(np.int64)
@@ -108,18 +113,38 @@ def boundary_width(height: int, width: int) -> int:
     return max(1, round(BOUNDARY_RATIO * math.hypot(height, width)))
 
 
-def boundaries(classes_NHW: NDArray[Any]) -> NDArray[np.bool_]:
+def boundaries(
+    classes_NHW: NDArray[Any], is_ignored_NHW: NDArray[np.bool_] | None = None
+) -> NDArray[np.bool_]:
     """Mark the pixels on the boundary of the mask of their own class, [N, H, W].
 
     Those are the pixels of a mask without its erosion by `boundary_width` pixels (3x3 element, the outside of the
     image belongs to no mask), as in the reference implementation of Boundary IoU (Cheng et al., CVPR 2021). A mask
     that is eroded keeps a pixel if the square around it holds no other class, that is if the lowest class in the
     square is the highest. So all classes take two passes together instead of one erosion each.
+
+    Ignored pixels may belong to any mask, and so may the outside beside them: there is no contour along them, be it
+    that of an object whose label is not known or that of the part which a window of a large image owns.
     """
     reach = boundary_width(*classes_NHW.shape[1:])
+    if is_ignored_NHW is not None and is_ignored_NHW.any():
+        return _known_boundaries(classes_NHW, is_ignored_NHW, reach)
     is_boundary_NHW = np.ones(classes_NHW.shape, np.bool_)
     lowest, highest = (_filter_squares(classes_NHW, of, 2 * reach + 1) for of in (np.minimum, np.maximum))
     is_boundary_NHW[:, reach:-reach, reach:-reach] = lowest != highest
+    return is_boundary_NHW
+
+
+def _known_boundaries(
+    classes_NHW: NDArray[Any], is_ignored_NHW: NDArray[np.bool_], reach: int
+) -> NDArray[np.bool_]:
+    """Mark the pixels in whose square two of the known pixels differ; the outside is one more class."""
+    around = [(0, 0), (reach, reach), (reach, reach)]
+    is_ignored_NHW = np.pad(is_ignored_NHW, around, mode="edge")
+    classes_NHW = np.pad(classes_NHW.astype(np.int16), around, constant_values=_OUTSIDE)
+    lowest = _filter_squares(np.where(is_ignored_NHW, _ABOVE_ALL, classes_NHW), np.minimum, 2 * reach + 1)
+    highest = _filter_squares(np.where(is_ignored_NHW, _BELOW_ALL, classes_NHW), np.maximum, 2 * reach + 1)
+    is_boundary_NHW: NDArray[np.bool_] = lowest < highest
     return is_boundary_NHW
 
 

@@ -12,6 +12,7 @@ Images of another size or type are refused. To resize image files with Pillow as
 """
 
 import argparse
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -125,11 +126,8 @@ def check_vnni(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
 def _open_openvino(content: bytes, card: dict[str, Any]) -> Run:
     import io
 
-    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # it would tell its maker
-    import openvino
-
     try:
-        compiled = openvino.Core().import_model(io.BytesIO(content), "CPU", card["options"]["properties"])
+        compiled = _openvino_core().import_model(io.BytesIO(content), "CPU", card["options"]["properties"])
     except RuntimeError as error:
         raise ValueError(
             f"OpenVINO cannot load the engine, which was compiled on a CPU with {', '.join(card['options']['isa'])} "
@@ -137,6 +135,15 @@ def _open_openvino(content: bytes, card: dict[str, Any]) -> Run:
         ) from error
     request = compiled.create_infer_request()
     return lambda images_NCHW: request.infer({0: images_NCHW})[0]
+
+
+@functools.cache
+def _openvino_core() -> Any:
+    """Return one Core for the whole process: unloaded in a thread, OpenVINO would break the signals of another."""
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # it would tell its maker
+    import openvino
+
+    return openvino.Core()
 
 
 def _open_tensorrt(content: bytes, card: dict[str, Any]) -> Run:

@@ -32,7 +32,7 @@ class RuntimeTraits:
     """Precisions that a target may declare for it."""
     distributions: tuple[str, ...]
     """Python packages that provide it."""
-    library: str
+    module: str
     """Python module to import before a build or the loading of an engine is timed."""
     reads_checkpoints: bool = False
     """Whether its engines are built from a checkpoint, not an ONNX graph; then Q/DQ variants have none."""

@@ -251,7 +251,7 @@ def serve(engine: Path, commands: IO[str], answers: IO[str]) -> None:
 
 def _import_runtime(engine: Path) -> None:
     with contextlib.suppress(ImportError, ArtifactError):  # open_engine says what is wrong
-        importlib.import_module(read_engine_manifest(engine).target.runtime.traits.library)
+        importlib.import_module(read_engine_manifest(engine).target.runtime.traits.module)
 
 
 def _draw_images(card: InputCard, batch: int) -> FloatArray:

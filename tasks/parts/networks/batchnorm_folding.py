@@ -1,4 +1,4 @@
-"""Fold BatchNorm into the convolutions before it, for export and for compilers."""
+"""Fold BatchNorm and the branches of training into convolutions, for export and for compilers."""
 
 import copy
 from collections import Counter
@@ -10,6 +10,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasks.core.errors import ArtifactError
+from tasks.parts.networks.branched_conv import merge_branches
 
 
 def check_finite(model: nn.Module) -> None:
@@ -29,10 +30,11 @@ def check_finite(model: nn.Module) -> None:
 def fold_batchnorm(model: nn.Module, example_NCHW: Tensor) -> nn.Module:
     """Return a copy in eval mode in which each BatchNorm that is the only reader of a convolution is folded into it.
 
-    The pairs are found by observing one forward pass, without naming rules or traceable code. Folded BatchNorms
-    become Identity, so module names stay.
+    Before that, branched convolutions become single ones of the same name. The pairs are found by observing one
+    forward pass, without naming rules or traceable code. Folded BatchNorms become Identity, so module names stay.
     """
     folded = copy.deepcopy(model).eval()
+    merge_branches(folded)
     for conv_name, norm_name in _conv_norm_pairs(folded, example_NCHW):
         conv, norm = folded.get_submodule(conv_name), folded.get_submodule(norm_name)
         assert isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)

@@ -23,6 +23,11 @@ def scale_blocks(blocks: int, depth: float) -> int:
     return max(1, round(blocks * depth))
 
 
+def image_channels(network: nn.Module) -> int:
+    """Return the number of channels of the images that a network reads; 3 unless it says otherwise."""
+    return int(getattr(network, "image_channels", 3))
+
+
 class ConvNorm(nn.Sequential):
     """Convolution that keeps the size (divided by `stride`), then BatchNorm."""
 

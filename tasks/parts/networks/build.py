@@ -6,24 +6,44 @@ from tasks.core.errors import ConfigError
 from tasks.parts.networks.bisenetv2 import BiSeNetV2
 from tasks.parts.networks.blocks import initialise
 from tasks.parts.networks.config import NetworkConfig, NetworkName
+from tasks.parts.networks.ddrnet import DDRNet
 from tasks.parts.networks.deeplabv3plus import DeepLabV3Plus
 from tasks.parts.networks.depthwise import to_depthwise_separable
+from tasks.parts.networks.espnetv2 import ESPNetV2
 from tasks.parts.networks.fast_scnn import FastSCNN
 from tasks.parts.networks.first_calls import settle_kernels
 from tasks.parts.networks.mobile_unet import MobileUNet
+from tasks.parts.networks.mobilevit import MobileViT
+from tasks.parts.networks.repvgg import RepVGG
 
 
-def build_network(config: NetworkConfig, num_classes: int) -> nn.Module:
-    """Build a network that maps normalised images, float32 [N, 3, H, W], to logits [N, num_classes, H, W].
+def build_network(
+    config: NetworkConfig, num_classes: int, *, size: tuple[int, int] = (64, 64), num_channels: int = 3
+) -> nn.Module:
+    """Build a network that maps normalised images, float32 [N, num_channels, H, W], to logits [N, num_classes, H, W].
 
-    The deepest path halves an image five times, so H and W should be multiples of 32. Seed torch first for
-    repeatable weights. The result has two attributes: `feature_layer`, the dotted name of the submodule whose output
-    is the last feature map before the classifier, and `classifier_layer`, that of the convolution that computes the
-    logits.
+    The deepest path of our own halves an image five times, so H and W should be multiples of 32; they read 3
+    channels. A foreign network is tried with images of `size` (height, width). Seed torch first for repeatable
+    weights. The result has two attributes: `feature_layer`, the dotted name of the submodule whose output is the last
+    feature map before the classifier (None if there is none), and `classifier_layer`, that of the layer that computes
+    the logits.
+
+    Raises ConfigError for a foreign network that cannot be built, or whose logits have another shape, and for other
+    channels with a network of our own.
     """
     if num_classes < 2:
         raise ConfigError(f"num_classes is {num_classes}; expected at least 2 (background and one class).")
     settle_kernels()
+    if config.name.is_foreign:
+        from tasks.parts.networks.foreign import build_foreign
+
+        return build_foreign(config, num_classes, size=size, num_channels=num_channels)
+    if num_channels != 3:
+        raise ConfigError(
+            f"network.name is {config.name}, which reads 3 channels, and the images have {num_channels} "
+            "(prepare_data.folder.channels). Bring a network of your own that reads them: network.name=custom."
+        )
+    assert config.width is not None and config.depth is not None
     network: nn.Module
     match config.name:
         case NetworkName.deeplabv3plus:
@@ -32,12 +52,20 @@ def build_network(config: NetworkConfig, num_classes: int) -> nn.Module:
             network = FastSCNN(num_classes, width=config.width, depth=config.depth)
         case NetworkName.bisenetv2:
             network = BiSeNetV2(num_classes, width=config.width, depth=config.depth)
+        case NetworkName.ddrnet:
+            network = DDRNet(num_classes, width=config.width, depth=config.depth)
+        case NetworkName.espnetv2:
+            network = ESPNetV2(num_classes, width=config.width, depth=config.depth)
         case NetworkName.mobile_unet:
             network = MobileUNet(num_classes, width=config.width, depth=config.depth)
+        case NetworkName.mobilevit:
+            network = MobileViT(num_classes, width=config.width, depth=config.depth)
+        case NetworkName.repvgg:
+            network = RepVGG(num_classes, width=config.width, depth=config.depth)
         case NetworkName.segformer:
             from tasks.parts.networks.segformer import SegFormer
 
-            network = SegFormer(num_classes, width=config.width, depth=config.depth)
+            network = SegFormer(num_classes, width=config.width, depth=config.depth, **config.arguments)
         case NetworkName.dinov2:
             from tasks.parts.networks.dinov2 import DinoV2
 

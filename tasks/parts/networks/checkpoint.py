@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import ArtifactError
+from tasks.parts.networks.foreign_code import code_sha256
 from tasks.parts.networks.model_card import CARD_KEY, ModelCard, read_card_and_keys
 
 if TYPE_CHECKING:
@@ -26,11 +27,21 @@ def save_checkpoint(path: Path, model: "nn.Module", card: ModelCard) -> None:
 
     source = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     tensors: dict[str, Tensor] = {}
-    for name, tensor in source.state_dict().items():
+    for name, tensor in stored_tensors(source).items():
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
         tensors[name] = tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
     _check_finite(path, tensors)
     path.write_bytes(save(tensors, metadata={CARD_KEY: card.to_json()}))
+
+
+def stored_tensors(model: "nn.Module") -> "dict[str, Tensor]":
+    """Return the tensors of a network that a checkpoint holds: all but those that only run in training."""
+    from tasks.parts.networks.foreign import ForeignNetwork
+
+    tensors = model.state_dict()
+    if isinstance(model, ForeignNetwork):
+        return {name: tensor for name, tensor in tensors.items() if model.is_stored(name)}
+    return tensors
 
 
 def load_checkpoint(path: Path) -> "tuple[nn.Module, ModelCard]":
@@ -39,13 +50,14 @@ def load_checkpoint(path: Path) -> "tuple[nn.Module, ModelCard]":
     Layers of a pruned model take the sizes of the stored tensors, and residual blocks without stored tensors are
     dropped. The random state does not change.
     Raises ArtifactError when the file is damaged, its keys are not exactly the network's, a tensor is not
-    finite, or shapes contradict each other.
+    finite, shapes contradict each other, or the code of a foreign network is not what it was.
     """
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     from tasks.parts.networks.build import build_network
+    from tasks.parts.networks.foreign import ForeignNetwork
     from tasks.parts.networks.residual import drop_absent_blocks
 
     card, keys = read_card_and_keys(path)
@@ -53,16 +65,62 @@ def load_checkpoint(path: Path) -> "tuple[nn.Module, ModelCard]":
         tensors = {name: tensor.clone() for name, tensor in load(path.read_bytes()).items()}
     except SafetensorError as error:
         raise ArtifactError(f"{path} is damaged ({error}). Run the stage that makes it again.") from error
-    with torch.device("meta"):
-        model = build_network(card.network, len(card.classes))
+    check_code(path, card)
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        model = build_network(
+            card.network, len(card.classes), size=(card.height, card.width), num_channels=len(card.mean)
+        )
+    if isinstance(model, ForeignNetwork):
+        model.drop_auxiliary()
     drop_absent_blocks(model, keys)
     _check_keys(path, set(keys), set(model.state_dict()))
     _check_finite(path, tensors)
     _fit_layers(path, model, card, tensors)
+    tied = _tied_parameters(model)
     model.load_state_dict(tensors, strict=True, assign=True)
+    _tie(model, tied)
     model.eval()
     _dry_run(path, model, card)
     return model, card
+
+
+def _tied_parameters(model: "nn.Module") -> list[list[str]]:
+    """Return the names of parameters that several modules share."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [shared for shared in names.values() if len(shared) > 1]
+
+
+def _tie(model: "nn.Module", tied: list[list[str]]) -> None:
+    """Let modules share a parameter again; not where pruning made them different."""
+    import torch
+
+    for first, *others in tied:
+        parameter = model.get_parameter(first)
+        for name in others:
+            if torch.equal(model.get_parameter(name), parameter):
+                owner, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, parameter)
+
+
+def check_code(path: Path, card: ModelCard) -> None:
+    """Raise ArtifactError if the code of a checkpoint's foreign network is not that with which it was made."""
+    found = code_sha256(card.network)
+    if found != card.code_sha256:
+        raise ArtifactError(
+            f"{path} was made with other code of the network: {_place_of(card)} had sha256 "
+            f"{str(card.code_sha256)[:12]}, now it has {str(found)[:12]}. Run the stage that makes it again, or go "
+            "back to that code."
+        )
+
+
+def _place_of(card: ModelCard) -> str:
+    return (
+        f"the folder of {card.network.file}"
+        if card.network.file
+        else f"the package of {card.network.factory}"
+    )
 
 
 def _check_keys(path: Path, found: set[str], expected: set[str]) -> None:
@@ -119,9 +177,9 @@ def _fit_layers(path: Path, model: "nn.Module", card: ModelCard, tensors: "dict[
             setattr(owner, attribute, nn.Parameter(empty) if is_parameter else empty)
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
-            is_depthwise = layer.groups > 1
+            if 1 < layer.groups == layer.in_channels:  # depthwise: a group for each channel that is left
+                layer.groups = layer.weight.shape[0] * layer.groups // layer.out_channels
             layer.out_channels = layer.weight.shape[0]
-            layer.groups = layer.out_channels if is_depthwise else 1
             layer.in_channels = layer.weight.shape[1] * layer.groups
         elif isinstance(layer, nn.BatchNorm2d):
             layer.num_features = layer.running_var.shape[0] if layer.running_var is not None else 0
@@ -137,10 +195,12 @@ def _dry_run(path: Path, model: "nn.Module", card: ModelCard) -> None:
     """Verify with one small forward pass that the layers fit together."""
     import torch
 
-    height, width = min(card.height, DRY_RUN_SIZE), min(card.width, DRY_RUN_SIZE)
+    height, width = card.height, card.width
+    if not card.network.name.is_foreign:  # which may have a fixed size
+        height, width = min(height, DRY_RUN_SIZE), min(width, DRY_RUN_SIZE)
     try:
         with torch.inference_mode():
-            shape = tuple(model(torch.zeros(1, 3, height, width)).shape)
+            shape = tuple(model(torch.zeros(1, len(card.mean), height, width)).shape)
     except RuntimeError as error:
         raise ArtifactError(f"{path}: the stored layers do not fit together: {error}") from error
     expected = (1, len(card.classes), height, width)

@@ -4,6 +4,8 @@ from collections import OrderedDict
 
 from torch import nn
 
+from tasks.parts.networks.branched_conv import BranchedConv
+
 MIN_IN_CHANNELS = 8  # an RGB stem has only three channels to filter: little is saved, and colour is lost
 
 
@@ -35,9 +37,15 @@ def to_depthwise_separable(module: nn.Module) -> nn.Module:
     """
     for name, child in module.named_children():
         if isinstance(child, nn.Conv2d):
-            is_plain = child.groups == 1 and child.in_channels >= MIN_IN_CHANNELS
-            if is_plain and min(child.kernel_size) >= 3:
+            if _is_plain(child):
                 setattr(module, name, DepthwiseSeparable(child))
+        elif isinstance(child, BranchedConv):
+            if _is_plain(child.conv):
+                setattr(module, name, child.separable())
         elif not isinstance(child, DepthwiseSeparable):
             to_depthwise_separable(child)
     return module
+
+
+def _is_plain(conv: nn.Conv2d) -> bool:
+    return conv.groups == 1 and conv.in_channels >= MIN_IN_CHANNELS and min(conv.kernel_size) >= 3

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.bounds import allows, in_words
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.data.dataset import Manifest
 from tasks.parts.data.input_card import InputCard, channel_values
 from tasks.parts.networks.config import Multiplier, NetworkConfig, NetworkName
+from tasks.parts.networks.foreign_code import code_sha256
 
 CARD_KEY = "enginewright"  # the only metadata entry: safetensors writes several in random order
 
@@ -30,17 +32,37 @@ class ModelCard:
     """Rows of the training images, in pixels."""
     width: int
     """Columns of the training images, in pixels."""
+    code_sha256: str | None = None
+    """Of the folder of a foreign network's code."""
 
     def __post_init__(self) -> None:
         self.for_input()
+
+    @classmethod
+    def for_data(cls, network: NetworkConfig, manifest: Manifest) -> "ModelCard":
+        """Return the card of a network that is trained on a data set."""
+        return cls(
+            network,
+            manifest.classes,
+            manifest.mean,
+            manifest.std,
+            manifest.height,
+            manifest.width,
+            code_sha256(network),
+        )
 
     def for_input(self) -> InputCard:
         """Return the input card of the network; raise ArtifactError for invalid values."""
         return InputCard(self.classes, self.mean, self.std, self.height, self.width)
 
     def to_json(self) -> str:
-        """Write the card as one line with sorted keys."""
-        return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False)
+        """Write the card as one line with sorted keys; without those that have no value for most networks."""
+        fields = asdict(self)
+        if not self.network.name.is_foreign:
+            del fields["code_sha256"], fields["network"]["file"], fields["network"]["factory"]
+        if not self.network.arguments:
+            del fields["network"]["arguments"]
+        return json.dumps(fields, sort_keys=True, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> "ModelCard":
@@ -53,12 +75,12 @@ class ModelCard:
             network = fields.pop("network")
             network = NetworkConfig(name=NetworkName(network.pop("name")), **network)
             mean, std = (channel_values(fields.pop(key)) for key in ("mean", "std"))
-            for value in (network.width, network.depth):
+            for value in () if network.name.is_foreign else (network.width, network.depth):
                 if not allows(Multiplier, value):
                     raise ValueError(f"multiplier {value}, expected {in_words(Multiplier)}")
             classes = tuple(str(name) for name in fields.pop("classes"))
             return cls(network=network, classes=classes, mean=mean, std=std, **fields)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
             raise ArtifactError(
                 f"The model card cannot be read ({error!r}). The file was changed or written by another "
                 "version; run the stage that makes it again."

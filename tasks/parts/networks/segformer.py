@@ -5,23 +5,64 @@ arXiv:2105.15203, table 6. The layers are those of the `transformers` package; n
 
 With width 1, depth 1 and 6 classes (MiT-B0): 3,715,686 parameters, 105.6 MMACs at 64x64.
 
-Width scales the channels of an attention head; the numbers of heads (1, 2, 5, 8) stay, as in the paper: width 2 is
-the encoder of MiT-B1. Departure: the decoder is scaled by width too (B1 keeps 256 channels).
+`size` b1 to b5 are the paper's larger ones. Width scales the channels of an attention head and those of the decoder;
+the numbers of heads (1, 2, 5, 8) stay, as in the paper. Depth scales the blocks of each stage.
 
-Tensor suffixes: N batch, T tokens, C channels, H height, W width.
+Tensor suffixes: N batch, A attention heads, T tokens, C channels, H height, W width.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import SegformerConfig, SegformerForSemanticSegmentation
+from transformers import AttentionInterface, SegformerConfig, SegformerForSemanticSegmentation
 from transformers.models.segformer.modeling_segformer import SegformerDecodeHead
 
+from tasks.parts.networks.attention import attend
 from tasks.parts.networks.blocks import resize_to, scale_blocks, scale_channels, spatial_size
 
 HEADS = (1, 2, 5, 8)
-HEAD_CHANNELS = 32
+ATTENTION = "enginewright"
+"""Name of `_attend` among the implementations of attention of `transformers`."""
+
+
+def _attend(
+    _layer: nn.Module,
+    query_NATC: Tensor,
+    key_NATC: Tensor,
+    value_NATC: Tensor,
+    *_mask: None,
+    **_settings: Any,
+) -> tuple[Tensor, None]:
+    """Attend without mask and dropout; return [N, T, A, C], and no weights."""
+    return attend(query_NATC, key_NATC, value_NATC).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A column of table 6."""
+
+    head_channels: int
+    """Channels of an attention head."""
+    blocks: tuple[int, int, int, int]
+    """Blocks of each stage."""
+    decoder_channels: int
+    """Channels to which the decoder projects each map."""
+
+
+SIZES = {
+    "b0": Size(32, (2, 2, 2, 2), 256),
+    "b1": Size(64, (2, 2, 2, 2), 256),
+    "b2": Size(64, (3, 4, 6, 3), 768),
+    "b3": Size(64, (3, 4, 18, 3), 768),
+    "b4": Size(64, (3, 8, 27, 3), 768),
+    "b5": Size(64, (3, 6, 40, 3), 768),
+}
 
 
 class Encoder(nn.Module):
@@ -68,15 +109,16 @@ class SegFormer(nn.Module):
     feature_layer = "decode_head.activation"
     classifier_layer = "decode_head.classifier"
 
-    def __init__(self, num_classes: int, *, width: float, depth: float) -> None:
+    def __init__(self, num_classes: int, *, width: float, depth: float, size: str = "b0") -> None:
         super().__init__()
-        head_channels = scale_channels(HEAD_CHANNELS, width)
+        table = SIZES[size]
+        head_channels = scale_channels(table.head_channels, width)
         config = SegformerConfig(  # type: ignore[call-arg]  # keys of its base class
             hidden_sizes=[heads * head_channels for heads in HEADS],
-            depths=[scale_blocks(2, depth)] * len(HEADS),
-            decoder_hidden_size=HEADS[-1] * head_channels,
+            depths=[scale_blocks(blocks, depth) for blocks in table.blocks],
+            decoder_hidden_size=table.decoder_channels * head_channels // table.head_channels,
             num_labels=num_classes,
-            attn_implementation="eager",
+            attn_implementation=ATTENTION,
         )
         parts = SegformerForSemanticSegmentation(config)
         self.segformer = Encoder(parts.segformer.stages)

@@ -36,7 +36,7 @@ def export_graph(model: nn.Module, card: ModelCard, *, height: int, width: int, 
     them).
     """
     check_finite(model)
-    example_NCHW = torch.zeros(2, 3, height, width)
+    example_NCHW = torch.zeros(2, len(card.mean), height, width)
     folded = fold_batchnorm(model, example_NCHW)
     raw = _run_exporter(folded, example_NCHW, opset)
     graph = _simplify(raw)

@@ -17,9 +17,11 @@ ROOT_MODULE = "network"  # module name for code in the network's own forward
 _REPOSITORY = Path(__file__).resolve().parents[3]
 _PACKAGES = Path(sysconfig.get_paths()["purelib"]).resolve()
 _NETWORKS = (_REPOSITORY / "tasks" / "parts" / "networks", _PACKAGES / "transformers" / "models")
+_FOREIGN = _NETWORKS[0] / "foreign.py"
+"""Calls networks that are not in this repository."""
+_TORCH = str(Path(torch.__file__).resolve().parent)
 _LIBRARIES = tuple(
-    {str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("stdlib", "purelib", "platlib")}
-    | {str(Path(torch.__file__).resolve().parent)}
+    {str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("stdlib", "purelib", "platlib")} | {_TORCH}
 )
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+), in ')
 _NO_MODULE = "_empty_nn_module_stack"  # torch's name for sizes that it reads before all modules
@@ -41,10 +43,16 @@ def read_sources(raw: ModelProto) -> dict[str, tuple[str, str]]:
 
 
 def _line_of_ours(stack_trace: str) -> str | None:
-    """Return file:line of the innermost frame in a network's code, otherwise in code outside of libraries."""
+    """Return file:line of the innermost frame in a network's code, otherwise in code outside of libraries.
+
+    What `foreign.py` calls is a network's code, in the user's workspace or in an installed package.
+    """
     frames = [(Path(match["file"]).resolve(), match["line"]) for match in _FRAME.finditer(stack_trace)]
     in_networks = [frame for frame in frames if any(frame[0].is_relative_to(root) for root in _NETWORKS)]
     own = [frame for frame in frames if not str(frame[0]).startswith(_LIBRARIES)]
+    called = [frame for frame in frames if not str(frame[0]).startswith(_TORCH)]
+    if in_networks and in_networks[-1][0] == _FOREIGN:
+        in_networks = [frame for frame in own if frame[0] != _FOREIGN] or called
     if not in_networks and not own:
         return None
     file, line = (in_networks or own)[-1]

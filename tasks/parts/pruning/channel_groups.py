@@ -1,7 +1,7 @@
 """Groups of channels that can only be removed together, from the dependency graph of torch-pruning."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,10 @@ from tasks.parts.pruning.config import Importance
 if TYPE_CHECKING:
     from torch import nn
 
-ALTERNATIVES = "Train a network of convolutions (network.name), or set prune.method to weights."
+ALTERNATIVES = (
+    "Train a network of convolutions (network.name), set prune.method to weights, or leave pruning out "
+    "(steps.pruning=false)."
+)
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,52 @@ class ChannelGroup:
 
 
 def trace_dependencies(network: "nn.Module", size: tuple[int, int]) -> Any:
-    """Build torch-pruning's dependency graph."""
+    """Build torch-pruning's dependency graph.
+
+    Groups end at what cannot lose channels, because they stay whole anyway: behind the reshapes of an attention,
+    torch-pruning would follow each pixel of each channel.
+    """
     import torch
     import torch_pruning
 
+    from tasks.parts.networks.blocks import image_channels
+    from tasks.parts.networks.foreign import all_logits
+
     network.eval()
     with tracing_errors():
-        return torch_pruning.DependencyGraph().build_dependency(
-            network, torch.zeros(1, 3, *size), verbose=False
+        graph = torch_pruning.DependencyGraph().build_dependency(
+            network,
+            torch.zeros(1, image_channels(network), *size),
+            forward_fn=all_logits,
+            verbose=False,
         )
+        _let_go_of_results(network)
+        if network.get_submodule(str(network.classifier_layer)) not in graph.module2node:
+            raise ValueError(f"{network.classifier_layer} is not found from the logits back")
+    for module, node in graph.module2node.items():
+        if not _can_lose_channels(module):
+            node.dependencies.clear()
+    return graph
+
+
+def _let_go_of_results(network: "nn.Module") -> None:
+    """Detach results that modules keep as attributes, such as maps of attention: those could not be copied."""
+    import torch
+
+    for module in network.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                setattr(module, name, value.detach())
+
+
+def _can_lose_channels(module: object) -> bool:
+    """Whether a layer or operator may be in a group: of grouped convolutions only depthwise ones."""
+    from torch import nn
+    from torch_pruning import ops
+
+    if isinstance(module, nn.Conv2d):
+        return module.groups == 1 or module.groups == module.in_channels == module.out_channels
+    return isinstance(module, nn.BatchNorm2d | ops._ElementWiseOp | ops._ConcatOp | ops._SplitOp)
 
 
 def find_groups(
@@ -73,6 +113,17 @@ def by_importance(group: ChannelGroup) -> list[int]:
     return sorted(range(len(group.importance)), key=lambda channel: (group.importance[channel], channel))
 
 
+def layers_kept_whole(network: "nn.Module", size: tuple[int, int]) -> dict[str, str]:
+    """Return the convolutions that can lose no channels, with the layer or operator that prevents it."""
+    graph = trace_dependencies(network, size)
+    whole = {}
+    for group, coupled in _all_groups(graph, network):
+        preventing = _find_preventing(graph, network, group, coupled)
+        if preventing:
+            whole[group.root] = preventing
+    return whole
+
+
 def list_groups(network: "nn.Module", size: tuple[int, int]) -> list[ChannelGroup]:
     """List the groups that may be cut, with the L1 importance of their channels; `size` is (height, width)."""
     return find_groups(trace_dependencies(network, size), network)
@@ -101,29 +152,58 @@ def _coupled_groups(graph: Any, network: "nn.Module") -> list[tuple[ChannelGroup
 
     Each group starts at a plain convolution, whose channels are independent; depthwise ones only follow.
     """
-    from torch import nn
-    from torch_pruning import ops
-
-    cuttable = (nn.Conv2d, nn.BatchNorm2d, ops._ElementWiseOp, ops._ConcatOp, ops._SplitOp)
-    names = {module: name for name, module in network.named_modules()}
-    groups: list[tuple[ChannelGroup, Any]] = []
-    seen = {str(network.classifier_layer)}
-    for root, name in names.items():
-        if not isinstance(root, nn.Conv2d) or root.groups > 1 or name in seen:
-            continue
-        with tracing_errors():
-            coupled = _coupled_layers(graph, root, list(range(root.out_channels)))
-            group = _describe_group(graph, names, coupled)
-        is_classifier = str(network.classifier_layer) in group.cut_outputs
-        seen.update(group.cut_outputs)
-        if not is_classifier and all(isinstance(item.target.module, cuttable) for item, _ in coupled):
-            groups.append((group, coupled))
+    groups = [item for item in _all_groups(graph, network) if not _find_preventing(graph, network, *item)]
     if not groups:
         raise ArtifactError(
-            "The network has no convolution that may be pruned: the classifier is kept whole, and so are linear and "
-            f"attention layers with all that is coupled to them. {ALTERNATIVES}"
+            "The network has no convolution that may be pruned: the classifier is kept whole, and so are grouped "
+            f"convolutions, linear and attention layers with all that is coupled to them. {ALTERNATIVES}"
         )
     return groups
+
+
+def _all_groups(graph: Any, network: "nn.Module") -> Iterator[tuple[ChannelGroup, Any]]:
+    """Yield the group of each plain convolution that runs, in the order of the network's modules."""
+    from torch import nn
+
+    names = {module: name for name, module in network.named_modules()}
+    seen = {str(network.classifier_layer)}
+    for root, name in names.items():
+        is_plain = isinstance(root, nn.Conv2d) and root.groups == 1 and root in graph.module2node
+        if is_plain and name not in seen:
+            with tracing_errors():
+                coupled = _coupled_layers(graph, root, list(range(root.out_channels)))
+                group = _describe_group(graph, names, coupled)
+            seen.update(group.cut_outputs)
+            yield group, coupled
+
+
+def _find_preventing(graph: Any, network: "nn.Module", group: ChannelGroup, coupled: Any) -> str:
+    """Return the layer or operator because of which a group can lose no channels; empty if it can."""
+    if str(network.classifier_layer) in group.cut_outputs:
+        return f"{network.classifier_layer}, the classifier"
+    nodes = [
+        item.target
+        for item, channels in coupled
+        if not _can_lose_channels(item.target.module) or _is_narrower(graph, item, channels)
+    ]
+    if not nodes:
+        return "" if group.cut_inputs else "an output of the network"
+    for name, parameter in network.named_parameters():
+        if parameter is nodes[0].module:  # torch-pruning numbers those that no layer owns
+            return f"{name}, a parameter of shape {list(parameter.shape)}"
+    return str(nodes[0].name).replace("\n", " ")
+
+
+def _is_narrower(graph: Any, item: Any, channels: list[int]) -> bool:
+    """Whether a layer has fewer channels than its group, such as a gate of one map that scales all others."""
+    from torch import nn
+
+    layer = item.target.module
+    if not isinstance(layer, nn.Conv2d | nn.BatchNorm2d):
+        return False
+    is_output = graph.is_out_channel_pruning_fn(item.handler)
+    count = graph.get_out_channels(layer) if is_output else graph.get_in_channels(layer)
+    return bool(max(channels) >= count)
 
 
 def _coupled_layers(graph: Any, root: "nn.Module", channels: list[int]) -> Any:

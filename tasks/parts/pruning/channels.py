@@ -3,8 +3,9 @@
 Layers are coupled in the groups of Fang et al., "DepGraph: Towards Any Structural Pruning", 2023, arXiv:2301.12900
 (torch-pruning). The least important channels go first (channel_importance.py).
 
-Only convolutions that are not coupled to a linear or attention layer lose channels: the channels of attention belong
-to heads, and torch-pruning does not trace them through its reshapes.
+Only convolutions that are not coupled to a grouped convolution, linear or attention layer lose channels: each group
+would have to lose as many, and the channels of attention belong to heads, which torch-pruning does not trace through
+reshapes.
 """
 
 import logging
@@ -110,9 +111,11 @@ def check_runs(network: "nn.Module", height: int, width: int, num_classes: int) 
     """Raise ArtifactError when the logits of the pruned network do not have the right shape."""
     import torch
 
+    from tasks.parts.networks.blocks import image_channels
+
     try:
         with torch.inference_mode():
-            shape = tuple(network(torch.zeros(1, 3, height, width)).shape)
+            shape = tuple(network(torch.zeros(1, image_channels(network), height, width)).shape)
     except RuntimeError as error:
         raise ArtifactError(f"The pruned network does not run at {height}x{width}: {error}") from error
     if shape != (1, num_classes, height, width):
@@ -134,8 +137,9 @@ def _shares_by_root(groups: list[ChannelGroup], layer_ratios: Mapping[str, float
             raise ConfigError(
                 f"prune.layer_ratios names {name!r}, whose channels are those of {roots}. Name these instead."
                 if owners
-                else f"prune.layer_ratios names {name!r}, whose channels are those of the classifier or of linear "
-                "and attention layers, which are always kept whole. Remove it from prune.layer_ratios."
+                else f"prune.layer_ratios names {name!r}, whose channels are those of the classifier, of grouped "
+                "convolutions or of linear and attention layers, which are always kept whole. Remove it from "
+                "prune.layer_ratios."
             )
         if shares.setdefault(owners[0].root, ratio) != ratio:
             raise ConfigError(
@@ -204,8 +208,8 @@ def _describe_kept(groups: list[ChannelGroup], convs: Mapping[str, ConvSize]) ->
         return ""
     share = total_macs(kept) / total_macs(convs)
     return (
-        f" {len(kept)} layers with {share:.0%} of the MACs are kept whole: linear and attention layers, and the "
-        f"layers coupled to them. {ALTERNATIVES}"
+        f" {len(kept)} layers with {share:.0%} of the MACs are kept whole: grouped convolutions, linear and "
+        f"attention layers, and the layers coupled to them. {ALTERNATIVES}"
     )
 
 

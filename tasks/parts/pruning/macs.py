@@ -16,6 +16,7 @@ class ConvSize:
     """Channels of one convolution or linear layer, and the cost of one connection between channels."""
 
     in_channels: int
+    """Of one group, if there are several and they are not the channels themselves."""
     out_channels: int
     macs_per_connection: int
     """Multiply-accumulates: output positions (tokens, for a linear layer) times kernel positions."""
@@ -37,6 +38,8 @@ def measure_convs(network: "nn.Module", size: tuple[int, int]) -> dict[str, Conv
     import torch
     from torch import nn
 
+    from tasks.parts.networks.blocks import image_channels
+
     sizes: dict[str, ConvSize] = {}
 
     def record(name: str) -> Callable[["nn.Module", Any, "Tensor"], None]:
@@ -47,7 +50,9 @@ def measure_convs(network: "nn.Module", size: tuple[int, int]) -> dict[str, Conv
                 return
             assert isinstance(conv, nn.Conv2d)
             positions = output.shape[2] * output.shape[3] * math.prod(conv.kernel_size)
-            sizes[name] = ConvSize(conv.in_channels, conv.out_channels, positions, conv.groups > 1)
+            is_depthwise = conv.groups == conv.in_channels > 1
+            in_channels = conv.in_channels if is_depthwise else conv.in_channels // conv.groups
+            sizes[name] = ConvSize(in_channels, conv.out_channels, positions, is_depthwise)
 
         return hook
 
@@ -58,7 +63,7 @@ def measure_convs(network: "nn.Module", size: tuple[int, int]) -> dict[str, Conv
     ]
     try:
         with torch.inference_mode():
-            network(torch.zeros(1, 3, *size))
+            network(torch.zeros(1, image_channels(network), *size))
     except RuntimeError as error:
         raise ArtifactError(f"The network does not run at {size[0]}x{size[1]}: {error}") from error
     finally:

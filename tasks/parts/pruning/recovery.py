@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tasks.parts.data.dataset import normalise, open_split, read_manifest
+from tasks.parts.data.lazy_array import part_of
+from tasks.parts.data.subsets import choose_rows
 from tasks.parts.networks.model_card import ModelCard
 from tasks.parts.networks.zeros import keep_zeros
 from tasks.parts.training.config import TrainerConfig
@@ -24,12 +26,11 @@ from tasks.parts.training.predict import measure_miou
 def read_batches(
     data: Path, split: str, *, batch_size: int, num_images: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield images_NCHW (normalised) and masks_NHW of the first `num_images` of a split; None takes all."""
-    manifest = read_manifest(data)
-    images_NHWC, masks_NHW = open_split(data, split)
-    end = len(images_NHWC) if num_images is None else min(num_images, len(images_NHWC))
-    for start in range(0, end, batch_size):
-        part = slice(start, min(start + batch_size, end))
+    """Yield images_NCHW (normalised) and masks_NHW of `num_images` of a split that `choose_rows` chooses."""
+    manifest, rows = read_manifest(data), choose_rows(data, split, num_images)
+    images_NHWC, masks_NHW = (part_of(array, rows) for array in open_split(data, split))
+    for start in range(0, len(images_NHWC), batch_size):
+        part = slice(start, start + batch_size)
         images_NCHW = normalise(images_NHWC[part], manifest.mean, manifest.std)
         yield torch.from_numpy(images_NCHW), torch.from_numpy(np.asarray(masks_NHW[part], dtype=np.int64))
 
@@ -37,7 +38,7 @@ def read_batches(
 def batch_losses(
     network: nn.Module, data: Path, *, class_balance: float, num_images: int, batch_size: int
 ) -> Iterator[Tensor]:
-    """Yield the label loss on the first images of the training split, one batch at a time, in eval mode."""
+    """Yield the label loss on images of the training split, one batch at a time, in eval mode."""
     network.eval()
     objective = label_objective(data, class_balance)
     for images_NCHW, masks_NHW in read_batches(data, "train", batch_size=batch_size, num_images=num_images):

@@ -15,8 +15,8 @@ from onnx import ModelProto
 
 from tasks.parts.cpu import int8_sums_saturate
 from tasks.parts.data.comparison import ImageResults
-from tasks.parts.data.dataset import open_images
 from tasks.parts.data.judge import Judge, answers_of, open_judge
+from tasks.parts.data.subsets import open_chosen_images
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.int8_weights import weights_to_7_bits
@@ -94,13 +94,13 @@ def open_evaluator(
     batch_size: int,
     activations: Sequence[Activations] = (Activations.uint8,),
 ) -> GraphEvaluator:
-    """Run the float graph on the first `num_images` of the validation split; 0 takes all.
+    """Run the float graph on `num_images` of the validation split (subsets.py chooses them); 0 takes all.
 
     Quantized graphs are evaluated with each type of activations.
 
     Raises ArtifactError when the graph has other classes than the data.
     """
-    images_NHWC = open_images(data, "val")[: num_images or None]
+    images_NHWC = open_chosen_images(data, "val", num_images or None)
     judge = open_judge(data, "val", read_card_of_graph(graph), num_images=num_images or None)
     answers, results = _answer(graph, images_NHWC, judge, batch_size)
     return GraphEvaluator(images_NHWC, judge, answers, results, batch_size, tuple(activations))

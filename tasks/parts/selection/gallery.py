@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from tasks.core.reports import read_report
 from tasks.parts.data.accuracy import AccuracyReport
 from tasks.parts.data.answers import ANSWERS_FILE, read_answers, shrink
-from tasks.parts.data.dataset import IGNORE_INDEX, open_images, open_labels
+from tasks.parts.data.class_table import IGNORE_INDEX
+from tasks.parts.data.dataset import open_images, open_labels
 from tasks.parts.data.input_card import Task
 from tasks.parts.data.metrics import NO_LABEL
 from tasks.parts.selection.engine_row import EngineRow

@@ -14,18 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import DataError
-from tasks.parts.sources.class_list import CLASSES_FILE, read_class_list
-from tasks.parts.sources.config import FolderConfig
-from tasks.parts.sources.image_files import (
+from tasks.parts.data.image_files import (
     FILES_PER_BATCH,
     IMAGE_SUFFIXES,
     UnreadableImage,
-    fit,
-    list_files,
+    fit_image,
     pillow_without_own_cap,
     read_image,
     thread_pool,
 )
+from tasks.parts.sources.class_list import CLASSES_FILE, read_class_list
+from tasks.parts.sources.config import FolderConfig
+from tasks.parts.sources.faults import without_traceback
+from tasks.parts.sources.file_names import list_files
+from tasks.parts.sources.listed_files import HashedFile, Size
 from tasks.parts.sources.splits import (
     digest_of_pixels,
     find_duplicates,
@@ -34,12 +36,17 @@ from tasks.parts.sources.splits import (
     read_groups,
     read_split_files,
     refuse_empty,
+    refuse_empty_lists,
+    refuse_few_groups,
     share_out,
 )
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from tasks.parts.data.dataset_writer import SplitBatches
+    from tasks.parts.data.source_files import SourceRow
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +85,17 @@ def scan_images(root: Path, config: FolderConfig, *, seed: int, is_labelled: boo
     Raises DataError for a class folder that classes.yaml does not name, an unreadable image, an empty split.
     """
     classes = read_class_list(root, max_classes=MAX_CLASSES).names if is_labelled else ()
-    paths = list_files(root / "images", IMAGE_SUFFIXES)
+    paths = list_files(root / "images", IMAGE_SUFFIXES, root=root)
     files = {
         name: ImageFile(path, _label(root, name, classes) if classes else None)
         for name, path in paths.items()
     }
     lists, groups = read_split_files(root, set(files)), read_groups(root, set(files))
+    refuse_empty_lists(root, files, lists)
+    refuse_few_groups(root, files, lists, groups)
     digests, bad = _read_all(files, config)
-    names, warnings = share_out(list(digests), lists, groups, config, seed)
+    labels = {name: (file.label,) for name, file in files.items() if file.label is not None}
+    names, warnings = share_out(list(digests), lists, groups, config, seed, labels)
     refuse_empty(root, names, lists)
     images = {name: (files[name].path, digest) for name, digest in digests.items()}
     num_duplicates, duplicate_warnings = find_duplicates(names, images)
@@ -97,22 +107,50 @@ def scan_images(root: Path, config: FolderConfig, *, seed: int, is_labelled: boo
     return ImageFolder(classes, splits, numbers, len(bad), num_duplicates, tuple(warnings))
 
 
-def read_image_batches(
-    files: Sequence[ImageFile], config: FolderConfig, *, height: int, width: int
+def split_images(
+    content: ImageFolder, split: str, config: FolderConfig, size: Size, *, root: Path | None
+) -> SplitBatches:
+    """Return a split that is copied, or, with a root, one whose files are listed; labels are copied."""
+    from tasks.parts.data.dataset_writer import SplitBatches
+
+    files = content.splits[split]
+    rows: list[SourceRow] | None = None if root is None else []
+    return SplitBatches(
+        len(files), _read_batches(files, config, size, root, rows), content.groups[split], rows
+    )
+
+
+def _read_batches(
+    files: Sequence[ImageFile],
+    config: FolderConfig,
+    size: Size,
+    root: Path | None,
+    rows: list[SourceRow] | None,
 ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint16] | None]]:
-    """Decode images again and yield images_NHWC at their final size, with labels_N if they have labels."""
+    """Decode images again and yield images_NHWC at their final size, with labels_N if they have labels.
+
+    The files of each image are added to the rows, if there are any to fill.
+    """
     import numpy as np
 
-    def read(file: ImageFile) -> NDArray[np.uint8]:
-        image_HWC = read_image(file.path, max_pixels=config.max_pixels, channels=config.channels)
-        mask_HW = np.zeros(image_HWC.shape[:2], np.uint8)
-        return fit(image_HWC, mask_HW, height=height, width=width, mode=config.resize_mode, fill=0)[0]
+    from tasks.parts.data.source_files import SourceRow
+
+    def read(file: ImageFile) -> tuple[NDArray[np.uint8], list[SourceRow]]:
+        source = file.path if root is None else HashedFile(file.path)
+        image_HWC = read_image(source, config)
+        fitted = fit_image(image_HWC, height=size.height, width=size.width, mode=config.resize_mode)
+        if root is None or not isinstance(source, HashedFile):
+            return fitted, []
+        return fitted, [SourceRow(source.listed(root), None, None)]
 
     with pillow_without_own_cap(), thread_pool() as pool:
         for start in range(0, len(files), FILES_PER_BATCH):
             batch = files[start : start + FILES_PER_BATCH]
             labels = [file.label for file in batch if file.label is not None]
-            yield np.stack(list(pool.map(read, batch))), np.array(labels, np.uint16) if labels else None
+            images, listed = zip(*pool.map(read, batch), strict=True)
+            if rows is not None:
+                rows += [row for of_image in listed for row in of_image]
+            yield np.stack(images), np.array(labels, np.uint16) if labels else None
 
 
 def _label(root: Path, name: str, classes: tuple[str, ...]) -> int:
@@ -136,11 +174,9 @@ def _read_all(
 
     def read(file: ImageFile) -> str | DataError:
         try:
-            return digest_of_pixels(
-                read_image(file.path, max_pixels=config.max_pixels, channels=config.channels)
-            )
+            return digest_of_pixels(read_image(file.path, config))
         except UnreadableImage as error:
-            return error
+            return without_traceback(error)
 
     with pillow_without_own_cap(), thread_pool() as pool:
         results = dict(zip(files, pool.map(read, files.values()), strict=True))

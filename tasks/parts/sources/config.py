@@ -8,15 +8,37 @@ from typing import Annotated
 
 from tasks.core.bounds import AtLeast, AtMost, Between, LessThan, MoreThan
 from tasks.core.errors import ConfigError
+from tasks.parts.data.image_files import ResizeMode
 
 
-class ResizeMode(StrEnum):
-    """How an image is brought to the size of the data set."""
+class MissingMasks(StrEnum):
+    """What happens to an image without a mask."""
 
-    resize = "resize"
-    """Stretched: images bilinear (smoothed when they shrink), masks nearest neighbour."""
-    crop = "crop"
-    """Cropped at the centre without scaling; padding is black and ignored."""
+    error = "error"
+    """It stops the run."""
+    skip = "skip"
+    """It is left out, with a warning."""
+    background = "background"
+    """All its pixels are of the class `background`."""
+
+
+class Annotations(StrEnum):
+    """Which annotations of COCO are read."""
+
+    panoptic = "panoptic"
+    """PNG masks of segments, of things and of stuff."""
+    instances = "instances"
+    """Objects as polygons and run lengths; the rest is background."""
+
+
+@dataclass(frozen=True)
+class ColumnsConfig:
+    """Which columns of a table are read."""
+
+    image: str | None
+    """Column of the images; None: the only one of the usual names."""
+    mask: str | None
+    """Column of the masks; None: the only one of the usual names."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +46,10 @@ class FolderConfig:
     """How a user's folder becomes a data set."""
 
     channels: Annotated[int, Between(1, 16)]
-    """Channels of an image. 1: grey. 3: RGB. Any number: .npy files, uint8 [H, W, channels]."""
+    """Channels of an image. 1: grey. 3: RGB. Any number: TIFF files, or .npy files [H, W, channels]."""
     resize_mode: ResizeMode
-    """resize: stretched to height x width. crop: cropped at the centre, padded with black, ignored pixels."""
+    """resize: stretched to height x width. crop: cropped at the centre, padded with black, ignored pixels. windows:
+    cut into windows of height x width."""
     val_share: Annotated[float, MoreThan(0), LessThan(1)]
     """Share of the images for val; unused if the folder has train.txt, val.txt, test.txt."""
     test_share: Annotated[float, MoreThan(0), LessThan(1)]
@@ -37,8 +60,30 @@ class FolderConfig:
     """Larger images and masks are refused before they are decoded (memory)."""
     max_bad_images: Annotated[int, AtLeast(0)]
     """Number of unreadable files that are skipped with a warning; one more stops the run."""
+    missing_masks: MissingMasks = MissingMasks.error
+    """What happens to an image without a mask."""
+    value_range: list[float] | None = None
+    """Lowest and highest value of images of more than 8 bits, which become 0 and 255; None: 16 bits, high byte."""
+    window_overlap: Annotated[int, AtLeast(0)] | None = None
+    """Pixels that neighbouring windows share, for resize_mode windows; half of it is the context that the network
+    sees beyond what counts, so twice the reach of the network is best."""
+
+    annotations: Annotations | None = None
+    """Which annotations are read, for source coco only."""
+    columns: ColumnsConfig | None = None
+    """Which columns are read, for source hf_dataset only."""
 
     def __post_init__(self) -> None:
+        if self.value_range is not None and not _is_range(self.value_range):
+            raise ConfigError(
+                f"value_range is {self.value_range}, expected two numbers, the lowest and the highest value, such as "
+                "[0, 4095]."
+            )
+        if self.resize_mode is ResizeMode.windows and self.window_overlap is None:
+            raise ConfigError(
+                "window_overlap is null, and resize_mode is windows: set the pixels that neighbouring windows share, "
+                "such as 64."
+            )
         if self.val_share + self.test_share >= 1:
             raise ConfigError(
                 f"test_share is {self.test_share} and val_share {self.val_share}, expected a sum below 1: the rest "
@@ -49,6 +94,10 @@ class FolderConfig:
     def max_pixels(self) -> int:
         """Largest number of pixels that an image may have."""
         return round(self.max_megapixels * 1e6)
+
+
+def _is_range(values: list[float]) -> bool:
+    return len(values) == 2 and values[0] < values[1]
 
 
 @dataclass(frozen=True)

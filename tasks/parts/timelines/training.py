@@ -16,13 +16,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
-from lightning.pytorch.profilers import Profiler
 
 from tasks.parts.data.dataset import read_manifest
 from tasks.parts.timelines.trace import Slice, Trace, Track
 from tasks.parts.training.config import Strategy, TrainerConfig
+from tasks.parts.training.lightning_imports import Profiler, lightning
 
 
 class Phase(StrEnum):

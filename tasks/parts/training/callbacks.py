@@ -12,9 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import lightning
-from lightning.pytorch.callbacks import Callback
-
+from tasks.parts.training.lightning_imports import Callback, lightning
 from tasks.parts.training.module import SegmentationModule
 
 logger = logging.getLogger(__name__)

@@ -58,6 +58,15 @@ class Strategy(StrEnum):
     ddp = "ddp"
 
 
+class Augmentation(StrEnum):
+    """Preset of random changes of the training images; augmentation.py beside this file lists the steps of each."""
+
+    none = "none"
+    street = "street"
+    medical = "medical"
+    satellite = "satellite"
+
+
 @dataclass(frozen=True)
 class TrainerConfig:
     """Schedule, optimizer, augmentation and devices of one training."""
@@ -83,7 +92,14 @@ class TrainerConfig:
     horizontal_flip: Annotated[float, Between(0, 1)]
     """Probability of mirroring an image; use 0 if left and right differ in meaning, as in digits."""
     brightness: Annotated[float, AtLeast(0), LessThan(1)]
-    """Largest deviation from 1 of the random factor that scales an image."""
+    """Largest deviation from 1 of the random factor that scales the values of an image."""
+    augmentation: Augmentation
+    """Steps for a domain, in place of horizontal_flip and brightness; none: only those two."""
+    min_scale: Annotated[float, Between(0.1, 10)] | None
+    """Smallest random scale of an image before the size of the network is cut from it, or padded with ignored pixels;
+    null: as in the preset of augmentation."""
+    max_scale: Annotated[float, Between(0.1, 10)] | None
+    """Largest random scale; null: as in the preset of augmentation."""
     precision: Precision
     """Number format of the training; bf16_mixed and fp16_mixed train with automatic mixed precision."""
     gradient_checkpointing: bool
@@ -104,6 +120,21 @@ class TrainerConfig:
             raise ConfigError(
                 f"strategy is auto with {self.num_devices} devices on {self.num_nodes} nodes, expected ddp."
             )
+        if (self.min_scale is None) != (self.max_scale is None):
+            missing = "min_scale" if self.min_scale is None else "max_scale"
+            raise ConfigError(
+                f"{missing} is null, and the other limit of the scale is not: set both or none."
+            )
+        if self.min_scale is not None and self.max_scale is not None and self.min_scale > self.max_scale:
+            raise ConfigError(
+                f"min_scale is {self.min_scale}, expected at most max_scale, which is {self.max_scale}."
+            )
+
+    @property
+    def extra_packages(self) -> tuple[str, ...]:
+        """Packages that shape the result of this training, and not of every training."""
+        is_augmented = self.augmentation is not Augmentation.none or self.min_scale is not None
+        return ("kornia",) if is_augmented else ()
 
 
 @dataclass(frozen=True)

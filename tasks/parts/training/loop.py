@@ -10,18 +10,23 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import lightning
 import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.callbacks.progress.tqdm_progress import TQDMProgressBar
 from torch import nn
 from torch.distributed import DistError
 
 from tasks.core.errors import ProcessDied, first_line
 from tasks.parts.data.dataset import read_manifest
+from tasks.parts.networks.foreign import memory_format
+from tasks.parts.training.augmentation import Augmenter, draw_augmented_sheet
 from tasks.parts.training.callbacks import History, WorkerMemory
 from tasks.parts.training.config import Precision, Strategy, TrainerConfig, TrainingReport
+from tasks.parts.training.lightning_imports import (
+    EarlyStopping,
+    LightningEnvironment,
+    ModelCheckpoint,
+    TQDMProgressBar,
+    lightning,
+)
 from tasks.parts.training.module import SegmentationModule, enable_gradient_checkpointing
 from tasks.parts.training.ranks import is_rank, run_ranks
 
@@ -40,9 +45,10 @@ def train_network(
     """Train a network in place and leave the weights of its best epoch in it.
 
     An interrupted run resumes from the checkpoint in ``out/resume``, with the same result as an uninterrupted one.
-    Writes ``out/history.csv`` (epoch, loss, val_miou, learning_rate).
+    Writes ``out/history.csv`` (epoch, loss, val_miou, learning_rate), and ``out/augmentation.png`` if a preset is on.
 
-    Raises TrainingDiverged when the loss is not finite, ProcessDied when a data worker or a rank was killed.
+    Raises TrainingDiverged when the loss is not finite, ProcessDied when a data worker or a rank was killed,
+    ConfigError when the augmentation does not fit the channels of the images.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its tips would bury the epochs
     warnings.filterwarnings("ignore", message=r".*LeafSpec.*|.*does not have many workers.*")
@@ -52,6 +58,10 @@ def train_network(
     best = ModelCheckpoint(
         out / "resume", "best", monitor="val_miou", mode="max", enable_version_counter=False
     )
+    manifest = read_manifest(data)
+    augmenter = Augmenter.for_training(config, manifest)
+    if augmenter and not is_rank():
+        draw_augmented_sheet(out / "augmentation.png", augmenter, data, manifest)
     if config.num_devices > 1 and "LOCAL_RANK" not in os.environ:
         cluster = LightningEnvironment()
         run_ranks(config.num_devices, main_address=cluster.main_address, main_port=cluster.main_port)
@@ -94,7 +104,7 @@ def _fit(
     last = ModelCheckpoint(out / "resume", "last", enable_version_counter=False)
     network.train()  # a loaded checkpoint is in eval mode, and Lightning leaves modes as they are
     module = SegmentationModule(network, objective, data, read_manifest(data), config)
-    module.to(memory_format=torch.channels_last)
+    module.to(memory_format=memory_format(network))
     workers = WorkerMemory()
     trainer = lightning.Trainer(
         max_epochs=config.max_epochs,

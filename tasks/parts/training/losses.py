@@ -6,7 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tasks.parts.data.dataset import IGNORE_INDEX
+from tasks.parts.data.class_table import IGNORE_INDEX
+
+AUXILIARY_WEIGHT = 0.4
+"""Of auxiliary logits: Zhao et al., "Pyramid Scene Parsing Network", 2017, arXiv:1612.01105, section 3.3."""
 
 
 def class_weights(pixel_share: Sequence[float], power: float) -> Tensor:
@@ -27,6 +30,12 @@ def segmentation_loss(logits_NCHW: Tensor, masks_NHW: Tensor, weights_C: Tensor 
         logits_NCHW, masks_NHW, weight=weights_C, ignore_index=IGNORE_INDEX, reduction="sum"
     )
     return total / (masks_NHW != IGNORE_INDEX).sum().clamp(min=1)
+
+
+def label_loss(logits: Sequence[Tensor], masks_NHW: Tensor, weights_C: Tensor | None = None) -> Tensor:
+    """Return the loss of the first logits_NCHW, plus AUXILIARY_WEIGHT times that of each auxiliary one."""
+    main, *auxiliary = (segmentation_loss(logits_NCHW, masks_NHW, weights_C) for logits_NCHW in logits)
+    return main + AUXILIARY_WEIGHT * torch.stack(auxiliary).sum() if auxiliary else main
 
 
 def soft_target_loss(student_NCHW: Tensor, teacher_NCHW: Tensor, temperature: float) -> Tensor:

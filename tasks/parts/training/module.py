@@ -7,20 +7,22 @@ import math
 from pathlib import Path
 from typing import Any, Protocol
 
-import lightning
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from tasks.core.errors import ConfigError, TrainingDiverged
-from tasks.parts.data.dataset import Manifest, normalise, open_split
+from tasks.parts.data.dataset import Manifest
 from tasks.parts.data.metrics import scores
-from tasks.parts.training.config import TrainerConfig
+from tasks.parts.networks.foreign import ForeignNetwork, logits_of, memory_format
+from tasks.parts.training.augmentation import Augmenter
+from tasks.parts.training.config import Augmentation, TrainerConfig
 from tasks.parts.training.data_workers import DataWorkers, prepare_worker
-from tasks.parts.training.losses import segmentation_loss
+from tasks.parts.training.lightning_imports import lightning
+from tasks.parts.training.losses import label_loss
+from tasks.parts.training.split_dataset import SplitDataset, as_is
 
 _WARM_UP_SHARE = 0.15
 
@@ -43,8 +45,8 @@ class CrossEntropy(nn.Module):
         self.register_buffer("weights_C", weights_C, persistent=False)
 
     def forward(self, network: nn.Module, images_NCHW: Tensor, masks_NHW: Tensor) -> Tensor:
-        """Return the mean cross-entropy of one batch."""
-        return segmentation_loss(network(images_NCHW), masks_NHW, self.weights_C)
+        """Return the mean cross-entropy of one batch, with that of auxiliary logits."""
+        return label_loss(logits_of(network, images_NCHW), masks_NHW, self.weights_C)
 
 
 class SegmentationModule(lightning.LightningModule):
@@ -62,6 +64,7 @@ class SegmentationModule(lightning.LightningModule):
         self._manifest = manifest
         self._config = config
         self._num_classes = len(manifest.classes)
+        self._augmenter = Augmenter.for_training(config, manifest)
         self.register_buffer(
             "_confusion",
             torch.zeros(self._num_classes, self._num_classes, dtype=torch.int64),
@@ -84,10 +87,10 @@ class SegmentationModule(lightning.LightningModule):
         self._random = torch.Generator(self.device).manual_seed(seed)
         self._losses = []
 
-    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
-        """Return the loss of one batch of images_NCHW and masks_NHW."""
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> Tensor:
+        """Return the loss of one batch of images_NCHW, masks_NHW and indices_N."""
         images_NCHW, masks_NHW = self._augment(*batch)
-        images_NCHW = images_NCHW.contiguous(memory_format=torch.channels_last)
+        images_NCHW = images_NCHW.contiguous(memory_format=memory_format(self.network))
         loss: Tensor = self.objective(self.network, images_NCHW, masks_NHW)
         if self._config.batchnorm_l1:
             loss = loss + self._config.batchnorm_l1 * batchnorm_l1_norm(self.network)
@@ -105,10 +108,10 @@ class SegmentationModule(lightning.LightningModule):
         """Reset the counts of the previous epoch."""
         self._confusion.zero_()
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> None:
         """Count predictions against labels."""
-        images_NCHW, masks_NHW = batch
-        logits_NCHW = self.network(images_NCHW.contiguous(memory_format=torch.channels_last))
+        images_NCHW, masks_NHW, _indices_N = batch
+        logits_NCHW = self.network(images_NCHW.contiguous(memory_format=memory_format(self.network)))
         prediction_NHW = logits_NCHW.argmax(dim=1)
         is_labelled_NHW = masks_NHW < self._num_classes
         pairs = masks_NHW[is_labelled_NHW] * self._num_classes + prediction_NHW[is_labelled_NHW]
@@ -166,11 +169,17 @@ class SegmentationModule(lightning.LightningModule):
             multiprocessing_context=DataWorkers() if config.num_workers else None,
             persistent_workers=config.num_workers > 0,
             worker_init_fn=prepare_worker,
-            collate_fn=_as_is,
+            collate_fn=as_is,
             generator=torch.Generator(),  # otherwise each epoch draws a seed from the global one
         )
 
-    def _augment(self, images_NCHW: Tensor, masks_NHW: Tensor) -> tuple[Tensor, Tensor]:
+    def _augment(self, images_NCHW: Tensor, masks_NHW: Tensor, indices_N: Tensor) -> tuple[Tensor, Tensor]:
+        if self._augmenter:
+            images_NCHW, masks_NHW = self._augmenter(
+                images_NCHW, masks_NHW, indices_N, epoch=self.current_epoch
+            )
+        if self._config.augmentation is not Augmentation.none:
+            return images_NCHW, masks_NHW
         num_images = len(images_NCHW)
         if self._config.horizontal_flip:
             is_mirrored_N = self._draw(num_images) < self._config.horizontal_flip
@@ -179,7 +188,7 @@ class SegmentationModule(lightning.LightningModule):
         if self._config.brightness:
             spread = self._draw(num_images, 1, 1, 1) * 2 - 1
             mean, std = (
-                torch.tensor(value, device=images_NCHW.device).view(1, 3, 1, 1)
+                torch.tensor(value, device=images_NCHW.device).view(1, -1, 1, 1)
                 for value in (self._manifest.mean, self._manifest.std)
             )
             gain = 1 + spread * self._config.brightness
@@ -191,27 +200,6 @@ class SegmentationModule(lightning.LightningModule):
 
     def _learning_rate(self) -> float:
         return float(self.trainer.optimizers[0].param_groups[0]["lr"])
-
-
-class SplitDataset(Dataset[Any]):
-    """One split of the canonical layout, loaded one batch at a time."""
-
-    def __init__(self, data: Path, split: str, manifest: Manifest) -> None:
-        self._images_NHWC, self._masks_NHW = open_split(data, split)
-        self._data, self._split, self._manifest = data, split, manifest
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Let a data worker map the files itself, instead of sending it their content."""
-        return SplitDataset, (self._data, self._split, self._manifest)
-
-    def __len__(self) -> int:
-        return len(self._images_NHWC)
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Return images_NCHW (float32, normalised) and masks_NHW (int64)."""
-        images_NCHW = normalise(self._images_NHWC[indices], self._manifest.mean, self._manifest.std)
-        masks_NHW = np.asarray(self._masks_NHW[indices], dtype=np.int64)
-        return torch.from_numpy(images_NCHW), torch.from_numpy(masks_NHW)
 
 
 def batchnorm_l1_norm(network: nn.Module) -> Tensor:
@@ -234,7 +222,7 @@ def enable_gradient_checkpointing(network: nn.Module) -> None:
 
     BatchNorm sees each batch twice, so its running statistics move a little faster.
     """
-    for child in network.children():
+    for child in (network.network if isinstance(network, ForeignNetwork) else network).children():
         if any(True for _ in child.parameters()):
             _checkpoint_forward(child)
 
@@ -242,13 +230,9 @@ def enable_gradient_checkpointing(network: nn.Module) -> None:
 def _checkpoint_forward(module: nn.Module) -> None:
     plain_forward = module.forward
 
-    def forward(*inputs: Any) -> Any:
+    def forward(*inputs: Any, **named: Any) -> Any:
         if torch.is_grad_enabled() and module.training:
-            return checkpoint(plain_forward, *inputs, use_reentrant=False)
-        return plain_forward(*inputs)
+            return checkpoint(plain_forward, *inputs, use_reentrant=False, **named)
+        return plain_forward(*inputs, **named)
 
     module.forward = forward
-
-
-def _as_is(batch: Any) -> Any:
-    return batch

@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import Matches
-from tasks.core.errors import ArtifactError, ConfigError, first_line
-from tasks.parts.networks.config import NetworkName
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.networks.config import FOREIGN_PREFIX, NetworkName
 from tasks.parts.training.config import PretrainedReport
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LISTED = 4
-_WRAPPERS = ("_orig_mod.", "module.", "network.", "model.")
-_CONTAINERS = ("state_dict", "model", "model_state_dict")
 _FILE_OF_FOLDER = "model.safetensors"
 _SEGFORMER_DECODER = "decode_head."
 _SEGFORMER_NAMES = (
@@ -96,8 +94,8 @@ def load_pretrained(
     import torch
 
     path = _find_file(Path(config.file))
-    tensors = _rename(_read(path, config), name)
     own = network.state_dict()
+    tensors = _rename(_read(path, config), name, own)
     classifier = f"{network.classifier_layer}."
     shared = {key: tensor for key, tensor in tensors.items() if key in own}
     other = {key for key, tensor in shared.items() if tensor.shape != own[key].shape}
@@ -145,30 +143,33 @@ def _refuse_other_depth(
 ) -> None:
     """Raise ArtifactError when a part of the network has layers in the file that the network does not have."""
     modules = {key for key, _ in network.named_modules() if key}
+    level = FOREIGN_PREFIX.count(".") if name.is_foreign else 0
+
+    def part_of(key: str) -> str:
+        return ".".join(key.split(".")[: level + 1])
+
     unknown = []
     for key in tensors:
-        layer, part = key.rpartition(".")[0], key.partition(".")[0]
         is_classifier = key.startswith(f"{network.classifier_layer}.")
-        if part in modules and layer not in modules and not is_classifier:
+        if part_of(key) in modules and key.rpartition(".")[0] not in modules and not is_classifier:
             unknown.append(key)
     if unknown:
-        own = network.state_dict()
-        parts = {key.partition(".")[0] for key in unknown}
+        parts = {part_of(key) for key in unknown}
         in_file, in_network = (
-            sum(key.partition(".")[0] in parts for key in names) for names in (tensors, own)
+            sum(part_of(key) in parts for key in names) for names in (tensors, network.state_dict())
         )
+        size = "network.arguments" if name.is_foreign else "network.depth"
         raise ArtifactError(
             f"{path} (pretrained.file) does not fit {name}: in {', '.join(sorted(parts))} it has {in_file} tensors, "
             f"the network {in_network}; {len(unknown)} belong to layers that the network does not have: "
-            f"{', '.join(unknown[:_LISTED])}. Set network.depth to that of the file. If no depth gives these layers, "
+            f"{', '.join(unknown[:_LISTED])}. Set {size} to that of the file. If no value gives these layers, "
             "write a file without these tensors (safetensors.torch.save_file) to load the rest."
         )
 
 
 def _read(path: Path, config: PretrainedConfig) -> "dict[str, Tensor]":
     """Check the digest of the file and return its tensors."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
+    from tasks.parts.networks.weights_file import read_tensors
 
     try:
         content = path.read_bytes()
@@ -183,53 +184,21 @@ def _read(path: Path, config: PretrainedConfig) -> "dict[str, Tensor]":
             f"{path} (pretrained.file) has sha256 {sha256}, pretrained.sha256 is {config.sha256}. If this is the "
             f"right file, set pretrained.sha256={sha256}; otherwise download it again."
         )
-    if content.startswith((b"PK\x03\x04", b"\x80")):
-        return _read_pickle(path)
-    try:
-        return load(content)
-    except SafetensorError as error:
-        raise ArtifactError(
-            f"{path} (pretrained.file) is damaged or of another kind ({error}); expected .safetensors, or a .pt "
-            "file of tensors. Download it again."
-        ) from error
+    return read_tensors(path, content, "pretrained.file")
 
 
-def _read_pickle(path: Path) -> "dict[str, Tensor]":
-    import pickle
-
-    import torch
-
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        needs_code = "global" in str(error).lower() or "TorchScript" in str(error)
-        what = "needs code to be run" if needs_code else "is damaged or not a file of torch"
-        raise ArtifactError(
-            f"{path} (pretrained.file) {what} ({first_line(error)}); expected tensors only. "
-            "Save model.state_dict() with safetensors or torch.save in the program that created it."
-        ) from error
-    for key in _CONTAINERS:
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    tensors: dict[str, Any] = content if isinstance(content, dict) else {}
-    tensors = {str(key): value for key, value in tensors.items() if isinstance(value, torch.Tensor)}
-    if not tensors:
-        raise ArtifactError(
-            f"{path} (pretrained.file) holds no tensors by name, expected a state dict. Save model.state_dict()."
-        )
-    return tensors
-
-
-def _rename(tensors: "dict[str, Tensor]", name: NetworkName) -> "dict[str, Tensor]":
+def _rename(
+    tensors: "dict[str, Tensor]", name: NetworkName, own: "Mapping[str, Tensor]"
+) -> "dict[str, Tensor]":
     """Strip the prefixes of wrappers and translate the names of published files."""
-    for prefix in _WRAPPERS:
-        if all(key.startswith(prefix) for key in tensors):
-            tensors = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+    from tasks.parts.networks.weights_file import without_wrappers
+
+    known = {key.removeprefix(FOREIGN_PREFIX) for key in own} if name.is_foreign else set()
     renamed = {}
-    for key, tensor in tensors.items():
+    for key, tensor in without_wrappers(tensors, known).items():
         for pattern, replacement in _FOREIGN_NAMES.get(name, ()):
             key = re.sub(pattern, replacement, key)
-        renamed[key] = tensor
+        renamed[f"{FOREIGN_PREFIX}{key}" if name.is_foreign else key] = tensor
     return renamed
 
 
@@ -248,11 +217,12 @@ def _misfit(
         text = f"{path} (pretrained.file) does not fit {name}: {len(wrong)} tensors have another shape: {listed}. "
         if name is NetworkName.segformer and all(key.startswith(_SEGFORMER_DECODER) for key in wrong):
             return (
-                f"{text}The encoder fits; the decoder's width follows from network.width and cannot be set "
-                f"separately. Write a file without the tensors {_SEGFORMER_DECODER}* (safetensors.torch.save_file): "
-                "the decoder then starts from random weights."
+                f"{text}The encoder fits; the decoder's width follows from network.arguments.size and network.width. "
+                f"Choose the size of the file, or write a file without the tensors {_SEGFORMER_DECODER}* "
+                "(safetensors.torch.save_file): the decoder then starts from random weights."
             )
-        return f"{text}Set network.width and network.depth to those of the file."
+        size = "network.arguments" if name.is_foreign else "network.width and network.depth"
+        return f"{text}Set {size} to those of the file."
     return (
         f"{path} (pretrained.file) does not fit {name}: none of its {len(tensors)} tensors has a name of the "
         f"network. Found {', '.join(list(tensors)[:_LISTED])}; expected {', '.join(list(own)[:_LISTED])}. Set "

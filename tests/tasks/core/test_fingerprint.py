@@ -14,6 +14,7 @@ from tasks.core.digest_index import FileVersion, enter_md5
 from tasks.core.errors import ArtifactError
 from tasks.core.execute import prepare_call
 from tasks.core.fingerprint import code_digests, digest, stage_key
+from tests.conftest import REPOSITORY
 
 
 @pytest.fixture
@@ -104,6 +105,16 @@ def test_code_of_a_stage_covers_imports_inside_functions() -> None:
     assert "tasks/parts/training" in found  # imported inside the function
     assert "tasks/parts/networks" in found  # imported by an import
     assert "tasks/distill.py" not in found
+
+
+def test_code_of_trainings_is_that_of_what_trains_and_of_no_export_or_build() -> None:
+    importers = {
+        path.stem
+        for path in (REPOSITORY / "tasks").glob("[!_]*.py")
+        if "tasks/parts/training" in code_digests(f"tasks.{path.stem}")
+    }
+    assert {"train", "distill", "finetune", "prune", "search_pruning", "quantize_aware_train"} <= importers
+    assert {"export_onnx", "build_engine"}.isdisjoint(importers)
 
 
 def test_code_of_a_stage_covers_whole_packages_and_the_packages_in_them(

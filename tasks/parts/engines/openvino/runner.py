@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tasks.core.errors import ArtifactError
 from tasks.parts.engines.machine import installed_version
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
-from tasks.parts.engines.openvino.compile import PROVIDER, cause_of, compile_options
+from tasks.parts.engines.openvino.compile import PROVIDER, cause_of, compile_options, open_core
 from tasks.parts.engines.runner import OperatorTime, RunnerDescription, check_batch, typical_time
 from tasks.parts.engines.runtimes import Runtime
 
@@ -108,11 +108,9 @@ class OpenvinoRunner:
         return None
 
     def _import(self, more_options: dict[str, Any]) -> "openvino.CompiledModel":
-        import openvino
-
         options = compile_options(self.manifest.target) | more_options
         try:
-            return openvino.Core().import_model(io.BytesIO(self._file.read_bytes()), PROVIDER, options)
+            return open_core().import_model(io.BytesIO(self._file.read_bytes()), PROVIDER, options)
         except RuntimeError as error:
             raise ArtifactError(
                 f"{self._file}: OpenVINO {installed_version(Runtime.openvino)} cannot load it ({cause_of(error)}). "

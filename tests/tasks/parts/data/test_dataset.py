@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tasks.core.errors import ArtifactError, DataError
-from tasks.parts.data.dataset import IGNORE_INDEX, Manifest, normalise, open_split, read_manifest
-from tasks.parts.data.dataset_writer import SplitBatches, batches_of, write_dataset, write_first_images
+from tasks.parts.data.class_table import IGNORE_INDEX
+from tasks.parts.data.dataset import Manifest, normalise, open_split, read_manifest
+from tasks.parts.data.dataset_writer import SplitBatches, batches_of, write_chosen_images, write_dataset
 from tasks.parts.data.input_card import Task
 
 
@@ -54,11 +55,11 @@ def test_manifest_numbers_equal_numpy(tmp_path: Path, arrays: tuple[np.ndarray, 
         assert hashlib.sha256((tmp_path / "dataset" / name).read_bytes()).hexdigest() == digest
 
 
-def test_first_images_are_a_data_set_with_the_mean_of_the_whole(
+def test_chosen_images_are_a_data_set_with_the_mean_of_the_whole(
     tmp_path: Path, arrays: tuple[np.ndarray, np.ndarray]
 ) -> None:
     whole = write(tmp_path / "dataset", arrays)
-    part = write_first_images(tmp_path / "dataset", tmp_path / "part", {"train": 2, "val": 99})
+    part = write_chosen_images(tmp_path / "dataset", tmp_path / "part", {"train": 2, "val": 99})
     assert part == read_manifest(tmp_path / "part")
     assert part.counts == {"train": 2, "val": 5}
     assert (part.mean, part.std, part.classes) == (whole.mean, whole.std, whole.classes)

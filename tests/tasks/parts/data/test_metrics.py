@@ -107,3 +107,25 @@ def test_boundaries_are_the_masks_without_their_erosion_as_in_the_reference_impl
             mask_HW = classes_HW == index
             eroded_HW = binary_erosion(mask_HW, np.ones((3, 3)), iterations=boundary_width(*shape))
             assert ((mask_HW & ~eroded_HW) == (mask_HW & found_HW)).all()
+
+
+@pytest.mark.parametrize("border", [40, 64])
+def test_there_is_no_contour_along_ignored_pixels_nor_at_an_edge_that_is_ignored(border: int) -> None:
+    """Left of a border everything is known, from it on nothing: as in a window that owns a part of an image."""
+    classes_NHW = np.zeros((1, 64, 64), np.uint8)
+    classes_NHW[0, 30:34, 10:14] = 1
+    is_ignored_NHW = np.broadcast_to(np.arange(64) >= border, classes_NHW.shape)
+    found_HW = boundaries(classes_NHW, is_ignored_NHW)[0]
+    known_HW = boundaries(classes_NHW)[0]
+    assert (found_HW[2:-2, 2 : min(border, 62)] == known_HW[2:-2, 2 : min(border, 62)]).all()
+    assert found_HW[:, :2].all(), "the outside is a contour beside known pixels"
+    assert found_HW[:, border - 1].sum() == (4 if border == 40 else 64)  # at the top and at the bottom
+
+
+def test_ignored_pixels_hide_no_contour_behind_them() -> None:
+    classes_NHW = np.zeros((1, 64, 64), np.uint8)
+    classes_NHW[..., 33:] = 1
+    is_ignored_NHW = np.zeros(classes_NHW.shape, np.bool_)
+    is_ignored_NHW[..., 32] = True
+    found_HW = boundaries(classes_NHW, is_ignored_NHW)[0]
+    assert found_HW[32].nonzero()[0].tolist() == [0, 1, 31, 32, 33, 62, 63]

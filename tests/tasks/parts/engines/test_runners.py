@@ -65,6 +65,30 @@ def test_openvino_tells_its_maker_nothing(tmp_path, module):
     assert not (tmp_path / "intel").exists()  # where it would keep the number of this user
 
 
+CLOSES_IN_A_THREAD = """
+import gc, signal, subprocess, sys, threading
+from pathlib import Path
+from tasks.parts.engines.open_engine import open_engine
+
+def close():
+    engine.pop().__exit__(None, None, None)
+    gc.collect()
+
+engine = [open_engine(Path(sys.argv[1])).__enter__()]
+thread = threading.Thread(target=close)
+thread.start()
+thread.join()
+signal.signal(signal.SIGCHLD, lambda *_: print("told"))
+subprocess.run(["true"])
+"""
+
+
+def test_openvino_that_was_closed_in_another_thread_leaves_signals_alone(workshop):
+    """Its plugin, unloaded there, would leave this thread a stack for signals that is gone."""
+    command = [sys.executable, "-c", CLOSES_IN_A_THREAD, str(workshop.engine("float", "cpu_openvino"))]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "told\n"
+
+
 @pytest.mark.parametrize("target", FLOAT_TARGETS)
 def test_infer_hands_out_memory_of_its_own(workshop, images_NCHW, target):
     with open_engine(workshop.engine("float", target)) as runner:

@@ -16,7 +16,7 @@ from torch import nn
 from tasks.core.errors import ArtifactError
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
-from tasks.parts.networks.config import NetworkConfig, NetworkName
+from tasks.parts.networks.config import OWN_NETWORKS, NetworkConfig, NetworkName
 from tasks.parts.networks.model_card import CARD_KEY, ModelCard, read_card
 
 NETWORK = NetworkConfig(NetworkName.fast_scnn, 0.25, 0.5, False)
@@ -54,7 +54,21 @@ def test_loaded_model_gives_the_same_outputs_and_card(model: nn.Module, path: Pa
         assert torch.equal(loaded(images_NCHW), model(images_NCHW))
 
 
-@pytest.mark.parametrize("name", list(NetworkName))
+def test_network_of_a_named_size_comes_back(tmp_path: Path) -> None:
+    config = dataclasses.replace(NETWORK, name=NetworkName.segformer, arguments={"size": "b2"})
+    network = build_network(config, 3).eval()
+    save_checkpoint(tmp_path / "model.safetensors", network, dataclasses.replace(CARD, network=config))
+    loaded, card = load_checkpoint(tmp_path / "model.safetensors")
+    assert card.network == config
+    assert loaded.state_dict().keys() == network.state_dict().keys()
+
+
+def test_card_of_a_network_without_options_has_the_keys_that_it_always_had() -> None:
+    assert set(json.loads(CARD.to_json())["network"]) == {"name", "width", "depth", "depthwise"}
+    assert "code_sha256" not in json.loads(CARD.to_json())
+
+
+@pytest.mark.parametrize("name", OWN_NETWORKS)
 @pytest.mark.parametrize("depthwise", [False, True])
 def test_every_network_comes_back(name: NetworkName, depthwise: bool, tmp_path: Path) -> None:
     config = NetworkConfig(name, 0.25, 0.5, depthwise)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.networks.build import build_network
-from tasks.parts.networks.config import NetworkConfig, NetworkName
+from tasks.parts.networks.config import OWN_NETWORKS, NetworkConfig, NetworkName
 from tasks.parts.training.pretrained import PretrainedConfig, load_pretrained
 from tests.conftest import checked
 
@@ -40,7 +40,7 @@ def safetensors(path: Path, tensors: dict[str, Tensor]) -> PretrainedConfig:
     return declared(path)
 
 
-@pytest.mark.parametrize("name", list(NetworkName))
+@pytest.mark.parametrize("name", OWN_NETWORKS)
 def test_every_network_takes_its_own_weights(name: NetworkName, tmp_path: Path) -> None:
     source, network = build(name, seed=1), build(name)
     report = load_pretrained(network, name, safetensors(tmp_path / "a.safetensors", source.state_dict()))

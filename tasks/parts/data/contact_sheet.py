@@ -69,7 +69,7 @@ def _tiles(
     import numpy as np
     from PIL import Image
 
-    from tasks.parts.data.dataset import IGNORE_INDEX
+    from tasks.parts.data.class_table import IGNORE_INDEX
 
     shown_HWC = image_HWC[..., :3] if image_HWC.shape[2] >= 3 else np.repeat(image_HWC[..., :1], 3, axis=2)
     scene = Image.fromarray(np.ascontiguousarray(shown_HWC)).resize(size, Image.Resampling.BICUBIC)

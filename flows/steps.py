@@ -1,0 +1,135 @@
+"""Leave stages of a training pipeline out, as `steps` and finished weights say, before params.yaml is checked."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tasks.core.errors import ConfigError
+
+_IMPORTED = "artifacts/import_checkpoint/{}/model.safetensors"
+_GRAPH = "artifacts/export_onnx/{}/model.onnx"
+_CHECKPOINTS = {
+    "teacher": "artifacts/train/teacher/model.safetensors",
+    "baseline": "artifacts/train/baseline/model.safetensors",
+    "distilled": "artifacts/distill/model.safetensors",
+    "pruned": "artifacts/finetune/model.safetensors",
+}
+"""Float network -> the file of its weights, if it is trained."""
+
+
+def apply_steps(params: dict[str, Any], variants: dict[str, Any], steps: Mapping[str, Any]) -> dict[str, Any]:
+    """Take what is not to run out of the sections, and return the variants that are left.
+
+    A variant that is not made is stood for by the last float network before it: without pruning, the rungs of lower
+    precision are those of the student, and without distillation the student is the baseline. What teaches is the
+    teacher, else the float network itself, which its pruned or quantized form is to imitate.
+
+    Raises ConfigError for steps that contradict each other.
+    """
+    for name, value in steps.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"steps.{name} is {value!r}, expected true or false.")
+    finished = _take_finished(params, has_teacher=steps["teacher"])
+    checkpoints = _CHECKPOINTS | {name: _IMPORTED.format(name) for name in finished}
+    is_distilled = steps["teacher"] and steps["distillation"] and "baseline" not in finished
+    student = "distilled" if is_distilled else "baseline"
+    base = "pruned" if steps["pruning"] else student
+    names = _new_names(variants, steps, student=student, base=base)
+    kept = _rename(variants, names, checkpoints)
+
+    def taught(network: str) -> dict[str, str]:
+        teacher = "teacher" if steps["teacher"] else network
+        return {"checkpoint": checkpoints[network], "teacher": checkpoints[teacher]}
+
+    pipeline = params["pipeline"]
+    exported = dict.fromkeys(names.get(name, name) for name in pipeline["exports"])
+    pipeline |= {
+        "networks": [name for name in pipeline["networks"] if name in params["train"]],
+        "checkpoints": finished,
+        "distillation": {"student": {"teacher": checkpoints["teacher"]}} if is_distilled else {},
+        "pruning": {"student": taught(student)} if steps["pruning"] else {},
+        "quantization_aware": {"student": taught(base)} if steps["quantize_aware_train"] else {},
+        "exports": {name: kept[name]["checkpoint"] for name in exported if name in kept},
+        "graph": _GRAPH.format(base),
+    }
+    _rename_selection(params["select_engine"], names)
+    reference = params["select_engine"]["float_reference"]
+    if reference["variant"] in kept:  # else a later check names it
+        pipeline["reference_graph"] = kept[reference["variant"]]["float_graph"]
+    pipeline["reference_engine"] = (
+        f"artifacts/build_engine/{reference['variant']}/{reference['target']}/engine"
+    )
+    return kept
+
+
+def _take_finished(params: dict[str, Any], *, has_teacher: bool) -> dict[str, str]:
+    """Move the sections of finished networks from train to import_checkpoint; return network -> file of weights."""
+    finished = {}
+    imports: dict[str, Any] = {}
+    for name, section in list(params["train"].items()):
+        file = section.pop("checkpoint")
+        if name == "teacher" and not has_teacher:
+            if file is not None:
+                raise ConfigError(
+                    f"train.teacher.checkpoint is {file}, and steps.teacher is false, so nothing would read it. Set "
+                    "one of them."
+                )
+            del params["train"][name]
+        elif file is not None:
+            del params["train"][name]
+            finished[name] = str(file)
+            imports[name] = {"network": section["network"], "batch_size": section["trainer"]["batch_size"]}
+    if imports:
+        params["import_checkpoint"] = imports
+    return finished
+
+
+def _new_names(
+    variants: Mapping[str, Any], steps: Mapping[str, bool], *, student: str, base: str
+) -> dict[str, str | None]:
+    """Return variant -> the variant that stands for it; None if nothing does."""
+    names: dict[str, str | None] = {name: name for name in variants}
+    if not steps["teacher"]:
+        names["teacher"] = None
+    names |= {"distilled": student, "pruned": base}
+    for name in variants:
+        if name.startswith("pruned_"):
+            names[name] = f"{base}_{name.removeprefix('pruned_')}"
+    if not steps["quantize_aware_train"]:
+        names["pruned_qat"] = None
+    return names
+
+
+def _rename(
+    variants: Mapping[str, Any], names: Mapping[str, str | None], checkpoints: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the variants under their new names, and their files where they now are."""
+    paths: dict[str, str] = {}
+    for network, file in _CHECKPOINTS.items():
+        stand_in = names.get(network) or network
+        paths |= {file: checkpoints[stand_in], _GRAPH.format(network): _GRAPH.format(stand_in)}
+    kept: dict[str, Any] = {}
+    for old, files in variants.items():
+        new = names[old]
+        if new is None or (new != old and new in checkpoints):  # a float network that another one stands for
+            continue
+        kept[new] = {key: paths.get(value, value) for key, value in files.items()}
+        if "parent" in files:
+            kept[new]["parent"] = names.get(files["parent"], files["parent"])
+    return kept
+
+
+def _rename_selection(selection: dict[str, Any], names: Mapping[str, str | None]) -> None:
+    """Let the report speak of the variants that are left; a technique that was left out changes nothing."""
+
+    def new_name(name: str) -> str | None:
+        return names.get(name, name)
+
+    reference = selection["float_reference"]
+    reference["variant"] = new_name(reference["variant"]) or reference["variant"]
+    selection["ladder"] = list(dict.fromkeys(filter(None, map(new_name, selection["ladder"]))))
+    techniques = []
+    for technique in selection["techniques"]:
+        before, after = (new_name(technique[side]) for side in ("before", "after"))
+        if before and after and before != after:
+            techniques.append({**technique, "before": before, "after": after})
+    selection["techniques"] = techniques

@@ -1,0 +1,239 @@
+"""Stages that are left out, and what stands for them."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.check_network import main as check_network_main
+from flows.networks import check_networks, check_recorded
+from flows.params import compose_params
+from flows.pipeline import RecordedStages, run_pipeline
+from flows.preflight import check_models
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.networks.config import NetworkConfig, NetworkName
+from tasks.parts.networks.foreign_code import code_sha256
+from tests.conftest import REPOSITORY
+
+OWN = (
+    "network@train.baseline.network=custom",
+    "train.baseline.network.file=my_networks/gated.py",
+    "train.baseline.network.factory=build",
+)
+SEARCHED = {"search_pruning", "rank_groups", "prune", "finetune"}
+FINISHED = "train.baseline.checkpoint=weights.safetensors"
+
+
+def calls_of(*overrides: str) -> tuple[dict[str, dict[str, Path]], dict[str, Any]]:
+    params = compose_params(overrides)
+    plan = RecordedStages()
+    run_pipeline(plan, params)
+    return plan.calls, params
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gone", "student", "base"),
+    [
+        (("steps.teacher=false",), {"train.teacher", "distill"}, "baseline", "pruned"),
+        (("steps.distillation=false",), {"distill"}, "baseline", "pruned"),
+        (("steps.pruning=false",), SEARCHED, "distilled", "distilled"),
+        (("steps.quantize_aware_train=false",), {"quantize_aware_train"}, "distilled", "pruned"),
+        ((FINISHED,), {"train.baseline", "distill"}, "baseline", "pruned"),
+        (
+            (FINISHED, "steps.teacher=false", "steps.pruning=false", "steps.quantize_aware_train=false"),
+            {"train.teacher", "train.baseline", "distill", "quantize_aware_train", *SEARCHED},
+            "baseline",
+            "baseline",
+        ),
+    ],
+)
+def test_what_is_left_out_is_neither_called_nor_named(
+    overrides: tuple[str, ...], gone: set[str], student: str, base: str
+) -> None:
+    whole, (calls, params) = calls_of()[0], calls_of(*overrides)
+    stages = {
+        address
+        for address in whole
+        if address.split(".")[0] not in ("build_engine", "validate", "diff_layers", "export_onnx")
+    }
+    assert stages - set(calls) == gone
+    made = {f"artifacts/{address.replace('.', '/')}" for address in calls}
+    for address, inputs in calls.items():
+        for path in inputs.values():
+            is_input = str(path) in ("data/digit_scenes", "weights.safetensors")
+            above = {str(path), *map(str, path.parents)}
+            assert (
+                is_input
+                or "*" in str(path)
+                or above & made
+                or any(place.startswith(f"{path}/") for place in made)
+            ), (address, path)
+    selection = params["select_engine"]
+    assert selection["ladder"][0] == selection["float_reference"]["variant"] == student
+    assert params["pipeline"]["graph"] == f"artifacts/export_onnx/{base}/model.onnx"
+    rungs = [
+        rung
+        for rung in ("fp16", "ptq", "repaired", "partial", "qat")
+        if rung != "qat" or "quantize_aware_train" in calls
+    ]
+    assert selection["ladder"][-len(rungs) :] == [f"{base}_{rung}" for rung in rungs]
+    assert selection["parents"] == {f"{base}_{rung}": base for rung in rungs}
+
+
+def test_a_float_network_teaches_what_is_made_from_it_where_there_is_no_teacher() -> None:
+    calls, _ = calls_of("steps.teacher=false")
+    assert str(calls["finetune"]["teacher"]) == "artifacts/train/baseline/model.safetensors"
+    assert str(calls["quantize_aware_train"]["teacher"]) == "artifacts/finetune/model.safetensors"
+
+
+def test_finished_teacher_teaches_a_student_in_training() -> None:
+    calls, params = calls_of("train.teacher.checkpoint=weights.safetensors")
+    assert str(calls["distill"]["teacher"]) == "artifacts/import_checkpoint/teacher/model.safetensors"
+    assert set(params["import_checkpoint"]) == {"teacher"} and set(params["train"]) == {"baseline"}
+
+
+def test_network_without_engines_is_trained_all_the_same() -> None:
+    deleted = [f"~{group}.teacher" for group in ("pipeline.exports", "variants")]
+    calls, params = calls_of(*deleted)
+    assert "train.teacher" in calls and "export_onnx.teacher" not in calls
+    assert str(calls["distill"]["teacher"]) == "artifacts/train/teacher/model.safetensors"
+    assert not any(engine["variant"] == "teacher" for engine in params["engines"].values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("steps.pruning=3",), r"steps.pruning is 3, expected true or false"),
+        (
+            ("steps.teacher=false", "train.teacher.checkpoint=t.safetensors"),
+            r"steps.teacher is false, so nothing",
+        ),
+        (
+            ("train.baseline.checkpoint='my weights.pt'",),
+            r"train.baseline.checkpoint is 'my weights.pt', which becomes",
+        ),
+        (("steps.prune=false",), r"steps"),
+        (("steps=x",), r"^steps is 'x', expected its keys: steps.<key>=<value>"),
+        (
+            ("train.baseline.network=segformer",),
+            r"^train.baseline.network is 'segformer', expected .* network@train.baseline.network=segformer",
+        ),
+        (("steps.teacher=false", "select_engine.ladder=[teacher]"), r"ladder"),
+        (("train.baseline.network.file=a/b.py",), r"override .train.baseline.network.file"),
+        (
+            ("network@train.baseline.network=custom",),
+            r"^train.baseline.network.file is None and factory is None",
+        ),
+        (
+            ("network@train.baseline.network=transformers",),
+            r"^train.baseline.network.arguments has no model_type",
+        ),
+        (
+            ("data=city",),
+            r"Could not find 'data/city' Available options in 'data': ade20k, cityscapes, .*, voc\. See",
+        ),
+    ],
+)
+def test_contradictions_are_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose_params(overrides)
+
+
+def test_missing_weights_are_named_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    params = compose_params([FINISHED])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"weights.safetensors is missing.*\(train.baseline.checkpoint\)"):
+        check_models(params)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A git repository with the networks of the tests, committed."""
+    shutil.copytree(
+        REPOSITORY / "tests/tasks/foreign_networks",
+        tmp_path / "my_networks",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    monkeypatch.chdir(tmp_path)
+    git("init", "--quiet")
+    git("add", ".")
+    git("-c", "user.name=Tests", "-c", "user.email=tests@localhost", "commit", "--quiet", "-m", "Networks")
+    return tmp_path
+
+
+def git(*command: str) -> None:
+    subprocess.run(["git", *command], check=True)
+
+
+def test_foreign_network_loses_the_sizes_of_our_own_unless_they_were_asked_for(checkout: Path) -> None:
+    network = compose_params([*OWN, "debug=smoke"])["train"]["baseline"]["network"]
+    assert (network["name"], network["width"], network["depth"]) == ("custom", None, None)
+    with pytest.raises(ConfigError, match=r"train.baseline.network.*width is 2.0"):
+        compose_params([*OWN, "train.baseline.network.width=2.0"])
+
+
+def test_network_of_a_named_size_has_that_size_unless_another_was_asked_for() -> None:
+    b2 = "network@train.baseline.network=segformer_b2"
+    network = compose_params([b2, "debug=smoke"])["train"]["baseline"]["network"]
+    assert (network["arguments"], network["width"], network["depth"]) == ({"size": "b2"}, 1.0, 1.0)
+    halved = compose_params([b2, "train.baseline.network.depth=0.5"])
+    assert halved["train"]["baseline"]["network"]["depth"] == halved["distill"]["network"]["depth"] == 0.5
+
+
+def test_only_foreign_networks_read_other_channels(checkout: Path) -> None:
+    five = [*OWN, "data=folder", "prepare_data.folder.channels=5"]
+    with pytest.raises(ConfigError, match=r"but train.teacher.network is deeplabv3plus.*steps.teacher=false"):
+        compose_params(five)
+    assert compose_params([*five, "steps.teacher=false"])["prepare_data"]["folder"]["channels"] == 5
+    with pytest.raises(ConfigError, match=r"but train.baseline.network is deeplabv3plus, which reads 3"):
+        compose_params([*five[3:], "steps.teacher=false"])
+
+
+@pytest.mark.parametrize("name", ["gated.py", "layers.py"])
+def test_code_of_a_network_is_tracked_by_git(checkout: Path, name: str) -> None:
+    git("rm", "--quiet", "--cached", f"my_networks/{name}")
+    with pytest.raises(
+        ConfigError, match=rf"my_networks/{name} is not tracked by git.*train.baseline.network.file"
+    ):
+        compose_params(OWN)
+
+
+def test_network_is_tried_before_anything_runs_and_anew_when_it_was_edited(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_networks(compose_params(OWN))
+    assert check_network_main([*OWN, "steps.teacher=false"]) == 0
+    told = capsys.readouterr().out
+    assert "in training only: network.auxiliary" in told and "network.grouped" in told, told
+    assert "network.wide.0, because of network.scale, a parameter of shape [1, 64, 1, 1]" in told, told
+    file = checkout / "my_networks/gated.py"
+    file.write_text(
+        file.read_text().replace("def build(num_classes: int,", "def build(num_classes: int, heads: int,")
+    )
+    with pytest.raises(
+        ConfigError, match=r"^train.baseline.network: network custom .* cannot be built with.*heads"
+    ):
+        check_networks(compose_params(OWN))
+    assert check_network_main([*OWN, "data=ade20k", "steps.teacher=false"]) == 1
+    assert "the number of classes is unknown" in capsys.readouterr().err
+
+
+def test_model_of_the_user_has_no_network_to_try() -> None:
+    check_networks(compose_params(["model=onnx", "model.path=model.onnx", "data=folder"]))
+
+
+def test_checkout_with_other_code_is_refused(checkout: Path) -> None:
+    params = compose_params(OWN)
+    config = NetworkConfig(NetworkName.custom, None, None, False, "my_networks/gated.py", "build")
+    facts = {"train": {"baseline": {"network": code_sha256(config), "torch": "2"}, "teacher": {"torch": "2"}}}
+    check_recorded(params, facts, checkout, "0123456789abcdef")
+    (checkout / "my_networks/layers.py").write_text("")
+    with pytest.raises(ArtifactError, match=r"gated.py: commit 0123456789ab holds other code of the network"):
+        check_recorded(params, facts, checkout, "0123456789abcdef")
+    shutil.rmtree(checkout / "my_networks")
+    with pytest.raises(ArtifactError, match=r"gated.py: commit 0123456789ab holds other code of the network"):
+        check_recorded(params, facts, checkout, "0123456789abcdef")

@@ -1,0 +1,166 @@
+"""TIFF images of many bands, many pages and more than 8 bits."""
+
+import struct
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from tasks.core.errors import DataError
+from tasks.parts.data.dataset import open_split
+from tasks.parts.data.image_files import OversizedImage, UnreadableImage, WrongChannels, read_image
+from tasks.parts.sources.config import FolderConfig
+from tests.tasks.parts.sources.runs import HEIGHT, WIDTH, config_of, halves, run, write_mask
+
+BANDS_16 = np.random.default_rng(0).integers(65536, size=(HEIGHT, WIDTH, 5)).astype(np.uint16)
+
+
+def folder_of(**changes: Any) -> FolderConfig:
+    folder = config_of("folder", **changes).folder
+    assert folder is not None
+    return folder
+
+
+def write_tiff(path: Path, image_HWC: np.ndarray, **options: Any) -> None:
+    tifffile.imwrite(path, image_HWC, **{"photometric": "minisblack", "planarconfig": "contig", **options})
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compression": "lzw", "predictor": True},
+        {"compression": "deflate", "predictor": True, "tile": (16, 32)},
+        {"bigtiff": True, "rowsperstrip": 5},
+    ],
+)
+def test_bands_of_16_bits_keep_their_high_byte(tmp_path: Path, order: Any, options: dict[str, Any]) -> None:
+    write_tiff(tmp_path / "a.tif", BANDS_16, byteorder=order, **options)
+    assert (read_image(tmp_path / "a.tif", folder_of(channels=5)) == BANDS_16 >> 8).all()
+
+
+def test_separate_planes_are_bands(tmp_path: Path) -> None:
+    write_tiff(tmp_path / "a.tif", np.moveaxis(BANDS_16, -1, 0), planarconfig="separate")
+    assert (read_image(tmp_path / "a.tif", folder_of(channels=5)) == BANDS_16 >> 8).all()
+
+
+def test_value_range_becomes_0_to_255(tmp_path: Path) -> None:
+    values = np.full((HEIGHT, WIDTH, 2), 1000, np.uint16)
+    values[0, 0], values[0, 1], values[0, 2] = (0, 500), (2000, 3000), (1500, 750)
+    write_tiff(tmp_path / "a.tif", values)
+    image = read_image(tmp_path / "a.tif", folder_of(channels=2, value_range=[500, 1500]))
+    # (value - 500) / 1000 * 255, between 0 and 255: 750 gives 63.75, 1000 gives 127.5
+    assert image[0, :3].tolist() == [[0, 0], [255, 255], [255, 64]] and image[1, 1, 0] in (127, 128)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "npy"])
+def test_grey_of_16_bits_is_scaled_from_any_file(tmp_path: Path, suffix: str) -> None:
+    values = np.linspace(0, 4095, HEIGHT * WIDTH).reshape(HEIGHT, WIDTH).astype(np.uint16)
+    path = tmp_path / f"a.{suffix}"
+    np.save(path, values) if suffix == "npy" else Image.fromarray(values).save(path)
+    image = read_image(path, folder_of(channels=1, value_range=[0, 4095]))
+    assert (image[..., 0] == np.rint(values / 4095 * 255)).all()
+    if suffix != "npy":
+        assert (read_image(path, folder_of(channels=3))[..., 2] == values >> 8).all()
+
+
+def test_pages_of_one_band_are_bands(tmp_path: Path) -> None:
+    pages = np.random.default_rng(1).integers(256, size=(4, HEIGHT, WIDTH)).astype(np.uint8)
+    first, *others = [Image.fromarray(page) for page in pages]
+    first.save(tmp_path / "a.tif", save_all=True, append_images=others)
+    image = read_image(tmp_path / "a.tif", folder_of(channels=4))
+    assert (image == np.moveaxis(pages, 0, -1)).all()
+
+
+def test_deep_colours_become_grey_where_one_channel_is_wanted(tmp_path: Path) -> None:
+    write_tiff(tmp_path / "a.tif", np.repeat(BANDS_16[..., :1], 3, axis=2), photometric="rgb")
+    image = read_image(tmp_path / "a.tif", folder_of(channels=1))
+    assert (image[..., 0] == BANDS_16[..., 0] >> 8).all()
+
+
+def test_usual_tiff_is_read_like_png(tmp_path: Path) -> None:
+    content = np.random.default_rng(1).integers(256, size=(HEIGHT, WIDTH, 3)).astype(np.uint8)
+    for suffix, options in (("png", {}), ("tif", {"compression": "tiff_lzw"})):
+        Image.fromarray(content).save(tmp_path / f"a.{suffix}", **options)
+        assert (read_image(tmp_path / f"a.{suffix}", folder_of()) == content).all()
+
+
+def test_folder_of_tiff_images_and_masks_becomes_a_data_set(tmp_path: Path) -> None:
+    root = tmp_path / "mine"
+    (root / "images").mkdir(parents=True)
+    (root / "classes.yaml").write_text("[road, car]\n")
+    for number in range(10):
+        write_tiff(root / f"images/{number}.tif", np.roll(BANDS_16, number, axis=0))
+        write_mask(root / f"masks/{number}.tif", halves(0, 1, np.uint16))
+    report = run("folder", root, tmp_path / "out", channels=5)
+    assert len(report.mean) == 5
+    images_NHWC, masks_NHW = open_split(tmp_path / "out/dataset", "test")
+    assert images_NHWC.shape == (2, HEIGHT, WIDTH, 5) and (masks_NHW[:, :, 12:] == 1).all()
+
+
+def deep_png(path: Path) -> None:
+    """Write a PNG of one red pixel row with 16 bits for each colour."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        end = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + end
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 1, 16, 2, 0, 0, 0))
+    pixels = chunk(b"IDAT", zlib.compress(b"\0" + struct.pack(">3H", 4095, 0, 0) * 4))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + pixels + chunk(b"IEND", b""))
+
+
+def test_deep_colours_of_png_are_not_scaled_silently(tmp_path: Path) -> None:
+    deep_png(tmp_path / "a.png")
+    assert read_image(tmp_path / "a.png", folder_of())[0, 0].tolist() == [15, 0, 0]
+    with pytest.raises(WrongChannels, match=r"a\.png: colours of 16 bits, .*value_range is set"):
+        read_image(tmp_path / "a.png", folder_of(value_range=[0, 4095]))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"photometric": "miniswhite"}, r"colours of kind 0"),
+        ({"extratags": [(274, 3, 1, 6, True)]}, r"orientation 6"),
+    ],
+)
+def test_unread_kind_of_tiff_says_what_to_do(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+    write_tiff(tmp_path / "a.tif", BANDS_16[..., :1].repeat(2, axis=2), **options)
+    with pytest.raises(UnreadableImage, match=rf"a.tif: a TIFF file with {match}, which.*Save it upright"):
+        read_image(tmp_path / "a.tif", folder_of(channels=2))
+
+
+@pytest.mark.parametrize(
+    ("image", "changes", "kind", "match"),
+    [
+        (BANDS_16, {"channels": 3}, WrongChannels, r"has 5 band\(s\) on 1 page\(s\), and .*channels is 3"),
+        (BANDS_16.astype(np.float32), {"channels": 5}, WrongChannels, r"type float32\. Set .*value_range"),
+        (BANDS_16, {"channels": 5, "max_megapixels": 0.0001}, OversizedImage, r"24 x 16 pixels, at most"),
+    ],
+)
+def test_unsuitable_tiff_names_the_key(
+    tmp_path: Path, image: np.ndarray, changes: dict[str, Any], kind: type[DataError], match: str
+) -> None:
+    write_tiff(tmp_path / "a.tif", image)
+    with pytest.raises(kind, match=match):
+        read_image(tmp_path / "a.tif", folder_of(**changes))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 40, -30])
+def test_damaged_tiff_is_named(tmp_path: Path, num_bytes: int) -> None:
+    write_tiff(tmp_path / "a.tif", BANDS_16)
+    (tmp_path / "a.tif").write_bytes((tmp_path / "a.tif").read_bytes()[:num_bytes])
+    with pytest.raises(DataError, match=r"a\.tif"):
+        read_image(tmp_path / "a.tif", folder_of(channels=5))
+
+
+def test_pages_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    Image.new("L", (8, 8)).save(tmp_path / "a.tif", save_all=True, append_images=[Image.new("L", (8, 9))])
+    with pytest.raises(UnreadableImage, match=r"has 2 pages that differ in size"):
+        read_image(tmp_path / "a.tif", replace(folder_of(), channels=2))
