@@ -88,13 +88,13 @@ def wait_until_ready() -> str:
     """
     url = os.environ["PREFECT_API_URL"]
     deadline = time.monotonic() + (_START_TIMEOUT_S if is_ours() else 0)
-    while not answers(url) and time.monotonic() < deadline:
+    while not answers(url):
+        if time.monotonic() >= deadline:
+            raise ServerUnavailable(
+                f"No Prefect server answers at {url}. Unset PREFECT_API_URL to use a local one, or start yours; "
+                f"the log of the local server is {HOME / 'server.log'}."
+            )
         time.sleep(0.1)
-    if not answers(url):
-        raise ServerUnavailable(
-            f"No Prefect server answers at {url}. Unset PREFECT_API_URL to use a local one, or start yours; "
-            f"the log of the local server is {HOME / 'server.log'}."
-        )
     return url
 
 

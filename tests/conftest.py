@@ -69,15 +69,16 @@ class FailuresAtOnce:
     """Prints a failure when it happens: a run of an hour that is cut short has told it then."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._terminal = config.pluginmanager.getplugin("terminalreporter")
+        self._plugins = config.pluginmanager
         self._start = time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Print the name of a failed test and how it failed."""
         if report.failed:
+            terminal = self._plugins.getplugin("terminalreporter")
             minutes = (time.monotonic() - self._start) / 60
-            self._terminal.write_sep("-", f"failed after {minutes:.0f} min: {report.nodeid} ({report.when})")
-            self._terminal.write_line(report.longreprtext[-6000:])
+            terminal.write_sep("-", f"failed after {minutes:.0f} min: {report.nodeid} ({report.when})")
+            terminal.write_line(report.longreprtext[-6000:])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -118,8 +119,8 @@ class Workspace:
             pytest.fail(f"{' '.join(command)} still ran after {timeout_s:.0f} s:\n{printed[0]}\n{printed[1]}")
 
     def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
-        """Start a command without waiting."""
-        return subprocess.Popen(
+        """Start a command without waiting; it is killed if the test ends before it does."""
+        process = subprocess.Popen(
             self._command(command),
             cwd=self.path,
             env=self._environment(environment),
@@ -127,6 +128,8 @@ class Workspace:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
+        _STARTED.append(process)
+        return process
 
     def changed_stages(self) -> dict[str, Any]:
         """Return what ``dvc status`` says has changed, but for the stage that always counts as changed."""
@@ -159,6 +162,21 @@ class Workspace:
         }
         binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         return {**kept, "PATH": binaries, **extra}
+
+
+_STARTED: list["subprocess.Popen[str]"] = []
+"""Processes that a test started and may have to wait for."""
+
+
+@pytest.fixture(autouse=True)
+def kill_what_is_left() -> Iterator[None]:
+    """Kill what a test that failed did not wait for: it would hold locks that later tests wait for."""
+    yield
+    while _STARTED:
+        process = _STARTED.pop()
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
 
 
 def copy_repository(target: Path) -> Workspace:

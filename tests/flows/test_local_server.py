@@ -10,7 +10,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,29 @@ def test_process_that_has_the_number_of_a_dead_server_is_not_stopped(
         assert not local_server.stop()
         with pytest.raises(subprocess.TimeoutExpired):
             innocent.wait(0.5)
+
+
+def test_server_that_dies_after_its_first_answer_was_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OneAnswer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), OneAnswer)
+    url = f"http://127.0.0.1:{server.server_port}/api"
+    monkeypatch.setenv("PREFECT_API_URL", url)
+
+    def answer_once() -> None:
+        server.handle_request()
+        server.server_close()
+
+    threading.Thread(target=answer_once).start()
+    assert local_server.wait_until_ready() == url
+    with pytest.raises(local_server.ServerUnavailable, match="No Prefect server answers"):
+        local_server.wait_until_ready()
 
 
 @pytest.fixture
