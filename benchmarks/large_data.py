@@ -197,8 +197,7 @@ def _write(num_images: int, found: dict[str, Any]) -> None:
         "",
         f"{num_images} JPEGs of {WIDTH} x {HEIGHT} with masks, prepared with `copy=false` at {PREPARED[1]} x "
         f"{PREPARED[0]}, then the train split read once in random order, {BATCH_SIZE} images a batch. Memory is the "
-        "peak of what is resident in one process. The CPU time holds the start of the process and of its workers; as "
-        "other programs ran on the machine, it says more than the images per second.",
+        "peak of what is resident in one process. The CPU time holds the start of the process and of its workers.",
         "",
         "| part | images | minutes | images/s | CPU per image | peak of the process | peak of a data worker |",
         "|---|---|---|---|---|---|---|",
