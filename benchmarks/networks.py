@@ -129,7 +129,11 @@ def main() -> None:
         "--note", default="", help="a sentence below the table, such as what else the machine did"
     )
     options = parser.parse_args()
-    entries = [entry for entry in NETWORKS if not options.only or {entry.name, entry.title} & {*options.only}]
+    names = {entry: {entry.name.value, entry.full_name, entry.title} for entry in NETWORKS}
+    unknown = {*(options.only or ())} - set().union(*names.values())
+    if unknown:
+        parser.error(f"--only has {', '.join(sorted(unknown))}, expected names of docs/networks.md")
+    entries = [entry for entry in NETWORKS if not options.only or names[entry] & {*options.only}]
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     data = DATA if options.scenes is None else small_data(options.scenes)
     folders = {entry: trained(entry, data, options.epochs, options.scenes) for entry in entries}
