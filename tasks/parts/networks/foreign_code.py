@@ -79,21 +79,16 @@ def find_factory(config: NetworkConfig) -> Callable[..., Any]:
     Raises ConfigError if it cannot be imported or has no such function.
     """
     if config.name is NetworkName.installed:
-        factory = _entry_point(config).load()
-        where = f"entry point {config.factory}"
-    else:
-        file = find_file(config)
-        module = _import(file, str(code_sha256(config)))
-        where, factory = str(config.file), getattr(module, str(config.factory), None)
-        if factory is None:
-            own = [name for name, value in vars(module).items() if _is_own(module, value)]
-            raise ConfigError(
-                f"{where} has no function {config.factory!r} (network.factory), found: {', '.join(own) or 'none'}."
-            )
-    if not callable(factory):
-        raise ConfigError(f"{where}: {config.factory!r} is not a function (network.factory).")
-    if config.name is NetworkName.installed:
-        return factory  # type: ignore[no-any-return]
+        return _installed_factory(config)
+    file = find_file(config)
+    module = _import(file, str(code_sha256(config)))
+    factory = getattr(module, str(config.factory), None)
+    if factory is None:
+        own = [name for name, value in vars(module).items() if _is_own(module, value)]
+        raise ConfigError(
+            f"{config.file} has no function {config.factory!r} (network.factory), found: {', '.join(own) or 'none'}."
+        )
+    _check_callable(factory, config, str(config.file))
 
     @functools.wraps(factory)
     def make(**arguments: Any) -> Any:
@@ -105,6 +100,24 @@ def find_factory(config: NetworkConfig) -> Callable[..., Any]:
 
 def _is_own(module: ModuleType, value: object) -> bool:
     return callable(value) and getattr(value, "__module__", None) == module.__name__
+
+
+def _installed_factory(config: NetworkConfig) -> Callable[..., Any]:
+    entry = _entry_point(config)
+    try:
+        factory: Callable[..., Any] = entry.load()
+    except Exception as error:  # whatever the package raises
+        raise ConfigError(
+            f"network.factory is {config.factory}, and its package cannot be imported ({type(error).__name__}: "
+            f"{first_line(error)}). Try it alone: python -c 'import {entry.module}'."
+        ) from error
+    _check_callable(factory, config, f"entry point {config.factory}")
+    return factory
+
+
+def _check_callable(factory: object, config: NetworkConfig, where: str) -> None:
+    if not callable(factory):
+        raise ConfigError(f"{where}: {config.factory!r} is not a function (network.factory).")
 
 
 def _entry_point(config: NetworkConfig) -> EntryPoint:

@@ -108,8 +108,8 @@ class Deform:
 
 
 @dataclass(frozen=True)
-class Gain:
-    """Scale all values of an image by a factor near 1."""
+class _Factor:
+    """A step with a factor near 1."""
 
     spread: float
     reason: str
@@ -119,6 +119,11 @@ class Gain:
     def draw(self, random: np.random.Generator) -> float:
         """Return the factor of one image."""
         return random.uniform(1 - self.spread, 1 + self.spread)
+
+
+@dataclass(frozen=True)
+class Gain(_Factor):
+    """Scale all values of an image by a factor near 1."""
 
     def apply(self, images_NCHW: Tensor, values_N: Tensor) -> Tensor:
         """Return the changed images."""
@@ -126,17 +131,8 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class Contrast:
+class Contrast(_Factor):
     """Scale the distance of all values of an image from their mean by a factor near 1."""
-
-    spread: float
-    reason: str
-    share: float = 1.0
-    is_colour = False
-
-    def draw(self, random: np.random.Generator) -> float:
-        """Return the factor of one image."""
-        return random.uniform(1 - self.spread, 1 + self.spread)
 
     def apply(self, images_NCHW: Tensor, values_N: Tensor) -> Tensor:
         """Return the changed images."""
@@ -166,17 +162,10 @@ class Gamma:
 
 
 @dataclass(frozen=True)
-class Saturation:
+class Saturation(_Factor):
     """Blend with the grey image, or away from it, by a factor near 1; for RGB."""
 
-    spread: float
-    reason: str
-    share: float = 1.0
     is_colour = True
-
-    def draw(self, random: np.random.Generator) -> float:
-        """Return the factor of one image."""
-        return random.uniform(1 - self.spread, 1 + self.spread)
 
     def apply(self, images_NCHW: Tensor, values_N: Tensor) -> Tensor:
         """Return the changed images."""

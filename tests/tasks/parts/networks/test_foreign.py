@@ -267,7 +267,12 @@ def test_installed_package_offers_networks(tmp_path: Path, monkeypatch: pytest.M
     info = tmp_path / "offering-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offering\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\ntiny = offering:tiny\n")
+    (info / "entry_points.txt").write_text(
+        f"[{ENTRY_POINTS}]\ntiny = offering:tiny\nbroken = offering_broken:tiny\n"
+    )
+    (tmp_path / "offering_broken.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = NetworkConfig(NetworkName.installed, None, None, False, None, "tiny", {"width": 8})
     assert network_facts(config) == {"offering": "1.2"}
@@ -276,6 +281,8 @@ def test_installed_package_offers_networks(tmp_path: Path, monkeypatch: pytest.M
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offering\nVersion: 1.3\n")
     environment._version.cache_clear()
     assert code_sha256(config) != digest, "checkpoints of another version are others"
+    with pytest.raises(ConfigError, match=r"cannot be imported \(RuntimeError: operator torchvision::nms"):
+        build_network(dataclasses.replace(config, factory="broken"), 3, size=SIZE)
     missing = dataclasses.replace(config, factory="unet")
     with pytest.raises(ConfigError, match=r"factory is unet, and no installed package .* Found: .*tiny"):
         build_network(missing, 3, size=SIZE)
