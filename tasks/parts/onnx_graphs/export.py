@@ -9,6 +9,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,7 +17,10 @@ import onnxslim
 import torch
 from onnx import ModelProto, NodeProto, numpy_helper
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.networks.batchnorm_folding import check_finite, fold_batchnorm
 from tasks.parts.networks.model_card import ModelCard
 from tasks.parts.onnx_graphs.graph import CARD_KEY
@@ -50,20 +54,40 @@ def export_graph(model: nn.Module, card: ModelCard, *, height: int, width: int, 
 
 def _run_exporter(model: nn.Module, example_NCHW: Tensor, opset: int) -> ModelProto:
     batch = torch.export.Dim("batch", min=1, max=_MAX_BATCH_OF_EXPORT)
-    with quiet_export():
-        program = torch.onnx.export(
-            model,
-            (example_NCHW,),
-            dynamo=True,
-            opset_version=opset,
-            input_names=[INPUT_NAME],
-            output_names=[OUTPUT_NAME],
-            dynamic_shapes=({0: batch},),
-            verbose=False,
-        )
+    try:
+        with quiet_export(), _AttentionOfFourAxes():
+            program = torch.onnx.export(
+                model,
+                (example_NCHW,),
+                dynamo=True,
+                opset_version=opset,
+                input_names=[INPUT_NAME],
+                output_names=[OUTPUT_NAME],
+                dynamic_shapes=({0: batch},),
+                verbose=False,
+            )
+    except torch.onnx.OnnxExporterError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise ArtifactError(
+            f"torch.onnx.export cannot write this network as ONNX: {type(cause).__name__}: {first_line(cause)}. "
+            "Replace the operation in the network's code."
+        ) from error
     assert program is not None
     proto: ModelProto = program.model_proto
     return proto
+
+
+class _AttentionOfFourAxes(TorchFunctionMode):
+    """Gives attention without an axis of heads, [N, T, C], one head: the exporter translates four axes only."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch; attention of three axes with a fourth one."""
+        if func is F.scaled_dot_product_attention and args and args[0].ndim == 3:
+            heads = (maps.unsqueeze(1) for maps in args[:3])
+            return func(*heads, *args[3:], **(kwargs or {})).squeeze(1)
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -4,14 +4,15 @@ import pytest
 import tiny_networks as tiny
 import torch
 from onnx import ModelProto
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.networks.batchnorm_folding import fold_batchnorm
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
-from tasks.parts.onnx_graphs.export import export_graph
+from tasks.parts.onnx_graphs.export import INPUT_NAME, _run_exporter, export_graph
 from tasks.parts.onnx_graphs.graph import node_sources, read_card_of_graph
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 
@@ -108,3 +109,32 @@ def test_weights_that_are_not_finite_are_refused() -> None:
         network.get_parameter("classifier.weight")[0, 0] = torch.nan
     with pytest.raises(ArtifactError, match=r"NaN or infinite values \(first: 'classifier.weight'\)"):
         export(network)
+
+
+class AttentionOfThreeAxes(nn.Module):
+    """Attention of positions to positions without an axis of heads."""
+
+    def forward(self, maps_NCHW: Tensor) -> Tensor:
+        tokens_NTC = maps_NCHW.flatten(2).transpose(1, 2)
+        seen_NTC = functional.scaled_dot_product_attention(tokens_NTC, tokens_NTC, tokens_NTC)
+        return seen_NTC.transpose(1, 2).reshape(maps_NCHW.shape)
+
+
+class Eigenvalues(nn.Module):
+    """An operation that ONNX lacks."""
+
+    def forward(self, maps_NCHW: Tensor) -> Tensor:
+        return torch.linalg.eigvals(maps_NCHW).real
+
+
+def test_attention_without_an_axis_of_heads_is_exported() -> None:
+    images_NCHW = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    graph = _run_exporter(AttentionOfThreeAxes(), torch.zeros(2, 3, 8, 8), 20)
+    session = onnxruntime.InferenceSession(graph.SerializeToString())
+    (found_NCHW,) = session.run(None, {INPUT_NAME: images_NCHW.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found_NCHW), AttentionOfThreeAxes()(images_NCHW))
+
+
+def test_operation_that_onnx_lacks_is_named() -> None:
+    with pytest.raises(ArtifactError, match=r"cannot write this network as ONNX: .*linalg_eig"):
+        _run_exporter(Eigenvalues(), torch.zeros(2, 3, 8, 8), 20)
