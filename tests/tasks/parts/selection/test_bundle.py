@@ -107,7 +107,9 @@ def test_bundle_runs_with_nothing_but_its_requirements(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("damage", [lambda content: content[:-1] + b"x", lambda content: content[:-1]])
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[:-1] + bytes([content[-1] ^ 1]), lambda content: content[:-1]]
+)
 def test_changed_engine_is_not_loaded(
     workshop: Workshop, tmp_path: Path, target: str, damage: Callable[[bytes], bytes]
 ) -> None:
