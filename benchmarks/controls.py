@@ -126,9 +126,7 @@ def distillation(seed: int) -> list[Network]:
     """Return the student on labels alone, distilled, and on labels alone for the time of the distillation."""
     cfg = stage_config("distill")
     num_epochs = max(cfg.trainer.max_epochs, round(cfg.trainer.max_epochs * read_epoch_time()["median"]))
-    same_time = changed_trainer(
-        without_teacher(cfg), seed=seed, max_epochs=num_epochs, patience_epochs=num_epochs
-    )
+    same_time = changed_trainer(without_teacher(cfg), seed=seed, max_epochs=num_epochs)
     return [
         Network(comparison, role, name, seed, read_epochs(folder), folder / "model.safetensors")
         for comparison, role, name, folder in (
@@ -274,7 +272,7 @@ def epoch_seconds(cfg: Any, data: Path) -> float:
     clock = time.monotonic if torch.cuda.is_available() else time.process_time
     seconds = []
     for num_epochs in (1, 3):
-        short = changed_trainer(cfg, max_epochs=num_epochs, patience_epochs=num_epochs)
+        short = changed_trainer(cfg, max_epochs=num_epochs)
         with tempfile.TemporaryDirectory() as out:
             started = clock()
             distill(short, teacher=TEACHER, data=data, out=Path(out))

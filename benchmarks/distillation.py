@@ -107,7 +107,7 @@ def train_on_labels(seed: int, out: Path, factor: float = 1.0) -> int:
     """Train the student on labels for `factor` times the configured epochs; return their number."""
     cfg = stage_config("train.baseline")
     num_epochs = max(cfg.trainer.max_epochs, round(cfg.trainer.max_epochs * factor))
-    trainer = replace(cfg.trainer, seed=seed, max_epochs=num_epochs, patience_epochs=num_epochs)
+    trainer = replace(cfg.trainer, seed=seed, max_epochs=num_epochs)
     train(replace(cfg, trainer=trainer), data=DATA, out=out)
     return num_epochs
 

@@ -346,7 +346,7 @@ def measure_training(case: TrainingCase) -> Result:
         section.trainer,
         max_epochs=1,
         precision=Precision(case.precision),
-        gradient_checkpointing=case.gradient_checkpointing,
+        activation_checkpoints=["*"] if case.gradient_checkpointing else [],
         accelerator=Accelerator.gpu if is_gpu else Accelerator.cpu,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -373,10 +373,10 @@ class StepWatch:
         """Return the objective of `train`, whose call marks the beginning of a step."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        from tasks.parts.training.losses import class_weights
-        from tasks.parts.training.module import CrossEntropy
+        from tasks.parts.training.losses import build_label_loss
+        from tasks.parts.training.module import LabelObjective
 
-        objective = CrossEntropy(class_weights(manifest.pixel_share["train"], trainer.class_balance))
+        objective = LabelObjective(build_label_loss(trainer, manifest))
         objective.register_forward_pre_hook(lambda *_: self._starts.append(time.perf_counter()))
         register_optimizer_step_post_hook(lambda *_: self._end_step())
         return objective

@@ -93,6 +93,8 @@ def _run_training(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> No
         stages.run(f"import_checkpoint.{name}", weights=Path(weights), data=data)
     for name in pipeline["networks"]:
         stages.run(f"train.{name}", data=data)
+    for checkpoint in pipeline["recordings"].values():
+        stages.run("record_teacher", teacher=Path(checkpoint), data=data)
     for item in pipeline["distillation"].values():
         stages.run("distill", teacher=Path(item["teacher"]), data=data)
     for item in pipeline["pruning"].values():

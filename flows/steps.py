@@ -1,12 +1,14 @@
 """Leave stages of a training pipeline out, as `steps` and finished weights say, before params.yaml is checked."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tasks.core.errors import ConfigError
+from tasks.parts.training.config import check_views
 
 _IMPORTED = "artifacts/import_checkpoint/{}/model.safetensors"
 _GRAPH = "artifacts/export_onnx/{}/model.onnx"
+_RECORDING = "artifacts/record_teacher/recording"
 _CHECKPOINTS = {
     "teacher": "artifacts/train/teacher/model.safetensors",
     "baseline": "artifacts/train/baseline/model.safetensors",
@@ -36,16 +38,31 @@ def apply_steps(params: dict[str, Any], variants: dict[str, Any], steps: Mapping
     names = _new_names(variants, steps, student=student, base=base)
     kept = _rename(variants, names, checkpoints)
 
+    learners = [
+        stage
+        for stage, runs in (
+            ("distill", is_distilled),
+            ("finetune", steps["pruning"]),
+            ("quantize_aware_train", steps["quantize_aware_train"]),
+        )
+        if runs
+    ]
+    is_recorded = steps["teacher"] and steps["record_teacher"] and _learn_from_recording(params, learners)
+    teacher = _RECORDING if is_recorded else checkpoints["teacher"]
+
     def taught(network: str) -> dict[str, str]:
-        teacher = "teacher" if steps["teacher"] else network
-        return {"checkpoint": checkpoints[network], "teacher": checkpoints[teacher]}
+        return {
+            "checkpoint": checkpoints[network],
+            "teacher": teacher if steps["teacher"] else checkpoints[network],
+        }
 
     pipeline = params["pipeline"]
     exported = dict.fromkeys(names.get(name, name) for name in pipeline["exports"])
     pipeline |= {
         "networks": [name for name in pipeline["networks"] if name in params["train"]],
         "checkpoints": finished,
-        "distillation": {"student": {"teacher": checkpoints["teacher"]}} if is_distilled else {},
+        "recordings": {"teacher": checkpoints["teacher"]} if is_recorded else {},
+        "distillation": {"student": {"teacher": teacher}} if is_distilled else {},
         "pruning": {"student": taught(student)} if steps["pruning"] else {},
         "quantization_aware": {"student": taught(base)} if steps["quantize_aware_train"] else {},
         "exports": {name: kept[name]["checkpoint"] for name in exported if name in kept},
@@ -59,6 +76,20 @@ def apply_steps(params: dict[str, Any], variants: dict[str, Any], steps: Mapping
         f"artifacts/build_engine/{reference['variant']}/{reference['target']}/engine"
     )
     return kept
+
+
+def _learn_from_recording(params: Mapping[str, Any], learners: Sequence[str]) -> bool:
+    """Return whether a stage has a term of its loss that needs the teacher.
+
+    Raises ConfigError when such a stage does not show the views that record_teacher shows to the teacher.
+    """
+    terms = ("soft_target_weight", "channel_wise_weight", "hint_weight")
+    taught = [
+        stage for stage in learners if any(params[stage]["distillation"].get(term) != 0 for term in terms)
+    ]
+    for stage in taught:
+        check_views(params["record_teacher"], params[stage]["trainer"], f"{stage}.trainer")
+    return bool(taught)
 
 
 def _take_finished(params: dict[str, Any], *, has_teacher: bool) -> dict[str, str]:

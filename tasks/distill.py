@@ -67,7 +67,7 @@ def distill(cfg: Config, *, teacher: Path, data: Path, out: Path) -> TrainingRep
         student=student,
         teacher=teacher,
         manifest=manifest,
-        class_balance=cfg.trainer.class_balance,
+        trainer=cfg.trainer,
     )
     report = train_network(student, objective, data=data, config=cfg.trainer, out=out)
     card = ModelCard.for_data(cfg.network, manifest)

@@ -55,7 +55,7 @@ def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: P
         student=network,
         teacher=teacher,
         manifest=manifest,
-        class_balance=cfg.trainer.class_balance,
+        trainer=cfg.trainer,
     )
     report = train_network(network, objective, data=data, config=cfg.trainer, out=out)
     save_checkpoint(out / "model.safetensors", network, card)

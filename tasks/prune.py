@@ -260,7 +260,7 @@ class Cut:
         return partial(
             batch_losses,
             data=self.data,
-            class_balance=self.cfg.recovery.trainer.class_balance,
+            trainer=self.cfg.recovery.trainer,
             num_images=self.cfg.num_images,
             batch_size=self.cfg.batch_size,
         )

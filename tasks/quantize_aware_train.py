@@ -44,10 +44,11 @@ class Config:
     trained network predict the same class."""
 
     def __post_init__(self) -> None:
-        if self.trainer.gradient_checkpointing:
+        if self.trainer.activation_checkpoints:
             raise ConfigError(
-                "trainer.gradient_checkpointing is True, expected false: activations recomputed in the backward pass "
-                "would not be rounded as in the forward pass. To save memory, lower trainer.batch_size."
+                f"trainer.activation_checkpoints is {self.trainer.activation_checkpoints}, expected []: activations "
+                "recomputed in the backward pass would not be rounded as in the forward pass. To save memory, lower "
+                "trainer.batch_size and raise trainer.accumulate."
             )
 
 
@@ -132,7 +133,7 @@ def quantize_aware_train(
         student=simulated,
         teacher=teacher,
         manifest=manifest,
-        class_balance=cfg.trainer.class_balance,
+        trainer=cfg.trainer,
     )
     result = train_network(simulated, objective, data=data, config=cfg.trainer, out=out)
 

@@ -208,7 +208,7 @@ def _prune_all(
     losses = partial(
         batch_losses,
         data=data,
-        class_balance=cfg.trainer.class_balance,
+        trainer=cfg.trainer,
         num_images=cfg.num_images,
         batch_size=cfg.batch_size,
     )

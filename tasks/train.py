@@ -48,8 +48,8 @@ def train(cfg: Config, *, data: Path, out: Path) -> TrainingReport:
     from tasks.parts.networks.checkpoint import save_checkpoint
     from tasks.parts.networks.model_card import ModelCard
     from tasks.parts.training.loop import train_network
-    from tasks.parts.training.losses import class_weights
-    from tasks.parts.training.module import CrossEntropy
+    from tasks.parts.training.losses import build_label_loss
+    from tasks.parts.training.module import LabelObjective
     from tasks.parts.training.pretrained import load_pretrained
 
     manifest = read_manifest(data)
@@ -61,7 +61,7 @@ def train(cfg: Config, *, data: Path, out: Path) -> TrainingReport:
         num_channels=manifest.num_channels,
     )
     pretrained = load_pretrained(network, cfg.network.name, cfg.pretrained)
-    objective = CrossEntropy(class_weights(manifest.pixel_share["train"], cfg.trainer.class_balance))
+    objective = LabelObjective(build_label_loss(cfg.trainer, manifest))
     report = train_network(network, objective, data=data, config=cfg.trainer, out=out)
     card = ModelCard.for_data(cfg.network, manifest)
     save_checkpoint(out / "model.safetensors", network, card)

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tasks.parts.networks.checkpoint import load_checkpoint
+from tasks.parts.pruning.recovery import measure_val_miou
 from tests.conftest import Workspace, copy_repository
 from tests.services import free_port
 from tests.tasks.core.test_execute import PREPARE, TINY_SCENES, TRAIN, change_params
@@ -37,13 +39,18 @@ def test_two_nodes_train_and_only_the_first_publishes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_and_only_one_publishes(workspace: Workspace) -> None:
+def test_two_ranks_train_count_each_image_once_and_only_one_publishes(workspace: Workspace) -> None:
     prepare(workspace, num_devices=2)
+    change_params(workspace, **{"prepare_data.scenes.num_val": 5})
     assert workspace.run(*PREPARE).returncode == 0
     trained = workspace.run(*TRAIN, timeout_s=400)
     assert trained.returncode == 0, trained.stderr[-4000:]
     folder = workspace.path / "artifacts" / "train" / "baseline"
-    assert yaml.safe_load((folder / "report.json").read_text())["num_epochs"] == 2
+    report = yaml.safe_load((folder / "report.json").read_text())
+    assert report["num_epochs"] == 2
+    network, card = load_checkpoint(folder / "model.safetensors")
+    data = workspace.path / "artifacts/prepare_data/dataset"
+    assert report["val_miou"] == pytest.approx(measure_val_miou(network, card, data, 4), abs=1e-9)
     assert "Traceback" not in trained.stderr
     assert not list((workspace.path / "artifacts" / ".drafts").iterdir())
     assert "fresh, nothing to run" in workspace.run(*TRAIN).stderr

@@ -26,6 +26,7 @@ from tests.tasks.conftest import CLASSES, HEIGHT, OP_TYPES, WIDTH, Workshop
 from tests.tasks.parts.sources.runs import config_of
 from tests.tasks.parts.sources.test_windowed_splits import write_folder
 from tests.tasks.test_check_int8 import CONFIG as CHECK
+from tests.tasks.test_train import TRAINER
 from tests.tasks.test_validate import CONFIG as VALIDATE
 
 QUANTIZE = QuantizeConfig([Calibrator.minmax], [100.0], 3, 4, 2, 20.0, OP_TYPES, [Activations.uint8])
@@ -109,7 +110,7 @@ def test_pruning(workshop: Workshop, datasets: tuple[Path, Path], tmp_path: Path
             measure_val_miou(network, card, data, 2),
             [
                 loss.item()
-                for loss in batch_losses(network, data, class_balance=0.5, num_images=5, batch_size=2)
+                for loss in batch_losses(network, data, trainer=TRAINER, num_images=5, batch_size=2)
             ],
         )
         for data in datasets

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tasks.parts.quantization.evaluation import GraphEvaluator, open_evaluator
 from tasks.parts.quantization.fake_quantization import fake_quantize
 from tasks.parts.quantization.qdq import TensorRange, insert_qdq, read_ranges
 from tasks.quantize_aware_train import Config, check_agreement, quantize_aware_train
+from tests.tasks.test_train import TRAINER
 
 VALUES: dict[str, Any] = {
     "distillation": {
@@ -35,27 +36,13 @@ VALUES: dict[str, Any] = {
         "hint_weight": 0.0,
         "temperature": 2.0,
     },
-    "trainer": {
-        "seed": 0,
-        "max_epochs": 2,
+    "trainer": asdict(TRAINER)
+    | {
         "class_balance": 0.0,
-        "batch_size": 4,
         "learning_rate": 1e-3,
         "weight_decay": 0.0,
-        "batchnorm_l1": 0.0,
-        "patience_epochs": 8,
         "horizontal_flip": 0.0,
         "brightness": 0.1,
-        "augmentation": "none",
-        "min_scale": None,
-        "max_scale": None,
-        "precision": "fp32",
-        "gradient_checkpointing": False,
-        "accelerator": "cpu",
-        "num_devices": 1,
-        "num_nodes": 1,
-        "strategy": "auto",
-        "num_workers": 0,
     },
     "op_types": ["Conv", "Add", "Concat", "AveragePool", "Resize"],
     "opset": 20,
@@ -261,11 +248,11 @@ def test_missing_ranges_are_named(calibrated: dict[str, Path], tmp_path: Path) -
         quantize_aware_train(config(), **(calibrated | {"ranges": tmp_path / "ranges.json"}), out=tmp_path)
 
 
-def test_gradient_checkpointing_is_refused_with_its_key() -> None:
+def test_activation_checkpoints_are_refused_with_their_key() -> None:
     with pytest.raises(
-        ConfigError, match=r"trainer\.gradient_checkpointing is True, expected false: .*rounded"
+        ConfigError, match=r"trainer\.activation_checkpoints is \['\*'\], expected \[\]: .*rounded"
     ):
-        config(gradient_checkpointing=True)
+        config(activation_checkpoints=["*"])
 
 
 def _float_graph_that_is_already_right(calibrated: dict[str, Path], folder: Path) -> dict[str, Path]:

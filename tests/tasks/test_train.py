@@ -19,36 +19,64 @@ from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.networks.model_card import ModelCard
 from tasks.parts.networks.zeros import count_zeros
 from tasks.parts.pruning.weights import prune_two_of_four
+from tasks.parts.training.activations import save_activation_memory
 from tasks.parts.training.config import (
     Accelerator,
     Augmentation,
     DistillationConfig,
+    LossConfig,
+    MemoryFormat,
+    Optimizer,
+    PixelLoss,
     Precision,
+    Schedule,
     Strategy,
     TrainerConfig,
 )
 from tasks.parts.training.distillation import DistillationObjective
-from tasks.parts.training.losses import channel_wise_loss, class_weights, segmentation_loss, soft_target_loss
-from tasks.parts.training.module import batchnorm_l1_norm, enable_gradient_checkpointing
+from tasks.parts.training.losses import (
+    LabelLoss,
+    channel_wise_loss,
+    class_weights,
+    segmentation_loss,
+    soft_target_loss,
+)
+from tasks.parts.training.module import batchnorm_l1_norm
 from tasks.parts.training.pretrained import PretrainedConfig
 from tests.tasks.conftest import Workshop
 
+PLAIN = LossConfig(PixelLoss.cross_entropy, 0.25, 2.0, 0.0, 0.4, None)
 TRAINER = TrainerConfig(
     seed=0,
     max_epochs=2,
+    max_steps=None,
     batch_size=4,
+    accumulate=1,
+    optimizer=Optimizer.adamw,
     learning_rate=0.003,
+    momentum=0.9,
+    schedule=Schedule.one_cycle,
+    warm_up_share=0.15,
+    layer_rates={},
     weight_decay=0.01,
+    clip_norm=None,
+    ema_decay=0.0,
+    loss=PLAIN,
     batchnorm_l1=0.0,
-    patience_epochs=5,
+    validate_every_epochs=1,
+    patience_epochs=None,
     class_balance=0.5,
     horizontal_flip=0.5,
     brightness=0.2,
     augmentation=Augmentation.none,
     min_scale=None,
     max_scale=None,
+    augmentation_seed=0,
+    num_views=None,
     precision=Precision.fp32,
-    gradient_checkpointing=False,
+    memory_format=MemoryFormat.auto,
+    activation_checkpoints=[],
+    activation_offload=[],
     accelerator=Accelerator.cpu,
     num_devices=1,
     num_nodes=1,
@@ -143,7 +171,7 @@ def test_diverging_training_says_step_and_learning_rate(workshop: Workshop, tmp_
 
 
 def test_mixed_precision_and_gradient_checkpointing_train(workshop: Workshop, tmp_path: Path) -> None:
-    trainer = replace(TRAINER, precision=Precision.bf16_mixed, gradient_checkpointing=True, max_epochs=1)
+    trainer = replace(TRAINER, precision=Precision.bf16_mixed, activation_checkpoints=["*"], max_epochs=1)
     report = run(train.train, train.Config(TEACHER, trainer, FRESH), tmp_path / "a", data=workshop.data)
     assert report.num_epochs == 1
 
@@ -152,7 +180,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     torch.manual_seed(0)
     plain, frugal = build_network(STUDENT, 3).train(), build_network(STUDENT, 3).train()
     frugal.load_state_dict(plain.state_dict())
-    enable_gradient_checkpointing(frugal)
+    save_activation_memory(frugal, ["*"], [])
     images_NCHW = torch.randn(2, 3, 64, 64)
     for network in (plain, frugal):
         network(images_NCHW).square().mean().backward()
@@ -255,7 +283,7 @@ def test_teacher_of_other_classes_is_refused_with_both_lists(workshop: Workshop,
 def test_only_a_hint_watches_the_feature_layers(hint_weight: float, num_hooks: int) -> None:
     student, teacher = build_network(STUDENT, 3), build_network(TEACHER, 3)
     losses = DistillationConfig(1.0, 1.0, 0.0, hint_weight, 2.0)
-    DistillationObjective(losses, student, teacher, torch.ones(3))
+    DistillationObjective(losses, student, teacher, LabelLoss(PLAIN, torch.ones(3)))
     for network in (student, teacher):
         assert len(network.get_submodule(str(network.feature_layer))._forward_hooks) == num_hooks
 

@@ -20,11 +20,12 @@ from torch import nn
 from tasks.core.execute import prepare_call
 from tasks.parts.networks.build import build_network
 from tasks.parts.training.loop import train_network
-from tasks.parts.training.module import CrossEntropy
+from tasks.parts.training.losses import LabelLoss
+from tasks.parts.training.module import Batch, LabelObjective
 from tests.conftest import REPOSITORY, Workspace
 from tests.tasks.conftest import Workshop
 from tests.tasks.core.test_execute import PREPARE, TINY_SCENES, TRAIN, change_params
-from tests.tasks.test_train import STUDENT, TRAINER
+from tests.tasks.test_train import PLAIN, STUDENT, TRAINER
 
 STOPPED_WITHIN_S = 60
 ENDED_WITHIN_S = 60
@@ -32,7 +33,7 @@ ENDED_WITHIN_S = 60
 
 def prepare(space: Workspace, **trainer: object) -> None:
     """Make a tiny data set, and settings whose training a signal hits long before its end."""
-    trainer = {"accelerator": "cpu", "max_epochs": 30, "patience_epochs": 30, "batch_size": 4} | trainer
+    trainer = {"accelerator": "cpu", "max_epochs": 30, "batch_size": 4} | trainer
     change_params(space, **{f"prepare_data.scenes.{name}": count for name, count in TINY_SCENES.items()})
     change_params(space, **{f"train.baseline.trainer.{name}": value for name, value in trainer.items()})
     change_params(space, **{"train.baseline.network.width": 0.25})
@@ -153,25 +154,25 @@ def test_training_that_ends_while_a_data_worker_starts_shows_no_traceback(
     check_all_end(starting)
 
 
-class KillsWorkers(CrossEntropy):
+class KillsWorkers(LabelObjective):
     """Kills the data workers and fails as torch does where it is reading from one that has not ended yet."""
 
     num_steps = 0
 
-    def forward(self, network: nn.Module, images_NCHW: torch.Tensor, masks_NHW: torch.Tensor) -> torch.Tensor:
+    def forward(self, network: nn.Module, batch: Batch) -> torch.Tensor:
         self.num_steps += 1
         if self.num_steps == 3:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch learns of ended workers by its handler
             for worker in multiprocessing.active_children():
                 worker.kill()
             raise ConnectionResetError(104, "Connection reset by peer")
-        return super().forward(network, images_NCHW, masks_NHW)
+        return super().forward(network, batch)
 
 
 def train_and_kill(data: Path, out: Path) -> None:
     """Train until a data worker is killed; for a process of its own, which forks no threads of other tests."""
     config = replace(TRAINER, num_workers=1, batch_size=1)
-    network, objective = build_network(STUDENT, 3), KillsWorkers(torch.ones(3))
+    network, objective = build_network(STUDENT, 3), KillsWorkers(LabelLoss(PLAIN, torch.ones(3)))
     train_network(network, objective, data=data, config=config, out=out)
 
 

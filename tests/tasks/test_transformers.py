@@ -160,7 +160,7 @@ def test_all_losses_train_a_student_whose_maps_have_another_size(
 def test_gradient_checkpointing_trains_a_transformer(
     workshop: Workshop, tmp_path: Path, network: NetworkConfig
 ) -> None:
-    trainer = replace(TRAINER, gradient_checkpointing=True, max_epochs=1)
+    trainer = replace(TRAINER, activation_checkpoints=["*"], max_epochs=1)
     config = train.Config(network, trainer, FRESH)
     assert run(train.train, config, tmp_path / "a", data=workshop.data).num_epochs == 1
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from tasks.parts.data.dataset import normalise, open_split, read_manifest
 from tasks.parts.data.lazy_array import part_of
 from tasks.parts.data.subsets import choose_rows
+from tasks.parts.networks.foreign import logits_of
 from tasks.parts.networks.model_card import ModelCard
 from tasks.parts.networks.zeros import keep_zeros
 from tasks.parts.training.config import TrainerConfig
 from tasks.parts.training.loop import train_network
-from tasks.parts.training.losses import class_weights
-from tasks.parts.training.module import CrossEntropy
+from tasks.parts.training.losses import build_label_loss
+from tasks.parts.training.module import LabelObjective
 from tasks.parts.training.predict import measure_miou
 
 
@@ -36,18 +37,13 @@ def read_batches(
 
 
 def batch_losses(
-    network: nn.Module, data: Path, *, class_balance: float, num_images: int, batch_size: int
+    network: nn.Module, data: Path, *, trainer: TrainerConfig, num_images: int, batch_size: int
 ) -> Iterator[Tensor]:
     """Yield the label loss on images of the training split, one batch at a time, in eval mode."""
     network.eval()
-    objective = label_objective(data, class_balance)
+    label_loss = build_label_loss(trainer, read_manifest(data))
     for images_NCHW, masks_NHW in read_batches(data, "train", batch_size=batch_size, num_images=num_images):
-        yield objective(network, images_NCHW, masks_NHW)
-
-
-def label_objective(data: Path, class_balance: float) -> CrossEntropy:
-    """Return the loss of plain supervised training on a data set."""
-    return CrossEntropy(class_weights(read_manifest(data).pixel_share["train"], class_balance))
+        yield label_loss(logits_of(network, images_NCHW), masks_NHW)
 
 
 def measure_val_miou(network: nn.Module, card: ModelCard, data: Path, batch_size: int) -> float:
@@ -65,7 +61,7 @@ def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) ->
     out.mkdir(parents=True, exist_ok=True)
     trained = copy.deepcopy(network)
     keep_zeros(trained)
-    objective = label_objective(data, config.class_balance)
+    objective = LabelObjective(build_label_loss(config, read_manifest(data)))
     report = train_network(trained, objective, data=data, config=config, out=out)
     network.load_state_dict(trained.state_dict())
     return report.val_miou

@@ -1,8 +1,9 @@
 """Random changes of training images and their masks: a preset per domain, as a list of steps with their reasons.
 
-What happens to an image depends on the seed, the epoch and the index of the image alone: not on the batch it is in,
-the process that loaded it, or what ran before. All geometric steps of an image together are one warp, of the image
-bilinear, of its mask nearest neighbour; what lies outside the image becomes black, and ignored in the mask.
+What happens to an image depends on the seed, the view and the index of the image alone: not on the batch it is in,
+the process that loaded it, or what ran before. Each epoch shows the next view. All geometric steps of an image
+together are one warp, of the image bilinear, of its mask nearest neighbour; what lies outside the image becomes black,
+and ignored in the mask.
 
 N images, C channels, H rows, W columns. Images are float32, 0..1.
 """
@@ -22,7 +23,7 @@ from tasks.core.errors import ConfigError
 from tasks.parts.data.class_table import IGNORE_INDEX
 from tasks.parts.data.contact_sheet import draw_contact_sheet
 from tasks.parts.data.dataset import Manifest, open_split
-from tasks.parts.training.config import Augmentation, TrainerConfig
+from tasks.parts.training.config import Augmentation, ViewsConfig
 
 Matrix = NDArray[np.float64]
 """Affine map, [3, 3], from a pixel (x, y, 1) of the changed image to where it lies in the image before."""
@@ -282,7 +283,7 @@ PRESETS: dict[Augmentation, tuple[Step, ...]] = {
 }
 
 
-def choose_steps(config: TrainerConfig) -> tuple[Step, ...]:
+def choose_steps(config: ViewsConfig) -> tuple[Step, ...]:
     """Return the steps of the preset, with the configured range of scales in place of the preset's."""
     steps = PRESETS[config.augmentation]
     if config.min_scale is None or config.max_scale is None:
@@ -290,6 +291,42 @@ def choose_steps(config: TrainerConfig) -> tuple[Step, ...]:
     scale = ScaleAndCrop(config.min_scale, config.max_scale, "trainer.min_scale and max_scale")
     affine = tuple(step for step in steps if isinstance(step, Affine) and not isinstance(step, ScaleAndCrop))
     return (*affine, scale, *(step for step in steps if not isinstance(step, Affine)))
+
+
+class Views:
+    """Makes the views of training images that a configuration describes."""
+
+    def __init__(self, config: ViewsConfig, manifest: Manifest) -> None:
+        """Raise ConfigError if a step needs RGB and the images have other channels."""
+        self._config = config
+        self._augmenter = Augmenter.for_views(config, manifest)
+        self._gain_of_black = torch.tensor(manifest.mean).div(torch.tensor(manifest.std)).view(1, -1, 1, 1)
+
+    def number(self, epoch: int) -> int:
+        """Return the view that an epoch, counted from 0, shows."""
+        return epoch % self._config.num_views if self._config.num_views else epoch
+
+    @torch.no_grad()
+    def __call__(
+        self, images_NCHW: Tensor, masks_NHW: Tensor, indices_N: Tensor, *, view: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return one view of normalised images and of their masks."""
+        config = self._config
+        if self._augmenter:
+            images_NCHW, masks_NHW = self._augmenter(images_NCHW, masks_NHW, indices_N, view=view)
+        if config.augmentation is not Augmentation.none or not (config.horizontal_flip or config.brightness):
+            return images_NCHW, masks_NHW
+        seed, device = (config.augmentation_seed, view), images_NCHW.device
+        draws = [np.random.default_rng((*seed, index)).random(2) for index in indices_N.tolist()]
+        flips_N, gains_N = torch.tensor(np.array(draws, np.float32)).to(device).T
+        if config.horizontal_flip:
+            is_mirrored_N = flips_N < config.horizontal_flip
+            images_NCHW = torch.where(is_mirrored_N[:, None, None, None], images_NCHW.flip(3), images_NCHW)
+            masks_NHW = torch.where(is_mirrored_N[:, None, None], masks_NHW.flip(2), masks_NHW)
+        if config.brightness:
+            gain_N111 = (1 + (gains_N * 2 - 1) * config.brightness).view(-1, 1, 1, 1)
+            images_NCHW = images_NCHW * gain_N111 + self._gain_of_black.to(device) * (gain_N111 - 1)
+        return images_NCHW, masks_NHW
 
 
 class Augmenter:
@@ -305,21 +342,22 @@ class Augmenter:
         self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
 
     @classmethod
-    def for_training(cls, config: TrainerConfig, manifest: Manifest) -> "Augmenter | None":
+    def for_views(cls, config: ViewsConfig, manifest: Manifest) -> "Augmenter | None":
         """Return the augmenter of a training; None if the configuration has no steps.
 
         Raises ConfigError if a step needs RGB and the images have other channels.
         """
         steps = choose_steps(config)
         _refuse_colour_steps(config, steps, manifest.num_channels)
-        return cls(steps, seed=config.seed, mean=manifest.mean, std=manifest.std) if steps else None
+        seed = config.augmentation_seed
+        return cls(steps, seed=seed, mean=manifest.mean, std=manifest.std) if steps else None
 
     @torch.no_grad()
     def __call__(
-        self, images_NCHW: Tensor, masks_NHW: Tensor, indices_N: Tensor, *, epoch: int
+        self, images_NCHW: Tensor, masks_NHW: Tensor, indices_N: Tensor, *, view: int
     ) -> tuple[Tensor, Tensor]:
         """Return the changed images, normalised as those given, and the changed masks."""
-        randoms = [np.random.default_rng((self._seed, epoch, index)) for index in indices_N.tolist()]
+        randoms = [np.random.default_rng((self._seed, view, index)) for index in indices_N.tolist()]
         mean, std = (values.to(images_NCHW.device) for values in (self._mean, self._std))
         with torch.autocast(images_NCHW.device.type, enabled=False):
             images_NCHW = (images_NCHW.float() * std + mean).clamp(0, 1)
@@ -371,7 +409,7 @@ def draw_augmented_sheet(path: Path, augmenter: Augmenter, data: Path, manifest:
             torch.from_numpy(normalised),
             torch.from_numpy(labels.astype(np.int64)),
             torch.arange(len(labels)),
-            epoch=epoch,
+            view=epoch,
         )
         values_NCHW = ((changed_NCHW.numpy() * std + mean) * 255).round().clip(0, 255).astype(np.uint8)
         samples[f"train, epoch {epoch + 1}"] = (
@@ -381,7 +419,7 @@ def draw_augmented_sheet(path: Path, augmenter: Augmenter, data: Path, manifest:
     draw_contact_sheet(path, classes=manifest.classes, samples=samples)
 
 
-def _refuse_colour_steps(config: TrainerConfig, steps: Sequence[Step], num_channels: int) -> None:
+def _refuse_colour_steps(config: ViewsConfig, steps: Sequence[Step], num_channels: int) -> None:
     colour = _colour_steps(steps)
     if colour and num_channels != 3:
         fitting = [str(name) for name, preset in PRESETS.items() if not _colour_steps(preset)]

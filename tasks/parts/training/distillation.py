@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tasks.core.errors import ConfigError
 from tasks.parts.data.dataset import Manifest
@@ -12,81 +13,110 @@ from tasks.parts.networks.blocks import image_channels
 from tasks.parts.networks.checkpoint import load_checkpoint
 from tasks.parts.networks.foreign import logits_of
 from tasks.parts.networks.model_card import read_card
-from tasks.parts.training.config import DistillationConfig
+from tasks.parts.training.config import DistillationConfig, TrainerConfig
 from tasks.parts.training.losses import (
     FeatureHint,
+    LabelLoss,
+    build_label_loss,
     channel_wise_loss,
-    class_weights,
-    label_loss,
     soft_target_loss,
 )
+from tasks.parts.training.module import Batch
+from tasks.parts.training.recorded_teacher import RecordedTeacher
 
 
 class DistillationObjective(nn.Module):
     """Weighted sum of the label, soft target, channel-wise and hint losses."""
 
-    weights_C: Tensor
-
     def __init__(
         self,
         config: DistillationConfig,
         student: nn.Module,
-        teacher: nn.Module | None,
-        weights_C: Tensor,
+        teacher: "nn.Module | RecordedTeacher | None",
+        label_loss: LabelLoss,
         size: tuple[int, int] = (64, 64),
     ) -> None:
         """Watch the feature layers if the hint needs them, whose channels images of `size` (height, width) tell."""
         super().__init__()
-        self.register_buffer("weights_C", weights_C, persistent=False)
+        self.label_loss = label_loss
         self._config = config
         self.hint: FeatureHint | None = None
-        # In a tuple, so that the teacher is neither trained nor saved as a submodule.
-        self._teacher = (teacher.eval().requires_grad_(False),) if teacher is not None else ()
-        if self._teacher and config.hint_weight:
+        self._teacher: LiveTeacher | RecordedTeacher | None = (
+            LiveTeacher(teacher, has_features=config.hint_weight > 0)
+            if isinstance(teacher, nn.Module)
+            else teacher
+        )
+        if self._teacher is not None and config.hint_weight:
             self._student_feature = LayerOutput(student)
-            self._teacher_feature = LayerOutput(self._teacher[0])
-            self.hint = FeatureHint(_num_channels(student, size), _num_channels(self._teacher[0], size))
+            self.hint = FeatureHint(_num_channels(student, size), self._teacher.num_feature_channels(size))
 
-    def forward(self, network: nn.Module, images_NCHW: Tensor, masks_NHW: Tensor) -> Tensor:
+    def forward(self, network: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of one batch."""
         config = self._config
-        all_logits = logits_of(network, images_NCHW)
-        logits = all_logits[0]
-        loss: Tensor = logits.new_zeros(())
+        all_logits = logits_of(network, batch.images_NCHW)
+        loss: Tensor = all_logits[0].new_zeros(())
         if config.label_weight:
-            loss = loss + config.label_weight * label_loss(all_logits, masks_NHW, self.weights_C)
-        if not self._teacher:
+            loss = loss + config.label_weight * self.label_loss(all_logits, batch.masks_NHW)
+        if self._teacher is None:
             return loss
-        with torch.no_grad():
-            teacher_logits = self._teacher[0].to(images_NCHW.device)(images_NCHW)
+        teacher_NCHW, teacher_feature_NCHW = self._teacher(batch)
+        logits = F.avg_pool2d(all_logits[0], self._teacher.stride, ceil_mode=True)
         if config.soft_target_weight:
             loss = loss + config.soft_target_weight * soft_target_loss(
-                logits, teacher_logits, config.temperature
+                logits, teacher_NCHW, config.temperature
             )
         if config.channel_wise_weight:
             loss = loss + config.channel_wise_weight * channel_wise_loss(
-                logits, teacher_logits, config.temperature
+                logits, teacher_NCHW, config.temperature
             )
         if self.hint is not None:
-            loss = loss + config.hint_weight * self.hint(
-                self._student_feature.value, self._teacher_feature.value
-            )
+            loss = loss + config.hint_weight * self.hint(self._student_feature.value, teacher_feature_NCHW)
         return loss
 
 
+class LiveTeacher:
+    """A frozen network that answers in each step; no submodule, so that it is neither trained nor saved."""
+
+    stride = 1
+
+    def __init__(self, network: nn.Module, *, has_features: bool) -> None:
+        self._network = network.eval().requires_grad_(False)
+        self._feature = LayerOutput(network) if has_features else None
+
+    def num_feature_channels(self, size: tuple[int, int]) -> int:
+        """Return the number of channels of the feature map, which images of `size` tell."""
+        return _num_channels(self._network, size)
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return logits_NCHW, and features_NCHW if they are wanted."""
+        logits_NCHW = self._network.to(batch.images_NCHW.device)(batch.images_NCHW)
+        return logits_NCHW, self._feature.value if self._feature else None
+
+
 def build_objective(
-    config: DistillationConfig, *, student: nn.Module, teacher: Path, manifest: Manifest, class_balance: float
+    config: DistillationConfig,
+    *,
+    student: nn.Module,
+    teacher: Path,
+    manifest: Manifest,
+    trainer: TrainerConfig,
 ) -> nn.Module:
     """Build the training objective of a student; the teacher is loaded only if a term needs it.
 
-    Raises ArtifactError when the teacher has other classes than the data.
+    `teacher` is a checkpoint, or the folder of record_teacher. Raises ArtifactError when the teacher has other
+    classes than the data, ConfigError when it was recorded for other views than those of this training, or without
+    the features that a hint needs.
     """
-    weights_C = class_weights(manifest.pixel_share["train"], class_balance)
+    label_loss = build_label_loss(trainer, manifest)
     if not config.needs_teacher:
-        return DistillationObjective(config, student, None, weights_C)
-    check_same_classes(teacher, read_card(teacher).classes, manifest.classes, "train.teacher")
+        return DistillationObjective(config, student, None, label_loss)
     size = manifest.height, manifest.width
-    return DistillationObjective(config, student, load_checkpoint(teacher)[0], weights_C, size)
+    if teacher.is_dir():
+        recorded = RecordedTeacher(teacher, trainer, manifest, needs_features=config.hint_weight > 0)
+        return DistillationObjective(config, student, recorded, label_loss, size)
+    check_same_classes(teacher, read_card(teacher).classes, manifest.classes, "train.teacher")
+    return DistillationObjective(config, student, load_checkpoint(teacher)[0], label_loss, size)
 
 
 class LayerOutput:

@@ -36,7 +36,7 @@ def _left_out(*names: str) -> Iterator[None]:
 with _left_out("scipy.signal", "transformers"):
     import lightning
     from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-    from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+    from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, WeightAveraging
     from lightning.pytorch.callbacks.progress.tqdm_progress import TQDMProgressBar
     from lightning.pytorch.profilers import Profiler
 
@@ -47,5 +47,6 @@ __all__ = [
     "ModelCheckpoint",
     "Profiler",
     "TQDMProgressBar",
+    "WeightAveraging",
     "lightning",
 ]

@@ -16,18 +16,22 @@ from torch.distributed import DistError
 
 from tasks.core.errors import ProcessDied, first_line
 from tasks.parts.data.dataset import read_manifest
-from tasks.parts.networks.foreign import memory_format
+from tasks.parts.training.activations import save_activation_memory
 from tasks.parts.training.augmentation import Augmenter, draw_augmented_sheet
+from tasks.parts.training.cadence import Cadence
 from tasks.parts.training.callbacks import History, WorkerMemory
 from tasks.parts.training.config import Precision, Strategy, TrainerConfig, TrainingReport
 from tasks.parts.training.lightning_imports import (
+    Callback,
     EarlyStopping,
     LightningEnvironment,
     ModelCheckpoint,
     TQDMProgressBar,
+    WeightAveraging,
     lightning,
 )
-from tasks.parts.training.module import SegmentationModule, enable_gradient_checkpointing
+from tasks.parts.training.module import SegmentationModule
+from tasks.parts.training.optimization import moving_average
 from tasks.parts.training.ranks import is_rank, run_ranks
 
 logger = logging.getLogger(__name__)
@@ -56,10 +60,15 @@ def train_network(
     # Filling fresh memory is a debugging aid of deterministic mode and takes a tenth of a step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     best = ModelCheckpoint(
-        out / "resume", "best", monitor="val_miou", mode="max", enable_version_counter=False
+        out / "resume",
+        "best",
+        monitor="val_miou",
+        mode="max",
+        save_on_train_epoch_end=True,
+        enable_version_counter=False,
     )
     manifest = read_manifest(data)
-    augmenter = Augmenter.for_training(config, manifest)
+    augmenter = Augmenter.for_views(config, manifest)
     if augmenter and not is_rank():
         draw_augmented_sheet(out / "augmentation.png", augmenter, data, manifest)
     if config.num_devices > 1 and "LOCAL_RANK" not in os.environ:
@@ -99,28 +108,30 @@ def _fit(
 
     Raises ProcessDied when a data worker was killed.
     """
-    if config.gradient_checkpointing:
-        enable_gradient_checkpointing(network)
-    last = ModelCheckpoint(out / "resume", "last", enable_version_counter=False)
+    save_activation_memory(network, config.activation_checkpoints, config.activation_offload)
+    last = ModelCheckpoint(out / "resume", "last", save_on_train_epoch_end=True, enable_version_counter=False)
     network.train()  # a loaded checkpoint is in eval mode, and Lightning leaves modes as they are
     module = SegmentationModule(network, objective, data, read_manifest(data), config)
-    module.to(memory_format=memory_format(network))
+    module.to(memory_format=module.memory_format)
     workers = WorkerMemory()
     trainer = lightning.Trainer(
         max_epochs=config.max_epochs,
+        max_steps=-1 if config.max_steps is None else config.max_steps,
         accelerator=config.accelerator.value,
         devices=config.num_devices,
         num_nodes=config.num_nodes,
         strategy=config.strategy.value,
         sync_batchnorm=config.strategy is Strategy.ddp and config.accelerator is not config.accelerator.cpu,
         precision=_LIGHTNING_PRECISION[config.precision],  # type: ignore[arg-type]
+        accumulate_grad_batches=config.accumulate,
+        gradient_clip_val=config.clip_norm,
         callbacks=[
-            EarlyStopping("val_miou", mode="max", patience=config.patience_epochs, check_finite=False),
+            Cadence(config.validate_every_epochs, config.max_steps),
+            *_optional_callbacks(config),
             History(out / "history.csv"),
             workers,
             best,
             last,
-            *([TQDMProgressBar()] if sys.stderr.isatty() else []),
         ],
         enable_progress_bar=sys.stderr.isatty(),
         enable_model_summary=False,
@@ -143,6 +154,21 @@ def _fit(
             raise SystemExit(1) from error
         raise
     return trainer.is_global_zero
+
+
+def _optional_callbacks(config: TrainerConfig) -> Iterator[Callback]:
+    if config.patience_epochs is not None:
+        yield EarlyStopping(
+            "val_miou",
+            mode="max",
+            patience=config.patience_epochs,
+            check_finite=False,
+            check_on_train_epoch_end=False,
+        )
+    if config.ema_decay:
+        yield WeightAveraging(avg_fn=moving_average(config.ema_decay))
+    if sys.stderr.isatty():
+        yield TQDMProgressBar()
 
 
 def _resumable(folder: Path) -> Path | None:

@@ -5,54 +5,61 @@ N images, H rows, W columns.
 
 import math
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from tasks.core.errors import ConfigError, TrainingDiverged
 from tasks.parts.data.dataset import Manifest
 from tasks.parts.data.metrics import scores
-from tasks.parts.networks.foreign import ForeignNetwork, logits_of, memory_format
-from tasks.parts.training.augmentation import Augmenter
-from tasks.parts.training.config import Augmentation, TrainerConfig
+from tasks.parts.networks.foreign import logits_of, memory_format
+from tasks.parts.training.augmentation import Views
+from tasks.parts.training.config import MemoryFormat, Optimizer, Precision, TrainerConfig
 from tasks.parts.training.data_workers import DataWorkers, prepare_worker
 from tasks.parts.training.lightning_imports import lightning
-from tasks.parts.training.losses import label_loss
+from tasks.parts.training.losses import LabelLoss
+from tasks.parts.training.optimization import build_schedule, parameter_groups, rate_of
 from tasks.parts.training.split_dataset import SplitDataset, as_is
+from tasks.parts.training.worker_count import measure_num_workers
 
-_WARM_UP_SHARE = 0.15
+
+class Batch(NamedTuple):
+    """What a training sees in a step."""
+
+    images_NCHW: Tensor
+    masks_NHW: Tensor
+    indices_N: Tensor
+    """Number of each image in the training split."""
+    view: int
+    """Which view of the images this is (augmentation.py)."""
 
 
 class Objective(Protocol):
     """What a training minimises; an ``nn.Module`` whose own parameters are trained too."""
 
-    def __call__(self, network: nn.Module, images_NCHW: Tensor, masks_NHW: Tensor) -> Tensor:
+    def __call__(self, network: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of one batch."""
         ...
 
 
-class CrossEntropy(nn.Module):
+class LabelObjective(nn.Module):
     """Plain supervised segmentation."""
 
-    weights_C: Tensor
-
-    def __init__(self, weights_C: Tensor) -> None:
+    def __init__(self, label_loss: LabelLoss) -> None:
         super().__init__()
-        self.register_buffer("weights_C", weights_C, persistent=False)
+        self.label_loss = label_loss
 
-    def forward(self, network: nn.Module, images_NCHW: Tensor, masks_NHW: Tensor) -> Tensor:
-        """Return the mean cross-entropy of one batch, with that of auxiliary logits."""
-        return label_loss(logits_of(network, images_NCHW), masks_NHW, self.weights_C)
+    def forward(self, network: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss of one batch, with that of auxiliary logits."""
+        loss: Tensor = self.label_loss(logits_of(network, batch.images_NCHW), batch.masks_NHW)
+        return loss
 
 
 class SegmentationModule(lightning.LightningModule):
     """A network with its objective, data and schedule."""
-
-    _confusion: Tensor
 
     def __init__(
         self, network: nn.Module, objective: nn.Module, data: Path, manifest: Manifest, config: TrainerConfig
@@ -64,12 +71,10 @@ class SegmentationModule(lightning.LightningModule):
         self._manifest = manifest
         self._config = config
         self._num_classes = len(manifest.classes)
-        self._augmenter = Augmenter.for_training(config, manifest)
-        self.register_buffer(
-            "_confusion",
-            torch.zeros(self._num_classes, self._num_classes, dtype=torch.int64),
-            persistent=False,
-        )
+        self._views = Views(config, manifest)
+        self._groups = parameter_groups(network, objective, config)
+        self.memory_format = _memory_format(network, config.memory_format)
+        self._num_workers = config.num_workers
         self._losses: list[Tensor] = []
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -82,16 +87,17 @@ class SegmentationModule(lightning.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         """Seed the epoch, so that a resumed run draws the same random numbers as an uninterrupted one."""
-        seed = (self._config.seed << 24) + (self.current_epoch << 8) + self.global_rank
-        torch.manual_seed(seed)
-        self._random = torch.Generator(self.device).manual_seed(seed)
+        torch.manual_seed((self._config.seed << 24) + (self.current_epoch << 8) + self.global_rank)
         self._losses = []
+        for name, layer in self.network.named_modules() if self._config.layer_rates else ():
+            layer.training = rate_of(name, self._config.layer_rates) != 0
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> Tensor:
         """Return the loss of one batch of images_NCHW, masks_NHW and indices_N."""
-        images_NCHW, masks_NHW = self._augment(*batch)
-        images_NCHW = images_NCHW.contiguous(memory_format=memory_format(self.network))
-        loss: Tensor = self.objective(self.network, images_NCHW, masks_NHW)
+        view = self._views.number(self.current_epoch)
+        images_NCHW, masks_NHW = self._views(*batch, view=view)
+        images_NCHW = images_NCHW.contiguous(memory_format=self.memory_format)
+        loss: Tensor = self.objective(self.network, Batch(images_NCHW, masks_NHW, batch[2], view))
         if self._config.batchnorm_l1:
             loss = loss + self._config.batchnorm_l1 * batchnorm_l1_norm(self.network)
         if not torch.isfinite(loss):
@@ -105,15 +111,23 @@ class SegmentationModule(lightning.LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the counts of the previous epoch."""
-        self._confusion.zero_()
+        """Start to count, on all ranks with the BatchNorm statistics of the first, which are kept."""
+        if self.trainer.world_size > 1:
+            for buffer in self.network.buffers():
+                torch.distributed.broadcast(buffer, 0)
+        # No buffer: an average of the weights swaps those before the counts are read.
+        self._confusion = torch.zeros(self._num_classes, self._num_classes, dtype=torch.int64).to(self.device)
 
-    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> None:
-        """Count predictions against labels."""
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        """Count predictions against labels, each image once."""
         images_NCHW, masks_NHW, _indices_N = batch
-        logits_NCHW = self.network(images_NCHW.contiguous(memory_format=memory_format(self.network)))
+        logits_NCHW = self.network(images_NCHW.contiguous(memory_format=self.memory_format))
         prediction_NHW = logits_NCHW.argmax(dim=1)
         is_labelled_NHW = masks_NHW < self._num_classes
+        # Ranks run equally many batches, so the sampler gives some of them images again, at its end.
+        positions_N = batch_idx * self._config.batch_size + torch.arange(len(masks_NHW), device=self.device)
+        is_new_N = positions_N * self.trainer.world_size + self.global_rank < self._manifest.counts["val"]
+        is_labelled_NHW = is_labelled_NHW & is_new_N[:, None, None]
         pairs = masks_NHW[is_labelled_NHW] * self._num_classes + prediction_NHW[is_labelled_NHW]
         self._confusion += torch.bincount(pairs, minlength=self._num_classes**2).view_as(self._confusion)
 
@@ -134,25 +148,28 @@ class SegmentationModule(lightning.LightningModule):
         return float(torch.stack(self._losses).float().mean()) if self._losses else math.nan
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW with a one-cycle schedule over all steps."""
-        optimizer = torch.optim.AdamW(
-            self.parameters(),
-            lr=self._config.learning_rate,
-            weight_decay=self._config.weight_decay,
-            fused=True,
+        """Return the optimizer with its schedule over all steps."""
+        config = self._config
+        # The fused kernel unscales gradients of float16 itself, after they would have been clipped.
+        is_fused = config.precision is not Precision.fp16_mixed or config.clip_norm is None
+        shared: dict[str, Any] = {
+            "lr": config.learning_rate,
+            "weight_decay": config.weight_decay,
+            "fused": is_fused,
+        }
+        optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(self._groups, **shared)
+            if config.optimizer is Optimizer.adamw
+            else torch.optim.SGD(self._groups, momentum=config.momentum, **shared)
         )
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            max_lr=self._config.learning_rate,
-            total_steps=int(self.trainer.estimated_stepping_batches) + 1,
-            pct_start=_WARM_UP_SHARE,
-            cycle_momentum=False,
-        )
+        schedule = build_schedule(optimizer, config, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _loader(self, split: str, *, shuffle: bool) -> DataLoader[Any]:
         images = SplitDataset(self._data, split, self._manifest)
         config = self._config
+        if self._num_workers is None:
+            self._num_workers = self._measure_workers(images)
         sampler: DistributedSampler[Any] = DistributedSampler(
             images,
             num_replicas=self.trainer.world_size,
@@ -165,38 +182,32 @@ class SegmentationModule(lightning.LightningModule):
             batch_size=config.batch_size,
             sampler=sampler,
             drop_last=shuffle and len(images) >= config.batch_size * self.trainer.world_size,
-            num_workers=config.num_workers,
-            multiprocessing_context=DataWorkers() if config.num_workers else None,
-            persistent_workers=config.num_workers > 0,
+            num_workers=self._num_workers,
+            multiprocessing_context=DataWorkers() if self._num_workers else None,
+            persistent_workers=self._num_workers > 0,
+            pin_memory=self.device.type == "cuda",
             worker_init_fn=prepare_worker,
             collate_fn=as_is,
             generator=torch.Generator(),  # otherwise each epoch draws a seed from the global one
         )
 
-    def _augment(self, images_NCHW: Tensor, masks_NHW: Tensor, indices_N: Tensor) -> tuple[Tensor, Tensor]:
-        if self._augmenter:
-            images_NCHW, masks_NHW = self._augmenter(
-                images_NCHW, masks_NHW, indices_N, epoch=self.current_epoch
-            )
-        if self._config.augmentation is not Augmentation.none:
-            return images_NCHW, masks_NHW
-        num_images = len(images_NCHW)
-        if self._config.horizontal_flip:
-            is_mirrored_N = self._draw(num_images) < self._config.horizontal_flip
-            images_NCHW = torch.where(is_mirrored_N[:, None, None, None], images_NCHW.flip(3), images_NCHW)
-            masks_NHW = torch.where(is_mirrored_N[:, None, None], masks_NHW.flip(2), masks_NHW)
-        if self._config.brightness:
-            spread = self._draw(num_images, 1, 1, 1) * 2 - 1
-            mean, std = (
-                torch.tensor(value, device=images_NCHW.device).view(1, -1, 1, 1)
-                for value in (self._manifest.mean, self._manifest.std)
-            )
-            gain = 1 + spread * self._config.brightness
-            images_NCHW = images_NCHW * gain + mean / std * (gain - 1)
-        return images_NCHW, masks_NHW
+    def _measure_workers(self, images: SplitDataset) -> int:
+        if self.device.type == "cpu":
+            return 0
+        batch_size = self._config.batch_size
+        images_NCHW = images.__getitems__([index % len(images) for index in range(batch_size)])[0]
+        images_NCHW = images_NCHW.to(self.device, memory_format=self.memory_format)
 
-    def _draw(self, *shape: int) -> Tensor:
-        return torch.rand(*shape, generator=self._random, device=self.device)
+        @torch.no_grad()
+        def run_forward() -> None:
+            self.network.eval()(images_NCHW).sum().item()
+
+        num_ranks = self._config.num_devices
+        found = measure_num_workers(
+            images, batch_size=batch_size, num_ranks=num_ranks, run_forward=run_forward
+        )
+        self.network.train()
+        return found
 
     def _learning_rate(self) -> float:
         return float(self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -217,22 +228,11 @@ def batchnorm_l1_norm(network: nn.Module) -> Tensor:
     return torch.cat(scales).abs().sum()
 
 
-def enable_gradient_checkpointing(network: nn.Module) -> None:
-    """Recompute the activations of each child of the network in the backward pass (Chen et al., 2016).
-
-    BatchNorm sees each batch twice, so its running statistics move a little faster.
-    """
-    for child in (network.network if isinstance(network, ForeignNetwork) else network).children():
-        if any(True for _ in child.parameters()):
-            _checkpoint_forward(child)
-
-
-def _checkpoint_forward(module: nn.Module) -> None:
-    plain_forward = module.forward
-
-    def forward(*inputs: Any, **named: Any) -> Any:
-        if torch.is_grad_enabled() and module.training:
-            return checkpoint(plain_forward, *inputs, use_reentrant=False, **named)
-        return plain_forward(*inputs, **named)
-
-    module.forward = forward
+def _memory_format(network: nn.Module, chosen: MemoryFormat) -> torch.memory_format:
+    match chosen:
+        case MemoryFormat.auto:
+            return memory_format(network)
+        case MemoryFormat.channels_last:
+            return torch.channels_last
+        case MemoryFormat.contiguous:
+            return torch.contiguous_format

@@ -22,7 +22,7 @@ def test_recovered_network_keeps_its_own_forward_and_its_zeros(workshop: Worksho
     zeros = count_zeros(network)
     before = network.get_parameter("classifier.weight").detach().clone()
     val_miou = recover(
-        network, workshop.data, replace(TRAINER, gradient_checkpointing=True), tmp_path / "out"
+        network, workshop.data, replace(TRAINER, activation_checkpoints=["*"]), tmp_path / "out"
     )
     with (tmp_path / "out" / "history.csv").open() as file:
         best = max(float(row["val_miou"]) for row in csv.DictReader(file))

@@ -27,12 +27,13 @@ from tasks.parts.data.subsets import choose_rows
 from tasks.parts.sources.batches import refuse_embedded
 from tasks.parts.sources.pairs import Listing, Pair
 from tasks.parts.training.loop import train_network
-from tasks.parts.training.module import CrossEntropy
+from tasks.parts.training.losses import LabelLoss
+from tasks.parts.training.module import LabelObjective
 from tasks.prepare_data import Config, prepare_data
 from tests.conftest import REPOSITORY
 from tests.tasks.parts.sources.runs import config_of, write_image
 from tests.tasks.parts.sources.test_windowed_splits import NAMES, write_folder
-from tests.tasks.test_train import TRAINER
+from tests.tasks.test_train import PLAIN, TRAINER
 
 SPLITS = ("train", "val", "test", "calibration")
 
@@ -182,7 +183,11 @@ def test_a_training_on_listed_data_gives_the_weights_of_one_on_a_copy(tmp_path: 
         network.feature_layer = None
         config = replace(TRAINER, max_epochs=1, batch_size=2)
         train_network(
-            network, CrossEntropy(torch.ones(3)), data=dataset, config=config, out=tmp_path / str(copy)
+            network,
+            LabelObjective(LabelLoss(PLAIN, torch.ones(3))),
+            data=dataset,
+            config=config,
+            out=tmp_path / str(copy),
         )
         weights.append(network.state_dict())
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())

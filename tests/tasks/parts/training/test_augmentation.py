@@ -29,9 +29,10 @@ from tasks.parts.training.augmentation import (
 )
 from tasks.parts.training.config import Augmentation, TrainerConfig
 from tasks.parts.training.loop import train_network
-from tasks.parts.training.module import CrossEntropy
+from tasks.parts.training.losses import LabelLoss
+from tasks.parts.training.module import Batch, LabelObjective
 from tests.tasks.conftest import Workshop
-from tests.tasks.test_train import STUDENT, TRAINER
+from tests.tasks.test_train import PLAIN, STUDENT, TRAINER
 
 ON = [name for name in Augmentation if name is not Augmentation.none]
 STREET = replace(TRAINER, augmentation=Augmentation.street)
@@ -53,15 +54,15 @@ def random_batch(count: int = 3, height: int = 32, width: int = 48, channels: in
 def test_changes_of_an_image_depend_on_seed_epoch_and_index_alone(name: Augmentation) -> None:
     change = augmenter(*PRESETS[name])
     images_NCHW, masks_NHW, indices_N = random_batch()
-    together = change(images_NCHW, masks_NHW, indices_N, epoch=4)
+    together = change(images_NCHW, masks_NHW, indices_N, view=4)
     torch.rand(1)  # what else the process draws
-    reverse = change(images_NCHW.flip(0), masks_NHW.flip(0), indices_N.flip(0), epoch=4)
+    reverse = change(images_NCHW.flip(0), masks_NHW.flip(0), indices_N.flip(0), view=4)
     torch.testing.assert_close(reverse[0].flip(0), together[0])
     assert torch.equal(reverse[1].flip(0), together[1])
     for other in (
-        change(images_NCHW, masks_NHW, indices_N, epoch=5),
-        change(images_NCHW, masks_NHW, indices_N + 3, epoch=4),
-        augmenter(*PRESETS[name], seed=1)(images_NCHW, masks_NHW, indices_N, epoch=4),
+        change(images_NCHW, masks_NHW, indices_N, view=5),
+        change(images_NCHW, masks_NHW, indices_N + 3, view=4),
+        augmenter(*PRESETS[name], seed=1)(images_NCHW, masks_NHW, indices_N, view=4),
     ):
         assert not torch.equal(other[1], together[1])
     assert together[0].min() >= 0 and together[0].max() <= 1
@@ -82,7 +83,7 @@ def test_a_mask_moves_as_its_image_does_and_mixes_no_classes(step: Step) -> None
     coarse = torch.randint(0, 4, (6, 5, 7), generator=torch.Generator().manual_seed(0))
     masks_NHW = coarse.repeat_interleave(8, dim=1).repeat_interleave(8, dim=2)
     images_NCHW = (masks_NHW / 4 + 0.2)[:, None].expand(-1, 3, -1, -1)
-    changed_NCHW, changed_NHW = augmenter(step)(images_NCHW, masks_NHW, torch.arange(6), epoch=0)
+    changed_NCHW, changed_NHW = augmenter(step)(images_NCHW, masks_NHW, torch.arange(6), view=0)
     assert not torch.equal(changed_NHW, masks_NHW)
     assert set(changed_NHW.unique().tolist()) <= {0, 1, 2, 3, IGNORE_INDEX}
     patches = changed_NHW.float().unfold(1, 3, 1).unfold(2, 3, 1).flatten(3)
@@ -98,10 +99,10 @@ def test_a_mask_moves_as_its_image_does_and_mixes_no_classes(step: Step) -> None
 
 def test_mirrors_and_quarter_turns_of_squares_lose_no_pixel() -> None:
     images_NCHW, masks_NHW, indices_N = random_batch(8, 24, 24)
-    mirrored = augmenter(Mirror(1.0, ""))(images_NCHW, masks_NHW, indices_N, epoch=0)
+    mirrored = augmenter(Mirror(1.0, ""))(images_NCHW, masks_NHW, indices_N, view=0)
     torch.testing.assert_close(mirrored[0], images_NCHW.flip(3), atol=1e-4, rtol=0)
     assert torch.equal(mirrored[1], masks_NHW.flip(2))
-    _, turned_NHW = augmenter(QuarterTurns(""))(images_NCHW, masks_NHW, indices_N, epoch=0)
+    _, turned_NHW = augmenter(QuarterTurns(""))(images_NCHW, masks_NHW, indices_N, view=0)
     turns = [
         next(k for k in range(4) if torch.equal(turned, mask.rot90(k)))
         for turned, mask in zip(turned_NHW, masks_NHW, strict=True)
@@ -112,17 +113,15 @@ def test_mirrors_and_quarter_turns_of_squares_lose_no_pixel() -> None:
 def test_a_smaller_image_is_padded_with_ignored_pixels_and_a_larger_one_is_cut() -> None:
     images_NCHW, masks_NHW, indices_N = random_batch(4, 32, 32)
     images_NCHW = images_NCHW * 0.5 + 0.5
-    changed_NCHW, small_NHW = augmenter(ScaleAndCrop(0.5, 0.5, ""))(
-        images_NCHW, masks_NHW, indices_N, epoch=0
-    )
+    changed_NCHW, small_NHW = augmenter(ScaleAndCrop(0.5, 0.5, ""))(images_NCHW, masks_NHW, indices_N, view=0)
     is_outside = small_NHW == IGNORE_INDEX
     assert (~is_outside).sum(dim=(1, 2)).tolist() == [16 * 16] * 4
     assert changed_NCHW[:, 0][is_outside].max() < 0.5  # black, or interpolated with it at the border
     places = [tuple(mask.nonzero()[0].tolist()) for mask in ~is_outside]
     assert len(set(places)) > 2, "the place is random"
-    _, large_NHW = augmenter(ScaleAndCrop(2.0, 2.0, ""))(images_NCHW, masks_NHW, indices_N, epoch=0)
+    _, large_NHW = augmenter(ScaleAndCrop(2.0, 2.0, ""))(images_NCHW, masks_NHW, indices_N, view=0)
     assert (large_NHW != IGNORE_INDEX).all()
-    unchanged = augmenter(ScaleAndCrop(1.0, 1.0, ""))(images_NCHW, masks_NHW, indices_N, epoch=0)
+    unchanged = augmenter(ScaleAndCrop(1.0, 1.0, ""))(images_NCHW, masks_NHW, indices_N, view=0)
     torch.testing.assert_close(unchanged[0], images_NCHW, atol=1e-4, rtol=0)
     assert torch.equal(unchanged[1], masks_NHW)
 
@@ -130,7 +129,7 @@ def test_a_smaller_image_is_padded_with_ignored_pixels_and_a_larger_one_is_cut()
 def test_noise_has_its_standard_deviation_and_differs_between_images() -> None:
     images_NCHW, masks_NHW, indices_N = random_batch(2, 64, 64)
     grey_NCHW = torch.full_like(images_NCHW, 0.5)
-    changed_NCHW, _ = augmenter(Noise(0.05, "", share=1.0))(grey_NCHW, masks_NHW, indices_N, epoch=0)
+    changed_NCHW, _ = augmenter(Noise(0.05, "", share=1.0))(grey_NCHW, masks_NHW, indices_N, view=0)
     assert float((changed_NCHW - 0.5).std()) == pytest.approx(0.05, rel=0.05)
     assert not torch.equal(changed_NCHW[0], changed_NCHW[1])
 
@@ -165,7 +164,9 @@ class FourToTwo(nn.Sequential):
 
 def fit(network: nn.Module, data: Path, config: TrainerConfig, out: Path) -> Any:
     out.mkdir(exist_ok=True)
-    return train_network(network, CrossEntropy(torch.ones(2)), data=data, config=config, out=out)
+    return train_network(
+        network, LabelObjective(LabelLoss(PLAIN, torch.ones(2))), data=data, config=config, out=out
+    )
 
 
 def test_steps_of_colour_are_refused_for_other_channels_and_the_others_train(tmp_path: Path) -> None:
@@ -201,25 +202,27 @@ def test_half_a_range_of_scales_and_an_empty_one_are_refused() -> None:
         replace(TRAINER, min_scale=2.0, max_scale=0.5)
 
 
-class Stops(CrossEntropy):
+class Stops(LabelObjective):
     """Ends the training in its second epoch, as a killed process does."""
 
     num_steps = 0
 
-    def forward(self, network: nn.Module, images_NCHW: Tensor, masks_NHW: Tensor) -> Tensor:
+    def forward(self, network: nn.Module, batch: Batch) -> Tensor:
         self.num_steps += 1
         if self.num_steps == 3:  # of two steps an epoch
             raise InterruptedError
-        return super().forward(network, images_NCHW, masks_NHW)
+        return super().forward(network, batch)
 
 
 def train_student(
-    workshop: Workshop, out: Path, config: TrainerConfig, objective: type[CrossEntropy] = CrossEntropy
+    workshop: Workshop, out: Path, config: TrainerConfig, objective: type[LabelObjective] = LabelObjective
 ) -> dict[str, Tensor]:
     torch.manual_seed(0)
     network = build_network(STUDENT, 3)
     out.mkdir(exist_ok=True)
-    train_network(network, objective(torch.ones(3)), data=workshop.data, config=config, out=out)
+    train_network(
+        network, objective(LabelLoss(PLAIN, torch.ones(3))), data=workshop.data, config=config, out=out
+    )
     return network.state_dict()
 
 

@@ -1,0 +1,91 @@
+"""What becomes of activations between the forward and the backward pass: recomputed, or kept by the CPU."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tasks.core.errors import ConfigError
+from tasks.parts.networks.foreign import ForeignNetwork
+
+
+def save_activation_memory(network: nn.Module, checkpointed: Sequence[str], offloaded: Sequence[str]) -> None:
+    """Recompute the activations of some modules, and move those of others to the CPU; gradients stay the same.
+
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv:1604.06174. Names are patterns; of
+    modules that contain each other, the outermost counts. Modules without a tensor on a GPU are not offloaded.
+
+    Raises ConfigError for a pattern that fits no module with parameters.
+    """
+    for module in _fitting(network, offloaded, "activation_offload"):
+        _offload(module)
+    for module in _fitting(network, checkpointed, "activation_checkpoints"):
+        _recompute(module)
+
+
+def _fitting(network: nn.Module, patterns: Sequence[str], key: str) -> Iterator[nn.Module]:
+    inner = network.network if isinstance(network, ForeignNetwork) else network
+    assert isinstance(inner, nn.Module)
+    modules = {
+        name: module
+        for name, module in inner.named_modules()
+        if name and any(True for _ in module.parameters())
+    }
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            raise ConfigError(
+                f"trainer.{key} names {pattern!r}, which fits no module with parameters. Choose from: "
+                f"{', '.join(name for name in modules if '.' not in name)}, or modules inside of them."
+            )
+    outermost = ""
+    for name, module in modules.items():
+        is_inside = outermost and name.startswith(f"{outermost}.")
+        if not is_inside and any(fnmatchcase(name, pattern) for pattern in patterns):
+            outermost = name
+            yield module
+
+
+def _recompute(module: nn.Module) -> None:
+    plain_forward = module.forward
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        if not (torch.is_grad_enabled() and module.training):
+            return plain_forward(*inputs, **named)
+        contexts = (contextlib.nullcontext(), _statistics_at_rest(module))
+        return checkpoint(plain_forward, *inputs, use_reentrant=False, context_fn=lambda: contexts, **named)
+
+    module.forward = forward
+
+
+@contextlib.contextmanager
+def _statistics_at_rest(module: nn.Module) -> Iterator[None]:
+    """Keep BatchNorm from counting a batch again that it has already seen."""
+    counting = [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training and layer.track_running_stats
+    ]
+    for layer in counting:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in counting:
+            layer.track_running_stats = True
+
+
+def _offload(module: nn.Module) -> None:
+    plain_forward = module.forward
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        is_on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
+        if not (is_on_gpu and torch.is_grad_enabled() and module.training):
+            return plain_forward(*inputs, **named)
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return plain_forward(*inputs, **named)
+
+    module.forward = forward

@@ -1,0 +1,90 @@
+"""Which weights are trained how fast: groups of parameters, their schedule, and the average of their values."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+
+from tasks.core.errors import ConfigError
+from tasks.parts.training.config import Schedule, TrainerConfig
+
+_POLY_POWER = 0.9
+
+
+def rate_of(name: str, layer_rates: Mapping[str, float]) -> float:
+    """Return the factor on the learning rate of a module or parameter: that of the longest name it begins with."""
+    fitting = [key for key in layer_rates if name == key or name.startswith(f"{key}.")]
+    return layer_rates[max(fitting, key=len)] if fitting else 1.0
+
+
+def parameter_groups(network: nn.Module, objective: nn.Module, config: TrainerConfig) -> list[dict[str, Any]]:
+    """Group what is trained by its learning rate, the full rate first, and freeze what has the rate 0.
+
+    The objective's own parameters, such as the adapter of a hint, have the full rate.
+
+    Raises ConfigError for a name that no parameter begins with, or when nothing is left to be trained.
+    """
+    rates = config.layer_rates
+    names = [name for name, _ in network.named_parameters()]
+    for key in rates:
+        if not any(name.startswith(f"{key}.") for name in names):
+            children = ", ".join(name for name, _ in network.named_children())
+            raise ConfigError(
+                f"trainer.layer_rates names {key!r}, and no parameter's name begins with it. Choose from: "
+                f"{children}, or a module inside of them."
+            )
+    by_rate: dict[float, list[nn.Parameter]] = {1.0: []}
+    for name, parameter in network.named_parameters():
+        by_rate.setdefault(rate_of(name, rates), []).append(parameter)
+    for parameter in by_rate.pop(0.0, []):
+        parameter.requires_grad_(False)
+    if not any(by_rate.values()):
+        raise ConfigError("trainer.layer_rates is 0 for the whole network. Leave a part of it to be trained.")
+    by_rate[1.0] += objective.parameters()
+    return [
+        {"params": parameters, "lr": config.learning_rate * rate}
+        for rate, parameters in by_rate.items()
+        if parameters
+    ]
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig, num_steps: int) -> LRScheduler:
+    """Return the schedule of the learning rates over `num_steps` optimizer steps."""
+    if config.schedule is Schedule.one_cycle:
+        return OneCycleLR(
+            optimizer,
+            max_lr=[group["lr"] for group in optimizer.param_groups],
+            total_steps=num_steps + 1,
+            pct_start=config.warm_up_share,
+            cycle_momentum=False,
+        )
+    num_rising = max(1, round(config.warm_up_share * num_steps))
+
+    def factor(step: int) -> float:
+        if step < num_rising:
+            return (step + 1) / num_rising
+        share = min(1.0, (step - num_rising) / max(1, num_steps - num_rising))
+        if config.schedule is Schedule.cosine:
+            return 0.5 * (1 + math.cos(math.pi * share))
+        return float((1 - share) ** _POLY_POWER)
+
+    return LambdaLR(optimizer, factor)
+
+
+def moving_average(decay: float) -> Callable[[Tensor, Tensor, Tensor | int], Tensor]:
+    """Return the step of an exponential moving average for ``torch.optim.swa_utils.AveragedModel``.
+
+    The decay of step n is min(decay, (1 + n) / (10 + n)), as in TensorFlow's ExponentialMovingAverage, so that the
+    average soon forgets the initial weights.
+    """
+
+    def average(mean: Tensor, value: Tensor, step: Tensor | int) -> Tensor:
+        if not mean.is_floating_point():
+            return value
+        number = float(step)
+        return mean.lerp(value, 1 - min(decay, (1 + number) / (10 + number)))
+
+    return average
