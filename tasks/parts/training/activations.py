@@ -65,17 +65,18 @@ def _recompute(module: nn.Module) -> None:
 def _statistics_at_rest(module: nn.Module) -> Iterator[None]:
     """Keep BatchNorm from counting a batch again that it has already seen."""
     counting = [
-        layer
+        (layer, layer.momentum, layer.num_batches_tracked)
         for layer in module.modules()
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training and layer.track_running_stats
     ]
-    for layer in counting:
-        layer.track_running_stats = False
+    for layer, _, count in counting:
+        layer.momentum = 0.0
+        layer.num_batches_tracked = None if count is None else count.clone()
     try:
         yield
     finally:
-        for layer in counting:
-            layer.track_running_stats = True
+        for layer, momentum, count in counting:
+            layer.momentum, layer.num_batches_tracked = momentum, count
 
 
 def _offload(module: nn.Module) -> None:

@@ -55,7 +55,8 @@ def train_network(
     ConfigError when the augmentation does not fit the channels of the images.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its tips would bury the epochs
-    warnings.filterwarnings("ignore", message=r".*LeafSpec.*|.*does not have many workers.*")
+    quiet = r".*LeafSpec.*|.*does not have many workers.*|.*could not find the monitored key.*"
+    warnings.filterwarnings("ignore", message=quiet)
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling fresh memory is a debugging aid of deterministic mode and takes a tenth of a step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -116,7 +117,6 @@ def _fit(
     workers = WorkerMemory()
     trainer = lightning.Trainer(
         max_epochs=config.max_epochs,
-        max_steps=-1 if config.max_steps is None else config.max_steps,
         accelerator=config.accelerator.value,
         devices=config.num_devices,
         num_nodes=config.num_nodes,

@@ -4,6 +4,7 @@ N images, H rows, W columns.
 """
 
 import math
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -162,7 +163,8 @@ class SegmentationModule(lightning.LightningModule):
             if config.optimizer is Optimizer.adamw
             else torch.optim.SGD(self._groups, momentum=config.momentum, **shared)
         )
-        schedule = build_schedule(optimizer, config, int(self.trainer.estimated_stepping_batches))
+        num_steps = min(int(self.trainer.estimated_stepping_batches), config.max_steps or sys.maxsize)
+        schedule = build_schedule(optimizer, config, num_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _loader(self, split: str, *, shuffle: bool) -> DataLoader[Any]:
