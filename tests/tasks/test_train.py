@@ -80,6 +80,7 @@ def test_training_writes_weights_and_history(workshop: Workshop, tmp_path: Path)
     assert report.num_parameters == sum(p.numel() for p in network.parameters())
     rows = list(csv.DictReader((tmp_path / "a" / "history.csv").open()))
     assert [row["epoch"] for row in rows] == ["1", "2"]
+    assert all(float(row["images_per_s"]) > 0 and 0 < float(row["data_wait_share"]) < 1 for row in rows)
     assert report.val_miou == pytest.approx(max(float(row["val_miou"]) for row in rows), abs=1e-6)
 
 

@@ -45,7 +45,7 @@ def train_network(
     """Train a network in place and leave the weights of its best epoch in it.
 
     An interrupted run resumes from the checkpoint in ``out/resume``, with the same result as an uninterrupted one.
-    Writes ``out/history.csv`` (epoch, loss, val_miou, learning_rate), and ``out/augmentation.png`` if a preset is on.
+    Writes ``out/history.csv`` (a row per epoch) and ``out/training.png``, ``out/augmentation.png`` if a preset is on.
 
     Raises TrainingDiverged when the loss is not finite, ProcessDied when a data worker or a rank was killed,
     ConfigError when the augmentation does not fit the channels of the images.
@@ -116,7 +116,7 @@ def _fit(
         precision=_LIGHTNING_PRECISION[config.precision],  # type: ignore[arg-type]
         callbacks=[
             EarlyStopping("val_miou", mode="max", patience=config.patience_epochs, check_finite=False),
-            History(out / "history.csv"),
+            History(out / "history.csv", num_workers=config.num_workers),
             workers,
             best,
             last,
