@@ -49,7 +49,7 @@ def train_network(
     """Train a network in place and leave the weights of its best epoch in it.
 
     An interrupted run resumes from the checkpoint in ``out/resume``, with the same result as an uninterrupted one.
-    Writes ``out/history.csv`` (epoch, loss, val_miou, learning_rate), and ``out/augmentation.png`` if a preset is on.
+    Writes ``out/history.csv`` (a row per epoch) and ``out/training.png``, ``out/augmentation.png`` if a preset is on.
 
     Raises TrainingDiverged when the loss is not finite, ProcessDied when a data worker or a rank was killed,
     ConfigError when the augmentation does not fit the channels of the images.
