@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from tasks.core.errors import ConfigError
+from tasks.parts.pruning.config import Ranking
 
 _IMPORTED = "artifacts/import_checkpoint/{}/model.safetensors"
 _GRAPH = "artifacts/export_onnx/{}/model.onnx"
+_SENSITIVITY = "artifacts/rank_groups/sensitivity.csv"
 _CHECKPOINTS = {
     "teacher": "artifacts/train/teacher/model.safetensors",
     "baseline": "artifacts/train/baseline/model.safetensors",
@@ -40,13 +42,16 @@ def apply_steps(params: dict[str, Any], variants: dict[str, Any], steps: Mapping
         teacher = "teacher" if steps["teacher"] else network
         return {"checkpoint": checkpoints[network], "teacher": checkpoints[teacher]}
 
+    rankings = (params["prune"]["ranking"], params["search_pruning"]["pruning"]["ranking"])
+    # Every input has to exist; where nothing reads the table, it is one that is read anyway.
+    sensitivity = _SENSITIVITY if Ranking.sensitivity in rankings else checkpoints[student]
     pipeline = params["pipeline"]
     exported = dict.fromkeys(names.get(name, name) for name in pipeline["exports"])
     pipeline |= {
         "networks": [name for name in pipeline["networks"] if name in params["train"]],
         "checkpoints": finished,
         "distillation": {"student": {"teacher": checkpoints["teacher"]}} if is_distilled else {},
-        "pruning": {"student": taught(student)} if steps["pruning"] else {},
+        "pruning": {"student": taught(student) | {"sensitivity": sensitivity}} if steps["pruning"] else {},
         "quantization_aware": {"student": taught(base)} if steps["quantize_aware_train"] else {},
         "exports": {name: kept[name]["checkpoint"] for name in exported if name in kept},
         "graph": _GRAPH.format(base),
