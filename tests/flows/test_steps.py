@@ -91,6 +91,26 @@ def test_what_is_left_out_is_neither_called_nor_named(
     assert selection["parents"] == {f"{base}_{rung}": base for rung in rungs}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "table"),
+    [
+        ((), "artifacts/distill/model.safetensors"),
+        (("prune.ranking=uniform", "steps.teacher=false"), "artifacts/train/baseline/model.safetensors"),
+        (("prune.ranking=sensitivity",), "artifacts/rank_groups/sensitivity.csv"),
+        (("search_pruning.pruning.ranking=sensitivity",), "artifacts/rank_groups/sensitivity.csv"),
+    ],
+)
+def test_pruning_waits_for_the_table_of_sensitivities_only_where_it_is_read(
+    overrides: tuple[str, ...], table: str
+) -> None:
+    """Elsewhere the checkpoint stands in for it, on which both stages depend anyway."""
+    calls, _ = calls_of(*overrides)
+    order = list(calls)
+    for stage in ("search_pruning", "prune"):
+        assert str(calls[stage]["sensitivity"]) == table
+        assert order.index("rank_groups") < order.index(stage)
+
+
 def test_a_float_network_teaches_what_is_made_from_it_where_there_is_no_teacher() -> None:
     calls, _ = calls_of("steps.teacher=false")
     assert str(calls["finetune"]["teacher"]) == "artifacts/train/baseline/model.safetensors"
