@@ -49,6 +49,7 @@ from tasks.parts.engines.machine import read_cpu_model
 RESULTS = Path(__file__).parent / "results" / "controls.json"
 FOLDER = ARTIFACTS / "benchmarks" / "controls"
 TEACHER = ARTIFACTS / "train" / "teacher" / "model.safetensors"
+BASELINE = ARTIFACTS / "train" / "baseline" / "model.safetensors"
 DISTILLED = ARTIFACTS / "distill" / "model.safetensors"
 PRUNED = ARTIFACTS / "prune" / "model.safetensors"
 FINETUNED = ARTIFACTS / "finetune" / "model.safetensors"
@@ -131,12 +132,19 @@ def distillation(seed: int) -> list[Network]:
         Network(comparison, role, name, seed, read_epochs(folder), folder / "model.safetensors")
         for comparison, role, name, folder in (
             ("distillation", "before", "labels alone", trained("train.baseline", seed, data=DATA)),
-            ("distillation", "technique", "distilled", trained("distill", seed, teacher=TEACHER, data=DATA)),
+            (
+                "distillation",
+                "technique",
+                "distilled",
+                trained("distill", seed, teacher=TEACHER, start=BASELINE, data=DATA),
+            ),
             (
                 "distillation",
                 "control",
                 "labels alone, same time",
-                run_stage(f"same_time_{seed}", "distill", same_time, teacher=TEACHER, data=DATA),
+                run_stage(
+                    f"same_time_{seed}", "distill", same_time, teacher=TEACHER, start=BASELINE, data=DATA
+                ),
             ),
         )
     ]
@@ -275,7 +283,7 @@ def epoch_seconds(cfg: Any, data: Path) -> float:
         short = changed_trainer(cfg, max_epochs=num_epochs)
         with tempfile.TemporaryDirectory() as out:
             started = clock()
-            distill(short, teacher=TEACHER, data=data, out=Path(out))
+            distill(short, teacher=TEACHER, start=BASELINE, data=data, out=Path(out))
             seconds.append(clock() - started)
     return (seconds[1] - seconds[0]) / 2
 

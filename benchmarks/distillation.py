@@ -244,8 +244,10 @@ def trained(name: str, share: float, seed: int, steps: int) -> dict[str, Any]:
         teacher = teacher_of(share)
         if method.is_recorded:
             teacher = recording(share, data, teacher, has_features="features" in name)
-        config = distill.Config(student_of(name), losses_of(name), trainer, baseline.pretrained)
-        distill.distill(config, teacher=teacher, data=data, out=folder)
+        config = distill.Config(
+            distill.Start.fresh, student_of(name), losses_of(name), trainer, baseline.pretrained
+        )
+        distill.distill(config, teacher=teacher, start=teacher, data=data, out=folder)
     content = {"steps": steps, "miou": judged(folder / "model.safetensors")}
     write_json(result, content)
     shutil.rmtree(folder / "resume", ignore_errors=True)

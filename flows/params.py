@@ -192,7 +192,14 @@ def _complete_training(params: dict[str, Any], targets: dict[str, Any]) -> None:
     for section in (params["prune"], params["search_pruning"]["pruning"], params["rank_groups"]):
         if section["channel_multiple"] is None:
             section["channel_multiple"] = _largest_multiple(targets)
-    if params["prune"]["method"] != "channels":
+    is_by_channels = params["prune"]["method"] == "channels"
+    for section, prunes_channels in (
+        (params["prune"], is_by_channels),
+        (params["search_pruning"]["pruning"], True),
+    ):
+        if section["ranking"] is None:
+            section["ranking"] = "sensitivity" if prunes_channels else "across_layers"
+    if not is_by_channels:
         # They may name layers that cannot lose channels.
         params["search_pruning"]["pruning"]["layer_ratios"] = {}
     params["search_pruning"]["target"] = _find_target(params["search_pruning"]["target"], targets)

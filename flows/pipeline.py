@@ -96,7 +96,7 @@ def _run_training(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> No
     for checkpoint in pipeline["recordings"].values():
         stages.run("record_teacher", teacher=Path(checkpoint), data=data)
     for item in pipeline["distillation"].values():
-        stages.run("distill", teacher=Path(item["teacher"]), data=data)
+        stages.run("distill", teacher=Path(item["teacher"]), start=Path(item["start"]), data=data)
     for item in pipeline["pruning"].values():
         student = Path(item["checkpoint"])
         stages.run("rank_groups", checkpoint=student, data=data)

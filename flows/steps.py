@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tasks.core.errors import ConfigError
+from tasks.distill import Start
 from tasks.parts.pruning.config import Ranking
 from tasks.parts.training.config import check_views
 
@@ -59,15 +60,16 @@ def apply_steps(params: dict[str, Any], variants: dict[str, Any], steps: Mapping
         }
 
     rankings = (params["prune"]["ranking"], params["search_pruning"]["pruning"]["ranking"])
-    # Every input has to exist; where nothing reads the table, it is one that is read anyway.
+    # Every input has to exist; where nothing reads the table or the baseline, it is one that is read anyway.
     sensitivity = _SENSITIVITY if Ranking.sensitivity in rankings else checkpoints[student]
+    start = checkpoints["baseline"] if is_distilled and _starts_from_baseline(params) else teacher
     pipeline = params["pipeline"]
     exported = dict.fromkeys(names.get(name, name) for name in pipeline["exports"])
     pipeline |= {
         "networks": [name for name in pipeline["networks"] if name in params["train"]],
         "checkpoints": finished,
         "recordings": {"teacher": checkpoints["teacher"]} if is_recorded else {},
-        "distillation": {"student": {"teacher": teacher}} if is_distilled else {},
+        "distillation": {"student": {"teacher": teacher, "start": start}} if is_distilled else {},
         "pruning": {"student": taught(student) | {"sensitivity": sensitivity}} if steps["pruning"] else {},
         "quantization_aware": {"student": taught(base)} if steps["quantize_aware_train"] else {},
         "exports": {name: kept[name]["checkpoint"] for name in exported if name in kept},
@@ -81,6 +83,22 @@ def apply_steps(params: dict[str, Any], variants: dict[str, Any], steps: Mapping
         f"artifacts/build_engine/{reference['variant']}/{reference['target']}/engine"
     )
     return kept
+
+
+def _starts_from_baseline(params: Mapping[str, Any]) -> bool:
+    """Return whether the student begins with the weights of the baseline.
+
+    Raises ConfigError if they are two networks.
+    """
+    if params["distill"]["start"] != Start.baseline:
+        return False
+    student, baseline = params["distill"]["network"], params["train"]["baseline"]["network"]
+    if student != baseline:
+        raise ConfigError(
+            f"distill.start is baseline, and distill.network is {student}, where train.baseline.network is "
+            f"{baseline}: its weights do not fit. Set distill.start=fresh, or give both the same network."
+        )
+    return True
 
 
 def _learn_from_recording(params: Mapping[str, Any], learners: Sequence[str]) -> bool:

@@ -26,7 +26,11 @@ from tests.conftest import REPOSITORY, Workspace, copy_repository
 OVERRIDES = {
     "trained": [],
     "trained, changes tried": ["try_changes.variant=pruned_ptq"],
-    "ranked by sensitivity": ["prune.ranking=sensitivity"],
+    "ranked across layers, distilled from random weights": [
+        "prune.ranking=across_layers",
+        "distill.start=fresh",
+        "steps.record_teacher=false",
+    ],
     "no teacher": ["steps.teacher=false"],
     "no pruning, no QAT": ["steps.pruning=false", "steps.quantize_aware_train=false"],
     "finished student": ["train.baseline.checkpoint=weights.safetensors", "steps.teacher=false"],

@@ -94,10 +94,17 @@ def test_what_is_left_out_is_neither_called_nor_named(
 @pytest.mark.parametrize(
     ("overrides", "table"),
     [
-        ((), "artifacts/distill/model.safetensors"),
+        ((), "artifacts/rank_groups/sensitivity.csv"),
+        (("prune.ranking=across_layers",), "artifacts/distill/model.safetensors"),
         (("prune.ranking=uniform", "steps.teacher=false"), "artifacts/train/baseline/model.safetensors"),
-        (("prune.ranking=sensitivity",), "artifacts/rank_groups/sensitivity.csv"),
-        (("search_pruning.pruning.ranking=sensitivity",), "artifacts/rank_groups/sensitivity.csv"),
+        (
+            ("prune.ranking=uniform", "search_pruning.pruning.ranking=sensitivity"),
+            "artifacts/rank_groups/sensitivity.csv",
+        ),
+        (
+            ("prune.method=blocks", "search_pruning.pruning.ranking=uniform"),
+            "artifacts/distill/model.safetensors",
+        ),
     ],
 )
 def test_pruning_waits_for_the_table_of_sensitivities_only_where_it_is_read(
@@ -280,3 +287,13 @@ def test_a_teacher_is_recorded_for_the_views_of_those_that_learn_from_it() -> No
         ConfigError, match=r"finetune\.trainer\.brightness is 0\.1, and the teacher is recorded"
     ):
         calls_of("finetune.trainer.brightness=0.1")
+
+
+def test_the_student_begins_with_the_weights_of_the_baseline_unless_told_otherwise() -> None:
+    baseline = Path("artifacts/train/baseline/model.safetensors")
+    calls, _ = calls_of()
+    assert calls["distill"]["start"] == baseline
+    fresh, _ = calls_of("distill.start=fresh", "distill.network.width=0.5")
+    assert fresh["distill"]["start"] == RECORDING  # which is read anyway
+    with pytest.raises(ConfigError, match=r"distill\.start is baseline, .*Set distill\.start=fresh"):
+        calls_of("distill.network.width=0.5")

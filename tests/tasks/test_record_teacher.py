@@ -117,8 +117,8 @@ def test_students_learn_from_a_recording(workshop: Workshop, tmp_path: Path) -> 
         write_teacher(tmp_path, workshop.data), workshop.data, tmp_path / "a", config_of(TWO_VIEWS, stride=4)
     )
     (tmp_path / "b").mkdir()
-    config = distill.Config(STUDENT, ALL_LOSSES, TWO_VIEWS, FRESH)
-    distill.distill(config, teacher=folder, data=workshop.data, out=tmp_path / "b")
+    config = distill.Config(distill.Start.fresh, STUDENT, ALL_LOSSES, TWO_VIEWS, FRESH)
+    distill.distill(config, teacher=folder, start=folder, data=workshop.data, out=tmp_path / "b")
     (tmp_path / "c").mkdir()
     report = finetune.finetune(
         finetune.Config(ALL_LOSSES, TWO_VIEWS),

@@ -135,9 +135,10 @@ def test_pretrained_weights_are_where_training_starts(
         run(train.train, train.Config(TEACHER, frozen, pretrained), tmp_path / "train", data=workshop.data),
         run(
             distill.distill,
-            distill.Config(TEACHER, labels, frozen, pretrained),
+            distill.Config(distill.Start.fresh, TEACHER, labels, frozen, pretrained),
             tmp_path / "distill",
             teacher=teacher,
+            start=teacher,
             data=workshop.data,
         ),
     ]
@@ -190,12 +191,30 @@ def test_activation_checkpoints_change_no_gradient() -> None:
 
 
 def test_all_losses_train_a_student(workshop: Workshop, teacher: Path, tmp_path: Path) -> None:
-    config = distill.Config(STUDENT, ALL_LOSSES, TRAINER, FRESH)
+    config = distill.Config(distill.Start.fresh, STUDENT, ALL_LOSSES, TRAINER, FRESH)
     before = teacher.read_bytes()
-    report = run(distill.distill, config, tmp_path / "a", teacher=teacher, data=workshop.data)
+    report = run(distill.distill, config, tmp_path / "a", teacher=teacher, start=teacher, data=workshop.data)
     network, _ = load_checkpoint(tmp_path / "a" / "model.safetensors")
     assert report.num_parameters == sum(p.numel() for p in network.parameters())  # no adapter, no teacher
     assert teacher.read_bytes() == before
+
+
+def test_student_continues_the_training_of_the_baseline(
+    workshop: Workshop, teacher: Path, tmp_path: Path
+) -> None:
+    still = replace(TRAINER, learning_rate=1e-12, weight_decay=0.0, max_epochs=1)
+    config = distill.Config(distill.Start.baseline, TEACHER, ALL_LOSSES, still, FRESH)
+    run(distill.distill, config, tmp_path / "a", teacher=teacher, start=teacher, data=workshop.data)
+    found, expected = (load_checkpoint(path)[0] for path in (tmp_path / "a/model.safetensors", teacher))
+    for (name, one), two in zip(found.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, two, msg=name)
+    other = replace(config, network=STUDENT)
+    with pytest.raises(
+        ArtifactError, match=r"deeplabv3plus.*expected distill\.network, which is .*fast_scnn"
+    ):
+        run(distill.distill, other, tmp_path / "b", teacher=teacher, start=teacher, data=workshop.data)
+    with pytest.raises(ConfigError, match=r"start is baseline and pretrained\.file is a\.pt"):
+        replace(config, pretrained=PretrainedConfig("a.pt", "0" * 64))
 
 
 def test_distillation_moves_the_student_towards_the_teacher(
@@ -208,8 +227,8 @@ def test_distillation_moves_the_student_towards_the_teacher(
         ("labels", DistillationConfig(1.0, 0.0, 0.0, 0.0, 2.0)),
         ("teacher", DistillationConfig(0.0, 1.0, 0.0, 0.0, 2.0)),
     ):
-        config = distill.Config(STUDENT, losses, trainer, FRESH)
-        run(distill.distill, config, tmp_path / name, teacher=teacher, data=workshop.data)
+        config = distill.Config(distill.Start.fresh, STUDENT, losses, trainer, FRESH)
+        run(distill.distill, config, tmp_path / name, teacher=teacher, start=teacher, data=workshop.data)
         student, _ = load_checkpoint(tmp_path / name / "model.safetensors")
         images_NCHW = torch.randn(4, 3, 64, 96, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
@@ -273,9 +292,10 @@ def test_teacher_of_other_classes_is_refused_with_both_lists(workshop: Workshop,
     ):
         run(
             distill.distill,
-            distill.Config(STUDENT, ALL_LOSSES, TRAINER, FRESH),
+            distill.Config(distill.Start.fresh, STUDENT, ALL_LOSSES, TRAINER, FRESH),
             tmp_path / "a",
             teacher=tmp_path / "other.safetensors",
+            start=tmp_path / "other.safetensors",
             data=workshop.data,
         )
 

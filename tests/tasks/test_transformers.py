@@ -149,8 +149,10 @@ def test_all_losses_train_a_student_whose_maps_have_another_size(
     workshop: Workshop, tmp_path: Path, teacher: NetworkConfig, student: NetworkConfig
 ) -> None:
     checkpoint = write_network(tmp_path / "teacher.safetensors", teacher, workshop.data)
-    config = distill.Config(student, ALL_LOSSES, replace(TRAINER, max_epochs=1), FRESH)
-    report = run(distill.distill, config, tmp_path / "a", teacher=checkpoint, data=workshop.data)
+    config = distill.Config(distill.Start.fresh, student, ALL_LOSSES, replace(TRAINER, max_epochs=1), FRESH)
+    report = run(
+        distill.distill, config, tmp_path / "a", teacher=checkpoint, start=checkpoint, data=workshop.data
+    )
     network, card = load_checkpoint(tmp_path / "a" / "model.safetensors")
     assert card.network == student and not network.training
     assert report.num_parameters == sum(p.numel() for p in network.parameters())
@@ -173,8 +175,8 @@ def test_transformer_teacher_of_other_classes_is_refused_with_both_lists(
     with pytest.raises(
         ArtifactError, match=r"\['background', 'one', 'zero'\].*\['background', 'zero', 'one'\]"
     ):
-        config = distill.Config(SEGFORMER, ALL_LOSSES, TRAINER, FRESH)
-        run(distill.distill, config, tmp_path / "a", teacher=teacher, data=workshop.data)
+        config = distill.Config(distill.Start.fresh, SEGFORMER, ALL_LOSSES, TRAINER, FRESH)
+        run(distill.distill, config, tmp_path / "a", teacher=teacher, start=teacher, data=workshop.data)
 
 
 @pytest.mark.parametrize("network", [SEGFORMER, DINOV2])

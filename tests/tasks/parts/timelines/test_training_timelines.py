@@ -64,8 +64,8 @@ def test_training_that_ends_earlier_gives_the_steps_that_it_has(workshop):
 
 def test_distillation_on_several_devices_is_recorded_on_one(workshop):
     several = replace(TRAINER_OF_4_STEPS, num_devices=2, strategy=type(TRAINER.strategy).ddp)
-    config = distill.Config(STUDENT, ALL_LOSSES, several, FRESH)
-    inputs = {"teacher": workshop.checkpoint, "data": workshop.data}
+    config = distill.Config(distill.Start.fresh, STUDENT, ALL_LOSSES, several, FRESH)
+    inputs = {"teacher": workshop.checkpoint, "start": workshop.checkpoint, "data": workshop.data}
     assert len(record_training(distill.distill, config, inputs, num_steps=2).steps) == 2
 
 
