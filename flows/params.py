@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flows.networks import check_channels, check_tracked, complete_networks
 from flows.pipeline import RecordedStages, run_pipeline
-from flows.steps import apply_steps
+from flows.steps import apply_steps, check_start
 from flows.templates import check_templates
 from tasks.core.config import PARAMS_FILE, find_section, typed_config
 from tasks.core.errors import ConfigError, EnginewrightError
@@ -93,6 +93,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     _complete_trials(params, targets)
     _drop_uncalled(params)
     check_params(params)
+    check_start(params)
     _check_variants(params["select_engine"], variants)
     check_templates(params, DVC_FILE)
     return params

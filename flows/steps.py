@@ -62,7 +62,7 @@ def apply_steps(params: dict[str, Any], variants: dict[str, Any], steps: Mapping
     rankings = (params["prune"]["ranking"], params["search_pruning"]["pruning"]["ranking"])
     # Every input has to exist; where nothing reads the table or the baseline, it is one that is read anyway.
     sensitivity = _SENSITIVITY if Ranking.sensitivity in rankings else checkpoints[student]
-    start = checkpoints["baseline"] if is_distilled and _starts_from_baseline(params) else teacher
+    start = checkpoints["baseline"] if params["distill"]["start"] == Start.baseline else teacher
     pipeline = params["pipeline"]
     exported = dict.fromkeys(names.get(name, name) for name in pipeline["exports"])
     pipeline |= {
@@ -85,22 +85,6 @@ def apply_steps(params: dict[str, Any], variants: dict[str, Any], steps: Mapping
     return kept
 
 
-def _starts_from_baseline(params: Mapping[str, Any]) -> bool:
-    """Return whether the student begins with the weights of the baseline.
-
-    Raises ConfigError if they are two networks.
-    """
-    if params["distill"]["start"] != Start.baseline:
-        return False
-    student, baseline = params["distill"]["network"], params["train"]["baseline"]["network"]
-    if student != baseline:
-        raise ConfigError(
-            f"distill.start is baseline, and distill.network is {student}, where train.baseline.network is "
-            f"{baseline}: its weights do not fit. Set distill.start=fresh, or give both the same network."
-        )
-    return True
-
-
 def _learn_from_recording(params: Mapping[str, Any], learners: Sequence[str]) -> bool:
     """Return whether a stage has a term of its loss that needs the teacher.
 
@@ -113,6 +97,18 @@ def _learn_from_recording(params: Mapping[str, Any], learners: Sequence[str]) ->
     for stage in taught:
         check_views(params["record_teacher"], params[stage]["trainer"], f"{stage}.trainer")
     return bool(taught)
+
+
+def check_start(params: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the student is to begin with the weights of a baseline that is another network."""
+    if "distill" not in params or params["distill"]["start"] != Start.baseline:
+        return
+    student, baseline = params["distill"]["network"], params["train"]["baseline"]["network"]
+    if student != baseline:
+        raise ConfigError(
+            f"distill.start is baseline, and distill.network is {student}, where train.baseline.network is "
+            f"{baseline}: its weights do not fit. Set distill.start=fresh, or give both the same network."
+        )
 
 
 def _take_finished(params: dict[str, Any], *, has_teacher: bool) -> dict[str, str]:

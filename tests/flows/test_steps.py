@@ -291,9 +291,10 @@ def test_a_teacher_is_recorded_for_the_views_of_those_that_learn_from_it() -> No
 
 def test_the_student_begins_with_the_weights_of_the_baseline_unless_told_otherwise() -> None:
     baseline = Path("artifacts/train/baseline/model.safetensors")
+    other = ("distill.network={name: fast_scnn, width: 1.0, depth: 1.0, depthwise: false}",)
     calls, _ = calls_of()
     assert calls["distill"]["start"] == baseline
-    fresh, _ = calls_of("distill.start=fresh", "distill.network.width=0.5")
+    fresh, _ = calls_of("distill.start=fresh", *other)
     assert fresh["distill"]["start"] == RECORDING  # which is read anyway
     with pytest.raises(ConfigError, match=r"distill\.start is baseline, .*Set distill\.start=fresh"):
-        calls_of("distill.network.width=0.5")
+        calls_of(*other)
