@@ -155,6 +155,8 @@ class Report:
     width: int
     num_images: dict[str, int]
     """Number of images per split; of windows, if images are cut into windows."""
+    num_unlabelled: int
+    """Number of those of train that have no labels."""
     pixel_share: dict[str, dict[str, float]]
     """Share of the pixels that are not ignored, or of the labelled images, by split and class."""
     mean: tuple[float, ...]
@@ -245,6 +247,7 @@ def _report(
         height=manifest.height,
         width=manifest.width,
         num_images=manifest.counts,
+        num_unlabelled=manifest.num_unlabelled,
         pixel_share={
             split: dict(zip(manifest.classes, shares, strict=True)) if shares else {}
             for split, shares in manifest.pixel_share.items()

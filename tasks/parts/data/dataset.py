@@ -59,7 +59,8 @@ class Manifest:
     """Share of each class, per split: among the pixels that are not ignored (all 0 if all are), or among the images;
     empty without labels."""
     mean: tuple[float, ...]
-    """Mean by which each channel is normalised, on a 0..1 scale: that of the train split, unless another is set."""
+    """Mean by which each channel is normalised, on a 0..1 scale: that of the train split, without unlabelled images,
+    unless another is set."""
     std: tuple[float, ...]
     """Standard deviation by which each channel is normalised, on a 0..1 scale."""
     files: dict[str, str]
@@ -70,6 +71,8 @@ class Manifest:
     """Shape of the values of one image, for labels that are values."""
     metric: str | None = None
     """Function of METRIC_FILE that scores each image; None for the metric of the task."""
+    num_unlabelled: int = 0
+    """Number of images, the last ones of train, whose masks are ignored everywhere: they are for teachers only."""
 
     @property
     def num_channels(self) -> int:
@@ -98,6 +101,7 @@ def read_manifest(dataset: Path) -> Manifest:
             source=str(fields["source"]),
             values_shape=tuple(shape) if (shape := fields.get("values_shape")) else None,
             metric=fields.get("metric"),
+            num_unlabelled=int(fields.get("num_unlabelled", 0)),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(

@@ -55,6 +55,8 @@ class SplitBatches:
     """Number of the group, 0 .. K - 1, that each image belongs to; None if each is its own."""
     rows: Sequence[SourceRow] | None = None
     """Files of each image, complete once the batches were read, if they are listed; None if images are copied."""
+    num_unlabelled: int = 0
+    """Number of images, the last ones, whose masks are ignored everywhere; in the split `train` only."""
 
 
 def write_dataset(
@@ -103,6 +105,7 @@ def write_dataset(
         files=_all_files(statistics) | (_write_rules(dataset, rules) if rules else {}),
         source=source,
         values_shape=values_shape,
+        num_unlabelled=sum(content.num_unlabelled for content in splits.values()),
     )
     _write_manifest(dataset, manifest)
     return manifest
@@ -122,7 +125,7 @@ def write_with_metric(dataset: Path, out: Path, metric: Path, function: str) -> 
 
 
 def write_chosen_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> Manifest:
-    """Write a smaller data set into a new folder: images of each named split, at most as many as given.
+    """Write a smaller data set into a new folder: labelled images of each named split, at most as many as given.
 
     Mean and std stay those of the whole data set, because networks were trained with them. Groups are left out.
     """
@@ -138,7 +141,7 @@ def write_chosen_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> 
         chosen_counts[split] = len(images_NHWC)
     shares = _class_shares(statistics, len(whole.classes), Task.segmentation)
     manifest = dataclasses.replace(
-        whole, counts=chosen_counts, pixel_share=shares, files=_all_files(statistics)
+        whole, counts=chosen_counts, pixel_share=shares, files=_all_files(statistics), num_unlabelled=0
     )
     _write_manifest(out, manifest)
     return manifest
@@ -157,7 +160,7 @@ class _SplitStatistics:
     label_counts: NDArray[np.int64]
     """Number of pixels, or of images, per possible value of a label."""
     colour_counts: NDArray[np.int64]
-    """Number of pixels per channel and value, [C, 256]."""
+    """Number of pixels per channel and value, [C, 256], without unlabelled images."""
     files: dict[str, str]
     """File name -> sha256."""
 
@@ -190,10 +193,12 @@ def _write_split(
         if task and (is_copied or task is Task.classification):
             shape = shape_NHW if task is Task.segmentation else (content.num_images, *values_shape)
             label_stream = open_stream(LABEL_FILES[task], shape, label_type)
+        num_labelled = content.num_images - content.num_unlabelled
         for images_NHWC, labels in content.batches:
             if image_stream:
                 image_stream.append(images_NHWC)
-            colour_counts += _count_colours(images_NHWC)
+            colour_counts += _count_colours(images_NHWC[:num_labelled])
+            num_labelled = max(0, num_labelled - len(images_NHWC))
             if labels is not None:
                 if label_stream:
                     label_stream.append(labels)

@@ -62,7 +62,7 @@ class ReadingRules:
     table: ClassTable | None
     """None if the images have no masks."""
     background: int | None
-    """Class of all pixels of an image without a mask."""
+    """Class of all pixels of an image without a mask; IGNORE_INDEX if it is unlabelled."""
 
 
 @dataclass(frozen=True)

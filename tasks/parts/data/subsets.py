@@ -38,7 +38,7 @@ def open_chosen_images(dataset: Path, split: str, num_images: int | None) -> NDA
 
 
 def choose_rows(dataset: Path, split: str, num_images: int | None) -> Rows:
-    """Choose images of a split, all if None or more than there are; the same ones whenever they are asked for.
+    """Choose labelled images of a split, all if None or more than there are; the same whenever they are asked for.
 
     As many groups as possible are in the sample. Each class that is in the split is in the sample, if there is room:
     the last images that add no class give way to the first ones that hold what is missing. The first images of the
@@ -47,9 +47,10 @@ def choose_rows(dataset: Path, split: str, num_images: int | None) -> Rows:
     """
     manifest = read_manifest(dataset)
     num_all = manifest.counts[split] if split in manifest.counts else len(open_images(dataset, split))
-    if num_images is None or num_images >= num_all:
-        return slice(None)
-    order_N = _one_of_each_group_first(open_groups(dataset, split))
+    num_labelled = num_all - (manifest.num_unlabelled if split == "train" else 0)
+    if num_images is None or num_images >= num_labelled:
+        return slice(None) if num_labelled == num_all else slice(num_labelled)
+    order_N = _one_of_each_group_first(open_groups(dataset, split)[:num_labelled])
     chosen = _with_all_classes(dataset, manifest, split, order_N, num_images)
     return slice(num_images) if chosen == list(range(num_images)) else np.array(chosen, np.int64)
 

@@ -22,7 +22,7 @@ from tasks.parts.data.image_files import (
 from tasks.parts.data.masks import MaskFile
 from tasks.parts.sources.config import FolderConfig
 from tasks.parts.sources.listed_files import COPIED, HashedFile, Size, reading_rules
-from tasks.parts.sources.pairs import BACKGROUND, CheckedPairs, Listing, Pair, read_pair
+from tasks.parts.sources.pairs import CheckedPairs, Listing, Pair, class_without_mask, read_pair
 from tasks.parts.sources.windows import cover_images
 
 if TYPE_CHECKING:
@@ -62,9 +62,7 @@ def refuse_embedded(listing: Listing) -> None:
 
 def rules_of_pairs(content: CheckedPairs, config: FolderConfig, size: Size, root: Path) -> ReadingRules:
     """Return what turns the listed files into the same arrays again."""
-    names = content.table.names
-    background = names.index(BACKGROUND) if BACKGROUND in names else None
-    return reading_rules(config, size, root, content.table, background)
+    return reading_rules(config, size, root, content.table, class_without_mask(content.table, config))
 
 
 def _batches_of_split(
@@ -82,9 +80,10 @@ def _batches_of_split(
         groups_N = np.arange(len(pairs)) if groups_N is None else groups_N
         groups_N = np.repeat(groups_N, [len(cover or ()) for cover in covers]).astype(np.int64)
     rows: list[SourceRow] | None = None if root is None else []
-    num_images = sum(1 if cover is None else len(cover) for cover in covers)
+    nums_images = [1 if cover is None else len(cover) for cover in covers]
+    num_labelled = len(pairs) - (content.num_unlabelled if split == "train" else 0)
     batches = _read(content, list(zip(pairs, covers, strict=True)), config, size, root, rows)
-    return SplitBatches(num_images, batches, groups_N, rows)
+    return SplitBatches(sum(nums_images), batches, groups_N, rows, sum(nums_images[num_labelled:]))
 
 
 def _read(

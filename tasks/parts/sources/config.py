@@ -20,6 +20,8 @@ class MissingMasks(StrEnum):
     """It is left out, with a warning."""
     background = "background"
     """All its pixels are of the class `background`."""
+    unlabelled = "unlabelled"
+    """It is in the training split without labels: only terms that need a teacher learn from it."""
 
 
 class Annotations(StrEnum):

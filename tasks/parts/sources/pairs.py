@@ -8,13 +8,13 @@ N images, H height, W width, C channels.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import ConfigError, DataError
-from tasks.parts.data.class_table import UNKNOWN, ClassTable, StoredMask, unpacked
+from tasks.parts.data.class_table import IGNORE_INDEX, UNKNOWN, ClassTable, StoredMask, unpacked
 from tasks.parts.data.image_files import (
     EncodedImage,
     UnreadableImage,
@@ -91,6 +91,8 @@ class CheckedPairs:
     """Number of images that are skipped because they cannot be read."""
     num_duplicates: int
     """Number of images of val or test whose pixels also occur in another of train, val, test."""
+    num_unlabelled: int
+    """Number of images, the last ones of train, without labels."""
     warnings: tuple[str, ...]
 
 
@@ -100,7 +102,7 @@ def check_pairs(root: Path, listing: Listing, config: FolderConfig, *, seed: int
     Lists and groups.csv in the root replace the splits and groups of the layout.
 
     Raises:
-        DataError: names the first bad file and counts the others.
+        DataError: names the first bad file and counts the others, or a split has images without labels.
         ConfigError: images without masks are to be background, and there is no such class.
     """
     table = listing.table
@@ -112,17 +114,19 @@ def check_pairs(root: Path, listing: Listing, config: FolderConfig, *, seed: int
     groups = {pair.name: pair.group for pair in pairs if pair.group is not None} | read_groups(
         root, all_names
     )
-    left = [pair.name for pair in pairs]
-    refuse_empty_lists(root, left, lists)
-    refuse_few_groups(root, left, lists, groups)
+    unlabelled = _unlabelled(pairs, config)
+    _refuse_unlabelled(root, lists, unlabelled)
+    refuse_empty_lists(root, [pair.name for pair in pairs], lists)
+    refuse_few_groups(root, [pair.name for pair in pairs if pair.name not in unlabelled], lists, groups)
     checks = _check_all(pairs, table, config)
     good, bad_warnings = _drop_bad(checks, config.max_bad_images)
     check_of = {check.pair.name: check for check in good}
     labels = {name: check.labels for name, check in check_of.items()}
-    names, split_warnings = share_out(list(check_of), lists, groups, config, seed, labels)
-    refuse_empty(root, names, lists)
+    names, split_warnings = share_out(list(check_of), lists, groups, config, seed, labels, unlabelled)
+    labelled = [name for name in names["train"] if name not in unlabelled]
+    refuse_empty(root, {**names, "train": tuple(labelled)}, lists)
     splits = {split: tuple(check_of[name].pair for name in listed) for split, listed in names.items()}
-    _refuse_single_class(root, [check_of[pair.name] for pair in splits["train"]], table)
+    _refuse_single_class(root, [check_of[name] for name in labelled], table)
     images = {name: (check.pair.image, check.digest) for name, check in check_of.items()}
     num_duplicates, duplicate_warnings = find_duplicates(names, images)
     return CheckedPairs(
@@ -132,6 +136,7 @@ def check_pairs(root: Path, listing: Listing, config: FolderConfig, *, seed: int
         {name: check.size for name, check in check_of.items()},
         len(checks) - len(good),
         num_duplicates,
+        len(names["train"]) - len(labelled),
         (*listing.warnings, *missing_warnings, *bad_warnings, *split_warnings, *duplicate_warnings),
     )
 
@@ -142,9 +147,16 @@ def read_pair(pair: Pair, table: ClassTable, config: FolderConfig) -> Batch:
 
     image_HWC = read_image(pair.image, config)
     if pair.mask is None:
-        return image_HWC, np.full(image_HWC.shape[:2], table.names.index(BACKGROUND), np.uint8)
+        return image_HWC, np.full(image_HWC.shape[:2], class_without_mask(table, config), np.uint8)
     stored = pair.mask.read(table, max_pixels=config.max_pixels)
     return image_HWC, table.to_classes(stored).astype(np.uint8)
+
+
+def class_without_mask(table: ClassTable, config: FolderConfig) -> int | None:
+    """Return the class, or IGNORE_INDEX, of all pixels of an image without a mask; None if there is none for it."""
+    if config.missing_masks is MissingMasks.unlabelled:
+        return IGNORE_INDEX
+    return table.names.index(BACKGROUND) if BACKGROUND in table.names else None
 
 
 def match_masks(
@@ -164,7 +176,7 @@ def match_masks(
         raise DataError(
             f"{images[without_mask[0]]}: its mask {mask_place.format(name=without_mask[0])} is "
             f"missing{further(without_mask, 'image')}. Add the mask, remove the image, or set "
-            "prepare_data.folder.missing_masks to skip or background."
+            "prepare_data.folder.missing_masks to skip, background or unlabelled."
         )
     without_image = [name for name in masks if name not in images]
     if without_image:
@@ -227,10 +239,33 @@ def _settle_missing_masks(
     pairs = [pair for pair in listing.pairs if pair.mask is not None]
     if config.missing_masks is MissingMasks.error or not pairs:
         raise DataError(
-            f"{root}: {first}. Add the masks, remove the images, or set prepare_data.folder.missing_masks to skip or "
-            "background."
+            f"{root}: {first}. Add the masks, remove the images, or set prepare_data.folder.missing_masks to skip, "
+            "background or unlabelled."
+        )
+    if config.missing_masks is MissingMasks.unlabelled:
+        return list(listing.pairs), (
+            f"{first}. They have no labels: only what learns from a teacher sees those of train.",
         )
     return pairs, (f"{first}. They are left out.",)
+
+
+def _unlabelled(pairs: Sequence[Pair], config: FolderConfig) -> frozenset[str]:
+    """Return the images that have no labels."""
+    if config.missing_masks is not MissingMasks.unlabelled:
+        return frozenset()
+    return frozenset(pair.name for pair in pairs if pair.mask is None)
+
+
+def _refuse_unlabelled(root: Path, lists: Mapping[str, tuple[str, ...]], unlabelled: Collection[str]) -> None:
+    """Raise DataError for images of val or test that have no labels, and for a train list without labels."""
+    for split in (split for split in ("train", "val", "test") if split in lists):
+        found = [name for name in lists[split] if name in unlabelled]
+        if found and (split != "train" or len(found) == len(lists[split])):
+            expected = "some with one" if split == "train" else "a mask for each: only train may lack some"
+            raise DataError(
+                f"{root}: '{found[0]}' of split '{split}' has no mask{further(found, 'image')}, expected {expected}. "
+                "Add masks, take such images out of its list, or set prepare_data.folder.missing_masks to skip."
+            )
 
 
 def _check_all(pairs: Sequence[Pair], table: ClassTable, config: FolderConfig) -> list[_Check]:
@@ -246,12 +281,11 @@ def _check_all(pairs: Sequence[Pair], table: ClassTable, config: FolderConfig) -
 def _check_pair(pair: Pair, table: ClassTable, config: FolderConfig) -> _Check:
     import numpy as np
 
-    from tasks.parts.data.class_table import IGNORE_INDEX
-
     try:
         image_HWC = read_image(pair.image, config)
         if pair.mask is None:
-            labels: tuple[int, ...] = (table.names.index(BACKGROUND),)
+            is_labelled = config.missing_masks is not MissingMasks.unlabelled
+            labels: tuple[int, ...] = (table.names.index(BACKGROUND),) if is_labelled else ()
             return _Check(pair, None, digest_of_pixels(image_HWC), labels, image_HWC.shape[:2])
         stored = pair.mask.read(table, max_pixels=config.max_pixels)
     except DataError as error:

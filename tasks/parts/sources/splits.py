@@ -125,12 +125,14 @@ def share_out(
     config: FolderConfig,
     seed: int,
     labels: Mapping[str, Collection[int]],
+    unlabelled: Collection[str] = frozenset(),
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Assign readable images to train, val, test and calibration, and warn about doubtful choices.
 
     `labels` tells which classes an image holds. Lists that name no val split leave it to be taken from train. The
     images of a group go into the same split, unless lists tear it. The images of a split are in an order that depends
     on the seed and not on their names, so that the first ones, on which some stages measure, are a random sample.
+    No choice depends on images that are `unlabelled`: those of train follow the others there.
     """
     readable = set(names)
 
@@ -140,8 +142,12 @@ def share_out(
     shuffled = sorted(readable, key=lambda name: (place(_group_of(name, groups)), name))
     splits = {split: [name for name in listed if name in readable] for split, listed in lists.items()}
     warnings = _left_out_warnings(splits, readable)
+    added = set(unlabelled).intersection(splits.get("train", readable))
+    labelled = [name for name in splits.get("train", shuffled) if name not in unlabelled]
+    if "train" in splits:
+        splits["train"] = labelled
     if "val" not in splits:
-        pool = set(splits.get("train", shuffled))
+        pool = set(labelled)
         # A rounded-down share must not leave a small folder without val or test.
         counts = {"val": max(1, round(config.val_share * len(pool)))}
         if "test" not in splits:
@@ -156,8 +162,11 @@ def share_out(
         chosen = choose_stratified(in_train, counts, labels, {}, complete=("calibration",))
         splits["calibration"] = chosen["calibration"]
     warnings += _calibration_warnings(splits, config) + _torn_group_warnings(splits, groups)
-    order = (*_LISTED_SPLITS, "calibration")
-    return {split: tuple(sorted(splits[split], key=place)) for split in order}, warnings
+    held = {_group_of(name, groups) for split in ("val", "test") for name in splits[split]}
+    kept = [name for name in added if _group_of(name, groups) not in held]
+    warnings += _held_group_warnings(added.difference(kept))
+    ordered = {split: tuple(sorted(splits[split], key=place)) for split in (*_LISTED_SPLITS, "calibration")}
+    return ordered | {"train": (*ordered["train"], *sorted(kept, key=place))}, warnings
 
 
 def choose_stratified(
@@ -304,6 +313,15 @@ def _torn_group_warnings(splits: Mapping[str, Sequence[str]], groups: Mapping[st
     return [
         f"{len(torn)} group(s) of {GROUPS_FILE} are in more than one of train.txt, val.txt, test.txt, so the "
         f"accuracy is too optimistic: {torn[0][1:]}."
+    ]
+
+
+def _held_group_warnings(left_out: Collection[str]) -> list[str]:
+    if not left_out:
+        return []
+    return [
+        f"{len(left_out)} image(s) without labels are left out of train, because images of their group are in val or "
+        f"test: {min(left_out)}."
     ]
 
 

@@ -46,6 +46,7 @@ class DistillationObjective(nn.Module):
             if isinstance(teacher, nn.Module)
             else teacher
         )
+        self.needs_labels = self._teacher is None
         if self._teacher is not None and config.hint_weight:
             self._student_feature = LayerOutput(student)
             self.hint = FeatureHint(_num_channels(student, size), self._teacher.num_feature_channels(size))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from tasks.core.errors import ConfigError, TrainingDiverged
@@ -41,6 +41,9 @@ class Batch(NamedTuple):
 class Objective(Protocol):
     """What a training minimises; an ``nn.Module`` whose own parameters are trained too."""
 
+    needs_labels: bool
+    """Whether images without labels teach nothing, so that the training leaves them out."""
+
     def __call__(self, network: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of one batch."""
         ...
@@ -48,6 +51,8 @@ class Objective(Protocol):
 
 class LabelObjective(nn.Module):
     """Plain supervised segmentation."""
+
+    needs_labels = True
 
     def __init__(self, label_loss: LabelLoss) -> None:
         super().__init__()
@@ -168,7 +173,11 @@ class SegmentationModule(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _loader(self, split: str, *, shuffle: bool) -> DataLoader[Any]:
-        images = SplitDataset(self._data, split, self._manifest)
+        images: SplitDataset | Subset[Any] = SplitDataset(self._data, split, self._manifest)
+        if split == "train" and self._manifest.num_unlabelled and self.objective.needs_labels:
+            images = Subset(
+                images, range(len(images) - self._manifest.num_unlabelled)
+            )  # indices stay as they are
         config = self._config
         if self.num_workers is None:
             self.num_workers = self._measure_workers(images)
@@ -193,7 +202,7 @@ class SegmentationModule(lightning.LightningModule):
             generator=torch.Generator(),  # otherwise each epoch draws a seed from the global one
         )
 
-    def _measure_workers(self, images: SplitDataset) -> int:
+    def _measure_workers(self, images: SplitDataset | Subset[Any]) -> int:
         if self.device.type == "cpu":
             return 0
         batch_size = self._config.batch_size

@@ -6,6 +6,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import Subset
 
 from tasks.parts.training.split_dataset import SplitDataset
 
@@ -19,7 +22,7 @@ _SMALL_SHARE = 0.05
 
 
 def measure_num_workers(
-    images: SplitDataset, *, batch_size: int, num_ranks: int, run_forward: Callable[[], None]
+    images: SplitDataset | Subset[Any], *, batch_size: int, num_ranks: int, run_forward: Callable[[], None]
 ) -> int:
     """Return how many processes load batches at least as fast as an accelerator trains on them.
 
