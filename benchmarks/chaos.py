@@ -54,7 +54,7 @@ MEASURED = (
     *("select_engine", "track", "race_picks"),
 )
 """Stages whose outputs hold times or the place of a run in MLflow."""
-WITH_TIMES = (REPORT_FILE, KEY_FILE, "history.csv")
+WITH_TIMES = (REPORT_FILE, KEY_FILE, "history.csv", "training.png")
 _CACHE = Path(".dvc/cache")
 _FINISHED = re.compile(r"tasks\.core\.execute (\S+): finished in")
 _STARTED = re.compile(r"tasks\.core\.execute (\S+): started")

@@ -39,7 +39,7 @@ MACHINES: Mapping[str, Mapping[str, str]] = {
 }
 LEFT_OUT = ("search_pruning",)
 """It reports latencies."""
-_WITH_TIMES = (REPORT_FILE, KEY_FILE, "history.csv")
+_WITH_TIMES = (REPORT_FILE, KEY_FILE, "history.csv", "training.png")
 
 
 def main() -> None:

@@ -99,13 +99,10 @@ def _run_training(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> No
         stages.run("distill", teacher=Path(item["teacher"]), data=data)
     for item in pipeline["pruning"].values():
         student = Path(item["checkpoint"])
-        choice = stages.run("search_pruning", checkpoint=student, data=data) / "choice.json"
-        stages.run_side_by_side(
-            {
-                "prune": {"checkpoint": student, "choice": choice, "data": data},
-                "rank_groups": {"checkpoint": student, "data": data},
-            }
-        )
+        stages.run("rank_groups", checkpoint=student, data=data)
+        table = Path(item["sensitivity"])
+        search = stages.run("search_pruning", checkpoint=student, sensitivity=table, data=data)
+        stages.run("prune", checkpoint=student, choice=search / "choice.json", sensitivity=table, data=data)
         narrowed = ARTIFACTS / "prune" / "model.safetensors"
         stages.run("finetune", checkpoint=narrowed, teacher=Path(item["teacher"]), data=data)
     stages.run_side_by_side(

@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tasks.core.errors import ConfigError
+from tasks.parts.pruning.config import Ranking
 from tasks.parts.training.config import check_views
 
 _IMPORTED = "artifacts/import_checkpoint/{}/model.safetensors"
 _GRAPH = "artifacts/export_onnx/{}/model.onnx"
+_SENSITIVITY = "artifacts/rank_groups/sensitivity.csv"
 _RECORDING = "artifacts/record_teacher/recording"
 _CHECKPOINTS = {
     "teacher": "artifacts/train/teacher/model.safetensors",
@@ -56,6 +58,9 @@ def apply_steps(params: dict[str, Any], variants: dict[str, Any], steps: Mapping
             "teacher": teacher if steps["teacher"] else checkpoints[network],
         }
 
+    rankings = (params["prune"]["ranking"], params["search_pruning"]["pruning"]["ranking"])
+    # Every input has to exist; where nothing reads the table, it is one that is read anyway.
+    sensitivity = _SENSITIVITY if Ranking.sensitivity in rankings else checkpoints[student]
     pipeline = params["pipeline"]
     exported = dict.fromkeys(names.get(name, name) for name in pipeline["exports"])
     pipeline |= {
@@ -63,7 +68,7 @@ def apply_steps(params: dict[str, Any], variants: dict[str, Any], steps: Mapping
         "checkpoints": finished,
         "recordings": {"teacher": checkpoints["teacher"]} if is_recorded else {},
         "distillation": {"student": {"teacher": teacher}} if is_distilled else {},
-        "pruning": {"student": taught(student)} if steps["pruning"] else {},
+        "pruning": {"student": taught(student) | {"sensitivity": sensitivity}} if steps["pruning"] else {},
         "quantization_aware": {"student": taught(base)} if steps["quantize_aware_train"] else {},
         "exports": {name: kept[name]["checkpoint"] for name in exported if name in kept},
         "graph": _GRAPH.format(base),

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOAD_WINDOWS = 3
-_PROFILES, _PROFILED = 5, 16
+_PROFILES, _PROFILED = 3, 16
 """Profiles of an engine, and the inferences of each, from which the time of each layer is taken."""
 _TIMED_ON_DEVICE = 50
 """Inferences timed with CUDA events."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from tasks.core.bounds import AtLeast, AtMost, MoreThan
 from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError, ConfigError, DataError, first_line
+from tasks.parts.onnx_graphs.judging import judging_facts, judging_provider
 from tasks.parts.onnx_session import ONNXRUNTIME
 
 if TYPE_CHECKING:
@@ -71,11 +72,13 @@ class Report:
     """Score of the float graph on the same images."""
     agreement: float
     """Share of pixels, or images, with the class that the float graph predicts."""
+    judged_on: str
+    """Provider of ONNX Runtime on which both were run. The graph itself does not depend on it."""
 
 
 def environment(_: Config) -> dict[str, str]:
     """Return what the output depends on besides inputs, configuration and code."""
-    return versions("nvidia-modelopt", "onnx", *ONNXRUNTIME)
+    return versions("nvidia-modelopt", "onnx", *ONNXRUNTIME) | judging_facts()
 
 
 def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
@@ -90,7 +93,10 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
     graph = read_graph(model)
     if is_quantized(graph):
         raise ArtifactError(f"{model}: already has Q/DQ, expected the float graph of export_onnx.")
-    evaluator = open_evaluator(graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
+    provider = judging_provider()
+    evaluator = open_evaluator(
+        graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size, provider=provider
+    )
     kept = find_float32_nodes(
         graph,
         largest_values(graph, _images(cfg, graph, data)),
@@ -102,8 +108,9 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
     write_graph(converted, out / "model.onnx")
     evaluation = evaluator.evaluate(converted)
     logger.info(
-        "%s in FP16: val score %.4f (float %.4f), %d nodes in FP32",
+        "%s in FP16, on %s: val score %.4f (float %.4f), %d nodes in FP32",
         model,
+        provider,
         evaluation.score,
         evaluator.float_score,
         len(kept),
@@ -115,6 +122,7 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
         score=evaluation.score,
         float_score=evaluator.float_score,
         agreement=evaluation.agreement,
+        judged_on=provider,
     )
 
 

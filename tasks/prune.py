@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tasks.parts.networks.model_card import ModelCard
+    from tasks.parts.pruning.sensitivity import GroupCost
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,11 @@ class Config(ChannelPruning):
         channels, weights = Method.channels, Method.weights
         for key, neutral, methods in (
             ("importance", Importance.l1, [channels]),
-            ("ranking", Ranking.across_layers, [channels, weights]),
+            (
+                "ranking",
+                Ranking.across_layers,
+                [channels] if self.ranking is Ranking.sensitivity else [channels, weights],
+            ),
             ("layer_ratios", {}, [channels, weights]),
             ("iterations", 1, [channels, Method.blocks, weights]),
             ("from_search", False, [channels]),
@@ -154,21 +159,22 @@ def environment(cfg: Config) -> dict[str, str]:
     )
 
 
-def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path) -> Report:
+def prune(cfg: Config, *, checkpoint: Path, choice: Path, sensitivity: Path, data: Path, out: Path) -> Report:
     """Prune a network and write ``model.safetensors``, ``removed.csv`` and ``steps.csv``.
 
     ``data`` is read only for importance taylor, method blocks and several iterations; ``choice``, the output of
-    search_pruning, only with ``from_search``.
+    search_pruning, only with ``from_search``; ``sensitivity``, the table of rank_groups, only for that ranking.
 
     Raises GateFailed when the target is out of reach or the search chose none, ConfigError when all layers are as
     narrow as the multiple or the layer ratios do not fit the network, ArtifactError when the network cannot be
-    traced or does not run after the cut.
+    traced or does not run after the cut, or when the table is that of another network.
     """
     from tasks.parts.networks.checkpoint import load_checkpoint
     from tasks.parts.networks.zeros import layer_weights
     from tasks.parts.pruning.channels import check_layer_names, check_runs
     from tasks.parts.pruning.chosen_ratio import read_choice
     from tasks.parts.pruning.macs import measure_convs
+    from tasks.parts.pruning.sensitivity import read_costs
     from tasks.parts.tables import write_table
 
     if cfg.from_search:
@@ -186,7 +192,8 @@ def prune(cfg: Config, *, checkpoint: Path, choice: Path, data: Path, out: Path)
         from tasks.parts.data.input_card import check_same_classes
 
         check_same_classes(checkpoint, card.classes, read_manifest(data).classes, "distill")
-    cut = Cut(cfg, data, size, before)
+    costs = read_costs(sensitivity) if cfg.ranking is Ranking.sensitivity else {}
+    cut = Cut(cfg, data, size, before, costs)
     if cfg.iterations == 1:
         pruned = copy.deepcopy(network)
         cut.apply(pruned, progress=1.0)
@@ -224,6 +231,8 @@ class Cut:
     """Height and width for which MACs are counted."""
     before: Mapping[str, ConvSize]
     """The layers of the unpruned network."""
+    costs: "Mapping[str, GroupCost]"
+    """What the channels of each group cost, for ranking sensitivity."""
 
     def apply(self, network: "nn.Module", *, progress: float) -> None:
         """Prune in place until the given share of the whole cut is done."""
@@ -235,7 +244,13 @@ class Cut:
             case Method.channels:
                 losses = self._batch_losses() if cfg.importance is Importance.taylor else None
                 prune_channels(
-                    network, cfg, size=self.size, original=self.before, progress=progress, batch_losses=losses
+                    network,
+                    cfg,
+                    size=self.size,
+                    original=self.before,
+                    progress=progress,
+                    batch_losses=losses,
+                    costs=self.costs,
                 )
             case Method.blocks:
                 from tasks.parts.pruning.blocks import prune_blocks

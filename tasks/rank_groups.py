@@ -1,8 +1,10 @@
 """Measure the sensitivity of each group of coupled channels to pruning by cutting one group at a time.
 
 The method is that of Li et al., "Pruning Filters for Efficient ConvNets", 2017, arXiv:1608.08710, section 3.2,
-without any training after the cut. Its cost grows linearly with the number of groups: one pass over the validation
-images per group and ratio.
+without any training after the cut, but with the BatchNorm statistics of the network that is left (Li et al.,
+"EagleEye", 2020, arXiv:2007.02491): with those of the whole network a drop also tells how far the activations
+shift, which any training mends. Its cost grows linearly with the number of groups: one pass over training and
+validation images per group and ratio.
 """
 
 import copy
@@ -11,11 +13,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, Distinct, LessThan, MinItems, MoreThan
 from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +33,13 @@ class Config:
     """Shares of its channels that a group loses; each is tried."""
     channel_multiple: Annotated[int, AtLeast(1)]
     """The kept channels are rounded to the nearest multiple of this number, at least one; the same as in prune."""
+    num_train_images: Annotated[int, AtLeast(2)]
+    """Images of the train split, on which the BatchNorm statistics are measured after each cut. More: closer to
+    those of a training, slower. Networks without BatchNorm read none."""
     num_val_images: Annotated[int, AtLeast(1)]
     """Images of the val split, on which each cut is evaluated. More: steadier, slower."""
-    batch_size: Annotated[int, AtLeast(1)]
-    """Images in one batch; changes memory and speed only."""
+    batch_size: Annotated[int, AtLeast(2)]
+    """Images in one batch. More: faster, more memory; the BatchNorm statistics are means over batches."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class GroupCut:
     macs_saved_share: float
     """Share of the MACs of the network that the cut saves, 0..1."""
     miou_drop: float
-    """Loss of the network's mIoU, without training; negative if the mIoU rose."""
+    """Loss of the network's mIoU with new BatchNorm statistics, without training; negative if the mIoU rose."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Report:
     """The scan; cuts are in the order of the network's modules."""
 
     miou: float
-    """mIoU of the uncut network on the same images."""
+    """mIoU of the uncut network on the same images, with BatchNorm statistics of the same images as the cut ones."""
     num_val_images: int
     num_groups: int
     num_groups_uncut: int
@@ -78,7 +86,8 @@ def environment(_: Config) -> dict[str, str]:
 def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:
     """Write ``sensitivity.csv`` and ``sensitivity.png``; cost grows linearly with groups times ratios.
 
-    The channels with the smallest L1 norm are cut, whatever prune.importance is. Ratios that give the same number of
+    The channels with the smallest L1 norm are cut, whatever prune.importance is. The uncut network is judged like
+    each cut one: with BatchNorm statistics of the same training images. Ratios that give the same number of
     channels in a group are measured once. If no group can be cut, the table is empty, nothing is drawn, and the
     report gives the reason; this is no error, because a run may prune in another way. Raises ArtifactError for
     weights that are not finite or a data set with other classes.
@@ -86,11 +95,12 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
     from tasks.parts.data.dataset import open_split, read_manifest
     from tasks.parts.data.input_card import check_same_classes
     from tasks.parts.data.lazy_array import part_of
-    from tasks.parts.data.subsets import choose_rows
+    from tasks.parts.data.subsets import choose_rows, open_chosen_images
     from tasks.parts.networks.checkpoint import load_checkpoint
     from tasks.parts.progress import tracked
     from tasks.parts.pruning.channel_groups import ChannelGroup, cut_group, list_groups
     from tasks.parts.pruning.macs import measure_convs, total_macs
+    from tasks.parts.pruning.recovery import recalibrate_batchnorm
     from tasks.parts.tables import write_table
     from tasks.parts.training.predict import measure_miou
 
@@ -98,6 +108,12 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
     check_same_classes(checkpoint, card.classes, read_manifest(data).classes, "distill")
     rows = choose_rows(data, "val", cfg.num_val_images)
     images_NHWC, masks_NHW = (part_of(array, rows) for array in open_split(data, "val"))
+    train_NHWC = open_chosen_images(data, "train", cfg.num_train_images)
+
+    def judge(candidate: "nn.Module") -> float:
+        recalibrate_batchnorm(candidate, train_NHWC, card, batch_size=cfg.batch_size)
+        return measure_miou(candidate, images_NHWC, masks_NHW, card, batch_size=cfg.batch_size)
+
     size = (card.height, card.width)
     groups: list[ChannelGroup] = []
     reason = ""
@@ -116,7 +132,7 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
         logger.warning("rank_groups: no group can be cut: %s", reason)
     logger.info("rank_groups: %d cuts of %d groups of %s", len(work), len(groups), checkpoint)
     macs = total_macs(measure_convs(network, size))
-    miou = measure_miou(network, images_NHWC, masks_NHW, card, batch_size=cfg.batch_size)
+    miou = judge(network)
     cuts = []
     for group, num_channels in tracked(work, "rank_groups"):
         smaller = copy.deepcopy(network)
@@ -129,8 +145,7 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
                 channels_removed=num_channels,
                 ratio=num_channels / len(group.importance),
                 macs_saved_share=1 - total_macs(measure_convs(smaller, size)) / macs,
-                miou_drop=miou
-                - measure_miou(smaller, images_NHWC, masks_NHW, card, batch_size=cfg.batch_size),
+                miou_drop=miou - judge(smaller),
             )
         )
     if cuts:
@@ -174,7 +189,9 @@ def _plot_sensitivity(path: Path, cuts: Sequence[GroupCut]) -> None:
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
     upper.set_ylabel("mIoU drop (points)")
-    upper.set_title("Cost of cutting one group of channels at a time, without training")
+    upper.set_title(
+        "Cost of cutting one group of channels at a time, with new BatchNorm statistics, without training"
+    )
     lower.set_ylabel("MACs saved (%)")
     lower.set_xticks(range(len(groups)), [group[-32:] for group in groups], rotation=90, fontsize=7)
     figure.colorbar(points, ax=[upper, lower], label="share of its channels removed")

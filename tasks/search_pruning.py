@@ -21,7 +21,7 @@ from tasks.parts.engines.machine import target_environment
 from tasks.parts.engines.runtimes import CHECKPOINT_RUNTIMES
 from tasks.parts.engines.target import Target
 from tasks.parts.measuring.machine_state import measuring_environment
-from tasks.parts.pruning.config import ChannelPruning
+from tasks.parts.pruning.config import ChannelPruning, Ranking
 from tasks.parts.training.config import TrainerConfig
 
 if TYPE_CHECKING:
@@ -141,14 +141,16 @@ def measures(_: Config) -> bool:
     return True
 
 
-def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Report:
+def search_pruning(cfg: Config, *, checkpoint: Path, sensitivity: Path, data: Path, out: Path) -> Report:
     """Write ``curve.csv``, ``curve.png`` and ``choice.json`` for a network that is to be pruned.
+
+    ``sensitivity``, the table of rank_groups, is read only for that ranking.
 
     The choice is the knee of the front of latency and mIoU (Kneedle, `measuring.pareto.find_knee`). If no ratio can
     be reached, nothing is timed or drawn, and the report gives the reason; this is no error, because a run may prune
     in another way. Raises TargetMismatch or BuildFailed when the target cannot be built here, ConfigError when the
-    layer ratios do not fit the network, ArtifactError for weights that are not finite or a data set with other
-    classes.
+    layer ratios do not fit the network, ArtifactError for weights that are not finite, a data set with other
+    classes or the table of another network.
     """
     from tasks.parts.data.dataset import read_manifest
     from tasks.parts.data.input_card import check_same_classes
@@ -161,7 +163,7 @@ def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> R
     check_same_classes(checkpoint, card.classes, read_manifest(data).classes, "distill")
     ratios, size = sorted(cfg.target_macs_ratios), (card.height, card.width)
     logger.info("search_pruning: %s on %s, ratios %s", checkpoint, cfg.target.name, ratios)
-    networks, notes = _prune_all(cfg, network, size, data)
+    networks, notes = _prune_all(cfg, network, size, data, sensitivity)
     macs = {ratio: total_macs(measure_convs(pruned, size)) for ratio, pruned in networks.items()}
     mious, latencies, aa_ratio_spread = (
         _measure(cfg, networks, card, data, out) if networks else ({}, {}, None)
@@ -194,7 +196,7 @@ def search_pruning(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> R
 
 
 def _prune_all(
-    cfg: Config, network: "nn.Module", size: tuple[int, int], data: Path
+    cfg: Config, network: "nn.Module", size: tuple[int, int], data: Path, sensitivity: Path
 ) -> tuple[dict[float, "nn.Module"], dict[float, str]]:
     """Return ratio -> network, the unpruned one last, and ratio -> reason for the ratios that cannot be reached.
 
@@ -203,6 +205,7 @@ def _prune_all(
     from tasks.parts.pruning.channel_groups import list_groups
     from tasks.parts.pruning.channels import check_layer_names, check_multiple, prune_channels
     from tasks.parts.pruning.recovery import batch_losses
+    from tasks.parts.pruning.sensitivity import check_costs, read_costs
 
     check_layer_names(cfg.pruning.layer_ratios, network)
     losses = partial(
@@ -220,11 +223,17 @@ def _prune_all(
         check_multiple(widths, cfg.pruning.channel_multiple)
     except (ArtifactError, ConfigError) as error:
         return networks, dict.fromkeys(ratios, str(error))
+    costs = read_costs(sensitivity) if cfg.pruning.ranking is Ranking.sensitivity else {}
+    check_costs(costs, widths)
     for ratio in ratios:
         pruned = copy.deepcopy(network)
         try:
             prune_channels(
-                pruned, replace(cfg.pruning, target_macs_ratio=ratio), size=size, batch_losses=losses
+                pruned,
+                replace(cfg.pruning, target_macs_ratio=ratio),
+                size=size,
+                batch_losses=losses,
+                costs=costs,
             )
         except (ArtifactError, GateFailed) as error:
             logger.warning("search_pruning: ratio %g cannot be reached: %s", ratio, error)

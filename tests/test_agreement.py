@@ -26,6 +26,7 @@ from tests.conftest import REPOSITORY, Workspace, copy_repository
 OVERRIDES = {
     "trained": [],
     "trained, changes tried": ["try_changes.variant=pruned_ptq"],
+    "ranked by sensitivity": ["prune.ranking=sensitivity"],
     "no teacher": ["steps.teacher=false"],
     "no pruning, no QAT": ["steps.pruning=false", "steps.quantize_aware_train=false"],
     "finished student": ["train.baseline.checkpoint=weights.safetensors", "steps.teacher=false"],

@@ -23,6 +23,7 @@ OWN = (
     "train.baseline.network.factory=build",
 )
 SEARCHED = {"search_pruning", "rank_groups", "prune", "finetune"}
+RECORDING = Path("artifacts/record_teacher/recording")
 FINISHED = "train.baseline.checkpoint=weights.safetensors"
 
 
@@ -36,14 +37,22 @@ def calls_of(*overrides: str) -> tuple[dict[str, dict[str, Path]], dict[str, Any
 @pytest.mark.parametrize(
     ("overrides", "gone", "student", "base"),
     [
-        (("steps.teacher=false",), {"train.teacher", "distill"}, "baseline", "pruned"),
+        (("steps.teacher=false",), {"train.teacher", "record_teacher", "distill"}, "baseline", "pruned"),
+        (("steps.record_teacher=false",), {"record_teacher"}, "distilled", "pruned"),
         (("steps.distillation=false",), {"distill"}, "baseline", "pruned"),
         (("steps.pruning=false",), SEARCHED, "distilled", "distilled"),
         (("steps.quantize_aware_train=false",), {"quantize_aware_train"}, "distilled", "pruned"),
         ((FINISHED,), {"train.baseline", "distill"}, "baseline", "pruned"),
         (
             (FINISHED, "steps.teacher=false", "steps.pruning=false", "steps.quantize_aware_train=false"),
-            {"train.teacher", "train.baseline", "distill", "quantize_aware_train", *SEARCHED},
+            {
+                "train.teacher",
+                "train.baseline",
+                "record_teacher",
+                "distill",
+                "quantize_aware_train",
+                *SEARCHED,
+            },
             "baseline",
             "baseline",
         ),
@@ -82,6 +91,26 @@ def test_what_is_left_out_is_neither_called_nor_named(
     assert selection["parents"] == {f"{base}_{rung}": base for rung in rungs}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "table"),
+    [
+        ((), "artifacts/distill/model.safetensors"),
+        (("prune.ranking=uniform", "steps.teacher=false"), "artifacts/train/baseline/model.safetensors"),
+        (("prune.ranking=sensitivity",), "artifacts/rank_groups/sensitivity.csv"),
+        (("search_pruning.pruning.ranking=sensitivity",), "artifacts/rank_groups/sensitivity.csv"),
+    ],
+)
+def test_pruning_waits_for_the_table_of_sensitivities_only_where_it_is_read(
+    overrides: tuple[str, ...], table: str
+) -> None:
+    """Elsewhere the checkpoint stands in for it, on which both stages depend anyway."""
+    calls, _ = calls_of(*overrides)
+    order = list(calls)
+    for stage in ("search_pruning", "prune"):
+        assert str(calls[stage]["sensitivity"]) == table
+        assert order.index("rank_groups") < order.index(stage)
+
+
 def test_a_float_network_teaches_what_is_made_from_it_where_there_is_no_teacher() -> None:
     calls, _ = calls_of("steps.teacher=false")
     assert str(calls["finetune"]["teacher"]) == "artifacts/train/baseline/model.safetensors"
@@ -90,7 +119,7 @@ def test_a_float_network_teaches_what_is_made_from_it_where_there_is_no_teacher(
 
 def test_finished_teacher_teaches_a_student_in_training() -> None:
     calls, params = calls_of("train.teacher.checkpoint=weights.safetensors")
-    assert str(calls["distill"]["teacher"]) == "artifacts/import_checkpoint/teacher/model.safetensors"
+    assert str(calls["record_teacher"]["teacher"]) == "artifacts/import_checkpoint/teacher/model.safetensors"
     assert set(params["import_checkpoint"]) == {"teacher"} and set(params["train"]) == {"baseline"}
 
 
@@ -98,7 +127,7 @@ def test_network_without_engines_is_trained_all_the_same() -> None:
     deleted = [f"~{group}.teacher" for group in ("pipeline.exports", "variants")]
     calls, params = calls_of(*deleted)
     assert "train.teacher" in calls and "export_onnx.teacher" not in calls
-    assert str(calls["distill"]["teacher"]) == "artifacts/train/teacher/model.safetensors"
+    assert str(calls["record_teacher"]["teacher"]) == "artifacts/train/teacher/model.safetensors"
     assert not any(engine["variant"] == "teacher" for engine in params["engines"].values())
 
 
@@ -237,3 +266,17 @@ def test_checkout_with_other_code_is_refused(checkout: Path) -> None:
     shutil.rmtree(checkout / "my_networks")
     with pytest.raises(ArtifactError, match=r"gated.py: commit 0123456789ab holds other code of the network"):
         check_recorded(params, facts, checkout, "0123456789abcdef")
+
+
+def test_a_teacher_is_recorded_for_the_views_of_those_that_learn_from_it() -> None:
+    calls, params = calls_of("record_teacher.num_views=3", "record_teacher.horizontal_flip=0.5")
+    assert calls["finetune"]["teacher"] == calls["distill"]["teacher"] == RECORDING
+    assert params["finetune"]["trainer"]["num_views"] == params["record_teacher"]["num_views"] == 3
+    live, _ = calls_of("steps.record_teacher=false", "record_teacher.num_views=null")
+    assert live["distill"]["teacher"] == Path("artifacts/train/teacher/model.safetensors")
+    alone, _ = calls_of("distill.distillation.channel_wise_weight=0")
+    assert "record_teacher" not in alone  # nothing learns from it
+    with pytest.raises(
+        ConfigError, match=r"finetune\.trainer\.brightness is 0\.1, and the teacher is recorded"
+    ):
+        calls_of("finetune.trainer.brightness=0.1")

@@ -1,5 +1,6 @@
 """Training on a GPU."""
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,3 +22,6 @@ def test_every_precision_trains_on_a_gpu(workshop, tmp_path: Path, precision: Pr
     trainer = replace(TRAINER, accelerator=Accelerator.gpu, precision=precision)
     report = run(train.train, train.Config(STUDENT, trainer, FRESH), tmp_path / "a", data=workshop.data)
     assert report.num_epochs == TRAINER.max_epochs
+    with (tmp_path / "a" / "history.csv").open() as file:
+        peaks = [float(row["peak_memory_mib"]) for row in csv.DictReader(file)]
+    assert peaks[-1] == pytest.approx(torch.cuda.max_memory_allocated() / 2**20, abs=0.1)

@@ -19,6 +19,7 @@ from tasks.core.errors import ArtifactError, ConfigError, DataError
 from tasks.parts.builders.report import count_layers
 from tasks.parts.data.dataset import normalise, open_split
 from tasks.parts.onnx_graphs.graph import node_sources, read_card_of_graph, read_graph, write_graph
+from tasks.parts.onnx_graphs.judging import judging_provider
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
 from tests.wheels import unpack_wheel
@@ -67,6 +68,7 @@ def test_weights_are_fp16_and_input_and_output_stay_fp32(
     assert types == {TensorProto.FLOAT}
     assert count_layers(after).num_float16 == count_layers(after).num > 10
     assert report.num_nodes == len(before.graph.node) and report.float32_nodes == ()
+    assert report.judged_on == judging_provider()
     assert path.stat().st_size < 0.75 * workshop.graph.stat().st_size
     assert read_card_of_graph(after) == read_card_of_graph(before)
     assert node_sources(before).items() <= node_sources(after).items()

@@ -102,7 +102,9 @@ def test_validation_and_comparison_of_an_engine(
 
 
 def test_pruning(workshop: Workshop, datasets: tuple[Path, Path], tmp_path: Path) -> None:
-    config = GroupsConfig(ratios=[0.5], channel_multiple=4, num_val_images=2, batch_size=3)
+    config = GroupsConfig(
+        ratios=[0.5], channel_multiple=4, num_train_images=4, num_val_images=2, batch_size=3
+    )
     both(datasets, tmp_path, rank_groups, config, checkpoint=workshop.checkpoint)
     network, card = load_checkpoint(workshop.checkpoint)
     copied, listed = (

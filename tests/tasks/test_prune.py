@@ -1,8 +1,10 @@
 """Pruning: the target is met by an independent count, the file loads again, mistakes are named."""
 
+import copy
 import csv
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,18 @@ from tasks.parts.networks.zeros import is_two_of_four
 from tasks.parts.onnx_graphs.export import export_graph
 from tasks.parts.onnx_graphs.graph import node_sources
 from tasks.parts.pruning.blocks import logit_changes, prune_blocks
+from tasks.parts.pruning.channel_groups import cut_group, list_groups
 from tasks.parts.pruning.channels import prune_channels
 from tasks.parts.pruning.chosen_ratio import write_choice
 from tasks.parts.pruning.config import Importance, Ranking
+from tasks.parts.pruning.macs import measure_convs, total_macs
 from tasks.parts.pruning.recovery import measure_val_miou, read_batches
+from tasks.parts.pruning.sensitivity import read_costs
+from tasks.parts.tables import write_table
 from tasks.parts.training.config import Strategy
 from tasks.prune import Config, Method, Recovery, Report, _save_loadable, prune
+from tasks.rank_groups import Config as RankGroups
+from tasks.rank_groups import GroupCut, rank_groups
 from tests.conftest import checked
 from tests.tasks.conftest import CLASSES as WORKSHOP_CLASSES
 from tests.tasks.conftest import Workshop
@@ -99,7 +107,7 @@ def count_macs(path: Path) -> int:
 
 def run(cfg: Config, checkpoint: Path, out: Path, data: Path = NO_DATA) -> tuple[Path, Report]:
     out.mkdir()
-    report = prune(cfg, checkpoint=checkpoint, choice=NO_DATA, data=data, out=out)
+    report = prune(cfg, checkpoint=checkpoint, choice=NO_DATA, sensitivity=NO_DATA, data=data, out=out)
     return out / "model.safetensors", report
 
 
@@ -114,6 +122,7 @@ def test_the_ratio_of_the_search_is_taken_on_request(tmp_path: Path) -> None:
             cfg,
             checkpoint=tmp_path / "source.safetensors",
             choice=tmp_path / "choice.json",
+            sensitivity=NO_DATA,
             data=NO_DATA,
             out=out,
         )
@@ -140,7 +149,7 @@ def test_target_is_met_by_an_independent_count(
     cfg = dataclasses.replace(CONFIG, ranking=ranking, channel_multiple=channel_multiple)
     out = tmp_path / "out"
     out.mkdir()
-    report = prune(cfg, checkpoint=source, choice=NO_DATA, data=NO_DATA, out=out)
+    report = prune(cfg, checkpoint=source, choice=NO_DATA, sensitivity=NO_DATA, data=NO_DATA, out=out)
     assert source.read_bytes() == bytes_before
     assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "removed.csv", "steps.csv"]
     assert report.macs_before == count_macs(source)
@@ -183,7 +192,7 @@ def count_weight_macs(path: Path) -> int:
 
 
 @pytest.mark.parametrize("name", CUTTABLE_LAYER)
-@pytest.mark.parametrize("ranking", list(Ranking))
+@pytest.mark.parametrize("ranking", [Ranking.across_layers, Ranking.uniform])
 def test_layers_of_attention_and_groups_keep_their_channels(
     name: NetworkName, ranking: Ranking, tmp_path: Path
 ) -> None:
@@ -314,6 +323,143 @@ def test_uniform_pruning_takes_the_same_share_of_each_layer(tmp_path: Path) -> N
     ]
     # MACs fall with the square of the width: about 1 - sqrt(0.6) = 0.23 of the channels go, of 8 one or two.
     assert all(0.1 < share < 0.3 for share in shares)
+
+
+def write_sensitivity(
+    folder: Path,
+    network: nn.Module,
+    size: tuple[int, int],
+    *,
+    drop_at: Callable[[str, float], float] = lambda _, ratio: ratio**2,
+    ratios: tuple[float, ...] = (0.25, 0.5, 0.75),
+    prefix: str = "",
+) -> Path:
+    """Write a table as rank_groups does, with the given drop for each group and ratio."""
+    path = folder / "sensitivity.csv"
+    cuts = [
+        GroupCut(
+            f"{prefix}{group.root}",
+            group.root,
+            count,
+            int(count * ratio),
+            ratio,
+            0.1,
+            drop_at(group.root, ratio),
+        )
+        for group in list_groups(network, size)
+        if (count := len(group.importance)) >= 8
+        for ratio in ratios
+    ]
+    write_table(path, cuts)
+    return path
+
+
+SENSITIVITY = dataclasses.replace(CONFIG, ranking=Ranking.sensitivity, channel_multiple=4)
+
+
+def cut_by_table(cfg: Config, source: Path, table: Path, out: Path) -> tuple[dict[str, float], Report]:
+    """Return the share of its channels that each layer lost."""
+    out.mkdir()
+    report = prune(cfg, checkpoint=source, choice=NO_DATA, sensitivity=table, data=NO_DATA, out=out)
+    rows = csv.DictReader((out / "removed.csv").open())
+    return {row["layer"]: int(row["channels_removed"]) / int(row["channels_before"]) for row in rows}, report
+
+
+def test_layers_that_cost_nothing_go_before_those_that_cost_something(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.deeplabv3plus)
+    network, _ = load_checkpoint(tmp_path / "source")
+    free = {"backbone.0.0.first.conv", "pyramid.fuse.conv", "decoder.1.pointwise.conv"}
+    table = write_sensitivity(
+        tmp_path, network, (64, 64), drop_at=lambda group, ratio: 0.0 if group in free else ratio
+    )
+    lost, report = cut_by_table(
+        dataclasses.replace(SENSITIVITY, target_macs_ratio=0.9), tmp_path / "source", table, tmp_path / "few"
+    )
+    followers = {"decoder.0.depthwise.conv", "decoder.1.depthwise.conv"}
+    assert {layer for layer, share in lost.items() if share} - followers <= free
+    assert 0.8 < report.macs_ratio <= 0.9
+    # Equal losses are spread over the groups instead of emptying the first one.
+    shares = [lost[group] for group in free]
+    assert min(shares) > 0 and max(shares) < 0.75
+    lost, report = cut_by_table(
+        dataclasses.replace(SENSITIVITY, target_macs_ratio=0.5), tmp_path / "source", table, tmp_path / "more"
+    )
+    assert all(lost[group] == 0.75 for group in free) and 0.4 < report.macs_ratio <= 0.5
+    assert any(share for layer, share in lost.items() if layer not in free)
+
+
+def test_the_loss_counts_per_mac_that_it_saves(tmp_path: Path) -> None:
+    """Where all groups cost the same, the one whose channels have the most MACs goes first."""
+    make_checkpoint(tmp_path / "source", NetworkName.deeplabv3plus)
+    network, _ = load_checkpoint(tmp_path / "source")
+    table = write_sensitivity(tmp_path, network, (64, 64), drop_at=lambda _, ratio: ratio)
+    cfg = dataclasses.replace(SENSITIVITY, target_macs_ratio=0.99, num_steps=1)
+    lost, _ = cut_by_table(cfg, tmp_path / "source", table, tmp_path / "out")
+    saved = {}
+    for group in list_groups(network, (64, 64)):
+        if len(group.importance) >= 8:
+            smaller = copy.deepcopy(network)
+            cut_group(smaller, group, len(group.importance) // 4, size=(64, 64))
+            saved[group.root] = total_macs(measure_convs(smaller, (64, 64)))
+    assert lost[min(saved, key=lambda root: saved[root])] > 0
+
+
+def test_limits_of_layers_hold_beside_the_table(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.deeplabv3plus)
+    network, _ = load_checkpoint(tmp_path / "source")
+    table = write_sensitivity(tmp_path, network, (64, 64))
+    ratios = {"pyramid.fuse.conv": 0.0, "decoder.1.pointwise.conv": 0.5}
+    cfg = dataclasses.replace(SENSITIVITY, layer_ratios=ratios, max_layer_ratio=0.5, channel_multiple=8)
+    lost, report = cut_by_table(cfg, tmp_path / "source", table, tmp_path / "out")
+    assert lost["pyramid.fuse.conv"] == 0 and lost["decoder.1.pointwise.conv"] == 0.5
+    assert max(lost.values()) <= 0.5 and report.macs_ratio <= 0.6
+    widths = {name: conv.out_channels for name, conv in measure_convs(network, (64, 64)).items()}
+    for layer, share in lost.items():
+        assert share == 0 or widths[layer] * (1 - share) % 8 == 0
+
+
+def test_no_layer_loses_more_channels_than_the_table_has(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "source", NetworkName.deeplabv3plus)
+    network, _ = load_checkpoint(tmp_path / "source")
+    table = write_sensitivity(tmp_path, network, (64, 64), ratios=(0.25,))
+    cfg = dataclasses.replace(SENSITIVITY, target_macs_ratio=0.8)
+    lost, _ = cut_by_table(cfg, tmp_path / "source", table, tmp_path / "out")
+    assert 0 < max(lost.values()) <= 0.25
+    cfg = dataclasses.replace(cfg, target_macs_ratio=0.4)
+    with pytest.raises(GateFailed, match=r"than rank_groups tried: higher rank_groups\.ratios allow more"):
+        cut_by_table(cfg, tmp_path / "source", table, tmp_path / "far")
+
+
+def test_table_is_also_followed_step_by_step(tmp_path: Path) -> None:
+    """The costs are those of the unpruned network, also after the first step."""
+    make_checkpoint(tmp_path / "source", NetworkName.deeplabv3plus)
+    network, _ = load_checkpoint(tmp_path / "source")
+    costs = read_costs(write_sensitivity(tmp_path, network, (64, 64)))
+    original = measure_convs(network, (64, 64))
+    for progress in (0.5, 1.0):
+        prune_channels(network, SENSITIVITY, size=(64, 64), original=original, progress=progress, costs=costs)
+    after = measure_convs(network, (64, 64))
+    assert 0.5 < total_macs(after) / total_macs(original) <= 0.6
+    for name, cost in costs.items():
+        assert original[name].out_channels - after[name].out_channels <= cost.removed[-1]
+
+
+def test_table_of_rank_groups_is_what_prune_reads(workshop: Workshop, tmp_path: Path) -> None:
+    cfg = RankGroups(ratios=[0.5], channel_multiple=4, num_train_images=4, num_val_images=4, batch_size=4)
+    ranked = rank_groups(cfg, checkpoint=workshop.checkpoint, data=workshop.data, out=tmp_path)
+    table = tmp_path / "sensitivity.csv"
+    target = dataclasses.replace(SENSITIVITY, target_macs_ratio=0.7)
+    lost, report = cut_by_table(target, workshop.checkpoint, table, tmp_path / "out")
+    assert report.macs_ratio <= 0.7
+    tried = {cut.group: cut.ratio for cut in ranked.cuts}
+    assert all(lost[group] <= ratio for group, ratio in tried.items())
+    make_checkpoint(tmp_path / "other", NetworkName.deeplabv3plus)
+    with pytest.raises(
+        ArtifactError, match=r"measured on another network\. Run rank_groups on the checkpoint"
+    ):
+        cut_by_table(target, tmp_path / "other", table, tmp_path / "wrong")
+    with pytest.raises(ArtifactError, match=r"no table of cuts"):
+        cut_by_table(target, workshop.checkpoint, NO_DATA, tmp_path / "missing")
 
 
 def test_multiple_wider_than_every_layer_is_refused(tmp_path: Path) -> None:
@@ -599,7 +745,7 @@ def test_half_written_block_is_damage_and_not_a_dropped_block(tmp_path: Path) ->
         load_checkpoint(tmp_path / "torn")
 
 
-@pytest.mark.parametrize("ranking", list(Ranking))
+@pytest.mark.parametrize("ranking", [Ranking.across_layers, Ranking.uniform])
 def test_weights_become_zero_across_layers_or_in_each(ranking: Ranking, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "source", NetworkName.fast_scnn)
     ratios = {"head.0.pointwise.conv": 0.9}
@@ -730,7 +876,14 @@ def test_run_that_was_killed_between_steps_ends_with_the_same_bytes(
     model.unlink()
     shutil.rmtree(tmp_path / "out" / "resume" / "step_2")
     assert (
-        prune(cfg, checkpoint=workshop.checkpoint, choice=NO_DATA, data=workshop.data, out=tmp_path / "out")
+        prune(
+            cfg,
+            checkpoint=workshop.checkpoint,
+            choice=NO_DATA,
+            sensitivity=NO_DATA,
+            data=workshop.data,
+            out=tmp_path / "out",
+        )
         == report
     )
     assert model.read_bytes() == expected
@@ -770,6 +923,10 @@ def test_weights_that_are_not_finite_are_named(value: float, workshop: Workshop,
         ({"method": Method.blocks, "importance": Importance.l2}, r"only method channels can use"),
         ({"method": Method.two_of_four, "iterations": 2}, r"prune\.iterations is 2.*two_of_four"),
         ({"method": Method.two_of_four, "ranking": Ranking.uniform}, r"prune\.ranking is uniform"),
+        (
+            {"method": Method.weights, "ranking": Ranking.sensitivity},
+            r"prune\.ranking is sensitivity, which only method channels can use; method is weights\.",
+        ),
         ({"method": Method.blocks, "layer_ratios": {"a": 0.5}}, r"prune\.layer_ratios is \{'a': 0\.5\}"),
         (
             {

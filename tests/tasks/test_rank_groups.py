@@ -15,7 +15,7 @@ from tasks.parts.networks.model_card import CARD_KEY
 from tasks.rank_groups import Config, Report, cut_sizes, rank_groups
 from tests.tasks.conftest import Workshop
 
-CONFIG = Config(ratios=[0.25, 0.5], channel_multiple=4, num_val_images=4, batch_size=3)
+CONFIG = Config(ratios=[0.25, 0.5], channel_multiple=4, num_train_images=8, num_val_images=4, batch_size=4)
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +70,26 @@ def test_channels_that_do_nothing_cost_nothing_and_others_do(ranked: tuple[Repor
     drops = {(cut.group, round(cut.ratio, 2)): cut.miou_drop for cut in ranked[0].cuts}
     assert drops["context.0.expand.conv", 0.5] == 0
     assert max(drops.values()) > 0.01
+
+
+def test_cut_that_only_shifts_the_activations_costs_nothing(workshop: Workshop, tmp_path: Path) -> None:
+    """Half of the channels of one group are constant: without them the mean in front of a BatchNorm is another.
+
+    With the statistics of the uncut network that would ruin the mIoU.
+    """
+    network, card = load_checkpoint(workshop.checkpoint)
+    block: Any = network.get_submodule("context.0")
+    with torch.no_grad():
+        for layer in (block.expand.conv, block.expand.norm, block.depthwise.conv, block.depthwise.norm):
+            layer.weight[::2] = 0
+        block.depthwise.norm.bias[::2] = 100
+        block.project.conv.weight[:, ::2] = 0.01
+        block.project.norm.running_mean += 100 * block.project.conv.weight[:, ::2].sum((1, 2, 3))
+    path = tmp_path / "model.safetensors"
+    save_checkpoint(path, network, card)
+    report = rank_groups(CONFIG, checkpoint=path, data=workshop.data, out=tmp_path)
+    drops = {(cut.group, round(cut.ratio, 2)): cut.miou_drop for cut in report.cuts}
+    assert abs(drops["context.0.expand.conv", 0.5]) < 0.005
 
 
 def test_the_same_inputs_give_the_same_scan(

@@ -31,6 +31,7 @@ from tasks.search_pruning import (
 )
 from tests.conftest import checked
 from tests.tasks.conftest import Workshop
+from tests.tasks.test_prune import write_sensitivity
 from tests.tasks.test_train import TRAINER
 
 ONE_EPOCH = replace(TRAINER, max_epochs=1, horizontal_flip=0.0, brightness=0.0)
@@ -43,6 +44,8 @@ PRUNING = ChannelPruning(
     importance=Importance.l1,
     layer_ratios={},
 )
+
+NO_TABLE = Path("nowhere")
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +69,9 @@ def config(workshop: Workshop, target: str = "cpu_torch", /, **changes: Any) -> 
 
 
 def search(cfg: Config, workshop: Workshop, out: Path) -> Report:
-    return search_pruning(cfg, checkpoint=workshop.checkpoint, data=workshop.data, out=out)
+    return search_pruning(
+        cfg, checkpoint=workshop.checkpoint, sensitivity=NO_TABLE, data=workshop.data, out=out
+    )
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -187,11 +192,19 @@ def test_layer_ratios_of_unknown_layers_are_refused(workshop: Workshop, tmp_path
         search(cfg, workshop, tmp_path)
 
 
-def test_taylor_cuts_the_channels_that_the_stage_prune_cuts(workshop: Workshop, tmp_path: Path) -> None:
-    pruning = replace(PRUNING, importance=Importance.taylor, target_macs_ratio=0.7)
+@pytest.mark.parametrize(
+    "choice",
+    [{"importance": Importance.taylor}, {"ranking": Ranking.sensitivity}],
+    ids=["taylor", "sensitivity"],
+)
+def test_search_cuts_the_channels_that_the_stage_prune_cuts(
+    choice: dict[str, Any], workshop: Workshop, tmp_path: Path
+) -> None:
+    pruning = replace(PRUNING, target_macs_ratio=0.7, **choice)
     network, card = load_checkpoint(workshop.checkpoint)
+    table = write_sensitivity(tmp_path, network, (card.height, card.width))
     cfg = replace(config(workshop), pruning=pruning)
-    networks, notes = _prune_all(cfg, network, (card.height, card.width), workshop.data)
+    networks, notes = _prune_all(cfg, network, (card.height, card.width), workshop.data, table)
     assert notes == {}
     cut_by_prune = prune.Config(
         **vars(pruning),
@@ -205,11 +218,32 @@ def test_taylor_cuts_the_channels_that_the_stage_prune_cuts(workshop: Workshop, 
         recovery=prune.Recovery(cfg.trainer),
     )
     prune.prune(
-        cut_by_prune, checkpoint=workshop.checkpoint, choice=tmp_path, data=workshop.data, out=tmp_path
+        cut_by_prune,
+        checkpoint=workshop.checkpoint,
+        choice=tmp_path,
+        sensitivity=table,
+        data=workshop.data,
+        out=tmp_path,
     )
     expected = load_checkpoint(tmp_path / "model.safetensors")[0].state_dict()
     for name, tensor in networks[0.7].state_dict().items():
         assert torch.equal(tensor, expected[name]), name
+
+
+def test_table_of_another_network_is_refused_before_any_training(workshop: Workshop, tmp_path: Path) -> None:
+    network, card = load_checkpoint(workshop.checkpoint)
+    table = write_sensitivity(tmp_path, network, (card.height, card.width), prefix="other.")
+    cfg = replace(config(workshop), pruning=replace(PRUNING, ranking=Ranking.sensitivity))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ArtifactError, match=r"has a group 'other\..* but the network has no such group"):
+        search_pruning(
+            cfg,
+            checkpoint=workshop.checkpoint,
+            sensitivity=table,
+            data=workshop.data,
+            out=tmp_path / "out",
+        )
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_weights_that_are_not_finite_are_refused(workshop: Workshop, tmp_path: Path) -> None:
@@ -219,7 +253,9 @@ def test_weights_that_are_not_finite_are_refused(workshop: Workshop, tmp_path: P
     path = tmp_path / "nan.safetensors"
     path.write_bytes(save(tensors, metadata={CARD_KEY: card.to_json()}))
     with pytest.raises(ArtifactError, match=r"NaN or infinite weights.*classifier\.weight"):
-        search_pruning(config(workshop), checkpoint=path, data=workshop.data, out=tmp_path)
+        search_pruning(
+            config(workshop), checkpoint=path, sensitivity=NO_TABLE, data=workshop.data, out=tmp_path
+        )
 
 
 def test_other_classes_than_those_of_the_data_are_refused(workshop: Workshop, tmp_path: Path) -> None:
@@ -227,7 +263,9 @@ def test_other_classes_than_those_of_the_data_are_refused(workshop: Workshop, tm
     path = tmp_path / "model.safetensors"
     save_checkpoint(path, network, replace(card, classes=("background", "zero", "two")))
     with pytest.raises(ArtifactError, match=r"has the classes .*'two'.*the data .*'one'"):
-        search_pruning(config(workshop), checkpoint=path, data=workshop.data, out=tmp_path)
+        search_pruning(
+            config(workshop), checkpoint=path, sensitivity=NO_TABLE, data=workshop.data, out=tmp_path
+        )
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def test_training_writes_weights_and_history(workshop: Workshop, tmp_path: Path)
     assert report.num_parameters == sum(p.numel() for p in network.parameters())
     rows = list(csv.DictReader((tmp_path / "a" / "history.csv").open()))
     assert [row["epoch"] for row in rows] == ["1", "2"]
+    assert all(float(row["images_per_s"]) > 0 and 0 < float(row["data_wait_share"]) < 1 for row in rows)
     assert report.val_miou == pytest.approx(max(float(row["val_miou"]) for row in rows), abs=1e-6)
 
 
@@ -170,13 +171,13 @@ def test_diverging_training_says_step_and_learning_rate(workshop: Workshop, tmp_
         run(train.train, train.Config(STUDENT, wild, FRESH), tmp_path / "a", data=workshop.data)
 
 
-def test_mixed_precision_and_gradient_checkpointing_train(workshop: Workshop, tmp_path: Path) -> None:
+def test_mixed_precision_and_activation_checkpoints_train(workshop: Workshop, tmp_path: Path) -> None:
     trainer = replace(TRAINER, precision=Precision.bf16_mixed, activation_checkpoints=["*"], max_epochs=1)
     report = run(train.train, train.Config(TEACHER, trainer, FRESH), tmp_path / "a", data=workshop.data)
     assert report.num_epochs == 1
 
 
-def test_gradient_checkpointing_changes_no_gradient() -> None:
+def test_activation_checkpoints_change_no_gradient() -> None:
     torch.manual_seed(0)
     plain, frugal = build_network(STUDENT, 3).train(), build_network(STUDENT, 3).train()
     frugal.load_state_dict(plain.state_dict())

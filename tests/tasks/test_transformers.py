@@ -157,7 +157,7 @@ def test_all_losses_train_a_student_whose_maps_have_another_size(
 
 
 @pytest.mark.parametrize("network", [SEGFORMER, DINOV2])
-def test_gradient_checkpointing_trains_a_transformer(
+def test_activation_checkpoints_train_a_transformer(
     workshop: Workshop, tmp_path: Path, network: NetworkConfig
 ) -> None:
     trainer = replace(TRAINER, activation_checkpoints=["*"], max_epochs=1)

@@ -2,8 +2,9 @@
 
 A process of its own follows the table that the training writes (``python -m tasks.core.tracking.curves``, started by
 `shown`), so that an MLflow that is slow, hangs or comes back later costs the training nothing. A training that is
-resumed continues its run, which is found by the key of the stage call. The run of a finished one has the table and
-``key.json``, which names the md5 of every file of the output: from a curve to the bytes in DVC's cache.
+resumed continues its run, which is found by the key of the stage call. The run of a finished one has the table, the
+plots beside it, and ``key.json``, which names the md5 of every file of the output: from a curve to the bytes in DVC's
+cache.
 """
 
 import contextlib
@@ -16,9 +17,10 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -220,8 +222,31 @@ def _log_output(config: TrackingConfig, training: Training, run_id: str, table: 
             client.log_text(run_id, table, Path(training.table).name)
             if record := _read_key_file(training):
                 client.log_text(run_id, record, KEY_FILE)
+                _log_plots(client, run_id, training, json.loads(record)["files"])
     except (TrackingUnavailable, TrackingRefused) as error:
         logger.warning("%s: its run in MLflow has no %s: %s", training.address, KEY_FILE, error)
+
+
+def _log_plots(client: "MlflowClient", run_id: str, training: Training, names: Iterable[str]) -> None:
+    """Log the PNGs of the output that are beside the table, wherever the draft is by now."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            if Path(name).suffix == ".png" and Path(name).name == name:
+                content = _read_output(training, name)
+                if content is not None:
+                    Path(folder, name).write_bytes(content)
+        client.log_artifacts(run_id, folder)
+
+
+def _read_output(training: Training, name: str) -> bytes | None:
+    """Return a file of the output; None if it is gone.
+
+    It is in the draft, or where the draft was renamed to: looking there second, it is not missed.
+    """
+    for table in (training.table, training.published_table):
+        with contextlib.suppress(OSError):
+            return Path(table).with_name(name).read_bytes()
+    return None
 
 
 def _read_key_file(training: Training) -> str | None:

@@ -14,7 +14,7 @@ from tasks.parts.data.comparison import energy
 from tasks.parts.data.dataset import normalised_batches
 from tasks.parts.data.judge import answers_of
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
-from tasks.parts.onnx_session import open_session
+from tasks.parts.onnx_session import CPU_PROVIDER, open_session
 
 
 def predict_classes(model: ModelProto, images_NHWC: NDArray[Any], *, batch_size: int) -> NDArray[Any]:
@@ -27,9 +27,14 @@ def predict_classes(model: ModelProto, images_NHWC: NDArray[Any], *, batch_size:
     return np.concatenate([answers_of(outputs, card) for outputs in batches])
 
 
-def run_batches(model: ModelProto, images_NHWC: NDArray[Any], *, batch_size: int) -> Iterator[NDArray[Any]]:
-    """Yield the outputs of a graph for images uint8 [N, H, W, C], batch by batch."""
-    session = open_session(model)
+def run_batches(
+    model: ModelProto, images_NHWC: NDArray[Any], *, batch_size: int, provider: str = CPU_PROVIDER
+) -> Iterator[NDArray[Any]]:
+    """Yield the outputs of a graph for images uint8 [N, H, W, C], batch by batch.
+
+    Raises TargetMismatch where ONNX Runtime has not this provider.
+    """
+    session = open_session(model, provider=provider)
     name = session.get_inputs()[0].name
     for images_NCHW in normalised_batches(images_NHWC, read_card_of_graph(model), batch_size):
         yield session.run(None, {name: images_NCHW})[0]

@@ -25,11 +25,17 @@ from tasks.parts.pruning.channel_groups import (
 from tasks.parts.pruning.channel_importance import BatchLosses
 from tasks.parts.pruning.config import ChannelPruning, Ranking
 from tasks.parts.pruning.macs import ConvSize, macs_budget, measure_convs, total_macs
+from tasks.parts.pruning.sensitivity import GroupCost, check_costs
 
 if TYPE_CHECKING:
     from torch import nn
 
 logger = logging.getLogger(__name__)
+
+NOT_MEASURED = (
+    " With prune.ranking sensitivity no layer loses more channels than rank_groups tried: higher rank_groups.ratios "
+    "allow more."
+)
 
 
 def prune_channels(
@@ -40,18 +46,20 @@ def prune_channels(
     original: Mapping[str, ConvSize] | None = None,
     progress: float = 1.0,
     batch_losses: BatchLosses | None = None,
+    costs: Mapping[str, GroupCost] | None = None,
 ) -> None:
     """Prune in place, in `num_steps` portions, the last one ending at the target; the classifier is kept.
 
     `size` is the (height, width) for which MACs are counted. To prune step by step with training in between, pass
     the result of `measure_convs` on the unpruned network as `original`, and as `progress` the share of the whole cut
-    that is done after this call. Importance `taylor` needs `batch_losses`. Layers that have no more than one multiple
-    of channels stay whole.
+    that is done after this call. Importance `taylor` needs `batch_losses`, ranking `sensitivity` the `costs` of the
+    groups of the unpruned network. Layers that have no more than one multiple of channels stay whole.
 
     Raises GateFailed when the target is out of reach, ConfigError when all layers are as narrow as the multiple
-    or the layer ratios do not fit the network, ArtifactError when it cannot be traced.
+    or the layer ratios do not fit the network, ArtifactError when it cannot be traced or the costs do not fit it.
     """
     original = measure_convs(network, size) if original is None else original
+    costs = costs or {}
     check_layer_names(cfg.layer_ratios, network)
     kept = [name for name, ratio in cfg.layer_ratios.items() if ratio == 0]
     widths = {name: conv.out_channels for name, conv in original.items()}
@@ -65,10 +73,11 @@ def prune_channels(
             cuttable = {group.root: widths[group.root] for group in groups if shares.get(group.root) != 0}
             check_multiple(cuttable, cfg.channel_multiple)
             _log_narrow(cuttable, cfg.channel_multiple)
+            check_costs(costs, {group.root: widths[group.root] for group in groups})
         convs = measure_convs(network, size)
         limit = budget + (start - budget) * (1 - step / cfg.num_steps)
         ordered = {root: share * progress for root, share in shares.items()}
-        cuts = _choose_cuts(groups, convs, widths, cfg, limit=limit, ordered=ordered)
+        cuts = _choose_cuts(groups, convs, widths, cfg, limit=limit, ordered=ordered, costs=costs)
         for group in groups:
             if cuts[group.root]:
                 cut_channels(graph, network, group, cuts[group.root])
@@ -170,19 +179,23 @@ def _choose_cuts(
     *,
     limit: float,
     ordered: Mapping[str, float],
+    costs: Mapping[str, GroupCost],
 ) -> dict[str, list[int]]:
     """Cut the `ordered` shares (by root), then take portions of channels, cheapest first, down to `limit` MACs.
 
     Returns root -> indices of the channels to remove. `widths` are the channels before any pruning.
     """
-    portions: list[tuple[float, int, list[int]]] = []
+    portions: list[tuple[tuple[float, ...], int, list[int]]] = []
     cuts: dict[str, list[int]] = {group.root: [] for group in groups}
     for index, group in enumerate(groups):
         width = widths[group.root]
         if group.root in ordered:
             cuts[group.root] = _ordered_cut(group, width, ordered[group.root], cfg.channel_multiple)
-        else:
-            portions += [(score, index, channels) for score, channels in _portions(group, width, cfg)]
+        elif cfg.ranking is not Ranking.sensitivity:
+            portions += [((score,), index, channels) for score, channels in _portions(group, width, cfg)]
+        elif group.root in costs:
+            ranked = _portions_by_cost(group, width, cfg, costs[group.root], groups, convs)
+            portions += [(score, index, channels) for score, channels in ranked]
     portions.sort(key=lambda portion: portion[:2])
     macs = _macs_after(groups, convs, cuts)
     for _, index, channels in portions:
@@ -195,7 +208,7 @@ def _choose_cuts(
             f"Pruning reaches {macs} MACs at best, expected at most {limit:.0f} (prune.target_macs_ratio "
             f"{cfg.target_macs_ratio}). Raise prune.target_macs_ratio or prune.max_layer_ratio "
             f"({cfg.max_layer_ratio}), or lower prune.channel_multiple ({cfg.channel_multiple})."
-            f"{_describe_kept(groups, convs)}"
+            f"{NOT_MEASURED if cfg.ranking is Ranking.sensitivity else ''}{_describe_kept(groups, convs)}"
         )
     return cuts
 
@@ -241,6 +254,35 @@ def _portions(group: ChannelGroup, width: int, cfg: ChannelPruning) -> list[tupl
             score = sum(group.importance[channel] for channel in channels) / len(channels)
         portions.append((score, channels))
         start = end
+
+
+def _portions_by_cost(
+    group: ChannelGroup,
+    width: int,
+    cfg: ChannelPruning,
+    cost: GroupCost,
+    groups: list[ChannelGroup],
+    convs: Mapping[str, ConvSize],
+) -> list[tuple[tuple[float, float], list[int]]]:
+    """Score the portions of a group by the loss of mIoU per MAC saved, as far as cuts of it were measured.
+
+    Equal losses, above all none, are decided by the share of the channels that is then gone, so that no group gives
+    all before others give any.
+    """
+    removed, score = width - len(group.importance), 0.0
+    cuts: dict[str, list[int]] = {other.root: [] for other in groups}
+    macs = _macs_after(groups, convs, cuts)
+    ranked = []
+    for _, channels in _portions(group, width, cfg):
+        end = removed + len(channels)
+        if end > cost.removed[-1]:
+            break
+        cuts[group.root] += channels
+        left = _macs_after(groups, convs, cuts)
+        score = max(score, cost.between(removed, end) / (macs - left))  # never falls, but for rounding
+        ranked.append(((score, end / width), channels))
+        removed, macs = end, left
+    return ranked
 
 
 def _macs_after(

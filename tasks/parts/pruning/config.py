@@ -34,6 +34,8 @@ class Ranking(StrEnum):
     """The least important channels of the whole network go first: layers lose different shares."""
     uniform = "uniform"
     """Each layer loses the same share of its channels."""
+    sensitivity = "sensitivity"
+    """The channels with the smallest measured loss of mIoU per MAC saved go first (the table of rank_groups)."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class ChannelPruning:
     channel_multiple: Annotated[int, Between(1, 1024)]
     """Pruned layers keep a multiple of this many channels; 8 or 16 suit vector units and tensor cores."""
     ranking: Ranking
-    """Whether layers compete (across_layers) or lose the same share (uniform)."""
+    """Whether layers compete by the importance of their channels (across_layers) or by what cuts of them cost
+    (sensitivity), or lose the same share (uniform)."""
     max_layer_ratio: Annotated[float, MoreThan(0), LessThan(1)]
     """Largest share of its channels that one layer may lose; keeps thin layers from becoming bottlenecks."""
     num_steps: Annotated[int, Between(1, 100)]

@@ -1,4 +1,4 @@
-"""The parts of pruning that need the data set: sample batches, the loss on them, accuracy, and a short training.
+"""The parts of pruning that need the data set: batches, the loss on them, accuracy, new statistics, a short training.
 
 Tensor suffixes: N images, C channels or classes, H height, W width.
 """
@@ -6,15 +6,17 @@ Tensor suffixes: N images, C channels or classes, H height, W width.
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tasks.parts.data.dataset import normalise, open_split, read_manifest
+from tasks.parts.data.dataset import normalise, normalised_batches, open_split, read_manifest
 from tasks.parts.data.lazy_array import part_of
 from tasks.parts.data.subsets import choose_rows
-from tasks.parts.networks.foreign import logits_of
+from tasks.parts.networks.foreign import logits_of, memory_format
 from tasks.parts.networks.model_card import ModelCard
 from tasks.parts.networks.zeros import keep_zeros
 from tasks.parts.training.config import TrainerConfig
@@ -49,6 +51,39 @@ def batch_losses(
 def measure_val_miou(network: nn.Module, card: ModelCard, data: Path, batch_size: int) -> float:
     """Return the mIoU of a network on the validation split."""
     return measure_miou(network, *open_split(data, "val"), card, batch_size=batch_size)
+
+
+def recalibrate_batchnorm(
+    network: nn.Module, images_NHWC: NDArray[Any], card: ModelCard, *, batch_size: int
+) -> None:
+    """Measure the running statistics of BatchNorm anew, in place, as the means over batches; nothing is trained.
+
+    After a cut the old ones belong to activations that are gone, and would hide what the channels are worth: Li et
+    al., "EagleEye: Fast Sub-net Evaluation for Efficient Neural Network Pruning", 2020, arXiv:2007.02491.
+    All other layers stay in eval mode. A last batch of a single image is left out, because BatchNorm behind a global
+    pooling needs two values of each channel.
+    """
+    norms = [
+        layer
+        for layer in network.modules()
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and layer.track_running_stats
+    ]
+    if not norms:
+        return
+    momenta = [norm.momentum for norm in norms]
+    network.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches
+        norm.train()
+    for number, batch_NCHW in enumerate(normalised_batches(images_NHWC, card.for_input(), batch_size)):
+        if number == 0 or len(batch_NCHW) > 1:
+            images_NCHW = torch.from_numpy(batch_NCHW).contiguous(memory_format=memory_format(network))
+            with torch.no_grad():
+                network(images_NCHW)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+    network.eval()
 
 
 def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) -> float:

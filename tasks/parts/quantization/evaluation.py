@@ -21,6 +21,7 @@ from tasks.parts.onnx_graphs.graph import read_card_of_graph
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.int8_weights import weights_to_7_bits
 from tasks.parts.onnx_graphs.predict import agreement, run_batches
+from tasks.parts.onnx_session import CPU_PROVIDER
 from tasks.parts.quantization.config import Activations
 
 
@@ -53,6 +54,8 @@ class GraphEvaluator:
     batch_size: int
     activations: tuple[Activations, ...]
     """Types of activations in the engines that graphs are evaluated for."""
+    provider: str
+    """Provider of ONNX Runtime on which all of them run."""
 
     @property
     def metric(self) -> str:
@@ -69,7 +72,7 @@ class GraphEvaluator:
         evaluations = []
         for activations in self.activations:
             encoded = with_activations(quantized, activations)
-            answers, results = _answer(encoded, self.images_NHWC, self.judge, self.batch_size)
+            answers, results = _answer(encoded, self.images_NHWC, self.judge, self.batch_size, self.provider)
             evaluations.append(Evaluation(results, agreement(answers, self.float_answers), activations))
         return min(evaluations, key=lambda evaluation: evaluation.score)
 
@@ -93,28 +96,30 @@ def open_evaluator(
     num_images: int,
     batch_size: int,
     activations: Sequence[Activations] = (Activations.uint8,),
+    provider: str = CPU_PROVIDER,
 ) -> GraphEvaluator:
     """Run the float graph on `num_images` of the validation split (subsets.py chooses them); 0 takes all.
 
-    Quantized graphs are evaluated with each type of activations.
+    Quantized graphs are evaluated with each type of activations, and on the CPU, whose integers are those of engines.
+    Another provider is for float graphs, and for stages whose key names it (onnx_graphs/judging.py).
 
     Raises ArtifactError when the graph has other classes than the data.
     """
     images_NHWC = open_chosen_images(data, "val", num_images or None)
     judge = open_judge(data, "val", read_card_of_graph(graph), num_images=num_images or None)
-    answers, results = _answer(graph, images_NHWC, judge, batch_size)
-    return GraphEvaluator(images_NHWC, judge, answers, results, batch_size, tuple(activations))
+    answers, results = _answer(graph, images_NHWC, judge, batch_size, provider)
+    return GraphEvaluator(images_NHWC, judge, answers, results, batch_size, tuple(activations), provider)
 
 
 def _answer(
-    graph: ModelProto, images_NHWC: NDArray[Any], judge: Judge, batch_size: int
+    graph: ModelProto, images_NHWC: NDArray[Any], judge: Judge, batch_size: int, provider: str
 ) -> tuple[NDArray[Any], ImageResults]:
     """Return the answers of a graph, and what is right in each image."""
     card = read_card_of_graph(graph)
     answers: list[NDArray[Any]] = []
     parts: list[ImageResults] = []
     start = 0
-    for outputs in run_batches(graph, images_NHWC, batch_size=batch_size):
+    for outputs in run_batches(graph, images_NHWC, batch_size=batch_size, provider=provider):
         answers.append(answers_of(outputs, card))
         parts.append(judge.compare(outputs, answers[-1], start))
         start += len(outputs)

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from tasks.parts.data.dataset import read_manifest
 from tasks.parts.timelines.trace import Slice, Trace, Track
 from tasks.parts.training.config import Strategy, TrainerConfig
 from tasks.parts.training.lightning_imports import Profiler, lightning
+from tasks.parts.training.speed import peak_memory_mib
 
 
 class Phase(StrEnum):
@@ -183,8 +183,8 @@ def _listening(profiler: Profiler) -> Iterator[None]:
 def _peak_memory() -> tuple[float, str]:
     """Return MiB, and whose they are."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return torch.cuda.max_memory_allocated() / 2**20, "allocated by torch on the GPU"
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "RSS of the training process"
+        return peak_memory_mib(torch.device("cuda")), "allocated by torch on the GPU"
+    return peak_memory_mib(torch.device("cpu")), "RSS of the training process"
 
 
 def sum_up(timeline: TrainingTimeline) -> TrainingSummary:

@@ -73,22 +73,20 @@ def _recompute(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _statistics_at_rest(module: nn.Module) -> Iterator[None]:
-    """Keep BatchNorm from counting a batch again that it has already seen: copies of its statistics count it.
-
-    Without statistics it would save fewer tensors than in the forward pass, which ``checkpoint`` refuses.
-    """
+    """Keep BatchNorm from counting a batch again that it has already seen."""
     counting = [
-        (layer, dict(layer._buffers))
+        (layer, layer.momentum, layer.num_batches_tracked)
         for layer in module.modules()
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training and layer.track_running_stats
     ]
-    for layer, buffers in counting:
-        layer._buffers.update({name: value.clone() for name, value in buffers.items() if value is not None})
+    for layer, _, count in counting:
+        layer.momentum = 0.0
+        layer.num_batches_tracked = None if count is None else count.clone()
     try:
         yield
     finally:
-        for layer, buffers in counting:
-            layer._buffers.update(buffers)
+        for layer, momentum, count in counting:
+            layer.momentum, layer.num_batches_tracked = momentum, count
 
 
 def _offload(module: nn.Module) -> None:

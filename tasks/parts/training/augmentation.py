@@ -2,8 +2,8 @@
 
 What happens to an image depends on the seed, the view and the index of the image alone: not on the batch it is in,
 the process that loaded it, or what ran before. Each epoch shows the next view. All geometric steps of an image
-together are one warp, of the image bilinear, of its mask nearest neighbour; what lies outside the image becomes black,
-and ignored in the mask.
+together are one warp, of the image bilinear, of its mask nearest neighbour; what lies outside the image becomes
+black, and ignored in the mask.
 
 N images, C channels, H rows, W columns. Images are float32, 0..1.
 """

@@ -49,13 +49,14 @@ def train_network(
     """Train a network in place and leave the weights of its best epoch in it.
 
     An interrupted run resumes from the checkpoint in ``out/resume``, with the same result as an uninterrupted one.
-    Writes ``out/history.csv`` (epoch, loss, val_miou, learning_rate), and ``out/augmentation.png`` if a preset is on.
+    Writes ``out/history.csv`` (a row per epoch) and ``out/training.png``, ``out/augmentation.png`` if a preset is on.
 
     Raises TrainingDiverged when the loss is not finite, ProcessDied when a data worker or a rank was killed,
     ConfigError when the augmentation does not fit the channels of the images.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its tips would bury the epochs
-    warnings.filterwarnings("ignore", message=r".*LeafSpec.*|.*does not have many workers.*")
+    quiet = r".*LeafSpec.*|.*does not have many workers.*|.*could not find the monitored key.*"
+    warnings.filterwarnings("ignore", message=quiet)
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling fresh memory is a debugging aid of deterministic mode and takes a tenth of a step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -116,7 +117,6 @@ def _fit(
     workers = WorkerMemory()
     trainer = lightning.Trainer(
         max_epochs=config.max_epochs,
-        max_steps=-1 if config.max_steps is None else config.max_steps,
         accelerator=config.accelerator.value,
         devices=config.num_devices,
         num_nodes=config.num_nodes,

@@ -4,6 +4,7 @@ N images, H rows, W columns.
 """
 
 import math
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -74,7 +75,7 @@ class SegmentationModule(lightning.LightningModule):
         self._views = Views(config, manifest)
         self._groups = parameter_groups(network, objective, config)
         self.memory_format = chosen_memory_format(network, config.memory_format)
-        self._num_workers = config.num_workers
+        self.num_workers = config.num_workers
         self._losses: list[Tensor] = []
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -161,14 +162,15 @@ class SegmentationModule(lightning.LightningModule):
             if config.optimizer is Optimizer.adamw
             else torch.optim.SGD(self._groups, momentum=config.momentum, **shared)
         )
-        schedule = build_schedule(optimizer, config, int(self.trainer.estimated_stepping_batches))
+        num_steps = min(int(self.trainer.estimated_stepping_batches), config.max_steps or sys.maxsize)
+        schedule = build_schedule(optimizer, config, num_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _loader(self, split: str, *, shuffle: bool) -> DataLoader[Any]:
         images = SplitDataset(self._data, split, self._manifest)
         config = self._config
-        if self._num_workers is None:
-            self._num_workers = self._measure_workers(images)
+        if self.num_workers is None:
+            self.num_workers = self._measure_workers(images)
         sampler: DistributedSampler[Any] = DistributedSampler(
             images,
             num_replicas=self.trainer.world_size,
@@ -181,9 +183,9 @@ class SegmentationModule(lightning.LightningModule):
             batch_size=config.batch_size,
             sampler=sampler,
             drop_last=shuffle and len(images) >= config.batch_size * self.trainer.world_size,
-            num_workers=self._num_workers,
-            multiprocessing_context=DataWorkers() if self._num_workers else None,
-            persistent_workers=self._num_workers > 0,
+            num_workers=self.num_workers,
+            multiprocessing_context=DataWorkers() if self.num_workers else None,
+            persistent_workers=self.num_workers > 0,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=prepare_worker,
             collate_fn=as_is,

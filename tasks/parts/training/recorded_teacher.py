@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.core.reports import write_json
 from tasks.parts.data.dataset import Manifest
 from tasks.parts.data.input_card import check_same_classes
 from tasks.parts.training.config import ViewsConfig, check_views, views_of
@@ -30,7 +29,8 @@ LOGITS, FEATURES, CARD = "logits.npy", "features.npy", "card.json"
 def write_card(folder: Path, config: ViewsConfig, manifest: Manifest, stride: int) -> None:
     """Write what recorded answers belong to."""
     card = {"views": views_of(asdict(config)), "stride": stride, "classes": list(manifest.classes)}
-    write_json(folder / CARD, card | {"normalisation": [manifest.mean, manifest.std]})
+    card |= {"normalisation": [manifest.mean, manifest.std]}
+    (folder / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
 
 
 class RecordedTeacher:

@@ -165,8 +165,9 @@ IMPOSSIBLE: dict[str, dict[str, list[Any]]] = {
     "rank_groups": {
         "ratios": [[], [0.5, 0.5], [0.0], [1.0], [NAN]],
         "channel_multiple": [0],
+        "num_train_images": [1],
         "num_val_images": [0],
-        "batch_size": [0],
+        "batch_size": [1],
     },
     "search_pruning": {
         "target_macs_ratios": [[], [0.5, 0.5], [0.5, 1.0], [0.0], [NAN]],

@@ -232,7 +232,7 @@ def test_training_killed_twice_ends_with_the_same_bytes_as_an_undisturbed_one(ti
     tiny.run(*PREPARE)
     assert tiny.run(*TRAIN).returncode == 0
     undisturbed = digest(tiny.path / WEIGHTS)
-    history = (tiny.path / WEIGHTS.with_name("history.csv")).read_text()
+    history = computed_columns(tiny)
     forget_training(tiny)
     for num_checkpoints in (1, 2):
         kill_after_checkpoints(tiny, num_checkpoints)
@@ -241,8 +241,18 @@ def test_training_killed_twice_ends_with_the_same_bytes_as_an_undisturbed_one(ti
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming after epoch" in resumed.stderr
     assert digest(tiny.path / WEIGHTS) == undisturbed
-    assert (tiny.path / WEIGHTS.with_name("history.csv")).read_text() == history
+    assert computed_columns(tiny) == history
     assert not list((tiny.path / "artifacts/.drafts").iterdir())
+
+
+def computed_columns(space: Workspace) -> list[tuple[str, ...]]:
+    """Return the epochs of a training without what is measured: speed, waits and memory."""
+    with (space.path / WEIGHTS.with_name("history.csv")).open() as file:
+        rows = [
+            (row["epoch"], row["loss"], row["val_miou"], row["learning_rate"]) for row in csv.DictReader(file)
+        ]
+    assert rows
+    return rows
 
 
 @pytest.mark.slow

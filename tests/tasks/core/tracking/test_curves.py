@@ -83,13 +83,19 @@ def test_epochs_are_in_mlflow_while_the_training_runs_with_the_load_of_the_machi
         assert points(config, run, "loss") == [(1, 1.0), (2, 0.5)]
         wait_for(config, lambda run: "system/cpu_utilization_percentage" in run.data.metrics)
         write_rows(3)
-        Path("draft/key.json").write_text(json.dumps({"key": "abc123", "files": {"history.csv": "md5"}}))
+        files = {"history.csv": "md5", "training.png": "md5", "resume/other.png": "md5", "gone.png": "md5"}
+        Path("draft/training.png").write_bytes(b"plot")
+        Path("draft/key.json").write_text(json.dumps({"key": "abc123", "files": files}))
     Path("draft").rename("published")
     run = wait_for(config, lambda run: run.info.status == "FINISHED")
     client = client_of(config)
-    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"history.csv", "key.json"}
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {
+        *("history.csv", "key.json", "training.png")
+    }
+    plot = client.download_artifacts(run.info.run_id, "training.png", str(tmp_path))
+    assert Path(plot).read_bytes() == b"plot"
     kept = client.download_artifacts(run.info.run_id, "key.json", str(tmp_path))
-    assert json.loads(Path(kept).read_text())["files"] == {"history.csv": "md5"}
+    assert json.loads(Path(kept).read_text())["files"] == files
     assert points(config, run, "val_miou") == [(1, 0.1), (2, 0.2), (3, pytest.approx(0.3))]
     assert run.data.params == {"trainer.max_epochs": "3", "network.name": "unet"}
     assert run.info.run_name == run.data.tags["address"] == "train.baseline"
