@@ -94,6 +94,13 @@ def _draw(root: Path, name: str) -> None:
 
 def prepare(folder: Path) -> dict[str, Any]:
     """Run the stage without a copy."""
+    began = time.perf_counter()
+    num_images = prepare_without_copy(folder, *PREPARED, num_calibration=256)
+    return _figures(num_images, time.perf_counter() - began)
+
+
+def prepare_without_copy(folder: Path, height: int, width: int, *, num_calibration: int) -> int:
+    """Make ``out/dataset`` of the images in a folder; return their number."""
     from tasks.parts.data.image_files import ResizeMode
     from tasks.parts.sources.config import FolderConfig
     from tasks.prepare_data import Config, Source, prepare_data
@@ -105,15 +112,13 @@ def prepare(folder: Path) -> dict[str, Any]:
         resize_mode=ResizeMode.resize,
         val_share=0.1,
         test_share=0.15,
-        num_calibration=256,
+        num_calibration=num_calibration,
         max_megapixels=64,
         max_bad_images=0,
     )
-    config = Config(Source.folder, "source", 0, *PREPARED, scenes=None, folder=rules, copy=False)
-    began = time.perf_counter()
+    config = Config(Source.folder, "source", 0, height, width, scenes=None, folder=rules, copy=False)
     report = prepare_data(config, root=folder / "source", out=folder / "out")
-    num_images = sum(count for split, count in report.num_images.items() if split != "calibration")
-    return _figures(num_images, time.perf_counter() - began)
+    return sum(count for split, count in report.num_images.items() if split != "calibration")
 
 
 def read_alone(folder: Path) -> dict[str, Any]:

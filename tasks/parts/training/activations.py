@@ -21,13 +21,17 @@ def save_activation_memory(network: nn.Module, checkpointed: Sequence[str], offl
 
     Raises ConfigError for a pattern that fits no module with parameters.
     """
-    for module in _fitting(network, offloaded, "activation_offload"):
+    for module in fitting_modules(network, offloaded, "activation_offload"):
         _offload(module)
-    for module in _fitting(network, checkpointed, "activation_checkpoints"):
+    for module in fitting_modules(network, checkpointed, "activation_checkpoints"):
         _recompute(module)
 
 
-def _fitting(network: nn.Module, patterns: Sequence[str], key: str) -> Iterator[nn.Module]:
+def fitting_modules(network: nn.Module, patterns: Sequence[str], key: str) -> Iterator[nn.Module]:
+    """Yield the outermost modules whose names fit; those of a list, which computes nothing itself, stand for it.
+
+    Raises ConfigError for a pattern of this key that fits no module with parameters.
+    """
     inner = network.network if isinstance(network, ForeignNetwork) else network
     assert isinstance(inner, nn.Module)
     modules = {
@@ -41,10 +45,16 @@ def _fitting(network: nn.Module, patterns: Sequence[str], key: str) -> Iterator[
                 f"trainer.{key} names {pattern!r}, which fits no module with parameters. Choose from: "
                 f"{', '.join(name for name in modules if '.' not in name)}, or modules inside of them."
             )
-    outermost = ""
+    outermost, lists = "", set()
     for name, module in modules.items():
-        is_inside = outermost and name.startswith(f"{outermost}.")
-        if not is_inside and any(fnmatchcase(name, pattern) for pattern in patterns):
+        if outermost and name.startswith(f"{outermost}."):
+            continue
+        is_of_list = name.rpartition(".")[0] in lists
+        if not is_of_list and not any(fnmatchcase(name, pattern) for pattern in patterns):
+            continue
+        if type(module).forward is nn.Module.forward:  # of a ModuleList, which nobody calls
+            lists.add(name)
+        else:
             outermost = name
             yield module
 

@@ -22,7 +22,7 @@ from tasks.parts.training.config import MemoryFormat, Optimizer, Precision, Trai
 from tasks.parts.training.data_workers import DataWorkers, prepare_worker
 from tasks.parts.training.lightning_imports import lightning
 from tasks.parts.training.losses import LabelLoss
-from tasks.parts.training.optimization import build_schedule, parameter_groups, rate_of
+from tasks.parts.training.optimization import build_schedule, parameter_groups, rest_frozen_layers
 from tasks.parts.training.split_dataset import SplitDataset, as_is
 from tasks.parts.training.worker_count import measure_num_workers
 
@@ -79,7 +79,7 @@ class SegmentationModule(lightning.LightningModule):
         self._num_classes = len(manifest.classes)
         self._views = Views(config, manifest)
         self._groups = parameter_groups(network, objective, config)
-        self.memory_format = _memory_format(network, config.memory_format)
+        self.memory_format = chosen_memory_format(network, config.memory_format)
         self.num_workers = config.num_workers
         self._losses: list[Tensor] = []
 
@@ -95,8 +95,7 @@ class SegmentationModule(lightning.LightningModule):
         """Seed the epoch, so that a resumed run draws the same random numbers as an uninterrupted one."""
         torch.manual_seed((self._config.seed << 24) + (self.current_epoch << 8) + self.global_rank)
         self._losses = []
-        for name, layer in self.network.named_modules() if self._config.layer_rates else ():
-            layer.training = rate_of(name, self._config.layer_rates) != 0
+        rest_frozen_layers(self.network, self._config.layer_rates)
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> Tensor:
         """Return the loss of one batch of images_NCHW, masks_NHW and indices_N."""
@@ -239,7 +238,8 @@ def batchnorm_l1_norm(network: nn.Module) -> Tensor:
     return torch.cat(scales).abs().sum()
 
 
-def _memory_format(network: nn.Module, chosen: MemoryFormat) -> torch.memory_format:
+def chosen_memory_format(network: nn.Module, chosen: MemoryFormat) -> torch.memory_format:
+    """Return how the maps of a network lie in memory during its training."""
     match chosen:
         case MemoryFormat.auto:
             return memory_format(network)

@@ -51,6 +51,12 @@ def parameter_groups(network: nn.Module, objective: nn.Module, config: TrainerCo
     ]
 
 
+def rest_frozen_layers(network: nn.Module, layer_rates: Mapping[str, float]) -> None:
+    """Keep layers that have the rate 0 from counting statistics, and let all others do so."""
+    for name, layer in network.named_modules() if layer_rates else ():
+        layer.training = rate_of(name, layer_rates) != 0
+
+
 def build_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig, num_steps: int) -> LRScheduler:
     """Return the schedule of the learning rates over `num_steps` optimizer steps."""
     if config.schedule is Schedule.one_cycle:

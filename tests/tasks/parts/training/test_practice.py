@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from tasks.core.errors import ConfigError
 from tasks.parts.data.dataset import read_manifest
 from tasks.parts.networks.build import build_network
+from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.training.activations import save_activation_memory
 from tasks.parts.training.config import (
     LossConfig,
@@ -322,6 +323,14 @@ def test_recomputed_activations_change_no_gradient_and_no_statistic() -> None:
         assert torch.equal(one.grad, two.grad), name
     for (name, one), two in zip(plain.named_buffers(), frugal.buffers(), strict=True):
         assert torch.equal(one, two), name
+
+
+def test_modules_of_a_list_are_recomputed_one_by_one() -> None:
+    network = build_network(NetworkConfig(NetworkName.mobile_unet, 0.5, 1.0, depthwise=False), 3).train()
+    save_activation_memory(network, ["*"], [])
+    recomputed = {name for name, module in network.named_modules() if "forward" in vars(module)}
+    assert {"stem", "encoder.0", "encoder.4", "decoder.0", "decoder.3", "classifier"} <= recomputed
+    assert not {"encoder", "decoder", "encoder.1.0"} & recomputed
 
 
 def test_memory_format_changes_rounding_only(workshop: Workshop, tmp_path: Path) -> None:
