@@ -82,7 +82,7 @@ class Entry:
 NETWORKS = (
     Entry(NetworkName.deeplabv3plus, 0.5, 0.5),
     Entry(NetworkName.deeplabv3plus, 1.0, 0.5),  # the default student
-    Entry(NetworkName.deeplabv3plus, 1.0, 2.5),  # the default teacher until 2026-11-27
+    Entry(NetworkName.deeplabv3plus, 1.0, 2.5),  # the default teacher
     Entry(NetworkName.fast_scnn, 0.75, 0.67),
     Entry(NetworkName.fast_scnn, 1.0, 0.34),
     Entry(NetworkName.bisenetv2, 0.5, 1.0),
