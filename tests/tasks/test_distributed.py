@@ -50,7 +50,9 @@ def test_two_ranks_train_count_each_image_once_and_only_one_publishes(workspace:
     assert report["num_epochs"] == 2
     network, card = load_checkpoint(folder / "model.safetensors")
     data = workspace.path / "artifacts/prepare_data/dataset"
-    assert report["val_miou"] == pytest.approx(measure_val_miou(network, card, data, 4), abs=1e-6)
+    assert report["val_miou"] == pytest.approx(
+        measure_val_miou(network, card, data, 4), abs=2e-4
+    )  # ranks have other threads
     assert "Traceback" not in trained.stderr
     assert not list((workspace.path / "artifacts" / ".drafts").iterdir())
     assert "fresh, nothing to run" in workspace.run(*TRAIN).stderr
