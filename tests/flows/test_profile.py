@@ -11,6 +11,7 @@ import yaml
 
 from flows.params import compose_params
 from flows.profile import main
+from tasks.core.execute import resolve
 from tests.conftest import SMOKE
 from tests.tasks.conftest import Workshop, workshop
 
@@ -24,13 +25,17 @@ REQUIRED = {"ph", "ts", "dur", "pid", "tid", "name"}
 def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with params.yaml, a data set, the trained networks, and an engine for each target."""
     folder = tmp_path_factory.mktemp("profile")
-    params = compose_params([*SMOKE[:1], f"target=[{','.join(TARGETS)}]", "distill.trainer.batch_size=2"])
+    overrides = (f"target=[{','.join(TARGETS)}]", "distill.trainer.batch_size=2", "distill.start=fresh")
+    params = compose_params([*SMOKE[:1], *overrides])
     (folder / "params.yaml").write_text(yaml.safe_dump(params))
     artifacts = folder / "artifacts"
     shutil.copytree(workshop.data, artifacts / "prepare_data" / "dataset")
     for stage in ("train/teacher", "prune"):
         (artifacts / stage).mkdir(parents=True)
         shutil.copy(workshop.checkpoint, artifacts / stage / "model.safetensors")
+    record, config = resolve("record_teacher", params)
+    (artifacts / "record_teacher").mkdir()
+    record(config, teacher=workshop.checkpoint, data=workshop.data, out=artifacts / "record_teacher")
     for target in TARGETS:
         engine = artifacts / "build_engine" / "baseline" / target / "engine"
         shutil.copytree(workshop.engine("float", target), engine)
