@@ -83,6 +83,11 @@ def all_logits(network: nn.Module, images_NCHW: Tensor) -> list[Tensor]:
     return network.all_logits(images_NCHW) if isinstance(network, ForeignNetwork) else [network(images_NCHW)]
 
 
+def own_modules(network: nn.Module) -> nn.Module:
+    """Return the network as its author knows it: names of modules in a configuration begin there."""
+    return network.network if isinstance(network, ForeignNetwork) else network
+
+
 def memory_format(network: nn.Module) -> torch.memory_format:
     """Return the layout of maps in which a network runs; foreign code may ask for views of contiguous ones."""
     return torch.contiguous_format if isinstance(network, ForeignNetwork) else torch.channels_last

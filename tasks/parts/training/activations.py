@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tasks.core.errors import ConfigError
-from tasks.parts.networks.foreign import ForeignNetwork
+from tasks.parts.networks.foreign import own_modules
 
 
 def save_activation_memory(network: nn.Module, checkpointed: Sequence[str], offloaded: Sequence[str]) -> None:
@@ -32,11 +32,9 @@ def fitting_modules(network: nn.Module, patterns: Sequence[str], key: str) -> It
 
     Raises ConfigError for a pattern of this key that fits no module with parameters.
     """
-    inner = network.network if isinstance(network, ForeignNetwork) else network
-    assert isinstance(inner, nn.Module)
     modules = {
         name: module
-        for name, module in inner.named_modules()
+        for name, module in own_modules(network).named_modules()
         if name and any(True for _ in module.parameters())
     }
     for pattern in patterns:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from tasks.core.errors import ConfigError
+from tasks.parts.networks.foreign import own_modules
 from tasks.parts.training.config import Schedule, TrainerConfig
 
 _POLY_POWER = 0.9
@@ -27,17 +28,17 @@ def parameter_groups(network: nn.Module, objective: nn.Module, config: TrainerCo
 
     Raises ConfigError for a name that no parameter begins with, or when nothing is left to be trained.
     """
-    rates = config.layer_rates
-    names = [name for name, _ in network.named_parameters()]
+    rates, own = config.layer_rates, own_modules(network)
+    names = [name for name, _ in own.named_parameters()]
     for key in rates:
         if not any(name.startswith(f"{key}.") for name in names):
-            children = ", ".join(name for name, _ in network.named_children())
+            children = ", ".join(name for name, _ in own.named_children())
             raise ConfigError(
                 f"trainer.layer_rates names {key!r}, and no parameter's name begins with it. Choose from: "
                 f"{children}, or a module inside of them."
             )
     by_rate: dict[float, list[nn.Parameter]] = {1.0: []}
-    for name, parameter in network.named_parameters():
+    for name, parameter in own.named_parameters():
         by_rate.setdefault(rate_of(name, rates), []).append(parameter)
     for parameter in by_rate.pop(0.0, []):
         parameter.requires_grad_(False)
@@ -52,9 +53,10 @@ def parameter_groups(network: nn.Module, objective: nn.Module, config: TrainerCo
 
 
 def rest_frozen_layers(network: nn.Module, layer_rates: Mapping[str, float]) -> None:
-    """Keep layers that have the rate 0 from counting statistics, and let all others do so."""
-    for name, layer in network.named_modules() if layer_rates else ():
-        layer.training = rate_of(name, layer_rates) != 0
+    """Keep layers that have the rate 0 from counting statistics; others stay in the mode that they are in."""
+    for name, layer in own_modules(network).named_modules() if layer_rates else ():
+        if rate_of(name, layer_rates) == 0:
+            layer.training = False
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig, num_steps: int) -> LRScheduler:

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.utils.data import Subset
@@ -33,7 +34,7 @@ def measure_num_workers(
         [index % len(images) for index in range(start * batch_size, (start + 1) * batch_size)]
         for start in range(_ROUNDS)
     ]
-    loading = statistics.median(_seconds(lambda batch=batch: images.__getitems__(batch)) for batch in batches)  # type: ignore[misc]
+    loading = statistics.median(_seconds(partial(images.__getitems__, batch)) for batch in batches)
     run_forward()  # the first call of a kernel takes longer
     step = _STEP_OF_FORWARD * statistics.median(_seconds(run_forward) for _ in range(_ROUNDS))
     num_cores = (os.cpu_count() or 1) // num_ranks

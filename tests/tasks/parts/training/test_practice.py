@@ -1,7 +1,10 @@
 """Optimizers, schedules, averages, losses, cadence and memory of a training."""
 
 import csv
+import time
+from collections import OrderedDict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from tasks.core.errors import ConfigError
 from tasks.parts.data.dataset import read_manifest
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.config import NetworkConfig, NetworkName
+from tasks.parts.networks.foreign import ForeignNetwork
 from tasks.parts.training.activations import save_activation_memory
 from tasks.parts.training.config import (
     LossConfig,
@@ -35,7 +39,12 @@ from tasks.parts.training.losses import (
     segmentation_loss,
 )
 from tasks.parts.training.module import Batch, LabelObjective
-from tasks.parts.training.optimization import build_schedule, moving_average, parameter_groups
+from tasks.parts.training.optimization import (
+    build_schedule,
+    moving_average,
+    parameter_groups,
+    rest_frozen_layers,
+)
 from tasks.parts.training.split_dataset import SplitDataset
 from tasks.parts.training.worker_count import measure_num_workers
 from tests.tasks.conftest import Workshop
@@ -153,6 +162,23 @@ def test_rates_belong_to_the_longest_name() -> None:
     assert {names[id(p)].split(".")[0] for p in tenth["params"]} == {"context"}
     assert not any(names[id(p)].startswith(("context.0.", "context.")) for p in full["params"])
     assert not any(p.requires_grad for name, p in network.named_parameters() if name.startswith("context.0."))
+
+
+def test_names_in_a_network_of_the_users_own_are_its_own() -> None:
+    """And what stays in eval mode without its auxiliary layers stays so beside frozen ones."""
+    inner = nn.Sequential(
+        OrderedDict(stem=nn.Conv2d(3, 4, 1), norm=nn.BatchNorm2d(4), head=nn.Conv2d(4, 3, 1))
+    )
+    network = ForeignNetwork(inner).train()
+    inner.training = False
+    rates = {"norm": 0.0, "head": 0.5}
+    groups = parameter_groups(network, nn.Identity(), replace(TRAINER, layer_rates=rates))
+    assert [len(group["params"]) for group in groups] == [2, 2]
+    rest_frozen_layers(network, rates)
+    modes = {name: module.training for name, module in inner.named_modules()}
+    assert modes == {"": False, "stem": True, "norm": False, "head": True}
+    save_activation_memory(network, ["head"], [])
+    assert "forward" in vars(inner.get_submodule("head"))
 
 
 def test_names_of_layers_that_do_not_exist_are_refused() -> None:
@@ -347,9 +373,7 @@ def test_num_workers_follows_loading_and_step(workshop: Workshop) -> None:
     images = SplitDataset(workshop.data, "train", read_manifest(workshop.data))
     waits = {"fast": 0.0, "slow": 0.2}
     found = {
-        name: measure_num_workers(
-            images, batch_size=4, num_ranks=1, run_forward=lambda wait=wait: __import__("time").sleep(wait)
-        )
+        name: measure_num_workers(images, batch_size=4, num_ranks=1, run_forward=partial(time.sleep, wait))
         for name, wait in waits.items()
     }
     assert found["slow"] == 0  # loading takes nothing of such a step
