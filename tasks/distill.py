@@ -78,13 +78,7 @@ def distill(cfg: Config, *, teacher: Path, start: Path, data: Path, out: Path) -
 
     manifest = read_manifest(data)
     torch.manual_seed(cfg.trainer.seed)
-    student = build_network(
-        cfg.network,
-        len(manifest.classes),
-        size=(manifest.height, manifest.width),
-        num_channels=manifest.num_channels,
-    )
-    pretrained = load_pretrained(student, cfg.network.name, cfg.pretrained)
+    pretrained = None
     if cfg.start is Start.baseline:
         student, found = load_checkpoint(start)
         check_same_classes(start, found.classes, manifest.classes, "train.baseline")
@@ -92,6 +86,14 @@ def distill(cfg: Config, *, teacher: Path, start: Path, data: Path, out: Path) -
             raise ArtifactError(
                 f"{start} is {found.network}, expected distill.network, which is {cfg.network}."
             )
+    else:
+        student = build_network(
+            cfg.network,
+            len(manifest.classes),
+            size=(manifest.height, manifest.width),
+            num_channels=manifest.num_channels,
+        )
+        pretrained = load_pretrained(student, cfg.network.name, cfg.pretrained)
     objective = build_objective(
         cfg.distillation,
         student=student,

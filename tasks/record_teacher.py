@@ -21,8 +21,8 @@ class Config(ViewsConfig):
     """
 
     stride: Annotated[int, Between(1, 64)]
-    """Logits are averaged over squares of stride x stride pixels, as are the student's before they are compared; that
-    of the layer whose logits the teacher enlarges loses nothing but rounding."""
+    """Logits are averaged over squares of stride x stride pixels, as are the student's before they are compared. A
+    teacher that enlarges its last map has little more to say than the stride of that map."""
     has_features: bool
     """Whether the map before the classifier is stored as well, for distillation.hint_weight; it is larger."""
     batch_size: Annotated[int, AtLeast(1)]
