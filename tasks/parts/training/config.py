@@ -178,8 +178,8 @@ def check_views(recorded: Mapping[str, Any], trainer: Mapping[str, Any], name: s
         if recorded.get(key) != wanted:
             raise ConfigError(
                 f"{name}.{key} is {wanted}, and the teacher is recorded with {recorded.get(key)}: it would answer to "
-                f"other images than the student sees. Set record_teacher.{key} instead, which gives all trainings that "
-                "learn from it this one value, or steps.record_teacher=false."
+                f"other images than the student sees. Set record_teacher.{key} instead, which gives all trainings "
+                "that learn from it this one value, or steps.record_teacher=false."
             )
 
 
