@@ -1,11 +1,12 @@
 """Compare ways to spend the same training time on a student, with 10, 25 and 100 % of the labels, for several seeds.
 
 ``python -m benchmarks.distillation [--seeds 3] [--shares 1 0.25 0.1] [--methods labels ...]`` after a run of the
-pipeline, which made data and teacher. Every method trains the configured student from random weights for the CPU time
-of ``--epochs`` epochs on labels alone, as measured here: methods take turns, and those that learn from a recorded
-teacher also pay for the recording. With fewer labels the teacher, too, is trained on those labels alone, as many
-steps as with all; the other images are there without labels, and only terms that need a teacher learn from them. "A
-larger student" is on labels alone, too, but slower as an engine. All networks are judged in eager PyTorch on the test
+pipeline, which made the data. Every method trains the configured student from random weights for the CPU time of
+``--epochs`` epochs on labels alone, as measured here: methods take turns, and those that learn from a recorded
+teacher also pay for the recording, nobody for the training of the teacher. With fewer labels the teacher, too, is
+trained on those labels alone, as many steps as with all; the other images are there without labels, and only terms
+that need a teacher learn from them. "A larger student" is on labels alone, too, but slower as an engine. ``--jobs``
+trainings run at a time, each in one thread. All networks are judged in eager PyTorch on the test
 split, and on scenes drawn like it that are harder: with more and larger digits, which cover each other, and with low
 contrast. Finished trainings are kept under ``artifacts/benchmarks/distillation``, killed ones resume. Prints a table
 and writes ``benchmarks/results/distillation.json`` and ``distillation.md``.
@@ -21,9 +22,12 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from functools import partial
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +61,6 @@ from tasks.parts.training.split_dataset import SplitDataset
 
 RESULTS = Path(__file__).parent / "results" / "distillation.json"
 WORKSPACE = ARTIFACTS / "benchmarks" / "distillation"
-TEACHER = ARTIFACTS / "train" / "teacher" / "model.safetensors"
 LABELS, ALL_IMAGES = "labels", "all"
 """Folders of a share of the labels: only the images that have some; all images, most without."""
 LARGER = "a larger student"
@@ -66,6 +69,11 @@ HARD_SCENES: Mapping[str, Mapping[str, Any]] = {
     "low contrast": {"min_opacity": 0.25, "max_noise": 20},
 }
 """What differs from the configured scenes."""
+LOGGING: Mapping[str, Any] = {
+    "level": logging.INFO,
+    "format": "%(asctime)s %(name)s %(message)s",
+    "datefmt": "%H:%M:%S",
+}
 _TIMED_STEPS, _TIMING_ROUNDS = 6, 5
 _VALIDATIONS = 4
 
@@ -78,6 +86,11 @@ class Method:
     """Loss weights in addition to that of the labels (1), and the temperature; empty: labels alone."""
     is_recorded: bool = False
     uses_unlabelled: bool = False
+
+    @property
+    def has_features(self) -> bool:
+        """Whether feature maps are compared."""
+        return "hint_weight" in self.weights
 
 
 _CHANNELS = {"channel_wise_weight": 1.0, "temperature": 4.0}
@@ -103,28 +116,55 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each method")
-    parser.add_argument("--epochs", type=int, default=4, help="on labels alone, whose time every method has")
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.25, 0.1], help="of the labels")
+    parser.add_argument(
+        "--epochs",
+        type=float,
+        nargs="+",
+        default=[3, 2, 2],
+        help="for each share: over all images on labels alone, whose time every method has",
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trainings at a time")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
-    if not TEACHER.is_file():
-        raise SystemExit(f"{TEACHER} does not exist. Run the pipeline here first: make run")
-    costs = measured_costs()
-    rows = []
-    for share in options.shares:
-        found: dict[str, list[dict[str, Any]]] = {}
-        for seed in range(options.seeds):
-            for name in options.methods:
-                if METHODS[name].uses_unlabelled and share == 1:
-                    continue
-                steps = steps_of(name, share, options.epochs, costs)
-                found.setdefault(name, []).append(trained(name, share, seed, steps))
-        rows += [
-            summary(share, name, runs, found.get(LABELS, runs), costs[name]) for name, runs in found.items()
-        ]
-        write_results(rows, costs, options.epochs)
+    logging.basicConfig(**LOGGING)
+    if not DATA.is_dir():
+        raise SystemExit(f"{DATA} does not exist. Run the pipeline here first: make run")
+    if len(options.epochs) != len(options.shares):
+        parser.error("--epochs takes a number for each of --shares")
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes below
+    torch.set_num_threads(1)
+    with ProcessPoolExecutor(
+        options.jobs, get_context("spawn"), partial(logging.basicConfig, **LOGGING)
+    ) as pool:
+        list(pool.map(teacher_of, options.shares))
+        costs = measured_costs()
+        rows = []
+        for share, epochs in zip(options.shares, options.epochs, strict=True):
+            chosen = [name for name in options.methods if share < 1 or not METHODS[name].uses_unlabelled]
+            prepare(share, chosen)
+            steps = {name: steps_of(name, share, epochs, costs) for name in chosen}
+            waiting = {
+                (seed, name): pool.submit(trained, name, share, seed, steps[name])
+                for seed in range(options.seeds)
+                for name in chosen
+            }
+            found = {name: [waiting[seed, name].result() for seed in range(options.seeds)] for name in chosen}
+            rows += [
+                summary(share, epochs, name, runs, found.get(LABELS, runs), costs[name])
+                for name, runs in found.items()
+            ]
+            write_results(rows, costs)
     print(RESULTS.with_suffix(".md").read_text(encoding="utf-8"))
+
+
+def prepare(share: float, names: Sequence[str]) -> None:
+    """Make what several trainings read: data and recordings."""
+    folders = data_of(share)
+    for method in (METHODS[name] for name in names):
+        if method.is_recorded:
+            data = folders[ALL_IMAGES if method.uses_unlabelled else LABELS]
+            recording(share, data, teacher_of(share), has_features=method.has_features)
 
 
 def student_of(name: str) -> NetworkConfig:
@@ -156,7 +196,7 @@ def measured_costs() -> dict[str, float]:
     for name in ("recording", "recording of features"):
         shutil.rmtree(_recording_folder(1.0, DATA, has_features="features" in name), ignore_errors=True)
         started = time.process_time()
-        recording(1.0, DATA, TEACHER, has_features="features" in name)
+        recording(1.0, DATA, teacher_of(1.0), has_features="features" in name)
         costs[name] = round(time.process_time() - started, 2)
     steps = {name: timed_steps(name) for name in METHODS if not METHODS[name].uses_unlabelled}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -182,7 +222,9 @@ def timed_steps(name: str) -> Iterator[float]:
     network = build_network(
         student_of(name), len(manifest.classes), size=size, num_channels=manifest.num_channels
     )
-    teacher = recording(1.0, DATA, TEACHER, has_features=True) if method.is_recorded else TEACHER
+    teacher = teacher_of(1.0)
+    if method.is_recorded:
+        teacher = recording(1.0, DATA, teacher, has_features=True)
     objective: nn.Module = (
         build_objective(losses_of(name), student=network, teacher=teacher, manifest=manifest, trainer=trainer)
         if method.weights
@@ -208,12 +250,12 @@ def timed_steps(name: str) -> Iterator[float]:
         yield (time.process_time() - started) / _TIMED_STEPS
 
 
-def steps_of(name: str, share: float, epochs: int, costs: Mapping[str, float]) -> int:
+def steps_of(name: str, share: float, epochs: float, costs: Mapping[str, float]) -> int:
     """Return the optimizer steps for which a method has time, after it has paid for its recording."""
     manifest, batch_size = read_manifest(DATA), stage_config("train.baseline").trainer.batch_size
     budget = costs[LABELS] * epochs * (manifest.counts["train"] // batch_size)
     if METHODS[name].is_recorded:
-        recorded = costs["recording of features" if "features" in name else "recording"]
+        recorded = costs["recording of features" if METHODS[name].has_features else "recording"]
         budget -= recorded * (1.0 if METHODS[name].uses_unlabelled else share)
     return max(1, int(budget / costs[name]))
 
@@ -243,7 +285,7 @@ def trained(name: str, share: float, seed: int, steps: int) -> dict[str, Any]:
     else:
         teacher = teacher_of(share)
         if method.is_recorded:
-            teacher = recording(share, data, teacher, has_features="features" in name)
+            teacher = recording(share, data, teacher, has_features=method.has_features)
         config = distill.Config(
             distill.Start.fresh, student_of(name), losses_of(name), trainer, baseline.pretrained
         )
@@ -292,9 +334,7 @@ def _fresh(folder: Path) -> Path:
 
 
 def teacher_of(share: float) -> Path:
-    """Return the teacher that knows this share of the labels: the pipeline's, or one with as many steps."""
-    if share == 1:
-        return TEACHER
+    """Train the teacher that knows this share of the labels, unless it is there, in as many steps as with all."""
     folder = WORKSPACE / f"teacher_{share:g}"
     if not (folder / "model.safetensors").is_file():
         config = stage_config("train.teacher")
@@ -346,6 +386,7 @@ def hard_scenes() -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
 
 def summary(
     share: float,
+    epochs: float,
     name: str,
     runs: Sequence[Mapping[str, Any]],
     plain: Sequence[Mapping[str, Any]],
@@ -359,6 +400,7 @@ def summary(
     )
     row: dict[str, Any] = {
         "labels": share,
+        "epochs_of_labels_alone": epochs,
         "method": name,
         "steps": runs[0]["steps"],
         "step_cpu_s": cost,
@@ -373,14 +415,16 @@ def summary(
     return row
 
 
-def write_results(rows: Sequence[Mapping[str, Any]], costs: Mapping[str, float], epochs: int) -> None:
+def write_results(rows: Sequence[Mapping[str, Any]], costs: Mapping[str, float]) -> None:
     """Write both files."""
     record = {
         "date": date.today().isoformat(),
         "cpu_model": read_cpu_model(),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "epochs_of_labels_alone": epochs,
+        "teacher_miou": {
+            f"{share:g}": judged(teacher_of(share)) for share in dict.fromkeys(row["labels"] for row in rows)
+        },
         "cpu_seconds": costs,
         "rows": rows,
     }

@@ -1,7 +1,7 @@
 """Run the quantization ladder on several students: which rung wins on each target, and why.
 
 ``python -m benchmarks.ladder --workspace DIR`` after a run of the pipeline. The default student's ladder is taken
-from that run. For every other student the pipeline runs once in DIR, a new clone with the run's data and teacher.
+from that run. For every other student the pipeline runs once in DIR, a new clone with the run's data.
 Prints a table per student and writes ``benchmarks/results/ladder.json``.
 """
 
@@ -67,10 +67,9 @@ def main() -> None:
 
 
 def make_workspace(workspace: Path) -> None:
-    """Clone the checkout and copy data and teacher, which are the same for all students."""
+    """Clone the checkout and copy the data, which are the same for all students."""
     subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(workspace)], check=True)
-    for folder in ("prepare_data", "train/teacher"):
-        shutil.copytree(ARTIFACTS / folder, workspace / "artifacts" / folder)
+    shutil.copytree(ARTIFACTS / "prepare_data", workspace / "artifacts" / "prepare_data")
 
 
 def run_pipeline(workspace: Path, overrides: Sequence[str]) -> None:

@@ -2,11 +2,10 @@
 
 ``python -m benchmarks.speedup`` after a run of the pipeline. Needs a quiet machine for tight intervals.
 
-The best pick of ``artifacts/select_engine`` runs in the same rounds as four references: eager PyTorch of the float
-student (``distilled``) and of the ``teacher``, and on the pick's own target the float variant that was quantized
-(``pruned``) and the student before pruning (``distilled``). For the larger size the same weights get a larger input
-(latency only): the graphs resize by scale factors, so only the declared input changes. Prints a table and writes
-``benchmarks/results/speedup.json``.
+The best pick of ``artifacts/select_engine`` runs in the same rounds as three references: eager PyTorch of the float
+student, and on the pick's own target the float variant that was quantized (``pruned``) and the student before
+pruning. For the larger size the same weights get a larger input (latency only): the graphs resize by scale factors,
+so only the declared input changes. Prints a table and writes ``benchmarks/results/speedup.json``.
 """
 
 import argparse
@@ -70,7 +69,8 @@ def measure_size(
     params: dict[str, Any], variant: str, target: str, side: int, num_rounds: int
 ) -> list[dict[str, Any]]:
     """Build the pick and its references for an input of ``side`` x ``side`` and race them."""
-    references = [("teacher", EAGER), ("distilled", EAGER), ("distilled", target), ("pruned", target)]
+    student = params["select_engine"]["float_reference"]["variant"]
+    references = [(student, EAGER), (student, target), ("pruned", target)]
     names = [*references, (variant, target)]
     with tempfile.TemporaryDirectory() as folder:
         engines = {

@@ -44,7 +44,7 @@ else:
 
 Overrides = Annotated[
     list[Annotated[str, Field(pattern=r"^[+~]{0,2}[A-Za-z_][\w@./]*(=.*)?$")]],
-    Field(description="Hydra overrides, for example debug=smoke or train.teacher.trainer.max_epochs=40"),
+    Field(description="Hydra overrides, for example debug=smoke or train.baseline.trainer.max_epochs=40"),
 ]
 
 ENTRIES_ARTIFACT = "enginewright-dvc-lock"

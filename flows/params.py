@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flows.networks import check_channels, check_tracked, complete_networks
 from flows.pipeline import RecordedStages, run_pipeline
-from flows.steps import apply_steps, check_start
+from flows.steps import apply_steps, check_overrides, check_start
 from flows.templates import check_templates
 from tasks.core.config import PARAMS_FILE, find_section, typed_config
 from tasks.core.errors import ConfigError, EnginewrightError
@@ -68,6 +68,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     if model is None:
         complete_networks(params, overrides)
         _complete_training(params, targets)
+        check_overrides(overrides, steps)
         variants = apply_steps(params, variants, steps)
         check_channels(params)
     else:

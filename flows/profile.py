@@ -1,7 +1,7 @@
 """Show where the time goes, in an inference of an engine or in the steps of a training.
 
 ``python -m flows.profile pruned_qat --target cpu_openvino`` runs some inferences of a built engine, and
-``python -m flows.profile --stage train.teacher`` some steps of a training, with its configuration in params.yaml and
+``python -m flows.profile --stage train.baseline`` some steps of a training, with its configuration in params.yaml and
 its inputs; nothing of it is kept. Both write a trace, which https://ui.perfetto.dev opens.
 """
 
@@ -154,14 +154,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--target", help="of the engine, a name in conf/target")
     parser.add_argument("--inferences", type=_count, default=5, help="default: 5")
     parser.add_argument("--batch-size", type=_count, default=1, help="images of an inference; default: 1")
-    parser.add_argument("--stage", metavar="ADDRESS", help="a training, such as train.teacher")
+    parser.add_argument("--stage", metavar="ADDRESS", help="a training, such as train.baseline")
     parser.add_argument("--steps", type=_count, default=30, help="of the training; default: 30")
     parser.add_argument("--out", type=Path, default=Path("trace.json"), help="default: trace.json")
     options = parser.parse_args(arguments)
     if (options.stage is None) == (options.variant is None) or (options.variant and not options.target):
         parser.error(
             "expected an engine, as in `pruned_qat --target cpu_openvino`, or a training, as in "
-            "`--stage train.teacher`"
+            "`--stage train.baseline`"
         )
     return options
 

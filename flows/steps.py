@@ -19,6 +19,14 @@ _CHECKPOINTS = {
     "pruned": "artifacts/finetune/model.safetensors",
 }
 """Float network -> the file of its weights, if it is trained."""
+_OF_A_TEACHER = (
+    "train.teacher.",
+    "distill.trainer",
+    "distill.start",
+    "distill.network",
+    "distill.pretrained",
+)
+"""Keys that nothing reads without a teacher; the others of distill and record_teacher are copied by other stages."""
 
 
 def apply_steps(params: dict[str, Any], variants: dict[str, Any], steps: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,8 +58,10 @@ def apply_steps(params: dict[str, Any], variants: dict[str, Any], steps: Mapping
         )
         if runs
     ]
-    is_recorded = steps["teacher"] and steps["record_teacher"] and _learn_from_recording(params, learners)
-    teacher = _RECORDING if is_recorded else checkpoints["teacher"]
+    recorded = steps["teacher"] and steps["record_teacher"]
+    readers = [stage for stage in learners if recorded and _has_teacher_terms(params[stage]["distillation"])]
+    teacher = _RECORDING if readers else checkpoints["teacher"]
+    _set_views(params, learners, readers)
 
     def taught(network: str) -> dict[str, str]:
         return {
@@ -68,7 +78,7 @@ def apply_steps(params: dict[str, Any], variants: dict[str, Any], steps: Mapping
     pipeline |= {
         "networks": [name for name in pipeline["networks"] if name in params["train"]],
         "checkpoints": finished,
-        "recordings": {"teacher": checkpoints["teacher"]} if is_recorded else {},
+        "recordings": {"teacher": checkpoints["teacher"]} if readers else {},
         "distillation": {"student": {"teacher": teacher, "start": start}} if is_distilled else {},
         "pruning": {"student": taught(student) | {"sensitivity": sensitivity}} if steps["pruning"] else {},
         "quantization_aware": {"student": taught(base)} if steps["quantize_aware_train"] else {},
@@ -85,18 +95,23 @@ def apply_steps(params: dict[str, Any], variants: dict[str, Any], steps: Mapping
     return kept
 
 
-def _learn_from_recording(params: Mapping[str, Any], learners: Sequence[str]) -> bool:
-    """Return whether a stage has a term of its loss that needs the teacher.
-
-    Raises ConfigError when such a stage does not show the views that record_teacher shows to the teacher.
-    """
+def _has_teacher_terms(losses: Mapping[str, Any]) -> bool:
     terms = ("soft_target_weight", "channel_wise_weight", "hint_weight")
-    taught = [
-        stage for stage in learners if any(params[stage]["distillation"].get(term) != 0 for term in terms)
-    ]
-    for stage in taught:
-        check_views(params["record_teacher"], params[stage]["trainer"], f"{stage}.trainer")
-    return bool(taught)
+    return any(losses.get(term) != 0 for term in terms)
+
+
+def _set_views(params: dict[str, Any], learners: Sequence[str], readers: Sequence[str]) -> None:
+    """Let trainings that read no recording see another view of an image in each epoch, unless they say otherwise.
+
+    Raises ConfigError when one that reads it does not show the views that record_teacher shows to the teacher.
+    """
+    recorded = params["record_teacher"]
+    for stage in learners:
+        trainer = params[stage]["trainer"]
+        if stage in readers:
+            check_views(recorded, trainer, f"{stage}.trainer")
+        elif trainer["num_views"] == recorded["num_views"]:
+            trainer["num_views"] = None
 
 
 def check_start(params: Mapping[str, Any]) -> None:
@@ -111,6 +126,19 @@ def check_start(params: Mapping[str, Any]) -> None:
         )
 
 
+def check_overrides(overrides: Sequence[str], steps: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an override changes a teacher, or what only learns from one, where there is none."""
+    if steps["teacher"]:
+        return
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0].rpartition("@")[2]
+        if key.startswith(_OF_A_TEACHER) and not key.endswith(".checkpoint"):  # that is refused by its value
+            raise ConfigError(
+                f"{override} changes nothing, because steps.teacher is false. Add steps.teacher=true, or leave it "
+                "out."
+            )
+
+
 def _take_finished(params: dict[str, Any], *, has_teacher: bool) -> dict[str, str]:
     """Move the sections of finished networks from train to import_checkpoint; return network -> file of weights."""
     finished = {}
@@ -120,8 +148,8 @@ def _take_finished(params: dict[str, Any], *, has_teacher: bool) -> dict[str, st
         if name == "teacher" and not has_teacher:
             if file is not None:
                 raise ConfigError(
-                    f"train.teacher.checkpoint is {file}, and steps.teacher is false, so nothing would read it. Set "
-                    "one of them."
+                    f"train.teacher.checkpoint is {file}, and steps.teacher is false, so nothing would read it. Add "
+                    "steps.teacher=true, or leave it out."
                 )
             del params["train"][name]
         elif file is not None:

@@ -26,15 +26,17 @@ from tests.conftest import REPOSITORY, Workspace, copy_repository
 OVERRIDES = {
     "trained": [],
     "trained, changes tried": ["try_changes.variant=pruned_ptq"],
+    "distilled": ["steps.teacher=true"],
     "ranked across layers, distilled from random weights": [
+        "steps.teacher=true",
         "prune.ranking=across_layers",
         "distill.start=fresh",
         "steps.record_teacher=false",
     ],
-    "no teacher": ["steps.teacher=false"],
     "no pruning, no QAT": ["steps.pruning=false", "steps.quantize_aware_train=false"],
-    "finished student": ["train.baseline.checkpoint=weights.safetensors", "steps.teacher=false"],
+    "finished student": ["train.baseline.checkpoint=weights.safetensors"],
     "finished networks": [
+        "steps.teacher=true",
         "train.teacher.checkpoint=teacher.safetensors",
         "train.baseline.checkpoint=weights.safetensors",
         "steps.pruning=false",

@@ -1,4 +1,4 @@
-"""The controls of benchmarks/controls.py: their table, and all of them in a small workspace."""
+"""The control of benchmarks/controls.py: its table, and all of it in a small workspace."""
 
 import json
 import re
@@ -12,7 +12,6 @@ from tests.conftest import Workspace
 
 def row(role: str, name: str, seed: int, val: float, test: float) -> dict[str, object]:
     return {
-        "comparison": "pruning",
         "role": role,
         "name": name,
         "seed": seed,
@@ -25,9 +24,9 @@ def row(role: str, name: str, seed: int, val: float, test: float) -> dict[str, o
 def test_gains_are_taken_seed_by_seed() -> None:
     rows = summaries(
         [
-            row("technique", "pruned", 0, 0.60, 0.62),
+            row("technique", "QAT", 0, 0.60, 0.62),
             row("control", "whole", 0, 0.61, 0.60),
-            row("technique", "pruned", 1, 0.64, 0.66),
+            row("technique", "QAT", 1, 0.64, 0.66),
             row("control", "whole", 1, 0.65, 0.63),
         ]
     )
@@ -35,22 +34,20 @@ def test_gains_are_taken_seed_by_seed() -> None:
     assert (technique["miou_test_mean"], technique["technique_gain_test_mean"]) == (0.64, 0)
     assert (control["technique_gain_val_mean"], control["technique_gain_test_mean"]) == (-0.01, 0.025)
     assert control["technique_gain_test_spread"] == 0.0071 and control["num_seeds"] == 2  # 0.01 / sqrt(2)
-    assert "| pruning: control | whole | 4 | 0.6300 (0.0283) | 0.6150 (0.0212) | +0.0250 (0.0071) |" in table(
-        rows
-    )
+    assert "| control | whole | 4 | 0.6300 (0.0283) | 0.6150 (0.0212) | +0.0250 (0.0071) |" in table(rows)
 
 
 def test_one_seed_has_no_spread() -> None:
-    rows = summaries([row("technique", "pruned", 0, 0.6, 0.62), row("control", "whole", 0, 0.61, 0.6)])
+    rows = summaries([row("technique", "QAT", 0, 0.6, 0.62), row("control", "whole", 0, 0.61, 0.6)])
     assert rows[1]["miou_val_spread"] is None
-    assert "| pruning: technique | pruned | 4 | 0.6000 | 0.6200 |  |" in table(rows)
+    assert "| technique | QAT | 4 | 0.6000 | 0.6200 |  |" in table(rows)
 
 
 @pytest.mark.slow
 @pytest.mark.trial
 def test_controls_are_trained_once_and_leave_the_run_as_it_is(smoke_run: tuple[Workspace, str]) -> None:
     space, _ = smoke_run
-    command = ("python", "-m", "benchmarks.controls", "--rounds", "1")
+    command = ("python", "-m", "benchmarks.controls")
     results = space.path / "benchmarks" / "results"
     try:
         first = space.run(*command)
@@ -64,8 +61,6 @@ def test_controls_are_trained_once_and_leave_the_run_as_it_is(smoke_run: tuple[W
         for suffix in ("json", "md"):
             (results / f"controls.{suffix}").unlink(missing_ok=True)
     assert [row["name"] for row in rows if row["role"].startswith("control")] == [
-        "labels alone, same time",
-        "unpruned, fine-tuned",
         "same steps in float, then PTQ",
         "same steps in float",
     ]

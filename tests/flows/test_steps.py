@@ -28,7 +28,7 @@ FINISHED = "train.baseline.checkpoint=weights.safetensors"
 
 
 def calls_of(*overrides: str) -> tuple[dict[str, dict[str, Path]], dict[str, Any]]:
-    params = compose_params(overrides)
+    params = compose_params(("steps.teacher=true", *overrides))
     plan = RecordedStages()
     run_pipeline(plan, params)
     return plan.calls, params
@@ -143,9 +143,14 @@ def test_network_without_engines_is_trained_all_the_same() -> None:
     [
         (("steps.pruning=3",), r"steps.pruning is 3, expected true or false"),
         (
-            ("steps.teacher=false", "train.teacher.checkpoint=t.safetensors"),
-            r"steps.teacher is false, so nothing",
+            ("train.teacher.checkpoint=t.safetensors",),
+            r"steps.teacher is false, so nothing would read it. Add steps.teacher=true",
         ),
+        (
+            ("network@train.teacher.network=dinov2",),
+            r"^network@train.teacher.network=dinov2 changes nothing, because steps.teacher is false. Add steps.t",
+        ),
+        (("++distill.trainer.max_epochs=9",), r"distill.trainer.max_epochs=9 changes nothing"),
         (
             ("train.baseline.checkpoint='my weights.pt'",),
             r"train.baseline.checkpoint is 'my weights.pt', which becomes",
@@ -156,7 +161,7 @@ def test_network_without_engines_is_trained_all_the_same() -> None:
             ("train.baseline.network=segformer",),
             r"^train.baseline.network is 'segformer', expected .* network@train.baseline.network=segformer",
         ),
-        (("steps.teacher=false", "select_engine.ladder=[teacher]"), r"ladder"),
+        (("select_engine.ladder=[teacher]",), r"ladder"),
         (("train.baseline.network.file=a/b.py",), r"override .train.baseline.network.file"),
         (
             ("network@train.baseline.network=custom",),
@@ -216,17 +221,17 @@ def test_network_of_a_named_size_has_that_size_unless_another_was_asked_for() ->
     b2 = "network@train.baseline.network=segformer_b2"
     network = compose_params([b2, "debug=smoke"])["train"]["baseline"]["network"]
     assert (network["arguments"], network["width"], network["depth"]) == ({"size": "b2"}, 1.0, 1.0)
-    halved = compose_params([b2, "train.baseline.network.depth=0.5"])
+    halved = compose_params(["steps.teacher=true", b2, "train.baseline.network.depth=0.5"])
     assert halved["train"]["baseline"]["network"]["depth"] == halved["distill"]["network"]["depth"] == 0.5
 
 
 def test_only_foreign_networks_read_other_channels(checkout: Path) -> None:
     five = [*OWN, "data=folder", "prepare_data.folder.channels=5"]
     with pytest.raises(ConfigError, match=r"but train.teacher.network is deeplabv3plus.*steps.teacher=false"):
-        compose_params(five)
-    assert compose_params([*five, "steps.teacher=false"])["prepare_data"]["folder"]["channels"] == 5
+        compose_params([*five, "steps.teacher=true"])
+    assert compose_params(five)["prepare_data"]["folder"]["channels"] == 5
     with pytest.raises(ConfigError, match=r"but train.baseline.network is deeplabv3plus, which reads 3"):
-        compose_params([*five[3:], "steps.teacher=false"])
+        compose_params(five[3:])
 
 
 @pytest.mark.parametrize("name", ["gated.py", "layers.py"])
@@ -279,8 +284,9 @@ def test_a_teacher_is_recorded_for_the_views_of_those_that_learn_from_it() -> No
     calls, params = calls_of("record_teacher.num_views=3", "record_teacher.horizontal_flip=0.5")
     assert calls["finetune"]["teacher"] == calls["distill"]["teacher"] == RECORDING
     assert params["finetune"]["trainer"]["num_views"] == params["record_teacher"]["num_views"] == 3
-    live, _ = calls_of("steps.record_teacher=false", "record_teacher.num_views=null")
+    live, shown = calls_of("steps.record_teacher=false")
     assert live["distill"]["teacher"] == Path("artifacts/train/teacher/model.safetensors")
+    assert shown["finetune"]["trainer"]["num_views"] is None  # ever new views
     alone, _ = calls_of("distill.distillation.channel_wise_weight=0")
     assert "record_teacher" not in alone  # nothing learns from it
     with pytest.raises(
