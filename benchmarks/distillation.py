@@ -19,13 +19,13 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,6 +39,7 @@ from torch import nn
 from benchmarks.runtimes import DATA, stage_config
 from tasks import distill, record_teacher, train
 from tasks.core.execute import ARTIFACTS
+from tasks.core.processes import die_with_parent
 from tasks.core.reports import write_json
 from tasks.parts.data.class_table import IGNORE_INDEX
 from tasks.parts.data.dataset import MANIFEST_FILE, open_labels, open_split, read_manifest
@@ -69,11 +70,6 @@ HARD_SCENES: Mapping[str, Mapping[str, Any]] = {
     "low contrast": {"min_opacity": 0.25, "max_noise": 20},
 }
 """What differs from the configured scenes."""
-LOGGING: Mapping[str, Any] = {
-    "level": logging.INFO,
-    "format": "%(asctime)s %(name)s %(message)s",
-    "datefmt": "%H:%M:%S",
-}
 _TIMED_STEPS, _TIMING_ROUNDS = 6, 5
 _VALIDATIONS = 4
 
@@ -123,14 +119,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trainings at a time")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     options = parser.parse_args()
-    logging.basicConfig(**LOGGING)
+    log()
     if not DATA.is_dir():
         raise SystemExit(f"{DATA} does not exist. Run the pipeline here first: make run")
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes below
     torch.set_num_threads(1)
-    with ProcessPoolExecutor(
-        options.jobs, get_context("spawn"), partial(logging.basicConfig, **LOGGING)
-    ) as pool:
+    with ProcessPoolExecutor(options.jobs, get_context("spawn"), start_worker, (os.getpid(),)) as pool:
         list(pool.map(teacher_of, options.shares))
         costs = measured_costs()
         rows = []
@@ -151,6 +145,17 @@ def main() -> None:
             ]
             write_results(rows, costs)
     print(RESULTS.with_suffix(".md").read_text(encoding="utf-8"))
+
+
+def log() -> None:
+    """Log in this process."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
+
+
+def start_worker(parent: int) -> None:
+    """Prepare a process that trains."""
+    die_with_parent(parent, signal.SIGTERM)
+    log()
 
 
 def prepare(share: float, names: Sequence[str]) -> None:

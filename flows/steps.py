@@ -25,8 +25,11 @@ _OF_A_TEACHER = (
     "distill.start",
     "distill.network",
     "distill.pretrained",
+    "record_teacher.num_views",
+    "record_teacher.stride",
+    "record_teacher.has_features",
 )
-"""Keys that nothing reads without a teacher; the others of distill and record_teacher are copied by other stages."""
+"""Keys that nothing reads without a teacher; others of distill and record_teacher are copied by other stages."""
 
 
 def apply_steps(params: dict[str, Any], variants: dict[str, Any], steps: Mapping[str, Any]) -> dict[str, Any]:
