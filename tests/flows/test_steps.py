@@ -39,10 +39,10 @@ def calls_of(*overrides: str) -> tuple[dict[str, dict[str, Path]], dict[str, Any
     [
         (("steps.teacher=false",), {"train.teacher", "record_teacher", "distill"}, "baseline", "pruned"),
         (("steps.record_teacher=false",), {"record_teacher"}, "distilled", "pruned"),
-        (("steps.distillation=false",), {"distill"}, "baseline", "pruned"),
+        (("steps.distillation=false",), {"distill", "record_teacher"}, "baseline", "pruned"),
         (("steps.pruning=false",), SEARCHED, "distilled", "distilled"),
         (("steps.quantize_aware_train=false",), {"quantize_aware_train"}, "distilled", "pruned"),
-        ((FINISHED,), {"train.baseline", "distill"}, "baseline", "pruned"),
+        ((FINISHED,), {"train.baseline", "distill", "record_teacher"}, "baseline", "pruned"),
         (
             (FINISHED, "steps.teacher=false", "steps.pruning=false", "steps.quantize_aware_train=false"),
             {
@@ -281,10 +281,11 @@ def test_checkout_with_other_code_is_refused(checkout: Path) -> None:
 
 
 def test_a_teacher_is_recorded_for_the_views_of_those_that_learn_from_it() -> None:
-    calls, params = calls_of("record_teacher.num_views=3", "record_teacher.horizontal_flip=0.5")
+    taught = "finetune.distillation.channel_wise_weight=1"
+    calls, params = calls_of(taught, "record_teacher.num_views=3", "record_teacher.horizontal_flip=0.5")
     assert calls["finetune"]["teacher"] == calls["distill"]["teacher"] == RECORDING
     assert params["finetune"]["trainer"]["num_views"] == params["record_teacher"]["num_views"] == 3
-    live, shown = calls_of("steps.record_teacher=false")
+    live, shown = calls_of(taught, "steps.record_teacher=false")
     assert live["distill"]["teacher"] == Path("artifacts/train/teacher/model.safetensors")
     assert shown["finetune"]["trainer"]["num_views"] is None  # ever new views
     alone, _ = calls_of("distill.distillation.channel_wise_weight=0")
@@ -292,7 +293,8 @@ def test_a_teacher_is_recorded_for_the_views_of_those_that_learn_from_it() -> No
     with pytest.raises(
         ConfigError, match=r"finetune\.trainer\.brightness is 0\.1, and the teacher is recorded"
     ):
-        calls_of("finetune.trainer.brightness=0.1")
+        calls_of(taught, "finetune.trainer.brightness=0.1")
+    calls_of("finetune.trainer.brightness=0.1")  # on labels alone
 
 
 def test_the_student_begins_with_the_weights_of_the_baseline_unless_told_otherwise() -> None:
