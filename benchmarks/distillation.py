@@ -1,14 +1,14 @@
 """Compare ways to spend the same training time on a student, with 10, 25 and 100 % of the labels, for several seeds.
 
 ``python -m benchmarks.distillation [--seeds 3] [--shares 1 0.25 0.1] [--methods labels ...]`` after a run of the
-pipeline, which made the data. Every method trains the configured student from random weights for the CPU time of
-``--epochs`` epochs on labels alone, as measured here: methods take turns, and those that learn from a recorded
-teacher also pay for the recording, nobody for the training of the teacher. With fewer labels the teacher, too, is
-trained on those labels alone, as many steps as with all; the other images are there without labels, and only terms
-that need a teacher learn from them. "A larger student" is on labels alone, too, but slower as an engine. ``--jobs``
-trainings run at a time, each in one thread. All networks are judged in eager PyTorch on the test
-split, and on scenes drawn like it that are harder: with more and larger digits, which cover each other, and with low
-contrast. Finished trainings are kept under ``artifacts/benchmarks/distillation``, killed ones resume. Prints a table
+pipeline, which made the data, and ``python -m flows.params steps.teacher=true``. Every method trains the configured
+student from random weights for the CPU time of ``--epochs`` epochs on labels alone, as measured here: methods take
+turns, and those that learn from a recorded teacher also pay for the recording, nobody for the training of the
+teacher. With fewer labels the teacher, too, is trained on those labels alone, as many steps as with all; the other
+images are there without labels, and only terms that need a teacher learn from them. "A larger student" is on labels
+alone, too, but slower as an engine. ``--jobs`` trainings run at a time, each in one thread. All networks are judged
+in eager PyTorch on the test split, and on scenes drawn like it that are harder: with more and larger digits, which
+cover each other, and with low contrast. Finished trainings are kept under ``artifacts/benchmarks/distillation``, killed ones resume. Prints a table
 and writes ``benchmarks/results/distillation.json`` and ``distillation.md``.
 """
 
@@ -38,11 +38,12 @@ from torch import nn
 
 from benchmarks.runtimes import DATA, stage_config
 from tasks import distill, record_teacher, train
+from tasks.core.config import PARAMS_FILE, read_params
 from tasks.core.execute import ARTIFACTS
 from tasks.core.processes import die_with_parent
 from tasks.core.reports import write_json
 from tasks.parts.data.class_table import IGNORE_INDEX
-from tasks.parts.data.dataset import MANIFEST_FILE, open_labels, open_split, read_manifest
+from tasks.parts.data.dataset import MANIFEST_FILE, open_images, open_labels, open_split, read_manifest
 from tasks.parts.data.dataset_writer import write_chosen_images
 from tasks.parts.data.input_card import Task
 from tasks.parts.data.subsets import choose_rows
@@ -122,6 +123,8 @@ def main() -> None:
     log()
     if not DATA.is_dir():
         raise SystemExit(f"{DATA} does not exist. Run the pipeline here first: make run")
+    if "distill" not in read_params():
+        raise SystemExit(f"{PARAMS_FILE} has no teacher. Run: python -m flows.params steps.teacher=true")
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes below
     torch.set_num_threads(1)
     with ProcessPoolExecutor(options.jobs, get_context("spawn"), start_worker, (os.getpid(),)) as pool:
@@ -311,16 +314,19 @@ def data_of(share: float) -> dict[str, Path]:
     if not everything.is_dir():
         draft = _fresh(root / "draft")
         shutil.copytree(DATA, draft, copy_function=os.link)
-        masks_NHW = np.array(open_labels(DATA, "train", Task.segmentation))
-        is_labelled_N = np.zeros(len(masks_NHW), bool)
-        is_labelled_N[choose_rows(DATA, "train", count)] = True
-        masks_NHW[~is_labelled_N] = IGNORE_INDEX
-        path = draft / "train_masks.npy"
-        path.unlink()  # a link to the masks of the pipeline
-        np.save(path, masks_NHW)
+        numbers_N = np.arange(manifest.counts["train"])
+        chosen_N = numbers_N[choose_rows(DATA, "train", count)]
+        order_N = np.concatenate([chosen_N, np.setdiff1d(numbers_N, chosen_N)])  # as prepare_data orders them
+        masks_NHW = open_labels(DATA, "train", Task.segmentation)[order_N]
+        masks_NHW[count:] = IGNORE_INDEX
         card = json.loads((draft / MANIFEST_FILE).read_text(encoding="utf-8"))
-        card["files"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        arrays = {"train_images.npy": open_images(DATA, "train")[order_N], "train_masks.npy": masks_NHW}
+        for name, values in arrays.items():
+            (draft / name).unlink()  # a link to the file of the pipeline
+            np.save(draft / name, values)
+            card["files"][name] = hashlib.sha256((draft / name).read_bytes()).hexdigest()
         card["pixel_share"]["train"] = read_manifest(labelled).pixel_share["train"]
+        card["num_unlabelled"] = len(numbers_N) - count
         (draft / MANIFEST_FILE).unlink()
         write_json(draft / MANIFEST_FILE, card)
         draft.rename(everything)

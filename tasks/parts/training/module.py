@@ -64,6 +64,19 @@ class LabelObjective(nn.Module):
         return loss
 
 
+def rows_of_an_epoch(num_images: int, num_unlabelled: int, *, needs_labels: bool) -> list[int]:
+    """Return the images with labels, which come first, or, for an objective that needs none, all images.
+
+    Then those with labels are repeated until they are about half: otherwise the loss of a batch would have few
+    labels, or none.
+    """
+    num_labelled = num_images - num_unlabelled
+    if needs_labels:
+        return list(range(num_labelled))
+    times = max(1, round(num_unlabelled / num_labelled))
+    return [*range(num_labelled)] * times + [*range(num_labelled, num_images)]
+
+
 class SegmentationModule(lightning.LightningModule):
     """A network with its objective, data and schedule."""
 
@@ -173,10 +186,11 @@ class SegmentationModule(lightning.LightningModule):
 
     def _loader(self, split: str, *, shuffle: bool) -> DataLoader[Any]:
         images: SplitDataset | Subset[Any] = SplitDataset(self._data, split, self._manifest)
-        if split == "train" and self._manifest.num_unlabelled and self.objective.needs_labels:
-            images = Subset(
-                images, range(len(images) - self._manifest.num_unlabelled)
-            )  # indices stay as they are
+        if split == "train" and self._manifest.num_unlabelled:
+            rows = rows_of_an_epoch(
+                len(images), self._manifest.num_unlabelled, needs_labels=self.objective.needs_labels
+            )
+            images = Subset(images, rows)  # indices stay as they are
         config = self._config
         if self.num_workers is None:
             self.num_workers = self._measure_workers(images)

@@ -22,7 +22,7 @@ from tasks.parts.training.config import DistillationConfig
 from tasks.parts.training.distillation import DistillationObjective
 from tasks.parts.training.loop import train_network
 from tasks.parts.training.losses import LabelLoss
-from tasks.parts.training.module import Batch, LabelObjective
+from tasks.parts.training.module import Batch, LabelObjective, rows_of_an_epoch
 from tests.tasks.parts.sources.runs import config_of, fails, halves, pixels, run, write_image, write_mask
 from tests.tasks.parts.sources.test_listed_splits import prepare
 from tests.tasks.test_train import PLAIN, TRAINER
@@ -217,3 +217,9 @@ def test_trainings_on_labels_do_not_see_them_and_distillation_sees_all(root: Pat
     student = network_of(0)
     objective = Distillation(DistillationConfig(1.0, 1.0, 0.0, 0.0, 2.0), student, network_of(1), loss)
     assert sorted(train(objective, student, more, tmp_path / "student")) == list(range(10))
+
+
+def test_images_with_labels_are_repeated_until_they_are_half_of_what_a_student_of_a_teacher_sees() -> None:
+    assert rows_of_an_epoch(8, 6, needs_labels=True) == [0, 1]
+    assert rows_of_an_epoch(8, 6, needs_labels=False) == [0, 1] * 3 + [2, 3, 4, 5, 6, 7]
+    assert rows_of_an_epoch(8, 2, needs_labels=False) == [*range(8)]
