@@ -8,8 +8,8 @@ teacher. With fewer labels the teacher, too, is trained on those labels alone, a
 images are there without labels, and only terms that need a teacher learn from them. "A larger student" is on labels
 alone, too, but slower as an engine. ``--jobs`` trainings run at a time, each in one thread. All networks are judged
 in eager PyTorch on the test split, and on scenes drawn like it that are harder: with more and larger digits, which
-cover each other, and with low contrast. Finished trainings are kept under ``artifacts/benchmarks/distillation``, killed ones resume. Prints a table
-and writes ``benchmarks/results/distillation.json`` and ``distillation.md``.
+cover each other, and with low contrast. Finished trainings are kept under ``artifacts/benchmarks/distillation``,
+killed ones resume. Prints a table and writes ``benchmarks/results/distillation.json`` and ``distillation.md``.
 """
 
 import argparse
