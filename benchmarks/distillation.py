@@ -157,7 +157,7 @@ def log() -> None:
 
 def start_worker(parent: int) -> None:
     """Prepare a process that trains."""
-    die_with_parent(parent, signal.SIGTERM)
+    die_with_parent(parent, signal.SIGKILL)  # SIGTERM would wait for the end of a training
     log()
 
 
