@@ -188,7 +188,7 @@ class SegmentationModule(lightning.LightningModule):
         images: SplitDataset | Subset[Any] = SplitDataset(self._data, split, self._manifest)
         if split == "train" and self._manifest.num_unlabelled:
             rows = rows_of_an_epoch(
-                len(images), self._manifest.num_unlabelled, needs_labels=self.objective.needs_labels
+                len(images), self._manifest.num_unlabelled, needs_labels=bool(self.objective.needs_labels)
             )
             images = Subset(images, rows)  # indices stay as they are
         config = self._config
