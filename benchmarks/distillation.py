@@ -48,7 +48,7 @@ from tasks.parts.data.dataset_writer import write_chosen_images
 from tasks.parts.data.input_card import Task
 from tasks.parts.data.subsets import choose_rows
 from tasks.parts.engines.machine import read_cpu_model
-from tasks.parts.networks.build import build_network
+from tasks.parts.networks.build import build_for_data
 from tasks.parts.networks.checkpoint import load_checkpoint
 from tasks.parts.networks.config import NetworkConfig
 from tasks.parts.pruning.macs import measure_convs, total_macs
@@ -221,10 +221,7 @@ def timed_steps(name: str) -> Iterator[float]:
     """Yield the mean CPU seconds of some training steps of a method, each time that it is asked."""
     manifest, trainer, method = read_manifest(DATA), trainer_of(name), METHODS[name]
     torch.manual_seed(0)
-    size = manifest.height, manifest.width
-    network = build_network(
-        student_of(name), len(manifest.classes), size=size, num_channels=manifest.num_channels
-    )
+    network = build_for_data(student_of(name), manifest)
     teacher = teacher_of(1.0)
     if method.is_recorded:
         teacher = recording(1.0, DATA, teacher, has_features=True)
@@ -401,9 +398,7 @@ def summary(
     """Return mean and standard deviation over the seeds; the gain over labels alone is computed per seed."""
     manifest = read_manifest(DATA)
     size = manifest.height, manifest.width
-    network = build_network(
-        student_of(name), len(manifest.classes), size=size, num_channels=manifest.num_channels
-    )
+    network = build_for_data(student_of(name), manifest)
     row: dict[str, Any] = {
         "labels": share,
         "epochs_of_labels_alone": epochs,

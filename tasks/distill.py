@@ -69,7 +69,7 @@ def distill(cfg: Config, *, teacher: Path, start: Path, data: Path, out: Path) -
 
     from tasks.parts.data.dataset import read_manifest
     from tasks.parts.data.input_card import check_same_classes
-    from tasks.parts.networks.build import build_network
+    from tasks.parts.networks.build import build_for_data
     from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
     from tasks.parts.networks.model_card import ModelCard
     from tasks.parts.training.distillation import build_objective
@@ -87,12 +87,7 @@ def distill(cfg: Config, *, teacher: Path, start: Path, data: Path, out: Path) -
                 f"{start} is {found.network}, expected distill.network, which is {cfg.network}."
             )
     else:
-        student = build_network(
-            cfg.network,
-            len(manifest.classes),
-            size=(manifest.height, manifest.width),
-            num_channels=manifest.num_channels,
-        )
+        student = build_for_data(cfg.network, manifest)
         pretrained = load_pretrained(student, cfg.network.name, cfg.pretrained)
     objective = build_objective(
         cfg.distillation,

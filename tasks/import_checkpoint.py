@@ -112,17 +112,12 @@ def _load_foreign(
     config: NetworkConfig, weights: Path, manifest: "Manifest"
 ) -> "tuple[nn.Module, ModelCard, int]":
     """Build the network and load every tensor of it; return how many of the file it has no use for."""
-    from tasks.parts.networks.build import build_network
+    from tasks.parts.networks.build import build_for_data
     from tasks.parts.networks.checkpoint import stored_tensors
     from tasks.parts.networks.foreign import ForeignNetwork
     from tasks.parts.networks.model_card import ModelCard
 
-    network = build_network(
-        config,
-        len(manifest.classes),
-        size=(manifest.height, manifest.width),
-        num_channels=manifest.num_channels,
-    )
+    network = build_for_data(config, manifest)
     prefix, expected = FOREIGN_PREFIX if config.name.is_foreign else "", stored_tensors(network)
     found = _read(weights, {name.removeprefix(prefix) for name in expected})
     tensors = {f"{prefix}{name}": tensor for name, tensor in found.items()}

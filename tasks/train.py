@@ -44,7 +44,7 @@ def train(cfg: Config, *, data: Path, out: Path) -> TrainingReport:
     import torch
 
     from tasks.parts.data.dataset import read_manifest
-    from tasks.parts.networks.build import build_network
+    from tasks.parts.networks.build import build_for_data
     from tasks.parts.networks.checkpoint import save_checkpoint
     from tasks.parts.networks.model_card import ModelCard
     from tasks.parts.training.loop import train_network
@@ -54,12 +54,7 @@ def train(cfg: Config, *, data: Path, out: Path) -> TrainingReport:
 
     manifest = read_manifest(data)
     torch.manual_seed(cfg.trainer.seed)
-    network = build_network(
-        cfg.network,
-        len(manifest.classes),
-        size=(manifest.height, manifest.width),
-        num_channels=manifest.num_channels,
-    )
+    network = build_for_data(cfg.network, manifest)
     pretrained = load_pretrained(network, cfg.network.name, cfg.pretrained)
     objective = LabelObjective(build_label_loss(cfg.trainer, manifest))
     report = train_network(network, objective, data=data, config=cfg.trainer, out=out)

@@ -3,6 +3,7 @@
 from torch import nn
 
 from tasks.core.errors import ConfigError
+from tasks.parts.data.dataset import Manifest
 from tasks.parts.networks.bisenetv2 import BiSeNetV2
 from tasks.parts.networks.blocks import initialise
 from tasks.parts.networks.config import NetworkConfig, NetworkName
@@ -15,6 +16,16 @@ from tasks.parts.networks.first_calls import settle_kernels
 from tasks.parts.networks.mobile_unet import MobileUNet
 from tasks.parts.networks.mobilevit import MobileViT
 from tasks.parts.networks.repvgg import RepVGG
+
+
+def build_for_data(config: NetworkConfig, manifest: Manifest) -> nn.Module:
+    """Build a network for the classes, the size and the channels of a data set; errors as ``build_network``."""
+    return build_network(
+        config,
+        len(manifest.classes),
+        size=(manifest.height, manifest.width),
+        num_channels=manifest.num_channels,
+    )
 
 
 def build_network(
