@@ -3,11 +3,13 @@
 import math
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import pytest
 
+from flows.params import compose_params
 from tasks.core.bounds import (
     AtLeast,
     AtMost,
@@ -19,10 +21,9 @@ from tasks.core.bounds import (
     MinItems,
     MoreThan,
 )
-from tasks.core.config import find_section, read_params, typed_config
+from tasks.core.config import find_section, typed_config
 from tasks.core.errors import ConfigError
 from tasks.core.execute import load_stage
-from tests.conftest import REPOSITORY
 
 
 @dataclass(frozen=True)
@@ -263,9 +264,16 @@ def _impossible() -> Iterator[tuple[str, str, object]]:
         yield from ((address, key, value) for key, values in fields.items() for value in values)
 
 
+@pytest.fixture(scope="module")
+def params() -> dict[str, Any]:
+    return compose_params(["steps.teacher=true"])
+
+
 @pytest.mark.parametrize(("address", "key", "value"), _impossible())
-def test_impossible_value_of_a_stage_names_its_key(address: str, key: str, value: object) -> None:
-    name, section = find_section(read_params(REPOSITORY / "params.yaml"), address)
+def test_impossible_value_of_a_stage_names_its_key(
+    params: dict[str, Any], address: str, key: str, value: object
+) -> None:
+    name, section = find_section(deepcopy(params), address)
     *parents, last = key.split(".")
     part = section
     for parent in parents:
