@@ -1,6 +1,7 @@
 """Measure all engines of one target and the engine that speed-ups refer to, side by side.
 
-Each different engine file runs in its own process. At batch 1 all of them run in the same rounds, with a second
+Each different engine file runs in its own process, from uint8 frames to answers: what the engine leaves outside,
+normalisation or argmax, counts. At batch 1 all of them run in the same rounds, with a second
 process of one of them as the A/A control: ranks, ratios and latencies come from these rounds. Then each engine by
 itself is measured at larger batches, with several requests at once, and layer by layer.
 """
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 _LOAD_WINDOWS = 3
 _PROFILES, _PROFILED = 3, 16
 """Profiles of an engine, and the inferences of each, from which the time of each layer is taken."""
+_TIMED_PHASES = 100
+"""Frames of which each phase is timed."""
 _TIMED_ON_DEVICE = 50
 """Inferences timed with CUDA events."""
 
@@ -242,6 +245,10 @@ def _measure_alone(
     latency = Latency(
         batches=batches,
         throughputs=tuple(_sum_up_load(count, load) for count, load in loads.items()),
+        phases_ms={
+            name: statistics.median(values) / 1e6
+            for name, values in process.time_phases(1, num_iterations=_TIMED_PHASES).items()
+        },
         load_ms=start.load_ms,
         first_call_ms=start.first_call_ms,
         memory_mib=start.memory_mib,

@@ -93,16 +93,18 @@ def diff_layers(
 ) -> Report:
     """Write `layers.csv` and `layers.png`, and name the layers at which `engine` departs from `float_graph`.
 
-    `model` is what the engine was built from. With cfg.bisection, `bisection.csv` lists all graphs that were tried.
+    `model` is what the engine was built from. An engine that gives classes is compared through its twin, which gives
+    logits. With cfg.bisection, `bisection.csv` lists all graphs that were tried.
     For an engine that was skipped or failed, the report has that status; a TensorRT engine is skipped on a machine
     that cannot run it. Raises ArtifactError when graph and engine have no tensors in common.
     """
-    from tasks.parts.engines.manifest import read_engine_manifest
+    from tasks.parts.engines.manifest import plain_engine, read_engine_manifest
     from tasks.parts.layer_diff.comparison import compare
     from tasks.parts.layer_diff.plot import plot_growth
     from tasks.parts.layer_diff.table import find_suspects, list_layers, write_layers
     from tasks.parts.onnx_graphs.graph import read_graph
 
+    deployed, engine = read_engine_manifest(engine), plain_engine(engine)
     manifest = read_engine_manifest(engine)
     if not manifest.is_built:
         return _report_without_layers(engine, manifest.status, manifest.reason)
@@ -152,7 +154,7 @@ def diff_layers(
         marked_agreement_db=_agreement_with_engine(engine, images_NCHW, comparison.marked_logits),
         bisection=bisection,
     )
-    return Report(manifest.status, "", manifest.sha256, differences)
+    return Report(manifest.status, "", deployed.sha256, differences)
 
 
 def _obstacle(manifest: "EngineManifest") -> str:

@@ -303,7 +303,7 @@ def _build(cfg: Config, network: "nn.Module", card: "ModelCard", data: Path, out
         model = out / "model.onnx"
         write_graph(export_graph(network, card, height=card.height, width=card.width, opset=cfg.opset), model)
     num_threads = torch.get_num_threads()
-    report = build(cfg.target, model=model, images=calibration_images(data), out=out)
+    report = build(cfg.target.plain, model=model, images=calibration_images(data), out=out)
     torch.set_num_threads(num_threads)  # eager engines set the target's number
     if report.status is not EngineStatus.built:
         kind = TargetMismatch if report.status is EngineStatus.skipped else BuildFailed

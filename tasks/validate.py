@@ -51,25 +51,33 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     Values that are no classes have no confusion. `images.npz` holds what was right in each image of both splits, of
     masks also on their boundaries alone (see tasks/parts/data/comparison.py). `answers.npz` holds the class of each
     image of `split`, or its mask at 64 pixels a side at most, for people to look at. For an engine that was skipped
-    or failed, the report has that status. Raises ArtifactError when engine and data set differ in their classes,
-    GateFailed for logits that are not finite.
+    or failed, the report has that status.
+
+    Every image goes through the engine as a frame, with whatever it leaves outside. A metric of the user's own reads
+    logits: if the engine gives classes, its twin is run in its place. Raises ArtifactError when engine and data set
+    differ in their classes, GateFailed for logits that are not finite.
     """
     from tasks.parts.data.answers import ANSWERS_FILE, write_answers
     from tasks.parts.data.comparison import RESULTS_FILE, boundaries_of, write_results
     from tasks.parts.data.judge import open_judge
-    from tasks.parts.engines.manifest import read_engine_manifest
+    from tasks.parts.engines.manifest import plain_engine, read_engine_manifest
     from tasks.parts.engines.open_engine import open_engine
 
     manifest = read_engine_manifest(engine)
     if not manifest.is_built:
         logger.warning("validate: %s has no engine: %s", engine, manifest.reason)
         return Report(manifest.status, manifest.reason, "", cfg.split, cfg.unseen_split, 0, None)
-    card, target = manifest.card, manifest.target.name
+    card, target = manifest.card, manifest.target
     judge, unseen_judge = (open_judge(data, split, card) for split in (cfg.split, cfg.unseen_split))
-    logger.info("validate: %s of target %s, split %s", manifest.file, target, cfg.split)
-    with open_engine(engine) as runner:
+    logger.info("validate: %s of target %s, split %s", manifest.file, target.name, cfg.split)
+    has_own_metric = judge.score_images is not None and bool(card.classes)
+    with open_engine(plain_engine(engine) if has_own_metric else engine) as runner:
         measured = _run_split(runner, data, cfg.split, cfg.batch_size, judge)
         unseen = _run_split(runner, data, cfg.unseen_split, cfg.batch_size, unseen_judge)
+    if not target.is_plain and not has_own_metric:
+        with open_engine(plain_engine(engine)) as twin:
+            for split in (cfg.split, cfg.unseen_split):
+                _check_twin(twin, data, split, cfg.batch_size)
     results: dict[str, ImageResults] = {cfg.split: measured.results, cfg.unseen_split: unseen.results}
     for split, found in ((cfg.split, measured.boundaries), (cfg.unseen_split, unseen.boundaries)):
         if found is not None:
@@ -151,13 +159,13 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
     from tasks.parts.data.answers import shrink
     from tasks.parts.data.class_table import IGNORE_INDEX
     from tasks.parts.data.comparison import energy
-    from tasks.parts.data.dataset import normalise, open_images
+    from tasks.parts.data.dataset import open_images
     from tasks.parts.data.input_card import Task
-    from tasks.parts.data.judge import answers_of
     from tasks.parts.data.metrics import NO_LABEL, confusion_matrix
+    from tasks.parts.engines.description import on_frames
     from tasks.parts.progress import tracked
 
-    card = runner.manifest.card
+    engine, card = on_frames(runner), runner.manifest.card
     images_NHWC = open_images(data, split)
     ignore_index = IGNORE_INDEX if card.task is Task.segmentation else NO_LABEL
     step = min(batch_size, runner.manifest.target.max_batch)
@@ -165,17 +173,11 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
     energies_C, boundaries, shown = [], [], []
     starts = range(0, len(images_NHWC), batch_size)
     for start in tracked(starts, "validate"):
-        images_NCHW = normalise(images_NHWC[start : start + batch_size], card.mean, card.std)
-        parts = range(0, len(images_NCHW), step)
-        outputs = np.concatenate([runner.infer(images_NCHW[part : part + step]) for part in parts])
-        if not np.isfinite(outputs).all():
-            bad = int(np.flatnonzero(~np.isfinite(outputs).all(axis=tuple(range(1, outputs.ndim))))[0])
-            raise GateFailed(
-                f"Engine {runner.manifest.file} of target {runner.manifest.target.name}: NaN or infinity in "
-                f"the logits of image {start + bad} of split '{split}' (validate.split, .unseen_split), expected "
-                "finite values. The engine overflows; build the variant for a target with a higher precision."
-            )
-        answers = answers_of(outputs, card)
+        frames_NHWC = np.ascontiguousarray(images_NHWC[start : start + batch_size])
+        parts = [frames_NHWC[part : part + step] for part in range(0, len(frames_NHWC), step)]
+        outputs = np.concatenate([runner.infer(engine.prepare(part)) for part in parts])
+        _check_finite(outputs, runner, split, start)
+        answers = engine.finish(outputs)
         results.append(judge.compare(outputs, answers, start))
         if card.task is Task.segmentation:
             boundaries.append(judge.compare_boundaries(answers, start))
@@ -193,6 +195,32 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
         confusion_CC,
         np.sum(energies_C, axis=0),
         np.concatenate(shown) if shown else np.zeros(0, np.int64),
+    )
+
+
+def _check_twin(twin: "Runner", data: Path, split: str, num_images: int) -> None:
+    """Check the logits of an engine that gives classes, which hide NaN, on the first images of a split."""
+    import numpy as np
+
+    from tasks.parts.data.dataset import open_images
+    from tasks.parts.engines.description import on_frames
+
+    engine, frames_NHWC = on_frames(twin), open_images(data, split)[:num_images]
+    for number, frame_HWC in enumerate(np.asarray(frames_NHWC)):
+        _check_finite(twin.infer(engine.prepare(frame_HWC[None])), twin, split, number)
+
+
+def _check_finite(outputs: Any, runner: "Runner", split: str, start: int) -> None:
+    """Raise GateFailed for NaN or infinity in the outputs for images from number `start` on."""
+    import numpy as np
+
+    if np.isfinite(outputs).all():
+        return
+    bad = int(np.flatnonzero(~np.isfinite(outputs).all(axis=tuple(range(1, outputs.ndim))))[0])
+    raise GateFailed(
+        f"Engine {runner.manifest.file} of target {runner.manifest.target.name}: NaN or infinity in the logits of "
+        f"image {start + bad} of split '{split}' (validate.split, .unseen_split), expected finite values. The engine "
+        "overflows; build the variant for a target with a higher precision."
     )
 
 

@@ -46,10 +46,11 @@ class Workshop:
         return calibration_images(self.data)
 
     def target(self, name: str, /, **changes: Any) -> Target:
-        """Return a declared target, made to fit any installed version unless said otherwise."""
+        """Return a declared target, made plain and to fit any installed version unless said otherwise."""
         fields = yaml.safe_load((REPOSITORY / "conf" / "target" / f"{name}.yaml").read_text(encoding="utf-8"))
         del fields["work_pool"]
-        fields |= {"runtime_version": "any", "max_batch": 4} | changes
+        plain = {"reads": "normalised", "gives": "logits"}
+        fields |= {"runtime_version": "any", "max_batch": 4} | plain | changes
         target: Target = typed_config(Target, fields, f"target.{name}")
         return target
 

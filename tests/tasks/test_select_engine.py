@@ -31,7 +31,7 @@ from tasks.parts.engines.manifest import (
     write_engine_manifest,
 )
 from tasks.parts.engines.runtimes import Precision, Runtime
-from tasks.parts.engines.target import Target
+from tasks.parts.engines.target import Gives, Reads, Target
 from tasks.parts.layer_diff.report import DiffReport, LayerDifferences
 from tasks.parts.layer_diff.table import Layer
 from tasks.parts.measuring.batch_latency import BatchLatency, Interval
@@ -303,6 +303,7 @@ class Artifacts:
         latency = Latency(
             batches=(single, batched),
             throughputs=(Throughput(2, 1900 / latency_ms, 1800, 2000, latency_ms, None),),
+            phases_ms={"pre": 0.0, "run": latency_ms, "post": 0.0},
             load_ms=12.0,
             first_call_ms=3 * latency_ms,
             memory_mib=40.0,
@@ -352,6 +353,8 @@ class Artifacts:
             stem_in_float=False,
             token_depthwise_in_float=False,
             resize_as_matmul=False,
+            reads=Reads.normalised,
+            gives=Gives.logits,
             opsets=[17, 21],
             min_agreement_db=40.0,
             min_agreement_int8_db=10.0,

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, BuildFailed
-from tasks.parts.data.input_card import InputCard
+from tasks.parts.data.input_card import InputCard, Task
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
 from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.signal_to_noise import difference
@@ -13,14 +14,25 @@ from tasks.parts.onnx_graphs.signal_to_noise import difference
 NUM_PROBE_IMAGES = 4
 
 
+_NEAR_TIE = 0.05
+"""Answers of two engines may differ where the logits of both classes differ by less than this share of the range."""
+_MOST_WRONG = 0.001
+"""Share of the answers that may differ elsewhere."""
+
+
 def read_probe_images(file: Path, card: InputCard) -> FloatArray:
-    """Return a few images of a .npy file, uint8 [N, H, W, C], evenly spread over it and normalised for a model.
+    """Return the frames of `read_probe_frames`, normalised for a model."""
+    from tasks.parts.data.dataset import normalise
+
+    return normalise(read_probe_frames(file, card), card.mean, card.std)
+
+
+def read_probe_frames(file: Path, card: InputCard) -> NDArray[np.uint8]:
+    """Return a few images of a .npy file, uint8 [N, H, W, C], evenly spread over it.
 
     They are calibration images, because beyond the calibrated ranges a right INT8 engine may keep what its graph
     clips. Raises ArtifactError for a file that is damaged, empty or of images of another size.
     """
-    from tasks.parts.data.dataset import normalise
-
     try:
         images_NHWC = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -32,7 +44,8 @@ def read_probe_images(file: Path, card: InputCard) -> FloatArray:
             "which the model reads. Give build_engine the calibration images of the model's data set (prepare_data)."
         )
     indices = np.unique(np.linspace(0, len(images_NHWC) - 1, NUM_PROBE_IMAGES).astype(int))
-    return normalise(images_NHWC[indices], card.mean, card.std)
+    frames_NHWC: NDArray[np.uint8] = images_NHWC[indices]
+    return frames_NHWC
 
 
 def measure_agreement(
@@ -76,6 +89,43 @@ def measure_agreement(
             f"{advice}."
         )
     return agreement_db, provider
+
+
+def check_answers(
+    frames_NHWC: NDArray[np.uint8], manifest: EngineManifest, file: Path, plain: EngineManifest, twin: Path
+) -> None:
+    """Raise BuildFailed if an engine that reads frames or gives classes answers otherwise than its plain twin.
+
+    Values of engines without classes have to agree like logits.
+    """
+    from tasks.parts.engines.description import on_frames
+    from tasks.parts.engines.open_engine import load_runner
+
+    with load_runner(file, manifest) as runner, load_runner(twin, plain) as twin_runner:
+        engine, plain_engine = on_frames(runner), on_frames(twin_runner)
+        answers = np.concatenate([engine.answer(frame[None]) for frame in frames_NHWC])
+        frames = [plain_engine.prepare(frame[None]) for frame in frames_NHWC]
+        logits = np.concatenate([twin_runner.infer(frame) for frame in frames])
+    if manifest.card.task is Task.values:
+        agreement_db = difference(logits, answers).sqnr_db
+        floor_db = manifest.target.min_agreement_db
+        if agreement_db < floor_db:
+            raise BuildFailed(
+                f"Target {manifest.target.name}: the engine that reads {manifest.target.reads} agrees with the one "
+                f"that reads normalised images by {agreement_db:.1f} dB only, expected {floor_db:g} dB or more. Set "
+                f"target.{manifest.target.name}.reads=normalised."
+            )
+        return
+    chosen = np.take_along_axis(logits, answers[:, None].astype(np.int64), axis=1)[:, 0]
+    margin = logits.max(axis=1) - chosen
+    wrong = float((margin > _NEAR_TIE * (logits.max() - logits.min())).mean())
+    if wrong > _MOST_WRONG:
+        raise BuildFailed(
+            f"Target {manifest.target.name}: the engine that reads {manifest.target.reads} and gives "
+            f"{manifest.target.gives} answers {100 * wrong:.2f} % otherwise than the one with normalised images and "
+            f"logits, expected {100 * _MOST_WRONG:g} % or less. Set target.{manifest.target.name}.reads=normalised "
+            f"and .gives=logits."
+        )
 
 
 def _check_logits(logits: FloatArray, target: Target, card: InputCard) -> None:

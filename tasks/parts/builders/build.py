@@ -2,17 +2,25 @@
 
 import importlib
 import logging
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tasks.core.errors import BuildFailed
-from tasks.parts.builders.agreement import measure_agreement
+from tasks.parts.builders.agreement import check_answers, measure_agreement, read_probe_frames
 from tasks.parts.builders.contract import Built, CheckpointSource, GraphSource, read_source
 from tasks.parts.builders.executed_layers import join_nodes, list_rows, sum_up_layers
 from tasks.parts.builders.report import BuildCost, EngineBuild, compressed_size, new_manifest, publish
 from tasks.parts.engines.machine import check_gpu, check_versions, missing_cpu_flags
-from tasks.parts.engines.manifest import ENGINE_FOLDER, LAYERS_FILE, EngineManifest, EngineStatus
+from tasks.parts.engines.manifest import (
+    ENGINE_FOLDER,
+    LAYERS_FILE,
+    TWIN_FOLDER,
+    EngineManifest,
+    EngineStatus,
+)
 from tasks.parts.engines.target import Target
 from tasks.parts.tables import write_table
 
@@ -46,27 +54,48 @@ def build(target: Target, *, model: Path, images: Path, out: Path) -> EngineBuil
         builder = importlib.import_module(f"tasks.parts.builders.{target.runtime}")
         start = time.monotonic()
         built = builder.build_file(target, source, engine)
-        return _prove(built, source, manifest, engine, build_s=time.monotonic() - start)
+        build_s = time.monotonic() - start
+        twin = built if target.is_plain else _build_twin(builder, source, manifest, engine)
+        return _prove(built, twin, source, manifest, images, engine, build_s=build_s)
     except BuildFailed as error:
-        for leftover in engine.iterdir():
-            leftover.unlink()
+        shutil.rmtree(engine)
+        engine.mkdir()
         return publish(replace(manifest, status=EngineStatus.failed, reason=str(error)), engine)
+
+
+def _build_twin(
+    builder: Any, source: GraphSource | CheckpointSource, manifest: EngineManifest, engine: Path
+) -> Built:
+    """Build the engine with normalised images and logits into the engine's folder."""
+    folder = engine / TWIN_FOLDER
+    folder.mkdir()
+    built: Built = builder.build_file(manifest.target.plain, source, folder)
+    return built
 
 
 def _prove(
     built: Built,
+    twin: Built,
     source: GraphSource | CheckpointSource,
     manifest: EngineManifest,
+    images: Path,
     engine: Path,
     *,
     build_s: float,
 ) -> EngineBuild:
-    """Compare the engine file with its source and record what it really runs."""
+    """Compare the engine's twin with its source, and the engine with its twin; record what the engine really runs."""
     target = manifest.target
     manifest = new_manifest(target, manifest.runtime_version, source.card, file=built.file)
+    plain = replace(manifest, target=target.plain)
+    if twin is not built:
+        plain = new_manifest(target.plain, manifest.runtime_version, source.card, file=twin.file)
     agreement_db, provider = measure_agreement(
-        source.compute_logits(target), source.images_NCHW, manifest, built.file, is_int8=source.is_quantized
+        source.compute_logits(target), source.images_NCHW, plain, twin.file, is_int8=source.is_quantized
     )
+    if twin is not built:
+        plain = replace(plain, precisions=twin.precisions, provider=provider)
+        publish(plain, twin.file.parent, source.count_layers())
+        check_answers(read_probe_frames(images, source.card), manifest, built.file, plain, twin.file)
     executed = None
     if built.graph is not None and built.layers:
         layers = join_nodes(built.layers, built.graph)

@@ -9,6 +9,7 @@ from onnx import ModelProto, helper
 from tasks.core.errors import BuildFailed
 from tasks.parts.builders.contract import Built, GraphSource
 from tasks.parts.builders.executed_layers import LAYER_WORDS
+from tasks.parts.builders.frames import fit_frames
 from tasks.parts.builders.graph_rewrites import rewrite_for
 from tasks.parts.engines.manifest import count_precisions
 from tasks.parts.engines.onnxruntime.layers import find_nodes_elsewhere, layers_of, record_nodes
@@ -35,7 +36,7 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
         write_graph(wrap_plan(built.file.read_bytes(), source.graph), file)
         built.file.unlink()
         return replace(built, file=file)
-    graph = rewrite_for(target, source.graph)
+    graph = fit_frames(target, rewrite_for(target, source.graph), source.card)
     write_graph(graph, file)
     layers = layers_of(file, provider=provider_of(target), num_threads=target.num_threads)
     if target.device == CUDA:

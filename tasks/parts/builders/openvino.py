@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tasks.parts.builders.contract import Built, GraphSource
+from tasks.parts.builders.frames import fit_frames
 from tasks.parts.builders.graph_rewrites import rewrite_for
 from tasks.parts.engines.manifest import GRAPH_FILE, count_precisions
 from tasks.parts.engines.openvino.compile import ENGINE_FILE, compile_graph, export_blob, layers_of
@@ -12,7 +13,10 @@ from tasks.parts.onnx_graphs.graph import write_graph
 
 def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     """Rewrite the graph for the target and compile it."""
-    file, graph = engine / ENGINE_FILE, rewrite_for(target, source.graph)
+    file, graph = (
+        engine / ENGINE_FILE,
+        fit_frames(target, rewrite_for(target, source.graph), source.card),
+    )
     write_graph(graph, engine / GRAPH_FILE)
     compiled = compile_graph((engine / GRAPH_FILE).read_bytes(), target)
     file.write_bytes(export_blob(compiled))

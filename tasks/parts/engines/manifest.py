@@ -31,6 +31,10 @@ FloatArray = NDArray[np.float32]
 
 ENGINE_FOLDER = "engine"
 
+TWIN_FOLDER = "twin"
+"""Folder in that of an engine which reads frames or gives classes: the same engine with normalised images and logits.
+It is compared where logits are needed, and not deployed."""
+
 LAYERS_FILE = "layers.csv"
 """Table beside the engine file; benchmark writes another with the time of each layer."""
 
@@ -116,6 +120,12 @@ def count_precisions(layers: Sequence[EngineLayer]) -> Precisions:
         if layer.precision and not layer.is_conversion:
             counts[layer.kind][layer.precision] += 1
     return {kind: dict(sorted(by_precision.items())) for kind, by_precision in sorted(counts.items())}
+
+
+def plain_engine(engine: Path) -> Path:
+    """Return the folder of the engine with normalised images and logits: the twin, or the engine itself."""
+    twin = engine / TWIN_FOLDER
+    return twin if twin.is_dir() else engine
 
 
 def sha256_of(path: Path) -> str:

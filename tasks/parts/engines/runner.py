@@ -1,18 +1,20 @@
 """Define the interface of all engine runners.
 
 Shape letters: N batch, C channels (images) or classes (logits), H height, W width. Logits are
-[N, C, H, W], or [N, C] for an engine that classifies images.
+[N, C, H, W], or [N, C] for an engine that classifies images. What an engine reads and gives is in its target: the
+names here are those of plain engines.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from tasks.core.errors import DataError
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
+from tasks.parts.engines.target import Reads
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,14 @@ def check_batch(images_NCHW: FloatArray, manifest: EngineManifest) -> None:
     card, target = manifest.card, manifest.target
     who = f"Engine {manifest.file} of target {target.name}"
     channels, height, width = card.image_shape
-    order = ", RGB" if channels == 3 else ""
-    expected = f"float32 [1..{target.max_batch}, {channels}, {height}, {width}], normalised{order}"
-    if images_NCHW.dtype != np.float32 or images_NCHW.shape[1:] != card.image_shape:
+    dtype: np.dtype[Any]
+    if target.reads is Reads.normalised:
+        dtype, shape, form = np.dtype(np.float32), card.image_shape, ", normalised"
+    else:
+        dtype, shape, form = np.dtype(np.uint8), (height, width, channels), ""
+    order = {3: ", BGR" if target.reads is Reads.bgr_frames else ", RGB"}.get(channels, "")
+    expected = f"{dtype} [1..{target.max_batch}, {', '.join(map(str, shape))}]{form}{order}"
+    if images_NCHW.dtype != dtype or images_NCHW.shape[1:] != shape:
         raise DataError(
             f"{who}: input is {images_NCHW.dtype} {list(images_NCHW.shape)}, expected {expected}. Resize the "
             "images, or export the variant for that size (prepare_data) and build again."

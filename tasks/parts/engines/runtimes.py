@@ -38,6 +38,8 @@ class RuntimeTraits:
     """Whether its engines are built from a checkpoint, not an ONNX graph; then Q/DQ variants have none."""
     is_native_code: bool = False
     """Whether its engines load only with the version, CPU and GPU that compiled them."""
+    takes_frames: bool = False
+    """Whether its graphs may read frames and give classes (builders/frames.py)."""
     plans: Literal["none", "optional", "required"] = "none"
     """Whether it runs TensorRT plans on a GPU; its targets then declare the options of the plan."""
 
@@ -56,12 +58,19 @@ class Runtime(StrEnum):
     torch = "torch", RuntimeTraits((CPU, CUDA), tuple(Precision), ("torch",), "torch", reads_checkpoints=True)
     onnxruntime = (
         "onnxruntime",
-        RuntimeTraits((CPU, CUDA), (Precision.f32,), ONNXRUNTIME, "onnxruntime", plans="optional"),
+        RuntimeTraits(
+            (CPU, CUDA), (Precision.f32,), ONNXRUNTIME, "onnxruntime", takes_frames=True, plans="optional"
+        ),
     )
     openvino = (
         "openvino",
         RuntimeTraits(
-            (CPU,), (Precision.f32, Precision.bf16), ("openvino",), "openvino", is_native_code=True
+            (CPU,),
+            (Precision.f32, Precision.bf16),
+            ("openvino",),
+            "openvino",
+            is_native_code=True,
+            takes_frames=True,
         ),
     )
     tensorrt = (

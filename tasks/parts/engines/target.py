@@ -4,7 +4,8 @@ A target is declared in `conf/target/<name>.yaml` and never detected, so that an
 machine that computes it. The machine is only checked against the declaration.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from tasks.core.bounds import AtLeast, Between, Matches
@@ -14,6 +15,27 @@ from tasks.parts.engines.runtimes import CPU, CUDA, Precision, Runtime
 from tasks.parts.engines.tensorrt_options import TensorrtOptions
 
 ANY = "any"
+
+
+class Reads(StrEnum):
+    """What an engine reads."""
+
+    normalised = "normalised"
+    """Float32 [N, C, H, W], (value / 255 - mean) / std."""
+    frames = "frames"
+    """Uint8 [N, H, W, C], RGB for three channels."""
+    bgr_frames = "bgr_frames"
+    """Uint8 [N, H, W, 3] in the order blue, green, red, as OpenCV gives them."""
+
+
+class Gives(StrEnum):
+    """What an engine gives."""
+
+    logits = "logits"
+    """Float32 [N, C, H, W] or [N, C]."""
+    classes = "classes"
+    """The class with the largest logit, [N, H, W] or [N]: uint8, or uint16 for more than 256 classes. Values stay as
+    they are."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +86,12 @@ class Target:
     quantized. OpenVINO would reorder their maps twice."""
     resize_as_matmul: bool
     """Interpolate the logits by two matrix products if they are small."""
+    reads: Reads
+    """What the engine reads. Frames: normalisation is part of the graph; else it is done in numpy before each
+    inference."""
+    gives: Gives
+    """What the engine gives. Classes: the argmax is part of the graph; else it is done in numpy behind each
+    inference."""
     opsets: list[int]
     """Lowest and highest ONNX opset that this runtime accepts. Empty for runtimes that read checkpoints."""
     min_agreement_db: Annotated[float, AtLeast(0)]
@@ -105,6 +133,8 @@ class Target:
                 self._require(not getattr(self, switch), switch, "false for engines of TensorRT")
             if self.runtime is Runtime.onnxruntime:
                 self.tensorrt.check_provider()
+        takes_frames = self.compiler.traits.takes_frames
+        self._require(takes_frames or self.is_plain, "reads", f"normalised, and gives logits, {runtime}")
         if traits.reads_checkpoints:
             self._require(not self.opsets, "opsets", f"[] {runtime}")
         else:
@@ -115,6 +145,16 @@ class Target:
     def compiler(self) -> Runtime:
         """Runtime that compiles the graph: TensorRT also if ONNX Runtime runs its plan."""
         return Runtime.tensorrt if self.tensorrt else self.runtime
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its engines read normalised images and give logits."""
+        return self.reads is Reads.normalised and self.gives is Gives.logits
+
+    @property
+    def plain(self) -> "Target":
+        """The same target with engines that read normalised images and give logits."""
+        return replace(self, reads=Reads.normalised, gives=Gives.logits)
 
     def _require(self, is_met: bool, field: str, expected: str) -> None:
         if not is_met:

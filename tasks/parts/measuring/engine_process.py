@@ -24,14 +24,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from tasks.core.errors import ArtifactError, EnginewrightError
 from tasks.core.processes import die_with_parent
 from tasks.parts.data.input_card import InputCard
-from tasks.parts.engines.manifest import FloatArray, read_engine_manifest
+from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.engines.runner import DeviceTimes, Runner, check_batch
 from tasks.parts.measuring.energy import POWERCAP, open_energy_meter
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tasks.parts.engines.frame_engine.engine import Engine
 
 _SOURCE_ROOT = Path(__file__).resolve().parents[3]
 
@@ -124,6 +130,12 @@ class EngineProcess:
         """Return the latency of each call in nanoseconds, after one call that does not count."""
         answer = self._ask({"do": "burst", "batch": batch, "seconds": seconds, "min_calls": min_calls})
         latencies_ns: list[int] = answer["latencies_ns"]
+        return latencies_ns
+
+    def time_phases(self, batch: int, *, num_iterations: int) -> dict[str, list[int]]:
+        """Return the time of each phase from frames to answers in nanoseconds: pre, run and post."""
+        answer = self._ask({"do": "time_phases", "batch": batch, "num_iterations": num_iterations})
+        latencies_ns: dict[str, list[int]] = answer["latencies_ns"]
         return latencies_ns
 
     def profile(self, *, num_iterations: int) -> dict[str, float]:
@@ -235,14 +247,14 @@ def serve(engine: Path, commands: IO[str], answers: IO[str]) -> None:
     with unloaded as runner:
         load_ms = 1000 * (time.perf_counter() - start)
         _send(answers, vars(runner.describe()))
-        images: dict[int, FloatArray] = {}
+        frames: dict[int, NDArray[np.uint8]] = {}
         gc.disable()
         for line in commands:
             command = json.loads(line)
             batch = command.pop("batch")
-            if batch not in images:
-                images[batch] = _draw_images(runner.manifest.card, batch)
-            answer = _carry_out(runner, images[batch], **command)
+            if batch not in frames:
+                frames[batch] = _draw_frames(runner.manifest.card, batch)
+            answer = _carry_out(runner, frames[batch], **command)
             if command["do"] == "warm_up":
                 memory = {"memory_mib": _rss_mib() - rss_before_mib, "memory_total_mib": _peak_mib()}
                 answer = {"load_ms": load_ms} | answer | memory
@@ -254,42 +266,66 @@ def _import_runtime(engine: Path) -> None:
         importlib.import_module(read_engine_manifest(engine).target.runtime.traits.module)
 
 
-def _draw_images(card: InputCard, batch: int) -> FloatArray:
+def _draw_frames(card: InputCard, batch: int) -> "NDArray[np.uint8]":
     import numpy as np
 
-    from tasks.parts.data.dataset import normalise
-
     channels, height, width = card.image_shape
-    images_NHWC = np.random.default_rng(0).integers(0, 256, (batch, height, width, channels), np.uint8)
-    return normalise(images_NHWC, card.mean, card.std)
+    return np.random.default_rng(0).integers(0, 256, (batch, height, width, channels), np.uint8)
 
 
-def _carry_out(runner: Runner, images_NCHW: FloatArray, *, do: str, **options: Any) -> dict[str, Any]:
+def _carry_out(
+    runner: Runner, frames_NHWC: "NDArray[np.uint8]", *, do: str, **options: Any
+) -> dict[str, Any]:
+    from tasks.parts.engines.description import on_frames
+
+    engine = on_frames(runner)
     match do:
         case "warm_up":
-            check_batch(images_NCHW, runner.manifest)
-            [first_ns] = _time_calls(runner.run, images_NCHW, 0.0, min_calls=1)
-            _time_calls(runner.run, images_NCHW, options["seconds"], min_calls=2)
+            check_batch(engine.prepare(frames_NHWC), runner.manifest)
+            [first_ns] = _time_calls(engine.answer, frames_NHWC, 0.0, min_calls=1)
+            _time_calls(engine.answer, frames_NHWC, options["seconds"], min_calls=2)
             return {"first_call_ms": first_ns / 1e6}
         case "burst":
             time.sleep(_SETTLE_SECONDS)
-            runner.run(images_NCHW)
-            return {"latencies_ns": _time_calls(runner.run, images_NCHW, **options)}
+            engine.answer(frames_NHWC)
+            return {"latencies_ns": _time_calls(engine.answer, frames_NHWC, **options)}
+        case "time_phases":
+            return {"latencies_ns": _time_phases(engine, frames_NHWC, **options)}
         case "load":
-            return _load_metered(runner, images_NCHW, **options)
+            return _load_metered(runner, frames_NHWC, **options)
         case "time_on_device":
-            times = runner.time_on_device(images_NCHW, **options)
+            times = runner.time_on_device(engine.prepare(frames_NHWC), **options)
             return {"times": times and vars(times)}
         case _:
             milliseconds: dict[str, float] = {}
-            for layer in runner.profile(images_NCHW, **options):
+            for layer in runner.profile(engine.prepare(frames_NHWC), **options):
                 milliseconds[layer.name] = milliseconds.get(layer.name, 0.0) + layer.milliseconds
             return {"milliseconds": milliseconds}
 
 
+def _time_phases(
+    engine: "Engine", frames_NHWC: "NDArray[np.uint8]", num_iterations: int
+) -> dict[str, list[int]]:
+    """Return the time of each phase of frame to answer in nanoseconds, by its name."""
+    latencies_ns: dict[str, list[int]] = {"pre": [], "run": [], "post": []}
+    clock = time.perf_counter_ns
+    for _ in range(num_iterations):
+        start = clock()
+        inputs = engine.prepare(frames_NHWC)
+        prepared = clock()
+        outputs = engine.run(inputs)
+        done = clock()
+        engine.finish(outputs)
+        finished = clock()
+        latencies_ns["pre"].append(prepared - start)
+        latencies_ns["run"].append(done - prepared)
+        latencies_ns["post"].append(finished - done)
+    return latencies_ns
+
+
 def _load_metered(
     runner: Runner,
-    images_NCHW: FloatArray,
+    frames_NHWC: "NDArray[np.uint8]",
     *,
     concurrency: int,
     seconds: float,
@@ -305,7 +341,7 @@ def _load_metered(
             if meter:
                 readings_uj.append(meter.read_uj())
 
-        load = _load(lanes, images_NCHW, read_meter, seconds=seconds, num_windows=num_windows)
+        load = _load(lanes, frames_NHWC, read_meter, seconds=seconds, num_windows=num_windows)
         joules = meter.joules_between(readings_uj[0], readings_uj[-1]) if meter else None
     if joules == 0:
         joules, note = None, f"{note}: the counter stands still"
@@ -314,24 +350,26 @@ def _load_metered(
 
 def _load(
     lanes: Sequence[Runner],
-    images_NCHW: FloatArray,
+    frames_NHWC: "NDArray[np.uint8]",
     at_window: Callable[[], None],
     *,
     seconds: float,
     num_windows: int,
 ) -> dict[str, Any]:
     """Run each lane in its own thread; all lanes start each window together, right after `at_window`."""
+    from tasks.parts.engines.description import on_frames
+
     barrier, entry = threading.Barrier(len(lanes), action=at_window), threading.Lock()
 
     def drive(lane: Runner) -> list[list[int]]:
-        windows = []
+        windows, answer = [], on_frames(lane).answer
         with ExitStack() as stack:
             with entry:  # one at a time: some runtimes cannot open contexts in two threads at once
                 stack.enter_context(lane)
-                lane.run(images_NCHW)
+                answer(frames_NHWC)
             for _ in range(num_windows):
                 barrier.wait()
-                windows.append(_time_calls(lane.run, images_NCHW, seconds, min_calls=1))
+                windows.append(_time_calls(answer, frames_NHWC, seconds, min_calls=1))
             barrier.wait()  # closing a lane would disturb the others
         return windows
 
@@ -350,13 +388,13 @@ def _load(
     }
 
 
-def _time_calls(run: Any, images_NCHW: Any, seconds: float, min_calls: int) -> list[int]:
+def _time_calls(answer: Any, frames_NHWC: Any, seconds: float, min_calls: int) -> list[int]:
     latencies_ns: list[int] = []
     clock = time.perf_counter_ns
     end = clock() + int(seconds * 1e9)
     while clock() < end or len(latencies_ns) < min_calls:
         start = clock()
-        run(images_NCHW)
+        answer(frames_NHWC)
         latencies_ns.append(clock() - start)
     return latencies_ns
 

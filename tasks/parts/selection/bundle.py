@@ -1,6 +1,7 @@
 """Write a folder with everything that is needed to run an engine without this repository.
 
-infer.py            reads images, writes classes or values; needs only numpy and the runtime
+infer.py            reads frames, writes classes or values; needs only numpy and the runtime
+frame_engine/       its modules, which benchmark and validate run as well
 requirements.txt    the packages that it needs, in the versions that were measured
 model.json          file, sha256, classes, image size, normalisation, batches, options of the runtime
 report.json         the engine's row of engines.json
@@ -9,7 +10,6 @@ SHA256SUMS          of all of these, for `sha256sum -c`
 triton/<name>/      a Triton model repository
 """
 
-import dataclasses
 import json
 import shutil
 from importlib.metadata import version
@@ -17,19 +17,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.reports import write_json
-from tasks.parts.engines import bundle_infer
-from tasks.parts.engines.machine import needs_vnni
+from tasks.parts.engines import frame_engine
+from tasks.parts.engines.description import describe_engine, package_of
 from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, read_engine_manifest, sha256_of
-from tasks.parts.engines.openvino.compile import compile_options
 from tasks.parts.engines.runtimes import CUDA, Precision, Runtime
-from tasks.parts.engines.target import Target
-from tasks.parts.onnx_session import PROVIDER_OPTIONS
+from tasks.parts.engines.target import Gives, Reads, Target
 
 if TYPE_CHECKING:
-    from onnx import GraphProto
+    from onnx import GraphProto, ValueInfoProto
 
 BUNDLED_RUNTIMES = (Runtime.onnxruntime, Runtime.openvino, Runtime.tensorrt)
 """Eager PyTorch needs the code of the network, so it has no bundle."""
+
+
+_INFER = '''"""Run the engine of this folder: `python infer.py --help`."""
+
+from frame_engine.command import main
+
+if __name__ == "__main__":
+    main()
+'''
 
 
 def _has_bundle(target: Target) -> bool:
@@ -61,78 +68,65 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
     if not _has_bundle(manifest.target):
         return []
     out.mkdir(parents=True)
-    shutil.copyfile(bundle_infer.__file__, out / "infer.py")
+    (out / "infer.py").write_text(_INFER, encoding="utf-8")
+    package = Path(frame_engine.__file__).parent
+    shutil.copytree(package, out / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     write_json(out / "model.json", describe_engine(manifest))
     write_json(out / "report.json", row)
-    packages = [f"{_package(manifest)}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
+    packages = [f"{package_of(manifest)}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
     if manifest.target.runtime is Runtime.tensorrt:
         packages.append("pycuda")
     (out / "requirements.txt").write_text("\n".join(packages) + "\n", encoding="utf-8")
-    return sorted(out.iterdir())
+    return sorted(path for path in out.rglob("*") if path.is_file())
 
 
-def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
-    """Return the content of model.json, the only description that infer.py reads."""
-    target, card = manifest.target, manifest.card
-    batches, options = [[1, target.max_batch]], {}
-    if target.tensorrt is not None:
-        assert manifest.gpu is not None
-        batches = [[profile.min, profile.max] for profile in target.tensorrt.profiles_for(target.max_batch)]
-        options = {
-            "gpu": dataclasses.asdict(manifest.gpu),
-            "version_compatible": target.tensorrt.version_compatible,
-            "hardware_compatibility": target.tensorrt.hardware_compatibility,
-        }
-    elif target.runtime is Runtime.openvino:
-        options = {"properties": compile_options(target), "isa": manifest.isa}
-    else:
-        options = {
-            "provider": manifest.provider,
-            "provider_options": PROVIDER_OPTIONS.get(manifest.provider, {}),
-            "num_threads": target.num_threads,
-            "needs_vnni": needs_vnni(manifest),
-        }
-    return {
-        "runtime": target.runtime,
-        "package": _package(manifest),
-        "runtime_version": manifest.runtime_version,
-        "file": manifest.file,
-        "sha256": manifest.sha256,
-        "task": card.task,
-        "classes": card.classes,
-        "height": card.height,
-        "width": card.width,
-        "logits_shape": card.logits_shape,
-        "outputs": card.outputs,
-        "mean": card.mean,
-        "std": card.std,
-        "batches": batches,
-        "options": options,
-    }
+_TRITON_FORMS = {
+    Reads.normalised: (
+        "# Requests hold images, RGB for three channels, as (value / 255 - mean) / std, with mean and std from",
+        "# model.json.",
+    ),
+    Reads.frames: ("# Requests hold frames, uint8, RGB for three channels.",),
+    Reads.bgr_frames: ("# Requests hold frames, uint8, in the order blue, green, red.",),
+    Gives.logits: (
+        "# Responses hold one score per class for each pixel, or for the image, or the model's values.",
+    ),
+    Gives.classes: ("# Responses hold the class of each pixel, or of the image, or the model's values.",),
+}
 
 
 def configure_triton(name: str, manifest: EngineManifest, graph: "GraphProto") -> str:
     """Return Triton's configuration of an engine, as text of model_config.proto; `graph` names input and output."""
-    target, card = manifest.target, manifest.card
+    target = manifest.target
     backends = {
         Runtime.onnxruntime: _triton_onnxruntime,
         Runtime.openvino: _triton_openvino,
         Runtime.tensorrt: _triton_tensorrt,
     }
-    image, logits = list(card.image_shape), list(card.logits_shape)
+    reads, gives = graph.input[0], graph.output[0]
+    image, logits = (
+        [axis.dim_value for axis in value.type.tensor_type.shape.dim[1:]] for value in (reads, gives)
+    )
     if _is_batch_fixed(manifest) or target.runtime is Runtime.openvino:
         batch = 1 if _is_batch_fixed(manifest) else -1
         image, logits = [batch, *image], [batch, *logits]
     lines = [
         "# Serve it with: tritonserver --model-repository=triton",
-        "# Requests hold images, RGB for three channels, as (value / 255 - mean) / std, with mean and std from",
-        "# model.json; responses hold one score per class for each pixel, or for the image, or the model's values.",
+        *_TRITON_FORMS[target.reads],
+        *_TRITON_FORMS[target.gives],
         f'name: "{name}"',
-        f'input [ {{ name: "{graph.input[0].name}" data_type: TYPE_FP32 dims: {image} }} ]',
-        f'output [ {{ name: "{graph.output[0].name}" data_type: TYPE_FP32 dims: {logits} }} ]',
+        f'input [ {{ name: "{reads.name}" data_type: {_triton_type(reads)} dims: {image} }} ]',
+        f'output [ {{ name: "{gives.name}" data_type: {_triton_type(gives)} dims: {logits} }} ]',
         *backends[target.runtime](manifest),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _triton_type(value: "ValueInfoProto") -> str:
+    """Return Triton's name of a tensor's type."""
+    from onnx import TensorProto
+
+    name = TensorProto.DataType.Name(value.type.tensor_type.elem_type)
+    return f"TYPE_{'FP32' if name == 'FLOAT' else name}"
 
 
 def _is_batch_fixed(manifest: EngineManifest) -> bool:
@@ -153,13 +147,6 @@ def _write_triton(folder: Path, name: str, engine: Path, manifest: EngineManifes
         shutil.copyfile(graph, folder / "1" / "model.onnx")
     config = configure_triton(name, manifest, read_graph(graph).graph)
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
-
-
-def _package(manifest: EngineManifest) -> str:
-    """Return the PyPI name of the runtime that an engine was measured with."""
-    target = manifest.target
-    is_gpu_build = target.runtime is Runtime.onnxruntime and target.device == CUDA
-    return "onnxruntime-gpu" if is_gpu_build else str(target.runtime)
 
 
 def _triton_onnxruntime(manifest: EngineManifest) -> list[str]:

@@ -58,7 +58,7 @@ class Speed:
     """Latency at batch 1, throughput, speed-up, start, memory and energy."""
 
     latency_ms_p50: float
-    """Measured in the same rounds as the other engines of the target."""
+    """From the frame to the answer. Measured in the same rounds as the other engines of the target."""
     latency_ms_p50_low: float
     """Lower end of its 95 % interval."""
     latency_ms_p50_high: float
@@ -79,6 +79,12 @@ class Speed:
     """The spread of the A/A control; smaller differences are not significant."""
     is_inconclusive: bool
     """Whether the machine was too noisy."""
+    pre_ms_p50: float
+    """What stands before the engine: normalisation, if it is not in the graph."""
+    run_ms_p50: float
+    """The engine alone."""
+    post_ms_p50: float
+    """What stands behind it: the argmax, if it is not in the graph."""
     load_ms: float
     """From the engine file to a loaded engine, without importing the runtime; a single load."""
     first_call_ms: float

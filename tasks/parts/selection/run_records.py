@@ -95,7 +95,8 @@ def _record(folders: StageFolders, row: EngineRow, data: DataSet, companions: Pa
     if row.measured is not None:
         file = engine_file(folders, row)
         beside = write_companions(file.parent, flatten(row), companions)
-        artifacts = (*((ENGINE_FOLDER, path) for path in (file, *beside)), *artifacts)
+        places = [(str(Path(ENGINE_FOLDER) / path.parent.relative_to(companions)), path) for path in beside]
+        artifacts = ((ENGINE_FOLDER, file), *places, *artifacts)
     tags = {
         "variant": row.variant,
         "target": row.target,

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasks.parts.engines.frame_engine.sessions import openvino_core
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
-from tasks.parts.engines.openvino.compile import PROVIDER, compile_options, open_core
+from tasks.parts.engines.openvino.compile import PROVIDER, compile_options
 from tasks.parts.timelines.inference import Inference, LayerTable, layer_details
 from tasks.parts.timelines.trace import Slice
 
@@ -29,7 +30,7 @@ def record(
     file: Path, manifest: EngineManifest, images_NCHW: FloatArray, num_inferences: int, layers: LayerTable
 ) -> tuple[Inference, ...]:
     """Record inferences of a blob that is known to load, each after two that are not recorded."""
-    core, blob = open_core(), file.read_bytes()
+    core, blob = openvino_core(), file.read_bytes()
     options: dict[str, Any] = compile_options(manifest.target) | {"PERF_COUNT": True}
     inferences, start_us = [], 0.0
     for _ in range(num_inferences):

@@ -127,9 +127,10 @@ def layers_of(file: Path, *, provider: str, num_threads: int) -> tuple[EngineLay
     """
     import onnx
 
-    image = onnx.load(file).graph.input[0].type.tensor_type.shape
-    zeros_NCHW = np.zeros([axis.dim_value or 1 for axis in image.dim], np.float32)
-    recording = _record(file, zeros_NCHW, 1, provider=provider, num_threads=num_threads)
+    image = onnx.load(file).graph.input[0].type.tensor_type
+    kind = onnx.helper.tensor_dtype_to_np_dtype(image.elem_type)
+    zeros = np.zeros([axis.dim_value or 1 for axis in image.shape.dim], kind)
+    recording = _record(file, zeros, 1, provider=provider, num_threads=num_threads)
     optimised, sizes = recording.optimised, {event["name"]: event["args"] for event in recording.events}
     types = {tensor.name: tensor.data_type for tensor in optimised.initializer}
     types |= {

@@ -7,10 +7,12 @@ An offline-optimised file would load 2-20 ms faster and run no faster, but only 
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from tasks.core.errors import TargetMismatch
+from tasks.parts.engines.frame_engine.sessions import Run, open_onnxruntime, run_onnxruntime
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
 from tasks.parts.engines.onnxruntime.layers import (
     operator_times,
@@ -21,7 +23,13 @@ from tasks.parts.engines.onnxruntime.layers import (
 from tasks.parts.engines.runner import OperatorTime, RunnerDescription, check_batch, typical_time
 from tasks.parts.engines.runtimes import CPU, CUDA
 from tasks.parts.engines.target import Target
-from tasks.parts.onnx_session import CPU_PROVIDER, CUDA_PROVIDER, TENSORRT_PROVIDER, open_session
+from tasks.parts.onnx_session import (
+    CPU_PROVIDER,
+    CUDA_PROVIDER,
+    PROVIDER_OPTIONS,
+    TENSORRT_PROVIDER,
+    open_session,
+)
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -35,6 +43,17 @@ _PROVIDERS = {CPU: CPU_PROVIDER, CUDA: CUDA_PROVIDER}
 def provider_of(target: Target) -> str:
     """Return the provider that must really be in use."""
     return _PROVIDERS[target.device] if target.tensorrt is None else TENSORRT_PROVIDER
+
+
+def session_options(target: Target, *, needs_vnni: bool) -> dict[str, Any]:
+    """Return the options of the sessions of a target's engines, as in model.json."""
+    provider = provider_of(target)
+    return {
+        "provider": provider,
+        "provider_options": PROVIDER_OPTIONS.get(provider, {}),
+        "num_threads": target.num_threads,
+        "needs_vnni": needs_vnni,
+    }
 
 
 def _nothing() -> "ModelProto":
@@ -52,33 +71,6 @@ def open_runner(file: Path, manifest: EngineManifest) -> "OnnxruntimeRunner":
     return OnnxruntimeRunner(file, manifest)
 
 
-class BoundBatch:
-    """Images and logits of one batch size on a device, bound to a session, so that calls allocate nothing."""
-
-    def __init__(
-        self,
-        session: "onnxruntime.InferenceSession",
-        device: str,
-        images_shape: tuple[int, ...],
-        logits_shape: tuple[int, ...],
-    ) -> None:
-        import onnxruntime
-
-        allocate = onnxruntime.OrtValue.ortvalue_from_shape_and_type
-        self._session, self._binding = session, session.io_binding()
-        self._images_NCHW = allocate(images_shape, np.float32, device)
-        self._logits_NCHW = allocate(logits_shape, np.float32, device)
-        self._binding.bind_ortvalue_input(session.get_inputs()[0].name, self._images_NCHW)
-        self._binding.bind_ortvalue_output(session.get_outputs()[0].name, self._logits_NCHW)
-
-    def run(self, images_NCHW: FloatArray) -> FloatArray:
-        """Copy images to the device, run, wait, and copy the logits back."""
-        self._images_NCHW.update_inplace(images_NCHW)
-        self._session.run_with_iobinding(self._binding)
-        logits_NCHW: FloatArray = self._logits_NCHW.numpy()
-        return logits_NCHW
-
-
 class OnnxruntimeRunner:
     """Runs an ONNX file in an ONNX Runtime session; on a GPU with persistent device buffers."""
 
@@ -86,35 +78,26 @@ class OnnxruntimeRunner:
         self, file: Path, manifest: EngineManifest, session: "onnxruntime.InferenceSession | None" = None
     ) -> None:
         self._file, self.manifest, self._session = file, manifest, session
-        self._input_name = ""
-        self._bound: dict[int, BoundBatch] = {}
+        self._run: Run | None = None
 
     def __enter__(self) -> Self:
         if self._session is None:
             self._session = self._open()
-        self._input_name = self._session.get_inputs()[0].name
+        self._run = run_onnxruntime(self._session)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bound.clear()
-        self._session = None
+        self._run = self._session = None
 
     def infer(self, images_NCHW: FloatArray) -> FloatArray:
         check_batch(images_NCHW, self.manifest)
         return self.run(images_NCHW)
 
     def run(self, images_NCHW: FloatArray) -> FloatArray:
-        assert self._session is not None, "use the runner in a with block"
-        if self.manifest.target.device == CPU:
-            logits: FloatArray = self._session.run(None, {self._input_name: images_NCHW})[0]
-            return logits
-        num_images, card = len(images_NCHW), self.manifest.card
-        if num_images not in self._bound:
-            logits_shape = (num_images, *card.logits_shape)
-            self._bound[num_images] = BoundBatch(self._session, CUDA, images_NCHW.shape, logits_shape)
-        return self._bound[num_images].run(images_NCHW)
+        assert self._run is not None, "use the runner in a with block"
+        return self._run(images_NCHW)
 
     def describe(self) -> RunnerDescription:
         import onnxruntime
@@ -170,4 +153,13 @@ class OnnxruntimeRunner:
 
     def _open(self) -> "onnxruntime.InferenceSession":
         target = self.manifest.target
-        return open_session(self._file, provider=provider_of(target), num_threads=target.num_threads)
+        provider = provider_of(target)
+        if provider == TENSORRT_PROVIDER:
+            return open_session(self._file, provider=provider, num_threads=target.num_threads)
+        try:
+            return open_onnxruntime(self._file, session_options(target, needs_vnni=False))
+        except ValueError as error:
+            raise TargetMismatch(
+                f"{self._file}: {error} Install the build of onnxruntime that has it, or run on a worker of the "
+                f"target's work pool (target.{target.name}.device)."
+            ) from error

@@ -1,11 +1,11 @@
 """Compile a graph with OpenVINO, and read which layers it really executes."""
 
-import functools
 import io
 import math
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import BuildFailed
+from tasks.parts.engines.frame_engine.sessions import openvino_core
 from tasks.parts.engines.machine import installed_version
 from tasks.parts.engines.manifest import EngineLayer
 from tasks.parts.engines.runtimes import Precision, Runtime
@@ -45,23 +45,11 @@ def compile_options(target: Target) -> dict[str, Any]:
     }
 
 
-@functools.cache
-def open_core() -> "openvino.Core":
-    """Return the one Core of this process, which keeps OpenVINO's CPU plugin loaded until the process ends.
-
-    The plugin gives the thread that loads it a stack for signal handlers. Unloaded in another thread, it frees that
-    stack and leaves its address behind: the next signal, of an ended child for example, would kill the process.
-    """
-    import openvino
-
-    return openvino.Core()
-
-
 def compile_graph(model: bytes, target: Target) -> "openvino.CompiledModel":
     """Compile an ONNX graph for batches 1..max_batch; raise BuildFailed if the runtime refuses it."""
     import openvino
 
-    core = open_core()
+    core = openvino_core()
     try:
         graph = core.read_model(io.BytesIO(model))
         _mark_operators(graph)

@@ -3,16 +3,16 @@
 A blob belongs to the exact OpenVINO version and the instruction sets of the CPU that compiled it.
 """
 
-import io
 from collections import defaultdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tasks.core.errors import ArtifactError
+from tasks.parts.engines.frame_engine.sessions import Run, open_openvino, run_openvino
 from tasks.parts.engines.machine import installed_version
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
-from tasks.parts.engines.openvino.compile import PROVIDER, cause_of, compile_options, open_core
+from tasks.parts.engines.openvino.compile import cause_of, compile_options
 from tasks.parts.engines.runner import OperatorTime, RunnerDescription, check_batch, typical_time
 from tasks.parts.engines.runtimes import Runtime
 
@@ -46,27 +46,26 @@ class OpenvinoRunner:
 
     def __init__(self, file: Path, manifest: EngineManifest, compiled: Any = None) -> None:
         self._file, self.manifest, self._compiled = file, manifest, compiled
-        self._request: Any = None
+        self._run: Run | None = None
 
     def __enter__(self) -> Self:
         if self._compiled is None:
             self._compiled = self._import({})
-        self._request = self._compiled.create_infer_request()
+        self._run = run_openvino(self._compiled)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._request = self._compiled = None
+        self._run = self._compiled = None
 
     def infer(self, images_NCHW: FloatArray) -> FloatArray:
         check_batch(images_NCHW, self.manifest)
         return self.run(images_NCHW).copy()
 
     def run(self, images_NCHW: FloatArray) -> FloatArray:
-        assert self._request is not None, "use the runner in a with block"
-        logits: FloatArray = self._request.infer({0: images_NCHW}, share_inputs=True, share_outputs=True)[0]
-        return logits
+        assert self._run is not None, "use the runner in a with block"
+        return self._run(images_NCHW)
 
     def describe(self) -> RunnerDescription:
         get = self._compiled.get_property
@@ -110,7 +109,7 @@ class OpenvinoRunner:
     def _import(self, more_options: dict[str, Any]) -> "openvino.CompiledModel":
         options = compile_options(self.manifest.target) | more_options
         try:
-            return open_core().import_model(io.BytesIO(self._file.read_bytes()), PROVIDER, options)
+            return open_openvino(self._file.read_bytes(), {"properties": options})
         except RuntimeError as error:
             raise ArtifactError(
                 f"{self._file}: OpenVINO {installed_version(Runtime.openvino)} cannot load it ({cause_of(error)}). "

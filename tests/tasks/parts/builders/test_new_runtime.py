@@ -42,6 +42,7 @@ def extended(workspace: Workspace) -> Workspace:
     target = target.replace("cpu_onnxruntime", "cpu_reference").replace(
         "runtime: onnxruntime", "runtime: reference"
     )
+    target = target.replace("reads: frames", "reads: normalised").replace("gives: classes", "gives: logits")
     (workspace.path / TARGET).write_text(target.replace('"1.31"', "any"))
     return workspace
 

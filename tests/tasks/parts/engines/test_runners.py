@@ -12,9 +12,9 @@ import pytest
 from tasks.core.errors import ArtifactError, BuildFailed, ConfigError, DataError, TargetMismatch
 from tasks.parts.data.dataset import normalise, open_split
 from tasks.parts.engines import open_engine as opening
+from tasks.parts.engines.frame_engine.sessions import BoundBatch
 from tasks.parts.engines.manifest import read_engine_manifest, write_engine_manifest
 from tasks.parts.engines.onnxruntime.layers import find_nodes_elsewhere, record_nodes, without_profiler
-from tasks.parts.engines.onnxruntime.runner import BoundBatch
 from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.engines.runner import OperatorTime
 from tasks.parts.engines.runtimes import Precision, Runtime
@@ -237,7 +237,8 @@ def test_absent_provider_is_an_error_and_no_silent_fallback(workshop):
 
 def test_bound_buffers_give_the_logits_of_a_plain_run(workshop, images_NCHW):
     session = open_session(workshop.graph, provider="CPUExecutionProvider", num_threads=1)
-    bound = BoundBatch(session, "cpu", (2, 3, 64, 96), (2, 3, 64, 96))
+    zeros_NCHW = np.zeros((2, 3, 64, 96), np.float32)
+    bound = BoundBatch(session, "cpu", zeros_NCHW, zeros_NCHW)
     for start in (0, 2, 1):
         batch_NCHW = images_NCHW[start : start + 2]
         expected = session.run(None, {session.get_inputs()[0].name: batch_NCHW})[0]

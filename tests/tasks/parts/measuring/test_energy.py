@@ -129,16 +129,16 @@ def test_energy_of_the_windows_is_metered_while_the_lanes_run(
     workshop: Workshop, packages: list[Path], tmp_path: Path, is_running: bool
 ) -> None:
     shutil.rmtree(packages[1].parent)
-    images_NCHW = np.zeros((1, 3, HEIGHT, WIDTH), np.float32)
+    frames_NHWC = np.zeros((1, HEIGHT, WIDTH, 3), np.uint8)
     options = {"concurrency": 2, "seconds": 0.02, "num_windows": 3}
     with open_engine(workshop.engine("float", "cpu_onnxruntime")) as runner:
         if is_running:
             with running(packages[0]):
-                load = _load_metered(runner, images_NCHW, powercap=tmp_path, **options)
+                load = _load_metered(runner, frames_NHWC, powercap=tmp_path, **options)
             assert load["joules"] >= 1 and load["joules"] == int(load["joules"])
             assert load["energy_note"] == "RAPL of package-0, all processes"
         else:
-            load = _load_metered(runner, images_NCHW, powercap=tmp_path, **options)
+            load = _load_metered(runner, frames_NHWC, powercap=tmp_path, **options)
             assert load["joules"] is None
             assert load["energy_note"] == "RAPL of package-0, all processes: the counter stands still"
     assert len(load["calls_per_s"]) == 3 and len(load["latencies_ns"]) >= 6

@@ -15,11 +15,12 @@ import numpy as np
 import openvino
 import pytest
 from google.protobuf import text_format
+from tasks.parts.engines.bundle_infer import check_gpu, check_vnni, cut_batches
 
 from tasks.build_engine import build_engine
 from tasks.core.errors import DataError
 from tasks.parts.data.dataset import normalise, open_split
-from tasks.parts.engines.bundle_infer import check_gpu, check_vnni, cut_batches
+from tasks.parts.engines.frame_engine.sessions import openvino_core
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.manifest import (
     GRAPH_FILE,
@@ -29,7 +30,6 @@ from tasks.parts.engines.manifest import (
     write_engine_manifest,
 )
 from tasks.parts.engines.open_engine import open_engine
-from tasks.parts.engines.openvino.compile import open_core
 from tasks.parts.engines.tensorrt_options import BatchProfile
 from tasks.parts.onnx_graphs.graph import read_graph
 from tasks.parts.selection.bundle import configure_triton, describe_engine, write_bundle
@@ -309,7 +309,7 @@ def test_engine_for_one_image_takes_them_one_by_one_and_triton_serves_it_so(
     [model] = (bundle / "triton").iterdir()
     config = text_format.Parse((model / "config.pbtxt").read_text(), triton_schema.ModelConfig())
     assert (config.max_batch_size, list(config.input[0].dims)) == (0, [1, 3, 64, 96])
-    graph = open_core().read_model(model / "1" / "model.onnx")
+    graph = openvino_core().read_model(model / "1" / "model.onnx")
     assert list(graph.input(0).shape) == [1, 3, 64, 96]
     assert list(graph.output(0).shape) == list(config.output[0].dims)
 
@@ -322,14 +322,14 @@ def test_triton_serves_the_graph_that_openvino_compiled(
     [model] = (bundle / "triton").iterdir()
     config = text_format.Parse((model / "config.pbtxt").read_text(), triton_schema.ModelConfig())
     assert (config.name, config.backend, config.max_batch_size) == (model.name, "openvino", 0)
-    graph = open_core().read_model(model / "1" / config.default_model_filename)
+    graph = openvino_core().read_model(model / "1" / config.default_model_filename)
     for declared, found in ((config.input, graph.inputs), (config.output, graph.outputs)):
         assert [one.name for one in declared] == [one.get_any_name() for one in found]
         assert openvino.PartialShape(list(declared[0].dims)) == found[0].partial_shape
     parameters = {key: value.string_value for key, value in config.parameters.items()}
     assert parameters["INFERENCE_NUM_THREADS"] == "1" and "HINT_BF16" not in parameters
     properties = describe_engine(manifest_of(workshop, "cpu_openvino"))["options"]["properties"]
-    compiled = open_core().compile_model(graph, "CPU", properties)
+    compiled = openvino_core().compile_model(graph, "CPU", properties)
     images_NHWC = np.asarray(open_split(workshop.data, "test")[0][:4])
     with open_engine(workshop.engine(variant, "cpu_openvino")) as runner:
         images_NCHW = normalise(images_NHWC, runner.manifest.card.mean, runner.manifest.card.std)

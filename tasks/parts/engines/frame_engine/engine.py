@@ -1,0 +1,129 @@
+"""An engine that reads frames and gives answers.
+
+Frames are uint8 [N, H, W, C] of the engine's size, RGB where C is 3; answers are the class of each pixel, [N, H, W],
+or of each image, [N], or values [N, ...].
+"""
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .pixels import find_classes, normalise
+from .sessions import (
+    Array,
+    Run,
+    open_onnxruntime,
+    open_openvino,
+    open_tensorrt,
+    run_onnxruntime,
+    run_openvino,
+)
+
+
+class Engine:
+    """An engine with what it needs before and behind it."""
+
+    def __init__(self, card: dict[str, Any], run: Run) -> None:
+        """Take a card, as in model.json, and the call of the loaded engine."""
+        self.card, self.run = card, run
+        self._shape = (card["height"], card["width"], len(card["mean"]))
+        self._is_normalised = card["reads"] == "normalised"
+        self._is_reversed = card["reads"] == "bgr_frames"
+        self._has_logits = card["gives"] == "logits" and card["task"] != "values"
+
+    @property
+    def max_batch(self) -> int:
+        """The largest batch that the engine accepts."""
+        return max(int(highest) for _, highest in self.card["batches"])
+
+    def prepare(self, frames_NHWC: Array) -> Array:
+        """Return what the engine reads."""
+        if self._is_normalised:
+            return normalise(frames_NHWC, self.card["mean"], self.card["std"])
+        return np.ascontiguousarray(frames_NHWC[..., ::-1]) if self._is_reversed else frames_NHWC
+
+    def finish(self, outputs: Array) -> Array:
+        """Return the answers in what the engine gave, in memory of their own."""
+        return find_classes(outputs) if self._has_logits else outputs.copy()
+
+    def answer(self, frames_NHWC: Array) -> Array:
+        """Return the answers for one batch that the engine accepts."""
+        return self.finish(self.run(self.prepare(frames_NHWC)))
+
+    def predict(self, frames_NHWC: Array) -> Array:
+        """Return the answers for any number of frames; raise ValueError for frames of another type or size."""
+        if (
+            frames_NHWC.dtype != np.uint8
+            or frames_NHWC.shape[1:] != self._shape
+            or frames_NHWC.ndim != 4
+            or not len(frames_NHWC)
+        ):
+            sizes = ", ".join(map(str, self._shape))
+            raise ValueError(
+                f"images are {frames_NHWC.dtype} {list(frames_NHWC.shape)}, expected uint8 [N, {sizes}] (RGB for "
+                "three channels) with at least one image. Convert and resize them first."
+            )
+        batches = cut_batches(len(frames_NHWC), self.card["batches"])
+        return np.concatenate([self.answer(frames_NHWC[batch]) for batch in batches])
+
+
+def cut_batches(num_images: int, ranges: list[list[int]]) -> Iterator[slice]:
+    """Split the images into the largest batches that the engine accepts; `ranges` are (lowest, highest) pairs."""
+    start = 0
+    while start < num_images:
+        left = num_images - start
+        size = max(min(highest, left) for lowest, highest in ranges if lowest <= left)
+        yield slice(start, start + size)
+        start += size
+
+
+def load_engine(folder: Path) -> Engine:
+    """Load the engine of a bundle.
+
+    Raises ValueError if the bytes, the runtime or the machine differ from what was measured.
+    """
+    card: dict[str, Any] = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+    content = (folder / card["file"]).read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    if sha256 != card["sha256"]:
+        raise ValueError(
+            f"{folder / card['file']}: sha256 {sha256[:12]}..., model.json says {card['sha256'][:12]}...; the file "
+            "was changed or truncated and is not loaded. Copy the bundle again."
+        )
+    _check_version(card)
+    return Engine(card, _OPENERS[card["runtime"]](content, card))
+
+
+def _check_version(card: dict[str, Any]) -> None:
+    package, measured = card["package"], card["runtime_version"]
+    try:
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        installed = "none"
+    if installed == "none" or (installed != measured and not card["options"].get("version_compatible")):
+        raise ValueError(
+            f"the engine was built and measured with {package} {measured}, installed is {installed}. Run "
+            "pip install -r requirements.txt, or build the engine again with that version."
+        )
+
+
+def _load_onnxruntime(content: bytes, card: dict[str, Any]) -> Run:
+    return run_onnxruntime(open_onnxruntime(content, card["options"]))
+
+
+def _load_openvino(content: bytes, card: dict[str, Any]) -> Run:
+    try:
+        return run_openvino(open_openvino(content, card["options"]))
+    except RuntimeError as error:
+        raise ValueError(
+            f"OpenVINO cannot load the engine, which was compiled on a CPU with {', '.join(card['options']['isa'])} "
+            "and runs only there. Build it again for this machine."
+        ) from error
+
+
+_OPENERS = {"onnxruntime": _load_onnxruntime, "openvino": _load_openvino, "tensorrt": open_tensorrt}
