@@ -73,7 +73,10 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument(
-        "--model", type=Path, default=ARTIFACTS / "quantize_aware_train" / "model.onnx", help="graph of a variant"
+        "--model",
+        type=Path,
+        default=ARTIFACTS / "quantize_aware_train" / "model.onnx",
+        help="graph of a variant",
     )
     options = parser.parse_args()
     if not options.model.is_file():
@@ -98,7 +101,9 @@ def main() -> None:
 def measure(target_name: str, model: Path, size: int, num_rounds: int) -> list[Row]:
     """Return a row for each form of the engine of a target."""
     target = replace(
-        stage_config(f"build_engine.pruned_qat.{target_name}"), min_agreement_db=0.0, min_agreement_int8_db=0.0
+        stage_config(f"build_engine.pruned_qat.{target_name}"),
+        min_agreement_db=0.0,
+        min_agreement_int8_db=0.0,
     )
     frames_NHWC = _tiles(size)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
@@ -214,7 +219,9 @@ def _row(target: str, size: int, form: str, rounds: Mapping[str, list[list[float
     ratio = estimate_ratio([mine / alone for mine, alone in zip(medians[form], medians[ALONE], strict=True)])
     values = np.concatenate(rounds[form])
     p50, p99 = np.percentile(values, [50, 99])
-    return Row(target, size, form, round(float(p50), 4), round(float(p99), 4), ratio.value, ratio.low, ratio.high)
+    return Row(
+        target, size, form, round(float(p50), 4), round(float(p99), 4), ratio.value, ratio.low, ratio.high
+    )
 
 
 def _table(rows: list[Row]) -> str:

@@ -30,7 +30,12 @@ BUNDLED_RUNTIMES = (Runtime.onnxruntime, Runtime.openvino, Runtime.tensorrt)
 """Eager PyTorch needs the code of the network, so it has no bundle."""
 
 
-_INFER = '''"""Run the engine of this folder: `python infer.py --help`."""
+INFER = '''"""Run the engine of this folder: `python infer.py --help`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from frame_engine.command import main
 
@@ -68,7 +73,7 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
     if not _has_bundle(manifest.target):
         return []
     out.mkdir(parents=True)
-    (out / "infer.py").write_text(_INFER, encoding="utf-8")
+    (out / "infer.py").write_text(INFER, encoding="utf-8")
     package = Path(frame_engine.__file__).parent
     shutil.copytree(package, out / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     write_json(out / "model.json", describe_engine(manifest))

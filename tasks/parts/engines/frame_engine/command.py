@@ -79,14 +79,14 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from .engine import Engine
+    from .engine import load_engine
 
     if (
         options.answers not in (None, "-")
         and Path(options.frames).resolve() == Path(options.answers).resolve()
     ):
         raise ValueError(f"{options.answers}: is both read and written. Name another place for the answers.")
-    engine = Engine(Path(__file__).resolve().parents[1], num_threads=options.threads)
+    engine = load_engine(Path(__file__).resolve().parents[1], num_threads=options.threads)
     card = engine.card
     if options.batch > engine.max_batch:
         raise ValueError(f"--batch is {options.batch}, the engine takes at most {engine.max_batch} frames.")

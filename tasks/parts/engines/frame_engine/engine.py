@@ -82,8 +82,8 @@ def cut_batches(num_images: int, ranges: list[list[int]]) -> Iterator[slice]:
         start += size
 
 
-def load_engine(folder: Path) -> Engine:
-    """Load the engine of a bundle.
+def load_engine(folder: Path, *, num_threads: int | None = None) -> Engine:
+    """Load the engine of a bundle, with as many threads as were measured, or another number.
 
     Raises ValueError if the bytes, the runtime or the machine differ from what was measured.
     """
@@ -96,7 +96,19 @@ def load_engine(folder: Path) -> Engine:
             "was changed or truncated and is not loaded. Copy the bundle again."
         )
     _check_version(card)
+    if num_threads is not None:
+        _set_threads(card["options"], num_threads)
     return Engine(card, _OPENERS[card["runtime"]](content, card))
+
+
+def _set_threads(options: dict[str, Any], num_threads: int) -> None:
+    """Change the options of a CPU runtime; raise ValueError for an engine that computes on a GPU."""
+    if "properties" in options:
+        options["properties"]["INFERENCE_NUM_THREADS"] = num_threads
+    elif "num_threads" in options:
+        options["num_threads"] = num_threads
+    else:
+        raise ValueError("the engine computes on a GPU, where --threads changes nothing. Leave it out.")
 
 
 def _check_version(card: dict[str, Any]) -> None:

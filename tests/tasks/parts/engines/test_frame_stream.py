@@ -1,5 +1,6 @@
 """Streams of frames through an engine whose answer is the first channel of its input, so that order shows."""
 
+import hashlib
 import importlib.util
 import io
 import itertools
@@ -13,65 +14,95 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import helper
 from PIL import Image
 
 from tasks.parts.data.image_files import ResizeMode, fit_image, fit_mask, read_image
 from tasks.parts.engines import frame_engine
 from tasks.parts.engines.frame_engine.command import describe_profile
+from tasks.parts.engines.frame_engine.engine import Engine, load_engine
 from tasks.parts.engines.frame_engine.sources import Source, fit_frame, open_source, restore_mask
 from tasks.parts.engines.frame_engine.stream import PHASES, Durations, Timings, open_sink, run_stream
+from tasks.parts.selection.bundle import INFER
 
 Array = np.ndarray[Any, Any]
 
 HEIGHT, WIDTH = 6, 8
 SIZE = (HEIGHT, WIDTH)
 
-ENGINE = """
-import json
-from pathlib import Path
-import numpy as np
-
-class Engine:
-    def __init__(self, folder, *, num_threads=None):
-        self.card = json.loads((folder / "model.json").read_text())
-        self.max_batch = 4
-        shape = self.max_batch, self.card["height"], self.card["width"], len(self.card["mean"])
-        self._outputs = np.zeros(shape, np.uint8)
-
-    def prepare(self, frames_NHWC):
-        return frames_NHWC
-
-    def run(self, inputs):
-        self._outputs[: len(inputs)] = inputs
-        return self._outputs[: len(inputs)]
-
-    def finish(self, outputs):
-        if self.card["task"] == "values":
-            return outputs.mean(axis=(1, 2), dtype=np.float32)
-        first = outputs[..., 0].astype(self.card.get("dtype", "uint8"))
-        return first if self.card["task"] == "segmentation" else first[:, 0, 0]
-"""
-"""One array holds the outputs of all runs, as that of a runtime may."""
+MAX_BATCH = 4
+DEFAULTS: dict[str, Any] = {
+    "task": "segmentation",
+    "classes": ["a"] * 256,
+    "height": HEIGHT,
+    "width": WIDTH,
+    "mean": [0] * 3,
+}
 
 
-def write_engine(folder: Path, **card: Any) -> Path:
-    """Write a bundle with the test's engine."""
+def graph_of(card: dict[str, Any], dtype: str) -> onnx.ModelProto:
+    """Return a graph that answers with the first channel of a frame, or with the means of all channels."""
+    size, channels = (card["height"], card["width"]), len(card["mean"])
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype("float32" if card["task"] == "values" else dtype))
+    constants = {"first": np.array(0), "axes": np.array([1, 2])}
+    if card["task"] == "values":
+        nodes = [("Cast", ["frames"], {"to": kind}), ("ReduceMean", ["axes"], {"keepdims": 0})]
+        shape: list[Any] = ["batch", channels]
+    else:
+        nodes = [("Gather", ["frames", "first"], {"axis": 3})]
+        shape = ["batch", *size]
+        if card["task"] == "classification":
+            nodes += [("Gather", ["first"], {"axis": 2}), ("Gather", ["first"], {"axis": 1})]
+            shape = ["batch"]
+        nodes += [("Cast", [], {"to": kind})]
+    tensors = [f"t{number}" for number in range(len(nodes))]
+    made = []
+    for number, (op_type, inputs, attributes) in enumerate(nodes):
+        read = inputs if number == 0 else [tensors[number - 1], *inputs]
+        made.append(helper.make_node(op_type, read, [tensors[number]], **attributes))
+    graph = helper.make_graph(
+        made,
+        "first_channel",
+        [helper.make_tensor_value_info("frames", onnx.TensorProto.UINT8, ["batch", *size, channels])],
+        [helper.make_tensor_value_info(tensors[-1], kind, shape)],
+        [onnx.numpy_helper.from_array(values, name) for name, values in constants.items()],
+    )
+    return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
+
+
+def write_engine(folder: Path, dtype: str = "uint8", **changes: Any) -> Path:
+    """Write a bundle whose engine repeats what it reads."""
+    card = DEFAULTS | changes
     shutil.copytree(Path(frame_engine.__file__).parent, folder / "frame_engine", dirs_exist_ok=True)
-    (folder / "frame_engine" / "engine.py").write_text(ENGINE)
-    (folder / "infer.py").write_text("from frame_engine.command import main\n\nmain()\n")
-    default = {
-        "task": "segmentation",
-        "classes": ["a"] * 256,
-        "height": HEIGHT,
-        "width": WIDTH,
-        "mean": [0] * 3,
+    (folder / "infer.py").write_text(INFER)
+    content = graph_of(card, dtype).SerializeToString()
+    (folder / "engine.onnx").write_bytes(content)
+    session = {
+        "provider": "CPUExecutionProvider",
+        "provider_options": {},
+        "num_threads": 1,
+        "needs_vnni": False,
     }
-    (folder / "model.json").write_text(json.dumps({**default, **card}))
+    card |= {
+        "runtime": "onnxruntime",
+        "package": "onnxruntime",
+        "runtime_version": version("onnxruntime"),
+        "file": "engine.onnx",
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "std": [1] * len(card["mean"]),
+        "reads": "frames",
+        "gives": "logits" if card["task"] == "values" else "classes",
+        "batches": [[1, MAX_BATCH]],
+        "options": session,
+    }
+    (folder / "model.json").write_text(json.dumps(card))
     return folder
 
 
@@ -98,11 +129,8 @@ def infer(bundle: Path, *arguments: object, stdin: bytes = b"") -> subprocess.Co
     return done
 
 
-def load_engine(folder: Path, **card: Any) -> Any:
-    write_engine(folder, **card)
-    space: dict[str, Any] = {}
-    exec(compile(ENGINE, "engine.py", "exec"), space)
-    return space["Engine"](folder)
+def loaded(folder: Path, **card: Any) -> Engine:
+    return load_engine(write_engine(folder, **card))
 
 
 def numbered(count: int, size: tuple[int, int] = SIZE, channels: int = 3) -> Array:
@@ -137,7 +165,7 @@ def test_order_is_kept_while_frames_are_decoded_out_of_order(
         time.sleep(0.004 if index % 3 == 0 else 0)
         return numbered(251)[index]
 
-    engine, written, timings = load_engine(tmp_path), Collected(), Timings()
+    engine, written, timings = loaded(tmp_path), Collected(), Timings()
     run_stream(
         engine, stream_of(50, decode), written, timings=timings, batch=batch, num_decoders=num_decoders
     )
@@ -147,7 +175,7 @@ def test_order_is_kept_while_frames_are_decoded_out_of_order(
 
 
 def test_outputs_are_finished_before_the_next_run_overwrites_them(tmp_path: Path) -> None:
-    engine, written = load_engine(tmp_path), Collected()
+    engine, written = loaded(tmp_path), Collected()
     finish = engine.finish
 
     def slow(outputs: Array) -> Array:
@@ -161,7 +189,7 @@ def test_outputs_are_finished_before_the_next_run_overwrites_them(tmp_path: Path
 
 def test_phases_overlap(tmp_path: Path) -> None:
     """Frame 0 is written while frame 1 runs and frame 3 is decoded: each waits for the others to begin."""
-    engine, frames_NHWC = load_engine(tmp_path), numbered(5)
+    engine, frames_NHWC = loaded(tmp_path), numbered(5)
     begun = {name: threading.Event() for name in ("decode", "run", "write")}
     run = engine.run
 
@@ -189,7 +217,7 @@ def test_phases_overlap(tmp_path: Path) -> None:
 
 
 def test_memory_is_flat_over_ten_thousand_frames(tmp_path: Path) -> None:
-    engine, timings, count = load_engine(tmp_path), Timings(), itertools.count(1)
+    engine, timings, count = loaded(tmp_path), Timings(), itertools.count(1)
     sizes: list[int] = []
 
     def write(name: str, answer: Array) -> None:
@@ -206,7 +234,7 @@ def test_memory_is_flat_over_ten_thousand_frames(tmp_path: Path) -> None:
 
 
 def test_frames_in_flight_are_bounded(tmp_path: Path) -> None:
-    engine, read, written = load_engine(tmp_path), itertools.count(), itertools.count()
+    engine, read, written = loaded(tmp_path), itertools.count(), itertools.count()
     furthest: list[int] = []
     num_read = num_written = 0
 
@@ -235,7 +263,7 @@ class Fault(Exception):
 @pytest.mark.parametrize("place", ["read", "decode", "prepare", "run", "finish", "write"])
 @pytest.mark.parametrize("index", [0, 20])
 def test_an_error_in_any_thread_ends_the_stream(tmp_path: Path, place: str, index: int) -> None:
-    engine, calls = load_engine(tmp_path), itertools.count()
+    engine, calls = loaded(tmp_path), itertools.count()
 
     def faulty(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -269,7 +297,7 @@ def wait_for_threads() -> None:
 
 
 def test_a_write_error_ends_a_stream_that_waits_for_its_source(tmp_path: Path) -> None:
-    engine, is_over = load_engine(tmp_path), threading.Event()
+    engine, is_over = loaded(tmp_path), threading.Event()
 
     def items() -> Iterator[tuple[str, int]]:
         yield "first", 0
@@ -287,7 +315,7 @@ def test_a_write_error_ends_a_stream_that_waits_for_its_source(tmp_path: Path) -
 
 def test_a_stream_without_frames_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no frame to read, expected at least one\."):
-        run_stream(load_engine(tmp_path), stream_of(0), Collected(), timings=Timings())
+        run_stream(loaded(tmp_path), stream_of(0), Collected(), timings=Timings())
 
 
 @pytest.mark.parametrize("channels", [1, 3, 5])
@@ -572,10 +600,10 @@ def test_errors_are_one_line(
 
 def test_missing_runtime_is_named(bundle: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", numbered(2))
-    (bundle / "frame_engine" / "engine.py").write_text("import no_such_runtime")
+    (bundle / "onnxruntime.py").write_text("import no_such_library")
     done = infer(bundle, "images.npy", "a.npy")
     assert done.returncode == 1
-    expected = "infer.py: No module named 'no_such_runtime'. Run pip install -r requirements.txt.\n"
+    expected = "infer.py: No module named 'no_such_library'. Run pip install -r requirements.txt.\n"
     assert done.stderr.decode() == expected
 
 
@@ -605,7 +633,7 @@ def test_percentiles_are_right_to_half_a_percent() -> None:
 
 
 def test_profile_measures_what_each_phase_takes(tmp_path: Path) -> None:
-    engine, timings = load_engine(tmp_path), Timings()
+    engine, timings = loaded(tmp_path), Timings()
     run = engine.run
 
     def slow(inputs: Array) -> Array:
