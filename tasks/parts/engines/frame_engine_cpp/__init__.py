@@ -1,0 +1,1 @@
+"""The C++ program of a bundle: its source, and what writes it."""
