@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems
+from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems, MoreThan
 from tasks.core.errors import ConfigError
 from tasks.core.reports import read_report, write_json
 from tasks.parts.measuring.reports import BenchmarkReport
@@ -60,6 +60,11 @@ class Config:
     last accepted one below it."""
     min_speedup_factor: Annotated[float, Between(1, 1000), "1.02 is two per cent faster"]
     """Minimum speed-up of a rung over the last accepted rung below it."""
+    max_latency_ms: Annotated[float, MoreThan(0)] | None
+    """Longest time of a pick from the frame to the answer at batch 1, by the upper end of the median's interval; null
+    for no limit."""
+    min_fps: Annotated[float, MoreThan(0)] | None
+    """Fewest frames per second of a pick, one after the other; null for no limit."""
     techniques: list[Technique]
     """The techniques that the report compares."""
     engines: list[EngineName]
@@ -188,6 +193,8 @@ def judge(cfg: Config, folders: StageFolders) -> "Findings":
         accuracy=_accuracy_gates(cfg, folders, rows),
         allow_unproven=cfg.allow_unproven,
         min_speedup_factor=cfg.min_speedup_factor,
+        max_latency_ms=cfg.max_latency_ms,
+        min_fps=cfg.min_fps,
     )
     rows = judge_all(rows, gates, reference, cfg.ladder, benchmarks)
     return Findings(

@@ -415,6 +415,8 @@ def config_for(artifacts: Artifacts, **changes: Any) -> Config:
         parents={},
         ladder=LADDER,
         min_speedup_factor=1.02,
+        max_latency_ms=None,
+        min_fps=None,
         techniques=[
             Technique("Pruning", "distilled", "pruned"),
             Technique("Quantization-aware training", "pruned_ptq", "pruned_qat"),
@@ -486,6 +488,26 @@ def test_a_rung_must_beat_the_last_accepted_one_below_it(artifacts, tmp_path) ->
     assert trained["verdict"] == "INCONCLUSIVE"
     assert "x as fast as pruned_partial in the same rounds" in trained["reason"]
     assert "noise hides whether it is 1.02x or more" in trained["reason"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "found"),
+    [
+        ({"max_latency_ms": 0.7}, r"allowed are 0\.7 \(max_latency_ms\)"),
+        ({"min_fps": 1400.0}, "wanted are 1400"),
+    ],
+)
+def test_engine_that_breaks_a_limit_of_the_user_is_too_slow(
+    artifacts, tmp_path, limit: dict[str, float], found: str
+) -> None:
+    _, free = run(artifacts, tmp_path / "free")
+    report, rows = run(artifacts, tmp_path / "limited", **limit)
+    pick = rows["pruned_qat-cpu_onnxruntime"]
+    assert report.picks["cpu_onnxruntime"].variant == pick["variant"] and pick["verdict"] == "ACCEPT"
+    slow = [name for name, row in rows.items() if row["verdict"] == "TOO_SLOW"]
+    assert "distilled-cpu_torch" in slow and "cpu_torch" not in report.picks
+    for name in slow:
+        assert re.search(found, rows[name]["reason"]) and free[name]["verdict"] in ("ACCEPT", "NOT_FASTER")
 
 
 def test_a_rung_that_is_the_same_file_as_a_lower_one_is_not_faster_by_noise(artifacts, tmp_path) -> None:

@@ -77,6 +77,7 @@ def test_every_engine_is_one_run_however_often_it_is_logged(cfg, artifacts) -> N
     assert len(best.data.tags["engine_sha256"]) == 64
     files = {file.path for file in client.list_artifacts(best.info.run_id, "engine")}
     runs_alone = {"infer.py", "model.json", "report.json", "requirements.txt"}
+    runs_alone.add("frame_engine")
     assert files == {f"engine/{name}" for name in ("manifest.json", "model.engine", *runs_alone)}
     assert [file.path for file in client.list_artifacts(best.info.run_id, "benchmark")] == [
         f"benchmark/{name}" for name in ("key.json", "latencies.csv", "report.json")

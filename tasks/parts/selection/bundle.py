@@ -2,6 +2,8 @@
 
 infer.py            reads frames, writes classes or values; needs only numpy and the runtime
 frame_engine/       its modules, which benchmark and validate run as well
+cpp/                a C++ program that does the same, for engines on the CPU that read frames
+engine.txt          what it has to know of the engine
 requirements.txt    the packages that it needs, in the versions that were measured
 model.json          file, sha256, classes, image size, normalisation, batches, options of the runtime
 report.json         the engine's row of engines.json
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tasks.core.reports import write_json
 from tasks.parts.engines import frame_engine
 from tasks.parts.engines.description import describe_engine, package_of
+from tasks.parts.engines.frame_engine_cpp.write import write_cpp
 from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, read_engine_manifest, sha256_of
 from tasks.parts.engines.runtimes import CUDA, Precision, Runtime
 from tasks.parts.engines.target import Gives, Reads, Target
@@ -76,7 +79,9 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
     (out / "infer.py").write_text(INFER, encoding="utf-8")
     package = Path(frame_engine.__file__).parent
     shutil.copytree(package, out / package.name, ignore=shutil.ignore_patterns("__pycache__"))
-    write_json(out / "model.json", describe_engine(manifest))
+    card = describe_engine(manifest)
+    write_json(out / "model.json", card)
+    write_cpp(card, out)
     write_json(out / "report.json", row)
     packages = [f"{package_of(manifest)}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
     if manifest.target.runtime is Runtime.tensorrt:

@@ -27,6 +27,8 @@ class Verdict(StrEnum):
     """It certainly loses more accuracy than a gate allows."""
     UNPROVEN = "UNPROVEN"
     """Too few validation images to tell whether it holds the gates."""
+    TOO_SLOW = "TOO_SLOW"
+    """It holds the gates of accuracy and breaks a limit of the user: max_latency_ms or min_fps."""
     NOT_FASTER = "NOT_FASTER"
     """It holds the gates, but gives neither speed nor accuracy over the rung below it."""
     INCONCLUSIVE = "INCONCLUSIVE"

@@ -27,6 +27,7 @@ _CHIPS = {
     Verdict.TOO_LOSSY: "bad",
     Verdict.PRECISION_MISMATCH: "bad",
     Verdict.BUILD_FAILED: "bad",
+    Verdict.TOO_SLOW: "mild",
     Verdict.NOT_FASTER: "mild",
     Verdict.UNPROVEN: "mild",
     Verdict.INCONCLUSIVE: "mild",

@@ -12,7 +12,7 @@ from tasks.parts.data.accuracy import Standing, worst
 from tasks.parts.measuring.pareto import pareto_front
 from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.selection.accuracy_gates import AccuracyGates, losses_of
-from tasks.parts.selection.engine_row import EngineRow, Measured, Unseen, Verdict, rungs
+from tasks.parts.selection.engine_row import EngineRow, Measured, Speed, Unseen, Verdict, rungs
 
 _HOLDS_GATES = (Verdict.ACCEPT, Verdict.NOT_FASTER, Verdict.INCONCLUSIVE)
 _EQUAL_SIZES = 1.01
@@ -28,6 +28,18 @@ class Gates:
     """Whether an engine may be picked though too few images tell whether it holds the accuracy gates."""
     min_speedup_factor: float
     """Minimum speed-up of a rung over the last accepted rung below it."""
+    max_latency_ms: float | None
+    """Longest time from the frame to the answer; the upper end of the median's interval counts."""
+    min_fps: float | None
+    """Fewest frames per second, one after the other."""
+
+    def describe_slowness(self, speed: Speed) -> str:
+        """Return the limit that an engine breaks; empty if it holds both."""
+        if self.max_latency_ms is not None and speed.latency_ms_p50_high > self.max_latency_ms:
+            return f"up to {speed.latency_ms_p50_high:.3g} ms, allowed are {self.max_latency_ms:g} (max_latency_ms)"
+        if self.min_fps is not None and speed.throughput_per_s < self.min_fps:
+            return f"{speed.throughput_per_s:.4g} frames/s, wanted are {self.min_fps:g} (min_fps)"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -138,6 +150,8 @@ def _judge(row: EngineRow, gates: Gates, reference: Reference) -> EngineRow:
         needed = "far more" if losses.images_needed is None else f"about {losses.images_needed}"
         missing = f"{count} validation images do not tell; {needed} would, at this loss"
         return _decide(row, Verdict.UNPROVEN, accuracy, missing, speed)
+    if slow := gates.describe_slowness(measured.speed):
+        return _decide(row, Verdict.TOO_SLOW, accuracy, speed, slow)
     if measured.speed.is_inconclusive:
         spread = f"{100 * measured.speed.aa_ratio_spread:.1f} %"
         noise = f"latency inconclusive: two processes of the same engine differ by {spread}"

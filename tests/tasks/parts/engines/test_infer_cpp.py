@@ -19,9 +19,10 @@ import openvino
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from tasks.parts.engines.frame_engine.sessions import openvino_core
 from tasks.parts.engines.frame_engine_cpp.write import write_cpp
 from tasks.parts.engines.machine import installed_version
-from tasks.parts.engines.openvino.compile import export_blob, open_core
+from tasks.parts.engines.openvino.compile import export_blob
 from tasks.parts.engines.runtimes import Runtime
 
 HEIGHT, WIDTH = 37, 53
@@ -88,9 +89,9 @@ def graph_of_classes(num_classes: int, task: str, answer: int = TensorProto.UINT
 
 
 def openvino_bundle(model: onnx.ModelProto, folder: Path, max_batch: int = 1) -> Bundle:
-    graph = open_core().read_model(io.BytesIO(model.SerializeToString()))
+    graph = openvino_core().read_model(io.BytesIO(model.SerializeToString()))
     graph.reshape({0: [openvino.Dimension(1, max_batch), HEIGHT, WIDTH, 3]})
-    compiled = open_core().compile_model(graph, "CPU", PROPERTIES)
+    compiled = openvino_core().compile_model(graph, "CPU", PROPERTIES)
     request = compiled.create_infer_request()
     card = {
         "runtime": "openvino",

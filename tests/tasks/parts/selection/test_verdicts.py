@@ -115,7 +115,7 @@ def test_of_equally_fast_engines_the_certainly_more_accurate_one_is_picked_thoug
     machine = Machine("0" * 16, "A CPU", (), None, {})
     races = {target: BenchmarkReport(engines, "ref", race, False, machine, None)}
     accuracy = AccuracyGates(f"{LADDER[0]}-{target}", {}, 0.02, 0.02, results, results, "test")
-    gates = Gates(accuracy, allow_unproven=False, min_speedup_factor=1.02)
+    gates = Gates(accuracy, allow_unproven=False, min_speedup_factor=1.02, max_latency_ms=None, min_fps=None)
     judged = judge_all(rows, gates, find_reference(rows, LADDER[0], target), LADDER, races)
     assert [row.variant for row in judged if row.picked] == ["pruned_fp16"]
 
@@ -126,7 +126,7 @@ def test_no_pick_is_dominated_slower_for_certain_or_beyond_a_gate(seed: int) -> 
     reference = f"{LADDER[0]}-{TARGETS[0]}"
     parents = find_parents(rows, PARENTS, TARGETS[0])
     accuracy = AccuracyGates(reference, parents, 0.02, 0.02, results, results, "test")
-    gates = Gates(accuracy, allow_unproven=False, min_speedup_factor=1.02)
+    gates = Gates(accuracy, allow_unproven=False, min_speedup_factor=1.02, max_latency_ms=None, min_fps=None)
     judged = judge_all(rows, gates, find_reference(rows, LADDER[0], TARGETS[0]), LADDER, races)
 
     holding = [row for row in judged if row.verdict not in (Verdict.TOO_LOSSY, Verdict.UNPROVEN)]
