@@ -25,7 +25,7 @@ from tasks.parts.engines.manifest import (
 from tasks.parts.measuring import engine_process
 from tasks.parts.measuring.batch_latency import Windows
 from tasks.parts.measuring.engine_process import EngineProcess
-from tasks.parts.measuring.race import CONTROL
+from tasks.parts.measuring.race import CONTROL, Timed
 from tasks.parts.measuring.reports import REFERENCE, EngineMeasurement
 from tasks.parts.measuring.surroundings import QuietLimits
 from tests.tasks.conftest import Workshop
@@ -41,6 +41,7 @@ CONFIG = Config(
     warm_up_ms=5.0,
     burst_ms=3.0,
     min_calls=2,
+    timed=Timed.frame,
     min_rounds=5,
     budget_s=1e-3,
     resolution=0.015,

@@ -12,6 +12,7 @@ from tasks.core.errors import ArtifactError
 from tasks.parts.data.accuracy import Accuracy
 from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.measuring.machine_state import read_machine_id
+from tasks.parts.measuring.race import Timed
 from tasks.parts.measuring.reports import SpeedRatio
 from tasks.parts.measuring.surroundings import QuietLimits
 from tasks.parts.selection.engine_row import MACHINE, EngineRow, Measured, Speed, Verdict, flatten
@@ -23,6 +24,7 @@ CONFIG = Config(
     warm_up_ms=5.0,
     burst_ms=3.0,
     min_calls=2,
+    timed=Timed.frame,
     min_rounds=5,
     budget_s=1e-3,
     resolution=0.015,

@@ -8,7 +8,7 @@ import pytest
 
 from tasks.core.reports import write_json
 from tasks.parts.engines.manifest import read_engine_manifest
-from tasks.parts.measuring.race import RaceOptions
+from tasks.parts.measuring.race import RaceOptions, Timed
 from tasks.parts.measuring.surroundings import QuietLimits
 from tasks.parts.onnx_graphs.graph import name_nodes, read_graph
 from tasks.parts.onnx_graphs.macs import layer_sizes
@@ -26,6 +26,7 @@ OPTIONS = RaceOptions(
     warm_up_ms=5.0,
     burst_ms=3.0,
     min_calls=2,
+    timed=Timed.frame,
     min_rounds=5,
     budget_s=1e-3,
     resolution=0.015,

@@ -2,11 +2,12 @@
 
 Each engine of a benchmark gets its own process, so that it shares neither memory nor thread pools with another
 runtime. The parent uses `EngineProcess`; the child is
-`python -m tasks.parts.measuring.engine_process <engine> <parent pid>`. They exchange JSON lines over the child's
-stdin and stdout. The child dies with its parent.
+`python -m tasks.parts.measuring.engine_process <engine> <parent pid> <frame or run>`. They exchange JSON lines over
+the child's stdin and stdout. The child dies with its parent.
 """
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -32,6 +33,7 @@ from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.engines.runner import DeviceTimes, Runner, check_batch
 from tasks.parts.measuring.energy import POWERCAP, open_energy_meter
+from tasks.parts.measuring.race import Timed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,14 +81,19 @@ class Load:
 class EngineProcess:
     """The parent's end of one engine process; use it in a `with` block."""
 
-    def __init__(self, engine: Path, *, num_threads: int, timeout_s: float) -> None:
+    def __init__(
+        self, engine: Path, *, num_threads: int, timeout_s: float, timed: Timed = Timed.frame
+    ) -> None:
         self._engine, self._timeout_s = engine, timeout_s
         self.num_threads = num_threads
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join([str(_SOURCE_ROOT), environment.get("PYTHONPATH", "")])
         environment["OMP_NUM_THREADS"] = str(num_threads)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tasks.parts.measuring.engine_process", str(engine), str(os.getpid())],
+            [
+                *(sys.executable, "-m", "tasks.parts.measuring.engine_process"),
+                *(str(engine), str(os.getpid()), timed),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -202,7 +209,9 @@ class EngineProcess:
 
 
 @contextmanager
-def open_processes(engines: Mapping[str, Path], *, timeout_s: float) -> Iterator[dict[str, EngineProcess]]:
+def open_processes(
+    engines: Mapping[str, Path], *, timeout_s: float, timed: Timed = Timed.frame
+) -> Iterator[dict[str, EngineProcess]]:
     """Start a process for each engine, with the number of threads of its target; they import in parallel."""
     with ExitStack() as stack:
         yield {
@@ -211,6 +220,7 @@ def open_processes(engines: Mapping[str, Path], *, timeout_s: float) -> Iterator
                     engine,
                     num_threads=read_engine_manifest(engine).target.num_threads,
                     timeout_s=timeout_s,
+                    timed=timed,
                 )
             )
             for name, engine in engines.items()
@@ -233,7 +243,7 @@ def run_round(
     return {name: [value / 1e6 for value in bursts[name]] for name in processes}
 
 
-def serve(engine: Path, commands: IO[str], answers: IO[str]) -> None:
+def serve(engine: Path, commands: IO[str], answers: IO[str], timed: Timed) -> None:
     """Load the engine at the first command, then answer commands, one per line, until `commands` ends."""
     from tasks.parts.engines.open_engine import open_engine
 
@@ -254,7 +264,7 @@ def serve(engine: Path, commands: IO[str], answers: IO[str]) -> None:
             batch = command.pop("batch")
             if batch not in frames:
                 frames[batch] = _draw_frames(runner.manifest.card, batch)
-            answer = _carry_out(runner, frames[batch], **command)
+            answer = _carry_out(runner, frames[batch], timed, **command)
             if command["do"] == "warm_up":
                 memory = {"memory_mib": _rss_mib() - rss_before_mib, "memory_total_mib": _peak_mib()}
                 answer = {"load_ms": load_ms} | answer | memory
@@ -274,25 +284,26 @@ def _draw_frames(card: InputCard, batch: int) -> "NDArray[np.uint8]":
 
 
 def _carry_out(
-    runner: Runner, frames_NHWC: "NDArray[np.uint8]", *, do: str, **options: Any
+    runner: Runner, frames_NHWC: "NDArray[np.uint8]", timed: Timed, *, do: str, **options: Any
 ) -> dict[str, Any]:
     from tasks.parts.engines.description import on_frames
 
     engine = on_frames(runner)
+    call = _call(runner, frames_NHWC, timed)
     match do:
         case "warm_up":
             check_batch(engine.prepare(frames_NHWC), runner.manifest)
-            [first_ns] = _time_calls(engine.answer, frames_NHWC, 0.0, min_calls=1)
-            _time_calls(engine.answer, frames_NHWC, options["seconds"], min_calls=2)
+            [first_ns] = _time_calls(call, 0.0, min_calls=1)
+            _time_calls(call, options["seconds"], min_calls=2)
             return {"first_call_ms": first_ns / 1e6}
         case "burst":
             time.sleep(_SETTLE_SECONDS)
-            engine.answer(frames_NHWC)
-            return {"latencies_ns": _time_calls(engine.answer, frames_NHWC, **options)}
+            call()
+            return {"latencies_ns": _time_calls(call, **options)}
         case "time_phases":
             return {"latencies_ns": _time_phases(engine, frames_NHWC, **options)}
         case "load":
-            return _load_metered(runner, frames_NHWC, **options)
+            return _load_metered(runner, frames_NHWC, timed, **options)
         case "time_on_device":
             times = runner.time_on_device(engine.prepare(frames_NHWC), **options)
             return {"times": times and vars(times)}
@@ -301,6 +312,16 @@ def _carry_out(
             for layer in runner.profile(engine.prepare(frames_NHWC), **options):
                 milliseconds[layer.name] = milliseconds.get(layer.name, 0.0) + layer.milliseconds
             return {"milliseconds": milliseconds}
+
+
+def _call(runner: Runner, frames_NHWC: "NDArray[np.uint8]", timed: Timed) -> Callable[[], Any]:
+    """Return what is timed."""
+    from tasks.parts.engines.description import on_frames
+
+    engine = on_frames(runner)
+    if timed is Timed.frame:
+        return functools.partial(engine.answer, frames_NHWC)
+    return functools.partial(engine.run, engine.prepare(frames_NHWC))
 
 
 def _time_phases(
@@ -326,6 +347,7 @@ def _time_phases(
 def _load_metered(
     runner: Runner,
     frames_NHWC: "NDArray[np.uint8]",
+    timed: Timed,
     *,
     concurrency: int,
     seconds: float,
@@ -341,7 +363,8 @@ def _load_metered(
             if meter:
                 readings_uj.append(meter.read_uj())
 
-        load = _load(lanes, frames_NHWC, read_meter, seconds=seconds, num_windows=num_windows)
+        calls = [_call(lane, frames_NHWC, timed) for lane in lanes]
+        load = _load(lanes, calls, read_meter, seconds=seconds, num_windows=num_windows)
         joules = meter.joules_between(readings_uj[0], readings_uj[-1]) if meter else None
     if joules == 0:
         joules, note = None, f"{note}: the counter stands still"
@@ -350,31 +373,29 @@ def _load_metered(
 
 def _load(
     lanes: Sequence[Runner],
-    frames_NHWC: "NDArray[np.uint8]",
+    calls: Sequence[Callable[[], Any]],
     at_window: Callable[[], None],
     *,
     seconds: float,
     num_windows: int,
 ) -> dict[str, Any]:
-    """Run each lane in its own thread; all lanes start each window together, right after `at_window`."""
-    from tasks.parts.engines.description import on_frames
-
+    """Run the call of each lane in its own thread; all lanes start each window together, right after `at_window`."""
     barrier, entry = threading.Barrier(len(lanes), action=at_window), threading.Lock()
 
-    def drive(lane: Runner) -> list[list[int]]:
-        windows, answer = [], on_frames(lane).answer
+    def drive(lane: Runner, call: Callable[[], Any]) -> list[list[int]]:
+        windows = []
         with ExitStack() as stack:
             with entry:  # one at a time: some runtimes cannot open contexts in two threads at once
                 stack.enter_context(lane)
-                answer(frames_NHWC)
+                call()
             for _ in range(num_windows):
                 barrier.wait()
-                windows.append(_time_calls(answer, frames_NHWC, seconds, min_calls=1))
+                windows.append(_time_calls(call, seconds, min_calls=1))
             barrier.wait()  # closing a lane would disturb the others
         return windows
 
     with ThreadPoolExecutor(len(lanes)) as pool:
-        futures = [pool.submit(drive, lane) for lane in lanes]
+        futures = [pool.submit(drive, *each) for each in zip(lanes, calls, strict=True)]
         for future in as_completed(futures):
             if error := future.exception():
                 barrier.abort()  # the other lanes wait for it
@@ -388,13 +409,13 @@ def _load(
     }
 
 
-def _time_calls(answer: Any, frames_NHWC: Any, seconds: float, min_calls: int) -> list[int]:
+def _time_calls(call: Callable[[], Any], seconds: float, min_calls: int) -> list[int]:
     latencies_ns: list[int] = []
     clock = time.perf_counter_ns
     end = clock() + int(seconds * 1e9)
     while clock() < end or len(latencies_ns) < min_calls:
         start = clock()
-        answer(frames_NHWC)
+        call()
         latencies_ns.append(clock() - start)
     return latencies_ns
 
@@ -421,14 +442,14 @@ def _send(answers: IO[str], answer: dict[str, Any]) -> None:
     answers.flush()
 
 
-def main(engine: str, parent_pid: str) -> None:
+def main(engine: str, parent_pid: str, timed: str) -> None:
     """Run the child: answers go to the original stdout; whatever a library prints goes to stderr."""
     die_with_parent(int(parent_pid), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         try:
-            serve(Path(engine), sys.stdin, answers)
+            serve(Path(engine), sys.stdin, answers, Timed(timed))
         except EnginewrightError as error:
             _send(answers, {"error": str(error)})
 

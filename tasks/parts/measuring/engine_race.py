@@ -119,7 +119,7 @@ def open_race(options: RaceOptions, engines: Mapping[str, Path], *, device: str)
     """
     quiet = wait_until_quiet(options.quiet)
     starters = {**engines, CONTROL: engines[_controlled(list(engines))]}
-    with open_processes(starters, timeout_s=options.timeout_s) as processes:
+    with open_processes(starters, timeout_s=options.timeout_s, timed=options.timed) as processes:
         for process in processes.values():
             process.wait_until_imported()
         descriptions = {name: process.wait_until_loaded() for name, process in processes.items()}

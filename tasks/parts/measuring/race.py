@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,16 @@ FEWEST_ROUNDS = 5
 _GROWTH = 1.5
 _STRICTNESS_OF_LOOKS = 10
 """Before the time is up an order has to be this many times as certain as at the end."""
+
+
+class Timed(StrEnum):
+    """What is timed."""
+
+    frame = "frame"
+    """From a uint8 frame to the answer, with what the engine leaves outside."""
+    run = "run"
+    """The engine alone."""
+
 
 RunRound = Callable[[], Mapping[str, Sequence[float]]]
 """Runs one burst of every engine and returns the latencies in ms by name."""
@@ -54,6 +65,8 @@ class RaceOptions:
     is reported as inconclusive. 0.05 is 5 %."""
     quiet: QuietLimits
     """When the machine is quiet enough to begin."""
+    timed: Timed
+    """What the race decides by: the time from a frame to its answer, or that of the engine alone."""
     timeout_s: Annotated[float, MoreThan(0)]
     """How long to wait for an answer from an engine's process."""
 

@@ -26,7 +26,7 @@ def time_engines(
     """Return the views of engines, by name: latency and time of each layer are those of its fastest turn."""
     bursts_ms = defaultdict[str, list[float]](list)
     layers_ms = defaultdict[str, dict[str, list[float]]](lambda: defaultdict(list))
-    with open_processes(engines, timeout_s=options.timeout_s) as processes:
+    with open_processes(engines, timeout_s=options.timeout_s, timed=options.timed) as processes:
         for process in processes.values():
             process.wait_until_loaded()
         for process in processes.values():

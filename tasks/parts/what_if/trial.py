@@ -137,7 +137,9 @@ def _race(
     shuffler = random.Random(options.seed)
     wait_until_quiet(options.quiet)
     with ExitStack() as stack:
-        processes = stack.enter_context(open_processes(engines, timeout_s=options.timeout_s))
+        processes = stack.enter_context(
+            open_processes(engines, timeout_s=options.timeout_s, timed=options.timed)
+        )
         for process in processes.values():
             process.wait_until_loaded()
         for name, process in processes.items():

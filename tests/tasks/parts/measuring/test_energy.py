@@ -15,6 +15,7 @@ from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.measuring.energy import EnergyMeter, open_energy_meter
 from tasks.parts.measuring.engine_process import _load_metered
+from tasks.parts.measuring.race import Timed
 from tests.tasks.conftest import HEIGHT, WIDTH, Workshop
 
 RANGE_UJ = 262_143_328_850
@@ -134,11 +135,11 @@ def test_energy_of_the_windows_is_metered_while_the_lanes_run(
     with open_engine(workshop.engine("float", "cpu_onnxruntime")) as runner:
         if is_running:
             with running(packages[0]):
-                load = _load_metered(runner, frames_NHWC, powercap=tmp_path, **options)
+                load = _load_metered(runner, frames_NHWC, Timed.frame, powercap=tmp_path, **options)
             assert load["joules"] >= 1 and load["joules"] == int(load["joules"])
             assert load["energy_note"] == "RAPL of package-0, all processes"
         else:
-            load = _load_metered(runner, frames_NHWC, powercap=tmp_path, **options)
+            load = _load_metered(runner, frames_NHWC, Timed.frame, powercap=tmp_path, **options)
             assert load["joules"] is None
             assert load["energy_note"] == "RAPL of package-0, all processes: the counter stands still"
     assert len(load["calls_per_s"]) == 3 and len(load["latencies_ns"]) >= 6
