@@ -24,6 +24,7 @@ from tasks.parts.engines.frame_engine_cpp.write import write_cpp
 from tasks.parts.engines.machine import installed_version
 from tasks.parts.engines.openvino.compile import export_blob
 from tasks.parts.engines.runtimes import Runtime
+from tests.cpp_programs import build_program
 
 HEIGHT, WIDTH = 37, 53
 """Odd: the frames of a file then start at addresses of any alignment."""
@@ -35,9 +36,6 @@ PROPERTIES = {
     "INFERENCE_PRECISION_HINT": "f32",
     "ENABLE_CPU_PINNING": False,
 }
-ORT_HEADERS = "ONNXRUNTIME_INCLUDE_DIR"
-"""Names the folder of onnxruntime_cxx_api.h: no Python package has it."""
-
 Array = np.ndarray[Any, Any]
 
 
@@ -131,18 +129,6 @@ def write_bundle(folder: Path, file: str, content: bytes, card: dict[str, Any]) 
 MAKERS = {"openvino": openvino_bundle, "onnxruntime": onnxruntime_bundle}
 
 
-def cmake_options(runtime: str) -> list[str]:
-    """Return what finds the runtime, as the head of its CMakeLists.txt says; skip where that has to."""
-    if runtime == "openvino":
-        return [f"-DOpenVINO_DIR={openvino.__path__[0]}/cmake"]
-    if ORT_HEADERS not in os.environ:
-        pytest.skip(
-            f"{ORT_HEADERS} does not name a folder with onnxruntime_cxx_api.h, which no Python package has"
-        )
-    [library] = Path(onnxruntime.__path__[0]).glob("capi/libonnxruntime.so.*")
-    return [f"-D{ORT_HEADERS}={os.environ[ORT_HEADERS]}", f"-DONNXRUNTIME_LIBRARY={library}"]
-
-
 @pytest.fixture(scope="module", params=MAKERS)
 def runtime(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -151,16 +137,9 @@ def runtime(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def built(runtime: str, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A bundle of a segmentation engine whose program is built as a user would build it."""
-    if missing := [tool for tool in ("cmake", "g++", "make") if shutil.which(tool) is None]:
-        pytest.skip(f"{', '.join(missing)} is not installed")
-    options = cmake_options(runtime)
     model = graph_of_classes(6, "segmentation")
     bundle = MAKERS[runtime](model, tmp_path_factory.mktemp(runtime) / "bundle")
-    source, build = bundle.folder / "cpp", bundle.folder / "cpp" / "build"
-    for command in (["cmake", "-S", source, "-B", build, *options], ["cmake", "--build", build]):
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stdout + run.stderr
-        assert "warning:" not in run.stdout + run.stderr
+    build_program(bundle.folder, runtime)
     return bundle
 
 

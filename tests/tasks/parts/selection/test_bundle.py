@@ -19,7 +19,7 @@ from google.protobuf import text_format
 from tasks.build_engine import build_engine
 from tasks.core.errors import DataError
 from tasks.parts.data.dataset import normalise, open_split
-from tasks.parts.engines.description import describe_engine
+from tasks.parts.engines.description import describe_engine, on_frames
 from tasks.parts.engines.frame_engine.engine import cut_batches
 from tasks.parts.engines.frame_engine.sessions import check_gpu, check_vnni, openvino_core
 from tasks.parts.engines.gpu import Gpu
@@ -34,6 +34,7 @@ from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.engines.tensorrt_options import BatchProfile
 from tasks.parts.onnx_graphs.graph import read_graph
 from tasks.parts.selection.bundle import configure_triton, write_bundle
+from tests.cpp_programs import build_program
 from tests.tasks.conftest import TOLD_BY_CI, Workshop
 from tests.wheels import unpack_wheel
 
@@ -163,7 +164,7 @@ def test_images_that_do_not_fit_are_refused(
     bundle = bundled(workshop, "cpu_onnxruntime", tmp_path / "a")
     done = infer(sys.executable, bundle, images_NHWC, tmp_path)
     assert done.returncode != 0
-    assert "expected uint8 [N, H, W, C]" in done.stderr
+    assert "expected uint8 [N, H, W, 3] (RGB for three channels)" in done.stderr
 
 
 def write_torn(path: Path) -> None:
@@ -174,12 +175,10 @@ def write_torn(path: Path) -> None:
 @pytest.mark.parametrize(
     "write",
     [
-        Path.mkdir,
         Path.touch,
         write_torn,
         lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n"),
         lambda path: np.save(path, np.array([{}]), allow_pickle=True),
-        lambda path: None,
     ],
 )
 def test_file_without_whole_images_is_named(
@@ -394,3 +393,50 @@ def test_plan_is_packed_with_what_its_script_needs(workshop: Workshop, tmp_path:
     }
     done = infer(sys.executable, bundle, np.zeros((1, 64, 96, 3), np.uint8), tmp_path)
     assert done.returncode != 0 and "measured with tensorrt 11.4.0.1, installed is " in done.stderr
+
+
+def on_frames_bundle(workshop: Workshop, target: str, folder: Path) -> tuple[Path, Path]:
+    """Build an engine that reads frames and gives classes; return its folder and its bundle."""
+    built, bundle = folder / "built", folder / "bundle"
+    built.mkdir()
+    declared = workshop.target(target, reads="frames", gives="classes", max_batch=1)
+    report = build_engine(declared, model=workshop.quantized, images=workshop.images, out=built)
+    assert report.status == "built", report.reason
+    assert write_bundle(built / "engine", {"variant": "quantized", "target": target}, bundle)
+    return built / "engine", bundle
+
+
+def many_frames(workshop: Workshop, count: int = 100) -> np.ndarray:
+    """Return frames of all splits, shifted so that no two are equal."""
+    images_NHWC = np.concatenate(
+        [np.asarray(open_split(workshop.data, split)[0]) for split in ("val", "test")]
+    )
+    frames = [np.roll(images_NHWC[i % len(images_NHWC)], i, axis=(0, 1)) for i in range(count)]
+    return np.stack(frames)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_python_cpp_and_validate_give_the_same_masks(workshop: Workshop, tmp_path: Path, target: str) -> None:
+    engine, bundle = on_frames_bundle(workshop, target, tmp_path)
+    frames_NHWC = many_frames(workshop)
+    with open_engine(engine) as runner:  # what validate does
+        expected_NHW = np.concatenate([on_frames(runner).answer(frame[None]) for frame in frames_NHWC])
+    done = infer(sys.executable, bundle, frames_NHWC, tmp_path)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load(tmp_path / "classes.npy"), expected_NHW)
+    assert len(np.unique(expected_NHW)) > 1
+    program = build_program(bundle, target.removeprefix("cpu_"))
+    subprocess.run([program, "images.npy", "cpp.npy"], cwd=tmp_path, check=True)
+    np.testing.assert_array_equal(np.load(tmp_path / "cpp.npy"), expected_NHW)
+
+
+def test_triton_is_told_what_an_engine_on_frames_reads_and_gives(
+    workshop: Workshop, tmp_path: Path, triton_schema: Any
+) -> None:
+    _, bundle = on_frames_bundle(workshop, "cpu_openvino", tmp_path)
+    [model] = (bundle / "triton").iterdir()
+    config = text_format.Parse((model / "config.pbtxt").read_text(), triton_schema.ModelConfig())
+    names = triton_schema.DataType
+    assert (config.input[0].name, list(config.input[0].dims)) == ("frames", [1, 64, 96, 3])
+    assert (config.output[0].name, list(config.output[0].dims)) == ("classes", [1, 64, 96])
+    assert config.input[0].data_type == config.output[0].data_type == names.Value("TYPE_UINT8")
