@@ -3,7 +3,7 @@
 ``python -m benchmarks.aa`` after a run of the pipeline, on an otherwise idle machine. Each engine races its own
 file, several times, with bursts as configured in ``conf/benchmark``. The ratio of the two should be 1. Prints a
 table, writes ``benchmarks/results/aa.json``, and fails if the median ratio of an engine is further from 1 than 2 %.
-By default it measures the pick of each target and the eager reference of all speed-ups.
+By default it measures the pick of each target and the references of speed-ups.
 """
 
 import argparse
@@ -58,11 +58,12 @@ def main() -> None:
 
 
 def default_engines() -> list[str]:
-    """Return the pick of each target, and the reference of all speed-ups."""
-    picks = read_selection("picks.json")
-    reference = read_params()["select_engine"]["float_reference"]
+    """Return the pick of each target, and the references of speed-ups."""
+    picks, params = read_selection("picks.json"), read_params()
+    variant = params["select_engine"]["float_reference"]["variant"]
+    references = [f"{variant}-{item['target']}" for item in params["pipeline"]["references"].values()]
     names = [f"{pick['variant']}-{pick['target']}" for pick in picks.values()]
-    return list(dict.fromkeys([*names, f"{reference['variant']}-{reference['target']}"]))
+    return list(dict.fromkeys([*names, *references]))
 
 
 def measure(name: str, num_repeats: int) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def measure_decision(workspace: Path, target: str, repeat: int) -> Row:
     cfg, selection = stage_config(f"benchmark.{target}", workspace), stage_config("select_engine", workspace)
     base = selection.float_reference.target
     folders = stage_folders(workspace)
-    reference = workspace / read_params(workspace / PARAMS_FILE)["pipeline"]["reference_engine"]
+    reference = workspace / read_params(workspace / PARAMS_FILE)["pipeline"]["references"][target]["engine"]
     num_busy_loops = NUM_BUSY_LOOPS * (repeat % 2)
     if num_busy_loops:  # there is no use in waiting until they end
         cfg = dataclasses.replace(cfg, quiet=dataclasses.replace(cfg.quiet, max_wait_s=0.0))

@@ -32,7 +32,6 @@ from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph, write_graph
 
 RESULTS = Path(__file__).parent / "results" / "speedup.json"
-EAGER = "cpu_torch"
 CARD_KEY = "enginewright"
 MAX_SECONDS = 600.0
 
@@ -70,7 +69,8 @@ def measure_size(
 ) -> list[dict[str, Any]]:
     """Build the pick and its references for an input of ``side`` x ``side`` and race them."""
     student = params["select_engine"]["float_reference"]["variant"]
-    references = [(student, EAGER), (student, target), ("pruned", target)]
+    eager = params["pipeline"]["references"][target]["target"]
+    references = [(student, eager), (student, target), ("pruned", target)]
     names = [*references, (variant, target)]
     with tempfile.TemporaryDirectory() as folder:
         engines = {

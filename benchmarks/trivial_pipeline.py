@@ -169,6 +169,7 @@ def compose_trivial(*, num_variants: int, num_targets: int, seconds: float) -> d
         for variant, model in variants.items()
         for target in targets
     }
+    reference = {"target": targets[0], "engine": f"artifacts/build_engine/v00/{targets[0]}/engine"}
     pipeline = {
         "imports": {"model": "models/float.onnx"},
         "unlabelled": {},
@@ -182,7 +183,8 @@ def compose_trivial(*, num_variants: int, num_targets: int, seconds: float) -> d
         "data": "artifacts/prepare_data/dataset",
         "graph": "artifacts/import_onnx/model.onnx",
         "reference_graph": "artifacts/import_onnx/model.onnx",
-        "reference_engine": f"artifacts/build_engine/v00/{targets[0]}/engine",
+        "reference_engine": reference["engine"],
+        "references": dict.fromkeys(targets, reference),
         "explanations": "artifacts/benchmark",
     }
     return {**sections, "engines": engines, "pipeline": pipeline}

@@ -70,9 +70,9 @@ def examine(params: Mapping[str, Any], *, all_targets: bool) -> Iterator[Finding
     """Yield the findings, cheap checks first; ``params`` is the configuration of a run."""
     flags = ", ".join(read_isa()) or "no CPU flags that change kernels"
     yield Finding(State.ok, "CPU", f"{read_cpu_model()}; {flags}")
-    reference = params["select_engine"]["float_reference"]["target"]
+    references = {item["target"] for item in params["pipeline"]["references"].values()}
     for name, section in params["build_engine"].items():
-        lack = State.needed if name == reference else State.skipped
+        lack = State.needed if name in references else State.skipped
         yield _examine_target(name, section, without_gpu=State.needed, without_flags=lack)
     others = sorted({file.stem for file in (CONF / "target").glob("*.yaml")} - set(params["build_engine"]))
     yield _examine_gpus()

@@ -179,13 +179,20 @@ def optimize_on_pools(
 def _make_engines(
     params: Mapping[str, Any], overrides: Sequence[str], patience_s: float, timeout_s: float
 ) -> dict[str, TargetResult]:
-    """Build each target's engines on its pool, the reference first: all others are measured beside its engine."""
-    reference = params["select_engine"]["float_reference"]["target"]
-    others = [target for target in params["build_engine"] if target != reference]
+    """Build each target's engines on its pool, the references first: the others are measured beside their engines.
+
+    A target whose reference has no engine is not started; without the float reference, no other one is.
+    """
+    base = params["select_engine"]["float_reference"]["target"]
+    reference_of = {name: str(item["target"]) for name, item in params["pipeline"]["references"].items()}
+    references = list(dict.fromkeys([base, *reference_of.values()]))
     results: dict[str, TargetResult] = {}
-    for wave in ([reference], others):
-        if wave is others and results[reference].outcome is not Outcome.DONE:
-            break
+    for wave in (references, [target for target in params["build_engine"] if target not in references]):
+        if wave is not references:
+            if results[base].outcome is not Outcome.DONE:
+                break
+            results |= _without_own_reference(wave, reference_of, results)
+            wave = [target for target in wave if target not in results]
         runs = {target: _start(params, target, overrides) for target in wave}
         results |= _wait(params, runs, patience_s, timeout_s)
         entries = {name: entry for target in wave for name, entry in results[target].entries.items()}
@@ -377,9 +384,23 @@ def _names_of_models(params: Mapping[str, Any]) -> list[str]:
     return [names[address] for address in plan.calls]
 
 
+def _without_own_reference(
+    targets: Sequence[str], reference_of: Mapping[str, str], results: Mapping[str, TargetResult]
+) -> dict[str, TargetResult]:
+    """Return the outcome of each target that cannot be measured, because its reference is not done."""
+    undone = {target: results[reference_of[target]] for target in targets}
+    return {
+        target: TargetResult(
+            result.outcome, f"its speed-ups refer to {reference_of[target]}, which is {result.line}", {}
+        )
+        for target, result in undone.items()
+        if result.outcome is not Outcome.DONE
+    }
+
+
 def _without_reference(params: Mapping[str, Any], results: Mapping[str, TargetResult]) -> str:
     reference = params["select_engine"]["float_reference"]["target"]
     return (
-        f"{reference} is {results[reference].line} All speed-ups refer to it "
+        f"{reference} is {results[reference].line} All losses refer to it "
         "(select_engine.float_reference), so nothing can be selected. The models are kept; run again."
     )

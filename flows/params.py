@@ -75,6 +75,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
         del params["train"]
         _complete_import(params, model)
     params["engines"] = dict(_engines(variants, targets))
+    _complete_references(params, targets)
     _check_engines(params, targets)
     params["select_engine"]["engines"] = [
         {"variant": engine["variant"], "target": engine["target"]} for engine in params["engines"].values()
@@ -103,7 +104,8 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
 def keep_targets(params: dict[str, Any], targets: Collection[str]) -> dict[str, Any]:
     """Return the configuration without the engines of other targets; the models stay as they are."""
     kept = copy.deepcopy(params)
-    kept["pipeline"]["trials"] = _of(targets, kept["pipeline"]["trials"])
+    for items in ("trials", "references"):
+        kept["pipeline"][items] = _of(targets, kept["pipeline"][items])
     for section in ("build_engine", "benchmark", "measure_machine", "explain", "try_changes"):
         if section in kept:
             kept[section] = _of(targets, kept[section])
@@ -309,13 +311,26 @@ def _find_metric(metric: str) -> tuple[str, str]:
     return path.as_posix(), function
 
 
+def _complete_references(params: dict[str, Any], targets: dict[str, Any]) -> None:
+    """Name the engine that the speed-ups of each target refer to: the float reference's variant on its device."""
+    reference, pipeline = params["select_engine"]["float_reference"], params["pipeline"]
+    by_device = pipeline.pop("speed_references")
+    if reference["target"] in targets:
+        by_device[targets[reference["target"]].get("device")] = reference["target"]
+    pipeline["references"] = {}
+    for name, options in targets.items():
+        place = by_device.get(options.get("device"), reference["target"])
+        engine = f"artifacts/build_engine/{reference['variant']}/{place}/engine"
+        pipeline["references"][name] = {"target": place, "engine": engine}
+
+
 def _check_engines(params: dict[str, Any], targets: dict[str, Any]) -> None:
-    """Reject a run without its reference engine, or with a target that runs none of the variants."""
+    """Reject a run without a reference engine, or with a target that runs none of the variants."""
     engines, reference = params["engines"], params["select_engine"]["float_reference"]
     if f"{reference['variant']}-{reference['target']}" not in engines:
         raise ConfigError(
             f"target is [{', '.join(targets)}]. It has to include {reference['target']}: the variant "
-            f"`{reference['variant']}` on it is the reference for every accuracy and speed-up "
+            f"`{reference['variant']}` on it is the reference for every accuracy and for the speed-ups on its device "
             "(select_engine.float_reference)."
         )
     idle = [target for target in targets if target not in {engine["target"] for engine in engines.values()}]
@@ -323,6 +338,19 @@ def _check_engines(params: dict[str, Any], targets: dict[str, Any]) -> None:
         raise ConfigError(
             f"target {idle[0]} runs checkpoints of our own networks, and model=onnx has none. Remove it from target."
         )
+    for target, item in params["pipeline"]["references"].items():
+        device, place = targets[target].get("device"), item["target"]
+        if f"{reference['variant']}-{place}" not in engines:
+            raise ConfigError(
+                f"target is [{', '.join(targets)}]. For {target} it has to include {place} as well: speed-ups on "
+                f"{device} refer to the variant `{reference['variant']}` on it (pipeline.speed_references.{device}). "
+                f"Set target=[{','.join([*targets, place])}]."
+            )
+        if targets[place].get("device") != device:
+            raise ConfigError(
+                f"pipeline.speed_references.{device} is {place}, which runs on {targets[place].get('device')}, "
+                f"expected a target on {device}, as {target} is: speed-ups compare engines on one device."
+            )
 
 
 def write_params(params: dict[str, Any], path: Path = PARAMS_FILE) -> list[str]:

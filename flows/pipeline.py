@@ -171,7 +171,6 @@ def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[s
     builds: dict[str, dict[str, Path]] = {}
     checks: dict[str, dict[str, Path]] = {}
     data = Path(params["pipeline"]["data"])
-    reference = Path(params["pipeline"]["reference_engine"])
     for item in params["engines"].values():
         if item["target"] not in targets:
             continue
@@ -195,6 +194,7 @@ def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[s
     stages.run_side_by_side(checks)
     for target in targets:
         built = ARTIFACTS / "build_engine" / "*" / target / "engine"
+        reference = Path(params["pipeline"]["references"][target]["engine"])
         measured = stages.run(f"benchmark.{target}", builds=built, reference=reference)
         if target in params.get("measure_machine", ()):
             roofs = stages.run(f"measure_machine.{target}")

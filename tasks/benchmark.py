@@ -86,6 +86,7 @@ class _Field:
     """By variant, if it was built."""
     reference: Path
     reference_sha256: str
+    reference_target: str
 
     @property
     def names(self) -> list[str]:
@@ -152,7 +153,15 @@ def benchmark(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Repor
     machine = read_machine(field.device)
     if not field.measured_as:
         logger.warning("benchmark: target %s has no engine", cfg.target)
-        return Report(_describe_all(field, {}), field.reference_sha256, None, False, machine, None)
+        return Report(
+            engines=_describe_all(field, {}),
+            reference_sha256=field.reference_sha256,
+            reference_target=field.reference_target,
+            race=None,
+            is_inconclusive=False,
+            machine=machine,
+            surroundings=None,
+        )
     logger.info("benchmark: %d different engines of target %s", len(field.names), cfg.target)
     rounds, measured, surroundings = _measure(cfg, field)
     _write_tables(field, measured, rounds, out)
@@ -167,6 +176,7 @@ def benchmark(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Repor
     return Report(
         engines=_describe_all(field, measured),
         reference_sha256=field.reference_sha256,
+        reference_target=field.reference_target,
         race=race,
         is_inconclusive=race.aa_ratio.spread > cfg.max_aa_spread,
         machine=machine,
@@ -187,7 +197,7 @@ def _line_up(cfg: Config, builds: Path, reference: Path) -> _Field:
     if base.target.name == cfg.target:  # else it is another engine: eager PyTorch on CPU and GPU
         first[base.sha256] = REFERENCE
     measured_as = {variant: first[sha256] for variant, sha256 in files.items()}
-    return _Field(engines, manifests, measured_as, reference, base.sha256)
+    return _Field(engines, manifests, measured_as, reference, base.sha256, base.target.name)
 
 
 def _check_comparable(

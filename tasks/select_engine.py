@@ -127,7 +127,7 @@ class Report:
     without_pick: dict[str, str]
     """Target -> why it has no pick."""
     best: Pick | None
-    """The pick with the largest speed-up over the reference."""
+    """The fastest pick, see `fastest_first`."""
 
 
 def reads(
@@ -180,15 +180,21 @@ def judge(cfg: Config, folders: StageFolders) -> "Findings":
     Raises ArtifactError if a report is missing or accuracy, latency and speed-up were measured on different files.
     """
     from tasks.parts.selection.findings import Findings
-    from tasks.parts.selection.stage_reports import check_conditions, read_row
+    from tasks.parts.selection.stage_reports import check_conditions, name_reference, read_row
 
     targets = dict.fromkeys(engine.target for engine in cfg.engines)
     benchmarks = {target: read_report(BenchmarkReport, folders.benchmarks / target) for target in targets}
+    variant = cfg.float_reference.variant
+    references = {
+        target: name_reference(folders, variant, report.reference_target)
+        for target, report in benchmarks.items()
+    }
     rows = [
-        read_row(folders, engine.variant, engine.target, benchmarks[engine.target]) for engine in cfg.engines
+        read_row(folders, engine.variant, engine.target, benchmarks[engine.target], references[engine.target])
+        for engine in cfg.engines
     ]
     check_conditions(rows)
-    reference = find_reference(rows, cfg.float_reference.variant, cfg.float_reference.target)
+    reference = find_reference(rows, variant, cfg.float_reference.target)
     gates = Gates(
         accuracy=_accuracy_gates(cfg, folders, rows),
         allow_unproven=cfg.allow_unproven,

@@ -26,6 +26,7 @@ from tests.conftest import REPOSITORY, Workspace, copy_repository
 OVERRIDES = {
     "trained": [],
     "trained, changes tried": ["try_changes.variant=pruned_ptq"],
+    "CPU and GPU": ["target=[cpu_torch,cpu_openvino,cuda_torch,h200_tensorrt]"],
     "distilled": ["steps.teacher=true"],
     "ranked across layers, distilled from random weights": [
         "steps.teacher=true",
@@ -119,6 +120,17 @@ def test_flow_and_dvc_have_the_same_commands(
     from_flow = {address: stage_command(address, inputs) for address, inputs in flow_calls.items()}
     from_dvc = {address: shlex.split(stage.cmd) for address, stage in dvc_stages.items()}
     assert from_flow == from_dvc
+
+
+def test_speed_ups_refer_to_the_float_engine_of_the_same_device(
+    params: dict[str, Any], flow_calls: dict[str, dict[str, Path]]
+) -> None:
+    variant = params["select_engine"]["float_reference"]["variant"]
+    for target, section in params["build_engine"].items():
+        parts = flow_calls[f"benchmark.{target}"]["reference"].parts
+        assert parts[2] == variant and parts[-1] == "engine"
+        assert params["build_engine"][parts[3]]["device"] == section["device"]
+        assert f"build_engine.{variant}.{parts[3]}" in flow_calls
 
 
 def test_dvc_depends_on_the_inputs_and_on_the_imported_modules(

@@ -20,8 +20,9 @@ import yaml
 
 from flows.deploy import DEPLOYMENTS, pools
 from flows.deploy_target import Handover, deploy_target, find_place
+from flows.optimize_on_pools import Outcome, TargetResult, _without_own_reference
 from flows.params import CONF, compose_params, keep_targets
-from flows.pipeline import RecordedStages, run_pipeline
+from flows.pipeline import RecordedStages, run_pipeline, run_targets
 from tasks.core.errors import ConfigError
 from tests.conftest import Workspace, copy_repository
 from tests.services import BUCKET, Server, free_port, postgres, prefect_server, running, s3_server, wait_for
@@ -49,15 +50,40 @@ def test_nightly_run_is_the_default_configuration() -> None:
 
 
 def test_leaving_out_a_target_changes_no_other_call() -> None:
-    params = compose_params(["target=[cpu_torch,cpu_openvino,h200_tensorrt]"])
+    params = compose_params(["target=[cpu_torch,cpu_openvino,cuda_torch,h200_tensorrt]"])
     kept = keep_targets(params, ["cpu_torch", "cpu_openvino"])
     assert kept["prune"]["channel_multiple"] == params["prune"]["channel_multiple"] == 32
     plans = [RecordedStages(), RecordedStages()]
     for plan, content in zip(plans, (params, kept), strict=True):
         run_pipeline(plan, content)
     left_out = set(plans[0].calls) - set(plans[1].calls)
-    assert left_out and all(address.endswith("h200_tensorrt") for address in left_out)
+    assert {address.split(".")[-1] for address in left_out} == {"cuda_torch", "h200_tensorrt"}
+    assert kept["pipeline"]["references"].keys() == kept["benchmark"].keys()
     assert {item["target"] for item in kept["select_engine"]["engines"]} == {"cpu_torch", "cpu_openvino"}
+
+
+@pytest.mark.parametrize("outcome", [Outcome.WAITING, Outcome.FAILED])
+def test_target_whose_reference_has_no_engine_shares_its_outcome_and_the_others_go_on(
+    outcome: Outcome,
+) -> None:
+    results = {
+        "cpu_torch": TargetResult(Outcome.DONE, "", {}),
+        "cuda_torch": TargetResult(outcome, "pool gpu has no worker.", {}),
+    }
+    reference_of = {"cpu_openvino": "cpu_torch", "h200_tensorrt": "cuda_torch"}
+    found = _without_own_reference(list(reference_of), reference_of, results)
+    assert found.keys() == {"h200_tensorrt"} and found["h200_tensorrt"].outcome is outcome
+    assert found["h200_tensorrt"].words == (
+        f"its speed-ups refer to cuda_torch, which is {outcome.upper()}. pool gpu has no worker."
+    )
+
+
+def test_worker_on_a_gpu_gets_the_reference_of_its_device() -> None:
+    params = compose_params(["target=[cpu_torch,cuda_torch,l4_tensorrt]"])
+    plan = RecordedStages()
+    run_targets(plan, params, ["l4_tensorrt"])
+    engine = Path("artifacts/build_engine/baseline/cuda_torch/engine")
+    assert plan.calls["benchmark.l4_tensorrt"]["reference"] == engine
 
 
 def test_worker_in_the_checkout_of_the_pipeline_is_refused() -> None:

@@ -70,7 +70,7 @@ def test_targets_that_nobody_asked_for_are_one_line_unless_all_are_wanted(checko
 
 
 def test_target_of_the_run_that_cannot_be_built_here_fails_and_says_why(checkout, capsys):
-    overrides = ["target=[cpu_torch,thor_tensorrt]"]
+    overrides = ["target=[cpu_torch,cuda_torch,thor_tensorrt]"]
     thor = found("target thor_tensorrt", *overrides)
     assert thor.state is State.needed and "compute capability 11.0" in thor.mend
     assert main(overrides) == 1
@@ -89,6 +89,8 @@ def test_target_of_the_reference_is_never_skipped(checkout):
     flags = "target.cpu_torch.cpu_flags=[avx_imaginary]"
     assert found("target cpu_torch", flags).state is State.needed
     assert main([flags]) == 1
+    gpu = ["target=[cpu_torch,cuda_torch,thor_tensorrt]", "target.cuda_torch.gpu.name=imaginary"]
+    assert found("target cuda_torch", *gpu).state is State.needed
 
 
 def test_silent_servers_are_told_without_their_passwords(checkout, monkeypatch):

@@ -66,7 +66,7 @@ def test_read_only_folder_is_found_before_the_first_stage(
 
 @pytest.mark.skipif(bool(find_gpus()), reason="this machine has a GPU")
 def test_gpu_that_is_not_here_is_found_before_the_first_stage(workspace: Workspace) -> None:
-    failed = workspace.run("python", "-m", "flows.optimize", "target=[cpu_torch,h200_tensorrt]")
+    failed = workspace.run("python", "-m", "flows.optimize", "target=[cpu_torch,h200_tensorrt,cuda_torch]")
     assert failed.returncode == 1 and "Traceback" not in failed.stderr
     assert failed.stderr.startswith("TargetMismatch: Target h200_tensorrt needs an NVIDIA GPU")
     assert failed.stdout == ""

@@ -88,11 +88,62 @@ def test_pruning_is_searched_on_the_named_target_or_the_first_that_reads_graphs(
             "target=[cpu_openvino]",
             r"It has to include cpu_torch: the variant `baseline` on it is the reference",
         ),
+        (
+            "target=[cpu_torch,h200_tensorrt]",
+            r"^target is \[cpu_torch, h200_tensorrt\]\. For h200_tensorrt it has to include cuda_torch as well: "
+            r"speed-ups on cuda refer to the variant `baseline`.*Set target=\[cpu_torch,h200_tensorrt,cuda_torch\]\.",
+        ),
+        ("target=[cpu_torch,cuda_onnxruntime]", r"it has to include cuda_torch"),
+        ("target=[cpu_torch,cuda_aotinductor]", r"it has to include cuda_torch"),
     ],
 )
 def test_mistake_is_refused_with_its_key(override: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         compose_params([override])
+
+
+def references(*overrides: str) -> dict[str, str]:
+    items = compose_params(overrides)["pipeline"]["references"]
+    for item in items.values():
+        assert Path(item["engine"]).parts[-2] == item["target"]
+    return {target: item["target"] for target, item in items.items()}
+
+
+def test_speed_ups_refer_to_eager_pytorch_on_the_device_of_the_target() -> None:
+    found = references(
+        "target=[cpu_torch,cpu_openvino,cuda_torch,cuda_onnxruntime,h200_tensorrt,l4_tensorrt]"
+    )
+    on_cpu = {"cpu_torch": "cpu_torch", "cpu_openvino": "cpu_torch"}
+    on_gpu = dict.fromkeys(("cuda_torch", "cuda_onnxruntime", "h200_tensorrt", "l4_tensorrt"), "cuda_torch")
+    assert found == on_cpu | on_gpu
+
+
+def test_speed_ups_of_an_imported_model_refer_to_its_float_graph_in_onnx_runtime_on_the_device() -> None:
+    own = ("model=onnx", "model.path=mine.onnx", "data=class_folder")
+    assert set(references(*own).values()) == {"cpu_onnxruntime"}
+    with pytest.raises(ConfigError, match=r"it has to include cuda_onnxruntime as well"):
+        compose_params([*own, "target=[cpu_onnxruntime,h200_tensorrt]"])
+    found = references(*own, "target=[cpu_onnxruntime,cuda_onnxruntime,h200_tensorrt]")
+    assert found["h200_tensorrt"] == "cuda_onnxruntime"
+    itself = (*own, "target=[cpu_onnxruntime,h200_tensorrt]", "pipeline.speed_references.cuda=h200_tensorrt")
+    assert references(*itself) == {"cpu_onnxruntime": "cpu_onnxruntime", "h200_tensorrt": "h200_tensorrt"}
+
+
+def test_float_reference_is_the_reference_of_speed_on_its_own_device() -> None:
+    alone = references("target=[cuda_torch,h200_tensorrt]", "select_engine.float_reference.target=cuda_torch")
+    assert set(alone.values()) == {"cuda_torch"}
+    other = references(
+        "target=[cpu_onnxruntime,cpu_openvino]", "select_engine.float_reference.target=cpu_openvino"
+    )
+    assert set(other.values()) == {"cpu_openvino"}
+
+
+def test_reference_of_speed_on_another_device_is_refused() -> None:
+    overrides = ["target=[cpu_torch,cuda_torch]", "pipeline.speed_references.cuda=cpu_torch"]
+    with pytest.raises(
+        ConfigError, match=r"^pipeline\.speed_references\.cuda is cpu_torch, which runs on cpu, expected"
+    ):
+        compose_params(overrides)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +264,8 @@ def test_path_that_a_shell_would_not_take_as_one_word_is_refused(overrides: list
         lambda params, bad: params["engines"]["pruned-cpu_torch"].update(target=bad),
         lambda params, bad: params["engines"]["pruned-cpu_torch"].update(model=bad),
         lambda params, bad: params["engines"]["pruned-cpu_torch"].update(float_graph=bad),
-        lambda params, bad: params["benchmark"].update({bad: {}}),
+        lambda params, bad: params["pipeline"]["references"]["cpu_torch"].update(engine=bad),
+        lambda params, bad: params["pipeline"]["references"].update({bad: {}}),
     ],
 )
 def test_every_value_that_dvc_puts_into_a_command_or_path_is_checked(

@@ -117,6 +117,7 @@ def test_every_two_files_are_compared_once_and_twins_are_one(
     }
     assert engines["twin"].latency == engines["float"].latency != engines["quantized"].latency
     assert report.reference_sha256 == read_engine_manifest(reference).sha256
+    assert report.reference_target == "cpu_torch"
     assert report.ratio("twin", REFERENCE) == race.ratios[0]
     assert report.ratio("quantized", "twin") == race.ratios[2]
     assert report.ratio("twin", "float").factor == 1

@@ -23,6 +23,7 @@ from tasks.parts.builders.report import BuildCost, publish
 from tasks.parts.data.accuracy import Accuracy, AccuracyReport
 from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, boundaries_of, write_results
 from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.manifest import (
     GRAPH_FILE,
     EngineManifest,
@@ -260,7 +261,7 @@ class Artifacts:
         state = MachineState(None, None, None, "the target does not use one")
         around = Surroundings(Quiet(True, 0.3, 0.05), 0.002, None, state, state)
         is_inconclusive = spread > 0.05
-        return BenchmarkReport(engines, reference, race, is_inconclusive, machine, around)
+        return BenchmarkReport(engines, reference, REFERENCE.target, race, is_inconclusive, machine, around)
 
     def change(self, stage: str, name: str, part: str = "", **fields: Any) -> None:
         """Change fields of a report, or of the part of it that a dotted path names."""
@@ -848,6 +849,45 @@ def test_speedups_over_different_references_are_refused(artifacts, tmp_path) -> 
     file.write_text(json.dumps(content | {"reference_sha256": "another"}))
     with pytest.raises(ArtifactError, match="2 different reference engines"):
         select_engine(config_for(artifacts), **inputs, out=tmp_path)
+
+
+def test_each_speed_up_names_its_reference_and_those_of_two_devices_are_not_ranked_together(
+    artifacts, tmp_path
+) -> None:
+    """An engine on a GPU is far less above eager PyTorch there than one on a CPU above eager PyTorch on the CPU."""
+    artifacts.add("distilled", "cuda_torch", 0.54, 0.9, 1.0)
+    for target, device, gpu in (("cpu_torch", "cpu", None), ("cuda_torch", "cuda", Gpu("any", "any"))):
+        for engine in (artifacts.root / "build_engine").glob(f"*/{target}/engine"):
+            manifest = read_engine_manifest(engine)
+            eager = dataclasses.replace(
+                manifest.target, runtime=Runtime.torch, device=device, gpu=gpu, opsets=[]
+            )
+            write_engine_manifest(engine, dataclasses.replace(manifest, target=eager))
+    artifacts.add("pruned", "cuda_onnxruntime", 0.536, 0.3, 3.0)
+    inputs = artifacts.selection_inputs()
+    for target in ("cuda_torch", "cuda_onnxruntime"):
+        file = inputs["benchmarks"] / target / "report.json"
+        content = json.loads(file.read_text()) | {
+            "reference_target": "cuda_torch",
+            "reference_sha256": "another",
+        }
+        file.write_text(json.dumps(content))
+    out = tmp_path / "out"
+    out.mkdir()
+    report = select_engine(config_for(artifacts), **inputs, out=out)
+    rows = {
+        f"{row['variant']}-{row['target']}": row for row in json.loads((out / "engines.json").read_text())
+    }
+    on_cpu, on_gpu = (rows[name] for name in ("pruned_qat-cpu_onnxruntime", "pruned-cuda_onnxruntime"))
+    assert on_cpu["conditions"]["Reference"] == "eager PyTorch on the CPU"
+    assert on_gpu["conditions"]["Reference"] == "eager PyTorch on the GPU"
+    assert "28.2x the speed of eager PyTorch on the CPU" in on_cpu["reason"]
+    assert "3x the speed of eager PyTorch on the GPU" in on_gpu["reason"]
+    assert on_cpu["speedup_vs_reference"] > on_gpu["speedup_vs_reference"]
+    assert report.best is not None and report.best.target == "cuda_onnxruntime"
+    assert list(report.picks)[:2] == ["cuda_onnxruntime", "cuda_torch"]
+    headline = (out / "report.md").read_text().split("\n\n")[1]
+    assert "3.00×" in headline and "the speed of eager PyTorch on the GPU" in headline  # noqa: RUF001
 
 
 def test_a_missing_report_names_the_engine(artifacts, tmp_path) -> None:

@@ -76,12 +76,12 @@ def test_shipped_target_is_valid_and_named_in_its_file(workshop: Workshop, name:
     target = workshop.target(name)
     assert (target.name, target.runtime, target.device) == (name, Runtime.tensorrt, "cuda")
     assert target.gpu is not None
-    pools = compose_params([f"target=[cpu_torch,{name}]"])["pipeline"]["work_pools"]
+    pools = compose_params([f"target=[cpu_torch,cuda_torch,{name}]"])["pipeline"]["work_pools"]
     assert pools[name] == f"gpu-sm{target.gpu.compute_capability.replace('.', '')}"
 
 
 def test_targets_of_a_gpu_compose_beside_those_of_the_cpu() -> None:
-    params = compose_params(["target=[cpu_torch,h200_tensorrt,h200_tensorrt_f16]"])
+    params = compose_params(["target=[cpu_torch,cuda_torch,h200_tensorrt,h200_tensorrt_f16]"])
     assert {"pruned_ptq-h200_tensorrt", "baseline-cpu_torch"} <= set(params["engines"])
     twins = [params["build_engine"][name] for name in ("h200_tensorrt", "h200_tensorrt_f16")]
     assert [twin.pop("precision") for twin in twins] == ["f32", "f16"]

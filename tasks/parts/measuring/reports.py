@@ -164,7 +164,9 @@ class BenchmarkReport:
     engines: dict[str, EngineMeasurement]
     """By variant."""
     reference_sha256: str
-    """The engine file that all speed-ups refer to."""
+    """The engine file that all speed-ups refer to; that of eager PyTorch, the checkpoint, is that of every device."""
+    reference_target: str
+    """The target of that engine."""
     race: Race | None
     """None if the target has no engine."""
     is_inconclusive: bool

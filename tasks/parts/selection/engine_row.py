@@ -17,6 +17,8 @@ ENGINES_FILE = "engines.json"
 
 MACHINE = "Machine"
 """The condition that holds the id of the machine an engine was measured on."""
+REFERENCE_NAME = "Reference"
+"""The condition that names what the speed-up of an engine refers to."""
 
 
 class Verdict(StrEnum):
@@ -73,7 +75,8 @@ class Speed:
     throughput_per_s_batched: float | None
     """Images per second at the largest of benchmark.batch_sizes that the engine takes."""
     speedup_vs_reference: float
-    """Speed-up over the reference engine, measured in the same rounds; with model=trained that is eager PyTorch."""
+    """Speed-up over the reference engine, measured in the same rounds: the condition `Reference` names it. Only
+    speed-ups over one reference on one machine can be compared."""
     speedup_low: float
     """Lower end of the interval."""
     speedup_high: float
@@ -200,6 +203,26 @@ class EngineRow:
     def name(self) -> str:
         """``<variant>-<target>``, as in the DVC stage names."""
         return f"{self.variant}-{self.target}"
+
+    @property
+    def speed_reference(self) -> str:
+        """What the speed-up refers to, in words."""
+        return self.conditions[REFERENCE_NAME]
+
+
+def fastest_first(rows: Sequence[EngineRow]) -> list[EngineRow]:
+    """Return measured rows by speed-up, as far as it refers to the same reference on the same machine.
+
+    Rows of different references or machines stand in the order of the lowest latency of each.
+    """
+    groups: dict[tuple[str, str], list[tuple[float, float, EngineRow]]] = {}
+    for row in rows:
+        assert row.measured is not None
+        speed = row.measured.speed
+        group = groups.setdefault((row.speed_reference, row.conditions[MACHINE]), [])
+        group.append((speed.speedup_vs_reference, speed.latency_ms_p50, row))
+    ordered = sorted(groups.values(), key=lambda group: min(latency_ms for _, latency_ms, _ in group))
+    return [row for group in ordered for _, _, row in sorted(group, key=lambda item: -item[0])]
 
 
 def rungs(rows: Sequence[EngineRow], ladder: Sequence[str], target: str) -> list[EngineRow]:

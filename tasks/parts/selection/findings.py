@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tasks.parts.data.accuracy import Accuracy, Similarity
 from tasks.parts.data.metrics import Metric
 from tasks.parts.measuring.reports import BenchmarkReport
-from tasks.parts.selection.engine_row import EngineRow, Speed, Verdict, rungs
+from tasks.parts.selection.engine_row import EngineRow, Speed, Verdict, fastest_first, rungs
 from tasks.parts.selection.verdicts import Reference
 
 INT8_CHECKLIST = "artifacts/check_int8/checklist.md"
@@ -130,8 +130,8 @@ class Findings:
 
     @property
     def picks(self) -> list[EngineRow]:
-        """The picked rows, the largest speed-up over the reference first."""
-        return sorted((row for row in self.rows if row.picked), key=lambda row: -_speedup(row))
+        """The picked rows, the fastest first."""
+        return fastest_first([row for row in self.rows if row.picked])
 
     @property
     def ordered(self) -> list[EngineRow]:
@@ -253,10 +253,6 @@ def _memory_ratio(old: Speed, new: Speed) -> float:
     if old.gpu_memory_mib is not None and new.gpu_memory_mib is not None:
         return new.gpu_memory_mib / old.gpu_memory_mib
     return new.memory_mib / old.memory_mib
-
-
-def _speedup(row: EngineRow) -> float:
-    return row.measured.speed.speedup_vs_reference if row.measured else 0.0
 
 
 def latency_ms(row: EngineRow) -> float:

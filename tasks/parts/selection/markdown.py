@@ -65,7 +65,7 @@ def _headline(findings: Findings) -> str:
     numbers = shown(best)
     return (
         f"Best pick: **{best.variant} on {best.target}**, p50 {numbers.p50_ms} ms, {numbers.speedup} the speed of "
-        f"{reference.speed_name}, {reference.metric} {numbers.score} ({numbers.change}). {gate}"
+        f"{best.speed_reference}, {reference.metric} {numbers.score} ({numbers.change}). {gate}"
     )
 
 

@@ -12,8 +12,10 @@ from tasks.core.tracking.records import ENGINE_FOLDER, DataSet, RunRecord, Track
 from tasks.parts.selection.bundle import write_companions
 from tasks.parts.selection.engine_row import (
     ENGINES_FILE,
+    REFERENCE_NAME,
     EngineRow,
     Verdict,
+    fastest_first,
     flatten,
     measured_names,
     read_rows,
@@ -80,13 +82,13 @@ def training_keys(outputs: Path) -> dict[str, str]:
 
 
 def _summary(rows: Sequence[EngineRow]) -> tuple[str, dict[str, float]]:
-    """Return the name of the pick with the largest speed-up over the reference, and the metrics of the pipeline."""
+    """Return the name of the fastest pick, and the metrics of the pipeline."""
     picks = [row for row in rows if row.picked and row.measured]
     num_accepted = sum(row.verdict is Verdict.ACCEPT for row in rows)
     metrics = {"num_engines": float(len(rows)), "num_accepted": float(num_accepted)}
     if not picks:
         return "none", metrics
-    best = max(picks, key=lambda row: flatten(row)["speedup_vs_reference"])
+    best = fastest_first(picks)[0]
     return best.name, metrics | {f"best_{name}": value for name, value in _metrics(best).items()}
 
 
@@ -106,6 +108,7 @@ def _record(folders: StageFolders, row: EngineRow, data: DataSet, companions: Pa
         "picked": str(row.picked).lower(),
         "verdict": row.verdict,
         "reason": row.reason,
+        "reference": row.conditions.get(REFERENCE_NAME, ""),
         "engine_sha256": row.measured.engine_sha256 if row.measured else "",
         "metric_sha256": data.metric_sha256,
     }

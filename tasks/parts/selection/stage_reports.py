@@ -16,9 +16,18 @@ from tasks.parts.engines.manifest import (
     read_engine_manifest,
     sha256_of,
 )
+from tasks.parts.engines.runtimes import CUDA, Runtime
 from tasks.parts.layer_diff.report import DiffReport
 from tasks.parts.measuring.reports import REFERENCE, BenchmarkReport, Latency
-from tasks.parts.selection.engine_row import MACHINE, EngineRow, Measured, Speed, SuspectLayer, Verdict
+from tasks.parts.selection.engine_row import (
+    MACHINE,
+    REFERENCE_NAME,
+    EngineRow,
+    Measured,
+    Speed,
+    SuspectLayer,
+    Verdict,
+)
 from tasks.parts.selection.stage_folders import StageFolders
 
 ENGINE_FOLDER = "engine"
@@ -29,10 +38,21 @@ RUNTIME, BUILT_WITH = "Runtime", "Built with"
 _WITHOUT_ENGINE = {EngineStatus.skipped: Verdict.SKIPPED, EngineStatus.failed: Verdict.BUILD_FAILED}
 
 
-def read_row(folders: StageFolders, variant: str, target: str, benchmark: BenchmarkReport) -> EngineRow:
+def name_reference(folders: StageFolders, variant: str, target: str) -> str:
+    """Return what a reader calls an engine that speed-ups refer to: ``eager PyTorch on the GPU``."""
+    declared = read_engine_manifest(folders.of(variant, target)["build_engine"] / ENGINE_FOLDER).target
+    if declared.runtime is not Runtime.torch:
+        return f"{variant} on {target}"
+    return f"eager PyTorch on the {'GPU' if declared.device == CUDA else 'CPU'}"
+
+
+def read_row(
+    folders: StageFolders, variant: str, target: str, benchmark: BenchmarkReport, reference: str
+) -> EngineRow:
     """Read the reports of one engine into a row that the gates have not judged yet.
 
-    The verdict depends on the build alone: ACCEPT only means that a sound engine was built and measured.
+    The verdict depends on the build alone: ACCEPT only means that a sound engine was built and measured. `reference`
+    is the name of what the benchmark's speed-ups refer to.
 
     Raises ArtifactError if a report is missing or damaged, or if accuracy, latency and speed-up were not measured
     on the file that was built.
@@ -59,7 +79,7 @@ def read_row(folders: StageFolders, variant: str, target: str, benchmark: Benchm
         macs_share_quantized=build.executed.macs_share_quantized if build.executed else None,
         measured=_measured(of, manifest, build, validation, benchmark),
         suspect_layers=_suspect_layers(of["diff_layers"]),
-        conditions=_conditions(benchmark, variant, manifest),
+        conditions=_conditions(benchmark, variant, manifest, reference),
     )
 
 
@@ -260,7 +280,9 @@ def _suspect_layers(folder: Path) -> tuple[SuspectLayer, ...]:
     )
 
 
-def _conditions(benchmark: BenchmarkReport, variant: str, manifest: EngineManifest) -> dict[str, str]:
+def _conditions(
+    benchmark: BenchmarkReport, variant: str, manifest: EngineManifest, reference: str
+) -> dict[str, str]:
     """Return what a reader must know before comparing the latency with another one."""
     engine = benchmark.engines[variant]
     around, race = benchmark.surroundings, benchmark.race
@@ -270,6 +292,7 @@ def _conditions(benchmark: BenchmarkReport, variant: str, manifest: EngineManife
     return {
         MACHINE: benchmark.machine.id,
         "CPU": benchmark.machine.cpu_model,
+        REFERENCE_NAME: reference,
         RUNTIME: f"{engine.runtime} {engine.runtime_version}",
         BUILT_WITH: f"{manifest.target.runtime} {manifest.runtime_version}",
         "Provider": engine.provider,

@@ -44,7 +44,7 @@ class Gates:
 
 @dataclass(frozen=True)
 class Reference:
-    """The float engine that all others are compared with."""
+    """The float engine that the accuracy of all others is compared with."""
 
     variant: str
     target: str
@@ -52,8 +52,6 @@ class Reference:
     """The metric of the scores: mIoU or top-1 accuracy, or the agreement with the float model in one of them."""
     score: float
     """The score that counts as 100 %."""
-    speed_name: str
-    """Readable name of the engine that speed-ups refer to."""
     boundary_iou: float | None
     """Its Boundary IoU; None without masks."""
 
@@ -61,7 +59,7 @@ class Reference:
 def find_reference(rows: Sequence[EngineRow], variant: str, target: str) -> Reference:
     """Return the float reference and its score.
 
-    Raises ArtifactError if it has no score, or if the speed-ups refer to different engines.
+    Raises ArtifactError if it has no score, or if speed-ups over one reference refer to different files.
     """
     row = next(row for row in rows if (row.variant, row.target) == (variant, target))
     score = row.measured.accuracy.score if row.measured else None
@@ -71,16 +69,17 @@ def find_reference(rows: Sequence[EngineRow], variant: str, target: str) -> Refe
             "0: losses are relative to it. Fix its build or its training, or choose another "
             "select_engine.float_reference."
         )
-    engines = sorted({row.measured.reference_sha256 for row in rows if row.measured})
-    if len(engines) > 1:
-        raise ArtifactError(
-            f"The targets are compared with {len(engines)} different reference engines ({', '.join(engines)}), "
-            "expected one. Measure all of them again: dvc repro benchmark."
-        )
-    is_eager = row.conditions["Runtime"].startswith("torch ")
-    speed_name = "eager PyTorch" if is_eager else f"{variant} on {target}"
+    files: dict[str, set[str]] = {}
+    for measured, name in ((row.measured, row.speed_reference) for row in rows if row.measured):
+        files.setdefault(name, set()).add(measured.reference_sha256)
+    for name, found in files.items():
+        if len(found) > 1:
+            raise ArtifactError(
+                f"The targets are compared with {len(found)} different reference engines for {name} "
+                f"({', '.join(sorted(found))}), expected one. Measure all of them again: dvc repro benchmark."
+            )
     accuracy = row.measured.accuracy
-    return Reference(variant, target, accuracy.metric, score, speed_name, accuracy.boundary_iou)
+    return Reference(variant, target, accuracy.metric, score, accuracy.boundary_iou)
 
 
 def judge_all(
@@ -139,7 +138,7 @@ def _judge(row: EngineRow, gates: Gates, reference: Reference) -> EngineRow:
     row = dataclasses.replace(row, measured=measured)
     score = f"{measured.accuracy.metric} {measured.accuracy.score:.4f}"
     accuracy = ", ".join([score, *map(str, checks)])
-    factor = f"{measured.speed.speedup_vs_reference:.3g}x the speed of {reference.speed_name}"
+    factor = f"{measured.speed.speedup_vs_reference:.3g}x the speed of {row.speed_reference}"
     speed = f"p50 {measured.speed.latency_ms_p50:.3g} ms, {factor}"
     if row.verdict is Verdict.PRECISION_MISMATCH:
         return _add_reason(row, Verdict.PRECISION_MISMATCH, accuracy)

@@ -124,7 +124,7 @@ def explained(graphs: dict[str, ModelProto], target: Target, folder: Path) -> di
             names = [time.name for time in runner.profile(images(1).numpy(), 3)]
         write_layers(built / "engine", dict.fromkeys(names, LAYER_MS), table)
         measured[name] = _measurement(LAYER_MS * len(names) + CALL_MS, manifest.sha256)
-    report = BenchmarkReport(measured, "", None, False, MACHINE, None)
+    report = BenchmarkReport(measured, "", "", None, False, MACHINE, None)
     return view_engines(list(graphs), builds / "engine", benchmark, report, SLOW)
 
 

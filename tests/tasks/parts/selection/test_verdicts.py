@@ -10,7 +10,7 @@ from tasks.parts.data.comparison import ImageResults
 from tasks.parts.measuring.machine_state import Machine
 from tasks.parts.measuring.reports import BenchmarkReport, EngineMeasurement, Race, SpeedRatio
 from tasks.parts.selection.accuracy_gates import AccuracyGates, find_parents
-from tasks.parts.selection.engine_row import EngineRow, Measured, Speed, Verdict
+from tasks.parts.selection.engine_row import EngineRow, Measured, Speed, Verdict, fastest_first
 from tasks.parts.selection.verdicts import Gates, find_reference, judge_all
 
 NUM_IMAGES = 120
@@ -52,7 +52,7 @@ def random_engines(seed: int) -> tuple[list[EngineRow], dict[str, ImageResults],
         control = SpeedRatio("control", LADDER[0], 1.0, 1.0, 1.0)
         race = Race(tuple(ratios), control, 0.95, 4, 0.001, (), 1.0, 40, 0, (0,))
         machine = Machine("0" * 16, "A CPU", (), None, {})
-        races[target] = BenchmarkReport(engines, "ref", race, False, machine, None)
+        races[target] = BenchmarkReport(engines, "ref", "cpu_torch", race, False, machine, None)
     return rows, results, races
 
 
@@ -92,7 +92,7 @@ def row_of(variant: str, target: str, score: float, speed: float, size_bytes: in
         macs_share_quantized=None,
         measured=measured,
         suspect_layers=(),
-        conditions={"Runtime": "torch 2"},
+        conditions={"Machine": "0" * 16, "Reference": "eager PyTorch on the CPU"},
     )
 
 
@@ -113,7 +113,7 @@ def test_of_equally_fast_engines_the_certainly_more_accurate_one_is_picked_thoug
     race = Race(tuple(ratios), control, 0.95, 2, 0.001, (), 1.0, 40, 0, (0,))
     engines = {row.variant: measurement(row.variant) for row in rows}
     machine = Machine("0" * 16, "A CPU", (), None, {})
-    races = {target: BenchmarkReport(engines, "ref", race, False, machine, None)}
+    races = {target: BenchmarkReport(engines, "ref", "cpu_torch", race, False, machine, None)}
     accuracy = AccuracyGates(f"{LADDER[0]}-{target}", {}, 0.02, 0.02, results, results, "test")
     gates = Gates(accuracy, allow_unproven=False, min_speedup_factor=1.02, max_latency_ms=None, min_fps=None)
     judged = judge_all(rows, gates, find_reference(rows, LADDER[0], target), LADDER, races)
@@ -172,3 +172,28 @@ def is_dominated(row: EngineRow, others: list[EngineRow]) -> bool:
 
 def is_slower(race: BenchmarkReport, row: EngineRow, fastest: EngineRow) -> bool:
     return race.ratio(fastest.variant, row.variant).low > 1
+
+
+def test_speed_ups_over_other_references_or_on_other_machines_are_not_ranked_with_one_another() -> None:
+    def row(name: str, speed: float, latency_ms: float, reference: str, machine: str) -> EngineRow:
+        made = row_of("pruned", name, 0.7, speed, 1000)
+        assert made.measured is not None
+        measured = dataclasses.replace(
+            made.measured, speed=dataclasses.replace(made.measured.speed, latency_ms_p50=latency_ms)
+        )
+        return dataclasses.replace(
+            made, measured=measured, conditions={"Machine": machine, "Reference": reference}
+        )
+
+    cpu, gpu = "eager PyTorch on the CPU", "eager PyTorch on the GPU"
+    rows = [
+        row("cpu_slow", 20.0, 2.0, cpu, "here"),
+        row("gpu", 3.0, 0.1, gpu, "here"),
+        row("other_cpu", 40.0, 4.0, cpu, "there"),
+        row(
+            "cpu_fast", 21.0, 2.1, cpu, "here"
+        ),  # in the common rounds; its milliseconds are of other minutes
+    ]
+    ranked = [found.target for found in fastest_first(rows)]
+    assert ranked == ["gpu", "cpu_fast", "cpu_slow", "other_cpu"]
+    assert fastest_first([]) == []
