@@ -356,6 +356,7 @@ class Artifacts:
             resize_as_matmul=False,
             reads=Reads.normalised,
             gives=Gives.logits,
+            threshold=None,
             opsets=[17, 21],
             min_agreement_db=40.0,
             min_agreement_int8_db=10.0,

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, BuildFailed
 from tasks.parts.data.input_card import InputCard, Task
+from tasks.parts.engines.frame_engine.pixels import lead_of_first
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
 from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.signal_to_noise import difference
@@ -116,6 +117,8 @@ def check_answers(
                 f"target.{manifest.target.name}.reads=normalised."
             )
         return
+    if manifest.target.threshold is not None:
+        logits[:, 0] += lead_of_first(manifest.target.threshold)
     chosen = np.take_along_axis(logits, answers[:, None].astype(np.int64), axis=1)[:, 0]
     margin = logits.max(axis=1) - chosen
     wrong = float((margin > _NEAR_TIE * (logits.max() - logits.min())).mean())

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tasks.core.errors import BuildFailed
+from tasks.core.errors import BuildFailed, ConfigError
 from tasks.parts.builders.agreement import check_answers, measure_agreement, read_probe_frames
 from tasks.parts.builders.contract import Built, CheckpointSource, GraphSource, read_source
 from tasks.parts.builders.executed_layers import join_nodes, list_rows, sum_up_layers
@@ -43,6 +43,11 @@ def build(target: Target, *, model: Path, images: Path, out: Path) -> EngineBuil
     engine.mkdir()
     source = read_source(target, model, images)
     target = replace(target, max_batch=source.card.fit_batch(target.max_batch))
+    if target.threshold is not None and len(source.card.classes) != 2:
+        raise ConfigError(
+            f"target.{target.name}.threshold is {target.threshold}, and {model} has {len(source.card.classes)} "
+            "classes, expected 2. Set it to null: the class with the largest logit wins."
+        )
     manifest = new_manifest(target, version, source.card)
     missing = missing_cpu_flags(target)
     if missing:

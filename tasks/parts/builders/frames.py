@@ -9,6 +9,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.parts.data.input_card import InputCard, Task
+from tasks.parts.engines.frame_engine.pixels import lead_of_first
 from tasks.parts.engines.target import Gives, Reads, Target
 
 _Step = tuple[str, list[str], dict[str, Any]]
@@ -22,7 +23,7 @@ def fit_frames(target: Target, graph: ModelProto, card: InputCard) -> ModelProto
     if target.reads is not Reads.normalised:
         graph = read_frames(graph, card, is_bgr=target.reads is Reads.bgr_frames)
     if target.gives is Gives.classes and card.task is not Task.values:
-        graph = give_classes(graph, card)
+        graph = give_classes(graph, card, target.threshold)
     return graph
 
 
@@ -61,14 +62,24 @@ def read_frames(model: ModelProto, card: InputCard, *, is_bgr: bool = False) -> 
     return changed
 
 
-def give_classes(model: ModelProto, card: InputCard) -> ModelProto:
-    """Return a copy that gives the class of the largest logit, the first one of equals."""
+def give_classes(model: ModelProto, card: InputCard, threshold: float | None = None) -> ModelProto:
+    """Return a copy that gives the class of the largest logit, the first one of equals.
+
+    With a threshold, the second of two classes wins where its probability is above it.
+    """
     changed = _copy(model)
     graph = changed.graph
     [logits] = graph.output
     batch = logits.type.tensor_type.shape.dim[0]
     kind = TensorProto.UINT8 if len(card.classes) <= 256 else TensorProto.UINT16
-    steps: list[_Step] = [("ArgMax", [], {"axis": 1, "keepdims": 0}), ("Cast", [], {"to": kind})]
+    steps: list[_Step] = []
+    if threshold is not None:
+        lead = np.array([lead_of_first(threshold), 0], np.float32).reshape(
+            1, 2, *[1] * (len(card.logits_shape) - 1)
+        )
+        graph.initializer.append(numpy_helper.from_array(lead, f"{CLASSES}:lead"))
+        steps.append(("Add", [f"{CLASSES}:lead"], {}))
+    steps += [("ArgMax", [], {"axis": 1, "keepdims": 0}), ("Cast", [], {"to": kind})]
     graph.node.extend(_chain(CLASSES, steps, logits.name, CLASSES))
     shape = [batch.dim_param or batch.dim_value, *card.logits_shape[1:]]
     graph.output.remove(logits)

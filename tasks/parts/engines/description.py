@@ -50,6 +50,7 @@ def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
         "std": card.std,
         "reads": target.reads,
         "gives": target.gives,
+        "threshold": target.threshold,
         "batches": batches,
         "options": options,
     }

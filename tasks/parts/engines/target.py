@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from tasks.core.bounds import AtLeast, Between, Matches
+from tasks.core.bounds import AtLeast, Between, LessThan, Matches, MoreThan
 from tasks.core.errors import ConfigError
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.runtimes import CPU, CUDA, Precision, Runtime
@@ -92,6 +92,8 @@ class Target:
     gives: Gives
     """What the engine gives. Classes: the argmax is part of the graph; else it is done in numpy behind each
     inference."""
+    threshold: Annotated[float, MoreThan(0), LessThan(1)] | None
+    """Least probability of the second of two classes; null: the class with the largest logit, of any number."""
     opsets: list[int]
     """Lowest and highest ONNX opset that this runtime accepts. Empty for runtimes that read checkpoints."""
     min_agreement_db: Annotated[float, AtLeast(0)]

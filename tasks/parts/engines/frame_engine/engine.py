@@ -49,7 +49,7 @@ class Engine:
 
     def finish(self, outputs: Array) -> Array:
         """Return the answers in what the engine gave, in memory of their own."""
-        return find_classes(outputs) if self._has_logits else outputs.copy()
+        return find_classes(outputs, self.card["threshold"]) if self._has_logits else outputs.copy()
 
     def answer(self, frames_NHWC: Array) -> Array:
         """Return the answers for one batch that the engine accepts."""

@@ -3,6 +3,7 @@
 Shape letters: N batch, C channels or classes, H height, W width.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +23,19 @@ def normalise(frames_NHWC: Array, mean: Sequence[float], std: Sequence[float]) -
     return images_NCHW
 
 
-def find_classes(logits: Array) -> Array:
-    """Return the class of the largest logit along axis 1, as uint8, or uint16 for more than 256 classes."""
+def lead_of_first(threshold: float) -> float:
+    """Return what the first of two logits gets on top, so that the second one is larger above the threshold."""
+    return math.log(threshold / (1 - threshold))
+
+
+def find_classes(logits: Array, threshold: float | None = None) -> Array:
+    """Return the class of the largest logit along axis 1, as uint8, or uint16 for more than 256 classes.
+
+    With a threshold, the second of two classes wins where its probability is above it.
+    """
+    if threshold is not None:
+        logits = logits.copy()
+        logits[:, 0] += np.float32(lead_of_first(threshold))
     smallest = np.min_scalar_type(max(1, logits.shape[1] - 1))
     classes: Array = logits.argmax(axis=1).astype(smallest)
     return classes

@@ -103,6 +103,22 @@ def test_classes_of_images_have_the_smallest_type(num_classes: int, dtype: type)
     np.testing.assert_array_equal(found, find_classes(scores))
 
 
+@pytest.mark.parametrize("threshold", [0.02, 0.5, 0.9])
+def test_threshold_decides_between_two_classes(threshold: float) -> None:
+    graph, card = classifier(2)
+    scores = np.random.default_rng(0).normal(size=(500, 2)).astype(np.float32) * 2
+    probability_N = 1 / (1 + np.exp(scores[:, 0] - scores[:, 1]))
+    expected = (probability_N > threshold).astype(np.uint8)
+    np.testing.assert_array_equal(find_classes(scores, threshold), expected)
+    np.testing.assert_array_equal(run(give_classes(graph, card, threshold), scores), expected)
+
+
+def test_threshold_needs_two_classes(workshop: Workshop, tmp_path: Path) -> None:
+    declared = workshop.target("cpu_onnxruntime", threshold=0.5)
+    with pytest.raises(ConfigError, match=r"target\.cpu_onnxruntime\.threshold is 0\.5, .* has 3 classes"):
+        build_engine(declared, model=workshop.graph, images=workshop.images, out=tmp_path)
+
+
 def test_frames_of_another_type_or_size_are_refused(workshop: Workshop, tmp_path: Path) -> None:
     folder = build(workshop, tmp_path, "cpu_onnxruntime", workshop.graph, reads="frames", gives="classes")
     with open_engine(folder) as runner:

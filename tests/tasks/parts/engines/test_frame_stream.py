@@ -98,6 +98,7 @@ def write_engine(folder: Path, dtype: str = "uint8", **changes: Any) -> Path:
         "sha256": hashlib.sha256(content).hexdigest(),
         "std": [1] * len(card["mean"]),
         "reads": "frames",
+        "threshold": None,
         "gives": "logits" if card["task"] == "values" else "classes",
         "batches": [[1, MAX_BATCH]],
         "options": session,

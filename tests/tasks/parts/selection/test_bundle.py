@@ -146,7 +146,7 @@ def test_provider_that_is_not_here_is_refused(workshop: Workshop, tmp_path: Path
     change_card(bundle, options={**OPTIONS, "provider": "CUDAExecutionProvider"})
     done = infer(sys.executable, bundle, np.zeros((1, 64, 96, 3), np.uint8), tmp_path)
     assert done.returncode != 0
-    assert "measured on CUDAExecutionProvider, onnxruntime here has CPUExecutionProvider" in done.stderr
+    assert "measured on CUDAExecutionProvider, onnxruntime here has" in done.stderr
 
 
 @pytest.mark.parametrize(
