@@ -30,6 +30,7 @@ from tasks.import_onnx import import_onnx
 from tasks.label_images import label_images
 from tasks.parts.data.dataset import calibration_images, normalise, open_images
 from tasks.parts.data.dataset_writer import SplitBatches, write_dataset
+from tasks.parts.engines.description import on_frames
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.engines.rounds import rounds_ms
@@ -148,9 +149,8 @@ def measure_target(
         assert report.accuracy is not None
         found[f"{target}_{kind}_agreement"] = report.accuracy.top1
     with open_engine(engines["float"]) as plain, open_engine(engines["int8"]) as quantized:
-        card = plain.manifest.card
-        images_NCHW = normalise(open_images(data, "test")[:1], card.mean, card.std)
-        rounds = rounds_ms({"float": plain.run, "int8": quantized.run}, images_NCHW, NUM_ROUNDS)
+        calls = {"float": on_frames(plain).answer, "int8": on_frames(quantized).answer}
+        rounds = rounds_ms(calls, np.asarray(open_images(data, "test")[:1]), NUM_ROUNDS)
     for kind, bursts in rounds.items():
         found[f"{target}_{kind}_ms_p50"] = round(float(np.median(np.concatenate(bursts))), 3)
     return found

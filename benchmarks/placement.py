@@ -362,7 +362,7 @@ def engine_of(file: Path, target: str, out: Path, stack: ExitStack) -> tuple[Eng
     """Build the engine of a graph, and load it; the images are beside the graph."""
     out.mkdir()
     report = build(
-        configuration(f"build_engine.{target}"), model=file, images=file.with_name(IMAGES), out=out
+        configuration(f"build_engine.{target}").plain, model=file, images=file.with_name(IMAGES), out=out
     )
     if report.reason:
         raise SystemExit(f"{file.name} on {target}: {report.reason}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tasks.parts.engines.description import on_frames
 from tasks.parts.engines.onnxruntime.layers import operator_times, record_nodes, without_first_runs
 from tasks.parts.engines.onnxruntime.runner import provider_of
 from tasks.parts.engines.open_engine import open_engine
@@ -24,8 +25,9 @@ def main(engines: list[Path]) -> None:
     for engine in engines:
         with open_engine(engine) as runner:
             manifest = runner.manifest
-            shape = (1, *manifest.card.image_shape)
-            image_NCHW = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+            channels, height, width = manifest.card.image_shape
+            frame_NHWC = np.random.default_rng(0).integers(0, 256, (1, height, width, channels), np.uint8)
+            image_NCHW = on_frames(runner).prepare(frame_NHWC)
             times_ms = []
             for _ in range(NUM_TIMED):
                 start = time.perf_counter()

@@ -37,10 +37,11 @@ from tasks.core.errors import GateFailed
 from tasks.core.execute import ARTIFACTS, Call, execute, find_facts, load_stage, output_folder
 from tasks.core.fingerprint import digest, stage_key
 from tasks.core.reports import read_report, write_json
-from tasks.parts.builders.agreement import read_probe_images
+from tasks.parts.builders.agreement import read_probe_frames
 from tasks.parts.data.accuracy import AccuracyReport
 from tasks.parts.data.comparison import RESULTS_FILE, read_results
 from tasks.parts.data.dataset import calibration_images
+from tasks.parts.engines.description import on_frames
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.engines.rounds import rounds_ms
@@ -243,10 +244,10 @@ def race(engines: Mapping[str, Path], num_rounds: int) -> dict[str, Estimate]:
     """Return the latency ratio of each engine to the unpruned one at batch 1, from interleaved rounds."""
     with ExitStack() as stack:
         runners = {name: stack.enter_context(open_engine(folder)) for name, folder in engines.items()}
-        calls = {name: runner.run for name, runner in runners.items()}
-        images_NCHW = read_probe_images(calibration_images(DATA), runners[UNPRUNED].manifest.card)[:1]
-        rounds_ms(calls, images_NCHW, 1)  # warm-up
-        rounds = rounds_ms(calls, images_NCHW, num_rounds)
+        calls = {name: on_frames(runner).answer for name, runner in runners.items()}
+        frame_NHWC = read_probe_frames(calibration_images(DATA), runners[UNPRUNED].manifest.card)[:1]
+        rounds_ms(calls, frame_NHWC, 1)  # warm-up
+        rounds = rounds_ms(calls, frame_NHWC, num_rounds)
     medians = {name: np.array([np.median(burst) for burst in bursts]) for name, bursts in rounds.items()}
     return {
         name: estimate_ratio(medians[name] / medians[UNPRUNED], num_comparisons=len(engines) - 1)

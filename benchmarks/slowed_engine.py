@@ -16,6 +16,7 @@ from tasks.parts.engines.manifest import FloatArray, read_engine_manifest
 from tasks.parts.engines.runner import Runner
 from tasks.parts.measuring import engine_process
 from tasks.parts.measuring.engine_process import EngineProcess
+from tasks.parts.measuring.race import Timed
 
 
 class SlowedProcess(EngineProcess):
@@ -51,7 +52,7 @@ def main(folder: str, parent_pid: str, wait_ns: str) -> None:
         return runner
 
     opening.open_engine = open_slowed
-    engine_process.main(folder, parent_pid)
+    engine_process.main(folder, parent_pid, Timed.frame)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -11,6 +12,10 @@ from tasks.build_engine import build_engine
 from tasks.export_onnx import Config as ExportConfig
 from tasks.export_onnx import export_onnx
 from tasks.parts.data.dataset import normalise, open_split, read_manifest
+from tasks.parts.engines.description import on_frames
+from tasks.parts.engines.frame_engine.engine import load_engine
+from tasks.parts.engines.manifest import plain_engine
+from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.networks.batchnorm_folding import fold_batchnorm
 from tasks.parts.networks.checkpoint import load_checkpoint
 from tasks.parts.networks.config import OWN_NETWORKS, NetworkConfig, NetworkName
@@ -20,6 +25,7 @@ from tasks.parts.onnx_session import open_session
 from tasks.parts.quantization.config import Activations, Calibrator
 from tasks.parts.quantization.fake_quantization import fake_quantize
 from tasks.parts.quantization.qdq import read_ranges
+from tasks.parts.selection.bundle import write_bundle
 from tasks.quantize_ptq import Config as QuantizeConfig
 from tasks.quantize_ptq import quantize_ptq
 from tests.tasks.conftest import Workshop
@@ -75,7 +81,14 @@ def test_network_is_exported_quantized_simulated_and_built(
         expected_NCHW, exact_NCHW = simulated.eval()(images_NCHW).numpy(), network(images_NCHW).numpy()
     assert difference(expected_NCHW, found_NCHW).sqnr_db > difference(exact_NCHW, found_NCHW).sqnr_db + 2
 
-    report = build_engine(
-        workshop.target("cpu_onnxruntime"), model=ptq / "model.onnx", images=workshop.images, out=built
-    )
+    declared = workshop.target("cpu_onnxruntime", reads="frames", gives="classes")
+    report = build_engine(declared, model=ptq / "model.onnx", images=workshop.images, out=built)
     assert report.status == "built" and report.num_layers_quantized > 0
+    assert write_bundle(
+        built / "engine", {"variant": "quantized", "target": declared.name}, tmp_path / "bundle"
+    )
+    frames_NHWC = np.asarray(open_split(workshop.data, "test")[0][:5])
+    with open_engine(plain_engine(built / "engine")) as twin:
+        expected_NHW = on_frames(twin).predict(frames_NHWC)
+    answers_NHW = load_engine(tmp_path / "bundle").predict(frames_NHWC)
+    assert (answers_NHW == expected_NHW).mean() > 0.999

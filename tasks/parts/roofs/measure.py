@@ -61,7 +61,7 @@ def measure_roofs(target: Target, effort: Effort) -> Roofs:
         from tasks.parts.roofs.torch import measure_torch_roofs
 
         return measure_torch_roofs(target, version, machine, effort)
-    target = replace(target, max_batch=1)
+    target = replace(target.plain, max_batch=1)
     compute: dict[str, list[ComputeRoof]] = {}
     for probe, wanted in _compute_probes(target):
         with _loaded(target, version, [probe]) as loaded:

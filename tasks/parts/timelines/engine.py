@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.parts.data.dataset import normalise
-from tasks.parts.engines.manifest import EngineManifest, FloatArray
+from tasks.parts.engines.description import on_frames
+from tasks.parts.engines.manifest import FloatArray
 from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.engines.runner import Runner, check_batch
 from tasks.parts.engines.runtimes import CPU, Runtime
@@ -62,7 +62,7 @@ def record_engine(engine: Path, *, num_inferences: int, batch_size: int) -> Engi
     """
     with open_engine(engine) as runner:
         manifest = runner.manifest
-        images_NCHW = _draw_images(manifest, batch_size)
+        images_NCHW = _draw_inputs(runner, batch_size)
         check_batch(images_NCHW, manifest)
         for _ in range(_WARM_UPS):
             runner.run(images_NCHW)
@@ -95,13 +95,14 @@ def engine_trace(timeline: EngineTimeline) -> Trace:
     return Trace(timeline.name, [track for track in tracks if track.slices], {"layers": timeline.note})
 
 
-def _draw_images(manifest: EngineManifest, batch_size: int) -> FloatArray:
+def _draw_inputs(runner: Runner, batch_size: int) -> FloatArray:
+    """Return what the engine reads of drawn frames."""
     import numpy as np
 
-    channels, height, width = manifest.card.image_shape
+    channels, height, width = runner.manifest.card.image_shape
     random = np.random.default_rng(0)
-    images_NHWC = random.integers(0, 256, (batch_size, height, width, channels), np.uint8)
-    return normalise(images_NHWC, manifest.card.mean, manifest.card.std)
+    frames_NHWC = random.integers(0, 256, (batch_size, height, width, channels), np.uint8)
+    return on_frames(runner).prepare(frames_NHWC)
 
 
 def _time_calls(runner: Runner, images_NCHW: FloatArray, num_inferences: int) -> tuple[Inference, ...]:
