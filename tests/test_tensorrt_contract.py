@@ -86,7 +86,7 @@ def test_both_majors_have_everything_that_tasks_uses(environment: dict[str, str]
 
 
 def test_script_of_the_bundle_is_searched_too(environment: dict[str, str], tmp_path: Path) -> None:
-    script = REPOSITORY / "tasks" / "parts" / "engines" / "frame_engine" / "sessions.py"
+    script = REPOSITORY / "tasks" / "parts" / "engines" / "frame_engine" / "plans.py"
     uses, _ = read_faults(environment, script)
     assert uses >= {
         "Runtime.deserialize_cuda_engine",

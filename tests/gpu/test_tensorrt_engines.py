@@ -19,12 +19,19 @@ from tasks.core.errors import ArtifactError, DataError, TargetMismatch
 from tasks.diff_layers import BisectionConfig, Config, diff_layers
 from tasks.parts.data.dataset import normalise, open_split
 from tasks.parts.data.input_card import InputCard
+from tasks.parts.engines.description import on_frames
 from tasks.parts.engines.gpu import find_gpus
-from tasks.parts.engines.manifest import EngineStatus, FloatArray, read_engine_manifest, write_engine_manifest
+from tasks.parts.engines.manifest import (
+    EngineStatus,
+    FloatArray,
+    plain_engine,
+    read_engine_manifest,
+    write_engine_manifest,
+)
 from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.engines.runner import Runner
 from tasks.parts.engines.runtimes import Precision
-from tasks.parts.engines.target import Target
+from tasks.parts.engines.target import Gives, Reads, Target
 from tasks.parts.selection.bundle import write_bundle
 from tests.tasks.conftest import Workshop
 from tests.tasks.parts.selection.test_bundle import infer
@@ -94,6 +101,20 @@ def test_layers_that_are_not_quantized_run_in_the_target_s_precision(
     report = build(workshop, declared, model, tmp_path / "a")
     assert report.is_precision_ok, report.precision_note
     assert (report.num_layers_int8 > 0) == (variant == "quantized")
+
+
+@pytest.mark.parametrize("reads", [Reads.frames, Reads.bgr_frames])
+@pytest.mark.parametrize("variant", ["float", "quantized"])
+def test_plan_on_frames_answers_as_its_plain_twin(
+    workshop: Workshop, target: Target, tmp_path: Path, variant: str, reads: Reads
+) -> None:
+    model = workshop.quantized if variant == "quantized" else workshop.graph
+    build(workshop, replace(target, reads=reads, gives=Gives.classes), model, tmp_path / "a")
+    engine = tmp_path / "a" / "engine"
+    frames_NHWC = np.ascontiguousarray(open_split(workshop.data, "test")[0][:6])
+    with open_engine(engine) as runner, open_engine(plain_engine(engine)) as twin:
+        answers_NHW = on_frames(runner).predict(frames_NHWC)
+        assert (answers_NHW == on_frames(twin).predict(frames_NHWC)).mean() > 0.999
 
 
 @pytest.mark.skipif(

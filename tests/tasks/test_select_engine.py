@@ -357,6 +357,7 @@ class Artifacts:
             reads=Reads.normalised,
             gives=Gives.logits,
             threshold=None,
+            coarse_classes=False,
             opsets=[17, 21],
             min_agreement_db=40.0,
             min_agreement_int8_db=10.0,

@@ -59,7 +59,7 @@ TARGETS = [
     "thor_tensorrt",
 ]
 CARD = InputCard(("background", "one"), (0.5,) * 3, (0.2,) * 3, 64, 96)
-BUILD = Build("images", CARD, Gpu("NVIDIA H200", "9.0"), "10.16.1.11", is_quantized=False)
+BUILD = Build("images", (3, 64, 96), Gpu("NVIDIA H200", "9.0"), "10.16.1.11", is_quantized=False)
 CACHE = "artifacts/.timing_cache/nvidia-h200-sm90-trt10.16.1.11.cache"
 
 
@@ -181,7 +181,7 @@ def test_targets_of_onnxruntime_differ_in_provider_and_compiler(workshop: Worksh
     }
     assert (
         "pruned_ptq-" + PLAN_IN_ONNXRUNTIME
-        in compose_params([f"target=[cpu_torch,{PLAN_IN_ONNXRUNTIME}]"])["engines"]
+        in compose_params([f"target=[cpu_torch,cuda_torch,{PLAN_IN_ONNXRUNTIME}]"])["engines"]
     )
 
 

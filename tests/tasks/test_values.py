@@ -134,7 +134,7 @@ def test_values_of_an_engine_are_measured_in_signal_and_noise(
     assert accuracy.metric == "agreement with the float model (1 - noise / signal)"
     assert (accuracy.miou, accuracy.top1, accuracy.iou) == (None, None, {})
     sums, noise, signal = PairSums(), 0.0, 0.0
-    session = onnxruntime.InferenceSession(tmp_path / "build/engine/engine.onnx") if "onnx" in name else None
+    session = onnxruntime.InferenceSession(tmp_path / "build/engine/twin/engine.onnx") if "onnx" in name else None
     results = read_results(tmp_path / "validated" / RESULTS_FILE, "test")
     assert accuracy.score == pytest.approx(results.score) and 0.9 < accuracy.score < 1
     assert accuracy.sqnr_db == pytest.approx(-10 * np.log10(1 - accuracy.score), abs=1e-6)
@@ -240,7 +240,7 @@ def test_all_outputs_are_kept_and_measured_each(two_heads: Path, detector: Detec
 
     quantize_ptq(config(PtqConfig, "quantize_ptq"), model=graph, data=data, out=tmp_path / "ptq")
     accuracy = detector.measure(tmp_path / "ptq/model.onnx", data, tmp_path).accuracy
-    session = onnxruntime.InferenceSession(tmp_path / "build/engine/engine.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "build/engine/twin/engine.onnx")
     name = session.get_inputs()[0].name
     found = np.concatenate([session.run(None, {name: image.transpose(2, 0, 1)[None]})[0] for image in inputs])
     for output, part in (("boxes", slice(448)), ("share", slice(448, None))):
@@ -361,7 +361,7 @@ def attached(data: Path, folder: Path, function: str = "closeness", text: str = 
 def test_metric_of_the_user_s_own_scores_each_image(detector: Detector, tmp_path: Path) -> None:
     data = attached(detector.labelled, tmp_path / "metric")
     report = detector.measure(detector.quantized, data, tmp_path)
-    session = onnxruntime.InferenceSession(tmp_path / "build/engine/engine.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "build/engine/twin/engine.onnx")
     inputs = ((np.asarray(open_images(detector.images, "test")) / 255 - 0.5) / 0.25).astype(np.float32)
     name = session.get_inputs()[0].name
     found = np.concatenate([session.run(None, {name: image.transpose(2, 0, 1)[None]})[0] for image in inputs])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import BuildFailed, ConfigError
-from tasks.parts.builders.agreement import check_answers, measure_agreement, read_probe_frames
+from tasks.parts.builders.agreement import compare_answers, measure_agreement, read_probe_frames
 from tasks.parts.builders.contract import Built, CheckpointSource, GraphSource, read_source
 from tasks.parts.builders.executed_layers import join_nodes, list_rows, sum_up_layers
 from tasks.parts.builders.report import BuildCost, EngineBuild, compressed_size, new_manifest, publish
@@ -97,10 +97,12 @@ def _prove(
     agreement_db, provider = measure_agreement(
         source.compute_logits(target), source.images_NCHW, plain, twin.file, is_int8=source.is_quantized
     )
+    answers_agreement = None
     if twin is not built:
         plain = replace(plain, precisions=twin.precisions, provider=provider)
         publish(plain, twin.file.parent, source.count_layers())
-        check_answers(read_probe_frames(images, source.card), manifest, built.file, plain, twin.file)
+        frames_NHWC = read_probe_frames(images, source.card)
+        answers_agreement = compare_answers(frames_NHWC, manifest, built.file, plain, twin.file)
     executed = None
     if built.graph is not None and built.layers:
         layers = join_nodes(built.layers, built.graph)
@@ -111,6 +113,7 @@ def _prove(
         engine,
         source.count_layers(),
         agreement_db=agreement_db,
+        answers_agreement=answers_agreement,
         executed=executed,
         build_latencies_ms=built.build_latencies_ms,
         cost=BuildCost(build_s, compressed_size(built.file), source.count_macs()),

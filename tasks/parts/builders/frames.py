@@ -6,14 +6,19 @@ Shape letters: N batch, C channels or classes, H height, W width.
 from typing import Any
 
 import numpy as np
+import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from tasks.core.errors import BuildFailed
 from tasks.parts.data.input_card import InputCard, Task
 from tasks.parts.engines.frame_engine.pixels import lead_of_first
+from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.engines.target import Gives, Reads, Target
+from tasks.parts.onnx_graphs.graph import drop_unused
 
 _Step = tuple[str, list[str], dict[str, Any]]
 """Type of a node, its constants, its attributes."""
+_MOST_UINT8 = 256
 FRAMES, CLASSES = "frames", "classes"
 """Names of the input and of the output."""
 
@@ -23,7 +28,17 @@ def fit_frames(target: Target, graph: ModelProto, card: InputCard) -> ModelProto
     if target.reads is not Reads.normalised:
         graph = read_frames(graph, card, is_bgr=target.reads is Reads.bgr_frames)
     if target.gives is Gives.classes and card.task is not Task.values:
-        graph = give_classes(graph, card, target.threshold)
+        is_cast_twice = target.compiler is Runtime.tensorrt
+        if is_cast_twice and len(card.classes) > _MOST_UINT8:
+            raise BuildFailed(
+                f"Target {target.name}: TensorRT has no uint16 for {len(card.classes)} classes, expected up to "
+                f"{_MOST_UINT8}. Set target.{target.name}.gives=logits."
+            )
+        if target.coarse_classes:
+            graph = drop_last_resize(target, graph)
+        graph = give_classes(graph, card, target.threshold, is_cast_twice=is_cast_twice)
+        if target.coarse_classes:
+            graph = repeat_classes(graph, card)
     return graph
 
 
@@ -62,16 +77,19 @@ def read_frames(model: ModelProto, card: InputCard, *, is_bgr: bool = False) -> 
     return changed
 
 
-def give_classes(model: ModelProto, card: InputCard, threshold: float | None = None) -> ModelProto:
+def give_classes(
+    model: ModelProto, card: InputCard, threshold: float | None = None, *, is_cast_twice: bool = False
+) -> ModelProto:
     """Return a copy that gives the class of the largest logit, the first one of equals.
 
-    With a threshold, the second of two classes wins where its probability is above it.
+    With a threshold, the second of two classes wins where its probability is above it. TensorRT makes uint8 of floats
+    only, so there the class is cast twice.
     """
     changed = _copy(model)
     graph = changed.graph
     [logits] = graph.output
     batch = logits.type.tensor_type.shape.dim[0]
-    kind = TensorProto.UINT8 if len(card.classes) <= 256 else TensorProto.UINT16
+    kind = TensorProto.UINT8 if len(card.classes) <= _MOST_UINT8 else TensorProto.UINT16
     steps: list[_Step] = []
     if threshold is not None:
         lead = np.array([lead_of_first(threshold), 0], np.float32).reshape(
@@ -79,10 +97,63 @@ def give_classes(model: ModelProto, card: InputCard, threshold: float | None = N
         )
         graph.initializer.append(numpy_helper.from_array(lead, f"{CLASSES}:lead"))
         steps.append(("Add", [f"{CLASSES}:lead"], {}))
-    steps += [("ArgMax", [], {"axis": 1, "keepdims": 0}), ("Cast", [], {"to": kind})]
+    steps.append(("ArgMax", [], {"axis": 1, "keepdims": 0}))
+    steps += [("Cast", [], {"to": to}) for to in ([TensorProto.FLOAT, kind] if is_cast_twice else [kind])]
     graph.node.extend(_chain(CLASSES, steps, logits.name, CLASSES))
-    shape = [batch.dim_param or batch.dim_value, *card.logits_shape[1:]]
+    axes = logits.type.tensor_type.shape.dim[2:]
+    shape = [batch.dim_param or batch.dim_value, *(axis.dim_value for axis in axes)]
     graph.output.remove(logits)
+    graph.output.append(helper.make_tensor_value_info(CLASSES, kind, shape))
+    return changed
+
+
+def drop_last_resize(target: Target, model: ModelProto) -> ModelProto:
+    """Return a copy whose logits are those before the Resize that gives them; raise BuildFailed if none does."""
+    changed = _copy(model)
+    graph = changed.graph
+    [logits] = graph.output
+    last = next((node for node in graph.node if logits.name in node.output), None)
+    if last is None or last.op_type != "Resize":
+        raise BuildFailed(
+            f"Target {target.name}: the logits come from {last.op_type if last else 'no node'}, expected Resize. Set "
+            f"target.{target.name}.coarse_classes=false."
+        )
+    graph.node.remove(last)
+    maker = next(node for node in graph.node if last.input[0] in node.output)
+    for node in graph.node:
+        node.input[:] = [logits.name if name == last.input[0] else name for name in node.input]
+    maker.output[:] = [logits.name if name == last.input[0] else name for name in maker.output]
+    for axis in (2, 3):
+        logits.type.tensor_type.shape.dim[axis].Clear()
+    del graph.value_info[:]
+    drop_unused(graph)
+    return onnx.shape_inference.infer_shapes(changed, data_prop=True)
+
+
+def repeat_classes(model: ModelProto, card: InputCard) -> ModelProto:
+    """Return a copy that repeats classes [N, h, w] to the size of the image."""
+    changed = _copy(model)
+    graph = changed.graph
+    [classes] = graph.output
+    batch, height, width = classes.type.tensor_type.shape.dim
+    coarse = f"{CLASSES}/coarse"
+    for node in graph.node:
+        node.output[:] = [coarse if name == CLASSES else name for name in node.output]
+    sizes = {axis.dim_value for axis in (height, width)}
+    assert 0 not in sizes, "shapes are inferred"
+    scales = np.array([1, 1, card.height / height.dim_value, card.width / width.dim_value], np.float32)
+    for name, values in (("axis", np.array([1])), ("scales", scales)):
+        graph.initializer.append(numpy_helper.from_array(values, f"{CLASSES}:{name}"))
+    nearest = {"mode": "nearest", "coordinate_transformation_mode": "half_pixel"}
+    steps: list[_Step] = [
+        ("Unsqueeze", [f"{CLASSES}:axis"], {}),
+        ("Resize", ["", f"{CLASSES}:scales"], nearest),
+        ("Squeeze", [f"{CLASSES}:axis"], {}),
+    ]
+    graph.node.extend(_chain(CLASSES, steps, coarse, CLASSES))
+    kind = classes.type.tensor_type.elem_type
+    shape = [batch.dim_param or batch.dim_value, card.height, card.width]
+    graph.output.remove(classes)
     graph.output.append(helper.make_tensor_value_info(CLASSES, kind, shape))
     return changed
 
@@ -95,10 +166,12 @@ def _copy(model: ModelProto) -> ModelProto:
 
 def _chain(name: str, steps: list[_Step], first: str, last: str) -> list[NodeProto]:
     """Return nodes that follow one another from the tensor `first` to the tensor `last`."""
-    tensors = [first, *(f"{name}/{op_type}" for op_type, *_ in steps[:-1]), last]
+    types = [op_type for op_type, *_ in steps]
+    names = [
+        f"{name}/{kind}" if kind not in types[:i] else f"{name}/{kind}_{i}" for i, kind in enumerate(types)
+    ]
+    tensors = [first, *names[:-1], last]
     return [
-        helper.make_node(
-            op_type, [tensors[i], *constants], [tensors[i + 1]], f"{name}/{op_type}", **attributes
-        )
+        helper.make_node(op_type, [tensors[i], *constants], [tensors[i + 1]], names[i], **attributes)
         for i, (op_type, constants, attributes) in enumerate(steps)
     ]

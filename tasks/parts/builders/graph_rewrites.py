@@ -67,7 +67,7 @@ def rewrite_for(target: Target, graph: ModelProto) -> ModelProto:
         graph = stem_in_float(graph)
     if target.token_depthwise_in_float:
         graph = token_depthwise_in_float(graph)
-    if target.resize_as_matmul:
+    if target.resize_as_matmul and not target.coarse_classes:
         graph = resize_as_matmul(graph, in_blocks=target.runtime is Runtime.openvino)
     return graph
 

@@ -33,7 +33,8 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
         from tasks.parts.builders import tensorrt
 
         built = tensorrt.build_file(target, source, engine)
-        write_graph(wrap_plan(built.file.read_bytes(), source.graph), file)
+        assert built.graph is not None
+        write_graph(wrap_plan(built.file.read_bytes(), built.graph), file)
         built.file.unlink()
         return replace(built, file=file)
     graph = fit_frames(target, rewrite_for(target, source.graph), source.card)

@@ -72,8 +72,12 @@ class EngineBuild:
     precision_note: str
     """What contradicts the declared precision, with the operators by name; empty if nothing does."""
     agreement_db: float | None
-    """Signal-to-noise ratio of the engine's logits on calibration images, against the unoptimised graph, or against
-    the float32 network on the CPU if the runtime reads checkpoints; None without an engine."""
+    """Signal-to-noise ratio of the logits of the engine, or of its twin, on calibration images, against the
+    unoptimised graph, or against the float32 network on the CPU if the runtime reads checkpoints; None without an
+    engine."""
+    answers_agreement: float | None
+    """Share of the answers on frames of calibration images that equal those of the twin with normalised images and
+    logits; None if the engine is that itself, or has no classes."""
     executed: ExecutedLayers | None
     """Summary of the engine's layers, which engine/layers.csv lists one by one; None for torch and aotinductor, of
     which only `precisions` is known: by module and weights, or by exported operator and input."""
@@ -196,6 +200,7 @@ def publish(
     layers: LayerCounts = NO_LAYERS,
     *,
     agreement_db: float | None = None,
+    answers_agreement: float | None = None,
     executed: ExecutedLayers | None = None,
     build_latencies_ms: tuple[float, ...] = (),
     cost: BuildCost | None = None,
@@ -233,6 +238,7 @@ def publish(
         is_precision_ok=manifest.is_precision_ok,
         precision_note=note,
         agreement_db=agreement_db,
+        answers_agreement=answers_agreement,
         executed=executed,
         build_latencies_ms=build_latencies_ms,
         cost=cost,

@@ -9,19 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tasks.parts.builders.contract import Built, GraphSource
+from tasks.parts.builders.frames import fit_frames
 from tasks.parts.builders.graph_rewrites import encode_for, round_rest
 from tasks.parts.builders.report import new_manifest
-from tasks.parts.builders.tensorrt_commands import Build, write_commands
+from tasks.parts.builders.tensorrt_commands import describe_build, write_commands
 from tasks.parts.builders.tensorrt_plan import build_plan
+from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.machine import installed_version
 from tasks.parts.engines.manifest import GRAPH_FILE, count_precisions
 from tasks.parts.engines.open_engine import load_runner
 from tasks.parts.engines.rounds import rounds_ms
 from tasks.parts.engines.runtimes import Runtime
-from tasks.parts.engines.target import Target
+from tasks.parts.engines.target import Reads, Target
 from tasks.parts.engines.tensorrt import runner
 from tasks.parts.engines.tensorrt.inspector import read_layers
 from tasks.parts.engines.tensorrt.tactics import sum_up_units
@@ -38,25 +41,25 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     target = replace(target, runtime=Runtime.tensorrt)  # here TensorRT itself runs the plan
     assert target.tensorrt is not None
     file, plans = engine / runner.ENGINE_FILE, []
-    encoded = encode_for(target, source.graph)
-    graph = round_rest(target, encoded, source.images_NCHW)
+    encoded = fit_frames(target, encode_for(target, source.graph), source.card)
+    rounded = round_rest(target, encode_for(target, source.graph), source.images_NCHW)
+    graph = fit_frames(target, rounded, source.card)
     for number in range(1, target.tensorrt.num_builds + 1):
         logger.info("build_engine: build %d of %d", number, target.tensorrt.num_builds)
         plans.append(engine / f"{number}.plan")
         is_cache_read = (
             target.tensorrt.num_builds == 1
         )  # reading the timing cache would make all builds the same
-        plans[-1].write_bytes(build_plan(graph, target, source.card, gpu, is_cache_read=is_cache_read))
+        plans[-1].write_bytes(build_plan(graph, target, gpu, is_cache_read=is_cache_read))
     latencies_ms = _time_builds(plans, target, version, source) if len(plans) > 1 else ()
     plans[int(np.argmin(latencies_ms)) if latencies_ms else 0].rename(file)
     for plan in plans:
         plan.unlink(missing_ok=True)
     with runner.PrimaryContext():
-        layers = read_layers(runner.inspect(runner.load_plan(file.read_bytes(), target), target, source.card))
+        layers = read_layers(runner.inspect(runner.load_plan(file.read_bytes(), target), target))
     units = sum_up_units(layer.kernel for layer in layers) or "their names do not tell on which units"
     logger.info("build_engine: kernels of %d layers: %s", len(layers), units)
-    name = graph.graph.input[0].name
-    write_commands(engine, target, Build(name, source.card, gpu, version, source.is_quantized))
+    write_commands(engine, target, describe_build(graph, gpu, version, is_quantized=source.is_quantized))
     write_graph(graph, engine / GRAPH_FILE)
     return Built(file, count_precisions(layers), encoded, layers, latencies_ms)
 
@@ -71,5 +74,12 @@ def _time_builds(plans: list[Path], target: Target, version: str, source: GraphS
             for plan in plans
         }
         calls = {name: opened.run for name, opened in runners.items()}
-        rounds = rounds_ms(calls, source.images_NCHW[:1], _ROUNDS_OF_BUILDS)
+        inputs = source.images_NCHW[:1] if target.reads is Reads.normalised else _frame(source.card)
+        rounds = rounds_ms(calls, inputs, _ROUNDS_OF_BUILDS)
     return tuple(float(np.median(np.concatenate(rounds[plan.name]))) for plan in plans)
+
+
+def _frame(card: InputCard) -> NDArray[np.uint8]:
+    """Return a drawn frame [1, H, W, C]."""
+    channels, height, width = card.image_shape
+    return np.random.default_rng(0).integers(0, 256, (1, height, width, channels), np.uint8)

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.parts.data.input_card import InputCard
+from onnx import ModelProto
+
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.manifest import GRAPH_FILE
 from tasks.parts.engines.runtimes import Precision
@@ -64,7 +65,8 @@ class Build:
     """What a build was made from, and on which GPU."""
 
     input_name: str
-    card: InputCard
+    input_shape: tuple[int, ...]
+    """For one image."""
     gpu: Gpu
     version: str
     """Version of TensorRT."""
@@ -75,6 +77,13 @@ class Build:
     def is_typed_by_flag(self) -> bool:
         """Whether strong typing needs a flag; from 11 on all networks are strongly typed."""
         return int(self.version.partition(".")[0]) < 11
+
+
+def describe_build(graph: ModelProto, gpu: Gpu, version: str, *, is_quantized: bool) -> Build:
+    """Return the description of a build of a graph."""
+    [image] = graph.graph.input
+    shape = tuple(axis.dim_value for axis in image.type.tensor_type.shape.dim[1:])
+    return Build(image.name, shape, gpu, version, is_quantized)
 
 
 def write_commands(out: Path, target: Target, build: Build) -> None:
@@ -109,7 +118,7 @@ def trtexec_command(target: Target, build: Build) -> list[str]:
         flags += [f"--profile={index}"] if options.profiles else []
         flags += [
             f"--{kind}Shapes={build.input_name}:{'x'.join(map(str, shape))}"
-            for kind, shape in _shapes(profile, build.card)
+            for kind, shape in _shapes(profile, build.input_shape)
         ]
     # trtexec modifies its default sources, whereas the builder's bits replace them.
     signs = [f"{'+' if source in options.tactic_sources else '-'}{source.upper()}" for source in TacticSource]
@@ -140,7 +149,7 @@ def polygraphy_command(target: Target, build: Build) -> list[str]:
     command += ["--builder-optimization-level", str(options.optimization_level)]
     command += ["--profiling-verbosity", options.profiling_verbosity.value]
     for profile in options.profiles_for(target.max_batch):
-        for kind, shape in _shapes(profile, build.card):
+        for kind, shape in _shapes(profile, build.input_shape):
             command += [f"--trt-{kind}-shapes", f"{build.input_name}:[{','.join(map(str, shape))}]"]
     if options.hardware_compatibility is not HardwareCompatibility.none:
         command += ["--hardware-compatibility-level", options.hardware_compatibility.value]
@@ -196,7 +205,7 @@ def comparing_commands(target: Target, build: Build) -> list[list[str]]:
     """Return the Polygraphy commands that run graph and plan; none for BF16, which ONNX Runtime does not convolve."""
     if target.precision is Precision.bf16:
         return []
-    shape = ",".join(map(str, (1, *build.card.image_shape)))
+    shape = ",".join(map(str, (1, *build.input_shape)))
     floor_db = target.min_agreement_int8_db if build.is_quantized else target.min_agreement_db
     inputs, outputs = "inputs.json", "onnxruntime.json"
     reference = ["polygraphy", "run", _GRAPH, "--onnxrt", "--input-shapes", f"{build.input_name}:[{shape}]"]
@@ -209,7 +218,7 @@ def comparing_commands(target: Target, build: Build) -> list[list[str]]:
 def _load_command(target: Target, build: Build) -> list[str]:
     """Return the start of a trtexec command that runs the plan at batch 1."""
     options = _options(target)
-    shape = "x".join(map(str, (1, *build.card.image_shape)))
+    shape = "x".join(map(str, (1, *build.input_shape)))
     command = ["trtexec", f"--loadEngine={_PLAN}", f"--shapes={build.input_name}:{shape}"]
     if options.version_compatible:
         command.append("--versionCompatible")
@@ -223,6 +232,6 @@ def _options(target: Target) -> TensorrtOptions:
     return target.tensorrt
 
 
-def _shapes(profile: BatchProfile, card: InputCard) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(profile: BatchProfile, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for kind, batch in (("min", profile.min), ("opt", profile.opt), ("max", profile.max)):
-        yield kind, (batch, *card.image_shape)
+        yield kind, (batch, *shape)

@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from tasks.core.errors import BuildFailed
-from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.log import LOG, describe_errors
@@ -59,7 +58,6 @@ class BuildProgress(trt.IProgressMonitor):  # type: ignore[misc]
 def build_plan(
     graph: ModelProto,
     target: Target,
-    card: InputCard,
     gpu: Gpu,
     *,
     is_cache_read: bool = True,
@@ -83,11 +81,11 @@ def build_plan(
         raise BuildFailed(f"Target {target.name}: {_explain(LOG.errors[num_before:], target)}")
     config = builder.create_builder_config()
     configure(config, options, major=int(trt.__version__.partition(".")[0]))
-    size = card.image_shape
-    image = graph.graph.input[0].name
+    [image] = graph.graph.input
+    size = [axis.dim_value for axis in image.type.tensor_type.shape.dim[1:]]
     for batch in options.profiles_for(target.max_batch):
         profile = builder.create_optimization_profile()
-        profile.set_shape(image, min=(batch.min, *size), opt=(batch.opt, *size), max=(batch.max, *size))
+        profile.set_shape(image.name, min=(batch.min, *size), opt=(batch.opt, *size), max=(batch.max, *size))
         config.add_optimization_profile(profile)
     console = Console(stderr=True)
     bars = Progress(console=console, transient=True, disable=not console.is_terminal)

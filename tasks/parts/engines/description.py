@@ -28,6 +28,7 @@ def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
         options = {
             "gpu": dataclasses.asdict(manifest.gpu),
             "version_compatible": target.tensorrt.version_compatible,
+            "cuda_graph": target.tensorrt.cuda_graph,
             "hardware_compatibility": target.tensorrt.hardware_compatibility,
         }
     elif target.runtime is Runtime.openvino:

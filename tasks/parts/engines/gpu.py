@@ -65,6 +65,5 @@ def check_driver_call(status: int, function: str) -> None:
     if status:
         raise TargetMismatch(
             f"{function} of the CUDA driver returned error {status} (CUresult in cuda.h). Check that nvidia-smi runs "
-            "and that no other process has broken the GPU; tensorrt.cuda_graph=false of the target avoids "
-            "captured graphs."
+            "and that no other process has broken the GPU."
         )

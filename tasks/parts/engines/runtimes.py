@@ -75,7 +75,9 @@ class Runtime(StrEnum):
     )
     tensorrt = (
         "tensorrt",
-        RuntimeTraits((CUDA,), tuple(Precision), ("tensorrt",), "tensorrt", plans="required"),
+        RuntimeTraits(
+            (CUDA,), tuple(Precision), ("tensorrt",), "tensorrt", takes_frames=True, plans="required"
+        ),
     )
     aotinductor = (
         "aotinductor",

@@ -94,6 +94,9 @@ class Target:
     inference."""
     threshold: Annotated[float, MoreThan(0), LessThan(1)] | None
     """Least probability of the second of two classes; null: the class with the largest logit, of any number."""
+    coarse_classes: bool
+    """Take the argmax of the logits before their last resize, and repeat the classes. Faster, and coarser along
+    edges: validate tells what it costs. Only where the engine gives classes of pixels."""
     opsets: list[int]
     """Lowest and highest ONNX opset that this runtime accepts. Empty for runtimes that read checkpoints."""
     min_agreement_db: Annotated[float, AtLeast(0)]
@@ -135,6 +138,10 @@ class Target:
                 self._require(not getattr(self, switch), switch, "false for engines of TensorRT")
             if self.runtime is Runtime.onnxruntime:
                 self.tensorrt.check_provider()
+        gives_classes = self.gives is Gives.classes
+        self._require(
+            gives_classes or not self.coarse_classes, "coarse_classes", f"false for gives {self.gives}"
+        )
         takes_frames = self.compiler.traits.takes_frames
         self._require(takes_frames or self.is_plain, "reads", f"normalised, and gives logits, {runtime}")
         if traits.reads_checkpoints:
@@ -156,7 +163,7 @@ class Target:
     @property
     def plain(self) -> "Target":
         """The same target with engines that read normalised images and give logits."""
-        return replace(self, reads=Reads.normalised, gives=Gives.logits)
+        return replace(self, reads=Reads.normalised, gives=Gives.logits, coarse_classes=False)
 
     def _require(self, is_met: bool, field: str, expected: str) -> None:
         if not is_met:

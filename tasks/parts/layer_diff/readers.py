@@ -142,10 +142,10 @@ class TensorrtDebugRunner(BaseRunner):  # type: ignore[misc]
         from tasks.parts.engines.gpu import find_gpus
         from tasks.parts.engines.tensorrt.runner import TensorrtRunner
 
-        target, card = self._manifest.target, self._manifest.card
+        target = self._manifest.target
         assert target.tensorrt is not None
         target = replace(target, tensorrt=replace(target.tensorrt, error_on_timing_cache_miss=False))
-        plan = build_plan(self._graph, target, card, find_gpus()[0], are_tensors_marked=True)
+        plan = build_plan(self._graph, target, find_gpus()[0], are_tensors_marked=True)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / self._manifest.file
             file.write_bytes(plan)

@@ -14,15 +14,8 @@ from typing import Any
 import numpy as np
 
 from .pixels import find_classes, normalise
-from .sessions import (
-    Array,
-    Run,
-    open_onnxruntime,
-    open_openvino,
-    open_tensorrt,
-    run_onnxruntime,
-    run_openvino,
-)
+from .plans import open_tensorrt
+from .sessions import Array, Run, open_onnxruntime, open_openvino, run_onnxruntime, run_openvino
 
 
 class Engine:

@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 Run = Callable[[Array], Array]
 """Runs the engine; the next call may overwrite the result."""
 
-CUDA_PROVIDER = "CUDAExecutionProvider"
+CPU_PROVIDER, CUDA_PROVIDER = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
 def open_onnxruntime(model: Path | bytes, options: dict[str, Any]) -> Any:
@@ -52,7 +52,7 @@ def open_onnxruntime(model: Path | bytes, options: dict[str, Any]) -> Any:
 def run_onnxruntime(session: Any) -> Run:
     """Return the call of a session; on a GPU it reuses memory there for each batch size."""
     name = session.get_inputs()[0].name
-    if session.get_providers()[0] != CUDA_PROVIDER:
+    if session.get_providers()[0] == CPU_PROVIDER:
         return lambda inputs: session.run(None, {name: inputs})[0]
     bound: dict[int, BoundBatch] = {}
 
@@ -120,70 +120,3 @@ def openvino_core() -> Any:
     import openvino
 
     return openvino.Core()
-
-
-def open_tensorrt(plan: bytes, card: dict[str, Any]) -> Run:
-    """Return the call of a plan on the GPU of pycuda's primary context (CUDA_DEVICE chooses).
-
-    Not run on real hardware.
-    """
-    import pycuda.autoprimaryctx
-    import pycuda.driver as cuda
-    import tensorrt as trt
-
-    device = pycuda.autoprimaryctx.device
-    check_gpu(device.name(), device.compute_capability(), card["options"])
-    runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
-    runtime.engine_host_code_allowed = card["options"]["version_compatible"]
-    engine = runtime.deserialize_cuda_engine(plan)
-    if engine is None:
-        raise ValueError(
-            f"TensorRT {trt.__version__} cannot load the engine; its error is above. Build it again here."
-        )
-    context = engine.create_execution_context()
-    if context is None:
-        raise ValueError("TensorRT has too little GPU memory for the engine. End other processes on the GPU.")
-    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
-    [image] = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
-    [logits] = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT]
-    largest, size = max(highest for _, highest in card["batches"]), (card["height"], card["width"])
-    host_images = cuda.pagelocked_empty((largest, len(card["mean"]), *size), np.float32)
-    host_logits = cuda.pagelocked_empty((largest, *card["logits_shape"]), np.float32)
-    device_images, device_logits = cuda.mem_alloc(host_images.nbytes), cuda.mem_alloc(host_logits.nbytes)
-    context.set_tensor_address(image, int(device_images))
-    context.set_tensor_address(logits, int(device_logits))
-    stream = cuda.Stream()
-
-    def run(images_NCHW: Array) -> Array:
-        batch = len(images_NCHW)
-        fitting = [index for index, (low, high) in enumerate(card["batches"]) if low <= batch <= high]
-        if context.active_optimization_profile != fitting[0]:
-            context.set_optimization_profile_async(fitting[0], stream.handle)
-        context.set_input_shape(image, images_NCHW.shape)
-        host_images[:batch] = images_NCHW
-        cuda.memcpy_htod_async(device_images, host_images[:batch], stream)
-        if not context.execute_async_v3(stream.handle):
-            raise ValueError("TensorRT cannot run the engine; its error is above. Build it again here.")
-        cuda.memcpy_dtoh_async(host_logits[:batch], device_logits, stream)
-        stream.synchronize()
-        logits_NCHW: Array = host_logits[:batch]
-        return logits_NCHW
-
-    return run
-
-
-def check_gpu(name: str, compute_capability: tuple[int, int], options: dict[str, Any]) -> None:
-    """Raise ValueError for a GPU on which the plan does not run, or runs unlike it was measured."""
-    built_on, compatibility = options["gpu"], options["hardware_compatibility"]
-    here = ".".join(map(str, compute_capability))
-    is_same = here == built_on["compute_capability"]
-    fits = {
-        "none": is_same and name == built_on["name"],
-        "same_compute_capability": is_same,
-        "ampere_plus": compute_capability >= (8, 0),
-    }
-    if not fits[compatibility]:
-        raise ValueError(
-            f"the engine was built on {built_on['name']} ({built_on['compute_capability']}) with "
-            f"hardware_compatibility {compatibility}, this GPU is {name} ({here}). Build it again here."
-        )

@@ -11,17 +11,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import pycuda.driver as cuda
 import tensorrt as trt
 from numpy.typing import NDArray
 
-from tasks.core.errors import ArtifactError, DataError
-from tasks.parts.data.input_card import InputCard
+from tasks.core.errors import ArtifactError, DataError, TargetMismatch
+from tasks.parts.engines.frame_engine.cuda_graph import CapturedGraph
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
 from tasks.parts.engines.runner import DeviceTimes, OperatorTime, RunnerDescription, check_batch, typical_time
 from tasks.parts.engines.target import Target
-from tasks.parts.engines.tensorrt.cuda_graph import CapturedGraph
 from tasks.parts.engines.tensorrt.debug_tensors import DebugTensors
 from tasks.parts.engines.tensorrt.inspector import read_layers
 from tasks.parts.engines.tensorrt.log import LOG, describe_errors
@@ -126,7 +124,12 @@ def tensor_names(engine: "trt.ICudaEngine", mode: "trt.TensorIOMode") -> list[st
     return [name for name in names if engine.get_tensor_mode(name) == mode]
 
 
-def inspect(engine: "trt.ICudaEngine", target: Target, card: InputCard) -> str:
+def shape_of(engine: "trt.ICudaEngine", name: str) -> tuple[int, ...]:
+    """Return the shape of an input or output for one image."""
+    return tuple(engine.get_tensor_shape(name))[1:]
+
+
+def inspect(engine: "trt.ICudaEngine", target: Target) -> str:
     """Return the engine inspector's JSON about all layers.
 
     It needs a context with known shapes: without one, layers that depend on the batch report no precision.
@@ -134,7 +137,8 @@ def inspect(engine: "trt.ICudaEngine", target: Target, card: InputCard) -> str:
     assert target.tensorrt is not None
     [name] = tensor_names(engine, trt.TensorIOMode.INPUT)
     context = open_context(engine, target)
-    context.set_input_shape(name, (target.tensorrt.profiles_for(target.max_batch)[0].opt, *card.image_shape))
+    batch = target.tensorrt.profiles_for(target.max_batch)[0].opt
+    context.set_input_shape(name, (batch, *shape_of(engine, name)))
     inspector = engine.create_engine_inspector()
     inspector.execution_context = context
     return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
@@ -153,7 +157,7 @@ class TensorrtRunner:
         self._tensor_context: trt.IExecutionContext | None = None
 
     def __enter__(self) -> Self:
-        target, card = self.manifest.target, self.manifest.card
+        target = self.manifest.target
         with ExitStack() as stack:
             stack.enter_context(PrimaryContext())
             shared = self._shared
@@ -163,9 +167,7 @@ class TensorrtRunner:
             [self._input] = tensor_names(self._engine, trt.TensorIOMode.INPUT)
             [self._output] = tensor_names(self._engine, trt.TensorIOMode.OUTPUT)
             try:
-                shape = (target.max_batch, *card.logits_shape)
-                self._images_NCHW = cuda.pagelocked_empty((target.max_batch, *card.image_shape), np.float32)
-                self._logits_NCHW = cuda.pagelocked_empty(shape, np.float32)
+                self._images_NCHW, self._logits_NCHW = map(self._allocate, (self._input, self._output))
                 self._device_images = cuda.mem_alloc(self._images_NCHW.nbytes)
                 self._device_logits = LogitsMemory(self._logits_NCHW.nbytes)
             except cuda.MemoryError as error:
@@ -200,7 +202,7 @@ class TensorrtRunner:
             self._choose_batch(num_images)
         self._start()
         self._stream.synchronize()
-        expected = (num_images, *self.manifest.card.logits_shape)
+        expected = (num_images, *self._logits_NCHW.shape[1:])
         if self._device_logits.shape != expected:
             raise ArtifactError(
                 f"{self._file} writes logits {list(self._device_logits.shape)}, its card says {list(expected)}. Run "
@@ -210,24 +212,23 @@ class TensorrtRunner:
         return logits_NCHW
 
     def infer_tensor(self, images_NCHW: "torch.Tensor", logits_NCHW: "torch.Tensor") -> None:
-        """Read a contiguous CUDA tensor and write another one, float32, without copies.
+        """Read a contiguous CUDA tensor and write another one, of the engine's types, without copies.
 
         The work is queued on torch's current stream in a separate execution context, so it neither waits for nor
         disturbs `run`. Calls of this method must be sequential on one stream.
 
-        Raises DataError for tensors that are not contiguous float32 on the GPU or do not fit the engine.
+        Raises DataError for tensors that are not contiguous on the GPU or do not fit the engine.
         """
         import torch
 
-        num_images, card = len(images_NCHW), self.manifest.card
-        shapes = card.image_shape, card.logits_shape
-        for tensor, shape in zip((images_NCHW, logits_NCHW), shapes, strict=True):
-            expected = (num_images, *shape)
-            is_plain = tensor.is_cuda and tensor.is_contiguous() and tensor.dtype == torch.float32
+        num_images = len(images_NCHW)
+        for tensor, host in ((images_NCHW, self._images_NCHW), (logits_NCHW, self._logits_NCHW)):
+            expected, dtype = (num_images, *host.shape[1:]), torch.from_numpy(host[:0]).dtype
+            is_plain = tensor.is_cuda and tensor.is_contiguous() and tensor.dtype == dtype
             if not is_plain or tuple(tensor.shape) != expected:
                 raise DataError(
                     f"Engine of target {self.manifest.target.name}: got {tensor.dtype} {list(tensor.shape)} on "
-                    f"{tensor.device}, expected contiguous float32 {list(expected)} on the GPU."
+                    f"{tensor.device}, expected contiguous {host.dtype} {list(expected)} on the GPU."
                 )
         context = self._tensor_context = self._tensor_context or open_context(
             self._engine, self.manifest.target
@@ -274,10 +275,7 @@ class TensorrtRunner:
     def profile(self, images_NCHW: FloatArray, num_iterations: int) -> tuple[OperatorTime, ...]:
         check_batch(images_NCHW, self.manifest)
         num_images, times = len(images_NCHW), LayerTimes()
-        kinds = {
-            layer.name: layer.kind
-            for layer in read_layers(inspect(self._engine, self.manifest.target, self.manifest.card))
-        }
+        kinds = {layer.name: layer.kind for layer in read_layers(inspect(self._engine, self.manifest.target))}
         self._images_NCHW[:num_images] = images_NCHW
         self._forget_graph()
         self._set_shape(self._context, num_images, self._stream.handle)
@@ -307,6 +305,12 @@ class TensorrtRunner:
         graph.close()
         return DeviceTimes(total_ms, compute_ms)
 
+    def _allocate(self, name: str) -> NDArray[Any]:
+        """Return page-locked memory for the largest batch of an input or output."""
+        shape = (self.manifest.target.max_batch, *shape_of(self._engine, name))
+        memory: NDArray[Any] = cuda.pagelocked_empty(shape, trt.nptype(self._engine.get_tensor_dtype(name)))
+        return memory
+
     def _elapsed_ms(self, start: Callable[[], None]) -> float:
         before, after = cuda.Event(), cuda.Event()
         before.record(self._stream)
@@ -333,7 +337,10 @@ class TensorrtRunner:
         if options.cuda_graph:
             self._enqueue(num_images)  # lazily loaded kernels must be loaded before a capture
             self._stream.synchronize()
-            self._graph = CapturedGraph(self._stream.handle, lambda: self._enqueue(num_images))
+            try:
+                self._graph = CapturedGraph(self._stream.handle, lambda: self._enqueue(num_images))
+            except ValueError as error:
+                raise TargetMismatch(str(error)) from error
         self._batch = num_images
 
     def _forget_graph(self) -> None:
@@ -355,8 +362,7 @@ class TensorrtRunner:
             )
         if context.active_optimization_profile != fitting[0]:
             context.set_optimization_profile_async(fitting[0], stream)
-        card = self.manifest.card
-        context.set_input_shape(self._input, (num_images, *card.image_shape))
+        context.set_input_shape(self._input, (num_images, *self._images_NCHW.shape[1:]))
 
     def _enqueue(self, num_images: int) -> None:
         cuda.memcpy_htod_async(self._device_images, self._images_NCHW[:num_images], self._stream)

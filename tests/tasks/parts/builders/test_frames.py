@@ -11,8 +11,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from tasks.build_engine import build_engine
-from tasks.core.errors import ConfigError, DataError
-from tasks.parts.builders.frames import give_classes, read_frames
+from tasks.core.errors import BuildFailed, ConfigError, DataError
+from tasks.parts.builders.frames import drop_last_resize, give_classes, read_frames
 from tasks.parts.data.dataset import normalise, open_split
 from tasks.parts.data.input_card import InputCard, Task
 from tasks.parts.engines.description import describe_engine, on_frames
@@ -111,6 +111,36 @@ def test_threshold_decides_between_two_classes(threshold: float) -> None:
     expected = (probability_N > threshold).astype(np.uint8)
     np.testing.assert_array_equal(find_classes(scores, threshold), expected)
     np.testing.assert_array_equal(run(give_classes(graph, card, threshold), scores), expected)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("variant", ["float", "quantized"])
+def test_coarse_classes_are_those_before_the_last_resize(
+    workshop: Workshop, tmp_path: Path, target: str, variant: str
+) -> None:
+    model = workshop.graph if variant == "float" else workshop.quantized
+    declared = workshop.target(target, reads="frames", gives="classes", coarse_classes=True)
+    report = build_engine(declared, model=model, images=workshop.images, out=tmp_path)
+    assert report.status == "built", report.reason
+    assert report.answers_agreement is not None and 0.8 < report.answers_agreement < 1
+    graph, frames_NHWC = read_graph(model), frames_of(workshop, 4)
+    card = read_card_of_graph(graph)
+    coarse = run(drop_last_resize(declared, graph), normalise(frames_NHWC, card.mean, card.std))
+    factor = card.height // coarse.shape[2]
+    expected_NHW = find_classes(coarse).repeat(factor, axis=1).repeat(factor, axis=2)
+    with open_engine(tmp_path / "engine") as runner:
+        answers_NHW = on_frames(runner).predict(frames_NHWC)
+    assert factor > 1
+    assert (answers_NHW == expected_NHW).mean() > (0.99 if variant == "float" else 0.95)  # other Q/DQ pairs
+
+
+def test_coarse_classes_need_a_last_resize(workshop: Workshop) -> None:
+    graph, _ = classifier(3)
+    declared = workshop.target("cpu_onnxruntime", reads="frames", gives="classes", coarse_classes=True)
+    with pytest.raises(BuildFailed, match="the logits come from Identity, expected Resize"):
+        drop_last_resize(declared, graph)
+    with pytest.raises(ConfigError, match="coarse_classes is True, expected false for gives logits"):
+        workshop.target("cpu_onnxruntime", coarse_classes=True)
 
 
 def test_threshold_needs_two_classes(workshop: Workshop, tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from tasks.core.errors import DataError
 from tasks.parts.data.dataset import normalise, open_split
 from tasks.parts.engines.description import describe_engine, on_frames
 from tasks.parts.engines.frame_engine.engine import cut_batches
-from tasks.parts.engines.frame_engine.sessions import check_gpu, check_vnni, openvino_core
+from tasks.parts.engines.frame_engine.plans import check_gpu
+from tasks.parts.engines.frame_engine.sessions import check_vnni, openvino_core
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.manifest import (
     GRAPH_FILE,
@@ -389,6 +390,7 @@ def test_plan_is_packed_with_what_its_script_needs(workshop: Workshop, tmp_path:
     assert card["options"] == {
         "gpu": {"name": "NVIDIA H200", "compute_capability": "9.0"},
         "version_compatible": False,
+        "cuda_graph": True,
         "hardware_compatibility": "none",
     }
     done = infer(sys.executable, bundle, np.zeros((1, 64, 96, 3), np.uint8), tmp_path)

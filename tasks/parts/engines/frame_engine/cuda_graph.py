@@ -4,8 +4,6 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from tasks.parts.engines.gpu import CUDA_LIBRARY, check_driver_call
-
 _CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
@@ -14,7 +12,7 @@ class CapturedGraph:
 
     def __init__(self, stream: int, record: Callable[[], None]) -> None:
         """Record what `record` queues on the stream (a CUstream handle); none of it runs yet."""
-        self._driver, self._stream = ctypes.CDLL(CUDA_LIBRARY), ctypes.c_void_p(stream)
+        self._driver, self._stream = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(stream)
         self._graph, self._executable = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuStreamBeginCapture_v2", self._stream, _CAPTURE_THREAD_LOCAL)
         try:
@@ -36,4 +34,10 @@ class CapturedGraph:
         self._call("cuGraphDestroy", self._graph)
 
     def _call(self, function: str, *arguments: Any) -> None:
-        check_driver_call(getattr(self._driver, function)(*arguments), function)
+        status = getattr(self._driver, function)(*arguments)
+        if status:
+            raise ValueError(
+                f"{function} of the CUDA driver returned error {status} (CUresult in cuda.h). Check that nvidia-smi "
+                "runs and that no other process has broken the GPU; tensorrt.cuda_graph=false of the target avoids "
+                "captured graphs."
+            )
