@@ -134,7 +134,9 @@ def test_values_of_an_engine_are_measured_in_signal_and_noise(
     assert accuracy.metric == "agreement with the float model (1 - noise / signal)"
     assert (accuracy.miou, accuracy.top1, accuracy.iou) == (None, None, {})
     sums, noise, signal = PairSums(), 0.0, 0.0
-    session = onnxruntime.InferenceSession(tmp_path / "build/engine/twin/engine.onnx") if "onnx" in name else None
+    session = (
+        onnxruntime.InferenceSession(tmp_path / "build/engine/twin/engine.onnx") if "onnx" in name else None
+    )
     results = read_results(tmp_path / "validated" / RESULTS_FILE, "test")
     assert accuracy.score == pytest.approx(results.score) and 0.9 < accuracy.score < 1
     assert accuracy.sqnr_db == pytest.approx(-10 * np.log10(1 - accuracy.score), abs=1e-6)
