@@ -4,7 +4,9 @@
 built for cpu_onnxruntime and cpu_openvino at each size, which changes its input only: networks of convolutions take
 any. All forms run in the same rounds in one process: the engine alone (normalised images in, logits out), the engine
 that reads frames and gives classes, the plain engine with numpy around it, the same as the bundles ran it before
-(copies of inputs and outputs, normalisation out of place), and PNG bytes to mask. Prints a table and writes
+(copies of inputs and outputs, normalisation out of place), PNG bytes to mask, the engine on frames without
+normalisation, which is the most that folding it into the first convolution could save, and with coarse classes. Then
+frames of a camera are resized by Pillow and by both runtimes. Prints tables and writes
 ``benchmarks/results/frames.json`` and ``frames.md``.
 """
 
@@ -22,34 +24,53 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 from PIL import Image
 
-from benchmarks.runtimes import DATA, stage_config
+from benchmarks.runtimes import DATA, in_onnxruntime, in_openvino, stage_config
 from tasks.core.execute import ARTIFACTS
 from tasks.core.reports import write_json
 from tasks.parts.builders.build import build
+from tasks.parts.builders.frames import FRAMES as FRAMES_INPUT
 from tasks.parts.data.dataset import open_split
 from tasks.parts.engines.description import on_frames
 from tasks.parts.engines.frame_engine.engine import Engine
 from tasks.parts.engines.machine import read_cpu_model
-from tasks.parts.engines.manifest import plain_engine
+from tasks.parts.engines.manifest import GRAPH_FILE, plain_engine
+from tasks.parts.engines.onnxruntime.runner import ENGINE_FILE
 from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.engines.rounds import rounds_ms
 from tasks.parts.engines.runtimes import Runtime
+from tasks.parts.engines.target import Target
 from tasks.parts.measuring.intervals import estimate_ratio
 from tasks.parts.onnx_graphs.graph import CARD_KEY, read_graph, write_graph
 
 RESULTS = Path(__file__).parent / "results" / "frames.json"
 TARGETS = ("cpu_openvino", "cpu_onnxruntime")
-ALONE, FRAMES, AROUND, BEFORE, PNG, CONTROL = (
+ALONE, FRAMES, AROUND, BEFORE, PNG, BARE, COARSE, CONTROL = (
     "engine alone",
     "frame to mask, all in the engine",
     "frame to mask, numpy around it",
     "frame to mask, as before",
     "PNG to mask",
+    "... without normalisation (bound)",
+    "frame to mask, coarse classes",
     "engine alone, again (A/A)",
 )
+CAMERAS, RESIZED = ((1080, 1920), (480, 640)), 256
+
+
+@dataclass(frozen=True)
+class Resize:
+    """One way to resize a frame."""
+
+    where: str
+    height: int
+    width: int
+    latency_ms_p50: float
+    share_different: float
+    """Share of the values that differ from Pillow's after rounding."""
+    largest_difference: float
 
 
 @dataclass(frozen=True)
@@ -85,7 +106,9 @@ def main() -> None:
     for size in options.sizes:
         for target in TARGETS:
             rows += measure(target, options.model, size, options.rounds)
-            print(_table(rows[-len(_FORMS) - 2 :]), flush=True)
+            print(_table([row for row in rows if (row.target, row.size) == (target, size)]), flush=True)
+    resizes = [row for size in CAMERAS for row in measure_resizes(*size, num_rounds=options.rounds // 4)]
+    print(_resize_table(resizes))
     record = {
         "date": date.today().isoformat(),
         "cpu_model": read_cpu_model(),
@@ -93,9 +116,10 @@ def main() -> None:
         "model": str(options.model),
         "rounds": options.rounds,
         "rows": [vars(row) for row in rows],
+        "resizes": [vars(row) for row in resizes],
     }
     write_json(RESULTS, record)
-    RESULTS.with_suffix(".md").write_text(_table(rows), encoding="utf-8")
+    RESULTS.with_suffix(".md").write_text(f"{_table(rows)}\n{_resize_table(resizes)}", encoding="utf-8")
 
 
 def measure(target_name: str, model: Path, size: int, num_rounds: int) -> list[Row]:
@@ -113,12 +137,20 @@ def measure(target_name: str, model: Path, size: int, num_rounds: int) -> list[R
         report = build(target, model=folder / "model.onnx", images=folder / "images.npy", out=folder)
         if report.status != "built":
             raise SystemExit(f"{target_name} at {size}: {report.reason}")
-        twin = folder / "engine"
-        runner = stack.enter_context(open_engine(folder / "engine"))
-        plain = stack.enter_context(open_engine(plain_engine(twin)))
-        before = _as_before(target.runtime, plain_engine(twin) / plain.manifest.file, on_frames(plain))
-        frame = frames_NHWC[:1]
-        calls = _forms(on_frames(runner), on_frames(plain), before, frame)
+        (folder / "coarse").mkdir()
+        coarse_target = replace(target, coarse_classes=True)
+        build(coarse_target, model=folder / "model.onnx", images=folder / "images.npy", out=folder / "coarse")
+        built, frame = folder / "engine", frames_NHWC[:1]
+        runner = stack.enter_context(open_engine(built))
+        coarse = stack.enter_context(open_engine(folder / "coarse" / "engine"))
+        plain = stack.enter_context(open_engine(plain_engine(built)))
+        before = _as_before(target.runtime, plain_engine(built) / plain.manifest.file, on_frames(plain))
+        calls = {
+            **_forms(on_frames(runner), on_frames(plain), before, frame),
+            BARE: _without_normalisation(target, built),
+            COARSE: on_frames(coarse).answer,
+            CONTROL: _call_of(on_frames(plain), frame),
+        }
         rounds_ms(calls, frame, 3)  # warm-up
         rounds = rounds_ms(calls, frame, num_rounds)
     return [_row(target_name, size, form, rounds) for form in calls]
@@ -138,24 +170,90 @@ def at_size(graph: ModelProto, size: int) -> ModelProto:
     return changed
 
 
-_FORMS = (ALONE, FRAMES, AROUND, BEFORE)
-
-
 def _forms(
     engine: Engine, plain: Engine, before: Callable[[np.ndarray], np.ndarray], frame_NHWC: np.ndarray
 ) -> Mapping[str, Callable[[np.ndarray], np.ndarray]]:
-    image_NCHW, png = plain.prepare(frame_NHWC), _as_png(frame_NHWC[0])
+    png = _as_png(frame_NHWC[0])
     expected = plain.answer(frame_NHWC)
     for answer in (engine.answer(frame_NHWC), before(frame_NHWC), engine.answer(_decode(png))):
         assert (answer == expected).mean() > 0.999
     return {
-        ALONE: lambda _: plain.run(image_NCHW),
+        ALONE: _call_of(plain, frame_NHWC),
         FRAMES: engine.answer,
         AROUND: plain.answer,
         BEFORE: before,
         PNG: lambda _: engine.answer(_decode(png)),
-        CONTROL: lambda _: plain.run(image_NCHW),
     }
+
+
+def _call_of(plain: Engine, frame_NHWC: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the call of an engine alone, with an image that was normalised before."""
+    image_NCHW = plain.prepare(frame_NHWC)
+    return lambda _: plain.run(image_NCHW)
+
+
+def _without_normalisation(target: Target, engine: Path) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the call of an engine on frames whose pixels are not normalised; its masks mean nothing."""
+    is_blob = target.runtime is Runtime.openvino
+    graph = read_graph(engine / (GRAPH_FILE if is_blob else ENGINE_FILE))
+    first, last = f"{FRAMES_INPUT}/Transpose", f"{FRAMES_INPUT}/Add"
+    left = [node for node in graph.graph.node if node.name not in (f"{FRAMES_INPUT}/Mul", last)]
+    [image] = next(node for node in graph.graph.node if node.name == last).output
+    for node in left:
+        node.output[:] = [image if node.name == first else name for name in node.output]
+    del graph.graph.node[:]
+    graph.graph.node.extend(left)
+    return in_openvino(graph, max_batch=target.max_batch) if is_blob else in_onnxruntime(graph)
+
+
+def measure_resizes(height: int, width: int, *, num_rounds: int) -> list[Resize]:
+    """Resize a frame to RESIZED pixels a side by Pillow, as prepare_data does, and in the graph of both runtimes."""
+    frame_NHWC = np.asarray(Image.fromarray(_tiles(64)[0]).resize((width, height), Image.Resampling.BICUBIC))[
+        None
+    ]
+    graph = _resizing_graph(height, width)
+    calls = {
+        "Pillow": lambda frame: np.asarray(
+            Image.fromarray(frame[0]).resize((RESIZED, RESIZED), Image.Resampling.BILINEAR)
+        )[None],
+        "ONNX Runtime": in_onnxruntime(graph),
+        "OpenVINO": in_openvino(graph),
+    }
+    expected = calls["Pillow"](frame_NHWC).astype(np.float32)
+    rounds = rounds_ms(calls, frame_NHWC, num_rounds)
+    rows = []
+    for where, call in calls.items():
+        found = call(frame_NHWC)
+        found_NHWC = found if found.shape == expected.shape else found.transpose(0, 2, 3, 1)
+        differences = np.abs(found_NHWC.astype(np.float32) - expected)
+        p50 = float(np.median(np.concatenate(rounds[where])))
+        rows.append(
+            Resize(
+                where,
+                height,
+                width,
+                round(p50, 3),
+                float((differences > 0.5).mean()),
+                float(differences.max()),
+            )
+        )
+    return rows
+
+
+def _resizing_graph(height: int, width: int) -> ModelProto:
+    """Return a graph that resizes uint8 [1, height, width, 3] to [1, 3, 256, 256] with antialiasing (opset 18)."""
+    sizes = numpy_helper.from_array(np.array([RESIZED, RESIZED]), "sizes")
+    options = {"mode": "linear", "antialias": 1, "axes": [2, 3]}
+    nodes = [
+        helper.make_node("Cast", ["frames"], ["floats"], to=TensorProto.FLOAT),
+        helper.make_node("Transpose", ["floats"], ["planes"], perm=[0, 3, 1, 2]),
+        helper.make_node("Resize", ["planes", "", "", "sizes"], ["small"], **options),
+        helper.make_node("Round", ["small"], ["resized"]),
+    ]
+    frames = helper.make_tensor_value_info("frames", TensorProto.UINT8, [1, height, width, 3])
+    resized = helper.make_tensor_value_info("resized", TensorProto.FLOAT, [1, 3, RESIZED, RESIZED])
+    graph = helper.make_graph(nodes, "resize", [frames], [resized], [sizes])
+    return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
 
 
 def _as_before(runtime: Runtime, file: Path, plain: Engine) -> Callable[[np.ndarray], np.ndarray]:
@@ -229,6 +327,16 @@ def _table(rows: list[Row]) -> str:
     lines += [
         f"| {row.target} | {row.size} | {row.form} | {row.latency_ms_p50:.3f} | {row.latency_ms_p99:.3f} "
         f"| {row.ratio:.3f} ({row.ratio_low:.3f} to {row.ratio_high:.3f}) |"
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _resize_table(rows: list[Resize]) -> str:
+    lines = ["| resize to 256x256 | in | p50 ms | values that differ | by up to |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {row.height}x{row.width} | {row.where} | {row.latency_ms_p50:.2f} | {100 * row.share_different:.1f} % "
+        f"| {row.largest_difference:.0f} of 255 |"
         for row in rows
     ]
     return "\n".join(lines) + "\n"

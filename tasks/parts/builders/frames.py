@@ -45,8 +45,8 @@ def fit_frames(target: Target, graph: ModelProto, card: InputCard) -> ModelProto
 def read_frames(model: ModelProto, card: InputCard, *, is_bgr: bool = False) -> ModelProto:
     """Return a copy that reads uint8 [N, H, W, C] and normalises it.
 
-    The runtimes fuse the normalisation: folded into the first convolution it would be exact only without padding, and
-    benchmarks/frames.py found no gain.
+    Folded into the first convolution it would be exact only without padding, and save a few per cent at most
+    (benchmarks/frames.py).
     """
     changed = _copy(model)
     graph = changed.graph
