@@ -1,7 +1,7 @@
 """Measure what stands around an engine: from a raw frame, or a PNG file, to the mask.
 
 ``python -m benchmarks.frames [--sizes 64 256] [--rounds 100]`` after a run of the pipeline. The graph of a variant is
-built for cpu_onnxruntime and cpu_openvino at each size, which changes its input only: networks of convolutions take
+built for cpu_onnxruntime and cpu_openvino at each size, which changes its input only: the default network takes
 any. All forms run in the same rounds in one process: the engine alone (normalised images in, logits out), the engine
 that reads frames and gives classes, the plain engine with numpy around it, the same as the bundles ran it before
 (copies of inputs and outputs, normalisation out of place), PNG bytes to mask, the engine on frames without

@@ -16,7 +16,7 @@ from tasks.parts.engines.manifest import FloatArray, read_engine_manifest
 from tasks.parts.engines.runner import Runner
 from tasks.parts.measuring import engine_process
 from tasks.parts.measuring.engine_process import EngineProcess
-from tasks.parts.measuring.race import Timed
+from tasks.parts.measuring.reports import Timed
 
 
 class SlowedProcess(EngineProcess):

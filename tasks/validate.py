@@ -55,13 +55,15 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
 
     Every image goes through the engine as a frame, with whatever it leaves outside. A metric of the user's own reads
     logits: if the engine gives classes, its twin is run in its place. Raises ArtifactError when engine and data set
-    differ in their classes, GateFailed for logits that are not finite.
+    differ in their classes, GateFailed for logits that are not finite; those of an engine that gives classes are
+    looked at in its twin, for the first batch_size images of each split.
     """
     from tasks.parts.data.answers import ANSWERS_FILE, write_answers
     from tasks.parts.data.comparison import RESULTS_FILE, boundaries_of, write_results
     from tasks.parts.data.judge import open_judge
     from tasks.parts.engines.manifest import plain_engine, read_engine_manifest
     from tasks.parts.engines.open_engine import open_engine
+    from tasks.parts.engines.target import Gives
 
     manifest = read_engine_manifest(engine)
     if not manifest.is_built:
@@ -71,10 +73,15 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     judge, unseen_judge = (open_judge(data, split, card) for split in (cfg.split, cfg.unseen_split))
     logger.info("validate: %s of target %s, split %s", manifest.file, target.name, cfg.split)
     has_own_metric = judge.score_images is not None and bool(card.classes)
+    if has_own_metric and target.coarse_classes:
+        raise ConfigError(
+            f"target.{target.name}.coarse_classes is true, and {data} has a metric of its own, which reads logits: "
+            "such an engine has none. Set it to false."
+        )
     with open_engine(plain_engine(engine) if has_own_metric else engine) as runner:
         measured = _run_split(runner, data, cfg.split, cfg.batch_size, judge)
         unseen = _run_split(runner, data, cfg.unseen_split, cfg.batch_size, unseen_judge)
-    if not target.is_plain and not has_own_metric:
+    if target.gives is Gives.classes and card.classes and not has_own_metric:
         with open_engine(plain_engine(engine)) as twin:
             for split in (cfg.split, cfg.unseen_split):
                 _check_twin(twin, data, split, cfg.batch_size)

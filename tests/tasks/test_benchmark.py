@@ -25,8 +25,8 @@ from tasks.parts.engines.manifest import (
 from tasks.parts.measuring import engine_process
 from tasks.parts.measuring.batch_latency import Windows
 from tasks.parts.measuring.engine_process import EngineProcess
-from tasks.parts.measuring.race import CONTROL, Timed
-from tasks.parts.measuring.reports import REFERENCE, EngineMeasurement
+from tasks.parts.measuring.race import CONTROL
+from tasks.parts.measuring.reports import REFERENCE, EngineMeasurement, Timed
 from tasks.parts.measuring.surroundings import QuietLimits
 from tests.tasks.conftest import Workshop
 

@@ -12,8 +12,7 @@ from tasks.core.errors import ArtifactError
 from tasks.parts.data.accuracy import Accuracy
 from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.measuring.machine_state import read_machine_id
-from tasks.parts.measuring.race import Timed
-from tasks.parts.measuring.reports import SpeedRatio
+from tasks.parts.measuring.reports import SpeedRatio, Timed
 from tasks.parts.measuring.surroundings import QuietLimits
 from tasks.parts.selection.engine_row import MACHINE, EngineRow, Measured, Speed, Verdict, flatten
 from tasks.race_picks import Config, Report, race_picks, reads

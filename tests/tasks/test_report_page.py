@@ -19,7 +19,7 @@ from tasks.parts.explain.engine_view import EngineView
 from tasks.parts.explain.report import explain_engine
 from tasks.parts.explain.waterfall import compare
 from tasks.parts.measuring.machine_state import Machine
-from tasks.parts.measuring.reports import BenchmarkReport, Race, SpeedRatio
+from tasks.parts.measuring.reports import BenchmarkReport, Race, SpeedRatio, Timed
 from tasks.parts.selection.engine_row import EngineRow, Losses, Measured, Speed, Unseen, Verdict
 from tasks.parts.selection.findings import Findings
 from tasks.parts.selection.gallery import make_gallery
@@ -122,7 +122,7 @@ def measured_report(names: list[str]) -> BenchmarkReport:
     race = Race(
         ratios, SpeedRatio("control", "first", 1.0, 0.99, 1.01), 0.95, 6, 0.001, (), 18.6, 40, 0, (0,)
     )
-    return BenchmarkReport({}, "0" * 64, "cpu_torch", race, False, MACHINE, None)
+    return BenchmarkReport({}, "0" * 64, "cpu_torch", Timed.frame, race, False, MACHINE, None)
 
 
 Report = Callable[[int, int], Path]

@@ -45,6 +45,7 @@ from tasks.parts.measuring.reports import (
     Race,
     SpeedRatio,
     Throughput,
+    Timed,
 )
 from tasks.parts.measuring.surroundings import Quiet, Surroundings
 from tasks.parts.selection.engine_row import flatten, read_rows
@@ -261,7 +262,9 @@ class Artifacts:
         state = MachineState(None, None, None, "the target does not use one")
         around = Surroundings(Quiet(True, 0.3, 0.05), 0.002, None, state, state)
         is_inconclusive = spread > 0.05
-        return BenchmarkReport(engines, reference, REFERENCE.target, race, is_inconclusive, machine, around)
+        return BenchmarkReport(
+            engines, reference, REFERENCE.target, Timed.frame, race, is_inconclusive, machine, around
+        )
 
     def change(self, stage: str, name: str, part: str = "", **fields: Any) -> None:
         """Change fields of a report, or of the part of it that a dotted path names."""
@@ -511,6 +514,14 @@ def test_engine_that_breaks_a_limit_of_the_user_is_too_slow(
     assert "distilled-cpu_torch" in slow and "cpu_torch" not in report.picks
     for name in slow:
         assert re.search(found, rows[name]["reason"]) and free[name]["verdict"] in ("ACCEPT", "NOT_FASTER")
+
+
+def test_limit_of_the_user_holds_for_unproven_engines_too(artifacts, tmp_path) -> None:
+    artifacts.scatter_scores("pruned_qat-cpu_onnxruntime", 0.1)
+    free, _ = run(artifacts, tmp_path / "free", allow_unproven=True)
+    assert free.picks["cpu_onnxruntime"].variant == "pruned_qat"
+    limited, rows = run(artifacts, tmp_path / "limited", allow_unproven=True, max_latency_ms=0.001)
+    assert not limited.picks and rows["pruned_qat-cpu_onnxruntime"]["verdict"] == "TOO_SLOW"
 
 
 def test_a_rung_that_is_the_same_file_as_a_lower_one_is_not_faster_by_noise(artifacts, tmp_path) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from tasks.core.reports import write_json
 from tasks.parts.engines.manifest import read_engine_manifest
-from tasks.parts.measuring.race import RaceOptions, Timed
+from tasks.parts.measuring.race import RaceOptions
+from tasks.parts.measuring.reports import Timed
 from tasks.parts.measuring.surroundings import QuietLimits
 from tasks.parts.onnx_graphs.graph import name_nodes, read_graph
 from tasks.parts.onnx_graphs.macs import layer_sizes

@@ -21,7 +21,7 @@ from tasks.parts.engines.manifest import (
     EngineManifest,
     EngineStatus,
 )
-from tasks.parts.engines.target import Target
+from tasks.parts.engines.target import Reads, Target
 from tasks.parts.tables import write_table
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,11 @@ def build(target: Target, *, model: Path, images: Path, out: Path) -> EngineBuil
         raise ConfigError(
             f"target.{target.name}.threshold is {target.threshold}, and {model} has {len(source.card.classes)} "
             "classes, expected 2. Set it to null: the class with the largest logit wins."
+        )
+    if target.reads is Reads.bgr_frames and len(source.card.mean) != 3:
+        raise ConfigError(
+            f"target.{target.name}.reads is bgr_frames, and {model} reads {len(source.card.mean)} channels, expected "
+            "3. Set it to frames."
         )
     manifest = new_manifest(target, version, source.card)
     missing = missing_cpu_flags(target)

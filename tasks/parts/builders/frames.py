@@ -14,7 +14,7 @@ from tasks.parts.data.input_card import InputCard, Task
 from tasks.parts.engines.frame_engine.pixels import lead_of_first
 from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.engines.target import Gives, Reads, Target
-from tasks.parts.onnx_graphs.graph import drop_unused
+from tasks.parts.onnx_graphs.graph import drop_unused, resize_scale
 
 _Step = tuple[str, list[str], dict[str, Any]]
 """Type of a node, its constants, its attributes."""
@@ -48,7 +48,7 @@ def read_frames(model: ModelProto, card: InputCard, *, is_bgr: bool = False) -> 
     Folded into the first convolution it would be exact only without padding, and save a few per cent at most
     (benchmarks/frames.py).
     """
-    changed = _copy(model)
+    changed = _copy(model, FRAMES)
     graph = changed.graph
     [image] = graph.input
     batch = image.type.tensor_type.shape.dim[0]
@@ -85,7 +85,7 @@ def give_classes(
     With a threshold, the second of two classes wins where its probability is above it. TensorRT makes uint8 of floats
     only, so there the class is cast twice.
     """
-    changed = _copy(model)
+    changed = _copy(model, CLASSES)
     graph = changed.graph
     [logits] = graph.output
     batch = logits.type.tensor_type.shape.dim[0]
@@ -141,7 +141,8 @@ def repeat_classes(model: ModelProto, card: InputCard) -> ModelProto:
         node.output[:] = [coarse if name == CLASSES else name for name in node.output]
     sizes = {axis.dim_value for axis in (height, width)}
     assert 0 not in sizes, "shapes are inferred"
-    scales = np.array([1, 1, card.height / height.dim_value, card.width / width.dim_value], np.float32)
+    pairs = ((height.dim_value, card.height), (width.dim_value, card.width))
+    scales = np.array([1, 1, *(resize_scale(low, high) for low, high in pairs)], np.float32)
     for name, values in (("axis", np.array([1])), ("scales", scales)):
         graph.initializer.append(numpy_helper.from_array(values, f"{CLASSES}:{name}"))
     nearest = {"mode": "nearest", "coordinate_transformation_mode": "half_pixel"}
@@ -158,9 +159,17 @@ def repeat_classes(model: ModelProto, card: InputCard) -> ModelProto:
     return changed
 
 
-def _copy(model: ModelProto) -> ModelProto:
+def _copy(model: ModelProto, reserved: str = "") -> ModelProto:
+    """Return a copy in which a tensor of the user's has another name than the reserved one."""
     changed = ModelProto()
     changed.CopyFrom(model)
+    graph = changed.graph
+    for node in graph.node:
+        for names in (node.input, node.output):
+            names[:] = [f"{name}:own" if name and name == reserved else name for name in names]
+    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        if value.name == reserved:
+            value.name = f"{reserved}:own"
     return changed
 
 

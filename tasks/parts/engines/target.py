@@ -133,6 +133,7 @@ class Target:
                 "stem_in_float",
                 "token_depthwise_in_float",
                 "resize_as_matmul",
+                "coarse_classes",
             )
             for switch in switches:
                 self._require(not getattr(self, switch), switch, "false for engines of TensorRT")
@@ -143,7 +144,8 @@ class Target:
             gives_classes or not self.coarse_classes, "coarse_classes", f"false for gives {self.gives}"
         )
         takes_frames = self.compiler.traits.takes_frames
-        self._require(takes_frames or self.is_plain, "reads", f"normalised, and gives logits, {runtime}")
+        self._require(takes_frames or self.reads is Reads.normalised, "reads", f"normalised {runtime}")
+        self._require(takes_frames or not gives_classes, "gives", f"logits {runtime}")
         if traits.reads_checkpoints:
             self._require(not self.opsets, "opsets", f"[] {runtime}")
         else:

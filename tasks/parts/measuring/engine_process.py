@@ -33,7 +33,7 @@ from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.engines.runner import DeviceTimes, Runner, check_batch
 from tasks.parts.measuring.energy import POWERCAP, open_energy_meter
-from tasks.parts.measuring.race import Timed
+from tasks.parts.measuring.reports import Timed
 
 if TYPE_CHECKING:
     import numpy as np

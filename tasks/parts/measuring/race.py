@@ -10,14 +10,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 from tasks.core.bounds import AtLeast, MoreThan
 from tasks.parts.measuring.batch_latency import Bursts
 from tasks.parts.measuring.intervals import Estimate, estimate_ratio
-from tasks.parts.measuring.reports import SpeedRatio
+from tasks.parts.measuring.reports import SpeedRatio, Timed
 from tasks.parts.measuring.surroundings import QuietLimits
 
 CONTROL = "control"
@@ -27,15 +26,6 @@ FEWEST_ROUNDS = 5
 _GROWTH = 1.5
 _STRICTNESS_OF_LOOKS = 10
 """Before the time is up an order has to be this many times as certain as at the end."""
-
-
-class Timed(StrEnum):
-    """What is timed."""
-
-    frame = "frame"
-    """From a uint8 frame to the answer, with what the engine leaves outside."""
-    run = "run"
-    """The engine alone."""
 
 
 RunRound = Callable[[], Mapping[str, Sequence[float]]]

@@ -1,6 +1,7 @@
 """The report of `benchmark`: latencies and speed ratios of the engines of a target."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from tasks.parts.measuring.batch_latency import BatchLatency
 from tasks.parts.measuring.machine_state import Machine
@@ -8,6 +9,15 @@ from tasks.parts.measuring.surroundings import Surroundings
 
 REFERENCE = "reference"
 """Name in a race of the engine that all speed-ups refer to."""
+
+
+class Timed(StrEnum):
+    """What is timed."""
+
+    frame = "frame"
+    """From a uint8 frame to the answer, with what the engine leaves outside."""
+    run = "run"
+    """The engine alone."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +177,8 @@ class BenchmarkReport:
     """The engine file that all speed-ups refer to; that of eager PyTorch, the checkpoint, is that of every device."""
     reference_target: str
     """The target of that engine."""
+    timed: Timed
+    """What all latencies and ratios are about."""
     race: Race | None
     """None if the target has no engine."""
     is_inconclusive: bool

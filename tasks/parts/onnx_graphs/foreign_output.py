@@ -22,7 +22,7 @@ from tasks.parts.data.dataset import MAX_CLASSES
 from tasks.parts.data.input_card import Task
 from tasks.parts.onnx_graphs.foreign_form import Layout
 from tasks.parts.onnx_graphs.foreign_input import describe, sizes_of
-from tasks.parts.onnx_graphs.graph import drop_unused
+from tasks.parts.onnx_graphs.graph import drop_unused, resize_scale
 
 ALL_OUTPUTS = "*"
 """Instead of a name: all outputs."""
@@ -272,12 +272,7 @@ def _double(graph: GraphProto, layer: NodeProto, zero_logit: float) -> None:
 
 def _resize(graph: GraphProto, before: Iterable[int], after: Iterable[int]) -> None:
     tensor = graph.output[0].name
-    scales = [1.0, 1.0]
-    for low, high in zip(before, after, strict=True):
-        scale = np.float32(high) / np.float32(low)
-        if int(np.floor(np.float32(low) * scale)) != high:
-            scale = np.nextafter(scale, np.float32(np.inf))
-        scales.append(float(scale))
+    scales = [1.0, 1.0, *(resize_scale(*sizes) for sizes in zip(before, after, strict=True))]
     name = f"{tensor}:resized"
     inputs = [tensor, "", _constant(graph, f"{name}:scales", np.array(scales, np.float32))]
     resize = helper.make_node(

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
@@ -141,6 +142,14 @@ def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
             yield from attribute.tensors
             for subgraph in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
                 yield from all_tensors(subgraph)
+
+
+def resize_scale(size: int, new_size: int) -> float:
+    """Return the scale with which a Resize makes exactly `new_size` of a size, as float32."""
+    scale = np.float32(new_size) / np.float32(size)
+    if int(np.floor(np.float32(size) * scale)) != new_size:
+        scale = np.nextafter(scale, np.float32(np.inf))
+    return float(scale)
 
 
 def drop_unused(graph: GraphProto) -> None:

@@ -119,13 +119,15 @@ def configure_triton(name: str, manifest: EngineManifest, graph: "GraphProto") -
     if _is_batch_fixed(manifest) or target.runtime is Runtime.openvino:
         batch = 1 if _is_batch_fixed(manifest) else -1
         image, logits = [batch, *image], [batch, *logits]
+    # Triton takes no output without an axis, as the class of an image is: it gets one of length 1.
+    shape = f"dims: {logits}" if logits else "dims: [ 1 ] reshape: { shape: [ ] }"
     lines = [
         "# Serve it with: tritonserver --model-repository=triton",
         *_TRITON_FORMS[target.reads],
         *_TRITON_FORMS[target.gives],
         f'name: "{name}"',
         f'input [ {{ name: "{reads.name}" data_type: {_triton_type(reads)} dims: {image} }} ]',
-        f'output [ {{ name: "{gives.name}" data_type: {_triton_type(gives)} dims: {logits} }} ]',
+        f'output [ {{ name: "{gives.name}" data_type: {_triton_type(gives)} {shape} }} ]',
         *backends[target.runtime](manifest),
     ]
     return "\n".join(lines) + "\n"

@@ -15,7 +15,7 @@ DETAILS_FILE = "details.json"
 
 _MOST_BYTES_OF_DETAILS = 900_000
 """What the details of all targets may take together, so that the page stays below 2 MB."""
-_NEVER_PICKED = (Verdict.PRECISION_MISMATCH, Verdict.BUILD_FAILED, Verdict.SKIPPED)
+_NEVER_PICKED = (Verdict.TOO_SLOW, Verdict.PRECISION_MISMATCH, Verdict.BUILD_FAILED, Verdict.SKIPPED)
 
 
 def page_data(

@@ -18,7 +18,7 @@ from tasks.parts.engines.manifest import (
 )
 from tasks.parts.engines.runtimes import CUDA, Runtime
 from tasks.parts.layer_diff.report import DiffReport
-from tasks.parts.measuring.reports import REFERENCE, BenchmarkReport, Latency
+from tasks.parts.measuring.reports import REFERENCE, BenchmarkReport, Latency, Timed
 from tasks.parts.selection.engine_row import (
     MACHINE,
     REFERENCE_NAME,
@@ -298,6 +298,7 @@ def _conditions(
         "Provider": engine.provider,
         "Threads": str(engine.num_threads),
         "Options": ", ".join(f"{name}: {value}" for name, value in engine.options.items()),
+        "Timed": "frame to answer" if benchmark.timed is Timed.frame else "engine alone",
         "Rounds": str(race.num_rounds if race else 0),
         "Windows agree": "yes" if is_stable else "no",
         "Cores busy before": "unknown" if busy_cores is None else f"{busy_cores:.2f}",

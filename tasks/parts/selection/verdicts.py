@@ -144,13 +144,14 @@ def _judge(row: EngineRow, gates: Gates, reference: Reference) -> EngineRow:
         return _add_reason(row, Verdict.PRECISION_MISMATCH, accuracy)
     if standing is Standing.beyond:
         return _decide(row, Verdict.TOO_LOSSY, accuracy, speed)
+    slow = gates.describe_slowness(measured.speed)
+    if slow and (standing is not Standing.unproven or gates.allow_unproven):
+        return _decide(row, Verdict.TOO_SLOW, accuracy, speed, slow)
     if standing is Standing.unproven:
         count = gates.accuracy.results[row.name].num_images
         needed = "far more" if losses.images_needed is None else f"about {losses.images_needed}"
         missing = f"{count} validation images do not tell; {needed} would, at this loss"
         return _decide(row, Verdict.UNPROVEN, accuracy, missing, speed)
-    if slow := gates.describe_slowness(measured.speed):
-        return _decide(row, Verdict.TOO_SLOW, accuracy, speed, slow)
     if measured.speed.is_inconclusive:
         spread = f"{100 * measured.speed.aa_ratio_spread:.1f} %"
         noise = f"latency inconclusive: two processes of the same engine differ by {spread}"

@@ -10,8 +10,12 @@ _CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 class CapturedGraph:
     """Work on a stream that is recorded once and then launched by a single call."""
 
-    def __init__(self, stream: int, record: Callable[[], None]) -> None:
-        """Record what `record` queues on the stream (a CUstream handle); none of it runs yet."""
+    def __init__(self, stream: int, record: Callable[[], None], error: type[Exception] = ValueError) -> None:
+        """Record what `record` queues on the stream (a CUstream handle); none of it runs yet.
+
+        Calls that fail raise `error`.
+        """
+        self._error = error
         self._driver, self._stream = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(stream)
         self._graph, self._executable = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuStreamBeginCapture_v2", self._stream, _CAPTURE_THREAD_LOCAL)
@@ -36,7 +40,7 @@ class CapturedGraph:
     def _call(self, function: str, *arguments: Any) -> None:
         status = getattr(self._driver, function)(*arguments)
         if status:
-            raise ValueError(
+            raise self._error(
                 f"{function} of the CUDA driver returned error {status} (CUresult in cuda.h). Check that nvidia-smi "
                 "runs and that no other process has broken the GPU; tensorrt.cuda_graph=false of the target avoids "
                 "captured graphs."

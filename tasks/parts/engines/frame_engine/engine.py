@@ -15,7 +15,7 @@ import numpy as np
 
 from .pixels import find_classes, normalise
 from .plans import open_tensorrt
-from .sessions import Array, Run, open_onnxruntime, open_openvino, run_onnxruntime, run_openvino
+from .sessions import CPU_PROVIDER, Array, Run, open_onnxruntime, open_openvino, run_onnxruntime, run_openvino
 
 
 class Engine:
@@ -96,10 +96,10 @@ def load_engine(folder: Path, *, num_threads: int | None = None) -> Engine:
 
 def _set_threads(options: dict[str, Any], num_threads: int) -> None:
     """Change the options of a CPU runtime; raise ValueError for an engine that computes on a GPU."""
-    if "properties" in options:
-        options["properties"]["INFERENCE_NUM_THREADS"] = num_threads
-    elif "num_threads" in options:
+    if options.get("provider") == CPU_PROVIDER:
         options["num_threads"] = num_threads
+    elif "properties" in options:
+        options["properties"]["INFERENCE_NUM_THREADS"] = num_threads
     else:
         raise ValueError("the engine computes on a GPU, where --threads changes nothing. Leave it out.")
 

@@ -37,11 +37,19 @@ def open_onnxruntime(model: Path | bytes, options: dict[str, Any]) -> Any:
     settings.log_severity_level = 3  # errors only
     # Threads sleep between inferences, so that an idle engine does not slow down the others.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
-    session = onnxruntime.InferenceSession(
-        model if isinstance(model, bytes) else str(model),
-        settings,
-        providers=[(provider, options["provider_options"])],
-    )
+    try:
+        session = onnxruntime.InferenceSession(
+            model if isinstance(model, bytes) else str(model),
+            settings,
+            providers=[(provider, options["provider_options"])],
+        )
+    except Exception as error:
+        if type(error).__module__ != "onnxruntime.capi.onnxruntime_pybind11_state":
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"onnxruntime {onnxruntime.__version__} cannot load the engine: {reason}."
+        ) from error
     if session.get_providers()[0] != provider:  # otherwise it falls back to the CPU
         raise ValueError(
             f"the engine was measured on {provider}, onnxruntime here runs it on {session.get_providers()[0]}."

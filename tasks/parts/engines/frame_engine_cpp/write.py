@@ -17,12 +17,13 @@ _RAW_FRAMES = {"frames": "RGB", "bgr_frames": "BGR"}
 def write_cpp(card: dict[str, Any], out: Path) -> bool:
     """Write engine.txt and cpp/ into the bundle `out`; return False for an engine that has no C++ program.
 
-    `card` is the content of model.json. Programs exist for engines that take raw frames, with OpenVINO or with ONNX
-    Runtime on the CPU.
+    `card` is the content of model.json. Programs exist for engines that take raw frames and give answers, with
+    OpenVINO or with ONNX Runtime on the CPU.
     """
     runtime, options = card["runtime"], card["options"]
     has_program = runtime == "openvino" or options.get("provider") == "CPUExecutionProvider"
-    if not has_program or card["reads"] not in _RAW_FRAMES:
+    gives_answers = card["gives"] == "classes" or card["task"] == "values"
+    if not has_program or not gives_answers or card["reads"] not in _RAW_FRAMES:
         return False
     (out / "engine.txt").write_text(describe_for_cpp(card), encoding="utf-8")
     (out / "cpp").mkdir()

@@ -300,7 +300,7 @@ class TensorrtRunner:
         total_ms = [self._elapsed_ms(self._start) for _ in range(num_iterations)]
         if self._graph is None:
             return DeviceTimes(total_ms, [self._elapsed_ms(self._compute) for _ in range(num_iterations)])
-        graph = CapturedGraph(self._stream.handle, self._compute)
+        graph = CapturedGraph(self._stream.handle, self._compute, TargetMismatch)
         compute_ms = [self._elapsed_ms(graph.launch) for _ in range(num_iterations)]
         graph.close()
         return DeviceTimes(total_ms, compute_ms)
@@ -337,10 +337,9 @@ class TensorrtRunner:
         if options.cuda_graph:
             self._enqueue(num_images)  # lazily loaded kernels must be loaded before a capture
             self._stream.synchronize()
-            try:
-                self._graph = CapturedGraph(self._stream.handle, lambda: self._enqueue(num_images))
-            except ValueError as error:
-                raise TargetMismatch(str(error)) from error
+            self._graph = CapturedGraph(
+                self._stream.handle, lambda: self._enqueue(num_images), TargetMismatch
+            )
         self._batch = num_images
 
     def _forget_graph(self) -> None:

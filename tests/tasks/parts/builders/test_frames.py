@@ -20,7 +20,7 @@ from tasks.parts.engines.frame_engine.pixels import find_classes
 from tasks.parts.engines.frame_engine.pixels import normalise as normalise_alone
 from tasks.parts.engines.manifest import plain_engine, read_engine_manifest
 from tasks.parts.engines.open_engine import open_engine
-from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
+from tasks.parts.onnx_graphs.graph import CARD_KEY, read_card_of_graph, read_graph, write_graph
 from tasks.parts.onnx_session import open_session
 from tests.tasks.conftest import Workshop
 
@@ -80,6 +80,20 @@ def test_graph_normalises_as_numpy_does(workshop: Workshop) -> None:
     reversed_NHWC = np.ascontiguousarray(frames_NHWC[..., ::-1])
     np.testing.assert_array_equal(run(read_frames(graph, card, is_bgr=True), reversed_NHWC), expected)
     np.testing.assert_array_equal(run(give_classes(graph, card), images_NCHW), find_classes(expected))
+
+
+def test_tensors_of_the_user_s_may_have_the_names_of_frames_and_classes(workshop: Workshop) -> None:
+    graph, frames_NHWC = read_graph(workshop.graph), frames_of(workshop, 2)
+    card = read_card_of_graph(graph)
+    expected = run(give_classes(read_frames(graph, card), card), frames_NHWC)
+    renamed = {graph.graph.input[0].name: "frames", graph.graph.output[0].name: "classes"}
+    for value in (*graph.graph.input, *graph.graph.output):
+        value.name = renamed[value.name]
+    for node in graph.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [renamed.get(name, name) for name in names]
+    found = run(give_classes(read_frames(graph, card), card), frames_NHWC)
+    np.testing.assert_array_equal(found, expected)
 
 
 def classifier(num_classes: int) -> tuple[onnx.ModelProto, InputCard]:
@@ -143,6 +157,18 @@ def test_coarse_classes_need_a_last_resize(workshop: Workshop) -> None:
         workshop.target("cpu_onnxruntime", coarse_classes=True)
 
 
+def test_bgr_frames_need_three_channels(workshop: Workshop, tmp_path: Path) -> None:
+    graph = read_graph(workshop.graph)
+    card = dataclasses.replace(read_card_of_graph(graph), mean=(0.5,), std=(0.5,))
+    del graph.metadata_props[:]
+    graph.metadata_props.add(key=CARD_KEY, value=card.to_json())
+    write_graph(graph, tmp_path / "grey.onnx")
+    np.save(tmp_path / "images.npy", np.zeros((2, card.height, card.width, 1), np.uint8))
+    declared = workshop.target("cpu_onnxruntime", reads="bgr_frames", gives="classes")
+    with pytest.raises(ConfigError, match=r"reads is bgr_frames, and .* reads 1 channels, expected 3"):
+        build_engine(declared, model=tmp_path / "grey.onnx", images=tmp_path / "images.npy", out=tmp_path)
+
+
 def test_threshold_needs_two_classes(workshop: Workshop, tmp_path: Path) -> None:
     declared = workshop.target("cpu_onnxruntime", threshold=0.5)
     with pytest.raises(ConfigError, match=r"target\.cpu_onnxruntime\.threshold is 0\.5, .* has 3 classes"):
@@ -170,7 +196,7 @@ def test_twin_is_kept_beside_the_engine_and_not_described(workshop: Workshop, tm
 
 
 def test_runtime_that_takes_no_frames_is_named(workshop: Workshop) -> None:
-    with pytest.raises(
-        ConfigError, match=r"reads is frames, expected normalised, and gives logits, for runtime"
-    ):
+    with pytest.raises(ConfigError, match=r"reads is frames, expected normalised for runtime torch"):
         workshop.target("cpu_torch", reads="frames")
+    with pytest.raises(ConfigError, match=r"gives is classes, expected logits for runtime torch"):
+        workshop.target("cpu_torch", gives="classes")

@@ -121,6 +121,8 @@ def write_bundle(folder: Path, file: str, content: bytes, card: dict[str, Any]) 
         "file": file,
         "sha256": hashlib.sha256(content).hexdigest(),
         "reads": "frames",
+        "gives": "classes",
+        "task": "segmentation",
         "mean": [0.5] * 3,
     }
     assert write_cpp(card | shared | {"height": HEIGHT, "width": WIDTH}, folder)
@@ -376,15 +378,17 @@ def test_answers_that_cannot_be_written_are_told(built: Bundle, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("runtime_name", "reads", "options"),
+    ("runtime_name", "reads", "gives", "options"),
     [
-        ("openvino", "normalised", {"properties": {}, "isa": []}),
-        ("onnxruntime", "frames", {"provider": "CUDAExecutionProvider"}),
-        ("tensorrt", "frames", {"gpu": {}}),
+        ("openvino", "normalised", "classes", {"properties": {}, "isa": []}),
+        ("openvino", "frames", "logits", {"properties": {}, "isa": []}),
+        ("onnxruntime", "frames", "classes", {"provider": "CUDAExecutionProvider"}),
+        ("tensorrt", "frames", "classes", {"gpu": {}}),
     ],
 )
 def test_engines_without_a_program_get_no_files(
-    tmp_path: Path, runtime_name: str, reads: str, options: dict[str, Any]
+    tmp_path: Path, runtime_name: str, reads: str, gives: str, options: dict[str, Any]
 ) -> None:
-    assert not write_cpp({"runtime": runtime_name, "reads": reads, "options": options}, tmp_path)
+    card = {"runtime": runtime_name, "reads": reads, "gives": gives, "task": "segmentation"}
+    assert not write_cpp(card | {"options": options}, tmp_path)
     assert not list(tmp_path.iterdir())

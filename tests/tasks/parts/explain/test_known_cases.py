@@ -22,7 +22,7 @@ from tasks.parts.explain.advice import advise
 from tasks.parts.explain.causes import CauseKind, find_causes
 from tasks.parts.explain.engine_view import EngineView, view_engines
 from tasks.parts.measuring.batch_latency import BatchLatency
-from tasks.parts.measuring.reports import BenchmarkReport, EngineMeasurement, Latency
+from tasks.parts.measuring.reports import BenchmarkReport, EngineMeasurement, Latency, Timed
 from tasks.parts.measuring.tables import write_layers
 from tasks.parts.networks.blocks import InvertedResidual, resize_to
 from tasks.parts.networks.mobile_unet import UpBlock
@@ -124,7 +124,7 @@ def explained(graphs: dict[str, ModelProto], target: Target, folder: Path) -> di
             names = [time.name for time in runner.profile(images(1).numpy(), 3)]
         write_layers(built / "engine", dict.fromkeys(names, LAYER_MS), table)
         measured[name] = _measurement(LAYER_MS * len(names) + CALL_MS, manifest.sha256)
-    report = BenchmarkReport(measured, "", "", None, False, MACHINE, None)
+    report = BenchmarkReport(measured, "", "", Timed.frame, None, False, MACHINE, None)
     return view_engines(list(graphs), builds / "engine", benchmark, report, SLOW)
 
 

@@ -15,7 +15,7 @@ from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.measuring.energy import EnergyMeter, open_energy_meter
 from tasks.parts.measuring.engine_process import _load_metered
-from tasks.parts.measuring.race import Timed
+from tasks.parts.measuring.reports import Timed
 from tests.tasks.conftest import HEIGHT, WIDTH, Workshop
 
 RANGE_UJ = 262_143_328_850

@@ -15,10 +15,12 @@ import numpy as np
 import openvino
 import pytest
 from google.protobuf import text_format
+from onnx import TensorProto, helper
 
 from tasks.build_engine import build_engine
 from tasks.core.errors import DataError
 from tasks.parts.data.dataset import normalise, open_split
+from tasks.parts.data.input_card import Task
 from tasks.parts.engines.description import describe_engine, on_frames
 from tasks.parts.engines.frame_engine.engine import cut_batches
 from tasks.parts.engines.frame_engine.plans import check_gpu
@@ -430,6 +432,19 @@ def test_python_cpp_and_validate_give_the_same_masks(workshop: Workshop, tmp_pat
     program = build_program(bundle, target.removeprefix("cpu_"))
     subprocess.run([program, "images.npy", "cpp.npy"], cwd=tmp_path, check=True)
     np.testing.assert_array_equal(np.load(tmp_path / "cpp.npy"), expected_NHW)
+
+
+def test_triton_gets_an_axis_for_the_class_of_an_image(workshop: Workshop, triton_schema: Any) -> None:
+    manifest = manifest_of(workshop, "cpu_onnxruntime")
+    card = replace(manifest.card, task=Task.classification)
+    target = workshop.target("cpu_onnxruntime", reads="frames", gives="classes")
+    frames = helper.make_tensor_value_info("frames", TensorProto.UINT8, ["batch", 64, 96, 3])
+    classes = helper.make_tensor_value_info("classes", TensorProto.UINT8, ["batch"])
+    graph = helper.make_graph([], "classifier", [frames], [classes])
+    text = configure_triton("name", replace(manifest, target=target, card=card), graph)
+    config = text_format.Parse(text, triton_schema.ModelConfig())
+    assert list(config.output[0].dims) == [1] and list(config.output[0].reshape.shape) == []
+    assert config.output[0].HasField("reshape") and config.max_batch_size == 4
 
 
 def test_triton_is_told_what_an_engine_on_frames_reads_and_gives(

@@ -8,7 +8,7 @@ import pytest
 from tasks.parts.data.accuracy import Accuracy
 from tasks.parts.data.comparison import ImageResults
 from tasks.parts.measuring.machine_state import Machine
-from tasks.parts.measuring.reports import BenchmarkReport, EngineMeasurement, Race, SpeedRatio
+from tasks.parts.measuring.reports import BenchmarkReport, EngineMeasurement, Race, SpeedRatio, Timed
 from tasks.parts.selection.accuracy_gates import AccuracyGates, find_parents
 from tasks.parts.selection.engine_row import EngineRow, Measured, Speed, Verdict, fastest_first
 from tasks.parts.selection.verdicts import Gates, find_reference, judge_all
@@ -52,7 +52,7 @@ def random_engines(seed: int) -> tuple[list[EngineRow], dict[str, ImageResults],
         control = SpeedRatio("control", LADDER[0], 1.0, 1.0, 1.0)
         race = Race(tuple(ratios), control, 0.95, 4, 0.001, (), 1.0, 40, 0, (0,))
         machine = Machine("0" * 16, "A CPU", (), None, {})
-        races[target] = BenchmarkReport(engines, "ref", "cpu_torch", race, False, machine, None)
+        races[target] = BenchmarkReport(engines, "ref", "cpu_torch", Timed.frame, race, False, machine, None)
     return rows, results, races
 
 
@@ -113,7 +113,7 @@ def test_of_equally_fast_engines_the_certainly_more_accurate_one_is_picked_thoug
     race = Race(tuple(ratios), control, 0.95, 2, 0.001, (), 1.0, 40, 0, (0,))
     engines = {row.variant: measurement(row.variant) for row in rows}
     machine = Machine("0" * 16, "A CPU", (), None, {})
-    races = {target: BenchmarkReport(engines, "ref", "cpu_torch", race, False, machine, None)}
+    races = {target: BenchmarkReport(engines, "ref", "cpu_torch", Timed.frame, race, False, machine, None)}
     accuracy = AccuracyGates(f"{LADDER[0]}-{target}", {}, 0.02, 0.02, results, results, "test")
     gates = Gates(accuracy, allow_unproven=False, min_speedup_factor=1.02, max_latency_ms=None, min_fps=None)
     judged = judge_all(rows, gates, find_reference(rows, LADDER[0], target), LADDER, races)
