@@ -733,7 +733,7 @@ def test_only_one_checkout_measures_at_a_time(
 
 
 def test_stages_that_measure_say_so() -> None:
-    params = compose_params(["target=[cpu_torch,cpu_openvino,h200_tensorrt]"])
+    params = compose_params(["target=[cpu_torch,cuda_torch,cpu_openvino,h200_tensorrt]"])
     said = {}
     for address in (
         "benchmark.cpu_openvino",
