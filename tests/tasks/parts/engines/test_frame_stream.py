@@ -669,7 +669,12 @@ def test_closed_stdout_ends_an_endless_stream_quietly(bundle: Path) -> None:
 
 def test_ctrl_c_ends_a_stream_that_waits_and_keeps_its_answers(bundle: Path, tmp_path: Path) -> None:
     with subprocess.Popen(
-        command(bundle, "-", tmp_path / "a.npy", "--profile"), stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        command(bundle, "-", tmp_path / "a.npy", "--profile"),
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a shell's background jobs ignore it
     ) as process:
         assert process.stdin and process.stderr
         os.write(process.stdin.fileno(), numbered(3).tobytes() + b"part")

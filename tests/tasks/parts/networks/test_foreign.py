@@ -319,7 +319,9 @@ def test_networks_of_two_folders_may_have_files_of_one_name(folder: Path) -> Non
             network = build_network(custom(f"{name}/net.py"), 3, size=SIZE)
             assert network.network[0].out_channels == width
     assert "layers" not in sys.modules
-    (folder.parent / "one" / "layers.py").write_text("WIDTH = 5\n")
+    (folder.parent / "one" / "layers.py").write_text(
+        "WIDTH = 5  # of another size: bytecode is kept by size and second\n"
+    )
     assert build_network(custom("one/net.py"), 3, size=SIZE).network[0].out_channels == 5
 
 
