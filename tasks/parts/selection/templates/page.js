@@ -147,7 +147,7 @@
     if (state.ms !== Infinity) limits.push(`--max-latency-ms ${state.ms.toPrecision(4)}`);
     const command = engine.picked
       ? `python -m flows.pick ${limits.join(" ")} --download ${state.target}`
-      : `cp -r artifacts/build_engine/${engine.variant}/${engine.target}/engine ${state.target}`;
+      : `mkdir ${state.target} && cp artifacts/build_engine/${engine.variant}/${engine.target}/engine/*.* ${state.target}`;
     answer.replaceChildren(
       element("p", { class: "chosen" }, element("strong", {}, engine.variant),
         ` ${shownMs(engine.p50)} ms (${shownMs(engine.p50_low)} to ${shownMs(engine.p50_high)}), ${data.metric} `
