@@ -35,6 +35,7 @@ from tasks.parts.builders.frames import FRAMES as FRAMES_INPUT
 from tasks.parts.data.dataset import open_split
 from tasks.parts.engines.description import on_frames
 from tasks.parts.engines.frame_engine.engine import Engine
+from tasks.parts.engines.frame_engine.pixels import scale_and_shift
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.manifest import GRAPH_FILE, plain_engine
 from tasks.parts.engines.onnxruntime.runner import ENGINE_FILE
@@ -259,9 +260,7 @@ def _resizing_graph(height: int, width: int) -> ModelProto:
 def _as_before(runtime: Runtime, file: Path, plain: Engine) -> Callable[[np.ndarray], np.ndarray]:
     """Return the call of the bundles of earlier versions."""
     card = plain.card
-    std = np.asarray(card["std"], np.float64)
-    scale_C = (1.0 / (255.0 * std)).astype(np.float32)
-    shift_C = (-np.asarray(card["mean"], np.float64) / std).astype(np.float32)
+    scale_C, shift_C = scale_and_shift(card["mean"], card["std"])
     run = _open_as_before(runtime, file, card["options"])
 
     def predict(frames_NHWC: np.ndarray) -> np.ndarray:

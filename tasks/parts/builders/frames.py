@@ -11,7 +11,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.core.errors import BuildFailed
 from tasks.parts.data.input_card import InputCard, Task
-from tasks.parts.engines.frame_engine.pixels import lead_of_first
+from tasks.parts.engines.frame_engine.pixels import lead_of_first, scale_and_shift
 from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.engines.target import Gives, Reads, Target
 from tasks.parts.onnx_graphs.graph import drop_unused, resize_scale
@@ -54,9 +54,7 @@ def read_frames(model: ModelProto, card: InputCard, *, is_bgr: bool = False) -> 
     batch = image.type.tensor_type.shape.dim[0]
     channels, height, width = card.image_shape
     scale, shift = (f"{FRAMES}:{name}" for name in ("scale", "shift"))
-    std_C = np.asarray(card.std, np.float64)
-    scale_C = (1.0 / (255.0 * std_C)).astype(np.float32)
-    shift_C = (-np.asarray(card.mean, np.float64) / std_C).astype(np.float32)
+    scale_C, shift_C = scale_and_shift(card.mean, card.std)
     graph.initializer.append(numpy_helper.from_array(scale_C.reshape(1, channels, 1, 1), scale))
     graph.initializer.append(numpy_helper.from_array(shift_C.reshape(1, channels, 1, 1), shift))
     steps: list[_Step] = [

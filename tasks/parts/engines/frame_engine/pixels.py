@@ -12,11 +12,16 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 
-def normalise(frames_NHWC: Array, mean: Sequence[float], std: Sequence[float]) -> Array:
-    """Return float32 [N, C, H, W] as (value / 255 - mean) / std, of uint8 frames."""
+def scale_and_shift(mean: Sequence[float], std: Sequence[float]) -> tuple[Array, Array]:
+    """Return float32 [C] and [C] with which (value / 255 - mean) / std is value * scale + shift."""
     std_C = np.asarray(std, np.float64)
     scale_C = (1.0 / (255.0 * std_C)).astype(np.float32)
-    shift_C = (-np.asarray(mean, np.float64) / std_C).astype(np.float32)
+    return scale_C, (-np.asarray(mean, np.float64) / std_C).astype(np.float32)
+
+
+def normalise(frames_NHWC: Array, mean: Sequence[float], std: Sequence[float]) -> Array:
+    """Return float32 [N, C, H, W] as (value / 255 - mean) / std, of uint8 frames."""
+    scale_C, shift_C = scale_and_shift(mean, std)
     images_NCHW = np.ascontiguousarray(np.moveaxis(frames_NHWC, -1, 1), dtype=np.float32)
     images_NCHW *= scale_C[:, None, None]
     images_NCHW += shift_C[:, None, None]

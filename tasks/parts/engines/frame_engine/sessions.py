@@ -21,6 +21,7 @@ CPU_PROVIDER, CUDA_PROVIDER = "CPUExecutionProvider", "CUDAExecutionProvider"
 def open_onnxruntime(model: Path | bytes, options: dict[str, Any]) -> Any:
     """Return a session of an ONNX graph on options["provider"]."""
     import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     provider = options["provider"]
     if options["needs_vnni"]:
@@ -43,9 +44,14 @@ def open_onnxruntime(model: Path | bytes, options: dict[str, Any]) -> Any:
             settings,
             providers=[(provider, options["provider_options"])],
         )
-    except Exception as error:
-        if type(error).__module__ != "onnxruntime.capi.onnxruntime_pybind11_state":
-            raise
+    except (
+        state.Fail,
+        state.InvalidArgument,
+        state.InvalidGraph,
+        state.InvalidProtobuf,
+        state.NotImplemented,
+        state.RuntimeException,
+    ) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"onnxruntime {onnxruntime.__version__} cannot load the engine: {reason}."

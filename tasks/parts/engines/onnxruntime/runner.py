@@ -160,6 +160,5 @@ class OnnxruntimeRunner:
             return open_onnxruntime(self._file, session_options(target, needs_vnni=False))
         except ValueError as error:
             raise TargetMismatch(
-                f"{self._file}: {error} Install the build of onnxruntime that has it, or run on a worker of the "
-                f"target's work pool (target.{target.name}.device)."
+                f"{self._file}: {error} Run on a worker of the target's work pool (target.{target.name}.device)."
             ) from error
