@@ -53,7 +53,7 @@ check: .venv/.installed-dev  ## check formatting, lint, types and import rules
 lock: .venv/.installed-dev  ## write requirements.lock from the installed packages
 	@(echo '# Exact versions of every package, for `pip --constraint`; written by `make lock`. CUDA packages are left to torch.'; \
 		python -m pip freeze --exclude-editable | sed -e 's/+cpu$$//' \
-		| grep -v -i -E '^(nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx)|triton|cuda-)') > requirements.lock
+		| grep -v -i -E '^(nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx)|triton=|cuda-)') > requirements.lock
 
 clean: stop  ## remove outputs, caches and tracking data (keeps .venv)
 	rm -rf artifacts .dvc/cache .dvc/tmp .prefect mlflow.db* mlartifacts mlruns

@@ -21,8 +21,9 @@ from typing import Any
 
 from benchmarks.runtimes import read_selection, stage_config
 from tasks.benchmark import benchmark
-from tasks.core.config import read_params
+from tasks.core.config import PARAMS_FILE, read_params
 from tasks.core.execute import ARTIFACTS
+from tasks.parts.data.dataset import calibration_images
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.manifest import read_engine_manifest
 
@@ -81,11 +82,13 @@ def measure(name: str, num_repeats: int) -> dict[str, Any]:
     sha256 = read_engine_manifest(ARTIFACTS.joinpath("build_engine", variant, target, "engine")).sha256
     folders = sorted(ARTIFACTS.glob("build_engine/*/*/engine"))
     reference = next(folder for folder in folders if read_engine_manifest(folder).sha256 not in ("", sha256))
+    images = calibration_images(Path(read_params(PARAMS_FILE)["pipeline"]["data"]))
     reports = []
     for seed in range(num_repeats):
         with tempfile.TemporaryDirectory() as folder:
             seeded = replace(config, seed=seed)
-            reports.append(benchmark(seeded, builds=builds, reference=reference, out=Path(folder)))
+            report = benchmark(seeded, builds=builds, reference=reference, images=images, out=Path(folder))
+            reports.append(report)
     ratios = [report.race.aa_ratio.factor for report in reports if report.race]
     measured = [report.engines[variant].latency for report in reports]
     latencies_ms = [latency.at_batch_1.latency_ms_p50 for latency in measured if latency]

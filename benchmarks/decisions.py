@@ -47,6 +47,7 @@ from tasks.benchmark import Config, benchmark
 from tasks.core.config import PARAMS_FILE, read_params
 from tasks.core.execute import ARTIFACTS
 from tasks.core.reports import REPORT_FILE, write_json
+from tasks.parts.data.dataset import calibration_images
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.manifest import sha256_of
 from tasks.parts.measuring.engine_process import EngineProcess, open_processes, run_round
@@ -147,7 +148,9 @@ def measure_decision(workspace: Path, target: str, repeat: int) -> Row:
     cfg, selection = stage_config(f"benchmark.{target}", workspace), stage_config("select_engine", workspace)
     base = selection.float_reference.target
     folders = stage_folders(workspace)
-    reference = workspace / read_params(workspace / PARAMS_FILE)["pipeline"]["references"][target]["engine"]
+    pipeline = read_params(workspace / PARAMS_FILE)["pipeline"]
+    reference = workspace / pipeline["references"][target]["engine"]
+    images = calibration_images(workspace / pipeline["data"])
     num_busy_loops = NUM_BUSY_LOOPS * (repeat % 2)
     if num_busy_loops:  # there is no use in waiting until they end
         cfg = dataclasses.replace(cfg, quiet=dataclasses.replace(cfg.quiet, max_wait_s=0.0))
@@ -160,7 +163,11 @@ def measure_decision(workspace: Path, target: str, repeat: int) -> Row:
         started = time.monotonic()
         with busy_loops(num_busy_loops):
             report = benchmark(
-                cfg, builds=folders.builds / "*" / target / "engine", reference=reference, out=out
+                cfg,
+                builds=folders.builds / "*" / target / "engine",
+                reference=reference,
+                images=images,
+                out=out,
             )
         seconds = time.monotonic() - started
         write_json(out / REPORT_FILE, dataclasses.asdict(report))

@@ -99,7 +99,8 @@ def measure(name: str, target: str, num_rounds: int, folder: Path) -> list[dict[
     builds, measured = folder / target / "*" / "engine", folder / target / "benchmark"
     measured.mkdir()
     config = race_config(target, [FLOAT, INT8], num_rounds)
-    report = benchmark(config, builds=builds, reference=folder / target / FLOAT / "engine", out=measured)
+    reference = folder / target / FLOAT / "engine"
+    report = benchmark(config, builds=builds, reference=reference, images=folder / IMAGES, out=measured)
     views = view_engines([FLOAT, INT8], builds, measured, report, roofs_of(target))
     return [
         {

@@ -25,6 +25,7 @@ from benchmarks.speedup import build_resized, race_config
 from tasks.benchmark import benchmark
 from tasks.core.config import read_params
 from tasks.measure_machine import measure_machine
+from tasks.parts.data.dataset import calibration_images
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.explain.engine_view import EngineView, view_engines
 from tasks.parts.explain.report import explain_engine
@@ -94,7 +95,9 @@ def measure_size(
     build_resized(params, variant, target, side, folder / OWN_RESIZE, resize_as_matmul=False)
     config = race_config(target, names, num_rounds)
     builds = folder / "*" / "engine"
-    report = benchmark(config, builds=builds, reference=folder / FLOAT / "engine", out=folder)
+    images = calibration_images(Path(params["pipeline"]["data"]))
+    reference = folder / FLOAT / "engine"
+    report = benchmark(config, builds=builds, reference=reference, images=images, out=folder)
     views = view_engines(names[:-1], builds, folder, report, roofs)
     return list(views.values()), report.ratio(variant, OWN_RESIZE)
 

@@ -80,7 +80,9 @@ def measure_size(
         first, *others = ("-".join(name) for name in engines)
         config = race_config(target, others, num_rounds)
         builds = Path(folder, "*", "engine")
-        report = benchmark(config, builds=builds, reference=Path(folder, first, "engine"), out=Path(folder))
+        images = calibration_images(Path(params["pipeline"]["data"]))
+        reference = Path(folder, first, "engine")
+        report = benchmark(config, builds=builds, reference=reference, images=images, out=Path(folder))
         pick = read_engine_manifest(engines[variant, target])
     assert report.race is not None
     latencies_ms = {first: report.race.reference_ms_p50} | {

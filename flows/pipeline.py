@@ -195,7 +195,8 @@ def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[s
     for target in targets:
         built = ARTIFACTS / "build_engine" / "*" / target / "engine"
         reference = Path(params["pipeline"]["references"][target]["engine"])
-        measured = stages.run(f"benchmark.{target}", builds=built, reference=reference)
+        images = data / "calibration_images.npy"
+        measured = stages.run(f"benchmark.{target}", builds=built, reference=reference, images=images)
         if target in params.get("measure_machine", ()):
             roofs = stages.run(f"measure_machine.{target}")
             if target in params["explain"]:  # its runtime reports layers
@@ -206,5 +207,5 @@ def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[s
                 builds=built,
                 roofs=roofs,
                 model=Path(params["pipeline"]["trials"][target]),
-                images=data / "calibration_images.npy",
+                images=images,
             )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tasks.core.bounds import AtLeast, MoreThan
@@ -21,6 +22,7 @@ from tasks.parts.engines.machine import has_gpu
 from tasks.parts.engines.runtimes import CUDA
 from tasks.parts.measuring.batch_latency import Bursts, Windows, summarise
 from tasks.parts.measuring.energy import shortest_metered_s
+from tasks.parts.measuring.frame_files import write_frames
 from tasks.parts.measuring.machine_state import measuring_environment, read_gpu_memory_mib, read_machine
 from tasks.parts.measuring.race import CONTROL, FEWEST_ROUNDS, RaceOptions, engine_folder
 from tasks.parts.measuring.reports import (
@@ -43,8 +45,12 @@ logger = logging.getLogger(__name__)
 _LOAD_WINDOWS = 3
 _PROFILES, _PROFILED = 3, 16
 """Profiles of an engine, and the inferences of each, from which the time of each layer is taken."""
-_TIMED_PHASES = 100
+_TIMED_FRAMES = 100
 """Frames of which each phase is timed."""
+_IMAGES = 16
+"""Images that a stream of frames repeats."""
+_STREAM_S = 0.25
+"""Time for a stream of frames."""
 _TIMED_ON_DEVICE = 50
 """Inferences timed with CUDA events."""
 
@@ -141,11 +147,12 @@ def reads(cfg: Config, *, builds: Path, **_: Path) -> dict[str, list[Path]]:
     return {"builds": [engine_folder(builds, variant) for variant in cfg.variants]}
 
 
-def benchmark(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Report:
+def benchmark(cfg: Config, *, builds: Path, reference: Path, images: Path, out: Path) -> Report:
     """Write latencies.csv and layers.csv into a folder for each variant, and return latencies and speed ratios.
 
     ``builds`` has a ``*`` in place of the variant, so that other targets, which other machines may build, are not
-    inputs. Identical files are measured once; the reference and the control have a latencies.csv of their own.
+    inputs; ``images`` is the file of the calibration images, which are decoded and streamed. Identical files are
+    measured once; the reference and the control have a latencies.csv of their own.
     Raises ArtifactError if the reference was not built, if an engine takes images of another size than the reference,
     or if a process dies.
     """
@@ -164,7 +171,9 @@ def benchmark(cfg: Config, *, builds: Path, reference: Path, out: Path) -> Repor
             surroundings=None,
         )
     logger.info("benchmark: %d different engines of target %s", len(field.names), cfg.target)
-    rounds, measured, surroundings = _measure(cfg, field)
+    with TemporaryDirectory() as folder:
+        write_frames(images, Path(folder), limit=_IMAGES)
+        rounds, measured, surroundings = _measure(cfg, field, Path(folder))
     _write_tables(field, measured, rounds, out)
     race = rounds.race
     logger.info(
@@ -218,7 +227,7 @@ def _check_comparable(
         )
 
 
-def _measure(cfg: Config, field: _Field) -> tuple["Rounds", dict[str, _Measured], Surroundings]:
+def _measure(cfg: Config, field: _Field, frames: Path) -> tuple["Rounds", dict[str, _Measured], Surroundings]:
     """Measure every file in its process; the result is by name."""
     from tasks.parts.measuring.engine_race import open_race
 
@@ -228,7 +237,7 @@ def _measure(cfg: Config, field: _Field) -> tuple["Rounds", dict[str, _Measured]
         for name in field.names:
             runner = race.runners[name]
             latency, bursts_ms = _measure_alone(
-                cfg, field, runner.process, rounds.bursts_ms[name], runner.warm_up
+                cfg, field, runner.process, rounds.bursts_ms[name], runner.warm_up, frames
             )
             layers_ms = _time_layers(cfg, runner.process, latency.at_batch_1.latency_ms_p50)
             measured[name] = _Measured(latency, bursts_ms, layers_ms, runner.description)
@@ -236,7 +245,12 @@ def _measure(cfg: Config, field: _Field) -> tuple["Rounds", dict[str, _Measured]
 
 
 def _measure_alone(
-    cfg: Config, field: _Field, process: "EngineProcess", at_batch_1_ms: Bursts, start: "WarmUp"
+    cfg: Config,
+    field: _Field,
+    process: "EngineProcess",
+    at_batch_1_ms: Bursts,
+    start: "WarmUp",
+    frames: Path,
 ) -> tuple[Latency, dict[int, Bursts]]:
     """Measure an engine at larger batches and under load while the others wait; return also all its bursts."""
     gpu_memory_mib = read_gpu_memory_mib(process.pid) if field.device == CUDA else None
@@ -254,13 +268,14 @@ def _measure_alone(
         for batch, bursts in bursts_ms.items()
     )
     loads = {count: _measure_load(cfg, process, count, field.device) for count in cfg.concurrencies}
+    stream = process.time_frames(frames, num_frames=_TIMED_FRAMES, seconds=_STREAM_S)
     latency = Latency(
         batches=batches,
         throughputs=tuple(_sum_up_load(count, load) for count, load in loads.items()),
         phases_ms={
-            name: statistics.median(values) / 1e6
-            for name, values in process.time_phases(1, num_iterations=_TIMED_PHASES).items()
+            name: statistics.median(durations_ns) / 1e6 for name, durations_ns in stream.phases_ns.items()
         },
+        frames_per_s=stream.frames_per_s,
         load_ms=start.load_ms,
         first_call_ms=start.first_call_ms,
         memory_mib=start.memory_mib,

@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,25 @@ from benchmarks.zoo_training import (
     write_images,
 )
 from flows.params import compose_params
-from tasks import benchmark, import_onnx, prepare_data, validate
+from tasks import benchmark, import_onnx, prepare_data, quantize_ptq, validate
 from tasks.build_engine import build_engine
 from tasks.core.config import typed_config
 from tasks.parts.data.comparison import RESULTS_FILE, read_results
-from tasks.parts.data.dataset import normalised_batches, open_images, open_labels, read_manifest
+from tasks.parts.data.dataset import (
+    calibration_images,
+    normalised_batches,
+    open_images,
+    open_labels,
+    read_manifest,
+)
 from tasks.parts.data.dataset_writer import SplitBatches, write_dataset
 from tasks.parts.data.input_card import Task
+from tasks.parts.engines.description import on_frames
+from tasks.parts.engines.frame_engine.engine import load_engine
 from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.macs import conv_macs
+from tasks.parts.selection.bundle import write_bundle
 from tasks.parts.selection.stage_reports import ValidatedImages
 from tests.tasks.conftest import Workshop, workshop
 
@@ -57,6 +67,11 @@ __all__ = ["workshop"]
 
 SETTINGS = Settings(train_s=0.05, num_train=64, num_val=8, num_test=4, overrides=("debug=smoke",))
 TRAINED = [name for name, spec in ZOO.items() if spec.build is not None]
+TWO_OF_THE_ZOO = [
+    pytest.param(name, marks=() if name in ("shufflenet_v2", "segformer_b0") else pytest.mark.trial)
+    for name in TRAINED
+]
+"""`make test` takes two of them, `make test-trials` the others."""
 COUNTS = {"calibration": 3, "val": 4, "test": 2}
 
 
@@ -92,48 +107,81 @@ def test_equal_seeds_give_equal_weights() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("shufflenet_v2", "segformer_b0") else pytest.mark.trial)
-        for name in TRAINED
-    ],
-)
+@pytest.mark.parametrize("name", TWO_OF_THE_ZOO)
 def test_files_of_both_exporters_are_imported(name: str, tmp_path: Path) -> None:
-    spec = replace(ZOO[name], side=64 if name != "segformer_b0" else 32)
-    classes = tuple(class_names(spec.task))
-    network = new_network(name, len(classes)).train()
-    with torch.no_grad():  # statistics without which the logits of untrained networks vanish
-        for _ in range(4):
-            network(torch.randn(4, 3, spec.side, spec.side))
-    data = blank_data(tmp_path / "data", spec, classes)
-    section = compose_params(["model=onnx", "model.path=x.onnx", "data=images"])["import_onnx"]
-    cfg = typed_config(import_onnx.Config, section, "import_onnx")
+    spec, network = small_network(name)
+    data = noisy_data(tmp_path / "data", spec)
     macs = set()
     for exporter in (Exporter.dynamo, Exporter.torchscript):
-        file, out = tmp_path / f"{exporter}.onnx", tmp_path / exporter
-        out.mkdir()
-        export(network.eval(), file, exporter, side=spec.side)
-        report = import_onnx.import_onnx(cfg, model=file, data=data, out=out)
-        assert (report.task, report.num_classes, report.max_batch) == (spec.task, len(classes), None)
+        file = tmp_path / f"{exporter}.onnx"
+        export(network, file, exporter, side=spec.side)
+        report = import_file(file, data, tmp_path / exporter)
+        found = report.task, report.num_classes, report.max_batch
+        assert found == (spec.task, len(class_names(spec.task)), None)
         macs.add(report.macs)
     assert len(macs) == 1 and macs.pop() > 1e6
 
 
-def blank_data(folder: Path, spec: ZooNetwork, classes: tuple[str, ...]) -> Path:
-    """A data set of black images."""
-    images_NHWC = np.zeros((1, spec.side, spec.side, 3), np.uint8)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWO_OF_THE_ZOO)
+def test_bundle_gives_the_answers_that_were_validated(name: str, workshop: Workshop, tmp_path: Path) -> None:
+    spec, network = small_network(name)
+    data = noisy_data(tmp_path / "data", spec)
+    export(network, tmp_path / "model.onnx", spec.exporters[0], side=spec.side)
+    import_file(tmp_path / "model.onnx", data, tmp_path / "float")
+    (tmp_path / "int8").mkdir()
+    section = compose_params(["model=onnx", "model.path=x.onnx", "data=images"])["quantize_ptq"]
+    quantizing = typed_config(quantize_ptq.Config, section, "quantize_ptq")
+    quantize_ptq.quantize_ptq(
+        quantizing, model=tmp_path / "float/model.onnx", data=data, out=tmp_path / "int8"
+    )
+    frames_NHWC = np.asarray(open_images(data, "test")[:])
+    for variant, target in product(("float", "int8"), ("cpu_onnxruntime", "cpu_openvino")):
+        out = tmp_path / f"{variant}-{target}"
+        out.mkdir()
+        declared = workshop.target(target, reads="frames", gives="classes")
+        model = tmp_path / variant / "model.onnx"
+        report = build_engine(declared, model=model, images=calibration_images(data), out=out)
+        assert (report.status, report.reason) == ("built", "")
+        assert write_bundle(out / "engine", {"variant": variant, "target": target}, out / "bundle")
+        with open_engine(out / "engine") as runner:
+            expected = on_frames(runner).predict(frames_NHWC)
+        answers = load_engine(out / "bundle").predict(frames_NHWC)
+        assert answers.shape == ((8, spec.side, spec.side) if spec.task is Task.segmentation else (8,))
+        np.testing.assert_array_equal(answers, expected)
+
+
+def small_network(name: str) -> tuple[ZooNetwork, nn.Module]:
+    """A network for small images, with random weights and statistics that fit them."""
+    spec = replace(ZOO[name], side=64)
+    network = new_network(name, len(class_names(spec.task))).train()
+    with torch.no_grad():  # without statistics the logits of untrained networks vanish
+        for _ in range(4):
+            network(torch.randn(4, 3, spec.side, spec.side))
+    return spec, network.eval()
+
+
+def import_file(file: Path, data: Path, out: Path) -> import_onnx.Report:
+    out.mkdir()
+    section = compose_params(["model=onnx", "model.path=x.onnx", "data=images"])["import_onnx"]
+    cfg = typed_config(import_onnx.Config, section, "import_onnx")
+    return import_onnx.import_onnx(cfg, model=file, data=data, out=out)
+
+
+def noisy_data(folder: Path, spec: ZooNetwork) -> Path:
+    """A data set of random images, which all have the first class."""
+    images_NHWC = np.random.default_rng(0).integers(0, 256, (8, spec.side, spec.side, 3), np.uint8)
     is_masks = spec.task is Task.segmentation
-    labels = images_NHWC[..., 0] if is_masks else np.zeros(1, np.uint16)
+    labels = np.zeros_like(images_NHWC[..., 0]) if is_masks else np.zeros(8, np.uint16)
     splits = {
-        split: SplitBatches(1, iter([(images_NHWC, labels)]))
+        split: SplitBatches(8, iter([(images_NHWC, labels)]))
         for split in ("train", "val", "test", "calibration")
     }
     folder.mkdir()
     write_dataset(
         folder / "dataset",
         task=spec.task,
-        classes=classes,
+        classes=tuple(class_names(spec.task)),
         height=spec.side,
         width=spec.side,
         source="images",

@@ -206,7 +206,8 @@ def test_benchmark_tells_the_energy_of_the_gpu(
     engines: dict[tuple[str, str], Path], name: str, tmp_path: Path
 ) -> None:
     engine = engines[name, "f32"]
-    report = benchmark(BENCHMARK, builds=engine, reference=engine, out=tmp_path)
+    images = engine.parent.with_suffix(".npy")
+    report = benchmark(BENCHMARK, builds=engine, reference=engine, images=images, out=tmp_path)
     [measured] = report.engines.values()
     assert measured.latency is not None
     told = measured.latency.energy_mj_per_image

@@ -192,7 +192,7 @@ def test_benchmark_tells_the_time_of_the_gpu_and_its_state(
 ) -> None:
     build(workshop, with_options(target, cuda_graph=cuda_graph), workshop.graph, tmp_path / "a")
     engine = tmp_path / "a" / "engine"
-    report = benchmark(BENCHMARK, builds=engine, reference=engine, out=tmp_path)
+    report = benchmark(BENCHMARK, builds=engine, reference=engine, images=workshop.images, out=tmp_path)
     [measured] = report.engines.values()
     assert measured.latency is not None and report.surroundings is not None
     single = measured.latency.at_batch_1

@@ -74,13 +74,22 @@ def folder_of(variant: str, root: Path) -> Path:
 
 def measure(config: Config, builds: Path, reference: Path, out: Path) -> Report:
     out.mkdir()
-    return benchmark(config, builds=builds, reference=reference, out=out)
+    images = save_images(out.with_suffix(".npy"))
+    return benchmark(config, builds=builds, reference=reference, images=images, out=out)
+
+
+def save_images(file: Path) -> Path:
+    """Save three images of another size than the engines'."""
+    np.save(file, np.random.default_rng(0).integers(0, 256, (3, 40, 24, 3), np.uint8))
+    return file
 
 
 def measure_one(config: Config, engine: Path, out: Path) -> EngineMeasurement:
     """Measure a single engine, which is its own reference."""
     config = replace(config, variants=["one"], target=read_engine_manifest(engine).target.name)
-    return benchmark(config, builds=engine, reference=engine, out=out).engines["one"]
+    images = save_images(out / "images.npy")
+    report = benchmark(config, builds=engine, reference=engine, images=images, out=out)
+    return report.engines["one"]
 
 
 def fail(engine: Path) -> None:
@@ -173,6 +182,8 @@ def test_report_holds_all_numbers_of_an_engine(workshop: Workshop, tmp_path: Pat
         assert 0 < one.throughput_per_s_low <= one.throughput_per_s <= one.throughput_per_s_high
         assert one.latency_ms_p50 > 0
         assert one.energy_mj_per_image is None or one.energy_mj_per_image > 0
+    assert list(latency.phases_ms) == ["decode", "pre", "run", "post"] and min(latency.phases_ms.values()) > 0
+    assert 0 < latency.frames_per_s < 1000 / min(latency.phases_ms["decode"], latency.phases_ms["run"])
     assert latency.energy_mj_per_image == latency.throughputs[1].energy_mj_per_image and latency.energy_note
     assert (found.provider, found.num_threads) == ("CPUExecutionProvider", manifest.target.num_threads)
     assert found.options == {"graph_optimization_level": "ORT_ENABLE_ALL"}

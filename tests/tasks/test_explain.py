@@ -53,6 +53,7 @@ def measured(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Me
         typed_config(BenchmarkConfig, options, "benchmark"),
         builds=found.builds,
         reference=workshop.engine("float", TARGET),
+        images=workshop.images,
         out=found.benchmark,
     )
     write_json(found.benchmark / "report.json", dataclasses.asdict(report))

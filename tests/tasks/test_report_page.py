@@ -59,6 +59,8 @@ def engine_row(number: int, target: str, num_variants: int) -> EngineRow:
         *(latency_ms, 0.98 * latency_ms, 1.02 * latency_ms, 1.1 * latency_ms, 1.3 * latency_ms),
         *(1000 / latency_ms, 1800 / latency_ms, 20 / latency_ms, 19 / latency_ms, 21 / latency_ms, 0.01),
         is_inconclusive=False,
+        frames_per_s=1000.0,
+        decode_ms_p50=0.1,
         pre_ms_p50=0.0,
         run_ms_p50=latency_ms,
         post_ms_p50=0.0,

@@ -307,7 +307,8 @@ class Artifacts:
         latency = Latency(
             batches=(single, batched),
             throughputs=(Throughput(2, 1900 / latency_ms, 1800, 2000, latency_ms, None),),
-            phases_ms={"pre": 0.0, "run": latency_ms, "post": 0.0},
+            phases_ms={"decode": 0.1, "pre": 0.0, "run": latency_ms, "post": 0.0},
+            frames_per_s=1000.0 / latency_ms,
             load_ms=12.0,
             first_call_ms=3 * latency_ms,
             memory_mib=40.0,

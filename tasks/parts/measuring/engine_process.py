@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import json
 import os
 import random
@@ -46,6 +47,8 @@ _SOURCE_ROOT = Path(__file__).resolve().parents[3]
 _MIB = 1 << 20
 _STATUS = Path("/proc/self/status")
 """proc_pid_status(5); VmHWM is the peak of the resident memory."""
+_FEWEST_FRAMES = 3
+"""Frames that are timed, however slow the engine is."""
 _SETTLE_SECONDS = 0.003
 """Pause before a burst, in which the thread pools of the previous engine go to sleep."""
 
@@ -76,6 +79,16 @@ class Load:
     """Energy of the device in all windows; None if it is not known."""
     energy_note: str
     """What `joules` covers, or why it is None."""
+
+
+@dataclass(frozen=True)
+class FrameTimes:
+    """From image files to answers."""
+
+    phases_ns: dict[str, list[int]]
+    """Times of each phase, one frame after the other: decode, pre, run, post."""
+    frames_per_s: float
+    """Over a stream, in which the phases overlap."""
 
 
 class EngineProcess:
@@ -139,11 +152,13 @@ class EngineProcess:
         latencies_ns: list[int] = answer["latencies_ns"]
         return latencies_ns
 
-    def time_phases(self, batch: int, *, num_iterations: int) -> dict[str, list[int]]:
-        """Return the time of each phase from frames to answers in nanoseconds: pre, run and post."""
-        answer = self._ask({"do": "time_phases", "batch": batch, "num_iterations": num_iterations})
-        latencies_ns: dict[str, list[int]] = answer["latencies_ns"]
-        return latencies_ns
+    def time_frames(self, frames: Path, *, num_frames: int, seconds: float) -> FrameTimes:
+        """Time each phase of up to `num_frames` of the image files of a folder, then stream the files.
+
+        Both end after `seconds`, or a little later, when a few frames are done.
+        """
+        command = {"do": "time_frames", "batch": 1, "frames": str(frames)}
+        return FrameTimes(**self._ask({**command, "num_frames": num_frames, "seconds": seconds}))
 
     def profile(self, *, num_iterations: int) -> dict[str, float]:
         """Return the typical milliseconds of each layer at batch 1, by the runtime's name for it."""
@@ -300,8 +315,8 @@ def _carry_out(
             time.sleep(_SETTLE_SECONDS)
             call()
             return {"latencies_ns": _time_calls(call, **options)}
-        case "time_phases":
-            return {"latencies_ns": _time_phases(engine, frames_NHWC, **options)}
+        case "time_frames":
+            return _time_frames(engine, **options)
         case "load":
             return _load_metered(runner, frames_NHWC, timed, **options)
         case "time_on_device":
@@ -324,24 +339,37 @@ def _call(runner: Runner, frames_NHWC: "NDArray[np.uint8]", timed: Timed) -> Cal
     return functools.partial(engine.run, engine.prepare(frames_NHWC))
 
 
-def _time_phases(
-    engine: "Engine", frames_NHWC: "NDArray[np.uint8]", num_iterations: int
-) -> dict[str, list[int]]:
-    """Return the time of each phase of frame to answer in nanoseconds, by its name."""
-    latencies_ns: dict[str, list[int]] = {"pre": [], "run": [], "post": []}
+def _time_frames(engine: "Engine", frames: str, *, num_frames: int, seconds: float) -> dict[str, Any]:
+    """Return the fields of FrameTimes."""
+    from tasks.parts.engines.frame_engine.sources import Source, fit_frame, open_source
+    from tasks.parts.engines.frame_engine.stream import Timings, run_stream
+
+    size = engine.card["height"], engine.card["width"]
+    source = open_source(frames, channels=len(engine.card["mean"]), size=size)
+    images = list(source.items)
     clock = time.perf_counter_ns
-    for _ in range(num_iterations):
-        start = clock()
-        inputs = engine.prepare(frames_NHWC)
-        prepared = clock()
+
+    def repeat() -> Iterator[tuple[str, Any]]:
+        end_ns = clock() + int(seconds * 1e9)
+        first, others = images[:_FEWEST_FRAMES], itertools.cycle(images)
+        return itertools.chain(first, itertools.takewhile(lambda _: clock() < end_ns, others))
+
+    phases_ns: dict[str, list[int]] = {"decode": [], "pre": [], "run": [], "post": []}
+    for _, image in itertools.islice(repeat(), num_frames):
+        times_ns = [clock()]
+        frame_HWC = fit_frame(source.decode(image), size=size, mode="stretch")
+        times_ns.append(clock())
+        inputs = engine.prepare(frame_HWC[None])
+        times_ns.append(clock())
         outputs = engine.run(inputs)
-        done = clock()
+        times_ns.append(clock())
         engine.finish(outputs)
-        finished = clock()
-        latencies_ns["pre"].append(prepared - start)
-        latencies_ns["run"].append(done - prepared)
-        latencies_ns["post"].append(finished - done)
-    return latencies_ns
+        times_ns.append(clock())
+        for name, (start, end) in zip(phases_ns, itertools.pairwise(times_ns), strict=True):
+            phases_ns[name].append(end - start)
+    timings = Timings()
+    run_stream(engine, Source(repeat(), source.decode), lambda name, answer: None, timings=timings)
+    return {"phases_ns": phases_ns, "frames_per_s": timings.profile().frames_per_second}
 
 
 def _load_metered(

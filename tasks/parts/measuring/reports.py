@@ -45,8 +45,10 @@ class Latency:
     """Batch 1 first, in the rounds of all engines; then each of benchmark.batch_sizes that the engine takes."""
     throughputs: tuple[Throughput, ...]
     phases_ms: dict[str, float]
-    """Median time at batch 1 of what stands before the engine ("pre"), of the engine ("run") and of what stands
-    behind it ("post"), apart from the rounds. Where the engine reads frames and gives classes, it does nearly all."""
+    """Median time of each phase from an image file to the answer, one frame after the other and apart from the
+    rounds: "decode", what stands before the engine ("pre"), the engine ("run"), what stands behind it ("post")."""
+    frames_per_s: float
+    """Over a stream of image files, as infer.py runs it: decoding, running and finishing overlap."""
     load_ms: float
     """From the engine file, in the page cache, to a loaded engine, in a process that has imported the runtime. A
     single load, while the processes of the other engines wait."""

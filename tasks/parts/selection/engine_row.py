@@ -84,6 +84,11 @@ class Speed:
     """The spread of the A/A control; smaller differences are not significant."""
     is_inconclusive: bool
     """Whether the machine was too noisy."""
+    frames_per_s: float
+    """Over a stream of image files, in which decoding, running and finishing overlap. A limit in frames per second is
+    held against it."""
+    decode_ms_p50: float
+    """An image file of the engine's size, to a frame."""
     pre_ms_p50: float
     """What stands before the engine: normalisation, if it is not in the graph."""
     run_ms_p50: float

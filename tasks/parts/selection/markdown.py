@@ -3,7 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.parts.selection.findings import NOTHING, Findings, columns, percent_change, shown, signed, times
+from tasks.parts.selection.findings import (
+    NOTHING,
+    Findings,
+    columns,
+    milliseconds,
+    percent_change,
+    shown,
+    signed,
+    times,
+)
 from tasks.parts.selection.markdown_details import next_engines, where_time_goes
 from tasks.parts.selection.markdown_table import safe, table
 
@@ -32,6 +41,10 @@ def render_markdown(findings: Findings, data: Mapping[str, Any]) -> str:
         "with Python. What the energy covers, or why it is not known, is under “How it was measured”. MMACs are the "
         "multiply-accumulates of the variant for one image, in millions.",
         _costs(findings),
+        "## From image file to answer",
+        "Typical time of each phase, one frame after the other, and its share. The images are files of the engine's "
+        "size. In a stream the phases overlap.",
+        _phases(findings),
         "## The ladder of each target",
         "A rung must be accurate enough, and faster than the last accepted one below it, or as fast and more "
         "accurate.",
@@ -128,6 +141,19 @@ def _costs(findings: Findings) -> str:
         memory = [cells.memory_mib, cells.memory_total_mib, *([cells.gpu_memory_mib] if on_gpu else [])]
         rows.append([row.variant, row.target, *start, *memory, cells.energy_mj, cells.mmacs])
     return table(["variant", "target", *head], rows)
+
+
+def _phases(findings: Findings) -> str:
+    rows = []
+    for row in findings.ordered:
+        if row.measured is None:
+            continue
+        speed = row.measured.speed
+        phases_ms = [speed.decode_ms_p50, speed.pre_ms_p50, speed.run_ms_p50, speed.post_ms_p50]
+        cells = [f"{milliseconds(ms)} ({100 * ms / sum(phases_ms):.0f} %)" for ms in phases_ms]
+        rows.append([row.variant, row.target, *cells, f"{speed.frames_per_s:.0f}"])
+    phases = ["decode ms", "before the engine ms", "engine ms", "behind it ms", "frames/s in a stream"]
+    return table(["variant", "target", *phases], rows) if rows else ""
 
 
 def _ladders(findings: Findings) -> str:

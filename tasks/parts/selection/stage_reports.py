@@ -236,6 +236,8 @@ def _speed(latency: Latency, benchmark: BenchmarkReport, variant: str) -> Speed:
         latency_ms_p99=single.latency_ms_p99,
         throughput_per_s=single.throughput_per_s,
         throughput_per_s_batched=latency.throughput_per_s_batched,
+        frames_per_s=latency.frames_per_s,
+        decode_ms_p50=latency.phases_ms["decode"],
         pre_ms_p50=latency.phases_ms["pre"],
         run_ms_p50=latency.phases_ms["run"],
         post_ms_p50=latency.phases_ms["post"],

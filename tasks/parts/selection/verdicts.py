@@ -31,14 +31,14 @@ class Gates:
     max_latency_ms: float | None
     """Longest time from the frame to the answer; the upper end of the median's interval counts."""
     min_fps: float | None
-    """Fewest frames per second, one after the other."""
+    """Fewest frames per second over a stream of image files."""
 
     def describe_slowness(self, speed: Speed) -> str:
         """Return the limit that an engine breaks; empty if it holds both."""
         if self.max_latency_ms is not None and speed.latency_ms_p50_high > self.max_latency_ms:
             return f"up to {speed.latency_ms_p50_high:.3g} ms, allowed are {self.max_latency_ms:g} (max_latency_ms)"
-        if self.min_fps is not None and speed.throughput_per_s < self.min_fps:
-            return f"{speed.throughput_per_s:.4g} frames/s, wanted are {self.min_fps:g} (min_fps)"
+        if self.min_fps is not None and speed.frames_per_s < self.min_fps:
+            return f"{speed.frames_per_s:.4g} frames/s, wanted are {self.min_fps:g} (min_fps)"
         return ""
 
 
