@@ -26,24 +26,31 @@ NPM_HEADERS = "package/Plugins/iOS~/onnxruntime.xcframework/ios-arm64/onnxruntim
 
 def build_program(bundle: Path, runtime: str) -> Path:
     """Compile the program of a bundle without a warning; return its path."""
-    if missing := [tool for tool in ("cmake", "g++", "make") if shutil.which(tool) is None]:
-        pytest.skip(f"{', '.join(missing)} is not installed")
-    source, build = bundle / "cpp", bundle / "cpp" / "build"
-    for command in (
-        ["cmake", "-S", source, "-B", build, *_cmake_options(runtime)],
-        ["cmake", "--build", build],
-    ):
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stdout + run.stderr
-        assert "warning:" not in run.stdout + run.stderr
+    options = (
+        [f"-DOpenVINO_DIR={openvino.__path__[0]}/cmake"]
+        if runtime == "openvino"
+        else onnxruntime_options(onnxruntime_headers())
+    )
+    configured = configure_program(bundle, options)
+    assert configured.returncode == 0, configured.stdout + configured.stderr
+    command = ["cmake", "--build", bundle / "cpp" / "build"]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "warning:" not in configured.stderr + built.stdout + built.stderr
     return bundle / "infer"
 
 
-def _cmake_options(runtime: str) -> list[str]:
-    """Return what finds the runtime, as the head of its CMakeLists.txt says."""
-    if runtime == "openvino":
-        return [f"-DOpenVINO_DIR={openvino.__path__[0]}/cmake"]
-    return [f"-D{ORT_HEADERS}={onnxruntime_headers()}", f"-DONNXRUNTIME_LIBRARY={onnxruntime_library()}"]
+def configure_program(bundle: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run the first command of the bundle's CMakeLists.txt; skip where a tool is missing."""
+    if missing := [tool for tool in ("cmake", "g++", "make") if shutil.which(tool) is None]:
+        pytest.skip(f"{', '.join(missing)} is not installed")
+    command = ["cmake", "-S", bundle / "cpp", "-B", bundle / "cpp" / "build", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def onnxruntime_options(headers: Path) -> list[str]:
+    """Return what finds ONNX Runtime."""
+    return [f"-D{ORT_HEADERS}={headers}", f"-DONNXRUNTIME_LIBRARY={onnxruntime_library()}"]
 
 
 def onnxruntime_library() -> Path:
