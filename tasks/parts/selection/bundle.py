@@ -2,7 +2,7 @@
 
 infer.py            reads frames, writes classes or values; needs only numpy and the runtime
 frame_engine/       its modules, which benchmark and validate run as well
-cpp/                a C++ program that does the same, for engines on the CPU that read frames
+cpp/                a C++ program in one file that does the same, for engines on the CPU that read frames
 engine.txt          what it has to know of the engine
 requirements.txt    the packages that it needs, in the versions that were measured
 model.json          file, sha256, classes, image size, normalisation, batches, options of the runtime

@@ -1,16 +1,17 @@
 """Write the C++ program that runs a bundle's engine without Python.
 
-engine.txt          what the program needs to know: lines of `key value`, and of `option NAME VALUE` for the runtime
-cpp/                its source, and a CMakeLists.txt that makes <bundle>/infer
+engine.txt             what the program needs to know: lines of `key value`; `property.NAME` is one of OpenVINO's
+cpp/infer.cpp          the program in one file: the runtime's infer.cpp here, its includes of our headers replaced by
+                       their text. bundle.hpp is what the class Engine needs, program.hpp is what uses it
+cpp/CMakeLists.txt     makes <bundle>/infer
 """
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-SHARED = ("bundle.hpp", "frames.hpp", "program.hpp")
-OWN = ("infer.cpp", "CMakeLists.txt")
 _RAW_FRAMES = {"frames": "RGB", "bgr_frames": "BGR"}
 
 
@@ -27,26 +28,34 @@ def write_cpp(card: dict[str, Any], out: Path) -> bool:
         return False
     (out / "engine.txt").write_text(describe_for_cpp(card), encoding="utf-8")
     (out / "cpp").mkdir()
-    for source in (*(FOLDER / name for name in SHARED), *(FOLDER / str(runtime) / name for name in OWN)):
-        shutil.copyfile(source, out / "cpp" / source.name)
+    (out / "cpp" / "infer.cpp").write_text(_source(FOLDER / runtime / "infer.cpp"), encoding="utf-8")
+    shutil.copyfile(FOLDER / runtime / "CMakeLists.txt", out / "cpp" / "CMakeLists.txt")
     return True
+
+
+def _source(file: Path) -> str:
+    """Return the text of a C++ file with that of our headers in place of their includes."""
+    return re.sub(
+        r'^#include "(.+)"\n',
+        lambda found: (file.parent / found[1]).read_text(encoding="utf-8"),
+        file.read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
 
 
 def describe_for_cpp(card: dict[str, Any]) -> str:
     """Return the content of engine.txt."""
     options = card["options"]
-    values = {key: card[key] for key in ("runtime_version", "file", "sha256", "reads", "height", "width")}
-    values["channels"] = len(card["mean"])
+    values = {key: card[key] for key in ("runtime_version", "file", "sha256", "reads")}
     if card["runtime"] == "openvino":
         values["isa"] = ", ".join(options["isa"])
-        of_runtime = options["properties"]
+        values |= {f"property.{name}": _property(value) for name, value in options["properties"].items()}
     else:
-        of_runtime = {key: options[key] for key in ("num_threads", "needs_vnni")}
-    lines = [f"{key} {value}" for key, value in values.items()]
-    lines += [f"option {key} {_option(value)}" for key, value in of_runtime.items()]
-    return "\n".join(lines) + "\n"
+        values["num_threads"] = options["num_threads"]
+        values["needs_vnni"] = _property(options["needs_vnni"])
+    return "".join(f"{key} {value}\n" for key, value in values.items())
 
 
-def _option(value: Any) -> str:
+def _property(value: Any) -> str:
     """Return a value as OpenVINO reads it from text."""
     return {True: "YES", False: "NO"}[value] if isinstance(value, bool) else str(value)
