@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass, field, replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,18 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tasks.core.config import typed_config
-from tasks.core.errors import BuildFailed
-from tasks.parts.builders.tensorrt_plan import BuildProgress, configure, describe_parser_errors
+from tasks.core.errors import ArtifactError, BuildFailed
+from tasks.parts.builders.tensorrt_dla import check_fallbacks, place_on_dla
+from tasks.parts.builders.tensorrt_plan import (
+    BuildProgress,
+    add_profiles,
+    configure,
+    describe_parser_errors,
+)
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.debug_tensors import DebugTensors
 from tasks.parts.engines.tensorrt.log import TensorrtLog, describe_errors
-from tasks.parts.engines.tensorrt_options import HardwareCompatibility, TacticSource, TensorrtOptions
+from tasks.parts.engines.tensorrt_options import BatchProfile, HardwareCompatibility, TacticSource
 from tasks.parts.onnx_graphs.graph import set_node_source
 from tests.conftest import REPOSITORY
 
@@ -40,6 +46,11 @@ class RecordedConfig:
     flags: set[Any] = field(default_factory=set)
     pools: dict[Any, int] = field(default_factory=dict)
     tactics: int | None = None
+    is_accepting: bool = True
+    on_dla: tuple[str, ...] = ()
+    """Layers that a DLA can run."""
+    on_gpu: list[str] = field(default_factory=list)
+    """Layers that were put on the GPU."""
 
     def set_flag(self, flag: Any) -> None:
         self.flags.add(flag)
@@ -52,7 +63,17 @@ class RecordedConfig:
 
     def set_tactic_sources(self, tactic_sources: int) -> bool:
         self.tactics = tactic_sources
-        return True
+        return self.is_accepting
+
+    def add_optimization_profile(self, profile: Any) -> int:
+        return 0 if self.is_accepting else -1
+
+    def can_run_on_DLA(self, layer: Any) -> bool:  # noqa: N802
+        return layer.name in self.on_dla
+
+    def set_device_type(self, layer: Any, device_type: Any) -> None:
+        assert device_type == trt.DeviceType.GPU
+        self.on_gpu.append(layer.name)
 
 
 @dataclass(frozen=True)
@@ -88,20 +109,84 @@ class RecordedParser:
         return self.errors[index]
 
 
-@pytest.fixture
-def options() -> TensorrtOptions:
-    fields = yaml.safe_load((REPOSITORY / "conf" / "target" / "h200_tensorrt.yaml").read_text())
+@dataclass(frozen=True)
+class RecordedTensor:
+    """Stands for an ITensor."""
+
+    is_network_input: bool = False
+    is_network_output: bool = False
+
+
+@dataclass(frozen=True)
+class RecordedLayer:
+    """Stands for an ILayer with one input and one output."""
+
+    name: str
+    type: Any
+    read: RecordedTensor = RecordedTensor()
+    given: RecordedTensor = RecordedTensor()
+
+    def get_input(self, index: int) -> RecordedTensor:
+        return self.read
+
+    def get_output(self, index: int) -> RecordedTensor:
+        return self.given
+
+
+@dataclass(frozen=True)
+class RecordedNetwork:
+    """Stands for an INetworkDefinition."""
+
+    layers: tuple[RecordedLayer, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def get_layer(self, index: int) -> RecordedLayer:
+        return self.layers[index]
+
+
+@dataclass(frozen=True)
+class RecordedBuilder:
+    """Stands for a Builder."""
+
+    num_DLA_cores: int = 2
+    profile: Any = None
+
+    def create_optimization_profile(self) -> Any:
+        return self.profile
+
+
+class RecordedProfile:
+    """Stands for an IOptimizationProfile."""
+
+    def set_shape(self, input: str, min: Any, opt: Any, max: Any) -> None:
+        if not min <= opt <= max:
+            raise RuntimeError("Shape provided for opt is inconsistent with other shapes.")
+
+
+def read_target(name: str) -> Target:
+    fields = yaml.safe_load((REPOSITORY / "conf" / "target" / f"{name}.yaml").read_text())
     del fields["work_pool"]
-    target: Target = typed_config(Target, fields, "build_engine.h200_tensorrt")
+    target: Target = typed_config(Target, fields, f"build_engine.{name}")
+    return target
+
+
+def with_options(target: Target, **changes: Any) -> Target:
     assert target.tensorrt is not None
-    return target.tensorrt
+    return replace(target, tensorrt=replace(target.tensorrt, **changes))
 
 
-def test_configuration_gets_what_the_target_declares(options: TensorrtOptions) -> None:
+@pytest.fixture
+def target() -> Target:
+    return read_target("h200_tensorrt")
+
+
+def test_configuration_gets_what_the_target_declares(target: Target) -> None:
     config: Any = RecordedConfig({trt.BuilderFlag.TF32})  # on by itself
-    wanted = replace(
-        options, version_compatible=True, hardware_compatibility=HardwareCompatibility.ampere_plus
-    )
+    compatibility = HardwareCompatibility.ampere_plus
+    wanted = with_options(target, version_compatible=True, hardware_compatibility=compatibility)
     configure(config, wanted, major=MAJOR)
     assert config.flags == {trt.BuilderFlag.SPARSE_WEIGHTS, trt.BuilderFlag.VERSION_COMPATIBLE}
     assert config.pools == {trt.MemoryPoolType.WORKSPACE: 8192 * 2**20}
@@ -111,18 +196,97 @@ def test_configuration_gets_what_the_target_declares(options: TensorrtOptions) -
     assert not hasattr(config, "DLA_core") and config.tactics is None
 
 
-def test_dla_falls_back_to_the_gpu(options: TensorrtOptions) -> None:
-    config: Any = RecordedConfig()
-    configure(config, replace(options, dla_core=1), major=MAJOR)
+IMAGE, LOGITS = RecordedTensor(is_network_input=True), RecordedTensor(is_network_output=True)
+LAYERS = (
+    RecordedLayer("to half", trt.LayerType.CAST, read=IMAGE),
+    RecordedLayer("weights", trt.LayerType.CONSTANT),
+    RecordedLayer("conv", trt.LayerType.CONVOLUTION),
+    RecordedLayer("resize", trt.LayerType.RESIZE),
+    RecordedLayer("to float", trt.LayerType.CAST, given=LOGITS),
+)
+
+
+def place(config: RecordedConfig, layers: tuple[RecordedLayer, ...], **changes: Any) -> None:
+    network: Any = RecordedNetwork(layers)
+    builder: Any = RecordedBuilder()
+    recorded: Any = config
+    place_on_dla(recorded, builder, network, with_options(read_target("orin_tensorrt11_dla"), **changes))
+
+
+def test_only_conversions_of_a_dla_run_on_the_gpu() -> None:
+    config: Any = RecordedConfig(on_dla=("conv", "resize"))
+    place(config, LAYERS, dla_core=1)
     assert config.DLA_core == 1 and config.default_device_type == trt.DeviceType.DLA
-    assert trt.BuilderFlag.GPU_FALLBACK in config.flags
+    assert config.on_gpu == ["to half", "weights", "to float"]
 
 
-def test_tactic_source_of_another_major_is_refused(options: TensorrtOptions) -> None:
+def test_layer_that_a_dla_cannot_run_fails_the_build_by_name() -> None:
+    with pytest.raises(BuildFailed, match=r"cannot run 1 layers: RESIZE 'resize'\. .*dla_gpu_fallback=true"):
+        place(RecordedConfig(on_dla=("conv",)), LAYERS)
+    inner = (*LAYERS, RecordedLayer("inner", trt.LayerType.CAST))
+    with pytest.raises(BuildFailed, match=r"cannot run 1 layers: CAST 'inner'"):
+        place(RecordedConfig(on_dla=("conv", "resize")), inner)
+
+
+def test_layer_that_a_dla_cannot_run_runs_on_the_gpu_where_the_target_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = RecordedConfig(on_dla=("conv",))
+    place(config, LAYERS, dla_gpu_fallback=True)
+    assert "resize" in config.on_gpu and "1 layers run on the GPU and not on the DLA" in caplog.text
+
+
+def test_machine_without_the_dla_is_refused() -> None:
+    with pytest.raises(BuildFailed, match=r"dla_core is 3, TensorRT .* finds 2 DLA cores"):
+        place(RecordedConfig(), LAYERS, dla_core=3)
+
+
+def test_layer_that_tensorrt_moves_during_the_build_fails_it() -> None:
+    said = ["Validation failed for DLA layer: head/Conv. Switching to GPU fallback.", "slow kernel"]
+    target = read_target("orin_tensorrt11_dla")
+    with pytest.raises(BuildFailed, match=r"cannot run 1 layers: Validation failed for DLA layer: head/Conv"):
+        check_fallbacks(said, target)
+    check_fallbacks(said, with_options(target, dla_gpu_fallback=True))
+    check_fallbacks(said[1:], target)
+
+
+def image_graph() -> onnx.ModelProto:
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 3, 8, 8]) for name in "xy"]
+    node = helper.make_node("Relu", ["x"], ["y"], name="relu")
+    graph: onnx.ModelProto = helper.make_model(helper.make_graph([node], "g", values[:1], values[1:]))
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("profile", "is_accepting", "message"),
+    [
+        (None, True, r"refuses to create an optimization profile"),
+        (RecordedProfile(), False, r"refuses the profile of BatchProfile\(min=1, opt=1, max=32\)"),
+    ],
+)
+def test_profile_that_tensorrt_refuses_fails_the_build(
+    target: Target, profile: Any, is_accepting: bool, message: str
+) -> None:
+    config: Any = RecordedConfig(is_accepting=is_accepting)
+    builder: Any = RecordedBuilder(profile=profile)
+    with pytest.raises(BuildFailed, match=message):
+        add_profiles(config, builder, target, image_graph())
+    builder = RecordedBuilder(profile=RecordedProfile())
+    add_profiles(RecordedConfig(), builder, target, image_graph())  # type: ignore[arg-type]
+
+
+def test_tactic_sources_that_tensorrt_refuses_fail_the_build(target: Target) -> None:
+    config: Any = RecordedConfig(is_accepting=False)
+    wanted = with_options(target, tactic_sources=[TacticSource.jit_convolutions])
+    with pytest.raises(BuildFailed, match=r"refuses tactic_sources jit_convolutions"):
+        configure(config, wanted, major=MAJOR)
+
+
+def test_tactic_source_of_another_major_is_refused(target: Target) -> None:
     config: Any = RecordedConfig()
-    configure(config, replace(options, tactic_sources=[TacticSource.jit_convolutions]), major=MAJOR)
+    configure(config, with_options(target, tactic_sources=[TacticSource.jit_convolutions]), major=MAJOR)
     assert config.tactics == 1 << int(trt.TacticSource.JIT_CONVOLUTIONS)
-    old = replace(options, tactic_sources=[TacticSource.cudnn])
+    old = with_options(target, tactic_sources=[TacticSource.cudnn])
     if MAJOR < 11:
         configure(config, old, major=MAJOR)
         assert config.tactics == 1 << int(trt.TacticSource.CUDNN)
@@ -140,7 +304,7 @@ def test_messages_go_to_the_log_and_errors_are_kept(caplog: pytest.LogCaptureFix
         log.log(trt.ILogger.Severity.WARNING, "slow kernel")
         log.log(trt.ILogger.Severity.ERROR, "no kernel for layer a")
         log.log(trt.ILogger.Severity.VERBOSE, "tactic 7")
-    assert describe_errors(log.errors) == "no kernel for layer a"
+    assert describe_errors(log.errors) == "no kernel for layer a" and log.warnings == ["slow kernel"]
     assert caplog.messages == ["TensorRT: slow kernel", "TensorRT: no kernel for layer a"]
 
 
@@ -205,12 +369,19 @@ def test_debug_tensors_that_numpy_does_not_know_are_passed_over() -> None:
     assert listener.tensors == {}
 
 
-def test_memory_for_logits_grows_where_an_engine_writes_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, pycuda = ModuleType("pycuda.driver"), ModuleType("pycuda")  # the real one needs a GPU's driver
-    vars(driver)["mem_alloc"] = lambda num_bytes: 1000 + num_bytes
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Take the place of pycuda, which needs a GPU's driver."""
+    driver, pycuda = ModuleType("pycuda.driver"), ModuleType("pycuda")
+    vars(driver).update(mem_alloc=lambda num_bytes: 1000 + num_bytes, MemoryError=MemoryError)
     vars(pycuda)["driver"] = driver
     monkeypatch.setitem(sys.modules, "pycuda", pycuda)
     monkeypatch.setitem(sys.modules, "pycuda.driver", driver)
+    monkeypatch.delitem(sys.modules, "tasks.parts.engines.tensorrt.runner", raising=False)
+    return driver
+
+
+def test_memory_for_logits_grows_where_an_engine_writes_more(driver: ModuleType) -> None:
     from tasks.parts.engines.tensorrt.runner import LogitsMemory
 
     memory = LogitsMemory(64)
@@ -218,3 +389,38 @@ def test_memory_for_logits_grows_where_an_engine_writes_more(monkeypatch: pytest
     assert memory.reallocate_output_async("logits", 1064, 80, 256, 0) == int(memory.memory) == 1080
     memory.notify_shape("logits", trt.Dims([2, 5, 8, 8]))
     assert memory.shape == (2, 5, 8, 8)
+
+
+@dataclass
+class RecordedContext:
+    """Stands for an IExecutionContext that refuses one kind of call."""
+
+    refused: str
+    active_optimization_profile: int = 0
+
+    def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
+        return self.refused != "profile"
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        return self.refused != "shape"
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        ("profile", r"refuses optimization profile 1"),
+        ("shape", r"refuses the shape \[4, 3, 8, 8\] of images"),
+    ],
+)
+def test_call_that_tensorrt_refuses_stops_the_engine(
+    driver: ModuleType, target: Target, refused: str, message: str
+) -> None:
+    from tasks.parts.engines.tensorrt.runner import TensorrtRunner
+
+    profiles = [BatchProfile(1, 1, 1), BatchProfile(2, 4, 32)]
+    runner: Any = TensorrtRunner.__new__(TensorrtRunner)
+    runner.manifest = SimpleNamespace(target=with_options(target, profiles=profiles))
+    runner._input, runner._images_NCHW = "images", np.zeros((32, 3, 8, 8), np.float32)
+    runner._set_shape(RecordedContext(""), 4, 0)
+    with pytest.raises(ArtifactError, match=message + r" for the engine of target h200_tensorrt \("):
+        runner._set_shape(RecordedContext(refused), 4, 0)

@@ -2,7 +2,8 @@
 
 Types are followed through the source: `trt.Builder(log)` is a Builder, and what its methods return stands in the
 signatures that pybind11 writes into their docstrings. So every attribute, enum member, method and keyword on a
-TensorRT object can be held against the real bindings.
+TensorRT object can be held against the real bindings. Calls that fail tell it by what they return, so a result that
+nobody looks at is a fault, too.
 """
 
 import ast
@@ -16,13 +17,25 @@ _ARGUMENT = re.compile(r"(\w+): ")
 _RETURNED = re.compile(r"-> (?:tensorrt\.)*(?:nvonnxparser::)?(\w+)")
 _RENAMED = {"IParserError": "ParserError"}
 """Classes that docstrings call by their C++ name."""
+_MAY_BE_NONE = {
+    "Builder.build_serialized_network",
+    "Builder.create_builder_config",
+    "Builder.create_network",
+    "Builder.create_optimization_profile",
+    "IBuilderConfig.create_timing_cache",
+    "IBuilderConfig.get_timing_cache",
+    "ICudaEngine.create_engine_inspector",
+    "ICudaEngine.create_execution_context",
+    "Runtime.deserialize_cuda_engine",
+}
+"""Methods that return None if they fail: they return a pointer."""
 _MOST_STEPS = 4
 """A name may be used above the line that tells its type, so types are learnt in several passes."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A use that the bindings do not know."""
+    """A use that the bindings do not know, or whose result is not looked at."""
 
     line: int
     use: str
@@ -50,6 +63,10 @@ def find_uses_and_faults(source: str, bindings: ModuleType) -> tuple[set[str], l
             reader.type_of(node)
         elif isinstance(node, ast.Call):
             reader.check_keywords(node)
+        elif isinstance(node, ast.Expr):
+            reader.check_dropped(node)
+        elif isinstance(node, ast.FunctionDef):
+            reader.check_none(node)
     return reader.uses, sorted(reader.faults, key=lambda fault: (fault.line, fault.use))
 
 
@@ -105,6 +122,41 @@ class _Reader:
         for keyword in call.keywords:
             if signatures and keyword.arg not in known:
                 self.faults.add(Fault(call.lineno, f"{ast.unparse(call.func)}({keyword.arg}=)"))
+
+    def check_dropped(self, statement: ast.Expr) -> None:
+        """Find a call that stands alone although it returns whether it succeeded, or what it made."""
+        call = statement.value
+        name = self._method_of(call)
+        documented = (
+            getattr(self.type_of(call.func), "__doc__", None) or "" if isinstance(call, ast.Call) else ""
+        )
+        returned = [line.rpartition("->")[2].strip() for line in documented.splitlines() if "->" in line]
+        if name and any(kind != "None" for kind in returned):
+            self.faults.add(Fault(call.lineno, f"{name}() is not checked"))
+
+    def check_none(self, function: ast.FunctionDef) -> None:
+        """Find results that may be None and that a function does not compare with None."""
+        compared = {
+            ast.unparse(node.left)
+            for node in ast.walk(function)
+            if isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "None"
+        }
+        made = {
+            id(node.value): ast.unparse(node.targets[0])
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign)
+        }
+        for node in ast.walk(function):
+            name = self._method_of(node)
+            if name in _MAY_BE_NONE and made.get(id(node)) not in compared:
+                self.faults.add(Fault(node.lineno, f"{name}() may be None"))
+
+    def _method_of(self, node: ast.AST) -> str:
+        """Return `Class.method` of a call of a TensorRT object, else nothing."""
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return ""
+        owner = self.type_of(node.func.value)
+        return f"{owner.kind.__name__}.{node.func.attr}" if isinstance(owner, Instance) else ""
 
     def _result_of(self, call: ast.Call) -> Instance | None:
         if isinstance(call.func, ast.Name) and call.func.id in self._returned:

@@ -1,4 +1,4 @@
-"""Everything that tasks/ uses of TensorRT, held against the real bindings of two majors.
+"""Everything that tasks/ uses of TensorRT, held against the real bindings of the oldest and the newest 10 and of 11.
 
 TensorRT's libraries are not on PyPI, its bindings are. Imported over empty stub libraries they know every class,
 enum, method and keyword, but can build nothing.
@@ -16,8 +16,11 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.wheels import unpack_wheel
 
-PACKAGE = "tensorrt-cu13-bindings"
-VERSIONS = {"10": "10.16.*", "11": "11.*"}
+PACKAGES = {
+    "10.12": "tensorrt-cu12-bindings==10.12.*",  # for CUDA 13 they begin at 10.13
+    "10.16": "tensorrt-cu13-bindings==10.16.*",
+    "11": "tensorrt-cu13-bindings==11.*",
+}
 LIBRARIES = ("nvinfer", "nvonnxparser", "nvinfer_plugin")
 SYMBOLS = (
     "createInferBuilder_INTERNAL",
@@ -47,14 +50,15 @@ CORE = {
 """Uses that must be found, or the search has gone blind."""
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(scope="module", params=PACKAGES)
 def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Unpack the bindings of one major over stub libraries, and return what a process needs to import them."""
-    folder, major = tmp_path_factory.mktemp("tensorrt"), request.param
+    """Unpack the bindings of one version over stub libraries, and return what a process needs to import them."""
+    folder, version = tmp_path_factory.mktemp("tensorrt"), request.param
+    major = version.partition(".")[0]
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler, which makes the stub libraries")
-    site = unpack_wheel(f"{PACKAGE}=={VERSIONS[major]}", folder)
+    site = unpack_wheel(PACKAGES[version], folder)
     (site / "tensorrt_bindings").rename(site / "tensorrt")
     (folder / "stub.c").write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in SYMBOLS))
     for library in LIBRARIES:
@@ -62,7 +66,7 @@ def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         options = ["-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(folder / name)]
         subprocess.run([compiler, *options, str(folder / "stub.c")], check=True)
     paths = {"PYTHONPATH": f"{REPOSITORY}:{site}", "LD_LIBRARY_PATH": str(folder)}
-    return {**os.environ, **paths, "MAJOR": major}
+    return {**os.environ, **paths, "MAJOR": major, "VERSION": version}
 
 
 def read_faults(environment: dict[str, str], *files: Path) -> tuple[set[str], dict[str, list[str]]]:
@@ -73,13 +77,13 @@ def read_faults(environment: dict[str, str], *files: Path) -> tuple[set[str], di
     )
     assert output.returncode == 0, output.stderr
     report = json.loads(output.stdout)
-    assert report["version"].startswith(environment["MAJOR"])
+    assert report["version"].startswith(environment["VERSION"])
     uses = {use for file in report["files"].values() for use in file["uses"]}
     faults = {name: [use for _, use in file["faults"]] for name, file in report["files"].items()}
     return uses, {name: found for name, found in faults.items() if found}
 
 
-def test_both_majors_have_everything_that_tasks_uses(environment: dict[str, str]) -> None:
+def test_every_version_has_everything_that_tasks_uses(environment: dict[str, str]) -> None:
     uses, faults = read_faults(environment, *sorted((REPOSITORY / "tasks").rglob("*.py")))
     assert not faults
     assert uses >= CORE
@@ -112,17 +116,18 @@ def test_script_of_the_bundle_is_searched_too(environment: dict[str, str], tmp_p
             "import tensorrt\n\nclass A:\n    def __enter__(self):\n        self._log = B()\n"
             "        self._runtime = tensorrt.Runtime(self._log)\n"
             "        self._engine = self._runtime.deserialize_cuda_engine(b'')\n"
+            "        assert self._engine is not None\n"
             "        self._engine.has_implicit_batch_dimension\n",
             ["ICudaEngine.has_implicit_batch_dimension"],
         ),
         (
             "import tensorrt as trt\n\ndef set_up(config: 'trt.IBuilderConfig'):\n"
-            "    config.set_timing_cache(None, ignore_mismatches=False)\n",
+            "    return config.set_timing_cache(None, ignore_mismatches=False)\n",
             ["config.set_timing_cache(ignore_mismatches=)"],
         ),
     ],
 )
-def test_use_that_a_major_lacks_is_found(
+def test_use_that_a_version_lacks_is_found(
     environment: dict[str, str], tmp_path: Path, source: str, missing: list[str]
 ) -> None:
     (tmp_path / "module.py").write_text(source)
@@ -130,6 +135,40 @@ def test_use_that_a_major_lacks_is_found(
     is_only_gone_in_11 = "ignore_mismatches" not in source
     expected = [] if is_only_gone_in_11 and environment["MAJOR"] == "10" else missing
     assert faults.get(str(tmp_path / "module.py"), []) == expected
+
+
+UNCHECKED = """
+import tensorrt as trt
+
+def build(config: "trt.IBuilderConfig", context: "trt.IExecutionContext", builder: "trt.Builder"):
+    config.set_flag(trt.BuilderFlag.TF32)
+    config.add_optimization_profile(None)
+    context.set_input_shape("images", (1, 3, 4, 4))
+    if not context.set_tensor_address("images", 0):
+        raise ValueError
+    checked = builder.build_serialized_network(None, config)
+    if checked is None:
+        raise ValueError
+    made = builder.create_network(0)
+    return made.num_layers
+
+def load(runtime: "trt.Runtime"):
+    return runtime.deserialize_cuda_engine(b"").create_execution_context()
+"""
+
+
+def test_result_that_nobody_looks_at_is_found(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(UNCHECKED)
+    faults = read_faults(environment, tmp_path / "module.py")[1]
+    assert faults == {
+        str(tmp_path / "module.py"): [
+            "IBuilderConfig.add_optimization_profile() is not checked",
+            "IExecutionContext.set_input_shape() is not checked",
+            "Builder.create_network() may be None",
+            "ICudaEngine.create_execution_context() may be None",
+            "Runtime.deserialize_cuda_engine() may be None",
+        ]
+    }
 
 
 def test_what_needs_no_gpu_works_over_the_bindings(environment: dict[str, str]) -> None:

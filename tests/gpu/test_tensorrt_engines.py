@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -32,6 +33,7 @@ from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.engines.runner import Runner
 from tasks.parts.engines.runtimes import Precision
 from tasks.parts.engines.target import Gives, Reads, Target
+from tasks.parts.engines.tensorrt_options import BatchProfile
 from tasks.parts.selection.bundle import write_bundle
 from tests.tasks.conftest import Workshop
 from tests.tasks.parts.selection.test_bundle import infer
@@ -89,6 +91,24 @@ def test_float_engine_agrees_with_the_graph(workshop: Workshop, target: Target, 
 def test_quantized_graph_really_runs_in_int8(workshop: Workshop, target: Target, tmp_path: Path) -> None:
     report = build(workshop, target, workshop.quantized, tmp_path / "a")
     assert report.is_precision_ok and report.num_layers_int8 > 0
+
+
+def test_plan_for_one_image_has_fixed_shapes(workshop: Workshop, target: Target, tmp_path: Path) -> None:
+    report = build(workshop, replace(target, max_batch=1), workshop.graph, tmp_path / "a")
+    assert report.kernel_units is not None
+    image, *_ = onnx.load(tmp_path / "a" / "engine" / "graph.onnx").graph.input
+    assert image.type.tensor_type.shape.dim[0].dim_value == 1
+    with open_engine(tmp_path / "a" / "engine") as runner:
+        assert runner.infer(random_images(runner.manifest.card, 1)).shape[0] == 1
+
+
+def test_plan_with_several_profiles_agrees_in_each(
+    workshop: Workshop, target: Target, tmp_path: Path
+) -> None:
+    profiles = [BatchProfile(1, 1, 1), BatchProfile(2, 3, 4)]
+    build(workshop, with_options(target, profiles=profiles), workshop.graph, tmp_path / "a")
+    with open_engine(tmp_path / "a" / "engine") as runner:
+        assert_batches_agree(runner)
 
 
 @pytest.mark.parametrize("precision", [Precision.f16, Precision.bf16])

@@ -18,7 +18,7 @@ from tasks.core.environment import _version
 from tasks.core.errors import ArtifactError, TargetMismatch
 from tasks.core.execute import execute, is_current, is_fresh, prepare_call
 from tasks.core.reports import read_report
-from tasks.parts.builders.agreement import read_probe_images
+from tasks.parts.builders.agreement import probe_batches, read_probe_images
 from tasks.parts.builders.contract import macs_of_network
 from tasks.parts.builders.report import EngineBuild, LayerCounts, count_layers, find_precision_fault
 from tasks.parts.cpu import read_cpu_flags
@@ -26,6 +26,7 @@ from tasks.parts.data.dataset import normalise
 from tasks.parts.engines.machine import installed_version, missing_cpu_flags
 from tasks.parts.engines.manifest import EngineStatus, read_engine_manifest, sha256_of
 from tasks.parts.engines.runtimes import Precision, Runtime
+from tasks.parts.engines.tensorrt_options import BatchProfile
 from tasks.parts.networks.checkpoint import load_checkpoint
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB, difference
@@ -337,6 +338,56 @@ def test_engine_that_computes_something_else_fails(workshop, tmp_path):
     assert report.status == "failed"
     assert "expected 149 dB or more (target.cpu_openvino.min_agreement_db)" in report.reason
     assert [file.name for file in engine.iterdir()] == ["manifest.json"]
+
+
+def disturb_image(graph, index):
+    """Add a constant to the logits of the image at one place of a batch, of 0 on."""
+    [image], [logits] = graph.graph.input, graph.graph.output
+    for node in graph.graph.node:
+        node.output[:] = [f"{name}:right" if name == logits.name else name for name in node.output]
+        node.input[:] = [f"{name}:right" if name == logits.name else name for name in node.input]
+    constants = {"zero": np.array(0), "one": np.array(1), "index": np.array(index), "much": np.float32(1000)}
+    constants["column"] = np.array([-1, 1, 1, 1])
+    graph.graph.initializer.extend(numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items())
+    graph.graph.node.extend(
+        [
+            helper.make_node("Shape", [image.name], ["shape"], name="shape"),
+            helper.make_node("Gather", ["shape", "zero"], ["batch"], name="batch"),
+            helper.make_node("Range", ["zero", "batch", "one"], ["places"], name="places"),
+            helper.make_node("Equal", ["places", "index"], ["is_wrong"], name="is_wrong"),
+            helper.make_node("Cast", ["is_wrong"], ["wrong"], name="wrong", to=TensorProto.FLOAT),
+            helper.make_node("Mul", ["wrong", "much"], ["error_N"], name="error_N"),
+            helper.make_node("Reshape", ["error_N", "column"], ["error"], name="error"),
+            helper.make_node("Add", [f"{logits.name}:right", "error"], [logits.name], name="disturbed"),
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", ["cpu_onnxruntime", "cpu_openvino_batch"])
+def test_engine_that_is_wrong_only_at_the_end_of_the_largest_batch_fails(workshop, tmp_path, name):
+    model = changed_graph(workshop, tmp_path, lambda graph: disturb_image(graph, 31))
+    smaller, _ = built(workshop, workshop.target(name, max_batch=31), model, tmp_path / "smaller")
+    assert smaller.status == "built", smaller.reason
+    report, _ = built(workshop, workshop.target(name, max_batch=32, min_agreement_db=10.0), model, tmp_path)
+    assert report.status == "failed" and "dB only at a batch of 32, expected 10 dB" in report.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "batches"),
+    [
+        ("cpu_openvino", {"max_batch": 1}, [1]),
+        ("cpu_openvino_batch", {"max_batch": 32}, [1, 2, 32]),
+        ("h200_tensorrt", {"max_batch": 32}, [1, 2, 32]),
+        ("h200_tensorrt", {"profiles": [(1, 1, 1), (2, 8, 16)], "max_batch": 16}, [1, 2, 8, 16]),
+        ("h200_tensorrt", {"profiles": [(1, 1, 4), (2, 6, 8)], "max_batch": 8}, [1, 2, 4, 5, 6, 8]),
+    ],
+)
+def test_engine_is_tried_at_every_end_of_its_batches(workshop, name, changes, batches):
+    target = workshop.target(name, max_batch=changes["max_batch"])
+    if "profiles" in changes:
+        profiles = [BatchProfile(*profile) for profile in changes["profiles"]]
+        target = dataclasses.replace(target, tensorrt=dataclasses.replace(target.tensorrt, profiles=profiles))
+    assert probe_batches(target) == batches
 
 
 def test_engine_is_tried_on_images_from_the_whole_calibration_set(workshop, tmp_path):

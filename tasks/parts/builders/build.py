@@ -121,5 +121,6 @@ def _prove(
         answers_agreement=answers_agreement,
         executed=executed,
         build_latencies_ms=built.build_latencies_ms,
+        kernel_units=built.kernel_units,
         cost=BuildCost(build_s, compressed_size(built.file), source.count_macs()),
     )

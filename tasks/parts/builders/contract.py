@@ -33,6 +33,9 @@ class Built:
     """Layers that the runtime executes; empty if the source is a checkpoint."""
     build_latencies_ms: tuple[float, ...] = ()
     """Median latency of each build, if there were several and the fastest was kept."""
+    kernel_units: dict[str, int] | None = None
+    """Layers by the units of a GPU on which they multiply, as far as the names of TensorRT's kernels tell; None for
+    other runtimes."""
 
 
 @dataclass(frozen=True)

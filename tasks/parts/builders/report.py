@@ -83,6 +83,10 @@ class EngineBuild:
     which only `precisions` is known: by module and weights, or by exported operator and input."""
     build_latencies_ms: tuple[float, ...]
     """Median latency of each build at batch 1 if TensorRT built several times; the fastest was kept."""
+    kernel_units: dict[str, int] | None
+    """Layers of a TensorRT plan by the units of the GPU that the name of their kernel tells: Tensor Cores, Tensor
+    Cores with 2:4 sparsity, CUDA cores. Layers whose kernel's name does not tell count nowhere. None for other
+    runtimes."""
     cost: BuildCost | None
     """None without an engine."""
 
@@ -203,6 +207,7 @@ def publish(
     answers_agreement: float | None = None,
     executed: ExecutedLayers | None = None,
     build_latencies_ms: tuple[float, ...] = (),
+    kernel_units: dict[str, int] | None = None,
     cost: BuildCost | None = None,
 ) -> EngineBuild:
     """Decide whether the precision is the declared one, write the manifest and return the report."""
@@ -241,6 +246,7 @@ def publish(
         answers_agreement=answers_agreement,
         executed=executed,
         build_latencies_ms=build_latencies_ms,
+        kernel_units=kernel_units,
         cost=cost,
     )
 

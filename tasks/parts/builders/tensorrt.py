@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tasks.parts.builders.contract import Built, GraphSource
 from tasks.parts.builders.frames import fit_frames
-from tasks.parts.builders.graph_rewrites import encode_for, round_rest
+from tasks.parts.builders.graph_rewrites import encode_for, fix_batch, round_rest
 from tasks.parts.builders.report import new_manifest
 from tasks.parts.builders.tensorrt_commands import describe_build, write_commands
 from tasks.parts.builders.tensorrt_plan import build_plan
@@ -27,7 +27,7 @@ from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.engines.target import Reads, Target
 from tasks.parts.engines.tensorrt import runner
 from tasks.parts.engines.tensorrt.inspector import read_layers
-from tasks.parts.engines.tensorrt.tactics import sum_up_units
+from tasks.parts.engines.tensorrt.tactics import count_units, sum_up_units
 from tasks.parts.onnx_graphs.graph import write_graph
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,9 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     target = replace(target, runtime=Runtime.tensorrt)  # here TensorRT itself runs the plan
     assert target.tensorrt is not None
     file, plans = engine / runner.ENGINE_FILE, []
-    encoded = fit_frames(target, encode_for(target, source.graph), source.card)
-    rounded = round_rest(target, encode_for(target, source.graph), source.images_NCHW)
+    given = fix_batch(source.graph) if target.max_batch == 1 else source.graph
+    encoded = fit_frames(target, encode_for(target, given), source.card)
+    rounded = round_rest(target, encode_for(target, given), source.images_NCHW)
     graph = fit_frames(target, rounded, source.card)
     for number in range(1, target.tensorrt.num_builds + 1):
         logger.info("build_engine: build %d of %d", number, target.tensorrt.num_builds)
@@ -57,11 +58,12 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
         plan.unlink(missing_ok=True)
     with runner.PrimaryContext():
         layers = read_layers(runner.inspect(runner.load_plan(file.read_bytes(), target), target))
-    units = sum_up_units(layer.kernel for layer in layers) or "their names do not tell on which units"
-    logger.info("build_engine: kernels of %d layers: %s", len(layers), units)
+    units = count_units(layer.kernel for layer in layers)
+    told = sum_up_units(units, may_be_sparse=target.tensorrt.sparse_weights)
+    logger.info("build_engine: kernels of %d layers: %s", len(layers), told)
     write_commands(engine, target, describe_build(graph, gpu, version, is_quantized=source.is_quantized))
     write_graph(graph, engine / GRAPH_FILE)
-    return Built(file, count_precisions(layers), encoded, layers, latencies_ms)
+    return Built(file, count_precisions(layers), encoded, layers, latencies_ms, units)
 
 
 def _time_builds(plans: list[Path], target: Target, version: str, source: GraphSource) -> tuple[float, ...]:

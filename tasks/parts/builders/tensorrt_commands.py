@@ -114,7 +114,8 @@ def trtexec_command(target: Target, build: Build) -> list[str]:
         f"--builderOptimizationLevel={options.optimization_level}",
         f"--profilingVerbosity={options.profiling_verbosity}",
     ]
-    for index, profile in enumerate(options.profiles_for(target.max_batch)):
+    profiles = options.profiles_for(target.max_batch) if _is_dynamic(target) else []
+    for index, profile in enumerate(profiles):
         flags += [f"--profile={index}"] if options.profiles else []
         flags += [
             f"--{kind}Shapes={build.input_name}:{'x'.join(map(str, shape))}"
@@ -218,13 +219,19 @@ def comparing_commands(target: Target, build: Build) -> list[list[str]]:
 def _load_command(target: Target, build: Build) -> list[str]:
     """Return the start of a trtexec command that runs the plan at batch 1."""
     options = _options(target)
-    shape = "x".join(map(str, (1, *build.input_shape)))
-    command = ["trtexec", f"--loadEngine={_PLAN}", f"--shapes={build.input_name}:{shape}"]
+    command = ["trtexec", f"--loadEngine={_PLAN}"]
+    if _is_dynamic(target):
+        command.append(f"--shapes={build.input_name}:{'x'.join(map(str, (1, *build.input_shape)))}")
     if options.version_compatible:
         command.append("--versionCompatible")
     if options.dla_core is not None:
         command.append(f"--useDLACore={options.dla_core}")
     return command
+
+
+def _is_dynamic(target: Target) -> bool:
+    """Return whether the graph takes several batches; trtexec refuses shapes for one that takes one."""
+    return target.max_batch > 1
 
 
 def _options(target: Target) -> TensorrtOptions:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from tasks.core.errors import BuildFailed
+from tasks.parts.builders.tensorrt_dla import check_fallbacks, place_on_dla
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.log import LOG, describe_errors
@@ -70,23 +71,22 @@ def build_plan(
     """
     options = target.tensorrt
     assert options is not None
-    num_before = len(LOG.errors)
+    num_before, num_warnings = len(LOG.errors), len(LOG.warnings)
     builder = trt.Builder(LOG)
     # TensorRT 11 has no other kind of network and ignores the flag.
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    require(network is not None, "to create a network", target)
     parser = trt.OnnxParser(network, LOG)
     if not parser.parse(graph.SerializeToString()):
         raise BuildFailed(f"Target {target.name}: {describe_parser_errors(parser, graph)}")
     if are_tensors_marked and not network.mark_unfused_tensors_as_debug_tensors():
         raise BuildFailed(f"Target {target.name}: {_explain(LOG.errors[num_before:], target)}")
     config = builder.create_builder_config()
-    configure(config, options, major=int(trt.__version__.partition(".")[0]))
-    [image] = graph.graph.input
-    size = [axis.dim_value for axis in image.type.tensor_type.shape.dim[1:]]
-    for batch in options.profiles_for(target.max_batch):
-        profile = builder.create_optimization_profile()
-        profile.set_shape(image.name, min=(batch.min, *size), opt=(batch.opt, *size), max=(batch.max, *size))
-        config.add_optimization_profile(profile)
+    require(config is not None, "to create a configuration", target)
+    configure(config, target, major=int(trt.__version__.partition(".")[0]))
+    add_profiles(config, builder, target, graph)
+    if options.dla_core is not None:
+        place_on_dla(config, builder, network, target)
     console = Console(stderr=True)
     bars = Progress(console=console, transient=True, disable=not console.is_terminal)
     with _timing_cache(config, options, gpu, is_read=is_cache_read), bars as progress:
@@ -94,11 +94,45 @@ def build_plan(
         plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise BuildFailed(f"Target {target.name}: {_explain(LOG.errors[num_before:], target)}")
+    if options.dla_core is not None:
+        check_fallbacks(LOG.warnings[num_warnings:], target)
     return bytes(plan)
 
 
-def configure(config: "trt.IBuilderConfig", options: TensorrtOptions, *, major: int) -> None:
+def require(is_accepted: bool, call: str, target: Target) -> None:
+    """Raise BuildFailed with TensorRT's latest error unless it accepted a call."""
+    if not is_accepted:
+        raise BuildFailed(
+            f"Target {target.name}: TensorRT {trt.__version__} refuses {call} ({describe_errors(LOG.errors[-1:])})."
+        )
+
+
+def add_profiles(
+    config: "trt.IBuilderConfig", builder: "trt.Builder", target: Target, graph: ModelProto
+) -> None:
+    """Declare the batches that a plan accepts, in the order of the target's profiles."""
+    assert target.tensorrt is not None
+    [image] = graph.graph.input
+    size = [axis.dim_value for axis in image.type.tensor_type.shape.dim[1:]]
+    for number, batch in enumerate(target.tensorrt.profiles_for(target.max_batch)):
+        profile = builder.create_optimization_profile()
+        require(profile is not None, "to create an optimization profile", target)
+        least, best, most = ((images, *size) for images in (batch.min, batch.opt, batch.max))
+        try:
+            profile.set_shape(image.name, min=least, opt=best, max=most)
+        except RuntimeError as error:
+            raise BuildFailed(
+                f"Target {target.name}: TensorRT refuses a profile of {least}, {best}, {most} ({error})."
+            ) from error
+        # The number of the profile, or -1.
+        is_added = config.add_optimization_profile(profile) == number
+        require(is_added, f"the profile of {batch} (target.{target.name}.tensorrt.profiles)", target)
+
+
+def configure(config: "trt.IBuilderConfig", target: Target, *, major: int) -> None:
     """Set the options that a target declares."""
+    options = target.tensorrt
+    assert options is not None
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib * _MIB)
     config.builder_optimization_level = options.optimization_level
     config.profiling_verbosity = trt.ProfilingVerbosity.__members__[options.profiling_verbosity.upper()]
@@ -106,7 +140,8 @@ def configure(config: "trt.IBuilderConfig", options: TensorrtOptions, *, major: 
         options.hardware_compatibility.upper()
     ]
     if options.tactic_sources:
-        config.set_tactic_sources(_tactic_bits(options, major))
+        is_set = config.set_tactic_sources(_tactic_bits(options, major))
+        require(is_set, f"tactic_sources {', '.join(options.tactic_sources)}", target)
     if options.max_aux_streams is not None:
         config.max_aux_streams = options.max_aux_streams
     for flag, is_wanted in (
@@ -114,15 +149,11 @@ def configure(config: "trt.IBuilderConfig", options: TensorrtOptions, *, major: 
         (trt.BuilderFlag.SPARSE_WEIGHTS, options.sparse_weights),
         (trt.BuilderFlag.TF32, options.tf32),
         (trt.BuilderFlag.ERROR_ON_TIMING_CACHE_MISS, options.error_on_timing_cache_miss),
-        (trt.BuilderFlag.GPU_FALLBACK, options.dla_core is not None),
     ):
         if is_wanted:
             config.set_flag(flag)
         else:
             config.clear_flag(flag)  # TF32 is on by default
-    if options.dla_core is not None:
-        config.default_device_type = trt.DeviceType.DLA
-        config.DLA_core = options.dla_core
 
 
 def _tactic_bits(options: TensorrtOptions, major: int) -> int:
@@ -173,7 +204,7 @@ def _timing_cache(
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     known = path.read_bytes() if is_read and path.is_file() else b""
-    cache: trt.ITimingCache = config.create_timing_cache(known)
+    cache = config.create_timing_cache(known)
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
         raise BuildFailed(
             f"{path}: TensorRT refuses this timing cache; it is damaged or of another GPU. Delete it; the next build "
@@ -181,6 +212,9 @@ def _timing_cache(
         )
     yield
     learnt = config.get_timing_cache()
+    if learnt is None:
+        logger.warning("TensorRT returns no timings, and %s stays unchanged", path)
+        return
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.is_file() and (others := path.read_bytes()) != known:

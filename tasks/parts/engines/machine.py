@@ -10,7 +10,12 @@ from tasks.parts.cpu import VNNI, int8_sums_saturate, read_cpu_flags
 from tasks.parts.engines.gpu import Gpu, find_gpus
 from tasks.parts.engines.runtimes import CUDA, Runtime
 from tasks.parts.engines.target import ANY, Target
-from tasks.parts.engines.tensorrt_options import OLDEST_TENSORRT, HardwareCompatibility, TensorrtOptions
+from tasks.parts.engines.tensorrt_options import (
+    OLDEST_TENSORRT,
+    OLDEST_TENSORRT_WITH_DLA,
+    HardwareCompatibility,
+    TensorrtOptions,
+)
 from tasks.parts.onnx_session import TENSORRT_MAJOR as ONNXRUNTIME_TENSORRT_MAJOR
 
 if TYPE_CHECKING:
@@ -93,11 +98,14 @@ def check_runtime_version(target: Target, installed: str) -> None:
 
 def check_tensorrt_version(target: Target, installed: str) -> None:
     """Raise TargetMismatch for a TensorRT that is too old, or whose plans ONNX Runtime does not run."""
-    version = tuple(map(int, installed.split(".")[:2]))
-    if version < OLDEST_TENSORRT:
+    version = tuple(map(int, installed.split(".")[:3]))
+    has_dla = target.tensorrt is not None and target.tensorrt.dla_core is not None
+    oldest = OLDEST_TENSORRT_WITH_DLA if has_dla else OLDEST_TENSORRT
+    if version < oldest:
+        needed = f"{'.'.join(map(str, oldest))} or later{' for a DLA' if has_dla else ''}"
         raise TargetMismatch(
-            f"Target {target.name} needs TensorRT {'.'.join(map(str, OLDEST_TENSORRT))} or later, this machine has "
-            f"{installed}. Install a later one (extra gpu), or run it on a worker of its work pool."
+            f"Target {target.name} needs TensorRT {needed}, this machine has {installed}. Install a later one (extra "
+            "gpu; on a Jetson, with JetPack), or run it on a worker of its work pool."
         )
     if target.runtime is Runtime.onnxruntime and version[0] != ONNXRUNTIME_TENSORRT_MAJOR:
         raise TargetMismatch(

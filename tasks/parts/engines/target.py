@@ -139,6 +139,10 @@ class Target:
                 self._require(not getattr(self, switch), switch, "false for engines of TensorRT")
             if self.runtime is Runtime.onnxruntime:
                 self.tensorrt.check_provider()
+            if self.tensorrt.dla_core is not None:
+                self._require(self.max_batch == 1, "max_batch", "1 where tensorrt.dla_core is set")
+                is_half = self.precision is Precision.f16
+                self._require(is_half, "precision", "f16 where tensorrt.dla_core is set")
         gives_classes = self.gives is Gives.classes
         self._require(
             gives_classes or not self.coarse_classes, "coarse_classes", f"false for gives {self.gives}"

@@ -12,6 +12,8 @@ from tasks.parts.engines.gpu import Gpu
 
 MAX_OPTIMIZATION_LEVEL = 5
 OLDEST_TENSORRT = (10, 12)
+OLDEST_TENSORRT_WITH_DLA = (11, 4, 1)
+"""10.7 had it last, which is older than the oldest version here; 11.4.0 has it on Windows on ARM only."""
 
 
 class HardwareCompatibility(StrEnum):
@@ -77,7 +79,9 @@ class TensorrtOptions:
     profiling_verbosity: ProfilingVerbosity
     """How much the plan reports about its layers."""
     dla_core: Annotated[int, Between(0, 7)] | None
-    """Core of a deep learning accelerator (Jetson), with the GPU as a fallback; null: GPU only."""
+    """Core of a deep learning accelerator (Jetson AGX Orin with TensorRT 11.4.1 or later); null: GPU only."""
+    dla_gpu_fallback: bool
+    """Let the GPU run the layers that the DLA cannot; false: such a layer fails the build."""
     sparse_weights: bool
     """Let TensorRT use the kernels for 2:4 sparse weights."""
     tf32: bool
@@ -97,6 +101,9 @@ class TensorrtOptions:
                 f"num_builds is {self.num_builds}, expected 1 where error_on_timing_cache_miss makes every build the "
                 "same."
             )
+
+        if self.dla_gpu_fallback and self.dla_core is None:
+            raise ConfigError("dla_gpu_fallback is True, expected false where dla_core is null.")
 
     def check_profiles(self, max_batch: int) -> None:
         """Raise ConfigError unless the profiles accept every batch of a target."""

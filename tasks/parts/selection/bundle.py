@@ -142,9 +142,8 @@ def _triton_type(value: "ValueInfoProto") -> str:
 
 
 def _is_batch_fixed(manifest: EngineManifest) -> bool:
-    """Return whether the served graph or plan takes exactly one image; plans of dynamic graphs have profiles."""
-    is_rewritten = manifest.target.runtime is not Runtime.tensorrt
-    return manifest.card.max_batch is not None or (is_rewritten and manifest.target.max_batch == 1)
+    """Return whether the served graph or plan takes exactly one image."""
+    return manifest.card.max_batch is not None or manifest.target.max_batch == 1
 
 
 def _write_triton(folder: Path, name: str, engine: Path, manifest: EngineManifest) -> None:

@@ -4,6 +4,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+NON_BLOCKING = 1
+"""CU_STREAM_NON_BLOCKING, which pycuda's Stream passes to cuStreamCreate and has no name for."""
 _CAPTURE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 

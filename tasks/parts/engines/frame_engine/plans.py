@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from .cuda_graph import CapturedGraph
+from .cuda_graph import NON_BLOCKING, CapturedGraph
 from .sessions import Array, Run
 
 
@@ -39,22 +39,23 @@ def open_tensorrt(plan: bytes, card: dict[str, Any]) -> Run:
         for name in (reads, gives)
     )
     device_inputs, device_outputs = cuda.mem_alloc(host_inputs.nbytes), cuda.mem_alloc(host_outputs.nbytes)
-    context.set_tensor_address(reads, int(device_inputs))
-    context.set_tensor_address(gives, int(device_outputs))
-    stream, graph, captured_batch = cuda.Stream(), None, 0
+    for name, memory in ((reads, device_inputs), (gives, device_outputs)):
+        _require(context.set_tensor_address(name, int(memory)), f"the memory of {name}")
+    stream, graph, captured_batch = cuda.Stream(NON_BLOCKING), None, 0
 
     def enqueue(batch: int) -> None:
         cuda.memcpy_htod_async(device_inputs, host_inputs[:batch], stream)
-        if not context.execute_async_v3(stream.handle):
-            raise ValueError("TensorRT cannot run the engine; its error is above. Build it again here.")
+        _require(context.execute_async_v3(stream.handle), f"to run a batch of {batch}")
         cuda.memcpy_dtoh_async(host_outputs[:batch], device_outputs, stream)
 
     def choose_batch(batch: int) -> CapturedGraph | None:
         """Set the shape, and capture the work if the measured engine ran as a CUDA graph."""
         fitting = [index for index, (low, high) in enumerate(card["batches"]) if low <= batch <= high]
         if context.active_optimization_profile != fitting[0]:
-            context.set_optimization_profile_async(fitting[0], stream.handle)
-        context.set_input_shape(reads, (batch, *host_inputs.shape[1:]))
+            is_set = context.set_optimization_profile_async(fitting[0], stream.handle)
+            _require(is_set, f"optimization profile {fitting[0]}")
+        shape = (batch, *host_inputs.shape[1:])
+        _require(context.set_input_shape(reads, shape), f"the shape {list(shape)} of {reads}")
         if not options["cuda_graph"]:
             return None
         enqueue(batch)  # lazily loaded kernels must be loaded before a capture
@@ -76,6 +77,12 @@ def open_tensorrt(plan: bytes, card: dict[str, Any]) -> Run:
         return outputs
 
     return run
+
+
+def _require(is_accepted: bool, call: str) -> None:
+    """Raise ValueError unless TensorRT accepted a call."""
+    if not is_accepted:
+        raise ValueError(f"TensorRT refuses {call}; its error is above. Build the engine again here.")
 
 
 def check_gpu(name: str, compute_capability: tuple[int, int], options: dict[str, Any]) -> None:

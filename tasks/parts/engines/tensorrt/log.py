@@ -1,4 +1,4 @@
-"""Forward TensorRT's messages to Python's log, and keep its errors for our own messages. Needs TensorRT.
+"""Forward TensorRT's messages to Python's log, and keep its errors and warnings for our own. Needs TensorRT.
 
 TensorRT keeps the first logger that it receives for the whole process, so there is only one.
 """
@@ -25,12 +25,15 @@ class TensorrtLog(trt.ILogger):  # type: ignore[misc]
     def __init__(self) -> None:
         trt.ILogger.__init__(self)
         self.errors: list[str] = []
+        self.warnings: list[str] = []
 
     def log(self, severity: "trt.ILogger.Severity", msg: str) -> None:
         """Forward one message."""
         level = _LEVELS[severity]
         if level == logging.ERROR:
             self.errors.append(msg)
+        elif level == logging.WARNING:
+            self.warnings.append(msg)
         if level:
             logger.log(level, "TensorRT: %s", msg)
 

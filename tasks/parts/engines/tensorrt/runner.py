@@ -16,7 +16,7 @@ import tensorrt as trt
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, DataError, TargetMismatch
-from tasks.parts.engines.frame_engine.cuda_graph import CapturedGraph
+from tasks.parts.engines.frame_engine.cuda_graph import NON_BLOCKING, CapturedGraph
 from tasks.parts.engines.manifest import EngineManifest, FloatArray
 from tasks.parts.engines.runner import DeviceTimes, OperatorTime, RunnerDescription, check_batch, typical_time
 from tasks.parts.engines.target import Target
@@ -118,6 +118,15 @@ def open_context(engine: "trt.ICudaEngine", target: Target) -> "trt.IExecutionCo
     return context
 
 
+def require(is_accepted: bool, call: str, target: Target) -> None:
+    """Raise ArtifactError with TensorRT's latest error unless it accepted a call."""
+    if not is_accepted:
+        raise ArtifactError(
+            f"TensorRT {trt.__version__} refuses {call} for the engine of target {target.name} "
+            f"({describe_errors(LOG.errors[-1:])}). Run build_engine for this target again on this machine."
+        )
+
+
 def tensor_names(engine: "trt.ICudaEngine", mode: "trt.TensorIOMode") -> list[str]:
     """Return the names of an engine's inputs or outputs."""
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
@@ -138,8 +147,10 @@ def inspect(engine: "trt.ICudaEngine", target: Target) -> str:
     [name] = tensor_names(engine, trt.TensorIOMode.INPUT)
     context = open_context(engine, target)
     batch = target.tensorrt.profiles_for(target.max_batch)[0].opt
-    context.set_input_shape(name, (batch, *shape_of(engine, name)))
+    shape = (batch, *shape_of(engine, name))
+    require(context.set_input_shape(name, shape), f"the shape {list(shape)} of {name}", target)
     inspector = engine.create_engine_inspector()
+    require(inspector is not None, "an engine inspector", target)
     inspector.execution_context = context
     return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
 
@@ -147,6 +158,8 @@ def inspect(engine: "trt.ICudaEngine", target: Target) -> str:
 class TensorrtRunner:
     """Runs a plan on one stream, through page-locked host memory.
 
+    The stream is non-blocking: it neither waits for work on the legacy default stream, such as torch's, nor holds it
+    up.
     A captured graph belongs to the shapes of its context, so the one graph is recorded again when the batch changes.
     """
 
@@ -163,7 +176,7 @@ class TensorrtRunner:
             shared = self._shared
             self._engine = load_plan(self._file.read_bytes(), target) if shared is None else shared
             self._context = open_context(self._engine, target)
-            self._stream = cuda.Stream()
+            self._stream = cuda.Stream(NON_BLOCKING)
             [self._input] = tensor_names(self._engine, trt.TensorIOMode.INPUT)
             [self._output] = tensor_names(self._engine, trt.TensorIOMode.OUTPUT)
             try:
@@ -175,8 +188,10 @@ class TensorrtRunner:
                     f"Target {target.name}: no memory for {target.max_batch} images and their logits ({error}). End "
                     f"other processes on the GPU, or lower target.{target.name}.max_batch and build again."
                 ) from error
-            self._context.set_tensor_address(self._input, int(self._device_images))
-            self._context.set_output_allocator(self._output, self._device_logits)
+            is_set = self._context.set_tensor_address(self._input, int(self._device_images))
+            require(is_set, f"the memory of {self._input}", target)
+            is_set = self._context.set_output_allocator(self._output, self._device_logits)
+            require(is_set, f"the allocator of {self._output}", target)
             self._stack = stack.pop_all()
         return self
 
@@ -221,22 +236,21 @@ class TensorrtRunner:
         """
         import torch
 
-        num_images = len(images_NCHW)
+        num_images, target = len(images_NCHW), self.manifest.target
         for tensor, host in ((images_NCHW, self._images_NCHW), (logits_NCHW, self._logits_NCHW)):
             expected, dtype = (num_images, *host.shape[1:]), torch.from_numpy(host[:0]).dtype
             is_plain = tensor.is_cuda and tensor.is_contiguous() and tensor.dtype == dtype
             if not is_plain or tuple(tensor.shape) != expected:
                 raise DataError(
-                    f"Engine of target {self.manifest.target.name}: got {tensor.dtype} {list(tensor.shape)} on "
+                    f"Engine of target {target.name}: got {tensor.dtype} {list(tensor.shape)} on "
                     f"{tensor.device}, expected contiguous {host.dtype} {list(expected)} on the GPU."
                 )
-        context = self._tensor_context = self._tensor_context or open_context(
-            self._engine, self.manifest.target
-        )
+        context = self._tensor_context = self._tensor_context or open_context(self._engine, target)
         stream = torch.cuda.current_stream().cuda_stream
         self._set_shape(context, num_images, stream)
-        context.set_tensor_address(self._input, images_NCHW.data_ptr())
-        context.set_tensor_address(self._output, logits_NCHW.data_ptr())
+        for name, tensor in ((self._input, images_NCHW), (self._output, logits_NCHW)):
+            is_set = context.set_tensor_address(name, tensor.data_ptr())
+            require(is_set, f"the memory of {name}", target)
         self._launch(context, stream)
 
     def infer_tensors(self, images_NCHW: FloatArray) -> dict[str, NDArray[Any]]:
@@ -249,7 +263,8 @@ class TensorrtRunner:
         self._images_NCHW[:num_images] = images_NCHW
         self._forget_graph()
         self._set_shape(self._context, num_images, self._stream.handle)
-        self._context.set_debug_listener(listener)
+        is_set = self._context.set_debug_listener(listener)
+        require(is_set, "a debug listener", self.manifest.target)
         self._context.unfused_tensors_debug_state = True
         self._enqueue(num_images)
         self._stream.synchronize()
@@ -360,8 +375,11 @@ class TensorrtRunner:
                 ".profiles). Declare one and build again."
             )
         if context.active_optimization_profile != fitting[0]:
-            context.set_optimization_profile_async(fitting[0], stream)
-        context.set_input_shape(self._input, (num_images, *self._images_NCHW.shape[1:]))
+            is_set = context.set_optimization_profile_async(fitting[0], stream)
+            require(is_set, f"optimization profile {fitting[0]}", target)
+        shape = (num_images, *self._images_NCHW.shape[1:])
+        is_set = context.set_input_shape(self._input, shape)
+        require(is_set, f"the shape {list(shape)} of {self._input}", target)
 
     def _enqueue(self, num_images: int) -> None:
         cuda.memcpy_htod_async(self._device_images, self._images_NCHW[:num_images], self._stream)

@@ -7,7 +7,7 @@ nothing, it has kernels for both units. Not run on real hardware.
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 
@@ -47,7 +47,18 @@ def unit_of(tactic: str) -> Unit:
     return next((unit for pattern, unit in _UNITS if pattern.search(tactic)), Unit.unknown)
 
 
-def sum_up_units(tactics: Iterable[str]) -> str:
-    """Return "3 on Tensor Cores, 1 on CUDA cores" or the like; empty if no name tells."""
+def count_units(tactics: Iterable[str]) -> dict[str, int]:
+    """Return how many kernels multiply on which units; those whose name does not tell count nowhere."""
     counts = Counter(unit_of(tactic) for tactic in tactics)
-    return ", ".join(f"{counts[unit]} on {unit}" for unit in Unit if unit and counts[unit])
+    return {unit.value: counts[unit] for unit in Unit if unit and counts[unit]}
+
+
+def sum_up_units(counts: Mapping[str, int], *, may_be_sparse: bool) -> str:
+    """Return "3 on Tensor Cores, 1 on CUDA cores" or the like, and whether 2:4 sparsity is proved.
+
+    TensorRT may take dense kernels for sparse weights, so only a kernel's name proves that it uses the sparsity.
+    """
+    told = ", ".join(f"{count} on {unit}" for unit, count in counts.items())
+    text = told or "their names do not tell on which units"
+    is_sparse = Unit.sparse_tensor_cores in counts
+    return f"{text}; 2:4 sparsity is not claimed, no name has it" if may_be_sparse and not is_sparse else text

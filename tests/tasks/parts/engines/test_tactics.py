@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tasks.parts.engines.tensorrt.inspector import read_layers
-from tasks.parts.engines.tensorrt.tactics import Unit, sum_up_units, unit_of
+from tasks.parts.engines.tensorrt.tactics import Unit, count_units, sum_up_units, unit_of
 
 INT8 = (
     "sm80_xmma_fprop_implicit_gemm_interleaved_i8i8_i8i32_f32_nchw_vect_c_32kcrs_vect_c_32_nchw_vect_c_32_"
@@ -103,6 +103,16 @@ def test_layer_has_the_unit_beside_the_name_of_its_kernel() -> None:
 
 
 def test_kernels_are_counted_by_unit() -> None:
-    counted = sum_up_units([INT8, INT8, SPARSE, FLOAT, GENERATED, ""])
-    assert counted == "2 on Tensor Cores, 1 on Tensor Cores with 2:4 sparsity, 1 on CUDA cores"
-    assert sum_up_units([GENERATED]) == ""
+    counts = count_units([INT8, INT8, SPARSE, FLOAT, GENERATED, ""])
+    assert counts == {"Tensor Cores": 2, "Tensor Cores with 2:4 sparsity": 1, "CUDA cores": 1}
+    told = sum_up_units(counts, may_be_sparse=True)
+    assert told == "2 on Tensor Cores, 1 on Tensor Cores with 2:4 sparsity, 1 on CUDA cores"
+
+
+def test_sparsity_is_claimed_only_where_a_name_proves_it() -> None:
+    dense = count_units([INT8, GENERATED])
+    assert sum_up_units(dense, may_be_sparse=False) == "1 on Tensor Cores"
+    not_claimed = "2:4 sparsity is not claimed, no name has it"
+    assert sum_up_units(dense, may_be_sparse=True) == f"1 on Tensor Cores; {not_claimed}"
+    unknown = sum_up_units(count_units([GENERATED]), may_be_sparse=True)
+    assert unknown == f"their names do not tell on which units; {not_claimed}"

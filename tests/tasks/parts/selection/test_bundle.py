@@ -19,6 +19,7 @@ from onnx import TensorProto, helper
 
 from tasks.build_engine import build_engine
 from tasks.core.errors import DataError
+from tasks.parts.builders.graph_rewrites import fix_batch
 from tasks.parts.data.dataset import normalise, open_split
 from tasks.parts.data.input_card import Task
 from tasks.parts.engines.description import describe_engine, on_frames
@@ -374,6 +375,14 @@ def test_triton_gets_the_profiles_of_a_plan(workshop: Workshop, triton_schema: A
     config = text_format.Parse(text, triton_schema.ModelConfig())
     assert config.max_batch_size == 4 and list(config.instance_group[0].profile) == ["0", "1"]
     assert "--backend-config=tensorrt,version-compatible=true" in text
+
+
+def test_triton_gives_a_plan_for_one_image_its_fixed_shape(workshop: Workshop, triton_schema: Any) -> None:
+    manifest = plan_manifest(workshop)
+    manifest = replace(manifest, target=replace(manifest.target, max_batch=1))
+    text = configure_triton("name", manifest, fix_batch(read_graph(workshop.graph)).graph)
+    config = text_format.Parse(text, triton_schema.ModelConfig())
+    assert config.max_batch_size == 0 and list(config.input[0].dims) == [1, 3, 64, 96]
 
 
 def test_plan_is_packed_with_what_its_script_needs(workshop: Workshop, tmp_path: Path) -> None:
