@@ -1,6 +1,8 @@
 """Compare an engine with the graph or network that it was built from, on calibration images."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,15 +49,15 @@ def _draws(target: Target, num_images: int) -> dict[int, list[NDArray[np.intp]]]
     return {**draws, 1: list(np.arange(num_images)[:, None])}
 
 
-def _agreement_db(expected_NCHW: FloatArray, found_NCHW: FloatArray) -> float:
-    """Return the lowest signal-to-noise ratio of groups of images, in which one that is wrong does not get lost."""
-    groups = range(0, len(found_NCHW), NUM_PROBE_IMAGES)
-    return min(
-        difference(
-            expected_NCHW[first : first + NUM_PROBE_IMAGES], found_NCHW[first : first + NUM_PROBE_IMAGES]
-        ).sqnr_db
-        for first in groups
-    )
+def _groups(drawn: NDArray[np.intp], found: NDArray[Any]) -> Iterator[tuple[NDArray[np.intp], NDArray[Any]]]:
+    """Yield what was drawn and found a few images at a time: little memory, and one wrong image does not get lost."""
+    for first in range(0, len(drawn), NUM_PROBE_IMAGES):
+        yield drawn[first : first + NUM_PROBE_IMAGES], found[first : first + NUM_PROBE_IMAGES]
+
+
+def _agreement_db(expected_NCHW: FloatArray, drawn: NDArray[np.intp], found_NCHW: FloatArray) -> float:
+    """Return the lowest signal-to-noise ratio of groups of images against what is expected of those drawn."""
+    return min(difference(expected_NCHW[some], found).sqnr_db for some, found in _groups(drawn, found_NCHW))
 
 
 def read_probe_images(file: Path, card: InputCard) -> FloatArray:
@@ -103,16 +105,12 @@ def measure_agreement(
     target, card = manifest.target, manifest.card
     _check_logits(expected_NCHW, target, card)
     with load_runner(file, manifest) as runner:
-        draws = _draws(target, len(images_NCHW))
-        found_NCHW = {
-            batch: np.concatenate([runner.infer(images_NCHW[drawn]) for drawn in drawn_images])
-            for batch, drawn_images in draws.items()
-        }
+        agreements_db = {}
+        for batch, drawn in _draws(target, len(images_NCHW)).items():
+            logits_NCHW = np.concatenate([runner.infer(images_NCHW[one]) for one in drawn])
+            _check_logits(logits_NCHW, target, card)
+            agreements_db[batch] = _agreement_db(expected_NCHW, np.concatenate(drawn), logits_NCHW)
         provider = runner.describe().provider
-    agreements_db = {}
-    for batch, logits_NCHW in found_NCHW.items():
-        _check_logits(logits_NCHW, target, card)
-        agreements_db[batch] = _agreement_db(expected_NCHW[np.concatenate(draws[batch])], logits_NCHW)
     worst = min(agreements_db, key=agreements_db.__getitem__)
     agreement_db = agreements_db[worst]
     floor_db = target.min_agreement_int8_db if is_int8 else target.min_agreement_db
@@ -146,12 +144,11 @@ def compare_answers(
 
     with load_runner(file, manifest) as runner, load_runner(twin, plain) as twin_runner:
         engine, plain_engine = on_frames(runner), on_frames(twin_runner)
+        logits = np.concatenate([twin_runner.infer(plain_engine.prepare(one[None])) for one in frames_NHWC])
         drawn = [one for many in _draws(manifest.target, len(frames_NHWC)).values() for one in many]
-        answers = np.concatenate([engine.answer(frames_NHWC[one]) for one in drawn])
-        frames = [plain_engine.prepare(frame[None]) for frame in frames_NHWC]
-        logits = np.concatenate([twin_runner.infer(frame) for frame in frames])[np.concatenate(drawn)]
+        answers = [engine.answer(frames_NHWC[one]) for one in drawn]
     if manifest.card.task is Task.values:
-        agreement_db = _agreement_db(logits, answers)
+        agreement_db = min(_agreement_db(logits, *pair) for pair in zip(drawn, answers, strict=True))
         floor_db = manifest.target.min_agreement_db
         if agreement_db < floor_db:
             raise BuildFailed(
@@ -163,9 +160,14 @@ def compare_answers(
     expected = plain_engine.finish(logits)
     if manifest.target.threshold is not None:
         logits[:, 0] += lead_of_first(manifest.target.threshold)
-    chosen = np.take_along_axis(logits, answers[:, None].astype(np.int64), axis=1)[:, 0]
-    margin = logits.max(axis=1) - chosen
-    wrong = float((margin > _NEAR_TIE * (logits.max() - logits.min())).mean())
+    highest, near_tie = logits.max(axis=1), _NEAR_TIE * (logits.max() - logits.min())
+    num_answers = num_equal = num_wrong = 0
+    for some, found in (group for pair in zip(drawn, answers, strict=True) for group in _groups(*pair)):
+        chosen = np.take_along_axis(logits[some], found[:, None].astype(np.int64), axis=1)[:, 0]
+        num_answers += found.size
+        num_equal += int((found == expected[some]).sum())
+        num_wrong += int((highest[some] - chosen > near_tie).sum())
+    wrong = num_wrong / num_answers
     if wrong > _MOST_WRONG and not manifest.target.coarse_classes:
         raise BuildFailed(
             f"Target {manifest.target.name}: the engine that reads {manifest.target.reads} and gives "
@@ -173,7 +175,7 @@ def compare_answers(
             f"logits, expected {100 * _MOST_WRONG:g} % or less. Set target.{manifest.target.name}.reads=normalised "
             f"and .gives=logits."
         )
-    return float((answers == expected).mean())
+    return num_equal / num_answers
 
 
 def _check_logits(logits: FloatArray, target: Target, card: InputCard) -> None:
