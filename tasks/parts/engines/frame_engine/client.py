@@ -1,0 +1,186 @@
+"""The client of a bundle: frames to a Triton server that runs its engine, answers back."""
+
+import argparse
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .command import describe_profile, positive
+from .engine import Engine
+from .sessions import Array, Run
+from .sources import RESIZE_MODES, open_sources
+from .stream import Timings, open_sink, run_stream
+
+INSTALL = "Run pip install 'tritonclient[http,grpc]' numpy pillow."
+
+_DESCRIPTION = f"""Send frames to the Triton server that serves this bundle, and write its answers as infer.py does.
+
+It needs tritonclient and of this folder client.py, frame_engine/, model.json and report.json, but no runtime.
+{INSTALL}"""
+
+_EXAMPLES = """examples:
+  tritonserver --model-repository=triton
+  python client.py photos/ --out masks/
+  python client.py one.jpg two.jpg --url 10.0.0.5:8001 --grpc --out masks/
+  python client.py frames.npy --out masks.npy --at-once 32 --profile"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read frames and write answers."""
+    options = _make_parser().parse_args(argv)
+    try:
+        _run(options)
+    except ImportError as error:
+        sys.exit(f"client.py: {error}. {INSTALL}")
+    except (OSError, ValueError) as error:
+        sys.exit(f"client.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "client.py",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("images", metavar="IMAGES", nargs="+", help="image files, or one .npy, folder or video")
+    add("--out", metavar="ANSWERS", required=True, help="a folder for masks, or a .npy or .csv file")
+    add("--url", metavar="HOST:PORT", help="the server (default 127.0.0.1:8000, with --grpc 127.0.0.1:8001)")
+    add("--grpc", action="store_true", help="use gRPC in place of HTTP")
+    add("--at-once", type=positive, default=8, metavar="N", help="requests on their way (default 8)")
+    add("--resize", choices=RESIZE_MODES, default="stretch", help="as in infer.py")
+    add("--full-size", action="store_true", help="write masks in the size of their frames, as infer.py does")
+    add(
+        "--profile", action="store_true", help="print to stderr how long each phase took; run is the server's"
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    bundle = Path(__file__).resolve().parents[1]
+    card = json.loads((bundle / "model.json").read_text(encoding="utf-8"))
+    if options.full_size and card["task"] != "segmentation":
+        raise ValueError(f"--full-size resizes masks, and the engine gives {card['task']}. Leave it out.")
+    row = json.loads((bundle / "report.json").read_text(encoding="utf-8"))
+    url = options.url or f"127.0.0.1:{8001 if options.grpc else 8000}"
+    size = card["height"], card["width"]
+    source = open_sources(options.images, channels=len(card["mean"]), size=size)
+    timings = Timings()
+    with (
+        open_served(
+            card, f"{row['variant']}-{row['target']}", url, is_grpc=options.grpc, at_once=options.at_once
+        ) as engine,
+        open_sink(options.out, task=card["task"], classes=card["classes"]) as write,
+    ):
+        run_stream(
+            engine,
+            source,
+            write,
+            timings=timings,
+            batch=options.at_once,
+            resize=options.resize,
+            is_full_size=options.full_size,
+        )
+    if options.profile:
+        sys.stderr.write(describe_profile(timings.profile(), options.at_once))
+
+
+@contextmanager
+def open_served(
+    card: dict[str, Any], model: str, url: str, *, is_grpc: bool, at_once: int
+) -> Iterator[Engine]:
+    """Give the engine of a card (model.json) behind a server, which gets each frame as a request of its own.
+
+    It reads frames and gives answers, whatever the engine itself does. Raises ValueError where the server does not
+    answer, or serves another engine.
+    """
+    served = card | {"reads": "frames", "gives": "classes", "batches": [[1, at_once]]}
+    asked = _Asked(model, "values" if card["task"] == "values" else "classes", url, is_grpc)
+    with ExitStack() as stack:
+        stack.callback(asked.close)
+        asked.check(card["sha256"])
+        pool = stack.enter_context(ThreadPoolExecutor(at_once))
+        yield Engine(served, _run_of(asked, pool, is_class=card["task"] == "classification"))
+
+
+def _run_of(asked: "_Asked", pool: ThreadPoolExecutor, *, is_class: bool) -> Run:
+    def run(frames_NHWC: Array) -> Array:
+        answers = np.concatenate(list(pool.map(asked.infer, frames_NHWC[:, None])))
+        return answers[:, 0] if is_class else answers
+
+    return run
+
+
+class _Asked:
+    """A model of a server; each thread has a connection of its own, because those of HTTP cannot be shared."""
+
+    def __init__(self, model: str, output: str, url: str, is_grpc: bool) -> None:
+        if is_grpc:
+            import tritonclient.grpc as protocol
+        else:
+            import tritonclient.http as protocol
+        self._model, self._output, self._url = model, output, url
+        self._protocol, self._is_grpc = protocol, is_grpc
+        self._of_thread, self._clients = threading.local(), list[Any]()
+
+    def check(self, sha256: str) -> None:
+        """Raise ValueError unless the server has the model ready, with the engine of this sha256."""
+        with self._errors("no Triton server answers"):
+            client = self._connect()
+            is_ready = client.is_server_ready() and client.is_model_ready(self._model)
+        if not is_ready:
+            raise ValueError(
+                f"{self._url}: the server has no model {self._model} that is ready. Start it with "
+                "--model-repository=<this folder>/triton, and see its log."
+            )
+        with self._errors("the server does not tell what it serves"):
+            told = client.get_model_config(self._model, **({"as_json": True} if self._is_grpc else {}))
+        config = told["config"] if self._is_grpc else told
+        served = config.get("parameters", {}).get("sha256", {}).get("string_value", "none")
+        if served != sha256:
+            raise ValueError(
+                f"{self._url}: {self._model} runs the engine with sha256 {served[:12]}..., model.json here says "
+                f"{sha256[:12]}... Copy the same bundle to both sides."
+            )
+
+    def infer(self, frames_NHWC: Array) -> Array:
+        """Return the answers to one request."""
+        frames = self._protocol.InferInput("frames", list(frames_NHWC.shape), "UINT8")
+        frames.set_data_from_numpy(frames_NHWC)
+        with self._errors("the server gave no answer"):
+            answers: Array = self._connect().infer(self._model, [frames]).as_numpy(self._output)
+        return answers
+
+    def close(self) -> None:
+        """Close all connections: a server that is stopped would wait for them."""
+        for client in self._clients:
+            client.close()
+
+    def _connect(self) -> Any:
+        """Return the connection of this thread."""
+        if not hasattr(self._of_thread, "client"):
+            self._of_thread.client = self._protocol.InferenceServerClient(self._url)
+            self._clients.append(self._of_thread.client)
+        return self._of_thread.client
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """Turn what tritonclient raises into a ValueError of one line."""
+        from tritonclient.utils import InferenceServerException
+
+        try:
+            yield
+        except (OSError, HTTPException, InferenceServerException) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"{self._url}: {what} ({reason}). Start it, or name another --url.") from error
