@@ -86,15 +86,18 @@ def _find_libpython(python: str) -> list[str]:
 
 
 @contextmanager
-def serve(installed: Installed, repositories: Sequence[Path], log: Path) -> Iterator[TritonServer]:
-    """Start a server with all models of the repositories on 127.0.0.1, and end it; `log` gets what it prints.
+def serve(
+    installed: Installed, repositories: Sequence[Path], log: Path, *, is_verbose: bool = True
+) -> Iterator[TritonServer]:
+    """Start a server with all models of the repositories on 127.0.0.1, and end it; `log` gets what it prints; if
+    `is_verbose` also which instance runs what.
 
     Raises RuntimeError with the end of the log if it does not become ready, as with a model that cannot be loaded.
     """
     http, grpc = _free_ports()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            _command(installed, repositories, http, grpc),
+            [*_command(installed, repositories, http, grpc), f"--log-verbose={int(is_verbose)}"],
             env=os.environ | installed.environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -118,7 +121,6 @@ def _command(installed: Installed, repositories: Sequence[Path], http: int, grpc
         *(f"--grpc-address=127.0.0.1 --grpc-port={grpc}".split()),
         "--allow-metrics=false",
         "--exit-timeout-secs=5",
-        "--log-verbose=1",  # tells which instance runs what
     ]
 
 

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -106,15 +106,20 @@ def open_served(
     answer, or serves another engine.
     """
     served = card | {"reads": "frames", "gives": "classes", "batches": [[1, at_once]]}
-    asked = _Asked(model, "values" if card["task"] == "values" else "classes", url, is_grpc)
-    with ExitStack() as stack:
-        stack.callback(asked.close)
+    asked = ServedModel(model, "values" if card["task"] == "values" else "classes", url, is_grpc)
+    try:
         asked.check(card["sha256"])
-        pool = stack.enter_context(ThreadPoolExecutor(at_once))
-        yield Engine(served, _run_of(asked, pool, is_class=card["task"] == "classification"))
+    finally:
+        asked.disconnect()
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            yield Engine(served, _run_of(asked, pool, is_class=card["task"] == "classification"))
+        finally:
+            meeting = threading.Barrier(at_once)  # so that each thread gets one of these calls
+            list(pool.map(lambda _: (meeting.wait(), asked.disconnect()), range(at_once)))
 
 
-def _run_of(asked: "_Asked", pool: ThreadPoolExecutor, *, is_class: bool) -> Run:
+def _run_of(asked: "ServedModel", pool: ThreadPoolExecutor, *, is_class: bool) -> Run:
     def run(frames_NHWC: Array) -> Array:
         answers = np.concatenate(list(pool.map(asked.infer, frames_NHWC[:, None])))
         return answers[:, 0] if is_class else answers
@@ -122,7 +127,7 @@ def _run_of(asked: "_Asked", pool: ThreadPoolExecutor, *, is_class: bool) -> Run
     return run
 
 
-class _Asked:
+class ServedModel:
     """A model of a server; each thread has a connection of its own, because those of HTTP cannot be shared."""
 
     def __init__(self, model: str, output: str, url: str, is_grpc: bool) -> None:
@@ -132,7 +137,7 @@ class _Asked:
             import tritonclient.http as protocol
         self._model, self._output, self._url = model, output, url
         self._protocol, self._is_grpc = protocol, is_grpc
-        self._of_thread, self._clients = threading.local(), list[Any]()
+        self._of_thread = threading.local()
 
     def check(self, sha256: str) -> None:
         """Raise ValueError unless the server has the model ready, with the engine of this sha256."""
@@ -162,16 +167,16 @@ class _Asked:
             answers: Array = self._connect().infer(self._model, [frames]).as_numpy(self._output)
         return answers
 
-    def close(self) -> None:
-        """Close all connections: a server that is stopped would wait for them."""
-        for client in self._clients:
-            client.close()
+    def disconnect(self) -> None:
+        """Close the connection of this thread, which no other one may do; a server that is stopped waits for it."""
+        if hasattr(self._of_thread, "client"):
+            self._of_thread.client.close()
+            del self._of_thread.client
 
     def _connect(self) -> Any:
         """Return the connection of this thread."""
         if not hasattr(self._of_thread, "client"):
             self._of_thread.client = self._protocol.InferenceServerClient(self._url)
-            self._clients.append(self._of_thread.client)
         return self._of_thread.client
 
     @contextmanager

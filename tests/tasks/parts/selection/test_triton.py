@@ -21,6 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 from tritonclient.grpc import model_config_pb2
 
+from benchmarks.triton import GRPC, HTTP, IN_PROCESS, describe, measure
 from benchmarks.triton_server import WHEEL, Installed, TritonServer, install, serve
 from tasks.build_engine import build_engine
 from tasks.parts.data.dataset import open_split
@@ -351,3 +352,19 @@ def test_configuration_has_what_serving_says() -> None:
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert config.max_batch_size == 2
     assert config.instance_group[0].kind == model_config_pb2.ModelInstanceGroup.KIND_CPU
+
+
+def test_benchmark_measures_each_form_once(served: Served) -> None:
+    bundle = served.bundles["cpu_onnxruntime"]
+    record: dict[str, Any] = {"capacities": [{"bundle": bundle.name, "capacity_per_s": 1000.0}], "rows": []}
+    options = {"shares": [0.05], "seconds": 0.4, "num_rounds": 2, "num_lanes": 2}
+    for _ in measure(bundle, served.server, record, **options):
+        pass
+    cells = [(row["round"], row["form"]) for row in record["rows"]]
+    assert cells == [*((0, form) for form in (IN_PROCESS, HTTP, GRPC)), (1, HTTP), (1, GRPC), (1, IN_PROCESS)]
+    for number in (0, 1):
+        rows = [row for row in record["rows"] if row["round"] == number]
+        assert len({row["num_frames"] for row in rows}) == 1 and rows[0]["num_frames"] > 0
+        assert all(row["mean_batch"] >= 1 for row in rows if row["form"] != IN_PROCESS)
+    assert [*measure(bundle, served.server, record, **options)] == []
+    assert describe(record).count("| 50 (5% of one lane) |") == 3
