@@ -159,8 +159,8 @@ def _serve_remotely(
 ) -> dict[str, Any]:
     card, is_grpc = _card_of(bundle), form == GRPC
     [name] = (path.name for path in (bundle / "triton").iterdir())
-    output = "values" if card["task"] == "values" else "classes"
-    model = ServedModel(name, output, server.grpc if is_grpc else server.http, is_grpc)
+    url = server.grpc if is_grpc else server.http
+    model = ServedModel(name, card["task"], url, is_grpc=is_grpc)
     with _connection(model):
         model.check(card["sha256"])
     before = _read_counts(server, name)

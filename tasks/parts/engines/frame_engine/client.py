@@ -15,7 +15,7 @@ import numpy as np
 
 from .command import describe_profile, positive
 from .engine import Engine
-from .sessions import Array, Run
+from .sessions import Array
 from .sources import RESIZE_MODES, open_sources
 from .stream import Timings, open_sink, run_stream
 
@@ -105,43 +105,42 @@ def open_served(
     It reads frames and gives answers, whatever the engine itself does. Raises ValueError where the server does not
     answer, or serves another engine.
     """
-    served = card | {"reads": "frames", "gives": "classes", "batches": [[1, at_once]]}
-    asked = ServedModel(model, "values" if card["task"] == "values" else "classes", url, is_grpc)
+    served = ServedModel(model, card["task"], url, is_grpc=is_grpc)
     try:
-        asked.check(card["sha256"])
+        served.check(card["sha256"])
     finally:
-        asked.disconnect()
+        served.disconnect()
     with ThreadPoolExecutor(at_once) as pool:
+        meeting = threading.Barrier(at_once)
+
+        def disconnect(_: int) -> None:
+            meeting.wait()  # so that each thread gets one of these calls
+            served.disconnect()
+
+        def run(frames_NHWC: Array) -> Array:
+            return np.concatenate(list(pool.map(served.infer, frames_NHWC[:, None])))
+
         try:
-            yield Engine(served, _run_of(asked, pool, is_class=card["task"] == "classification"))
+            yield Engine(card | {"reads": "frames", "gives": "classes", "batches": [[1, at_once]]}, run)
         finally:
-            meeting = threading.Barrier(at_once)  # so that each thread gets one of these calls
-            list(pool.map(lambda _: (meeting.wait(), asked.disconnect()), range(at_once)))
-
-
-def _run_of(asked: "ServedModel", pool: ThreadPoolExecutor, *, is_class: bool) -> Run:
-    def run(frames_NHWC: Array) -> Array:
-        answers = np.concatenate(list(pool.map(asked.infer, frames_NHWC[:, None])))
-        return answers[:, 0] if is_class else answers
-
-    return run
+            list(pool.map(disconnect, range(at_once)))
 
 
 class ServedModel:
     """A model of a server; each thread has a connection of its own, because those of HTTP cannot be shared."""
 
-    def __init__(self, model: str, output: str, url: str, is_grpc: bool) -> None:
+    def __init__(self, model: str, task: str, url: str, *, is_grpc: bool) -> None:
         if is_grpc:
             import tritonclient.grpc as protocol
         else:
             import tritonclient.http as protocol
-        self._model, self._output, self._url = model, output, url
+        self._model, self._task, self._url = model, task, url
         self._protocol, self._is_grpc = protocol, is_grpc
         self._of_thread = threading.local()
 
     def check(self, sha256: str) -> None:
         """Raise ValueError unless the server has the model ready, with the engine of this sha256."""
-        with self._errors("no Triton server answers"):
+        with self._errors("no Triton server answers", advice=" Start it, or name another --url."):
             client = self._connect()
             is_ready = client.is_server_ready() and client.is_model_ready(self._model)
         if not is_ready:
@@ -164,8 +163,9 @@ class ServedModel:
         frames = self._protocol.InferInput("frames", list(frames_NHWC.shape), "UINT8")
         frames.set_data_from_numpy(frames_NHWC)
         with self._errors("the server gave no answer"):
-            answers: Array = self._connect().infer(self._model, [frames]).as_numpy(self._output)
-        return answers
+            result = self._connect().infer(self._model, [frames])
+        answers: Array = result.as_numpy("values" if self._task == "values" else "classes")
+        return answers[:, 0] if self._task == "classification" else answers
 
     def disconnect(self) -> None:
         """Close the connection of this thread, which no other one may do; a server that is stopped waits for it."""
@@ -180,7 +180,7 @@ class ServedModel:
         return self._of_thread.client
 
     @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
+    def _errors(self, what: str, *, advice: str = "") -> Iterator[None]:
         """Turn what tritonclient raises into a ValueError of one line."""
         from tritonclient.utils import InferenceServerException
 
@@ -188,4 +188,4 @@ class ServedModel:
             yield
         except (OSError, HTTPException, InferenceServerException) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"{self._url}: {what} ({reason}). Start it, or name another --url.") from error
+            raise ValueError(f"{self._url}: {what} ({reason}).{advice}") from error
