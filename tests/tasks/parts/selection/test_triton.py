@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
@@ -31,7 +32,7 @@ from tasks.parts.engines.manifest import sha256_of
 from tasks.parts.selection.bundle import write_bundle
 from tasks.parts.selection.triton import Serving, configure_served, write_served
 from tests.services import wait_for
-from tests.tasks.conftest import TOLD_BY_CI, Workshop
+from tests.tasks.conftest import REPOSITORY, TOLD_BY_CI, Workshop
 from tests.wheels import unpack_wheel
 
 BATCHED = ("cpu_onnxruntime", "cpu_openvino_batch")
@@ -77,7 +78,7 @@ class Served:
         return wait_for(is_settled, "the server to count what it answered", every_s=0.2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     site = unpack_wheel(WHEEL, tmp_path_factory.mktemp("triton"))
     try:
@@ -86,7 +87,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served(
     workshop: Workshop, installed: Installed, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -352,6 +353,29 @@ def test_configuration_has_what_serving_says() -> None:
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert config.max_batch_size == 2
     assert config.instance_group[0].kind == model_config_pb2.ModelInstanceGroup.KIND_CPU
+
+
+def test_server_ends_with_the_process_that_started_it(installed: Installed, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    program = (
+        "import sys, time; from pathlib import Path; from benchmarks.triton_server import Installed, serve\n"
+        "installed = Installed(Path(sys.argv[1]), {'LD_LIBRARY_PATH': sys.argv[2]})\n"
+        "with serve(installed, [Path('empty')], Path('server.log')): print('ready', flush=True); time.sleep(600)"
+    )
+    libraries = installed.environment["LD_LIBRARY_PATH"]
+    starter = subprocess.Popen(
+        [sys.executable, "-c", program, str(installed.folder), libraries],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert starter.stdout is not None and starter.stdout.readline() == "ready\n"
+    [server] = psutil.Process(starter.pid).children()
+    assert server.name() == "tritonserver"
+    starter.kill()
+    starter.communicate()
+    wait_for(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "the server to end")
 
 
 def test_benchmark_measures_each_form_once(served: Served) -> None:
