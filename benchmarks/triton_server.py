@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -94,10 +95,10 @@ def serve(
 
     Raises RuntimeError with the end of the log if it does not become ready, as with a model that cannot be loaded.
     """
-    http, grpc = _free_ports()
+    (http, grpc), region = _free_ports(), f"triton-{uuid.uuid4().hex}-"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*_command(installed, repositories, http, grpc), f"--log-verbose={int(is_verbose)}"],
+            [*_command(installed, repositories, http, grpc, region), f"--log-verbose={int(is_verbose)}"],
             env=os.environ | installed.environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -110,13 +111,20 @@ def serve(
         yield TritonServer(f"127.0.0.1:{http}", f"127.0.0.1:{grpc}", log)
     finally:
         _stop(process)
+        for left in Path("/dev/shm").glob(
+            f"{region}*"
+        ):  # a server that fails to start leaves its shared memory
+            left.unlink()
 
 
-def _command(installed: Installed, repositories: Sequence[Path], http: int, grpc: int) -> list[str]:
+def _command(
+    installed: Installed, repositories: Sequence[Path], http: int, grpc: int, region: str
+) -> list[str]:
     return [
         str(installed.folder / "bin" / "tritonserver"),
         *(f"--model-repository={path}" for path in repositories),
         f"--backend-directory={installed.folder / 'backends'}",
+        f"--backend-config=python,shm-region-prefix-name={region}",
         *(f"--http-address=127.0.0.1 --http-port={http}".split()),
         *(f"--grpc-address=127.0.0.1 --grpc-port={grpc}".split()),
         "--allow-metrics=false",

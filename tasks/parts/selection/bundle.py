@@ -44,6 +44,8 @@ from frame_engine.{module} import main
 if __name__ == "__main__":
     main()
 '''
+INFER = _SCRIPT.format(what="Run the engine of this folder", name="infer.py", module="command")
+CLIENT = _SCRIPT.format(what="Send frames to a Triton server", name="client.py", module="client")
 
 
 def _has_bundle(target: Target) -> bool:
@@ -67,8 +69,7 @@ def write_bundle(engine: Path, row: dict[str, Any], out: Path, serving: Serving 
     name = f"{row['variant']}-{row['target']}"
     write_served(out / "triton" / name, name, describe_engine(manifest), serving or Serving())
     write_native(out / "triton_native" / name, name, engine, manifest)
-    client = _SCRIPT.format(what="Send frames to a Triton server", name="client.py", module="client")
-    (out / "client.py").write_text(client, encoding="utf-8")
+    (out / "client.py").write_text(CLIENT, encoding="utf-8")
     files = sorted(path for path in out.rglob("*") if path.is_file())
     sums = [f"{sha256_of(path)}  {path.relative_to(out)}" for path in files]
     (out / "SHA256SUMS").write_text("\n".join(sums) + "\n", encoding="utf-8")
@@ -81,8 +82,7 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
     if not _has_bundle(manifest.target):
         return []
     out.mkdir(parents=True)
-    infer = _SCRIPT.format(what="Run the engine of this folder", name="infer.py", module="command")
-    (out / "infer.py").write_text(infer, encoding="utf-8")
+    (out / "infer.py").write_text(INFER, encoding="utf-8")
     package = Path(frame_engine.__file__).parent
     shutil.copytree(package, out / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     card = describe_engine(manifest)

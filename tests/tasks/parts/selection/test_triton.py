@@ -274,12 +274,13 @@ def test_server_tells_why_a_model_cannot_be_loaded(
     shutil.copytree(served.bundles["cpu_openvino"], damaged)
     engine = damaged / "engine.blob"
     engine.write_bytes(engine.read_bytes()[:-1])
-    log = tmp_path / "server.log"
+    log, before = tmp_path / "server.log", set(Path("/dev/shm").iterdir())
     with (
         pytest.raises(RuntimeError, match="tritonserver is not ready"),
         serve(installed, [copied, damaged / "triton"], log),
     ):
         pass
+    assert not [path for path in Path("/dev/shm").glob("triton-*") if path not in before]
     told = log.read_text()
     assert "holds no frame_engine, expected the bundle that this model was written with" in told
     assert "was changed or truncated and is not loaded. Copy the bundle again." in told
