@@ -57,9 +57,9 @@ def _make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("frames", metavar="FRAMES", help="what to read")
     add("answers", metavar="ANSWERS", nargs="?", help="what to write")
-    add("--batch", type=_positive, default=1, metavar="N", help="frames in one inference (default 1)")
-    add("--threads", type=_positive, metavar="N", help="threads of the runtime (default: as measured)")
-    add("--decoders", type=_positive, default=1, metavar="N", help="threads that decode (default 1)")
+    add("--batch", type=positive, default=1, metavar="N", help="frames in one inference (default 1)")
+    add("--threads", type=positive, metavar="N", help="threads of the runtime (default: as measured)")
+    add("--decoders", type=positive, default=1, metavar="N", help="threads that decode (default 1)")
     add(
         "--resize",
         choices=RESIZE_MODES,
@@ -134,7 +134,8 @@ def describe_profile(profile: Profile, batch: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Return a number from the command line that is at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")

@@ -57,6 +57,20 @@ def open_source(path: str, *, channels: int, size: tuple[int, int]) -> Source:
     return _open_video(path, channels)
 
 
+def open_sources(paths: list[str], *, channels: int, size: tuple[int, int]) -> Source:
+    """Open one source as `open_source` does, or several files of one image each, in their order."""
+    if len(paths) == 1:
+        return open_source(paths[0], channels=channels, size=size)
+    files = [Path(path) for path in paths]
+    for file in files:
+        if not file.is_file() or file.suffix.lower() not in (*IMAGE_SUFFIXES, ".npy"):
+            raise ValueError(
+                f"{file}: is no image file ({', '.join(IMAGE_SUFFIXES)} or .npy), expected where several are named. "
+                "Name a folder or a video alone."
+            )
+    return _open_files(files, channels)
+
+
 def fit_frame(frame_HWC: Array, *, size: tuple[int, int], mode: str) -> Array:
     """Bring a frame to a size (height, width) in one of RESIZE_MODES; padding is black."""
     if frame_HWC.shape[:2] == size:
@@ -130,6 +144,10 @@ def _open_folder(folder: Path, channels: int) -> Source:
     paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in (*IMAGE_SUFFIXES, ".npy"))
     if not paths:
         raise ValueError(f"{folder}: holds no image, expected files {', '.join(IMAGE_SUFFIXES)} or .npy.")
+    return _open_files(paths, channels)
+
+
+def _open_files(paths: list[Path], channels: int) -> Source:
     seen: dict[str, Path] = {}
     for path in paths:
         if path.stem in seen:

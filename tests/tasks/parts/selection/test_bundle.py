@@ -1,6 +1,5 @@
 """Bundles: run in another folder, in another environment, with the same predictions."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ import openvino
 import pytest
 from google.protobuf import text_format
 from onnx import TensorProto, helper
+from tritonclient.grpc import model_config_pb2
 
 from tasks.build_engine import build_engine
 from tasks.core.errors import DataError
@@ -37,10 +37,10 @@ from tasks.parts.engines.manifest import (
 from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.engines.tensorrt_options import BatchProfile
 from tasks.parts.onnx_graphs.graph import read_graph
-from tasks.parts.selection.bundle import configure_triton, write_bundle
+from tasks.parts.selection.bundle import write_bundle
+from tasks.parts.selection.triton import configure_native
 from tests.cpp_programs import build_program
 from tests.tasks.conftest import TOLD_BY_CI, Workshop
-from tests.wheels import unpack_wheel
 
 TARGETS = ["cpu_onnxruntime", "cpu_openvino"]
 
@@ -264,24 +264,10 @@ def test_eager_engine_has_no_bundle(workshop: Workshop, tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-@pytest.fixture(scope="session")
-def triton_schema(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Load the schema of a model's configuration from Triton's client."""
-    folder = unpack_wheel("tritonclient==2.*", tmp_path_factory.mktemp("client"))
-    path = folder / "tritonclient" / "grpc" / "model_config_pb2.py"
-    spec = importlib.util.spec_from_file_location("model_config_pb2", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_triton_serves_the_file_of_onnxruntime(
-    workshop: Workshop, tmp_path: Path, triton_schema: Any
-) -> None:
+def test_triton_serves_the_file_of_onnxruntime(workshop: Workshop, tmp_path: Path) -> None:
     bundle = bundled(workshop, "cpu_onnxruntime", tmp_path / "a")
-    [model] = (bundle / "triton").iterdir()
-    config = text_format.Parse((model / "config.pbtxt").read_text(), triton_schema.ModelConfig())
+    [model] = (bundle / "triton_native").iterdir()
+    config = text_format.Parse((model / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
     assert (config.name, config.backend, config.max_batch_size) == (model.name, "onnxruntime", 4)
     assert list(config.input[0].dims) == [3, 64, 96] and config.input[0].name == "image"
     assert list(config.output[0].dims) == [3, 64, 96] and config.output[0].name == "logits"
@@ -290,7 +276,7 @@ def test_triton_serves_the_file_of_onnxruntime(
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_engine_for_one_image_takes_them_one_by_one_and_triton_serves_it_so(
-    workshop: Workshop, tmp_path: Path, triton_schema: Any, target: str
+    workshop: Workshop, tmp_path: Path, target: str
 ) -> None:
     built, bundle = tmp_path / "built", tmp_path / "bundle"
     built.mkdir()
@@ -306,8 +292,8 @@ def test_engine_for_one_image_takes_them_one_by_one_and_triton_serves_it_so(
     done = infer(sys.executable, bundle, images_NHWC, tmp_path)
     assert done.returncode == 0, done.stderr
     np.testing.assert_array_equal(np.load(tmp_path / "classes.npy"), logits_NCHW.argmax(axis=1))
-    [model] = (bundle / "triton").iterdir()
-    config = text_format.Parse((model / "config.pbtxt").read_text(), triton_schema.ModelConfig())
+    [model] = (bundle / "triton_native").iterdir()
+    config = text_format.Parse((model / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
     assert (config.max_batch_size, list(config.input[0].dims)) == (0, [1, 3, 64, 96])
     graph = openvino_core().read_model(model / "1" / "model.onnx")
     assert list(graph.input(0).shape) == [1, 3, 64, 96]
@@ -316,11 +302,11 @@ def test_engine_for_one_image_takes_them_one_by_one_and_triton_serves_it_so(
 
 @pytest.mark.parametrize("variant", ["float", "quantized"])
 def test_triton_serves_the_graph_that_openvino_compiled(
-    workshop: Workshop, tmp_path: Path, triton_schema: Any, variant: str
+    workshop: Workshop, tmp_path: Path, variant: str
 ) -> None:
     bundle = bundled(workshop, "cpu_openvino", tmp_path / "a", variant)
-    [model] = (bundle / "triton").iterdir()
-    config = text_format.Parse((model / "config.pbtxt").read_text(), triton_schema.ModelConfig())
+    [model] = (bundle / "triton_native").iterdir()
+    config = text_format.Parse((model / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
     assert (config.name, config.backend, config.max_batch_size) == (model.name, "openvino", 0)
     graph = openvino_core().read_model(model / "1" / config.default_model_filename)
     for declared, found in ((config.input, graph.inputs), (config.output, graph.outputs)):
@@ -336,11 +322,11 @@ def test_triton_serves_the_graph_that_openvino_compiled(
         np.testing.assert_allclose(compiled(images_NCHW)[0], runner.infer(images_NCHW), rtol=1e-4, atol=1e-4)
 
 
-def test_triton_computes_in_bf16_where_the_target_does(workshop: Workshop, triton_schema: Any) -> None:
+def test_triton_computes_in_bf16_where_the_target_does(workshop: Workshop) -> None:
     manifest = manifest_of(workshop, "cpu_openvino")
     manifest = replace(manifest, target=workshop.target("cpu_openvino_bf16"))
-    text = configure_triton("name", manifest, read_graph(workshop.graph).graph)
-    config = text_format.Parse(text, triton_schema.ModelConfig())
+    text = configure_native("name", manifest, read_graph(workshop.graph).graph)
+    config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert config.parameters["HINT_BF16"].string_value == "YES"
 
 
@@ -358,30 +344,30 @@ def plan_manifest(workshop: Workshop, **options: Any) -> EngineManifest:
     )
 
 
-def test_triton_gets_the_profiles_of_a_plan(workshop: Workshop, triton_schema: Any) -> None:
+def test_triton_gets_the_profiles_of_a_plan(workshop: Workshop) -> None:
     graph = read_graph(workshop.graph).graph
-    text = configure_triton("name", plan_manifest(workshop), graph)
-    config = text_format.Parse(text, triton_schema.ModelConfig())
+    text = configure_native("name", plan_manifest(workshop), graph)
+    config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert (config.name, config.platform, config.max_batch_size) == ("name", "tensorrt_plan", 4)
     assert list(config.input[0].dims) == [3, 64, 96] and config.input[0].name == "image"
     assert list(config.output[0].dims) == [3, 64, 96] and config.output[0].name == "logits"
     [group] = config.instance_group
-    assert group.kind == triton_schema.ModelInstanceGroup.KIND_GPU and list(group.profile) == ["0"]
+    assert group.kind == model_config_pb2.ModelInstanceGroup.KIND_GPU and list(group.profile) == ["0"]
     assert "Built by TensorRT 11.4.0.1 on NVIDIA H200 (9.0)" in text and "version-compatible" not in text
     several = plan_manifest(
         workshop, profiles=[BatchProfile(1, 1, 1), BatchProfile(2, 2, 4)], version_compatible=True
     )
-    text = configure_triton("name", several, graph)
-    config = text_format.Parse(text, triton_schema.ModelConfig())
+    text = configure_native("name", several, graph)
+    config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert config.max_batch_size == 4 and list(config.instance_group[0].profile) == ["0", "1"]
     assert "--backend-config=tensorrt,version-compatible=true" in text
 
 
-def test_triton_gives_a_plan_for_one_image_its_fixed_shape(workshop: Workshop, triton_schema: Any) -> None:
+def test_triton_gives_a_plan_for_one_image_its_fixed_shape(workshop: Workshop) -> None:
     manifest = plan_manifest(workshop)
     manifest = replace(manifest, target=replace(manifest.target, max_batch=1))
-    text = configure_triton("name", manifest, fix_batch(read_graph(workshop.graph)).graph)
-    config = text_format.Parse(text, triton_schema.ModelConfig())
+    text = configure_native("name", manifest, fix_batch(read_graph(workshop.graph)).graph)
+    config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert config.max_batch_size == 0 and list(config.input[0].dims) == [1, 3, 64, 96]
 
 
@@ -394,7 +380,7 @@ def test_plan_is_packed_with_what_its_script_needs(workshop: Workshop, tmp_path:
     manifest = plan_manifest(workshop, profiles=[BatchProfile(1, 1, 1), BatchProfile(2, 2, 4)])
     write_engine_manifest(engine, replace(manifest, sha256=sha256_of(engine / "engine.plan")))
     assert write_bundle(engine, {"variant": "pruned", "target": "h200_tensorrt"}, bundle)
-    assert (bundle / "triton" / "pruned-h200_tensorrt" / "1" / "model.plan").read_bytes() == b"no plan"
+    assert (bundle / "triton_native" / "pruned-h200_tensorrt" / "1" / "model.plan").read_bytes() == b"no plan"
     assert (bundle / "requirements.txt").read_text().split()[::2] == ["tensorrt==11.4.0.1", "pycuda"]
     card = json.loads((bundle / "model.json").read_text())
     assert card["batches"] == [[1, 1], [2, 4]]
@@ -443,26 +429,24 @@ def test_python_cpp_and_validate_give_the_same_masks(workshop: Workshop, tmp_pat
     np.testing.assert_array_equal(np.load(tmp_path / "cpp.npy"), expected_NHW)
 
 
-def test_triton_gets_an_axis_for_the_class_of_an_image(workshop: Workshop, triton_schema: Any) -> None:
+def test_triton_gets_an_axis_for_the_class_of_an_image(workshop: Workshop) -> None:
     manifest = manifest_of(workshop, "cpu_onnxruntime")
     card = replace(manifest.card, task=Task.classification)
     target = workshop.target("cpu_onnxruntime", reads="frames", gives="classes")
     frames = helper.make_tensor_value_info("frames", TensorProto.UINT8, ["batch", 64, 96, 3])
     classes = helper.make_tensor_value_info("classes", TensorProto.UINT8, ["batch"])
     graph = helper.make_graph([], "classifier", [frames], [classes])
-    text = configure_triton("name", replace(manifest, target=target, card=card), graph)
-    config = text_format.Parse(text, triton_schema.ModelConfig())
+    text = configure_native("name", replace(manifest, target=target, card=card), graph)
+    config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert list(config.output[0].dims) == [1] and list(config.output[0].reshape.shape) == []
     assert config.output[0].HasField("reshape") and config.max_batch_size == 4
 
 
-def test_triton_is_told_what_an_engine_on_frames_reads_and_gives(
-    workshop: Workshop, tmp_path: Path, triton_schema: Any
-) -> None:
+def test_triton_is_told_what_an_engine_on_frames_reads_and_gives(workshop: Workshop, tmp_path: Path) -> None:
     _, bundle = on_frames_bundle(workshop, "cpu_openvino", tmp_path)
-    [model] = (bundle / "triton").iterdir()
-    config = text_format.Parse((model / "config.pbtxt").read_text(), triton_schema.ModelConfig())
-    names = triton_schema.DataType
+    [model] = (bundle / "triton_native").iterdir()
+    config = text_format.Parse((model / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+    names = model_config_pb2.DataType
     assert (config.input[0].name, list(config.input[0].dims)) == ("frames", [1, 64, 96, 3])
     assert (config.output[0].name, list(config.output[0].dims)) == ("classes", [1, 64, 96])
     assert config.input[0].data_type == config.output[0].data_type == names.Value("TYPE_UINT8")

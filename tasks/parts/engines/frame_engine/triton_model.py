@@ -1,0 +1,50 @@
+"""The model of a bundle in a Triton server with the Python backend: each instance is a process of its own.
+
+Requests hold frames, uint8 [N, H, W, C] of the engine's size, RGB where C is 3. The server puts those that wait into
+one call, up to the largest batch of its configuration. Arrays travel by DLPack: before Triton 2.52 (24.11), the
+backend's own functions read wrong pixels and give no answer with numpy 2 (pull request 384 of python_backend).
+"""
+
+import ctypes
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from .engine import load_engine
+
+
+class TritonPythonModel:
+    """What the Python backend calls."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the engine of the bundle, as infer.py does; what it raises is the reason in the server's log."""
+        self._engine = load_engine(Path(__file__).resolve().parents[1])
+        [described] = json.loads(args["model_config"])["output"]
+        self._output = str(described["name"])
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Answer the frames of all requests in the largest batches that the engine accepts."""
+        frames = [
+            np.from_dlpack(pb_utils.get_input_tensor_by_name(request, "frames")) for request in requests
+        ]
+        answers = self._engine.predict(frames[0] if len(frames) == 1 else np.concatenate(frames))
+        if answers.ndim == 1:  # the class of each image: Triton takes no output without an axis
+            answers = answers[:, None]
+        ends = np.cumsum([len(part) for part in frames])
+        return [
+            pb_utils.InferenceResponse([_tensor(self._output, part)]) for part in np.split(answers, ends[:-1])
+        ]
+
+
+def _tensor(name: str, array: np.ndarray[Any, Any]) -> Any:
+    """Return an array as a tensor of the backend.
+
+    The backend gives a used capsule another name than DLPack says, at which numpy's destructor complains to stderr.
+    The tensor frees the memory itself, so the capsule goes without one.
+    """
+    capsule = array.__dlpack__()
+    ctypes.pythonapi.PyCapsule_SetDestructor(ctypes.py_object(capsule), None)
+    return pb_utils.Tensor.from_dlpack(name, capsule)
