@@ -212,7 +212,8 @@ class Artifacts:
 
     def selection_inputs(self) -> dict[str, Path]:
         """Return all that select_engine reads; no target is explained, and no answers are kept."""
-        return {**self.inputs(), "explanations": self.root / "explain", "data": self.root / "data"}
+        unread = {name: self.root / name for name in ("explanations", "loads", "data")}
+        return {**self.inputs(), **unread}
 
     def change_race(self, name: str, low: float, aa_ratio_spread: float = 0.005) -> None:
         """Say how surely a rung is faster than each one below it, and how noisy its target is."""
@@ -429,6 +430,7 @@ def config_for(artifacts: Artifacts, **changes: Any) -> Config:
         ],
         engines=artifacts.names,
         explained=[],
+        loaded=[],
     )
     return dataclasses.replace(config, **changes)
 
@@ -1173,7 +1175,12 @@ def test_impossible_values_are_refused_with_their_key(artifacts, changes, key) -
 
 def test_the_default_values_in_conf_fit_the_config() -> None:
     section = yaml.safe_load(Path("conf/select_engine/default.yaml").read_text(encoding="utf-8"))
-    section |= {"engines": [{"variant": "distilled", "target": "cpu_torch"}], "parents": {}, "explained": []}
+    section |= {
+        "engines": [{"variant": "distilled", "target": "cpu_torch"}],
+        "parents": {},
+        "explained": [],
+        "loaded": [],
+    }
     config = typed_config(Config, section, "select_engine")
     assert config.max_score_rel_loss == 0.02 and config.max_boundary_iou_rel_loss is None
     assert config.float_reference == REFERENCE
@@ -1194,7 +1201,7 @@ def test_engines_that_another_configuration_left_do_not_change_the_keys(artifact
     def keys() -> list[dict[str, dict[str, str]]]:
         inputs = artifacts.inputs()
         read = reads(mine, **artifacts.selection_inputs())
-        assert read.pop("explanations") == []
+        assert read.pop("explanations") == read.pop("loads") == []
         found = read, track.reads(None, selection=selection, **inputs, data=tmp_path)
         return [{name: {str(p): digest(p) for p in paths} for name, paths in read.items()} for read in found]
 

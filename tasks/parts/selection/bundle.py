@@ -5,7 +5,8 @@ frame_engine/       its modules, which benchmark and validate run as well
 cpp/                a C++ program that does the same, for engines on the CPU that read frames
 engine.txt          what it has to know of the engine
 requirements.txt    the packages that it needs, in the versions that were measured
-model.json          file, sha256, classes, image size, normalisation, batches, options of the runtime
+model.json          file, sha256, classes, image size, normalisation, batches, options of the runtime; under "load"
+                    the batch, lanes and settings with the most images per second, if measure_load found them
 report.json         the engine's row of engines.json
 <engine file>
 SHA256SUMS          of all of these, for `sha256sum -c`
@@ -80,7 +81,7 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
     package = Path(frame_engine.__file__).parent
     shutil.copytree(package, out / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     card = describe_engine(manifest)
-    write_json(out / "model.json", card)
+    write_json(out / "model.json", card | _measured_load(row))
     write_cpp(card, out)
     write_json(out / "report.json", row)
     packages = [f"{package_of(manifest)}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
@@ -88,6 +89,21 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
         packages.append("pycuda")
     (out / "requirements.txt").write_text("\n".join(packages) + "\n", encoding="utf-8")
     return sorted(path for path in out.rglob("*") if path.is_file())
+
+
+def _measured_load(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of model.json about the engine under load; nothing if measure_load has no cell for it."""
+    if not row.get("load_options"):
+        return {}
+    return {
+        "load": {
+            **row["load_options"],
+            "throughput_per_s": row["throughput_per_s_within_p99"],
+            "latency_ms_p99": row["throughput_ms_p99"],
+            "max_p99_ms": row["load_max_p99_ms"],
+            "knee_per_s": row["knee_per_s"],
+        }
+    }
 
 
 _TRITON_FORMS = {

@@ -1,9 +1,10 @@
 """The engine report as Markdown, for a terminal, a pull request or a chat."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tasks.parts.selection.findings import NOTHING, Findings, columns, percent_change, shown, signed, times
+from tasks.parts.selection.load_rows import LOAD_HEAD, LOAD_WORDS, TOGETHER_HEAD, load_rows, together_rows
 from tasks.parts.selection.markdown_details import next_engines, where_time_goes
 from tasks.parts.selection.markdown_table import safe, table
 
@@ -32,6 +33,7 @@ def render_markdown(findings: Findings, data: Mapping[str, Any]) -> str:
         "with Python. What the energy covers, or why it is not known, is under “How it was measured”. MMACs are the "
         "multiply-accumulates of the variant for one image, in millions.",
         _costs(findings),
+        *_loads(findings),
         "## The ladder of each target",
         "A rung must be accurate enough, and faster than the last accepted one below it, or as fast and more "
         "accurate.",
@@ -128,6 +130,17 @@ def _costs(findings: Findings) -> str:
         memory = [cells.memory_mib, cells.memory_total_mib, *([cells.gpu_memory_mib] if on_gpu else [])]
         rows.append([row.variant, row.target, *start, *memory, cells.energy_mj, cells.mmacs])
     return table(["variant", "target", *head], rows)
+
+
+def _loads(findings: Findings) -> Iterator[str]:
+    if not findings.loaded:
+        return
+    yield "## Under load"
+    yield LOAD_WORDS
+    yield table(LOAD_HEAD, load_rows(findings))
+    if together := together_rows(findings):
+        yield "At the same time, at batch 1 with one lane each:"
+        yield table(TOGETHER_HEAD, together)
 
 
 def _ladders(findings: Findings) -> str:

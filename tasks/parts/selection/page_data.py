@@ -73,6 +73,7 @@ def _engine(row: EngineRow, findings: Findings) -> dict[str, Any]:
     if row.measured is None:
         return known
     speed, losses, accuracy = row.measured.speed, row.measured.losses, row.measured.accuracy
+    load = row.measured.load
     assert losses is not None
     numbers = {
         "score": accuracy.score,
@@ -87,6 +88,8 @@ def _engine(row: EngineRow, findings: Findings) -> dict[str, Any]:
         "p99": speed.latency_ms_p99,
         "per_s": speed.throughput_per_s,
         "per_s_batched": speed.throughput_per_s_batched,
+        "per_s_within_p99": load.throughput_per_s_within_p99 if load else None,
+        "knee_per_s": load.knee_per_s if load else None,
         "energy_mj": speed.energy_mj_per_image,
         "memory_mib": speed.memory_mib,
         "memory_total_mib": speed.memory_total_mib,

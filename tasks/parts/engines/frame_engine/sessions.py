@@ -35,6 +35,10 @@ def open_onnxruntime(model: Path | bytes, options: dict[str, Any]) -> Any:
         )
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads, settings.inter_op_num_threads = options["num_threads"], 1
+    settings.enable_cpu_mem_arena = options.get("memory_arena", True)
+    if options.get("num_branches", 1) > 1:
+        settings.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
+        settings.inter_op_num_threads = options["num_branches"]
     settings.log_severity_level = 3  # errors only
     # Threads sleep between inferences, so that an idle engine does not slow down the others.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
