@@ -77,19 +77,18 @@ def measure_load(cfg: Config, *, builds: Path, out: Path) -> Report:
     built = {name: manifest for name, manifest in manifests.items() if manifest.is_built}
     engines: dict[str, EngineLoad] = {}
     together = [name for name in cfg.together if name in built]
-    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     device = next(iter(manifests.values())).target.device
     quiet = wait_until_quiet(cfg.quiet)
     watch = start_watch(quiet, device) if built else None
     for name in (name for name in cfg.variants if name in built):
         same = next((each for each in engines.values() if each.engine_sha256 == built[name].sha256), None)
-        engines[name] = same or _measure(cfg, engine_folder(builds, name), built[name], name, num_cpus)
+        engines[name] = same or measure_engine(cfg, engine_folder(builds, name), built[name], name)
     folders = {name: engine_folder(builds, name) for name in together}
     report = LoadReport(
         target=cfg.target,
         max_p99_ms=cfg.max_p99_ms,
         timed=cfg.timed,
-        num_cpus=num_cpus,
+        num_cpus=_num_cpus(),
         engines=engines,
         together=measure_together(folders, cfg, built[together[0]].target.num_threads) if together else (),
         machine=read_machine(device),
@@ -99,11 +98,14 @@ def measure_load(cfg: Config, *, builds: Path, out: Path) -> Report:
     return report
 
 
-def _measure(cfg: Config, engine: Path, manifest: "EngineManifest", name: str, num_cpus: int) -> EngineLoad:
-    """Measure one engine: the grid, the best cell with each tuning, and the arrivals."""
+def measure_engine(cfg: Config, engine: Path, manifest: "EngineManifest", name: str) -> EngineLoad:
+    """Measure one engine: the grid, the best cell with each tuning, and the arrivals.
+
+    Raises ArtifactError if a process dies.
+    """
     from tasks.parts.measuring.load_grid import find_knee, measure_grid, open_bench, plan_grid, tune
 
-    settings = plan_grid(manifest.target, cfg, num_cpus=num_cpus)
+    settings = plan_grid(manifest.target, cfg, num_cpus=_num_cpus())
     logger.info("measure_load: %s on %s, %d cells", name, cfg.target, len(settings))
     with open_bench(engine, cfg) as bench:
         cells = measure_grid(bench.measure, settings, cfg)
@@ -120,6 +122,10 @@ def _measure(cfg: Config, engine: Path, manifest: "EngineManifest", name: str, n
     )
     logger.info("measure_load: %s on %s: %s", name, cfg.target, _in_words(load))
     return load
+
+
+def _num_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _in_words(load: EngineLoad) -> str:
