@@ -159,25 +159,26 @@ def fetch(tracking: TrackingConfig, run: TrackedEngine, folder: Path) -> Path:
 
 
 def show(runs: Sequence[TrackedEngine], picked: TrackedEngine | None, limits: Limits = NO_LIMITS) -> None:
-    """Print the engines of a target, fastest first; under load as far as that was measured."""
+    """Print the engines of a target, fastest first; by throughput also what they do under load."""
     from rich.table import Table
 
     names = ("other_score", "miou", "top1")
     metric = next((name for name in names if any(name in run.metrics for run in runs)), "top1")
     has_boundaries = any("boundary_iou" in run.metrics for run in runs)
-    has_loads = any(LOAD_FRONT_TAG in run.tags for run in runs)
+    is_by_throughput = limits.by is By.throughput
     table = Table(
         "variant",
         runs[0].tags.get("metric", "mIoU"),  # earlier versions only did segmentation
         *(["Boundary IoU"] if has_boundaries else []),
         "p50 ms",
         "p99 ms",
-        *(["images/s", "at p99 ms", "with", "knee/s"] if has_loads else []),
+        *(["images/s", "at p99", "knee/s"] if is_by_throughput else []),
         "MB",
         "precision",
         "verdict",
         "on the front",
     )
+    table.columns[0].no_wrap = True
     for run in sorted(runs, key=lambda run: run.metrics.get("latency_ms_p50", float("inf"))):
         tags = run.tags
         table.add_row(
@@ -186,7 +187,7 @@ def show(runs: Sequence[TrackedEngine], picked: TrackedEngine | None, limits: Li
             *([format_number(run.metrics.get("boundary_iou"), 4)] if has_boundaries else []),
             format_number(run.metrics.get("latency_ms_p50"), 3),
             format_number(run.metrics.get("latency_ms_p99"), 3),
-            *(_load_cells(run, limits) if has_loads else []),
+            *(_load_cells(run, limits) if is_by_throughput else []),
             format_number(run.metrics.get("size_bytes"), 2, scale=1e-6),
             tags["precision"],
             tags["verdict"],
@@ -198,11 +199,10 @@ def show(runs: Sequence[TrackedEngine], picked: TrackedEngine | None, limits: Li
 
 def _load_cells(run: TrackedEngine, limits: Limits) -> list[str]:
     """Return the cells of an engine under load: its best within the limit, and the knee of its own bound."""
-    point = best_point(run, limits.max_p99_ms if limits.by is By.throughput else None)
+    point = best_point(run, limits.max_p99_ms)
     return [
         format_number(point.throughput_per_s if point else None, 0),
         format_number(point.latency_ms_p99 if point else None, 3),
-        point.setting if point else "",
         format_number(run.metrics.get("knee_per_s"), 0),
     ]
 
