@@ -186,6 +186,7 @@ def compose_trivial(*, num_variants: int, num_targets: int, seconds: float) -> d
         "reference_engine": reference["engine"],
         "references": dict.fromkeys(targets, reference),
         "explanations": "artifacts/benchmark",
+        "loads": "artifacts/benchmark",
     }
     return {**sections, "engines": engines, "pipeline": pipeline}
 

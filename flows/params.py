@@ -93,6 +93,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     }
     _complete_explanations(params, targets)
     _complete_trials(params, targets)
+    _complete_loads(params, targets)
     _drop_uncalled(params)
     check_params(params)
     check_start(params)
@@ -106,13 +107,14 @@ def keep_targets(params: dict[str, Any], targets: Collection[str]) -> dict[str, 
     kept = copy.deepcopy(params)
     for items in ("trials", "references"):
         kept["pipeline"][items] = _of(targets, kept["pipeline"][items])
-    for section in ("build_engine", "benchmark", "measure_machine", "explain", "try_changes"):
+    for section in ("build_engine", "benchmark", "measure_machine", "explain", "try_changes", "measure_load"):
         if section in kept:
             kept[section] = _of(targets, kept[section])
     kept["engines"] = {name: item for name, item in kept["engines"].items() if item["target"] in targets}
     engines = kept["select_engine"]["engines"]
     kept["select_engine"]["engines"] = [item for item in engines if item["target"] in targets]
     _show_explanations(kept)
+    _show_loads(kept)
     return kept
 
 
@@ -182,7 +184,7 @@ def _key_in_conf(section: str) -> str:
     """Return the name in conf/ of a section of params.yaml."""
     stage, _, name = section.partition(".")
     in_conf = {"build_engine": f"target.{name}", "benchmark": stage, "measure_machine": stage}
-    in_conf |= {"try_changes": stage, "import_checkpoint": f"train.{name}"}
+    in_conf |= {"try_changes": stage, "measure_load": stage, "import_checkpoint": f"train.{name}"}
     return in_conf.get(stage, section)
 
 
@@ -267,6 +269,47 @@ def _complete_trials(params: dict[str, Any], targets: dict[str, Any]) -> None:
         }
         for name in trials
     }
+
+
+def _complete_loads(params: dict[str, Any], targets: dict[str, Any]) -> None:
+    """Add a section for each target that builds an engine of `measure_load.variants`."""
+    options = params["measure_load"]
+    wanted, together = options.pop("variants"), options.pop("together")
+    params["measure_load"] = {}
+    if wanted is None and together:
+        raise ConfigError(
+            f"measure_load.together is {together}, and measure_load.variants is null, so nothing would run. Name "
+            "the variants as well."
+        )
+    built = {name: params["benchmark"][name]["variants"] for name in targets}
+    every = list(dict.fromkeys(variant for variants in built.values() for variant in variants))
+    if wanted == "all":
+        wanted = every
+    if not isinstance(wanted, list | None):
+        raise ConfigError(
+            f"measure_load.variants is {wanted!r}, expected a list such as [{every[0]}], all or null."
+        )
+    for key, names in (("variants", wanted or []), ("together", together)):
+        if unknown := [name for name in names if name not in every]:
+            raise ConfigError(
+                f"measure_load.{key} has {unknown[0]}, which no target builds. Choose from: {', '.join(every)}."
+            )
+    for name, options_of_target in targets.items():
+        if own := [variant for variant in wanted or [] if variant in built[name]]:
+            params["measure_load"][name] = {
+                "target": name,
+                "gpu": options_of_target["gpu"],
+                "variants": own,
+                "together": [variant for variant in together if variant in built[name]],
+                **options,
+            }
+    _show_loads(params)
+
+
+def _show_loads(params: dict[str, Any]) -> None:
+    """Let the report show the targets whose engines are measured under load; see `_show_explanations`."""
+    params["select_engine"]["loaded"] = list(params["measure_load"])
+    params["pipeline"]["loads"] = f"artifacts/{'measure_load' if params['measure_load'] else 'benchmark'}"
 
 
 def _complete_import(params: dict[str, Any], model: dict[str, Any]) -> None:

@@ -72,6 +72,7 @@ def run_selection(stages: Stages, params: Mapping[str, Any]) -> Path:
         benchmarks=ARTIFACTS / "benchmark",
         diffs=ARTIFACTS / "diff_layers",
         explanations=Path(params["pipeline"]["explanations"]),
+        loads=Path(params["pipeline"]["loads"]),
         data=Path(params["pipeline"]["data"]),
     )
 
@@ -201,6 +202,8 @@ def run_targets(stages: Stages, params: Mapping[str, Any], targets: Collection[s
             roofs = stages.run(f"measure_machine.{target}")
             if target in params["explain"]:  # its runtime reports layers
                 stages.run(f"explain.{target}", builds=built, benchmark=measured, roofs=roofs)
+        if target in params.get("measure_load", ()):
+            stages.run(f"measure_load.{target}", builds=built)
         if target in params["pipeline"].get("trials", ()):
             stages.run(
                 f"try_changes.{target}",

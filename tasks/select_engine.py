@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems, MoreThan
 from tasks.core.errors import ConfigError
 from tasks.core.reports import read_report, write_json
+from tasks.parts.measuring.load_report import LoadReport
 from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.selection.accuracy_gates import AccuracyGates, find_parents
 from tasks.parts.selection.engine_row import ENGINES_FILE, EngineRow, Verdict, flatten
@@ -73,6 +74,8 @@ class Config:
     """Variant of reduced precision -> variant of its float graph."""
     explained: list[str]
     """Targets whose layers `explain` held against the roofs."""
+    loaded: list[str]
+    """Targets whose engines `measure_load` measured."""
 
     def __post_init__(self) -> None:
         names = [(engine.variant, engine.target) for engine in self.engines]
@@ -138,12 +141,16 @@ def reads(
     benchmarks: Path,
     diffs: Path,
     explanations: Path,
+    loads: Path,
     **_: Path,
 ) -> dict[str, list[Path]]:
     """Return the outputs of these engines; another configuration may have left more of them."""
     folders = StageFolders(builds, validations, benchmarks, diffs)
     read = folders.of_engines((engine.variant, engine.target) for engine in cfg.engines)
-    return read | {"explanations": [explanations / target for target in cfg.explained]}
+    return read | {
+        "explanations": [explanations / target for target in cfg.explained],
+        "loads": [loads / target for target in cfg.loaded],
+    }
 
 
 def select_engine(
@@ -154,18 +161,20 @@ def select_engine(
     benchmarks: Path,
     diffs: Path,
     explanations: Path,
+    loads: Path,
     data: Path,
     out: Path,
 ) -> Report:
     """Write engines.json, picks.json, report.md, report.html, pareto.png and a bundle of each pick.
 
-    `explanations` and `data` decide nothing: the page shows the layers of engines, and images on which they differ.
+    `explanations`, `loads` and `data` decide nothing: the page shows the layers of engines, what they do under load,
+    and images on which they differ.
 
     Raises ArtifactError if a report is missing or accuracy, latency and speed-up were measured on different files.
     """
     logger.info("select_engine: %d engines from %s", len(cfg.engines), builds)
     folders = StageFolders(builds, validations, benchmarks, diffs)
-    findings = judge(cfg, folders)
+    findings = judge(cfg, folders, loads)
     _write(findings, folders, {target: explanations / target for target in cfg.explained}, data, out)
     report = _report(findings)
     logger.info(
@@ -174,10 +183,11 @@ def select_engine(
     return report
 
 
-def judge(cfg: Config, folders: StageFolders) -> "Findings":
+def judge(cfg: Config, folders: StageFolders, loads: Path | None = None) -> "Findings":
     """Return every engine with its verdict, and mark the pick of each target; nothing is written.
 
-    Raises ArtifactError if a report is missing or accuracy, latency and speed-up were measured on different files.
+    `loads` holds the reports of measure_load by target; None reads none of them. Raises ArtifactError if a report is
+    missing or accuracy, latency and speed-up were measured on different files.
     """
     from tasks.parts.selection.findings import Findings
     from tasks.parts.selection.stage_reports import check_conditions, name_reference, read_row
@@ -189,8 +199,16 @@ def judge(cfg: Config, folders: StageFolders) -> "Findings":
         target: name_reference(folders, variant, report.reference_target)
         for target, report in benchmarks.items()
     }
+    loaded = {target: read_report(LoadReport, loads / target) for target in cfg.loaded} if loads else {}
     rows = [
-        read_row(folders, engine.variant, engine.target, benchmarks[engine.target], references[engine.target])
+        read_row(
+            folders,
+            engine.variant,
+            engine.target,
+            benchmarks[engine.target],
+            references[engine.target],
+            loaded.get(engine.target),
+        )
         for engine in cfg.engines
     ]
     check_conditions(rows)
@@ -214,6 +232,7 @@ def judge(cfg: Config, folders: StageFolders) -> "Findings":
         max_boundary_iou_rel_loss=cfg.max_boundary_iou_rel_loss,
         unseen_split=gates.accuracy.unseen_split,
         benchmarks=benchmarks,
+        loads=loaded,
     )
 
 

@@ -26,6 +26,10 @@ from tests.conftest import REPOSITORY, Workspace, copy_repository
 OVERRIDES = {
     "trained": [],
     "trained, changes tried": ["try_changes.variant=pruned_ptq"],
+    "trained, under load": [
+        "measure_load.variants=[pruned_ptq]",
+        "measure_load.together=[pruned,pruned_ptq]",
+    ],
     "CPU and GPU": ["target=[cpu_torch,cpu_openvino,cuda_torch,h200_tensorrt]"],
     "distilled": ["steps.teacher=true"],
     "ranked across layers, distilled from random weights": [

@@ -325,6 +325,45 @@ def test_changes_that_cannot_be_tried_are_refused(overrides: list[str], text: st
         compose_params(overrides)
 
 
+def test_engines_are_measured_under_load_only_if_they_are_named(defaults: dict[str, Any]) -> None:
+    assert defaults["measure_load"] == {} and defaults["select_engine"]["loaded"] == []
+    assert defaults["pipeline"]["loads"] == "artifacts/benchmark"  # exists, and nothing is read from it
+    overrides = ["measure_load.variants=[pruned_ptq]", "measure_load.together=[pruned_ptq,baseline]"]
+    params = compose_params([*overrides, "target=[cpu_torch,cpu_openvino]"])
+    assert list(params["measure_load"]) == ["cpu_openvino"]  # cpu_torch does not run quantized graphs
+    section = params["measure_load"]["cpu_openvino"]
+    assert (section["variants"], section["together"]) == (["pruned_ptq"], ["pruned_ptq", "baseline"])
+    assert params["select_engine"]["loaded"] == ["cpu_openvino"]
+    assert params["pipeline"]["loads"] == "artifacts/measure_load"
+    plan = RecordedStages()
+    run_pipeline(plan, params)
+    assert "measure_load.cpu_openvino" in plan.calls and "measure_load.cpu_torch" not in plan.calls
+    kept = keep_targets(params, ["cpu_torch"])
+    assert kept["measure_load"] == {} and kept["pipeline"]["loads"] == "artifacts/benchmark"
+    everything = compose_params(["measure_load.variants=all"])
+    for target, loaded in everything["measure_load"].items():
+        assert loaded["variants"] == everything["benchmark"][target]["variants"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (
+            ["measure_load.variants=[ptq]"],
+            r"measure_load\.variants has ptq, which no target builds.*pruned_ptq",
+        ),
+        (["measure_load.variants=pruned_ptq"], r"measure_load\.variants is 'pruned_ptq', expected a list"),
+        (["measure_load.together=[pruned]"], r"measure_load\.together is \['pruned'\], .* is null"),
+        (["measure_load.variants=all", "measure_load.together=[ptq]"], r"measure_load\.together has ptq"),
+        (["measure_load.variants=all", "measure_load.max_p99_ms=0"], r"measure_load\..*max_p99_ms is 0"),
+        (["measure_load.variants=all", "measure_load.lanes=[1,1]"], r"measure_load\..*lanes"),
+    ],
+)
+def test_loads_that_cannot_be_measured_are_refused(overrides: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        compose_params(overrides)
+
+
 def test_report_reads_explanations_only_of_targets_that_have_some(defaults: dict[str, Any]) -> None:
     assert defaults["select_engine"]["explained"] == list(defaults["explain"])
     assert defaults["pipeline"]["explanations"] == "artifacts/explain"

@@ -1,6 +1,7 @@
 """Engines are picked from a real MLflow store."""
 
 import hashlib
+import json
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from flows.pick import Limits, main, pick, show
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.log import log_pipeline
 from tasks.core.tracking.lookup import find_engines
-from tasks.core.tracking.records import RunRecord, TrackedEngine
+from tasks.core.tracking.records import LOAD_FRONT_TAG, RunRecord, TrackedEngine
 
 TARGET = "cpu_openvino"
 
@@ -148,6 +149,68 @@ def test_engines_are_those_of_the_candidate_also_when_it_was_logged_before(track
         log(tracking, tmp_path, records, {f"enginewright-{TARGET}": f"ptq-{TARGET}"})
     latencies = {run.tags["variant"]: run.metrics["latency_ms_p50"] for run in find_engines(tracking, TARGET)}
     assert latencies == {"ptq": 1.0, "float": 4.0}
+
+
+def under_load(logged, *points, knee_per_s=None):
+    """Add what measure_load found: images per second and p99 in ms of each cell."""
+    front = [
+        {"throughput_per_s": per_s, "latency_ms_p99": p99_ms, "setting": f"cell of {per_s}/s"}
+        for per_s, p99_ms in points
+    ]
+    tags = {**logged.tags, LOAD_FRONT_TAG: json.dumps(front)}
+    metrics = logged.metrics if knee_per_s is None else {**logged.metrics, "knee_per_s": knee_per_s}
+    return RunRecord(logged.name, metrics, tags, logged.artifacts)
+
+
+@pytest.fixture
+def loaded(tracking, tmp_path):
+    records = [
+        under_load(record(tmp_path, "ptq", 1.0, 0.60, picked=True), (900.0, 30.0), (500.0, 4.0)),
+        under_load(record(tmp_path, "wide", 2.0, 0.64), (1200.0, 45.0), (700.0, 19.0), knee_per_s=432.1),
+        under_load(record(tmp_path, "tiny", 0.2, 0.30, "TOO_LOSSY"), (9000.0, 1.0)),
+        under_load(record(tmp_path, "slow", 900.0, 0.66), (3.0, None)),
+        record(tmp_path, "float", 4.0, 0.66),
+    ]
+    log(tracking, tmp_path, records, {f"enginewright-{TARGET}": f"ptq-{TARGET}"})
+    return tracking
+
+
+@pytest.mark.parametrize(
+    ("options", "variant", "per_s"),
+    [
+        ((), "wide", "1200 images/s with p99 45 ms: cell of 1200.0/s"),
+        (("--max-p99-ms", "30"), "ptq", "900 images/s"),  # the bound itself is allowed
+        (("--max-p99-ms", "20"), "wide", "700 images/s with p99 19 ms"),  # another cell of the same engine
+        (("--max-p99-ms", "10"), "ptq", "500 images/s"),
+        (("--max-p99-ms", "20", "--max-latency-ms", "1.5"), "ptq", "500 images/s"),
+        (("--min-miou", "0.65"), "slow", "3 images/s: cell"),  # too slow for a p99
+    ],
+)
+def test_most_images_per_second_within_the_p99_are_picked(loaded, capsys, options, variant, per_s):
+    assert main(["--target", TARGET, "--by", "throughput", *options]) == 0
+    out = capsys.readouterr().out
+    assert f"{variant} on {TARGET}" in out and per_s in out
+    assert "432" in out and "knee/s" in out
+
+
+def test_p99_that_no_cell_holds_is_a_gate(loaded, capsys):
+    assert main(["--target", TARGET, "--by", "throughput", "--max-p99-ms", "2"]) == 1
+    assert "None of 5 engines meets p99 of 2 ms or less" in capsys.readouterr().err
+
+
+def test_by_latency_the_p99_is_that_of_one_image_at_a_time(loaded, capsys):
+    assert main(["--target", TARGET, "--max-p99-ms", "3.9"]) == 0
+    assert f"ptq on {TARGET}" in capsys.readouterr().out
+    assert main(["--target", TARGET, "--max-p99-ms", "0.3"]) == 1
+    assert "p99 of 0.3 ms" in capsys.readouterr().err
+
+
+def test_throughput_that_was_not_measured_names_the_command(filled, capsys):
+    assert main(["--target", TARGET, "--by", "throughput", "--max-p99-ms", "20"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("ConfigError") and error.count("\n") == 1
+    assert "measure_load.variants=[" in error and "ptq" in error and "tiny" not in error
+    assert "knee/s" not in capsys.readouterr().out
 
 
 def test_target_without_engines_and_foolish_names_are_clear_errors(filled, capsys):

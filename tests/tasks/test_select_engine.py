@@ -33,9 +33,19 @@ from tasks.parts.engines.manifest import (
 )
 from tasks.parts.engines.runtimes import Precision, Runtime
 from tasks.parts.engines.target import Gives, Reads, Target
+from tasks.parts.engines.tuning import Tuning
 from tasks.parts.layer_diff.report import DiffReport, LayerDifferences
 from tasks.parts.layer_diff.table import Layer
 from tasks.parts.measuring.batch_latency import BatchLatency, Interval
+from tasks.parts.measuring.load_report import (
+    Arrivals,
+    ArrivalStep,
+    EngineLoad,
+    LoadCell,
+    LoadReport,
+    Setting,
+    Together,
+)
 from tasks.parts.measuring.machine_state import Machine, MachineState
 from tasks.parts.measuring.pareto import pareto_front
 from tasks.parts.measuring.reports import (
@@ -212,7 +222,8 @@ class Artifacts:
 
     def selection_inputs(self) -> dict[str, Path]:
         """Return all that select_engine reads; no target is explained, and no answers are kept."""
-        return {**self.inputs(), "explanations": self.root / "explain", "data": self.root / "data"}
+        unread = {name: self.root / name for name in ("explanations", "loads", "data")}
+        return {**self.inputs(), **unread}
 
     def change_race(self, name: str, low: float, aa_ratio_spread: float = 0.005) -> None:
         """Say how surely a rung is faster than each one below it, and how noisy its target is."""
@@ -430,6 +441,7 @@ def config_for(artifacts: Artifacts, **changes: Any) -> Config:
         ],
         engines=artifacts.names,
         explained=[],
+        loaded=[],
     )
     return dataclasses.replace(config, **changes)
 
@@ -778,6 +790,89 @@ def test_each_pick_has_a_bundle(artifacts, tmp_path) -> None:
     for target, pick in report.picks.items():
         card = json.loads((tmp_path / "out" / "bundles" / target / "model.json").read_text())
         assert card["sha256"] == pick.engine_sha256
+
+
+def write_load(artifacts: Artifacts, name: str, **changes: Any) -> None:
+    """Write what measure_load would have found for one engine."""
+    variant, target = name.split("-")
+    setting = Setting(4, 2, Tuning(1, is_pinned=True))
+    best = LoadCell(setting, 512.3, 500.0, 520.0, 14.0, 17.5, 1200)
+    light = LoadCell(Setting(1, 1, Tuning(1)), 130.0, 130.0, 130.0, 7.0, 8.0, 1200)
+    step = ArrivalStep(200.0, 199.0, 198.0, 8.0, 16.0, 8.0, 0.1, 1100, True)
+    arrivals = Arrivals(dataclasses.replace(setting, batch=1), 300.0, 20.0, (step,), 234.5, "")
+    sha256 = hashlib.sha256(engine_bytes(variant, target)).hexdigest()
+    load = EngineLoad(sha256, variant, (best, light), 0.01, (), best, arrivals)
+    report = LoadReport(
+        target=target,
+        max_p99_ms=20.0,
+        timed=Timed.frame,
+        num_cpus=2,
+        engines={variant: dataclasses.replace(load, **changes)},
+        together=(Together(variant, 130.0, 8.0, 77.7, None),),
+        machine=Machine("0123456789abcdef", "A CPU", ("avx2",), None, {}),
+        surroundings=None,
+    )
+    folder = artifacts.root / "loads" / target
+    folder.mkdir(parents=True)
+    (folder / "report.json").write_text(json.dumps(dataclasses.asdict(report)))
+
+
+def test_engine_under_load_is_in_the_report_and_in_its_bundle(artifacts, tmp_path) -> None:
+    name = "pruned_qat-cpu_onnxruntime"
+    write_load(artifacts, name)
+    before, without = run(artifacts, tmp_path / "without")
+    report, rows = run(artifacts, tmp_path / "out", loaded=["cpu_onnxruntime"])
+    assert report == before  # it decides nothing
+    assert without[name]["load_setting"] is None is rows["distilled-cpu_torch"]["knee_per_s"]
+    row = rows[name]
+    assert (row["throughput_per_s_within_p99"], row["throughput_ms_p99"], row["knee_per_s"]) == (
+        512.3,
+        17.5,
+        234.5,
+    )
+    assert [point["latency_ms_p99"] for point in row["load_front"]] == [17.5, 8.0]
+    assert [flatten(each) for each in read_rows(tmp_path / "out")] == [*map(as_tuples, rows.values())]
+    card, plain = (
+        json.loads((tmp_path / folder / "bundles" / "cpu_onnxruntime" / "model.json").read_text())
+        for folder in ("out", "without")
+    )
+    settings = {"batch": 4, "lanes": 2, "num_threads": 1, "is_pinned": True, "has_arena": True}
+    assert card.pop("load").items() >= (settings | {"throughput_per_s": 512.3, "knee_per_s": 234.5}).items()
+    assert card == plain
+    markdown, page = ((tmp_path / "out" / f"report.{kind}").read_text("utf-8") for kind in ("md", "html"))
+    assert (
+        "| pruned_qat | cpu_onnxruntime | 512.3 | 17.5 | 20.0 | batch 4, 2 lanes of 1 thread, pinned | 234.5 |"
+        in markdown
+    )
+    assert "| pruned_qat | cpu_onnxruntime | 130 | 8.00 | 77.7 |" in markdown
+    assert "<h2>Under load</h2>" in page and "batch 4, 2 lanes of 1 thread, pinned" in page
+    for kind in ("md", "html"):
+        assert "Under load" not in (tmp_path / "without" / f"report.{kind}").read_text("utf-8")
+
+
+def as_tuples(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row as it is before JSON makes lists of its tuples."""
+    front = row["load_front"]
+    return row | {
+        "load_front": front if front is None else tuple(front),
+        "suspect_layers": tuple(row["suspect_layers"]),
+    }
+
+
+def test_engine_that_holds_no_bound_says_so(artifacts, tmp_path) -> None:
+    write_load(artifacts, "pruned_qat-cpu_onnxruntime", best=None, arrivals=None, aa_spread=None)
+    _, rows = run(artifacts, tmp_path / "out", loaded=["cpu_onnxruntime"])
+    row = rows["pruned_qat-cpu_onnxruntime"]
+    assert (row["load_setting"], row["load_options"], row["throughput_per_s_within_p99"]) == ("", {}, None)
+    assert "no cell holds the bound" in (tmp_path / "out" / "report.md").read_text("utf-8")
+    card = tmp_path / "out" / "bundles" / "cpu_onnxruntime" / "model.json"
+    assert "load" not in json.loads(card.read_text())
+
+
+def test_load_of_another_file_is_refused(artifacts, tmp_path) -> None:
+    write_load(artifacts, "pruned_qat-cpu_onnxruntime", engine_sha256="0" * 64)
+    with pytest.raises(ArtifactError, match="dvc repro measure_load@cpu_onnxruntime"):
+        run(artifacts, tmp_path / "out", loaded=["cpu_onnxruntime"])
 
 
 @pytest.mark.parametrize(
@@ -1174,7 +1269,12 @@ def test_impossible_values_are_refused_with_their_key(artifacts, changes, key) -
 
 def test_the_default_values_in_conf_fit_the_config() -> None:
     section = yaml.safe_load(Path("conf/select_engine/default.yaml").read_text(encoding="utf-8"))
-    section |= {"engines": [{"variant": "distilled", "target": "cpu_torch"}], "parents": {}, "explained": []}
+    section |= {
+        "engines": [{"variant": "distilled", "target": "cpu_torch"}],
+        "parents": {},
+        "explained": [],
+        "loaded": [],
+    }
     config = typed_config(Config, section, "select_engine")
     assert config.max_score_rel_loss == 0.02 and config.max_boundary_iou_rel_loss is None
     assert config.float_reference == REFERENCE
@@ -1195,7 +1295,7 @@ def test_engines_that_another_configuration_left_do_not_change_the_keys(artifact
     def keys() -> list[dict[str, dict[str, str]]]:
         inputs = artifacts.inputs()
         read = reads(mine, **artifacts.selection_inputs())
-        assert read.pop("explanations") == []
+        assert read.pop("explanations") == read.pop("loads") == []
         found = read, track.reads(None, selection=selection, **inputs, data=tmp_path)
         return [{name: {str(p): digest(p) for p in paths} for name, paths in read.items()} for read in found]
 

@@ -11,14 +11,17 @@ import pytest
 import yaml
 
 from benchmarks.picking import free_port, served
+from flows.pick import best_point
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.fingerprint import digest
 from tasks.core.tracking.config import TrackingConfig
+from tasks.core.tracking.lookup import find_engines
 from tasks.core.tracking.pending import send_pending
+from tasks.core.tracking.records import LOAD_FRONT_TAG
 from tasks.parts.engines.manifest import EngineStatus
 from tasks.track import Config, Report, still_holds, track
-from tests.tasks.test_select_engine import Artifacts, artifacts, run
+from tests.tasks.test_select_engine import Artifacts, artifacts, run, write_load
 
 __all__ = ["artifacts"]
 
@@ -103,6 +106,23 @@ def test_every_engine_is_one_run_however_often_it_is_logged(cfg, artifacts) -> N
     assert "latency_ms_p50" not in runs["pruned-cpu_openvino"].data.metrics
     [data] = best.inputs.dataset_inputs
     assert (data.dataset.name, data.dataset.digest) == ("data/scenes", digest(artifacts.root / "dataset"))
+
+
+def test_engine_under_load_has_its_metrics_and_the_cells_that_pick_reads(cfg, artifacts) -> None:
+    write_load(artifacts, "pruned_qat-cpu_onnxruntime")
+    logged(cfg, artifacts, select(artifacts, "selection", loaded=["cpu_onnxruntime"]))
+    runs = {run.tags["variant"]: run for run in find_engines(cfg, "cpu_onnxruntime")}
+    metrics = runs["pruned_qat"].metrics
+    assert (metrics["throughput_per_s_within_p99"], metrics["throughput_ms_p99"]) == (512.3, 17.5)
+    assert metrics["knee_per_s"] == 234.5
+    point = best_point(runs["pruned_qat"], 10.0)
+    assert (
+        point is not None
+        and point.throughput_per_s == 130.0
+        and point.setting == "batch 1, 1 lane of 1 thread"
+    )
+    others = [run for variant, run in runs.items() if variant != "pruned_qat"]
+    assert others and not any(LOAD_FRONT_TAG in run.tags or "knee_per_s" in run.metrics for run in others)
 
 
 def test_run_of_the_pipeline_has_the_key_of_each_training_and_of_no_leftover(cfg, artifacts) -> None:

@@ -42,6 +42,9 @@ _VIEW_TAG = "mlflow.sharedViewState." + VIEW
 _VIEW_METRICS = (
     "latency_ms_p50",
     "latency_ms_p99",
+    "throughput_per_s_within_p99",
+    "throughput_ms_p99",
+    "knee_per_s",
     "other_score",
     "miou",
     "boundary_iou",

@@ -26,6 +26,8 @@ ENGINE_FOLDER = "engine"
 
 DIGEST_TAG = "content_digest"
 PARENT_TAG = "mlflow.parentRunId"
+LOAD_FRONT_TAG = "load_front"
+"""JSON: images per second, p99 and setting of the cells of measure_load that are best for some bound."""
 NOTE_TAG = "mlflow.note.content"
 """The description of a run on MLflow's page, in Markdown."""
 

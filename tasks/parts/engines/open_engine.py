@@ -1,5 +1,6 @@
 """Open the runner of an engine folder, whatever its runtime."""
 
+import dataclasses
 import functools
 import importlib
 from pathlib import Path
@@ -9,24 +10,31 @@ from tasks.parts.engines.machine import check_machine
 from tasks.parts.engines.manifest import EngineManifest, FloatArray, read_engine_manifest, sha256_of
 from tasks.parts.engines.nvtx import is_profiled, nvtx_range
 from tasks.parts.engines.runner import Runner
+from tasks.parts.engines.tuning import Tuning
 
 
-def open_engine(engine: Path) -> Runner:
+def open_engine(engine: Path, tuning: Tuning | None = None) -> Runner:
     """Check an engine folder from its manifest and return its runner, not yet loaded.
 
-    Engines are native code: nothing of the file is loaded before its sha256 matches the manifest. Raises
-    ArtifactError for a missing, damaged or foreign file, TargetMismatch for another machine or version.
+    `tuning` takes the place of the threads that the target declares. Engines are native code: nothing of the file is
+    loaded before its sha256 matches the manifest. Raises ArtifactError for a missing, damaged or foreign file,
+    TargetMismatch for another machine or version.
     """
     manifest = read_engine_manifest(engine)
     check_machine(manifest)
     file = _checked_file(engine, manifest)
-    return load_runner(file, manifest)
+    return load_runner(file, manifest, tuning)
 
 
-def load_runner(file: Path, manifest: EngineManifest) -> Runner:
+def load_runner(file: Path, manifest: EngineManifest, tuning: Tuning | None = None) -> Runner:
     """Return the runner of a file that this process has just made, without checks."""
-    module = importlib.import_module(f"tasks.parts.engines.{manifest.target.runtime}.runner")
-    runner: Runner = module.open_runner(file, manifest)
+    runtime, more = manifest.target.runtime, {}
+    if tuning is not None:
+        target = dataclasses.replace(manifest.target, num_threads=tuning.num_threads)
+        manifest = dataclasses.replace(manifest, target=target)
+        more = tuning.options_for(runtime)
+    module = importlib.import_module(f"tasks.parts.engines.{runtime}.runner")
+    runner: Runner = module.open_runner(file, manifest, **({"more_options": more} if more else {}))
     if is_profiled():
         _mark_inferences(runner, f"{file} on {manifest.target.name}")
     return runner

@@ -2,8 +2,8 @@
 
 Each engine of a benchmark gets its own process, so that it shares neither memory nor thread pools with another
 runtime. The parent uses `EngineProcess`; the child is
-`python -m tasks.parts.measuring.engine_process <engine> <parent pid> <frame or run>`. They exchange JSON lines over
-the child's stdin and stdout. The child dies with its parent.
+`python -m tasks.parts.measuring.engine_process <engine> <parent pid> <frame or run> [tuning]`. They exchange JSON
+lines over the child's stdin and stdout. The child dies with its parent.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +33,10 @@ from tasks.core.processes import die_with_parent
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.engines.runner import DeviceTimes, Runner, check_batch
+from tasks.parts.engines.tuning import Tuning
+from tasks.parts.measuring.arrivals import Served, draw_arrivals, serve_arrivals
 from tasks.parts.measuring.energy import POWERCAP, open_energy_meter
+from tasks.parts.measuring.pinning import choose_cpus
 from tasks.parts.measuring.reports import Timed
 
 if TYPE_CHECKING:
@@ -95,8 +98,15 @@ class EngineProcess:
     """The parent's end of one engine process; use it in a `with` block."""
 
     def __init__(
-        self, engine: Path, *, num_threads: int, timeout_s: float, timed: Timed = Timed.frame
+        self,
+        engine: Path,
+        *,
+        num_threads: int,
+        timeout_s: float,
+        timed: Timed = Timed.frame,
+        tuning: Tuning | None = None,
     ) -> None:
+        """Start the process; `tuning` has the same number of threads, and without it the target's are in use."""
         self._engine, self._timeout_s = engine, timeout_s
         self.num_threads = num_threads
         environment = dict(os.environ)
@@ -106,6 +116,7 @@ class EngineProcess:
             [
                 *(sys.executable, "-m", "tasks.parts.measuring.engine_process"),
                 *(str(engine), str(os.getpid()), timed),
+                *([json.dumps(vars(tuning))] if tuning else []),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -171,10 +182,17 @@ class EngineProcess:
         answer = self._ask({"do": "time_on_device", "batch": batch, "num_iterations": num_iterations})
         return DeviceTimes(**answer["times"]) if answer["times"] else None
 
-    def load(self, batch: int, *, concurrency: int, seconds: float, num_windows: int) -> Load:
+    def load(
+        self, batch: int, *, concurrency: int, seconds: float, num_windows: int, warm_up_s: float = 0.0
+    ) -> Load:
         """Keep `concurrency` lanes of the engine busy for `num_windows` windows of `seconds` each."""
-        command = {"do": "load", "batch": batch, "concurrency": concurrency}
+        command = {"do": "load", "batch": batch, "concurrency": concurrency, "warm_up_s": warm_up_s}
         return Load(**self._ask({**command, "seconds": seconds, "num_windows": num_windows}))
+
+    def serve(self, *, lanes: int, rate_per_s: float, seconds: float, seed: int) -> Served:
+        """Serve images that arrive one by one, as a Poisson process of this rate, in `lanes` lanes."""
+        command = {"do": "serve", "batch": 1, "concurrency": lanes, "rate_per_s": rate_per_s}
+        return Served(**self._ask({**command, "seconds": seconds, "seed": seed}))
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -258,7 +276,9 @@ def run_round(
     return {name: [value / 1e6 for value in bursts[name]] for name in processes}
 
 
-def serve(engine: Path, commands: IO[str], answers: IO[str], timed: Timed) -> None:
+def serve(
+    engine: Path, commands: IO[str], answers: IO[str], timed: Timed, tuning: Tuning | None = None
+) -> None:
     """Load the engine at the first command, then answer commands, one per line, until `commands` ends."""
     from tasks.parts.engines.open_engine import open_engine
 
@@ -268,7 +288,7 @@ def serve(engine: Path, commands: IO[str], answers: IO[str], timed: Timed) -> No
         if json.loads(line)["do"] == "open":
             break
         _send(answers, {})
-    unloaded, start = open_engine(engine), time.perf_counter()
+    unloaded, start = open_engine(engine, tuning), time.perf_counter()
     with unloaded as runner:
         load_ms = 1000 * (time.perf_counter() - start)
         _send(answers, vars(runner.describe()))
@@ -279,6 +299,8 @@ def serve(engine: Path, commands: IO[str], answers: IO[str], timed: Timed) -> No
             batch = command.pop("batch")
             if batch not in frames:
                 frames[batch] = _draw_frames(runner.manifest.card, batch)
+            if command["do"] in ("load", "serve"):
+                command["is_pinned"] = tuning is not None and tuning.is_pinned
             answer = _carry_out(runner, frames[batch], timed, **command)
             if command["do"] == "warm_up":
                 memory = {"memory_mib": _rss_mib() - rss_before_mib, "memory_total_mib": _peak_mib()}
@@ -319,6 +341,8 @@ def _carry_out(
             return _time_frames(engine, **options)
         case "load":
             return _load_metered(runner, frames_NHWC, timed, **options)
+        case "serve":
+            return _serve_arrivals(runner, frames_NHWC, timed, **options)
         case "time_on_device":
             times = runner.time_on_device(engine.prepare(frames_NHWC), **options)
             return {"times": times and vars(times)}
@@ -380,10 +404,12 @@ def _load_metered(
     concurrency: int,
     seconds: float,
     num_windows: int,
+    warm_up_s: float = 0.0,
+    is_pinned: bool = False,
     powercap: Path = POWERCAP,
 ) -> dict[str, Any]:
     """Keep lanes of the engine busy, and meter the energy from the first window's start to the last one's end."""
-    device, lanes = runner.manifest.target.device, runner.open_concurrent(concurrency)
+    device, runners = runner.manifest.target.device, runner.open_concurrent(concurrency)
     readings_uj: list[tuple[int, ...]] = []
     with open_energy_meter(device, seconds=num_windows * seconds, powercap=powercap) as (meter, note):
 
@@ -391,31 +417,68 @@ def _load_metered(
             if meter:
                 readings_uj.append(meter.read_uj())
 
-        calls = [_call(lane, frames_NHWC, timed) for lane in lanes]
-        load = _load(lanes, calls, read_meter, seconds=seconds, num_windows=num_windows)
+        calls = [_call(each, frames_NHWC, timed) for each in runners]
+        lanes = _lanes(runners, is_pinned=is_pinned)
+        load = _load(lanes, calls, read_meter, seconds=seconds, num_windows=num_windows, warm_up_s=warm_up_s)
         joules = meter.joules_between(readings_uj[0], readings_uj[-1]) if meter else None
     if joules == 0:
         joules, note = None, f"{note}: the counter stands still"
     return load | {"joules": joules, "energy_note": note}
 
 
+def _serve_arrivals(
+    runner: Runner,
+    frames_NHWC: "NDArray[np.uint8]",
+    timed: Timed,
+    *,
+    concurrency: int,
+    rate_per_s: float,
+    seconds: float,
+    seed: int,
+    is_pinned: bool,
+) -> dict[str, Any]:
+    runners = runner.open_concurrent(concurrency)
+    calls = [_call(each, frames_NHWC, timed) for each in runners]
+    offsets_ns = draw_arrivals(rate_per_s, seconds, seed)
+    return vars(serve_arrivals(offsets_ns, calls, lanes=_lanes(runners, is_pinned=is_pinned)))
+
+
+def _lanes(runners: Sequence[Runner], *, is_pinned: bool) -> list[AbstractContextManager[Any]]:
+    """Return what each lane opens in its thread, which then keeps to CPUs of its own if lanes are pinned."""
+    num_threads = runners[0].manifest.target.num_threads
+    cpus = choose_cpus(len(runners) * num_threads) if is_pinned else ()
+    if not cpus:
+        return list(runners)
+    own = [cpus[number * num_threads : (number + 1) * num_threads] for number in range(len(runners))]
+    return [_pinned_lane(*each) for each in zip(runners, own, strict=True)]
+
+
+@contextmanager
+def _pinned_lane(runner: Runner, cpus: Sequence[int]) -> Iterator[None]:
+    os.sched_setaffinity(0, cpus)  # of this thread, which ends with its lane
+    with runner:
+        yield
+
+
 def _load(
-    lanes: Sequence[Runner],
+    lanes: Sequence[AbstractContextManager[Any]],
     calls: Sequence[Callable[[], Any]],
     at_window: Callable[[], None],
     *,
     seconds: float,
     num_windows: int,
+    warm_up_s: float = 0.0,
 ) -> dict[str, Any]:
     """Run the call of each lane in its own thread; all lanes start each window together, right after `at_window`."""
     barrier, entry = threading.Barrier(len(lanes), action=at_window), threading.Lock()
 
-    def drive(lane: Runner, call: Callable[[], Any]) -> list[list[int]]:
+    def drive(lane: AbstractContextManager[Any], call: Callable[[], Any]) -> list[list[int]]:
         windows = []
         with ExitStack() as stack:
             with entry:  # one at a time: some runtimes cannot open contexts in two threads at once
                 stack.enter_context(lane)
                 call()
+            _time_calls(call, warm_up_s, min_calls=0)
             for _ in range(num_windows):
                 barrier.wait()
                 windows.append(_time_calls(call, seconds, min_calls=1))
@@ -470,14 +533,16 @@ def _send(answers: IO[str], answer: dict[str, Any]) -> None:
     answers.flush()
 
 
-def main(engine: str, parent_pid: str, timed: str) -> None:
+def main(engine: str, parent_pid: str, timed: str, tuning: str = "null") -> None:
     """Run the child: answers go to the original stdout; whatever a library prints goes to stderr."""
     die_with_parent(int(parent_pid), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         try:
-            serve(Path(engine), sys.stdin, answers, Timed(timed))
+            settings = json.loads(tuning)
+            tuned = None if settings is None else Tuning(**settings)
+            serve(Path(engine), sys.stdin, answers, Timed(timed), tuned)
         except EnginewrightError as error:
             _send(answers, {"error": str(error)})
 

@@ -6,7 +6,8 @@ cpp/                a C++ program in one file that does the same, for engines on
 engine.txt          what it has to know of the engine
 client.py           sends frames to a Triton server that runs the engine, and writes its answers as infer.py does
 requirements.txt    the packages that it needs, in the versions that were measured
-model.json          file, sha256, classes, image size, normalisation, batches, options of the runtime
+model.json          file, sha256, classes, image size, normalisation, batches, options of the runtime; under "load"
+                    the batch, lanes and settings with the most images per second, if measure_load found them
 report.json         the engine's row of engines.json
 <engine file>
 SHA256SUMS          of all of these, for `sha256sum -c`
@@ -59,7 +60,7 @@ def _has_bundle(target: Target) -> bool:
 def write_bundle(engine: Path, row: dict[str, Any], out: Path, serving: Serving | None = None) -> bool:
     """Write the bundle of a built engine into the new folder `out`; return False if its runtime has none.
 
-    `serving` says how a Triton server runs it, by default as one instance.
+    `serving` says how a Triton server runs it: by default as measure_load found best, or as one instance.
     """
     manifest = read_engine_manifest(engine)
     if not _has_bundle(manifest.target):
@@ -67,7 +68,7 @@ def write_bundle(engine: Path, row: dict[str, Any], out: Path, serving: Serving 
     write_companions(engine, row, out)
     shutil.copyfile(engine / manifest.file, out / manifest.file)
     name = f"{row['variant']}-{row['target']}"
-    write_served(out / "triton" / name, name, describe_engine(manifest), serving or Serving())
+    write_served(out / "triton" / name, name, describe_engine(manifest), serving or _best_serving(row))
     write_native(out / "triton_native" / name, name, engine, manifest)
     (out / "client.py").write_text(CLIENT, encoding="utf-8")
     files = sorted(path for path in out.rglob("*") if path.is_file())
@@ -86,7 +87,7 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
     package = Path(frame_engine.__file__).parent
     shutil.copytree(package, out / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     card = describe_engine(manifest)
-    write_json(out / "model.json", card)
+    write_json(out / "model.json", card | _measured_load(row))
     write_cpp(card, out)
     write_json(out / "report.json", row)
     packages = [f"{package_of(manifest)}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
@@ -94,3 +95,32 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
         packages.append("pycuda")
     (out / "requirements.txt").write_text("\n".join(packages) + "\n", encoding="utf-8")
     return sorted(path for path in out.rglob("*") if path.is_file())
+
+
+def _best_serving(row: dict[str, Any]) -> Serving:
+    """Return how a server runs the engine as in the best cell of measure_load; one instance without that.
+
+    A frame may wait for as long as a batch takes to arrive at the rate of that cell, within the bound of the p99.
+    """
+    options = row.get("load_options")
+    if not options:
+        return Serving()
+    delay_ms = 1000 * (options["batch"] - 1) / row["throughput_per_s_within_p99"]
+    if row["load_max_p99_ms"] is not None:
+        delay_ms = min(delay_ms, max(0.0, row["load_max_p99_ms"] - row["throughput_ms_p99"]))
+    return Serving(options["lanes"], options["batch"], round(1000 * delay_ms))
+
+
+def _measured_load(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of model.json about the engine under load; nothing if measure_load has no cell for it."""
+    if not row.get("load_options"):
+        return {}
+    return {
+        "load": {
+            **row["load_options"],
+            "throughput_per_s": row["throughput_per_s_within_p99"],
+            "latency_ms_p99": row["throughput_ms_p99"],
+            "max_p99_ms": row["load_max_p99_ms"],
+            "knee_per_s": row["knee_per_s"],
+        }
+    }

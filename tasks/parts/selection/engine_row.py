@@ -111,6 +111,39 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class LoadPoint:
+    """Images per second that an engine reaches with a p99."""
+
+    throughput_per_s: float
+    latency_ms_p99: float | None
+    """None for fewer than 1,000 calls."""
+    setting: str
+    """In words: ``batch 4, 2 lanes of 1 thread``."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine does under load; see `measure_load`."""
+
+    load_max_p99_ms: float | None
+    """The bound; None if images per second alone decided."""
+    load_setting: str
+    """The best cell in words; empty if no cell holds the bound."""
+    load_options: dict[str, int | bool]
+    """The best cell by field: batch, lanes, and those of its tuning."""
+    throughput_per_s_within_p99: float | None
+    """Images per second of the best cell; None if no cell holds the bound."""
+    throughput_ms_p99: float | None
+    """The p99 of a call there; None for fewer than 1,000 calls."""
+    knee_per_s: float | None
+    """The largest rate of open arrivals, one image each, whose p99 held the bound."""
+    knee_max_p99_ms: float | None
+    """The bound of the arrivals."""
+    load_front: tuple[LoadPoint, ...]
+    """The cells that are best for some bound, most images per second first; the best one also without a p99."""
+
+
+@dataclass(frozen=True)
 class Losses:
     """What an engine loses on the validation images, as shares of a score; negative if it scores more."""
 
@@ -169,9 +202,17 @@ class Measured:
     """The file that accuracy and latency were measured on."""
     reference_sha256: str
     """The engine that the speed-up refers to."""
+    load: Load | None = None
+    """None if measure_load did not measure it."""
 
 
-_PARTS: dict[str, type[Any]] = {"accuracy": Accuracy, "losses": Losses, "unseen": Unseen, "speed": Speed}
+_PARTS: dict[str, type[Any]] = {
+    "accuracy": Accuracy,
+    "losses": Losses,
+    "unseen": Unseen,
+    "speed": Speed,
+    "load": Load,
+}
 """The fields of Measured whose own fields stand beside the others in engines.json."""
 
 
@@ -264,8 +305,12 @@ def read_picks(file: Path) -> dict[str, EngineRow]:
 
 def _row_of(flat: dict[str, Any]) -> EngineRow:
     parts: dict[str, Any] = {name: _pick(flat, part) for name, part in _PARTS.items()}
-    for name, mark in (("losses", "score_rel_loss"), ("unseen", "unseen_split")):
-        parts[name] = None if flat[mark] is None else parts[name]
+    for name, mark in (
+        ("losses", "score_rel_loss"),
+        ("unseen", "unseen_split"),
+        ("load", "load_setting"),
+    ):
+        parts[name] = None if flat.get(mark) is None else parts[name]
     measured = _pick(flat, Measured) | parts if flat["engine_sha256"] else None
     return dacite.from_dict(EngineRow, _pick(flat, EngineRow) | {"measured": measured}, STRICT)
 

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tasks.parts.data.accuracy import Accuracy, Similarity
 from tasks.parts.data.metrics import Metric
+from tasks.parts.measuring.load_report import LoadReport
 from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.selection.engine_row import EngineRow, Speed, Verdict, fastest_first, rungs
 from tasks.parts.selection.verdicts import Reference
@@ -99,6 +100,8 @@ class Findings:
     """Split that the picks are reported on, and nothing is decided on."""
     benchmarks: Mapping[str, BenchmarkReport]
     """By target."""
+    loads: Mapping[str, LoadReport] = field(default_factory=dict)
+    """By target, as far as measure_load ran."""
 
     @property
     def gate(self) -> float:
@@ -184,6 +187,14 @@ class Findings:
         """Every engine that has an IoU per class, with these IoUs."""
         measured = [(row, row.measured.accuracy.iou) for row in self.ordered if row.measured]
         return [(row, iou) for row, iou in measured if iou]
+
+    @property
+    def loaded(self) -> list[EngineRow]:
+        """The engines that were measured under load, most images per second within the bound first."""
+        rows = [(row, row.measured.load) for row in self.rows if row.measured and row.measured.load]
+        return [
+            row for row, load in sorted(rows, key=lambda item: -(item[1].throughput_per_s_within_p99 or 0.0))
+        ]
 
     def conditions(self) -> dict[str, dict[str, str]]:
         """Return target -> condition -> its value, or the range of values over the target's engines."""

@@ -1,6 +1,6 @@
 """The engine report as Markdown, for a terminal, a pull request or a chat."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tasks.parts.selection.findings import (
@@ -13,6 +13,7 @@ from tasks.parts.selection.findings import (
     signed,
     times,
 )
+from tasks.parts.selection.load_rows import LOAD_HEAD, LOAD_WORDS, TOGETHER_HEAD, load_rows, together_rows
 from tasks.parts.selection.markdown_details import next_engines, where_time_goes
 from tasks.parts.selection.markdown_table import safe, table
 
@@ -45,6 +46,7 @@ def render_markdown(findings: Findings, data: Mapping[str, Any]) -> str:
         "Typical time of each phase, one frame after the other, and its share. The images are files of the engine's "
         "size. In a stream the phases overlap.",
         _phases(findings),
+        *_loads(findings),
         "## The ladder of each target",
         "A rung must be accurate enough, and faster than the last accepted one below it, or as fast and more "
         "accurate.",
@@ -154,6 +156,17 @@ def _phases(findings: Findings) -> str:
         rows.append([row.variant, row.target, *cells, f"{speed.frames_per_s:.0f}"])
     phases = ["decode ms", "before the engine ms", "engine ms", "behind it ms", "frames/s in a stream"]
     return table(["variant", "target", *phases], rows) if rows else ""
+
+
+def _loads(findings: Findings) -> Iterator[str]:
+    if not findings.loaded:
+        return
+    yield "## Under load"
+    yield LOAD_WORDS
+    yield table(LOAD_HEAD, load_rows(findings))
+    if together := together_rows(findings):
+        yield "At the same time, at batch 1 with one lane each:"
+        yield table(TOGETHER_HEAD, together)
 
 
 def _ladders(findings: Findings) -> str:

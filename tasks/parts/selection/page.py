@@ -16,6 +16,7 @@ from tasks.parts.selection.findings import (
     signed,
     times,
 )
+from tasks.parts.selection.load_rows import LOAD_HEAD, LOAD_WORDS, TOGETHER_HEAD, load_rows, together_rows
 from tasks.parts.selection.plots import colours
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -44,6 +45,13 @@ _FIGURES = (
     {"key": "pre_ms", "name": "before the engine, ms", "digits": 3, "lower": True},
     {"key": "run_ms", "name": "engine, ms", "digits": 3, "lower": True},
     {"key": "post_ms", "name": "behind the engine, ms", "digits": 3, "lower": True},
+    {
+        "key": "per_s_within_p99",
+        "name": "images per second within the p99 bound",
+        "digits": 0,
+        "lower": False,
+    },
+    {"key": "knee_per_s", "name": "images per second that may arrive, knee", "digits": 0, "lower": False},
     {"key": "score", "name": "score", "digits": 4, "lower": False},
     {"key": "boundary_iou", "name": "Boundary IoU", "digits": 4, "lower": False},
     {"key": "energy_mj", "name": "energy per image, mJ", "digits": 2, "lower": True},
@@ -107,6 +115,15 @@ def render_page(findings: Findings, data: Mapping[str, Any]) -> str:
         colours=colours(findings.rows),
         chips=_CHIPS,
         nothing=NOTHING,
+        load_words=LOAD_WORDS,
+        load_tables=[
+            (head, rows)
+            for head, rows in (
+                (LOAD_HEAD, load_rows(findings)),
+                (TOGETHER_HEAD, together_rows(findings)),
+            )
+            if rows
+        ],
         shown=shown,
         signed=signed,
         times=times,

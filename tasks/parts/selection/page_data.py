@@ -73,6 +73,7 @@ def _engine(row: EngineRow, findings: Findings) -> dict[str, Any]:
     if row.measured is None:
         return known
     speed, losses, accuracy = row.measured.speed, row.measured.losses, row.measured.accuracy
+    load = row.measured.load
     assert losses is not None
     numbers = {
         "score": accuracy.score,
@@ -92,6 +93,8 @@ def _engine(row: EngineRow, findings: Findings) -> dict[str, Any]:
         "pre_ms": speed.pre_ms_p50,
         "run_ms": speed.run_ms_p50,
         "post_ms": speed.post_ms_p50,
+        "per_s_within_p99": load.throughput_per_s_within_p99 if load else None,
+        "knee_per_s": load.knee_per_s if load else None,
         "energy_mj": speed.energy_mj_per_image,
         "memory_mib": speed.memory_mib,
         "memory_total_mib": speed.memory_total_mib,

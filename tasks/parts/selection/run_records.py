@@ -1,5 +1,7 @@
 """Log a pipeline to MLflow: one run for the pipeline, and one for each engine."""
 
+import dataclasses
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +10,7 @@ from tasks.core.config import PARAMS_FILE, read_params
 from tasks.core.reports import KEY_FILE, read_key
 from tasks.core.tracking.config import TrackingConfig, registered_name
 from tasks.core.tracking.pending import log_or_keep
-from tasks.core.tracking.records import ENGINE_FOLDER, DataSet, RunRecord, Tracked
+from tasks.core.tracking.records import ENGINE_FOLDER, LOAD_FRONT_TAG, DataSet, RunRecord, Tracked
 from tasks.parts.selection.bundle import write_companions
 from tasks.parts.selection.engine_row import (
     ENGINES_FILE,
@@ -38,6 +40,9 @@ _TEXTS = (
     "is_inconclusive",
     "engine_sha256",
     "reference_sha256",
+    "load_setting",
+    "load_options",
+    "load_front",
 )
 """Measured values that are not numbers to compare runs by."""
 
@@ -112,6 +117,11 @@ def _record(folders: StageFolders, row: EngineRow, data: DataSet, companions: Pa
         "engine_sha256": row.measured.engine_sha256 if row.measured else "",
         "metric_sha256": data.metric_sha256,
     }
+    if row.measured is not None and row.measured.load is not None:
+        tags |= {
+            "load_setting": row.measured.load.load_setting,
+            LOAD_FRONT_TAG: json.dumps([dataclasses.asdict(each) for each in row.measured.load.load_front]),
+        }
     keys = {f"key_{stage}": key for stage, key in stage_keys(folders, row).items()}
     return RunRecord(row.name, _metrics(row), tags | keys, artifacts, data)
 

@@ -1,5 +1,6 @@
 """Collect what was built and measured for one engine from the reports of its stages."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,14 @@ from tasks.parts.engines.manifest import (
 )
 from tasks.parts.engines.runtimes import CUDA, Runtime
 from tasks.parts.layer_diff.report import DiffReport
+from tasks.parts.measuring.load_report import LoadReport
 from tasks.parts.measuring.reports import REFERENCE, BenchmarkReport, Latency, Timed
 from tasks.parts.selection.engine_row import (
     MACHINE,
     REFERENCE_NAME,
     EngineRow,
+    Load,
+    LoadPoint,
     Measured,
     Speed,
     SuspectLayer,
@@ -47,12 +51,17 @@ def name_reference(folders: StageFolders, variant: str, target: str) -> str:
 
 
 def read_row(
-    folders: StageFolders, variant: str, target: str, benchmark: BenchmarkReport, reference: str
+    folders: StageFolders,
+    variant: str,
+    target: str,
+    benchmark: BenchmarkReport,
+    reference: str,
+    load: LoadReport | None = None,
 ) -> EngineRow:
     """Read the reports of one engine into a row that the gates have not judged yet.
 
     The verdict depends on the build alone: ACCEPT only means that a sound engine was built and measured. `reference`
-    is the name of what the benchmark's speed-ups refer to.
+    is the name of what the benchmark's speed-ups refer to, `load` the report of measure_load for the target.
 
     Raises ArtifactError if a report is missing or damaged, or if accuracy, latency and speed-up were not measured
     on the file that was built.
@@ -77,7 +86,7 @@ def read_row(
         precision=_precision(manifest),
         macs_share=build.executed.macs_share if build.executed else {},
         macs_share_quantized=build.executed.macs_share_quantized if build.executed else None,
-        measured=_measured(of, manifest, build, validation, benchmark),
+        measured=_measured(of, manifest, build, validation, benchmark, load),
         suspect_layers=_suspect_layers(of["diff_layers"]),
         conditions=_conditions(benchmark, variant, manifest, reference),
     )
@@ -187,6 +196,7 @@ def _measured(
     build: EngineBuild,
     validation: AccuracyReport,
     benchmark: BenchmarkReport,
+    load: LoadReport | None,
 ) -> Measured:
     variant, target = of["build_engine"].parts[-2:]
     engine = benchmark.engines.get(variant)
@@ -217,12 +227,40 @@ def _measured(
         losses=None,
         unseen=None,
         speed=_speed(latency, benchmark, variant),
+        load=_load(load, variant, manifest.sha256),
         size_bytes=manifest.size_bytes,
         compressed_bytes=build.cost.compressed_bytes,
         build_s=build.cost.build_s,
         macs=build.cost.macs,
         engine_sha256=manifest.sha256,
         reference_sha256=benchmark.reference_sha256,
+    )
+
+
+def _load(report: LoadReport | None, variant: str, engine_sha256: str) -> Load | None:
+    engine = report.engines.get(variant) if report else None
+    if report is None or engine is None:
+        return None
+    if engine.engine_sha256 != engine_sha256:
+        raise ArtifactError(
+            f"measure_load of target {report.target} measured the engine file {engine.engine_sha256} of {variant}, "
+            f"but build_engine wrote {engine_sha256}. Run it again: dvc repro measure_load@{report.target}."
+        )
+    best, arrivals = engine.best, engine.arrivals
+    tuning = {} if best is None else dataclasses.asdict(best.setting.tuning)
+    options = {} if best is None else {"batch": best.setting.batch, "lanes": best.setting.lanes, **tuning}
+    return Load(
+        load_max_p99_ms=report.max_p99_ms,
+        load_setting=best.setting.describe() if best else "",
+        load_options=options,
+        throughput_per_s_within_p99=best.throughput_per_s if best else None,
+        throughput_ms_p99=best.latency_ms_p99 if best else None,
+        knee_per_s=arrivals.knee_per_s if arrivals else None,
+        knee_max_p99_ms=arrivals.max_p99_ms if arrivals else None,
+        load_front=tuple(
+            LoadPoint(cell.throughput_per_s, cell.latency_ms_p99, cell.setting.describe())
+            for cell in engine.front
+        ),
     )
 
 

@@ -35,6 +35,10 @@ def open_onnxruntime(model: Path | bytes, options: dict[str, Any]) -> Any:
         )
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads, settings.inter_op_num_threads = options["num_threads"], 1
+    settings.enable_cpu_mem_arena = options.get("memory_arena", True)
+    if options.get("num_branches", 1) > 1:
+        settings.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
+        settings.inter_op_num_threads = options["num_branches"]
     settings.log_severity_level = 3  # errors only
     # Threads sleep between inferences, so that an idle engine does not slow down the others.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
@@ -118,9 +122,26 @@ def open_openvino(blob: bytes, options: dict[str, Any]) -> Any:
 
 
 def run_openvino(compiled: Any) -> Run:
-    """Return the call of one request, which copies neither its input nor its output."""
-    request = compiled.create_infer_request()
-    return lambda inputs: request.infer({0: inputs}, share_inputs=True, share_outputs=True)[0]
+    """Return the call of one request, which copies neither its input nor its output.
+
+    Inputs are bound to the request, which takes 0.01 ms less than to pass them, and only if they lie elsewhere than
+    before.
+    """
+    import openvino
+
+    request, bound = compiled.create_infer_request(), None
+
+    def run(inputs: Array) -> Array:
+        nonlocal bound
+        if inputs is not bound:
+            # OpenVINO shares no other memory. A copy is another array, so it is made and bound anew each time.
+            bound = np.require(inputs, requirements=("C", "W"))
+            request.set_input_tensor(openvino.Tensor(bound, shared_memory=True))
+        request.infer(share_inputs=True, share_outputs=True)
+        outputs: Array = request.get_output_tensor().data
+        return outputs
+
+    return run
 
 
 @functools.cache

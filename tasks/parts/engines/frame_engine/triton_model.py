@@ -20,8 +20,14 @@ class TritonPythonModel:
     """What the Python backend calls."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the engine of the bundle, as infer.py does; what it raises is the reason in the server's log."""
-        self._engine = load_engine(Path(__file__).resolve().parents[1])
+        """Load the engine of the bundle, as infer.py does, on a CPU with as many threads as were best under load.
+
+        What it raises is the reason in the server's log.
+        """
+        folder = Path(__file__).resolve().parents[1]
+        load = json.loads((folder / "model.json").read_text(encoding="utf-8")).get("load", {})
+        is_cpu = args["model_instance_kind"] == "CPU"
+        self._engine = load_engine(folder, num_threads=load.get("num_threads") if is_cpu else None)
         [described] = json.loads(args["model_config"])["output"]
         self._output = str(described["name"])
 

@@ -5,8 +5,9 @@ An offline-optimised file would load 2-20 ms faster and run no faster, but only 
 """
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -66,18 +67,25 @@ def _nothing() -> "ModelProto":
     return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
 
 
-def open_runner(file: Path, manifest: EngineManifest) -> "OnnxruntimeRunner":
-    """Return the runner of a graph."""
-    return OnnxruntimeRunner(file, manifest)
+def open_runner(
+    file: Path, manifest: EngineManifest, more_options: Mapping[str, Any] = MappingProxyType({})
+) -> "OnnxruntimeRunner":
+    """Return the runner of a graph; `more_options` of the session are those of frame_engine."""
+    return OnnxruntimeRunner(file, manifest, more_options=more_options)
 
 
 class OnnxruntimeRunner:
     """Runs an ONNX file in an ONNX Runtime session; on a GPU with persistent device buffers."""
 
     def __init__(
-        self, file: Path, manifest: EngineManifest, session: "onnxruntime.InferenceSession | None" = None
+        self,
+        file: Path,
+        manifest: EngineManifest,
+        session: "onnxruntime.InferenceSession | None" = None,
+        more_options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._file, self.manifest, self._session = file, manifest, session
+        self._more_options = more_options
         self._run: Run | None = None
 
     def __enter__(self) -> Self:
@@ -157,7 +165,8 @@ class OnnxruntimeRunner:
         if provider == TENSORRT_PROVIDER:
             return open_session(self._file, provider=provider, num_threads=target.num_threads)
         try:
-            return open_onnxruntime(self._file, session_options(target, needs_vnni=False))
+            options = session_options(target, needs_vnni=False) | dict(self._more_options)
+            return open_onnxruntime(self._file, options)
         except ValueError as error:
             raise TargetMismatch(
                 f"{self._file}: {error} Run on a worker of the target's work pool (target.{target.name}.device)."

@@ -4,8 +4,9 @@ A blob belongs to the exact OpenVINO version and the instruction sets of the CPU
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tasks.core.errors import ArtifactError
@@ -23,9 +24,11 @@ _PROFILED_PER_LOAD = 8
 """Inferences of one loaded engine whose layers are timed; an interruption distorts only this load."""
 
 
-def open_runner(file: Path, manifest: EngineManifest) -> "OpenvinoRunner":
-    """Return the runner of a blob."""
-    return OpenvinoRunner(file, manifest)
+def open_runner(
+    file: Path, manifest: EngineManifest, more_options: Mapping[str, Any] = MappingProxyType({})
+) -> "OpenvinoRunner":
+    """Return the runner of a blob; `more_options` are properties."""
+    return OpenvinoRunner(file, manifest, more_options=more_options)
 
 
 def _infer_means_ms(request: Any, images_NCHW: FloatArray, count: int) -> dict[tuple[str, str], float]:
@@ -44,8 +47,15 @@ def _infer_means_ms(request: Any, images_NCHW: FloatArray, count: int) -> dict[t
 class OpenvinoRunner:
     """Runs a compiled blob with one synchronous request."""
 
-    def __init__(self, file: Path, manifest: EngineManifest, compiled: Any = None) -> None:
+    def __init__(
+        self,
+        file: Path,
+        manifest: EngineManifest,
+        compiled: Any = None,
+        more_options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._file, self.manifest, self._compiled = file, manifest, compiled
+        self._more_options = more_options
         self._run: Run | None = None
 
     def __enter__(self) -> Self:
@@ -107,7 +117,7 @@ class OpenvinoRunner:
         return None
 
     def _import(self, more_options: dict[str, Any]) -> "openvino.CompiledModel":
-        options = compile_options(self.manifest.target) | more_options
+        options = compile_options(self.manifest.target) | dict(self._more_options) | more_options
         try:
             return open_openvino(self._file.read_bytes(), {"properties": options})
         except RuntimeError as error:

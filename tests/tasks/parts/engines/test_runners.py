@@ -83,6 +83,27 @@ subprocess.run(["true"])
 """
 
 
+def test_openvino_reads_what_is_in_the_array_at_each_call(workshop, images_NCHW):
+    """It is bound once: changed in place, another one, one that cannot be shared, and the first one again."""
+    engine = workshop.engine("float", "cpu_openvino")
+    first, second = images_NCHW[:1].copy(), images_NCHW[1:2].copy()
+    with open_engine(engine) as runner, open_engine(engine) as plain:
+        logits = [plain.infer(each) for each in (first, second)]
+        assert np.abs(logits[0] - logits[1]).max() > 1e-3
+        places = [first, first, second, first]
+        for array, content, expected in zip(places, (0, 1, 1, 0), (0, 1, 1, 0), strict=True):
+            array[...] = images_NCHW[content : content + 1]
+            np.testing.assert_array_equal(runner.run(array), logits[expected])
+        frozen, strided = first.copy(), np.asfortranarray(images_NCHW[1:2])
+        frozen.flags.writeable = False
+        for _ in range(2):
+            np.testing.assert_array_equal(runner.run(frozen), logits[0])
+            np.testing.assert_array_equal(runner.run(strided), logits[1])
+        strided[...] = images_NCHW[:1]
+        np.testing.assert_array_equal(runner.run(strided), logits[0])
+        np.testing.assert_array_equal(runner.run(images_NCHW[:2]), plain.infer(images_NCHW[:2]))
+
+
 def test_openvino_that_was_closed_in_another_thread_leaves_signals_alone(workshop):
     """Its plugin, unloaded there, would leave this thread a stack for signals that is gone."""
     command = [sys.executable, "-c", CLOSES_IN_A_THREAD, str(workshop.engine("float", "cpu_openvino"))]

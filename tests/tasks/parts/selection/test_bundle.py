@@ -371,6 +371,20 @@ def test_triton_gives_a_plan_for_one_image_its_fixed_shape(workshop: Workshop) -
     assert config.max_batch_size == 0 and list(config.input[0].dims) == [1, 3, 64, 96]
 
 
+def test_server_runs_the_engine_as_it_was_best_under_load(workshop: Workshop, tmp_path: Path) -> None:
+    options = {"batch": 4, "lanes": 2, "num_threads": 1}
+    row = {"variant": "float", "target": "cpu_onnxruntime", "load_options": options, "knee_per_s": 900.0}
+    for bound_ms, delay_us in ((None, 3000), (20.0, 3000), (5.5, 500), (4.0, 0)):
+        speed = {"throughput_per_s_within_p99": 1000.0, "throughput_ms_p99": 5.0, "load_max_p99_ms": bound_ms}
+        out = tmp_path / str(bound_ms)
+        assert write_bundle(workshop.engine("float", "cpu_onnxruntime"), row | speed, out)
+        text = (out / "triton" / "float-cpu_onnxruntime" / "config.pbtxt").read_text(encoding="utf-8")
+        config = text_format.Parse(text, model_config_pb2.ModelConfig())
+        assert (config.max_batch_size, config.instance_group[0].count) == (4, 2)
+        assert config.dynamic_batching.max_queue_delay_microseconds == delay_us
+        assert json.loads((out / "model.json").read_text())["load"]["num_threads"] == 1
+
+
 def test_plan_is_packed_with_what_its_script_needs(workshop: Workshop, tmp_path: Path) -> None:
     """Packing reads no plan: any bytes will do here, and are refused without TensorRT."""
     engine, bundle = tmp_path / "engine", tmp_path / "bundle"
