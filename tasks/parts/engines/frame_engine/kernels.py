@@ -58,7 +58,7 @@ class GpuArray:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {
-            "data": (self.address, True),
+            "data": (self.address, False),  # torch refuses what is read-only
             "shape": self.shape,
             "typestr": self.dtype.str,
             "strides": None,

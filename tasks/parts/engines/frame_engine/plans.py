@@ -128,7 +128,8 @@ class Plan:
 
         `frames` are uint8 [N, H, W, C] with `__cuda_array_interface__`, RGB, or BGR if `is_bgr`. They are resized as
         `fit_frame` does it. `palette`, uint8 [K, 3] in host memory, asks for colours. The call waits for the stream
-        that the frames name, but not for the answers: they name the stream that gives them.
+        that the frames name, but not for the answers, which name the stream that gives them. Until then the frames
+        must stay in memory.
 
         Raises ValueError for frames that the engine does not take, and without NVRTC.
         """
