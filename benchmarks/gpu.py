@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.gpu --out DIR --budget-s 540`` in the repository, on a machine with an NVIDIA GPU. Needs torch
 with CUDA, safetensors, dacite, pyyaml and psutil. ONNX Runtime engines also need onnxruntime-gpu, onnxslim and
-onnxscript, trainings need lightning, AOTInductor needs g++ and the CUDA headers. Cells whose packages are missing are
-skipped with the reason. Prefect, Hydra and DVC are not needed.
+onnxscript, trainings need lightning, AOTInductor needs g++ and the CUDA headers, the kernels around an engine need
+pycuda and NVRTC. Cells whose packages are missing are skipped with the reason. Prefect, Hydra and DVC are not needed.
 
 Each cell of ``benchmarks/gpu_cells.py`` runs in its own process, the most valuable first, and adds one line to
 ``DIR/records.jsonl`` as soon as it is measured; ``DIR/log.txt`` holds the output of the processes. When the budget
@@ -36,7 +36,16 @@ from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.measuring.machine_state import read_versions
 
 RECORDS, MACHINE, LOG = "records.jsonl", "machine.json", "log.txt"
-PACKAGES = ("torch", "triton", "lightning", "transformers", "onnx", "onnxruntime", "onnxruntime-gpu")
+PACKAGES = (
+    "torch",
+    "triton",
+    "lightning",
+    "transformers",
+    "onnx",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "pycuda",
+)
 SHORTEST_S = 20.0
 """No cell is started with less budget left."""
 

@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from benchmarks.gpu_kernels import KernelCase, measure_kernels
+
 if TYPE_CHECKING:
     from tasks.parts.data.dataset import Manifest
     from tasks.parts.engines.target import Target
@@ -42,7 +44,7 @@ class Cell:
     """One measurement, in its own process."""
 
     name: str
-    kind: Literal["tests", "engine", "training"]
+    kind: Literal["tests", "engine", "training", "kernels"]
     """Kind of cell, which determines the keys of its result."""
     limit_s: float
     """Time limit after which the cell is stopped."""
@@ -111,9 +113,11 @@ def list_cells() -> list[Cell]:
         for precision in ("fp32", "bf16_mixed", "fp16_mixed")
         for is_checkpointing in (False, True)
     ]
+    kernels = [KernelCase(*middle), KernelCase(*large)]
     return [
         Cell("tests", "tests", 300, run_gpu_tests),
         *_engine_cells([middle], first),
+        *(Cell(case.name, "kernels", 120, partial(measure_kernels, case)) for case in kernels),
         *(Cell(case.name, "training", 120, partial(measure_training, case)) for case in trainings),
         *_engine_cells([large, small], first),
         *_engine_cells([middle, large, small], later),

@@ -14,6 +14,7 @@ ENGINE_HEAD = (
     "| network | target | precision | p50 ms | device ms | x eager | A/A | images/s, 2 threads | "
     "images/s, batched (batch) | GPU MiB | agreement dB | build s |"
 )
+KERNEL_HEAD = "| size | step | form | p50 ms | x numpy | equal values |"
 TRAINING_HEAD = "| network | size | batch | precision | checkpointing | step ms | compute ms | peak GPU MiB |"
 
 READING_OF_ENGINES = """\
@@ -24,6 +25,10 @@ with its 95 % interval. A/A is the measured difference of the engine from itself
 GPU MiB is the memory of the engine's process after warm-up, including its CUDA context and the buffers for the
 largest batch. Agreement is with the float32 network on the CPU, for ONNX Runtime with its own graph; a trained
 network would differ. ONNX Runtime has no bf16 rows, because the pipeline writes no such graph."""
+
+READING_OF_KERNELS = """\
+No engine runs here. Frames and masks are in host memory, images and scores in that of the GPU, and copies count. The
+camera's frame is 1080x1920. `graph`: the steps as `reads` and `gives` put them into the graph, in ONNX Runtime."""
 
 READING_OF_TRAININGS = """\
 Medians. A step includes loading its images in the training process; compute is forward, backward and optimizer
@@ -57,6 +62,7 @@ def page(
         *([notes] if notes else []),
         *_tests(measured("tests")),
         *_engines(measured("engine")),
+        *_kernels(measured("kernels")),
         *_trainings(measured("training")),
         *_unmeasured(records, cells),
         _machine(machine),
@@ -103,6 +109,26 @@ def _engine_row(found: Result) -> tuple[str, ...]:
         _number(found["agreement_db"], 1) + ("" if found["is_precision_ok"] else " (another precision)"),
         _number(found["build_s"], 1),
     )
+
+
+def _kernels(results: Sequence[Result]) -> list[str]:
+    if not results:
+        return []
+    rows = [
+        (
+            f"{found['height']}x{found['width']}",
+            step,
+            form,
+            _number(row["latency_ms_p50"], 3),
+            f"{row['speedup']:.2f} ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})",
+            f"{row['share_equal']:.3%}",
+        )
+        for found in results
+        for step, forms in found["steps"].items()
+        for form, row in forms.items()
+    ]
+    notes = sorted({found["graph_note"] for found in results} - {""})
+    return ["## Around an engine", _table(KERNEL_HEAD, rows), READING_OF_KERNELS, *_bullets(notes)]
 
 
 def _trainings(results: Sequence[Result]) -> list[str]:

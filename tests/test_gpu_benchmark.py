@@ -9,6 +9,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import onnxruntime
 import pytest
 
 from benchmarks.gpu import RECORDS, main, read_records, run_cell, run_cells
@@ -21,10 +23,28 @@ from benchmarks.gpu_cells import (
     measure_engine,
     measure_training,
 )
+from benchmarks.gpu_kernels import (
+    CAMERA,
+    FRAME,
+    KERNELS,
+    MEAN,
+    NO_GRAPH,
+    NUM_CLASSES,
+    NUMPY,
+    SCORES,
+    STD,
+    KernelCase,
+    compare_forms,
+    make_graphs,
+)
 from benchmarks.gpu_ladder import with_copied_models
 from benchmarks.gpu_page import page
 from tasks.core.config import read_params
+from tasks.parts.engines.frame_engine.pixels import find_classes, normalise
+from tasks.parts.engines.gpu import find_gpus
 from tests.conftest import REPOSITORY
+from tests.cuda_on_cpu import build_library, put_pycuda
+from tests.wheels import unpack_wheel
 
 
 def measure_one() -> dict[str, float]:
@@ -137,6 +157,44 @@ def test_cells_of_cpu_targets_run_for_real(tmp_path: Path) -> None:
     assert "Not measured" not in text
 
 
+@pytest.mark.skipif(bool(find_gpus()), reason="this machine has an NVIDIA GPU")
+def test_kernels_are_skipped_without_a_gpu(tmp_path: Path) -> None:
+    [cell, _] = [cell for cell in list_cells() if cell.kind == "kernels"]
+    run_cells([cell], tmp_path, time.monotonic() + 3600)
+    reason = "this machine has no NVIDIA GPU, or no driver (libcuda.so.1)"
+    assert statuses(tmp_path) == [("kernels-256x256", "skipped", reason)]
+    assert f"- kernels-256x256: skipped. {reason}" in page(MACHINE, read_records(tmp_path), [cell])
+
+
+def test_kernels_and_numpy_agree_where_both_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(unpack_wheel("nvidia-cuda-nvrtc==13.*", tmp_path / "nvrtc"))
+    put_pycuda(monkeypatch, build_library(tmp_path))
+    found = compare_forms(KernelCase(9, 16), num_rounds=2)
+    assert list(found["steps"]) == [FRAME, CAMERA, SCORES] and found["graph_note"] == NO_GRAPH
+    for forms in found["steps"].values():
+        assert list(forms) == [NUMPY, KERNELS]
+        for form in forms.values():
+            assert form["share_equal"] == 1 and form["latency_ms_p50"] > 0
+            assert 0 < form["speedup_low"] <= form["speedup"] <= form["speedup_high"]
+    records = [{"cell": "a", "kind": "kernels", "status": "measured", "reason": "", "result": found}]
+    text = page(MACHINE, records, [])
+    assert f"| 9x16 | {SCORES} | kernels |" in text and "| 100.000% |" in text
+    assert f"- {NO_GRAPH}" in text
+
+
+def test_graphs_that_are_timed_beside_kernels_do_the_same_steps() -> None:
+    generator = np.random.default_rng(0)
+    frame_NHWC = generator.integers(0, 256, (1, 9, 16, 3), np.uint8)
+    scores_NKHW = generator.standard_normal((1, NUM_CLASSES, 9, 16), np.float32)
+    reads, gives = (onnxruntime.InferenceSession(graph) for graph in make_graphs((9, 16)))
+    [image_NCHW] = reads.run(None, {"frames": frame_NHWC})
+    np.testing.assert_allclose(image_NCHW, normalise(frame_NHWC, MEAN, STD), atol=1e-6)
+    [classes_NHW] = gives.run(None, {"given": scores_NKHW})
+    np.testing.assert_array_equal(classes_NHW, find_classes(scores_NKHW), strict=True)
+
+
 MACHINE = {
     "date": "2000-01-01",
     "gpu": {"name": "NVIDIA Imaginary", "compute_capability": "9.9"},
@@ -189,7 +247,7 @@ def test_page_has_tables_skips_with_reasons_and_the_machine(
 
 def test_cells_have_names_of_their_own_and_declared_targets() -> None:
     names = [cell.name for cell in list_cells()]
-    assert len(set(names)) == len(names) == 1 + 6 + 2 * 3 * 8
+    assert len(set(names)) == len(names) == 1 + 2 + 6 + 2 * 3 * 8
     assert names[0] == "tests"
 
 

@@ -21,6 +21,8 @@ from tasks.diff_layers import BisectionConfig, Config, diff_layers
 from tasks.parts.data.dataset import normalise, open_split
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.description import on_frames
+from tasks.parts.engines.frame_engine.engine import load_engine
+from tasks.parts.engines.frame_engine.plans import Plan
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.manifest import (
     EngineStatus,
@@ -237,6 +239,26 @@ def test_tensors_on_the_gpu_need_no_copy(workshop: Workshop, target: Target, tmp
         np.testing.assert_array_equal(runner.infer(images_NCHW), expected)  # the addresses are back
         with pytest.raises(DataError, match="expected contiguous float32"):
             runner.infer_tensor(torch.from_numpy(images_NCHW), logits_NCHW)
+
+
+def test_frames_on_the_gpu_are_answered_there(workshop: Workshop, target: Target, tmp_path: Path) -> None:
+    build(workshop, target, workshop.graph, tmp_path / "a")
+    engine, bundle = tmp_path / "a" / "engine", tmp_path / "bundle"
+    assert write_bundle(engine, {"variant": "float", "target": target.name}, bundle)
+    frames_NHWC = np.ascontiguousarray(open_split(workshop.data, "test")[0][:3])
+    palette = np.random.default_rng(0).integers(0, 256, (16, 3), np.uint8)
+    with open_engine(engine) as runner:
+        expected = on_frames(runner).predict(frames_NHWC)  # numpy around it
+        alone = load_engine(bundle)
+        assert isinstance(alone.run, Plan)
+        if alone.run.card["reads"] == "normalised":
+            pytest.skip("NVRTC is not installed")
+        np.testing.assert_array_equal(alone.predict(frames_NHWC), expected)
+        found = alone.run.answer_on_gpu(torch.from_numpy(frames_NHWC).cuda(), palette=palette)
+        torch.cuda.synchronize()
+        np.testing.assert_array_equal(torch.as_tensor(found.answers, device="cuda").cpu().numpy(), expected)
+        colours = torch.as_tensor(found.colours, device="cuda").cpu().numpy()
+        np.testing.assert_array_equal(colours, palette[expected])
 
 
 def test_timing_cache_replays_the_build(workshop: Workshop, target: Target, tmp_path: Path) -> None:

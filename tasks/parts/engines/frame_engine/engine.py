@@ -7,14 +7,14 @@ or of each image, [N], or values [N, ...].
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .pixels import find_classes, normalise
-from .plans import open_tensorrt
+from .plans import Plan
 from .sessions import CPU_PROVIDER, Array, Run, open_onnxruntime, open_openvino, run_onnxruntime, run_openvino
 
 
@@ -91,7 +91,8 @@ def load_engine(folder: Path, *, num_threads: int | None = None) -> Engine:
     _check_version(card)
     if num_threads is not None:
         _set_threads(card["options"], num_threads)
-    return Engine(card, _OPENERS[card["runtime"]](content, card))
+    run = _OPENERS[card["runtime"]](content, card)
+    return Engine(run.card if isinstance(run, Plan) else card, run)
 
 
 def _set_threads(options: dict[str, Any], num_threads: int) -> None:
@@ -131,4 +132,8 @@ def _load_openvino(content: bytes, card: dict[str, Any]) -> Run:
         ) from error
 
 
-_OPENERS = {"onnxruntime": _load_onnxruntime, "openvino": _load_openvino, "tensorrt": open_tensorrt}
+_OPENERS: dict[str, Callable[[bytes, dict[str, Any]], Run]] = {
+    "onnxruntime": _load_onnxruntime,
+    "openvino": _load_openvino,
+    "tensorrt": Plan,
+}

@@ -41,6 +41,10 @@ def find_classes(logits: Array, threshold: float | None = None) -> Array:
     if threshold is not None:
         logits = logits.copy()
         logits[:, 0] += np.float32(lead_of_first(threshold))
-    smallest = np.min_scalar_type(max(1, logits.shape[1] - 1))
-    classes: Array = logits.argmax(axis=1).astype(smallest)
+    classes: Array = logits.argmax(axis=1).astype(dtype_of_classes(logits.shape[1]))
     return classes
+
+
+def dtype_of_classes(num_classes: int) -> np.dtype[Any]:
+    """Return uint8, or uint16 for more than 256 classes."""
+    return np.min_scalar_type(max(1, num_classes - 1))

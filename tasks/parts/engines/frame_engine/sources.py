@@ -76,7 +76,7 @@ def fit_frame(frame_HWC: Array, *, size: tuple[int, int], mode: str) -> Array:
     if frame_HWC.shape[:2] == size:
         return frame_HWC
     if mode == "letterbox":
-        frame_HWC = _stretch(frame_HWC, _letterbox_inside(frame_HWC.shape[:2], size))
+        frame_HWC = _stretch(frame_HWC, letterbox_inside(frame_HWC.shape[:2], size))
     return _stretch(frame_HWC, size) if mode == "stretch" else _crop(frame_HWC, size, 0)
 
 
@@ -87,7 +87,7 @@ def restore_mask(mask_HW: Array, *, size: tuple[int, int], mode: str) -> Array:
     if mode == "crop":
         return _crop(mask_HW, size, IGNORED)
     if mode == "letterbox":
-        mask_HW = _crop(mask_HW, _letterbox_inside(size, mask_HW.shape), 0)
+        mask_HW = _crop(mask_HW, letterbox_inside(size, mask_HW.shape), 0)
     rows, columns = (
         (2 * np.arange(new) + 1) * old // (2 * new) for new, old in zip(size, mask_HW.shape, strict=True)
     )
@@ -95,7 +95,7 @@ def restore_mask(mask_HW: Array, *, size: tuple[int, int], mode: str) -> Array:
     return restored_HW
 
 
-def _letterbox_inside(size: tuple[int, ...], frame: tuple[int, ...]) -> tuple[int, int]:
+def letterbox_inside(size: tuple[int, ...], frame: tuple[int, ...]) -> tuple[int, int]:
     """Return the largest size (height, width) of the shape of `size` that fits into `frame`."""
     scale = min(frame[0] / size[0], frame[1] / size[1])
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))

@@ -396,6 +396,7 @@ def test_plan_is_packed_with_what_its_script_needs(workshop: Workshop, tmp_path:
     assert write_bundle(engine, {"variant": "pruned", "target": "h200_tensorrt"}, bundle)
     assert (bundle / "triton_native" / "pruned-h200_tensorrt" / "1" / "model.plan").read_bytes() == b"no plan"
     assert (bundle / "requirements.txt").read_text().split()[::2] == ["tensorrt==11.4.0.1", "pycuda"]
+    assert "frame_engine/kernels.cu" in (bundle / "SHA256SUMS").read_text()
     card = json.loads((bundle / "model.json").read_text())
     assert card["batches"] == [[1, 1], [2, 4]]
     assert card["options"] == {
