@@ -63,9 +63,11 @@ def check_models(params: dict[str, Any]) -> None:
         if (ARTIFACTS / "import_onnx" / REPORT_FILE).is_file():
             continue  # it was read before; the stage notices changes
         from tasks.import_onnx import Config
+        from tasks.parts.custom_operators import check_libraries
         from tasks.parts.onnx_graphs.foreign_rewrite import read_image_size
 
         cfg: Config = typed_config(Config, params["import_onnx"], "import_onnx")
+        check_libraries(cfg.custom_operators, "model.custom_operators")
         data = params["prepare_data"]
         height, width = read_image_size(
             Path(name),
@@ -74,6 +76,7 @@ def check_models(params: dict[str, Any]) -> None:
             width=cfg.width,
             output=cfg.output_name,
             is_quantized=cfg.is_quantized,
+            libraries=cfg.custom_operators,
         )
         channels = data["folder"]["channels"]
         if channels != cfg.form.num_channels:

@@ -8,8 +8,9 @@ requirements.txt    the packages that it needs, in the versions that were measur
 model.json          file, sha256, classes, image size, normalisation, batches, options of the runtime
 report.json         the engine's row of engines.json
 <engine file>
+operators/          libraries with custom operators, of engines that have some
 SHA256SUMS          of all of these, for `sha256sum -c`
-triton/<name>/      a Triton model repository
+triton/<name>/      a Triton model repository, of engines without custom operators
 """
 
 import json
@@ -19,10 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.reports import write_json
+from tasks.parts.custom_operators import OPERATORS_FOLDER
 from tasks.parts.engines import frame_engine
 from tasks.parts.engines.description import describe_engine, package_of
 from tasks.parts.engines.frame_engine_cpp.write import write_cpp
-from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, read_engine_manifest, sha256_of
+from tasks.parts.engines.manifest import (
+    GRAPH_FILE,
+    EngineManifest,
+    engine_libraries,
+    read_engine_manifest,
+    sha256_of,
+)
 from tasks.parts.engines.runtimes import CUDA, Precision, Runtime
 from tasks.parts.engines.target import Gives, Reads, Target
 
@@ -63,7 +71,8 @@ def write_bundle(engine: Path, row: dict[str, Any], out: Path) -> bool:
     write_companions(engine, row, out)
     shutil.copyfile(engine / manifest.file, out / manifest.file)
     name = f"{row['variant']}-{row['target']}"
-    _write_triton(out / "triton" / name, name, engine, manifest)
+    if not manifest.target.custom_operators:
+        _write_triton(out / "triton" / name, name, engine, manifest)
     files = sorted(path for path in out.rglob("*") if path.is_file())
     sums = [f"{sha256_of(path)}  {path.relative_to(out)}" for path in files]
     (out / "SHA256SUMS").write_text("\n".join(sums) + "\n", encoding="utf-8")
@@ -83,6 +92,9 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
     write_json(out / "model.json", card)
     write_cpp(card, out)
     write_json(out / "report.json", row)
+    for library in engine_libraries(engine / manifest.file, manifest.target):
+        (out / OPERATORS_FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(library, out / OPERATORS_FOLDER / library.name)
     packages = [f"{package_of(manifest)}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
     if manifest.target.runtime is Runtime.tensorrt:
         packages.append("pycuda")

@@ -1,14 +1,17 @@
 """Run TensorRT plans. Not run on real hardware."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from .cuda_graph import CapturedGraph
 from .sessions import Array, Run
 
 
-def open_tensorrt(plan: bytes, card: dict[str, Any]) -> Run:
+def open_tensorrt(plan: bytes, card: dict[str, Any], libraries: Sequence[Path]) -> Run:
     """Return the call of a plan on the GPU of pycuda's primary context (CUDA_DEVICE chooses).
+
+    Checked `libraries` have its plugins.
 
     Raises ValueError for another GPU than the plan was built for, or a plan that does not load.
     """
@@ -20,6 +23,9 @@ def open_tensorrt(plan: bytes, card: dict[str, Any]) -> Run:
     check_gpu(device.name(), device.compute_capability(), options)
     runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
     runtime.engine_host_code_allowed = options["version_compatible"]
+    for library in libraries:
+        if runtime.get_plugin_registry().load_library(str(library)) is None:
+            raise ValueError(f"TensorRT cannot load the plugins in {library}; its error is above.")
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
         raise ValueError(

@@ -13,7 +13,7 @@ import numpy as np
 
 from tasks.core.errors import TargetMismatch
 from tasks.parts.engines.frame_engine.sessions import Run, open_onnxruntime, run_onnxruntime
-from tasks.parts.engines.manifest import EngineManifest, FloatArray
+from tasks.parts.engines.manifest import EngineManifest, FloatArray, engine_libraries
 from tasks.parts.engines.onnxruntime.layers import (
     operator_times,
     record_nodes,
@@ -157,7 +157,8 @@ class OnnxruntimeRunner:
         if provider == TENSORRT_PROVIDER:
             return open_session(self._file, provider=provider, num_threads=target.num_threads)
         try:
-            return open_onnxruntime(self._file, session_options(target, needs_vnni=False))
+            libraries = engine_libraries(self._file, target)
+            return open_onnxruntime(self._file, session_options(target, needs_vnni=False), libraries)
         except ValueError as error:
             raise TargetMismatch(
                 f"{self._file}: {error} Run on a worker of the target's work pool (target.{target.name}.device)."
