@@ -49,7 +49,7 @@ class OpenvinoMarkedRunner(BaseRunner):  # type: ignore[misc]
 
     def activate_impl(self) -> None:
         """Compile the graph."""
-        self._compiled = compile_graph(self._marked, self._manifest.target)
+        self._compiled = compile_graph(self._marked.SerializeToString(), self._manifest.target)
 
     def get_input_metadata_impl(self) -> Any:
         """Describe the image."""
