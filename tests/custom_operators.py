@@ -1,10 +1,12 @@
-"""A library with a custom operator for ONNX Runtime, compiled as a user would, and graphs that need it."""
+"""Libraries with a custom operator, for ONNX Runtime and for OpenVINO, compiled as a user would."""
 
 import hashlib
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
+import openvino
 import pytest
 
 from tasks.parts.custom_operators import CustomOperators
@@ -12,7 +14,7 @@ from tests.cpp_programs import onnxruntime_headers
 
 DOMAIN, OPERATOR = "test.lab", "Swish2"
 
-SOURCE = r"""
+FOR_ONNXRUNTIME = r"""
 #include <cmath>
 #include "onnxruntime_c_api.h"
 
@@ -79,15 +81,64 @@ extern "C" OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApi
 """
 
 
+FOR_OPENVINO = r"""
+#include <cmath>
+#include "openvino/core/op_extension.hpp"
+#include "openvino/frontend/onnx/extension/conversion.hpp"
+#include "openvino/op/op.hpp"
+
+class Swish2 : public ov::op::Op {
+ public:
+  OPENVINO_OP("Swish2", "test.lab");
+  Swish2() = default;
+  explicit Swish2(const ov::OutputVector& inputs) : Op(inputs) { constructor_validate_and_infer_types(); }
+  void validate_and_infer_types() override {
+    set_output_type(0, get_input_element_type(0), get_input_partial_shape(0));
+  }
+  std::shared_ptr<ov::Node> clone_with_new_inputs(const ov::OutputVector& inputs) const override {
+    return std::make_shared<Swish2>(inputs);
+  }
+  bool visit_attributes(ov::AttributeVisitor&) override { return true; }
+  bool has_evaluate() const override { return true; }
+  bool evaluate(ov::TensorVector& outputs, const ov::TensorVector& inputs) const override {
+    outputs[0].set_shape(inputs[0].get_shape());
+    const float* x = inputs[0].data<float>();
+    float* y = outputs[0].data<float>();
+    for (size_t i = 0; i < inputs[0].get_size(); ++i) y[i] = x[i] / (1 + std::exp(-2 * x[i]));
+    return true;
+  }
+};
+
+static ov::OutputVector convert(const ov::frontend::NodeContext& node) {
+  return std::make_shared<Swish2>(ov::OutputVector{node.get_input(0)})->outputs();
+}
+
+OPENVINO_CREATE_EXTENSIONS(std::vector<ov::Extension::Ptr>(
+    {std::make_shared<ov::OpExtension<Swish2>>(),
+     std::make_shared<ov::frontend::onnx::ConversionExtension>("Swish2", "test.lab", convert)}));
+"""
+
+
 def compile_library(folder: Path) -> CustomOperators:
-    """Compile SOURCE to a shared library in a folder, and declare it by its absolute path."""
+    """Compile the operator for ONNX Runtime, and declare the library by its absolute path."""
+    return _compile(folder / "libswish.so", FOR_ONNXRUNTIME, ["-Wall", "-I", onnxruntime_headers()])
+
+
+def compile_extension(folder: Path) -> CustomOperators:
+    """Compile the operator for the installed OpenVINO."""
+    package = Path(openvino.__path__[0])
+    libraries = [
+        path for name in ("", "_onnx_frontend") for path in package.glob(f"libs/libopenvino{name}.so.*")
+    ]
+    return _compile(folder / "libswish_openvino.so", FOR_OPENVINO, ["-I", package / "include", *libraries])
+
+
+def _compile(library: Path, source: str, options: Sequence[str | Path]) -> CustomOperators:
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
-    source, library = folder / "swish.cpp", folder / "libswish.so"
-    source.write_text(SOURCE)
-    options = ["-shared", "-fPIC", "-O1", "-std=c++17", "-Wall", "-I", onnxruntime_headers()]
-    done = subprocess.run(
-        ["g++", *options, source, "-o", library], capture_output=True, text=True, check=False
-    )
+    file = library.with_suffix(".cpp")
+    file.write_text(source)
+    command = ["g++", "-shared", "-fPIC", "-O1", "-std=c++17", file, *options, "-o", library]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return CustomOperators(str(library), hashlib.sha256(library.read_bytes()).hexdigest(), [DOMAIN])

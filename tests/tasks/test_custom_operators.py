@@ -1,4 +1,4 @@
-"""A model with a custom operator on its way to an engine: with a library that g++ compiles here, in ONNX Runtime."""
+"""A model with a custom operator on its way to an engine, with libraries that g++ compiles here."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ from tasks.parts.quantization.layer_steps import LayerSteps
 from tasks.parts.selection.bundle import write_bundle
 from tasks.quantize_ptq import Config as PtqConfig
 from tasks.quantize_ptq import quantize_ptq
-from tests.custom_operators import DOMAIN, OPERATOR, compile_library
+from tests.custom_operators import DOMAIN, OPERATOR, compile_extension, compile_library
 from tests.tasks.parts.selection.test_bundle import infer
 from tests.tasks.test_import_onnx import CONFIG, images, target
 
@@ -325,6 +325,25 @@ def test_runtime_without_a_library_fails_with_the_nodes(made: Made, tmp_path: Pa
     assert report.status is EngineStatus.failed
     assert "openvino does not support 2 nodes" in report.reason and "'b/swish'" in report.reason
     assert "target.cpu_openvino.custom_operators" in report.reason
+
+
+def test_openvino_runs_an_extension(made: Made, tmp_path: Path) -> None:
+    library, bundle = compile_extension(tmp_path), tmp_path / "bundle"
+    declared = replace(target("cpu_openvino"), custom_operators=[library])
+    report = build_engine(
+        declared, model=made.graphs["custom_ptq"], images=calibration_images(made.data), out=tmp_path
+    )
+    assert report.status is EngineStatus.built, report.reason
+    assert OPERATOR in (tmp_path / "engine" / LAYERS_FILE).read_text()
+    assert write_bundle(tmp_path / "engine", {"variant": "imported_ptq", "target": "cpu_openvino"}, bundle)
+    frames_NHWC = np.asarray(open_images(made.data, "test"))
+    done = infer(sys.executable, bundle, frames_NHWC, tmp_path)
+    assert done.returncode == 0, done.stderr
+    with open_engine(made.engines["standard_ptq"]) as other:
+        np.testing.assert_array_equal(np.load(tmp_path / "classes.npy"), other.run(frames_NHWC))
+    (tmp_path / "engine" / "operators" / "libswish_openvino.so").write_bytes(b"another")
+    with pytest.raises(ArtifactError, match="the library is not loaded"), open_engine(tmp_path / "engine"):
+        pass
 
 
 def overrides(library: CustomOperators, *more: str) -> list[str]:

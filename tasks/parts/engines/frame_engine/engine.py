@@ -91,7 +91,7 @@ def load_engine(folder: Path, *, num_threads: int | None = None) -> Engine:
     _check_version(card)
     if num_threads is not None:
         _set_threads(card["options"], num_threads)
-    libraries = [_checked_library(folder, library) for library in card["custom_operators"]]
+    libraries = [_checked_library(folder, library) for library in card.get("custom_operators", ())]
     return Engine(card, _OPENERS[card["runtime"]](content, card, libraries))
 
 

@@ -23,7 +23,12 @@ def write_cpp(card: dict[str, Any], out: Path) -> bool:
     runtime, options = card["runtime"], card["options"]
     has_program = runtime == "openvino" or options.get("provider") == "CPUExecutionProvider"
     gives_answers = card["gives"] == "classes" or card["task"] == "values"
-    if card["custom_operators"] or not has_program or not gives_answers or card["reads"] not in _RAW_FRAMES:
+    if (
+        card.get("custom_operators")
+        or not has_program
+        or not gives_answers
+        or card["reads"] not in _RAW_FRAMES
+    ):
         return False
     (out / "engine.txt").write_text(describe_for_cpp(card), encoding="utf-8")
     (out / "cpp").mkdir()
