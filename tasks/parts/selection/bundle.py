@@ -10,10 +10,12 @@ report.json         the engine's row of engines.json
 <engine file>
 operators/          libraries with custom operators, of engines that have some
 SHA256SUMS          of all of these, for `sha256sum -c`
+deepstream/         the configuration of Gst-nvinfer, for plans of segmentation networks that it can run
 triton/<name>/      a Triton model repository, of engines without custom operators
 """
 
 import json
+import logging
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -33,9 +35,12 @@ from tasks.parts.engines.manifest import (
 )
 from tasks.parts.engines.runtimes import CUDA, Precision, Runtime
 from tasks.parts.engines.target import Gives, Reads, Target
+from tasks.parts.selection.deepstream import write_deepstream
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ValueInfoProto
+
+logger = logging.getLogger(__name__)
 
 BUNDLED_RUNTIMES = (Runtime.onnxruntime, Runtime.openvino, Runtime.tensorrt)
 """Eager PyTorch needs the code of the network, so it has no bundle."""
@@ -73,6 +78,8 @@ def write_bundle(engine: Path, row: dict[str, Any], out: Path) -> bool:
     name = f"{row['variant']}-{row['target']}"
     if not manifest.target.custom_operators:
         _write_triton(out / "triton" / name, name, engine, manifest)
+    if manifest.target.runtime is Runtime.tensorrt and (reason := write_deepstream(manifest, out)):
+        logger.info("%s gets no configuration for DeepStream: %s", name, reason)
     files = sorted(path for path in out.rglob("*") if path.is_file())
     sums = [f"{sha256_of(path)}  {path.relative_to(out)}" for path in files]
     (out / "SHA256SUMS").write_text("\n".join(sums) + "\n", encoding="utf-8")
