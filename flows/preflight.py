@@ -71,13 +71,14 @@ def check_models(params: dict[str, Any]) -> None:
     for name in params["pipeline"]["imports"].values():
         if not Path(name).exists():
             raise ConfigError(f"{name} is missing, expected an ONNX file, or a folder with one (model.path).")
-        if (ARTIFACTS / "import_onnx" / REPORT_FILE).is_file():
-            continue  # it was read before; the stage notices changes
         from tasks.import_onnx import Config
-        from tasks.parts.onnx_graphs.foreign_rewrite import read_image_size
 
         cfg: Config = typed_config(Config, params["import_onnx"], "import_onnx")
         check_libraries(cfg.custom_operators, "model.custom_operators")
+        if (ARTIFACTS / "import_onnx" / REPORT_FILE).is_file():
+            continue  # it was read before; the stage notices changes
+        from tasks.parts.onnx_graphs.foreign_rewrite import read_image_size
+
         data = params["prepare_data"]
         height, width = read_image_size(
             Path(name),
