@@ -28,7 +28,7 @@ from flows.exchange import (
 from flows.flow_record import close_killed_flow_run, record_flow_run, recorded_flow
 from flows.params import CONF, compose_params, write_params
 from flows.pipeline import RecordedStages, run_targets
-from flows.preflight import check_gpus
+from flows.preflight import check_gpus, check_operators
 from flows.run_page import publish_progress
 from flows.stage_task import TaskStages, task_runner
 from flows.workspace import hold_workspace, keep_records
@@ -85,6 +85,7 @@ def deploy_target(target: TargetName, overrides: Overrides, models: Handover | N
             f"{target} is not in target, which is [{', '.join(params['build_engine'])}]. Add it."
         )
     check_gpus(params, [target])
+    check_operators(params, [target])
     check_remote()
     with explained_full_disk(ARTIFACTS), hold_workspace(), keep_records(), recorded_flow():
         close_killed_flow_run()

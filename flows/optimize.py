@@ -18,7 +18,14 @@ from flows.environment import write_environment
 from flows.flow_record import close_killed_flow_run, record_flow_run, recorded_flow
 from flows.params import compose_params, write_params
 from flows.pipeline import run_pipeline
-from flows.preflight import check_folders, check_gpus, check_models, count_calls, send_pending_runs
+from flows.preflight import (
+    check_folders,
+    check_gpus,
+    check_models,
+    check_operators,
+    count_calls,
+    send_pending_runs,
+)
 from flows.result_table import print_ranking, print_result
 from flows.workspace import commit_outputs, hold_workspace
 from tasks.core.errors import EnginewrightError
@@ -98,6 +105,7 @@ def main(overrides: Sequence[str]) -> int:
     try:
         params = compose_params(overrides)
         check_gpus(params, params["build_engine"])
+        check_operators(params, params["build_engine"])
         check_models(params)
         check_folders(params)
         folder = run_flow(params)

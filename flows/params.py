@@ -96,6 +96,8 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     _complete_loads(params, targets)
     _drop_uncalled(params)
     check_params(params)
+    if model is not None:
+        _check_operators(model["custom_operators"], targets)
     check_start(params)
     _check_variants(params["select_engine"], variants)
     check_templates(params, DVC_FILE)
@@ -335,6 +337,25 @@ def _complete_import(params: dict[str, Any], model: dict[str, Any]) -> None:
         file, params["attach_metric"]["function"] = _find_metric(model["metric"])
         pipeline["metrics"] = {"own": {"file": file, "data": pipeline["data"]}}
         pipeline["data"] = "artifacts/attach_metric/dataset"
+
+
+def _check_operators(libraries: list[dict[str, Any]], targets: dict[str, Any]) -> None:
+    """Reject a target whose runtime has no library for a domain of the model's custom operators.
+
+    ONNX Runtime takes those that the model declares.
+    """
+    domains = {domain for library in libraries for domain in library["domains"]}
+    for name, options in targets.items():
+        if options["runtime"] == "onnxruntime" and options["tensorrt"] is None:
+            continue
+        missing = domains - {
+            domain for library in options["custom_operators"] for domain in library["domains"]
+        }
+        if missing:
+            raise ConfigError(
+                f"target.{name}.custom_operators has no library for {', '.join(sorted(missing))}, which the model "
+                f"needs (model.custom_operators). Declare one for {options['runtime']}, or remove {name} from target."
+            )
 
 
 def _find_metric(metric: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from tasks.core.reports import REPORT_FILE
 from tasks.core.store import cache_folder
 from tasks.core.tracking.config import database_file, tracking_config
 from tasks.core.tracking.pending import has_pending
+from tasks.parts.custom_operators import check_libraries
 from tasks.parts.engines.machine import check_gpu
 from tasks.parts.engines.target import Target
 
@@ -46,6 +47,16 @@ def check_gpus(params: dict[str, Any], targets: Collection[str]) -> None:
             check_gpu(typed_config(Target, section, f"target.{name}"))
 
 
+def check_operators(params: dict[str, Any], targets: Collection[str]) -> None:
+    """Check before the first stage that the libraries of these targets are those that were declared.
+
+    Raises ArtifactError.
+    """
+    for name in targets:
+        target: Target = typed_config(Target, params["build_engine"][name], f"target.{name}")
+        check_libraries(target.custom_operators, target.operators_key)
+
+
 def check_models(params: dict[str, Any]) -> None:
     """Check before the first stage that the user's networks, weights and model can be read and fit the images.
 
@@ -60,12 +71,14 @@ def check_models(params: dict[str, Any]) -> None:
     for name in params["pipeline"]["imports"].values():
         if not Path(name).exists():
             raise ConfigError(f"{name} is missing, expected an ONNX file, or a folder with one (model.path).")
-        if (ARTIFACTS / "import_onnx" / REPORT_FILE).is_file():
-            continue  # it was read before; the stage notices changes
         from tasks.import_onnx import Config
-        from tasks.parts.onnx_graphs.foreign_rewrite import read_image_size
 
         cfg: Config = typed_config(Config, params["import_onnx"], "import_onnx")
+        check_libraries(cfg.custom_operators, "model.custom_operators")
+        if (ARTIFACTS / "import_onnx" / REPORT_FILE).is_file():
+            continue  # it was read before; the stage notices changes
+        from tasks.parts.onnx_graphs.foreign_rewrite import read_image_size
+
         data = params["prepare_data"]
         height, width = read_image_size(
             Path(name),
@@ -74,6 +87,7 @@ def check_models(params: dict[str, Any]) -> None:
             width=cfg.width,
             output=cfg.output_name,
             is_quantized=cfg.is_quantized,
+            libraries=cfg.custom_operators,
         )
         channels = data["folder"]["channels"]
         if channels != cfg.form.num_channels:

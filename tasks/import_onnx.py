@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from tasks.core.bounds import AtLeast, Between, Distinct, LessThan, MinItems, MoreThan
 from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.custom_operators import CustomOperators, check_libraries
 from tasks.parts.data.input_card import MAX_CHANNELS, InputCard, Task
 from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, InputForm, Layout, Values
 from tasks.parts.onnx_graphs.foreign_output import ALL_OUTPUTS, OutputKind
@@ -71,6 +72,8 @@ class Config:
     """Gate of a Q/DQ graph against its file, dB. Values that lie between two steps may be rounded to either."""
     min_float_form_sqnr_db: Annotated[float, AtLeast(0), LessThan(200)]
     """Gate of the float form against its Q/DQ file, dB: what the file's rounding costs."""
+    custom_operators: list[CustomOperators]
+    """Libraries for ONNX Runtime that have the operators of the file outside standard ONNX."""
     seed: Annotated[int, AtLeast(0)]
     """Seed of the random images that a float file is compared on."""
 
@@ -164,8 +167,8 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
 
     Of a Q/DQ file this is the float form, and ``quantized.onnx`` computes the same as the file.
 
-    Raises ArtifactError for a file that the pipeline cannot use, GateFailed when the outputs of a written graph
-    differ.
+    Raises ArtifactError for a file or a library that the pipeline cannot use, GateFailed when the outputs of a
+    written graph differ.
     """
     import numpy as np
     from onnx import numpy_helper
@@ -175,6 +178,7 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     from tasks.parts.onnx_graphs.macs import conv_macs
 
     logger.info("importing %s", find_file(model))
+    check_libraries(cfg.custom_operators, "model.custom_operators")
     original = read_foreign(model)
     quantized = None
     if cfg.is_quantized:
@@ -240,6 +244,7 @@ def _rewrite(
             output=OutputForm(cfg.output_name, cfg.output_layout, cfg.threshold, cfg.output_kind),
             quantization=quantization,
             is_batch_freed=is_batch_freed,
+            libraries=cfg.custom_operators,
         )
         gate, images_NHWC = _gate(cfg, imported, quantization), _images(cfg, imported, data)
         return imported, compare(model, imported, cfg.form, gate, images_NHWC, cfg.batch_sizes)

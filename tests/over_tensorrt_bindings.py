@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,8 @@ from tasks.parts.builders.tensorrt_plan import (
 )
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.debug_tensors import DebugTensors
-from tasks.parts.engines.tensorrt.log import TensorrtLog, describe_errors
+from tasks.parts.engines.tensorrt.log import LOG, TensorrtLog, describe_errors
+from tasks.parts.engines.tensorrt.plugins import load_plugins
 from tasks.parts.engines.tensorrt_options import BatchProfile, HardwareCompatibility, TacticSource
 from tasks.parts.onnx_graphs.graph import set_node_source
 from tests.conftest import REPOSITORY
@@ -338,6 +340,28 @@ def test_refused_nodes_are_named_with_module_and_line() -> None:
     assert "refuses 2 nodes" in text
     assert "Round 'head/Round' (module head, tasks/parts/networks/head.py:12): no importer registered" in text
     assert "Round 'node 3': no importer registered" in text
+
+
+@dataclass
+class RecordedRegistry:
+    """Stands for an IPluginRegistry that cannot load refused.so."""
+
+    loaded: list[str] = field(default_factory=list)
+
+    def load_library(self, plugin_lib: str) -> object:
+        self.loaded.append(plugin_lib)
+        if plugin_lib.endswith("refused.so"):
+            LOG.log(trt.ILogger.Severity.ERROR, "no plugin creator")
+            return None
+        return object()
+
+
+def test_plugins_that_tensorrt_cannot_load_are_named(tmp_path: Path) -> None:
+    registry: Any = RecordedRegistry()
+    load_plugins(registry, [tmp_path / "a.so", tmp_path / "b.so"])
+    assert registry.loaded == [str(tmp_path / "a.so"), str(tmp_path / "b.so")]
+    with pytest.raises(ArtifactError, match=rf"refused\.so: TensorRT {MAJOR}.* \(no plugin creator\)"):
+        load_plugins(registry, [tmp_path / "refused.so"])
 
 
 def capsule(values: np.ndarray) -> Any:

@@ -35,11 +35,13 @@ SYMBOLS = (
 )
 CORE = {
     "Builder.build_serialized_network",
+    "Builder.get_plugin_registry",
     "BuilderFlag.ERROR_ON_TIMING_CACHE_MISS",
     "IBuilderConfig.set_memory_pool_limit",
     "ICudaEngine.create_execution_context",
     "IExecutionContext.execute_async_v3",
     "IExecutionContext.unfused_tensors_debug_state",
+    "IPluginRegistry.load_library",
     "INetworkDefinition.mark_unfused_tensors_as_debug_tensors",
     "IOptimizationProfile.set_shape",
     "ITimingCache.combine",
@@ -97,6 +99,7 @@ def test_script_of_the_bundle_is_searched_too(environment: dict[str, str], tmp_p
         "ICudaEngine.get_tensor_mode",
         "IExecutionContext.execute_async_v3",
         "IExecutionContext.set_tensor_address",
+        "IPluginRegistry.load_library",
     }
     (tmp_path / "old.py").write_text(script.read_text().replace("execute_async_v3", "execute_async_v2"))
     faults = read_faults(environment, tmp_path / "old.py")[1]

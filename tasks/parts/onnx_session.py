@@ -1,10 +1,12 @@
 """Open ONNX Runtime sessions, both to evaluate graphs and to run engines."""
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.core.errors import BuildFailed, TargetMismatch, first_line
+from tasks.core.errors import ArtifactError, BuildFailed, TargetMismatch, first_line
+from tasks.parts.custom_operators import check_libraries, libraries_of
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -36,11 +38,14 @@ def open_session(
     is_optimised: bool = True,
     optimised_file: Path | None = None,
     profile_prefix: str | None = None,
+    libraries: Sequence[Path] | None = None,
 ) -> "onnxruntime.InferenceSession":
     """Create a session that really runs on `provider`; with `num_threads` 0 it uses one thread per core.
 
-    ONNX Runtime itself silently falls back to the CPU when the provider is absent; this raises TargetMismatch
-    instead. Raises BuildFailed when the runtime refuses the graph.
+    A graph in memory brings its libraries with custom operators along; for a file `libraries` has their checked
+    paths. ONNX Runtime itself silently falls back to the CPU when the provider is absent; this raises TargetMismatch
+    instead. Raises BuildFailed when the runtime refuses the graph, ArtifactError for a library that is missing or has
+    another sha256.
     """
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as state
@@ -71,8 +76,15 @@ def open_session(
         options.enable_profiling, options.profile_file_prefix = True, profile_prefix
     if isinstance(model, Path):
         source: str | bytes = str(model)
+    elif isinstance(model, bytes):
+        source = model
     else:
-        source = model if isinstance(model, bytes) else model.SerializeToString()
+        source = model.SerializeToString()
+        libraries = (
+            check_libraries(libraries_of(model), "model.custom_operators") if libraries is None else libraries
+        )
+    for library in libraries or ():
+        register_library(options, library)
     try:
         session = onnxruntime.InferenceSession(
             source, options, providers=[(name, PROVIDER_OPTIONS.get(name, {})) for name in providers]
@@ -98,3 +110,16 @@ def open_session(
     if in_use[0] != provider:
         raise TargetMismatch(f"ONNX Runtime runs on {in_use[0]}, expected {provider} (target.<name>.device).")
     return session
+
+
+def register_library(options: "onnxruntime.SessionOptions", library: Path) -> None:
+    """Let sessions with these options have the operators of a checked library, which is loaded here."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    try:
+        options.register_custom_ops_library(str(library))
+    except (state.Fail, state.InvalidArgument, state.RuntimeException) as error:
+        raise ArtifactError(
+            f"{library}: ONNX Runtime cannot load the custom operators ({first_line(error)}). Build the library for "
+            "this machine and this ONNX Runtime or an earlier one, with the function RegisterCustomOps."
+        ) from error

@@ -65,6 +65,7 @@ CONFIG = Config(
     is_quantized=False,
     min_quantized_sqnr_db=30.0,
     min_float_form_sqnr_db=10.0,
+    custom_operators=[],
     seed=0,
 )
 

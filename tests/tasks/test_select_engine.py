@@ -377,6 +377,7 @@ class Artifacts:
             min_agreement_db=40.0,
             min_agreement_int8_db=10.0,
             min_int8_macs_share=0.95,
+            custom_operators=[],
             tensorrt=None,
         )
         return EngineManifest(

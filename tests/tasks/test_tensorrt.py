@@ -31,6 +31,7 @@ from tasks.parts.builders.tensorrt_commands import (
     trtexec_command,
     write_commands,
 )
+from tasks.parts.custom_operators import CustomOperators
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.gpu import Gpu, find_gpus
 from tasks.parts.engines.machine import _runs_on, check_gpu, check_runtime_version, check_tensorrt_version
@@ -344,6 +345,25 @@ def test_commands_give_no_shapes_to_a_graph_whose_shapes_are_fixed(workshop: Wor
     target = workshop.target("h200_tensorrt_static", max_batch=1)
     for command in (trtexec_command(target, BUILD), *timing_commands(target, BUILD)):
         assert "shapes" not in " ".join(command).lower()
+
+
+def test_commands_load_the_plugins_beside_the_engine(workshop: Workshop) -> None:
+    plugins = [CustomOperators(f"lib/{name}.so", "0" * 64, [f"{name}.lab"]) for name in ("one", "two")]
+    target = replace(workshop.target("h200_tensorrt"), custom_operators=plugins)
+    paths = ["$engine/operators/one.so", "$engine/operators/two.so"]
+    loading = (
+        trtexec_command(target, BUILD),
+        *timing_commands(target, BUILD),
+        kernels_command(target, BUILD),
+    )
+    for command in loading:
+        assert [word for word in command if "lugins" in word] == [
+            f"--dynamicPlugins={path}" for path in paths
+        ]
+    tool, parser = Convert(), argparse.ArgumentParser()
+    tool.setup_parser(parser.add_subparsers())
+    assert parser.parse_args(polygraphy_command(target, BUILD)[1:]).plugins == paths
+    assert comparing_commands(target, BUILD) == []  # ONNX Runtime lacks the operators
 
 
 def test_script_passes_shellcheck(workshop: Workshop, tmp_path: Path) -> None:

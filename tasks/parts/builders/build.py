@@ -13,6 +13,7 @@ from tasks.parts.builders.agreement import compare_answers, measure_agreement, r
 from tasks.parts.builders.contract import Built, CheckpointSource, GraphSource, read_source
 from tasks.parts.builders.executed_layers import join_nodes, list_rows, sum_up_layers
 from tasks.parts.builders.report import BuildCost, EngineBuild, compressed_size, new_manifest, publish
+from tasks.parts.custom_operators import check_libraries, libraries_of
 from tasks.parts.engines.machine import check_gpu, check_versions, missing_cpu_flags
 from tasks.parts.engines.manifest import (
     ENGINE_FOLDER,
@@ -20,7 +21,9 @@ from tasks.parts.engines.manifest import (
     TWIN_FOLDER,
     EngineManifest,
     EngineStatus,
+    copy_libraries,
 )
+from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.engines.target import Reads, Target
 from tasks.parts.tables import write_table
 
@@ -34,7 +37,8 @@ def build(target: Target, *, model: Path, images: Path, out: Path) -> EngineBuil
 
     The status is "skipped" if the CPU lacks a declared flag, and "failed" if the runtime refuses the graph or
     computes it wrongly, both with the reason, so that the other targets continue. Raises TargetMismatch if the
-    machine's runtime is not the declared one, ArtifactError for a damaged model or for images of another size.
+    machine's runtime is not the declared one, ArtifactError for a damaged model, for images of another size, or for
+    a library with another sha256 than the declared one.
     """
     logger.info("build_engine: %s for target %s", model, target.name)
     check_gpu(target)
@@ -43,6 +47,13 @@ def build(target: Target, *, model: Path, images: Path, out: Path) -> EngineBuil
     engine.mkdir()
     source = read_source(target, model, images)
     target = replace(target, max_batch=source.card.fit_batch(target.max_batch))
+    if (
+        isinstance(source, GraphSource)
+        and target.compiler is Runtime.onnxruntime
+        and not target.custom_operators
+    ):
+        target = replace(target, custom_operators=libraries_of(source.graph))
+    check_libraries(target.custom_operators, target.operators_key)
     if target.threshold is not None and len(source.card.classes) != 2:
         raise ConfigError(
             f"target.{target.name}.threshold is {target.threshold}, and {model} has {len(source.card.classes)} "
@@ -62,6 +73,7 @@ def build(target: Target, *, model: Path, images: Path, out: Path) -> EngineBuil
         source.check(target)
         importlib.import_module(target.runtime.traits.module)
         builder = importlib.import_module(f"tasks.parts.builders.{target.runtime}")
+        copy_libraries(target, engine)
         start = time.monotonic()
         built = builder.build_file(target, source, engine)
         build_s = time.monotonic() - start
@@ -79,6 +91,7 @@ def _build_twin(
     """Build the engine with normalised images and logits into the engine's folder."""
     folder = engine / TWIN_FOLDER
     folder.mkdir()
+    copy_libraries(manifest.target, folder)
     built: Built = builder.build_file(manifest.target.plain, source, folder)
     return built
 

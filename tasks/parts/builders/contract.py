@@ -9,6 +9,7 @@ import numpy as np
 from tasks.core.errors import ArtifactError, BuildFailed
 from tasks.parts.builders.agreement import read_probe_images
 from tasks.parts.builders.report import NO_LAYERS, LayerCounts, count_layers
+from tasks.parts.custom_operators import domains_of
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import EngineLayer, FloatArray, Precisions
 from tasks.parts.engines.target import Target
@@ -183,10 +184,12 @@ def _check_operators(graph: "ModelProto", target: Target) -> None:
     foreign = [
         f"{node.domain}::{node.op_type} ('{node.name}')"
         for node in graph.graph.node
-        if node.domain not in ("", "ai.onnx") and (node.domain, node.op_type) not in own
+        if node.domain not in ("", "ai.onnx", *domains_of(target.custom_operators))
+        and (node.domain, node.op_type) not in own
     ]
     if foreign:
         raise BuildFailed(
             f"Target {target.name}: {target.runtime} does not support {len(foreign)} nodes of the graph: "
-            f"{', '.join(foreign[:5])}. Replace these operators by standard ONNX ones in the network."
+            f"{', '.join(foreign[:5])}. Replace these operators by standard ONNX ones in the network, or declare the "
+            f"library that has them for this runtime (target.{target.name}.custom_operators)."
         )

@@ -11,6 +11,7 @@ from tasks.parts.builders.contract import Built, GraphSource
 from tasks.parts.builders.executed_layers import LAYER_WORDS
 from tasks.parts.builders.frames import fit_frames
 from tasks.parts.builders.graph_rewrites import rewrite_for
+from tasks.parts.custom_operators import declare_libraries
 from tasks.parts.engines.manifest import count_precisions
 from tasks.parts.engines.onnxruntime.layers import find_nodes_elsewhere, layers_of, record_nodes
 from tasks.parts.engines.onnxruntime.runner import ENGINE_FILE, provider_of
@@ -38,6 +39,7 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
         built.file.unlink()
         return replace(built, file=file)
     graph = fit_frames(target, rewrite_for(target, source.graph), source.card)
+    declare_libraries(graph, target.custom_operators)
     write_graph(graph, file)
     layers = layers_of(file, provider=provider_of(target), num_threads=target.num_threads)
     if target.device == CUDA:

@@ -20,7 +20,7 @@ from tasks.parts.builders.tensorrt_plan import build_plan
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.machine import installed_version
-from tasks.parts.engines.manifest import GRAPH_FILE, count_precisions
+from tasks.parts.engines.manifest import GRAPH_FILE, count_precisions, engine_libraries
 from tasks.parts.engines.open_engine import load_runner
 from tasks.parts.engines.rounds import rounds_ms
 from tasks.parts.engines.runtimes import Runtime
@@ -57,7 +57,8 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     for plan in plans:
         plan.unlink(missing_ok=True)
     with runner.PrimaryContext():
-        layers = read_layers(runner.inspect(runner.load_plan(file.read_bytes(), target), target))
+        plan = runner.load_plan(file.read_bytes(), target, engine_libraries(file, target))
+        layers = read_layers(runner.inspect(plan, target))
     units = count_units(layer.kernel for layer in layers)
     told = sum_up_units(units, may_be_sparse=target.tensorrt.sparse_weights)
     logger.info("build_engine: kernels of %d layers: %s", len(layers), told)

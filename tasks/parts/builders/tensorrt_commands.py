@@ -11,6 +11,7 @@ from pathlib import Path
 
 from onnx import ModelProto
 
+from tasks.parts.custom_operators import OPERATORS_FOLDER
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.manifest import GRAPH_FILE
 from tasks.parts.engines.runtimes import Precision
@@ -139,6 +140,7 @@ def trtexec_command(target: Target, build: Build) -> list[str]:
         f"--useDLACore={options.dla_core}": options.dla_core is not None,
         "--allowGPUFallback": options.dla_core is not None,
     }
+    flags += [f"--dynamicPlugins={plugin}" for plugin in _plugins(target)]
     return ["trtexec", *flags, *(flag for flag, is_wanted in optional.items() if is_wanted)]
 
 
@@ -158,6 +160,8 @@ def polygraphy_command(target: Target, build: Build) -> list[str]:
         command += ["--tactic-sources", *(source.value for source in options.tactic_sources)]
     if options.max_aux_streams is not None:
         command += ["--max-aux-streams", str(options.max_aux_streams)]
+    if target.custom_operators:
+        command += ["--plugins", *_plugins(target)]
     cache = timing_cache_file(options, build.gpu, build.version)
     if cache is not None:
         command += ["--load-timing-cache", str(cache)]
@@ -203,8 +207,11 @@ def kernels_command(target: Target, build: Build) -> list[str]:
 
 
 def comparing_commands(target: Target, build: Build) -> list[list[str]]:
-    """Return the Polygraphy commands that run graph and plan; none for BF16, which ONNX Runtime does not convolve."""
-    if target.precision is Precision.bf16:
+    """Return the Polygraphy commands that run graph and plan.
+
+    None for BF16, which ONNX Runtime does not convolve, and for plugins, whose operators it lacks.
+    """
+    if target.precision is Precision.bf16 or target.custom_operators:
         return []
     shape = ",".join(map(str, (1, *build.input_shape)))
     floor_db = target.min_agreement_int8_db if build.is_quantized else target.min_agreement_db
@@ -222,6 +229,7 @@ def _load_command(target: Target, build: Build) -> list[str]:
     command = ["trtexec", f"--loadEngine={_PLAN}"]
     if _is_dynamic(target):
         command.append(f"--shapes={build.input_name}:{'x'.join(map(str, (1, *build.input_shape)))}")
+    command += [f"--dynamicPlugins={plugin}" for plugin in _plugins(target)]
     if options.version_compatible:
         command.append("--versionCompatible")
     if options.dla_core is not None:
@@ -232,6 +240,11 @@ def _load_command(target: Target, build: Build) -> list[str]:
 def _is_dynamic(target: Target) -> bool:
     """Return whether the graph takes several batches; trtexec refuses shapes for one that takes one."""
     return target.max_batch > 1
+
+
+def _plugins(target: Target) -> list[str]:
+    """Return the paths of the libraries with plugins, beside the script."""
+    return [f"$engine/{OPERATORS_FOLDER}/{library.name}" for library in target.custom_operators]
 
 
 def _options(target: Target) -> TensorrtOptions:

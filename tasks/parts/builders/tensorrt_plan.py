@@ -20,9 +20,11 @@ from rich.progress import Progress, TaskID
 
 from tasks.core.errors import BuildFailed
 from tasks.parts.builders.tensorrt_dla import check_fallbacks, place_on_dla
+from tasks.parts.custom_operators import check_libraries
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.log import LOG, describe_errors
+from tasks.parts.engines.tensorrt.plugins import load_plugins
 from tasks.parts.engines.tensorrt_options import TensorrtOptions, timing_cache_file
 from tasks.parts.onnx_graphs.graph import node_sources
 
@@ -73,6 +75,9 @@ def build_plan(
     assert options is not None
     num_before, num_warnings = len(LOG.errors), len(LOG.warnings)
     builder = trt.Builder(LOG)
+    load_plugins(
+        builder.get_plugin_registry(), check_libraries(target.custom_operators, target.operators_key)
+    )
     # TensorRT 11 has no other kind of network and ignores the flag.
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     require(network is not None, "to create a network", target)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from tasks.parts.custom_operators import OPERATORS_FOLDER
 from tasks.parts.engines.frame_engine.engine import Engine
 from tasks.parts.engines.machine import needs_vnni
 from tasks.parts.engines.manifest import EngineManifest
@@ -41,6 +42,10 @@ def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
         "runtime_version": manifest.runtime_version,
         "file": manifest.file,
         "sha256": manifest.sha256,
+        "custom_operators": [
+            {"file": f"{OPERATORS_FOLDER}/{library.name}", "sha256": library.sha256}
+            for library in target.custom_operators
+        ],
         "task": card.task,
         "classes": card.classes,
         "height": card.height,

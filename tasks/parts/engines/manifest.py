@@ -7,6 +7,7 @@ engine/<file>            the one file that a user deploys (absent unless status 
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
+from tasks.parts.custom_operators import OPERATORS_FOLDER, check_libraries
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.target import Target
@@ -120,6 +122,21 @@ def count_precisions(layers: Sequence[EngineLayer]) -> Precisions:
         if layer.precision and not layer.is_conversion:
             counts[layer.kind][layer.precision] += 1
     return {kind: dict(sorted(by_precision.items())) for kind, by_precision in sorted(counts.items())}
+
+
+def copy_libraries(target: Target, engine: Path) -> None:
+    """Put the libraries with custom operators beside an engine, so that it goes with them wherever it is run."""
+    for library in target.custom_operators:
+        (engine / OPERATORS_FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(library.library, engine / OPERATORS_FOLDER / library.name)
+
+
+def engine_libraries(file: Path, target: Target) -> list[Path]:
+    """Return the libraries with custom operators beside an engine file.
+
+    Raises ArtifactError if one is missing or has another sha256 than the declared one: it is not to be loaded.
+    """
+    return check_libraries(target.custom_operators, target.operators_key, file.parent / OPERATORS_FOLDER)
 
 
 def plain_engine(engine: Path) -> Path:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from tasks.core.bounds import AtLeast, Between, LessThan, Matches, MoreThan
 from tasks.core.errors import ConfigError
+from tasks.parts.custom_operators import CustomOperators
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.runtimes import CPU, CUDA, Precision, Runtime
 from tasks.parts.engines.tensorrt_options import TensorrtOptions
@@ -107,6 +108,9 @@ class Target:
     min_int8_macs_share: Annotated[float, Between(0, 1)]
     """Least share of the MACs between Q/DQ pairs, as the target's graph has them, that the engine runs in int8. With
     less its precision is not the one that was asked for."""
+    custom_operators: list[CustomOperators]
+    """Libraries with operators outside standard ONNX: extensions of OpenVINO, plugins of TensorRT. Empty for ONNX
+    Runtime: those that the graph declares."""
     tensorrt: TensorrtOptions | None
     """Options of the plan, for runtime tensorrt and for ONNX Runtime if it runs a plan; null otherwise."""
 
@@ -124,6 +128,12 @@ class Target:
             may_be_plan if self.tensorrt else traits.plans != "required",
             "tensorrt",
             "options for runtime tensorrt, options or null for onnxruntime on cuda, null for the others",
+        )
+        reads_graph = not traits.reads_checkpoints and self.compiler is self.runtime
+        self._require(
+            reads_graph or not self.custom_operators,
+            "custom_operators",
+            f"[] {runtime}, which has none{' in a plan' if self.tensorrt else ''}",
         )
         if self.tensorrt:
             self.tensorrt.check_profiles(self.max_batch)
@@ -160,6 +170,11 @@ class Target:
     def compiler(self) -> Runtime:
         """Runtime that compiles the graph: TensorRT also if ONNX Runtime runs its plan."""
         return Runtime.tensorrt if self.tensorrt else self.runtime
+
+    @property
+    def operators_key(self) -> str:
+        """Key of the configuration that declares its libraries, for errors."""
+        return f"target.{self.name}.custom_operators"
 
     @property
     def is_plain(self) -> bool:

@@ -117,15 +117,14 @@ def _types(graph: ModelProto) -> dict[str, int]:
     return {value.name: value.type.tensor_type.elem_type for value in values}
 
 
-def mark(graph: ModelProto, names: Sequence[str]) -> bytes:
+def mark(graph: ModelProto, names: Sequence[str]) -> ModelProto:
     """Return the graph with `names` as its outputs."""
     from polygraphy.backend.onnx import ModifyOutputs
     from polygraphy.logger import G_LOGGER
 
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
-        marked = ModifyOutputs(graph, outputs=list(names), copy=True)()
-    content: bytes = marked.SerializeToString()
-    return content
+        marked: ModelProto = ModifyOutputs(graph, outputs=list(names), copy=True)()
+    return marked
 
 
 def add_exact_twins(

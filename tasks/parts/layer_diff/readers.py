@@ -12,7 +12,7 @@ from polygraphy.backend.base import BaseRunner
 from polygraphy.backend.onnxrt import OnnxrtRunner
 from polygraphy.common import TensorMetadata
 
-from tasks.parts.engines.manifest import EngineManifest
+from tasks.parts.engines.manifest import EngineManifest, copy_libraries
 from tasks.parts.engines.openvino.compile import compile_graph
 from tasks.parts.layer_diff.matching import mark
 from tasks.parts.onnx_session import open_session
@@ -49,7 +49,7 @@ class OpenvinoMarkedRunner(BaseRunner):  # type: ignore[misc]
 
     def activate_impl(self) -> None:
         """Compile the graph."""
-        self._compiled = compile_graph(self._marked, self._manifest.target)
+        self._compiled = compile_graph(self._marked.SerializeToString(), self._manifest.target)
 
     def get_input_metadata_impl(self) -> Any:
         """Describe the image."""
@@ -149,6 +149,7 @@ class TensorrtDebugRunner(BaseRunner):  # type: ignore[misc]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / self._manifest.file
             file.write_bytes(plan)
+            copy_libraries(target, file.parent)
             self._runner = TensorrtRunner(file, self._manifest).__enter__()
 
     def get_input_metadata_impl(self) -> Any:

@@ -6,24 +6,17 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from tasks.core.errors import ArtifactError, BuildFailed, GateFailed, first_line
 from tasks.parts.cpu import int8_sums_saturate
+from tasks.parts.custom_operators import check_libraries, libraries_of
 from tasks.parts.data.dataset import normalise
+from tasks.parts.onnx_graphs.foreign_custom import RUN_FAILURES
 from tasks.parts.onnx_graphs.foreign_file import open_original
 from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_rewrite import FixedBatch, Imported, with_output
 from tasks.parts.onnx_graphs.signal_to_noise import Difference, difference
 from tasks.parts.onnx_session import open_session
-
-_FAILURES = (
-    state.Fail,
-    state.InvalidArgument,
-    state.InvalidGraph,
-    state.NotImplemented,
-    state.RuntimeException,
-)
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,8 @@ def compare(
 
     Raises GateFailed, or FixedBatch where the batch was made dynamic, at the first batch that differs too much.
     """
-    original = open_original(model, form, imported.tensors, imported.static_batch)
+    libraries = check_libraries(libraries_of(imported.graph), "model.custom_operators")
+    original = open_original(model, form, imported.tensors, imported.static_batch, libraries)
     stop = GateFailed if imported.static_batch is None or imported.max_batch else FixedBatch
     hint = _hint(imported)
     try:
@@ -74,7 +68,7 @@ def compare(
         images_NCHW = normalise(images_NHWC[:batch_size], imported.mean, imported.std)
         try:
             answers = original.answers(images_NHWC[:batch_size])
-        except _FAILURES as error:
+        except RUN_FAILURES as error:
             raise ArtifactError(
                 f"{model}: the file itself fails on a batch of {batch_size} ({first_line(error)}), though it "
                 f"declares {imported.static_batch or 'a dynamic batch'}. Export it with a batch that it supports."
@@ -82,7 +76,7 @@ def compare(
         try:
             parts = np.split(images_NCHW, batch_size) if imported.max_batch else [images_NCHW]
             logits = np.concatenate([session.run(None, {name: part})[0] for part in parts])
-        except _FAILURES as error:
+        except RUN_FAILURES as error:
             raise stop(
                 f"batch of {batch_size}: ONNX Runtime fails on the written graph ({first_line(error)}). {hint}"
             ) from error

@@ -1,6 +1,7 @@
 """Open an ONNX file of another tool, with its weights, and refuse damaged ones."""
 
 import graphlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -153,22 +154,27 @@ class Original:
 
 
 def open_original(
-    model: Path, form: InputForm, tensors: tuple[str, ...], static_batch: int | None
+    model: Path,
+    form: InputForm,
+    tensors: tuple[str, ...],
+    static_batch: int | None,
+    libraries: Sequence[Path],
 ) -> Original:
     """Open the original file; where it is newer than ONNX Runtime, convert its opset.
 
-    It runs as written where integer kernels add in 16 bits, so that its meaning counts and not this CPU.
+    It runs as written where integer kernels add in 16 bits, so that its meaning counts and not this CPU. `libraries`
+    have its custom operators.
 
     Raises BuildFailed when the runtime refuses the file.
     """
     path, is_optimised = find_file(model), not int8_sums_saturate()
     try:
-        return Original(open_session(path, is_optimised=is_optimised), form, tensors, static_batch, "")
+        session = open_session(path, is_optimised=is_optimised, libraries=libraries)
+        return Original(session, form, tensors, static_batch, "")
     except BuildFailed:
         graph = read_foreign(model)
         converted, changes = convert_opset(graph, path, read_opset(graph, path))
         if not changes:
             raise
-        return Original(
-            open_session(converted, is_optimised=is_optimised), form, tensors, static_batch, changes[0]
-        )
+        session = open_session(converted, is_optimised=is_optimised, libraries=libraries)
+        return Original(session, form, tensors, static_batch, changes[0])

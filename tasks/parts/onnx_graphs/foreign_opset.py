@@ -6,9 +6,8 @@ import onnx
 from onnx import ModelProto
 
 from tasks.core.errors import ArtifactError, first_line
+from tasks.parts.custom_operators import STANDARD_DOMAINS
 from tasks.parts.onnx_graphs.graph import MAX_OPSET, MIN_OPSET
-
-STANDARD_DOMAINS = ("", "ai.onnx")
 
 
 def read_opset(model: ModelProto, path: Path) -> int:
@@ -48,7 +47,7 @@ def _refuse_newer_operators(model: ModelProto, path: Path, wanted: int) -> None:
         schema.name for schema in onnx.defs.get_all_schemas_with_history() if schema.since_version <= wanted
     }
     for node in model.graph.node:
-        if node.op_type not in known:
+        if node.domain in STANDARD_DOMAINS and node.op_type not in known:
             raise ArtifactError(
                 f"{path}: node '{node.name or node.output[0]}' is {node.op_type}, which opset {wanted} lacks; "
                 f"runtimes here read opsets up to {MAX_OPSET}. Export the model with opset {MAX_OPSET} or older, so "

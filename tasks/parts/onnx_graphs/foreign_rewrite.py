@@ -7,7 +7,7 @@ nodes and constants as initializers. N batch, C classes, H rows, W columns.
 
 import contextlib
 import io
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -19,12 +19,14 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 from onnx.inliner import inline_local_functions
 
 from tasks.core.errors import ArtifactError, first_line
+from tasks.parts.custom_operators import CustomOperators
 from tasks.parts.onnx_graphs.equal_operators import replace_operators
+from tasks.parts.onnx_graphs.foreign_custom import accept_domains, infer_custom_outputs
 from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
 from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_half import half_to_float, has_half
 from tasks.parts.onnx_graphs.foreign_input import describe, find_image, normalise_input, sizes_of
-from tasks.parts.onnx_graphs.foreign_opset import STANDARD_DOMAINS, convert_opset, read_opset
+from tasks.parts.onnx_graphs.foreign_opset import convert_opset, read_opset
 from tasks.parts.onnx_graphs.foreign_output import Head, OutputForm, choose_output, rewrite_head
 from tasks.parts.onnx_graphs.foreign_qdq import (
     add_zero_points,
@@ -84,11 +86,12 @@ def rewrite(
     output: OutputForm,
     quantization: Quantization,
     is_batch_freed: bool,
+    libraries: Sequence[CustomOperators] = (),
 ) -> Imported:
     """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that leave them open.
 
-    With `is_batch_freed`, a fixed batch is made dynamic. Raises FixedBatch if that is impossible, ArtifactError for a
-    graph that the pipeline cannot use.
+    With `is_batch_freed`, a fixed batch is made dynamic. Those of `libraries` whose operators it has are declared in
+    the graph. Raises FixedBatch if the batch stays fixed, ArtifactError for a graph that the pipeline cannot use.
     """
     model, changes = ModelProto(), []
     model.CopyFrom(original)
@@ -97,7 +100,9 @@ def rewrite(
         changes.append(f"{len(model.functions)} functions inlined")
         model = inline_local_functions(model)
     check_quantization(model, path, is_quantized=quantization is not Quantization.none)
-    _check_operators(model, path)
+    _refuse_branches(model, path)
+    del model.metadata_props[:]
+    accept_domains(model, path, libraries)
     is_half = has_half(model)
     if is_half:
         changes.append(f"float16 converted to float32, {half_to_float(model)} constants")
@@ -136,7 +141,6 @@ def rewrite(
     changes += head.changes
     changes += replace_operators(model)
     drop_unused(model.graph)
-    del model.metadata_props[:]
     model.ir_version = min(max(model.ir_version, MIN_IR_VERSION), MAX_IR_VERSION)
     model = _infer(model, path, max_batch)
     onnx.checker.check_model(model, full_check=True)
@@ -162,6 +166,7 @@ def read_image_size(
     width: int | None,
     output: str | None,
     is_quantized: bool,
+    libraries: Sequence[CustomOperators] = (),
 ) -> tuple[int, int]:
     """Return height and width of the images that a model reads; raise the same errors as `rewrite`."""
     path, graph = find_file(model), read_foreign(model)
@@ -169,7 +174,8 @@ def read_image_size(
     if graph.functions:
         graph = inline_local_functions(graph)
     check_quantization(graph, path, is_quantized=is_quantized)
-    _check_operators(graph, path)
+    _refuse_branches(graph, path)
+    accept_domains(graph, path, libraries)
     half_to_float(graph)
     image = find_image(graph, path, form)
     choose_output(graph, path, output)
@@ -187,16 +193,7 @@ def with_output(model: ModelProto, tensor: str) -> ModelProto:
     return marked
 
 
-def _check_operators(model: ModelProto, path: Path) -> None:
-    foreign = Counter(
-        f"{node.domain}::{node.op_type}" for node in model.graph.node if node.domain not in STANDARD_DOMAINS
-    )
-    if foreign:
-        raise ArtifactError(
-            f"{path}: {sum(foreign.values())} nodes are not standard ONNX operators: "
-            f"{', '.join(sorted(foreign)[:5])}. Export the model without runtime-specific operators, "
-            "for example before a runtime optimised it."
-        )
+def _refuse_branches(model: ModelProto, path: Path) -> None:
     branching = [
         node for node in model.graph.node if any(item.HasField("g") or item.graphs for item in node.attribute)
     ]
@@ -206,9 +203,6 @@ def _check_operators(model: ModelProto, path: Path) -> None:
             f"'{branching[0].name}'), expected one plain graph. Export the model without control "
             "flow (torch.export, or a traced module)."
         )
-    kept = [entry for entry in model.opset_import if entry.domain in STANDARD_DOMAINS]
-    del model.opset_import[:]
-    model.opset_import.extend(kept)
 
 
 def _set_size(
@@ -263,6 +257,7 @@ def _free_batch(model: ModelProto, static_batch: int) -> int:
     batch becomes 0, which means "as in the input". Only running the graph shows whether that was enough.
     """
     graph = model.graph
+    graph.value_info.extend(infer_custom_outputs(model, [static_batch], _BATCH))
     sizes = {
         value.name: sizes_of(value) for value in onnx.shape_inference.infer_shapes(model).graph.value_info
     }
@@ -298,8 +293,11 @@ def _infer(model: ModelProto, path: Path, max_batch: int | None) -> ModelProto:
     del graph.value_info[:]
     graph.output[0].type.tensor_type.ClearField("shape")
     try:
+        graph.value_info.extend(
+            infer_custom_outputs(model, [1, 2] if max_batch is None else [max_batch], _BATCH)
+        )
         inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
-    except onnx.shape_inference.InferenceError as error:
+    except (onnx.shape_inference.InferenceError, ArtifactError) as error:
         raise _fixed_batch(path, first_line(error)) from error
     sizes = sizes_of(inferred.graph.output[0])
     if not sizes or sizes[0] != (max_batch or 0) or not all(sizes[1:]):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.onnx_graphs.foreign_opset import STANDARD_DOMAINS
+from tasks.parts.custom_operators import STANDARD_DOMAINS
 from tasks.parts.onnx_graphs.graph import is_quantized
 from tasks.parts.onnx_session import open_session
 

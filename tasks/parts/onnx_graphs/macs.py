@@ -89,7 +89,8 @@ def _run_for_sizes(model: ModelProto, names: list[str]) -> dict[str, list[int]]:
     marked.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in own)
     image = model.graph.input[0]
     size = [axis.dim_value for axis in image.type.tensor_type.shape.dim[1:]]
-    arrays = open_session(marked).run(names, {image.name: np.zeros((1, *size), np.float32)})
+    dtype = helper.tensor_dtype_to_np_dtype(image.type.tensor_type.elem_type)
+    arrays = open_session(marked).run(names, {image.name: np.zeros((1, *size), dtype)})
     return {name: list(values.shape) for name, values in zip(names, arrays, strict=True)}
 
 

@@ -90,4 +90,7 @@ class LayerSteps:
         part = helper.make_model(
             graph, opset_imports=self._model.opset_import, ir_version=self._model.ir_version
         )
+        part.metadata_props.extend(
+            self._model.metadata_props
+        )  # they name the libraries with custom operators
         return part, inputs

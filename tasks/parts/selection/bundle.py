@@ -10,24 +10,31 @@ model.json          file, sha256, classes, image size, normalisation, batches, o
                     the batch, lanes and settings with the most images per second, if measure_load found them
 report.json         the engine's row of engines.json
 <engine file>
+operators/          libraries with custom operators, of engines that have some
 SHA256SUMS          of all of these, for `sha256sum -c`
+deepstream/         the configuration of Gst-nvinfer, for plans of segmentation networks that it can run
 triton/             a model repository for Triton, whose model runs the engine with frame_engine
-triton_native/      another one, for the runtime's own backend
+triton_native/      another one, for the runtime's own backend; not of engines with custom operators
 """
 
+import logging
 import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tasks.core.reports import write_json
+from tasks.parts.custom_operators import OPERATORS_FOLDER
 from tasks.parts.engines import frame_engine
 from tasks.parts.engines.description import describe_engine, package_of
 from tasks.parts.engines.frame_engine_cpp.write import write_cpp
-from tasks.parts.engines.manifest import read_engine_manifest, sha256_of
+from tasks.parts.engines.manifest import engine_libraries, read_engine_manifest, sha256_of
 from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.engines.target import Target
+from tasks.parts.selection.deepstream import write_deepstream
 from tasks.parts.selection.triton import Serving, write_native, write_served
+
+logger = logging.getLogger(__name__)
 
 BUNDLED_RUNTIMES = (Runtime.onnxruntime, Runtime.openvino, Runtime.tensorrt)
 """Eager PyTorch needs the code of the network, so it has no bundle."""
@@ -69,8 +76,11 @@ def write_bundle(engine: Path, row: dict[str, Any], out: Path, serving: Serving 
     shutil.copyfile(engine / manifest.file, out / manifest.file)
     name = f"{row['variant']}-{row['target']}"
     write_served(out / "triton" / name, name, describe_engine(manifest), serving or _best_serving(row))
-    write_native(out / "triton_native" / name, name, engine, manifest)
+    if not manifest.target.custom_operators:
+        write_native(out / "triton_native" / name, name, engine, manifest)
     (out / "client.py").write_text(CLIENT, encoding="utf-8")
+    if manifest.target.runtime is Runtime.tensorrt and (reason := write_deepstream(manifest, out)):
+        logger.info("%s gets no configuration for DeepStream: %s", name, reason)
     files = sorted(path for path in out.rglob("*") if path.is_file())
     sums = [f"{sha256_of(path)}  {path.relative_to(out)}" for path in files]
     (out / "SHA256SUMS").write_text("\n".join(sums) + "\n", encoding="utf-8")
@@ -90,6 +100,9 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
     write_json(out / "model.json", card | _measured_load(row))
     write_cpp(card, out)
     write_json(out / "report.json", row)
+    for library in engine_libraries(engine / manifest.file, manifest.target):
+        (out / OPERATORS_FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(library, out / OPERATORS_FOLDER / library.name)
     packages = [f"{package_of(manifest)}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
     if manifest.target.runtime is Runtime.tensorrt:
         packages.append("pycuda")

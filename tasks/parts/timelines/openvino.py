@@ -5,14 +5,13 @@ to a microsecond. The time of one inference is therefore the difference of two t
 3 us for each layer, the engine is loaded anew for every recorded inference; the trace leaves that time out.
 """
 
-import io
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.parts.engines.frame_engine.sessions import openvino_core
-from tasks.parts.engines.manifest import EngineManifest, FloatArray
-from tasks.parts.engines.openvino.compile import PROVIDER, compile_options
+from tasks.parts.engines.frame_engine.sessions import open_openvino
+from tasks.parts.engines.manifest import EngineManifest, FloatArray, engine_libraries
+from tasks.parts.engines.openvino.compile import compile_options
 from tasks.parts.timelines.inference import Inference, LayerTable, layer_details
 from tasks.parts.timelines.trace import Slice
 
@@ -30,11 +29,11 @@ def record(
     file: Path, manifest: EngineManifest, images_NCHW: FloatArray, num_inferences: int, layers: LayerTable
 ) -> tuple[Inference, ...]:
     """Record inferences of a blob that is known to load, each after two that are not recorded."""
-    core, blob = openvino_core(), file.read_bytes()
+    blob, libraries = file.read_bytes(), engine_libraries(file, manifest.target)
     options: dict[str, Any] = compile_options(manifest.target) | {"PERF_COUNT": True}
     inferences, start_us = [], 0.0
     for _ in range(num_inferences):
-        request = core.import_model(io.BytesIO(blob), PROVIDER, options).create_infer_request()
+        request = open_openvino(blob, {"properties": options}, libraries).create_infer_request()
         inferences.append(_record_one(request, images_NCHW, layers, start_us))
         start_us = inferences[-1].end_us
     return tuple(inferences)

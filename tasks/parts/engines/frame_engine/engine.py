@@ -7,7 +7,7 @@ or of each image, [N], or values [N, ...].
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,21 @@ def load_engine(folder: Path, *, num_threads: int | None = None) -> Engine:
     _check_version(card)
     if num_threads is not None:
         _set_threads(card["options"], num_threads)
-    run = _OPENERS[card["runtime"]](content, card)
+    libraries = [_checked_library(folder, library) for library in card.get("custom_operators", ())]
+    run = _OPENERS[card["runtime"]](content, card, libraries)
     return Engine(run.card if isinstance(run, Plan) else card, run)
+
+
+def _checked_library(folder: Path, declared: dict[str, str]) -> Path:
+    """Return the path of a library with custom operators; raise ValueError if its bytes are not those declared."""
+    library = (folder / declared["file"]).resolve()
+    sha256 = hashlib.sha256(library.read_bytes()).hexdigest() if library.is_file() else "none"
+    if sha256 != declared["sha256"]:
+        raise ValueError(
+            f"{library}: sha256 {sha256[:12]}..., model.json says {declared['sha256'][:12]}...; the library is not "
+            "loaded, because that would run its code. Copy the bundle again."
+        )
+    return library
 
 
 def _set_threads(options: dict[str, Any], num_threads: int) -> None:
@@ -118,13 +131,13 @@ def _check_version(card: dict[str, Any]) -> None:
         )
 
 
-def _load_onnxruntime(content: bytes, card: dict[str, Any]) -> Run:
-    return run_onnxruntime(open_onnxruntime(content, card["options"]))
+def _load_onnxruntime(content: bytes, card: dict[str, Any], libraries: Sequence[Path]) -> Run:
+    return run_onnxruntime(open_onnxruntime(content, card["options"], libraries))
 
 
-def _load_openvino(content: bytes, card: dict[str, Any]) -> Run:
+def _load_openvino(content: bytes, card: dict[str, Any], libraries: Sequence[Path]) -> Run:
     try:
-        return run_openvino(open_openvino(content, card["options"]))
+        return run_openvino(open_openvino(content, card["options"], libraries))
     except RuntimeError as error:
         raise ValueError(
             f"OpenVINO cannot load the engine, which was compiled on a CPU with {', '.join(card['options']['isa'])} "
@@ -132,7 +145,7 @@ def _load_openvino(content: bytes, card: dict[str, Any]) -> Run:
         ) from error
 
 
-_OPENERS: dict[str, Callable[[bytes, dict[str, Any]], Run]] = {
+_OPENERS: dict[str, Callable[[bytes, dict[str, Any], Sequence[Path]], Run]] = {
     "onnxruntime": _load_onnxruntime,
     "openvino": _load_openvino,
     "tensorrt": Plan,

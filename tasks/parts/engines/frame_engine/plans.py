@@ -2,7 +2,9 @@
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,8 +42,11 @@ class Plan:
     so: with them, it reads frames and gives classes.
     """
 
-    def __init__(self, plan: bytes, card: dict[str, Any]) -> None:
-        """Load a plan; raise ValueError for another GPU than it was built for, or if it does not load."""
+    def __init__(self, plan: bytes, card: dict[str, Any], libraries: Sequence[Path] = ()) -> None:
+        """Load a plan, whose plugins are in checked `libraries`.
+
+        Raises ValueError for another GPU than it was built for, or if it does not load.
+        """
         import pycuda.autoprimaryctx
         import pycuda.driver as cuda
         import tensorrt as trt
@@ -50,6 +55,9 @@ class Plan:
         check_gpu(device.name(), device.compute_capability(), options)
         runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
         runtime.engine_host_code_allowed = options["version_compatible"]
+        for library in libraries:
+            if runtime.get_plugin_registry().load_library(str(library)) is None:
+                raise ValueError(f"TensorRT cannot load the plugins in {library}; its error is above.")
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
             raise ValueError(

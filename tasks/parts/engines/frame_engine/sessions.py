@@ -5,7 +5,7 @@ Each function raises ValueError if the runtime or the machine is not the one tha
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ Run = Callable[[Array], Array]
 CPU_PROVIDER, CUDA_PROVIDER = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
-def open_onnxruntime(model: Path | bytes, options: dict[str, Any]) -> Any:
-    """Return a session of an ONNX graph on options["provider"]."""
+def open_onnxruntime(model: Path | bytes, options: dict[str, Any], libraries: Sequence[Path] = ()) -> Any:
+    """Return a session of an ONNX graph on options["provider"]; checked `libraries` have its custom operators."""
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
@@ -43,6 +43,8 @@ def open_onnxruntime(model: Path | bytes, options: dict[str, Any]) -> Any:
     # Threads sleep between inferences, so that an idle engine does not slow down the others.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
     try:
+        for library in libraries:
+            settings.register_custom_ops_library(str(library))
         session = onnxruntime.InferenceSession(
             model if isinstance(model, bytes) else str(model),
             settings,
@@ -114,10 +116,12 @@ def check_vnni(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
         )
 
 
-def open_openvino(blob: bytes, options: dict[str, Any]) -> Any:
-    """Return the compiled model of a blob."""
+def open_openvino(blob: bytes, options: dict[str, Any], libraries: Sequence[Path] = ()) -> Any:
+    """Return the compiled model of a blob; checked `libraries` have its custom operators."""
     import io
 
+    for library in libraries:
+        add_extension(library)
     return openvino_core().import_model(io.BytesIO(blob), "CPU", options["properties"])
 
 
@@ -155,3 +159,9 @@ def openvino_core() -> Any:
     import openvino
 
     return openvino.Core()
+
+
+@functools.cache
+def add_extension(library: Path) -> None:
+    """Let OpenVINO have the operators of a library, which is loaded once per process."""
+    openvino_core().add_extension(str(library))

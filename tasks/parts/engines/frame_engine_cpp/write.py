@@ -19,12 +19,17 @@ def write_cpp(card: dict[str, Any], out: Path) -> bool:
     """Write engine.txt and cpp/ into the bundle `out`; return False for an engine that has no C++ program.
 
     `card` is the content of model.json. Programs exist for engines that take raw frames and give answers, with
-    OpenVINO or with ONNX Runtime on the CPU.
+    OpenVINO or with ONNX Runtime on the CPU, and without custom operators.
     """
     runtime, options = card["runtime"], card["options"]
     has_program = runtime == "openvino" or options.get("provider") == "CPUExecutionProvider"
     gives_answers = card["gives"] == "classes" or card["task"] == "values"
-    if not has_program or not gives_answers or card["reads"] not in _RAW_FRAMES:
+    if (
+        card.get("custom_operators")
+        or not has_program
+        or not gives_answers
+        or card["reads"] not in _RAW_FRAMES
+    ):
         return False
     (out / "engine.txt").write_text(describe_for_cpp(card), encoding="utf-8")
     (out / "cpp").mkdir()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tasks.parts.custom_operators import OPERATORS_FOLDER, check_libraries, libraries_of
 from tasks.parts.engines.manifest import EngineLayer, FloatArray
 from tasks.parts.engines.runner import OperatorTime, typical_time
 from tasks.parts.onnx_session import open_session
@@ -76,6 +77,8 @@ def _record(
 ) -> _Recording:
     import onnx
 
+    model = onnx.load(file)
+    libraries = check_libraries(libraries_of(model), "its graph", file.parent / OPERATORS_FOLDER)
     with tempfile.TemporaryDirectory() as folder:
         optimised_file = Path(folder) / "optimised.onnx"
         session = open_session(
@@ -84,12 +87,13 @@ def _record(
             num_threads=num_threads,
             optimised_file=optimised_file,
             profile_prefix=str(Path(folder) / "profile"),
+            libraries=libraries,
         )
         for _ in range(num_iterations):
             session.run(None, {session.get_inputs()[0].name: images_NCHW})
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
         optimised = onnx.load(optimised_file).graph
-    executed = _in_order(optimised, onnx.load(file).graph)
+    executed = _in_order(optimised, model.graph)
     names = {node.name: name for name, node in executed.items()}
     nodes = (event for event in events if event.get("cat") == "Node" and event["name"].endswith(_KERNEL_TIME))
     named = []

@@ -14,7 +14,7 @@ import numpy as np
 
 from tasks.core.errors import TargetMismatch
 from tasks.parts.engines.frame_engine.sessions import Run, open_onnxruntime, run_onnxruntime
-from tasks.parts.engines.manifest import EngineManifest, FloatArray
+from tasks.parts.engines.manifest import EngineManifest, FloatArray, engine_libraries
 from tasks.parts.engines.onnxruntime.layers import (
     operator_times,
     record_nodes,
@@ -166,7 +166,7 @@ class OnnxruntimeRunner:
             return open_session(self._file, provider=provider, num_threads=target.num_threads)
         try:
             options = session_options(target, needs_vnni=False) | dict(self._more_options)
-            return open_onnxruntime(self._file, options)
+            return open_onnxruntime(self._file, options, engine_libraries(self._file, target))
         except ValueError as error:
             raise TargetMismatch(
                 f"{self._file}: {error} Run on a worker of the target's work pool (target.{target.name}.device)."

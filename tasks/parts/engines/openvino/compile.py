@@ -5,7 +5,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import BuildFailed
-from tasks.parts.engines.frame_engine.sessions import openvino_core
+from tasks.parts.custom_operators import check_libraries
+from tasks.parts.engines.frame_engine.sessions import add_extension, openvino_core
 from tasks.parts.engines.machine import installed_version
 from tasks.parts.engines.manifest import EngineLayer
 from tasks.parts.engines.runtimes import Precision, Runtime
@@ -46,11 +47,16 @@ def compile_options(target: Target) -> dict[str, Any]:
 
 
 def compile_graph(model: bytes, target: Target) -> "openvino.CompiledModel":
-    """Compile an ONNX graph for batches 1..max_batch; raise BuildFailed if the runtime refuses it."""
+    """Compile an ONNX graph for batches 1..max_batch.
+
+    Raises BuildFailed if the runtime refuses it, ArtifactError for a library that is not the one that was declared.
+    """
     import openvino
 
-    core = openvino_core()
+    core, libraries = openvino_core(), check_libraries(target.custom_operators, target.operators_key)
     try:
+        for library in libraries:
+            add_extension(library)
         graph = core.read_model(io.BytesIO(model))
         _mark_operators(graph)
         shape = graph.input(0).partial_shape

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tasks.core.errors import ArtifactError
 from tasks.parts.engines.frame_engine.sessions import Run, open_openvino, run_openvino
 from tasks.parts.engines.machine import installed_version
-from tasks.parts.engines.manifest import EngineManifest, FloatArray
+from tasks.parts.engines.manifest import EngineManifest, FloatArray, engine_libraries
 from tasks.parts.engines.openvino.compile import cause_of, compile_options
 from tasks.parts.engines.runner import OperatorTime, RunnerDescription, check_batch, typical_time
 from tasks.parts.engines.runtimes import Runtime
@@ -118,8 +118,9 @@ class OpenvinoRunner:
 
     def _import(self, more_options: dict[str, Any]) -> "openvino.CompiledModel":
         options = compile_options(self.manifest.target) | dict(self._more_options) | more_options
+        libraries = engine_libraries(self._file, self.manifest.target)
         try:
-            return open_openvino(self._file.read_bytes(), {"properties": options})
+            return open_openvino(self._file.read_bytes(), {"properties": options}, libraries)
         except RuntimeError as error:
             raise ArtifactError(
                 f"{self._file}: OpenVINO {installed_version(Runtime.openvino)} cannot load it ({cause_of(error)}). "

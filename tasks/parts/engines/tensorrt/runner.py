@@ -5,7 +5,7 @@ pycuda, so check the target first.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, DataError, TargetMismatch
 from tasks.parts.engines.frame_engine.cuda_graph import NON_BLOCKING, CapturedGraph
-from tasks.parts.engines.manifest import EngineManifest, FloatArray
+from tasks.parts.engines.manifest import EngineManifest, FloatArray, engine_libraries
 from tasks.parts.engines.runner import DeviceTimes, OperatorTime, RunnerDescription, check_batch, typical_time
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.debug_tensors import DebugTensors
 from tasks.parts.engines.tensorrt.inspector import read_layers
 from tasks.parts.engines.tensorrt.log import LOG, describe_errors
+from tasks.parts.engines.tensorrt.plugins import load_plugins
 
 if TYPE_CHECKING:
     import torch
@@ -90,11 +91,12 @@ class LogitsMemory(trt.IOutputAllocator):  # type: ignore[misc]
         self.shape = tuple(shape)
 
 
-def load_plan(plan: bytes, target: Target) -> "trt.ICudaEngine":
-    """Deserialize a plan; raise ArtifactError with TensorRT's error if that fails."""
+def load_plan(plan: bytes, target: Target, libraries: Sequence[Path]) -> "trt.ICudaEngine":
+    """Deserialize a plan, whose plugins checked `libraries` have; raise ArtifactError if that fails."""
     assert target.tensorrt is not None
     num_before = len(LOG.errors)
     runtime = trt.Runtime(LOG)
+    load_plugins(runtime.get_plugin_registry(), libraries)
     # A version-compatible plan carries its own runtime, which is host code.
     runtime.engine_host_code_allowed = target.tensorrt.version_compatible
     engine = runtime.deserialize_cuda_engine(plan)
@@ -174,7 +176,9 @@ class TensorrtRunner:
         with ExitStack() as stack:
             stack.enter_context(PrimaryContext())
             shared = self._shared
-            self._engine = load_plan(self._file.read_bytes(), target) if shared is None else shared
+            if shared is None:
+                shared = load_plan(self._file.read_bytes(), target, engine_libraries(self._file, target))
+            self._engine = shared
             self._context = open_context(self._engine, target)
             self._stream = cuda.Stream(NON_BLOCKING)
             [self._input] = tensor_names(self._engine, trt.TensorIOMode.INPUT)

@@ -14,8 +14,8 @@ from tasks.parts.tables import read_table
 from tests.tasks.test_convert_precision import CONFIG
 
 
-def run(content, names, images_NCHW):
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+def run(model, names, images_NCHW):
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return dict(zip(names, session.run(list(names), {"image": images_NCHW}), strict=True))
 
 
