@@ -34,6 +34,7 @@ from tasks.parts.engines.manifest import (
 from tasks.parts.engines.open_engine import open_engine
 from tasks.parts.layer_diff.readers import onnxruntime_runner, plain_runner
 from tasks.parts.onnx_graphs.graph import read_graph
+from tasks.parts.onnx_graphs.half_precision import BF16, FP16, to_half
 from tasks.parts.onnx_graphs.macs import conv_macs
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
@@ -186,6 +187,19 @@ def test_custom_operators_stay_in_float32(made: Made, tmp_path: Path) -> None:
         assert makers[cast.input[0]].op_type == "Conv"
     logits = run(graph, inputs_of(made))
     assert difference(run(read_graph(made.graphs["custom"]), inputs_of(made)), logits).sqnr_db > 40
+
+
+@pytest.mark.parametrize("kind", ["custom", "custom_ptq"])
+@pytest.mark.parametrize("half", [FP16, BF16])
+def test_custom_operators_stay_in_float32_for_tensorrt(made: Made, kind: str, half: int) -> None:
+    """Both types raise the opset here: BF16 for convolutions, FP16 for pairs."""
+    graph = to_half(read_graph(made.graphs[kind]), half=half)
+    types = {value.name: value.type.tensor_type.elem_type for value in graph.graph.value_info}
+    [first, second] = [node for node in graph.graph.node if node.domain == DOMAIN]
+    assert types[first.input[0]] == types[second.input[0]] == TensorProto.FLOAT
+    assert half in types.values()
+    assert libraries_of(graph) == [made.library]
+    onnx.checker.check_model(graph, full_check=True)
 
 
 @pytest.mark.parametrize("suffix", ["", "_ptq"])

@@ -330,7 +330,8 @@ def _raise_opset(model: ModelProto, oldest: int) -> ModelProto:
         return model
     metadata = {node.name: list(node.metadata_props) for node in model.graph.node}
     converted = onnx.version_converter.convert_version(model, oldest)
-    converted.ir_version = max(model.ir_version, helper.find_min_ir_version_for(list(converted.opset_import)))
+    opsets = list(converted.opset_import)
+    converted.ir_version = max(model.ir_version, helper.find_min_ir_version_for(opsets, ignore_unknown=True))
     del converted.metadata_props[:]
     converted.metadata_props.extend(model.metadata_props)
     for node in converted.graph.node:
