@@ -28,9 +28,10 @@ stop: .venv/.installed  ## stop the local Prefect server that a run started
 gc: .venv/.installed  ## remove from DVC's cache what neither this checkout nor a picked engine needs
 	@python -m flows.gc
 
-# Two processes at a time; threads that wait sleep, so that two trainings at once do not take each other's CPU.
+# Two processes at a time; threads that wait sleep, so that two trainings at once do not take each other's CPU. Where one
+# crashes, the run ends: xdist may wait for ever for the tests of a process that it has replaced.
 test: .venv/.installed-dev services  ## run the tests; ARGS="-m 'not slow'" leaves out the long ones
-	@OMP_WAIT_POLICY=passive python -m pytest --numprocesses 2 -m 'not trial' $(ARGS)
+	@OMP_WAIT_POLICY=passive python -m pytest --numprocesses 2 --max-worker-restart 0 -m 'not trial' $(ARGS)
 
 test-trials: .venv/.installed-dev  ## run the tests that `make test` leaves out: whole benchmarks, random faults
 	@python -m pytest -m trial

@@ -14,6 +14,7 @@ from benchmarks.ladder import REPOSITORY
 from tasks.parts.engines import open_engine as opening
 from tasks.parts.engines.manifest import FloatArray, read_engine_manifest
 from tasks.parts.engines.runner import Runner
+from tasks.parts.engines.tuning import Tuning
 from tasks.parts.measuring import engine_process
 from tasks.parts.measuring.engine_process import EngineProcess
 from tasks.parts.measuring.reports import Timed
@@ -37,8 +38,8 @@ def main(folder: str, parent_pid: str, wait_ns: str) -> None:
     """Run the child."""
     open_engine = opening.open_engine
 
-    def open_slowed(engine: Path) -> Runner:
-        runner = open_engine(engine)
+    def open_slowed(engine: Path, tuning: Tuning | None = None) -> Runner:
+        runner = open_engine(engine, tuning)
         run, clock, wait = runner.run, time.perf_counter_ns, int(wait_ns)
 
         def run_and_wait(images_NCHW: FloatArray) -> FloatArray:

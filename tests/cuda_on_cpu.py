@@ -123,7 +123,7 @@ def put_pycuda(patch: pytest.MonkeyPatch, library: ctypes.CDLL) -> None:
 
     device = SimpleNamespace(name=lambda: "NVIDIA Imaginary", compute_capability=lambda: (9, 0))
     driver: Any = ModuleType("pycuda.driver")
-    driver.Stream = lambda flags: SimpleNamespace(handle=STREAM, synchronize=lambda: None)
+    driver.Stream = lambda flags=0: SimpleNamespace(handle=STREAM, synchronize=lambda: None)
     driver.Context = SimpleNamespace(get_device=lambda: device, synchronize=lambda: None)
     driver.get_driver_version = lambda: 13000
     driver.mem_alloc, driver.to_device, driver.pagelocked_empty = Memory, upload, np.empty

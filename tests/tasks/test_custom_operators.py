@@ -244,7 +244,7 @@ def test_bundle_brings_the_library_along_and_runs_alone(made: Made, tmp_path: Pa
 
 def test_changed_library_beside_an_engine_is_not_loaded(made: Made, tmp_path: Path) -> None:
     engine = Path(shutil.copytree(made.engines["custom"], tmp_path / "engine"))
-    (engine / "operators" / "libswish.so").write_bytes(b"another")
+    replace_file(engine / "operators" / "libswish.so", b"another")
     with (
         pytest.raises(ArtifactError, match=f"sha256 .* target.{TARGET}.custom_operators declares"),
         open_engine(engine),
@@ -355,9 +355,15 @@ def test_openvino_runs_an_extension(made: Made, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     with open_engine(made.engines["standard_ptq"]) as other:
         np.testing.assert_array_equal(np.load(tmp_path / "classes.npy"), other.run(frames_NHWC))
-    (tmp_path / "engine" / "operators" / "libswish_openvino.so").write_bytes(b"another")
+    replace_file(tmp_path / "engine" / "operators" / "libswish_openvino.so", b"another")
     with pytest.raises(ArtifactError, match="the library is not loaded"), open_engine(tmp_path / "engine"):
         pass
+
+
+def replace_file(file: Path, content: bytes) -> None:
+    """Put another file in its place: this process may have loaded its bytes, and would crash without them."""
+    file.unlink()
+    file.write_bytes(content)
 
 
 def overrides(library: CustomOperators, *more: str) -> list[str]:

@@ -76,7 +76,8 @@ def test_runtime_of_four_additions_builds_validates_and_is_measured(
     run(extended, "tasks", f"validate.{ADDRESS}", f"engine={engine}", f"data={workshop.data}")
     validation = report_of(extended, "validate")
     assert validation["status"] == "built" and validation["num_images"] == 4
-    run(extended, "tasks", f"benchmark.{TARGET.stem}", f"builds={engine}", f"reference={engine}")
+    inputs = (f"builds={engine}", f"reference={engine}", f"images={workshop.images}")
+    run(extended, "tasks", f"benchmark.{TARGET.stem}", *inputs)
     report_file = extended.path / "artifacts/benchmark" / TARGET.stem / "report.json"
     measured = json.loads(report_file.read_text())["engines"]["baseline"]
     assert (measured["status"], measured["engine_sha256"]) == ("built", report["engine_sha256"])

@@ -132,7 +132,7 @@ def _measurement(latency_ms: float, sha256: str) -> EngineMeasurement:
     batch = BatchLatency(
         1, latency_ms, latency_ms, latency_ms, None, latency_ms, {}, None, None, 1.0, True, 1, 1, 1
     )
-    latency = Latency((batch,), (), {}, 0.0, 0.0, 0.0, 0.0, None, "")
+    latency = Latency((batch,), (), {}, 1.0, 0.0, 0.0, 0.0, 0.0, None, "")
     return EngineMeasurement("built", "", sha256, "", latency, "", "", "", 1, {})
 
 
