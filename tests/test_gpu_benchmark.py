@@ -251,7 +251,10 @@ def test_cells_have_names_of_their_own_and_declared_targets() -> None:
     assert names[0] == "tests"
 
 
-def test_ladder_leaves_out_the_variants_whose_model_was_not_copied(tmp_path: Path) -> None:
+def test_ladder_leaves_out_the_variants_whose_model_was_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the repository may hold models of its own
     params = read_params(REPOSITORY / "params.yaml")
     engines = params["engines"]
     model = tmp_path / "model.onnx"
