@@ -1,5 +1,6 @@
 """Measure an engine in a grid of batch, lanes and threads, and what settings of the CPU change in the best cell."""
 
+import itertools
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -303,8 +304,7 @@ def measure_together(
             rounds += 1
             for name in shuffler.sample(list(engines), len(engines)):
                 measure(name, alone)
-            all_at_once: Callable[[str], None] = lambda name: measure(name, together)  # noqa: E731
-            list(pool.map(all_at_once, engines))
+            list(pool.map(measure, engines, itertools.repeat(together)))
     return tuple(
         Together(
             name,
