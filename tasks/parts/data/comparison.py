@@ -26,10 +26,12 @@ RESULTS_FILE = "images.npz"
 _NUM_RESAMPLES = 2000
 _SEED = 0
 """The same for all predictors, so that their resampled scores are paired."""
-_TAIL = 0.025
-"""Share of an interval's error at each end: intervals are of 95 %."""
-_TAIL_OF_CHANGED = 0.001
-"""The part of `_TAIL` that is spent on the share of images that change at all."""
+LEVEL = 0.95
+"""How often an interval holds the truth, if no other level is asked for."""
+_TAIL = (1 - LEVEL) / 2
+"""Share of an interval's error at each end."""
+_SHARE_OF_CHANGED = 0.04
+"""The part of the error at an end that is spent on the share of images that change at all."""
 _MOST_AT_STAKE = 0.9
 """Share of its money that a bet may lose at most."""
 _TINY = 1e-12
@@ -61,6 +63,10 @@ class ImageResults:
     """Pixels of each class in the label."""
     groups_N: NDArray[np.int64]
     """Number of each image's group, 0 .. K - 1. Images of one video, for example, are one group."""
+    class_N: NDArray[Any] | None = None
+    """True class of each image in classification; else None."""
+    by_class: "ImageResults | None" = None
+    """The same images class by class, if the score is that of a metric of the user's own; else None."""
 
     @property
     def num_images(self) -> int:
@@ -131,7 +137,8 @@ def compare_with_labels(
         return ImageResults(signal_NC - noise_NC, signal_NC, signal_NC, groups_N)
     if task is Task.classification:
         ones_NC = np.ones((num_images, 1), np.int64)
-        return ImageResults((prediction == labels).astype(np.int64)[:, None], ones_NC, ones_NC, groups_N)
+        hits_NC = (prediction == labels).astype(np.int64)[:, None]
+        return ImageResults(hits_NC, ones_NC, ones_NC, groups_N, class_N=np.asarray(labels))
     is_counted = labels != IGNORE_INDEX
     return ImageResults(*_count_pixels(prediction, labels, num_classes, is_counted, is_counted), groups_N)
 
@@ -205,11 +212,20 @@ def energy(values: NDArray[Any], output_sizes: Sequence[int] = ()) -> NDArray[np
 def join_results(parts: Sequence[ImageResults], groups_N: NDArray[np.int64]) -> ImageResults:
     """Return the results of several batches as one, with the groups of all images."""
     hits_NC, union_NC, labels_NC = map(np.concatenate, zip(*(part.counts for part in parts), strict=True))
-    return ImageResults(hits_NC, union_NC, labels_NC, groups_N)
+    classes = [part.class_N for part in parts if part.class_N is not None]
+    by_class = [part.by_class for part in parts if part.by_class is not None]
+    return ImageResults(
+        hits_NC,
+        union_NC,
+        labels_NC,
+        groups_N,
+        np.concatenate(classes) if classes else None,
+        join_results(by_class, groups_N) if by_class else None,
+    )
 
 
-def score_loss(engine: ImageResults, reference: ImageResults) -> ScoreLoss:
-    """Return the loss of an engine against a reference on the same images, with its 95 % interval.
+def score_loss(engine: ImageResults, reference: ImageResults, *, level: float = LEVEL) -> ScoreLoss:
+    """Return the loss of an engine against a reference on the same images, with its interval of this level.
 
     mIoU: bootstrap over groups, both scored on the same resamples (Efron and Tibshirani 1993), with percentiles that
     are expanded for few groups (Hesterberg 2015, "What Teachers Should Know About the Bootstrap", section 5.3). The
@@ -219,12 +235,16 @@ def score_loss(engine: ImageResults, reference: ImageResults) -> ScoreLoss:
     difference between the two accuracies, divided by the reference's accuracy as measured: the sampling error of this
     divisor, and of the mean size of a group, is not a part of it. (The bootstrap resamples the divisor too.)
     A single group proves nothing: its interval reaches from -1 to 1.
+    At a level above 95 % a bootstrap interval is that of 95 %, stretched by the ratio of Student's t at both levels:
+    so few resamples lie beyond that they tell no more.
     """
     _check_paired(engine, reference)
-    return _loss(engine, reference, 1.0)
+    return _loss(engine, reference, 1.0, level)
 
 
-def images_needed(engine: ImageResults, reference: ImageResults, max_rel_loss: float) -> int | None:
+def images_needed(
+    engine: ImageResults, reference: ImageResults, max_rel_loss: float, *, level: float = LEVEL
+) -> int | None:
     """Return how many images would tell on which side of a limit the loss is, if it stays what it is.
 
     None if more than 1024 times as many as there are. The width of a bootstrap interval is taken to shrink with the
@@ -232,7 +252,7 @@ def images_needed(engine: ImageResults, reference: ImageResults, max_rel_loss: f
     """
 
     def is_decided(factor: float) -> bool:
-        return _loss(engine, reference, factor).standing(max_rel_loss) is not Standing.unproven
+        return _loss(engine, reference, factor, level).standing(max_rel_loss) is not Standing.unproven
 
     high = 1.0
     while not is_decided(high):
@@ -252,9 +272,16 @@ def boundaries_of(split: str) -> str:
 
 
 def write_results(path: Path, splits: Mapping[str, ImageResults]) -> None:
-    """Write the results of each split as arrays named ``<split>_hits``, ``_union``, ``_labels`` and ``_groups``."""
+    """Write the results of each split as arrays named ``<split>_hits``, ``_union``, ``_labels`` and ``_groups``.
+
+    ``<split>_class`` are the true classes of images; the results class by class of a metric of the user's own are
+    those of another split, ``<split>_by_class``.
+    """
     arrays = {}
-    for split, results in splits.items():
+    parts = {_by_class(split): results.by_class for split, results in splits.items() if results.by_class}
+    for split, results in {**splits, **parts}.items():
+        if results.class_N is not None:
+            arrays[f"{split}_class"] = results.class_N
         names = ("hits", "union", "labels", "groups")
         for name, array in zip(names, (*results.counts, results.groups_N), strict=True):
             arrays[f"{split}_{name}"] = array.astype(np.int32) if array.dtype.kind in "iu" else array
@@ -269,24 +296,39 @@ def read_results(path: Path, split: str) -> ImageResults:
             hits, union, labels, groups = (
                 array.astype(np.int64) if array.dtype.kind in "iu" else array for array in read
             )
+            class_N = arrays.get(f"{split}_class")
+            has_classes = f"{_by_class(split)}_hits" in arrays
     except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
         raise ArtifactError(
             f"{path}: no results of the images of split '{split}' ({error!r}). Run validate again."
         ) from error
-    return ImageResults(hits, union, labels, groups)
+    by_class = read_results(path, _by_class(split)) if has_classes else None
+    return ImageResults(hits, union, labels, groups, class_N, by_class)
 
 
-def _loss(engine: ImageResults, reference: ImageResults, factor: float) -> ScoreLoss:
+def _by_class(split: str) -> str:
+    return f"{split}_by_class"
+
+
+def _loss(engine: ImageResults, reference: ImageResults, factor: float, level: float) -> ScoreLoss:
     """Return the loss with the interval that `factor` times as many images would give."""
     score = reference.score
     if not score or engine.num_groups == 1:
         return ScoreLoss(1 - engine.score / score if score else 0.0, -1.0, 1.0)
     loss = 1 - engine.score / score
     if engine.is_right_or_wrong and reference.is_right_or_wrong:
-        low, high = _exact_interval(engine, reference, factor)
+        low, high = _exact_interval(engine, reference, factor, (1 - level) / 2)
         return ScoreLoss(loss, low / score, high / score)
     low, high = _bootstrap_interval(engine, reference)
-    return ScoreLoss(loss, loss + (low - loss) / math.sqrt(factor), loss + (high - loss) / math.sqrt(factor))
+    reach = _stretch(level, engine.num_groups) / math.sqrt(factor)
+    return ScoreLoss(loss, loss + reach * (low - loss), loss + reach * (high - loss))
+
+
+def _stretch(level: float, num_groups: int) -> float:
+    """Return how many times as long an interval of this level is as one of `LEVEL`, by Student's t."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(num_groups - 1, (1 - level) / 2) / stdtrit(num_groups - 1, _TAIL))
 
 
 def _bootstrap_interval(engine: ImageResults, reference: ImageResults) -> tuple[float, float]:
@@ -300,27 +342,32 @@ def _bootstrap_interval(engine: ImageResults, reference: ImageResults) -> tuple[
     return float(low), float(high)
 
 
-def _exact_interval(engine: ImageResults, reference: ImageResults, factor: float) -> tuple[float, float]:
-    """Return an interval of the loss of top-1 accuracy that covers it in at least 95 % of all cases, for any N."""
+def _exact_interval(
+    engine: ImageResults, reference: ImageResults, factor: float, tail: float
+) -> tuple[float, float]:
+    """Return an interval of the loss of top-1 accuracy that misses it at each end in at most `tail` of all cases."""
     lost_N = reference.hits_NC[:, 0] - engine.hits_NC[:, 0]  # 1, 0 or -1
     num = round(factor * engine.num_groups)
     if engine.num_groups == engine.num_images:
         lost, gained = (factor * int((lost_N == sign).sum()) for sign in (1, -1))
         return (
-            -_upper_bound(math.ceil(gained), math.floor(lost), num),
-            _upper_bound(math.ceil(lost), math.floor(gained), num),
+            -_upper_bound(math.ceil(gained), math.floor(lost), num, tail),
+            _upper_bound(math.ceil(lost), math.floor(gained), num, tail),
         )
     sizes_K = np.bincount(engine.groups_N)
     lost_K = np.bincount(engine.groups_N, weights=lost_N) / sizes_K.max()
     scale = float(sizes_K.max() / sizes_K.mean())
-    return -scale * _upper_bound_of_mean(-lost_K, num), scale * _upper_bound_of_mean(lost_K, num)
+    return (
+        -scale * _upper_bound_of_mean(-lost_K, num, tail),
+        scale * _upper_bound_of_mean(lost_K, num, tail),
+    )
 
 
-def _upper_bound_of_mean(values_K: NDArray[np.float64], num: int) -> float:
-    """Return an upper bound of the mean of independent values from -1 to 1 that is too low in at most 2.5 % of cases.
+def _upper_bound_of_mean(values_K: NDArray[np.float64], num: int, tail: float) -> float:
+    """Return an upper bound of the mean of independent values from -1 to 1, too low in at most `tail` of all cases.
 
     It is exact for any distribution: whoever bets that the values are smaller than a mean, and knows only the values
-    before each, multiplies his money by more than 1 / 0.025 in at most 2.5 % of cases if that is the mean
+    before each, multiplies his money by more than 1 / tail in at most a share `tail` of cases if that is the mean
     (Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", Journal of the Royal
     Statistical Society B 86, 2024). The bound is the largest mean at which he does not. For another `num` the values
     are repeated or cut.
@@ -331,11 +378,11 @@ def _upper_bound_of_mean(values_K: NDArray[np.float64], num: int) -> float:
     mean_T = (0.5 + np.cumsum(values_T)) / count_T
     spread_T = (0.25 / num + np.cumsum((values_T - mean_T) ** 2)) / count_T
     known_T = np.concatenate([[0.25 / num], spread_T[:-1]])
-    bet_T = np.sqrt(-2 * math.log(_TAIL) / (num * known_T))
+    bet_T = np.sqrt(-2 * math.log(tail) / (num * known_T))
 
     def is_refuted(mean: float) -> bool:
         stake_T = np.minimum(bet_T, _MOST_AT_STAKE / max(1 - mean, _TINY))
-        return float(np.log1p(stake_T * (mean - values_T)).sum()) >= -math.log(_TAIL)
+        return float(np.log1p(stake_T * (mean - values_T)).sum()) >= -math.log(tail)
 
     low, high = float(values_T.mean()), 1.0
     for _ in range(_BISECTIONS):  # the money grows with the mean that is bet against
@@ -344,7 +391,7 @@ def _upper_bound_of_mean(values_K: NDArray[np.float64], num: int) -> float:
     return 2 * high - 1
 
 
-def _upper_bound(lost: int, gained: int, num: int) -> float:
+def _upper_bound(lost: int, gained: int, num: int, tail: float) -> float:
     """Return the exact upper bound of the share of images lost minus the share gained.
 
     Of all shares with which as few net losses as were seen are not too unlikely, it is the largest. The probability
@@ -355,10 +402,10 @@ def _upper_bound(lost: int, gained: int, num: int) -> float:
     from scipy.fft import next_fast_len
     from scipy.special import betaincinv
 
-    changed = lost + gained
+    changed, tail_of_changed = lost + gained, _SHARE_OF_CHANGED * tail
     ends = (
-        betaincinv(changed, num - changed + 1, _TAIL_OF_CHANGED / 2) if changed else 0.0,
-        betaincinv(changed + 1, num - changed, 1 - _TAIL_OF_CHANGED / 2) if changed < num else 1.0,
+        betaincinv(changed, num - changed + 1, tail_of_changed / 2) if changed else 0.0,
+        betaincinv(changed + 1, num - changed, 1 - tail_of_changed / 2) if changed < num else 1.0,
     )
     changed_G = np.linspace(*ends, _NUM_SHARES)
     length = next_fast_len(2 * num + 1)
@@ -378,7 +425,7 @@ def _upper_bound(lost: int, gained: int, num: int) -> float:
     low_G, high_G = -changed_G, changed_G.copy()
     for _ in range(_BISECTIONS):
         middle_G = (low_G + high_G) / 2
-        is_likely = probability(middle_G) > _TAIL - _TAIL_OF_CHANGED
+        is_likely = probability(middle_G) > tail - tail_of_changed
         low_G, high_G = np.where(is_likely, middle_G, low_G), np.where(is_likely, high_G, middle_G)
     return float(high_G.max())
 
