@@ -176,6 +176,7 @@ class Artifacts:
         self.unseen: dict[str, float] = {}
         self.unseen_scatter: dict[str, float] = {}
         self.boundaries: dict[str, tuple[float, float]] = {}
+        self.ious: dict[str, tuple[float, float, float]] = {}
         for stage in ("build_engine", "validate", "measured", "diff_layers"):
             (root / stage).mkdir(parents=True)
 
@@ -209,6 +210,8 @@ class Artifacts:
             for split, (score, deviation) in scores.items():
                 waves = deviation * np.tile([1, -1, 2, -2], 100)
                 hits = np.rint(1e6 * (score + waves)).astype(np.int64)[:, None]
+                if address in self.ious and split in ("val", "test"):
+                    hits = np.rint(1e6 * (np.array(self.ious[address]) + waves[:, None])).astype(np.int64)
                 total = np.full_like(hits, 1_000_000)
                 splits[split] = ImageResults(hits, total, total, np.arange(400))
             write_results(folder / RESULTS_FILE, splits)
@@ -682,6 +685,77 @@ def test_lost_boundaries_are_too_lossy_if_there_is_a_gate_for_them(artifacts, tm
         assert "It may lose at most 5 % of the reference's Boundary IoU, in the same way." in text
 
 
+def give_classes(artifacts: Artifacts, lost: float) -> str:
+    """Give every engine an IoU of each class; in the fastest one the last class loses, and the mean does not."""
+    for variant, target in MEASURED:
+        artifacts.ious[f"{variant}-{target}"] = (0.54, 0.54, 0.54)
+    name = "pruned_qat-cpu_onnxruntime"
+    artifacts.ious[name] = (0.54 + lost / 2, 0.54 + lost / 2, 0.54 - lost)
+    for address in artifacts.ious:
+        artifacts.change("validate", address, "accuracy", miou=0.54)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (
+            {"class_limits": {"<b>seven</b>": 0.05}},
+            "IoU of <b>seven</b> 0.4860, 10.00 % below distilled-cpu_torch (0.5400, 95 %: -10.00 to -10.00 %), "
+            "allowed are 5 % (class_limits.<b>seven</b>)",
+        ),
+        ({"class_limits": {"*": 0.05}}, "(0.5400, 98.33 %: -10.00 to -10.00 %), allowed are 5 %"),
+        ({"class_floors": {"<b>seven</b>": 0.5}}, "wanted are 0.5 (class_floors.<b>seven</b>)"),
+    ],
+)
+def test_a_class_that_breaks_its_limit_is_named_in_the_verdict_c2(artifacts, tmp_path, limits, words) -> None:
+    name = give_classes(artifacts, 0.054)
+    report, rows = run(artifacts, tmp_path / "without")
+    assert rows[name]["verdict"] == "ACCEPT" and report.picks["cpu_onnxruntime"].variant == "pruned_qat"
+    assert rows[name]["class_losses"] == {} and rows[name]["class_warnings"] == []
+
+    report, rows = run(artifacts, tmp_path / "gate", **limits)
+    assert rows[name]["verdict"] == "TOO_LOSSY" and report.picks["cpu_onnxruntime"].variant == "pruned"
+    assert words in rows[name]["reason"]
+    [lost] = [loss for loss in rows[name]["class_losses"].values() if loss["high"] > loss["max_rel_loss"]]
+    assert lost["rel_loss"] == pytest.approx(0.1 if "class_limits" in limits else 1 - 0.486)
+    held = rows["pruned-cpu_onnxruntime"]
+    assert held["verdict"] == "ACCEPT"
+    assert (
+        f"{len(held['class_losses'])} of {len(held['class_losses'])} limits of classes hold" in held["reason"]
+    )
+    for page in ("report.md", "report.html"):
+        assert "Single classes, by IoU or recall: " in (tmp_path / "gate" / page).read_text(encoding="utf-8")
+    read_again = [flatten(row) for row in read_rows(tmp_path / "gate")]
+    assert json.loads(json.dumps(read_again)) == [*rows.values()]
+
+
+def test_too_few_images_to_tell_what_a_class_loses_are_unproven_c2(artifacts, tmp_path) -> None:
+    name = give_classes(artifacts, 0.0216)
+    artifacts.scatter_scores(name, 0.1)
+    _, rows = run(artifacts, tmp_path / "out", max_score_rel_loss=0.1, class_limits={"<b>seven</b>": 0.05})
+    row = rows[name]
+    assert row["verdict"] == "UNPROVEN" and row["images_needed"] > 400
+    assert "class_limits.<b>seven</b>" in row["reason"]
+
+
+def test_a_limit_of_an_unknown_class_is_refused_with_the_known_ones_c2(artifacts, tmp_path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"select_engine\.class_floors names eight, expected some of background"
+    ):
+        run(artifacts, tmp_path / "out", class_floors={"eight": 0.1})
+
+
+def test_a_pick_that_does_not_find_a_class_is_warned_of_without_any_key_c2(artifacts, tmp_path) -> None:
+    name = give_classes(artifacts, 0.54)
+    report, rows = run(artifacts, tmp_path / "out")
+    assert report.picks["cpu_onnxruntime"].variant == "pruned_qat"
+    assert rows[name]["class_warnings"] == ["IoU of <b>seven</b> is 0"]
+    for page in ("report.md", "report.html"):
+        text = html.unescape((tmp_path / "out" / page).read_text(encoding="utf-8"))
+        assert "Warning: IoU of <b>seven</b> is 0." in text.replace("\\<", "<"), page
+
+
 def test_too_few_images_to_tell_what_boundaries_lose_are_unproven(artifacts, tmp_path) -> None:
     give_boundaries(artifacts, 0.39, deviation=0.1)
     _, rows = run(artifacts, tmp_path / "out", max_boundary_iou_rel_loss=0.03)
@@ -891,6 +965,7 @@ def as_tuples(row: dict[str, Any]) -> dict[str, Any]:
     front = row["load_front"]
     return row | {
         "load_front": front if front is None else tuple(front),
+        "class_warnings": tuple(row["class_warnings"]),
         "suspect_layers": tuple(row["suspect_layers"]),
     }
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from tasks.core.errors import ConfigError
 from tasks.parts.data.accuracy import ScoreLoss, Standing
-from tasks.parts.data.comparison import LEVEL, ImageResults, images_needed, score_loss
+from tasks.parts.data.comparison import LEVEL, ImageResults, groups_needed, score_loss
 
 EVERY = "*"
 """In place of a class: every class that occurs in the labels and has no limit of its own."""
@@ -73,8 +73,8 @@ class ClassCheck:
     """With an interval of `level`."""
     level: float
     """How often the interval holds the truth: those of all classes together do so in 95 % of cases."""
-    images_needed: int | None
-    """Images that would tell, if that is unproven; None if far more than there are."""
+    groups_needed: int | None
+    """Groups of images that would tell, if that is unproven; None if far more than there are."""
 
     @property
     def max_rel_loss(self) -> float:
@@ -208,13 +208,13 @@ def _check(
         base_score=other.score if is_labelled else 0.0,
         loss=loss,
         level=level,
-        images_needed=None,
+        groups_needed=None,
     )
     if is_labelled and check.standing is Standing.unproven:
-        of_its_own = images_needed(of_class, other, check.max_rel_loss, level=level)
+        of_its_own = groups_needed(of_class, other, check.max_rel_loss, level=level)
         if of_its_own is not None:
-            needed = math.ceil(of_its_own * engine.num_images / of_class.num_images)
-    return replace(check, images_needed=needed)
+            needed = math.ceil(of_its_own * engine.num_groups / of_class.num_groups)
+    return replace(check, groups_needed=needed)
 
 
 def _labels(results: ImageResults) -> ImageResults:

@@ -1,13 +1,12 @@
 """Compare the scores of two predictors on the same images, with intervals.
 
-N images, K groups of images that belong together, C classes, B resamples.
+N images, K groups of images that belong together, C classes.
 """
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -23,15 +22,11 @@ from tasks.parts.data.metrics import boundaries
 
 RESULTS_FILE = "images.npz"
 
-_NUM_RESAMPLES = 2000
 _SEED = 0
-"""The same for all predictors, so that their resampled scores are paired."""
 LEVEL = 0.95
-"""How often an interval holds the truth, if no other level is asked for."""
-_TAIL = (1 - LEVEL) / 2
-"""Share of an interval's error at each end."""
-_SHARE_OF_CHANGED = 0.04
-"""The part of the error at an end that is spent on the share of images that change at all."""
+"""How often the intervals hold the truth, unless another level is asked for."""
+_TAIL_OF_CHANGED = 0.04
+"""The part of an end's error that is spent on the share of images that change at all."""
 _MOST_AT_STAKE = 0.9
 """Share of its money that a bet may lose at most."""
 _TINY = 1e-12
@@ -40,9 +35,10 @@ _MAX_SQNR_DB = 200.0
 _NUM_SHARES = 4
 """Shares of changed images at which a probability is evaluated to find its maximum."""
 _BISECTIONS = 16
-_DRAWS_PER_BLOCK = 1 << 22
+_FEWEST_GROUPS = 1.001
+"""Fewer than so many groups of equal weight are one, whose spread is unknown."""
 _MAX_FACTOR = 1024.0
-"""Estimates of the images needed end at this multiple of those at hand."""
+"""Estimates of the groups needed end at this multiple of those at hand."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +75,11 @@ class ImageResults:
         return int(self.groups_N.max()) + 1
 
     @property
+    def are_grouped(self) -> bool:
+        """Whether some of the images belong together."""
+        return self.num_groups < self.num_images
+
+    @property
     def score(self) -> float:
         """MIoU over the classes that occur in the labels, share of hits or of signal; 0 without labels."""
         return float(_scores(*(counts_NC.sum(axis=0, keepdims=True) for counts_NC in self.counts))[0])
@@ -91,18 +92,22 @@ class ImageResults:
             float(hits / union) if union else None for hits, union in zip(hits_C, union_C, strict=True)
         )
 
-    @cached_property
-    def resampled_scores(self) -> NDArray[np.float64]:
-        """Scores [B] of resamples of the groups, the same resamples for all predictors of a split."""
+    @property
+    def counts_of_groups(self) -> tuple[NDArray[np.float64], ...]:
+        """The sums of hits, union and labels in each group, [K, C]."""
         by_group = []
         for counts_NC in self.counts:
             counts_KC = np.zeros((self.num_groups, counts_NC.shape[1]))
             np.add.at(counts_KC, self.groups_N, counts_NC)
             by_group.append(counts_KC)
-        blocks = [
-            _scores(*(times_BK @ counts_KC for counts_KC in by_group)) for times_BK in _draws(self.num_groups)
-        ]
-        return np.concatenate(blocks)
+        return tuple(by_group)
+
+    def of_class(self, number: int) -> "ImageResults":
+        """Return the results of one class alone, whose score is its IoU."""
+        only = slice(number, number + 1)
+        return ImageResults(
+            self.hits_NC[:, only], self.union_NC[:, only], self.labels_NC[:, only], self.groups_N
+        )
 
     @property
     def counts(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -225,34 +230,32 @@ def join_results(parts: Sequence[ImageResults], groups_N: NDArray[np.int64]) -> 
 
 
 def score_loss(engine: ImageResults, reference: ImageResults, *, level: float = LEVEL) -> ScoreLoss:
-    """Return the loss of an engine against a reference on the same images, with its interval of this level.
+    """Return the loss of an engine against a reference on the same images, with its interval.
 
-    mIoU: bootstrap over groups, both scored on the same resamples (Efron and Tibshirani 1993), with percentiles that
-    are expanded for few groups (Hesterberg 2015, "What Teachers Should Know About the Bootstrap", section 5.3). The
-    same for values and for a metric of the user's own.
-    Top-1 accuracy, and any metric that calls images right or wrong: exact, because a bootstrap without disagreements
-    has no width; see `_upper_bound`, and `_upper_bound_of_mean` for images in groups. The interval is that of the
+    `level` is how often the interval holds the true loss; of `num` losses all hold it with `LEVEL` if each interval
+    is of 1 - (1 - LEVEL) / num (Bonferroni). The loss of one class: ``score_loss(engine.of_class(number), ..)``.
+
+    mIoU, values and a metric of the user's own: Student's t around the measured loss, see `_jackknife_interval`.
+    Top-1 accuracy, and any metric that calls images right or wrong: exact, because without disagreements nothing
+    deviates; see `_upper_bound`, and `_upper_bound_of_mean` for images in groups. The interval is that of the
     difference between the two accuracies, divided by the reference's accuracy as measured: the sampling error of this
-    divisor, and of the mean size of a group, is not a part of it. (The bootstrap resamples the divisor too.)
+    divisor, and of the mean size of a group, is not a part of it. (The jackknife includes that of the divisor.)
     A single group proves nothing: its interval reaches from -1 to 1.
-    At a level above 95 % a bootstrap interval is that of 95 %, stretched by the ratio of Student's t at both levels:
-    so few resamples lie beyond that they tell no more.
     """
     _check_paired(engine, reference)
-    return _loss(engine, reference, 1.0, level)
+    return _loss(engine, reference, level, 1.0)
 
 
-def images_needed(
+def groups_needed(
     engine: ImageResults, reference: ImageResults, max_rel_loss: float, *, level: float = LEVEL
 ) -> int | None:
-    """Return how many images would tell on which side of a limit the loss is, if it stays what it is.
+    """Return how many groups would tell on which side of a limit the loss is, if it and their spread stay.
 
-    None if more than 1024 times as many as there are. The width of a bootstrap interval is taken to shrink with the
-    root of the number of images.
+    An image that belongs to no group counts as one. None if more than 1024 times as many as there are.
     """
 
     def is_decided(factor: float) -> bool:
-        return _loss(engine, reference, factor, level).standing(max_rel_loss) is not Standing.unproven
+        return _loss(engine, reference, level, factor).standing(max_rel_loss) is not Standing.unproven
 
     high = 1.0
     while not is_decided(high):
@@ -263,7 +266,7 @@ def images_needed(
     while high - low > 0.02 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if is_decided(middle) else (middle, high)
-    return math.ceil(engine.num_images * high)
+    return math.ceil(engine.num_groups * high)
 
 
 def boundaries_of(split: str) -> str:
@@ -310,42 +313,60 @@ def _by_class(split: str) -> str:
     return f"{split}_by_class"
 
 
-def _loss(engine: ImageResults, reference: ImageResults, factor: float, level: float) -> ScoreLoss:
-    """Return the loss with the interval that `factor` times as many images would give."""
+def _loss(engine: ImageResults, reference: ImageResults, level: float, factor: float) -> ScoreLoss:
+    """Return the loss with the interval that `factor` times as many groups would give."""
     score = reference.score
-    if not score or engine.num_groups == 1:
-        return ScoreLoss(1 - engine.score / score if score else 0.0, -1.0, 1.0)
-    loss = 1 - engine.score / score
+    loss = 1 - engine.score / score if score else 0.0
+    if not score or _effective_groups(engine) < _FEWEST_GROUPS:
+        return ScoreLoss(loss, -1.0, 1.0)
     if engine.is_right_or_wrong and reference.is_right_or_wrong:
-        low, high = _exact_interval(engine, reference, factor, (1 - level) / 2)
+        low, high = _exact_interval(engine, reference, (1 - level) / 2, factor)
         return ScoreLoss(loss, low / score, high / score)
-    low, high = _bootstrap_interval(engine, reference)
-    reach = _stretch(level, engine.num_groups) / math.sqrt(factor)
-    return ScoreLoss(loss, loss + reach * (low - loss), loss + reach * (high - loss))
+    return ScoreLoss(loss, *_jackknife_interval(engine, reference, level, factor))
 
 
-def _stretch(level: float, num_groups: int) -> float:
-    """Return how many times as long an interval of this level is as one of `LEVEL`, by Student's t."""
+def _jackknife_interval(
+    engine: ImageResults, reference: ImageResults, level: float, factor: float
+) -> tuple[float, float]:
+    """Return the interval of Student's t whose standard error is the jackknife's over groups (Tukey 1958).
+
+    The loss is computed anew without each group in turn. A group that outweighs the others moves it most where it is
+    left out, so unlike linearised contributions the jackknife does not take the spread of few and unequal groups for
+    smaller than it is (Bell and McCaffrey, "Bias reduction in standard errors for linear regression with multi-stage
+    samples", Survey Methodology 28, 2002). The degrees of freedom are those of as many equal groups as prove as much.
+    """
     from scipy.special import stdtrit
 
-    return float(stdtrit(num_groups - 1, (1 - level) / 2) / stdtrit(num_groups - 1, _TAIL))
+    loss, num_groups = 1 - engine.score / reference.score, engine.num_groups
+    scores_K, bases_K = _scores_without_each_group(engine), _scores_without_each_group(reference)
+    losses_K = 1 - np.divide(scores_K, bases_K, out=np.zeros_like(scores_K), where=bases_K > 0)
+    variance = (num_groups - 1) / num_groups * float(np.square(losses_K - loss).sum()) / factor
+    degrees = max(1.0, factor * _effective_groups(engine) - 1)
+    reach = float(stdtrit(degrees, (1 + level) / 2)) * math.sqrt(variance)
+    return loss - reach, loss + reach
 
 
-def _bootstrap_interval(engine: ImageResults, reference: ImageResults) -> tuple[float, float]:
-    from scipy.special import ndtr, stdtrit
+def _scores_without_each_group(results: ImageResults) -> NDArray[np.float64]:
+    """Return the score of all other groups, [K]."""
+    return _scores(*(counts_KC.sum(axis=0) - counts_KC for counts_KC in results.counts_of_groups))
 
-    scores, bases = engine.resampled_scores, reference.resampled_scores
-    losses = 1 - np.divide(scores, bases, out=np.ones_like(scores), where=bases > 0)
-    num_groups = engine.num_groups
-    tail = ndtr(math.sqrt(num_groups / (num_groups - 1)) * stdtrit(num_groups - 1, _TAIL))
-    low, high = np.quantile(losses, [tail, 1 - tail])
-    return float(low), float(high)
+
+def _effective_groups(results: ImageResults) -> float:
+    """Return the number of equal groups that prove as much (Kish, "Survey Sampling", 1965, section 11.7).
+
+    A group weighs its share of the labels of a class, averaged over the classes, as the score averages over them.
+    """
+    labels_KC = results.counts_of_groups[2]
+    total_C = labels_KC.sum(axis=0)
+    weights_K = (labels_KC[:, total_C > 0] / total_C[total_C > 0]).sum(axis=1)
+    squares = float(np.square(weights_K).sum())
+    return float(weights_K.sum()) ** 2 / squares if squares else 0.0
 
 
 def _exact_interval(
-    engine: ImageResults, reference: ImageResults, factor: float, tail: float
+    engine: ImageResults, reference: ImageResults, tail: float, factor: float
 ) -> tuple[float, float]:
-    """Return an interval of the loss of top-1 accuracy that misses it at each end in at most `tail` of all cases."""
+    """Return an interval of the lost accuracy that misses it on either side in at most `tail` of all cases."""
     lost_N = reference.hits_NC[:, 0] - engine.hits_NC[:, 0]  # 1, 0 or -1
     num = round(factor * engine.num_groups)
     if engine.num_groups == engine.num_images:
@@ -357,17 +378,14 @@ def _exact_interval(
     sizes_K = np.bincount(engine.groups_N)
     lost_K = np.bincount(engine.groups_N, weights=lost_N) / sizes_K.max()
     scale = float(sizes_K.max() / sizes_K.mean())
-    return (
-        -scale * _upper_bound_of_mean(-lost_K, num, tail),
-        scale * _upper_bound_of_mean(lost_K, num, tail),
-    )
+    return -scale * _upper_bound_of_mean(-lost_K, num, tail), scale * _upper_bound_of_mean(lost_K, num, tail)
 
 
 def _upper_bound_of_mean(values_K: NDArray[np.float64], num: int, tail: float) -> float:
     """Return an upper bound of the mean of independent values from -1 to 1, too low in at most `tail` of all cases.
 
     It is exact for any distribution: whoever bets that the values are smaller than a mean, and knows only the values
-    before each, multiplies his money by more than 1 / tail in at most a share `tail` of cases if that is the mean
+    before each, multiplies his money by more than 1 / tail in at most `tail` of all cases if that is the mean
     (Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", Journal of the Royal
     Statistical Society B 86, 2024). The bound is the largest mean at which he does not. For another `num` the values
     are repeated or cut.
@@ -392,7 +410,7 @@ def _upper_bound_of_mean(values_K: NDArray[np.float64], num: int, tail: float) -
 
 
 def _upper_bound(lost: int, gained: int, num: int, tail: float) -> float:
-    """Return the exact upper bound of the share of images lost minus the share gained.
+    """Return the exact upper bound of the share of images lost minus the share gained; too low in `tail` of cases.
 
     Of all shares with which as few net losses as were seen are not too unlikely, it is the largest. The probability
     depends also on how many images change at all; its maximum is taken over the interval of that share, whose error
@@ -402,10 +420,10 @@ def _upper_bound(lost: int, gained: int, num: int, tail: float) -> float:
     from scipy.fft import next_fast_len
     from scipy.special import betaincinv
 
-    changed, tail_of_changed = lost + gained, _SHARE_OF_CHANGED * tail
+    changed, of_changed = lost + gained, _TAIL_OF_CHANGED * tail
     ends = (
-        betaincinv(changed, num - changed + 1, tail_of_changed / 2) if changed else 0.0,
-        betaincinv(changed + 1, num - changed, 1 - tail_of_changed / 2) if changed < num else 1.0,
+        betaincinv(changed, num - changed + 1, of_changed / 2) if changed else 0.0,
+        betaincinv(changed + 1, num - changed, 1 - of_changed / 2) if changed < num else 1.0,
     )
     changed_G = np.linspace(*ends, _NUM_SHARES)
     length = next_fast_len(2 * num + 1)
@@ -425,7 +443,7 @@ def _upper_bound(lost: int, gained: int, num: int, tail: float) -> float:
     low_G, high_G = -changed_G, changed_G.copy()
     for _ in range(_BISECTIONS):
         middle_G = (low_G + high_G) / 2
-        is_likely = probability(middle_G) > tail - tail_of_changed
+        is_likely = probability(middle_G) > tail - of_changed
         low_G, high_G = np.where(is_likely, middle_G, low_G), np.where(is_likely, high_G, middle_G)
     return float(high_G.max())
 
@@ -438,19 +456,8 @@ def _check_paired(engine: ImageResults, reference: ImageResults) -> None:
         )
 
 
-def _draws(num_groups: int) -> Iterator[NDArray[np.float64]]:
-    """Yield how many times each group is drawn, [b, K], in blocks of resamples."""
-    generator = np.random.default_rng(_SEED)
-    size = max(1, _DRAWS_PER_BLOCK // num_groups)
-    for start in range(0, _NUM_RESAMPLES, size):
-        num = min(size, _NUM_RESAMPLES - start)
-        drawn = generator.integers(0, num_groups, (num, num_groups)) + num_groups * np.arange(num)[:, None]
-        times = np.bincount(drawn.ravel(), minlength=num * num_groups)
-        yield times.reshape(num, num_groups).astype(np.float64)
-
-
 def _scores(hits_BC: NDArray[Any], union_BC: NDArray[Any], labels_BC: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the mean of hits / union over the classes that occur in the labels, [B]."""
+    """Return the mean of hits / union over the classes that occur in the labels, [B], for B sets of images."""
     is_present = labels_BC > 0
     shares = np.divide(hits_BC, union_BC, out=np.zeros(hits_BC.shape), where=is_present)
     mean: NDArray[np.float64] = shares.sum(axis=1) / np.maximum(is_present.sum(axis=1), 1)

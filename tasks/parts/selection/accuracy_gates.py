@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from tasks.parts.data.accuracy import ScoreLoss, Standing, worst
 from tasks.parts.data.class_limits import ClassCheck, ClassLimits, check_classes, class_warnings
-from tasks.parts.data.comparison import ImageResults, images_needed, score_loss
+from tasks.parts.data.comparison import ImageResults, groups_needed, score_loss
 from tasks.parts.selection.engine_row import UNSEEN_VERDICTS, ClassLoss, EngineRow, Losses, Unseen
 
 _NONE = ScoreLoss(0.0, 0.0, 0.0)
@@ -26,8 +26,8 @@ class GateCheck:
     """Name of the engine that it is compared with."""
     base_score: float
     loss: ScoreLoss
-    images_needed: int | None
-    """Images that would tell, if that is unproven; see `Losses`."""
+    groups_needed: int | None
+    """Groups that would tell, if that is unproven; an image that belongs to none counts as one."""
 
     @property
     def standing(self) -> Standing:
@@ -140,7 +140,7 @@ def _check(
 ) -> GateCheck:
     loss = _loss(name, base, results)
     is_open = loss.standing(limit) is Standing.unproven
-    needed = images_needed(results[name], results[base], limit) if is_open else None
+    needed = groups_needed(results[name], results[base], limit) if is_open else None
     return GateCheck(key, subject, limit, base, results[base].score, loss, needed)
 
 
@@ -149,13 +149,21 @@ def _loss(name: str, base: str, results: Mapping[str, ImageResults]) -> ScoreLos
 
 
 def losses_of(
-    checks: Sequence[Check], boundary_iou_rel_loss: float | None, warnings: Sequence[str]
+    checks: Sequence[Check],
+    boundary_iou_rel_loss: float | None,
+    warnings: Sequence[str],
+    *,
+    are_grouped: bool,
 ) -> Losses:
-    """Return what an engine lost at its gates; the loss of Boundary IoU is there without a gate, too."""
+    """Return what an engine lost at its gates; the loss of Boundary IoU is there without a gate, too.
+
+    `are_grouped`: some of the images belong together, so more groups are needed rather than more images.
+    """
     by_key = {check.key: check for check in checks if isinstance(check, GateCheck)}
     first, second, boundary = by_key[_SCORE], by_key.get(_PARENT), by_key.get(_BOUNDARY)
     parent_loss = second.loss if second else _NONE
-    needed = [check.images_needed for check in checks if check.standing is Standing.unproven]
+    counts = [check.groups_needed for check in checks if check.standing is Standing.unproven]
+    needed = None if None in counts else max((count for count in counts if count), default=None)
     return Losses(
         score_rel_loss=first.loss.rel_loss,
         score_rel_loss_low=first.loss.low,
@@ -164,7 +172,8 @@ def losses_of(
         parent_rel_loss=parent_loss.rel_loss,
         parent_rel_loss_low=parent_loss.low,
         parent_rel_loss_high=parent_loss.high,
-        images_needed=None if None in needed else max((number for number in needed if number), default=None),
+        images_needed=None if are_grouped else needed,
+        groups_needed=needed if are_grouped else None,
         boundary_iou_rel_loss=boundary_iou_rel_loss,
         boundary_iou_rel_loss_low=boundary.loss.low if boundary else None,
         boundary_iou_rel_loss_high=boundary.loss.high if boundary else None,
