@@ -688,11 +688,11 @@ def test_lost_boundaries_are_too_lossy_if_there_is_a_gate_for_them(artifacts, tm
 def give_classes(artifacts: Artifacts, lost: float) -> str:
     """Give every engine an IoU of each class; in the fastest one the last class loses, and the mean does not."""
     for variant, target in MEASURED:
-        artifacts.ious[f"{variant}-{target}"] = (0.54, 0.54, 0.54)
+        artifacts.ious[f"{variant}-{target}"] = (0.54,) * 3 if variant != "pruned_ptq" else (0.50,) * 3
     name = "pruned_qat-cpu_onnxruntime"
     artifacts.ious[name] = (0.54 + lost / 2, 0.54 + lost / 2, 0.54 - lost)
-    for address in artifacts.ious:
-        artifacts.change("validate", address, "accuracy", miou=0.54)
+    for address, ious in artifacts.ious.items():
+        artifacts.change("validate", address, "accuracy", miou=sum(ious) / 3)
     return name
 
 
