@@ -1,11 +1,14 @@
 """Verdicts, fronts and picks from the reports of the earlier stages; the readable reports."""
 
+import contextlib
 import dataclasses
 import hashlib
 import html
+import io
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,12 @@ import pytest
 import yaml
 from onnx import TensorProto, helper
 
+from flows.result_table import print_result
 from tasks import track
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.fingerprint import digest
+from tasks.core.reports import write_json
 from tasks.parts.builders.report import BuildCost, publish
 from tasks.parts.data.accuracy import Accuracy, AccuracyReport
 from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, boundaries_of, write_results
@@ -58,7 +63,8 @@ from tasks.parts.measuring.reports import (
     Timed,
 )
 from tasks.parts.measuring.surroundings import Quiet, Surroundings
-from tasks.parts.selection.engine_row import flatten, read_rows
+from tasks.parts.selection.engine_row import Verdict, flatten, read_rows
+from tasks.parts.selection.headline import EXPLAINED, RACE_PENDING
 from tasks.select_engine import Config, EngineName, Report, Technique, reads, select_engine
 from tests.conftest import checked
 
@@ -828,6 +834,68 @@ def test_the_unseen_split_is_held_against_every_gate_of_a_pick_c6(artifacts, tmp
     assert row["picked"] and row["unseen_verdict"] == "refuted"
     assert "10.00 % below pruned-cpu_onnxruntime" in row["unseen_reason"]
     assert "max_parent_rel_loss" in row["unseen_reason"]
+
+
+def shown_texts(folder: Path, report: Report) -> dict[str, str]:
+    """Return what the page, the Markdown and the console say first, as plain text."""
+    write_json(folder / "report.json", dataclasses.asdict(report))
+    page = html.unescape((folder / "report.html").read_text(encoding="utf-8"))
+    head = re.search(r"<header>(.*?)</header>", page, re.DOTALL)
+    assert head is not None
+    markdown = (folder / "report.md").read_text(encoding="utf-8").partition("## Picks")[0]
+    with capture_console() as printed:
+        print_result(folder)
+    return {"page": " ".join(re.sub(r"<[^>]*>", " ", head[1]).split()), "markdown": markdown, **printed}
+
+
+@contextlib.contextmanager
+def capture_console() -> Iterator[dict[str, str]]:
+    """Collect what is printed, with its lines joined."""
+    told: dict[str, str] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        yield told
+    told["console"] = " ".join(stream.getvalue().split())
+
+
+def test_several_picks_name_no_fastest_one_before_their_race_e1(artifacts, tmp_path) -> None:
+    """Their latencies are from different races: 1.1 ms here and 1.0 ms there order nothing."""
+    report, _ = run(artifacts, tmp_path / "out")
+    texts = shown_texts(tmp_path / "out", report)
+    for name, text in texts.items():
+        assert "2 picks, one for each target" in text, name
+        assert "The fastest engine that passes" not in text and "Best pick" not in text, name
+    for name in ("page", "markdown"):
+        assert RACE_PENDING in texts[name]
+    assert "0.660 ms" not in texts["page"], "no milliseconds of one target above the cards of all"
+
+
+def test_with_nothing_accepted_the_headline_says_so_and_what_unproven_means_e1(artifacts, tmp_path) -> None:
+    for name in artifacts.names:
+        if name != REFERENCE:
+            artifacts.scatter_scores(f"{name.variant}-{name.target}", 0.4)
+    report, rows = run(artifacts, tmp_path / "out", allow_unproven=True, max_score_rel_loss=0.0)
+    picked = rows[f"{report.picks['cpu_onnxruntime'].variant}-cpu_onnxruntime"]
+    assert picked["verdict"] == "UNPROVEN"
+    for name, text in shown_texts(tmp_path / "out", report).items():
+        assert f"{picked['variant']} on cpu_onnxruntime is picked, but UNPROVEN." in text, name
+        assert EXPLAINED[Verdict.UNPROVEN] in text, name
+
+
+def test_a_race_that_was_too_noisy_is_told_in_the_headline_e1(artifacts, tmp_path) -> None:
+    for name in artifacts.names:
+        artifacts.change_race(f"{name.variant}-{name.target}", 0.2, aa_ratio_spread=0.2)
+    report, _ = run(artifacts, tmp_path / "out")
+    assert report.num_accepted == 0 and report.picks
+    for name, text in shown_texts(tmp_path / "out", report).items():
+        assert "No engine is accepted" in text, name
+        assert "are picked, but INCONCLUSIVE." in text and EXPLAINED[Verdict.INCONCLUSIVE] in text, name
+
+
+def test_without_a_pick_the_headline_counts_the_verdicts_e1(artifacts, tmp_path) -> None:
+    report, _ = run(artifacts, tmp_path / "out", max_latency_ms=0.001)
+    assert report.picks == {}
+    for name, text in shown_texts(tmp_path / "out", report).items():
+        assert "No engine passes" in text and "Of 6 engines: 5 TOO_SLOW, 1 TOO_LOSSY." in text, name
 
 
 def test_engines_of_a_target_that_was_not_measured_are_refused(artifacts, tmp_path) -> None:
