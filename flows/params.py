@@ -338,6 +338,7 @@ def _complete_import(params: dict[str, Any], model: dict[str, Any]) -> None:
         )
     if model["metric"] is not None:
         file, params["attach_metric"]["function"] = _find_metric(model["metric"])
+        params["attach_metric"]["file"] = file
         pipeline["metrics"] = {"own": {"file": file, "data": pipeline["data"]}}
         pipeline["data"] = "artifacts/attach_metric/dataset"
 

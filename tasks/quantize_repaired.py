@@ -1,9 +1,10 @@
 """Regain accuracy that INT8 loses, without training: equalize channels, correct biases, round weights by outputs.
 
-Each repair changes the float graph before the Q/DQ pairs are inserted, and is kept if the INT8 graph scores higher on
-the validation images. Rounding, the slowest, is tried only while the gates do not hold. If the INT8 graph of
-quantize_ptq is as good as the float graph, nothing is tried. If the best graph certainly misses a gate, so that some
-layers have to stay in float, repairs that were fitted to the errors of INT8 in all layers are not kept.
+Each repair changes the float graph before the Q/DQ pairs are inserted, and is kept if the INT8 graph is better on the
+validation images: by its score, and above the float graph's score by its agreement with it. Rounding, the slowest, is
+tried only while the gates do not hold. If the INT8 graph of quantize_ptq is as good as the float graph, nothing is
+tried. If the best graph certainly misses a gate, so that some layers have to stay in float, repairs that were fitted
+to the errors of INT8 in all layers are not kept.
 """
 
 import logging
@@ -170,7 +171,7 @@ def quantize_repaired(
     tried = _try_repairs(
         cfg, graph, known, evaluator, gates, calibrator=read_calibrator(ranges)[1:], data=data
     )
-    best = _choose(tried, gates)
+    best = _choose(tried, evaluator, gates)
     steps = [
         Step(
             found.repairs[-1],
@@ -233,15 +234,12 @@ def _try_repairs(
         logger.info("%s: val score %.4f", repairs[-1], evaluation.score)
         return _Candidate(repairs, repaired, known, evaluation)
 
-    def rank(candidate: _Candidate) -> tuple[float, float]:
-        return gates.rank(candidate.evaluation.results)
-
     tried = [evaluate((Repair.none,), graph, ranges)]
     if tried[0].score >= evaluator.float_score and gates.hold(tried[0].evaluation.results):
         return tried
     for repair, equalized, known in _equalized(cfg, graph, calibrator, coarsest(evaluator.activations), data):
         tried.append(evaluate((Repair.none, repair), equalized, known))
-    base = max(tried, key=rank)
+    base = max(tried, key=lambda candidate: _rank(candidate, evaluator, gates))
     round_to_levels = partial(round_weights, num_bits=weight_bits(base.evaluation.activations))
     for repair, change in (
         (Repair.bias_correction, correct_biases),
@@ -264,11 +262,19 @@ def _try_repairs(
     return tried
 
 
-def _choose(tried: list[_Candidate], gates: "AccuracyGates") -> _Candidate:
+def _rank(
+    candidate: _Candidate, evaluator: "GraphEvaluator", gates: "AccuracyGates"
+) -> tuple[float, float, float]:
+    """Return what makes one candidate better than another: first the limits of its classes."""
+    evaluation = candidate.evaluation
+    return -gates.excess_of_classes(evaluation.results), *evaluator.rank(evaluation)
+
+
+def _choose(tried: list[_Candidate], evaluator: "GraphEvaluator", gates: "AccuracyGates") -> _Candidate:
     """Return the best candidate, on a tie the first; of those without fitted repairs if it is beyond a gate."""
 
-    def rank(candidate: _Candidate) -> tuple[float, float]:
-        return gates.rank(candidate.evaluation.results)
+    def rank(candidate: _Candidate) -> tuple[float, float, float]:
+        return _rank(candidate, evaluator, gates)
 
     best = max(tried, key=rank)
     if gates.standing(best.evaluation.results) is not Standing.beyond:

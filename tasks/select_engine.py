@@ -138,8 +138,8 @@ class Report:
     without_pick: dict[str, str]
     """Target -> why it has no pick."""
     best: Pick | None
-    """The pick with the highest speed-up over its reference. Races of different targets order nothing: which of several
-    picks is the fastest, race_picks says."""
+    """The pick with the highest speed-up over its reference, of races that order no targets: only race_picks says
+    which of several picks is the fastest."""
 
 
 def reads(

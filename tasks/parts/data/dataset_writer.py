@@ -24,12 +24,14 @@ from tasks.parts.data.dataset import (
     MANIFEST_FILE,
     MAX_CLASSES,
     METRIC_FILE,
+    METRIC_PACKAGES_FILE,
     Manifest,
     open_split,
     read_manifest,
 )
 from tasks.parts.data.input_card import Task, channel_values
 from tasks.parts.data.lazy_array import part_of
+from tasks.parts.data.reading import Reading
 from tasks.parts.data.source_files import (
     RULES_FILE,
     ReadingRules,
@@ -72,12 +74,14 @@ def write_dataset(
     values_shape: tuple[int, ...] | None = None,
     normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
     rules: ReadingRules | None = None,
+    reading: Reading | None = None,
 ) -> Manifest:
     """Write all splits and the manifest into a new folder.
 
     `task` is the task of the labels: masks, classes of images, or values of `values_shape`; None without labels.
     `normalisation` is mean and standard deviation of each channel; None takes those of the split `train`. Splits that
-    are listed, and not copied, need the `rules` by which their files are read again.
+    are listed, and not copied, need the `rules` by which their files are read again. `reading` says how files became
+    images; None for images that were made or read as they are.
     """
     if task is Task.segmentation and len(classes) > MAX_CLASSES:
         raise DataError(f"{len(classes)} classes; masks are uint8 and hold at most {MAX_CLASSES}.")
@@ -106,18 +110,27 @@ def write_dataset(
         source=source,
         values_shape=values_shape,
         num_unlabelled=sum(content.num_unlabelled for content in splits.values()),
+        reading=reading or Reading(),
     )
     _write_manifest(dataset, manifest)
     return manifest
 
 
-def write_with_metric(dataset: Path, out: Path, metric: Path, function: str) -> Manifest:
-    """Copy a data set into a new folder, with a function of the file `metric` as its metric."""
+def write_with_metric(
+    dataset: Path, out: Path, metric: Path, function: str, *, packages: Mapping[str, str]
+) -> Manifest:
+    """Copy a data set into a new folder, with a function of the file `metric` as its metric.
+
+    `packages` are the versions of those that the file imports.
+    """
     shutil.copytree(dataset, out)
     content = metric.read_bytes()
-    (out / METRIC_FILE).write_bytes(content)
+    imported = json.dumps(packages, indent=2, sort_keys=True).encode() + b"\n"
     whole = read_manifest(dataset)
-    files = {**whole.files, METRIC_FILE: hashlib.sha256(content).hexdigest()}
+    files = dict(whole.files)
+    for name, written in ((METRIC_FILE, content), (METRIC_PACKAGES_FILE, imported)):
+        (out / name).write_bytes(written)
+        files[name] = hashlib.sha256(written).hexdigest()
     manifest = dataclasses.replace(whole, files=files, metric=function)
     (out / MANIFEST_FILE).unlink()  # read-only where DVC links its cache into the workspace
     _write_manifest(out, manifest)

@@ -66,7 +66,7 @@ class AccuracyGates:
         """Return whether all gates hold."""
         if self.standing_of_float is Standing.within:
             return self.standing(results) is Standing.within
-        return self._excess_of_classes(results) == 0 and all(
+        return self.excess_of_classes(results) == 0 and all(
             results.score >= base.score * (1 - limit)
             for base, limit in (
                 (self.reference, self.max_score_rel_loss),
@@ -74,20 +74,16 @@ class AccuracyGates:
             )
         )
 
-    def rank(self, results: ImageResults) -> tuple[float, float]:
-        """Return what makes one graph better than another, higher is better: first its classes, then its score.
-
-        Without limits of classes the score alone decides. Else a search for the highest score would leave a class
-        beyond its limit that hardly moves the score.
-        """
-        return -self._excess_of_classes(results), results.score
-
     def open_classes(self, results: ImageResults) -> tuple[str, ...]:
         """Return the limits of classes that do not hold for certain, in words."""
         checks = self.check_classes(results)
         return tuple(str(check) for check in checks if check.standing is not Standing.within)
 
-    def _excess_of_classes(self, results: ImageResults) -> float:
+    def excess_of_classes(self, results: ImageResults) -> float:
+        """Return how far classes are beyond their limits as measured, added up; 0 without such limits.
+
+        A search has to lower this before it raises the score, which a class beyond its limit hardly moves.
+        """
         return sum(check.excess for check in self.check_classes(results))
 
 
