@@ -38,17 +38,14 @@ def test_first_run_prints_the_engines_and_ends_without_a_traceback(smoke_run: tu
 
 
 def test_a_pick_that_does_not_find_a_class_says_so_c2(smoke_run: tuple[Workspace, str]) -> None:
-    """So short a training finds hardly more than the background."""
+    """So short a training may find hardly more than the background."""
     space, output = smoke_run
     text = " ".join(output.split())
-    rows = json.loads((space.path / "artifacts/select_engine/picks.json").read_text()).values()
-    dead = {
-        row["variant"]: name for row in rows for name, iou in row["iou"].items() if iou == 0 and row["picked"]
-    }
-    assert dead
-    for variant in dead:
-        assert f"{variant}, " in text and "Warning: IoU of " in text
-    for row in rows:
+    picks = json.loads((space.path / "artifacts/select_engine/picks.json").read_text())
+    for target, row in picks.items():
+        dead = [name for name, iou in row["iou"].items() if iou == 0]
+        assert len(row["class_warnings"]) >= len(dead)
+        assert (f"{target}: Warning: IoU of " in text) == bool(row["class_warnings"])
         assert f"{row['unseen_verdict']} on test" in text
 
 
