@@ -1193,8 +1193,8 @@ def test_each_speed_up_names_its_reference_and_those_of_two_devices_are_not_rank
     assert on_cpu["speedup_vs_reference"] > on_gpu["speedup_vs_reference"]
     assert report.best is not None and report.best.target == "cuda_onnxruntime"
     assert list(report.picks)[:2] == ["cuda_onnxruntime", "cuda_torch"]
-    headline = (out / "report.md").read_text().split("\n\n")[1]
-    assert "3.00×" in headline and "the speed of eager PyTorch on the GPU" in headline  # noqa: RUF001
+    cards = (out / "report.html").read_text(encoding="utf-8").partition('class="picks"')[2]
+    assert "3.00× eager PyTorch on the GPU" in cards and "28.2× eager PyTorch on the CPU" in cards  # noqa: RUF001
 
 
 def test_a_missing_report_names_the_engine(artifacts, tmp_path) -> None:
