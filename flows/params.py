@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from flows.class_gates import check_class_gates, name_classes
 from flows.networks import check_channels, check_tracked, complete_networks
 from flows.pipeline import RecordedStages, run_pipeline
 from flows.steps import apply_steps, check_overrides, check_start
@@ -94,8 +95,10 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     _complete_explanations(params, targets)
     _complete_trials(params, targets)
     _complete_loads(params, targets)
+    name_classes(params)
     _drop_uncalled(params)
     check_params(params)
+    check_class_gates(params)
     if model is not None:
         _check_operators(model["custom_operators"], targets)
     check_start(params)
