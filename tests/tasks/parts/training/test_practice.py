@@ -271,7 +271,7 @@ def test_the_average_is_that_of_the_formula() -> None:
 
 def test_what_is_judged_is_the_average_that_is_kept(workshop: Workshop, tmp_path: Path) -> None:
     from tasks.parts.networks.model_card import ModelCard
-    from tasks.parts.pruning.recovery import measure_val_miou
+    from tasks.parts.pruning.recovery import measure_val_score
 
     manifest = read_manifest(workshop.data)
     config = replace(EMA, max_epochs=4, learning_rate=0.01)
@@ -280,7 +280,7 @@ def test_what_is_judged_is_the_average_that_is_kept(workshop: Workshop, tmp_path
     objective = LabelObjective(build_label_loss(config, manifest))
     report = train_network(network, objective, data=workshop.data, config=config, out=tmp_path)
     card = ModelCard(STUDENT, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width)
-    assert measure_val_miou(network, card, workshop.data, 4) == pytest.approx(report.val_miou, abs=1e-6)
+    assert measure_val_score(network, card, workshop.data, 4) == pytest.approx(report.val_score, abs=1e-6)
 
 
 @pytest.mark.parametrize(
