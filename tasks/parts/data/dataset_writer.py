@@ -140,7 +140,8 @@ def write_with_metric(
 def write_chosen_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> Manifest:
     """Write a smaller data set into a new folder: labelled images of each named split, at most as many as given.
 
-    Mean and std stay those of the whole data set, because networks were trained with them. Groups are left out.
+    Mean and std stay those of the whole data set, because networks were trained with them; so does its metric. Groups
+    are left out.
     """
     whole = read_manifest(dataset)
     out.mkdir(parents=True)
@@ -153,8 +154,12 @@ def write_chosen_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> 
         statistics[split] = _write_split(out, split, content, task=Task.segmentation, shape_HWC=shape_HWC)
         chosen_counts[split] = len(images_NHWC)
     shares = _class_shares(statistics, len(whole.classes), Task.segmentation)
+    files = _all_files(statistics)
+    if whole.metric is not None:
+        shutil.copyfile(dataset / METRIC_FILE, out / METRIC_FILE)
+        files[METRIC_FILE] = whole.files[METRIC_FILE]
     manifest = dataclasses.replace(
-        whole, counts=chosen_counts, pixel_share=shares, files=_all_files(statistics), num_unlabelled=0
+        whole, counts=chosen_counts, pixel_share=shares, files=files, num_unlabelled=0
     )
     _write_manifest(out, manifest)
     return manifest
