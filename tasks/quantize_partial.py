@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tasks.core.bounds import AtLeast, LessThan
+from tasks.core.bounds import AtLeast, LessThan, MoreThan
 from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.cpu import int8_sums
@@ -54,11 +54,15 @@ class Config:
     """Gate: share of the reference's validation score that may be lost, as in select_engine."""
     max_parent_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
     """Gate: share of the validation score of the float graph itself that may be lost, as in select_engine."""
+    class_limits: dict[str, Annotated[float, AtLeast(0), LessThan(1)]]
+    """Gate: class, or ``*`` -> share of its IoU or recall in the reference that may be lost, as in select_engine."""
+    class_floors: dict[str, Annotated[float, MoreThan(0), LessThan(1)]]
+    """Gate: class, or ``*`` -> IoU or recall that it has to reach, as in select_engine."""
     num_candidates: Annotated[int, AtLeast(1)]
     """Layers tried in each step, from the top of the ranking. More: better choice, slower."""
     max_float_layers: Annotated[int, AtLeast(0)]
-    """Number of layers in float at which the search gives up; the best graph found is still written: highest score,
-    then fewest layers in float."""
+    """Number of layers in float at which the search gives up; the best graph found is still written: highest score
+    (above the float graph's: most agreement with it), then fewest layers in float."""
     keep_float: list[str]
     """Names of nodes that always stay in float. Empty: the search alone decides."""
     exclusions: list[Exclusion]
@@ -102,7 +106,7 @@ class Report:
     """Result of the search."""
 
     standing: Standing
-    """Whether the losses of the written graph are within both gates; unproven if there are too few images to tell."""
+    """Whether the losses of the written graph are within all gates; unproven if there are too few images to tell."""
     metric: str
     """Metric of the scores."""
     reference_score: float
@@ -115,6 +119,8 @@ class Report:
     """Share of the reference's score that the written graph loses."""
     parent_rel_loss: ScoreLoss
     """Share of the float graph's score that the written graph loses."""
+    open_classes: tuple[str, ...]
+    """Limits of classes that the written graph does not hold for certain, in words."""
     num_layers: int
     """Number of layers that can be quantized."""
     float_macs_share: float
@@ -148,6 +154,7 @@ def quantize_partial(
     itself certainly loses more than a gate allows, nothing is searched, and the graph is that of quantize_repaired.
     Raises ArtifactError when they are not those of the ranking, ConfigError for a name in `keep_float` that is not.
     """
+    from tasks.parts.data.class_limits import ClassLimits
     from tasks.parts.onnx_graphs.graph import node_sources, read_graph, write_graph
     from tasks.parts.onnx_graphs.macs import conv_macs
     from tasks.parts.quantization.gates import open_gates
@@ -163,6 +170,8 @@ def quantize_partial(
         data,
         max_score_rel_loss=cfg.max_score_rel_loss,
         max_parent_rel_loss=cfg.max_parent_rel_loss,
+        class_limits=ClassLimits(cfg.class_limits, cfg.class_floors),
+        stage="quantize_partial",
         num_images=cfg.num_val_images,
         batch_size=cfg.batch_size,
         activations=activations,
@@ -197,12 +206,15 @@ def quantize_partial(
         score=score,
         score_rel_loss=gates.score_rel_loss(search.results(kept)),
         parent_rel_loss=gates.parent_rel_loss(search.results(kept)),
+        open_classes=gates.open_classes(search.results(kept)),
         num_layers=len(ranked),
         float_macs_share=sum(layer.macs_share for layer in layers),
         num_judged=search.num_judged,
         float_layers=layers,
         steps=tuple(steps),
     )
+    for text in report.open_classes:
+        logger.warning("quantize_partial: %s", text)
     logger.info(
         "quantize_partial: %d of %d layers in float, val score %.4f (float %.4f)",
         len(kept),
@@ -232,17 +244,23 @@ class _Search:
     def num_judged(self) -> int:
         return len(self._known)
 
-    def results(self, kept: Iterable[str]) -> "ImageResults":
+    def _evaluation(self, kept: Iterable[str]) -> "Evaluation":
         from tasks.parts.quantization.qdq import insert_qdq
 
         names = frozenset(kept)
         if names not in self._known:
             candidate = insert_qdq(self._graph, self._ranges, op_types=self._cfg.op_types, float_nodes=names)
             self._known[names] = self._evaluator.evaluate(candidate)
-        return self._known[names].results
+        return self._known[names]
+
+    def results(self, kept: Iterable[str]) -> "ImageResults":
+        return self._evaluation(kept).results
 
     def score(self, kept: Iterable[str]) -> float:
         return self.results(kept).score
+
+    def rank(self, kept: Iterable[str]) -> tuple[float, ...]:
+        return self.gates.rank(self._evaluation(kept), self._evaluator)
 
 
 def _choose_float_layers(
@@ -259,17 +277,18 @@ def _choose_float_layers(
         logger.warning("quantize_partial: the float graph itself fails the gate; nothing to search for")
         return kept, steps
     while not search.gates.hold(search.results(kept)) and waiting and len(kept) < cfg.max_float_layers:
-        before, tried = steps[-1].score, waiting[: cfg.num_candidates]
-        scores = {node: search.score(kept | {node}) for node in tried}
-        best = max(tried, key=lambda node: scores[node])
+        before, tried = search.rank(kept), waiting[: cfg.num_candidates]
+        ranks = {node: search.rank(kept | {node}) for node in tried}
+        best = max(tried, key=ranks.__getitem__)
         kept.add(best)
-        best_kept = max(best_kept, set(kept), key=search.score)  # on a tie the first: fewer layers
-        steps.append(Step("float", best, scores[best], len(kept)))
-        logger.info("quantize_partial: %s stays in float, val score %.4f", best, scores[best])
+        best_kept = max(best_kept, set(kept), key=search.rank)  # on a tie the first: fewer layers
+        steps.append(Step("float", best, search.score(kept), len(kept)))
+        logger.info("quantize_partial: %s stays in float, val score %.4f", best, search.score(kept))
+        others = [node for node in tried if node != best]
         helpful = sorted(
-            (node for node in tried if node != best and scores[node] > before), key=lambda node: -scores[node]
+            (node for node in others if ranks[node] > before), key=ranks.__getitem__, reverse=True
         )
-        useless = [node for node in tried if scores[node] <= before and node != best]
+        useless = [node for node in others if ranks[node] <= before]
         waiting = [*helpful, *waiting[cfg.num_candidates :], *useless]
     if not search.gates.hold(search.results(kept)) and best_kept != kept:
         kept = best_kept

@@ -66,6 +66,10 @@ class ImageResults:
     """Pixels of each class in the label."""
     groups_N: NDArray[np.int64]
     """Number of each image's group, 0 .. K - 1. Images of one video, for example, are one group."""
+    class_N: NDArray[Any] | None = None
+    """True class of each image in classification; else None."""
+    by_class: "ImageResults | None" = None
+    """The same images class by class, if the score is that of a metric of the user's own; else None."""
 
     @property
     def num_images(self) -> int:
@@ -146,7 +150,8 @@ def compare_with_labels(
         return ImageResults(signal_NC - noise_NC, signal_NC, signal_NC, groups_N)
     if task is Task.classification:
         ones_NC = np.ones((num_images, 1), np.int64)
-        return ImageResults((prediction == labels).astype(np.int64)[:, None], ones_NC, ones_NC, groups_N)
+        hits_NC = (prediction == labels).astype(np.int64)[:, None]
+        return ImageResults(hits_NC, ones_NC, ones_NC, groups_N, class_N=np.asarray(labels))
     is_counted = labels != IGNORE_INDEX
     return ImageResults(*_count_pixels(prediction, labels, num_classes, is_counted, is_counted), groups_N)
 
@@ -220,7 +225,16 @@ def energy(values: NDArray[Any], output_sizes: Sequence[int] = ()) -> NDArray[np
 def join_results(parts: Sequence[ImageResults], groups_N: NDArray[np.int64]) -> ImageResults:
     """Return the results of several batches as one, with the groups of all images."""
     hits_NC, union_NC, labels_NC = map(np.concatenate, zip(*(part.counts for part in parts), strict=True))
-    return ImageResults(hits_NC, union_NC, labels_NC, groups_N)
+    classes = [part.class_N for part in parts if part.class_N is not None]
+    by_class = [part.by_class for part in parts if part.by_class is not None]
+    return ImageResults(
+        hits_NC,
+        union_NC,
+        labels_NC,
+        groups_N,
+        np.concatenate(classes) if classes else None,
+        join_results(by_class, groups_N) if by_class else None,
+    )
 
 
 def score_loss(engine: ImageResults, reference: ImageResults, *, level: float = LEVEL) -> ScoreLoss:
@@ -269,9 +283,16 @@ def boundaries_of(split: str) -> str:
 
 
 def write_results(path: Path, splits: Mapping[str, ImageResults]) -> None:
-    """Write the results of each split as arrays named ``<split>_hits``, ``_union``, ``_labels`` and ``_groups``."""
+    """Write the results of each split as arrays named ``<split>_hits``, ``_union``, ``_labels`` and ``_groups``.
+
+    ``<split>_class`` are the true classes of images; the results class by class of a metric of the user's own are
+    those of another split, ``<split>_by_class``.
+    """
     arrays = {}
-    for split, results in splits.items():
+    parts = {_by_class(split): results.by_class for split, results in splits.items() if results.by_class}
+    for split, results in {**splits, **parts}.items():
+        if results.class_N is not None:
+            arrays[f"{split}_class"] = results.class_N
         names = ("hits", "union", "labels", "groups")
         for name, array in zip(names, (*results.counts, results.groups_N), strict=True):
             arrays[f"{split}_{name}"] = array.astype(np.int32) if array.dtype.kind in "iu" else array
@@ -286,11 +307,18 @@ def read_results(path: Path, split: str) -> ImageResults:
             hits, union, labels, groups = (
                 array.astype(np.int64) if array.dtype.kind in "iu" else array for array in read
             )
+            class_N = arrays.get(f"{split}_class")
+            has_classes = f"{_by_class(split)}_hits" in arrays
     except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
         raise ArtifactError(
             f"{path}: no results of the images of split '{split}' ({error!r}). Run validate again."
         ) from error
-    return ImageResults(hits, union, labels, groups)
+    by_class = read_results(path, _by_class(split)) if has_classes else None
+    return ImageResults(hits, union, labels, groups, class_N, by_class)
+
+
+def _by_class(split: str) -> str:
+    return f"{split}_by_class"
 
 
 def _loss(engine: ImageResults, reference: ImageResults, level: float, factor: float) -> ScoreLoss:

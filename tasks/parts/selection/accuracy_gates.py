@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tasks.parts.data.accuracy import ScoreLoss, Standing
+from tasks.parts.data.accuracy import ScoreLoss, Standing, worst
+from tasks.parts.data.class_limits import ClassCheck, ClassLimits, check_classes, class_warnings
 from tasks.parts.data.comparison import ImageResults, groups_needed, score_loss
-from tasks.parts.selection.engine_row import EngineRow, Losses, Unseen
+from tasks.parts.selection.engine_row import UNSEEN_VERDICTS, ClassLoss, EngineRow, Losses, Unseen
 
 _NONE = ScoreLoss(0.0, 0.0, 0.0)
 _SCORE, _PARENT, _BOUNDARY = "max_score_rel_loss", "max_parent_rel_loss", "max_boundary_iou_rel_loss"
@@ -46,6 +47,26 @@ class GateCheck:
         return f"{text}, allowed are {100 * self.limit:g} % ({self.key})"
 
 
+Check = GateCheck | ClassCheck
+
+
+def open_or_broken(checks: Sequence[Check]) -> list[Check]:
+    """Return the checks that an engine does not hold for certain."""
+    return [check for check in checks if check.standing is not Standing.within]
+
+
+def describe(checks: Sequence[Check]) -> list[str]:
+    """Return the checks in words; of classes that hold their limits no more than their number."""
+    of_classes = [check for check in checks if isinstance(check, ClassCheck)]
+    held = sum(check.standing is Standing.within for check in of_classes)
+    texts = [
+        str(check)
+        for check in checks
+        if not isinstance(check, ClassCheck) or check.standing is not Standing.within
+    ]
+    return [*texts, f"{held} of {len(of_classes)} limits of classes hold"] if of_classes else texts
+
+
 @dataclass(frozen=True)
 class AccuracyGates:
     """The limits, and the results on the validation images that are held against them."""
@@ -67,15 +88,32 @@ class AccuracyGates:
     """Maximum loss of Boundary IoU against the reference, as a share of its Boundary IoU; None for no limit."""
     boundary_results: Mapping[str, ImageResults] = field(default_factory=dict)
     """By name of the engine, on boundaries alone, on the split that decides; empty without this limit."""
+    unseen_boundary_results: Mapping[str, ImageResults] = field(default_factory=dict)
+    """The same on the split that is only reported."""
+    classes: Sequence[str] = ()
+    """Names of the classes, in the order of the model."""
+    class_limits: ClassLimits = field(default_factory=lambda: ClassLimits({}, {}))
 
-    def check(self, name: str) -> list[GateCheck]:
-        """Compare an engine with the reference and, if it has one, with its parent; last its boundaries."""
-        checks = [_check(_SCORE, name, self.reference, self.results, self.max_score_rel_loss)]
+    def check(self, name: str) -> list[Check]:
+        """Compare an engine with the reference and, if it has one, with its parent; then boundaries and classes."""
+        return self._check_on(name, self.results, self.boundary_results)
+
+    def warnings(self, name: str) -> list[str]:
+        """Return which classes an engine has lost, in words; it needs no limits."""
+        return class_warnings(self.results[name], self.results[self.reference], self.classes)
+
+    def _check_on(
+        self, name: str, results: Mapping[str, ImageResults], boundaries: Mapping[str, ImageResults]
+    ) -> list[Check]:
+        checks: list[Check] = [_check(_SCORE, name, self.reference, results, self.max_score_rel_loss)]
         if parent := self.parents.get(name):
-            checks.append(_check(_PARENT, name, parent, self.results, self.max_parent_rel_loss))
+            checks.append(_check(_PARENT, name, parent, results, self.max_parent_rel_loss))
         if (limit := self.max_boundary_iou_rel_loss) is not None:
-            subject = f"Boundary IoU {self.boundary_results[name].score:.4f}"
-            checks.append(_check(_BOUNDARY, name, self.reference, self.boundary_results, limit, subject))
+            subject = f"Boundary IoU {boundaries[name].score:.4f}"
+            checks.append(_check(_BOUNDARY, name, self.reference, boundaries, limit, subject))
+        if self.class_limits:
+            pair = results[name], results[self.reference]
+            checks += check_classes(*pair, self.classes, self.class_limits, self.reference)
         return checks
 
     def is_more_accurate(self, name: str, other: str) -> bool:
@@ -83,9 +121,18 @@ class AccuracyGates:
         return _loss(other, name, self.results).low > 0
 
     def unseen(self, name: str) -> Unseen:
-        """Report an engine on the unseen split."""
-        loss, score = _loss(name, self.reference, self.unseen_results), self.unseen_results[name].score
-        return Unseen(self.unseen_split, score, loss.rel_loss, loss.low, loss.high)
+        """Hold an engine against the same gates on the unseen split."""
+        checks = self._check_on(name, self.unseen_results, self.unseen_boundary_results)
+        loss, score = checks[0].loss, self.unseen_results[name].score
+        return Unseen(
+            unseen_split=self.unseen_split,
+            unseen_score=score,
+            unseen_rel_loss=loss.rel_loss,
+            unseen_rel_loss_low=loss.low,
+            unseen_rel_loss_high=loss.high,
+            unseen_verdict=UNSEEN_VERDICTS[worst(check.standing for check in checks)],
+            unseen_reason=", ".join(map(str, open_or_broken(checks))),
+        )
 
 
 def _check(
@@ -102,13 +149,17 @@ def _loss(name: str, base: str, results: Mapping[str, ImageResults]) -> ScoreLos
 
 
 def losses_of(
-    checks: Sequence[GateCheck], boundary_iou_rel_loss: float | None, *, are_grouped: bool
+    checks: Sequence[Check],
+    boundary_iou_rel_loss: float | None,
+    warnings: Sequence[str],
+    *,
+    are_grouped: bool,
 ) -> Losses:
     """Return what an engine lost at its gates; the loss of Boundary IoU is there without a gate, too.
 
     `are_grouped`: some of the images belong together, so more groups are needed rather than more images.
     """
-    by_key = {check.key: check for check in checks}
+    by_key = {check.key: check for check in checks if isinstance(check, GateCheck)}
     first, second, boundary = by_key[_SCORE], by_key.get(_PARENT), by_key.get(_BOUNDARY)
     parent_loss = second.loss if second else _NONE
     counts = [check.groups_needed for check in checks if check.standing is Standing.unproven]
@@ -126,6 +177,12 @@ def losses_of(
         boundary_iou_rel_loss=boundary_iou_rel_loss,
         boundary_iou_rel_loss_low=boundary.loss.low if boundary else None,
         boundary_iou_rel_loss_high=boundary.loss.high if boundary else None,
+        class_losses={
+            check.key: ClassLoss(check.loss.rel_loss, check.loss.low, check.loss.high, check.max_rel_loss)
+            for check in checks
+            if isinstance(check, ClassCheck)
+        },
+        class_warnings=tuple(warnings),
     )
 
 

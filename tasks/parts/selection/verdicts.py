@@ -12,7 +12,7 @@ from tasks.parts.data.accuracy import Standing, worst
 from tasks.parts.data.comparison import ImageResults
 from tasks.parts.measuring.pareto import pareto_front
 from tasks.parts.measuring.reports import BenchmarkReport
-from tasks.parts.selection.accuracy_gates import AccuracyGates, losses_of
+from tasks.parts.selection.accuracy_gates import AccuracyGates, describe, losses_of
 from tasks.parts.selection.engine_row import EngineRow, Losses, Measured, Speed, Unseen, Verdict, rungs
 
 _HOLDS_GATES = (Verdict.ACCEPT, Verdict.NOT_FASTER, Verdict.INCONCLUSIVE)
@@ -134,13 +134,13 @@ def _judge(row: EngineRow, gates: Gates, reference: Reference) -> EngineRow:
         return row
     checks = gates.accuracy.check(row.name)
     boundary_loss = _rel_loss(row.measured.accuracy.boundary_iou, reference.boundary_iou)
-    results = gates.accuracy.results[row.name]
-    losses = losses_of(checks, boundary_loss, are_grouped=results.are_grouped)
+    results, warnings = gates.accuracy.results[row.name], gates.accuracy.warnings(row.name)
+    losses = losses_of(checks, boundary_loss, warnings, are_grouped=results.are_grouped)
     standing = worst(check.standing for check in checks)
     measured = dataclasses.replace(row.measured, losses=losses)
     row = dataclasses.replace(row, measured=measured)
     score = f"{measured.accuracy.metric} {measured.accuracy.score:.4f}"
-    accuracy = ", ".join([score, *map(str, checks)])
+    accuracy = ", ".join([score, *describe(checks)])
     factor = f"{measured.speed.speedup_vs_reference:.3g}x the speed of {row.speed_reference}"
     speed = f"p50 {measured.speed.latency_ms_p50:.3g} ms, {factor}"
     if row.verdict is Verdict.PRECISION_MISMATCH:
@@ -264,18 +264,15 @@ def _mark_picks(
             )
             if row.verdict is Verdict.NOT_FASTER:
                 row = _add_reason(row, Verdict.ACCEPT, "picked: no accepted engine is certainly faster")
-            if unseen.unseen_rel_loss_low > gates.accuracy.max_score_rel_loss:
-                row = _add_reason(row, row.verdict, _unseen_warning(unseen))
+            row = _add_reason(row, row.verdict, describe_unseen(unseen))
         marked.append(row)
     return marked
 
 
-def _unseen_warning(unseen: Unseen) -> str:
-    """Return that a pick breaks the gate on the unseen split."""
-    return (
-        f"warning: on the split {unseen.unseen_split}, on which nothing was decided, it certainly loses more than "
-        f"the gate allows ({100 * unseen.unseen_rel_loss_low:.2f} to {100 * unseen.unseen_rel_loss_high:.2f} %)"
-    )
+def describe_unseen(unseen: Unseen) -> str:
+    """Return what the split on which nothing was decided says about a pick: ``confirmed on test``."""
+    text = f"{unseen.unseen_verdict} on {unseen.unseen_split}"
+    return f"{text}: {unseen.unseen_reason}" if unseen.unseen_reason else text
 
 
 def _pick(rows: Sequence[EngineRow], gates: Gates, benchmark: BenchmarkReport) -> EngineRow | None:
