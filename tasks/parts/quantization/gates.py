@@ -93,6 +93,10 @@ class AccuracyGates:
         return tuple(str(check) for check in checks if check.standing is not Standing.within)
 
     def _excess_of_classes(self, results: ImageResults) -> float:
+        """Return how far classes are beyond their limits as measured, added up; 0 without such limits.
+
+        A search has to lower this before it raises the score, which a class beyond its limit hardly moves.
+        """
         return sum(check.excess for check in self.check_classes(results))
 
 
