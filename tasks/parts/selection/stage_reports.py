@@ -88,7 +88,7 @@ def read_row(
         macs_share_quantized=build.executed.macs_share_quantized if build.executed else None,
         measured=_measured(of, manifest, build, validation, benchmark, load),
         suspect_layers=_suspect_layers(of["diff_layers"]),
-        conditions=_conditions(benchmark, variant, manifest, reference),
+        conditions=_conditions(benchmark, variant, manifest, reference) | _uncounted(build),
     )
 
 
@@ -346,6 +346,12 @@ def _conditions(
         "A/A spread": f"{100 * benchmark.aa_ratio_spread:.1f} %",
         "Energy": engine.latency.energy_note if engine.latency else "not measured",
     }
+
+
+def _uncounted(build: EngineBuild) -> dict[str, str]:
+    """Return the operators whose MACs are in no number of the report, if there are any."""
+    found = build.executed.uncounted_operators if build.executed else {}
+    return {"MACs not counted": ", ".join(f"{num} {name}" for name, num in found.items())} if found else {}
 
 
 def check_conditions(rows: Sequence[EngineRow]) -> None:
