@@ -16,6 +16,7 @@ from tasks.parts.data.input_card import InputCard, Task
 from tasks.parts.engines.manifest import ENGINE_FOLDER, LAYERS_FILE
 from tasks.parts.onnx_graphs.graph import CARD_KEY, name_nodes, write_graph
 from tasks.parts.onnx_graphs.macs import conv_macs, quantized_layers
+from tasks.parts.selection.stage_reports import macs_not_counted
 from tasks.parts.tables import read_table
 from tests.tasks.conftest import Workshop, quantize
 
@@ -227,6 +228,8 @@ def test_report_names_operators_whose_macs_are_not_known_a6() -> None:
     executed = sum_up_layers((), model)
     assert executed.uncounted_operators == {"Scores": 1}
     assert executed.macs_share == {UNKNOWN: 1.0}, "of the others, no layer is known"
+    assert macs_not_counted(executed) == {"MACs not counted": "1 Scores"}
+    assert macs_not_counted(sum_up_layers((), attention_and_gru("Einsum"))) == {}
 
 
 def test_nodes_without_a_name_of_their_own_are_named_after_their_output() -> None:
