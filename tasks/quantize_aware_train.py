@@ -57,10 +57,12 @@ class Config:
 class Report:
     """Result of training in simulated INT8."""
 
-    val_miou_before: float
-    """mIoU of the INT8 graph before training, in ONNX Runtime."""
-    val_miou: float
-    """mIoU of the written INT8 graph, in ONNX Runtime."""
+    metric: str
+    """Metric of the scores: mIoU, or the user's own (model.metric)."""
+    val_score_before: float
+    """Score of the INT8 graph before training, in ONNX Runtime."""
+    val_score: float
+    """Score of the written INT8 graph, in ONNX Runtime."""
     best_epoch: int
     """Epoch whose weights were written; 0 if no epoch was better than the weights before training."""
     num_epochs: int
@@ -117,8 +119,8 @@ def quantize_aware_train(
         float_graph, data, num_images=0, batch_size=cfg.trainer.batch_size, activations=activations
     )
     before = insert_qdq(float_graph, tensor_ranges, op_types=op_types)
-    miou_before = evaluator.evaluate(before).score
-    logger.info("%s: val mIoU %.4f in INT8 before training", model, miou_before)
+    score_before = evaluator.evaluate(before).score
+    logger.info("%s: val %s %.4f in INT8 before training", model, evaluator.metric, score_before)
 
     start = {name: value.clone() for name, value in folded.state_dict().items()}
     simulated = fake_quantize(
@@ -143,14 +145,14 @@ def quantize_aware_train(
     plain.load_state_dict(float_weights(simulated))
     trained = export_graph(plain, card, height=card.height, width=card.width, opset=cfg.opset)
     graph, best_epoch = insert_qdq(trained, tensor_ranges, op_types=op_types), result.best_epoch
-    miou = evaluator.evaluate(graph).score
-    if miou < miou_before:
-        graph, best_epoch, miou = before, 0, miou_before
+    score = evaluator.evaluate(graph).score
+    if score < score_before:
+        graph, best_epoch, score = before, 0, score_before
         simulated.load_state_dict(start, strict=False)
     agreement = check_agreement(cfg, simulated, card, graph, evaluator)
     write_graph(graph, out / "model.onnx")
-    logger.info("epoch %d kept: val mIoU %.4f (before %.4f)", best_epoch, miou, miou_before)
-    return Report(miou_before, miou, best_epoch, result.num_epochs, agreement)
+    logger.info("epoch %d kept: val %s %.4f (before %.4f)", best_epoch, evaluator.metric, score, score_before)
+    return Report(evaluator.metric, score_before, score, best_epoch, result.num_epochs, agreement)
 
 
 def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_types: Sequence[str]) -> None:

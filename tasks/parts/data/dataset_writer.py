@@ -24,12 +24,14 @@ from tasks.parts.data.dataset import (
     MANIFEST_FILE,
     MAX_CLASSES,
     METRIC_FILE,
+    METRIC_PACKAGES_FILE,
     Manifest,
     open_split,
     read_manifest,
 )
 from tasks.parts.data.input_card import Task, channel_values
 from tasks.parts.data.lazy_array import part_of
+from tasks.parts.data.reading import Reading
 from tasks.parts.data.source_files import (
     RULES_FILE,
     ReadingRules,
@@ -72,12 +74,14 @@ def write_dataset(
     values_shape: tuple[int, ...] | None = None,
     normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
     rules: ReadingRules | None = None,
+    reading: Reading | None = None,
 ) -> Manifest:
     """Write all splits and the manifest into a new folder.
 
     `task` is the task of the labels: masks, classes of images, or values of `values_shape`; None without labels.
     `normalisation` is mean and standard deviation of each channel; None takes those of the split `train`. Splits that
-    are listed, and not copied, need the `rules` by which their files are read again.
+    are listed, and not copied, need the `rules` by which their files are read again. `reading` says how files became
+    images; None for images that were made or read as they are.
     """
     if task is Task.segmentation and len(classes) > MAX_CLASSES:
         raise DataError(f"{len(classes)} classes; masks are uint8 and hold at most {MAX_CLASSES}.")
@@ -106,18 +110,27 @@ def write_dataset(
         source=source,
         values_shape=values_shape,
         num_unlabelled=sum(content.num_unlabelled for content in splits.values()),
+        reading=reading or Reading(),
     )
     _write_manifest(dataset, manifest)
     return manifest
 
 
-def write_with_metric(dataset: Path, out: Path, metric: Path, function: str) -> Manifest:
-    """Copy a data set into a new folder, with a function of the file `metric` as its metric."""
+def write_with_metric(
+    dataset: Path, out: Path, metric: Path, function: str, *, packages: Mapping[str, str]
+) -> Manifest:
+    """Copy a data set into a new folder, with a function of the file `metric` as its metric.
+
+    `packages` are the versions of those that the file imports.
+    """
     shutil.copytree(dataset, out)
     content = metric.read_bytes()
-    (out / METRIC_FILE).write_bytes(content)
+    imported = json.dumps(packages, indent=2, sort_keys=True).encode() + b"\n"
     whole = read_manifest(dataset)
-    files = {**whole.files, METRIC_FILE: hashlib.sha256(content).hexdigest()}
+    files = dict(whole.files)
+    for name, written in ((METRIC_FILE, content), (METRIC_PACKAGES_FILE, imported)):
+        (out / name).write_bytes(written)
+        files[name] = hashlib.sha256(written).hexdigest()
     manifest = dataclasses.replace(whole, files=files, metric=function)
     (out / MANIFEST_FILE).unlink()  # read-only where DVC links its cache into the workspace
     _write_manifest(out, manifest)
@@ -127,7 +140,8 @@ def write_with_metric(dataset: Path, out: Path, metric: Path, function: str) -> 
 def write_chosen_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> Manifest:
     """Write a smaller data set into a new folder: labelled images of each named split, at most as many as given.
 
-    Mean and std stay those of the whole data set, because networks were trained with them. Groups are left out.
+    Mean and std stay those of the whole data set, because networks were trained with them; so does its metric. Groups
+    are left out.
     """
     whole = read_manifest(dataset)
     out.mkdir(parents=True)
@@ -140,8 +154,12 @@ def write_chosen_images(dataset: Path, out: Path, counts: Mapping[str, int]) -> 
         statistics[split] = _write_split(out, split, content, task=Task.segmentation, shape_HWC=shape_HWC)
         chosen_counts[split] = len(images_NHWC)
     shares = _class_shares(statistics, len(whole.classes), Task.segmentation)
+    files = _all_files(statistics)
+    if whole.metric is not None:
+        shutil.copyfile(dataset / METRIC_FILE, out / METRIC_FILE)
+        files[METRIC_FILE] = whole.files[METRIC_FILE]
     manifest = dataclasses.replace(
-        whole, counts=chosen_counts, pixel_share=shares, files=_all_files(statistics), num_unlabelled=0
+        whole, counts=chosen_counts, pixel_share=shares, files=files, num_unlabelled=0
     )
     _write_manifest(out, manifest)
     return manifest

@@ -1,5 +1,6 @@
 """Presets of augmentation: what they do to pixels and masks, and that only seed, epoch and index decide it."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,19 +51,25 @@ def random_batch(count: int = 3, height: int = 32, width: int = 48, channels: in
     return images_NCHW, masks_NHW, torch.arange(count)
 
 
+def same(view: int, indices_N: Tensor) -> Tensor:
+    return torch.full_like(indices_N, view)
+
+
 @pytest.mark.parametrize("name", ON)
 def test_changes_of_an_image_depend_on_seed_epoch_and_index_alone(name: Augmentation) -> None:
     change = augmenter(*PRESETS[name])
     images_NCHW, masks_NHW, indices_N = random_batch()
-    together = change(images_NCHW, masks_NHW, indices_N, view=4)
+    together = change(images_NCHW, masks_NHW, indices_N, views_N=same(4, indices_N))
     torch.rand(1)  # what else the process draws
-    reverse = change(images_NCHW.flip(0), masks_NHW.flip(0), indices_N.flip(0), view=4)
+    reverse = change(
+        images_NCHW.flip(0), masks_NHW.flip(0), indices_N.flip(0), views_N=same(4, indices_N.flip(0))
+    )
     torch.testing.assert_close(reverse[0].flip(0), together[0])
     assert torch.equal(reverse[1].flip(0), together[1])
     for other in (
-        change(images_NCHW, masks_NHW, indices_N, view=5),
-        change(images_NCHW, masks_NHW, indices_N + 3, view=4),
-        augmenter(*PRESETS[name], seed=1)(images_NCHW, masks_NHW, indices_N, view=4),
+        change(images_NCHW, masks_NHW, indices_N, views_N=same(5, indices_N)),
+        change(images_NCHW, masks_NHW, indices_N + 3, views_N=same(4, indices_N + 3)),
+        augmenter(*PRESETS[name], seed=1)(images_NCHW, masks_NHW, indices_N, views_N=same(4, indices_N)),
     ):
         assert not torch.equal(other[1], together[1])
     assert together[0].min() >= 0 and together[0].max() <= 1
@@ -83,7 +90,9 @@ def test_a_mask_moves_as_its_image_does_and_mixes_no_classes(step: Step) -> None
     coarse = torch.randint(0, 4, (6, 5, 7), generator=torch.Generator().manual_seed(0))
     masks_NHW = coarse.repeat_interleave(8, dim=1).repeat_interleave(8, dim=2)
     images_NCHW = (masks_NHW / 4 + 0.2)[:, None].expand(-1, 3, -1, -1)
-    changed_NCHW, changed_NHW = augmenter(step)(images_NCHW, masks_NHW, torch.arange(6), view=0)
+    changed_NCHW, changed_NHW = augmenter(step)(
+        images_NCHW, masks_NHW, torch.arange(6), views_N=same(0, torch.arange(6))
+    )
     assert not torch.equal(changed_NHW, masks_NHW)
     assert set(changed_NHW.unique().tolist()) <= {0, 1, 2, 3, IGNORE_INDEX}
     patches = changed_NHW.float().unfold(1, 3, 1).unfold(2, 3, 1).flatten(3)
@@ -99,10 +108,10 @@ def test_a_mask_moves_as_its_image_does_and_mixes_no_classes(step: Step) -> None
 
 def test_mirrors_and_quarter_turns_of_squares_lose_no_pixel() -> None:
     images_NCHW, masks_NHW, indices_N = random_batch(8, 24, 24)
-    mirrored = augmenter(Mirror(1.0, ""))(images_NCHW, masks_NHW, indices_N, view=0)
+    mirrored = augmenter(Mirror(1.0, ""))(images_NCHW, masks_NHW, indices_N, views_N=same(0, indices_N))
     torch.testing.assert_close(mirrored[0], images_NCHW.flip(3), atol=1e-4, rtol=0)
     assert torch.equal(mirrored[1], masks_NHW.flip(2))
-    _, turned_NHW = augmenter(QuarterTurns(""))(images_NCHW, masks_NHW, indices_N, view=0)
+    _, turned_NHW = augmenter(QuarterTurns(""))(images_NCHW, masks_NHW, indices_N, views_N=same(0, indices_N))
     turns = [
         next(k for k in range(4) if torch.equal(turned, mask.rot90(k)))
         for turned, mask in zip(turned_NHW, masks_NHW, strict=True)
@@ -113,15 +122,21 @@ def test_mirrors_and_quarter_turns_of_squares_lose_no_pixel() -> None:
 def test_a_smaller_image_is_padded_with_ignored_pixels_and_a_larger_one_is_cut() -> None:
     images_NCHW, masks_NHW, indices_N = random_batch(4, 32, 32)
     images_NCHW = images_NCHW * 0.5 + 0.5
-    changed_NCHW, small_NHW = augmenter(ScaleAndCrop(0.5, 0.5, ""))(images_NCHW, masks_NHW, indices_N, view=0)
+    changed_NCHW, small_NHW = augmenter(ScaleAndCrop(0.5, 0.5, ""))(
+        images_NCHW, masks_NHW, indices_N, views_N=same(0, indices_N)
+    )
     is_outside = small_NHW == IGNORE_INDEX
     assert (~is_outside).sum(dim=(1, 2)).tolist() == [16 * 16] * 4
     assert changed_NCHW[:, 0][is_outside].max() < 0.5  # black, or interpolated with it at the border
     places = [tuple(mask.nonzero()[0].tolist()) for mask in ~is_outside]
     assert len(set(places)) > 2, "the place is random"
-    _, large_NHW = augmenter(ScaleAndCrop(2.0, 2.0, ""))(images_NCHW, masks_NHW, indices_N, view=0)
+    _, large_NHW = augmenter(ScaleAndCrop(2.0, 2.0, ""))(
+        images_NCHW, masks_NHW, indices_N, views_N=same(0, indices_N)
+    )
     assert (large_NHW != IGNORE_INDEX).all()
-    unchanged = augmenter(ScaleAndCrop(1.0, 1.0, ""))(images_NCHW, masks_NHW, indices_N, view=0)
+    unchanged = augmenter(ScaleAndCrop(1.0, 1.0, ""))(
+        images_NCHW, masks_NHW, indices_N, views_N=same(0, indices_N)
+    )
     torch.testing.assert_close(unchanged[0], images_NCHW, atol=1e-4, rtol=0)
     assert torch.equal(unchanged[1], masks_NHW)
 
@@ -129,7 +144,9 @@ def test_a_smaller_image_is_padded_with_ignored_pixels_and_a_larger_one_is_cut()
 def test_noise_has_its_standard_deviation_and_differs_between_images() -> None:
     images_NCHW, masks_NHW, indices_N = random_batch(2, 64, 64)
     grey_NCHW = torch.full_like(images_NCHW, 0.5)
-    changed_NCHW, _ = augmenter(Noise(0.05, "", share=1.0))(grey_NCHW, masks_NHW, indices_N, view=0)
+    changed_NCHW, _ = augmenter(Noise(0.05, "", share=1.0))(
+        grey_NCHW, masks_NHW, indices_N, views_N=same(0, indices_N)
+    )
     assert float((changed_NCHW - 0.5).std()) == pytest.approx(0.05, rel=0.05)
     assert not torch.equal(changed_NCHW[0], changed_NCHW[1])
 
@@ -169,19 +186,19 @@ def fit(network: nn.Module, data: Path, config: TrainerConfig, out: Path) -> Any
     )
 
 
-def test_steps_of_colour_are_refused_for_other_channels_and_the_others_train(tmp_path: Path) -> None:
+def test_images_of_other_bands_are_augmented_without_the_steps_of_colour_c5(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     data = write_4_channels(tmp_path / "data")
     one_epoch = replace(TRAINER, max_epochs=1)
-    message = (
-        r"trainer\.augmentation is street, whose steps Saturation, Hue need 3 channels \(RGB\), and the images "
-        r"have 4\. Set trainer\.augmentation to one of none, medical, satellite"
-    )
-    with pytest.raises(ConfigError, match=message):
-        fit(FourToTwo(), data, replace(one_epoch, augmentation=Augmentation.street), tmp_path / "street")
-    for name in (Augmentation.none, Augmentation.medical, Augmentation.satellite):
+    caplog.set_level(logging.INFO)
+    for name in Augmentation:
         report = fit(FourToTwo(), data, replace(one_epoch, augmentation=name), tmp_path / name)
         assert report.num_epochs == 1
         assert (tmp_path / name / "augmentation.png").exists() == (name is not Augmentation.none)
+        said = "augmentation=street without Saturation, Hue: they need RGB, and the images have 4 bands"
+        assert (said in caplog.text) == (name is Augmentation.street)
+        caplog.clear()
 
 
 def test_a_configured_scale_takes_the_place_of_the_presets() -> None:
