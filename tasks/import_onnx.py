@@ -336,6 +336,7 @@ def _card(
         max_batch=imported.max_batch,
         values_shape=values_shape,
         outputs=dict(shapes) if len(shapes) > 1 else {},
+        reading=data.reading,
     )
 
 

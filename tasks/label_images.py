@@ -72,6 +72,7 @@ def label_images(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         source=FLOAT_MODEL,
         channels=manifest.num_channels,
         values_shape=card.values_shape,
+        reading=manifest.reading,
         splits={
             split: SplitBatches(num_images, _label(cfg, graph, data, split, seen), open_groups(data, split))
             for split, num_images in manifest.counts.items()

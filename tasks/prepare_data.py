@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tasks.parts.data.dataset import Manifest
     from tasks.parts.data.dataset_writer import SplitBatches
     from tasks.parts.data.input_card import Task
+    from tasks.parts.data.reading import Reading
     from tasks.parts.data.source_files import ReadingRules
 
 logger = logging.getLogger(__name__)
@@ -225,6 +226,7 @@ def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
         channels=3 if cfg.folder is None else cfg.folder.channels,
         normalisation=cfg.normalisation,
         rules=loaded.rules,
+        reading=_reading(cfg.folder),
     )
     absent: tuple[str, ...] = ()
     if loaded.task is Task.segmentation:
@@ -232,6 +234,20 @@ def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
         absent = _absent_class_warnings(manifest)
     warnings = (*loaded.warnings, *absent, *_flat_image_warnings(manifest))
     return _report(manifest, out, loaded.num_bad_images, loaded.num_duplicates, warnings)
+
+
+def _reading(folder: FolderConfig | None) -> "Reading | None":
+    """Return how files become images; None for scenes, which are drawn at their size."""
+    from tasks.parts.data.reading import Reading
+
+    if folder is None:
+        return None
+    low_high = folder.value_range
+    return Reading(
+        value_range=None if low_high is None else (low_high[0], low_high[1]),
+        resize_mode=folder.resize_mode,
+        window_overlap=folder.window_overlap if folder.resize_mode is ResizeMode.windows else None,
+    )
 
 
 def _report(

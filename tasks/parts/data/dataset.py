@@ -18,7 +18,7 @@ Shape letters: N images, H height, W width, C channels (in images) or classes (i
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.input_card import InputCard, Task, channel_values
 from tasks.parts.data.lazy_array import LazyArray
+from tasks.parts.data.reading import Reading
 from tasks.parts.data.source_files import list_name, open_reader
 
 MANIFEST_FILE = "manifest.json"
@@ -73,6 +74,8 @@ class Manifest:
     """Function of METRIC_FILE that scores each image; None for the metric of the task."""
     num_unlabelled: int = 0
     """Number of images, the last ones of train, whose masks are ignored everywhere: they are for teachers only."""
+    reading: Reading = field(default_factory=Reading)
+    """How the files of the source were read."""
 
     @property
     def num_channels(self) -> int:
@@ -102,6 +105,7 @@ def read_manifest(dataset: Path) -> Manifest:
             values_shape=tuple(shape) if (shape := fields.get("values_shape")) else None,
             metric=fields.get("metric"),
             num_unlabelled=int(fields.get("num_unlabelled", 0)),
+            reading=Reading.from_fields(fields["reading"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(

@@ -30,6 +30,7 @@ from tasks.parts.data.dataset import (
 )
 from tasks.parts.data.input_card import Task, channel_values
 from tasks.parts.data.lazy_array import part_of
+from tasks.parts.data.reading import Reading
 from tasks.parts.data.source_files import (
     RULES_FILE,
     ReadingRules,
@@ -72,12 +73,14 @@ def write_dataset(
     values_shape: tuple[int, ...] | None = None,
     normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
     rules: ReadingRules | None = None,
+    reading: Reading | None = None,
 ) -> Manifest:
     """Write all splits and the manifest into a new folder.
 
     `task` is the task of the labels: masks, classes of images, or values of `values_shape`; None without labels.
     `normalisation` is mean and standard deviation of each channel; None takes those of the split `train`. Splits that
-    are listed, and not copied, need the `rules` by which their files are read again.
+    are listed, and not copied, need the `rules` by which their files are read again. `reading` says how files became
+    images; None for images that were made or read as they are.
     """
     if task is Task.segmentation and len(classes) > MAX_CLASSES:
         raise DataError(f"{len(classes)} classes; masks are uint8 and hold at most {MAX_CLASSES}.")
@@ -106,6 +109,7 @@ def write_dataset(
         source=source,
         values_shape=values_shape,
         num_unlabelled=sum(content.num_unlabelled for content in splits.values()),
+        reading=reading or Reading(),
     )
     _write_manifest(dataset, manifest)
     return manifest

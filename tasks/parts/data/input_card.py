@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from tasks.core.errors import ArtifactError
+from tasks.parts.data.reading import Reading
 
 MAX_CHANNELS = 16
 """Largest number of channels of an image."""
@@ -54,6 +55,8 @@ class InputCard:
     outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Name and shape of each output of a model whose outputs are all kept: the values are these, flattened, one after
     the other. Empty for a single output."""
+    reading: Reading = field(default_factory=Reading)
+    """How image files became what the network was trained on."""
 
     def __post_init__(self) -> None:
         if (self.task is Task.values) != bool(self.values_shape) or (self.values_shape and self.classes):
@@ -126,6 +129,7 @@ class InputCard:
                 max_batch=fields.get("max_batch"),
                 values_shape=tuple(shape) if (shape := fields.get("values_shape")) else None,
                 outputs={name: tuple(shape) for name, shape in fields.get("outputs", {}).items()},
+                reading=Reading.from_fields(fields["reading"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(

@@ -54,6 +54,7 @@ def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
         "outputs": card.outputs,
         "mean": card.mean,
         "std": card.std,
+        "reading": dataclasses.asdict(card.reading),
         "reads": target.reads,
         "gives": target.gives,
         "threshold": target.threshold,

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tasks.core.errors import ArtifactError
 from tasks.parts.custom_operators import OPERATORS_FOLDER, check_libraries
 from tasks.parts.data.input_card import InputCard
+from tasks.parts.data.reading import Reading
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.target import Target
 
@@ -166,8 +167,9 @@ def read_engine_manifest(engine: Path) -> EngineManifest:
         )
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
+        Reading.from_fields(fields["card"]["reading"])  # dacite would fill it in
         return dacite.from_dict(EngineManifest, fields, dacite.Config(cast=[StrEnum, tuple], strict=True))
-    except (ValueError, TypeError, dacite.DaciteError) as error:
+    except (ValueError, KeyError, TypeError, dacite.DaciteError) as error:
         raise ArtifactError(
             f"{path}: damaged or of another version ({error!r}). Run build_engine again."
         ) from error

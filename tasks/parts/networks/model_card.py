@@ -2,7 +2,7 @@
 
 import json
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from tasks.core.bounds import allows, in_words
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.data.dataset import Manifest
 from tasks.parts.data.input_card import InputCard, channel_values
+from tasks.parts.data.reading import Reading
 from tasks.parts.networks.config import Multiplier, NetworkConfig, NetworkName
 from tasks.parts.networks.foreign_code import code_sha256
 
@@ -34,6 +35,8 @@ class ModelCard:
     """Columns of the training images, in pixels."""
     code_sha256: str | None = None
     """Of the folder of a foreign network's code."""
+    reading: Reading = field(default_factory=Reading)
+    """How the files of the training images were read."""
 
     def __post_init__(self) -> None:
         self.for_input()
@@ -49,11 +52,12 @@ class ModelCard:
             manifest.height,
             manifest.width,
             code_sha256(network),
+            manifest.reading,
         )
 
     def for_input(self) -> InputCard:
         """Return the input card of the network; raise ArtifactError for invalid values."""
-        return InputCard(self.classes, self.mean, self.std, self.height, self.width)
+        return InputCard(self.classes, self.mean, self.std, self.height, self.width, reading=self.reading)
 
     def to_json(self) -> str:
         """Write the card as one line with sorted keys; without those that have no value for most networks."""
@@ -81,7 +85,8 @@ class ModelCard:
                 if not allows(Multiplier, value):
                     raise ValueError(f"multiplier {value}, expected {in_words(Multiplier)}")
             classes = tuple(str(name) for name in fields.pop("classes"))
-            return cls(network=network, classes=classes, mean=mean, std=std, **fields)
+            reading = Reading.from_fields(fields.pop("reading"))
+            return cls(network=network, classes=classes, mean=mean, std=std, reading=reading, **fields)
         except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
             raise ArtifactError(
                 f"The model card cannot be read ({error!r}). The file was changed or written by another "

@@ -2,7 +2,8 @@
 
 engine.txt             what the program needs to know: lines of `key value`; `property.NAME` is one of OpenVINO's
 cpp/infer.cpp          the program in one file: the runtime's infer.cpp here, its includes of our headers replaced by
-                       their text. bundle.hpp is what the class Engine needs, program.hpp is what uses it
+                       their text. bundle.hpp is what the class Engine needs, reading.hpp makes of any frame what
+                       it reads, program.hpp uses both
 cpp/CMakeLists.txt     makes <bundle>/infer
 """
 
@@ -51,7 +52,13 @@ def _source(file: Path) -> str:
 def describe_for_cpp(card: dict[str, Any]) -> str:
     """Return the content of engine.txt."""
     options = card["options"]
-    values = {key: card[key] for key in ("runtime_version", "file", "sha256", "reads")}
+    reading = card["reading"]
+    values = {key: card[key] for key in ("runtime_version", "file", "sha256", "reads", "task")}
+    values |= {"resize_mode": reading["resize_mode"], "types": " ".join(reading["types"])}
+    if reading["resize_mode"] == "windows":
+        values["window_overlap"] = reading["window_overlap"]
+    if reading["value_range"] is not None:
+        values["value_range"] = " ".join(map(repr, reading["value_range"]))
     if card["runtime"] == "openvino":
         values["isa"] = ", ".join(options["isa"])
         values |= {f"property.{name}": _property(value) for name, value in options["properties"].items()}

@@ -1,5 +1,6 @@
 """The C++ program of a bundle: its answers are Python's, to the last pixel, and it refuses what it cannot run."""
 
+import functools
 import hashlib
 import io
 import json
@@ -20,7 +21,10 @@ import openvino
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from tasks.parts.data.image_files import ResizeMode, fit_image, scale_values
+from tasks.parts.data.windows import cover, cut_image
 from tasks.parts.engines.frame_engine.sessions import openvino_core
+from tasks.parts.engines.frame_engine.sources import restore_mask
 from tasks.parts.engines.frame_engine_cpp.write import write_cpp
 from tasks.parts.engines.machine import installed_version
 from tasks.parts.engines.openvino.compile import export_blob
@@ -37,6 +41,7 @@ PROPERTIES = {
     "INFERENCE_PRECISION_HINT": "f32",
     "ENABLE_CPU_PINNING": False,
 }
+READING = {"types": ["uint8"], "value_range": None, "resize_mode": "resize", "window_overlap": None}
 Array = np.ndarray[Any, Any]
 
 
@@ -52,13 +57,15 @@ def frames(count: int, height: int = HEIGHT, width: int = WIDTH, channels: int =
     return np.random.default_rng(count).integers(0, 256, (count, height, width, channels), dtype=np.uint8)
 
 
-def graph_of_classes(num_classes: int, task: str, answer: int = TensorProto.UINT8) -> onnx.ModelProto:
-    """Return a graph from uint8 frames [N, H, W, 3] to classes [N, H, W] or [N], with random weights."""
+def graph_of_classes(
+    num_classes: int, task: str, answer: int = TensorProto.UINT8, channels: int = 3
+) -> onnx.ModelProto:
+    """Return a graph from uint8 frames [N, H, W, C] to classes [N, H, W] or [N], with random weights."""
     generator = np.random.default_rng(num_classes)
     weights = {
-        "scale": np.full((1, 3, 1, 1), 1 / 64, np.float32),
-        "shift": np.full((1, 3, 1, 1), -2, np.float32),
-        "first": generator.normal(size=(16, 3, 3, 3)).astype(np.float32),
+        "scale": np.full((1, channels, 1, 1), 1 / 64, np.float32),
+        "shift": np.full((1, channels, 1, 1), -2, np.float32),
+        "first": generator.normal(size=(16, channels, 3, 3)).astype(np.float32),
         "last": generator.normal(size=(num_classes, 16, 1, 1)).astype(np.float32),
     }
     is_image = task == "classification"
@@ -78,7 +85,7 @@ def graph_of_classes(num_classes: int, task: str, answer: int = TensorProto.UINT
     graph = helper.make_graph(
         nodes,
         "frames_to_classes",
-        [helper.make_tensor_value_info("frames", TensorProto.UINT8, ["N", HEIGHT, WIDTH, 3])],
+        [helper.make_tensor_value_info("frames", TensorProto.UINT8, ["N", HEIGHT, WIDTH, channels])],
         [helper.make_tensor_value_info("classes", answer, ["N"] if is_image else ["N", HEIGHT, WIDTH])],
         [numpy_helper.from_array(value, name) for name, value in weights.items()],
     )
@@ -87,9 +94,10 @@ def graph_of_classes(num_classes: int, task: str, answer: int = TensorProto.UINT
     return model
 
 
-def openvino_bundle(model: onnx.ModelProto, folder: Path, max_batch: int = 1) -> Bundle:
+def openvino_bundle(model: onnx.ModelProto, folder: Path, max_batch: int = 1, **described: Any) -> Bundle:
     graph = openvino_core().read_model(io.BytesIO(model.SerializeToString()))
-    graph.reshape({0: [openvino.Dimension(1, max_batch), HEIGHT, WIDTH, 3]})
+    channels = model.graph.input[0].type.tensor_type.shape.dim[3].dim_value
+    graph.reshape({0: [openvino.Dimension(1, max_batch), HEIGHT, WIDTH, channels]})
     compiled = openvino_core().compile_model(graph, "CPU", PROPERTIES)
     request = compiled.create_infer_request()
     card = {
@@ -97,11 +105,11 @@ def openvino_bundle(model: onnx.ModelProto, folder: Path, max_batch: int = 1) ->
         "runtime_version": installed_version(Runtime.openvino),
         "options": {"properties": PROPERTIES, "isa": ["avx2"]},
     }
-    write_bundle(folder, "engine.blob", export_blob(compiled), card)
+    write_bundle(folder, "engine.blob", export_blob(compiled), card, **described)
     return Bundle(folder, lambda frame_NHWC: request.infer({0: frame_NHWC})[0].copy())
 
 
-def onnxruntime_bundle(model: onnx.ModelProto, folder: Path, max_batch: int = 1) -> Bundle:
+def onnxruntime_bundle(model: onnx.ModelProto, folder: Path, max_batch: int = 1, **described: Any) -> Bundle:
     content = model.SerializeToString()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = 1, 1
@@ -111,11 +119,18 @@ def onnxruntime_bundle(model: onnx.ModelProto, folder: Path, max_batch: int = 1)
         "runtime_version": onnxruntime.__version__,
         "options": {"provider": "CPUExecutionProvider", "num_threads": 1, "needs_vnni": False},
     }
-    write_bundle(folder, "engine.onnx", content, card)
+    write_bundle(folder, "engine.onnx", content, card, **described)
     return Bundle(folder, lambda frame_NHWC: session.run(None, {"frames": frame_NHWC})[0])
 
 
-def write_bundle(folder: Path, file: str, content: bytes, card: dict[str, Any]) -> None:
+def write_bundle(
+    folder: Path,
+    file: str,
+    content: bytes,
+    card: dict[str, Any],
+    task: str = "segmentation",
+    reading: dict[str, Any] | None = None,
+) -> None:
     folder.mkdir()
     (folder / file).write_bytes(content)
     shared = {
@@ -123,7 +138,8 @@ def write_bundle(folder: Path, file: str, content: bytes, card: dict[str, Any]) 
         "sha256": hashlib.sha256(content).hexdigest(),
         "reads": "frames",
         "gives": "classes",
-        "task": "segmentation",
+        "task": task,
+        "reading": reading or READING,
     }
     assert write_cpp(card | shared, folder)
 
@@ -184,7 +200,7 @@ def test_the_program_is_one_short_file(runtime: str, tmp_path: Path) -> None:
 
     assert sorted(path.name for path in (bundle / "cpp").iterdir()) == ["CMakeLists.txt", "infer.cpp"]
     lines = (bundle / "cpp" / "infer.cpp").read_text().splitlines()
-    assert len(lines) < 250
+    assert len(lines) < 460
     assert max(len(line) for line in lines) <= 110
     assert [line for line in lines if line.startswith('#include "')] == []
 
@@ -236,7 +252,7 @@ def test_a_long_stream_needs_no_more_memory_than_a_short_one(built: Bundle) -> N
 def test_answers_of_other_shapes_and_types(
     built: Bundle, runtime: str, tmp_path: Path, num_classes: int, task: str, answer: int, dtype: type
 ) -> None:
-    bundle = MAKERS[runtime](graph_of_classes(num_classes, task, answer), tmp_path / "bundle")
+    bundle = MAKERS[runtime](graph_of_classes(num_classes, task, answer), tmp_path / "bundle", task=task)
     frames_NHWC = frames(7)
     np.save(tmp_path / "frames.npy", frames_NHWC)
 
@@ -294,23 +310,150 @@ def test_profile_tells_times_as_json(
 @pytest.mark.parametrize(
     ("array", "found"),
     [
-        (frames(2).astype(np.float32), "'descr': '<f4'"),
+        (
+            frames(2).astype(np.float32),
+            "the frames are of type <f4, the engine was measured on images of type uint8",
+        ),
+        (frames(2).astype(np.float64), "'descr': '<f8'"),
         (frames(2).astype(np.int8), "'descr': '|i1'"),
-        (frames(2, height=HEIGHT + 1), f"'shape': (2, {HEIGHT + 1}, {WIDTH}, 3)"),
         (frames(2, channels=4), f"'shape': (2, {HEIGHT}, {WIDTH}, 4)"),
         (frames(1)[0], f"'shape': ({HEIGHT}, {WIDTH}, 3)"),
         (np.asfortranarray(frames(2)), "'fortran_order': True"),
         (frames(2)[:0], "at least one"),
     ],
-    ids=["float32", "int8", "height", "channels", "one frame", "order", "none"],
+    ids=["float32", "float64", "int8", "channels", "one frame", "order", "none"],
 )
-def test_frames_of_another_type_or_size_are_refused(
+def test_frames_of_another_type_or_form_are_refused(
     built: Bundle, tmp_path: Path, array: Array, found: str
 ) -> None:
     np.save(tmp_path / "frames.npy", array)
 
     assert found in refusal(built, tmp_path / "frames.npy", tmp_path / "masks.npy")
     assert [path.name for path in tmp_path.iterdir()] == ["frames.npy"]
+
+
+SIZES = [(HEIGHT, WIDTH), (121, 157), (20, 157), (121, 30), (16, 17), (300, 61)]
+"""Of frames: the engine's; larger, smaller, and each along one axis."""
+
+
+def deep_frames(dtype: str, count: int, height: int, width: int, channels: int) -> Array:
+    """Return frames whose values lie around the range 0 .. 4095, or are no numbers at all."""
+    values = np.random.default_rng(height).normal(2000, 1500, (count, height, width, channels))
+    if dtype == "uint16":
+        return values.clip(0, 65535).astype(np.uint16)
+    values[:, ::7, ::5] = np.nan
+    values[:, ::11, ::3] = np.inf
+    return values.astype(np.float32)
+
+
+@pytest.mark.parametrize("resize_mode", ["resize", "crop", "windows"])
+@pytest.mark.parametrize(("dtype", "channels"), [("uint8", 3), ("uint16", 1), ("float32", 6)])
+def test_frames_of_any_size_and_type_are_read_as_the_training_read_them_a1(
+    built: Bundle, runtime: str, tmp_path: Path, resize_mode: str, dtype: str, channels: int
+) -> None:
+    value_range = None if dtype == "uint8" else [0.5, 4095.0]
+    reading = {"types": [dtype], "value_range": value_range, "resize_mode": resize_mode, "window_overlap": 9}
+    model = graph_of_classes(6, "segmentation", channels=channels)
+    bundle = MAKERS[runtime](model, tmp_path / "bundle", reading=reading)
+    for height, width in SIZES:
+        make = frames if dtype == "uint8" else functools.partial(deep_frames, dtype)
+        frames_NHWC = make(2, height, width, channels)
+        np.save(tmp_path / "frames.npy", frames_NHWC)
+
+        run = infer(built, tmp_path / "frames.npy", tmp_path / "masks.npy", "--bundle", bundle.folder)
+        streamed = infer(
+            built,
+            *(
+                "-",
+                "-",
+                "--frame-size",
+                f"{width}x{height}",
+                "--frame-type",
+                dtype,
+                "--bundle",
+                bundle.folder,
+            ),
+            stdin=frames_NHWC.tobytes(),
+        )
+
+        assert run.returncode == 0, run.stderr
+        expected_NHW = np.stack([answer_in_python(bundle, frame, reading) for frame in frames_NHWC])
+        np.testing.assert_array_equal(np.load(tmp_path / "masks.npy"), expected_NHW)
+        assert streamed.stdout == expected_NHW.tobytes(), streamed.stderr
+        assert len(np.unique(expected_NHW)) > 2
+
+
+def answer_in_python(bundle: Bundle, frame_HWC: Array, reading: dict[str, Any]) -> Array:
+    """Return the mask of a frame, by the code that prepared the images of the training."""
+    rules = DecodingRulesOfTest(frame_HWC.shape[2], reading["value_range"])
+    image_HWC, size = scale_values(frame_HWC, rules), {"height": HEIGHT, "width": WIDTH}
+    height, width = frame_HWC.shape[:2]
+    mode = ResizeMode(reading["resize_mode"])
+    if mode is not ResizeMode.windows:
+        [mask_HW] = bundle.predict(fit_image(image_HWC, mode=mode, **size)[None])
+        return restore_mask(mask_HW, size=(height, width), mode="crop" if mode == "crop" else "stretch")
+    stitched_HW = np.zeros((height, width), np.uint8)
+    windows = cover(height, width, window_height=HEIGHT, window_width=WIDTH, overlap=9, is_owned_once=True)
+    for window in windows:
+        [mask_HW] = bundle.predict(cut_image(image_HWC, window, **size)[None])
+        rows, columns = window.rows, window.columns
+        stitched_HW[rows.first : rows.end, columns.first : columns.end] = mask_HW[
+            rows.first - rows.start : rows.end - rows.start,
+            columns.first - columns.start : columns.end - columns.start,
+        ]
+    return stitched_HW
+
+
+@dataclass(frozen=True)
+class DecodingRulesOfTest:
+    channels: int
+    value_range: list[float] | None
+    max_pixels: int = 10**6
+
+
+def test_the_class_of_a_frame_of_another_size(built: Bundle, runtime: str, tmp_path: Path) -> None:
+    model = graph_of_classes(5, "classification")
+    bundle = MAKERS[runtime](model, tmp_path / "bundle", task="classification")
+    frames_NHWC = frames(3, 121, 157)
+    np.save(tmp_path / "frames.npy", frames_NHWC)
+
+    run = infer(built, tmp_path / "frames.npy", tmp_path / "classes.npy", "--bundle", bundle.folder)
+
+    assert run.returncode == 0, run.stderr
+    fitted = [fit_image(frame, height=HEIGHT, width=WIDTH, mode=ResizeMode.resize) for frame in frames_NHWC]
+    np.testing.assert_array_equal(np.load(tmp_path / "classes.npy"), answers(bundle, np.stack(fitted)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"types": ["uint16"], "value_range": [0, 4095]}, "type uint16 with the value_range 0 4095"),
+        ({"types": []}, "no resize_mode or no types: another version wrote it"),
+    ],
+)
+def test_frames_unlike_those_of_the_training_are_refused_a1(
+    built: Bundle, runtime: str, tmp_path: Path, changed: dict[str, Any], told: str
+) -> None:
+    bundle = MAKERS[runtime](
+        graph_of_classes(6, "segmentation"), tmp_path / "bundle", reading={**READING, **changed}
+    )
+
+    assert told in refusal(built, "-", "-", "--bundle", bundle.folder, stdin=frames(1).tobytes())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("-", "-", "--frame-size", "12"), "expected WxH"),
+        (("-", "-", "--frame-size", "12x0"), "expected WxH"),
+        (("-", "-", "--frame-type", "int8"), "expected uint8, uint16 or float32"),
+        (("frames.npy", "masks.npy", "--frame-size", "12x12"), "a .npy file names its own"),
+    ],
+)
+def test_a_wrong_size_or_type_of_raw_frames_is_refused(
+    built: Bundle, arguments: tuple[str, ...], told: str
+) -> None:
+    assert told in refusal(built, *arguments)
 
 
 @pytest.mark.parametrize("size", [0, 9, 15, 64, 127, 128 + HEIGHT * WIDTH * 3 * 2 - 1])

@@ -47,4 +47,5 @@ class Engine {
     void infer() { session_.Run(Ort::RunOptions{nullptr}, binding_); }
 };
 
+#include "../reading.hpp"
 #include "../program.hpp"

@@ -47,4 +47,5 @@ class Engine {
     void infer() { request_.infer(); }
 };
 
+#include "../reading.hpp"
 #include "../program.hpp"
