@@ -240,10 +240,10 @@ def timed_steps(name: str) -> Iterator[float]:
             start = number * trainer.batch_size % (len(images) - trainer.batch_size)
             number += 1
             given = images.__getitems__(list(range(start, start + trainer.batch_size)))
-            images_NCHW, masks_NHW = views(*given, view=0)
-            batch = Batch(
-                images_NCHW.contiguous(memory_format=torch.channels_last), masks_NHW, given[2], view=0
-            )
+            views_N = torch.zeros_like(given[2])
+            images_NCHW, masks_NHW = views(*given, views_N=views_N)
+            images_NCHW = images_NCHW.contiguous(memory_format=torch.channels_last)
+            batch = Batch(images_NCHW, masks_NHW, given[2], views_N)
             optimizer.zero_grad()
             objective(network, batch).backward()
             optimizer.step()

@@ -240,6 +240,8 @@ def account(cell: Cell, data: Path) -> Result:
 
 def first_batch(trainer: "TrainerConfig", data: Path) -> "Batch":
     """Return the images of a step as the objective sees them."""
+    import torch
+
     from tasks.parts.data.dataset import read_manifest
     from tasks.parts.training.augmentation import Views
     from tasks.parts.training.module import Batch
@@ -247,5 +249,6 @@ def first_batch(trainer: "TrainerConfig", data: Path) -> "Batch":
 
     manifest = read_manifest(data)
     loaded = SplitDataset(data, "train", manifest).__getitems__([*range(trainer.batch_size)])
-    images_NCHW, masks_NHW = Views(trainer, manifest)(*loaded, view=0)
-    return Batch(images_NCHW, masks_NHW, loaded[2], 0)
+    views_N = torch.zeros_like(loaded[2])
+    images_NCHW, masks_NHW = Views(trainer, manifest)(*loaded, views_N=views_N)
+    return Batch(images_NCHW, masks_NHW, loaded[2], views_N)

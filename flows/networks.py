@@ -141,8 +141,9 @@ def check_recorded(params: Mapping[str, Any], facts: Mapping[str, Any], folder: 
         if found != recorded:
             raise ArtifactError(
                 f"{config.file}: commit {commit[:12]} holds other code of the network (sha256 {str(found)[:12]} of "
-                f"its folder) than that of the run ({recorded[:12]}), because it was changed and not committed. "
-                "Commit the folder and run the pipeline again."
+                f"its folder and imported packages) than that of the run ({recorded[:12]}), because it was changed "
+                "and not committed, or a package that it imports has another version here. Commit the folder and run "
+                "the pipeline again, or install the versions of artifacts/environment.json."
             )
 
 

@@ -339,7 +339,8 @@ def _complete_import(params: dict[str, Any], model: dict[str, Any]) -> None:
 
 def _complete_metric(params: dict[str, Any], model: dict[str, Any], targets: dict[str, Any]) -> None:
     """Attach a metric of the user's own to the data set; reject targets whose engines give it no logits."""
-    file, params["attach_metric"]["function"] = _find_metric(model["metric"])
+    file, function = _find_metric(model["metric"])
+    params["attach_metric"] = {"function": function, "file": file}
     for name, options in targets.items():
         if options.get("coarse_classes") and model.get("output_kind") != "values":
             raise ConfigError(

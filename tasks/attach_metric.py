@@ -4,6 +4,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.core.environment import imported_versions
+
 logger = logging.getLogger(__name__)
 
 
@@ -13,6 +15,8 @@ class Config:
 
     function: str
     """Name of the function: (outputs [N, ...], labels [N, ...]) -> scores [N], 0..1."""
+    file: str
+    """The file, as the input: versions of the packages that it imports are in the key."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,18 @@ class Report:
     """Number of images per split."""
 
 
+def environment(cfg: Config) -> dict[str, str]:
+    """Return what the output depends on besides inputs, configuration and code."""
+    return imported_versions(
+        file for file in [Path(cfg.file)] if file.is_file()
+    )  # a missing input is told later
+
+
 def attach_metric(cfg: Config, *, metric: Path, data: Path, out: Path) -> Report:
     """Write ``dataset/``: a copy of `data` with the file `metric`, whose function then scores everything.
 
-    The file is a part of the data, so each stage that evaluates has its digest in its key.
+    The file is a part of the data, and so are the versions of the packages that it imports: each stage that evaluates
+    has their digests in its key.
 
     Raises ConfigError if the file has no such function.
     """
@@ -39,6 +51,8 @@ def attach_metric(cfg: Config, *, metric: Path, data: Path, out: Path) -> Report
     from tasks.parts.data.own_metric import open_metric
 
     open_metric(metric, cfg.function)
-    manifest = write_with_metric(data, out / "dataset", metric, cfg.function)
+    manifest = write_with_metric(
+        data, out / "dataset", metric, cfg.function, packages=imported_versions([metric])
+    )
     logger.info("attach_metric: %s of %s", cfg.function, metric)
     return Report(cfg.function, manifest.files[METRIC_FILE], manifest.counts)

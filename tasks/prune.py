@@ -122,7 +122,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Report:
-    """What was removed. MACs are for one image of the training size and include those of zero weights."""
+    """What was removed.
+
+    MACs are for one image of the training size, of all calls of each layer and of all products of activations, and
+    include those of zero weights.
+    """
 
     macs_before: int
     macs_after: int
@@ -372,7 +376,7 @@ def _report(
         macs_ratio=total_macs(after) / total_macs(before),
         num_parameters_before=sum(parameter.numel() for parameter in network.parameters()),
         num_parameters_after=sum(parameter.numel() for parameter in pruned.parameters()),
-        num_layers=len(before),
+        num_layers=sum(layer.has_channels for layer in before.values()),
         num_layers_pruned=sum(count > 0 for count in removed.values()),
         num_channels_removed=sum(removed.values()),
         blocks_removed=tuple(name for name in residual_blocks(network) if name not in left),

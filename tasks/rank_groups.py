@@ -124,7 +124,14 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
     except ArtifactError as error:
         reason = str(error)
     work = [
-        (group, num_channels) for group in groups for num_channels in cut_sizes(len(group.importance), cfg)
+        (group, num_channels)
+        for group in groups
+        for num_channels in cut_sizes(
+            len(group.importance),
+            cfg.ratios,
+            multiple=group.multiple(cfg.channel_multiple),
+            least=group.least(cfg.channel_multiple),
+        )
     ]
     if not work:
         reason = reason or (
@@ -172,12 +179,11 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
     )
 
 
-def cut_sizes(channels: int, cfg: Config) -> list[int]:
-    """Return how many channels each ratio removes, without duplicates; the rest is a multiple of channel_multiple."""
-    multiple = cfg.channel_multiple
+def cut_sizes(channels: int, ratios: Sequence[float], *, multiple: int, least: int) -> list[int]:
+    """Return how many channels each ratio removes, without duplicates; `least` or more are left, a whole multiple."""
     sizes = set()
-    for ratio in cfg.ratios:
-        left = max(1, math.floor(channels * (1 - ratio) / multiple + 0.5)) * multiple
+    for ratio in ratios:
+        left = max(least, math.floor(channels * (1 - ratio) / multiple + 0.5) * multiple)
         if left < channels:
             sizes.add(channels - left)
     return sorted(sizes)

@@ -61,9 +61,8 @@ def record_teacher(cfg: Config, *, teacher: Path, data: Path, out: Path) -> Repo
     """Write the folder ``recording``: the teacher's logits, and its features if wanted, for each view of each image.
 
     Raises ArtifactError when teacher and data differ in their classes, ConfigError for views that do not fit the
-    images.
+    images, DiskError before the first view when there is no space for all of them.
     """
-    import numpy as np
     import torch
     from torch.nn import functional as F
 
@@ -74,7 +73,7 @@ def record_teacher(cfg: Config, *, teacher: Path, data: Path, out: Path) -> Repo
     from tasks.parts.progress import tracked
     from tasks.parts.training.augmentation import Views
     from tasks.parts.training.distillation import LayerOutput
-    from tasks.parts.training.recorded_teacher import FEATURES, LOGITS, write_card
+    from tasks.parts.training.recorded_teacher import FEATURES, LOGITS, create_files, write_card
     from tasks.parts.training.split_dataset import SplitDataset
 
     manifest = read_manifest(data)
@@ -86,28 +85,31 @@ def record_teacher(cfg: Config, *, teacher: Path, data: Path, out: Path) -> Repo
     views, images = Views(cfg, manifest), SplitDataset(data, "train", manifest)
     folder, num_views = out / "recording", cfg.num_views or 1
     folder.mkdir()
-    files: dict[str, np.memmap] = {}
 
-    def keep(name: str, view: int, indices: list[int], values_NCHW: torch.Tensor) -> None:
-        if name not in files:
-            shape = (num_views, len(images), *values_NCHW.shape[1:])
-            files[name] = np.lib.format.open_memmap(folder / name, mode="w+", dtype=np.float16, shape=shape)
-        files[name][view, indices] = values_NCHW.half().cpu().numpy()
+    def answer(images_NCHW: torch.Tensor) -> dict[str, torch.Tensor]:
+        with torch.inference_mode():
+            logits_NCHW = network(images_NCHW.contiguous(memory_format=memory_format(network)))
+            answers = {LOGITS: F.avg_pool2d(logits_NCHW, cfg.stride, ceil_mode=True)}
+        return answers if feature is None else answers | {FEATURES: feature.value}
 
+    first_NCHW = images.__getitems__([0])[0].to(device)
+    shapes = {
+        name: (num_views, len(images), *values_NCHW.shape[1:])
+        for name, values_NCHW in answer(first_NCHW).items()
+    }
+    files = create_files(folder, shapes)
+    size_mb = sum(file.nbytes for file in files.values()) / 1e6
+    logger.info("%d views of %d images will take %.1f MB in %s", num_views, len(images), size_mb, folder)
     starts = [(view, start) for view in range(num_views) for start in range(0, len(images), cfg.batch_size)]
     for view, start in tracked(starts, "record_teacher"):
         indices = list(range(start, min(start + cfg.batch_size, len(images))))
         images_NCHW, masks_NHW, indices_N = (part.to(device) for part in images.__getitems__(indices))
-        images_NCHW, _ = views(images_NCHW, masks_NHW, indices_N, view=view)
-        with torch.inference_mode():
-            logits_NCHW = network(images_NCHW.contiguous(memory_format=memory_format(network)))
-            keep(LOGITS, view, indices, F.avg_pool2d(logits_NCHW, cfg.stride, ceil_mode=True))
-        if feature is not None:
-            keep(FEATURES, view, indices, feature.value)
+        views_N = torch.full_like(indices_N, view)
+        images_NCHW, _ = views(images_NCHW, masks_NHW, indices_N, views_N=views_N)
+        for name, values_NCHW in answer(images_NCHW).items():
+            files[name][view, indices] = values_NCHW.half().cpu().numpy()
     for file in files.values():
         file.flush()
     write_card(folder, cfg, manifest, cfg.stride)
-    shapes = {name: tuple(file.shape) for name, file in files.items()}
-    size_mb = sum(file.nbytes for file in files.values()) / 1e6
     logger.info("%d views of %d images: %.1f MB in %s", num_views, len(images), size_mb, folder)
     return Report(len(images), num_views, shapes[LOGITS], shapes.get(FEATURES), size_mb)

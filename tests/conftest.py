@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -27,6 +28,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SMOKE = ("debug=smoke", "target=[cpu_torch,cpu_onnxruntime]")
 """The true program, small enough for a test."""
 
+
+_MACHINE_ID = Path("/etc/machine-id")
 
 SERVER_PORT = "PREFECT_SERVER_API_PORT"
 
@@ -87,6 +90,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FailuresAtOnce(config))
     number = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
     os.environ[SERVER_PORT] = str(4200 + 50 * int(number))
+    if (
+        not _MACHINE_ID.is_file() or not _MACHINE_ID.read_bytes().strip()
+    ):  # a container of continuous integration
+        os.environ.setdefault("ENGINEWRIGHT_MACHINE_ID", platform.node())
 
 
 def checked(config: Any, section: str, **changes: Any) -> Any:

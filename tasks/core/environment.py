@@ -4,8 +4,10 @@ A stage declares them by a function ``environment(cfg)`` in its module, which re
 machine is not the one that ``cfg`` declares. Without the function, only inputs, configuration and code count.
 """
 
+import ast
 import functools
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 Facts = Mapping[str, str]
@@ -19,6 +21,43 @@ def versions(*distributions: str) -> dict[str, str]:
     """Return the versions of those of these Python packages that are installed."""
     found = {name: _version(name) for name in distributions}
     return {name: version for name, version in found.items() if version}
+
+
+def imported_versions(files: Iterable[Path], *, without: Collection[str] = ()) -> dict[str, str]:
+    """Return the versions of the installed packages (distributions) that Python files import anywhere in their code.
+
+    Modules that no installed package provides are left out, and so are the modules named by `without`.
+    """
+    modules = {module for file in files for module in _imported_modules(file)}
+    modules -= {*sys.stdlib_module_names, *without}
+    if not modules:
+        return {}
+    providers = _providers(tuple(sys.path))
+    return versions(*sorted({name for module in modules for name in providers.get(module, ())}))
+
+
+def _imported_modules(file: Path) -> Iterator[str]:
+    """Yield the names of the top-level modules that a file imports; none of a file that is not Python's."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # it cannot be imported either
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            names = [value.value for value in node.args[:1] if isinstance(value, ast.Constant)]
+            yield from (str(name).partition(".")[0] for name in names)
+
+
+@functools.cache
+def _providers(_path: tuple[str, ...]) -> Mapping[str, list[str]]:
+    """Return the installed packages that provide each top-level module."""
+    import importlib.metadata
+
+    return importlib.metadata.packages_distributions()
 
 
 @functools.cache

@@ -25,7 +25,7 @@ def test_edited_params_reach_no_shell(workspace: Workspace, stage: str, options:
     params = yaml.safe_load(file.read_text())
     params["pipeline"] |= CHANGES[stage]
     params["engines"] = {}  # so that nothing comes before `track`
-    params.setdefault("attach_metric", {"function": "dice"})
+    params.setdefault("attach_metric", {"function": "dice", "file": "metrics.py"})
     file.write_text(yaml.safe_dump(params))
     done = workspace.run("dvc", "repro", *(option.format(stage=stage) for option in options))
     assert done.returncode != 0 and not (workspace.path / "hacked").exists(), done.stdout + done.stderr

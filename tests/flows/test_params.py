@@ -188,7 +188,7 @@ def test_metric_of_one_s_own_is_attached_to_the_data_that_engines_are_measured_o
     labelled = "artifacts/label_images/dataset"
     assert params["pipeline"]["metrics"] == {"own": {"file": "flows/params.py", "data": labelled}}
     assert params["pipeline"]["data"] == "artifacts/attach_metric/dataset"
-    assert params["attach_metric"] == {"function": "compose_params"}
+    assert params["attach_metric"]["function"] == "compose_params"
     assert "attach_metric" not in compose_params([*OWN, "data=images"])
 
 
@@ -256,7 +256,7 @@ def test_metric_that_git_does_not_track_is_refused(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError, match=r"metrics\.py is not tracked by git.*git add metrics\.py"):
         compose_params(overrides)
     subprocess.run(["git", "add", "metrics.py"], check=True)
-    assert compose_params(overrides)["attach_metric"] == {"function": "dice"}
+    assert compose_params(overrides)["attach_metric"]["function"] == "dice"
 
 
 def test_values_need_the_float_model_s_answers_or_a_metric_of_one_s_own() -> None:

@@ -54,7 +54,10 @@ def test_every_group_has_a_row_for_each_number_of_channels(ranked: tuple[Report,
     assert len(groups) == report.num_groups - report.num_groups_uncut > 10
     assert report.num_evaluations == len(report.cuts) + 1 and report.reason == ""
     for cut in report.cuts:
-        assert cut.channels_removed in cut_sizes(cut.channels, CONFIG)
+        multiple = CONFIG.channel_multiple
+        assert cut.channels_removed in cut_sizes(
+            cut.channels, CONFIG.ratios, multiple=multiple, least=multiple
+        )
         assert cut.group in cut.layers.split() and 0 < cut.macs_saved_share < 1
     assert len({(cut.group, cut.channels_removed) for cut in report.cuts}) == len(report.cuts)
     with (out / "sensitivity.csv").open(encoding="utf-8") as file:
@@ -101,20 +104,21 @@ def test_the_same_inputs_give_the_same_scan(
 
 
 @pytest.mark.parametrize(
-    ("channels", "multiple", "ratios", "sizes"),
+    ("channels", "multiple", "least", "ratios", "sizes"),
     [
-        (64, 16, [0.25, 0.5, 0.75], [16, 32, 48]),
-        (48, 16, [0.25, 0.5, 0.75], [16, 32]),  # 36 left is rounded to 32, as 24 is; 12 to 16
-        (24, 16, [0.25, 0.75], [8]),
-        (16, 16, [0.5], []),
-        (10, 1, [0.25], [2]),
-        (8, 4, [0.01], []),
+        (64, 16, 16, [0.25, 0.5, 0.75], [16, 32, 48]),
+        (64, 16, 32, [0.25, 0.5, 0.75], [16, 32]),
+        (48, 16, 16, [0.25, 0.5, 0.75], [16, 32]),  # 36 left is rounded to 32, as 24 is; 12 to 16
+        (24, 16, 16, [0.25, 0.75], [8]),
+        (16, 16, 16, [0.5], []),
+        (10, 1, 1, [0.25], [2]),
+        (8, 4, 4, [0.01], []),
     ],
 )
 def test_what_is_left_is_the_nearest_multiple(
-    channels: int, multiple: int, ratios: list[float], sizes: list[int]
+    channels: int, multiple: int, least: int, ratios: list[float], sizes: list[int]
 ) -> None:
-    assert cut_sizes(channels, replace(CONFIG, channel_multiple=multiple, ratios=ratios)) == sizes
+    assert cut_sizes(channels, ratios, multiple=multiple, least=least) == sizes
 
 
 def test_network_that_cannot_be_cut_gives_an_empty_table_and_the_reason(

@@ -1,6 +1,8 @@
 """A teacher whose answers are computed once, and the trainings that learn from them."""
 
 import json
+import resource
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tasks import distill, finetune
-from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.errors import ArtifactError, ConfigError, DiskError
 from tasks.parts.data.dataset import read_manifest
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
@@ -22,6 +24,7 @@ from tasks.parts.training.augmentation import Views
 from tasks.parts.training.config import Augmentation, DistillationConfig, TrainerConfig, views_of
 from tasks.parts.training.distillation import build_objective
 from tasks.parts.training.module import Batch
+from tasks.parts.training.recorded_teacher import create_files
 from tasks.parts.training.split_dataset import SplitDataset
 from tasks.record_teacher import Config, Report, record_teacher
 from tests.tasks.conftest import Workshop
@@ -63,9 +66,10 @@ def test_what_is_recorded_is_the_answer_to_what_the_student_sees(
     assert logits_VNCHW.shape == report.logits_shape == (2, 8, 3, 64, 96)
     manifest, teacher = read_manifest(workshop.data), load_checkpoint(checkpoint)[0]
     views, images = Views(trainer, manifest), SplitDataset(workshop.data, "train", manifest)
-    assert [views.number(epoch) for epoch in range(4)] == [0, 1, 0, 1]
+    once = torch.tensor([0]), torch.tensor([1])
+    assert [int(views.numbers(epoch, *once)) for epoch in range(4)] == [0, 1, 0, 1]
     for view in range(2):
-        images_NCHW, _ = views(*images.__getitems__([6, 1]), view=view)
+        images_NCHW, _ = views(*images.__getitems__([6, 1]), views_N=torch.tensor([view, view]))
         with torch.no_grad():
             expected_NCHW = teacher(images_NCHW)
         found_NCHW = torch.from_numpy(logits_VNCHW[view, [6, 1]]).float()
@@ -83,8 +87,10 @@ def test_losses_of_a_recording_are_those_of_the_live_teacher(
     manifest = read_manifest(workshop.data)
     images = SplitDataset(workshop.data, "train", manifest)
     indices_N = torch.tensor([5, 0, 3])
-    images_NCHW, masks_NHW = Views(TWO_VIEWS, manifest)(*images.__getitems__(indices_N.tolist()), view=1)
-    batch = Batch(images_NCHW, masks_NHW, indices_N, 1)
+    views_N = torch.tensor([1, 0, 1])
+    given = images.__getitems__(indices_N.tolist())
+    images_NCHW, masks_NHW = Views(TWO_VIEWS, manifest)(*given, views_N=views_N)
+    batch = Batch(images_NCHW, masks_NHW, indices_N, views_N)
     losses = []
     for teacher in (checkpoint, folder):
         torch.manual_seed(0)
@@ -94,6 +100,32 @@ def test_losses_of_a_recording_are_those_of_the_live_teacher(
         )
         losses.append(objective(student.eval(), batch))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=1e-4)
+
+
+def test_a_recording_that_has_no_space_is_refused_with_its_size_c7(
+    workshop: Workshop, tmp_path: Path, mount_disk: Callable[[Path, str], None]
+) -> None:
+    """A page of a mapped file that finds no space would end the process by SIGBUS."""
+    checkpoint = write_teacher(tmp_path, workshop.data)
+    (tmp_path / "a").mkdir()
+    mount_disk(tmp_path / "a", "size=256k")
+    with pytest.raises(DiskError, match=r"needs [\d,]{7,} bytes and 262,144 bytes are free.*num_views"):
+        record_teacher(config_of(TWO_VIEWS), teacher=checkpoint, data=workshop.data, out=tmp_path / "a")
+
+
+def test_the_space_of_a_recording_is_its_own_before_the_first_view_c7(tmp_path: Path) -> None:
+    shapes = {"logits.npy": (1, 10, 4, 100, 100)}
+    file = create_files(tmp_path, shapes)["logits.npy"]
+    assert (tmp_path / "logits.npy").stat().st_blocks * 512 >= file.nbytes == 800_000
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, hard))
+    try:
+        with pytest.raises(
+            DiskError, match=r"needs 800,000 bytes and [\d,]+ bytes are free, or fewer by a quota"
+        ):
+            create_files(tmp_path, {"features.npy": shapes["logits.npy"]})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_the_stride_averages_the_answers(workshop: Workshop, tmp_path: Path) -> None:

@@ -28,7 +28,14 @@ from tasks.core.execute import prepare_call
 from tasks.label_images import Config as LabelConfig
 from tasks.label_images import label_images
 from tasks.parts.data.comparison import RESULTS_FILE, read_results, score_loss
-from tasks.parts.data.dataset import METRIC_FILE, calibration_images, open_images, open_labels, read_manifest
+from tasks.parts.data.dataset import (
+    METRIC_FILE,
+    METRIC_PACKAGES_FILE,
+    calibration_images,
+    open_images,
+    open_labels,
+    read_manifest,
+)
 from tasks.parts.data.input_card import Task
 from tasks.parts.layer_diff.measures import PairSums
 from tasks.parts.onnx_graphs.foreign_output import OutputKind
@@ -357,7 +364,8 @@ def attached(data: Path, folder: Path, function: str = "closeness", text: str = 
     (folder / "metrics.py").write_text(text)
     out = folder / "attached"
     out.mkdir()
-    report = attach_metric(MetricConfig(function), metric=folder / "metrics.py", data=data, out=out)
+    file = folder / "metrics.py"
+    report = attach_metric(MetricConfig(function, str(file)), metric=file, data=data, out=out)
     assert report.num_images["val"] == 4
     return out / "dataset"
 
@@ -442,6 +450,16 @@ def test_wrong_metric_is_refused(
     with pytest.raises(error, match=text):
         data = attached(detector.labelled, tmp_path / "metric", function)
         open_evaluator(read_graph(detector.graph), data, num_images=0, batch_size=4)
+
+
+def test_data_with_a_metric_names_the_packages_that_it_imports_a10(
+    detector: Detector, tmp_path: Path
+) -> None:
+    """Their versions are in the data, so that each stage that evaluates has them in its key."""
+    data = attached(detector.labelled, tmp_path / "metric")
+    packages = json.loads((data / METRIC_PACKAGES_FILE).read_text())
+    assert packages == {"numpy": np.__version__}
+    assert METRIC_PACKAGES_FILE in read_manifest(data).files
 
 
 def test_file_that_is_no_python_is_refused(detector: Detector, tmp_path: Path) -> None:

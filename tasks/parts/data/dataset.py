@@ -34,6 +34,8 @@ from tasks.parts.data.source_files import list_name, open_reader
 MANIFEST_FILE = "manifest.json"
 SPLITS = ("train", "val", "test", "calibration")
 METRIC_FILE = "metric.py"
+METRIC_PACKAGES_FILE = "metric_packages.json"
+"""Name -> version of the installed packages that METRIC_FILE imports."""
 LABEL_FILES = {Task.segmentation: "masks", Task.classification: "labels", Task.values: "values"}
 LABEL_TYPES: dict[Task, type[np.generic]] = {
     Task.segmentation: np.uint8,

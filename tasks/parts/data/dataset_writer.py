@@ -24,6 +24,7 @@ from tasks.parts.data.dataset import (
     MANIFEST_FILE,
     MAX_CLASSES,
     METRIC_FILE,
+    METRIC_PACKAGES_FILE,
     Manifest,
     open_split,
     read_manifest,
@@ -115,13 +116,21 @@ def write_dataset(
     return manifest
 
 
-def write_with_metric(dataset: Path, out: Path, metric: Path, function: str) -> Manifest:
-    """Copy a data set into a new folder, with a function of the file `metric` as its metric."""
+def write_with_metric(
+    dataset: Path, out: Path, metric: Path, function: str, *, packages: Mapping[str, str]
+) -> Manifest:
+    """Copy a data set into a new folder, with a function of the file `metric` as its metric.
+
+    `packages` are the versions of those that the file imports.
+    """
     shutil.copytree(dataset, out)
     content = metric.read_bytes()
-    (out / METRIC_FILE).write_bytes(content)
+    imported = json.dumps(packages, indent=2, sort_keys=True).encode() + b"\n"
     whole = read_manifest(dataset)
-    files = {**whole.files, METRIC_FILE: hashlib.sha256(content).hexdigest()}
+    files = dict(whole.files)
+    for name, written in ((METRIC_FILE, content), (METRIC_PACKAGES_FILE, imported)):
+        (out / name).write_bytes(written)
+        files[name] = hashlib.sha256(written).hexdigest()
     manifest = dataclasses.replace(whole, files=files, metric=function)
     (out / MANIFEST_FILE).unlink()  # read-only where DVC links its cache into the workspace
     _write_manifest(out, manifest)

@@ -33,7 +33,7 @@ def _promise(before: EngineView, after: EngineView) -> str:
         return ""
     lowered = after.roofs.peak(INT8)
     peak = before.roofs.peak(before.manifest.target.precision.value)
-    if lowered is None or peak is None:
+    if lowered is None or peak is None or not (lowered.is_possible and peak.is_possible):
         return ""
     factor = lowered.macs_per_s.value / peak.macs_per_s.value
     return f", where the arithmetic of this machine is {factor:.1f}x as fast in INT8"

@@ -2,13 +2,16 @@
 
 import hmac
 import importlib.metadata
+import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.core.errors import TargetMismatch
+from tasks.parts.cpu import read_cpu_quota, usable_cores
 from tasks.parts.engines.gpu import first_bus_id
 from tasks.parts.engines.machine import read_cpu_model, read_isa
 from tasks.parts.engines.runtimes import CUDA
@@ -16,7 +19,8 @@ from tasks.parts.engines.runtimes import CUDA
 _MIB = 1 << 20
 _MACHINE_ID = Path("/etc/machine-id")
 _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-UNKNOWN = "unknown"
+MACHINE_ID_VARIABLE = "ENGINEWRIGHT_MACHINE_ID"
+"""Environment variable that names a machine whose system does not."""
 _CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
 """Names of Linux drivers that measure the processor."""
 _THROTTLE_REASONS = {
@@ -35,7 +39,7 @@ class Machine:
     """The machine that a latency belongs to; latencies of different machines cannot be compared."""
 
     id: str
-    """Digest of /etc/machine-id, which itself is confidential; UNKNOWN if the system has none."""
+    """Digest of ENGINEWRIGHT_MACHINE_ID or /etc/machine-id, which itself is confidential."""
     cpu_model: str
     cpu_flags: tuple[str, ...]
     """Instruction sets that change which kernels a runtime picks."""
@@ -76,14 +80,35 @@ def read_machine(device: str) -> Machine:
 
 
 def measuring_environment() -> dict[str, str]:
-    """Return what a measurement depends on besides what is measured: the machine."""
-    return {"machine": read_machine_id(), "cpu": read_cpu_model()}
+    """Return what a measurement depends on besides what is measured: the machine, and how much of it is ours.
+
+    Raises TargetMismatch if the machine has no id.
+    """
+    quota = read_cpu_quota()
+    return {
+        "machine": read_machine_id(),
+        "cpu": read_cpu_model(),
+        "usable_cores": str(usable_cores()),
+        "cpu_quota": "none" if quota is None else f"{quota:g} cores",
+    }
 
 
-def read_machine_id(file: Path = _MACHINE_ID) -> str:
-    """Return a keyed digest of the machine's id, as machine-id(5) asks for; UNKNOWN without one."""
-    content = file.read_bytes().strip() if file.is_file() else b""
-    return hmac.new(content, b"enginewright", "sha256").hexdigest()[:16] if content else UNKNOWN
+def read_machine_id(file: Path = _MACHINE_ID, variables: Mapping[str, str] = os.environ) -> str:
+    """Return a keyed digest of the machine's id, as machine-id(5) asks for.
+
+    Raises TargetMismatch without one: two machines with the same CPU would share their measurements.
+    """
+    content = variables.get(MACHINE_ID_VARIABLE, "").strip().encode()
+    if not content and file.is_file():
+        content = file.read_bytes().strip()
+    if not content:
+        raise TargetMismatch(
+            f"This machine has no id: {file} is missing or empty, so measurements could not be told from those of "
+            f"another machine. In a container mount the file of its host (docker run --volume {file}:{file}:ro), or "
+            f"set {MACHINE_ID_VARIABLE} to a name that no other machine has; elsewhere run "
+            "`systemd-machine-id-setup`."
+        )
+    return hmac.new(content, b"enginewright", "sha256").hexdigest()[:16]
 
 
 def read_machine_state(device: str) -> MachineState:

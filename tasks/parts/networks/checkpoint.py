@@ -3,6 +3,8 @@
 The file holds no code: pickles (.pt, .ckpt) are refused. Equal weights and cards give equal bytes.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,9 +111,9 @@ def check_code(path: Path, card: ModelCard) -> None:
     found = code_sha256(card.network)
     if found != card.code_sha256:
         raise ArtifactError(
-            f"{path} was made with other code of the network: {_place_of(card)} had sha256 "
-            f"{str(card.code_sha256)[:12]}, now it has {str(found)[:12]}. Run the stage that makes it again, or go "
-            "back to that code."
+            f"{path} was made with other code of the network: {_place_of(card)}, with the packages that it imports, "
+            f"had sha256 {str(card.code_sha256)[:12]}, now it has {str(found)[:12]}. Run the stage that makes it "
+            "again, or go back to that code and those packages."
         )
 
 
@@ -181,6 +183,13 @@ def _fit_layers(path: Path, model: "nn.Module", card: ModelCard, tensors: "dict[
                 layer.groups = layer.weight.shape[0] * layer.groups // layer.out_channels
             layer.out_channels = layer.weight.shape[0]
             layer.in_channels = layer.weight.shape[1] * layer.groups
+        elif isinstance(layer, nn.ConvTranspose2d):
+            if 1 < layer.groups == layer.in_channels:
+                layer.groups = layer.weight.shape[0]
+            layer.in_channels = layer.weight.shape[0]
+            layer.out_channels = layer.weight.shape[1] * layer.groups
+        elif isinstance(layer, nn.PReLU):
+            layer.num_parameters = layer.weight.shape[0]
         elif isinstance(layer, nn.BatchNorm2d):
             layer.num_features = layer.running_var.shape[0] if layer.running_var is not None else 0
         elif isinstance(layer, nn.LayerNorm) and tuple(layer.weight.shape) != tuple(layer.normalized_shape):
@@ -191,6 +200,32 @@ def _fit_layers(path: Path, model: "nn.Module", card: ModelCard, tensors: "dict[
             )
 
 
+@contextmanager
+def _fitted_norms(model: "nn.Module") -> Iterator[None]:
+    """Give GroupNorm and InstanceNorm the number of channels that arrive; without weights, nothing else tells it."""
+    from torch import nn
+
+    def fit_instances(norm: "nn.InstanceNorm2d", inputs: "tuple[Tensor, ...]") -> None:
+        norm.num_features = inputs[0].shape[1]
+
+    def fit_groups(norm: "nn.GroupNorm", inputs: "tuple[Tensor, ...]") -> None:
+        found = inputs[0].shape[1]
+        if norm.num_groups > 1:  # pruning removes whole groups
+            norm.num_groups = found * norm.num_groups // norm.num_channels
+        norm.num_channels = found
+
+    hooks = [
+        layer.register_forward_pre_hook(fit_groups if isinstance(layer, nn.GroupNorm) else fit_instances)
+        for layer in model.modules()
+        if isinstance(layer, nn.GroupNorm | nn.InstanceNorm2d)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _dry_run(path: Path, model: "nn.Module", card: ModelCard) -> None:
     """Verify with one small forward pass that the layers fit together."""
     import torch
@@ -199,7 +234,7 @@ def _dry_run(path: Path, model: "nn.Module", card: ModelCard) -> None:
     if not card.network.name.is_foreign:  # which may have a fixed size
         height, width = min(height, DRY_RUN_SIZE), min(width, DRY_RUN_SIZE)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), _fitted_norms(model):
             shape = tuple(model(torch.zeros(1, len(card.mean), height, width)).shape)
     except RuntimeError as error:
         raise ArtifactError(f"{path}: the stored layers do not fit together: {error}") from error

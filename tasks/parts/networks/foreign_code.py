@@ -9,14 +9,14 @@ import hashlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
-from tasks.core.environment import versions
+from tasks.core.environment import imported_versions, versions
 from tasks.core.errors import ConfigError, first_line
 from tasks.parts.networks.config import ENTRY_POINTS, NetworkConfig, NetworkName
 
@@ -24,24 +24,48 @@ _PACKAGE = "enginewright_custom"
 """Name of the package as which the folder of the file is imported, so that it hides no installed one."""
 
 
+_KNOWN = ("torch", "transformers")
+"""Modules whose versions each stage with a network has in its key."""
+
+
 def network_facts(config: NetworkConfig) -> dict[str, str]:
     """Return what identifies the code of a foreign network, as facts of the surroundings; none for our own.
 
+    These are the code's digest, and the version of each installed package that it imports, such as timm.
     Raises ConfigError if the file or the entry point does not exist.
     """
     if config.name is NetworkName.installed:
-        distribution = _entry_point(config).dist
-        assert distribution is not None  # the search went through installed packages
-        return versions(distribution.name)
+        entry = _entry_point(config)
+        assert entry.dist is not None  # the search went through installed packages
+        return _imported(_installed_files(entry)) | versions(entry.dist.name)
     code = code_sha256(config)
-    return {"network": code} if code else {}
+    if code is None or config.name is NetworkName.transformers:
+        return {"network": code} if code else {}
+    return _imported(_files(find_file(config).parent)) | {"network": code}
+
+
+def _imported(files: Iterable[Path]) -> dict[str, str]:
+    return imported_versions((file for file in files if file.suffix == ".py"), without=_KNOWN)
+
+
+def _installed_files(entry: EntryPoint) -> Iterator[Path]:
+    """Yield the files of the package that offers a network, without importing it."""
+    try:
+        spec = importlib.util.find_spec(entry.module.partition(".")[0])
+    except (ImportError, ValueError):  # what is wrong with it is told where it is imported
+        return
+    for folder in (spec and spec.submodule_search_locations) or ():
+        yield from sorted(Path(folder).rglob("*.py"))
+    if spec and spec.origin and not spec.submodule_search_locations:
+        yield Path(spec.origin)
 
 
 def code_sha256(config: NetworkConfig, workspace: Path = Path()) -> str | None:
     """Return the sha256 of the folder of a network's file, or of a configuration of `transformers`; None without.
 
-    It covers names and contents of all files of the folder and those below it, except ``__pycache__``; for an
-    installed network name and version of its package.
+    It covers names and contents of all files of the folder and those below it, except ``__pycache__``, and the
+    versions of installed packages that they import, but for torch and transformers; for an installed network name
+    and version of its package, and of those that it imports.
     """
     if config.name is NetworkName.installed:
         return hashlib.sha256(json.dumps(network_facts(config), sort_keys=True).encode()).hexdigest()
@@ -54,6 +78,8 @@ def code_sha256(config: NetworkConfig, workspace: Path = Path()) -> str | None:
     for path in _files(file.parent):
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         digest.update(f"{content} {path.relative_to(file.parent).as_posix()}\n".encode())
+    for name, version in _imported(_files(file.parent)).items():
+        digest.update(f"{name}=={version.partition('+')[0]}\n".encode())  # builds of one version are one code
     return digest.hexdigest()
 
 

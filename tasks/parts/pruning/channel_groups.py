@@ -1,7 +1,9 @@
 """Groups of channels that can only be removed together, from the dependency graph of torch-pruning."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,7 @@ from tasks.parts.pruning.channel_importance import BatchLosses, score_channels, 
 from tasks.parts.pruning.config import Importance
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 ALTERNATIVES = (
     "Train a network of convolutions (network.name), set prune.method to weights, or leave pruning out "
@@ -30,6 +32,20 @@ class ChannelGroup:
     """Convolution -> output channels that it loses."""
     cut_inputs: Mapping[str, int]
     """Convolution -> input channels that it loses."""
+    unit: int = 1
+    """Consecutive channels that go together: those that a GroupNorm normalises together, so that what is left is
+    normalised as before."""
+
+    def multiple(self, channel_multiple: int) -> int:
+        """Return of which number a multiple of channels has to be left, and removed after that."""
+        return math.lcm(self.unit, channel_multiple)
+
+    def least(self, channel_multiple: int) -> int:
+        """Return how many channels have to be left.
+
+        A GroupNorm keeps two groups: a single one could be a norm of all channels, which may lose any of them.
+        """
+        return max(self.multiple(channel_multiple), 2 * self.unit if self.unit > 1 else 1)
 
 
 def trace_dependencies(network: "nn.Module", size: tuple[int, int]) -> Any:
@@ -45,7 +61,7 @@ def trace_dependencies(network: "nn.Module", size: tuple[int, int]) -> Any:
     from tasks.parts.networks.foreign import all_logits
 
     network.eval()
-    with tracing_errors():
+    with tracing_errors(), _single_operators(network):
         graph = torch_pruning.DependencyGraph().build_dependency(
             network,
             torch.zeros(1, image_channels(network), *size),
@@ -59,6 +75,24 @@ def trace_dependencies(network: "nn.Module", size: tuple[int, int]) -> Any:
         if not _can_lose_channels(module):
             node.dependencies.clear()
     return graph
+
+
+@contextmanager
+def _single_operators(network: "nn.Module") -> Iterator[None]:
+    """Let InstanceNorm and PReLU be one operator, whose channels can be followed, in place of some with reshapes."""
+    from torch import nn
+
+    def forward(images_NCHW: "Tensor") -> "Tensor":
+        return images_NCHW.clone()
+
+    layers = [layer for layer in network.modules() if isinstance(layer, nn.InstanceNorm2d | nn.PReLU)]
+    for layer in layers:
+        layer.forward = forward  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 def _let_go_of_results(network: "nn.Module") -> None:
@@ -76,9 +110,14 @@ def _can_lose_channels(module: object) -> bool:
     from torch import nn
     from torch_pruning import ops
 
-    if isinstance(module, nn.Conv2d):
+    if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
         return module.groups == 1 or module.groups == module.in_channels == module.out_channels
-    return isinstance(module, nn.BatchNorm2d | ops._ElementWiseOp | ops._ConcatOp | ops._SplitOp)
+    if isinstance(module, nn.InstanceNorm2d):
+        return not module.track_running_stats  # which torch-pruning leaves as they are
+    return isinstance(
+        module,
+        nn.BatchNorm2d | nn.GroupNorm | nn.PReLU | ops._ElementWiseOp | ops._ConcatOp | ops._SplitOp,
+    )
 
 
 def find_groups(
@@ -105,7 +144,17 @@ def find_groups(
         group.root: tuple(torch.nan_to_num(value, nan=0.0).tolist())
         for (group, _), value in zip(scored, values, strict=True)
     }
-    return [replace(group, importance=scores.get(group.root, group.importance)) for group, _ in groups]
+    return [
+        replace(group, importance=_mean_of_units(scores.get(group.root, group.importance), group.unit))
+        for group, _ in groups
+    ]
+
+
+def _mean_of_units(importance: tuple[float, ...], unit: int) -> tuple[float, ...]:
+    """Give all channels of a unit the same importance, so that they stay together in any order by it."""
+    starts = range(0, len(importance), unit)
+    means = [sum(importance[start : start + unit]) / unit for start in starts]
+    return tuple(mean for mean in means for _ in range(unit)) if unit > 1 else importance
 
 
 def by_importance(group: ChannelGroup) -> list[int]:
@@ -140,7 +189,10 @@ def cut_channels(graph: Any, network: "nn.Module", group: ChannelGroup, channels
         coupled = _coupled_layers(graph, network.get_submodule(group.root), sorted(channels))
         is_allowed = graph.check_pruning_group(coupled)
         if is_allowed:
+            norms = {norm: _unit(norm) for norm in _group_norms(coupled)}
             coupled.prune()
+            for norm, unit in norms.items():
+                norm.num_groups = norm.num_channels // unit if norm.num_groups > 1 else 1
     if not is_allowed:
         raise ArtifactError(
             f"Removing {len(channels)} channels of {group.root!r} would empty a coupled layer."
@@ -148,7 +200,7 @@ def cut_channels(graph: Any, network: "nn.Module", group: ChannelGroup, channels
 
 
 def _coupled_groups(graph: Any, network: "nn.Module") -> list[tuple[ChannelGroup, Any]]:
-    """Return the groups that consist of convolutions only, without the classifier's, each with torch-pruning's group.
+    """Return the groups of convolutions and norms only, without the classifier's, each with torch-pruning's group.
 
     Each group starts at a plain convolution, whose channels are independent; depthwise ones only follow.
     """
@@ -168,8 +220,8 @@ def _all_groups(graph: Any, network: "nn.Module") -> Iterator[tuple[ChannelGroup
     names = {module: name for name, module in network.named_modules()}
     seen = {str(network.classifier_layer)}
     for root, name in names.items():
-        is_plain = isinstance(root, nn.Conv2d) and root.groups == 1 and root in graph.module2node
-        if is_plain and name not in seen:
+        is_plain = isinstance(root, nn.Conv2d | nn.ConvTranspose2d) and root.groups == 1
+        if is_plain and root in graph.module2node and name not in seen:
             with tracing_errors():
                 coupled = _coupled_layers(graph, root, list(range(root.out_channels)))
                 group = _describe_group(graph, names, coupled)
@@ -184,7 +236,9 @@ def _find_preventing(graph: Any, network: "nn.Module", group: ChannelGroup, coup
     nodes = [
         item.target
         for item, channels in coupled
-        if not _can_lose_channels(item.target.module) or _is_narrower(graph, item, channels)
+        if not _can_lose_channels(item.target.module)
+        or _is_narrower(graph, item, channels)
+        or _is_part_of_norm(item, channels)
     ]
     if not nodes:
         return "" if group.cut_inputs else "an output of the network"
@@ -199,11 +253,32 @@ def _is_narrower(graph: Any, item: Any, channels: list[int]) -> bool:
     from torch import nn
 
     layer = item.target.module
-    if not isinstance(layer, nn.Conv2d | nn.BatchNorm2d):
+    if not isinstance(
+        layer, nn.Conv2d | nn.ConvTranspose2d | nn.BatchNorm2d | nn.GroupNorm | nn.InstanceNorm2d
+    ):
         return False
     is_output = graph.is_out_channel_pruning_fn(item.handler)
     count = graph.get_out_channels(layer) if is_output else graph.get_in_channels(layer)
     return bool(max(channels) >= count)
+
+
+def _is_part_of_norm(item: Any, channels: list[int]) -> bool:
+    """Whether a GroupNorm normalises channels of other groups, too, as behind a concatenation."""
+    from torch import nn
+
+    layer = item.target.module
+    return isinstance(layer, nn.GroupNorm) and list(channels) != list(range(layer.num_channels))
+
+
+def _group_norms(coupled: Any) -> "list[nn.GroupNorm]":
+    from torch import nn
+
+    return [item.target.module for item, _ in coupled if isinstance(item.target.module, nn.GroupNorm)]
+
+
+def _unit(norm: "nn.GroupNorm") -> int:
+    """Return how many channels only go together; with a single group, which has no neighbour, any channel goes."""
+    return norm.num_channels // norm.num_groups if norm.num_groups > 1 else 1
 
 
 def _coupled_layers(graph: Any, root: "nn.Module", channels: list[int]) -> Any:
@@ -219,8 +294,9 @@ def _describe_group(graph: Any, names: Mapping["nn.Module", str], coupled: Any) 
     inputs: Counter[str] = Counter()
     for dependency, idxs in coupled:
         layer = dependency.target.module
-        if isinstance(layer, nn.Conv2d):
+        if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
             is_output = graph.is_out_channel_pruning_fn(dependency.handler)
             (outputs if is_output else inputs)[names[layer]] += len(idxs) // num_channels
     root = names[coupled[0].dep.target.module]
-    return ChannelGroup(root, (0.0,) * num_channels, outputs, inputs)
+    unit = math.lcm(*(_unit(norm) for norm in _group_norms(coupled)))
+    return ChannelGroup(root, (0.0,) * num_channels, outputs, inputs, unit)

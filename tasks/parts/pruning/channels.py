@@ -3,6 +3,9 @@
 Layers are coupled in the groups of Fang et al., "DepGraph: Towards Any Structural Pruning", 2023, arXiv:2301.12900
 (torch-pruning). The least important channels go first (channel_importance.py).
 
+Networks may normalise by BatchNorm, by InstanceNorm, or by GroupNorm, which loses whole groups: what is left is then
+normalised as before.
+
 Only convolutions that are not coupled to a grouped convolution, linear or attention layer lose channels: each group
 would have to lose as many, and the channels of attention belong to heads, which torch-pruning does not trace through
 reshapes.
@@ -90,7 +93,8 @@ def check_layer_names(
     from torch import nn
 
     classifier = str(network.classifier_layer)
-    convs = [name for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)]
+    kinds = nn.Conv2d | nn.ConvTranspose2d
+    convs = [name for name, layer in network.named_modules() if isinstance(layer, kinds)]
     kind, known = ("convolution", convs) if layers is None else ("convolution or linear layer", layers)
     if classifier in layer_ratios:
         raise ConfigError(
@@ -228,7 +232,8 @@ def _describe_kept(groups: list[ChannelGroup], convs: Mapping[str, ConvSize]) ->
 
 def _ordered_cut(group: ChannelGroup, width: int, share: float, multiple: int) -> list[int]:
     """Return the least important channels, at most `share` of `width`, so that a whole multiple is left."""
-    left = max(multiple, math.ceil(round(width * (1 - share) / multiple, 6)) * multiple)
+    least, multiple = group.least(multiple), group.multiple(multiple)
+    left = max(least, math.ceil(round(width * (1 - share) / multiple, 6)) * multiple)
     return by_importance(group)[: max(0, len(group.importance) - left)]
 
 
@@ -239,12 +244,13 @@ def _portions(group: ChannelGroup, width: int, cfg: ChannelPruning) -> list[tupl
     """
     num_channels = len(group.importance)
     order = by_importance(group)
-    floor = max(cfg.channel_multiple, math.ceil(width * (1 - cfg.max_layer_ratio)))
+    multiple = group.multiple(cfg.channel_multiple)
+    floor = max(group.least(cfg.channel_multiple), math.ceil(width * (1 - cfg.max_layer_ratio)))
     portions: list[tuple[float, list[int]]] = []
     start = 0
     while True:
         left = num_channels - start
-        end = start + (left % cfg.channel_multiple or cfg.channel_multiple)
+        end = start + (left % multiple or multiple)
         if num_channels - end < floor:
             return portions
         channels = order[start:end]

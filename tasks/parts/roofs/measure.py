@@ -21,7 +21,7 @@ from tasks.parts.engines.runner import Runner
 from tasks.parts.engines.target import Target
 from tasks.parts.measuring.machine_state import Machine, read_machine
 from tasks.parts.roofs.probes import Probe, chain, convolution, matrix_product, moves
-from tasks.parts.roofs.rates import Effort, compute_roof, memory_roof, moved_rate, rate_of
+from tasks.parts.roofs.rates import Effort, choose_roof, compute_roof, memory_roof, moved_rate, rate_of
 from tasks.parts.roofs.roofs import ComputeRoof, Rate, Roofs
 
 INT8 = "int8"
@@ -62,15 +62,7 @@ def measure_roofs(target: Target, effort: Effort) -> Roofs:
 
         return measure_torch_roofs(target, version, machine, effort)
     target = replace(target.plain, max_batch=1)
-    compute: dict[str, list[ComputeRoof]] = {}
-    for probe, wanted in _compute_probes(target):
-        with _loaded(target, version, [probe]) as loaded:
-            for precision, rate in _best_rates(loaded[0], effort.num_rounds).items():
-                if precision == wanted:
-                    roof = compute_roof(
-                        target, machine, precision, rate, probe.name, is_depthwise=probe.is_depthwise
-                    )
-                    compute.setdefault(roof.name, []).append(roof)
+    compute = _compute_roofs(target, version, machine, effort.num_rounds)
     with _loaded(target, version, [chain(_SHORT), chain(_LONG)]) as (short, long):
         layer_ms, call_ms = _cost_of_calls(short, long, effort.num_rounds)
         profiled_ms = statistics.median(
@@ -86,13 +78,36 @@ def measure_roofs(target: Target, effort: Effort) -> Roofs:
         runtime_version=version,
         num_threads=target.num_threads,
         machine=machine,
-        compute=tuple(max(roofs, key=lambda roof: roof.macs_per_s.value) for roofs in compute.values()),
+        compute=compute,
         memory=tuple(memory),
         layer_ms=layer_ms,
         call_ms=call_ms,
         profiled_layer_ms=profiled_ms,
         reason="",
     )
+
+
+def _compute_roofs(
+    target: Target, version: str, machine: Machine, num_rounds: int
+) -> tuple[ComputeRoof, ...]:
+    """Return the roof of each precision, and that of its depthwise convolutions, each confirmed by a new engine."""
+    candidates: dict[str, list[ComputeRoof]] = {}
+    probes: dict[tuple[str, str], Probe] = {}
+
+    def measure(probe: Probe, wanted: str) -> Rate | None:
+        with _loaded(target, version, [probe]) as loaded:
+            return _best_rates(loaded[0], num_rounds).get(wanted)
+
+    def repeat(roof: ComputeRoof) -> Rate | None:
+        return measure(probes[roof.probe, roof.precision], roof.precision)
+
+    for probe, wanted in _compute_probes(target):
+        if rate := measure(probe, wanted):
+            probes[probe.name, wanted] = probe
+            roof = compute_roof(target, machine, wanted, rate, probe.name, is_depthwise=probe.is_depthwise)
+            candidates.setdefault(roof.name, []).append(roof)
+    chosen = [choose_roof(roofs, repeat) for roofs in candidates.values()]
+    return tuple(roof for roof in chosen if roof is not None)
 
 
 def _nothing(target: Target, version: str, machine: Machine, reason: str) -> Roofs:

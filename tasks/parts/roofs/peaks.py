@@ -9,6 +9,9 @@ FMA_UNITS = 2
 """Vector units of a core that multiply and add, as in most cores of servers since 2015 (Intel 64 and IA-32
 Architectures Optimization Reference Manual; AMD's Software Optimization Guides)."""
 
+HIGHEST_CLOCK_HZ = 6.5e9
+"""No CPU's clock is higher, so that no rate above what it would give is believed."""
+
 _AMX_MACS = {"int8": 1024, "bf16": 512}
 """Per cycle: a tile product of 16 x 16 x 64 int8 values takes 16 cycles (Intel's optimization manual, chapter 20)."""
 
@@ -34,6 +37,12 @@ def macs_per_cycle(flags: Collection[str], precision: str) -> tuple[int, str] | 
             f"{FMA_UNITS} units x {products} values of {bits} bits / 3 instructions (no VNNI)",
         )
     return None
+
+
+def highest_possible(flags: Collection[str], precision: str, *, num_threads: int) -> float | None:
+    """Return multiply-adds per second that no CPU with these instruction sets exceeds; None for unknown ones."""
+    found = macs_per_cycle(flags, precision)
+    return None if found is None else HIGHEST_CLOCK_HZ * found[0] * num_threads
 
 
 def theoretical_peak(

@@ -1,16 +1,24 @@
 """What the measurements through graphs and through networks of torch share."""
 
+import logging
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from tasks.parts.engines.gpu import find_gpus
 from tasks.parts.engines.runtimes import CUDA
 from tasks.parts.engines.target import Target
 from tasks.parts.measuring.machine_state import Machine, read_machine_state
 from tasks.parts.roofs.datasheets import stated_bandwidth, stated_peak
-from tasks.parts.roofs.peaks import theoretical_peak
+from tasks.parts.roofs.peaks import highest_possible, theoretical_peak
 from tasks.parts.roofs.roofs import ComputeRoof, MemoryRoof, Rate
+
+logger = logging.getLogger(__name__)
+
+_AGREEMENT = 1.5
+"""A rate that is higher than its repetition by more than this factor is not a roof."""
+_ABOVE_DATA_SHEET = 1.25
+"""A GPU may run above the clock of its data sheet, by less than this factor."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +52,46 @@ def compute_roof(
     if target.device == CUDA:
         is_tf32 = precision == "f32" and target.tensorrt is not None and target.tensorrt.tf32
         peak, formula = stated_peak(find_gpus()[0].name, "tf32" if is_tf32 else precision)
+        highest = None if peak is None else _ABOVE_DATA_SHEET * peak
     else:
         clock_mhz = read_machine_state(target.device).cpu_mhz
         peak, formula = theoretical_peak(
             machine.cpu_flags, precision, clock_mhz=clock_mhz, num_threads=target.num_threads
         )
-    return ComputeRoof(precision, is_depthwise, rate, probe, peak, formula)
+        highest = highest_possible(machine.cpu_flags, precision, num_threads=target.num_threads)
+    return ComputeRoof(precision, is_depthwise, rate, probe, peak, formula, highest)
+
+
+def choose_roof(
+    candidates: Sequence[ComputeRoof], repeat: Callable[[ComputeRoof], Rate | None]
+) -> ComputeRoof | None:
+    """Return the fastest of several probes that is possible and that `repeat`, a new measurement, confirms.
+
+    One that is not confirmed counts with what its repetition gave. None if no probe is left.
+    """
+    left, repeated = list(candidates), set[str]()
+    while left:
+        best = max(left, key=lambda roof: roof.macs_per_s.value)
+        left.remove(best)
+        if not best.is_possible:
+            _refuse(best, f"no device of this kind reaches {(best.highest_macs_per_s or 0) / 1e9:.0f}")
+        elif best.probe in repeated:
+            return best
+        elif (again := repeat(best)) is None:
+            _refuse(best, "its repetition gave none")
+        elif best.macs_per_s.value <= _AGREEMENT * again.value:
+            return best
+        else:
+            _refuse(best, f"repeated it is {again.value / 1e9:.0f}")
+            left.append(replace(best, macs_per_s=again))
+            repeated.add(best.probe)
+    return None
+
+
+def _refuse(roof: ComputeRoof, reason: str) -> None:
+    logger.warning(
+        "%s: %.0f GMAC/s in %s are no roof: %s", roof.probe, roof.macs_per_s.value / 1e9, roof.name, reason
+    )
 
 
 def memory_roof(target: Target, working_set_bytes: int, rate: Rate) -> MemoryRoof:

@@ -55,6 +55,14 @@ class ComputeRoof:
     formula: str
     """How the theoretical one comes about."""
 
+    highest_macs_per_s: float | None = None
+    """What no device of this kind exceeds; None if that is not known."""
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the measured rate can be: a profiler that gives a layer's time to another one reports any."""
+        return self.highest_macs_per_s is None or self.macs_per_s.value <= self.highest_macs_per_s
+
     @property
     def name(self) -> str:
         """The precision, and whether the roof is that of depthwise convolutions."""

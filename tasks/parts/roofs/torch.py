@@ -23,7 +23,7 @@ from tasks.parts.engines.torch.precision import CastNetwork
 from tasks.parts.engines.torch.runner import Program, TorchRunner, set_up_torch
 from tasks.parts.measuring.machine_state import Machine
 from tasks.parts.roofs.probes import TINY_CHANNELS, probe_card
-from tasks.parts.roofs.rates import Effort, compute_roof, memory_roof, moved_rate, rate_of
+from tasks.parts.roofs.rates import Effort, choose_roof, compute_roof, memory_roof, moved_rate, rate_of
 from tasks.parts.roofs.roofs import MemoryRoof, Rate, Roofs
 
 _DEPTH = 4
@@ -53,19 +53,22 @@ def measure_torch_roofs(target: Target, version: str, machine: Machine, effort: 
     """Return what torch or AOTInductor reaches; AOTInductor compiles five networks for that."""
     set_up_torch(target)
     single = replace(target, max_batch=1)
-    compute = []
+    compute, repetitions = [], {}
     for probe in (_convolutions(*_CONVOLUTION[target.device]), _products(*_PRODUCT[target.device])):
         with _opened(single, version, probe) as runner:
-            times_ms = _times_ms(runner, _images(probe, 1), effort.num_rounds)
-        rate = rate_of([1000 * probe.macs / value for value in times_ms])
+            rate, repetitions[probe.name] = (
+                rate_of([1000 * probe.macs / value for value in _times_ms(runner, _images(probe, 1), rounds)])
+                for rounds in (effort.num_rounds, effort.num_rounds)
+            )
         compute.append(compute_roof(target, machine, target.precision, rate, probe.name))
+    chosen = choose_roof(compute, lambda roof: repetitions[roof.probe])
     layer_ms, call_ms = _cost_of_calls(single, version, effort.num_rounds)
     return Roofs(
         target=target.name,
         runtime_version=version,
         num_threads=target.num_threads,
         machine=machine,
-        compute=(max(compute, key=lambda roof: roof.macs_per_s.value),),
+        compute=(chosen,) if chosen else (),
         memory=_bandwidths(target, version, effort),
         layer_ms=layer_ms,
         call_ms=call_ms,

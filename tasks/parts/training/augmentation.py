@@ -1,9 +1,9 @@
 """Random changes of training images and their masks: a preset per domain, as a list of steps with their reasons.
 
 What happens to an image depends on the seed, the view and the index of the image alone: not on the batch it is in,
-the process that loaded it, or what ran before. Each epoch shows the next view. All geometric steps of an image
-together are one warp, of the image bilinear, of its mask nearest neighbour; what lies outside the image becomes
-black, and ignored in the mask.
+the process that loaded it, or what ran before. Each time that a training shows an image it is the next view. All
+geometric steps of an image together are one warp, of the image bilinear, of its mask nearest neighbour; what lies
+outside the image becomes black, and ignored in the mask.
 
 N images, C channels, H rows, W columns. Images are float32, 0..1.
 """
@@ -303,22 +303,27 @@ class Views:
         self._augmenter = Augmenter.for_views(config, manifest)
         self._gain_of_black = torch.tensor(manifest.mean).div(torch.tensor(manifest.std)).view(1, -1, 1, 1)
 
-    def number(self, epoch: int) -> int:
-        """Return the view that an epoch, counted from 0, shows."""
-        return epoch % self._config.num_views if self._config.num_views else epoch
+    def numbers(self, epoch: int, occurrences_N: Tensor, times_N: Tensor) -> Tensor:
+        """Return the views of images of an epoch, counted from 0, that shows each of them `times_N` times.
+
+        `occurrences_N`, counted from 0, says which time it is. After the last of `num_views` the first follows.
+        """
+        views_N = epoch * times_N + occurrences_N
+        return views_N % self._config.num_views if self._config.num_views else views_N
 
     @torch.no_grad()
     def __call__(
-        self, images_NCHW: Tensor, masks_NHW: Tensor, indices_N: Tensor, *, view: int
+        self, images_NCHW: Tensor, masks_NHW: Tensor, indices_N: Tensor, *, views_N: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return one view of normalised images and of their masks."""
+        """Return a view of each normalised image and of its mask."""
         config = self._config
         if self._augmenter:
-            images_NCHW, masks_NHW = self._augmenter(images_NCHW, masks_NHW, indices_N, view=view)
+            images_NCHW, masks_NHW = self._augmenter(images_NCHW, masks_NHW, indices_N, views_N=views_N)
         if config.augmentation is not Augmentation.none or not (config.horizontal_flip or config.brightness):
             return images_NCHW, masks_NHW
-        seed, device = (config.augmentation_seed, view), images_NCHW.device
-        draws = [np.random.default_rng((*seed, index)).random(2) for index in indices_N.tolist()]
+        device = images_NCHW.device
+        randoms = _random_generators(config.augmentation_seed, views_N, indices_N)
+        draws = [random.random(2) for random in randoms]
         flips_N, gains_N = torch.tensor(np.array(draws, np.float32)).to(device).T
         if config.horizontal_flip:
             is_mirrored_N = flips_N < config.horizontal_flip
@@ -354,10 +359,10 @@ class Augmenter:
 
     @torch.no_grad()
     def __call__(
-        self, images_NCHW: Tensor, masks_NHW: Tensor, indices_N: Tensor, *, view: int
+        self, images_NCHW: Tensor, masks_NHW: Tensor, indices_N: Tensor, *, views_N: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the changed images, normalised as those given, and the changed masks."""
-        randoms = [np.random.default_rng((self._seed, view, index)) for index in indices_N.tolist()]
+        randoms = _random_generators(self._seed, views_N, indices_N)
         mean, std = (values.to(images_NCHW.device) for values in (self._mean, self._std))
         with torch.autocast(images_NCHW.device.type, enabled=False):
             images_NCHW = (images_NCHW.float() * std + mean).clamp(0, 1)
@@ -409,7 +414,7 @@ def draw_augmented_sheet(path: Path, augmenter: Augmenter, data: Path, manifest:
             torch.from_numpy(normalised),
             torch.from_numpy(labels.astype(np.int64)),
             torch.arange(len(labels)),
-            view=epoch,
+            views_N=torch.full((len(labels),), epoch),
         )
         values_NCHW = ((changed_NCHW.numpy() * std + mean) * 255).round().clip(0, 255).astype(np.uint8)
         samples[f"train, epoch {epoch + 1}"] = (
@@ -417,6 +422,11 @@ def draw_augmented_sheet(path: Path, augmenter: Augmenter, data: Path, manifest:
             changed_NHW.numpy().astype(np.uint8),
         )
     draw_contact_sheet(path, classes=manifest.classes, samples=samples)
+
+
+def _random_generators(seed: int, views_N: Tensor, indices_N: Tensor) -> list[np.random.Generator]:
+    views_and_indices = torch.stack([views_N, indices_N], dim=1).tolist()
+    return [np.random.default_rng((seed, view, index)) for view, index in views_and_indices]
 
 
 def _without_colour(config: ViewsConfig, steps: tuple[Step, ...], num_channels: int) -> tuple[Step, ...]:

@@ -146,8 +146,8 @@ class ViewsConfig:
     augmentation_seed: Annotated[int, AtLeast(0)]
     """Seed of the augmentation alone, so that trainings with several seeds can share a recorded teacher."""
     num_views: Annotated[int, AtLeast(1)] | None
-    """Different views of an image: each epoch shows the next, and after the last the first again. null: each epoch
-    another one. A recorded teacher (record_teacher) has seen these views, so it needs a number."""
+    """Different views of an image: each time that it is shown the next, and after the last the first again. null:
+    each time another one. A recorded teacher (record_teacher) has seen these views, so it needs a number."""
 
     def __post_init__(self) -> None:
         if (self.min_scale is None) != (self.max_scale is None):

@@ -22,7 +22,7 @@ from tasks.parts.training.activations import save_activation_memory
 from tasks.parts.training.augmentation import Augmenter, draw_augmented_sheet
 from tasks.parts.training.cadence import Cadence
 from tasks.parts.training.callbacks import History, WorkerMemory
-from tasks.parts.training.config import Precision, Strategy, TrainerConfig, TrainingReport
+from tasks.parts.training.config import Accelerator, Precision, Strategy, TrainerConfig, TrainingReport
 from tasks.parts.training.lightning_imports import (
     Callback,
     EarlyStopping,
@@ -123,7 +123,7 @@ def _fit(
         devices=config.num_devices,
         num_nodes=config.num_nodes,
         strategy=config.strategy.value,
-        sync_batchnorm=config.strategy is Strategy.ddp and config.accelerator is not config.accelerator.cpu,
+        sync_batchnorm=_synchronises_batchnorm(network, config),
         precision=_LIGHTNING_PRECISION[config.precision],  # type: ignore[arg-type]
         accumulate_grad_batches=config.accumulate,
         gradient_clip_val=config.clip_norm,
@@ -156,6 +156,23 @@ def _fit(
             raise SystemExit(1) from error
         raise
     return trainer.is_global_zero
+
+
+def _synchronises_batchnorm(network: nn.Module, config: TrainerConfig) -> bool:
+    """Whether processes share the statistics of BatchNorm; torch.nn.SyncBatchNorm runs on GPUs alone."""
+    if config.strategy is not Strategy.ddp:
+        return False
+    is_on_gpu = config.accelerator is Accelerator.gpu or (
+        config.accelerator is Accelerator.auto and torch.cuda.is_available()
+    )
+    has_batchnorm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in network.modules())
+    if not is_on_gpu and has_batchnorm and config.num_devices * config.num_nodes > 1:
+        logger.warning(
+            "training on the CPU with ddp: BatchNorm has the statistics of each process's own batch of %d images, "
+            "because SyncBatchNorm runs on GPUs alone (trainer.batch_size, trainer.accelerator)",
+            config.batch_size,
+        )
+    return is_on_gpu
 
 
 def _optional_callbacks(config: TrainerConfig) -> Iterator[Callback]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from tasks.core.errors import ConfigError, TrainingDiverged
@@ -25,7 +25,7 @@ from tasks.parts.training.data_workers import DataWorkers, prepare_worker
 from tasks.parts.training.lightning_imports import lightning
 from tasks.parts.training.losses import LabelLoss
 from tasks.parts.training.optimization import build_schedule, parameter_groups, rest_frozen_layers
-from tasks.parts.training.split_dataset import SplitDataset, as_is
+from tasks.parts.training.split_dataset import EpochDataset, SplitDataset, as_is
 from tasks.parts.training.worker_count import measure_num_workers
 
 MIOU, SCORE = "val_miou", "val_score"
@@ -39,8 +39,8 @@ class Batch(NamedTuple):
     masks_NHW: Tensor
     indices_N: Tensor
     """Number of each image in the training split."""
-    view: int
-    """Which view of the images this is (augmentation.py)."""
+    views_N: Tensor
+    """Which view of each image this is (augmentation.py)."""
 
 
 class Objective(Protocol):
@@ -117,12 +117,13 @@ class SegmentationModule(lightning.LightningModule):
         self._losses = []
         rest_frozen_layers(self.network, self._config.layer_rates)
 
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> Tensor:
-        """Return the loss of one batch of images_NCHW, masks_NHW and indices_N."""
-        view = self._views.number(self.current_epoch)
-        images_NCHW, masks_NHW = self._views(*batch, view=view)
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], _: int) -> Tensor:
+        """Return the loss of one batch of EpochDataset."""
+        images_NCHW, masks_NHW, indices_N, occurrences_N, times_N = batch
+        views_N = self._views.numbers(self.current_epoch, occurrences_N, times_N)
+        images_NCHW, masks_NHW = self._views(images_NCHW, masks_NHW, indices_N, views_N=views_N)
         images_NCHW = images_NCHW.contiguous(memory_format=self.memory_format)
-        loss: Tensor = self.objective(self.network, Batch(images_NCHW, masks_NHW, batch[2], view))
+        loss: Tensor = self.objective(self.network, Batch(images_NCHW, masks_NHW, indices_N, views_N))
         if self._config.batchnorm_l1:
             loss = loss + self._config.batchnorm_l1 * batchnorm_l1_norm(self.network)
         if not torch.isfinite(loss):
@@ -197,12 +198,13 @@ class SegmentationModule(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _loader(self, split: str, *, shuffle: bool) -> DataLoader[Any]:
-        images: SplitDataset | Subset[Any] = SplitDataset(self._data, split, self._manifest)
-        if split == "train" and self._manifest.num_unlabelled:
+        stored = SplitDataset(self._data, split, self._manifest)
+        images: SplitDataset | EpochDataset = stored
+        if split == "train":
             rows = rows_of_an_epoch(
-                len(images), self._manifest.num_unlabelled, needs_labels=bool(self.objective.needs_labels)
+                len(stored), self._manifest.num_unlabelled, needs_labels=bool(self.objective.needs_labels)
             )
-            images = Subset(images, rows)  # indices stay as they are
+            images = EpochDataset(stored, rows)
         config = self._config
         if self.num_workers is None:
             self.num_workers = self._measure_workers(images)
@@ -227,7 +229,7 @@ class SegmentationModule(lightning.LightningModule):
             generator=torch.Generator(),  # otherwise each epoch draws a seed from the global one
         )
 
-    def _measure_workers(self, images: SplitDataset | Subset[Any]) -> int:
+    def _measure_workers(self, images: SplitDataset | EpochDataset) -> int:
         if self.device.type == "cpu":
             return 0
         batch_size = self._config.batch_size

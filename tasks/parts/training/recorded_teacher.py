@@ -5,7 +5,12 @@ the stride, rounded up; ``features.npy`` likewise, if they are stored, with the 
 layer; ``card.json``: what they belong to.
 """
 
+import errno
 import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.errors import ArtifactError, ConfigError, DiskError
 from tasks.parts.data.dataset import Manifest
 from tasks.parts.data.input_card import check_same_classes
 from tasks.parts.training.config import ViewsConfig, check_views, views_of
@@ -24,6 +29,38 @@ if TYPE_CHECKING:
     from tasks.parts.training.module import Batch
 
 LOGITS, FEATURES, CARD = "logits.npy", "features.npy", "card.json"
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def create_files(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, "np.memmap[Any, Any]"]:
+    """Create the files of a recording with all of their space, as float16 arrays of these shapes.
+
+    A mapped file whose pages find no space ends the process by SIGBUS, without a message. Raises DiskError instead.
+    """
+    item_bytes = np.dtype(np.float16).itemsize
+    needed_bytes = sum(item_bytes * math.prod(shape) for shape in shapes.values())
+    free_bytes = shutil.disk_usage(folder).free
+    refusal = (
+        f"{folder}: recording the teacher needs {needed_bytes:,} bytes and {free_bytes:,} bytes are free, or fewer "
+        "by a quota. Free some space, raise record_teacher.stride, lower record_teacher.num_views, set "
+        "record_teacher.has_features=false, or ask the teacher in each step (steps.record_teacher=false)."
+    )
+    if needed_bytes > free_bytes:
+        raise DiskError(refusal)
+    files = {}
+    try:
+        for name, shape in shapes.items():
+            path = folder / name
+            files[name] = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=shape)
+            if hasattr(os, "posix_fallocate"):  # not on macOS
+                with path.open("r+b") as file:
+                    os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise DiskError(refusal) from error
+        raise
+    return files
 
 
 def write_card(folder: Path, config: ViewsConfig, manifest: Manifest, stride: int) -> None:
@@ -80,9 +117,12 @@ class RecordedTeacher:
 
     def __call__(self, batch: "Batch") -> tuple[Tensor, Tensor | None]:
         """Return logits_NCHW, and features_NCHW if they are wanted."""
-        indices, device = batch.indices_N.cpu().numpy(), batch.images_NCHW.device
+        places, device = (
+            (batch.views_N.cpu().numpy(), batch.indices_N.cpu().numpy()),
+            batch.images_NCHW.device,
+        )
         logits_NCHW, features_NCHW = (
-            None if answers is None else torch.from_numpy(answers[batch.view, indices]).to(device).float()
+            None if answers is None else torch.from_numpy(answers[places]).to(device).float()
             for answers in (self._logits_VNCHW, self._features_VNCHW)
         )
         assert logits_NCHW is not None

@@ -7,11 +7,8 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from torch.utils.data import Subset
-
-from tasks.parts.training.split_dataset import SplitDataset
+from tasks.parts.training.split_dataset import EpochDataset, SplitDataset
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +20,7 @@ _SMALL_SHARE = 0.05
 
 
 def measure_num_workers(
-    images: SplitDataset | Subset[Any], *, batch_size: int, num_ranks: int, run_forward: Callable[[], None]
+    images: SplitDataset | EpochDataset, *, batch_size: int, num_ranks: int, run_forward: Callable[[], None]
 ) -> int:
     """Return how many processes load batches at least as fast as an accelerator trains on them.
 

@@ -10,7 +10,7 @@ from tasks.parts.explain.engine_view import EngineView
 from tasks.parts.explain.waterfall import Part, compare, sum_parts
 from tasks.parts.roofs.roofs import Bound
 from tests.tasks.conftest import Workshop
-from tests.tasks.parts.explain.engines import convolutions, quantize, view
+from tests.tasks.parts.explain.engines import convolutions, quantize, rate, view
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,14 @@ def test_sentence_names_the_factor_and_what_ate_it(engines: tuple[EngineView, En
     )
     assert "conversions" in sentence and "stayed in float (Conv Relu)" in sentence
     assert advise(*engines, 0.5).startswith("int8 is 2.00x slower than float")
+
+
+def test_no_ratio_is_told_from_a_roof_that_no_cpu_reaches_a11(engines: tuple[EngineView, EngineView]) -> None:
+    before, after = engines
+    beyond = replace(after.roofs.compute[1], macs_per_s=rate(2120e9), highest_macs_per_s=1664e9)
+    believed = replace(after.roofs, compute=(after.roofs.compute[0], beyond))
+    sentence = advise(before, replace(after, roofs=believed), 1.25)
+    assert sentence.startswith("int8 brings 1.25x over float") and "as fast in INT8" not in sentence
 
 
 def test_label_follows_the_roof_that_leaves_the_most_time(workshop: Workshop, tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
 """Counters of the kernel as proc_stat(5) describes them, and waiting for a quiet machine."""
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tasks.core.errors import TargetMismatch
+from tasks.parts.cpu import read_cpu_quota, usable_cores
 from tasks.parts.measuring import surroundings
-from tasks.parts.measuring.machine_state import UNKNOWN, read_machine_id
+from tasks.parts.measuring.machine_state import MACHINE_ID_VARIABLE, measuring_environment, read_machine_id
 from tasks.parts.measuring.surroundings import CpuTimes, QuietLimits, read_cpu_times, wait_until_quiet
 
 LIMITS = QuietLimits(max_busy_cores=0.3, max_wait_s=60.0)
@@ -81,8 +85,54 @@ def test_a_system_without_counters_is_not_waited_for() -> None:
 def test_the_id_of_the_machine_is_not_given_away(tmp_path: Path) -> None:
     file = tmp_path / "machine-id"
     file.write_text("b08dfa6083e7567a1921a715000001fb\n")
-    found = read_machine_id(file)
+    found = read_machine_id(file, {})
     assert len(found) == 16 and found not in file.read_text()
-    assert found == read_machine_id(file)
-    file.write_text("")
-    assert read_machine_id(file) == read_machine_id(tmp_path / "absent") == UNKNOWN
+    assert found == read_machine_id(file, {})
+
+
+def test_a_machine_without_an_id_is_not_measured_a11(tmp_path: Path) -> None:
+    """With the same CPU it would share the measurements of another one."""
+    (tmp_path / "empty").write_text("\n")
+    for name in ("empty", "absent"):
+        with pytest.raises(
+            TargetMismatch, match=rf"{name} is missing or empty.*--volume .*{MACHINE_ID_VARIABLE}"
+        ):
+            read_machine_id(tmp_path / name, {})
+    named, other = (read_machine_id(tmp_path / "absent", {MACHINE_ID_VARIABLE: name}) for name in ("a", "b"))
+    assert named != other and len(named) == 16
+
+
+def test_the_cores_that_a_process_may_use_are_in_the_key_a11() -> None:
+    whole = measuring_environment()
+    assert whole["usable_cores"] == str(usable_cores())
+    pin = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+    read = (
+        "from tasks.parts.measuring.machine_state import measuring_environment as read; print(dict(read()))"
+    )
+    pinned = subprocess.run([sys.executable, "-c", pin + read], capture_output=True, text=True, check=True)
+    assert "'usable_cores': '1'" in pinned.stdout
+
+
+def test_the_least_cpu_quota_of_the_control_groups_counts_a11(tmp_path: Path) -> None:
+    """Version 2: quota and period in microseconds in cpu.max; version 1: two files, -1 without a limit."""
+    inner = tmp_path / "v2/pod/container"
+    inner.mkdir(parents=True)
+    own = tmp_path / "cgroup"
+    own.write_text("0::/pod/container\n")
+    assert read_cpu_quota(tmp_path / "v2", own) is None
+    (inner / "cpu.max").write_text("max 100000\n")
+    assert read_cpu_quota(tmp_path / "v2", own) is None
+    (inner.parent / "cpu.max").write_text("150000 100000\n")
+    assert read_cpu_quota(tmp_path / "v2", own) == 1.5
+    (inner / "cpu.max").write_text("50000 100000\n")
+    assert read_cpu_quota(tmp_path / "v2", own) == 0.5
+
+    group = tmp_path / "v1/cpu/docker"
+    group.mkdir(parents=True)
+    own.write_text("5:memory:/docker\n1:cpu,cpuacct:/docker\n0::/\n")
+    (group / "cpu.cfs_period_us").write_text("100000\n")
+    (group / "cpu.cfs_quota_us").write_text("-1\n")
+    assert read_cpu_quota(tmp_path / "v1", own) is None
+    (group / "cpu.cfs_quota_us").write_text("200000\n")
+    assert read_cpu_quota(tmp_path / "v1", own) == 2.0
+    assert read_cpu_quota(tmp_path / "v1", tmp_path / "absent") is None

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from tasks.parts.onnx_graphs.export import export_graph
 from tasks.parts.pruning.channel_groups import cut_group, layers_kept_whole, list_groups
 from tasks.parts.pruning.macs import measure_convs
 from tests.tasks.conftest import CLASSES, HEIGHT, REPOSITORY, WIDTH
+from tests.tasks.core.test_environment import install
 
 SIZE = (HEIGHT, WIDTH)
 TINY_SEGFORMER = {
@@ -115,7 +117,7 @@ def test_checkpoint_is_refused_with_other_code(folder: Path) -> None:
     save_checkpoint(path, network, card(custom()))
     (folder / "layers.py").write_text((folder / "layers.py").read_text() + "# edited\n")
     with pytest.raises(
-        ArtifactError, match=r"made with other code .* the folder of my_networks/gated.py had"
+        ArtifactError, match=r"made with other code .* the folder of my_networks/gated.py, with the packages"
     ):
         load_checkpoint(path)
 
@@ -128,6 +130,31 @@ def test_digest_covers_the_folder_but_no_caches(folder: Path) -> None:
     (folder / "deeper").mkdir()
     (folder / "deeper" / "table.json").write_text("{}")
     assert code_sha256(custom()) != before
+
+
+def test_an_update_of_a_package_that_a_network_imports_is_noticed_a10(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its training is not fresh, and no stage reads the checkpoint with the other package."""
+    site = folder.parent / "site"
+    install(site, "fake-timm", "1.0", module="faketimm")
+    monkeypatch.syspath_prepend(str(site))
+    (folder / "blocks.py").write_text("def make():\n    import faketimm\n")
+    config = write(folder, "def build(num_classes): return nn.Conv2d(3, num_classes, 1)\n")
+    before = network_facts(config)
+    assert before == {"fake-timm": "1.0", "network": code_sha256(config)}
+    network = build_network(config, len(CLASSES), size=SIZE).eval()
+    path = folder.parent / "model.safetensors"
+    save_checkpoint(path, network, card(config))
+    install(site, "fake-timm", "1.0+cu130", module="faketimm")
+    load_checkpoint(path)
+    install(site, "fake-timm", "1.1", module="faketimm")
+    after = network_facts(config)
+    assert after["fake-timm"] == "1.1" and after["network"] != before["network"]
+    with pytest.raises(
+        ArtifactError, match=r"the folder of my_networks/own\.py, with the packages that it imports"
+    ):
+        load_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +300,8 @@ def test_installed_package_offers_networks(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(str(tmp_path))
     config = NetworkConfig(NetworkName.installed, None, None, False, None, "tiny", {"width": 8})
     assert network_facts(config) == {"offering": "1.2"}
+    (tmp_path / "offering.py").write_text((tmp_path / "offering.py").read_text() + "import numpy\n")
+    assert network_facts(config) == {"offering": "1.2", "numpy": numpy.__version__}
     digest = code_sha256(config)
     assert isinstance(build_network(config, 3, size=SIZE).network, nn.Conv2d)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offering\nVersion: 1.3\n")

@@ -1,17 +1,19 @@
 """The roofs of this machine, measured through both CPU runtimes, and what they leave to a layer."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from tasks.parts.engines.gpu import Gpu
-from tasks.parts.measuring.machine_state import read_machine
+from tasks.parts.engines.target import Target
+from tasks.parts.measuring.machine_state import Machine, read_machine
 from tasks.parts.roofs import rates
 from tasks.parts.roofs.datasheets import DATA_SHEETS, stated_bandwidth, stated_peak
 from tasks.parts.roofs.measure import measure_roofs
 from tasks.parts.roofs.peaks import macs_per_cycle, theoretical_peak
-from tasks.parts.roofs.rates import Effort, compute_roof, memory_roof, moved_rate
-from tasks.parts.roofs.roofs import Bound, Limits, Rate, Roofs, limits_of
+from tasks.parts.roofs.rates import Effort, choose_roof, compute_roof, memory_roof, moved_rate
+from tasks.parts.roofs.roofs import Bound, ComputeRoof, Limits, Rate, Roofs, limits_of
 from tests.tasks.conftest import Workshop
 from tests.tasks.parts.explain.engines import ROOFS, rate
 
@@ -131,6 +133,42 @@ def test_theoretical_peak_shows_its_formula_or_why_there_is_none() -> None:
         None,
         "no formula for f32 on a CPU with none of the known flags",
     )
+
+
+EPYC = Machine("id", "AMD EPYC", ("avx2", "avx512f", "avx512_vnni", "avx512_bf16"), None, {})
+
+
+def candidates(target: Target, precision: str, found: Mapping[str, float]) -> list[ComputeRoof]:
+    """Return the roofs that probes told, of which the rates are given in GMAC/s."""
+    return [compute_roof(target, EPYC, precision, rate(1e9 * value), name) for name, value in found.items()]
+
+
+def test_a_rate_that_no_cpu_reaches_is_no_roof_a11(
+    workshop: Workshop, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Recorded with two threads: a profiler gave a layer's time to another one, and INT8 seemed 38 times as fast."""
+    target = workshop.target("cpu_openvino", num_threads=2)
+    found = candidates(target, "int8", {"convolutions": 2120, "products": 191, "few channels": 142})
+    assert found[0].highest_macs_per_s == 6.5e9 * 128 * 2  # 1,664 GMAC/s
+    assert not found[0].is_possible
+    roof = choose_roof(found, lambda roof: roof.macs_per_s)
+    assert roof is not None and (roof.probe, roof.macs_per_s.value) == ("products", 191e9)
+    assert "convolutions: 2120 GMAC/s in int8 are no roof" in caplog.text
+    assert choose_roof(found[:1], lambda roof: roof.macs_per_s) is None
+
+
+def test_a_rate_that_its_repetition_does_not_confirm_is_no_roof_a11(
+    workshop: Workshop, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = workshop.target("cpu_openvino", num_threads=2)
+    found = candidates(target, "int8", {"convolutions": 1320, "products": 191})
+    repeated = {"convolutions": 208e9, "products": 185e9}
+    roof = choose_roof(found, lambda roof: rate(repeated[roof.probe]))
+    assert roof is not None and (roof.probe, roof.macs_per_s.value) == ("convolutions", 208e9)
+    assert "convolutions: 1320 GMAC/s in int8 are no roof: repeated it is 208" in caplog.text
+    repeated["convolutions"] = 100e9
+    roof = choose_roof(found, lambda roof: rate(repeated[roof.probe]))
+    assert roof is not None and (roof.probe, roof.macs_per_s.value) == ("products", 191e9)
 
 
 def test_limits_of_a_layer_by_hand() -> None:

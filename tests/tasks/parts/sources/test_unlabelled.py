@@ -18,6 +18,7 @@ from tasks.parts.data.dataset_writer import write_chosen_images
 from tasks.parts.data.masks import MaskFile
 from tasks.parts.data.subsets import choose_rows
 from tasks.parts.sources.pairs import Listing, Pair, check_pairs
+from tasks.parts.training.augmentation import Views
 from tasks.parts.training.config import DistillationConfig
 from tasks.parts.training.distillation import DistillationObjective
 from tasks.parts.training.loop import train_network
@@ -175,12 +176,14 @@ class Labels(LabelObjective):
 
 
 class Distillation(DistillationObjective):
-    """Notes which images are seen."""
+    """Notes which images are seen, in which view, and their means."""
 
     seen: list[int]
 
     def forward(self, network: nn.Module, batch: Batch) -> Tensor:
         self.seen += batch.indices_N.tolist()
+        self.views += batch.views_N.tolist()
+        self.means += batch.images_NCHW.mean(dim=(1, 2, 3)).tolist()
         return super().forward(network, batch)
 
 
@@ -191,11 +194,11 @@ def network_of(seed: int) -> nn.Module:
     return network
 
 
-def train(objective: Any, network: nn.Module, data: Path, out: Path) -> list[int]:
-    """Train for an epoch and return the images that were seen, in their order."""
-    objective.seen = []
+def train(objective: Any, network: nn.Module, data: Path, out: Path, **changes: Any) -> list[int]:
+    """Train, for an epoch if nothing else is said, and return the images that were seen, in their order."""
+    objective.seen, objective.views, objective.means = [], [], []
     out.mkdir()
-    config = replace(TRAINER, max_epochs=1, batch_size=1)
+    config = replace(TRAINER, **{"max_epochs": 1, "batch_size": 1, **changes})
     train_network(network, objective, data=data, config=config, out=out)
     return list(objective.seen)
 
@@ -223,3 +226,35 @@ def test_images_with_labels_are_repeated_until_they_are_half_of_what_a_student_o
     assert rows_of_an_epoch(8, 6, needs_labels=True) == [0, 1]
     assert rows_of_an_epoch(8, 6, needs_labels=False) == [0, 1] * 3 + [2, 3, 4, 5, 6, 7]
     assert rows_of_an_epoch(8, 2, needs_labels=False) == [*range(8)]
+
+
+def keep_labels(data: Path, count: int) -> None:
+    """Take the labels of all training images but `count`."""
+    path = data / "manifest.json"
+    fields = json.loads(path.read_text())
+    fields["num_unlabelled"] = fields["counts"]["train"] - count
+    path.write_text(json.dumps(fields))
+
+
+def test_each_repetition_of_an_image_in_an_epoch_is_another_view_a9(root: Path, tmp_path: Path) -> None:
+    """20 labelled images beside 980 without label are shown 49 times in an epoch."""
+    assert rows_of_an_epoch(1000, 980, needs_labels=False).count(0) == 49
+    data = prepare(root, tmp_path / "data", copy=True, missing_masks="unlabelled")
+    keep_labels(data, 1)
+    loss, student = LabelLoss(PLAIN, torch.ones(2)), network_of(0)
+    objective = Distillation(DistillationConfig(1.0, 1.0, 0.0, 0.0, 2.0), student, network_of(1), loss)
+    train(objective, student, data, tmp_path / "free", max_epochs=2, brightness=0.5)
+    labelled = [view for index, view in zip(objective.seen, objective.views, strict=True) if index == 0]
+    assert sorted(labelled[:9]) == [*range(9)] and sorted(labelled[9:]) == [*range(9, 18)]
+    others = [view for index, view in zip(objective.seen, objective.views, strict=True) if index == 3]
+    assert others == [0, 1]
+    shown = {mean for index, mean in zip(objective.seen, objective.means, strict=True) if index == 0}
+    assert len(shown) == 18  # its brightness is another one each time
+
+
+def test_repetitions_go_through_the_views_of_a_recording_a9(root: Path, tmp_path: Path) -> None:
+    data = prepare(root, tmp_path / "data", copy=True, missing_masks="skip")
+    views = Views(replace(TRAINER, num_views=4), read_manifest(data))
+    occurrences_N, times_N = torch.tensor([0, 1, 2, 0]), torch.tensor([3, 3, 3, 1])
+    shown = [views.numbers(epoch, occurrences_N, times_N).tolist() for epoch in range(2)]
+    assert shown == [[0, 1, 2, 0], [3, 0, 1, 1]]

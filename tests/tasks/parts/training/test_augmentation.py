@@ -51,19 +51,25 @@ def random_batch(count: int = 3, height: int = 32, width: int = 48, channels: in
     return images_NCHW, masks_NHW, torch.arange(count)
 
 
+def same(view: int, indices_N: Tensor) -> Tensor:
+    return torch.full_like(indices_N, view)
+
+
 @pytest.mark.parametrize("name", ON)
 def test_changes_of_an_image_depend_on_seed_epoch_and_index_alone(name: Augmentation) -> None:
     change = augmenter(*PRESETS[name])
     images_NCHW, masks_NHW, indices_N = random_batch()
-    together = change(images_NCHW, masks_NHW, indices_N, view=4)
+    together = change(images_NCHW, masks_NHW, indices_N, views_N=same(4, indices_N))
     torch.rand(1)  # what else the process draws
-    reverse = change(images_NCHW.flip(0), masks_NHW.flip(0), indices_N.flip(0), view=4)
+    reverse = change(
+        images_NCHW.flip(0), masks_NHW.flip(0), indices_N.flip(0), views_N=same(4, indices_N.flip(0))
+    )
     torch.testing.assert_close(reverse[0].flip(0), together[0])
     assert torch.equal(reverse[1].flip(0), together[1])
     for other in (
-        change(images_NCHW, masks_NHW, indices_N, view=5),
-        change(images_NCHW, masks_NHW, indices_N + 3, view=4),
-        augmenter(*PRESETS[name], seed=1)(images_NCHW, masks_NHW, indices_N, view=4),
+        change(images_NCHW, masks_NHW, indices_N, views_N=same(5, indices_N)),
+        change(images_NCHW, masks_NHW, indices_N + 3, views_N=same(4, indices_N + 3)),
+        augmenter(*PRESETS[name], seed=1)(images_NCHW, masks_NHW, indices_N, views_N=same(4, indices_N)),
     ):
         assert not torch.equal(other[1], together[1])
     assert together[0].min() >= 0 and together[0].max() <= 1
@@ -84,7 +90,9 @@ def test_a_mask_moves_as_its_image_does_and_mixes_no_classes(step: Step) -> None
     coarse = torch.randint(0, 4, (6, 5, 7), generator=torch.Generator().manual_seed(0))
     masks_NHW = coarse.repeat_interleave(8, dim=1).repeat_interleave(8, dim=2)
     images_NCHW = (masks_NHW / 4 + 0.2)[:, None].expand(-1, 3, -1, -1)
-    changed_NCHW, changed_NHW = augmenter(step)(images_NCHW, masks_NHW, torch.arange(6), view=0)
+    changed_NCHW, changed_NHW = augmenter(step)(
+        images_NCHW, masks_NHW, torch.arange(6), views_N=same(0, torch.arange(6))
+    )
     assert not torch.equal(changed_NHW, masks_NHW)
     assert set(changed_NHW.unique().tolist()) <= {0, 1, 2, 3, IGNORE_INDEX}
     patches = changed_NHW.float().unfold(1, 3, 1).unfold(2, 3, 1).flatten(3)
@@ -100,10 +108,10 @@ def test_a_mask_moves_as_its_image_does_and_mixes_no_classes(step: Step) -> None
 
 def test_mirrors_and_quarter_turns_of_squares_lose_no_pixel() -> None:
     images_NCHW, masks_NHW, indices_N = random_batch(8, 24, 24)
-    mirrored = augmenter(Mirror(1.0, ""))(images_NCHW, masks_NHW, indices_N, view=0)
+    mirrored = augmenter(Mirror(1.0, ""))(images_NCHW, masks_NHW, indices_N, views_N=same(0, indices_N))
     torch.testing.assert_close(mirrored[0], images_NCHW.flip(3), atol=1e-4, rtol=0)
     assert torch.equal(mirrored[1], masks_NHW.flip(2))
-    _, turned_NHW = augmenter(QuarterTurns(""))(images_NCHW, masks_NHW, indices_N, view=0)
+    _, turned_NHW = augmenter(QuarterTurns(""))(images_NCHW, masks_NHW, indices_N, views_N=same(0, indices_N))
     turns = [
         next(k for k in range(4) if torch.equal(turned, mask.rot90(k)))
         for turned, mask in zip(turned_NHW, masks_NHW, strict=True)
@@ -114,15 +122,21 @@ def test_mirrors_and_quarter_turns_of_squares_lose_no_pixel() -> None:
 def test_a_smaller_image_is_padded_with_ignored_pixels_and_a_larger_one_is_cut() -> None:
     images_NCHW, masks_NHW, indices_N = random_batch(4, 32, 32)
     images_NCHW = images_NCHW * 0.5 + 0.5
-    changed_NCHW, small_NHW = augmenter(ScaleAndCrop(0.5, 0.5, ""))(images_NCHW, masks_NHW, indices_N, view=0)
+    changed_NCHW, small_NHW = augmenter(ScaleAndCrop(0.5, 0.5, ""))(
+        images_NCHW, masks_NHW, indices_N, views_N=same(0, indices_N)
+    )
     is_outside = small_NHW == IGNORE_INDEX
     assert (~is_outside).sum(dim=(1, 2)).tolist() == [16 * 16] * 4
     assert changed_NCHW[:, 0][is_outside].max() < 0.5  # black, or interpolated with it at the border
     places = [tuple(mask.nonzero()[0].tolist()) for mask in ~is_outside]
     assert len(set(places)) > 2, "the place is random"
-    _, large_NHW = augmenter(ScaleAndCrop(2.0, 2.0, ""))(images_NCHW, masks_NHW, indices_N, view=0)
+    _, large_NHW = augmenter(ScaleAndCrop(2.0, 2.0, ""))(
+        images_NCHW, masks_NHW, indices_N, views_N=same(0, indices_N)
+    )
     assert (large_NHW != IGNORE_INDEX).all()
-    unchanged = augmenter(ScaleAndCrop(1.0, 1.0, ""))(images_NCHW, masks_NHW, indices_N, view=0)
+    unchanged = augmenter(ScaleAndCrop(1.0, 1.0, ""))(
+        images_NCHW, masks_NHW, indices_N, views_N=same(0, indices_N)
+    )
     torch.testing.assert_close(unchanged[0], images_NCHW, atol=1e-4, rtol=0)
     assert torch.equal(unchanged[1], masks_NHW)
 
@@ -130,7 +144,9 @@ def test_a_smaller_image_is_padded_with_ignored_pixels_and_a_larger_one_is_cut()
 def test_noise_has_its_standard_deviation_and_differs_between_images() -> None:
     images_NCHW, masks_NHW, indices_N = random_batch(2, 64, 64)
     grey_NCHW = torch.full_like(images_NCHW, 0.5)
-    changed_NCHW, _ = augmenter(Noise(0.05, "", share=1.0))(grey_NCHW, masks_NHW, indices_N, view=0)
+    changed_NCHW, _ = augmenter(Noise(0.05, "", share=1.0))(
+        grey_NCHW, masks_NHW, indices_N, views_N=same(0, indices_N)
+    )
     assert float((changed_NCHW - 0.5).std()) == pytest.approx(0.05, rel=0.05)
     assert not torch.equal(changed_NCHW[0], changed_NCHW[1])
 

@@ -45,7 +45,8 @@ def tiny_network() -> nn.Module:
 def random_batch(num_images: int = 2, size: int = 8) -> Batch:
     torch.manual_seed(0)
     masks_NHW = torch.randint(0, 3, (num_images, size, size))
-    return Batch(torch.randn(num_images, 3, size, size), masks_NHW, torch.arange(num_images), 0)
+    indices_N = torch.arange(num_images)
+    return Batch(torch.randn(num_images, 3, size, size), masks_NHW, indices_N, torch.zeros_like(indices_N))
 
 
 def config(**changes: Any) -> TrainerConfig:
