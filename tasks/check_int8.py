@@ -123,7 +123,7 @@ def check_int8(
     by_type = {
         kind: replace(evaluator, activations=(kind,)).evaluate(read_graph(quantized)) for kind in Activations
     }
-    worst = min((by_type[kind] for kind in activations), key=lambda evaluation: evaluation.score)
+    worst = min((by_type[kind] for kind in activations), key=evaluator.rank)
     int8 = with_activations(read_graph(quantized), worst.activations)
     classes = predict_classes(int8, evaluator.images_NHWC, batch_size=cfg.batch_size)
     judge = evaluator.judge

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 from tasks.core.bounds import AtLeast, AtMost, MoreThan
 from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError, ConfigError, DataError, first_line
+from tasks.parts.onnx_graphs.float32_nodes import Float32Node
 from tasks.parts.onnx_graphs.judging import judging_facts, judging_provider
-from tasks.parts.onnx_session import ONNXRUNTIME
+from tasks.parts.onnx_session import CPU_PROVIDER, ONNXRUNTIME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +43,7 @@ class Config:
     method: Method
     """Tool that converts the graph."""
     num_images: Annotated[int, AtLeast(1)]
-    """Calibration images on which the largest activations are measured."""
+    """Calibration images on which activations are measured, and the result is compared with the float graph."""
     batch_size: Annotated[int, AtLeast(1)]
     """Images in one batch; changes memory and speed only."""
     num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
@@ -54,6 +55,8 @@ class Config:
     """
     float32_op_types: list[str]
     """ONNX operators that always stay in FP32."""
+    min_sqnr_db: float
+    """Signal-to-noise ratio of the outputs on the calibration images below which the converted graph is warned of."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,16 @@ class Report:
 
     num_nodes: int
     """Number of nodes of the float graph."""
-    float32_nodes: tuple[str, ...]
-    """Names of the nodes that stay in FP32."""
+    float32_nodes: tuple[Float32Node, ...]
+    """The nodes that stay in FP32, and why."""
+    calibration_sqnr_db: float
+    """Signal-to-noise ratio of the outputs of the FP16 graph against the float graph on the calibration images, over
+    all values; 200 if they are equal."""
     metric: str
     """Metric of the scores."""
     score: float
-    """Score of the FP16 graph on the validation images. ONNX Runtime rounds the tensors between nodes to FP16."""
+    """Score of the FP16 graph on the validation images. All tensors between nodes are rounded to FP16, on the CPU as
+    well, where ONNX Runtime by itself computes most of them in float32."""
     float_score: float
     """Score of the float graph on the same images."""
     agreement: float
@@ -87,7 +94,7 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
     Raises ArtifactError for a graph that is already quantized, ConfigError if AutoCast cannot be imported.
     """
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
-    from tasks.parts.onnx_graphs.half_precision import find_float32_nodes, largest_values
+    from tasks.parts.onnx_graphs.half_precision import find_float32_nodes, measure_tensors, rounded_in_float32
     from tasks.parts.quantization.evaluation import open_evaluator
 
     graph = read_graph(model)
@@ -99,25 +106,38 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
     )
     kept = find_float32_nodes(
         graph,
-        largest_values(graph, _images(cfg, graph, data)),
+        measure_tensors(graph, _images(cfg, graph, data)),
         max_abs=cfg.max_abs,
         op_types=cfg.float32_op_types,
     )
     convert = {Method.converter: _by_converter, Method.autocast: _by_autocast}[cfg.method]
-    converted = convert(graph, kept)
+    converted = convert(graph, [node.name for node in kept])
     write_graph(converted, out / "model.onnx")
-    evaluation = evaluator.evaluate(converted)
+    judged = rounded_in_float32(converted) if provider == CPU_PROVIDER else converted
+    sqnr_db = _compare(cfg, graph, judged, data, provider)
+    if sqnr_db < cfg.min_sqnr_db:
+        logger.warning(
+            "%s: the FP16 graph keeps %.1f dB of the float graph's outputs on the calibration images, expected %.1f "
+            "or more (convert_precision.min_sqnr_db). Lower convert_precision.max_abs, or name operators in "
+            "convert_precision.float32_op_types",
+            model,
+            sqnr_db,
+            cfg.min_sqnr_db,
+        )
+    evaluation = evaluator.evaluate(judged)
     logger.info(
-        "%s in FP16, on %s: val score %.4f (float %.4f), %d nodes in FP32",
+        "%s in FP16, on %s: val score %.4f (float %.4f), %.1f dB, %d nodes in FP32",
         model,
         provider,
         evaluation.score,
         evaluator.float_score,
+        sqnr_db,
         len(kept),
     )
     return Report(
         num_nodes=len(graph.graph.node),
         float32_nodes=tuple(kept),
+        calibration_sqnr_db=sqnr_db,
         metric=evaluator.metric,
         score=evaluation.score,
         float_score=evaluator.float_score,
@@ -136,6 +156,26 @@ def _images(cfg: Config, graph: "ModelProto", data: Path) -> "Iterator[NDArray[n
     if not len(images_NHWC):
         raise DataError("the calibration split has no images. Give it some: prepare_data.scenes or .splits.")
     yield from normalised_batches(images_NHWC, read_card_of_graph(graph), 1)
+
+
+def _compare(cfg: Config, graph: "ModelProto", judged: "ModelProto", data: Path, provider: str) -> float:
+    """Return the signal-to-noise ratio in dB of the outputs of the FP16 graph on the calibration images."""
+    import numpy as np
+
+    from tasks.parts.data.subsets import open_chosen_images
+    from tasks.parts.onnx_graphs.predict import run_batches
+    from tasks.parts.onnx_graphs.signal_to_noise import sqnr_db
+
+    images_NHWC = open_chosen_images(data, "calibration", cfg.num_images)
+    signal = noise = 0.0
+    outputs = (
+        run_batches(model, images_NHWC, batch_size=cfg.batch_size, provider=provider)
+        for model in (graph, judged)
+    )
+    for exact, found in zip(*outputs, strict=True):
+        signal += float(np.square(exact, dtype=np.float64).sum())
+        noise += float(np.square(exact.astype(np.float64) - found).sum())
+    return sqnr_db(signal, noise)
 
 
 def _by_converter(graph: "ModelProto", float32_nodes: list[str]) -> "ModelProto":

@@ -57,8 +57,8 @@ class Config:
     num_candidates: Annotated[int, AtLeast(1)]
     """Layers tried in each step, from the top of the ranking. More: better choice, slower."""
     max_float_layers: Annotated[int, AtLeast(0)]
-    """Number of layers in float at which the search gives up; the best graph found is still written: highest score,
-    then fewest layers in float."""
+    """Number of layers in float at which the search gives up; the best graph found is still written: highest score
+    (above the float graph's: most agreement with it), then fewest layers in float."""
     keep_float: list[str]
     """Names of nodes that always stay in float. Empty: the search alone decides."""
     exclusions: list[Exclusion]
@@ -232,17 +232,23 @@ class _Search:
     def num_judged(self) -> int:
         return len(self._known)
 
-    def results(self, kept: Iterable[str]) -> "ImageResults":
+    def _evaluation(self, kept: Iterable[str]) -> "Evaluation":
         from tasks.parts.quantization.qdq import insert_qdq
 
         names = frozenset(kept)
         if names not in self._known:
             candidate = insert_qdq(self._graph, self._ranges, op_types=self._cfg.op_types, float_nodes=names)
             self._known[names] = self._evaluator.evaluate(candidate)
-        return self._known[names].results
+        return self._known[names]
+
+    def results(self, kept: Iterable[str]) -> "ImageResults":
+        return self._evaluation(kept).results
 
     def score(self, kept: Iterable[str]) -> float:
         return self.results(kept).score
+
+    def rank(self, kept: Iterable[str]) -> tuple[float, float]:
+        return self._evaluator.rank(self._evaluation(kept))
 
 
 def _choose_float_layers(
@@ -259,17 +265,18 @@ def _choose_float_layers(
         logger.warning("quantize_partial: the float graph itself fails the gate; nothing to search for")
         return kept, steps
     while not search.gates.hold(search.results(kept)) and waiting and len(kept) < cfg.max_float_layers:
-        before, tried = steps[-1].score, waiting[: cfg.num_candidates]
-        scores = {node: search.score(kept | {node}) for node in tried}
-        best = max(tried, key=lambda node: scores[node])
+        before, tried = search.rank(kept), waiting[: cfg.num_candidates]
+        ranks = {node: search.rank(kept | {node}) for node in tried}
+        best = max(tried, key=ranks.__getitem__)
         kept.add(best)
-        best_kept = max(best_kept, set(kept), key=search.score)  # on a tie the first: fewer layers
-        steps.append(Step("float", best, scores[best], len(kept)))
-        logger.info("quantize_partial: %s stays in float, val score %.4f", best, scores[best])
+        best_kept = max(best_kept, set(kept), key=search.rank)  # on a tie the first: fewer layers
+        steps.append(Step("float", best, search.score(kept), len(kept)))
+        logger.info("quantize_partial: %s stays in float, val score %.4f", best, search.score(kept))
+        others = [node for node in tried if node != best]
         helpful = sorted(
-            (node for node in tried if node != best and scores[node] > before), key=lambda node: -scores[node]
+            (node for node in others if ranks[node] > before), key=ranks.__getitem__, reverse=True
         )
-        useless = [node for node in tried if scores[node] <= before and node != best]
+        useless = [node for node in others if ranks[node] <= before]
         waiting = [*helpful, *waiting[cfg.num_candidates :], *useless]
     if not search.gates.hold(search.results(kept)) and best_kept != kept:
         kept = best_kept

@@ -1,4 +1,8 @@
-"""Quantize a float graph to INT8 without training: try several calibrators and keep the one with the best score."""
+"""Quantize a float graph to INT8 without training: try several calibrators and keep the best one.
+
+That is the one with the best score; of those that score as well as the float graph or better, the one that agrees
+most with it.
+"""
 
 import hashlib
 import logging
@@ -27,7 +31,8 @@ class Config:
     """Which images, which calibrators, and what runs in INT8."""
 
     calibrators: Annotated[list[Calibrator], MinItems(1), Distinct()]
-    """Ways to choose the ranges; each is tried, and the best is kept, on a tie the first."""
+    """Ways to choose the ranges; each is tried. The best score is kept; of those as good as the float graph, the one
+    that agrees most with it; on a tie the first."""
     percentiles: Annotated[list[Annotated[float, MoreThan(50), AtMost(100)]], MinItems(1)]
     """Percentages of a tensor's magnitudes that calibrator percentile keeps in range; each is tried. Lower: finer
     steps, more clipping."""
@@ -150,24 +155,31 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         batch_size=cfg.batch_size,
         activations=cfg.activations,
     )
-    trials, candidates = [], []
+    trials, candidates, ranks = [], [], []
     for title, calibrator, percentile in _calibrations(cfg):
         ranges = choose_ranges(
             graph, statistics, calibrator, percentile=percentile, activations=coarsest(cfg.activations)
         )
         candidates.append((insert_qdq(graph, ranges, op_types=cfg.op_types), ranges))
         evaluation = evaluator.evaluate(candidates[-1][0])
+        ranks.append(evaluator.rank(evaluation))
         loss = score_loss(evaluation.results, evaluator.float_results)
         trials.append(
             Trial(title, evaluation.score, evaluation.agreement, loss.rel_loss, loss.low, loss.high)
         )
         logger.info("%s: val score %.4f, agreement %.4f", title, evaluation.score, evaluation.agreement)
-    best = max(range(len(trials)), key=lambda index: trials[index].score)
+    best = max(range(len(trials)), key=ranks.__getitem__)
     write_graph(candidates[best][0], out / "model.onnx")
     write_ranges(out / "ranges.json", trials[best].calibrator, cfg.activations, candidates[best][1])
     write_table(out / "calibrators.csv", trials)
     kept = trials[best]
-    logger.info("%s kept: val score %.4f (float %.4f)", kept.calibrator, kept.score, evaluator.float_score)
+    logger.info(
+        "%s kept: val score %.4f (float %.4f), agreement %.4f",
+        kept.calibrator,
+        kept.score,
+        evaluator.float_score,
+        kept.agreement,
+    )
     return Report(
         metric=evaluator.metric,
         calibrator=kept.calibrator,

@@ -1,9 +1,10 @@
 """Regain accuracy that INT8 loses, without training: equalize channels, correct biases, round weights by outputs.
 
-Each repair changes the float graph before the Q/DQ pairs are inserted, and is kept if the INT8 graph scores higher on
-the validation images. Rounding, the slowest, is tried only while the gates do not hold. If the INT8 graph of
-quantize_ptq is as good as the float graph, nothing is tried. If the best graph certainly misses a gate, so that some
-layers have to stay in float, repairs that were fitted to the errors of INT8 in all layers are not kept.
+Each repair changes the float graph before the Q/DQ pairs are inserted, and is kept if the INT8 graph is better on the
+validation images: by its score, and above the float graph's score by its agreement with it. Rounding, the slowest, is
+tried only while the gates do not hold. If the INT8 graph of quantize_ptq is as good as the float graph, nothing is
+tried. If the best graph certainly misses a gate, so that some layers have to stay in float, repairs that were fitted
+to the errors of INT8 in all layers are not kept.
 """
 
 import logging
@@ -161,7 +162,7 @@ def quantize_repaired(
     tried = _try_repairs(
         cfg, graph, known, evaluator, gates, calibrator=read_calibrator(ranges)[1:], data=data
     )
-    best = _choose(tried, gates)
+    best = _choose(tried, evaluator, gates)
     steps = [
         Step(
             found.repairs[-1],
@@ -225,7 +226,7 @@ def _try_repairs(
         return tried
     for repair, equalized, known in _equalized(cfg, graph, calibrator, coarsest(evaluator.activations), data):
         tried.append(evaluate((Repair.none, repair), equalized, known))
-    base = max(tried, key=lambda candidate: candidate.score)
+    base = max(tried, key=lambda candidate: evaluator.rank(candidate.evaluation))
     round_to_levels = partial(round_weights, num_bits=weight_bits(base.evaluation.activations))
     for repair, change in (
         (Repair.bias_correction, correct_biases),
@@ -248,14 +249,14 @@ def _try_repairs(
     return tried
 
 
-def _choose(tried: list[_Candidate], gates: "AccuracyGates") -> _Candidate:
+def _choose(tried: list[_Candidate], evaluator: "GraphEvaluator", gates: "AccuracyGates") -> _Candidate:
     """Return the best candidate, on a tie the first; of those without fitted repairs if it is beyond a gate."""
-    best = max(tried, key=lambda candidate: candidate.score)
+    best = max(tried, key=lambda candidate: evaluator.rank(candidate.evaluation))
     if gates.standing(best.evaluation.results) is not Standing.beyond:
         return best
     return max(
         (candidate for candidate in tried if not _FITTED.intersection(candidate.repairs)),
-        key=lambda candidate: candidate.score,
+        key=lambda candidate: evaluator.rank(candidate.evaluation),
     )
 
 

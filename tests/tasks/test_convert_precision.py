@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from tasks.convert_precision import Config, Method, Report, convert_precision
 from tasks.core.errors import ArtifactError, ConfigError, DataError
 from tasks.parts.builders.report import count_layers
 from tasks.parts.data.dataset import normalise, open_split
+from tasks.parts.onnx_graphs.float32_nodes import Cause
 from tasks.parts.onnx_graphs.graph import node_sources, read_card_of_graph, read_graph, write_graph
 from tasks.parts.onnx_graphs.judging import judging_provider
 from tasks.parts.onnx_graphs.signal_to_noise import difference
@@ -31,6 +33,7 @@ CONFIG = Config(
     num_val_images=0,
     max_abs=32752.0,
     float32_op_types=[],
+    min_sqnr_db=30.0,
 )
 
 
@@ -53,6 +56,10 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def converted(config: Config, workshop: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
     out = tmp_path_factory.mktemp("fp16")
     return convert_precision(config, model=workshop.graph, data=workshop.data, out=out), out / "model.onnx"
+
+
+def names_of(report: Report) -> set[str]:
+    return {node.name for node in report.float32_nodes}
 
 
 def test_weights_are_fp16_and_input_and_output_stay_fp32(
@@ -102,13 +109,48 @@ def test_nodes_beyond_the_range_of_fp16_stay_in_fp32(config: Config, workshop: A
     out = tmp_path / "out"
     out.mkdir()
     report = convert_precision(config, model=model, data=workshop.data, out=out)
-    assert {first.name, second.name} <= set(report.float32_nodes) and len(report.float32_nodes) <= 4
+    assert {first.name, second.name} <= names_of(report) and len(report.float32_nodes) <= 4
     assert report.agreement > 0.99
     named = convert_precision(
         replace(config, float32_op_types=["Resize"]), model=workshop.graph, data=workshop.data, out=out
     )
     resizes = {node.name for node in graph.graph.node if node.op_type == "Resize"}
-    assert set(named.float32_nodes) == resizes != set()
+    assert names_of(named) == resizes != set()
+    assert {node.cause for node in named.float32_nodes} == {Cause.operator}
+
+
+def test_what_is_clipped_or_underflows_in_fp16_stays_in_fp32_and_the_report_says_why_a5(
+    config: Config, workshop: Any, tmp_path: Path
+) -> None:
+    """The image times 3e-6, then times 3e5, then divided by 0.9: one scalar is beyond FP16, the image underflows."""
+    graph = read_graph(workshop.graph)
+    image, stem = graph.graph.input[0].name, graph.graph.node[0]
+    constants = {"down": 3e-6, "up": 3e5, "back": 0.9}
+    graph.graph.initializer.extend(
+        numpy_helper.from_array(np.float32(value), f"{name}:by") for name, value in constants.items()
+    )
+    sources = [image, "down:out", "up:out", "back:out"]
+    for index, name in enumerate(constants):
+        operator = "Div" if name == "back" else "Mul"
+        node = helper.make_node(operator, [sources[index], f"{name}:by"], [sources[index + 1]], name)
+        graph.graph.node.insert(index, node)
+    stem.input[0] = sources[-1]
+    write_graph(graph, tmp_path / "scaled.onnx")
+    report = convert_precision(config, model=tmp_path / "scaled.onnx", data=workshop.data, out=tmp_path)
+    assert [(node.name, node.cause, node.tensor) for node in report.float32_nodes] == [
+        ("down", Cause.small_constant, "down:by"),
+        ("up", Cause.large_constant, "up:by"),
+    ]
+    assert report.calibration_sqnr_db > 40 and report.agreement > 0.99
+
+
+def test_an_fp16_graph_that_is_far_from_float_is_warned_of_a5(
+    workshop: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(CONFIG, min_sqnr_db=150.0)
+    with caplog.at_level(logging.WARNING):
+        report = convert_precision(config, model=workshop.graph, data=workshop.data, out=tmp_path)
+    assert f"keeps {report.calibration_sqnr_db:.1f} dB of the float graph's outputs" in caplog.text
 
 
 def test_logits_beyond_the_range_of_fp16_stay_finite(config: Config, workshop: Any, tmp_path: Path) -> None:
@@ -119,7 +161,7 @@ def test_logits_beyond_the_range_of_fp16_stay_finite(config: Config, workshop: A
             tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     write_graph(graph, tmp_path / "scaled.onnx")
     report = convert_precision(config, model=tmp_path / "scaled.onnx", data=workshop.data, out=tmp_path)
-    assert graph.graph.node[-1].name in report.float32_nodes
+    assert graph.graph.node[-1].name in names_of(report)
     converted = read_graph(tmp_path / "model.onnx")
     assert [value.name for value in converted.graph.output] == [value.name for value in graph.graph.output]
     card = read_card_of_graph(graph)
@@ -143,7 +185,7 @@ def test_node_that_reads_what_fp16_cannot_hold_stays_in_fp32(
     graph.graph.node.append(helper.make_node("Softmax", ["wide"], ["logits"], "softmax", axis=1))
     write_graph(graph, tmp_path / "softmax.onnx")
     report = convert_precision(config, model=tmp_path / "softmax.onnx", data=workshop.data, out=tmp_path)
-    assert {resize.name, "softmax"} <= set(report.float32_nodes)
+    assert {resize.name, "softmax"} <= names_of(report)
     assert report.agreement > 0.99
 
 

@@ -11,8 +11,12 @@ import pytest
 from onnx import numpy_helper
 
 from tasks.core.errors import ArtifactError, DataError
+from tasks.parts.data.comparison import ImageResults
+from tasks.parts.data.dataset import open_images
 from tasks.parts.onnx_graphs.graph import is_quantized, node_sources, read_graph, write_graph
+from tasks.parts.onnx_graphs.predict import predict_classes
 from tasks.parts.quantization.config import Activations, Calibrator
+from tasks.parts.quantization.evaluation import Evaluation, GraphEvaluator
 from tasks.quantize_ptq import Config, quantize_ptq
 from tasks.quantize_repaired import Config as RepairConfig
 from tasks.quantize_repaired import quantize_repaired
@@ -49,7 +53,7 @@ def data(workshop: Any, tmp_path: Path) -> Path:
 def test_the_best_calibrator_is_kept_and_all_are_reported(quantized: tuple[Any, Path]) -> None:
     report, out = quantized
     assert [trial.calibrator for trial in report.trials] == TITLES
-    best = max(report.trials, key=lambda trial: trial.score)
+    best = max(report.trials, key=lambda trial: (min(trial.score, report.float_score), trial.agreement))
     assert (report.calibrator, report.score, report.agreement) == (
         best.calibrator,
         best.score,
@@ -59,6 +63,48 @@ def test_the_best_calibrator_is_kept_and_all_are_reported(quantized: tuple[Any, 
         rows = list(csv.DictReader(file))
     assert [row["calibrator"] for row in rows] == TITLES
     assert float(rows[0]["score"]) == pytest.approx(report.trials[0].score, abs=1e-6)
+
+
+def test_above_the_float_score_agreement_decides_a8(workshop: Any, data: Path, tmp_path: Path) -> None:
+    """Labels by which the calibrator that changes most answers scores best, and another one above float, too."""
+    graph = read_graph(workshop.graph)
+    images_NHWC = open_images(data, "val")
+    trial = replace(CONFIG, calibrators=[Calibrator.percentile])
+    labels_NHW = predict_classes(graph, images_NHWC, batch_size=2)
+    float_NHW = labels_NHW.copy()
+    for share in (99.99, 90.0):
+        out = tmp_path / f"{share}"
+        out.mkdir()
+        quantize_ptq(replace(trial, percentiles=[share]), model=workshop.graph, data=data, out=out)
+        int8_NHW = predict_classes(read_graph(out / "model.onnx"), images_NHWC, batch_size=2)
+        labels_NHW = np.where(int8_NHW != float_NHW, int8_NHW, labels_NHW)
+    np.save(data / "val_masks.npy", labels_NHW)
+    report = quantize_ptq(
+        replace(trial, percentiles=[90.0, 99.99]), model=workshop.graph, data=data, out=tmp_path
+    )
+    coarse, fine = report.trials
+    assert coarse.score > fine.score > report.float_score and coarse.agreement < fine.agreement
+    assert (report.calibrator, report.agreement) == ("percentile 99.99", fine.agreement)
+
+
+@pytest.mark.parametrize(
+    ("lost", "gained", "is_as_good"),
+    [(0, 3, True), (3, 3, True), (4, 3, True), (1, 0, True), (9, 0, False), (60, 40, False)],
+)
+def test_a_loss_within_noise_counts_as_none_a8(lost: int, gained: int, is_as_good: bool) -> None:
+    """2000 images: nine lost and none gained are a certain loss, 20 of 100 more than 0.1 %, one is chance."""
+    right_N = np.arange(2000) % 10 != 0
+    changed_N = right_N.copy()
+    changed_N[np.flatnonzero(right_N)[:lost]] = False
+    changed_N[np.flatnonzero(~right_N)[:gained]] = True
+    ones = np.ones((2000, 1), np.int64)
+    before, after = (
+        ImageResults(found_N.astype(np.int64)[:, None], ones, ones, np.arange(2000))
+        for found_N in (right_N, changed_N)
+    )
+    evaluator = GraphEvaluator(ones, None, ones, before, 1, (Activations.uint8,), "")  # type: ignore[arg-type]
+    below, agreement = evaluator.rank(Evaluation(after, 0.9, Activations.uint8))
+    assert agreement == 0.9 and (below == 0.0) is is_as_good
 
 
 def test_graph_and_ranges_belong_together(quantized: tuple[Any, Path], workshop: Any) -> None:

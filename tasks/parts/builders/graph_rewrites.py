@@ -20,7 +20,7 @@ from tasks.parts.onnx_graphs.half_precision import (
     FP16,
     LARGEST_FP16,
     find_float32_nodes,
-    largest_values,
+    measure_tensors,
     to_half,
 )
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
@@ -89,14 +89,14 @@ def round_rest(target: Target, graph: ModelProto, images_NCHW: NDArray[np.float3
     """Return a graph whose layers compute in the target's precision unless they are quantized.
 
     For runtimes that follow the types of the graph. Nodes that carry more than FP16 holds, on these images and with
-    room for others, stay in float32. A graph that has such types already stays as it is.
+    room for others, or values too small for it, stay in float32. A graph that has such types already stays as it is.
     """
     half = {Precision.f32: None, Precision.f16: FP16, Precision.bf16: BF16}[target.precision]
     if half is None or has_half(graph):
         return graph
-    largest = largest_values(graph, np.split(images_NCHW, len(images_NCHW))) if half == FP16 else {}
-    kept = find_float32_nodes(graph, largest, max_abs=LARGEST_FP16 / _HEADROOM, half=half)
-    return to_half(graph, float32_nodes=kept, half=half)
+    seen = measure_tensors(graph, np.split(images_NCHW, len(images_NCHW))) if half == FP16 else {}
+    kept = find_float32_nodes(graph, seen, max_abs=LARGEST_FP16 / _HEADROOM, half=half)
+    return to_half(graph, float32_nodes=[node.name for node in kept], half=half)
 
 
 def fix_batch(model: ModelProto) -> ModelProto:

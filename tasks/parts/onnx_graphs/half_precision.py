@@ -5,7 +5,8 @@ strong types (TensorRT) computes each operator in the type that the graph gives 
 too: QuantizeLinear has an input and a scale of one type, DequantizeLinear a scale of its output's type.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.custom_operators import STANDARD_DOMAINS
-from tasks.parts.onnx_graphs.graph import is_quantized
+from tasks.parts.onnx_graphs.float32_nodes import Cause, Float32Node
+from tasks.parts.onnx_graphs.graph import MOVES_VALUES, is_quantized
 from tasks.parts.onnx_session import open_session
 
 LARGEST_FP16 = 65504.0
@@ -31,42 +33,148 @@ _OPSET_OF_BF16 = 22
 
 _SMALLEST_WEIGHTS = 2.0**-10
 """FP16 keeps full precision down to 2**-14; a tensor needs room below its largest number."""
+_SMALLEST_RMS = 2.0**-17
+"""Below 2**-14 the numbers of FP16 are 2**-24 apart, which rounds values of this size at 53 dB; normal ones at 74."""
+_SAFE_TO_SQUARE = 1e-3, 1e15
+"""Sums of squares are exact enough in float32 if the largest magnitude is between these."""
+_SUMS = frozenset({"Add", "Sub", "Sum"})
+_BIASES = {
+    "Conv": (2,),
+    "ConvTranspose": (2,),
+    "Gemm": (2,),
+    "LayerNormalization": (2,),
+    "BatchNormalization": (2, 3),
+}
+"""Operator -> inputs that it only adds."""
 _MAX_LEVEL = 127
+
+
+@dataclass(frozen=True)
+class Magnitudes:
+    """How large the values of a tensor are."""
+
+    largest: float
+    mean_square: float
+    """Of the values that are not 0; 0 if all are."""
+
+    @property
+    def is_small(self) -> bool:
+        """Return whether FP16 has too few bits for most of what the tensor says."""
+        return bool(0 < self.mean_square < _SMALLEST_RMS**2)
 
 
 def find_float32_nodes(
     model: ModelProto,
-    largest: Mapping[str, float],
+    seen: Mapping[str, Magnitudes],
     *,
     max_abs: float,
     op_types: Collection[str] = (),
     half: int = FP16,
-) -> list[str]:
-    """Return the nodes of some operator types, and for FP16 those whose weights, inputs or outputs it cannot hold.
+) -> list[Float32Node]:
+    """Return the nodes of some operator types, and for FP16 those whose constants, inputs or outputs it cannot hold.
 
-    `largest` has the largest magnitude of tensors; beyond `max_abs` a node stays in float32. BF16 has its range.
+    `seen` has the magnitudes of tensors on images; beyond `max_abs` a node stays in float32. A tensor that is too
+    small for FP16 does no harm where it is only added to larger ones. BF16 has the range of float32.
     """
+    finder = _Float32Finder(model, seen, max_abs)
     kept = []
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in _float_constants(model)}
-    lost = {name for name, values in constants.items() if half == FP16 and _is_lost(values, max_abs)}
     for node in model.graph.node:
-        if node.op_type == "DequantizeLinear" and half == FP16:
-            scale = constants.get(node.input[1])
-            if scale is not None and not _fits(scale, half):
-                lost.add(
-                    node.output[0]
-                )  # a layer that reads it computes in integers only without a cast between
-    for node in model.graph.node:
-        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear", "Constant"):
             continue
-        passed = [largest[name] for name in (*node.input, *node.output) if name in largest and half == FP16]
-        if node.op_type in op_types or lost & set(node.input) or max(passed, default=0.0) > max_abs:
-            kept.append(node.name)
+        if node.op_type in op_types:
+            kept.append(Float32Node(node.name, node.op_type, Cause.operator, "", 0.0))
+        elif half == FP16 and (found := next(finder.faults(node), None)) is not None:
+            kept.append(Float32Node(node.name, node.op_type, *found))
     return kept
 
 
-def largest_values(model: ModelProto, images: Iterable[NDArray[np.float32]]) -> dict[str, float]:
-    """Return float32 tensor -> largest magnitude over some images, each [1, C, H, W], for each output of a node.
+class _Float32Finder:
+    """Finds what FP16 cannot hold among the tensors of a node."""
+
+    def __init__(self, model: ModelProto, seen: Mapping[str, Magnitudes], max_abs: float) -> None:
+        self._max_abs = max_abs
+        self._constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in _float_constants(model)}
+        self._seen = seen
+        self._outputs = {value.name for value in model.graph.output}
+        self._readers: dict[str, list[NodeProto]] = {}
+        for node in model.graph.node:
+            for name in set(node.input):
+                self._readers.setdefault(name, []).append(node)
+        self._rounded_scales = {
+            node.output[0]: float(scale.max())
+            for node in model.graph.node
+            if node.op_type == "DequantizeLinear"
+            and (scale := self._constants.get(node.input[1])) is not None
+            and not _fits(scale, FP16)
+        }
+
+    def faults(self, node: NodeProto) -> Iterator[tuple[Cause, str, float]]:
+        for index, name in enumerate(node.input):
+            if name in self._constants:
+                values = self._constants[name]
+                magnitudes = magnitudes_of(values[np.isfinite(values)])
+                cause = self._fault_of_constant(node, index, magnitudes, is_weight=_is_weight(values))
+                if cause is not None:
+                    yield cause, name, magnitudes.largest
+            elif name in self._rounded_scales:
+                yield Cause.scale, name, self._rounded_scales[name]
+        for name in (*node.input, *node.output):
+            values_seen = self._seen.get(name)
+            if values_seen is not None and values_seen.largest > self._max_abs:
+                yield Cause.large_values, name, values_seen.largest
+            elif values_seen is not None and values_seen.is_small and self._does_harm(name):
+                yield Cause.small_values, name, values_seen.largest
+
+    def _fault_of_constant(
+        self, node: NodeProto, index: int, found: Magnitudes, *, is_weight: bool
+    ) -> Cause | None:
+        """Return what FP16 does to a constant: a weight, or a scalar or vector.
+
+        A bias may hold small numbers; their rounding error vanishes in the sum. So may what scales a small summand.
+        """
+        if found.largest > (self._max_abs if is_weight else LARGEST_FP16):
+            is_bound = node.op_type == "Clip" and index > 0  # which no value of FP16 reaches
+            return None if is_bound else Cause.large_constant
+        is_zero = found.largest > 0 and not np.float16(found.largest)
+        is_small = is_weight and 0 < found.largest < _SMALLEST_WEIGHTS
+        if found.is_small and not is_zero and not is_small:
+            is_added = node.op_type in _SUMS or index in _BIASES.get(node.op_type, ())
+            is_small = not is_added and not all(map(self._is_negligible, node.output))
+        return Cause.small_constant if is_zero or is_small else None
+
+    def _is_negligible(self, name: str) -> bool:
+        return name in self._seen and self._seen[name].is_small and not self._does_harm(name)
+
+    def _does_harm(self, name: str) -> bool:
+        """Return whether a small tensor is an output, or a reader does more than add it to larger ones."""
+        if name in self._outputs or name not in self._readers:
+            return True
+        for node in self._readers[name]:
+            if node.op_type in _SUMS:
+                if all(self._seen[output].is_small for output in node.output if output in self._seen):
+                    return True
+            elif node.op_type not in MOVES_VALUES or any(map(self._does_harm, node.output)):
+                return True
+        return False
+
+
+def _is_weight(values: NDArray[Any]) -> bool:
+    """Return whether an array is more than a scalar, or a vector along one axis."""
+    return bool(sum(size > 1 for size in values.shape) > 1)
+
+
+def magnitudes_of(values: NDArray[Any]) -> Magnitudes:
+    """Return the magnitudes of an array."""
+    largest = float(np.abs(values).max(initial=0.0))
+    flat = values.ravel()
+    if not _SAFE_TO_SQUARE[0] < largest < _SAFE_TO_SQUARE[1]:
+        flat = flat.astype(np.float64)
+    num = np.count_nonzero(flat)
+    return Magnitudes(largest, float(flat @ flat) / num if num else 0.0)
+
+
+def measure_tensors(model: ModelProto, images: Iterable[NDArray[np.float32]]) -> dict[str, Magnitudes]:
+    """Return float32 tensor -> its magnitudes over some images, each [1, C, H, W], of the input and all nodes.
 
     Raises ArtifactError for a tensor that is not finite.
     """
@@ -79,17 +187,23 @@ def largest_values(model: ModelProto, images: Iterable[NDArray[np.float32]]) -> 
         helper.make_tensor_value_info(name, _FP32, None) for name in names if name not in outputs
     )
     session = open_session(marked, is_optimised=False)
-    largest = dict.fromkeys(names, 0.0)
+    source = model.graph.input[0].name
+    found: dict[str, list[Magnitudes]] = {}
     for image in images:
-        for name, values in zip(names, session.run(names, {model.graph.input[0].name: image}), strict=True):
-            largest[name] = float(np.maximum(largest[name], np.abs(values).max(initial=0.0)))  # keeps NaN
-    for name, value in largest.items():
+        arrays = zip([source, *names], [image, *session.run(names, {source: image})], strict=True)
+        for name, values in arrays:
+            found.setdefault(name, []).append(magnitudes_of(values))
+    for name, each in found.items():
+        value = float(np.max([one.largest for one in each]))  # keeps NaN
         if not np.isfinite(value):
             raise ArtifactError(
                 f"tensor '{name}' reaches {value} on calibration images, expected finite numbers. Check the weights "
                 "of the graph."
             )
-    return largest
+    return {
+        name: Magnitudes(max(one.largest for one in each), float(np.mean([one.mean_square for one in each])))
+        for name, each in found.items()
+    }
 
 
 def to_half(model: ModelProto, *, float32_nodes: Collection[str] = (), half: int = FP16) -> ModelProto:
@@ -102,6 +216,36 @@ def to_half(model: ModelProto, *, float32_nodes: Collection[str] = (), half: int
     oldest = max(_OPSET_OF_PAIRS if is_quantized(model) else 0, _OPSET_OF_BF16 if half == BF16 else 0)
     model = _constants_as_initializers(_raise_opset(model, oldest))
     return _Rewriter(model, half, frozenset(float32_nodes)).rewrite()
+
+
+def rounded_in_float32(model: ModelProto) -> ModelProto:
+    """Return a copy of an FP16 graph that computes in float32 and rounds each FP16 tensor: what FP16 kernels store.
+
+    ONNX Runtime has few FP16 kernels on the CPU. Between the others it does not round, so that a graph whose tensors
+    underflow or overflow computes there as if they did not. Branches and loops keep what they read.
+    """
+    kinds = _types(model)
+    rounded = _constants_as_initializers(model)
+    graph = rounded.graph
+    captured = {name for node in graph.node for name in _captured(node)}
+    nodes: list[NodeProto] = []
+    for tensor in graph.initializer:
+        if tensor.data_type == FP16 and tensor.name not in captured:
+            values = numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    for node in graph.node:
+        new = NodeProto()
+        new.CopyFrom(node)
+        nodes.append(new)
+        for index, name in enumerate(node.output):
+            if kinds.get(name) == FP16 and name not in captured:
+                exact, half = f"{name}:exact", f"{name}:half"
+                new.output[index] = exact
+                nodes.append(helper.make_node("Cast", [exact], [half], half, to=FP16))
+                nodes.append(helper.make_node("Cast", [half], [name], f"{name}:rounded", to=_FP32))
+    del graph.node[:], graph.value_info[:]
+    graph.node.extend(nodes)
+    return rounded
 
 
 class _Rewriter:
@@ -298,17 +442,6 @@ def _captured(node: NodeProto) -> set[str]:
 
 def _float_constants(model: ModelProto) -> list[TensorProto]:
     return [tensor for tensor in model.graph.initializer if tensor.data_type == _FP32]
-
-
-def _is_lost(values: NDArray[Any], max_abs: float) -> bool:
-    """Return whether FP16 loses a constant: a weight too large or too small for it, or a number that becomes 0.
-
-    A vector (a bias) may hold small numbers; their rounding error vanishes in the sum.
-    """
-    largest = float(np.abs(values).max(initial=0.0))
-    if values.ndim > 1 and (largest > max_abs or 0 < largest < _SMALLEST_WEIGHTS):
-        return True
-    return largest > 0 and not np.float16(min(largest, LARGEST_FP16))
 
 
 def _fits(scale: NDArray[Any], half: int) -> bool:

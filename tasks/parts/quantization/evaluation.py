@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from tasks.parts.cpu import int8_sums_saturate
-from tasks.parts.data.comparison import ImageResults
+from tasks.parts.data.comparison import ImageResults, score_loss
 from tasks.parts.data.judge import Judge, answers_of, open_judge
 from tasks.parts.data.subsets import open_chosen_images
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
@@ -23,6 +23,9 @@ from tasks.parts.onnx_graphs.int8_weights import weights_to_7_bits
 from tasks.parts.onnx_graphs.predict import agreement, run_batches
 from tasks.parts.onnx_session import CPU_PROVIDER
 from tasks.parts.quantization.config import Activations
+
+AS_GOOD_REL_LOSS = 0.001
+"""Largest measured loss of a graph that may count as none, if its interval says that it can be chance."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,32 @@ class GraphEvaluator:
         return self.float_results.score
 
     def evaluate(self, quantized: ModelProto) -> Evaluation:
-        """Evaluate a graph in ONNX Runtime with each type of activations; return the worst evaluation."""
+        """Evaluate a graph in ONNX Runtime with each type of activations; return the worst evaluation by `rank`."""
         evaluations = []
         for activations in self.activations:
             encoded = with_activations(quantized, activations)
             answers, results = _answer(encoded, self.images_NHWC, self.judge, self.batch_size, self.provider)
             evaluations.append(Evaluation(results, agreement(answers, self.float_answers), activations))
-        return min(evaluations, key=lambda evaluation: evaluation.score)
+        return min(evaluations, key=self.rank)
+
+    def rank(self, evaluation: Evaluation) -> tuple[float, float]:
+        """Return what candidates are compared by, larger is better: how far the score is below float, then agreement.
+
+        A score above that of the float graph is no merit of a quantized one: its errors happened to hit the right
+        answers of these images. So all candidates that are as good as the float graph are equal in score, and the one
+        that changes fewest answers is the best. As good are scores at or above that of the float graph, and those at
+        most `AS_GOOD_REL_LOSS` below it whose 95 % interval of the loss includes 0.
+        """
+        if self._is_as_good_as_float(evaluation.results):
+            return 0.0, evaluation.agreement
+        return evaluation.score - self.float_score, evaluation.agreement
+
+    def _is_as_good_as_float(self, results: ImageResults) -> bool:
+        if results.score >= self.float_score:
+            return True
+        if results.score < self.float_score * (1 - AS_GOOD_REL_LOSS):
+            return False
+        return score_loss(results, self.float_results).low <= 0
 
 
 def with_activations(quantized: ModelProto, activations: Activations) -> ModelProto:

@@ -1,6 +1,7 @@
 """FP16 and BF16 around INT8: the types that TensorRT's operators demand, and the same function."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,16 @@ from onnx.reference import ReferenceEvaluator
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.onnx_graphs.graph import node_sources
-from tasks.parts.onnx_graphs.half_precision import BF16, FP16, find_float32_nodes, largest_values, to_half
+from tasks.parts.onnx_graphs.half_precision import (
+    BF16,
+    FP16,
+    Magnitudes,
+    find_float32_nodes,
+    magnitudes_of,
+    measure_tensors,
+    rounded_in_float32,
+    to_half,
+)
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.macs import quantized_layers
 from tasks.parts.onnx_graphs.signal_to_noise import difference
@@ -39,6 +49,10 @@ def copied(model: ModelProto) -> ModelProto:
     copy = ModelProto()
     copy.CopyFrom(model)
     return copy
+
+
+def kept_names(model: ModelProto, seen: Mapping[str, Magnitudes], **options: Any) -> list[str]:
+    return [node.name for node in find_float32_nodes(model, seen, max_abs=32752.0, **options)]
 
 
 def types_of(model: ModelProto) -> dict[str, int]:
@@ -150,7 +164,7 @@ def test_layer_whose_output_fp16_cannot_hold_stays_in_float32_and_in_int8() -> N
         node for node in layers if sum(node.input[0] in other.input for other in graph.graph.node) > 1
     )
     scaled(graph, dequantizer(graph, large.input[1]).input[1], 1e6)
-    kept = find_float32_nodes(graph, largest_values(graph, np.split(images_NCHW, 8)), max_abs=32752.0)
+    kept = kept_names(graph, measure_tensors(graph, np.split(images_NCHW, 8)))
     assert large.name in kept
     half = to_half(graph, float32_nodes=kept)
     assert find_faults(half) == [] and types_of(half)[large.output[0]] == FP32
@@ -168,8 +182,8 @@ def test_layer_whose_scales_fp16_rounds_away_stays_in_float32() -> None:
     layer = quantized_layers(graph)[1]
     scale = dequantizer(graph, layer.input[1]).input[1]
     scaled(graph, scale, 1e-7)
-    assert find_float32_nodes(graph, {}, max_abs=32752.0) == [layer.name]
-    assert find_float32_nodes(graph, {}, max_abs=32752.0, half=BF16) == []
+    assert kept_names(graph, {}) == [layer.name]
+    assert kept_names(graph, {}, half=BF16) == []
     half = to_half(graph, float32_nodes=[layer.name])
     assert find_faults(half) == []
     np.testing.assert_array_equal(
@@ -214,7 +228,7 @@ def test_constant_serves_readers_of_both_types_and_a_lost_one_keeps_its_node_in_
         ],
         [tiny_value, one],
     )
-    kept = find_float32_nodes(model, {}, max_abs=32752.0)
+    kept = kept_names(model, {})
     assert kept == ["add", "div"]
     image = np.ones((1, 2, 3, 3), np.float32)
     half = to_half(model, float32_nodes=[*kept, "double"])
@@ -256,4 +270,121 @@ def test_tensor_that_is_not_finite_is_named() -> None:
     zero = numpy_helper.from_array(np.array(0, np.float32), "zero")
     model = small([helper.make_node("Div", ["image", "zero"], ["logits"], "div")], [zero])
     with pytest.raises(ArtifactError, match="tensor 'logits' reaches inf"):
-        largest_values(model, [np.ones((1, 2, 3, 3), np.float32)])
+        measure_tensors(model, [np.ones((1, 2, 3, 3), np.float32)])
+
+
+def chain(*steps: tuple[str, str, float | list[float]]) -> ModelProto:
+    """Return a graph that applies one operator with a constant after the other: (name, operator, constant)."""
+    nodes, tensors, source = [], [], "image"
+    for index, (name, operator, value) in enumerate(steps):
+        output = "logits" if index == len(steps) - 1 else f"{name}:out"
+        values = np.asarray(value, np.float32)
+        tensors.append(
+            numpy_helper.from_array(values.reshape(-1, 1, 1) if values.ndim else values, f"{name}:by")
+        )
+        nodes.append(helper.make_node(operator, [source, f"{name}:by"], [output], name))
+        source = output
+    return small(nodes, tensors)
+
+
+def image_of(low: float = -1, high: float = 1) -> np.ndarray:
+    return np.random.default_rng(0).uniform(low, high, (1, 2, 3, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize("factor", [3e5, [3e5, 2.0]])
+def test_a_scalar_or_vector_that_fp16_would_clip_stays_in_float32_a5(factor: float | list[float]) -> None:
+    model = chain(("down", "Mul", 3e-6), ("up", "Mul", factor), ("half", "Mul", 0.5))
+    image = image_of()
+    kept = find_float32_nodes(model, measure_tensors(model, [image]), max_abs=32752.0)
+    assert [(node.name, node.op_type, node.cause, node.tensor) for node in kept] == [
+        ("down", "Mul", "small_constant", "down:by"),
+        ("up", "Mul", "large_constant", "up:by"),
+    ]
+    assert kept[1].magnitude == pytest.approx(3e5)
+    half = to_half(model, float32_nodes=[node.name for node in kept])
+    assert {types_of(half)[node.output[0]] for node in half.graph.node if node.name in ("down", "up")} == {
+        FP32
+    }
+    assert difference(run(model, image), run(half, image)).sqnr_db > 60
+
+
+def test_nodes_whose_activations_underflow_stay_in_float32_a5() -> None:
+    """Each factor fits FP16; what lies between them does not: rounded to steps of 2**-24 it has 35 dB."""
+    model = chain(("a", "Mul", 1e-3), ("b", "Mul", 1e-3), ("c", "Mul", 1e3), ("d", "Mul", 1e3))
+    image = image_of()
+    kept = find_float32_nodes(model, measure_tensors(model, [image]), max_abs=32752.0)
+    assert [(node.name, node.cause, node.tensor) for node in kept] == [
+        ("b", "small_values", "b:out"),
+        ("c", "small_values", "b:out"),
+    ]
+    exact, half = run(model, image), to_half(model)
+    assert difference(exact, run(half, image)).sqnr_db > 60, "ONNX Runtime rounds nothing between these"
+    assert difference(exact, run(rounded_in_float32(half), image)).sqnr_db < 40
+    half = to_half(model, float32_nodes=[node.name for node in kept])
+    assert difference(exact, run(rounded_in_float32(half), image)).sqnr_db > 60
+
+
+def test_small_values_that_are_only_added_to_larger_ones_do_no_harm_a5() -> None:
+    """A scale of 1e-6 in a residual branch, as ConvNeXt's LayerScale begins (Liu et al. 2022), and a small bias."""
+    scale, bias = (
+        numpy_helper.from_array(np.full((2, 1, 1), value, np.float32), name)
+        for name, value in (("scale", 1e-6), ("bias", 1e-6))
+    )
+    model = small(
+        [
+            helper.make_node("Mul", ["image", "scale"], ["branch"], "scaled"),
+            helper.make_node("Add", ["image", "branch"], ["sum"], "residual"),
+            helper.make_node("Add", ["sum", "bias"], ["logits"], "biased"),
+        ],
+        [scale, bias],
+    )
+    image = image_of()
+    assert kept_names(model, measure_tensors(model, [image])) == []
+    assert difference(run(model, image), run(rounded_in_float32(to_half(model)), image)).sqnr_db > 60
+    model.graph.node[1].op_type = "Mul"  # now its size matters
+    found = kept_names(model, measure_tensors(model, [image]))
+    assert found == ["scaled", "residual", "biased"]
+
+
+def test_the_bound_of_a_clip_beyond_fp16_keeps_nothing_in_float32_a5() -> None:
+    low, high = (
+        numpy_helper.from_array(np.float32(value), name)
+        for name, value in (("low", 0.0), ("high", np.finfo(np.float32).max))
+    )
+    model = small([helper.make_node("Clip", ["image", "low", "high"], ["logits"], "clip")], [low, high])
+    image = image_of()
+    assert kept_names(model, measure_tensors(model, [image])) == []
+    np.testing.assert_allclose(run(to_half(model), image), run(model, image), rtol=1e-3)
+
+
+def test_fp16_graph_rounded_in_float32_is_what_onnx_evaluates() -> None:
+    """Kernels of ONNX's own evaluator store FP16. Overflow becomes infinite in both."""
+    model = chain(
+        ("a", "Mul", 1e-3), ("b", "Mul", 1e-3), ("c", "Mul", 1e3), ("d", "Mul", 6e4), ("e", "Mul", 2e3)
+    )
+    image = image_of()
+    half = to_half(model)
+    with np.errstate(over="ignore"):
+        expected = np.asarray(ReferenceEvaluator(half).run(None, {"image": image})[0])
+    found = run(rounded_in_float32(half), image)
+    assert np.isinf(found).any() and np.isfinite(found).any()
+    np.testing.assert_allclose(found, expected, rtol=2e-3)
+
+
+def test_images_beyond_fp16_keep_their_readers_in_float32_a5() -> None:
+    """Frames of 16 bits that the graph itself scales."""
+    model = chain(("scale", "Mul", 1 / 65535), ("double", "Mul", 2.0))
+    image = image_of(0, 65535)
+    kept = find_float32_nodes(model, measure_tensors(model, [image]), max_abs=32752.0)
+    assert [(node.name, node.cause, node.tensor) for node in kept] == [("scale", "large_values", "image")]
+
+
+def test_magnitudes_are_those_of_values_that_are_not_zero() -> None:
+    for factor in (1e-30, 1e-6, 1.0, 1e20):
+        values = np.array([0, 0, 3, -4], np.float32) * np.float32(factor)
+        found = magnitudes_of(values)
+        assert found.largest == pytest.approx(4 * factor) and found.mean_square == pytest.approx(
+            12.5 * factor**2
+        )
+    assert magnitudes_of(np.zeros(3, np.float32)) == Magnitudes(0.0, 0.0)
+    assert magnitudes_of(np.zeros((0, 3), np.float32)) == Magnitudes(0.0, 0.0)
