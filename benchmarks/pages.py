@@ -268,6 +268,8 @@ def described(row: EngineRow, unseen_loss: ScoreLoss | None, max_rel_loss: float
         return found | {"standing": None, "unseen_loss": None, "unseen_standing": None}
     losses = row.measured.losses
     loss = ScoreLoss(losses.score_rel_loss, losses.score_rel_loss_low, losses.score_rel_loss_high)
+    if losses.groups_needed is not None:  # a page is a group
+        found["images_needed"] = IMAGES_PER_PAGE * losses.groups_needed
     return found | {
         "standing": loss.standing(max_rel_loss),
         "unseen_loss": dataclasses.asdict(unseen_loss),

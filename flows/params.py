@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from flows.class_gates import check_class_gates, name_classes
 from flows.networks import check_tracked, complete_networks
 from flows.pipeline import RecordedStages, run_pipeline
 from flows.steps import apply_steps, check_overrides, check_start
@@ -96,8 +97,10 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     _complete_explanations(params, targets)
     _complete_trials(params, targets)
     _complete_loads(params, targets)
+    name_classes(params)
     _drop_uncalled(params)
     check_params(params)
+    check_class_gates(params)
     if is_imported:
         _check_operators(model["custom_operators"], targets)
     check_start(params)
@@ -339,8 +342,8 @@ def _complete_import(params: dict[str, Any], model: dict[str, Any]) -> None:
 
 def _complete_metric(params: dict[str, Any], model: dict[str, Any], targets: dict[str, Any]) -> None:
     """Attach a metric of the user's own to the data set; reject targets whose engines give it no logits."""
-    file, function = _find_metric(model["metric"])
-    params["attach_metric"] = {"function": function, "file": file}
+    file, params["attach_metric"]["function"] = _find_metric(model["metric"])
+    params["attach_metric"]["file"] = file
     for name, options in targets.items():
         if options.get("coarse_classes") and model.get("output_kind") != "values":
             raise ConfigError(

@@ -58,6 +58,7 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
         "race_picks",
         builds=ARTIFACTS / "build_engine" / "*" / "*" / "engine",
         picks=selection / "picks.json",
+        page=selection / "report.html",
         reference=Path(params["pipeline"]["reference_engine"]),
     )
     return selection

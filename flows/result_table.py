@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tasks.core.reports import read_report
 from tasks.parts.selection.engine_row import Measured, read_rows
 from tasks.parts.selection.findings import latency_ms, note_on, score_of
+from tasks.parts.selection.headline import class_warnings_of, summary_of, title_of
 from tasks.select_engine import Report
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def print_result(folder: Path) -> None:
-    """Print every engine, the pick of each target, and the path of the report."""
+    """Print every engine, what is true of all picks, and the pick of each target."""
     from rich.table import Table
 
     rows = read_rows(folder)
@@ -32,21 +33,26 @@ def print_result(folder: Path) -> None:
         )
     console = open_console()
     console.print(table)
+    for sentence in (f"{title_of(rows)}.", *summary_of(rows)):
+        console.print(sentence, highlight=False)
     if note := note_on(metric):
         console.print(note, highlight=False)
     for row in rows:
         if row.picked:
-            console.print(f"{row.target}: {row.variant}. {row.reason}", highlight=False)
+            console.print(f"{row.target}: {row.variant}, {row.verdict}. {row.reason}", highlight=False)
+            if warning := class_warnings_of(row):
+                console.print(f"{row.target}: {warning}", highlight=False, style="bold red")
     for target, reason in read_report(Report, folder).without_pick.items():
         console.print(f"{target}: no pick. {reason}", highlight=False)
-    console.print(f"report: {(folder / 'report.html').resolve()}", highlight=False, soft_wrap=True)
 
 
 def print_ranking(folder: Path) -> None:
-    """Print in which order the picks of this machine came out of their race."""
+    """Print which pick is the fastest by the race of the picks, and the path of the report that says so."""
     from rich.markdown import Markdown
 
-    open_console().print(Markdown((folder / "ranking.md").read_text(encoding="utf-8")))
+    console = open_console()
+    console.print(Markdown((folder / "ranking.md").read_text(encoding="utf-8")))
+    console.print(f"report: {(folder / 'report.html').resolve()}", highlight=False, soft_wrap=True)
 
 
 def _numbers(measured: Measured | None) -> tuple[str, ...]:

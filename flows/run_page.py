@@ -19,6 +19,7 @@ from tasks import track
 from tasks.core.execute import ARTIFACTS
 from tasks.core.reports import read_report
 from tasks.core.tracking.config import experiments_page, tracking_config
+from tasks.parts.selection.headline import RACE_PENDING
 from tasks.select_engine import Report
 
 _PICTURES = re.compile(r"!\[[^]]*\]\([^)]*\)\n*")  # image files beside the report, which the page cannot show
@@ -35,10 +36,12 @@ def publish_result(
     Sends an event per target without a pick.
     """
     result = read_report(Report, folder)
+    race = (ranking / "ranking.md").read_text(encoding="utf-8")
     report = _PICTURES.sub("", (folder / "report.md").read_text(encoding="utf-8"))
+    report = report.replace(RACE_PENDING, race.partition("\n")[0])
     pools = "".join(f"- {target}: {words}\n" for target, words in outcomes.items())
     create_markdown_artifact(key="engines", markdown=f"{pools}\n{report}" if pools else report)
-    create_markdown_artifact(key="picks", markdown=(ranking / "ranking.md").read_text(encoding="utf-8"))
+    create_markdown_artifact(key="picks", markdown=race)
     tracking = tracking_config(params)
     if tracking.enabled and (page := experiments_page(tracking.uri)):
         run = read_report(track.Report, ARTIFACTS / "track").run

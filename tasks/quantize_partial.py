@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tasks.core.bounds import AtLeast, LessThan
+from tasks.core.bounds import AtLeast, LessThan, MoreThan
 from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.cpu import int8_sums
@@ -54,6 +54,10 @@ class Config:
     """Gate: share of the reference's validation score that may be lost, as in select_engine."""
     max_parent_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
     """Gate: share of the validation score of the float graph itself that may be lost, as in select_engine."""
+    class_limits: dict[str, Annotated[float, AtLeast(0), LessThan(1)]]
+    """Gate: class, or ``*`` -> share of its IoU or recall in the reference that may be lost, as in select_engine."""
+    class_floors: dict[str, Annotated[float, MoreThan(0), LessThan(1)]]
+    """Gate: class, or ``*`` -> IoU or recall that it has to reach, as in select_engine."""
     num_candidates: Annotated[int, AtLeast(1)]
     """Layers tried in each step, from the top of the ranking. More: better choice, slower."""
     max_float_layers: Annotated[int, AtLeast(0)]
@@ -102,7 +106,7 @@ class Report:
     """Result of the search."""
 
     standing: Standing
-    """Whether the losses of the written graph are within both gates; unproven if there are too few images to tell."""
+    """Whether the losses of the written graph are within all gates; unproven if there are too few images to tell."""
     metric: str
     """Metric of the scores."""
     reference_score: float
@@ -115,6 +119,8 @@ class Report:
     """Share of the reference's score that the written graph loses."""
     parent_rel_loss: ScoreLoss
     """Share of the float graph's score that the written graph loses."""
+    open_classes: tuple[str, ...]
+    """Limits of classes that the written graph does not hold for certain, in words."""
     num_layers: int
     """Number of layers that can be quantized."""
     float_macs_share: float
@@ -148,6 +154,7 @@ def quantize_partial(
     itself certainly loses more than a gate allows, nothing is searched, and the graph is that of quantize_repaired.
     Raises ArtifactError when they are not those of the ranking, ConfigError for a name in `keep_float` that is not.
     """
+    from tasks.parts.data.class_limits import ClassLimits
     from tasks.parts.onnx_graphs.graph import node_sources, read_graph, write_graph
     from tasks.parts.onnx_graphs.macs import conv_macs
     from tasks.parts.quantization.gates import open_gates
@@ -163,6 +170,8 @@ def quantize_partial(
         data,
         max_score_rel_loss=cfg.max_score_rel_loss,
         max_parent_rel_loss=cfg.max_parent_rel_loss,
+        class_limits=ClassLimits(cfg.class_limits, cfg.class_floors),
+        stage="quantize_partial",
         num_images=cfg.num_val_images,
         batch_size=cfg.batch_size,
         activations=activations,
@@ -197,12 +206,15 @@ def quantize_partial(
         score=score,
         score_rel_loss=gates.score_rel_loss(search.results(kept)),
         parent_rel_loss=gates.parent_rel_loss(search.results(kept)),
+        open_classes=gates.open_classes(search.results(kept)),
         num_layers=len(ranked),
         float_macs_share=sum(layer.macs_share for layer in layers),
         num_judged=search.num_judged,
         float_layers=layers,
         steps=tuple(steps),
     )
+    for text in report.open_classes:
+        logger.warning("quantize_partial: %s", text)
     logger.info(
         "quantize_partial: %d of %d layers in float, val score %.4f (float %.4f)",
         len(kept),
@@ -247,8 +259,8 @@ class _Search:
     def score(self, kept: Iterable[str]) -> float:
         return self.results(kept).score
 
-    def rank(self, kept: Iterable[str]) -> tuple[float, float]:
-        return self._evaluator.rank(self._evaluation(kept))
+    def rank(self, kept: Iterable[str]) -> tuple[float, ...]:
+        return self.gates.rank(self._evaluation(kept), self._evaluator)
 
 
 def _choose_float_layers(

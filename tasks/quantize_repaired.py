@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tasks.core.bounds import AtLeast, LessThan
+from tasks.core.bounds import AtLeast, LessThan, MoreThan
 from tasks.core.environment import versions
 from tasks.parts.cpu import int8_sums
 from tasks.parts.data.accuracy import ScoreLoss, Standing
@@ -66,6 +66,10 @@ class Config:
     """Gate: share of the reference's validation score that may be lost, as in select_engine."""
     max_parent_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
     """Gate: share of the validation score of the float graph itself that may be lost, as in select_engine."""
+    class_limits: dict[str, Annotated[float, AtLeast(0), LessThan(1)]]
+    """Gate: class, or ``*`` -> share of its IoU or recall in the reference that may be lost, as in select_engine."""
+    class_floors: dict[str, Annotated[float, MoreThan(0), LessThan(1)]]
+    """Gate: class, or ``*`` -> IoU or recall that it has to reach, as in select_engine."""
     num_images: Annotated[int, AtLeast(1)]
     """Calibration images for the ranges of an equalized graph, as in quantize_ptq."""
     num_layer_images: Annotated[int, AtLeast(1)]
@@ -87,7 +91,7 @@ class Step:
     kept: bool
     """Whether it is a part of the written graph."""
     standing: Standing
-    """Whether its losses are within both gates."""
+    """Whether its losses are within all gates."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class Report:
     """Which repairs were kept, and what they gained."""
 
     standing: Standing
-    """Whether the losses of the written graph are within both gates; unproven if there are too few images to tell."""
+    """Whether the losses of the written graph are within all gates; unproven if there are too few images to tell."""
     metric: str
     """Metric of the scores."""
     reference_score: float
@@ -110,6 +114,8 @@ class Report:
     """Share of the reference's score that the written graph loses."""
     parent_rel_loss: ScoreLoss
     """Share of the float graph's score that the written graph loses."""
+    open_classes: tuple[str, ...]
+    """Limits of classes that the written graph does not hold for certain, in words."""
     repairs: tuple[Repair, ...]
     """Repairs that the written graph has, in order."""
     steps: tuple[Step, ...]
@@ -143,6 +149,7 @@ def quantize_repaired(
 
     `reference` is the float graph whose accuracy counts as 100 %, `ranges` is the file of quantize_ptq for `model`.
     """
+    from tasks.parts.data.class_limits import ClassLimits
     from tasks.parts.onnx_graphs.graph import read_graph, write_graph
     from tasks.parts.quantization.gates import open_gates
     from tasks.parts.quantization.qdq import insert_qdq, read_calibrator, read_ranges, write_ranges
@@ -155,6 +162,8 @@ def quantize_repaired(
         data,
         max_score_rel_loss=cfg.max_score_rel_loss,
         max_parent_rel_loss=cfg.max_parent_rel_loss,
+        class_limits=ClassLimits(cfg.class_limits, cfg.class_floors),
+        stage="quantize_repaired",
         num_images=cfg.num_val_images,
         batch_size=cfg.batch_size,
         activations=activations,
@@ -177,6 +186,9 @@ def quantize_repaired(
     write_ranges(out / "ranges.json", read_calibrator(ranges)[0], activations, best.ranges)
     write_table(out / "steps.csv", steps)
     results = best.evaluation.results
+    open_classes = gates.open_classes(results)
+    for text in open_classes:
+        logger.warning("quantize_repaired: %s", text)
     logger.info(
         "quantize_repaired: val score %.4f (PTQ %.4f, float %.4f)",
         best.score,
@@ -192,6 +204,7 @@ def quantize_repaired(
         score=best.score,
         score_rel_loss=gates.score_rel_loss(results),
         parent_rel_loss=gates.parent_rel_loss(results),
+        open_classes=open_classes,
         repairs=best.repairs[1:],
         steps=tuple(steps),
     )
@@ -221,12 +234,15 @@ def _try_repairs(
         logger.info("%s: val score %.4f", repairs[-1], evaluation.score)
         return _Candidate(repairs, repaired, known, evaluation)
 
+    def rank(candidate: _Candidate) -> tuple[float, ...]:
+        return gates.rank(candidate.evaluation, evaluator)
+
     tried = [evaluate((Repair.none,), graph, ranges)]
     if tried[0].score >= evaluator.float_score and gates.hold(tried[0].evaluation.results):
         return tried
     for repair, equalized, known in _equalized(cfg, graph, calibrator, coarsest(evaluator.activations), data):
         tried.append(evaluate((Repair.none, repair), equalized, known))
-    base = max(tried, key=lambda candidate: evaluator.rank(candidate.evaluation))
+    base = max(tried, key=rank)
     round_to_levels = partial(round_weights, num_bits=weight_bits(base.evaluation.activations))
     for repair, change in (
         (Repair.bias_correction, correct_biases),
@@ -251,12 +267,16 @@ def _try_repairs(
 
 def _choose(tried: list[_Candidate], evaluator: "GraphEvaluator", gates: "AccuracyGates") -> _Candidate:
     """Return the best candidate, on a tie the first; of those without fitted repairs if it is beyond a gate."""
-    best = max(tried, key=lambda candidate: evaluator.rank(candidate.evaluation))
+
+    def rank(candidate: _Candidate) -> tuple[float, ...]:
+        return gates.rank(candidate.evaluation, evaluator)
+
+    best = max(tried, key=rank)
     if gates.standing(best.evaluation.results) is not Standing.beyond:
         return best
     return max(
         (candidate for candidate in tried if not _FITTED.intersection(candidate.repairs)),
-        key=lambda candidate: evaluator.rank(candidate.evaluation),
+        key=rank,
     )
 
 

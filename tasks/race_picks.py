@@ -1,9 +1,11 @@
 """Race the picks of all targets against each other, on the machine that they were measured on.
 
 ``benchmark`` compares the engines of one target. The latencies of different targets come from different minutes; here
-all picks and the reference run in the same rounds, so that the order of the targets rests on one race.
+all picks and the reference run in the same rounds, so that the order of the targets rests on one race. The engine
+report gets the result in its headline.
 """
 
+import html
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,15 +77,17 @@ def reads(_: Config, *, builds: Path, picks: Path, **_others: Path) -> dict[str,
     return {"builds": [engine_folder(builds, row.variant, target) for target, row in rows.items()]}
 
 
-def race_picks(cfg: Config, *, builds: Path, picks: Path, reference: Path, out: Path) -> Report:
-    """Run the picks of this machine and the reference engine in the same rounds; write ranking.md.
+def race_picks(cfg: Config, *, builds: Path, picks: Path, page: Path, reference: Path, out: Path) -> Report:
+    """Run the picks of this machine and the reference engine in the same rounds; write ranking.md and report.html.
 
     ``builds`` has a ``*`` in place of the variant and of the target: engine folders, and nothing beside them.
-    ``picks`` is the picks.json of select_engine. A pick that was measured on another machine takes no part. Raises
+    ``picks`` and ``page`` are picks.json and report.html of select_engine; the written page is the same with the
+    result of the race. A pick that was measured on another machine takes no part. Raises
     ArtifactError if a picked engine is not the file that was measured, or if a process dies.
     """
     from tasks.parts.engines.manifest import read_engine_manifest
     from tasks.parts.selection.engine_row import MACHINE, read_picks
+    from tasks.parts.selection.headline import RACE_PENDING
 
     rows, machine_id = read_picks(picks), read_machine_id()
     measured_on = {target: row.conditions[MACHINE] for target, row in rows.items()}
@@ -98,8 +102,10 @@ def race_picks(cfg: Config, *, builds: Path, picks: Path, reference: Path, out: 
     race, surroundings = _race(cfg, engines, reference, device)
     ranking = _rank(race, rows) if race else ()
     is_inconclusive = race is not None and race.aa_ratio.spread > cfg.max_aa_spread
-    text = _describe(ranking, elsewhere, is_inconclusive=is_inconclusive)
-    (out / "ranking.md").write_text(text, encoding="utf-8")
+    headline = describe_race(ranking, elsewhere, race, is_inconclusive=is_inconclusive)
+    (out / "ranking.md").write_text(_describe(headline, ranking, elsewhere), encoding="utf-8")
+    shown = page.read_text(encoding="utf-8").replace(RACE_PENDING, html.escape(headline, quote=False))
+    (out / "report.html").write_text(shown, encoding="utf-8")
     logger.info("race_picks: %d picks raced, %d measured on other machines", len(ranking), len(elsewhere))
     return Report(ranking, elsewhere, race, is_inconclusive, read_machine(device), surroundings)
 
@@ -142,16 +148,47 @@ def _rank(race: Race, rows: Mapping[str, "EngineRow"]) -> tuple[RankedPick, ...]
     return tuple(ranking)
 
 
-def _describe(ranking: tuple[RankedPick, ...], elsewhere: Mapping[str, str], *, is_inconclusive: bool) -> str:
+def describe_race(
+    ranking: tuple[RankedPick, ...],
+    elsewhere: Mapping[str, str],
+    race: Race | None,
+    *,
+    is_inconclusive: bool,
+) -> str:
+    """Return which pick is the fastest, or why that is not known, in a sentence."""
+    if race is None:
+        return (
+            f"Fewer than two picks were measured on this machine, so there was no race of picks: "
+            f"{'which is the fastest is not known' if elsewhere else 'there is nothing to compare'}."
+        )
+    if is_inconclusive:
+        return (
+            "Which pick is the fastest is not known: the machine was too noisy in the race of the picks, two "
+            f"processes of the same engine differed by up to {100 * race.aa_ratio.spread:.1f} %."
+        )
+    fastest, *others = ranking
+    as_fast = [f"{pick.variant} on {pick.target}" for pick in others if not pick.is_slower]
+    name = f"{fastest.variant} on {fastest.target}"
+    speed = f"{_in_words(fastest.vs_reference)} as the reference"
+    if as_fast:
+        return (
+            f"Noise hides which pick is the fastest: in one race of all picks {name} came first, {speed}, and "
+            f"{' and '.join(as_fast)} {'is' if len(as_fast) == 1 else 'are'} not certainly slower."
+        )
+    second = others[0]
+    assert second.lag is not None
+    return (
+        f"The fastest pick is {name}: in one race of all picks {speed}, and {_in_words(second.lag)} as "
+        f"{second.variant} on {second.target}, the next one."
+    )
+
+
+def _describe(headline: str, ranking: tuple[RankedPick, ...], elsewhere: Mapping[str, str]) -> str:
     notes = [
         f"The pick of {target} took no part: it was measured on another machine ({machine_id})."
         for target, machine_id in elsewhere.items()
     ]
-    if not ranking:
-        notes.insert(0, "Fewer than two picks were measured on this machine, so there was no race of picks.")
-    if is_inconclusive:
-        notes.insert(0, "The machine was too noisy: two processes of the same engine differed too much.")
-    return "\n\n".join([*([_table(ranking)] if ranking else []), *notes]) + "\n"
+    return "\n\n".join([headline, *([_table(ranking)] if ranking else []), *notes]) + "\n"
 
 
 def _table(ranking: tuple[RankedPick, ...]) -> str:

@@ -16,7 +16,8 @@ from tasks.core.reports import read_report, write_json
 from tasks.parts.measuring.load_report import LoadReport
 from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.selection.accuracy_gates import AccuracyGates, find_parents
-from tasks.parts.selection.engine_row import ENGINES_FILE, EngineRow, Verdict, flatten
+from tasks.parts.selection.engine_row import ENGINES_FILE, EngineRow, UnseenVerdict, Verdict, flatten
+from tasks.parts.selection.headline import class_warnings_of
 from tasks.parts.selection.stage_folders import StageFolders
 from tasks.parts.selection.verdicts import Gates, find_reference, judge_all, targets_without_pick
 
@@ -54,6 +55,11 @@ class Config:
     """Share of the score of its own float graph that an engine in reduced precision may lose, in the same way."""
     max_boundary_iou_rel_loss: Annotated[float, AtLeast(0), LessThan(1)] | None
     """Share of the reference's Boundary IoU that an engine may lose, in the same way; null for no limit."""
+    class_limits: dict[str, Annotated[float, AtLeast(0), LessThan(1)]]
+    """Class, or ``*`` for every class without a limit of its own -> share of its IoU (in classification: its recall)
+    in the reference that an engine may lose, in the same way; intervals are corrected for the number of limits."""
+    class_floors: dict[str, Annotated[float, MoreThan(0), LessThan(1)]]
+    """Class, or ``*`` -> IoU or recall that an engine has to reach for certain, whatever the reference reaches."""
     allow_unproven: bool
     """Whether an engine may be picked if there are too few images to tell whether it holds these gates."""
     ladder: Annotated[list[str], MinItems(1), Distinct(), "the float start first"]
@@ -113,6 +119,8 @@ class Pick:
     """Upper end of its 95 % interval."""
     unseen_score: float
     """Score on the split that nothing was decided on."""
+    unseen_verdict: UnseenVerdict
+    """Whether it holds there the accuracy gates by which it was picked."""
     speedup_vs_reference: float
     engine_sha256: str
     other_score: float | None = None
@@ -177,6 +185,9 @@ def select_engine(
     findings = judge(cfg, folders, loads)
     _write(findings, folders, {target: explanations / target for target in cfg.explained}, data, out)
     report = _report(findings)
+    for row in findings.picks:
+        if warning := class_warnings_of(row):
+            logger.warning("select_engine: %s: %s", row.name, warning)
     logger.info(
         "select_engine: %d of %d accepted, best %s", report.num_accepted, report.num_engines, report.best
     )
@@ -230,6 +241,7 @@ def judge(cfg: Config, folders: StageFolders, loads: Path | None = None) -> "Fin
         max_score_rel_loss=cfg.max_score_rel_loss,
         max_parent_rel_loss=cfg.max_parent_rel_loss,
         max_boundary_iou_rel_loss=cfg.max_boundary_iou_rel_loss,
+        class_limits=gates.accuracy.class_limits,
         unseen_split=gates.accuracy.unseen_split,
         benchmarks=benchmarks,
         loads=loaded,
@@ -237,13 +249,17 @@ def judge(cfg: Config, folders: StageFolders, loads: Path | None = None) -> "Fin
 
 
 def _accuracy_gates(cfg: Config, folders: StageFolders, rows: Sequence[EngineRow]) -> AccuracyGates:
-    from tasks.parts.selection.stage_reports import read_boundary_results, read_image_results
+    from tasks.parts.data.class_limits import ClassLimits
+    from tasks.parts.selection.stage_reports import read_boundary_results, read_classes, read_image_results
 
     reference = f"{cfg.float_reference.variant}-{cfg.float_reference.target}"
     measured = [row for row in rows if row.measured]
     read = {row.name: read_image_results(folders, row) for row in measured}
     has_limit = cfg.max_boundary_iou_rel_loss is not None
     boundaries = {row.name: read_boundary_results(folders, row) for row in measured} if has_limit else {}
+    classes = read_classes(folders, cfg.float_reference.variant, cfg.float_reference.target)
+    limits = ClassLimits(cfg.class_limits, cfg.class_floors)
+    limits.check_names(classes, "select_engine")
     return AccuracyGates(
         reference=reference,
         parents=find_parents(rows, cfg.parents, cfg.float_reference.target),
@@ -253,7 +269,10 @@ def _accuracy_gates(cfg: Config, folders: StageFolders, rows: Sequence[EngineRow
         unseen_results={name: results.unseen for name, results in read.items()},
         unseen_split=read[reference].unseen_split,
         max_boundary_iou_rel_loss=cfg.max_boundary_iou_rel_loss,
-        boundary_results=boundaries,
+        boundary_results={name: results.decisive for name, results in boundaries.items()},
+        unseen_boundary_results={name: results.unseen for name, results in boundaries.items()},
+        classes=classes,
+        class_limits=limits,
     )
 
 
@@ -304,6 +323,7 @@ def _pick(row: EngineRow) -> Pick:
         score_rel_loss=row.measured.losses.score_rel_loss,
         score_rel_loss_high=row.measured.losses.score_rel_loss_high,
         unseen_score=row.measured.unseen.unseen_score,
+        unseen_verdict=row.measured.unseen.unseen_verdict,
         speedup_vs_reference=row.measured.speed.speedup_vs_reference,
         engine_sha256=row.measured.engine_sha256,
         other_score=row.measured.accuracy.other_score,

@@ -365,11 +365,6 @@ def test_transparent_pixels_are_laid_over_black(tmp_path: Path) -> None:
     assert image[0, :, 0].tolist() == pytest.approx([0, 200, 100, 200], abs=1)
 
 
-def test_16_bit_image_keeps_its_high_byte(tmp_path: Path) -> None:
-    Image.fromarray(np.full((4, 4), 0x5AFF, np.uint16)).save(tmp_path / "a.png")
-    assert (read_image(tmp_path / "a.png", IMAGES) == 0x5A).all()
-
-
 def test_cmyk_jpeg_becomes_rgb(tmp_path: Path) -> None:
     Image.new("CMYK", (8, 8), (0, 255, 255, 0)).save(tmp_path / "a.jpg", quality=95)
     image = read_image(tmp_path / "a.jpg", IMAGES)
@@ -417,10 +412,13 @@ def test_arrays_have_any_number_of_channels(root: Path, tmp_path: Path, channels
 @pytest.mark.parametrize(
     ("array", "text"),
     [
-        (None, r"an image file, and prepare_data\.folder\.channels is 4.*numpy\.save as uint8"),
+        (
+            None,
+            r"an image file, which gives 1 or 3 channels, expected 4\. .*numpy\.save as .*folder\.channels to 3",
+        ),
         (
             np.zeros((16, 24, 4), np.float32),
-            r"holds float32 \[16, 24, 4\], expected uint8 \[height, width, 4\]",
+            r"holds values of type float32 from 0 to 0, expected uint8, or .*folder\.value_range",
         ),
         (np.zeros((16, 24, 5), np.uint8), r"holds uint8 \[16, 24, 5\].*prepare_data\.folder\.channels"),
         (b"no array", r"cannot be read as \.npy"),

@@ -9,7 +9,7 @@ from onnx import helper, numpy_helper, shape_inference
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.data.accuracy import Standing
-from tasks.parts.onnx_graphs.graph import read_graph, write_graph
+from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph, write_graph
 from tasks.parts.quantization.evaluation import open_evaluator
 from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes, read_ranges
 from tasks.quantize_partial import Config, Report, quantize_partial
@@ -19,6 +19,8 @@ CONFIG = Config(
     op_types=OP_TYPES,
     max_score_rel_loss=0.35,  # random weights: INT8 costs a quarter even with every layer balanced
     max_parent_rel_loss=0.99,
+    class_limits={},
+    class_floors={},
     num_candidates=3,
     max_float_layers=8,
     keep_float=[],
@@ -125,6 +127,48 @@ def test_a_search_that_gives_up_writes_the_best_graph_it_tried(unbalanced: Any, 
     written = read_graph(tmp_path / "model.onnx")
     evaluator = open_evaluator(read_graph(unbalanced.graph), unbalanced.data, num_images=0, batch_size=4)
     assert evaluator.evaluate(written).score == report.score
+
+
+def test_a_layer_stays_in_float_for_the_sake_of_one_class_c2(unbalanced: Any, tmp_path: Path) -> None:
+    """The score may lose nearly all, so that without a limit of a class the graph passes at once."""
+    loose: dict[str, Any] = {"max_score_rel_loss": 0.99, "max_parent_rel_loss": 0.99}
+    evaluator = open_evaluator(read_graph(unbalanced.graph), unbalanced.data, num_images=0, batch_size=4)
+    classes = read_card_of_graph(read_graph(unbalanced.graph)).classes
+    everything = insert_qdq(
+        read_graph(unbalanced.graph), read_ranges(unbalanced.ranges)[1], op_types=OP_TYPES
+    )
+    pairs = [evaluator.float_results.class_scores, evaluator.evaluate(everything).results.class_scores]
+    losses = {
+        name: 1 - after / before
+        for name, before, after in zip(classes, *pairs, strict=True)
+        if before and after is not None
+    }
+    worst = max(losses, key=lambda name: losses[name])
+    assert search(unbalanced, tmp_path, **loose).float_layers == ()
+    limit = losses[worst] / 2
+    report = search(unbalanced, tmp_path, **loose, class_limits={worst: limit}, max_float_layers=30)
+    assert report.float_layers, "some layer is in float now"
+    results = evaluator.evaluate(read_graph(tmp_path / "model.onnx")).results
+    assert (
+        1 - (results.class_scores[classes.index(worst)] or 0) / (pairs[0][classes.index(worst)] or 1)
+        < losses[worst]
+    ), "the class lost less"
+    if report.standing is not Standing.within:
+        assert all(f"(class_limits.{worst})" in text for text in report.open_classes)
+
+
+def test_a_limit_of_a_class_that_cannot_hold_is_named_and_unknown_ones_are_refused_c2(
+    unbalanced: Any, tmp_path: Path
+) -> None:
+    name = read_card_of_graph(read_graph(unbalanced.graph)).classes[0]
+    report = search(unbalanced, tmp_path, class_floors={name: 0.999}, max_float_layers=0)
+    assert report.standing is not Standing.within
+    assert len(report.open_classes) == 1
+    assert f"IoU of {name} " in report.open_classes[0] and f"(class_floors.{name})" in report.open_classes[0]
+    with pytest.raises(
+        ConfigError, match=rf"quantize_partial\.class_limits names nucleos, expected .*{name}"
+    ):
+        search(unbalanced, tmp_path, class_limits={"nucleos": 0.1})
 
 
 def test_the_preset_stays_in_float_and_is_named_as_such(unbalanced: Any, tmp_path: Path) -> None:

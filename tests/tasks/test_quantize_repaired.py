@@ -10,7 +10,7 @@ import pytest
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.accuracy import Standing
 from tasks.parts.data.dataset import open_images
-from tasks.parts.onnx_graphs.graph import read_graph
+from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.predict import predict_classes
 from tasks.parts.quantization.qdq import insert_qdq, read_calibrator, read_ranges
 from tasks.quantize_repaired import Config, Repair, Report, quantize_repaired
@@ -20,6 +20,8 @@ CONFIG = Config(
     op_types=OP_TYPES,
     max_score_rel_loss=0.35,  # random weights: INT8 costs a quarter even with every layer balanced
     max_parent_rel_loss=0.99,
+    class_limits={},
+    class_floors={},
     num_images=4,
     num_layer_images=4,
     num_val_images=0,
@@ -81,6 +83,15 @@ def test_weights_are_rounded_anew_where_the_gates_do_not_hold(unbalanced: Any, t
     assert report.standing is Standing.beyond
     assert report.score == max(step.score for step in report.steps[:2]), "fitted to layers that leave INT8"
     assert not {Repair.bias_correction, Repair.weight_rounding} & set(report.repairs)
+
+
+def test_repairs_go_on_while_a_class_is_below_its_floor_c2(unbalanced: Any, tmp_path: Path) -> None:
+    """Without the floor the graph of quantize_ptq holds these gates, and weights are not rounded anew."""
+    name = read_card_of_graph(read_graph(unbalanced.graph)).classes[0]
+    report = repair(unbalanced, tmp_path, max_score_rel_loss=0.99, class_floors={name: 0.999})
+    assert Repair.weight_rounding in [step.repair for step in report.steps]
+    assert report.standing is not Standing.within
+    assert [text.rpartition("(")[2] for text in report.open_classes] == [f"class_floors.{name})"]
 
 
 def test_nothing_is_tried_where_int8_is_as_good_as_float(unbalanced: Any, tmp_path: Path) -> None:

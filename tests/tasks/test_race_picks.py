@@ -12,10 +12,11 @@ from tasks.core.errors import ArtifactError
 from tasks.parts.data.accuracy import Accuracy
 from tasks.parts.engines.manifest import read_engine_manifest
 from tasks.parts.measuring.machine_state import read_machine_id
-from tasks.parts.measuring.reports import SpeedRatio, Timed
+from tasks.parts.measuring.reports import Race, SpeedRatio, Timed
 from tasks.parts.measuring.surroundings import QuietLimits
 from tasks.parts.selection.engine_row import MACHINE, EngineRow, Measured, Speed, Verdict, flatten
-from tasks.race_picks import Config, Report, race_picks, reads
+from tasks.parts.selection.headline import RACE_PENDING
+from tasks.race_picks import Config, RankedPick, Report, describe_race, race_picks, reads
 from tests.tasks.conftest import Workshop
 
 CONFIG = Config(
@@ -52,7 +53,10 @@ class Selection:
     def inputs(self) -> dict[str, Path]:
         picks = self.root / "picks.json"
         picks.write_text(json.dumps(self.rows), encoding="utf-8")
-        return {"builds": self.root / "builds/*/*/engine", "picks": picks, "reference": self.reference}
+        page = self.root / "report.html"
+        page.write_text(f"<p>{RACE_PENDING}</p>", encoding="utf-8")
+        builds = self.root / "builds/*/*/engine"
+        return {"builds": builds, "picks": picks, "page": page, "reference": self.reference}
 
 
 def row_of(variant: str, target: str, sha256: str) -> EngineRow:
@@ -116,6 +120,13 @@ def test_picks_are_ranked_by_the_ratios_of_one_race(selection: Selection) -> Non
     )
     table = (selection.root / "out" / "ranking.md").read_text(encoding="utf-8")
     assert table.index(f"| {first.target} |") < table.index(f"| {second.target} |")
+    headline = table.partition("\n")[0]
+    assert (
+        f"{first.variant} on {first.target}" in headline
+        and f"{second.variant} on {second.target}" in headline
+    )
+    assert ("The fastest pick is" in headline) == second.is_slower
+    assert (selection.root / "out" / "report.html").read_text(encoding="utf-8") == f"<p>{headline}</p>"
 
 
 def test_pick_of_another_machine_takes_no_part(selection: Selection) -> None:
@@ -125,9 +136,53 @@ def test_pick_of_another_machine_takes_no_part(selection: Selection) -> None:
     assert report.race is None and report.ranking == ()
     text = (selection.root / "out" / "ranking.md").read_text(encoding="utf-8")
     assert (
-        "no race" in text
+        "no race" in text.partition("\n")[0]
         and "cpu_openvino took no part: it was measured on another machine (another)" in text
     )
+
+
+def ranked(target: str, factor: float, lag: SpeedRatio | None, *, is_slower: bool) -> RankedPick:
+    ratio = SpeedRatio(target, "reference", factor, 0.98 * factor, 1.02 * factor)
+    return RankedPick(target, "int8", "0" * 64, ratio, lag, is_slower)
+
+
+def race_with(spread: float) -> Race:
+    control = SpeedRatio("control", "first", 1.0, 1 - spread, 1 + spread)
+    return Race((), control, 0.95, 1, 0.001, (), 1.0, 40, 0, (0,))
+
+
+@pytest.mark.parametrize(
+    ("is_slower", "spread", "words"),
+    [
+        (
+            True,
+            0.01,
+            "The fastest pick is int8 on a: in one race of all picks 20.00x as fast (19.60 to 20.40) as the "
+            "reference, and 1.10x as fast (1.05 to 1.15) as int8 on b, the next one.",
+        ),
+        (
+            False,
+            0.01,
+            "Noise hides which pick is the fastest: in one race of all picks int8 on a came first, 20.00x as fast "
+            "(19.60 to 20.40) as the reference, and int8 on b is not certainly slower.",
+        ),
+        (
+            True,
+            0.2,
+            "Which pick is the fastest is not known: the machine was too noisy in the race of the picks, two "
+            "processes of the same engine differed by up to 20.0 %.",
+        ),
+    ],
+)
+def test_the_headline_says_what_the_race_of_the_picks_says_e1(
+    is_slower: bool, spread: float, words: str
+) -> None:
+    lag = SpeedRatio("a", "b", 1.1, 1.05, 1.15)
+    ranking = (
+        ranked("a", 20.0, None, is_slower=False),
+        ranked("b", 18.2, lag, is_slower=is_slower),
+    )
+    assert describe_race(ranking, {}, race_with(spread), is_inconclusive=spread > 0.05) == words
 
 
 def test_engine_that_is_not_the_measured_one_is_refused(selection: Selection) -> None:

@@ -1,11 +1,14 @@
 """Verdicts, fronts and picks from the reports of the earlier stages; the readable reports."""
 
+import contextlib
 import dataclasses
 import hashlib
 import html
+import io
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,12 @@ import pytest
 import yaml
 from onnx import TensorProto, helper
 
+from flows.result_table import print_result
 from tasks import track
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.fingerprint import digest
+from tasks.core.reports import write_json
 from tasks.parts.builders.report import BuildCost, publish
 from tasks.parts.data.accuracy import Accuracy, AccuracyReport
 from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, boundaries_of, write_results
@@ -58,7 +63,8 @@ from tasks.parts.measuring.reports import (
     Timed,
 )
 from tasks.parts.measuring.surroundings import Quiet, Surroundings
-from tasks.parts.selection.engine_row import flatten, read_rows
+from tasks.parts.selection.engine_row import Verdict, flatten, read_rows
+from tasks.parts.selection.headline import EXPLAINED, RACE_PENDING
 from tasks.select_engine import Config, EngineName, Report, Technique, reads, select_engine
 from tests.conftest import checked
 
@@ -174,7 +180,9 @@ class Artifacts:
         self.race_changes: dict[str, tuple[float, float]] = {}
         self.scatter: dict[str, float] = {}
         self.unseen: dict[str, float] = {}
+        self.unseen_scatter: dict[str, float] = {}
         self.boundaries: dict[str, tuple[float, float]] = {}
+        self.ious: dict[str, tuple[float, float, float]] = {}
         for stage in ("build_engine", "validate", "measured", "diff_layers"):
             (root / stage).mkdir(parents=True)
 
@@ -200,13 +208,16 @@ class Artifacts:
             if miou is None:
                 continue
             scatter = self.scatter.get(address, 0.0)
-            scores = {"val": (miou, scatter), "test": (self.unseen.get(address, miou), scatter)}
+            unseen = self.unseen.get(address, miou), self.unseen_scatter.get(address, scatter)
+            scores = {"val": (miou, scatter), "test": unseen}
             if address in self.boundaries:
-                scores[boundaries_of("val")] = self.boundaries[address]
+                scores |= dict.fromkeys(map(boundaries_of, ("val", "test")), self.boundaries[address])
             splits = {}
             for split, (score, deviation) in scores.items():
                 waves = deviation * np.tile([1, -1, 2, -2], 100)
                 hits = np.rint(1e6 * (score + waves)).astype(np.int64)[:, None]
+                if address in self.ious and split in ("val", "test"):
+                    hits = np.rint(1e6 * (np.array(self.ious[address]) + waves[:, None])).astype(np.int64)
                 total = np.full_like(hits, 1_000_000)
                 splits[split] = ImageResults(hits, total, total, np.arange(400))
             write_results(folder / RESULTS_FILE, splits)
@@ -430,6 +441,8 @@ def config_for(artifacts: Artifacts, **changes: Any) -> Config:
         max_score_rel_loss=0.02,
         max_parent_rel_loss=0.02,
         max_boundary_iou_rel_loss=None,
+        class_limits={},
+        class_floors={},
         allow_unproven=False,
         parents={},
         ladder=LADDER,
@@ -678,6 +691,77 @@ def test_lost_boundaries_are_too_lossy_if_there_is_a_gate_for_them(artifacts, tm
         assert "It may lose at most 5 % of the reference's Boundary IoU, in the same way." in text
 
 
+def give_classes(artifacts: Artifacts, lost: float) -> str:
+    """Give every engine an IoU of each class; in the fastest one the last class loses, and the mean does not."""
+    for variant, target in MEASURED:
+        artifacts.ious[f"{variant}-{target}"] = (0.54,) * 3 if variant != "pruned_ptq" else (0.50,) * 3
+    name = "pruned_qat-cpu_onnxruntime"
+    artifacts.ious[name] = (0.54 + lost / 2, 0.54 + lost / 2, 0.54 - lost)
+    for address, ious in artifacts.ious.items():
+        artifacts.change("validate", address, "accuracy", miou=sum(ious) / 3)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (
+            {"class_limits": {"<b>seven</b>": 0.05}},
+            "IoU of <b>seven</b> 0.4860, 10.00 % below distilled-cpu_torch (0.5400, 95 %: -10.00 to -10.00 %), "
+            "allowed are 5 % (class_limits.<b>seven</b>)",
+        ),
+        ({"class_limits": {"*": 0.05}}, "(0.5400, 98.33 %: -10.00 to -10.00 %), allowed are 5 %"),
+        ({"class_floors": {"<b>seven</b>": 0.5}}, "wanted are 0.5 (class_floors.<b>seven</b>)"),
+    ],
+)
+def test_a_class_that_breaks_its_limit_is_named_in_the_verdict_c2(artifacts, tmp_path, limits, words) -> None:
+    name = give_classes(artifacts, 0.054)
+    report, rows = run(artifacts, tmp_path / "without")
+    assert rows[name]["verdict"] == "ACCEPT" and report.picks["cpu_onnxruntime"].variant == "pruned_qat"
+    assert rows[name]["class_losses"] == {} and rows[name]["class_warnings"] == []
+
+    report, rows = run(artifacts, tmp_path / "gate", **limits)
+    assert rows[name]["verdict"] == "TOO_LOSSY" and report.picks["cpu_onnxruntime"].variant == "pruned"
+    assert words in rows[name]["reason"]
+    [lost] = [loss for loss in rows[name]["class_losses"].values() if loss["high"] > loss["max_rel_loss"]]
+    assert lost["rel_loss"] == pytest.approx(0.1 if "class_limits" in limits else 1 - 0.486)
+    held = rows["pruned-cpu_onnxruntime"]
+    assert held["verdict"] == "ACCEPT"
+    assert (
+        f"{len(held['class_losses'])} of {len(held['class_losses'])} limits of classes hold" in held["reason"]
+    )
+    for page in ("report.md", "report.html"):
+        assert "Single classes, by IoU or recall: " in (tmp_path / "gate" / page).read_text(encoding="utf-8")
+    read_again = [flatten(row) for row in read_rows(tmp_path / "gate")]
+    assert json.loads(json.dumps(read_again)) == [*rows.values()]
+
+
+def test_too_few_images_to_tell_what_a_class_loses_are_unproven_c2(artifacts, tmp_path) -> None:
+    name = give_classes(artifacts, 0.0216)
+    artifacts.scatter_scores(name, 0.1)
+    _, rows = run(artifacts, tmp_path / "out", max_score_rel_loss=0.1, class_limits={"<b>seven</b>": 0.05})
+    row = rows[name]
+    assert row["verdict"] == "UNPROVEN" and row["images_needed"] > 400
+    assert "class_limits.<b>seven</b>" in row["reason"]
+
+
+def test_a_limit_of_an_unknown_class_is_refused_with_the_known_ones_c2(artifacts, tmp_path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"select_engine\.class_floors names eight, expected some of background"
+    ):
+        run(artifacts, tmp_path / "out", class_floors={"eight": 0.1})
+
+
+def test_a_pick_that_does_not_find_a_class_is_warned_of_without_any_key_c2(artifacts, tmp_path) -> None:
+    name = give_classes(artifacts, 0.54)
+    report, rows = run(artifacts, tmp_path / "out")
+    assert report.picks["cpu_onnxruntime"].variant == "pruned_qat"
+    assert rows[name]["class_warnings"] == ["IoU of <b>seven</b> is 0"]
+    for page in ("report.md", "report.html"):
+        text = html.unescape((tmp_path / "out" / page).read_text(encoding="utf-8"))
+        assert "Warning: IoU of <b>seven</b> is 0." in text.replace("\\<", "<"), page
+
+
 def test_too_few_images_to_tell_what_boundaries_lose_are_unproven(artifacts, tmp_path) -> None:
     give_boundaries(artifacts, 0.39, deviation=0.1)
     _, rows = run(artifacts, tmp_path / "out", max_boundary_iou_rel_loss=0.03)
@@ -711,14 +795,107 @@ def test_boundary_iou_is_one_column_of_the_engines_of_masks_and_of_no_others(art
     assert next(flatten(row) for row in read_rows(tmp_path / "with"))["boundary_iou"] == 0.40
 
 
-def test_a_pick_is_reported_on_the_unseen_split_and_warned_of_if_it_fails_there(artifacts, tmp_path) -> None:
-    artifacts.unseen["pruned_qat-cpu_onnxruntime"] = 0.50
+@pytest.mark.parametrize(
+    ("score", "deviation", "verdict", "why"),
+    [
+        (0.535, 0.0, "confirmed", ""),
+        (0.531, 0.1, "not confirmed", "1.67 % below distilled-cpu_torch (0.5400, 95 %: -"),
+        (
+            0.50,
+            0.0,
+            "refuted",
+            "7.41 % below distilled-cpu_torch (0.5400, 95 %: -7.41 to -7.41 %), allowed are 2 %",
+        ),
+    ],
+)
+def test_the_unseen_split_confirms_or_refutes_a_pick_in_these_words_c6(
+    artifacts, tmp_path, score, deviation, verdict, why
+) -> None:
+    name = "pruned_qat-cpu_onnxruntime"
+    artifacts.unseen[name], artifacts.unseen_scatter[name] = score, deviation
     report, rows = run(artifacts, tmp_path / "out")
+    row = rows[name]
+    pick = report.picks["cpu_onnxruntime"]
+    assert pick.unseen_score == pytest.approx(score)
+    assert row["picked"] and row["unseen_rel_loss"] == pytest.approx(1 - score / 0.54, abs=1e-4)
+    assert (row["unseen_verdict"], pick.unseen_verdict) == (verdict, verdict)
+    assert f"; {verdict} on test" in row["reason"] and why in row["unseen_reason"] and why in row["reason"]
+    assert rows["pruned-cpu_onnxruntime"]["unseen_verdict"] is None
+    for page in ("report.md", "report.html"):
+        text = html.unescape((tmp_path / "out" / page).read_text(encoding="utf-8"))
+        assert f"{verdict} on test" in text, page
+
+
+def test_the_unseen_split_is_held_against_every_gate_of_a_pick_c6(artifacts, tmp_path) -> None:
+    """The score itself holds; the float graph that it was made from scores far more on the unseen images."""
+    artifacts.unseen |= {"pruned_qat-cpu_onnxruntime": 0.54, "pruned-cpu_onnxruntime": 0.60}
+    _, rows = run(artifacts, tmp_path / "out", parents={"pruned_qat": "pruned"})
     row = rows["pruned_qat-cpu_onnxruntime"]
-    assert report.picks["cpu_onnxruntime"].unseen_score == pytest.approx(0.50)
-    assert row["picked"] and row["unseen_rel_loss"] == pytest.approx(1 - 0.50 / 0.54)
-    assert "warning: on the split test, on which nothing was decided" in row["reason"]
-    assert rows["pruned-cpu_onnxruntime"]["unseen_score"] is None
+    assert row["picked"] and row["unseen_verdict"] == "refuted"
+    assert "10.00 % below pruned-cpu_onnxruntime" in row["unseen_reason"]
+    assert "max_parent_rel_loss" in row["unseen_reason"]
+
+
+def shown_texts(folder: Path, report: Report) -> dict[str, str]:
+    """Return what the page, the Markdown and the console say first, as plain text."""
+    write_json(folder / "report.json", dataclasses.asdict(report))
+    page = html.unescape((folder / "report.html").read_text(encoding="utf-8"))
+    head = re.search(r"<header>(.*?)</header>", page, re.DOTALL)
+    assert head is not None
+    markdown = (folder / "report.md").read_text(encoding="utf-8").partition("## Picks")[0]
+    with capture_console() as printed:
+        print_result(folder)
+    return {"page": " ".join(re.sub(r"<[^>]*>", " ", head[1]).split()), "markdown": markdown, **printed}
+
+
+@contextlib.contextmanager
+def capture_console() -> Iterator[dict[str, str]]:
+    """Collect what is printed, with its lines joined."""
+    told: dict[str, str] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        yield told
+    told["console"] = " ".join(stream.getvalue().split())
+
+
+def test_several_picks_name_no_fastest_one_before_their_race_e1(artifacts, tmp_path) -> None:
+    """Their latencies are from different races: 1.1 ms here and 1.0 ms there order nothing."""
+    report, _ = run(artifacts, tmp_path / "out")
+    texts = shown_texts(tmp_path / "out", report)
+    for name, text in texts.items():
+        assert "2 picks, one for each target" in text, name
+        assert "The fastest engine that passes" not in text and "Best pick" not in text, name
+    for name in ("page", "markdown"):
+        assert RACE_PENDING in texts[name]
+    assert "0.660 ms" not in texts["page"], "no milliseconds of one target above the cards of all"
+
+
+def test_with_nothing_accepted_the_headline_says_so_and_what_unproven_means_e1(artifacts, tmp_path) -> None:
+    for name in artifacts.names:
+        if name != REFERENCE:
+            artifacts.scatter_scores(f"{name.variant}-{name.target}", 0.4)
+    report, rows = run(artifacts, tmp_path / "out", allow_unproven=True, max_score_rel_loss=0.0)
+    picked = rows[f"{report.picks['cpu_onnxruntime'].variant}-cpu_onnxruntime"]
+    assert picked["verdict"] == "UNPROVEN"
+    for name, text in shown_texts(tmp_path / "out", report).items():
+        assert f"{picked['variant']} on cpu_onnxruntime is picked, but UNPROVEN." in text, name
+        assert EXPLAINED[Verdict.UNPROVEN] in text, name
+
+
+def test_a_race_that_was_too_noisy_is_told_in_the_headline_e1(artifacts, tmp_path) -> None:
+    for name in artifacts.names:
+        artifacts.change_race(f"{name.variant}-{name.target}", 0.2, aa_ratio_spread=0.2)
+    report, _ = run(artifacts, tmp_path / "out")
+    assert report.num_accepted == 0 and report.picks
+    for name, text in shown_texts(tmp_path / "out", report).items():
+        assert "No engine is accepted" in text, name
+        assert "are picked, but INCONCLUSIVE." in text and EXPLAINED[Verdict.INCONCLUSIVE] in text, name
+
+
+def test_without_a_pick_the_headline_counts_the_verdicts_e1(artifacts, tmp_path) -> None:
+    report, _ = run(artifacts, tmp_path / "out", max_latency_ms=0.001)
+    assert report.picks == {}
+    for name, text in shown_texts(tmp_path / "out", report).items():
+        assert "No engine passes" in text and "Of 6 engines: 5 TOO_SLOW, 1 TOO_LOSSY." in text, name
 
 
 def test_engines_of_a_target_that_was_not_measured_are_refused(artifacts, tmp_path) -> None:
@@ -856,6 +1033,7 @@ def as_tuples(row: dict[str, Any]) -> dict[str, Any]:
     front = row["load_front"]
     return row | {
         "load_front": front if front is None else tuple(front),
+        "class_warnings": tuple(row["class_warnings"]),
         "suspect_layers": tuple(row["suspect_layers"]),
     }
 

@@ -1,13 +1,12 @@
 """Compare the scores of two predictors on the same images, with intervals.
 
-N images, K groups of images that belong together, C classes, B resamples.
+N images, K groups of images that belong together, C classes.
 """
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -23,13 +22,11 @@ from tasks.parts.data.metrics import boundaries
 
 RESULTS_FILE = "images.npz"
 
-_NUM_RESAMPLES = 2000
 _SEED = 0
-"""The same for all predictors, so that their resampled scores are paired."""
-_TAIL = 0.025
-"""Share of an interval's error at each end: intervals are of 95 %."""
-_TAIL_OF_CHANGED = 0.001
-"""The part of `_TAIL` that is spent on the share of images that change at all."""
+LEVEL = 0.95
+"""How often the intervals hold the truth, unless another level is asked for."""
+_TAIL_OF_CHANGED = 0.04
+"""The part of an end's error that is spent on the share of images that change at all."""
 _MOST_AT_STAKE = 0.9
 """Share of its money that a bet may lose at most."""
 _TINY = 1e-12
@@ -38,9 +35,10 @@ _MAX_SQNR_DB = 200.0
 _NUM_SHARES = 4
 """Shares of changed images at which a probability is evaluated to find its maximum."""
 _BISECTIONS = 16
-_DRAWS_PER_BLOCK = 1 << 22
+_FEWEST_GROUPS = 1.001
+"""Fewer than so many groups of equal weight are one, whose spread is unknown."""
 _MAX_FACTOR = 1024.0
-"""Estimates of the images needed end at this multiple of those at hand."""
+"""Estimates of the groups needed end at this multiple of those at hand."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,10 @@ class ImageResults:
     """Pixels of each class in the label."""
     groups_N: NDArray[np.int64]
     """Number of each image's group, 0 .. K - 1. Images of one video, for example, are one group."""
+    class_N: NDArray[Any] | None = None
+    """True class of each image in classification; else None."""
+    by_class: "ImageResults | None" = None
+    """The same images class by class, if the score is that of a metric of the user's own; else None."""
 
     @property
     def num_images(self) -> int:
@@ -71,6 +73,11 @@ class ImageResults:
     def num_groups(self) -> int:
         """Number of groups K."""
         return int(self.groups_N.max()) + 1
+
+    @property
+    def are_grouped(self) -> bool:
+        """Whether some of the images belong together."""
+        return self.num_groups < self.num_images
 
     @property
     def score(self) -> float:
@@ -85,18 +92,22 @@ class ImageResults:
             float(hits / union) if union else None for hits, union in zip(hits_C, union_C, strict=True)
         )
 
-    @cached_property
-    def resampled_scores(self) -> NDArray[np.float64]:
-        """Scores [B] of resamples of the groups, the same resamples for all predictors of a split."""
+    @property
+    def counts_of_groups(self) -> tuple[NDArray[np.float64], ...]:
+        """The sums of hits, union and labels in each group, [K, C]."""
         by_group = []
         for counts_NC in self.counts:
             counts_KC = np.zeros((self.num_groups, counts_NC.shape[1]))
             np.add.at(counts_KC, self.groups_N, counts_NC)
             by_group.append(counts_KC)
-        blocks = [
-            _scores(*(times_BK @ counts_KC for counts_KC in by_group)) for times_BK in _draws(self.num_groups)
-        ]
-        return np.concatenate(blocks)
+        return tuple(by_group)
+
+    def of_class(self, number: int) -> "ImageResults":
+        """Return the results of one class alone, whose score is its IoU."""
+        only = slice(number, number + 1)
+        return ImageResults(
+            self.hits_NC[:, only], self.union_NC[:, only], self.labels_NC[:, only], self.groups_N
+        )
 
     @property
     def counts(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -131,7 +142,8 @@ def compare_with_labels(
         return ImageResults(signal_NC - noise_NC, signal_NC, signal_NC, groups_N)
     if task is Task.classification:
         ones_NC = np.ones((num_images, 1), np.int64)
-        return ImageResults((prediction == labels).astype(np.int64)[:, None], ones_NC, ones_NC, groups_N)
+        hits_NC = (prediction == labels).astype(np.int64)[:, None]
+        return ImageResults(hits_NC, ones_NC, ones_NC, groups_N, class_N=np.asarray(labels))
     is_counted = labels != IGNORE_INDEX
     return ImageResults(*_count_pixels(prediction, labels, num_classes, is_counted, is_counted), groups_N)
 
@@ -205,34 +217,45 @@ def energy(values: NDArray[Any], output_sizes: Sequence[int] = ()) -> NDArray[np
 def join_results(parts: Sequence[ImageResults], groups_N: NDArray[np.int64]) -> ImageResults:
     """Return the results of several batches as one, with the groups of all images."""
     hits_NC, union_NC, labels_NC = map(np.concatenate, zip(*(part.counts for part in parts), strict=True))
-    return ImageResults(hits_NC, union_NC, labels_NC, groups_N)
+    classes = [part.class_N for part in parts if part.class_N is not None]
+    by_class = [part.by_class for part in parts if part.by_class is not None]
+    return ImageResults(
+        hits_NC,
+        union_NC,
+        labels_NC,
+        groups_N,
+        np.concatenate(classes) if classes else None,
+        join_results(by_class, groups_N) if by_class else None,
+    )
 
 
-def score_loss(engine: ImageResults, reference: ImageResults) -> ScoreLoss:
-    """Return the loss of an engine against a reference on the same images, with its 95 % interval.
+def score_loss(engine: ImageResults, reference: ImageResults, *, level: float = LEVEL) -> ScoreLoss:
+    """Return the loss of an engine against a reference on the same images, with its interval.
 
-    mIoU: bootstrap over groups, both scored on the same resamples (Efron and Tibshirani 1993), with percentiles that
-    are expanded for few groups (Hesterberg 2015, "What Teachers Should Know About the Bootstrap", section 5.3). The
-    same for values and for a metric of the user's own.
-    Top-1 accuracy, and any metric that calls images right or wrong: exact, because a bootstrap without disagreements
-    has no width; see `_upper_bound`, and `_upper_bound_of_mean` for images in groups. The interval is that of the
+    `level` is how often the interval holds the true loss; of `num` losses all hold it with `LEVEL` if each interval
+    is of 1 - (1 - LEVEL) / num (Bonferroni). The loss of one class: ``score_loss(engine.of_class(number), ..)``.
+
+    mIoU, values and a metric of the user's own: Student's t around the measured loss, see `_jackknife_interval`.
+    Top-1 accuracy, and any metric that calls images right or wrong: exact, because without disagreements nothing
+    deviates; see `_upper_bound`, and `_upper_bound_of_mean` for images in groups. The interval is that of the
     difference between the two accuracies, divided by the reference's accuracy as measured: the sampling error of this
-    divisor, and of the mean size of a group, is not a part of it. (The bootstrap resamples the divisor too.)
+    divisor, and of the mean size of a group, is not a part of it. (The jackknife includes that of the divisor.)
     A single group proves nothing: its interval reaches from -1 to 1.
     """
     _check_paired(engine, reference)
-    return _loss(engine, reference, 1.0)
+    return _loss(engine, reference, level, 1.0)
 
 
-def images_needed(engine: ImageResults, reference: ImageResults, max_rel_loss: float) -> int | None:
-    """Return how many images would tell on which side of a limit the loss is, if it stays what it is.
+def groups_needed(
+    engine: ImageResults, reference: ImageResults, max_rel_loss: float, *, level: float = LEVEL
+) -> int | None:
+    """Return how many groups would tell on which side of a limit the loss is, if it and their spread stay.
 
-    None if more than 1024 times as many as there are. The width of a bootstrap interval is taken to shrink with the
-    root of the number of images.
+    An image that belongs to no group counts as one. None if more than 1024 times as many as there are.
     """
 
     def is_decided(factor: float) -> bool:
-        return _loss(engine, reference, factor).standing(max_rel_loss) is not Standing.unproven
+        return _loss(engine, reference, level, factor).standing(max_rel_loss) is not Standing.unproven
 
     high = 1.0
     while not is_decided(high):
@@ -243,7 +266,7 @@ def images_needed(engine: ImageResults, reference: ImageResults, max_rel_loss: f
     while high - low > 0.02 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if is_decided(middle) else (middle, high)
-    return math.ceil(engine.num_images * high)
+    return math.ceil(engine.num_groups * high)
 
 
 def boundaries_of(split: str) -> str:
@@ -252,9 +275,16 @@ def boundaries_of(split: str) -> str:
 
 
 def write_results(path: Path, splits: Mapping[str, ImageResults]) -> None:
-    """Write the results of each split as arrays named ``<split>_hits``, ``_union``, ``_labels`` and ``_groups``."""
+    """Write the results of each split as arrays named ``<split>_hits``, ``_union``, ``_labels`` and ``_groups``.
+
+    ``<split>_class`` are the true classes of images; the results class by class of a metric of the user's own are
+    those of another split, ``<split>_by_class``.
+    """
     arrays = {}
-    for split, results in splits.items():
+    parts = {_by_class(split): results.by_class for split, results in splits.items() if results.by_class}
+    for split, results in {**splits, **parts}.items():
+        if results.class_N is not None:
+            arrays[f"{split}_class"] = results.class_N
         names = ("hits", "union", "labels", "groups")
         for name, array in zip(names, (*results.counts, results.groups_N), strict=True):
             arrays[f"{split}_{name}"] = array.astype(np.int32) if array.dtype.kind in "iu" else array
@@ -269,58 +299,93 @@ def read_results(path: Path, split: str) -> ImageResults:
             hits, union, labels, groups = (
                 array.astype(np.int64) if array.dtype.kind in "iu" else array for array in read
             )
+            class_N = arrays.get(f"{split}_class")
+            has_classes = f"{_by_class(split)}_hits" in arrays
     except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
         raise ArtifactError(
             f"{path}: no results of the images of split '{split}' ({error!r}). Run validate again."
         ) from error
-    return ImageResults(hits, union, labels, groups)
+    by_class = read_results(path, _by_class(split)) if has_classes else None
+    return ImageResults(hits, union, labels, groups, class_N, by_class)
 
 
-def _loss(engine: ImageResults, reference: ImageResults, factor: float) -> ScoreLoss:
-    """Return the loss with the interval that `factor` times as many images would give."""
+def _by_class(split: str) -> str:
+    return f"{split}_by_class"
+
+
+def _loss(engine: ImageResults, reference: ImageResults, level: float, factor: float) -> ScoreLoss:
+    """Return the loss with the interval that `factor` times as many groups would give."""
     score = reference.score
-    if not score or engine.num_groups == 1:
-        return ScoreLoss(1 - engine.score / score if score else 0.0, -1.0, 1.0)
-    loss = 1 - engine.score / score
+    loss = 1 - engine.score / score if score else 0.0
+    if not score or _effective_groups(engine) < _FEWEST_GROUPS:
+        return ScoreLoss(loss, -1.0, 1.0)
     if engine.is_right_or_wrong and reference.is_right_or_wrong:
-        low, high = _exact_interval(engine, reference, factor)
+        low, high = _exact_interval(engine, reference, (1 - level) / 2, factor)
         return ScoreLoss(loss, low / score, high / score)
-    low, high = _bootstrap_interval(engine, reference)
-    return ScoreLoss(loss, loss + (low - loss) / math.sqrt(factor), loss + (high - loss) / math.sqrt(factor))
+    return ScoreLoss(loss, *_jackknife_interval(engine, reference, level, factor))
 
 
-def _bootstrap_interval(engine: ImageResults, reference: ImageResults) -> tuple[float, float]:
-    from scipy.special import ndtr, stdtrit
+def _jackknife_interval(
+    engine: ImageResults, reference: ImageResults, level: float, factor: float
+) -> tuple[float, float]:
+    """Return the interval of Student's t whose standard error is the jackknife's over groups (Tukey 1958).
 
-    scores, bases = engine.resampled_scores, reference.resampled_scores
-    losses = 1 - np.divide(scores, bases, out=np.ones_like(scores), where=bases > 0)
-    num_groups = engine.num_groups
-    tail = ndtr(math.sqrt(num_groups / (num_groups - 1)) * stdtrit(num_groups - 1, _TAIL))
-    low, high = np.quantile(losses, [tail, 1 - tail])
-    return float(low), float(high)
+    The loss is computed anew without each group in turn. A group that outweighs the others moves it most where it is
+    left out, so unlike linearised contributions the jackknife does not take the spread of few and unequal groups for
+    smaller than it is (Bell and McCaffrey, "Bias reduction in standard errors for linear regression with multi-stage
+    samples", Survey Methodology 28, 2002). The degrees of freedom are those of as many equal groups as prove as much.
+    """
+    from scipy.special import stdtrit
+
+    loss, num_groups = 1 - engine.score / reference.score, engine.num_groups
+    scores_K, bases_K = _scores_without_each_group(engine), _scores_without_each_group(reference)
+    losses_K = 1 - np.divide(scores_K, bases_K, out=np.zeros_like(scores_K), where=bases_K > 0)
+    variance = (num_groups - 1) / num_groups * float(np.square(losses_K - loss).sum()) / factor
+    degrees = max(1.0, factor * _effective_groups(engine) - 1)
+    reach = float(stdtrit(degrees, (1 + level) / 2)) * math.sqrt(variance)
+    return loss - reach, loss + reach
 
 
-def _exact_interval(engine: ImageResults, reference: ImageResults, factor: float) -> tuple[float, float]:
-    """Return an interval of the loss of top-1 accuracy that covers it in at least 95 % of all cases, for any N."""
+def _scores_without_each_group(results: ImageResults) -> NDArray[np.float64]:
+    """Return the score of all other groups, [K]."""
+    return _scores(*(counts_KC.sum(axis=0) - counts_KC for counts_KC in results.counts_of_groups))
+
+
+def _effective_groups(results: ImageResults) -> float:
+    """Return the number of equal groups that prove as much (Kish, "Survey Sampling", 1965, section 11.7).
+
+    A group weighs its share of the labels of a class, averaged over the classes, as the score averages over them.
+    """
+    labels_KC = results.counts_of_groups[2]
+    total_C = labels_KC.sum(axis=0)
+    weights_K = (labels_KC[:, total_C > 0] / total_C[total_C > 0]).sum(axis=1)
+    squares = float(np.square(weights_K).sum())
+    return float(weights_K.sum()) ** 2 / squares if squares else 0.0
+
+
+def _exact_interval(
+    engine: ImageResults, reference: ImageResults, tail: float, factor: float
+) -> tuple[float, float]:
+    """Return an interval of the lost accuracy that misses it on either side in at most `tail` of all cases."""
     lost_N = reference.hits_NC[:, 0] - engine.hits_NC[:, 0]  # 1, 0 or -1
     num = round(factor * engine.num_groups)
     if engine.num_groups == engine.num_images:
         lost, gained = (factor * int((lost_N == sign).sum()) for sign in (1, -1))
         return (
-            -_upper_bound(math.ceil(gained), math.floor(lost), num),
-            _upper_bound(math.ceil(lost), math.floor(gained), num),
+            -_upper_bound(math.ceil(gained), math.floor(lost), num, tail),
+            _upper_bound(math.ceil(lost), math.floor(gained), num, tail),
         )
     sizes_K = np.bincount(engine.groups_N)
     lost_K = np.bincount(engine.groups_N, weights=lost_N) / sizes_K.max()
     scale = float(sizes_K.max() / sizes_K.mean())
-    return -scale * _upper_bound_of_mean(-lost_K, num), scale * _upper_bound_of_mean(lost_K, num)
+    return -scale * _upper_bound_of_mean(-lost_K, num, tail), scale * _upper_bound_of_mean(lost_K, num, tail)
 
 
-def _upper_bound_of_mean(values_K: NDArray[np.float64], num: int) -> float:
-    """Return an upper bound of the mean of independent values from -1 to 1 that is too low in at most 2.5 % of cases.
+def _upper_bound_of_mean(values_K: NDArray[np.float64], num: int, tail: float) -> float:
+    """Return an upper bound of the mean of independent values from -1 to 1, too low in at most `tail` of all cases.
 
     It is exact for any distribution: whoever bets that the values are smaller than a mean, and knows only the values
-    before each, multiplies his money by more than 1 / 0.025 in at most 2.5 % of cases if that is the mean
+    before each, multiplies his money by more than 1 / tail in at most `tail` of all cases if that is the mean
     (Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", Journal of the Royal
     Statistical Society B 86, 2024). The bound is the largest mean at which he does not. For another `num` the values
     are repeated or cut.
@@ -331,11 +396,11 @@ def _upper_bound_of_mean(values_K: NDArray[np.float64], num: int) -> float:
     mean_T = (0.5 + np.cumsum(values_T)) / count_T
     spread_T = (0.25 / num + np.cumsum((values_T - mean_T) ** 2)) / count_T
     known_T = np.concatenate([[0.25 / num], spread_T[:-1]])
-    bet_T = np.sqrt(-2 * math.log(_TAIL) / (num * known_T))
+    bet_T = np.sqrt(-2 * math.log(tail) / (num * known_T))
 
     def is_refuted(mean: float) -> bool:
         stake_T = np.minimum(bet_T, _MOST_AT_STAKE / max(1 - mean, _TINY))
-        return float(np.log1p(stake_T * (mean - values_T)).sum()) >= -math.log(_TAIL)
+        return float(np.log1p(stake_T * (mean - values_T)).sum()) >= -math.log(tail)
 
     low, high = float(values_T.mean()), 1.0
     for _ in range(_BISECTIONS):  # the money grows with the mean that is bet against
@@ -344,8 +409,8 @@ def _upper_bound_of_mean(values_K: NDArray[np.float64], num: int) -> float:
     return 2 * high - 1
 
 
-def _upper_bound(lost: int, gained: int, num: int) -> float:
-    """Return the exact upper bound of the share of images lost minus the share gained.
+def _upper_bound(lost: int, gained: int, num: int, tail: float) -> float:
+    """Return the exact upper bound of the share of images lost minus the share gained; too low in `tail` of cases.
 
     Of all shares with which as few net losses as were seen are not too unlikely, it is the largest. The probability
     depends also on how many images change at all; its maximum is taken over the interval of that share, whose error
@@ -355,10 +420,10 @@ def _upper_bound(lost: int, gained: int, num: int) -> float:
     from scipy.fft import next_fast_len
     from scipy.special import betaincinv
 
-    changed = lost + gained
+    changed, of_changed = lost + gained, _TAIL_OF_CHANGED * tail
     ends = (
-        betaincinv(changed, num - changed + 1, _TAIL_OF_CHANGED / 2) if changed else 0.0,
-        betaincinv(changed + 1, num - changed, 1 - _TAIL_OF_CHANGED / 2) if changed < num else 1.0,
+        betaincinv(changed, num - changed + 1, of_changed / 2) if changed else 0.0,
+        betaincinv(changed + 1, num - changed, 1 - of_changed / 2) if changed < num else 1.0,
     )
     changed_G = np.linspace(*ends, _NUM_SHARES)
     length = next_fast_len(2 * num + 1)
@@ -378,7 +443,7 @@ def _upper_bound(lost: int, gained: int, num: int) -> float:
     low_G, high_G = -changed_G, changed_G.copy()
     for _ in range(_BISECTIONS):
         middle_G = (low_G + high_G) / 2
-        is_likely = probability(middle_G) > _TAIL - _TAIL_OF_CHANGED
+        is_likely = probability(middle_G) > tail - of_changed
         low_G, high_G = np.where(is_likely, middle_G, low_G), np.where(is_likely, high_G, middle_G)
     return float(high_G.max())
 
@@ -391,19 +456,8 @@ def _check_paired(engine: ImageResults, reference: ImageResults) -> None:
         )
 
 
-def _draws(num_groups: int) -> Iterator[NDArray[np.float64]]:
-    """Yield how many times each group is drawn, [b, K], in blocks of resamples."""
-    generator = np.random.default_rng(_SEED)
-    size = max(1, _DRAWS_PER_BLOCK // num_groups)
-    for start in range(0, _NUM_RESAMPLES, size):
-        num = min(size, _NUM_RESAMPLES - start)
-        drawn = generator.integers(0, num_groups, (num, num_groups)) + num_groups * np.arange(num)[:, None]
-        times = np.bincount(drawn.ravel(), minlength=num * num_groups)
-        yield times.reshape(num, num_groups).astype(np.float64)
-
-
 def _scores(hits_BC: NDArray[Any], union_BC: NDArray[Any], labels_BC: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the mean of hits / union over the classes that occur in the labels, [B]."""
+    """Return the mean of hits / union over the classes that occur in the labels, [B], for B sets of images."""
     is_present = labels_BC > 0
     shares = np.divide(hits_BC, union_BC, out=np.zeros(hits_BC.shape), where=is_present)
     mean: NDArray[np.float64] = shares.sum(axis=1) / np.maximum(is_present.sum(axis=1), 1)

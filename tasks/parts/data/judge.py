@@ -4,7 +4,7 @@ N images, C classes, H rows, W columns. Outputs are logits [N, C] or [N, C, H, W
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,11 @@ class Judge:
         """Return the results of consecutive images from number `start` on; `answers` are `answers_of` the outputs."""
         labels = self.labels[start : start + len(outputs)]
         if self.score_images is not None:
-            return results_of_scores(self.score_images(outputs, labels))
+            results = results_of_scores(self.score_images(outputs, labels))
+            if self.task is Task.values:
+                return results
+            by_class = compare_with_labels(answers, labels, self.num_classes, self.task)
+            return replace(results, by_class=by_class)
         return compare_with_labels(
             answers, labels, self.num_classes, self.task, output_sizes=self.output_sizes
         )

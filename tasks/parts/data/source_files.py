@@ -36,7 +36,7 @@ from tasks.parts.data.image_files import (
     thread_pool,
 )
 from tasks.parts.data.masks import MaskFile
-from tasks.parts.data.windows import Span, Window, cut_image, cut_mask
+from tasks.parts.reading.windows import Span, Window, cut_image, cut_mask
 
 RULES_FILE = "reading.json"
 

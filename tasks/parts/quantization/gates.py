@@ -1,21 +1,23 @@
 """The accuracy gates of select_engine, for graphs that are evaluated on validation images."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from onnx import ModelProto
 
 from tasks.parts.data.accuracy import ScoreLoss, Standing, worst
+from tasks.parts.data.class_limits import ClassCheck, ClassLimits, check_classes
 from tasks.parts.data.comparison import ImageResults, score_loss
+from tasks.parts.onnx_graphs.graph import read_card_of_graph
 from tasks.parts.quantization.config import Activations
-from tasks.parts.quantization.evaluation import GraphEvaluator, open_evaluator
+from tasks.parts.quantization.evaluation import Evaluation, GraphEvaluator, open_evaluator
 
 
 @dataclass(frozen=True)
 class AccuracyGates:
-    """Limits of the losses against the reference and against the float graph.
+    """Limits of the losses against the reference and against the float graph, and of single classes.
 
     A gate holds if the upper end of the loss's 95 % interval is within it, as in select_engine. If there are too few
     images to prove that even for the float graph, the measured losses decide.
@@ -27,6 +29,9 @@ class AccuracyGates:
     parent: ImageResults
     """Results of the float graph that is quantized."""
     max_parent_rel_loss: float
+    classes: Sequence[str] = ()
+    """Names of the classes, in the order of the model."""
+    class_limits: ClassLimits = field(default_factory=lambda: ClassLimits({}, {}))
 
     @cached_property
     def standing_of_float(self) -> Standing:
@@ -41,26 +46,49 @@ class AccuracyGates:
         """Return the loss against the float graph."""
         return score_loss(results, self.parent)
 
+    def check_classes(self, results: ImageResults) -> list[ClassCheck]:
+        """Hold single classes against their limits; empty without any."""
+        if not self.class_limits:
+            return []
+        return check_classes(results, self.reference, self.classes, self.class_limits, "the float reference")
+
     def standing(self, results: ImageResults) -> Standing:
-        """Return the worse of the standings at both gates."""
+        """Return the worst of the standings at all gates."""
         return worst(
             (
                 self.score_rel_loss(results).standing(self.max_score_rel_loss),
                 self.parent_rel_loss(results).standing(self.max_parent_rel_loss),
+                *(check.standing for check in self.check_classes(results)),
             )
         )
 
     def hold(self, results: ImageResults) -> bool:
-        """Return whether both gates hold."""
+        """Return whether all gates hold."""
         if self.standing_of_float is Standing.within:
             return self.standing(results) is Standing.within
-        return all(
+        return self._excess_of_classes(results) == 0 and all(
             results.score >= base.score * (1 - limit)
             for base, limit in (
                 (self.reference, self.max_score_rel_loss),
                 (self.parent, self.max_parent_rel_loss),
             )
         )
+
+    def rank(self, evaluation: Evaluation, evaluator: GraphEvaluator) -> tuple[float, ...]:
+        """Return what makes one graph better than another, larger is better: first its classes, then all else.
+
+        Without limits of classes the evaluator's rank decides. Else a search for the best score would leave a class
+        beyond its limit that hardly moves the score.
+        """
+        return -self._excess_of_classes(evaluation.results), *evaluator.rank(evaluation)
+
+    def open_classes(self, results: ImageResults) -> tuple[str, ...]:
+        """Return the limits of classes that do not hold for certain, in words."""
+        checks = self.check_classes(results)
+        return tuple(str(check) for check in checks if check.standing is not Standing.within)
+
+    def _excess_of_classes(self, results: ImageResults) -> float:
+        return sum(check.excess for check in self.check_classes(results))
 
 
 def open_gates(
@@ -70,11 +98,18 @@ def open_gates(
     *,
     max_score_rel_loss: float,
     max_parent_rel_loss: float,
+    class_limits: ClassLimits,
+    stage: str,
     num_images: int,
     batch_size: int,
     activations: Sequence[Activations],
 ) -> tuple[GraphEvaluator, AccuracyGates]:
-    """Run the float graph and the reference on the validation images; return what INT8 graphs are judged with."""
+    """Run the float graph and the reference on the validation images; return what INT8 graphs are judged with.
+
+    Raises ConfigError for a limit of `stage` on a class that the model does not have.
+    """
+    classes = read_card_of_graph(graph).classes
+    class_limits.check_names(classes, stage)
     evaluator, reference_evaluator = (
         open_evaluator(
             float_graph, data, num_images=num_images, batch_size=batch_size, activations=activations
@@ -86,4 +121,6 @@ def open_gates(
         max_score_rel_loss,
         evaluator.float_results,
         max_parent_rel_loss,
+        classes,
+        class_limits,
     )

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import dacite
 
 from tasks.core.reports import STRICT
-from tasks.parts.data.accuracy import Accuracy
+from tasks.parts.data.accuracy import Accuracy, Standing
 
 ENGINES_FILE = "engines.json"
 
@@ -39,6 +39,24 @@ class Verdict(StrEnum):
     PRECISION_MISMATCH = "PRECISION_MISMATCH"
     """It does not compute in the declared precision: measured, but never picked."""
     SKIPPED = "SKIPPED"
+
+
+class UnseenVerdict(StrEnum):
+    """What the split that nothing was decided on says about a pick that the validation images chose."""
+
+    confirmed = "confirmed"
+    """It holds every accuracy gate there, too."""
+    not_confirmed = "not confirmed"
+    """Too few images there to tell."""
+    refuted = "refuted"
+    """It certainly breaks a gate there."""
+
+
+UNSEEN_VERDICTS = {
+    Standing.within: UnseenVerdict.confirmed,
+    Standing.unproven: UnseenVerdict.not_confirmed,
+    Standing.beyond: UnseenVerdict.refuted,
+}
 
 
 @dataclass(frozen=True)
@@ -144,6 +162,18 @@ class Load:
 
 
 @dataclass(frozen=True)
+class ClassLoss:
+    """What an engine loses in one class, if a limit is about it."""
+
+    rel_loss: float
+    """Share of the class's score in the float reference; of a floor, what the score lacks to 1."""
+    low: float
+    """Lower end of its interval; the intervals of all classes together hold the truth in 95 % of cases."""
+    high: float
+    max_rel_loss: float
+
+
+@dataclass(frozen=True)
 class Losses:
     """What an engine loses on the validation images, as shares of a score; negative if it scores more."""
 
@@ -159,13 +189,19 @@ class Losses:
     parent_rel_loss_low: float
     parent_rel_loss_high: float
     images_needed: int | None
-    """Validation images that would tell whether both gates hold, if that is unproven; None otherwise, or if it would
-    take more than 1024 times as many as there are."""
+    """Validation images that would tell whether all gates hold, if that is unproven; None otherwise, if it would take
+    more than 1024 times as many as there are, or if some of them belong together."""
+    groups_needed: int | None
+    """The same as a number of groups, for images that belong together, such as the frames of a video."""
     boundary_iou_rel_loss: float | None
     """Share of the float reference's Boundary IoU that is lost; None without masks."""
     boundary_iou_rel_loss_low: float | None
     """Lower end of the 95 % interval; None unless a gate limits this loss."""
     boundary_iou_rel_loss_high: float | None
+    class_losses: dict[str, ClassLoss] = field(default_factory=dict)
+    """Limit, such as ``class_limits.nucleus`` -> what the engine loses there; empty without such limits."""
+    class_warnings: tuple[str, ...] = ()
+    """Classes that the engine does not find at all, or has certainly lost more than a third of, in words."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +215,10 @@ class Unseen:
     unseen_rel_loss_low: float
     """Lower end of the 95 % interval."""
     unseen_rel_loss_high: float
+    unseen_verdict: UnseenVerdict
+    """Whether it holds there the accuracy gates by which it was picked."""
+    unseen_reason: str
+    """The gates that it does not hold there for certain, in words; empty if it is confirmed."""
 
 
 @dataclass(frozen=True)

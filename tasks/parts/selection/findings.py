@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tasks.parts.data.accuracy import Accuracy, Similarity
+from tasks.parts.data.class_limits import EVERY, ClassLimits
 from tasks.parts.data.metrics import Metric
 from tasks.parts.measuring.load_report import LoadReport
 from tasks.parts.measuring.reports import BenchmarkReport
@@ -57,6 +58,8 @@ class Shown:
     """Score of a pick on the split that nothing was decided on."""
     unseen_change: str = NOTHING
     """Its change from the reference on that split, with the interval."""
+    unseen_verdict: str = NOTHING
+    """Whether that split confirms the pick."""
     p50_ms: str = NOTHING
     p50_interval: str = NOTHING
     """Its 95 % interval: ``0.151 to 0.158``."""
@@ -100,6 +103,7 @@ class Findings:
     """Split that the picks are reported on, and nothing is decided on."""
     benchmarks: Mapping[str, BenchmarkReport]
     """By target."""
+    class_limits: ClassLimits = field(default_factory=lambda: ClassLimits({}, {}))
     loads: Mapping[str, LoadReport] = field(default_factory=dict)
     """By target, as far as measure_load ran."""
 
@@ -115,6 +119,21 @@ class Findings:
             return ""
         limit = f"{100 * self.max_boundary_iou_rel_loss:g} %"
         return f" It may lose at most {limit} of the reference's Boundary IoU, in the same way."
+
+    @property
+    def class_gate(self) -> str:
+        """The sentence about the limits of classes, with a space before it; empty without any."""
+        parts = [
+            f"of {_class_of(name)} at most {100 * limit:g} % of the reference's score may be lost"
+            for name, limit in self.class_limits.max_rel_loss.items()
+        ]
+        parts += [
+            f"{_class_of(name)} has to reach {floor:g}" for name, floor in self.class_limits.floors.items()
+        ]
+        if not parts:
+            return ""
+        corrected = "by intervals that all hold together in 95 % of cases"
+        return f" Single classes, by IoU or recall: {', '.join(parts)}, {corrected}."
 
     @property
     def has_boundaries(self) -> bool:
@@ -205,6 +224,10 @@ class Findings:
         }
 
 
+def _class_of(name: str) -> str:
+    return "each other class" if name == EVERY else name
+
+
 def shown(row: EngineRow) -> Shown:
     """Format the numbers of an engine."""
     if row.measured is None:
@@ -224,6 +247,7 @@ def shown(row: EngineRow) -> Shown:
         f"({_span_of_change(unseen.unseen_rel_loss_low, unseen.unseen_rel_loss_high)})"
         if unseen
         else NOTHING,
+        unseen_verdict=unseen.unseen_verdict if unseen else NOTHING,
         p50_ms=milliseconds(speed.latency_ms_p50),
         p50_interval=f"{milliseconds(speed.latency_ms_p50_low)} to {milliseconds(speed.latency_ms_p50_high)}",
         p90_ms=milliseconds(speed.latency_ms_p90),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tasks.parts.selection.engine_row import EngineRow
 from tasks.parts.selection.findings import (
     NOTHING,
     Findings,
@@ -13,9 +14,11 @@ from tasks.parts.selection.findings import (
     signed,
     times,
 )
+from tasks.parts.selection.headline import class_warnings_of, explanations, race_note, summary_of, title_of
 from tasks.parts.selection.load_rows import LOAD_HEAD, LOAD_WORDS, TOGETHER_HEAD, load_rows, together_rows
 from tasks.parts.selection.markdown_details import next_engines, where_time_goes
 from tasks.parts.selection.markdown_table import safe, table
+from tasks.parts.selection.verdicts import describe_unseen
 
 
 def render_markdown(findings: Findings, data: Mapping[str, Any]) -> str:
@@ -34,6 +37,7 @@ def render_markdown(findings: Findings, data: Mapping[str, Any]) -> str:
         "## What the next engine costs" if findings.picks else "",
         next_engines(data),
         "## All engines",
+        " ".join(explanations(findings.rows)),
         _engines(findings),
         "## Cost of each engine",
         "Build, load and first call are single measurements: the load starts with the runtime imported and the file "
@@ -72,16 +76,13 @@ def _headline(findings: Findings) -> str:
         f"An engine is accepted if it loses at most {100 * findings.max_score_rel_loss:g} % of the "
         f"{reference.metric} of {reference.variant} on {reference.target} ({reference.score:.4f}) and, in reduced "
         f"precision, at most {100 * findings.max_parent_rel_loss:g} % of that of its own float graph: both by the "
-        "upper end of the loss's 95 % interval over the validation images." + findings.boundary_gate
+        "upper end of the loss's 95 % interval over the validation images."
+        + findings.boundary_gate
+        + findings.class_gate
     )
-    if not findings.picks:
-        return f"**No engine passes.** {gate}"
-    best = findings.picks[0]
-    numbers = shown(best)
-    return (
-        f"Best pick: **{best.variant} on {best.target}**, p50 {numbers.p50_ms} ms, {numbers.speedup} the speed of "
-        f"{best.speed_reference}, {reference.metric} {numbers.score} ({numbers.change}). {gate}"
-    )
+    rows = findings.rows
+    sentences = [f"**{safe(title_of(rows))}.**", *summary_of(rows), race_note(rows), gate]
+    return " ".join(sentence for sentence in sentences if sentence)
 
 
 def _picks(findings: Findings) -> str:
@@ -94,7 +95,7 @@ def _picks(findings: Findings) -> str:
             cells.score,
             f"{cells.change} ({cells.change_interval})",
             cells.unseen_score,
-            cells.unseen_change,
+            f"{cells.unseen_change}, {cells.unseen_verdict}",
             cells.size_mb,
         ]
         for row, cells in ((row, shown(row)) for row in findings.picks)
@@ -113,7 +114,19 @@ def _picks(findings: Findings) -> str:
     ]
     picks = table(head, rows) if rows else ""
     missing = [f"- {safe(target)}: no pick. {safe(why)}" for target, why in findings.without_pick.items()]
-    return "\n\n".join(part for part in (picks, "\n".join(missing)) if part)
+    verdicts = [f"- {safe(row.target)}: {row.verdict}, {_on_unseen(row)}." for row in findings.picks]
+    warnings = [
+        f"- {safe(row.name)}: {safe(warning)}"
+        for row in findings.picks
+        if (warning := class_warnings_of(row))
+    ]
+    lists = ("\n".join([*verdicts, *warnings]), "\n".join(missing))
+    return "\n\n".join(part for part in (picks, *lists) if part)
+
+
+def _on_unseen(row: EngineRow) -> str:
+    assert row.measured is not None and row.measured.unseen is not None
+    return safe(describe_unseen(row.measured.unseen))
 
 
 def _engines(findings: Findings) -> str:
@@ -203,7 +216,13 @@ def _classes(findings: Findings) -> str:
         [row.variant, row.target, *(_decimals(iou.get(name), 3) for name in classes)]
         for row, iou in findings.ious
     ]
-    return "## IoU per class\n\n" + table(["variant", "target", *classes], rows)
+    warnings = [
+        f"- {safe(row.name)}: {safe(warning)}"
+        for row in findings.ordered
+        if not row.picked and (warning := class_warnings_of(row))
+    ]
+    parts = ["## IoU per class", table(["variant", "target", *classes], rows), "\n".join(warnings)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _layers(findings: Findings) -> str:

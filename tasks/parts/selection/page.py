@@ -16,8 +16,17 @@ from tasks.parts.selection.findings import (
     signed,
     times,
 )
+from tasks.parts.selection.headline import (
+    EXPLAINED,
+    class_warnings_of,
+    explanations,
+    race_note,
+    summary_of,
+    title_of,
+)
 from tasks.parts.selection.load_rows import LOAD_HEAD, LOAD_WORDS, TOGETHER_HEAD, load_rows, together_rows
 from tasks.parts.selection.plots import colours
+from tasks.parts.selection.verdicts import describe_unseen
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -124,6 +133,13 @@ def render_page(findings: Findings, data: Mapping[str, Any]) -> str:
             )
             if rows
         ],
+        title=title_of(findings.rows),
+        summary=summary_of(findings.rows),
+        race_note=race_note(findings.rows),
+        explanations=explanations(findings.rows),
+        explained=EXPLAINED,
+        class_warnings_of=class_warnings_of,
+        describe_unseen=describe_unseen,
         shown=shown,
         signed=signed,
         times=times,

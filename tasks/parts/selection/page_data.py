@@ -107,17 +107,19 @@ def _engine(row: EngineRow, findings: Findings) -> dict[str, Any]:
     }
     dominating = None if row.pareto else _dominating(row, findings.rows)
     return known | {
-        "may_ship": row.verdict not in _NEVER_PICKED and _holds_boundaries(row, findings),
+        "may_ship": row.verdict not in _NEVER_PICKED and _holds_fixed_limits(row, findings),
         "dominated_by": dominating and dominating.variant,
         "iou": [_short(value) for value in accuracy.iou.values()],
         **{name: _short(value) for name, value in numbers.items()},
     }
 
 
-def _holds_boundaries(row: EngineRow, findings: Findings) -> bool:
-    """Return whether an engine keeps the limit of Boundary IoU, which no slider moves."""
+def _holds_fixed_limits(row: EngineRow, findings: Findings) -> bool:
+    """Return whether an engine keeps the limits of Boundary IoU and of classes, which no slider moves."""
     limit = findings.max_boundary_iou_rel_loss
     losses = row.measured.losses if row.measured else None
+    if losses and any(lost.high > lost.max_rel_loss for lost in losses.class_losses.values()):
+        return False
     loss = losses.boundary_iou_rel_loss_high if losses else None
     return limit is None or (loss is not None and loss <= limit)
 

@@ -22,6 +22,7 @@ from tasks.parts.selection.engine_row import (
     measured_names,
     read_rows,
 )
+from tasks.parts.selection.headline import class_warnings_of
 from tasks.parts.selection.stage_folders import StageFolders
 from tasks.parts.selection.stage_reports import engine_file, stage_keys, written_files
 
@@ -37,6 +38,10 @@ _TEXTS = (
     "outputs",
     "parent",
     "unseen_split",
+    "unseen_verdict",
+    "unseen_reason",
+    "class_losses",
+    "class_warnings",
     "is_inconclusive",
     "engine_sha256",
     "reference_sha256",
@@ -122,6 +127,11 @@ def _record(folders: StageFolders, row: EngineRow, data: DataSet, companions: Pa
             "load_setting": row.measured.load.load_setting,
             LOAD_FRONT_TAG: json.dumps([dataclasses.asdict(each) for each in row.measured.load.load_front]),
         }
+    losses, unseen = (row.measured.losses, row.measured.unseen) if row.measured else (None, None)
+    if unseen is not None:
+        tags |= {"unseen_verdict": unseen.unseen_verdict, "unseen_split": unseen.unseen_split}
+    if losses is not None and losses.class_warnings:
+        tags["class_warnings"] = class_warnings_of(row)
     keys = {f"key_{stage}": key for stage, key in stage_keys(folders, row).items()}
     return RunRecord(row.name, _metrics(row), tags | keys, artifacts, data)
 

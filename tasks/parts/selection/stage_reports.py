@@ -114,8 +114,13 @@ def read_image_results(folders: StageFolders, row: EngineRow) -> ValidatedImages
     return ValidatedImages(decisive, unseen, report.unseen_split)
 
 
-def read_boundary_results(folders: StageFolders, row: EngineRow) -> ImageResults:
-    """Read what validate wrote about the boundaries in each image of the split that decides.
+def read_classes(folders: StageFolders, variant: str, target: str) -> tuple[str, ...]:
+    """Read the names of the classes of an engine; empty for values."""
+    return read_engine_manifest(folders.of(variant, target)["build_engine"] / ENGINE_FOLDER).card.classes
+
+
+def read_boundary_results(folders: StageFolders, row: EngineRow) -> ValidatedImages:
+    """Read what validate wrote about the boundaries in each image.
 
     Raises ConfigError if the model has no masks.
     """
@@ -127,7 +132,11 @@ def read_boundary_results(folders: StageFolders, row: EngineRow) -> ImageResults
             f"select_engine.max_boundary_iou_rel_loss is set, but {row.name} has no Boundary IoU (its metric is "
             f"{report.accuracy.metric}), expected masks with labels. Set it to null."
         )
-    return read_results(folder / RESULTS_FILE, boundaries_of(report.split))
+    decisive, unseen = (
+        read_results(folder / RESULTS_FILE, boundaries_of(split))
+        for split in (report.split, report.unseen_split)
+    )
+    return ValidatedImages(decisive, unseen, report.unseen_split)
 
 
 def engine_file(folders: StageFolders, row: EngineRow) -> Path:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.accuracy import Standing, worst
+from tasks.parts.data.comparison import ImageResults
 from tasks.parts.measuring.pareto import pareto_front
 from tasks.parts.measuring.reports import BenchmarkReport
-from tasks.parts.selection.accuracy_gates import AccuracyGates, losses_of
-from tasks.parts.selection.engine_row import EngineRow, Measured, Speed, Unseen, Verdict, rungs
+from tasks.parts.selection.accuracy_gates import AccuracyGates, describe, losses_of
+from tasks.parts.selection.engine_row import EngineRow, Losses, Measured, Speed, Unseen, Verdict, rungs
 
 _HOLDS_GATES = (Verdict.ACCEPT, Verdict.NOT_FASTER, Verdict.INCONCLUSIVE)
 _EQUAL_SIZES = 1.01
@@ -133,11 +134,13 @@ def _judge(row: EngineRow, gates: Gates, reference: Reference) -> EngineRow:
         return row
     checks = gates.accuracy.check(row.name)
     boundary_loss = _rel_loss(row.measured.accuracy.boundary_iou, reference.boundary_iou)
-    losses, standing = losses_of(checks, boundary_loss), worst(check.standing for check in checks)
+    results, warnings = gates.accuracy.results[row.name], gates.accuracy.warnings(row.name)
+    losses = losses_of(checks, boundary_loss, warnings, are_grouped=results.are_grouped)
+    standing = worst(check.standing for check in checks)
     measured = dataclasses.replace(row.measured, losses=losses)
     row = dataclasses.replace(row, measured=measured)
     score = f"{measured.accuracy.metric} {measured.accuracy.score:.4f}"
-    accuracy = ", ".join([score, *map(str, checks)])
+    accuracy = ", ".join([score, *describe(checks)])
     factor = f"{measured.speed.speedup_vs_reference:.3g}x the speed of {row.speed_reference}"
     speed = f"p50 {measured.speed.latency_ms_p50:.3g} ms, {factor}"
     if row.verdict is Verdict.PRECISION_MISMATCH:
@@ -148,15 +151,30 @@ def _judge(row: EngineRow, gates: Gates, reference: Reference) -> EngineRow:
     if slow and (standing is not Standing.unproven or gates.allow_unproven):
         return _decide(row, Verdict.TOO_SLOW, accuracy, speed, slow)
     if standing is Standing.unproven:
-        count = gates.accuracy.results[row.name].num_images
-        needed = "far more" if losses.images_needed is None else f"about {losses.images_needed}"
-        missing = f"{count} validation images do not tell; {needed} would, at this loss"
-        return _decide(row, Verdict.UNPROVEN, accuracy, missing, speed)
+        return _decide(row, Verdict.UNPROVEN, accuracy, _describe_missing(results, losses), speed)
     if measured.speed.is_inconclusive:
         spread = f"{100 * measured.speed.aa_ratio_spread:.1f} %"
         noise = f"latency inconclusive: two processes of the same engine differ by {spread}"
         return _decide(row, Verdict.INCONCLUSIVE, accuracy, speed, noise)
     return _decide(row, Verdict.ACCEPT, accuracy, speed)
+
+
+def _describe_missing(results: ImageResults, losses: Losses) -> str:
+    """Return how many images, or more groups of images, would tell whether an engine holds the gates."""
+    if not results.are_grouped:
+        needed = "far more" if losses.images_needed is None else f"about {losses.images_needed}"
+        return f"{results.num_images} validation images do not tell; {needed} would, at this loss"
+    if results.num_groups == 1:
+        return f"{results.num_images} validation images of one group do not tell what others lose; add groups"
+    more = (
+        "far more"
+        if losses.groups_needed is None
+        else f"about {losses.groups_needed - results.num_groups} more"
+    )
+    return (
+        f"{results.num_images} validation images in {results.num_groups} groups do not tell; "
+        f"{more} groups would, at this loss and spread"
+    )
 
 
 def _rel_loss(score: float | None, base: float | None) -> float | None:
@@ -246,18 +264,15 @@ def _mark_picks(
             )
             if row.verdict is Verdict.NOT_FASTER:
                 row = _add_reason(row, Verdict.ACCEPT, "picked: no accepted engine is certainly faster")
-            if unseen.unseen_rel_loss_low > gates.accuracy.max_score_rel_loss:
-                row = _add_reason(row, row.verdict, _unseen_warning(unseen))
+            row = _add_reason(row, row.verdict, describe_unseen(unseen))
         marked.append(row)
     return marked
 
 
-def _unseen_warning(unseen: Unseen) -> str:
-    """Return that a pick breaks the gate on the unseen split."""
-    return (
-        f"warning: on the split {unseen.unseen_split}, on which nothing was decided, it certainly loses more than "
-        f"the gate allows ({100 * unseen.unseen_rel_loss_low:.2f} to {100 * unseen.unseen_rel_loss_high:.2f} %)"
-    )
+def describe_unseen(unseen: Unseen) -> str:
+    """Return what the split on which nothing was decided says about a pick: ``confirmed on test``."""
+    text = f"{unseen.unseen_verdict} on {unseen.unseen_split}"
+    return f"{text}: {unseen.unseen_reason}" if unseen.unseen_reason else text
 
 
 def _pick(rows: Sequence[EngineRow], gates: Gates, benchmark: BenchmarkReport) -> EngineRow | None:

@@ -33,7 +33,7 @@ _SPLITS = {"training": "train", "validation": "test"}
 
 def list_ade20k(root: Path, config: FolderConfig) -> Listing:
     """List the official training and validation splits."""
-    table = read_class_list(root) if has_class_list(root) else _read_objects(root)
+    table = read_class_list(root) if has_class_list(root) else read_objects(root)
     pairs: list[Pair] = []
     splits: dict[str, tuple[str, ...]] = {}
     for official, split in _SPLITS.items():
@@ -56,7 +56,7 @@ def list_ade20k(root: Path, config: FolderConfig) -> Listing:
     return Listing(table, tuple(pairs), splits)
 
 
-def _read_objects(root: Path) -> ClassTable:
+def read_objects(root: Path) -> ClassTable:
     """Read the names of the classes from the table of the data set, whose columns are parted by tabs.
 
     Of several names of a class, such as "building, edifice", the first stands for it if that keeps all apart.

@@ -197,6 +197,12 @@ def list_coco(root: Path, config: FolderConfig) -> Listing:
     return Listing(_common_table(root, tables), tuple(pairs), splits)
 
 
+def read_categories(root: Path, kind: Annotations) -> ClassTable:
+    """Return the classes of the official val split, which are those of all splits."""
+    file = _annotation_file(root, "val", kind)
+    return _table(file, _read_json(file, kind), kind)
+
+
 def _image_folder(root: Path, name: str) -> Path:
     """Return the folder of the images of a split: in the root, or in its folder images."""
     inside = root / "images" / name

@@ -13,7 +13,7 @@ from tasks.parts.data.comparison import (
     boundaries_of,
     compare_boundaries,
     compare_with_labels,
-    images_needed,
+    groups_needed,
     join_results,
     read_results,
     score_loss,
@@ -131,10 +131,10 @@ def test_images_without_disagreement_still_have_an_interval_that_shrinks() -> No
     few, many = (score_loss(images(np.ones(num, bool)), images(np.ones(num, bool))) for num in (160, 1600))
     assert few.rel_loss == many.rel_loss == 0
     assert few.standing(0.02) is Standing.unproven and many.standing(0.02) is Standing.within
-    assert 160 < (images_needed(images(np.ones(160, bool)), images(np.ones(160, bool)), 0.02) or 0) < 400
+    assert 160 < (groups_needed(images(np.ones(160, bool)), images(np.ones(160, bool)), 0.02) or 0) < 400
 
 
-def test_the_number_of_images_needed_decides_when_there_are_as_many() -> None:
+def test_the_number_of_groups_needed_decides_when_there_are_as_many() -> None:
     labels = np.random.default_rng(0).integers(0, 3, (40, 8, 8))
 
     def results(num_images: int) -> tuple[ImageResults, ImageResults]:
@@ -147,7 +147,7 @@ def test_the_number_of_images_needed_decides_when_there_are_as_many() -> None:
     engine, reference = results(40)
     limit = score_loss(engine, reference).high - 0.003
     assert score_loss(engine, reference).standing(limit) is Standing.unproven
-    needed = images_needed(engine, reference, limit)
+    needed = groups_needed(engine, reference, limit)
     assert needed is not None and needed > 40
     assert score_loss(*results(2 * needed)).standing(limit) is Standing.within
 
