@@ -137,7 +137,7 @@ def scored_by(workshop: Workshop, tmp_path: Path) -> Callable[[str], Path]:
     def attach(function: str) -> Path:
         (tmp_path / "metrics.py").write_text(OWN_METRICS)
         (tmp_path / function).mkdir()
-        config = attach_metric.Config(function)
+        config = attach_metric.Config(function, str(tmp_path / "metrics.py"))
         inputs = {"metric": tmp_path / "metrics.py", "data": workshop.data}
         attach_metric.attach_metric(config, **inputs, out=tmp_path / function)
         return tmp_path / function / "dataset"
