@@ -498,32 +498,38 @@ def _activation_pair(
 def _quantize_weights(
     model: ModelProto, layers: Container[str], sources: Mapping[str, tuple[str, str]]
 ) -> dict[str, list[NodeProto]]:
-    """Let these layers read int8 weights; return layer -> the DequantizeLinear of its weight."""
+    """Let these layers read int8 weights; return layer -> the DequantizeLinear of its weight.
+
+    Layers that share a weight share its levels, if their output channels lie along the same axis of it.
+    """
     before: dict[str, list[NodeProto]] = {}
-    quantized_weights: dict[str, str] = {}
+    dequantized: dict[tuple[str, int], str] = {}
+    quantized = set()
     for node in model.graph.node:
-        if node.name in layers:
-            weight = node.input[1]
-            if weight not in quantized_weights:
-                dequantize = _quantize_weight(model, node)
-                _copy_source(sources, node, dequantize)
-                before[node.name] = [dequantize]
-                quantized_weights[weight] = dequantize.output[0]
-            node.input[1] = quantized_weights[weight]  # layers may share a weight
+        if node.name not in layers:
+            continue
+        weight = float_weight(model, node)
+        axis = output_axis(node, weight.dims)
+        if (weight.name, axis) not in dequantized:
+            is_first = weight.name not in quantized
+            dequantize = _quantize_weight(model, weight, axis, "" if is_first else f":axis{axis}")
+            _copy_source(sources, node, dequantize)
+            before[node.name] = [dequantize]
+            dequantized[weight.name, axis] = dequantize.output[0]
+            quantized.add(weight.name)
+        node.input[1] = dequantized[weight.name, axis]
     still_read = {name for node in model.graph.node for name in node.input}
-    for tensor in [item for item in model.graph.initializer if item.name in quantized_weights]:
+    for tensor in [item for item in model.graph.initializer if item.name in quantized]:
         if tensor.name not in still_read:
             model.graph.initializer.remove(tensor)
     return before
 
 
-def _quantize_weight(model: ModelProto, layer: NodeProto) -> NodeProto:
-    """Add the weight of a layer as int8 with one scale per output channel; return its DequantizeLinear."""
-    weight = float_weight(model, layer)
-    axis = output_axis(layer, weight.dims)
+def _quantize_weight(model: ModelProto, weight: TensorProto, axis: int, suffix: str) -> NodeProto:
+    """Add a weight as int8 with one scale for each index of an axis; return its DequantizeLinear."""
     levels, scales_O = weight_levels(numpy_helper.to_array(weight), axis=axis)
-    name, levels_name, real = layer.input[1], f"{layer.input[1]}:int8", f"{layer.input[1]}/DequantizeLinear"
-    scale_name, zero_name = f"{name}:scale", f"{name}:zero_point"
+    name, real = f"{weight.name}{suffix}", f"{weight.name}{suffix}/DequantizeLinear"
+    levels_name, scale_name, zero_name = f"{name}:int8", f"{name}:scale", f"{name}:zero_point"
     model.graph.initializer.extend(
         [
             numpy_helper.from_array(levels, levels_name),
