@@ -133,7 +133,8 @@ def compare_with_labels(
         ones_NC = np.ones((num_images, 1), np.int64)
         return ImageResults((prediction == labels).astype(np.int64)[:, None], ones_NC, ones_NC, groups_N)
     is_counted = labels != IGNORE_INDEX
-    return ImageResults(*_count_pixels(prediction, labels, num_classes, is_counted, is_counted), groups_N)
+    is_answered = is_counted & (prediction != IGNORE_INDEX)  # 255 is what a cropped image does not show
+    return ImageResults(*_count_pixels(prediction, labels, num_classes, is_counted, is_answered), groups_N)
 
 
 def compare_boundaries(
@@ -249,6 +250,11 @@ def images_needed(engine: ImageResults, reference: ImageResults, max_rel_loss: f
 def boundaries_of(split: str) -> str:
     """Return the name under which a split's results on boundaries are written."""
     return f"{split}_boundary"
+
+
+def frames_of(split: str) -> str:
+    """Return the name under which a split's results on the original files are written."""
+    return f"{split}_frames"
 
 
 def write_results(path: Path, splits: Mapping[str, ImageResults]) -> None:
