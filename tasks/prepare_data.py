@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tasks.parts.data.dataset_writer import SplitBatches
     from tasks.parts.data.input_card import Task
     from tasks.parts.data.reading import Reading
-    from tasks.parts.data.source_files import ReadingRules
+    from tasks.parts.data.source_files import ReadingRules, SourceRow
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,9 @@ class _Loaded:
     num_duplicates: int
     warnings: tuple[str, ...]
     rules: "ReadingRules | None" = None
-    """How listed files are read again; None if all are copied."""
+    """How listed files are read again; None if all are copied and no originals are known."""
+    originals: "dict[str, list[SourceRow]] | None" = None
+    """Files of the splits that are copied, on which engines are judged, too."""
 
 
 _LIBRARIES = {Source.coco: ("pycocotools",), Source.hf_dataset: ("pyarrow",)}
@@ -227,6 +229,7 @@ def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
         normalisation=cfg.normalisation,
         rules=loaded.rules,
         reading=_reading(cfg.folder),
+        originals=loaded.originals,
     )
     absent: tuple[str, ...] = ()
     if loaded.task is Task.segmentation:
@@ -308,6 +311,7 @@ def _load_pairs(cfg: Config, root: Path) -> _Loaded:
     from tasks.parts.sources.batches import copied_splits, listed_splits, refuse_embedded, rules_of_pairs
     from tasks.parts.sources.layouts import list_pairs
     from tasks.parts.sources.listed_files import Size
+    from tasks.parts.sources.originals import originals_of_pairs
     from tasks.parts.sources.pairs import check_pairs
 
     folder = cfg.folder
@@ -317,6 +321,7 @@ def _load_pairs(cfg: Config, root: Path) -> _Loaded:
         refuse_embedded(listing)
     content = check_pairs(root, listing, folder, seed=cfg.seed)
     size = Size(cfg.height, cfg.width)
+    originals = originals_of_pairs(content, root) if cfg.copy else {}
     return _Loaded(
         Task.segmentation,
         content.table.names,
@@ -324,7 +329,8 @@ def _load_pairs(cfg: Config, root: Path) -> _Loaded:
         content.num_bad_images,
         content.num_duplicates,
         content.warnings,
-        None if cfg.copy else rules_of_pairs(content, folder, size, root),
+        rules=None if cfg.copy and not originals else rules_of_pairs(content, folder, size, root),
+        originals=originals,
     )
 
 
@@ -333,6 +339,7 @@ def _load_images(cfg: Config, root: Path) -> _Loaded:
     from tasks.parts.data.input_card import Task
     from tasks.parts.sources.class_folder import scan_images, split_images
     from tasks.parts.sources.listed_files import COPIED, Size, reading_rules
+    from tasks.parts.sources.originals import originals_of_images
 
     folder, task = cfg.folder, Task.classification if cfg.source is Source.class_folder else None
     assert folder is not None
@@ -349,7 +356,8 @@ def _load_images(cfg: Config, root: Path) -> _Loaded:
         content.num_bad_images,
         content.num_duplicates,
         content.warnings,
-        None if cfg.copy else reading_rules(folder, size, root, None, None),
+        rules=reading_rules(folder, size, root, None, None),
+        originals=originals_of_images(content, root) if cfg.copy else {},
     )
 
 
