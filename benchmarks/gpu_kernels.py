@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from tasks.core.errors import TargetMismatch
+from tasks.parts.engines.frame_engine.images import fit_frame
 from tasks.parts.engines.frame_engine.kernels import GpuArray, GpuFrames, open_kernels
 from tasks.parts.engines.frame_engine.pixels import dtype_of_classes, find_classes, normalise
 from tasks.parts.engines.frame_engine.sessions import CUDA_PROVIDER, open_onnxruntime
-from tasks.parts.engines.frame_engine.sources import fit_frame
 from tasks.parts.engines.gpu import find_gpus
 
 Array = np.ndarray[Any, Any]

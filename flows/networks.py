@@ -9,6 +9,7 @@ from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.execute import ARTIFACTS
 from tasks.parts.data.dataset import read_manifest
+from tasks.parts.data.own_metric import open_metric, try_on_masks
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.networks.foreign_code import code_sha256, find_factory
 from tasks.parts.sources.cityscapes import CITYSCAPES
@@ -110,18 +111,17 @@ def _num_classes(data: Mapping[str, Any]) -> int | None:
     return len(manifest.classes)
 
 
-def check_channels(params: Mapping[str, Any]) -> None:
-    """Raise ConfigError if images have other channels than a network of our own reads."""
-    folder = params["prepare_data"]["folder"]
-    for name, section in network_sections(params).items():
-        network = section["network"]["name"]
-        if folder and folder["channels"] != 3 and network not in _FOREIGN:
-            raise ConfigError(
-                f"prepare_data.folder.channels is {folder['channels']}, but train.{name}.network is {network}, which "
-                f"reads 3. Set it to 3, bring a network of your own (network@train.{name}.network=custom)"
-                f"{', leave the teacher out (steps.teacher=false)' if name == 'teacher' else ''}, or use a model of "
-                "your own: model=onnx model.path=<file>."
-            )
+def check_metrics(params: Mapping[str, Any]) -> None:
+    """Open a metric of the user's own and try it, as no stage before the first validation does.
+
+    Raises ConfigError, or DataError for scores that are none.
+    """
+    data = params["prepare_data"]
+    for item in params["pipeline"]["metrics"].values():
+        score_images = open_metric(Path(item["file"]), params["attach_metric"]["function"])
+        num_classes = _num_classes(data)
+        if num_classes is not None and not params["pipeline"]["imports"]:
+            try_on_masks(score_images, num_classes, data["height"], data["width"])
 
 
 def check_recorded(params: Mapping[str, Any], facts: Mapping[str, Any], folder: Path, commit: str) -> None:

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flows.class_gates import check_class_gates, name_classes
-from flows.networks import check_channels, check_tracked, complete_networks
+from flows.networks import check_tracked, complete_networks
 from flows.pipeline import RecordedStages, run_pipeline
 from flows.steps import apply_steps, check_overrides, check_start
 from flows.templates import check_templates
@@ -55,7 +55,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_first_lines(error)) from error
     for name, section in params.items():
-        if name != "model" and not isinstance(section, dict):
+        if not isinstance(section, dict):
             raise ConfigError(f"{name} is {section!r}, expected its keys: {name}.<key>=<value>. See conf/.")
     model, variants, targets = (params.pop(key) for key in ("model", "variants", "target"))
     _check_names(targets)
@@ -66,15 +66,17 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     if params["prepare_data"]["source"] != "digit_scenes":
         params["prepare_data"]["scenes"] = None  # debug=smoke sets some
     steps = params.pop("steps", None)
-    if model is None:
+    is_imported = "path" in model
+    if not is_imported:
         complete_networks(params, overrides)
         _complete_training(params, targets)
         check_overrides(overrides, steps)
         variants = apply_steps(params, variants, steps)
-        check_channels(params)
     else:
         del params["train"]
         _complete_import(params, model)
+    if model["metric"] is not None:
+        _complete_metric(params, model, targets)
     params["engines"] = dict(_engines(variants, targets))
     _complete_references(params, targets)
     _check_engines(params, targets)
@@ -99,7 +101,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
     _drop_uncalled(params)
     check_params(params)
     check_class_gates(params)
-    if model is not None:
+    if is_imported:
         _check_operators(model["custom_operators"], targets)
     check_start(params)
     _check_variants(params["select_engine"], variants)
@@ -336,11 +338,21 @@ def _complete_import(params: dict[str, Any], model: dict[str, Any]) -> None:
             "about values. Choose data=images: the truth is what the float model returns; or compare with the labels "
             "by a function of your own: model.metric=<file>:<function>."
         )
-    if model["metric"] is not None:
-        file, params["attach_metric"]["function"] = _find_metric(model["metric"])
-        params["attach_metric"]["file"] = file
-        pipeline["metrics"] = {"own": {"file": file, "data": pipeline["data"]}}
-        pipeline["data"] = "artifacts/attach_metric/dataset"
+
+
+def _complete_metric(params: dict[str, Any], model: dict[str, Any], targets: dict[str, Any]) -> None:
+    """Attach a metric of the user's own to the data set; reject targets whose engines give it no logits."""
+    file, params["attach_metric"]["function"] = _find_metric(model["metric"])
+    params["attach_metric"]["file"] = file
+    for name, options in targets.items():
+        if options.get("coarse_classes") and model.get("output_kind") != "values":
+            raise ConfigError(
+                f"target.{name}.coarse_classes is true, and model.metric is {model['metric']}, which reads logits: "
+                "such an engine has none. Set it to false, or leave the metric out."
+            )
+    pipeline = params["pipeline"]
+    pipeline["metrics"] = {"own": {"file": file, "data": pipeline["data"]}}
+    pipeline["data"] = "artifacts/attach_metric/dataset"
 
 
 def _check_operators(libraries: list[dict[str, Any]], targets: dict[str, Any]) -> None:

@@ -53,6 +53,7 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
         benchmarks=ARTIFACTS / "benchmark",
         diffs=ARTIFACTS / "diff_layers",
         data=Path(params["pipeline"]["data"]),
+        splits=ARTIFACTS / "prepare_data" / "splits.csv",
     )
     stages.run(
         "race_picks",
@@ -85,18 +86,29 @@ def run_models(stages: Stages, params: Mapping[str, Any]) -> None:
     if pipeline["imports"]:
         _run_import(stages, pipeline, data)
     else:
+        _attach_metrics(stages, pipeline)
         _run_training(stages, pipeline, data)
     _run_quantization(stages, pipeline, Path(pipeline["data"]))
 
 
-def _run_training(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> None:
-    """Train, distill and prune the networks, as far as the pipeline does that, and export them."""
+def _attach_metrics(stages: Stages, pipeline: Mapping[str, Any]) -> None:
+    """Add the user's metric to the data set, if there is one."""
+    for item in pipeline["metrics"].values():
+        stages.run("attach_metric", metric=Path(item["file"]), data=Path(item["data"]))
+
+
+def _run_training(stages: Stages, pipeline: Mapping[str, Any], images: Path) -> None:
+    """Train, distill and prune the networks, as far as the pipeline does that, and export them.
+
+    A recording depends on the images alone, all else on the metric too.
+    """
+    data = Path(pipeline["data"])
     for name, weights in pipeline["checkpoints"].items():
         stages.run(f"import_checkpoint.{name}", weights=Path(weights), data=data)
     for name in pipeline["networks"]:
         stages.run(f"train.{name}", data=data)
     for checkpoint in pipeline["recordings"].values():
-        stages.run("record_teacher", teacher=Path(checkpoint), data=data)
+        stages.run("record_teacher", teacher=Path(checkpoint), data=images)
     for item in pipeline["distillation"].values():
         stages.run("distill", teacher=Path(item["teacher"]), start=Path(item["start"]), data=data)
     for item in pipeline["pruning"].values():
@@ -121,8 +133,7 @@ def _run_import(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> None
         graph = stages.run("import_onnx", model=Path(path), data=data) / "model.onnx"
         for images in pipeline["unlabelled"].values():
             stages.run("label_images", model=graph, data=Path(images))
-    for item in pipeline["metrics"].values():
-        stages.run("attach_metric", metric=Path(item["file"]), data=Path(item["data"]))
+    _attach_metrics(stages, pipeline)
 
 
 def _run_quantization(stages: Stages, pipeline: Mapping[str, Any], data: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flows import local_server
-from flows.networks import check_networks
+from flows.networks import check_metrics, check_networks
 from flows.pipeline import RecordedStages, run_pipeline
 from tasks.core.config import typed_config
 from tasks.core.errors import ConfigError
@@ -58,9 +58,9 @@ def check_operators(params: dict[str, Any], targets: Collection[str]) -> None:
 
 
 def check_models(params: dict[str, Any]) -> None:
-    """Check before the first stage that the user's networks, weights and model can be read and fit the images.
+    """Check before the first stage that the user's networks, weights, metric and model can be read and fit.
 
-    Raises ConfigError, ArtifactError.
+    Raises ConfigError, ArtifactError, DataError.
     """
     for name, weights in params["pipeline"]["checkpoints"].items():
         if not Path(weights).is_file():
@@ -68,6 +68,7 @@ def check_models(params: dict[str, Any]) -> None:
                 f"{weights} is missing, expected a file with the weights of a network (train.{name}.checkpoint)."
             )
     check_networks(params)
+    check_metrics(params)
     for name in params["pipeline"]["imports"].values():
         if not Path(name).exists():
             raise ConfigError(f"{name} is missing, expected an ONNX file, or a folder with one (model.path).")

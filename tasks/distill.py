@@ -99,5 +99,7 @@ def distill(cfg: Config, *, teacher: Path, start: Path, data: Path, out: Path) -
     report = train_network(student, objective, data=data, config=cfg.trainer, out=out)
     card = ModelCard.for_data(cfg.network, manifest)
     save_checkpoint(out / "model.safetensors", student, card)
-    logger.info("%s: val mIoU %.4f at epoch %d", cfg.network.name, report.val_miou, report.best_epoch)
+    logger.info(
+        "%s: val %s %.4f at epoch %d", cfg.network.name, report.metric, report.val_score, report.best_epoch
+    )
     return replace(report, pretrained=pretrained)

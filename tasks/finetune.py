@@ -59,5 +59,7 @@ def finetune(cfg: Config, *, checkpoint: Path, teacher: Path, data: Path, out: P
     )
     report = train_network(network, objective, data=data, config=cfg.trainer, out=out)
     save_checkpoint(out / "model.safetensors", network, card)
-    logger.info("%s: val mIoU %.4f at epoch %d", card.network.name, report.val_miou, report.best_epoch)
+    logger.info(
+        "%s: val %s %.4f at epoch %d", card.network.name, report.metric, report.val_score, report.best_epoch
+    )
     return report

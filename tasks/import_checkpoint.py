@@ -29,15 +29,17 @@ class Config:
     network: NetworkConfig
     """Architecture; not read for weights that this pipeline wrote, which say it themselves."""
     batch_size: Annotated[int, AtLeast(1)]
-    """Images that are run at once to measure the mIoU."""
+    """Images that are run at once to measure the score."""
 
 
 @dataclass(frozen=True)
 class Report:
     """Result of an import."""
 
-    val_miou: float
-    """mIoU of the network on the validation split."""
+    metric: str
+    """Metric of the score: mIoU, or the user's own (model.metric)."""
+    val_score: float
+    """Score of the network on the validation split."""
     num_parameters: int
     """Weights of the network."""
     num_skipped: int
@@ -50,7 +52,7 @@ def environment(cfg: Config) -> dict[str, str]:
 
 
 def import_checkpoint(cfg: Config, *, weights: Path, data: Path, out: Path) -> Report:
-    """Write ``model.safetensors`` from a file of weights, and measure its mIoU.
+    """Write ``model.safetensors`` from a file of weights, and measure its score.
 
     The file holds each tensor of the network under its name there (a state dict, as .safetensors or of torch.save);
     or a stage of this pipeline wrote it. Images are normalised by the mean and standard deviation of the data set.
@@ -58,9 +60,11 @@ def import_checkpoint(cfg: Config, *, weights: Path, data: Path, out: Path) -> R
     Raises ArtifactError for a file that is damaged, lacks tensors or has others, and for classes, size or
     normalisation that are not those of the data set.
     """
-    from tasks.parts.data.dataset import open_split, read_manifest
+    from tasks.parts.data.dataset import read_manifest
+    from tasks.parts.data.input_card import Task
+    from tasks.parts.data.judge import metric_name
     from tasks.parts.networks.checkpoint import save_checkpoint
-    from tasks.parts.training.predict import measure_miou
+    from tasks.parts.training.predict import measure_score, open_labelled_images
 
     manifest = read_manifest(data)
     if _is_own(weights):
@@ -68,10 +72,12 @@ def import_checkpoint(cfg: Config, *, weights: Path, data: Path, out: Path) -> R
     else:
         network, card, num_skipped = _load_foreign(cfg.network, weights, manifest)
     save_checkpoint(out / "model.safetensors", network, card)
-    images_NHWC, masks_NHW = open_split(data, "val")
-    val_miou = measure_miou(network, images_NHWC, masks_NHW, card, batch_size=cfg.batch_size)
-    logger.info("%s: val mIoU %.4f of the weights as they are", weights, val_miou)
-    return Report(val_miou, sum(parameter.numel() for parameter in network.parameters()), num_skipped)
+    val_score = measure_score(network, open_labelled_images(data, "val"), card, batch_size=cfg.batch_size)
+    metric = metric_name(manifest, Task.segmentation)
+    logger.info("%s: val %s %.4f of the weights as they are", weights, metric, val_score)
+    return Report(
+        metric, val_score, sum(parameter.numel() for parameter in network.parameters()), num_skipped
+    )
 
 
 def _is_own(weights: Path) -> bool:

@@ -66,8 +66,8 @@ class Config(ChannelPruning):
     """Images in one batch of importance taylor and method blocks."""
     iterations: Annotated[int, Between(1, 100)]
     """Pruning steps. With more than one, each is followed by training."""
-    min_val_miou_ratio: Annotated[float, Between(0, 1)]
-    """Minimum val mIoU after a step, relative to that of the unpruned network; for several iterations."""
+    min_val_score_ratio: Annotated[float, Between(0, 1)]
+    """Minimum val score after a step, relative to that of the unpruned network; for several iterations."""
     recovery: Recovery
     """Training after each step, for several iterations."""
 
@@ -114,10 +114,10 @@ class Step:
     """MACs after this step / MACs of the unpruned network."""
     weight_sparsity: float
     """Share of the weights of convolutions and linear layers that are zero."""
-    val_miou: float | None
-    """mIoU after the training, on the validation split; None with a single step, which is not trained here."""
+    val_score: float | None
+    """Score after the training, on the validation split; None with a single step, which is not trained here."""
     is_kept: bool
-    """Whether val_miou reached the floor."""
+    """Whether val_score reached the floor."""
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,10 @@ class Report:
     """Methods that remove channels: layers that can lose none, with the layer or operator that prevents it."""
     dense_layers: tuple[str, ...]
     """Method two_of_four: layers that stay dense because their input channels are not a multiple of 4."""
-    val_miou_before: float | None
-    """mIoU of the unpruned network on the validation split; None with a single step."""
+    val_score_before: float | None
+    """Score of the unpruned network on the validation split, in the data set's metric; None with a single step."""
     is_stopped_at_floor: bool
-    """Whether a step fell below min_val_miou_ratio; the state before that step was written."""
+    """Whether a step fell below min_val_score_ratio; the state before that step was written."""
     steps: tuple[Step, ...]
     """All steps in order; the network after the last kept step was written."""
 
@@ -201,9 +201,9 @@ def prune(cfg: Config, *, checkpoint: Path, choice: Path, sensitivity: Path, dat
     if cfg.iterations == 1:
         pruned = copy.deepcopy(network)
         cut.apply(pruned, progress=1.0)
-        miou_before, steps = None, [cut.describe(pruned, step=1, val_miou=None, is_kept=True)]
+        score_before, steps = None, [cut.describe(pruned, step=1, val_score=None, is_kept=True)]
     else:
-        pruned, miou_before, steps = _prune_step_by_step(cut, network, card, out / "resume")
+        pruned, score_before, steps = _prune_step_by_step(cut, network, card, out / "resume")
     check_runs(pruned, *size, len(card.classes))
     if not card.network.name.is_foreign:  # which may have a fixed size
         check_runs(pruned, 2 * size[0], 2 * size[1], len(card.classes))
@@ -211,7 +211,7 @@ def prune(cfg: Config, *, checkpoint: Path, choice: Path, sensitivity: Path, dat
     _save_loadable(out / "model.safetensors", pruned, card)
     _write_removed(out / "removed.csv", before, after)
     write_table(out / "steps.csv", steps)
-    report = _report(cfg, network, pruned, size, before, after, miou_before, steps)
+    report = _report(cfg, network, pruned, size, before, after, score_before, steps)
     logger.info(
         "pruned %.1f -> %.1f MMACs, %d channels, %.0f %% zeros",
         report.macs_before / 1e6,
@@ -284,12 +284,12 @@ class Cut:
             batch_size=self.cfg.batch_size,
         )
 
-    def describe(self, network: "nn.Module", *, step: int, val_miou: float | None, is_kept: bool) -> Step:
+    def describe(self, network: "nn.Module", *, step: int, val_score: float | None, is_kept: bool) -> Step:
         """Return the measurements of a network after a step."""
         from tasks.parts.pruning.macs import measure_convs, total_macs
 
         macs_ratio = total_macs(measure_convs(network, self.size)) / total_macs(self.before)
-        return Step(step, macs_ratio, _sparsity(network), val_miou, is_kept)
+        return Step(step, macs_ratio, _sparsity(network), val_score, is_kept)
 
 
 def _prune_step_by_step(
@@ -297,36 +297,36 @@ def _prune_step_by_step(
 ) -> "tuple[nn.Module, float, list[Step]]":
     """Prune a part, train, prune the next part; stop before the step that falls below the floor.
 
-    Returns the network after the last kept step, the val mIoU before the first, and all steps.
+    Returns the network after the last kept step, the val score before the first, and all steps.
     """
-    from tasks.parts.pruning.recovery import measure_val_miou, recover
+    from tasks.parts.pruning.recovery import measure_val_score, recover
 
     cfg = cut.cfg
     batch_size = cfg.recovery.trainer.batch_size
     cut.apply(copy.deepcopy(network), progress=1.0)  # an impossible target fails before any training
-    miou_before = measure_val_miou(network, card, cut.data, batch_size)
-    floor = cfg.min_val_miou_ratio * miou_before
+    score_before = measure_val_score(network, card, cut.data, batch_size)
+    floor = cfg.min_val_score_ratio * score_before
     kept, steps = network, []
     for step in range(1, cfg.iterations + 1):
         candidate = copy.deepcopy(kept)
         cut.apply(candidate, progress=step / cfg.iterations)
         recover(candidate, cut.data, cfg.recovery.trainer, resume / f"step_{step}")
-        val_miou = measure_val_miou(candidate, card, cut.data, batch_size)
-        steps.append(cut.describe(candidate, step=step, val_miou=val_miou, is_kept=val_miou >= floor))
+        val_score = measure_val_score(candidate, card, cut.data, batch_size)
+        steps.append(cut.describe(candidate, step=step, val_score=val_score, is_kept=val_score >= floor))
         logger.info(
-            "step %d/%d: %.2f of the MACs, %.2f zeros, val mIoU %.4f (floor %.4f)",
+            "step %d/%d: %.2f of the MACs, %.2f zeros, val score %.4f (floor %.4f)",
             step,
             cfg.iterations,
             steps[-1].macs_ratio,
             steps[-1].weight_sparsity,
-            val_miou,
+            val_score,
             floor,
         )
-        if val_miou < floor:
-            logger.warning("step %d is below the floor (prune.min_val_miou_ratio) and is not kept", step)
+        if val_score < floor:
+            logger.warning("step %d is below the floor (prune.min_val_score_ratio) and is not kept", step)
             break
         kept = candidate
-    return kept, miou_before, steps
+    return kept, score_before, steps
 
 
 def _zero_weights(network: "nn.Module", cfg: Config, progress: float) -> None:
@@ -360,7 +360,7 @@ def _report(
     size: tuple[int, int],
     before: Mapping[str, ConvSize],
     after: Mapping[str, ConvSize],
-    miou_before: float | None,
+    score_before: float | None,
     steps: list[Step],
 ) -> Report:
     from tasks.parts.networks.residual import residual_blocks
@@ -383,7 +383,7 @@ def _report(
         weight_sparsity=_sparsity(pruned),
         layers_kept_whole=layers_kept_whole(network, size) if cfg.method is Method.channels else {},
         dense_layers=tuple(layers_without_pattern(pruned)) if cfg.method is Method.two_of_four else (),
-        val_miou_before=miou_before,
+        val_score_before=score_before,
         is_stopped_at_floor=not steps[-1].is_kept,
         steps=tuple(steps),
     )

@@ -259,9 +259,8 @@ class _Search:
     def score(self, kept: Iterable[str]) -> float:
         return self.results(kept).score
 
-    def rank(self, kept: Iterable[str]) -> tuple[float, float, float]:
-        evaluation = self._evaluation(kept)
-        return -self.gates.excess_of_classes(evaluation.results), *self._evaluator.rank(evaluation)
+    def rank(self, kept: Iterable[str]) -> tuple[float, ...]:
+        return self.gates.rank(self._evaluation(kept), self._evaluator)
 
 
 def _choose_float_layers(
@@ -304,7 +303,8 @@ def _choose_float_layers(
 
 def _excluded(cfg: Config, graph: "ModelProto") -> set[str]:
     """Return the layers that `exclusions` selects."""
-    from tasks.parts.quantization.qdq import is_layer, quantizable_nodes
+    from tasks.parts.onnx_graphs.macs import LAYER_TYPES
+    from tasks.parts.quantization.qdq import quantizable_nodes
 
     nodes = list(graph.graph.node)
     constants = {tensor.name for tensor in graph.graph.initializer}
@@ -318,7 +318,7 @@ def _excluded(cfg: Config, graph: "ModelProto") -> set[str]:
         waiting = [makers[value.name] for value in graph.graph.output]
         while waiting:
             node = waiting.pop()
-            if is_layer(node) and node.input[1] in constants:
+            if node.op_type in LAYER_TYPES and node.input[1] in constants:
                 excluded.add(node.name)
             else:
                 waiting += [makers[name] for name in node.input if name in makers]

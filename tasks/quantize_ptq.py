@@ -113,14 +113,17 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     from tasks.parts.data.dataset import open_images
     from tasks.parts.data.subsets import open_chosen_images
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
-    from tasks.parts.quantization.calibration import choose_ranges, collect_statistics
+    from tasks.parts.quantization.calibration import (
+        choose_ranges,
+        collect_statistics,
+        without_blank_images,
+    )
     from tasks.parts.quantization.evaluation import open_evaluator, weight_bits
     from tasks.parts.quantization.qdq import (
         insert_qdq,
-        is_layer,
         place_pairs,
-        quantizable_nodes,
         quantizable_tensors,
+        weighted_nodes,
         write_ranges,
     )
     from tasks.parts.tables import write_table
@@ -128,10 +131,10 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     graph = read_graph(model)
     if is_quantized(graph):
         raise ArtifactError(f"{model}: already has Q/DQ, expected the float graph of export_onnx.")
-    images_NHWC = open_chosen_images(data, "calibration", cfg.num_images)
+    images_NHWC = without_blank_images(open_chosen_images(data, "calibration", cfg.num_images))
     num_images_in_test = _check_calibration_set(cfg, images_NHWC, open_images(data, "test"))
     logger.info("calibrating %s on %d images", model, len(images_NHWC))
-    if not any(is_layer(node) for node in quantizable_nodes(graph, cfg.op_types)):
+    if not weighted_nodes(graph, cfg.op_types):
         found = ", ".join(sorted({node.op_type for node in graph.graph.node}))
         raise ArtifactError(
             f"{model}: nothing to quantize among {found}, expected a convolution or a matrix product with a constant "

@@ -234,12 +234,15 @@ def _try_repairs(
         logger.info("%s: val score %.4f", repairs[-1], evaluation.score)
         return _Candidate(repairs, repaired, known, evaluation)
 
+    def rank(candidate: _Candidate) -> tuple[float, ...]:
+        return gates.rank(candidate.evaluation, evaluator)
+
     tried = [evaluate((Repair.none,), graph, ranges)]
     if tried[0].score >= evaluator.float_score and gates.hold(tried[0].evaluation.results):
         return tried
     for repair, equalized, known in _equalized(cfg, graph, calibrator, coarsest(evaluator.activations), data):
         tried.append(evaluate((Repair.none, repair), equalized, known))
-    base = max(tried, key=lambda candidate: _rank(candidate, evaluator, gates))
+    base = max(tried, key=rank)
     round_to_levels = partial(round_weights, num_bits=weight_bits(base.evaluation.activations))
     for repair, change in (
         (Repair.bias_correction, correct_biases),
@@ -262,19 +265,11 @@ def _try_repairs(
     return tried
 
 
-def _rank(
-    candidate: _Candidate, evaluator: "GraphEvaluator", gates: "AccuracyGates"
-) -> tuple[float, float, float]:
-    """Return what makes one candidate better than another: first the limits of its classes."""
-    evaluation = candidate.evaluation
-    return -gates.excess_of_classes(evaluation.results), *evaluator.rank(evaluation)
-
-
 def _choose(tried: list[_Candidate], evaluator: "GraphEvaluator", gates: "AccuracyGates") -> _Candidate:
     """Return the best candidate, on a tie the first; of those without fitted repairs if it is beyond a gate."""
 
-    def rank(candidate: _Candidate) -> tuple[float, float, float]:
-        return _rank(candidate, evaluator, gates)
+    def rank(candidate: _Candidate) -> tuple[float, ...]:
+        return gates.rank(candidate.evaluation, evaluator)
 
     best = max(tried, key=rank)
     if gates.standing(best.evaluation.results) is not Standing.beyond:

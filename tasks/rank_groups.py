@@ -57,16 +57,18 @@ class GroupCut:
     """Share of the channels that is removed: channels_removed / channels."""
     macs_saved_share: float
     """Share of the MACs of the network that the cut saves, 0..1."""
-    miou_drop: float
-    """Loss of the network's mIoU with new BatchNorm statistics, without training; negative if the mIoU rose."""
+    score_drop: float
+    """Loss of the network's score with new BatchNorm statistics, without training; negative if the score rose."""
 
 
 @dataclass(frozen=True)
 class Report:
     """The scan; cuts are in the order of the network's modules."""
 
-    miou: float
-    """mIoU of the uncut network on the same images, with BatchNorm statistics of the same images as the cut ones."""
+    metric: str
+    """Metric of the scores: mIoU, or the user's own (model.metric)."""
+    score: float
+    """Score of the uncut network on the same images, with BatchNorm statistics of the same images as the cut ones."""
     num_val_images: int
     num_groups: int
     num_groups_uncut: int
@@ -92,27 +94,27 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
     report gives the reason; this is no error, because a run may prune in another way. Raises ArtifactError for
     weights that are not finite or a data set with other classes.
     """
-    from tasks.parts.data.dataset import open_split, read_manifest
-    from tasks.parts.data.input_card import check_same_classes
-    from tasks.parts.data.lazy_array import part_of
-    from tasks.parts.data.subsets import choose_rows, open_chosen_images
+    from tasks.parts.data.dataset import read_manifest
+    from tasks.parts.data.input_card import Task, check_same_classes
+    from tasks.parts.data.judge import metric_name
+    from tasks.parts.data.subsets import open_chosen_images
     from tasks.parts.networks.checkpoint import load_checkpoint
     from tasks.parts.progress import tracked
     from tasks.parts.pruning.channel_groups import ChannelGroup, cut_group, list_groups
     from tasks.parts.pruning.macs import measure_convs, total_macs
     from tasks.parts.pruning.recovery import recalibrate_batchnorm
     from tasks.parts.tables import write_table
-    from tasks.parts.training.predict import measure_miou
+    from tasks.parts.training.predict import measure_score, open_labelled_images
 
     network, card = load_checkpoint(checkpoint)
-    check_same_classes(checkpoint, card.classes, read_manifest(data).classes, "distill")
-    rows = choose_rows(data, "val", cfg.num_val_images)
-    images_NHWC, masks_NHW = (part_of(array, rows) for array in open_split(data, "val"))
+    manifest = read_manifest(data)
+    check_same_classes(checkpoint, card.classes, manifest.classes, "distill")
+    labelled = open_labelled_images(data, "val", num_images=cfg.num_val_images)
     train_NHWC = open_chosen_images(data, "train", cfg.num_train_images)
 
     def judge(candidate: "nn.Module") -> float:
         recalibrate_batchnorm(candidate, train_NHWC, card, batch_size=cfg.batch_size)
-        return measure_miou(candidate, images_NHWC, masks_NHW, card, batch_size=cfg.batch_size)
+        return measure_score(candidate, labelled, card, batch_size=cfg.batch_size)
 
     size = (card.height, card.width)
     groups: list[ChannelGroup] = []
@@ -139,7 +141,8 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
         logger.warning("rank_groups: no group can be cut: %s", reason)
     logger.info("rank_groups: %d cuts of %d groups of %s", len(work), len(groups), checkpoint)
     macs = total_macs(measure_convs(network, size))
-    miou = judge(network)
+    score = judge(network)
+    metric = metric_name(manifest, Task.segmentation)
     cuts = []
     for group, num_channels in tracked(work, "rank_groups"):
         smaller = copy.deepcopy(network)
@@ -152,18 +155,28 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
                 channels_removed=num_channels,
                 ratio=num_channels / len(group.importance),
                 macs_saved_share=1 - total_macs(measure_convs(smaller, size)) / macs,
-                miou_drop=miou - judge(smaller),
+                score_drop=score - judge(smaller),
             )
         )
     if cuts:
         write_table(out / "sensitivity.csv", cuts)
-        _plot_sensitivity(out / "sensitivity.png", cuts)
-        logger.info("rank_groups: mIoU %.4f; largest drop %.4f", miou, max(cut.miou_drop for cut in cuts))
+        _plot_sensitivity(out / "sensitivity.png", cuts, metric)
+        largest = max(cut.score_drop for cut in cuts)
+        logger.info("rank_groups: %s %.4f; largest drop %.4f", metric, score, largest)
     else:
         columns = ",".join(field.name for field in fields(GroupCut))
         (out / "sensitivity.csv").write_text(columns + "\n", encoding="utf-8")
     num_uncut = len(groups) - len({cut.group for cut in cuts})
-    return Report(miou, len(images_NHWC), len(groups), num_uncut, len(cuts) + 1, tuple(cuts), reason)
+    return Report(
+        metric,
+        score,
+        len(labelled.images_NHWC),
+        len(groups),
+        num_uncut,
+        len(cuts) + 1,
+        tuple(cuts),
+        reason,
+    )
 
 
 def cut_sizes(channels: int, ratios: Sequence[float], *, multiple: int, least: int) -> list[int]:
@@ -176,8 +189,8 @@ def cut_sizes(channels: int, ratios: Sequence[float], *, multiple: int, least: i
     return sorted(sizes)
 
 
-def _plot_sensitivity(path: Path, cuts: Sequence[GroupCut]) -> None:
-    """Plot the mIoU drop and the saved MACs of each cut, group by group, coloured by ratio."""
+def _plot_sensitivity(path: Path, cuts: Sequence[GroupCut], metric: str) -> None:
+    """Plot the drop of the score and the saved MACs of each cut, group by group, coloured by ratio."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -188,13 +201,13 @@ def _plot_sensitivity(path: Path, cuts: Sequence[GroupCut]) -> None:
     positions = [groups.index(cut.group) for cut in cuts]
     ratios = [cut.ratio for cut in cuts]
     for axes, values in (
-        (upper, [100 * cut.miou_drop for cut in cuts]),
+        (upper, [100 * cut.score_drop for cut in cuts]),
         (lower, [100 * cut.macs_saved_share for cut in cuts]),
     ):
         points = axes.scatter(positions, values, c=ratios, cmap="viridis_r", vmin=0, vmax=1, s=36)
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
-    upper.set_ylabel("mIoU drop (points)")
+    upper.set_ylabel(f"drop of {metric} (points)")
     upper.set_title(
         "Cost of cutting one group of channels at a time, with new BatchNorm statistics, without training"
     )

@@ -1,9 +1,9 @@
 """Choose the pruning ratio by the latency and the accuracy that each ratio gives on a target.
 
 MACs do not predict latency, so the network is pruned to each ratio, trained briefly, built and timed. Every network,
-the unpruned one included, gets the same short training, so the mIoUs are comparable only with each other. All engines
-are timed in one process in interleaved rounds, because latencies of separate measurements vary by more than the
-ratios differ.
+the unpruned one included, gets the same short training, so the scores are comparable only with each other. All
+engines are timed in one process in interleaved rounds, because latencies of separate measurements vary by more than
+the ratios differ.
 """
 
 import copy
@@ -59,7 +59,7 @@ class Config:
     num_train_images: Annotated[int, AtLeast(1)]
     """Images of the train split that each recovery sees. More: closer to a full fine-tuning, slower."""
     num_val_images: Annotated[int, AtLeast(1)]
-    """Images of the val split, on which each network is evaluated. More: steadier mIoU, slower."""
+    """Images of the val split, on which each network is evaluated. More: steadier score, slower."""
     num_rounds: Annotated[int, AtLeast(5)]
     """Rounds of timing; each engine runs one burst per round. More: narrower intervals."""
     opset: int
@@ -91,10 +91,10 @@ class Candidate:
     """Lower end of the 95 % interval of latency_ratio, corrected for the number of ratios."""
     latency_ratio_high: float | None
     """Upper end of the 95 % interval of latency_ratio."""
-    val_miou: float | None
-    """mIoU on the validation images after the short recovery, in torch."""
+    val_score: float | None
+    """Score on the validation images after the short recovery, in torch."""
     is_knee: bool
-    """Whether this is the knee of the Pareto front of latency and mIoU."""
+    """Whether this is the knee of the Pareto front of latency and score."""
     note: str
     """Why the ratio cannot be reached; empty if it can."""
 
@@ -104,9 +104,11 @@ class Report:
     """The curve and the ratio that was chosen on it."""
 
     target: str
+    metric: str
+    """Metric of the scores: mIoU, or the user's own (model.metric)."""
     target_macs_ratio: float | None
     """The choice among the pruned networks on the front that are faster than the unpruned one: the knee, otherwise
-    the one with the highest mIoU. None if there is no such network."""
+    the one with the highest score. None if there is no such network."""
     reason: str
     """Why there is no choice; empty if there is one."""
     has_knee: bool
@@ -146,34 +148,37 @@ def search_pruning(cfg: Config, *, checkpoint: Path, sensitivity: Path, data: Pa
 
     ``sensitivity``, the table of rank_groups, is read only for that ranking.
 
-    The choice is the knee of the front of latency and mIoU (Kneedle, `measuring.pareto.find_knee`). If no ratio can
+    The choice is the knee of the front of latency and score (Kneedle, `measuring.pareto.find_knee`). If no ratio can
     be reached, nothing is timed or drawn, and the report gives the reason; this is no error, because a run may prune
     in another way. Raises TargetMismatch or BuildFailed when the target cannot be built here, ConfigError when the
     layer ratios do not fit the network, ArtifactError for weights that are not finite, a data set with other
     classes or the table of another network.
     """
     from tasks.parts.data.dataset import read_manifest
-    from tasks.parts.data.input_card import check_same_classes
+    from tasks.parts.data.input_card import Task, check_same_classes
+    from tasks.parts.data.judge import metric_name
     from tasks.parts.networks.checkpoint import load_checkpoint
     from tasks.parts.pruning.chosen_ratio import write_choice
     from tasks.parts.pruning.macs import measure_convs, total_macs
     from tasks.parts.tables import write_table
 
     network, card = load_checkpoint(checkpoint)
-    check_same_classes(checkpoint, card.classes, read_manifest(data).classes, "distill")
+    manifest = read_manifest(data)
+    check_same_classes(checkpoint, card.classes, manifest.classes, "distill")
+    metric = metric_name(manifest, Task.segmentation)
     ratios, size = sorted(cfg.target_macs_ratios), (card.height, card.width)
     logger.info("search_pruning: %s on %s, ratios %s", checkpoint, cfg.target.name, ratios)
     networks, notes = _prune_all(cfg, network, size, data, sensitivity)
     macs = {ratio: total_macs(measure_convs(pruned, size)) for ratio, pruned in networks.items()}
-    mious, latencies, aa_ratio_spread = (
+    scores, latencies, aa_ratio_spread = (
         _measure(cfg, networks, card, data, out) if networks else ({}, {}, None)
     )
-    candidates = _candidates(notes, macs, mious, latencies)
+    candidates = _candidates(notes, macs, scores, latencies)
     choice = _choose(candidates)
     ratio, reason = (choice.target_macs_ratio, "") if choice else (None, _why_none(candidates))
     write_table(out / "curve.csv", candidates)
     if networks:
-        _plot_curve(out / "curve.png", candidates, choice, cfg.target.name)
+        _plot_curve(out / "curve.png", candidates, choice, cfg.target.name, metric)
     write_choice(out / "choice.json", ratio, reason)
     if choice:
         logger.info(
@@ -187,6 +192,7 @@ def search_pruning(cfg: Config, *, checkpoint: Path, sensitivity: Path, data: Pa
         logger.warning("search_pruning: no ratio was chosen: %s", reason)
     return Report(
         target=cfg.target.name,
+        metric=metric,
         target_macs_ratio=ratio,
         reason=reason,
         has_knee=choice is not None and choice.is_knee,
@@ -246,7 +252,7 @@ def _prune_all(
 def _measure(
     cfg: Config, networks: Mapping[float, "nn.Module"], card: "ModelCard", data: Path, out: Path
 ) -> tuple[dict[float, float], dict[float, _Latency], float]:
-    """Return the mIoU and the latency of each ratio, and the A/A spread.
+    """Return the score and the latency of each ratio, and the A/A spread.
 
     The unpruned engine is built first, before any training, so that a target that cannot be built fails early.
     """
@@ -257,15 +263,15 @@ def _measure(
     with TemporaryDirectory(dir=out) as scratch:
         engines = {UNPRUNED: _build(cfg, networks[UNPRUNED], card, data, Path(scratch, f"{UNPRUNED}"))}
         small_data = _chosen_images(cfg, data, out / "resume" / "dataset")
-        mious = {}
+        scores = {}
         for number, (ratio, network) in enumerate(networks.items(), 1):
             logger.info("search_pruning: network %d of %d, ratio %g", number, len(networks), ratio)
-            mious[ratio] = recover(network, small_data, cfg.trainer, out / "resume" / f"{ratio}")
+            scores[ratio] = recover(network, small_data, cfg.trainer, out / "resume" / f"{ratio}")
             if ratio != UNPRUNED:
                 engines[ratio] = _build(cfg, network, card, data, Path(scratch, f"{ratio}"))
         logger.info("search_pruning: timing %d engines", len(engines))
         latencies, aa_ratio_spread = _measure_latencies(engines, data, cfg.num_rounds)
-    return mious, latencies, aa_ratio_spread
+    return scores, latencies, aa_ratio_spread
 
 
 def _chosen_images(cfg: Config, data: Path, small_data: Path) -> Path:
@@ -353,14 +359,14 @@ def _measure_latencies(
 def _candidates(
     notes: Mapping[float, str],
     macs: Mapping[float, int],
-    mious: Mapping[float, float],
+    scores: Mapping[float, float],
     latencies: Mapping[float, _Latency],
 ) -> list[Candidate]:
     """Join the measurements, sorted by rising ratio, and mark the knee."""
     from tasks.parts.measuring.pareto import find_knee
 
     measured = sorted(macs)
-    index = find_knee([(latencies[ratio].ratio, mious[ratio]) for ratio in measured])
+    index = find_knee([(latencies[ratio].ratio, scores[ratio]) for ratio in measured])
     knee = None if index is None else measured[index]
     rows = [
         Candidate(
@@ -371,7 +377,7 @@ def _candidates(
             latency_ratio=latencies[ratio].ratio,
             latency_ratio_low=latencies[ratio].low,
             latency_ratio_high=latencies[ratio].high,
-            val_miou=mious[ratio],
+            val_score=scores[ratio],
             is_knee=ratio == knee,
             note="",
         )
@@ -385,20 +391,20 @@ def _candidates(
 
 
 def _choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the knee, otherwise the highest mIoU, among the pruned networks on the front that are faster.
+    """Return the knee, otherwise the highest score, among the pruned networks on the front that are faster.
 
     Faster means that the whole interval of the latency ratio to the unpruned network is below 1.
     """
     from tasks.parts.measuring.pareto import pareto_front
 
     measured = [row for row in candidates if row.macs is not None]
-    front = pareto_front([(row.latency_ratio or 0.0, row.val_miou or 0.0) for row in measured])
+    front = pareto_front([(row.latency_ratio or 0.0, row.val_score or 0.0) for row in measured])
     faster = [
         row
         for row, is_on_front in zip(measured, front, strict=True)
         if is_on_front and row.target_macs_ratio != UNPRUNED and (row.latency_ratio_high or 0.0) < 1
     ]
-    return max(faster, key=lambda row: (row.is_knee, row.val_miou or 0.0), default=None)
+    return max(faster, key=lambda row: (row.is_knee, row.val_score or 0.0), default=None)
 
 
 def _why_none(candidates: Sequence[Candidate]) -> str:
@@ -407,13 +413,15 @@ def _why_none(candidates: Sequence[Candidate]) -> str:
     if not measured:
         return f"none of the ratios can be reached. The reason for the largest: {candidates[-1].note}"
     return (
-        f"none of the networks pruned to {measured} of the MACs is both on the front of latency and mIoU and "
+        f"none of the networks pruned to {measured} of the MACs is both on the front of latency and score and "
         "significantly faster than the unpruned one (latency_ratio_high below 1)"
     )
 
 
-def _plot_curve(path: Path, candidates: Sequence[Candidate], choice: Candidate | None, target: str) -> None:
-    """Draw mIoU over latency with the front, each point labelled with its share of the MACs."""
+def _plot_curve(
+    path: Path, candidates: Sequence[Candidate], choice: Candidate | None, target: str, metric: str
+) -> None:
+    """Draw the score over latency with the front, each point labelled with its share of the MACs."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -423,12 +431,12 @@ def _plot_curve(path: Path, candidates: Sequence[Candidate], choice: Candidate |
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     rows = [row for row in candidates if row.macs is not None]
-    points = [(row.latency_ms_p50 or 0.0, row.val_miou or 0.0) for row in rows]
+    points = [(row.latency_ms_p50 or 0.0, row.val_score or 0.0) for row in rows]
     front = sorted(point for point, is_kept in zip(points, pareto_front(points), strict=True) if is_kept)
     axes.plot(*zip(*front, strict=True), color="#9fb8d6", linewidth=1.5, zorder=1)
     axes.plot(*zip(*points, strict=True), "o", color="#1f5fa8", markersize=8, zorder=3)
     if choice:
-        chosen = choice.latency_ms_p50 or 0.0, choice.val_miou or 0.0
+        chosen = choice.latency_ms_p50 or 0.0, choice.val_score or 0.0
         label = "knee" if choice.is_knee else "chosen (no knee)"
         axes.plot(*chosen, "o", ms=17, mfc="none", mec="#e07b39", mew=2, zorder=2, linestyle="", label=label)
         axes.legend(loc="lower right", frameon=False, fontsize=9)
@@ -436,7 +444,7 @@ def _plot_curve(path: Path, candidates: Sequence[Candidate], choice: Candidate |
         text = f"{row.macs_ratio:.0%} of the MACs"
         axes.annotate(text, point, xytext=(9, -12), textcoords="offset points", fontsize=8)
     axes.set_xlabel(f"latency p50 on {target}, batch 1 (ms)")
-    axes.set_ylabel("val mIoU after the same short training")
+    axes.set_ylabel(f"val {metric} after the same short training")
     axes.margins(x=0.18, y=0.12)
     axes.grid(color="#e9e7e2", linewidth=0.7)
     axes.set_axisbelow(True)

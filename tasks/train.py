@@ -60,5 +60,7 @@ def train(cfg: Config, *, data: Path, out: Path) -> TrainingReport:
     report = train_network(network, objective, data=data, config=cfg.trainer, out=out)
     card = ModelCard.for_data(cfg.network, manifest)
     save_checkpoint(out / "model.safetensors", network, card)
-    logger.info("%s: val mIoU %.4f at epoch %d", cfg.network.name, report.val_miou, report.best_epoch)
+    logger.info(
+        "%s: val %s %.4f at epoch %d", cfg.network.name, report.metric, report.val_score, report.best_epoch
+    )
     return replace(report, pretrained=pretrained)

@@ -1,4 +1,4 @@
-"""Measure the accuracy of an engine by running every image of two splits through the deployed file itself.
+"""Measure the accuracy of an engine by running every labelled image of two splits through the deployed file itself.
 
 One split decides which engine is picked. The other stays unseen: its results are only read for picked engines.
 """
@@ -14,6 +14,7 @@ from tasks.core.errors import ConfigError, GateFailed
 from tasks.parts.data.accuracy import Accuracy, AccuracyReport
 
 if TYPE_CHECKING:
+    from tasks.parts.data.answers import Answers
     from tasks.parts.data.comparison import ImageResults
     from tasks.parts.data.input_card import InputCard
     from tasks.parts.data.judge import Judge
@@ -49,8 +50,9 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     """Write `confusion.csv` (rows: truth, columns: prediction, in pixels or images) and return the scores on `split`.
 
     Values that are no classes have no confusion. `images.npz` holds what was right in each image of both splits, of
-    masks also on their boundaries alone (see tasks/parts/data/comparison.py). `answers.npz` holds the class of each
-    image of `split`, or its mask at 64 pixels a side at most, for people to look at. For an engine that was skipped
+    masks also on their boundaries alone, and in the original files of `split` at their own sizes, where those are
+    known (see tasks/parts/data/comparison.py). `answers.npz` holds the class of each image of `split`, or its mask,
+    for people to look at. For an engine that was skipped
     or failed, the report has that status.
 
     Every image goes through the engine as a frame, with whatever it leaves outside. A metric of the user's own reads
@@ -59,8 +61,10 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     looked at in its twin, for the first batch_size images of each split.
     """
     from tasks.parts.data.answers import ANSWERS_FILE, write_answers
-    from tasks.parts.data.comparison import RESULTS_FILE, boundaries_of, write_results
+    from tasks.parts.data.comparison import RESULTS_FILE, boundaries_of, frames_of, write_results
+    from tasks.parts.data.frame_score import score_frames
     from tasks.parts.data.judge import open_judge
+    from tasks.parts.engines.description import on_frames
     from tasks.parts.engines.manifest import plain_engine, read_engine_manifest
     from tasks.parts.engines.open_engine import open_engine
     from tasks.parts.engines.target import Gives
@@ -81,6 +85,7 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     with open_engine(plain_engine(engine) if has_own_metric else engine) as runner:
         measured = _run_split(runner, data, cfg.split, cfg.batch_size, judge)
         unseen = _run_split(runner, data, cfg.unseen_split, cfg.batch_size, unseen_judge)
+        frames = score_frames(data, cfg.split, card, on_frames(runner).answer_image, measured.results.score)
     if target.gives is Gives.classes and card.classes and not has_own_metric:
         with open_engine(plain_engine(engine)) as twin:
             for split in (cfg.split, cfg.unseen_split):
@@ -89,6 +94,10 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     for split, found in ((cfg.split, measured.boundaries), (cfg.unseen_split, unseen.boundaries)):
         if found is not None:
             results[boundaries_of(split)] = found
+    if frames.results is not None:
+        results[frames_of(cfg.split)] = frames.results
+    if frames.note:
+        logger.log(logging.INFO if frames.results is None else logging.WARNING, "validate: %s", frames.note)
     write_results(out / RESULTS_FILE, results)
     if card.classes:
         _write_confusion(measured.confusion_CC, card.classes, out / "confusion.csv")
@@ -103,6 +112,8 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
         cfg.unseen_split,
         measured.results.num_images,
         accuracy,
+        None if frames.results is None else frames.results.score,
+        frames.note,
     )
 
 
@@ -117,8 +128,8 @@ class _Measured:
     """Counts of (true class, predicted class) in pixels or images; empty for values."""
     energy_C: Any
     """Sum of the squares of the values of each output; empty for classes."""
-    answers: Any
-    """The class of each image, or its mask in small; empty for values."""
+    answers: "Answers"
+    """The class of each image, or its mask; empty for values."""
 
 
 def _accuracy(measured: _Measured, card: "InputCard", judge: "Judge") -> Accuracy:
@@ -160,24 +171,24 @@ def _accuracy(measured: _Measured, card: "InputCard", judge: "Judge") -> Accurac
 
 
 def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge: "Judge") -> _Measured:
-    """Run every image of a split through an engine."""
+    """Run every image of a split that has labels through an engine."""
     import numpy as np
 
-    from tasks.parts.data.answers import shrink
+    from tasks.parts.data.answers import Answers
     from tasks.parts.data.class_table import IGNORE_INDEX
     from tasks.parts.data.comparison import energy
-    from tasks.parts.data.dataset import open_images
     from tasks.parts.data.input_card import Task
     from tasks.parts.data.metrics import NO_LABEL, confusion_matrix
+    from tasks.parts.data.subsets import open_chosen_images
     from tasks.parts.engines.description import on_frames
     from tasks.parts.progress import tracked
 
     engine, card = on_frames(runner), runner.manifest.card
-    images_NHWC = open_images(data, split)
+    images_NHWC = open_chosen_images(data, split, None)
     ignore_index = IGNORE_INDEX if card.task is Task.segmentation else NO_LABEL
     step = min(batch_size, runner.manifest.target.max_batch)
     confusion_CC, results = np.zeros((len(card.classes), len(card.classes)), np.int64), []
-    energies_C, boundaries, shown = [], [], []
+    energies_C, boundaries, shown = [], [], Answers.of(max(2, len(card.classes)))
     starts = range(0, len(images_NHWC), batch_size)
     for start in tracked(starts, "validate"):
         frames_NHWC = np.ascontiguousarray(images_NHWC[start : start + batch_size])
@@ -189,7 +200,7 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
         if card.task is Task.segmentation:
             boundaries.append(judge.compare_boundaries(answers, start))
         if card.classes:
-            shown.append(shrink(answers) if card.task is Task.segmentation else answers)
+            shown.add(answers)
         if card.task is Task.values:
             energies_C.append(energy(outputs, card.output_sizes).sum(axis=0))
         else:
@@ -201,7 +212,7 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
         on_boundaries,
         confusion_CC,
         np.sum(energies_C, axis=0),
-        np.concatenate(shown) if shown else np.zeros(0, np.int64),
+        shown,
     )
 
 

@@ -48,6 +48,7 @@ OVERRIDES = {
     ],
     "onnx": ["model=onnx", "model.path=model.onnx", "data=folder"],
     "quantized onnx": ["model=onnx_quantized", "model.path=model.onnx", "data=folder"],
+    "own metric": ["model.metric=flows/params.py:compose_params", "steps.teacher=true"],
     "onnx without labels": ["model=onnx", "model.path=model.onnx", "data=images"],
 }
 

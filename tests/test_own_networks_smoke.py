@@ -28,6 +28,19 @@ SMALL = (
     "prepare_data.width=32",
     "target=[cpu_torch,cpu_onnxruntime]",
 )
+DICE = """
+import numpy as np
+
+def dice(logits, masks):
+    found, count = logits.argmax(axis=1), logits.shape[1]
+    scores = []
+    for one, mask in zip(found, masks):
+        pairs = [(one[mask < count] == n, mask[mask < count] == n) for n in range(1, count)]
+        sizes = [(2 * (a & b).sum(), a.sum() + b.sum()) for a, b in pairs]
+        scores.append(np.mean([hits / size for hits, size in sizes if size] or [1.0]))
+    return np.array(scores)
+"""
+METRIC = "model.metric=metrics.py:dice"
 FEW = (
     "steps.pruning=false",
     "steps.quantize_aware_train=false",
@@ -56,19 +69,28 @@ def report(space: Workspace, stage: str) -> Any:
     return json.loads((space.path / "artifacts" / stage / "report.json").read_text())
 
 
-def test_own_network_and_then_its_finished_weights(space: Workspace) -> None:
+def test_own_network_with_an_own_metric_and_then_its_finished_weights_c5(space: Workspace) -> None:
+    (space.path / "metrics.py").write_text(DICE)
     untracked = space.run("python", "-m", "flows.optimize", *SMALL)
     assert untracked.returncode == 1
     assert "my_networks/gated.py is not tracked by git" in untracked.stderr, untracked.stderr
-    for command in (("add", "my_networks"), ("commit", "-q", "-m", "Network")):
+    for command in (("add", "my_networks", "metrics.py"), ("commit", "-q", "-m", "Network")):
         assert space.run(*GIT, *command).returncode == 0
 
-    optimized(space)
+    optimized(space, METRIC)
     pruned = report(space, "prune")
     assert pruned["macs_after"] < pruned["macs_before"]
     assert any("grouped" in name for name in pruned["layers_kept_whole"].values()), pruned
     rows = json.loads((space.path / "artifacts/select_engine/engines.json").read_text())
     built = {(row["variant"], row["target"]) for row in rows if row["engine_sha256"]}
+    assert {row["metric"] for row in rows} == {"dice (own metric)"}
+    stages = ("train/baseline", "rank_groups", "search_pruning", "finetune", "quantize_ptq")
+    for stage in (*stages, "quantize_repaired", "quantize_partial", "quantize_aware_train"):
+        assert report(space, stage)["metric"] == "dice (own metric)", stage
+    history = (space.path / "artifacts/train/baseline/history.csv").read_text()
+    assert history.startswith("epoch,loss,val_miou,val_dice,")
+    for page in ("report.md", "report.html"):
+        assert "dice (own metric)" in (space.path / "artifacts/select_engine" / page).read_text()
     assert {
         ("pruned", "cpu_torch"),
         ("pruned_ptq", "cpu_onnxruntime"),
@@ -85,8 +107,10 @@ def test_own_network_and_then_its_finished_weights(space: Workspace) -> None:
     assert f"{len(state)} tensors" in converted.stdout, converted.stderr
     trained = report(space, "train/baseline")
     finished = ("train.baseline.checkpoint=weights.safetensors", "steps.pruning=false")
-    optimized(space, *finished, "steps.quantize_aware_train=false")
-    assert report(space, "import_checkpoint/baseline")["val_miou"] == pytest.approx(trained["val_miou"])
+    optimized(space, METRIC, *finished, "steps.quantize_aware_train=false")
+    imported = report(space, "import_checkpoint/baseline")
+    assert imported["metric"] == trained["metric"] == "dice (own metric)"
+    assert imported["val_score"] == pytest.approx(trained["val_score"])
     rows = json.loads((space.path / "artifacts/select_engine/engines.json").read_text())
     assert {row["variant"] for row in rows} == {
         "baseline",

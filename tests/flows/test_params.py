@@ -1,5 +1,6 @@
 """Composing conf/ into params.yaml."""
 
+import contextlib
 import copy
 import subprocess
 from collections.abc import Callable
@@ -10,9 +11,10 @@ import pytest
 
 from flows.params import DVC_FILE, compose_params, keep_targets, write_params
 from flows.pipeline import RecordedStages, run_pipeline
+from flows.preflight import check_models
 from flows.templates import check_templates
 from tasks.core.config import read_params
-from tasks.core.errors import ConfigError
+from tasks.core.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +190,48 @@ def test_metric_of_one_s_own_is_attached_to_the_data_that_engines_are_measured_o
     assert params["pipeline"]["data"] == "artifacts/attach_metric/dataset"
     assert params["attach_metric"]["function"] == "compose_params"
     assert "attach_metric" not in compose_params([*OWN, "data=images"])
+
+
+def test_trainings_and_what_follows_read_the_data_with_the_metric_c5() -> None:
+    params = compose_params(["model.metric=flows/params.py:compose_params", "steps.teacher=true"])
+    plan = RecordedStages()
+    run_pipeline(plan, params)
+    prepared, attached = (Path(f"artifacts/{stage}/dataset") for stage in ("prepare_data", "attach_metric"))
+    assert list(plan.calls)[1] == "attach_metric" and plan.calls["attach_metric"]["data"] == prepared
+    of_images = {name for name, inputs in plan.calls.items() if inputs.get("data") == prepared}
+    assert of_images == {"attach_metric", "record_teacher"}, "a recording does not depend on the metric"
+    assert {inputs["data"] for name, inputs in plan.calls.items() if "data" in inputs} == {prepared, attached}
+    assert "attach_metric" not in compose_params()
+
+
+def test_metric_is_refused_where_engines_have_no_logits_c5() -> None:
+    coarse = [f"target.cpu_onnxruntime.{key}" for key in ("gives=classes", "coarse_classes=true")]
+    text = r"target\.cpu_onnxruntime\.coarse_classes is true, and model\.metric is .*, which reads logits"
+    for pipeline in ([], [*OWN, "data=folder"]):
+        compose_params([*pipeline, *coarse])
+        with pytest.raises(ConfigError, match=text):
+            compose_params([*pipeline, *coarse, "model.metric=flows/params.py:compose_params"])
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("(logits.argmax(1) == masks).mean()", r"returned float64 \[\] for 2 images.*Do not average"),
+        ("logits.max(axis=(1, 2, 3))", r"returned 8 for an image, expected a score from 0"),
+        ("(logits.argmax(1) == masks).mean(axis=(1, 2))", None),
+    ],
+)
+def test_metric_is_tried_before_the_first_stage_c5(
+    body: str, text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["git", "init", "-q"], check=True)
+    Path("metrics.py").write_text(f"def score(logits, masks):\n    return {body}\n", encoding="utf-8")
+    subprocess.run(["git", "add", "metrics.py"], check=True)
+    with pytest.raises(DataError, match=text) if text else contextlib.nullcontext():
+        check_models(compose_params(["model.metric=metrics.py:score"]))
+    with pytest.raises(ConfigError, match=r"metrics\.py: has no function 'dice', found: score"):
+        check_models(compose_params(["model.metric=metrics.py:dice"]))
 
 
 @pytest.mark.parametrize(
@@ -371,3 +415,12 @@ def test_report_reads_explanations_only_of_targets_that_have_some(defaults: dict
     assert (
         kept["select_engine"]["explained"] == [] and kept["pipeline"]["explanations"] == "artifacts/benchmark"
     )
+
+
+def test_products_of_activations_are_quantized_by_all_stages_on_request_a6(defaults: dict[str, Any]) -> None:
+    stages = [name for name, section in defaults.items() if "op_types" in section]
+    assert {"quantize_ptq", "quantize_repaired", "quantize_partial", "rank_layers", "check_int8"} <= {*stages}
+    params = compose_params(["quantize_ptq=products"])
+    for name in stages:
+        before, after = defaults[name]["op_types"], params[name]["op_types"]
+        assert [op_type for op_type in after if op_type != "BatchMatMul"] == before != after

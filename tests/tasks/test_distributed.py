@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from tasks.parts.networks.checkpoint import load_checkpoint
-from tasks.parts.pruning.recovery import measure_val_miou
+from tasks.parts.pruning.recovery import measure_val_score
 from tests.conftest import Workspace, copy_repository
 from tests.services import free_port
 from tests.tasks.core.test_execute import PREPARE, TINY_SCENES, TRAIN, change_params
@@ -52,8 +52,8 @@ def test_two_ranks_train_count_each_image_once_and_only_one_publishes_c7(workspa
     assert report["num_epochs"] == 2
     network, card = load_checkpoint(folder / "model.safetensors")
     data = workspace.path / "artifacts/prepare_data/dataset"
-    assert report["val_miou"] == pytest.approx(
-        measure_val_miou(network, card, data, 4), abs=2e-4
+    assert report["val_score"] == pytest.approx(
+        measure_val_score(network, card, data, 4), abs=2e-4
     )  # ranks have other threads
     assert "Traceback" not in trained.stderr
     if not torch.cuda.is_available():

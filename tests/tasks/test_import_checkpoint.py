@@ -47,7 +47,7 @@ def test_weights_of_others_become_a_checkpoint(
     expected, expected_card = load_checkpoint(workshop.checkpoint)
     images_NHWC, masks_NHW = open_split(workshop.data, "val")
     assert card == expected_card
-    assert report.val_miou == measure_miou(expected, images_NHWC, masks_NHW, card, batch_size=2)
+    assert report.val_score == measure_miou(expected, images_NHWC, masks_NHW, card, batch_size=2)
     assert report.num_parameters == sum(parameter.numel() for parameter in network.parameters())
 
 

@@ -12,7 +12,7 @@ from tasks.check_int8 import check_int8
 from tasks.parts.data.dataset import open_images
 from tasks.parts.data.lazy_array import LazyArray
 from tasks.parts.networks.checkpoint import load_checkpoint
-from tasks.parts.pruning.recovery import batch_losses, measure_val_miou
+from tasks.parts.pruning.recovery import batch_losses, measure_val_score
 from tasks.parts.quantization.config import Activations, Calibrator
 from tasks.prepare_data import prepare_data
 from tasks.quantize_ptq import Config as QuantizeConfig
@@ -109,7 +109,7 @@ def test_pruning(workshop: Workshop, datasets: tuple[Path, Path], tmp_path: Path
     network, card = load_checkpoint(workshop.checkpoint)
     copied, listed = (
         (
-            measure_val_miou(network, card, data, 2),
+            measure_val_score(network, card, data, 2),
             [
                 loss.item()
                 for loss in batch_losses(network, data, trainer=TRAINER, num_images=5, batch_size=2)

@@ -31,7 +31,7 @@ from tasks.parts.pruning.channels import prune_channels
 from tasks.parts.pruning.chosen_ratio import write_choice
 from tasks.parts.pruning.config import Importance, Ranking
 from tasks.parts.pruning.macs import measure_convs, total_macs
-from tasks.parts.pruning.recovery import measure_val_miou, read_batches
+from tasks.parts.pruning.recovery import measure_val_score, read_batches
 from tasks.parts.pruning.sensitivity import read_costs
 from tasks.parts.tables import write_table
 from tasks.parts.training.config import Strategy
@@ -57,7 +57,7 @@ CONFIG = Config(
     num_images=4,
     batch_size=2,
     iterations=1,
-    min_val_miou_ratio=0.0,
+    min_val_score_ratio=0.0,
     recovery=Recovery(TRAINER),
 )
 NO_DATA = Path("nowhere")
@@ -833,8 +833,8 @@ def test_steps_end_where_one_cut_would(method: Method, workshop: Workshop, tmp_p
     assert [float(row["macs_ratio"]) for row in rows] == pytest.approx(
         [first.macs_ratio, second.macs_ratio], abs=1e-6
     )
-    assert [float(row["val_miou"]) for row in rows] == pytest.approx(
-        [first.val_miou, second.val_miou], abs=1e-6
+    assert [float(row["val_score"]) for row in rows] == pytest.approx(
+        [first.val_score, second.val_score], abs=1e-6
     )
     if method is Method.weights:
         assert 0.2 < first.weight_sparsity < 0.25 and 0.45 < second.weight_sparsity < 0.5
@@ -842,8 +842,8 @@ def test_steps_end_where_one_cut_would(method: Method, workshop: Workshop, tmp_p
         assert (
             second.macs_ratio <= cfg.target_macs_ratio <= first.macs_ratio <= (1 + cfg.target_macs_ratio) / 2
         )
-    found = measure_val_miou(*load_checkpoint(model), workshop.data, 4)
-    assert found == second.val_miou
+    found = measure_val_score(*load_checkpoint(model), workshop.data, 4)
+    assert found == second.val_score
     assert report.macs_ratio == second.macs_ratio and not report.is_stopped_at_floor
 
 
@@ -851,18 +851,18 @@ def test_last_state_above_the_floor_is_kept(workshop: Workshop, tmp_path: Path) 
     data = labelled_by(workshop.checkpoint, workshop, tmp_path / "data")
     cfg = dataclasses.replace(STEPS, method=Method.weights, weight_sparsity=0.95, iterations=3)
     _, free = run(cfg, workshop.checkpoint, tmp_path / "free", data)
-    mious = [step.val_miou for step in free.steps if step.val_miou is not None]
-    assert free.val_miou_before == 1.0 and mious[0] > mious[1], mious
+    mious = [step.val_score for step in free.steps if step.val_score is not None]
+    assert free.val_score_before == 1.0 and mious[0] > mious[1], mious
     floor = (mious[0] + mious[1]) / 2
     model, report = run(
-        dataclasses.replace(cfg, min_val_miou_ratio=floor), workshop.checkpoint, tmp_path / "out", data
+        dataclasses.replace(cfg, min_val_score_ratio=floor), workshop.checkpoint, tmp_path / "out", data
     )
     assert [step.is_kept for step in report.steps] == [True, False]
     assert report.is_stopped_at_floor
     assert report.weight_sparsity == report.steps[0].weight_sparsity < report.steps[1].weight_sparsity
-    assert measure_val_miou(*load_checkpoint(model), data, 4) == mious[0]
+    assert measure_val_score(*load_checkpoint(model), data, 4) == mious[0]
     model, report = run(
-        dataclasses.replace(cfg, min_val_miou_ratio=1.0), workshop.checkpoint, tmp_path / "none", data
+        dataclasses.replace(cfg, min_val_score_ratio=1.0), workshop.checkpoint, tmp_path / "none", data
     )
     assert [step.is_kept for step in report.steps] == [False]
     assert model.read_bytes() == workshop.checkpoint.read_bytes()

@@ -85,7 +85,7 @@ def test_training_writes_a_graph_that_is_no_worse_and_computes_what_was_trained(
     trained: tuple[Any, Path],
 ) -> None:
     report, out = trained
-    assert report.val_miou >= report.val_miou_before
+    assert report.val_score >= report.val_score_before
     assert report.num_epochs == 2
     assert report.best_epoch in (0, 1, 2)
     assert report.agreement >= 0.9
@@ -174,7 +174,7 @@ def test_weights_that_training_made_worse_are_not_written(
     before = _float_graph_that_is_already_right(calibrated, tmp_path)
     (tmp_path / "out").mkdir()
     report = quantize_aware_train(config(learning_rate=0.5, max_epochs=1), **before, out=tmp_path / "out")
-    assert (report.best_epoch, report.val_miou) == (0, report.val_miou_before)
+    assert (report.best_epoch, report.val_score) == (0, report.val_score_before)
     assert report.agreement >= 0.9
 
 

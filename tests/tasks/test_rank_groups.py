@@ -63,14 +63,14 @@ def test_every_group_has_a_row_for_each_number_of_channels(ranked: tuple[Report,
     with (out / "sensitivity.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [row["group"] for row in rows] == [cut.group for cut in report.cuts]
-    assert [float(row["miou_drop"]) for row in rows] == pytest.approx(
-        [cut.miou_drop for cut in report.cuts], abs=1e-6
+    assert [float(row["score_drop"]) for row in rows] == pytest.approx(
+        [cut.score_drop for cut in report.cuts], abs=1e-6
     )
     assert (out / "sensitivity.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_channels_that_do_nothing_cost_nothing_and_others_do(ranked: tuple[Report, Path]) -> None:
-    drops = {(cut.group, round(cut.ratio, 2)): cut.miou_drop for cut in ranked[0].cuts}
+    drops = {(cut.group, round(cut.ratio, 2)): cut.score_drop for cut in ranked[0].cuts}
     assert drops["context.0.expand.conv", 0.5] == 0
     assert max(drops.values()) > 0.01
 
@@ -91,7 +91,7 @@ def test_cut_that_only_shifts_the_activations_costs_nothing(workshop: Workshop, 
     path = tmp_path / "model.safetensors"
     save_checkpoint(path, network, card)
     report = rank_groups(CONFIG, checkpoint=path, data=workshop.data, out=tmp_path)
-    drops = {(cut.group, round(cut.ratio, 2)): cut.miou_drop for cut in report.cuts}
+    drops = {(cut.group, round(cut.ratio, 2)): cut.score_drop for cut in report.cuts}
     assert abs(drops["context.0.expand.conv", 0.5]) < 0.005
 
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.picking import CHROMIUM, DRIVER, opened_browser
 from tasks.core.reports import write_json
 from tasks.parts.data.accuracy import Accuracy, AccuracyReport
-from tasks.parts.data.answers import ANSWERS_FILE, write_answers
+from tasks.parts.data.answers import ANSWERS_FILE, Answers, write_answers
 from tasks.parts.explain.details import write_details
 from tasks.parts.explain.engine_view import EngineView
 from tasks.parts.explain.report import explain_engine
@@ -196,16 +196,17 @@ def write_report(
 
 def write_masks(findings: Findings, folders: StageFolders, data: Path) -> None:
     """Let each engine be wrong in the first pixels of an image, more of them the higher its number."""
-    from tasks.parts.data.answers import shrink
     from tasks.parts.data.dataset import open_split
 
-    masks_NHW = shrink(open_split(data, "val")[1])
+    masks_NHW = np.asarray(open_split(data, "val")[1])
     for row in findings.rows:
         folder = folders.of(row.variant, row.target)["validate"]
         folder.mkdir(parents=True)
         wrong_NHW, count = np.array(masks_NHW), int(row.variant.removeprefix("v"))
         wrong_NHW[0, 0, :count] = (wrong_NHW[0, 0, :count] + 1) % len(CLASSES)
-        write_answers(folder / ANSWERS_FILE, wrong_NHW)
+        answers = Answers.of(len(CLASSES))
+        answers.add(wrong_NHW)
+        write_answers(folder / ANSWERS_FILE, answers)
         report = AccuracyReport("built", "", "0" * 64, "val", "test", len(masks_NHW), None)
         write_json(folder / "report.json", dataclasses.asdict(report))
 

@@ -93,7 +93,7 @@ def test_every_ratio_is_a_row_and_one_is_chosen(searched: tuple[Report, Path]) -
     assert [float(row["target_macs_ratio"]) for row in rows] == [0.01, 0.5, 1.0]
     for row, candidate in zip(rows[1:], report.candidates[1:], strict=True):
         assert 0 < float(row["macs_ratio"]) <= float(row["target_macs_ratio"])
-        assert float(row["latency_ms_p50"]) > 0 and 0 <= float(row["val_miou"]) <= 1
+        assert float(row["latency_ms_p50"]) > 0 and 0 <= float(row["val_score"]) <= 1
         assert float(row["latency_ratio_low"]) <= float(row["latency_ratio_high"])
         assert row["note"] == "" and candidate.macs == int(row["macs"])
     assert float(rows[-1]["latency_ratio"]) == 1
@@ -109,7 +109,7 @@ def test_every_ratio_is_a_row_and_one_is_chosen(searched: tuple[Report, Path]) -
 
 def test_ratio_out_of_reach_is_a_row_that_says_so(searched: tuple[Report, Path]) -> None:
     row = rows_of(searched[1] / "curve.csv")[0]
-    assert row["macs"] == row["latency_ms_p50"] == row["val_miou"] == "" and row["is_knee"] == "False"
+    assert row["macs"] == row["latency_ms_p50"] == row["val_score"] == "" and row["is_knee"] == "False"
     assert "Pruning reaches" in row["note"] and "0.01" in row["note"]
 
 
@@ -126,7 +126,7 @@ def test_killed_search_continues_and_ends_with_the_same_accuracy(workshop: Works
     first = search(cfg, workshop, tmp_path)
     histories = {path: path.stat().st_mtime_ns for path in (tmp_path / "resume").glob("*/history.csv")}
     again = search(cfg, workshop, tmp_path)
-    assert [row.val_miou for row in again.candidates] == [row.val_miou for row in first.candidates]
+    assert [row.val_score for row in again.candidates] == [row.val_score for row in first.candidates]
     assert len(histories) == 2
     assert {path: path.stat().st_mtime_ns for path in histories} == histories
 
@@ -214,7 +214,7 @@ def test_search_cuts_the_channels_that_the_stage_prune_cuts(
         num_images=cfg.num_images,
         batch_size=cfg.batch_size,
         iterations=1,
-        min_val_miou_ratio=0.0,
+        min_val_score_ratio=0.0,
         recovery=prune.Recovery(cfg.trainer),
     )
     prune.prune(

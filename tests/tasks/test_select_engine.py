@@ -182,8 +182,8 @@ class Artifacts:
         self.unseen: dict[str, float] = {}
         self.unseen_scatter: dict[str, float] = {}
         self.boundaries: dict[str, tuple[float, float]] = {}
-        self.ious: dict[str, tuple[float, float, float]] = {}
         self.num_groups = 400
+        self.ious: dict[str, tuple[float, float, float]] = {}
         for stage in ("build_engine", "validate", "measured", "diff_layers"):
             (root / stage).mkdir(parents=True)
 

@@ -2,22 +2,27 @@
 
 import csv
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tasks import distill, finetune, train
+from tasks import attach_metric, distill, finetune, train
 from tasks.core.errors import ArtifactError, ConfigError, TrainingDiverged
+from tasks.parts.data.dataset import open_split
+from tasks.parts.data.dataset_writer import write_chosen_images
 from tasks.parts.networks.build import build_network
 from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.networks.model_card import ModelCard
 from tasks.parts.networks.zeros import count_zeros
+from tasks.parts.pruning.recovery import measure_val_score
 from tasks.parts.pruning.weights import prune_two_of_four
 from tasks.parts.training.activations import save_activation_memory
 from tasks.parts.training.config import (
@@ -42,6 +47,7 @@ from tasks.parts.training.losses import (
     soft_target_loss,
 )
 from tasks.parts.training.module import batchnorm_l1_norm
+from tasks.parts.training.predict import measure_miou, predict_classes
 from tasks.parts.training.pretrained import PretrainedConfig
 from tests.tasks.conftest import Workshop
 
@@ -109,7 +115,69 @@ def test_training_writes_weights_and_history(workshop: Workshop, tmp_path: Path)
     rows = list(csv.DictReader((tmp_path / "a" / "history.csv").open()))
     assert [row["epoch"] for row in rows] == ["1", "2"]
     assert all(float(row["images_per_s"]) > 0 and 0 < float(row["data_wait_share"]) < 1 for row in rows)
-    assert report.val_miou == pytest.approx(max(float(row["val_miou"]) for row in rows), abs=1e-6)
+    assert report.metric == "mIoU"
+    assert report.val_score == pytest.approx(max(float(row["val_miou"]) for row in rows), abs=1e-6)
+
+
+OWN_METRICS = """
+import numpy as np
+
+def right(logits, masks):
+    return (logits.argmax(axis=1) == masks).reshape(len(masks), -1).mean(axis=1)
+
+def dice(logits, masks):
+    found = logits.argmax(axis=1)
+    sizes = [((found == n) & (masks == n), (found == n).astype(int) + (masks == n)) for n in range(1, 3)]
+    return np.mean([2 * a.sum(axis=(1, 2)) / np.maximum(1, b.sum(axis=(1, 2))) for a, b in sizes], axis=0)
+"""
+
+
+@pytest.fixture
+def scored_by(workshop: Workshop, tmp_path: Path) -> Callable[[str], Path]:
+    def attach(function: str) -> Path:
+        (tmp_path / "metrics.py").write_text(OWN_METRICS)
+        (tmp_path / function).mkdir()
+        config = attach_metric.Config(function, str(tmp_path / "metrics.py"))
+        inputs = {"metric": tmp_path / "metrics.py", "data": workshop.data}
+        attach_metric.attach_metric(config, **inputs, out=tmp_path / function)
+        return tmp_path / function / "dataset"
+
+    return attach
+
+
+def test_kept_epoch_is_the_best_by_a_metric_of_one_s_own_c5(
+    scored_by: Callable[[str], Path], tmp_path: Path
+) -> None:
+    trainer = replace(TRAINER, max_epochs=4, patience_epochs=4)
+    report = run(train.train, train.Config(STUDENT, trainer, FRESH), tmp_path / "a", data=scored_by("right"))
+    rows = list(csv.DictReader((tmp_path / "a" / "history.csv").open()))
+    assert list(rows[0])[:4] == ["epoch", "loss", "val_miou", "val_right"]
+    right = [float(row["val_right"]) for row in rows]
+    miou = [float(row["val_miou"]) for row in rows]
+    assert report.metric == "right (own metric)"
+    assert report.best_epoch == 1 + right.index(max(right)) != 1 + miou.index(max(miou))
+    assert report.val_score == pytest.approx(max(right), abs=1e-6)
+    network, card = load_checkpoint(tmp_path / "a" / "model.safetensors")
+    kept = measure_miou(network, *open_split(scored_by("dice"), "val"), card, batch_size=4)
+    assert kept == pytest.approx(miou[report.best_epoch - 1], abs=1e-6), "weights of another epoch"
+
+
+def test_networks_are_judged_by_a_metric_of_one_s_own_c5(
+    workshop: Workshop, scored_by: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Dice by hand; search_pruning judges on a part of the data set, which keeps the metric."""
+    data, (network, card) = scored_by("dice"), load_checkpoint(workshop.checkpoint)
+    images_NHWC, masks_NHW = open_split(data, "val")
+    found_NHW = predict_classes(network, images_NHWC, card, batch_size=4)
+    by_image = []
+    for found_HW, mask_HW in zip(found_NHW, masks_NHW, strict=True):
+        pairs = [(found_HW == n, mask_HW == n) for n in (1, 2)]
+        by_image.append(np.mean([2 * (a & b).sum() / max(1, a.sum() + b.sum()) for a, b in pairs]))
+    assert measure_val_score(network, card, data, 3) == pytest.approx(np.mean(by_image))
+    assert measure_val_score(network, card, workshop.data, 3) != pytest.approx(np.mean(by_image))
+    write_chosen_images(data, tmp_path / "few", {"train": 4, "val": 2})
+    few = measure_val_score(network, card, tmp_path / "few", 1)
+    assert few == pytest.approx(np.mean(by_image[:2]))
 
 
 def test_equal_seeds_give_equal_bytes_and_other_seeds_do_not(workshop: Workshop, tmp_path: Path) -> None:

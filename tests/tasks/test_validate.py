@@ -1,5 +1,6 @@
 import csv
 import dataclasses
+import json
 import shutil
 
 import numpy as np
@@ -9,9 +10,10 @@ from onnx import helper
 
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, GateFailed
-from tasks.parts.data.answers import ANSWERS_FILE, read_answers, shrink, write_answers
+from tasks.parts.data.answers import ANSWERS_FILE, Answers, read_answers, write_answers
+from tasks.parts.data.class_table import IGNORE_INDEX
 from tasks.parts.data.comparison import RESULTS_FILE, boundaries_of, compare_boundaries, read_results
-from tasks.parts.data.dataset import normalise, open_split, read_manifest
+from tasks.parts.data.dataset import MANIFEST_FILE, normalise, open_split, read_manifest
 from tasks.parts.data.metrics import confusion_matrix, scores
 from tasks.parts.engines.manifest import read_engine_manifest, sha256_of, write_engine_manifest
 from tasks.validate import Config, validate
@@ -76,19 +78,39 @@ def test_answers_are_the_masks_of_the_deciding_split(workshop, tmp_path):
     images_NHWC, _ = open_split(workshop.data, "test")
     with torch.inference_mode():
         logits_NCHW = network(torch.from_numpy(normalise(images_NHWC, card.mean, card.std)))
-    assert np.array_equal(read_answers(tmp_path / ANSWERS_FILE), shrink(logits_NCHW.argmax(1).numpy()))
+    assert np.array_equal([*read_answers(tmp_path / ANSWERS_FILE)], logits_NCHW.argmax(1).numpy())
 
 
-def test_large_masks_are_shown_in_small(tmp_path):
-    masks_NHW = np.arange(2 * 100 * 200).reshape(2, 100, 200) % 300
-    small_Nhw = shrink(masks_NHW)
-    assert small_Nhw.shape == (2, 25, 50) and small_Nhw[1, 3, 5] == masks_NHW[1, 14, 22]
-    write_answers(tmp_path / ANSWERS_FILE, small_Nhw)
-    assert np.array_equal(read_answers(tmp_path / ANSWERS_FILE), small_Nhw)
-    assert shrink(masks_NHW[:, :64, :64]).shape == (2, 64, 64)
+@pytest.mark.parametrize("num_classes", [2, 19, 300])
+def test_answers_are_kept_at_their_full_size_c5(num_classes, tmp_path):
+    masks_NHW = np.random.default_rng(0).integers(0, num_classes, (3, 100, 201))
+    for answers_N in (masks_NHW, masks_NHW[:, 0, 0]):
+        answers = Answers.of(num_classes)
+        answers.add(answers_N[:2])
+        answers.add(answers_N[2:])
+        write_answers(tmp_path / ANSWERS_FILE, answers)
+        found = read_answers(tmp_path / ANSWERS_FILE)
+        assert len(found) == 3 and np.array_equal([*found], answers_N)
+        assert np.array_equal(found.unpack(2), answers_N[2])
     (tmp_path / ANSWERS_FILE).write_bytes(b"PK")
     with pytest.raises(ArtifactError, match=r"no answers .* Run validate again"):
         read_answers(tmp_path / ANSWERS_FILE)
+
+
+def test_images_without_labels_count_nowhere_c5(workshop, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(workshop.data, data)
+    masks_NHW = np.load(data / "train_masks.npy")
+    masks_NHW[-3:] = IGNORE_INDEX
+    np.save(data / "train_masks.npy", masks_NHW)
+    fields = json.loads((data / MANIFEST_FILE).read_text(encoding="utf-8"))
+    (data / MANIFEST_FILE).write_text(json.dumps(fields | {"num_unlabelled": 3}), encoding="utf-8")
+    engine = workshop.engine("float", "cpu_onnxruntime")
+    report = validate(Config("train", "val", 2), engine=engine, data=data, out=tmp_path)
+    assert report.num_images == len(read_answers(tmp_path / ANSWERS_FILE)) == len(masks_NHW) - 3
+    assert read_results(tmp_path / RESULTS_FILE, "train").num_images == report.num_images
+    whole = validate(Config("train", "val", 2), engine=engine, data=workshop.data, out=tmp_path)
+    assert whole.num_images == len(masks_NHW)
 
 
 def test_engine_that_was_skipped_gives_a_report_with_the_reason(workshop, tmp_path):

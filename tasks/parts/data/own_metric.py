@@ -45,6 +45,18 @@ def open_metric(file: Path, function: str) -> Scorer:
     return score_images
 
 
+def try_on_masks(score_images: Scorer, num_classes: int, height: int, width: int) -> None:
+    """Let a metric score two images with stripes of all classes: one answered rightly, one with equal logits.
+
+    Raises DataError as it would after the first epoch of a training.
+    """
+    stripes_W = np.arange(width) * num_classes // width
+    labels_NHW = np.broadcast_to(stripes_W, (2, height, width)).astype(np.uint8)
+    logits_NCHW = np.zeros((2, num_classes, height, width), np.float32)
+    logits_NCHW[0] = 8 * (np.arange(num_classes)[:, None, None] == labels_NHW[0])
+    score_images(logits_NCHW, labels_NHW)
+
+
 def _checked(returned: object, num_images: int, who: str) -> NDArray[np.float64]:
     scores_N = np.asarray(returned)
     if scores_N.shape != (num_images,) or scores_N.dtype.kind not in "biuf":

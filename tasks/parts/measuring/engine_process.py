@@ -365,7 +365,8 @@ def _call(runner: Runner, frames_NHWC: "NDArray[np.uint8]", timed: Timed) -> Cal
 
 def _time_frames(engine: "Engine", frames: str, *, num_frames: int, seconds: float) -> dict[str, Any]:
     """Return the fields of FrameTimes."""
-    from tasks.parts.engines.frame_engine.sources import Source, fit_frame, open_source
+    from tasks.parts.engines.frame_engine.images import fit_frame
+    from tasks.parts.engines.frame_engine.sources import Source, open_source
     from tasks.parts.engines.frame_engine.stream import Timings, run_stream
 
     size = engine.card["height"], engine.card["width"]
@@ -381,7 +382,7 @@ def _time_frames(engine: "Engine", frames: str, *, num_frames: int, seconds: flo
     phases_ns: dict[str, list[int]] = {"decode": [], "pre": [], "run": [], "post": []}
     for _, image in itertools.islice(repeat(), num_frames):
         times_ns = [clock()]
-        frame_HWC = fit_frame(source.decode(image), size=size, mode="stretch")
+        frame_HWC = fit_frame(source.decode(image), size=size, mode="resize")
         times_ns.append(clock())
         inputs = engine.prepare(frame_HWC[None])
         times_ns.append(clock())

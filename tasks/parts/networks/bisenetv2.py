@@ -33,9 +33,9 @@ EXPANSION = 6
 class Stem(nn.Module):
     """Halve the size twice, the second time both by pooling and by convolutions, and join the two results."""
 
-    def __init__(self, out_channels: int) -> None:
+    def __init__(self, image_channels: int, out_channels: int) -> None:
         super().__init__()
-        self.first = ConvNormRelu(3, out_channels, stride=2)
+        self.first = ConvNormRelu(image_channels, out_channels, stride=2)
         self.left = nn.Sequential(
             ConvNormRelu(out_channels, max(8, out_channels // 2), 1),
             ConvNormRelu(max(8, out_channels // 2), out_channels, stride=2),
@@ -121,17 +121,18 @@ class BiSeNetV2(nn.Module):
     feature_layer = "head"
     classifier_layer = "classifier"
 
-    def __init__(self, num_classes: int, *, width: float, depth: float) -> None:
+    def __init__(self, num_classes: int, *, width: float, depth: float, image_channels: int = 3) -> None:
         super().__init__()
+        self.image_channels = image_channels
         c16, c32, c64, c128 = (scale_channels(c, width) for c in (16, 32, 64, 128))
         detail: list[nn.Module] = []
-        in_channels = 3
+        in_channels = image_channels
         for out_channels, repeats in ((c64, 1), (c64, 2), (c128, 2)):
             detail.append(ConvNormRelu(in_channels, out_channels, stride=2))
             detail += [ConvNormRelu(out_channels, out_channels) for _ in range(scale_blocks(repeats, depth))]
             in_channels = out_channels
         self.detail = nn.Sequential(*detail)
-        meaning: list[nn.Module] = [Stem(c16)]
+        meaning: list[nn.Module] = [Stem(image_channels, c16)]
         in_channels = c16
         for out_channels, repeats in ((c32, 1), (c64, 1), (c128, 3)):
             meaning.append(GatherExpansion(in_channels, out_channels, stride=2))

@@ -1,5 +1,7 @@
 """Build a network with fresh weights from its configuration."""
 
+from typing import Any
+
 from torch import nn
 
 from tasks.core.errors import ConfigError
@@ -33,14 +35,13 @@ def build_network(
 ) -> nn.Module:
     """Build a network that maps normalised images, float32 [N, num_channels, H, W], to logits [N, num_classes, H, W].
 
-    The deepest path of our own halves an image five times, so H and W should be multiples of 32; they read 3
-    channels. A foreign network is tried with images of `size` (height, width). Seed torch first for repeatable
-    weights. The result has two attributes: `feature_layer`, the dotted name of the submodule whose output is the last
-    feature map before the classifier (None if there is none), and `classifier_layer`, that of the layer that computes
-    the logits.
+    The deepest path of our own halves an image five times, so H and W should be multiples of 32. A foreign network is
+    tried with images of `size` (height, width). Seed torch first for repeatable weights. The result has three
+    attributes: `feature_layer`, the dotted name of the submodule whose output is the last feature map before the
+    classifier (None if there is none), `classifier_layer`, that of the layer that computes the logits, and
+    `image_channels`.
 
-    Raises ConfigError for a foreign network that cannot be built, or whose logits have another shape, and for other
-    channels with a network of our own.
+    Raises ConfigError for a foreign network that cannot be built, or whose logits have another shape.
     """
     if num_classes < 2:
         raise ConfigError(f"num_classes is {num_classes}; expected at least 2 (background and one class).")
@@ -49,38 +50,40 @@ def build_network(
         from tasks.parts.networks.foreign import build_foreign
 
         return build_foreign(config, num_classes, size=size, num_channels=num_channels)
-    if num_channels != 3:
-        raise ConfigError(
-            f"network.name is {config.name}, which reads 3 channels, and the images have {num_channels} "
-            "(prepare_data.folder.channels). Bring a network of your own that reads them: network.name=custom."
-        )
     assert config.width is not None and config.depth is not None
+    sizes: dict[str, Any] = {
+        "width": config.width,
+        "depth": config.depth,
+        "image_channels": num_channels,
+    }
     network: nn.Module
     match config.name:
         case NetworkName.deeplabv3plus:
-            network = DeepLabV3Plus(num_classes, width=config.width, depth=config.depth)
+            if config.atrous_rates is not None:
+                sizes["atrous_rates"] = config.atrous_rates
+            network = DeepLabV3Plus(num_classes, **sizes)
         case NetworkName.fast_scnn:
-            network = FastSCNN(num_classes, width=config.width, depth=config.depth)
+            network = FastSCNN(num_classes, **sizes)
         case NetworkName.bisenetv2:
-            network = BiSeNetV2(num_classes, width=config.width, depth=config.depth)
+            network = BiSeNetV2(num_classes, **sizes)
         case NetworkName.ddrnet:
-            network = DDRNet(num_classes, width=config.width, depth=config.depth)
+            network = DDRNet(num_classes, **sizes)
         case NetworkName.espnetv2:
-            network = ESPNetV2(num_classes, width=config.width, depth=config.depth)
+            network = ESPNetV2(num_classes, **sizes)
         case NetworkName.mobile_unet:
-            network = MobileUNet(num_classes, width=config.width, depth=config.depth)
+            network = MobileUNet(num_classes, **sizes)
         case NetworkName.mobilevit:
-            network = MobileViT(num_classes, width=config.width, depth=config.depth)
+            network = MobileViT(num_classes, **sizes)
         case NetworkName.repvgg:
-            network = RepVGG(num_classes, width=config.width, depth=config.depth)
+            network = RepVGG(num_classes, **sizes)
         case NetworkName.segformer:
             from tasks.parts.networks.segformer import SegFormer
 
-            network = SegFormer(num_classes, width=config.width, depth=config.depth, **config.arguments)
+            network = SegFormer(num_classes, **sizes, **config.arguments)
         case NetworkName.dinov2:
             from tasks.parts.networks.dinov2 import DinoV2
 
-            network = DinoV2(num_classes, width=config.width, depth=config.depth)
+            network = DinoV2(num_classes, **sizes)
     if config.depthwise:
         to_depthwise_separable(network)
     initialise(network)

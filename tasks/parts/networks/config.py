@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any
 
-from tasks.core.bounds import AtMost, MoreThan
+from tasks.core.bounds import AtLeast, AtMost, MinItems, MoreThan
 from tasks.core.errors import ConfigError
 
 
@@ -68,9 +68,16 @@ class NetworkConfig:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """What the function is called with beside num_classes; for transformers values of the configuration; for
     segformer {size: b0} to {size: b5}, of which b0 is the default; empty for other networks of this package."""
+    atrous_rates: Annotated[list[Annotated[int, AtLeast(1)]], MinItems(1)] | None = None
+    """For deeplabv3plus: distance of the taps in each branch of its pyramid, at stride 16; None: 1, 2, 3."""
 
     def __post_init__(self) -> None:
         sized, named = (self.width, self.depth), (self.file, self.factory)
+        if self.atrous_rates is not None and self.name is not NetworkName.deeplabv3plus:
+            raise ConfigError(
+                f"atrous_rates is {self.atrous_rates}, and name is {self.name}, which has none: they belong to "
+                "deeplabv3plus. Leave the key out, or choose network@train.baseline.network=deeplabv3plus."
+            )
         if not self.name.is_foreign:
             if None in sized:
                 raise ConfigError(f"width is {self.width} and depth is {self.depth}, expected two numbers.")

@@ -109,12 +109,21 @@ class DDRNet(nn.Module):
     feature_layer = "head"
     classifier_layer = "classifier"
 
-    def __init__(self, num_classes: int, *, width: float, depth: float, deep_stride: int = 32) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        width: float,
+        depth: float,
+        deep_stride: int = 32,
+        image_channels: int = 3,
+    ) -> None:
         super().__init__()
+        self.image_channels = image_channels
         c32, c64, c128, c256 = (scale_channels(c, width) for c in (32, 64, 128, 256))
         num_blocks = scale_blocks(2, depth)
         self.stem = nn.Sequential(
-            ConvNormRelu(3, c32, stride=2),
+            ConvNormRelu(image_channels, c32, stride=2),
             ConvNormRelu(c32, c32, stride=2),
             _stage(c32, c32, num_blocks, stride=1),
             nn.ReLU(inplace=False),

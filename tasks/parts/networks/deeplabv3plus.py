@@ -10,11 +10,14 @@ Departures, for images as small as 64x64:
 - the stem is two 3x3 convolutions, the first of stride 2, without max pooling;
 - three residual stages of strides 4, 8 and 16, all strided: a dilated last stage at stride 8 costs twice the
   MACs;
-- atrous rates 1, 2, 3 instead of 6, 12, 18 (section 4.1): the map is 4x4, and their taps would fall on padding;
+- atrous rates 1, 2, 3 instead of 6, 12, 18 (section 4.1): the map is 4x4, and their taps would fall on padding. For
+  large images `atrous_rates` sets others: the paper's are for maps of about 32x32, images of 513x513;
 - the image-pooling branch has a bias instead of BatchNorm, which is undefined on one value per channel.
 
 Tensor suffixes: N batch, C channels, H height, W width.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -54,14 +57,12 @@ class BasicBlock(nn.Module):
 class AtrousPyramid(nn.Module):
     """Atrous spatial pyramid pooling: convolve the map at several rates, and join its average over the image."""
 
-    def __init__(self, in_channels: int, out_channels: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, rates: Sequence[int] = ATROUS_RATES) -> None:
         super().__init__()
         self.point = ConvNormRelu(in_channels, out_channels, 1)
-        self.atrous = nn.ModuleList(
-            ConvNormRelu(in_channels, out_channels, dilation=rate) for rate in ATROUS_RATES
-        )
+        self.atrous = nn.ModuleList(ConvNormRelu(in_channels, out_channels, dilation=rate) for rate in rates)
         self.image = nn.Sequential(nn.Conv2d(in_channels, out_channels, 1), nn.ReLU(inplace=False))
-        self.fuse = ConvNormRelu(out_channels * (2 + len(ATROUS_RATES)), out_channels, 1)
+        self.fuse = ConvNormRelu(out_channels * (2 + len(rates)), out_channels, 1)
 
     def forward(self, maps_NCHW: Tensor) -> Tensor:
         image_NCHW = resize_to(self.image(pool_to_bins(maps_NCHW, 1)), spatial_size(maps_NCHW))
@@ -76,16 +77,25 @@ class DeepLabV3Plus(nn.Module):
     feature_layer = "decoder"
     classifier_layer = "classifier"
 
-    def __init__(self, num_classes: int, *, width: float, depth: float) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        width: float,
+        depth: float,
+        image_channels: int = 3,
+        atrous_rates: Sequence[int] = ATROUS_RATES,
+    ) -> None:
         super().__init__()
+        self.image_channels = image_channels
         c24, c32, c48, c96, c192 = (scale_channels(c, width) for c in (24, 32, 48, 96, 192))
-        self.stem = nn.Sequential(ConvNormRelu(3, c24, stride=2), ConvNormRelu(c24, c24))
+        self.stem = nn.Sequential(ConvNormRelu(image_channels, c24, stride=2), ConvNormRelu(c24, c24))
         self.low = _residual_stage(c24, c48, scale_blocks(2, depth))
         self.backbone = nn.Sequential(
             _residual_stage(c48, c96, scale_blocks(2, depth)),
             _residual_stage(c96, c192, scale_blocks(2, depth)),
         )
-        self.pyramid = AtrousPyramid(c192, c96)
+        self.pyramid = AtrousPyramid(c192, c96, atrous_rates)
         self.skip = ConvNormRelu(c48, c32, 1)
         self.decoder = nn.Sequential(SeparableConv(c96 + c32, c96), SeparableConv(c96, c96))
         self.classifier = nn.Conv2d(c96, num_classes, 1)

@@ -61,8 +61,9 @@ class DinoV2(nn.Module):
     feature_layer = "head"
     classifier_layer = "classifier"
 
-    def __init__(self, num_classes: int, *, width: float, depth: float) -> None:
+    def __init__(self, num_classes: int, *, width: float, depth: float, image_channels: int = 3) -> None:
         super().__init__()
+        self.image_channels = image_channels
         heads = max(1, round(HEADS * width))
         config = Dinov2Config(  # type: ignore[call-arg]  # keys of its base class
             hidden_size=heads * HEAD_CHANNELS,
@@ -70,6 +71,7 @@ class DinoV2(nn.Module):
             num_hidden_layers=scale_blocks(BLOCKS, depth),
             image_size=PATCHES_OF_TRAINING * PATCH,
             patch_size=PATCH,
+            num_channels=image_channels,
             use_mask_token=False,
             attn_implementation="eager",
         )

@@ -78,10 +78,10 @@ class ResidualUnit(nn.Module):
 class Downsampling(nn.Module):
     """Join a strided unit and the averaged map, and add a view of the averaged image (strided EESP)."""
 
-    def __init__(self, in_channels: int, out_channels: int, *, widest: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, *, widest: int, image_channels: int) -> None:
         super().__init__()
         self.unit = Unit(in_channels, out_channels - in_channels, widest=widest, stride=2)
-        self.image = nn.Sequential(ConvNormRelu(3, 3), ConvNorm(3, out_channels, 1))
+        self.image = nn.Sequential(ConvNormRelu(image_channels, 3), ConvNorm(3, out_channels, 1))
         self.relu = nn.ReLU(inplace=False)
 
     def forward(self, maps_NCHW: Tensor, images_NCHW: Tensor) -> Tensor:
@@ -123,17 +123,20 @@ class ESPNetV2(nn.Module):
     feature_layer = "join_first"
     classifier_layer = "classifier"
 
-    def __init__(self, num_classes: int, *, width: float, depth: float) -> None:
+    def __init__(self, num_classes: int, *, width: float, depth: float, image_channels: int = 3) -> None:
         super().__init__()
+        self.image_channels = image_channels
         base = max(16, round(BASE_CHANNELS * width / 16) * 16)
         in_channels = min(base, BASE_CHANNELS)
         channels = [in_channels]
-        self.stem = ConvNormRelu(3, in_channels, stride=2)
+        self.stem = ConvNormRelu(image_channels, in_channels, stride=2)
         self.downsamplings = nn.ModuleList()
         self.levels = nn.ModuleList()
         for factor, num_units, widest_strided, widest in LEVELS:
             out_channels = base * factor
-            self.downsamplings.append(Downsampling(in_channels, out_channels, widest=widest_strided))
+            self.downsamplings.append(
+                Downsampling(in_channels, out_channels, widest=widest_strided, image_channels=image_channels)
+            )
             repeats = scale_blocks(num_units, depth) if num_units else 0
             self.levels.append(
                 nn.Sequential(*(ResidualUnit(out_channels, widest=widest) for _ in range(repeats)))

@@ -74,11 +74,20 @@ class FastSCNN(nn.Module):
     feature_layer = "head"
     classifier_layer = "classifier"
 
-    def __init__(self, num_classes: int, *, width: float, depth: float, detail_stride: int = 4) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        width: float,
+        depth: float,
+        detail_stride: int = 4,
+        image_channels: int = 3,
+    ) -> None:
         super().__init__()
+        self.image_channels = image_channels
         c32, c48, c64, c96, c128 = (scale_channels(c, width) for c in (32, 48, 64, 96, 128))
         self.downsample = nn.Sequential(
-            ConvNormRelu(3, c32, stride=2),
+            ConvNormRelu(image_channels, c32, stride=2),
             SeparableConv(c32, c48, stride=2),
             SeparableConv(c48, c64, stride=2 if detail_stride == 8 else 1),
         )

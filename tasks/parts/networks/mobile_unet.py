@@ -55,10 +55,11 @@ class MobileUNet(nn.Module):
     feature_layer = "decoder.3"
     classifier_layer = "classifier"
 
-    def __init__(self, num_classes: int, *, width: float, depth: float) -> None:
+    def __init__(self, num_classes: int, *, width: float, depth: float, image_channels: int = 3) -> None:
         super().__init__()
+        self.image_channels = image_channels
         in_channels = scale_channels(32, width)
-        self.stem = ConvNormRelu(3, in_channels, stride=2)
+        self.stem = ConvNormRelu(image_channels, in_channels, stride=2)
         self.encoder = nn.ModuleList()
         skips: list[int] = []
         for scale in ENCODER_SCALES:

@@ -139,10 +139,11 @@ class MobileViT(nn.Module):
     feature_layer = "head"
     classifier_layer = "classifier"
 
-    def __init__(self, num_classes: int, *, width: float, depth: float) -> None:
+    def __init__(self, num_classes: int, *, width: float, depth: float, image_channels: int = 3) -> None:
         super().__init__()
+        self.image_channels = image_channels
         in_channels = scale_channels(STEM_CHANNELS, width)
-        self.stem = _conv(3, in_channels, stride=2)
+        self.stem = _conv(image_channels, in_channels, stride=2)
         layers: list[nn.Module] = []
         for channels, num_blocks, stride in CONVOLUTIONAL_STAGES:
             out_channels = scale_channels(channels, width)

@@ -64,6 +64,8 @@ class ModelCard:
         fields = asdict(self)
         if not self.network.name.is_foreign:
             del fields["code_sha256"], fields["network"]["file"], fields["network"]["factory"]
+        if self.network.atrous_rates is None:
+            del fields["network"]["atrous_rates"]
         if not self.network.arguments:
             del fields["network"]["arguments"]
         return json.dumps(fields, sort_keys=True, ensure_ascii=False)

@@ -41,11 +41,12 @@ class RepVGG(nn.Module):
     feature_layer = "head"
     classifier_layer = "classifier"
 
-    def __init__(self, num_classes: int, *, width: float, depth: float) -> None:
+    def __init__(self, num_classes: int, *, width: float, depth: float, image_channels: int = 3) -> None:
         super().__init__()
+        self.image_channels = image_channels
         in_channels = scale_channels(STEM_CHANNELS, width)
         decoder_channels = scale_channels(DECODER_CHANNELS, width)
-        self.stem = Block(3, in_channels, stride=2)
+        self.stem = Block(image_channels, in_channels, stride=2)
         self.stages = nn.ModuleList()
         self.laterals = nn.ModuleList()
         for channels, num_blocks in STAGES:

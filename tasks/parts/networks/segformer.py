@@ -109,8 +109,17 @@ class SegFormer(nn.Module):
     feature_layer = "decode_head.activation"
     classifier_layer = "decode_head.classifier"
 
-    def __init__(self, num_classes: int, *, width: float, depth: float, size: str = "b0") -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        width: float,
+        depth: float,
+        size: str = "b0",
+        image_channels: int = 3,
+    ) -> None:
         super().__init__()
+        self.image_channels = image_channels
         table = SIZES[size]
         head_channels = scale_channels(table.head_channels, width)
         config = SegformerConfig(  # type: ignore[call-arg]  # keys of its base class
@@ -118,6 +127,7 @@ class SegFormer(nn.Module):
             depths=[scale_blocks(blocks, depth) for blocks in table.blocks],
             decoder_hidden_size=table.decoder_channels * head_channels // table.head_channels,
             num_labels=num_classes,
+            num_channels=image_channels,
             attn_implementation=ATTENTION,
         )
         parts = SegformerForSemanticSegmentation(config)

@@ -270,7 +270,7 @@ def _portions_by_cost(
     groups: list[ChannelGroup],
     convs: Mapping[str, ConvSize],
 ) -> list[tuple[tuple[float, float], list[int]]]:
-    """Score the portions of a group by the loss of mIoU per MAC saved, as far as cuts of it were measured.
+    """Score the portions of a group by the loss of score per MAC saved, as far as cuts of it were measured.
 
     Equal losses, above all none, are decided by the share of the channels that is then gone, so that no group gives
     all before others give any.

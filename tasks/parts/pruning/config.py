@@ -35,7 +35,7 @@ class Ranking(StrEnum):
     uniform = "uniform"
     """Each layer loses the same share of its channels."""
     sensitivity = "sensitivity"
-    """The channels with the smallest measured loss of mIoU per MAC saved go first (the table of rank_groups)."""
+    """The channels with the smallest measured loss of score per MAC saved go first (the table of rank_groups)."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tasks.parts.training.config import TrainerConfig
 from tasks.parts.training.loop import train_network
 from tasks.parts.training.losses import build_label_loss
 from tasks.parts.training.module import LabelObjective
-from tasks.parts.training.predict import measure_miou
+from tasks.parts.training.predict import measure_score, open_labelled_images
 
 
 def read_batches(
@@ -48,9 +48,9 @@ def batch_losses(
         yield label_loss(logits_of(network, images_NCHW), masks_NHW)
 
 
-def measure_val_miou(network: nn.Module, card: ModelCard, data: Path, batch_size: int) -> float:
-    """Return the mIoU of a network on the validation split."""
-    return measure_miou(network, *open_split(data, "val"), card, batch_size=batch_size)
+def measure_val_score(network: nn.Module, card: ModelCard, data: Path, batch_size: int) -> float:
+    """Return the score of a network on the validation split, in the metric of the data set."""
+    return measure_score(network, open_labelled_images(data, "val"), card, batch_size=batch_size)
 
 
 def recalibrate_batchnorm(
@@ -87,7 +87,7 @@ def recalibrate_batchnorm(
 
 
 def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) -> float:
-    """Train a network on the labels, in place, and return the val mIoU of its best epoch; zeros stay zero.
+    """Train a network on the labels, in place, and return the val score of its best epoch; zeros stay zero.
 
     The network gets the weights of that epoch. `out` holds the checkpoints from which an interrupted run resumes. A
     copy is trained, because training leaves hooks and other forward functions behind, and the network is traced
@@ -99,4 +99,4 @@ def recover(network: nn.Module, data: Path, config: TrainerConfig, out: Path) ->
     objective = LabelObjective(build_label_loss(config, read_manifest(data)))
     report = train_network(trained, objective, data=data, config=config, out=out)
     network.load_state_dict(trained.state_dict())
-    return report.val_miou
+    return report.val_score

@@ -12,7 +12,7 @@ from tasks.core.errors import ArtifactError
 
 @dataclass(frozen=True)
 class GroupCost:
-    """Loss of mIoU of one group as a function of the channels that it loses.
+    """Loss of score of one group as a function of the channels that it loses.
 
     It is the largest convex function that is 0 without a cut and nowhere above the measured losses, of which negative
     ones count as 0: it never falls, and no channel is cheaper than those that go before it.
@@ -23,7 +23,7 @@ class GroupCost:
     removed: tuple[int, ...]
     """Channels removed at the corners of the function, from 0 to the largest measured cut."""
     drops: tuple[float, ...]
-    """Loss of mIoU at the corners."""
+    """Loss of score at the corners."""
 
     def between(self, start: int, end: int) -> float:
         """Return what it costs to remove `end` channels instead of `start`."""
@@ -42,7 +42,7 @@ def read_costs(path: Path) -> dict[str, GroupCost]:
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 channels[row["group"]] = int(row["channels"])
-                cut = int(row["channels_removed"]), float(row["miou_drop"])
+                cut = int(row["channels_removed"]), float(row["score_drop"])
                 cuts.setdefault(row["group"], []).append(cut)
     except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         raise ArtifactError(

@@ -12,7 +12,7 @@ from tasks.parts.data.class_limits import ClassCheck, ClassLimits, check_classes
 from tasks.parts.data.comparison import ImageResults, score_loss
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
 from tasks.parts.quantization.config import Activations
-from tasks.parts.quantization.evaluation import GraphEvaluator, open_evaluator
+from tasks.parts.quantization.evaluation import Evaluation, GraphEvaluator, open_evaluator
 
 _FEWEST_GROUPS = 6
 """With fewer groups of images a loss that is worth a search can hardly be told from one that is not."""
@@ -71,7 +71,7 @@ class AccuracyGates:
         """Return whether all gates hold."""
         if self.standing_of_float is Standing.within:
             return self.standing(results) is Standing.within
-        return self.excess_of_classes(results) == 0 and all(
+        return self._excess_of_classes(results) == 0 and all(
             results.score >= base.score * (1 - limit)
             for base, limit in (
                 (self.reference, self.max_score_rel_loss),
@@ -79,12 +79,20 @@ class AccuracyGates:
             )
         )
 
+    def rank(self, evaluation: Evaluation, evaluator: GraphEvaluator) -> tuple[float, ...]:
+        """Return what makes one graph better than another, larger is better: first its classes, then all else.
+
+        Without limits of classes the evaluator's rank decides. Else a search for the best score would leave a class
+        beyond its limit that hardly moves the score.
+        """
+        return -self._excess_of_classes(evaluation.results), *evaluator.rank(evaluation)
+
     def open_classes(self, results: ImageResults) -> tuple[str, ...]:
         """Return the limits of classes that do not hold for certain, in words."""
         checks = self.check_classes(results)
         return tuple(str(check) for check in checks if check.standing is not Standing.within)
 
-    def excess_of_classes(self, results: ImageResults) -> float:
+    def _excess_of_classes(self, results: ImageResults) -> float:
         """Return how far classes are beyond their limits as measured, added up; 0 without such limits.
 
         A search has to lower this before it raises the score, which a class beyond its limit hardly moves.

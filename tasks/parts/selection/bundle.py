@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.reports import write_json
+from tasks.parts import reading
 from tasks.parts.custom_operators import OPERATORS_FOLDER
 from tasks.parts.engines import frame_engine
 from tasks.parts.engines.description import describe_engine, package_of
@@ -94,8 +95,7 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
         return []
     out.mkdir(parents=True)
     (out / "infer.py").write_text(INFER, encoding="utf-8")
-    package = Path(frame_engine.__file__).parent
-    shutil.copytree(package, out / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_frame_engine(out)
     card = describe_engine(manifest)
     write_json(out / "model.json", card | _measured_load(row))
     write_cpp(card, out)
@@ -108,6 +108,17 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
         packages.append("pycuda")
     (out / "requirements.txt").write_text("\n".join(packages) + "\n", encoding="utf-8")
     return sorted(path for path in out.rglob("*") if path.is_file())
+
+
+def copy_frame_engine(out: Path) -> None:
+    """Copy the modules that run an engine into a folder, with those that read images as their sub-package."""
+    package, reading_package = (Path(module.__file__ or "").parent for module in (frame_engine, reading))
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package, out / package.name, ignore=ignored)
+    shutil.copytree(reading_package, out / package.name / reading_package.name, ignore=ignored)
+    for path in (out / package.name).glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace("from ...reading", "from .reading"), encoding="utf-8")
 
 
 def _best_serving(row: dict[str, Any]) -> Serving:

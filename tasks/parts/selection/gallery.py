@@ -1,7 +1,12 @@
-"""Images on which the engines differ, with their answers side by side: N images, H rows, W columns, C channels."""
+"""Images on which the engines differ, with their answers side by side: N images, H rows, W columns, C channels.
+
+Images are chosen by the masks at their full size, and shown smaller: images as means over areas, masks by the class
+at the centre of each area.
+"""
 
 import base64
 import io
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,7 @@ from numpy.typing import NDArray
 
 from tasks.core.reports import read_report
 from tasks.parts.data.accuracy import AccuracyReport
-from tasks.parts.data.answers import ANSWERS_FILE, read_answers, shrink
+from tasks.parts.data.answers import ANSWERS_FILE, Answers, read_answers
 from tasks.parts.data.class_table import IGNORE_INDEX
 from tasks.parts.data.dataset import open_images, open_labels
 from tasks.parts.data.input_card import Task
@@ -22,6 +27,10 @@ from tasks.parts.selection.stage_folders import StageFolders
 _MOST_ENGINES = 30
 _MOST_IMAGES = 12
 _JPEG_QUALITY = 80
+_SIDES = (256, 192, 128, 96, 64)
+"""Longer sides of the pictures, in pixels: the largest that `_MOST_BYTES` has room for, or the last."""
+_MOST_BYTES = 700_000
+"""What the pictures and masks of a page may take, so that it stays below 2 MB."""
 
 
 def make_gallery(
@@ -40,31 +49,44 @@ def make_gallery(
     chosen = _choose(answers, reference)
     if not chosen:
         return None
-    is_mask = next(iter(answers.values())).ndim == 3
     split = read_report(AccuracyReport, _file(folders, shown[0]).parent).split
+    for side in _SIDES:
+        gallery = _draw(answers, chosen, data, split, side)
+        if len(json.dumps(gallery)) <= _MOST_BYTES:
+            break
+    return gallery
+
+
+def _draw(
+    answers: Mapping[str, Answers], chosen: Sequence[int], data: Path, split: str, side: int
+) -> dict[str, Any]:
+    """Return the gallery with pictures whose longer side has at most `side` pixels."""
+    is_mask = bool(next(iter(answers.values())).size)
     images = open_images(data, split)
     labels = open_labels(data, split, Task.segmentation if is_mask else Task.classification)
-    texts: dict[str, int] = {}
+    height, width = _shown_size(images.shape[1:3], side)
+    texts: list[str] = []
+    places: dict[tuple[int, bytes], int] = {}
 
-    def number(classes: NDArray[Any]) -> int:
-        return texts.setdefault(_runs(classes.ravel()), len(texts))
+    def number(classes: NDArray[Any], key: tuple[int, bytes]) -> int:
+        if key not in places:
+            places[key] = len(texts)
+            texts.append(_runs(_nearest(classes, height, width).ravel() if is_mask else classes.reshape(1)))
+        return places[key]
 
-    def truth(place: int) -> NDArray[Any]:
-        one = labels[place : place + 1]
-        return np.asarray(shrink(one) if is_mask else one)
-
-    small = {place: shrink(images[place : place + 1])[0] for place in chosen}
-    height, width = next(iter(answers.values())).shape[1:] if is_mask else (1, 1)
     return {
         "split": split,
-        "num_images": len(images),
-        "height": height,
-        "width": width,
-        "places": chosen,
-        "pictures": [_picture(small[place]) for place in chosen],
-        "truth": [number(truth(place)) for place in chosen],
-        "answers": {name: [number(array[place]) for place in chosen] for name, array in answers.items()},
-        "runs": list(texts),
+        "num_images": len(next(iter(answers.values()))),
+        "height": height if is_mask else 1,
+        "width": width if is_mask else 1,
+        "places": list(chosen),
+        "pictures": [_picture(images[place], height, width) for place in chosen],
+        "truth": [number(np.asarray(labels[place]), (place, b"")) for place in chosen],
+        "answers": {
+            name: [number(array.unpack(place), (place, array.packed[place])) for place in chosen]
+            for name, array in answers.items()
+        },
+        "runs": texts,
         "no_class": IGNORE_INDEX if is_mask else NO_LABEL,
     }
 
@@ -73,18 +95,29 @@ def _file(folders: StageFolders, row: EngineRow) -> Path:
     return folders.of(row.variant, row.target)["validate"] / ANSWERS_FILE
 
 
-def _choose(answers: Mapping[str, NDArray[np.int64]], reference: str) -> list[int]:
+def _choose(answers: Mapping[str, Answers], reference: str) -> list[int]:
     """Return the places of the images, those with the largest differences first."""
-    arrays = [array.reshape(len(array), -1) for array in answers.values()]
-    base = answers[reference].reshape(arrays[0].shape) if reference in answers else arrays[0]
-    first_N = np.mean(arrays[0] != base, axis=1)
-    any_N = np.mean(np.any([array != base for array in arrays], axis=0), axis=1)
+    shares = [_differences(answers, reference, place) for place in range(len(next(iter(answers.values()))))]
+    first_N, any_N = np.array(shares).reshape(-1, 2).T
     found: dict[int, float] = {}
     for share_N, most in ((first_N, _MOST_IMAGES // 2), (any_N, _MOST_IMAGES)):
         for place in np.argsort(-share_N, kind="stable"):
             if share_N[place] > 0 and len(found) < most:
                 found.setdefault(int(place), float(any_N[place]))
     return sorted(found, key=lambda place: -found[place])
+
+
+def _differences(answers: Mapping[str, Answers], reference: str, place: int) -> tuple[float, float]:
+    """Return on which share of an image the first engine differs from the reference, and any two differ."""
+    first = next(iter(answers))
+    base = reference if reference in answers else first
+    unpacked = {array.packed[place]: array for array in answers.values()}  # equal answers once
+    if len(unpacked) == 1:
+        return 0.0, 0.0
+    masks = {packed: array.unpack(place) for packed, array in unpacked.items()}
+    of_first, of_base = (masks[answers[name].packed[place]] for name in (first, base))
+    differs = np.any([mask != of_base for mask in masks.values()], axis=0)
+    return float(np.mean(of_first != of_base)), float(np.mean(differs))
 
 
 def _runs(classes: NDArray[Any]) -> str:
@@ -95,11 +128,27 @@ def _runs(classes: NDArray[Any]) -> str:
     return " ".join(f"{int(classes[start])}x{length}" for start, length in zip(starts, lengths, strict=True))
 
 
-def _picture(image_HWC: NDArray[np.uint8]) -> str:
-    """Return a JPEG as a data URI; of other numbers of channels than three, the first one in grey."""
+def _shown_size(size: tuple[int, ...], side: int) -> tuple[int, int]:
+    """Return height and width of a picture whose longer side has at most `side` pixels; none is enlarged."""
+    scale = min(1.0, side / max(size))
+    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+
+
+def _nearest(mask_HW: NDArray[Any], height: int, width: int) -> NDArray[Any]:
+    """Return the class at the centre of each of height x width equal areas."""
+    rows, columns = (
+        ((np.arange(small) + 0.5) * large / small).astype(int)
+        for small, large in zip((height, width), mask_HW.shape, strict=True)
+    )
+    return mask_HW[np.ix_(rows, columns)]
+
+
+def _picture(image_HWC: NDArray[np.uint8], height: int, width: int) -> str:
+    """Return a JPEG as a data URI, of the first three bands, or of the first in grey if there are fewer."""
     from PIL import Image
 
-    picture = Image.fromarray(np.asarray(image_HWC if image_HWC.shape[-1] == 3 else image_HWC[..., 0]))
+    bands = np.asarray(image_HWC[..., :3] if image_HWC.shape[-1] >= 3 else image_HWC[..., 0])
+    picture = Image.fromarray(np.ascontiguousarray(bands)).resize((width, height), Image.Resampling.BOX)
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", quality=_JPEG_QUALITY)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tasks.parts.data.dataset import Batch
     from tasks.parts.data.dataset_writer import SplitBatches
     from tasks.parts.data.source_files import ReadingRules, SourceRow
-    from tasks.parts.data.windows import Window
+    from tasks.parts.reading.windows import Window
 
 _LARGE_FILES_PER_BATCH = 8
 """Number of files that are decoded at once where images keep their size."""
@@ -119,7 +119,7 @@ def _fit_all(pair: Batch, cover: tuple[Window, ...] | None, mode: ResizeMode, si
     import numpy as np
 
     from tasks.parts.data.class_table import IGNORE_INDEX
-    from tasks.parts.data.windows import cut_image, cut_mask
+    from tasks.parts.reading.windows import cut_image, cut_mask
 
     image_HWC, mask_HW = pair
     shape = {"height": size.height, "width": size.width}

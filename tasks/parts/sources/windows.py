@@ -4,7 +4,7 @@ The windows of an image stay together: in one split, and in one group, so that t
 from images and not from their parts. In val and test each pixel counts in the window that owns it alone.
 """
 
-from tasks.parts.data.windows import Window, cover
+from tasks.parts.reading.windows import Window, cover
 from tasks.parts.sources.config import FolderConfig
 from tasks.parts.sources.pairs import CheckedPairs
 

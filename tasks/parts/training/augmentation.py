@@ -8,6 +8,7 @@ outside the image becomes black, and ignored in the mask.
 N images, C channels, H rows, W columns. Images are float32, 0..1.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from tasks.core.errors import ConfigError
 from tasks.parts.data.class_table import IGNORE_INDEX
 from tasks.parts.data.contact_sheet import draw_contact_sheet
 from tasks.parts.data.dataset import Manifest, open_split
 from tasks.parts.training.config import Augmentation, ViewsConfig
+
+logger = logging.getLogger(__name__)
 
 Matrix = NDArray[np.float64]
 """Affine map, [3, 3], from a pixel (x, y, 1) of the changed image to where it lies in the image before."""
@@ -297,7 +299,6 @@ class Views:
     """Makes the views of training images that a configuration describes."""
 
     def __init__(self, config: ViewsConfig, manifest: Manifest) -> None:
-        """Raise ConfigError if a step needs RGB and the images have other channels."""
         self._config = config
         self._augmenter = Augmenter.for_views(config, manifest)
         self._gain_of_black = torch.tensor(manifest.mean).div(torch.tensor(manifest.std)).view(1, -1, 1, 1)
@@ -350,10 +351,9 @@ class Augmenter:
     def for_views(cls, config: ViewsConfig, manifest: Manifest) -> "Augmenter | None":
         """Return the augmenter of a training; None if the configuration has no steps.
 
-        Raises ConfigError if a step needs RGB and the images have other channels.
+        Steps of colour are for RGB alone: images of other bands get the others.
         """
-        steps = choose_steps(config)
-        _refuse_colour_steps(config, steps, manifest.num_channels)
+        steps = _without_colour(config, choose_steps(config), manifest.num_channels)
         seed = config.augmentation_seed
         return cls(steps, seed=seed, mean=manifest.mean, std=manifest.std) if steps else None
 
@@ -429,14 +429,18 @@ def _random_generators(seed: int, views_N: Tensor, indices_N: Tensor) -> list[np
     return [np.random.default_rng((seed, view, index)) for view, index in views_and_indices]
 
 
-def _refuse_colour_steps(config: ViewsConfig, steps: Sequence[Step], num_channels: int) -> None:
+def _without_colour(config: ViewsConfig, steps: tuple[Step, ...], num_channels: int) -> tuple[Step, ...]:
+    """Leave out what needs RGB where the images have other bands, and say so."""
     colour = _colour_steps(steps)
-    if colour and num_channels != 3:
-        fitting = [str(name) for name, preset in PRESETS.items() if not _colour_steps(preset)]
-        raise ConfigError(
-            f"trainer.augmentation is {config.augmentation}, whose steps {', '.join(colour)} need 3 channels (RGB), "
-            f"and the images have {num_channels}. Set trainer.augmentation to one of {', '.join(fitting)}."
-        )
+    if not colour or num_channels == 3:
+        return steps
+    logger.info(
+        "trainer.augmentation=%s without %s: they need RGB, and the images have %d bands",
+        config.augmentation,
+        ", ".join(colour),
+        num_channels,
+    )
+    return tuple(step for step in steps if not (isinstance(step, Tone) and step.is_colour))
 
 
 def _colour_steps(steps: Sequence[Step]) -> list[str]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.parts.training.lightning_imports import Callback, lightning
-from tasks.parts.training.module import SegmentationModule
-from tasks.parts.training.plot import draw_training
+from tasks.parts.training.module import MIOU, SCORE, SegmentationModule
+from tasks.parts.training.plot import BY_MIOU, Score, draw_training
 from tasks.parts.training.speed import StepClock, peak_memory_mib
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,10 @@ class History(Callback):
     Speed and waits are measured, so they differ from run to run: by the first rank, since the previous line.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, metric: str | None = None) -> None:
+        """`metric` names the user's own, which has a column beside that of the mIoU."""
         self._path = path
+        self._score = BY_MIOU if metric is None else Score(f"val_{metric}", metric)
         self._clock = StepClock()
         self._is_first_line, self._has_warned = True, False
         self.rows: list[dict[str, float]] = []
@@ -70,7 +72,8 @@ class History(Callback):
         row = {
             "epoch": trainer.current_epoch + 1,
             "loss": round(pl_module.epoch_loss(), 6),
-            "val_miou": round(float(trainer.callback_metrics["val_miou"]), 6),
+            MIOU: round(float(trainer.callback_metrics[MIOU]), 6),
+            self._score.column: round(float(trainer.callback_metrics[SCORE]), 6),
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
             "images_per_s": round(self._clock.images_per_s, 2),
             "data_wait_share": round(self._clock.wait_share, 4),
@@ -79,11 +82,12 @@ class History(Callback):
         self.rows.append(row)
         if trainer.is_global_zero:
             logger.info(
-                "epoch %d/%s: loss %.4f, val mIoU %.4f, %.1f images/s",
+                "epoch %d/%s: loss %.4f, val %s %.4f, %.1f images/s",
                 row["epoch"],
                 trainer.max_epochs,
                 row["loss"],
-                row["val_miou"],
+                self._score.title,
+                row[self._score.column],
                 row["images_per_s"],
             )
             self._warn_of_waits(pl_module.num_workers or 0)
@@ -97,7 +101,7 @@ class History(Callback):
         if trainer.is_global_zero and self.rows:
             if not self._path.exists():
                 self._write()
-            draw_training(self.rows, self._path.with_name("training.png"))
+            draw_training(self.rows, self._path.with_name("training.png"), self._score)
 
     def _warn_of_waits(self, num_workers: int) -> None:
         """Say once that data is the bottleneck. The epoch in which the workers start is not judged."""

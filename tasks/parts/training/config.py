@@ -225,7 +225,7 @@ class TrainerConfig(ViewsConfig):
     validate_every_epochs: Annotated[int, AtLeast(1)]
     """Epochs from one validation to the next; the last epoch is always validated."""
     patience_epochs: Annotated[int, AtLeast(1)] | None
-    """Validations without a better mIoU after which the training stops; null: never. A training that ends early ends
+    """Validations without a better score after which the training stops; null: never. A training that ends early ends
     before its learning rate has fallen."""
     class_balance: Annotated[float, Between(0, 1)]
     """Exponent p that raises the weight of rare classes: pixel share ** -p; 0 weighs all pixels equally, 1 all
@@ -276,8 +276,10 @@ class PretrainedReport:
 class TrainingReport:
     """Result of a training."""
 
-    val_miou: float
-    """mIoU of the kept epoch on the validation split."""
+    metric: str
+    """Metric of the score: mIoU, or the user's own (model.metric)."""
+    val_score: float
+    """Score of the kept epoch on the validation split."""
     best_epoch: int
     """The kept epoch, counted from 1."""
     num_epochs: int

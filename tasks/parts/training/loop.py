@@ -1,4 +1,4 @@
-"""Training of segmentation networks with Lightning: seeded, resumable, best epoch by validation mIoU.
+"""Training of segmentation networks with Lightning: seeded, resumable, best epoch by validation score.
 
 Shapes: N images, C channels or classes, H rows, W columns.
 """
@@ -16,6 +16,8 @@ from torch.distributed import DistError
 
 from tasks.core.errors import ProcessDied, first_line
 from tasks.parts.data.dataset import read_manifest
+from tasks.parts.data.input_card import Task
+from tasks.parts.data.judge import metric_name
 from tasks.parts.training.activations import save_activation_memory
 from tasks.parts.training.augmentation import Augmenter, draw_augmented_sheet
 from tasks.parts.training.cadence import Cadence
@@ -30,7 +32,7 @@ from tasks.parts.training.lightning_imports import (
     WeightAveraging,
     lightning,
 )
-from tasks.parts.training.module import SegmentationModule
+from tasks.parts.training.module import SCORE, SegmentationModule
 from tasks.parts.training.optimization import moving_average
 from tasks.parts.training.ranks import is_rank, run_ranks
 
@@ -51,8 +53,7 @@ def train_network(
     An interrupted run resumes from the checkpoint in ``out/resume``, with the same result as an uninterrupted one.
     Writes ``out/history.csv`` (a row per epoch) and ``out/training.png``, ``out/augmentation.png`` if a preset is on.
 
-    Raises TrainingDiverged when the loss is not finite, ProcessDied when a data worker or a rank was killed,
-    ConfigError when the augmentation does not fit the channels of the images.
+    Raises TrainingDiverged when the loss is not finite, ProcessDied when a data worker or a rank was killed.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its tips would bury the epochs
     quiet = r".*LeafSpec.*|.*does not have many workers.*|.*could not find the monitored key.*"
@@ -63,7 +64,7 @@ def train_network(
     best = ModelCheckpoint(
         out / "resume",
         "best",
-        monitor="val_miou",
+        monitor=SCORE,
         mode="max",
         save_on_train_epoch_end=True,
         enable_version_counter=False,
@@ -90,7 +91,8 @@ def train_network(
     network.to(device="cpu", memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     network.eval()
     return TrainingReport(
-        val_miou=float(last_state["callbacks"][best.state_key]["best_model_score"]),
+        metric=metric_name(manifest, Task.segmentation),
+        val_score=float(last_state["callbacks"][best.state_key]["best_model_score"]),
         best_epoch=int(best_state["epoch"]) + 1,
         num_epochs=int(last_state["epoch"]) + 1,
         num_parameters=sum(parameter.numel() for parameter in network.parameters()),
@@ -128,7 +130,7 @@ def _fit(
         callbacks=[
             Cadence(config.validate_every_epochs, config.max_steps),
             *_optional_callbacks(config),
-            History(out / "history.csv"),
+            History(out / "history.csv", module.metric),
             workers,
             best,
             last,
@@ -176,7 +178,7 @@ def _synchronises_batchnorm(network: nn.Module, config: TrainerConfig) -> bool:
 def _optional_callbacks(config: TrainerConfig) -> Iterator[Callback]:
     if config.patience_epochs is not None:
         yield EarlyStopping(
-            "val_miou",
+            SCORE,
             mode="max",
             patience=config.patience_epochs,
             check_finite=False,

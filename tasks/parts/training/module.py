@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from tasks.core.errors import ConfigError, TrainingDiverged
-from tasks.parts.data.dataset import Manifest
+from tasks.parts.data.dataset import METRIC_FILE, Manifest
 from tasks.parts.data.metrics import scores
+from tasks.parts.data.own_metric import open_metric
 from tasks.parts.networks.foreign import logits_of, memory_format
 from tasks.parts.training.augmentation import Views
 from tasks.parts.training.config import MemoryFormat, Optimizer, Precision, TrainerConfig
@@ -25,6 +27,9 @@ from tasks.parts.training.losses import LabelLoss
 from tasks.parts.training.optimization import build_schedule, parameter_groups, rest_frozen_layers
 from tasks.parts.training.split_dataset import EpochDataset, SplitDataset, as_is
 from tasks.parts.training.worker_count import measure_num_workers
+
+MIOU, SCORE = "val_miou", "val_score"
+"""What each validation logs."""
 
 
 class Batch(NamedTuple):
@@ -95,6 +100,8 @@ class SegmentationModule(lightning.LightningModule):
         self.memory_format = chosen_memory_format(network, config.memory_format)
         self.num_workers = config.num_workers
         self._losses: list[Tensor] = []
+        self.metric = manifest.metric
+        self._score_images = open_metric(data / METRIC_FILE, manifest.metric) if manifest.metric else None
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Load the shuffled training split; the order depends only on seed and epoch."""
@@ -136,9 +143,10 @@ class SegmentationModule(lightning.LightningModule):
                 torch.distributed.broadcast(buffer, 0)
         # No buffer: an average of the weights swaps those before the counts are read.
         self._confusion = torch.zeros(self._num_classes, self._num_classes, dtype=torch.int64).to(self.device)
+        self._total_score = torch.zeros(1).to(self.device)
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
-        """Count predictions against labels, each image once."""
+        """Count predictions against labels, and add up the scores of the user's own metric, each image once."""
         images_NCHW, masks_NHW, _indices_N = batch
         logits_NCHW = self.network(images_NCHW.contiguous(memory_format=self.memory_format))
         prediction_NHW = logits_NCHW.argmax(dim=1)
@@ -149,18 +157,22 @@ class SegmentationModule(lightning.LightningModule):
         is_labelled_NHW = is_labelled_NHW & is_new_N[:, None, None]
         pairs = masks_NHW[is_labelled_NHW] * self._num_classes + prediction_NHW[is_labelled_NHW]
         self._confusion += torch.bincount(pairs, minlength=self._num_classes**2).view_as(self._confusion)
+        if self._score_images is not None and is_new_N.any():
+            logits, masks = logits_NCHW[is_new_N].float().cpu().numpy(), masks_NHW[is_new_N].cpu().numpy()
+            self._total_score += float(self._score_images(logits, masks.astype(np.uint8)).sum())
 
     def on_validation_epoch_end(self) -> None:
-        """Log the mIoU over all ranks."""
+        """Log the mIoU over all ranks, and the score by which epochs are chosen: the same, or the user's own."""
         confusion: Any = self.trainer.strategy.reduce(self._confusion, reduce_op="sum")
         miou = scores(confusion.cpu().numpy()).miou
-        self.log(
-            "val_miou",
-            miou if miou is not None else math.nan,
-            prog_bar=True,
-            logger=False,
-            rank_zero_only=False,
-        )
+        logged = {MIOU: miou if miou is not None else math.nan}
+        logged[SCORE] = logged[MIOU]
+        if self._score_images is not None:
+            total: Any = self.trainer.strategy.reduce(self._total_score, reduce_op="sum")
+            logged[SCORE] = float(total) / self._manifest.counts["val"]
+        for name, value in logged.items():
+            is_shown = name == SCORE
+            self.log(name, value, prog_bar=is_shown, logger=False, rank_zero_only=False)
 
     def epoch_loss(self) -> float:
         """Return the mean training loss of the epoch so far."""

@@ -1,6 +1,7 @@
 """Which weights are trained how fast: groups of parameters, their schedule, and the average of their values."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,13 @@ from tasks.parts.training.config import Schedule, TrainerConfig
 
 _POLY_POWER = 0.9
 
+_POSITION_OR_TOKEN = re.compile(
+    r"(^|[._])(pos|positions?|positional|rel|relative)_(pos_|position_)?(embed|emb|encoding|bias|[hw]\b)"
+    r"|(^|[._])(cls|class|mask|dist|distillation|reg|register|storage)_tokens?\b"
+)
+"""Names of position embeddings, tables of relative positions and learned tokens in the networks of timm,
+`transformers` and torchvision."""
+
 
 def rate_of(name: str, layer_rates: Mapping[str, float]) -> float:
     """Return the factor on the learning rate of a module or parameter: that of the longest name it begins with."""
@@ -21,10 +29,21 @@ def rate_of(name: str, layer_rates: Mapping[str, float]) -> float:
     return layer_rates[max(fitting, key=len)] if fitting else 1.0
 
 
+def is_decayed(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether weight decay may shrink a parameter: weights of layers alone.
+
+    Biases, scales of norms and other vectors are left out, and so are position embeddings, tables of relative
+    positions and learned tokens: towards 0 they lose what they say, and no layer becomes simpler. So do ViT, Swin
+    and ConvNeXt (Dosovitskiy et al., arXiv:2010.11929; Liu et al., arXiv:2103.14030 and arXiv:2201.03545).
+    """
+    return parameter.ndim > 1 and not _POSITION_OR_TOKEN.search(name)
+
+
 def parameter_groups(network: nn.Module, objective: nn.Module, config: TrainerConfig) -> list[dict[str, Any]]:
     """Group what is trained by its learning rate, the full rate first, and freeze what has the rate 0.
 
-    The objective's own parameters, such as the adapter of a hint, have the full rate.
+    Of each rate, parameters that do not decay (`is_decayed`) are a group of their own, with the weight decay 0. The
+    objective's own parameters, such as the adapter of a hint, have the full rate.
 
     Raises ConfigError for a name that no parameter begins with, or when nothing is left to be trained.
     """
@@ -37,18 +56,24 @@ def parameter_groups(network: nn.Module, objective: nn.Module, config: TrainerCo
                 f"trainer.layer_rates names {key!r}, and no parameter's name begins with it. Choose from: "
                 f"{children}, or a module inside of them."
             )
-    by_rate: dict[float, list[nn.Parameter]] = {1.0: []}
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in own.named_parameters():
-        by_rate.setdefault(rate_of(name, rates), []).append(parameter)
-    for parameter in by_rate.pop(0.0, []):
-        parameter.requires_grad_(False)
-    if not any(by_rate.values()):
+        if (rate := rate_of(name, rates)) == 0:
+            parameter.requires_grad_(False)
+        else:
+            groups.setdefault((rate, is_decayed(name, parameter)), []).append(parameter)
+    if not groups:
         raise ConfigError("trainer.layer_rates is 0 for the whole network. Leave a part of it to be trained.")
-    by_rate[1.0] += objective.parameters()
+    for name, parameter in objective.named_parameters():
+        groups.setdefault((1.0, is_decayed(name, parameter)), []).append(parameter)
+    full_rate_first = sorted(groups, key=lambda group: (group[0] != 1, not group[1]))
     return [
-        {"params": parameters, "lr": config.learning_rate * rate}
-        for rate, parameters in by_rate.items()
-        if parameters
+        {
+            "params": groups[rate, decays],
+            "lr": config.learning_rate * rate,
+            "weight_decay": config.weight_decay if decays else 0.0,
+        }
+        for rate, decays in full_rate_first
     ]
 
 

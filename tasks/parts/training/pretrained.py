@@ -84,7 +84,8 @@ def load_pretrained(
 ) -> PretrainedReport | None:
     """Load the tensors of a file that have the same names and shapes into a fresh network; None without a file.
 
-    The classifier may differ (other classes) and then stays random. Raises ArtifactError for a file that is missing,
+    The classifier may differ (other classes) and then stays random. Where the network reads other bands than RGB, the
+    filters that read the image are adapted (`adapt_rgb_filters`). Raises ArtifactError for a file that is missing,
     damaged or of another kind, for a pickle that needs code, for weights that are not finite, and for the file of
     another network: nothing matches, a tensor other than the classifier's has another shape, or a part of the network
     has more layers in the file (another depth). Whole parts that the network does not have are skipped.
@@ -93,11 +94,22 @@ def load_pretrained(
         return None
     import torch
 
+    from tasks.parts.networks.blocks import image_channels
+
     path = _find_file(Path(config.file))
     own = network.state_dict()
     tensors = _rename(_read(path, config), name, own)
     classifier = f"{network.classifier_layer}."
     shared = {key: tensor for key, tensor in tensors.items() if key in own}
+    adapted = adapt_rgb_filters(shared, own, image_channels(network))
+    shared |= adapted
+    if adapted:
+        logger.info(
+            "%s: %s read RGB, and now %d bands: each has the sum of their filters, divided by the number of bands",
+            path,
+            ", ".join(adapted),
+            image_channels(network),
+        )
     other = {key for key, tensor in shared.items() if tensor.shape != own[key].shape}
     wrong = sorted(key for key in other if not key.startswith(classifier))
     loaded = {key: tensor for key, tensor in shared.items() if key not in other}
@@ -122,6 +134,25 @@ def load_pretrained(
         report.num_skipped,
     )
     return report
+
+
+def adapt_rgb_filters(
+    tensors: "Mapping[str, Tensor]", own: "Mapping[str, Tensor]", num_channels: int
+) -> "dict[str, Tensor]":
+    """Return those filters of RGB images, [out, 3, H, W], that read `num_channels` bands in the network, for these.
+
+    Each band has the sum of the filters of red, green and blue, divided by the number of bands. So a grey image, as
+    one band or repeated in each, gives what it gives as an RGB image of three equal channels, and the maps keep the
+    scale to which later layers are trained. For one band this is what timm does; of more, which are colours is not
+    known.
+    """
+    adapted = {}
+    for key, tensor in tensors.items():
+        wanted = tuple(own[key].shape)
+        is_of_image = len(wanted) == 4 and wanted[1] == num_channels != 3
+        if is_of_image and tuple(tensor.shape) == (wanted[0], 3, *wanted[2:]):
+            adapted[key] = (tensor.sum(dim=1, keepdim=True) / num_channels).expand(wanted).contiguous()
+    return adapted
 
 
 def _find_file(path: Path) -> Path:

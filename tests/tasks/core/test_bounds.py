@@ -161,7 +161,7 @@ IMPOSSIBLE: dict[str, dict[str, list[Any]]] = {
         "iterations": [0],
         "num_images": [0],
         "batch_size": [0],
-        "min_val_miou_ratio": [1.1],
+        "min_val_score_ratio": [1.1],
     },
     "rank_groups": {
         "ratios": [[], [0.5, 0.5], [0.0], [1.0], [NAN]],

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from .command import describe_profile, positive
+from .command import add_reading_options, chosen_reading, describe_profile, positive
 from .engine import Engine
+from .images import read_reading
 from .sessions import Array
-from .sources import RESIZE_MODES, open_sources
+from .sources import open_sources
 from .stream import Timings, open_sink, run_stream
 
 INSTALL = "Run pip install 'tritonclient[http,grpc]' numpy pillow."
@@ -59,8 +60,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--url", metavar="HOST:PORT", help="the server (default 127.0.0.1:8000, with --grpc 127.0.0.1:8001)")
     add("--grpc", action="store_true", help="use gRPC in place of HTTP")
     add("--at-once", type=positive, default=8, metavar="N", help="requests on their way (default 8)")
-    add("--resize", choices=RESIZE_MODES, default="stretch", help="as in infer.py")
-    add("--full-size", action="store_true", help="write masks in the size of their frames, as infer.py does")
+    add_reading_options(parser)
     add(
         "--profile", action="store_true", help="print to stderr how long each phase took; run is the server's"
     )
@@ -70,18 +70,19 @@ def _make_parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> None:
     bundle = Path(__file__).resolve().parents[1]
     card = json.loads((bundle / "model.json").read_text(encoding="utf-8"))
-    if options.full_size and card["task"] != "segmentation":
-        raise ValueError(f"--full-size resizes masks, and the engine gives {card['task']}. Leave it out.")
+    reading = chosen_reading(options, card, read_reading(card))
     row = json.loads((bundle / "report.json").read_text(encoding="utf-8"))
     url = options.url or f"127.0.0.1:{8001 if options.grpc else 8000}"
     size = card["height"], card["width"]
-    source = open_sources(options.images, channels=len(card["mean"]), size=size)
+    source = open_sources(options.images, channels=len(card["mean"]), size=size, reading=reading)
     timings = Timings()
     with (
         open_served(
             card, f"{row['variant']}-{row['target']}", url, is_grpc=options.grpc, at_once=options.at_once
         ) as engine,
-        open_sink(options.out, task=card["task"], classes=card["classes"]) as write,
+        open_sink(
+            options.out, task=card["task"], classes=card["classes"], tiff_names=source.tiff_names
+        ) as write,
     ):
         run_stream(
             engine,
@@ -89,8 +90,8 @@ def _run(options: argparse.Namespace) -> None:
             write,
             timings=timings,
             batch=options.at_once,
-            resize=options.resize,
-            is_full_size=options.full_size,
+            reading=reading,
+            is_engine_size=options.engine_size,
         )
     if options.profile:
         sys.stderr.write(describe_profile(timings.profile(), options.at_once))

@@ -5,28 +5,35 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from .sources import RESIZE_MODES, open_source
+from ...reading.rules import Reading, ResizeMode
+from .images import RESIZE_MODES, changed_reading
+from .sources import open_source
 from .stream import Profile, Timings, open_sink, run_stream
 
 _DESCRIPTION = """Run the engine of this folder on frames.
 
 FRAMES is one of
-  frames.npy     uint8 [N, H, W, C], RGB where C is 3
-  image.jpg      or another image file; needs Pillow
-  folder         of image files, sorted by name, or of .npy files, uint8 [H, W, C]
+  frames.npy     uint8 [N, H, W, C], RGB where C is 3, or one image [H, W, C]
+  image.jpg      or another image file; needs Pillow, and tifffile for TIFF
+  folder         of image files, sorted by name, or of .npy files [H, W, C]
   video.mp4      or what else PyAV or OpenCV opens, as rtsp://...; needs one of them
   -              raw frames on stdin, rgb24 for three channels
+They have any size, and are read as the network was trained to (model.json, "reading"): values of more than 8 bits in
+its value range, other sizes resized, cropped or cut into windows.
 ANSWERS is one of
   answers.npy    the class of each pixel, [N, H, W], or of each image, [N], as uint8 or uint16; values as float32
-  folder         one PNG mask for each frame, named after it; its grey values are class indices
+  folder         one mask for each frame, PNG, or TIFF for TIFF images, named after it; grey values are class indices
+  mask.png       or .tif: the mask of a single frame
   answers.csv    name, class index and class name of each image
   -              raw answers on stdout
-It may be left out with --profile."""
+It may be left out with --profile. Masks have the size of their frames; 255 is what was cut off and not seen."""
 
 _EXAMPLES = """examples:
   python infer.py frames.npy masks.npy
-  python infer.py photos/ masks/ --resize letterbox --full-size
+  python infer.py photo.jpg mask.png
+  python infer.py photos/ masks/ --resize letterbox
   python infer.py drive.mp4 --profile --profile-json profile.json
   ffmpeg -i rtsp://camera/1 -f rawvideo -pix_fmt rgb24 - | python infer.py - - --frame-size 1920x1080 | ./viewer"""
 
@@ -60,18 +67,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--batch", type=positive, default=1, metavar="N", help="frames in one inference (default 1)")
     add("--threads", type=positive, metavar="N", help="threads of the runtime (default: as measured)")
     add("--decoders", type=positive, default=1, metavar="N", help="threads that decode (default 1)")
-    add(
-        "--resize",
-        choices=RESIZE_MODES,
-        default="stretch",
-        help="how frames of another size become the engine's: stretched (default), cut or padded at the centre, or "
-        "scaled and padded",
-    )
-    add(
-        "--full-size",
-        action="store_true",
-        help="write masks in the size of their frames; 255 where the frame was cut off",
-    )
+    add_reading_options(parser)
     add("--frame-size", type=_size, metavar="WxH", help="size of raw frames (default: the engine's)")
     add("--profile", action="store_true", help="print to stderr how long each phase took")
     add("--profile-json", type=Path, metavar="FILE", help="write the same as JSON")
@@ -90,12 +86,13 @@ def _run(options: argparse.Namespace) -> None:
     card = engine.card
     if options.batch > engine.max_batch:
         raise ValueError(f"--batch is {options.batch}, the engine takes at most {engine.max_batch} frames.")
-    if options.full_size and card["task"] != "segmentation":
-        raise ValueError(f"--full-size resizes masks, and the engine gives {card['task']}. Leave it out.")
+    reading = chosen_reading(options, card, engine.reading)
     size = options.frame_size or (card["height"], card["width"])
-    source = open_source(options.frames, channels=len(card["mean"]), size=size)
+    source = open_source(options.frames, channels=len(card["mean"]), size=size, reading=reading)
     timings, is_interrupted = Timings(), False
-    with open_sink(options.answers, task=card["task"], classes=card["classes"]) as write:
+    with open_sink(
+        options.answers, task=card["task"], classes=card["classes"], tiff_names=source.tiff_names
+    ) as write:
         try:
             run_stream(
                 engine,
@@ -104,8 +101,8 @@ def _run(options: argparse.Namespace) -> None:
                 timings=timings,
                 batch=options.batch,
                 num_decoders=options.decoders,
-                resize=options.resize,
-                is_full_size=options.full_size,
+                reading=reading,
+                is_engine_size=options.engine_size,
             )
         except KeyboardInterrupt:  # an endless stream ends so: what was answered is kept
             if not timings.num_frames:
@@ -120,6 +117,40 @@ def _run(options: argparse.Namespace) -> None:
     if is_interrupted:
         sys.stderr.write(f"infer.py: interrupted after {timings.num_frames} frames\n")
         raise KeyboardInterrupt
+
+
+def add_reading_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that change how images are read."""
+    add = parser.add_argument
+    add(
+        "--resize",
+        choices=RESIZE_MODES,
+        help="how frames of another size are read, in place of how the network was trained: stretched, cut or padded "
+        "at the centre, cut into windows, or scaled and padded",
+    )
+    add("--value-range", type=_range, metavar="LOW,HIGH", help="values that become 0 and 255, if not 8 bits")
+    add("--overlap", type=_count, metavar="N", help="pixels that neighbouring windows share")
+    add("--engine-size", action="store_true", help="write masks in the engine's size")
+
+
+def chosen_reading(options: argparse.Namespace, card: dict[str, Any], reading: Reading) -> Reading:
+    """Return how images are read with the options of the command; what they change is told on stderr.
+
+    Raises ValueError for options that the engine does not have.
+    """
+    if options.engine_size and card["task"] != "segmentation":
+        raise ValueError(f"--engine-size is for masks, and the engine gives {card['task']}. Leave it out.")
+    size = card["height"], card["width"]
+    chosen, told = changed_reading(
+        reading, resize=options.resize, value_range=options.value_range, overlap=options.overlap, size=size
+    )
+    if options.engine_size and chosen.resize_mode == ResizeMode.windows:
+        raise ValueError(
+            "--engine-size is for masks of resized images, and windows cover them. Leave it out."
+        )
+    if told:
+        sys.stderr.write(f"{told}\n")
+    return chosen
 
 
 def describe_profile(profile: Profile, batch: int) -> str:
@@ -140,6 +171,22 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return number
+
+
+def _count(text: str) -> int:
+    """Return a number from the command line that is at least 0."""
+    return 0 if text == "0" else positive(text)
+
+
+def _range(text: str) -> tuple[float, float]:
+    """Return (0, 4095) of "0,4095"."""
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        low = high = 0.0
+    if not low < high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LOW,HIGH, as 0,4095")
+    return low, high
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -1,29 +1,33 @@
 """An engine that reads frames and gives answers.
 
 Frames are uint8 [N, H, W, C] of the engine's size, RGB where C is 3; answers are the class of each pixel, [N, H, W],
-or of each image, [N], or values [N, ...].
+or of each image, [N], or values [N, ...]. Images have any size, and values as those that the network was trained on.
 """
 
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...reading.files import scale_image
+from ...reading.rules import Reading
+from .images import answer_fitted, answer_windows, cut_batches, is_cut, joined, read_reading
 from .pixels import find_classes, normalise
 from .plans import Plan
 from .sessions import CPU_PROVIDER, Array, Run, open_onnxruntime, open_openvino, run_onnxruntime, run_openvino
+from .sources import rules_of
 
 
 class Engine:
     """An engine with what it needs before and behind it."""
 
     def __init__(self, card: dict[str, Any], run: Run) -> None:
-        """Take a card, as in model.json, and the call of the loaded engine."""
-        self.card, self.run = card, run
+        """Take a card, as in model.json, and the call of the loaded engine; raise ValueError for an older card."""
+        self.card, self.run, self.reading = card, run, read_reading(card)
         self._shape = (card["height"], card["width"], len(card["mean"]))
         self._is_normalised = card["reads"] == "normalised"
         self._is_reversed = card["reads"] == "bgr_frames"
@@ -48,6 +52,20 @@ class Engine:
         """Return the answers for one batch that the engine accepts."""
         return self.finish(self.run(self.prepare(frames_NHWC)))
 
+    def answer_image(self, image_HWC: Array, *, reading: Reading | None = None) -> Array:
+        """Return the answer to one image of any size: a mask in that size, a class, or values.
+
+        `image_HWC` has the values of its file, which `reading` brings to 8 bits; None reads as the network was
+        trained to. A mask is 255 where `crop` has cut the image off. Raises ValueError for an image that cannot be
+        read so.
+        """
+        reading = reading or self.reading
+        image = scale_image(image_HWC, rules_of(reading, self._shape[2]), "the image")
+        if is_cut(image.shape, self._shape[:2], reading):
+            overlap = reading.window_overlap or 0
+            return joined(answer_windows(image, self.answer, card=self.card, overlap=overlap))
+        return answer_fitted(image, self.answer, card=self.card, mode=reading.resize_mode)
+
     def predict(self, frames_NHWC: Array) -> Array:
         """Return the answers for any number of frames; raise ValueError for frames of another type or size."""
         if (
@@ -63,16 +81,6 @@ class Engine:
             )
         batches = cut_batches(len(frames_NHWC), self.card["batches"])
         return np.concatenate([self.answer(frames_NHWC[batch]) for batch in batches])
-
-
-def cut_batches(num_images: int, ranges: list[list[int]]) -> Iterator[slice]:
-    """Split the images into the largest batches that the engine accepts; `ranges` are (lowest, highest) pairs."""
-    start = 0
-    while start < num_images:
-        left = num_images - start
-        size = max(min(highest, left) for lowest, highest in ranges if lowest <= left)
-        yield slice(start, start + size)
-        start += size
 
 
 def load_engine(folder: Path, *, num_threads: int | None = None) -> Engine:

@@ -1,6 +1,6 @@
 """Queue the kernels of kernels.cu: what stands before and behind an engine, on the GPU. Not run on real hardware.
 
-They give what sources.fit_frame and pixels.py give, to the last bit. N images, C channels, K classes, H height,
+They give what images.fit_frame and pixels.py give, to the last bit. N images, C channels, K classes, H height,
 W width.
 """
 
@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from ...reading.sizes import letterbox_inside
 from .nvrtc import compile_cuda, find_nvrtc
 from .pixels import lead_of_first, scale_and_shift
-from .sources import Array, letterbox_inside
+from .sessions import Array
 
 SOURCE = Path(__file__).with_name("kernels.cu")
+RESIZE_MODES = ("resize", "crop", "letterbox")
+"""What kernels do with frames of another size."""
 BLOCK = 256
 """Threads of a block."""
 
@@ -117,12 +120,12 @@ class Kernels:
         threshold = card["threshold"]
         self._lead = 0.0 if threshold is None else lead_of_first(threshold)
         self._scale_C, self._shift_C = map(upload, scale_and_shift(card["mean"], card["std"]))
-        self._own = self._make_tables(self._size, "stretch")
+        self._own = self._make_tables(self._size, "resize")
         self._fitted: dict[tuple[tuple[int, ...], str], _Tables] = {}
         self._palette: tuple[bytes, Any] = (b"", 0)
 
     def fit(
-        self, frames: GpuFrames, out: GpuArray, *, resize: str = "stretch", is_reversed: bool = False
+        self, frames: GpuFrames, out: GpuArray, *, resize: str = "resize", is_reversed: bool = False
     ) -> None:
         """Write frames in the engine's size.
 
@@ -184,6 +187,11 @@ class Kernels:
     def _tables(self, size: tuple[int, ...], resize: str) -> "_Tables":
         if size == self._size:
             return self._own
+        if resize not in RESIZE_MODES:
+            raise ValueError(
+                f"frames are {size[1]} x {size[0]} and read by {resize}, which is not done on the GPU, expected "
+                f"frames of {self._size[1]} x {self._size[0]}. Cut them, call answer_image, or name another resize."
+            )
         key = (size, resize)
         if key not in self._fitted:
             if len(self._fitted) == _MOST_SIZES:

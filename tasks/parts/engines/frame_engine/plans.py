@@ -131,13 +131,14 @@ class Plan:
         return answers
 
     def answer_on_gpu(
-        self, frames: Any, *, resize: str = "stretch", is_bgr: bool = False, palette: Array | None = None
+        self, frames: Any, *, resize: str | None = None, is_bgr: bool = False, palette: Array | None = None
     ) -> GpuAnswers:
         """Return the answers to one batch of frames that are in the memory of the GPU, of any size.
 
         `frames` are uint8 [N, H, W, C] with `__cuda_array_interface__`, RGB, or BGR if `is_bgr`. They are resized as
-        `fit_frame` does it. `palette`, uint8 [K, 3] in host memory, asks for colours. The call waits for the stream
-        that the frames name, or for all of the context, and for the answers.
+        `fit_frame` does it, by `resize` or as the network was trained. `palette`, uint8 [K, 3] in host memory, asks
+        for colours. The call waits for the stream that the frames name, or for all of the context, and for the
+        answers.
 
         Raises ValueError for frames that the engine does not take, and without NVRTC.
         """
@@ -160,7 +161,8 @@ class Plan:
             wait_for_stream(source.stream)
         self._set_batch(batch)
         inputs, is_reversed = self._on_gpu(self._inputs), is_bgr != self._is_bgr
-        self._kernels.fit(source, inputs, resize=resize, is_reversed=is_reversed)
+        mode = resize or self.card["reading"]["resize_mode"]
+        self._kernels.fit(source, inputs, resize=mode, is_reversed=is_reversed)
         self._execute()
         answers, colours = self._on_gpu(self._answers), None
         if palette is not None:

@@ -21,13 +21,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from .sources import Array, Source, fit_frame, restore_mask
+from ...reading.rules import Reading
+from ...reading.sizes import restore_mask
+from .images import MaskBands, answer_windows, fit_frame, is_cut, joined
+from .sources import Array, Source
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-Write = Callable[[str, Array], None]
-"""Takes the name of a frame and its answer: a mask [H, W], a class index [], or values."""
+Write = Callable[[str, Array | MaskBands], None]
+"""Takes the name of a frame and its answer: a mask [H, W], at once or in bands, a class index [], or values."""
 
 PHASES = ("decode", "resize", "pre", "run", "post", "write")
 
@@ -35,6 +38,8 @@ _BINS_PER_E = 128
 """Bins of durations grow by exp(1 / 128), 0.8 %."""
 _WRITER_STOP_S = 5.0
 _NPY_HEADER_BYTES = 256
+MASK_SUFFIXES = (".png", ".tif", ".tiff")
+"""Files for the mask of a single frame."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +93,17 @@ class Durations:
 @dataclass(frozen=True)
 class _Frame:
     name: str
-    image_HWC: Array
+    image: Any
+    """Uint8 [H, W, C] of the engine's size, or an image of any size that windows will cover."""
     size: tuple[int, int]
     """Height and width before it was resized."""
     decode_ns: int
     resize_ns: int
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether the image is too large to be in memory as a whole."""
+        return not isinstance(self.image, np.ndarray)
 
 
 class Timings:
@@ -176,26 +187,34 @@ def run_stream(
     timings: Timings,
     batch: int = 1,
     num_decoders: int = 1,
-    resize: str = "stretch",
-    is_full_size: bool = False,
+    reading: Reading | None = None,
+    is_engine_size: bool = False,
 ) -> None:
-    """Write the answer to each frame, in order; `is_full_size` brings masks to the size of the frames.
+    """Write the answer to each frame, in order; masks in the size of their frame, or in that of the engine.
 
-    Raises what any thread raised. A reader that closes stdout ends it quietly.
+    `reading` says how frames come to the engine's size, None: as the network was trained. Raises what any thread
+    raised. A reader that closes stdout ends it quietly.
     """
+    reading = reading or engine.reading
     reader, decoder, writer = _Workers(), _Workers(num_decoders), _Workers()
     size = engine.card["height"], engine.card["width"]
+    restore = reading.resize_mode if engine.card["task"] == "segmentation" and not is_engine_size else None
     writes: deque[Future[None]] = deque()
     finished: Future[list[Array]] | None = None
     stream_start = perf_counter_ns()
 
     def submit() -> "Future[_Frame | None]":
-        return decoder.submit(_decode, source, reader.submit(_read, source), size, resize)
+        return decoder.submit(_decode, source, reader.submit(_read, source), size, reading)
 
     try:
         for frames in _take_batches(submit, batch, 2 * batch + num_decoders, writes):
+            if any(is_cut(frame.size, size, reading) for frame in frames):
+                for frame in frames:
+                    writes.append(writer.submit(_write_cut, write, engine, frame, reading, timings))
+                    writes[-1].result()  # the engine runs in the thread that writes
+                continue
             start = perf_counter_ns()
-            images = [frame.image_HWC for frame in frames]
+            images = [frame.image for frame in frames]
             inputs = engine.prepare(np.stack(images) if len(images) > 1 else images[0][None])
             pre_ns = perf_counter_ns() - start
             if finished is not None:
@@ -204,7 +223,6 @@ def run_stream(
             outputs = engine.run(inputs)
             run_ns = perf_counter_ns() - start
             ready_ns = timings.add_run(frames, pre_ns, run_ns)
-            restore = resize if is_full_size else None
             finished = writer.submit(_finish, engine, outputs, frames, restore, timings, ready_ns)
             writes.append(writer.submit(_write, write, frames, finished, timings))
             if len(writes) > 2:
@@ -253,18 +271,21 @@ def _read(source: Source) -> tuple[str, Any, int] | None:
 
 
 def _decode(
-    source: Source, read: "Future[tuple[str, Any, int] | None]", size: tuple[int, int], resize: str
+    source: Source, read: "Future[tuple[str, Any, int] | None]", size: tuple[int, int], reading: Reading
 ) -> _Frame | None:
     item = read.result()
     if item is None:
         return None
     name, content, read_ns = item
     start = perf_counter_ns()
-    image_HWC = source.decode(content)
+    image = source.decode(content)
     decoded = perf_counter_ns()
-    fitted_HWC = fit_frame(image_HWC, size=size, mode=resize)
+    own_size = (image.shape[0], image.shape[1])
+    fitted = (
+        image if is_cut(own_size, size, reading) else fit_frame(image, size=size, mode=reading.resize_mode)
+    )
     decode_ns, resize_ns = read_ns + decoded - start, perf_counter_ns() - decoded
-    return _Frame(name, fitted_HWC, (image_HWC.shape[0], image_HWC.shape[1]), decode_ns, resize_ns)
+    return _Frame(name, fitted, own_size, decode_ns, resize_ns)
 
 
 def _finish(
@@ -294,15 +315,45 @@ def _write(write: Write, frames: list[_Frame], finished: "Future[list[Array]]", 
     timings.phases["write"].add(perf_counter_ns() - start)
 
 
+def _write_cut(write: Write, engine: "Engine", frame: _Frame, reading: Reading, timings: Timings) -> None:
+    """Answer one frame in windows, and write its mask; a frame of the engine's size among them is one window."""
+    times_ns = {"pre": 0, "run": 0, "post": 0}
+
+    def answer(frames_NHWC: Array) -> Array:
+        marks = [perf_counter_ns()]
+        inputs = engine.prepare(frames_NHWC)
+        marks.append(perf_counter_ns())
+        outputs = engine.run(inputs)
+        marks.append(perf_counter_ns())
+        answers = engine.finish(outputs)
+        marks.append(perf_counter_ns())
+        for name, begin, end in zip(times_ns, marks, marks[1:], strict=False):
+            times_ns[name] += end - begin
+        return answers
+
+    start = perf_counter_ns()
+    mask = answer_windows(frame.image, answer, card=engine.card, overlap=reading.window_overlap or 0)
+    write(frame.name, mask if frame.is_in_parts else joined(mask))
+    total_ns = perf_counter_ns() - start
+    ready_ns = timings.add_run([frame], times_ns["pre"], times_ns["run"])
+    timings.phases["post"].add(times_ns["post"])
+    timings.frame_to_mask.add(ready_ns + times_ns["post"])
+    timings.phases["write"].add(total_ns - sum(times_ns.values()))
+    timings.num_frames += 1
+
+
 @contextmanager
-def open_sink(path: str | None, *, task: str, classes: list[str]) -> Iterator[Write]:
+def open_sink(
+    path: str | None, *, task: str, classes: list[str], tiff_names: frozenset[str] = frozenset()
+) -> Iterator[Write]:
     """Open what answers are written to; what is not written to the end is removed.
 
-    It is .npy (one after the other), .csv of classes of images, "-" for raw values on stdout, a folder of PNG masks,
-    or None for nowhere. Raises ValueError for answers that do not fit in it.
+    It is .npy (one after the other), .csv of classes of images, .png or .tif for the mask of a single frame, "-" for
+    raw values on stdout, a folder of masks, PNG or, for `tiff_names`, TIFF, or None for nowhere. Raises ValueError
+    for answers that do not fit in it.
     """
     if path is None:
-        yield lambda name, answer: None
+        yield _write_nowhere
     elif path == "-":
         with open(sys.stdout.fileno(), "wb", buffering=0, closefd=False) as stdout:
             yield _Rows(stdout).write
@@ -321,9 +372,17 @@ def open_sink(path: str | None, *, task: str, classes: list[str]) -> Iterator[Wr
         with _draft(Path(path)) as draft, draft.open("w", encoding="utf-8", newline="") as text:
             table = csv.writer(text)
             table.writerow(["name", "class_index", "class_name"])
-            yield lambda name, answer: table.writerow([name, int(answer), classes[int(answer)]])
+            yield lambda name, answer: table.writerow([name, int(answer), classes[int(answer)]])  # type: ignore[arg-type]
+    elif Path(path).suffix.lower() in MASK_SUFFIXES:
+        yield _open_single(Path(path), task)
     else:
-        yield _open_folder(Path(path), task)
+        yield _open_folder(Path(path), task, tiff_names)
+
+
+def _write_nowhere(name: str, answer: Array | MaskBands) -> None:
+    if isinstance(answer, MaskBands):
+        for _ in answer.bands:  # an engine that is measured has to run
+            pass
 
 
 class _Rows:
@@ -331,48 +390,79 @@ class _Rows:
 
     def __init__(self, file: BinaryIO | FileIO) -> None:
         self._file = file
-        self._first: Array | None = None
+        self._first: tuple[tuple[int, ...], np.dtype[Any]] | None = None
         self._num_rows = 0
 
-    def write(self, name: str, answer: Array) -> None:
-        answer = np.asarray(answer)
-        self._first = answer if self._first is None else self._first
-        if answer.shape != self._first.shape:
+    def write(self, name: str, answer: Array | MaskBands) -> None:
+        parts = answer.bands if isinstance(answer, MaskBands) else [answer := np.asarray(answer)]
+        found = (answer.shape, np.dtype(answer.dtype))
+        self._first = found if self._first is None else self._first
+        if found != self._first:
             raise ValueError(
-                f"{name}: the answer is {list(answer.shape)}, those before it are {list(self._first.shape)}. Write "
-                "them to a folder, or leave out --full-size."
+                f"{name}: the answer is {list(answer.shape)}, those before it are {list(self._first[0])}. Write "
+                "them to a folder, or as masks of one size with --engine-size."
             )
-        content = memoryview(answer.tobytes())
-        while content:
-            content = content[self._file.write(content) :]
+        for part in parts:
+            content = memoryview(part.tobytes())
+            while content:
+                content = content[self._file.write(content) :]
         self._num_rows += 1
 
     def npy_header(self) -> bytes:
         """Return the header of the file as .npy, format 1.0."""
         assert self._first is not None
-        descr = np.lib.format.dtype_to_descr(self._first.dtype)
-        shape = (self._num_rows, *self._first.shape)
+        descr = np.lib.format.dtype_to_descr(self._first[1])
+        shape = (self._num_rows, *self._first[0])
         text = repr({"descr": descr, "fortran_order": False, "shape": shape}).encode("latin1")
         length = _NPY_HEADER_BYTES - 10
         return b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + text.ljust(length - 1) + b"\n"
 
 
-def _open_folder(folder: Path, task: str) -> Write:
-    if task != "segmentation":
-        raise ValueError(f"{folder}: a folder holds masks, and the engine gives {task}. Name a .npy file.")
-    if folder.suffix and not folder.is_dir():
-        raise ValueError(f"{folder}: expected a .npy or .csv file, a folder, or - for stdout.")
-    try:
-        import PIL.Image
-    except ImportError as error:
-        raise ValueError(f"{folder}: masks as PNG need Pillow. Run pip install pillow.") from error
-    folder.mkdir(parents=True, exist_ok=True)
+def _open_single(path: Path, task: str) -> Write:
+    """Return what writes the mask of the only frame."""
+    _check_masks(path, task)
+    names: list[str] = []
 
-    def write(name: str, answer: Array) -> None:
-        with _draft(folder / f"{name}.png") as draft:
-            PIL.Image.fromarray(np.ascontiguousarray(answer)).save(draft, format="PNG", compress_level=1)
+    def write(name: str, answer: Array | MaskBands) -> None:
+        if names:
+            raise ValueError(
+                f"{path}: holds the mask of {names[0]}, and there is {name}, too. Name a folder."
+            )
+        names.append(name)
+        _write_mask(path, answer)
 
     return write
+
+
+def _open_folder(folder: Path, task: str, tiff_names: frozenset[str]) -> Write:
+    _check_masks(folder, task)
+    if folder.suffix and not folder.is_dir():
+        raise ValueError(f"{folder}: expected a .npy, .csv, .png or .tif file, a folder, or - for stdout.")
+    folder.mkdir(parents=True, exist_ok=True)
+    return lambda name, answer: _write_mask(
+        folder / f"{name}.{'tif' if name in tiff_names else 'png'}", answer
+    )
+
+
+def _check_masks(path: Path, task: str) -> None:
+    if task != "segmentation":
+        raise ValueError(f"{path}: holds masks, and the engine gives {task}. Name a .npy file.")
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"{path}: masks as image files need Pillow. Run pip install pillow.") from error
+
+
+def _write_mask(path: Path, answer: Array | MaskBands) -> None:
+    """Write a mask whose grey values are class indices."""
+    import PIL.Image
+
+    mask_HW = np.ascontiguousarray(joined(answer) if isinstance(answer, MaskBands) else answer)
+    with _draft(path) as draft:
+        if path.suffix.lower() == ".png":
+            PIL.Image.fromarray(mask_HW).save(draft, format="PNG", compress_level=1)
+        else:
+            PIL.Image.fromarray(mask_HW).save(draft, format="TIFF", compression="tiff_adobe_deflate")
 
 
 @contextmanager

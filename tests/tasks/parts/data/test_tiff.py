@@ -13,11 +13,18 @@ from PIL import Image
 
 from tasks.core.errors import DataError
 from tasks.parts.data.dataset import open_split
-from tasks.parts.data.image_files import OversizedImage, UnreadableImage, WrongChannels, read_image
+from tasks.parts.data.image_files import (
+    OversizedImage,
+    UnreadableImage,
+    UnscaledValues,
+    WrongChannels,
+    read_image,
+)
 from tasks.parts.sources.config import FolderConfig
 from tests.tasks.parts.sources.runs import HEIGHT, WIDTH, config_of, halves, run, write_mask
 
 BANDS_16 = np.random.default_rng(0).integers(65536, size=(HEIGHT, WIDTH, 5)).astype(np.uint16)
+SCALED = np.rint(BANDS_16.astype(np.float32) * np.float32(255 / 65535)).astype(np.uint8)
 
 
 def folder_of(**changes: Any) -> FolderConfig:
@@ -40,14 +47,14 @@ def write_tiff(path: Path, image_HWC: np.ndarray, **options: Any) -> None:
         {"bigtiff": True, "rowsperstrip": 5},
     ],
 )
-def test_bands_of_16_bits_keep_their_high_byte(tmp_path: Path, order: Any, options: dict[str, Any]) -> None:
+def test_bands_of_16_bits_are_scaled(tmp_path: Path, order: Any, options: dict[str, Any]) -> None:
     write_tiff(tmp_path / "a.tif", BANDS_16, byteorder=order, **options)
-    assert (read_image(tmp_path / "a.tif", folder_of(channels=5)) == BANDS_16 >> 8).all()
+    assert (read_image(tmp_path / "a.tif", folder_of(channels=5, value_range=[0, 65535])) == SCALED).all()
 
 
 def test_separate_planes_are_bands(tmp_path: Path) -> None:
     write_tiff(tmp_path / "a.tif", np.moveaxis(BANDS_16, -1, 0), planarconfig="separate")
-    assert (read_image(tmp_path / "a.tif", folder_of(channels=5)) == BANDS_16 >> 8).all()
+    assert (read_image(tmp_path / "a.tif", folder_of(channels=5, value_range=[0, 65535])) == SCALED).all()
 
 
 def test_value_range_becomes_0_to_255(tmp_path: Path) -> None:
@@ -67,7 +74,21 @@ def test_grey_of_16_bits_is_scaled_from_any_file(tmp_path: Path, suffix: str) ->
     image = read_image(path, folder_of(channels=1, value_range=[0, 4095]))
     assert (image[..., 0] == np.rint(values / 4095 * 255)).all()
     if suffix != "npy":
-        assert (read_image(path, folder_of(channels=3))[..., 2] == values >> 8).all()
+        colours = read_image(path, folder_of(channels=3, value_range=[0, 4095]))
+        assert (colours == image).all() and colours.shape == (HEIGHT, WIDTH, 3)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "npy"])
+def test_more_than_8_bits_without_a_range_are_refused_with_what_was_found_a1(
+    tmp_path: Path, suffix: str
+) -> None:
+    values = np.linspace(12, 4083, HEIGHT * WIDTH).reshape(HEIGHT, WIDTH).astype(np.uint16)
+    path = tmp_path / f"a.{suffix}"
+    np.save(path, values) if suffix == "npy" else Image.fromarray(values).save(path)
+    expected = r"holds values of type uint16 from 12 to 4083, .* Set prepare_data\.folder\.value_range"
+    with pytest.raises(UnscaledValues, match=expected) as raised:
+        read_image(path, folder_of(channels=1))
+    assert (raised.value.dtype, raised.value.low, raised.value.high) == ("uint16", 12, 4083)
 
 
 def test_pages_of_one_band_are_bands(tmp_path: Path) -> None:
@@ -80,8 +101,8 @@ def test_pages_of_one_band_are_bands(tmp_path: Path) -> None:
 
 def test_deep_colours_become_grey_where_one_channel_is_wanted(tmp_path: Path) -> None:
     write_tiff(tmp_path / "a.tif", np.repeat(BANDS_16[..., :1], 3, axis=2), photometric="rgb")
-    image = read_image(tmp_path / "a.tif", folder_of(channels=1))
-    assert (image[..., 0] == BANDS_16[..., 0] >> 8).all()
+    image = read_image(tmp_path / "a.tif", folder_of(channels=1, value_range=[0, 65535]))
+    assert (image[..., 0] == SCALED[..., 0]).all()
 
 
 def test_usual_tiff_is_read_like_png(tmp_path: Path) -> None:
@@ -98,7 +119,7 @@ def test_folder_of_tiff_images_and_masks_becomes_a_data_set(tmp_path: Path) -> N
     for number in range(10):
         write_tiff(root / f"images/{number}.tif", np.roll(BANDS_16, number, axis=0))
         write_mask(root / f"masks/{number}.tif", halves(0, 1, np.uint16))
-    report = run("folder", root, tmp_path / "out", channels=5)
+    report = run("folder", root, tmp_path / "out", channels=5, value_range=[0, 65535])
     assert len(report.mean) == 5
     images_NHWC, masks_NHW = open_split(tmp_path / "out/dataset", "test")
     assert images_NHWC.shape == (2, HEIGHT, WIDTH, 5) and (masks_NHW[:, :, 12:] == 1).all()
@@ -118,9 +139,9 @@ def deep_png(path: Path) -> None:
 
 def test_deep_colours_of_png_are_not_scaled_silently(tmp_path: Path) -> None:
     deep_png(tmp_path / "a.png")
-    assert read_image(tmp_path / "a.png", folder_of())[0, 0].tolist() == [15, 0, 0]
-    with pytest.raises(WrongChannels, match=r"a\.png: colours of 16 bits, .*value_range is set"):
-        read_image(tmp_path / "a.png", folder_of(value_range=[0, 4095]))
+    for value_range in (None, [0, 4095]):
+        with pytest.raises(WrongChannels, match=r"a\.png: colours of 16 bits, .*Save the image as TIFF"):
+            read_image(tmp_path / "a.png", folder_of(value_range=value_range))
 
 
 @pytest.mark.parametrize(
@@ -139,8 +160,18 @@ def test_unread_kind_of_tiff_says_what_to_do(tmp_path: Path, options: dict[str, 
 @pytest.mark.parametrize(
     ("image", "changes", "kind", "match"),
     [
-        (BANDS_16, {"channels": 3}, WrongChannels, r"has 5 band\(s\) on 1 page\(s\), and .*channels is 3"),
-        (BANDS_16.astype(np.float32), {"channels": 5}, WrongChannels, r"type float32\. Set .*value_range"),
+        (
+            BANDS_16,
+            {"channels": 3},
+            WrongChannels,
+            r"has 5 band\(s\) on 1 page\(s\), expected 3.*channels to 5",
+        ),
+        (
+            BANDS_16.astype(np.float32),
+            {"channels": 5},
+            WrongChannels,
+            r"type float32 from .* Set .*value_range",
+        ),
         (BANDS_16, {"channels": 5, "max_megapixels": 0.0001}, OversizedImage, r"24 x 16 pixels, at most"),
     ],
 )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tasks.parts.data.class_table import IGNORE_INDEX
-from tasks.parts.data.windows import Span, cover, cut_image, cut_mask
+from tasks.parts.reading.windows import Span, cover, cut_image, cut_mask
 
 
 def draw_case(seed: int) -> tuple[tuple[int, int], tuple[int, int], int]:

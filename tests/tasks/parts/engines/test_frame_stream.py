@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,12 +23,14 @@ from onnx import helper
 from PIL import Image
 
 from tasks.parts.data.image_files import ResizeMode, fit_image, fit_mask, read_image
-from tasks.parts.engines import frame_engine
 from tasks.parts.engines.frame_engine.command import describe_profile
 from tasks.parts.engines.frame_engine.engine import Engine, load_engine
-from tasks.parts.engines.frame_engine.sources import Source, fit_frame, open_source, restore_mask
+from tasks.parts.engines.frame_engine.images import fit_frame
+from tasks.parts.engines.frame_engine.sources import Source, open_source
 from tasks.parts.engines.frame_engine.stream import PHASES, Durations, Timings, open_sink, run_stream
-from tasks.parts.selection.bundle import INFER
+from tasks.parts.reading.rules import Reading
+from tasks.parts.reading.sizes import restore_mask
+from tasks.parts.selection.bundle import INFER, copy_frame_engine
 
 Array = np.ndarray[Any, Any]
 
@@ -37,12 +38,14 @@ HEIGHT, WIDTH = 6, 8
 SIZE = (HEIGHT, WIDTH)
 
 MAX_BATCH = 4
+READING = {"types": ["uint8"], "value_range": None, "resize_mode": "resize", "window_overlap": None}
 DEFAULTS: dict[str, Any] = {
     "task": "segmentation",
     "classes": ["a"] * 256,
     "height": HEIGHT,
     "width": WIDTH,
     "mean": [0] * 3,
+    "reading": READING,
 }
 
 
@@ -79,7 +82,8 @@ def graph_of(card: dict[str, Any], dtype: str) -> onnx.ModelProto:
 def write_engine(folder: Path, dtype: str = "uint8", **changes: Any) -> Path:
     """Write a bundle whose engine repeats what it reads."""
     card = DEFAULTS | changes
-    shutil.copytree(Path(frame_engine.__file__).parent, folder / "frame_engine", dirs_exist_ok=True)
+    if not (folder / "frame_engine").is_dir():
+        copy_frame_engine(folder)
     (folder / "infer.py").write_text(INFER)
     content = graph_of(card, dtype).SerializeToString()
     (folder / "engine.onnx").write_bytes(content)
@@ -322,7 +326,7 @@ def test_a_stream_without_frames_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [(12, 20), (5, 7), (3, 30), (6, 8)])
 def test_frames_are_resized_as_prepare_data_does(size: tuple[int, int], channels: int) -> None:
     frame_HWC = np.random.default_rng(0).integers(0, 256, (*size, channels), np.uint8)
-    for mode, name in ((ResizeMode.resize, "stretch"), (ResizeMode.crop, "crop")):
+    for mode, name in ((ResizeMode.resize, "resize"), (ResizeMode.crop, "crop")):
         expected = fit_image(frame_HWC, height=HEIGHT, width=WIDTH, mode=mode)
         np.testing.assert_array_equal(fit_frame(frame_HWC, size=SIZE, mode=name), expected)
 
@@ -338,7 +342,7 @@ def test_letterbox_keeps_the_aspect_ratio() -> None:
 def test_stretched_masks_are_restored_with_their_nearest_pixels(size: tuple[int, int]) -> None:
     mask_HW = np.random.default_rng(0).integers(0, 9, SIZE, np.uint8)
     expected = fit_mask(mask_HW, height=size[0], width=size[1], mode=ResizeMode.resize, fill=0)
-    np.testing.assert_array_equal(restore_mask(mask_HW, size=size, mode="stretch"), expected)
+    np.testing.assert_array_equal(restore_mask(mask_HW, size=size, mode="resize"), expected)
 
 
 @pytest.mark.parametrize("size", [(12, 21), (5, 7), (3, 30), (6, 8)])
@@ -359,7 +363,7 @@ def test_restored_letterbox_has_no_padding() -> None:
 
 
 class Rules:
-    channels, max_pixels, value_range = 3, 10**6, None
+    channels, max_pixels, value_range = 3, 10**6, (0, 65535)
 
     def __init__(self, channels: int) -> None:
         self.channels = channels
@@ -367,7 +371,8 @@ class Rules:
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(
-    "kind", ["rgb.png", "grey.png", "deep.png", "clear.png", "palette.png", "turned.jpg"]
+    "kind",
+    ["rgb.png", "grey.png", "deep.png", "clear.png", "palette.png", "turned.jpg", "grey.jpg", "deep.tif"],
 )
 def test_images_are_decoded_as_prepare_data_does(tmp_path: Path, kind: str, channels: int) -> None:
     random, path = np.random.default_rng(0), tmp_path / kind
@@ -384,7 +389,8 @@ def test_images_are_decoded_as_prepare_data_does(tmp_path: Path, kind: str, chan
         "turned": rgb,
     }
     images[path.stem].save(path, **({"exif": exif} if path.stem == "turned" else {}))
-    source = open_source(str(path), channels=channels, size=SIZE)
+    reading = Reading(types=("uint16", "uint8"), value_range=(0, 65535))
+    source = open_source(str(path), channels=channels, size=SIZE, reading=reading)
     [(name, item)] = source.items
     assert name == path.stem
     np.testing.assert_array_equal(source.decode(item), read_image(path, Rules(channels)))
@@ -547,7 +553,7 @@ def test_classes_and_values_in_arrays(tmp_path: Path) -> None:
 
 def test_raw_frames_on_stdin_and_raw_masks_on_stdout(bundle: Path) -> None:
     frames_NHWC = numbered(7, size=(12, 16))
-    arguments = ("-", "-", "--frame-size", "16x12", "--full-size", "--batch", 3)
+    arguments = ("-", "-", "--frame-size", "16x12", "--batch", 3)
     done = infer(bundle, *arguments, stdin=frames_NHWC.tobytes())
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout == frames_NHWC[..., 0].tobytes()
@@ -568,7 +574,7 @@ def test_folder_of_images_gives_a_folder_of_masks(tmp_path: Path, dtype: str) ->
     (tmp_path / "photos").mkdir()
     for name, size in (("a", (16, 12)), ("b", (8, 6))):
         Image.new("RGB", size, (9, 0, 0)).save(tmp_path / "photos" / f"{name}.png")
-    done = infer(bundle, "photos", "masks", "--full-size", "--decoders", 2)
+    done = infer(bundle, "photos", "masks", "--decoders", 2)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "masks").iterdir()) == ["a.png", "b.png"]
     with Image.open(tmp_path / "masks" / "a.png") as mask:
@@ -729,4 +735,4 @@ def test_ctrl_c_ends_a_stream_that_waits_and_keeps_its_answers(bundle: Path, tmp
 def test_help_shows_how_to_use_it(bundle: Path) -> None:
     done = infer(bundle, "--help")
     assert done.returncode == 0
-    assert b"python infer.py frames.npy masks.npy" in done.stdout and b"--full-size" in done.stdout
+    assert b"python infer.py frames.npy masks.npy" in done.stdout and b"--engine-size" in done.stdout

@@ -15,7 +15,9 @@ import yaml
 from PIL import Image
 
 from tasks.parts.engines.frame_engine.engine import Engine
+from tasks.parts.engines.frame_engine.images import fit_frame
 from tasks.parts.engines.frame_engine.kernels import (
+    RESIZE_MODES,
     SIGNATURES,
     GpuArray,
     GpuFrames,
@@ -27,7 +29,6 @@ from tasks.parts.engines.frame_engine.kernels import (
 from tasks.parts.engines.frame_engine.nvrtc import compile_cuda, find_nvrtc, version_of
 from tasks.parts.engines.frame_engine.pixels import dtype_of_classes, find_classes, normalise
 from tasks.parts.engines.frame_engine.plans import Plan
-from tasks.parts.engines.frame_engine.sources import RESIZE_MODES, fit_frame
 from tests import cuda_on_cpu
 from tests.conftest import REPOSITORY
 from tests.cuda_on_cpu import STREAM, Frames, Memory, at, build_library, download, launcher, upload
@@ -203,7 +204,7 @@ def test_frames_may_be_a_window_of_larger_ones(library: ctypes.CDLL) -> None:
     window_NHWC = large_NHWC[::2, 3:17, 4:25]
     _, out = empty((3, 9, 11, 3), np.uint8)
     kernels_for(library, card_of((9, 11))).fit(GpuFrames.of(Frames(window_NHWC), 3), out)
-    np.testing.assert_array_equal(download(out), fit(window_NHWC, (9, 11), "stretch"))
+    np.testing.assert_array_equal(download(out), fit(window_NHWC, (9, 11), "resize"))
 
 
 def test_tables_of_many_sizes_do_not_pile_up(library: ctypes.CDLL) -> None:
@@ -212,7 +213,7 @@ def test_tables_of_many_sizes_do_not_pile_up(library: ctypes.CDLL) -> None:
     for height in [*range(1, 40), 1]:
         frames_NHWC = random_frames(1, (height, 9), 3, seed=height)
         kernels.fit(GpuFrames.of(Frames(frames_NHWC), 3), out)
-        np.testing.assert_array_equal(download(out), fit(frames_NHWC, (6, 6), "stretch"))
+        np.testing.assert_array_equal(download(out), fit(frames_NHWC, (6, 6), "resize"))
     assert len(kernels._fitted) == 16
 
 

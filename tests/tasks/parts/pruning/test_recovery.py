@@ -69,12 +69,12 @@ def test_recovered_network_keeps_its_own_forward_and_its_zeros(workshop: Worksho
     prune_two_of_four(network)
     zeros = count_zeros(network)
     before = network.get_parameter("classifier.weight").detach().clone()
-    val_miou = recover(
+    val_score = recover(
         network, workshop.data, replace(TRAINER, activation_checkpoints=["*"]), tmp_path / "out"
     )
     with (tmp_path / "out" / "history.csv").open() as file:
         best = max(float(row["val_miou"]) for row in csv.DictReader(file))
-    assert val_miou == pytest.approx(best, abs=1e-6)
+    assert val_score == pytest.approx(best, abs=1e-6)
     assert not torch.equal(network.get_parameter("classifier.weight"), before)
     assert count_zeros(network) == zeros and sum(zeros.values()) > 1000
     assert not any("forward" in vars(module) for module in network.modules())

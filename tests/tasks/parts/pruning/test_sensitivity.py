@@ -7,7 +7,7 @@ import pytest
 from tasks.core.errors import ArtifactError
 from tasks.parts.pruning.sensitivity import GroupCost, check_costs, read_costs
 
-HEADER = "group,layers,channels,channels_removed,ratio,macs_saved_share,miou_drop\n"
+HEADER = "group,layers,channels,channels_removed,ratio,macs_saved_share,score_drop\n"
 
 
 def table_of(folder: Path, *cuts: tuple[str, int, float]) -> Path:

@@ -23,7 +23,7 @@ from tasks.parts.builders.graph_rewrites import fix_batch
 from tasks.parts.data.dataset import normalise, open_split
 from tasks.parts.data.input_card import Task
 from tasks.parts.engines.description import describe_engine, on_frames
-from tasks.parts.engines.frame_engine.engine import cut_batches
+from tasks.parts.engines.frame_engine.images import cut_batches
 from tasks.parts.engines.frame_engine.plans import check_gpu
 from tasks.parts.engines.frame_engine.sessions import check_vnni, openvino_core
 from tasks.parts.engines.gpu import Gpu

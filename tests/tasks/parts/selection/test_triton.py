@@ -26,10 +26,9 @@ from benchmarks.triton import GRPC, HTTP, IN_PROCESS, describe, measure
 from benchmarks.triton_server import WHEEL, Installed, TritonServer, install, serve
 from tasks.build_engine import build_engine
 from tasks.parts.data.dataset import open_split
-from tasks.parts.engines import frame_engine
 from tasks.parts.engines.frame_engine.client import open_served
 from tasks.parts.engines.manifest import sha256_of
-from tasks.parts.selection.bundle import write_bundle
+from tasks.parts.selection.bundle import copy_frame_engine, write_bundle
 from tasks.parts.selection.triton import Serving, configure_served, write_served
 from tests.services import wait_for
 from tests.tasks.conftest import REPOSITORY, TOLD_BY_CI, Workshop
@@ -134,7 +133,7 @@ def write_small_bundle(task: str, bundle: Path, frames_NHWC: np.ndarray) -> tupl
     output = helper.make_tensor_value_info("means", TensorProto.FLOAT, ["batch", 3])
     graph = helper.make_graph([means], "means", [image], [output], [axes])
     model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
-    shutil.copytree(Path(frame_engine.__file__).parent, bundle / "frame_engine")
+    copy_frame_engine(bundle)
     (bundle / "engine.onnx").write_bytes(model.SerializeToString())
     card = {
         "runtime": "onnxruntime",
@@ -148,6 +147,7 @@ def write_small_bundle(task: str, bundle: Path, frames_NHWC: np.ndarray) -> tupl
         "width": frames_NHWC.shape[2],
         "logits_shape": [3],
         "mean": [0.5, 0.5, 0.5],
+        "reading": {"types": ["uint8"], "value_range": None, "resize_mode": "resize", "window_overlap": None},
         "std": [0.25, 0.25, 0.25],
         "reads": "normalised",
         "gives": "logits",

@@ -50,6 +50,7 @@ from tasks.parts.training.worker_count import measure_num_workers
 from tests.tasks.conftest import Workshop
 from tests.tasks.test_train import PLAIN, STUDENT, TRAINER
 
+LAYERS = (nn.Linear, nn.Conv2d)
 EMA = replace(TRAINER, ema_decay=0.9)
 PRACTICES: dict[str, TrainerConfig] = {
     "sgd, poly, accumulation": replace(
@@ -156,11 +157,12 @@ def test_frozen_layers_keep_weights_and_statistics(workshop: Workshop, tmp_path:
 
 def test_rates_belong_to_the_longest_name() -> None:
     network, rates = build_network(STUDENT, 3), {"context": 0.1, "context.0": 0.0}
-    [full, tenth] = parameter_groups(network, nn.Identity(), replace(TRAINER, layer_rates=rates))
+    groups = parameter_groups(network, nn.Identity(), replace(TRAINER, layer_rates=rates))
+    full, tenth = ([group for group in groups if group["lr"] == rate * groups[0]["lr"]] for rate in (1, 0.1))
+    assert [len(full), len(tenth), len(groups)] == [2, 2, 4]
     names = {id(parameter): name for name, parameter in network.named_parameters()}
-    assert tenth["lr"] == pytest.approx(0.1 * full["lr"])
-    assert {names[id(p)].split(".")[0] for p in tenth["params"]} == {"context"}
-    assert not any(names[id(p)].startswith(("context.0.", "context.")) for p in full["params"])
+    assert {names[id(p)].split(".")[0] for group in tenth for p in group["params"]} == {"context"}
+    assert not any(names[id(p)].startswith("context.") for group in full for p in group["params"])
     assert not any(p.requires_grad for name, p in network.named_parameters() if name.startswith("context.0."))
 
 
@@ -173,12 +175,56 @@ def test_names_in_a_network_of_the_users_own_are_its_own() -> None:
     inner.training = False
     rates = {"norm": 0.0, "head": 0.5}
     groups = parameter_groups(network, nn.Identity(), replace(TRAINER, layer_rates=rates))
-    assert [len(group["params"]) for group in groups] == [2, 2]
+    assert [len(group["params"]) for group in groups] == [1, 1, 1, 1]  # weight and bias of two layers
     rest_frozen_layers(network, rates)
     modes = {name: module.training for name, module in inner.named_modules()}
     assert modes == {"": False, "stem": True, "norm": False, "head": True}
     save_activation_memory(network, ["head"], [])
     assert "forward" in vars(inner.get_submodule("head"))
+
+
+def test_norms_biases_positions_and_tokens_do_not_decay_c5() -> None:
+    """Swin's table and tokens as timm names them; the others as our networks do."""
+    names = ("deeplabv3plus", "dinov2")
+    networks = [build_network(NetworkConfig(NetworkName(name), 0.17, 0.1, False), 3) for name in names]
+    swin = nn.Module()
+    swin.relative_position_bias_table = nn.Parameter(torch.ones(9, 2))
+    swin.pos_embed = nn.Parameter(torch.ones(1, 4, 2))
+    swin.cls_token = nn.Parameter(torch.ones(1, 1, 2))
+    swin.patch_embed = nn.Linear(2, 2)
+    swin.classifier = nn.Linear(2, 2)
+    decayed, kept = [], []
+    for network in (*networks, swin):
+        layers = {f"{name}.weight" for name, layer in network.named_modules() if isinstance(layer, LAYERS)}
+        found = {id(parameter): name for name, parameter in network.named_parameters()}
+        for group in parameter_groups(network, nn.Identity(), replace(TRAINER, weight_decay=0.3)):
+            (decayed if group["weight_decay"] == 0.3 else kept).extend(found[id(p)] for p in group["params"])
+            assert group["weight_decay"] in (0.3, 0.0)
+        assert layers == {name for name in found.values() if name in decayed}
+    assert {"dinov2.embeddings.position_embeddings", "dinov2.embeddings.cls_token", "pos_embed"} < {*kept}
+    assert {"relative_position_bias_table", "classifier.bias", "stem.0.norm.weight"} < {*kept}
+
+
+class NoLoss(nn.Module):
+    """Leaves weight decay alone to move parameters."""
+
+    needs_labels = False
+
+    def forward(self, network: nn.Module, _: Batch) -> Tensor:
+        """Return 0."""
+        return 0.0 * torch.cat([parameter.flatten() for parameter in network.parameters()]).sum()
+
+
+@pytest.mark.parametrize("optimizer", Optimizer)
+def test_decay_moves_weights_of_layers_alone_c5(
+    workshop: Workshop, tmp_path: Path, optimizer: Optimizer
+) -> None:
+    network = build_network(STUDENT, 3)
+    before = {name: value.detach().clone() for name, value in network.named_parameters()}
+    config = replace(TRAINER, optimizer=optimizer, weight_decay=0.5, max_epochs=1)
+    train_network(network, NoLoss(), data=workshop.data, config=config, out=tmp_path)
+    moved = {name for name, value in network.named_parameters() if not torch.equal(before[name], value)}
+    assert moved == {name for name, value in before.items() if value.ndim > 1}
 
 
 def test_names_of_layers_that_do_not_exist_are_refused() -> None:
@@ -225,7 +271,7 @@ def test_the_average_is_that_of_the_formula() -> None:
 
 def test_what_is_judged_is_the_average_that_is_kept(workshop: Workshop, tmp_path: Path) -> None:
     from tasks.parts.networks.model_card import ModelCard
-    from tasks.parts.pruning.recovery import measure_val_miou
+    from tasks.parts.pruning.recovery import measure_val_score
 
     manifest = read_manifest(workshop.data)
     config = replace(EMA, max_epochs=4, learning_rate=0.01)
@@ -234,7 +280,7 @@ def test_what_is_judged_is_the_average_that_is_kept(workshop: Workshop, tmp_path
     objective = LabelObjective(build_label_loss(config, manifest))
     report = train_network(network, objective, data=workshop.data, config=config, out=tmp_path)
     card = ModelCard(STUDENT, manifest.classes, manifest.mean, manifest.std, manifest.height, manifest.width)
-    assert measure_val_miou(network, card, workshop.data, 4) == pytest.approx(report.val_miou, abs=1e-6)
+    assert measure_val_score(network, card, workshop.data, 4) == pytest.approx(report.val_score, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Pretrained weights: what fits is taken, what does not is named."""
 
 import hashlib
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ def build(
     width: float = 0.25,
     depth: float = 0.1,
     classes: int = 3,
+    bands: int = 3,
 ) -> nn.Module:
     torch.manual_seed(seed)
-    return build_network(NetworkConfig(name, width, depth, False), classes)
+    return build_network(NetworkConfig(name, width, depth, False), classes, num_channels=bands)
 
 
 def declared(path: Path) -> PretrainedConfig:
@@ -48,6 +50,24 @@ def test_every_network_takes_its_own_weights(name: NetworkName, tmp_path: Path) 
     assert report.num_loaded == len(source.state_dict())
     for key, tensor in network.state_dict().items():
         torch.testing.assert_close(tensor, source.state_dict()[key], msg=key)
+
+
+@pytest.mark.parametrize("bands", [1, 4])
+@pytest.mark.parametrize("name", OWN_NETWORKS)
+def test_weights_of_rgb_images_answer_alike_for_equal_bands_c5(
+    name: NetworkName, bands: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    source, network = build(name, seed=1).eval(), build(name, bands=bands).eval()
+    report = load_pretrained(network, name, safetensors(tmp_path / "a.safetensors", source.state_dict()))
+    assert report is not None and (report.num_fresh, report.num_skipped) == (0, 0)
+    assert f"read RGB, and now {bands} bands" in caplog.text
+    grey_N1HW = torch.rand(2, 1, 64, 64)
+    with torch.no_grad():
+        expected_NCHW = source(grey_N1HW.expand(-1, 3, -1, -1))
+        torch.testing.assert_close(
+            network(grey_N1HW.expand(-1, bands, -1, -1)), expected_NCHW, rtol=1e-3, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"state_dict": state, "epoch": 3}])

@@ -12,7 +12,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from tasks.core.errors import DataError, first_line
+from .packages import tifffile
+from .rules import MissingPackage, UnreadableImage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,36 +25,30 @@ _MIN_IS_BLACK, _RGB = 1, 2
 _TYPES = ("u1", "u2", "u4", "i1", "i2", "i4", "f4", "f8")
 
 
-class UnreadableTiff(DataError):
-    """A TIFF file is damaged, or written in a way that is not read."""
-
-
 @contextlib.contextmanager
 def open_pages(file: BinaryIO, place: str) -> Iterator[list[TiffPage]]:
-    """Open the pages at full resolution, for as long as the context; raise UnreadableTiff, which names the place."""
-    from tifffile import TiffFile
-
+    """Open the pages at full resolution, for as long as the context; raise UnreadableImage, which names the place."""
     with _explained(place):
-        tiff = TiffFile(file)
+        tiff = tifffile().TiffFile(file)
         pages = [page.aspage() for page in tiff.pages]
         pages = [page for page in pages if not page.is_reduced]
     if not pages:
-        raise UnreadableTiff(f"{place}: a TIFF file without pages. Restore the file.")
+        raise UnreadableImage(f"{place}: a TIFF file without pages. Restore the file.")
     for page in pages:
         if page.dtype is None:
-            raise UnreadableTiff(
+            raise UnreadableImage(
                 f"{place}: its bands have {page.bitspersample} bits, expected one type for all."
             )
     yield pages
 
 
 def read_bands(place: str, pages: Sequence[TiffPage]) -> NDArray[Any]:
-    """Decode the bands of all pages to image_HWC; raise UnreadableTiff for what is not read."""
+    """Decode the bands of all pages to image_HWC; raise UnreadableImage for what is not read."""
     import numpy as np
 
     kinds = {(page.imagewidth, page.imagelength, page.dtype) for page in pages}
     if len(kinds) > 1:
-        raise UnreadableTiff(
+        raise UnreadableImage(
             f"{place}: has {len(pages)} pages that differ in size or type, expected bands of one image. Save one "
             "image a file."
         )
@@ -72,7 +67,7 @@ def _refuse_unread(place: str, page: TiffPage) -> None:
     }
     found = [fault for fault, is_found in faults.items() if is_found]
     if found:
-        raise UnreadableTiff(
+        raise UnreadableImage(
             f"{place}: a TIFF file with {found[0]}, which is not read for more than 8 bits or other than 1 or 3 "
             "bands. Save it upright, as grey values or RGB, or with numpy.save as [height, width, channels]."
         )
@@ -90,13 +85,14 @@ def _decode(page: TiffPage) -> NDArray[Any]:
 
 @contextlib.contextmanager
 def _explained(place: str) -> Iterator[None]:
-    """Turn what tifffile and its codecs raise for damaged files into UnreadableTiff."""
-    from tifffile import TiffFileError
-
+    """Turn what tifffile and its codecs raise for damaged files into UnreadableImage."""
+    damaged = tifffile().TiffFileError
     try:
         yield
+    except (UnreadableImage, MissingPackage):
+        raise
     except (
-        TiffFileError,
+        damaged,
         OSError,
         RuntimeError,
         ValueError,
@@ -107,6 +103,11 @@ def _explained(place: str) -> Iterator[None]:
         struct.error,
         zlib.error,
     ) as error:
-        raise UnreadableTiff(
-            f"{place}: cannot be decoded as TIFF ({first_line(error)}). Restore the file."
+        raise UnreadableImage(
+            f"{place}: cannot be decoded as TIFF ({_first_line(error)}). Restore the file."
         ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [repr(error)]
+    return lines[0][:400]

@@ -1,6 +1,6 @@
 """Cover a large image by overlapping windows: the overlap-tile strategy of U-Net (Ronneberger et al., 2015).
 
-Each pixel is owned by the window in which it lies most central. Where masks are set to IGNORE_INDEX outside of what
+Each pixel is owned by the window in which it lies most central. Where masks are set to IGNORED outside of what
 their window owns, every pixel of the original counts once, so sums over windows, such as a confusion matrix, are
 those of the stitched prediction at the original size. A pixel that a window owns has at least half the overlap of
 context on each side, or all that the image has.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.parts.data.class_table import IGNORE_INDEX
+from .rules import IGNORED
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ def cut_image(image_HWC: NDArray[np.uint8], window: Window, *, height: int, widt
 def cut_mask(mask_HW: NDArray[np.uint8], window: Window, *, height: int, width: int) -> NDArray[np.uint8]:
     """Return a window of a mask; what the window does not own is ignored."""
     rows, columns = window.rows, window.columns
-    owned_HW = np.full_like(mask_HW, IGNORE_INDEX)
+    owned_HW = np.full_like(mask_HW, IGNORED)
     owned = np.s_[rows.first : rows.end, columns.first : columns.end]
     owned_HW[owned] = mask_HW[owned]
-    return _cut(owned_HW, window, height, width, fill=IGNORE_INDEX)
+    return _cut(owned_HW, window, height, width, fill=IGNORED)
 
 
 def _cut(

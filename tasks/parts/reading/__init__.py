@@ -1,0 +1,1 @@
+"""Read an image as it was read for training: the code of prepare_data and of every bundle, on numpy alone."""
