@@ -1,7 +1,8 @@
-"""Simulate how often intervals of speed ratios hold the truth, and how often equal engines seem to differ.
+"""Simulate how often intervals of speed ratios and of accuracy losses hold the truth.
 
 ``python -m benchmarks.coverage`` needs numpy and scipy only and measures nothing on the machine. It takes a few
-minutes, prints four tables and writes ``benchmarks/results/coverage.json``.
+minutes, prints its tables and writes ``benchmarks/results/coverage.json``; with ``--tables losses`` or ``races`` the
+others stay as they are there.
 
 Coverage: the share of simulated races whose 95 % interval holds the true ratio, for the order statistics of
 ``tasks/parts/measuring/intervals.py``, a bootstrap that draws single rounds (Efron 1979) and one that draws blocks of
@@ -19,6 +20,15 @@ races end by the rule of ``tasks/parts/measuring/race.py``, which looks at the i
 
 Power: the share of such races in which a difference of 3 % between two of seven engines is found. The noise of a
 ratio from round to round is that of a quiet machine up to 0.02, besides the disturbed rounds.
+
+Losses, drawn from what real engines got right in each frame of 200 videos (``benchmarks/video_records.py``): data
+sets of 2 to 20 videos with 4 frames each (``equal``) or 1 to 32 (``unequal``), or of as many frames of different
+videos (``single``). ``coverage`` is the share of intervals that hold the true loss, ``false_accept`` the share that
+end below it, which is what a gate at the true loss accepts. Each has the exact binomial interval of its draws; the
+bounds are 93 % and 3.5 %. Without a loss (each group is drawn as it is, or with the engine and the reference
+exchanged) a gate of 2 % should ACCEPT. The oracle is Student's t of someone who knows the scores of all videos, and
+so how far each group moves the loss. Methods: the same for other intervals, ``bootstrap`` being that of earlier
+versions.
 """
 
 import argparse
@@ -34,6 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
+from benchmarks import loss_coverage
 from tasks.parts.measuring.intervals import LEVEL, estimate_ratio, percentile_intervals
 from tasks.parts.measuring.race import CONTROL, StoppingRule, compare_all, run_race
 from tasks.parts.measuring.reports import SpeedRatio
@@ -266,27 +277,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--simulations", type=int, default=NUM_SIMULATIONS, help="of each cell of the coverage"
     )
     parser.add_argument("--races", type=int, default=NUM_NULL_RACES, help="of each row of the other tables")
+    parser.add_argument(
+        "--draws", type=int, default=loss_coverage.NUM_DRAWS, help="of each cell of the accuracy losses"
+    )
+    parser.add_argument("--records", type=Path, default=loss_coverage.RECORDS)
+    parser.add_argument("--tables", choices=("races", "losses"), help="only these")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    tables = {
+    tables: dict[str, list[dict[str, Any]]] = {}
+    if options.tables != "losses":
+        tables |= race_tables(options.simulations, options.races)
+        for name, rows in tables.items():
+            print(f"\n{name}\n" + "  ".join(f"{column:>15}" for column in rows[0]))
+            for row in rows:
+                print("  ".join(f"{value:>15}" for value in row.values()))
+    if options.tables != "races":
+        tables["losses"] = loss_coverage.measure_losses(options.records, options.draws)
+        tables["methods"] = loss_coverage.compare_methods(
+            options.records, min(options.draws, loss_coverage.NUM_DRAWS_OF_METHODS)
+        )
+        print(loss_coverage.table(tables["losses"]))
+    record = json.loads(options.results.read_text(encoding="utf-8")) if options.results.is_file() else {}
+    record |= {"date": date.today().isoformat(), "level": LEVEL, "numpy": np.__version__, **tables}
+    options.results.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def race_tables(num_simulations: int, num_races: int) -> dict[str, list[dict[str, Any]]]:
+    """Simulate intervals of ratios and percentiles, and whole races."""
+    return {
         "coverage": [
-            measure_coverage(num_rounds, correlation, disturbed, options.simulations)
+            measure_coverage(num_rounds, correlation, disturbed, num_simulations)
             for num_rounds in NUM_ROUNDS
             for correlation, disturbed in [
                 *itertools.product(CORRELATIONS, DISTURBED[:1]),
                 *((0.2, share) for share in DISTURBED[1:]),
             ]
         ],
-        "percentiles": [measure_percentiles(count, options.simulations) for count in NUM_ROUNDS],
-        "null test": null_test(options.races),
-        "power": measure_power(options.races),
+        "percentiles": [measure_percentiles(count, num_simulations) for count in NUM_ROUNDS],
+        "null test": null_test(num_races),
+        "power": measure_power(num_races),
     }
-    for name, rows in tables.items():
-        print(f"\n{name}\n" + "  ".join(f"{column:>15}" for column in rows[0]))
-        for row in rows:
-            print("  ".join(f"{value:>15}" for value in row.values()))
-    record = {"date": date.today().isoformat(), "level": LEVEL, "numpy": np.__version__, **tables}
-    options.results.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ from benchmarks.runtimes import (
     stage_config,
 )
 from tasks.core.execute import ARTIFACTS
-from tasks.parts.builders.graph_rewrites import fix_batch, resize_as_matmul, stem_in_float
+from tasks.parts.builders.graph_rewrites import fix_batch, stem_in_float
+from tasks.parts.builders.interpolation import resize_as_matmul
 from tasks.parts.engines.machine import read_cpu_model
 from tasks.parts.engines.rounds import rounds_ms
 from tasks.parts.networks.config import NetworkConfig, NetworkName

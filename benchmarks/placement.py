@@ -48,7 +48,7 @@ from tasks.parts.engines.rounds import Network, rounds_ms
 from tasks.parts.measuring.intervals import estimate_ratio
 from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, InputForm, Layout, Values
 from tasks.parts.onnx_graphs.foreign_output import OutputForm
-from tasks.parts.onnx_graphs.foreign_rewrite import Quantization, rewrite
+from tasks.parts.onnx_graphs.foreign_rewrite import Quantization, rewrite, with_equal_operators
 from tasks.parts.onnx_graphs.graph import CARD_KEY, read_graph, write_graph
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.quantization.calibration import choose_range, collect_statistics
@@ -341,6 +341,8 @@ def as_imported(model: ModelProto, side: int) -> ModelProto:
         quantization=Quantization.none,
         is_batch_freed=False,
     )
+    images_NCHW = np.random.default_rng(0).normal(size=(1, 3, side, side)).astype(np.float32)
+    found = with_equal_operators(found, images_NCHW, Path("placement.onnx"))
     names = tuple(str(index) for index in range(found.head.num_classes))
     entry = found.graph.metadata_props.add()
     entry.key = CARD_KEY

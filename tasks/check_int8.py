@@ -107,12 +107,12 @@ def check_int8(
     from tasks.parts.onnx_graphs.graph import read_graph
     from tasks.parts.onnx_graphs.predict import predict_classes
     from tasks.parts.quantization.evaluation import open_evaluator, with_activations
-    from tasks.parts.quantization.qdq import is_layer, quantizable_nodes, read_ranges
+    from tasks.parts.quantization.qdq import read_ranges, weighted_nodes
     from tasks.parts.tables import read_table
 
     graph, (activations, known) = read_graph(model), read_ranges(ranges)
     layers = read_table(ranking, "node", stage="rank_layers")
-    weighted = [node.name for node in quantizable_nodes(graph, cfg.op_types) if is_layer(node)]
+    weighted = [node.name for node in weighted_nodes(graph, cfg.op_types)]
     if not set(weighted) <= set(layers):
         raise ArtifactError(
             f"{ranking}: ranks the layers of a graph other than {model}. Run rank_layers again."

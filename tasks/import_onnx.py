@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,8 +74,6 @@ class Config:
     """Gate of the float form against its Q/DQ file, dB: what the file's rounding costs."""
     custom_operators: list[CustomOperators]
     """Libraries for ONNX Runtime that have the operators of the file outside standard ONNX."""
-    seed: Annotated[int, AtLeast(0)]
-    """Seed of the random images that a float file is compared on."""
 
     def __post_init__(self) -> None:
         if not len(self.mean) == len(self.std) <= MAX_CHANNELS:
@@ -229,10 +227,18 @@ def _rewrite(
     cfg: Config, original: "ModelProto", model: Path, data: Path, quantization: "Quantization"
 ) -> tuple["Imported", "Comparison"]:
     """Rewrite the graph with a dynamic batch, or with a batch of 1 if the graph depends on it."""
+    from tasks.parts.data.dataset import normalise
     from tasks.parts.onnx_graphs.foreign_compare import compare
     from tasks.parts.onnx_graphs.foreign_file import find_file
     from tasks.parts.onnx_graphs.foreign_output import OutputForm
-    from tasks.parts.onnx_graphs.foreign_rewrite import FixedBatch, rewrite
+    from tasks.parts.onnx_graphs.foreign_qdq import float_form
+    from tasks.parts.onnx_graphs.foreign_rewrite import (
+        FixedBatch,
+        Quantization,
+        rewrite,
+        with_equal_operators,
+        with_output,
+    )
 
     def attempt(is_batch_freed: bool) -> tuple["Imported", "Comparison"]:
         imported = rewrite(
@@ -246,8 +252,18 @@ def _rewrite(
             is_batch_freed=is_batch_freed,
             libraries=cfg.custom_operators,
         )
-        gate, images_NHWC = _gate(cfg, imported, quantization), _images(cfg, imported, data)
-        return imported, compare(model, imported, cfg.form, gate, images_NHWC, cfg.batch_sizes)
+        _check_size(cfg, imported, data)
+        gate, images_NHWC = _gate(cfg, imported, quantization), _images(cfg, data)
+        compared = compare(model, imported, cfg.form, gate, images_NHWC, cfg.batch_sizes)
+        if quantization is not Quantization.none:
+            rounded = imported.graph
+            if quantization is Quantization.kept:
+                rounded = float_form(with_output(rounded, imported.head.tensor))
+            exact = replace(imported, graph=rounded)
+            gate = _gate(cfg, imported, Quantization.none)
+            compare(model, exact, cfg.form, gate, images_NHWC, cfg.batch_sizes[:1], is_float_form=True)
+        images_NCHW = normalise(images_NHWC, imported.mean, imported.std)
+        return with_equal_operators(imported, images_NCHW, find_file(model)), compared
 
     try:
         return attempt(True)
@@ -268,20 +284,33 @@ def _gate(cfg: Config, imported: "Imported", quantization: "Quantization") -> "G
     return Gate(getattr(cfg, name), f"import_onnx.{name}")
 
 
-def _images(cfg: Config, imported: "Imported", data: Path) -> "NDArray[np.uint8]":
-    """Return as many images as the largest batch: random ones, and of the data set for the ranges of a Q/DQ graph."""
+def _images(cfg: Config, data: Path) -> "NDArray[np.uint8]":
+    """Return as many calibration images as the largest batch; beyond their ranges a Q/DQ graph clips."""
     import numpy as np
 
     from tasks.parts.data.dataset import open_images
 
-    num_images = max(cfg.batch_sizes)
-    if cfg.is_quantized:
-        images_NHWC = open_images(data, "calibration")
-        return images_NHWC[np.arange(num_images) % len(images_NHWC)]
+    images_NHWC = open_images(data, "calibration")
+    return images_NHWC[np.arange(max(cfg.batch_sizes)) % len(images_NHWC)]
+
+
+def _check_size(cfg: Config, imported: "Imported", data: Path) -> None:
+    """Raise ArtifactError if the images of the data set are not those that the graph reads."""
+    from tasks.parts.data.dataset import read_manifest
+
+    found = read_manifest(data)
     dims = imported.graph.graph.input[0].type.tensor_type.shape.dim
-    channels, height, width = (axis.dim_value for axis in dims[1:])
-    shape = (num_images, height, width, channels)
-    return np.random.default_rng(cfg.seed).integers(0, 256, shape, np.uint8)
+    height, width = (axis.dim_value for axis in dims[2:])
+    if (found.height, found.width) != (height, width):
+        raise ArtifactError(
+            f"{data}: the images are {found.height}x{found.width}, the model reads {height}x{width}. Set "
+            f"prepare_data.height={height} prepare_data.width={width}."
+        )
+    if found.num_channels != cfg.form.num_channels:
+        raise ArtifactError(
+            f"{data}: the images have {found.num_channels} channels, model.mean has {cfg.form.num_channels} items. "
+            f"Set prepare_data.folder.channels={cfg.form.num_channels}, or one mean and std for each channel."
+        )
 
 
 def _write(
@@ -312,16 +341,6 @@ def _card(
     """
     sizes = [axis.dim_value for axis in imported.graph.graph.input[0].type.tensor_type.shape.dim]
     height, width = sizes[2:]
-    if (data.height, data.width) != (height, width):
-        raise ArtifactError(
-            f"{path}: the images are {data.height}x{data.width}, the model reads {height}x{width}. Set "
-            f"prepare_data.height={height} prepare_data.width={width}."
-        )
-    if data.num_channels != cfg.form.num_channels:
-        raise ArtifactError(
-            f"{path}: the images have {data.num_channels} channels, model.mean has {cfg.form.num_channels} items. "
-            f"Set prepare_data.folder.channels={cfg.form.num_channels}, or one mean and std for each channel."
-        )
     values_shape = None
     if imported.head.task is Task.values:
         dims = imported.graph.graph.output[0].type.tensor_type.shape.dim

@@ -36,7 +36,8 @@ class Config:
     trainer: TrainerConfig
     """Schedule: about 10 % of the original epochs at 1 % of the learning rate, with cosine decay."""
     op_types: OpTypes
-    """ONNX operators whose inputs become INT8; as in quantize_ptq, whose ranges are used."""
+    """ONNX operators whose inputs become INT8; as in quantize_ptq, whose ranges are used. BatchMatMul
+    is left out: products of two activations stay in float here."""
     opset: Annotated[int, Between(18, 23)]
     """Version of the ONNX operator set, as in export_onnx."""
     min_agreement: Annotated[float, Between(0, 1)]
@@ -110,13 +111,14 @@ def quantize_aware_train(
     network, card = load_checkpoint(checkpoint)
     manifest = read_manifest(data)
     check_same_classes(checkpoint, card.classes, manifest.classes, "distill")
+    op_types = [op_type for op_type in cfg.op_types if op_type != "BatchMatMul"]
     float_graph, (activations, tensor_ranges) = read_graph(model), read_ranges(ranges)
     folded = fold_batchnorm(network, torch.zeros(2, len(card.mean), card.height, card.width))
-    _check_graph_of(folded, float_graph, model, cfg.op_types)
+    _check_graph_of(folded, float_graph, model, op_types)
     evaluator = open_evaluator(
         float_graph, data, num_images=0, batch_size=cfg.trainer.batch_size, activations=activations
     )
-    before = insert_qdq(float_graph, tensor_ranges, op_types=cfg.op_types)
+    before = insert_qdq(float_graph, tensor_ranges, op_types=op_types)
     score_before = evaluator.evaluate(before).score
     logger.info("%s: val %s %.4f in INT8 before training", model, evaluator.metric, score_before)
 
@@ -125,7 +127,7 @@ def quantize_aware_train(
         folded,
         float_graph,
         tensor_ranges,
-        op_types=cfg.op_types,
+        op_types=op_types,
         activations=coarsest(activations),
         weight_bits=min(map(weight_bits, activations)),
     )
@@ -142,7 +144,7 @@ def quantize_aware_train(
     plain = fold_batchnorm(network, torch.zeros(2, len(card.mean), card.height, card.width))
     plain.load_state_dict(float_weights(simulated))
     trained = export_graph(plain, card, height=card.height, width=card.width, opset=cfg.opset)
-    graph, best_epoch = insert_qdq(trained, tensor_ranges, op_types=cfg.op_types), result.best_epoch
+    graph, best_epoch = insert_qdq(trained, tensor_ranges, op_types=op_types), result.best_epoch
     score = evaluator.evaluate(graph).score
     if score < score_before:
         graph, best_epoch, score = before, 0, score_before
@@ -158,11 +160,11 @@ def _check_graph_of(folded: "nn.Module", graph: "ModelProto", path: Path, op_typ
     import numpy as np
     from onnx import numpy_helper
 
-    from tasks.parts.quantization.qdq import is_layer, quantizable_nodes
+    from tasks.parts.quantization.qdq import weighted_nodes
 
     constants = {tensor.name: tensor for tensor in graph.graph.initializer}
     weights = folded.state_dict()
-    layers = {node.name for node in quantizable_nodes(graph, op_types) if is_layer(node)}
+    layers = {node.name for node in weighted_nodes(graph, op_types)}
     for node in graph.graph.node:
         if node.op_type != "Conv" and node.name not in layers:
             continue

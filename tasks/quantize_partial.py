@@ -303,7 +303,8 @@ def _choose_float_layers(
 
 def _excluded(cfg: Config, graph: "ModelProto") -> set[str]:
     """Return the layers that `exclusions` selects."""
-    from tasks.parts.quantization.qdq import is_layer, quantizable_nodes
+    from tasks.parts.onnx_graphs.macs import LAYER_TYPES
+    from tasks.parts.quantization.qdq import quantizable_nodes
 
     nodes = list(graph.graph.node)
     constants = {tensor.name for tensor in graph.graph.initializer}
@@ -317,7 +318,7 @@ def _excluded(cfg: Config, graph: "ModelProto") -> set[str]:
         waiting = [makers[value.name] for value in graph.graph.output]
         while waiting:
             node = waiting.pop()
-            if is_layer(node) and node.input[1] in constants:
+            if node.op_type in LAYER_TYPES and node.input[1] in constants:
                 excluded.add(node.name)
             else:
                 waiting += [makers[name] for name in node.input if name in makers]

@@ -117,10 +117,9 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     from tasks.parts.quantization.evaluation import open_evaluator, weight_bits
     from tasks.parts.quantization.qdq import (
         insert_qdq,
-        is_layer,
         place_pairs,
-        quantizable_nodes,
         quantizable_tensors,
+        weighted_nodes,
         write_ranges,
     )
     from tasks.parts.tables import write_table
@@ -131,7 +130,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     images_NHWC = open_chosen_images(data, "calibration", cfg.num_images)
     num_images_in_test = _check_calibration_set(cfg, images_NHWC, open_images(data, "test"))
     logger.info("calibrating %s on %d images", model, len(images_NHWC))
-    if not any(is_layer(node) for node in quantizable_nodes(graph, cfg.op_types)):
+    if not weighted_nodes(graph, cfg.op_types):
         found = ", ".join(sorted({node.op_type for node in graph.graph.node}))
         raise ArtifactError(
             f"{model}: nothing to quantize among {found}, expected a convolution or a matrix product with a constant "

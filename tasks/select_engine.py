@@ -138,7 +138,8 @@ class Report:
     without_pick: dict[str, str]
     """Target -> why it has no pick."""
     best: Pick | None
-    """The fastest pick, see `fastest_first`."""
+    """The pick with the highest speed-up over its reference, of races that order no targets: only race_picks says
+    which of several picks is the fastest."""
 
 
 def reads(

@@ -37,6 +37,18 @@ def test_first_run_prints_the_engines_and_ends_without_a_traceback(smoke_run: tu
     assert "pruned_ptq" in output and "cpu_onnxruntime" in output and "report.html" in output
 
 
+def test_a_pick_that_does_not_find_a_class_says_so_c2(smoke_run: tuple[Workspace, str]) -> None:
+    """So short a training may find hardly more than the background."""
+    space, output = smoke_run
+    text = " ".join(output.split())
+    picks = json.loads((space.path / "artifacts/select_engine/picks.json").read_text())
+    for target, row in picks.items():
+        dead = [name for name, iou in row["iou"].items() if iou == 0]
+        assert len(row["class_warnings"]) >= len(dead)
+        assert (f"{target}: Warning: IoU of " in text) == bool(row["class_warnings"])
+        assert f"{row['unseen_verdict']} on test" in text
+
+
 def test_every_engine_has_a_row_with_its_numbers(smoke_run: tuple[Workspace, str]) -> None:
     folder = smoke_run[0].path / "artifacts" / "select_engine"
     rows = json.loads((folder / "engines.json").read_text())

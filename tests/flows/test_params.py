@@ -415,3 +415,12 @@ def test_report_reads_explanations_only_of_targets_that_have_some(defaults: dict
     assert (
         kept["select_engine"]["explained"] == [] and kept["pipeline"]["explanations"] == "artifacts/benchmark"
     )
+
+
+def test_products_of_activations_are_quantized_by_all_stages_on_request_a6(defaults: dict[str, Any]) -> None:
+    stages = [name for name, section in defaults.items() if "op_types" in section]
+    assert {"quantize_ptq", "quantize_repaired", "quantize_partial", "rank_layers", "check_int8"} <= {*stages}
+    params = compose_params(["quantize_ptq=products"])
+    for name in stages:
+        before, after = defaults[name]["op_types"], params[name]["op_types"]
+        assert [op_type for op_type in after if op_type != "BatchMatMul"] == before != after

@@ -66,7 +66,6 @@ CONFIG = Config(
     min_quantized_sqnr_db=30.0,
     min_float_form_sqnr_db=10.0,
     custom_operators=[],
-    seed=0,
 )
 
 
@@ -884,7 +883,6 @@ def test_classes_must_be_as_many_as_the_model_gives(small: Path, tmp_path: Path)
         ({"batch_sizes": []}, r"import_onnx\.batch_sizes is \[\]"),
         ({"min_sqnr_db": -1.0}, r"import_onnx\.min_sqnr_db is -1\.0"),
         ({"min_half_sqnr_db": -1.0}, r"import_onnx\.min_half_sqnr_db is -1\.0"),
-        ({"seed": -1}, r"import_onnx\.seed is -1"),
     ],
 )
 def test_impossible_values_name_their_key(change: dict[str, Any], text: str) -> None:
@@ -901,7 +899,7 @@ def test_graph_that_computes_something_else_stops_at_the_gate(small: Path, tmp_p
     torch.backends.mha.set_fastpath_enabled(False)
     path = export(network, tmp_path / "model.onnx", opset_version=17, dynamic_axes={"pixels": {0: "n"}})
     torch.backends.mha.set_fastpath_enabled(True)
-    assert run(path, small, tmp_path / "imported").differences[0].sqnr_db > 120
+    assert run(path, small, tmp_path / "imported").differences[0].sqnr_db > 100
     with pytest.raises(
         GateFailed, match=r"batch of \d: .*expected at least 199\.0 dB \(import_onnx\.min_sqnr_db\)"
     ):

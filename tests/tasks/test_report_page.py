@@ -20,7 +20,15 @@ from tasks.parts.explain.report import explain_engine
 from tasks.parts.explain.waterfall import compare
 from tasks.parts.measuring.machine_state import Machine
 from tasks.parts.measuring.reports import BenchmarkReport, Race, SpeedRatio, Timed
-from tasks.parts.selection.engine_row import EngineRow, Losses, Measured, Speed, Unseen, Verdict
+from tasks.parts.selection.engine_row import (
+    EngineRow,
+    Losses,
+    Measured,
+    Speed,
+    Unseen,
+    UnseenVerdict,
+    Verdict,
+)
 from tasks.parts.selection.findings import Findings
 from tasks.parts.selection.gallery import make_gallery
 from tasks.parts.selection.markdown import render_markdown
@@ -101,6 +109,9 @@ def engine_row(number: int, target: str, num_variants: int) -> EngineRow:
     )
 
 
+UNSEEN = Unseen("test", 0.59, 0.01, 0.005, 0.015, UnseenVerdict.confirmed, "")
+
+
 def make_findings(num_variants: int, num_targets: int) -> Findings:
     """Engines of several targets, of which the fastest accepted one is picked."""
     rows: list[EngineRow] = []
@@ -108,7 +119,7 @@ def make_findings(num_variants: int, num_targets: int) -> Findings:
         engines = [engine_row(number, target, num_variants) for number in range(num_variants)]
         best = [row for row in engines if row.verdict is Verdict.ACCEPT and row.pareto][-1]
         assert best.measured is not None
-        unseen = dataclasses.replace(best.measured, unseen=Unseen("test", 0.59, 0.01, 0.005, 0.015))
+        unseen = dataclasses.replace(best.measured, unseen=UNSEEN)
         picked = dataclasses.replace(best, picked=True, measured=unseen)
         rows += [picked if row is best else row for row in engines]
     reference = Reference("v00", "target_00", "mIoU", 0.6, None)

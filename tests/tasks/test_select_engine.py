@@ -182,6 +182,7 @@ class Artifacts:
         self.unseen: dict[str, float] = {}
         self.unseen_scatter: dict[str, float] = {}
         self.boundaries: dict[str, tuple[float, float]] = {}
+        self.num_groups = 400
         self.ious: dict[str, tuple[float, float, float]] = {}
         for stage in ("build_engine", "validate", "measured", "diff_layers"):
             (root / stage).mkdir(parents=True)
@@ -219,7 +220,7 @@ class Artifacts:
                 if address in self.ious and split in ("val", "test"):
                     hits = np.rint(1e6 * (np.array(self.ious[address]) + waves[:, None])).astype(np.int64)
                 total = np.full_like(hits, 1_000_000)
-                splits[split] = ImageResults(hits, total, total, np.arange(400))
+                splits[split] = ImageResults(hits, total, total, np.arange(400) % self.num_groups)
             write_results(folder / RESULTS_FILE, splits)
 
     def inputs(self) -> dict[str, Path]:
@@ -649,6 +650,24 @@ def test_too_few_images_to_tell_is_unproven_with_the_number_that_would_decide(ar
     assert report.picks["cpu_onnxruntime"].variant == "pruned"
     allowed, _ = run(artifacts, tmp_path / "allowed", allow_unproven=True)
     assert allowed.picks["cpu_onnxruntime"].variant == "pruned_qat"
+
+
+def test_few_groups_are_unproven_with_the_number_of_groups_that_would_decide_c1(artifacts, tmp_path) -> None:
+    artifacts.scatter_scores("pruned_qat-cpu_onnxruntime", 0.01)
+    _, rows = run(artifacts, tmp_path / "images")
+    assert rows["pruned_qat-cpu_onnxruntime"]["verdict"] == "ACCEPT"
+    artifacts.num_groups = 4
+    _, rows = run(artifacts, tmp_path / "groups")
+    row = rows["pruned_qat-cpu_onnxruntime"]
+    assert row["verdict"] == "UNPROVEN" and row["images_needed"] is None
+    more = row["groups_needed"] - 4
+    assert f"400 validation images in 4 groups do not tell; about {more} more groups would" in row["reason"]
+    assert 4 < more < 100
+    artifacts.num_groups = 1
+    _, rows = run(artifacts, tmp_path / "one")
+    row = rows["pruned_qat-cpu_onnxruntime"]
+    assert row["verdict"] == "UNPROVEN" and row["groups_needed"] is None
+    assert "400 validation images of one group do not tell what others lose; add groups" in row["reason"]
 
 
 def test_reduced_precision_is_also_held_against_its_own_float_graph(artifacts, tmp_path) -> None:

@@ -1,6 +1,6 @@
 """What the builder of each runtime takes and returns: `build_file(target, source, engine) -> Built`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,10 @@ class GraphSource:
     """Card stored in the graph."""
     images_NCHW: FloatArray
     """Images to try the engine on, normalised."""
+    _logits: "list[FloatArray]" = field(default_factory=list, init=False, repr=False, compare=False)
+    _rewritten: "dict[tuple[str, ...], ModelProto]" = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def check(self, target: Target) -> None:
         """Raise ArtifactError for a damaged weight, BuildFailed for operators that the runtime lacks."""
@@ -58,12 +62,41 @@ class GraphSource:
         _check_operators(self.graph, target)
 
     def compute_logits(self, target: Target) -> FloatArray:
-        """Return the logits of the unmodified graph, computed image by image by ONNX Runtime on the CPU."""
+        """Return the logits of the unmodified graph, computed once, image by image, by ONNX Runtime on the CPU."""
         from tasks.parts.onnx_session import open_session
 
-        session = open_session(self.graph, num_threads=target.num_threads, is_optimised=False)
-        name = session.get_inputs()[0].name
-        return np.concatenate([session.run(None, {name: image[None]})[0] for image in self.images_NCHW])
+        if not self._logits:
+            session = open_session(self.graph, num_threads=target.num_threads, is_optimised=False)
+            name = session.get_inputs()[0].name
+            runs = [session.run(None, {name: image[None]})[0] for image in self.images_NCHW]
+            self._logits.append(np.concatenate(runs))
+        return self._logits[0]
+
+    def rewritten(self, target: Target) -> "ModelProto":
+        """Return a copy with the target's rewrites, each of which computes the same on some of the images.
+
+        They are checked once for an engine and its twin. Rewrites that serve speed are left out with a warning where
+        they do not; raises BuildFailed for another.
+        """
+        from onnx import ModelProto
+
+        from tasks.parts.builders.graph_rewrites import rewrites_for
+        from tasks.parts.onnx_graphs.checked_rewrite import checked_rewrite
+
+        rewrites = rewrites_for(target, self.graph)
+        names = tuple(rewrite.name for rewrite in rewrites)
+        if names not in self._rewritten:
+            self._rewritten[names] = checked_rewrite(
+                self.graph,
+                rewrites,
+                self.images_NCHW,
+                where=f"Target {target.name}",
+                min_int8_db=target.min_agreement_int8_db,
+                expected=self.compute_logits(target),
+            )
+        rewritten = ModelProto()
+        rewritten.CopyFrom(self._rewritten[names])
+        return rewritten
 
     @property
     def is_quantized(self) -> bool:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 LAYER_WORDS = re.compile(r"conv(?!ert)|matmul|gemm|fullyconnected", re.IGNORECASE)
 """Matches the names that the runtimes have for convolutions and matrix products."""
 
+WORK_WORDS = re.compile(rf"{LAYER_WORDS.pattern}|einsum|lstm|gru|rnn|attention", re.IGNORECASE)
+"""Matches these and the names of other operators whose MACs are counted."""
+
 UNKNOWN = "unknown"
 """Precision of nodes that match no layer."""
 
@@ -49,7 +52,7 @@ class LayerRow:
     operators: str
     """Types of `nodes`, separated by spaces."""
     channels_in: int | None
-    """Channels that its convolution or matrix product reads; empty without one."""
+    """Channels that its convolution, matrix product or other operator with MACs reads; empty without one."""
     channels_out: int | None
     groups: int | None
     module: str
@@ -83,6 +86,9 @@ class ExecutedLayers:
     """Share of the MACs between Q/DQ pairs that run in int8; None if there are none."""
     not_in_int8: tuple[NodeNotInInt8, ...]
     """Nodes between Q/DQ pairs that do not run in int8, most MACs first."""
+    uncounted_operators: dict[str, int]
+    """Operator of the graph -> nodes whose MACs are not known. They are in none of the shares, which are those of the
+    other operators."""
     num_layers: int
     """Layers that compute."""
     num_fused_nodes: int
@@ -93,7 +99,7 @@ class ExecutedLayers:
 
 def sum_up_layers(layers: Sequence[EngineLayer], graph: "ModelProto") -> ExecutedLayers:
     """Sum up the layers of an engine that the runtime made of `graph`."""
-    from tasks.parts.onnx_graphs.macs import conv_macs, quantized_layers
+    from tasks.parts.onnx_graphs.macs import conv_macs, quantized_layers, uncounted_operators
 
     macs = conv_macs(graph)
     total = sum(macs.values()) or 1
@@ -112,6 +118,7 @@ def sum_up_layers(layers: Sequence[EngineLayer], graph: "ModelProto") -> Execute
         macs_share_quantized=macs_wanted / total,
         int8_share_of_quantized=1 - sum(node.macs for node in missed) / macs_wanted if macs_wanted else None,
         not_in_int8=tuple(sorted(missed, key=lambda node: -node.macs)),
+        uncounted_operators=uncounted_operators(graph),
         num_layers=len(working),
         num_fused_nodes=sum(max(0, len(layer.nodes) - 1) for layer in working),
         num_conversions=len(layers) - len(working),
@@ -158,11 +165,11 @@ def join_nodes(layers: Sequence[EngineLayer], graph: "ModelProto") -> tuple[Engi
     """Return the layers with the names of the nodes of `graph` that each of them computes.
 
     A layer is joined by the tensors that it computes and by the names that it reports, of nodes or of tensors. Of
-    several layers that report the same convolution or matrix product, it belongs to the first one of such a kind. A
+    several layers that report the same operator whose MACs are counted, it belongs to the first one of such a kind. A
     layer of such a kind that reports none, because it is named after a node fused into it, gets the one before that
     node, unless another layer reports it.
     """
-    from tasks.parts.onnx_graphs.macs import LAYER_TYPES
+    from tasks.parts.onnx_graphs.macs import COUNTED_TYPES
 
     order = {node.name: index for index, node in enumerate(graph.graph.node)}
     nodes = {node.name: node for node in graph.graph.node}
@@ -172,11 +179,11 @@ def join_nodes(layers: Sequence[EngineLayer], graph: "ModelProto") -> tuple[Engi
         | {(nodes.get(name) or makers[name]).name for name in layer.nodes if name in nodes or name in makers}
         for layer in layers
     ]
-    is_worker = [bool(LAYER_WORDS.search(layer.kind)) for layer in layers]
+    is_worker = [bool(WORK_WORDS.search(layer.kind)) for layer in layers]
     owners: dict[str, int] = {}
     for index in sorted(range(len(layers)), key=lambda index: not is_worker[index]):
         for name in reported[index]:
-            if nodes[name].op_type in LAYER_TYPES:
+            if nodes[name].op_type in COUNTED_TYPES:
                 owners.setdefault(name, index)
     claimed = set().union(*reported)
     joined = []
@@ -229,11 +236,11 @@ def _add_unreported(computed: Sequence[set[str]], graph: "ModelProto") -> None:
 def _chain_before(
     last: "NodeProto", makers: Mapping[str, "NodeProto"], foreign: Set[str]
 ) -> list["NodeProto"]:
-    """Return the nodes from the nearest convolution or matrix product to the one before `last`, empty without one.
+    """Return the nodes from the nearest operator whose MACs are counted to the one before `last`, empty without one.
 
     The way back ends at the nodes of other layers and where a quantized tensor is read.
     """
-    from tasks.parts.onnx_graphs.macs import LAYER_TYPES
+    from tasks.parts.onnx_graphs.macs import COUNTED_TYPES
 
     chains, seen = [[last]], {last.name}
     for chain in chains:  # grows: breadth first
@@ -241,7 +248,7 @@ def _chain_before(
             maker = makers.get(name)
             if maker is None or maker.name in foreign | seen or maker.op_type == "DequantizeLinear":
                 continue
-            if maker.op_type in LAYER_TYPES:
+            if maker.op_type in COUNTED_TYPES:
                 return [maker, *chain[:-1]]
             seen.add(maker.name)
             chains.append([maker, *chain])

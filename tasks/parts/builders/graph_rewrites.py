@@ -4,15 +4,19 @@ Each rewrite is a switch of the target; benchmarks/encodings.py measures them.
 """
 
 from collections.abc import Collection
+from functools import partial
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
+from tasks.parts.builders.interpolation import resize_as_matmul
 from tasks.parts.cpu import int8_sums_saturate
 from tasks.parts.engines.runtimes import Precision, Runtime
 from tasks.parts.engines.target import Target
+from tasks.parts.onnx_graphs.checked_rewrite import Rewrite, apply
+from tasks.parts.onnx_graphs.dropped_activations import write_dropped_activations
 from tasks.parts.onnx_graphs.foreign_half import has_half
 from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused, is_quantized
 from tasks.parts.onnx_graphs.half_precision import (
@@ -23,7 +27,7 @@ from tasks.parts.onnx_graphs.half_precision import (
     measure_tensors,
     to_half,
 )
-from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
+from tasks.parts.onnx_graphs.int8_activations import activations_to_int8, constants_to_int8
 from tasks.parts.onnx_graphs.int8_weights import weights_to_7_bits
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
 
@@ -51,38 +55,49 @@ STEM_CHANNELS, STEM_FILTERS = 4, 32
 _HEADROOM = 8
 """Other images may have values that are this many times larger than those of the few that a build looks at."""
 
-MAX_MACS_PER_VALUE = 32
-"""Largest multiply-adds per value for which interpolation as two products is used; beyond, Resize is faster."""
-
-BLOCK = 8
-"""Rows or columns of a block of interpolation by blocks; of 4, 8 and 16 the fastest."""
-
 
 def rewrite_for(target: Target, graph: ModelProto) -> ModelProto:
-    """Return the graph with the target's rewrites applied."""
-    if target.max_batch == 1:
-        graph = fix_batch(graph)
-    graph = encode_for(target, graph)
+    """Return the graph with the target's rewrites, unchecked. Builders take `GraphSource.rewritten`."""
+    return apply(rewrites_for(target, graph), graph)
+
+
+def rewrites_for(target: Target, graph: ModelProto) -> list[Rewrite]:
+    """Return the rewrites of a graph for a target, in their order.
+
+    Those that serve speed alone may be left out. With the others a runtime computes at all, or computes right.
+    """
+    rewrites = [Rewrite("fix_batch", fix_batch)] if target.max_batch == 1 else []
+    if is_quantized(graph):
+        rewrites += _encodings_for(target)
     if target.stem_in_float:
-        graph = stem_in_float(graph)
+        rewrites.append(Rewrite("stem_in_float", stem_in_float, is_optional=True))
     if target.token_depthwise_in_float:
-        graph = token_depthwise_in_float(graph)
+        rewrites.append(Rewrite("token_depthwise_in_float", token_depthwise_in_float, is_optional=True))
     if target.resize_as_matmul and not target.coarse_classes:
-        graph = resize_as_matmul(graph, in_blocks=target.runtime is Runtime.openvino)
-    return graph
+        resize = partial(resize_as_matmul, in_blocks=target.runtime is Runtime.openvino)
+        rewrites.append(Rewrite("resize_as_matmul", resize, is_optional=True))
+    return rewrites
 
 
 def encode_for(target: Target, graph: ModelProto) -> ModelProto:
     """Return a Q/DQ graph in the target's scheme: type of activations, width of weights, places of pairs."""
-    if not is_quantized(graph):
-        return graph
+    return apply(_encodings_for(target), graph) if is_quantized(graph) else graph
+
+
+def _encodings_for(target: Target) -> list[Rewrite]:
+    encodings = []
     if not target.uint8_activations:
-        graph = activations_to_int8(graph)
+        encodings.append(Rewrite("constants_to_int8", constants_to_int8, rounds_weights=True))
+        encodings.append(Rewrite("activations_to_int8", activations_to_int8))
     elif int8_sums_saturate():
-        graph = weights_to_7_bits(graph)
+        encodings.append(Rewrite("weights_to_7_bits", weights_to_7_bits, rounds_weights=True))
     if target.pairs_before_activations:
-        return gemm_as_matmul(graph)
-    return drop_pairs_between_moves(fuse_activations(graph))
+        return [*encodings, Rewrite("gemm_as_matmul", gemm_as_matmul, is_optional=True)]
+    return [
+        *encodings,
+        Rewrite("fuse_activations", fuse_activations, is_optional=True),
+        Rewrite("drop_pairs_between_moves", drop_pairs_between_moves, is_optional=True),
+    ]
 
 
 def round_rest(target: Target, graph: ModelProto, images_NCHW: NDArray[np.float32]) -> ModelProto:
@@ -118,10 +133,11 @@ def fuse_activations(model: ModelProto) -> ModelProto:
 
     Removed are pairs behind a layer that only float operators read (HardSwish, LeakyRelu, a mean, LayerNormalization)
     or that gives the output, and both pairs inside x * Sigmoid(x). The pair behind the activation stays. ONNX Runtime
-    needs the others.
+    needs the others. A ReLU that such a pair stands for is written again.
     """
     fused = ModelProto()
     fused.CopyFrom(model)
+    write_dropped_activations(fused)
     graph = fused.graph
     makers = {name: node for node in graph.node for name in node.output}
     outputs = {value.name for value in graph.output}
@@ -255,11 +271,13 @@ def gemm_as_matmul(model: ModelProto) -> ModelProto:
             continue
         if attributes.get("transB"):
             name = f"{dequantize.input[0]}:transposed"
-            levels_IO = np.ascontiguousarray(numpy_helper.to_array(constants[dequantize.input[0]]).T)
-            graph.initializer.append(numpy_helper.from_array(levels_IO, name))
+            if name not in constants:  # layers may share levels
+                levels_IO = np.ascontiguousarray(numpy_helper.to_array(constants[dequantize.input[0]]).T)
+                graph.initializer.append(numpy_helper.from_array(levels_IO, name))
+                constants[name] = graph.initializer[-1]
             dequantize.input[0] = name
-            axis = next(attribute for attribute in dequantize.attribute if attribute.name == "axis")
-            axis.i = 1 - axis.i
+            for axis in dequantize.attribute:  # none with one scale for all
+                axis.i = 1 - axis.i % 2 if axis.name == "axis" else axis.i
         has_bias = len(node.input) > 2
         product = f"{node.output[0]}:product" if has_bias else node.output[0]
         nodes = [helper.make_node("MatMul", node.input[:2], [product], node.name)]
@@ -316,10 +334,12 @@ def token_depthwise_in_float(model: ModelProto) -> ModelProto:
     """Return a copy in which depthwise convolutions of the tokens that a linear layer gives read float.
 
     Their int8 weights are dequantized, and pairs behind them removed. In the feed-forward blocks of SegFormer (Xie et
-    al. 2021, arXiv:2105.15203, equation 3) the convolution stands between transpositions and a GELU.
+    al. 2021, arXiv:2105.15203, equation 3) the convolution stands between transpositions and a GELU. A ReLU that such
+    a pair stands for is written again.
     """
     rewritten = ModelProto()
     rewritten.CopyFrom(model)
+    write_dropped_activations(rewritten)
     graph = rewritten.graph
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
@@ -357,113 +377,9 @@ def _drop_pair(graph: GraphProto, quantize: NodeProto | None) -> None:
 def _read_float(graph: GraphProto, node: NodeProto, source: str, weight: NDArray[np.float32]) -> None:
     """Let a convolution read a float tensor and this weight."""
     name = f"{node.input[1]}:float"
-    graph.initializer.append(numpy_helper.from_array(weight, name))
+    if all(tensor.name != name for tensor in graph.initializer):  # layers may share a weight
+        graph.initializer.append(numpy_helper.from_array(weight, name))
     node.input[0], node.input[1] = source, name
-
-
-def resize_as_matmul(model: ModelProto, *, in_blocks: bool = False) -> ModelProto:
-    """Return a copy in which a bilinear Resize that produces the logits is replaced by matrix products.
-
-    Bilinear interpolation is linear and separable: rows times a constant matrix, columns times another. For the
-    small maps of a segmentation head this is three times as fast as ONNX Runtime's Resize kernel. A value depends
-    on its neighbours only, so with `in_blocks` large maps that grow by a whole factor are cut into blocks of `BLOCK`
-    rows and columns, each with one neighbour on both sides, and all blocks are multiplied by the same small matrix.
-    That is for OpenVINO: on large maps ONNX Runtime's own kernel is faster (`benchmarks.roof` races a pick of each
-    runtime against its twin with the runtime's Resize).
-    """
-    rewritten = ModelProto()
-    rewritten.CopyFrom(model)
-    graph = rewritten.graph
-    maker = next(node for node in graph.node if graph.output[0].name in node.output)
-    if maker.op_type != "Resize" or not _is_bilinear(maker):
-        return rewritten
-    inferred = onnx.shape_inference.infer_shapes(model).graph
-    sizes = {
-        value.name: [axis.dim_value for axis in value.type.tensor_type.shape.dim]
-        for value in [*inferred.value_info, *inferred.input, *inferred.output]
-    }
-    size, new_size = sizes.get(maker.input[0], []), sizes[maker.output[0]]
-    if len(size) != 4 or not all([*size[2:], *new_size[2:]]):
-        return rewritten  # the size may change between calls
-    (height, width), (new_height, new_width) = size[2:], new_size[2:]
-    if height + width * height / new_height <= MAX_MACS_PER_VALUE:
-        nodes, constants = _interpolate(maker, (height, width), (new_height, new_width))
-    elif in_blocks and _has_blocks(height, new_height) and _has_blocks(width, new_width):
-        nodes, constants = _interpolate_blocks(maker, (height, width), (new_height, new_width))
-    else:
-        return rewritten
-    for node in nodes:
-        node.metadata_props.extend(maker.metadata_props)
-    graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
-    index = list(graph.node).index(maker)
-    graph.node.remove(maker)
-    for offset, node in enumerate(nodes):
-        graph.node.insert(index + offset, node)
-    drop_unused(graph)
-    return rewritten
-
-
-def _interpolate(
-    maker: NodeProto, size: tuple[int, int], new_size: tuple[int, int]
-) -> tuple[list[NodeProto], dict[str, NDArray[np.generic]]]:
-    """Return two products that widen and heighten maps [N, C, h, w], and their matrices."""
-    (height, width), (new_height, new_width) = size, new_size
-    maps, logits = maker.input[0], maker.output[0]
-    widen_wW, heighten_Hh, widened = (f"{logits}:{name}" for name in ("widen", "heighten", "widened"))
-    nodes = [
-        helper.make_node("MatMul", [maps, widen_wW], [widened], f"{maker.name}:widen"),
-        helper.make_node("MatMul", [heighten_Hh, widened], [logits], maker.name),
-    ]
-    return nodes, {
-        widen_wW: _interpolation(width, new_width).T.copy(),
-        heighten_Hh: _interpolation(height, new_height),
-    }
-
-
-def _has_blocks(size: int, new_size: int) -> bool:
-    return size % BLOCK == 0 and new_size % size == 0 and new_size > size
-
-
-def _interpolate_blocks(
-    maker: NodeProto, size: tuple[int, int], new_size: tuple[int, int]
-) -> tuple[list[NodeProto], dict[str, NDArray[np.generic]]]:
-    """Return nodes that widen and heighten maps [N, C, h, w] block by block, and their constants."""
-    (height, width), (new_height, new_width) = size, new_size
-    maps, logits = maker.input[0], maker.output[0]
-
-    def name(part: str) -> str:
-        return f"{logits}:{part}"
-
-    nodes = [
-        helper.make_node("Gather", [maps, name("columns")], [name("split")], f"{maker.name}:split", axis=3),
-        helper.make_node("MatMul", [name("split"), name("widen")], [name("wide")], f"{maker.name}:widen"),
-        helper.make_node("Reshape", [name("wide"), name("width")], [name("widened")], f"{maker.name}:join"),
-        helper.make_node(
-            "Gather", [name("widened"), name("rows")], [name("cut")], f"{maker.name}:cut", axis=2
-        ),
-        helper.make_node("MatMul", [name("heighten"), name("cut")], [name("high")], maker.name),
-        helper.make_node("Reshape", [name("high"), name("height")], [logits], f"{maker.name}:stack"),
-    ]
-    return nodes, {
-        name("columns"): _blocks(width),
-        name("widen"): _interpolation_of_block(new_width // width).T.copy(),
-        name("width"): np.array([0, 0, 0, -1]),
-        name("rows"): _blocks(height),
-        name("heighten"): _interpolation_of_block(new_height // height),
-        name("height"): np.array([0, 0, -1, new_width]),
-    }
-
-
-def _blocks(size: int) -> NDArray[np.int64]:
-    """Return the indices [blocks, BLOCK + 2] of blocks with a neighbour on both sides; edges are repeated."""
-    indices = [[start + offset for offset in range(-1, BLOCK + 1)] for start in range(0, size, BLOCK)]
-    return np.clip(np.array(indices, np.int64), 0, size - 1)
-
-
-def _interpolation_of_block(factor: int) -> NDArray[np.float32]:
-    """Return the matrix [BLOCK * factor, BLOCK + 2] that interpolates a block between its neighbours."""
-    between_others = _interpolation(3 * BLOCK, 3 * BLOCK * factor)
-    return between_others[BLOCK * factor : 2 * BLOCK * factor, BLOCK - 1 : 2 * BLOCK + 1].copy()
 
 
 def _is_pooled(layer: NodeProto, graph: GraphProto) -> bool:
@@ -476,27 +392,6 @@ def _is_pooled(layer: NodeProto, graph: GraphProto) -> bool:
             if node.op_type in ("Relu", "Clip", "QuantizeLinear", "DequantizeLinear"):
                 names.update(node.output)
     return False
-
-
-def _is_bilinear(node: NodeProto) -> bool:
-    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    return (
-        attributes.get("mode") == b"linear"
-        and attributes.get("coordinate_transformation_mode", b"half_pixel") == b"half_pixel"
-        and not attributes.get("antialias", 0)
-        and not attributes.get("exclude_outside", 0)
-    )
-
-
-def _interpolation(size: int, new_size: int) -> NDArray[np.float32]:
-    """Return the matrix [new_size, size] of linear interpolation (ONNX half_pixel, edges repeated)."""
-    centres = np.clip((np.arange(new_size) + 0.5) * size / new_size - 0.5, 0, size - 1)
-    left = np.floor(centres).astype(int)
-    right = np.minimum(left + 1, size - 1)
-    matrix = np.zeros((new_size, size))
-    np.add.at(matrix, (np.arange(new_size), left), 1 - (centres - left))
-    np.add.at(matrix, (np.arange(new_size), right), centres - left)
-    return matrix.astype(np.float32)
 
 
 def _is_stored_quantized(weight: NodeProto, constants: Collection[str]) -> bool:

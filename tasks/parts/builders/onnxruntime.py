@@ -10,7 +10,6 @@ from tasks.core.errors import BuildFailed
 from tasks.parts.builders.contract import Built, GraphSource
 from tasks.parts.builders.executed_layers import LAYER_WORDS
 from tasks.parts.builders.frames import fit_frames
-from tasks.parts.builders.graph_rewrites import rewrite_for
 from tasks.parts.custom_operators import declare_libraries
 from tasks.parts.engines.manifest import count_precisions
 from tasks.parts.engines.onnxruntime.layers import find_nodes_elsewhere, layers_of, record_nodes
@@ -38,7 +37,7 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
         write_graph(wrap_plan(built.file.read_bytes(), built.graph), file)
         built.file.unlink()
         return replace(built, file=file)
-    graph = fit_frames(target, rewrite_for(target, source.graph), source.card)
+    graph = fit_frames(target, source.rewritten(target), source.card)
     declare_libraries(graph, target.custom_operators)
     write_graph(graph, file)
     layers = layers_of(file, provider=provider_of(target), num_threads=target.num_threads)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from tasks.parts.builders.contract import Built, GraphSource
 from tasks.parts.builders.frames import fit_frames
-from tasks.parts.builders.graph_rewrites import rewrite_for
 from tasks.parts.engines.manifest import GRAPH_FILE, count_precisions
 from tasks.parts.engines.openvino.compile import ENGINE_FILE, compile_graph, export_blob, layers_of
 from tasks.parts.engines.target import Target
@@ -15,7 +14,7 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     """Rewrite the graph for the target and compile it."""
     file, graph = (
         engine / ENGINE_FILE,
-        fit_frames(target, rewrite_for(target, source.graph), source.card),
+        fit_frames(target, source.rewritten(target), source.card),
     )
     write_graph(graph, engine / GRAPH_FILE)
     compiled = compile_graph((engine / GRAPH_FILE).read_bytes(), target)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tasks.parts.builders.contract import Built, GraphSource
 from tasks.parts.builders.frames import fit_frames
-from tasks.parts.builders.graph_rewrites import encode_for, fix_batch, round_rest
+from tasks.parts.builders.graph_rewrites import round_rest
 from tasks.parts.builders.report import new_manifest
 from tasks.parts.builders.tensorrt_commands import describe_build, write_commands
 from tasks.parts.builders.tensorrt_plan import build_plan
@@ -41,10 +41,9 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     target = replace(target, runtime=Runtime.tensorrt)  # here TensorRT itself runs the plan
     assert target.tensorrt is not None
     file, plans = engine / runner.ENGINE_FILE, []
-    given = fix_batch(source.graph) if target.max_batch == 1 else source.graph
-    encoded = fit_frames(target, encode_for(target, given), source.card)
-    rounded = round_rest(target, encode_for(target, given), source.images_NCHW)
-    graph = fit_frames(target, rounded, source.card)
+    rewritten = source.rewritten(target)
+    encoded = fit_frames(target, rewritten, source.card)
+    graph = fit_frames(target, round_rest(target, rewritten, source.images_NCHW), source.card)
     for number in range(1, target.tensorrt.num_builds + 1):
         logger.info("build_engine: build %d of %d", number, target.tensorrt.num_builds)
         plans.append(engine / f"{number}.plan")

@@ -7,6 +7,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -35,10 +36,16 @@ _MAX_SQNR_DB = 200.0
 _NUM_SHARES = 4
 """Shares of changed images at which a probability is evaluated to find its maximum."""
 _BISECTIONS = 16
+_KEPT_BACK, _KEPT_BACK_FOR = 0.2, 20
+"""Share of an interval's error that is kept back for groups whose losses are skewed, with up to so many groups."""
 _FEWEST_GROUPS = 1.001
 """Fewer than so many groups of equal weight are one, whose spread is unknown."""
 _MAX_FACTOR = 1024.0
 """Estimates of the groups needed end at this multiple of those at hand."""
+
+
+GroupCounts = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
+"""Sums of hits, union and labels in each group, [K, C] each."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +99,16 @@ class ImageResults:
             float(hits / union) if union else None for hits, union in zip(hits_C, union_C, strict=True)
         )
 
-    @property
-    def counts_of_groups(self) -> tuple[NDArray[np.float64], ...]:
+    @cached_property
+    def counts_of_groups(self) -> GroupCounts:
         """The sums of hits, union and labels in each group, [K, C]."""
         by_group = []
         for counts_NC in self.counts:
             counts_KC = np.zeros((self.num_groups, counts_NC.shape[1]))
             np.add.at(counts_KC, self.groups_N, counts_NC)
             by_group.append(counts_KC)
-        return tuple(by_group)
+        hits_KC, union_KC, labels_KC = by_group
+        return hits_KC, union_KC, labels_KC
 
     def of_class(self, number: int) -> "ImageResults":
         """Return the results of one class alone, whose score is its IoU."""
@@ -235,7 +243,7 @@ def score_loss(engine: ImageResults, reference: ImageResults, *, level: float = 
     `level` is how often the interval holds the true loss; of `num` losses all hold it with `LEVEL` if each interval
     is of 1 - (1 - LEVEL) / num (Bonferroni). The loss of one class: ``score_loss(engine.of_class(number), ..)``.
 
-    mIoU, values and a metric of the user's own: Student's t around the measured loss, see `_jackknife_interval`.
+    mIoU, values and a metric of the user's own: Student's t around the measured loss, see `jackknife_reach`.
     Top-1 accuracy, and any metric that calls images right or wrong: exact, because without disagreements nothing
     deviates; see `_upper_bound`, and `_upper_bound_of_mean` for images in groups. The interval is that of the
     difference between the two accuracies, divided by the reference's accuracy as measured: the sampling error of this
@@ -317,50 +325,63 @@ def _loss(engine: ImageResults, reference: ImageResults, level: float, factor: f
     """Return the loss with the interval that `factor` times as many groups would give."""
     score = reference.score
     loss = 1 - engine.score / score if score else 0.0
-    if not score or _effective_groups(engine) < _FEWEST_GROUPS:
+    if not score or _effective_groups(engine.counts_of_groups[2]) < _FEWEST_GROUPS:
         return ScoreLoss(loss, -1.0, 1.0)
     if engine.is_right_or_wrong and reference.is_right_or_wrong:
         low, high = _exact_interval(engine, reference, (1 - level) / 2, factor)
         return ScoreLoss(loss, low / score, high / score)
-    return ScoreLoss(loss, *_jackknife_interval(engine, reference, level, factor))
+    reach = jackknife_reach(
+        engine.counts_of_groups, reference.counts_of_groups, level=level, factor=factor
+    ).item()
+    return ScoreLoss(loss, loss - reach, loss + reach)
 
 
-def _jackknife_interval(
-    engine: ImageResults, reference: ImageResults, level: float, factor: float
-) -> tuple[float, float]:
-    """Return the interval of Student's t whose standard error is the jackknife's over groups (Tukey 1958).
+def jackknife_reach(
+    engine: GroupCounts, reference: GroupCounts, *, level: float = LEVEL, factor: float = 1.0
+) -> NDArray[np.float64]:
+    """Return how far the interval of the loss reaches to each side, [..] of counts [.., K, C] of two or more groups.
 
-    The loss is computed anew without each group in turn. A group that outweighs the others moves it most where it is
-    left out, so unlike linearised contributions the jackknife does not take the spread of few and unequal groups for
-    smaller than it is (Bell and McCaffrey, "Bias reduction in standard errors for linear regression with multi-stage
-    samples", Survey Methodology 28, 2002). The degrees of freedom are those of as many equal groups as prove as much.
+    It is that of Student's t whose standard error is the jackknife's over groups (Tukey 1958). The loss is computed
+    anew without each group in turn. A group that outweighs the others moves it most where it is left out, so unlike
+    linearised contributions the jackknife does not take the spread of few and unequal groups for smaller than it is
+    (Bell and McCaffrey, "Bias reduction in standard errors for linear regression with multi-stage samples", Survey
+    Methodology 28, 2002). The degrees of freedom are those of as many equal groups as prove as much. With few groups,
+    of which some lose far more than others, t misses the truth slightly too often: a part of the error is kept back
+    for them, which shrinks with more groups.
     """
     from scipy.special import stdtrit
 
-    loss, num_groups = 1 - engine.score / reference.score, engine.num_groups
-    scores_K, bases_K = _scores_without_each_group(engine), _scores_without_each_group(reference)
-    losses_K = 1 - np.divide(scores_K, bases_K, out=np.zeros_like(scores_K), where=bases_K > 0)
-    variance = (num_groups - 1) / num_groups * float(np.square(losses_K - loss).sum()) / factor
-    degrees = max(1.0, factor * _effective_groups(engine) - 1)
-    reach = float(stdtrit(degrees, (1 + level) / 2)) * math.sqrt(variance)
-    return loss - reach, loss + reach
+    num_groups = engine[0].shape[-2]
+    totals, bases = ([counts.sum(axis=-2, keepdims=True) for counts in each] for each in (engine, reference))
+    without, without_bases = (
+        [total - counts for total, counts in zip(sums, each, strict=True)]
+        for sums, each in ((totals, engine), (bases, reference))
+    )
+    deviations_K = _losses(without, without_bases) - _losses(totals, bases)
+    variance = (num_groups - 1) / num_groups * np.square(deviations_K).sum(axis=-1) / factor
+    degrees = np.maximum(1.0, factor * _effective_groups(engine[2]) - 1)
+    kept_back = _KEPT_BACK * min(1.0, _KEPT_BACK_FOR / (factor * num_groups))
+    tail = (1 - level) / 2 * (1 - kept_back)
+    return np.asarray(stdtrit(degrees, 1 - tail) * np.sqrt(variance))
 
 
-def _scores_without_each_group(results: ImageResults) -> NDArray[np.float64]:
-    """Return the score of all other groups, [K]."""
-    return _scores(*(counts_KC.sum(axis=0) - counts_KC for counts_KC in results.counts_of_groups))
+def _losses(engine: Sequence[NDArray[Any]], reference: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
+    """Return the loss [..] of hits, union and labels, [.., C] each; 1 where the reference scores nothing."""
+    scores, bases = _scores(*engine), _scores(*reference)
+    losses: NDArray[np.float64] = 1 - np.divide(scores, bases, out=np.zeros_like(scores), where=bases > 0)
+    return losses
 
 
-def _effective_groups(results: ImageResults) -> float:
-    """Return the number of equal groups that prove as much (Kish, "Survey Sampling", 1965, section 11.7).
+def _effective_groups(labels: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the number [..] of equal groups that prove as much as those of labels [.., K, C].
 
-    A group weighs its share of the labels of a class, averaged over the classes, as the score averages over them.
+    From Kish, "Survey Sampling", 1965, section 11.7. A group weighs its share of the labels of a class, summed over
+    the classes, as the score averages over them.
     """
-    labels_KC = results.counts_of_groups[2]
-    total_C = labels_KC.sum(axis=0)
-    weights_K = (labels_KC[:, total_C > 0] / total_C[total_C > 0]).sum(axis=1)
-    squares = float(np.square(weights_K).sum())
-    return float(weights_K.sum()) ** 2 / squares if squares else 0.0
+    totals = labels.sum(axis=-2, keepdims=True)
+    shares = np.divide(labels, totals, out=np.zeros_like(labels), where=totals > 0).sum(axis=-1)
+    squares = np.square(shares).sum(axis=-1)
+    return np.asarray(shares.sum(axis=-1) ** 2 / np.where(squares > 0, squares, 1.0))
 
 
 def _exact_interval(
@@ -456,9 +477,9 @@ def _check_paired(engine: ImageResults, reference: ImageResults) -> None:
         )
 
 
-def _scores(hits_BC: NDArray[Any], union_BC: NDArray[Any], labels_BC: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the mean of hits / union over the classes that occur in the labels, [B], for B sets of images."""
-    is_present = labels_BC > 0
-    shares = np.divide(hits_BC, union_BC, out=np.zeros(hits_BC.shape), where=is_present)
-    mean: NDArray[np.float64] = shares.sum(axis=1) / np.maximum(is_present.sum(axis=1), 1)
+def _scores(hits: NDArray[Any], union: NDArray[Any], labels: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the mean of hits / union over the classes that occur in the labels, [..] of [.., C]."""
+    is_present = labels > 0
+    shares = np.divide(hits, union, out=np.zeros(hits.shape), where=is_present)
+    mean: NDArray[np.float64] = shares.sum(axis=-1) / np.maximum(is_present.sum(axis=-1), 1)
     return mean

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from tasks.parts.onnx_graphs.constant_einsum import einsum_as_matmul
+
 
 def replace_operators(model: ModelProto) -> list[str]:
     """Replace operators in place, in a graph with known shapes; return one sentence for each kind.
@@ -14,13 +16,17 @@ def replace_operators(model: ModelProto) -> list[str]:
       ONNX Runtime and OpenVINO have INT8 kernels for it.
     - A ConvTranspose whose stride is its kernel becomes a convolution of 1x1 and a DepthToSpace, with as many
       multiplications: neither runtime computes a ConvTranspose in INT8.
+    - An Einsum with a constant weight becomes a MatMul: no runtime computes an Einsum in INT8.
     """
     num_means, num_transposed = _pool_means(model) + _pool_whole_maps(model), _unfold_transposed(model)
+    num_einsums = einsum_as_matmul(model)
     changes = []
     if num_means:
         changes.append(f"{num_means} means over rows and columns written as GlobalAveragePool")
     if num_transposed:
         changes.append(f"{num_transposed} ConvTranspose written as Conv and DepthToSpace")
+    if num_einsums:
+        changes.append(f"{num_einsums} Einsum with a constant weight written as MatMul")
     return changes
 
 

@@ -15,7 +15,7 @@ from tasks.parts.onnx_graphs.foreign_custom import RUN_FAILURES
 from tasks.parts.onnx_graphs.foreign_file import open_original
 from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_rewrite import FixedBatch, Imported, with_output
-from tasks.parts.onnx_graphs.signal_to_noise import Difference, difference
+from tasks.parts.onnx_graphs.signal_to_noise import Difference, agreement_db, difference
 from tasks.parts.onnx_session import open_session
 
 
@@ -47,13 +47,18 @@ def compare(
     gate: Gate,
     images_NHWC: NDArray[np.uint8],
     batch_sizes: Sequence[int],
+    *,
+    is_float_form: bool = False,
 ) -> Comparison:
-    """Compare the logits for the first images, as many as each batch holds.
+    """Compare the logits for the first images, as many as each batch holds; with `is_float_form`, those of the
+    file's float form.
 
     Raises GateFailed, or FixedBatch where the batch was made dynamic, at the first batch that differs too much.
     """
     libraries = check_libraries(libraries_of(imported.graph), "model.custom_operators")
-    original = open_original(model, form, imported.tensors, imported.static_batch, libraries)
+    original = open_original(
+        model, form, imported.tensors, imported.static_batch, libraries, is_float_form=is_float_form
+    )
     stop = GateFailed if imported.static_batch is None or imported.max_batch else FixedBatch
     hint = _hint(imported)
     try:
@@ -86,7 +91,7 @@ def compare(
             expected = np.concatenate([answer.reshape(len(answer), -1) for answer in answers], axis=1)
         if not np.isfinite(expected).all():
             raise ArtifactError(
-                f"{model}: returns NaN or infinity for random images, expected finite logits. Take another "
+                f"{model}: returns NaN or infinity for calibration images, expected finite logits. Take another "
                 "checkpoint of the model."
             )
         if found.shape != expected.shape:
@@ -95,9 +100,10 @@ def compare(
                 f"{list(expected.shape)}. {hint}"
             )
         result = difference(expected, found)
-        if not result.sqnr_db >= gate.min_sqnr_db:
+        if not agreement_db(expected, found) >= gate.min_sqnr_db:
+            file = "the float form of the file" if is_float_form else "the file"
             raise stop(
-                f"batch of {batch_size}: the written graph differs from the file by {result.max_abs:.3g} (SQNR "
+                f"batch of {batch_size}: the written graph differs from {file} by {result.max_abs:.3g} (SQNR "
                 f"{result.sqnr_db:.1f} dB), expected at least {gate.min_sqnr_db} dB ({gate.key}). {hint}"
             )
         differences.append(result)

@@ -11,11 +11,14 @@ import onnx
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, numpy_helper
+from onnx.inliner import inline_local_functions
 
 from tasks.core.errors import ArtifactError, BuildFailed, first_line
 from tasks.parts.cpu import int8_sums_saturate
 from tasks.parts.onnx_graphs.foreign_form import InputForm
+from tasks.parts.onnx_graphs.foreign_half import half_to_float
 from tasks.parts.onnx_graphs.foreign_opset import convert_opset, read_opset
+from tasks.parts.onnx_graphs.foreign_qdq import dequantize_input, to_float
 from tasks.parts.onnx_graphs.graph import all_tensors
 from tasks.parts.onnx_session import open_session
 
@@ -159,8 +162,10 @@ def open_original(
     tensors: tuple[str, ...],
     static_batch: int | None,
     libraries: Sequence[Path],
+    *,
+    is_float_form: bool = False,
 ) -> Original:
-    """Open the original file; where it is newer than ONNX Runtime, convert its opset.
+    """Open the original file, or its float form; where it is newer than ONNX Runtime, convert its opset.
 
     It runs as written where integer kernels add in 16 bits, so that its meaning counts and not this CPU. `libraries`
     have its custom operators.
@@ -168,11 +173,19 @@ def open_original(
     Raises BuildFailed when the runtime refuses the file.
     """
     path, is_optimised = find_file(model), not int8_sums_saturate()
+    graph: ModelProto | None = None
+    if is_float_form:
+        graph = inline_local_functions(read_foreign(model))
+        half_to_float(graph)
+        dequantize_input(graph, path)
+        to_float(graph, path)
     try:
-        session = open_session(path, is_optimised=is_optimised, libraries=libraries)
+        session = open_session(
+            path if graph is None else graph, is_optimised=is_optimised, libraries=libraries
+        )
         return Original(session, form, tensors, static_batch, "")
     except BuildFailed:
-        graph = read_foreign(model)
+        graph = read_foreign(model) if graph is None else graph
         converted, changes = convert_opset(graph, path, read_opset(graph, path))
         if not changes:
             raise

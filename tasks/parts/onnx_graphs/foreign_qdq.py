@@ -9,6 +9,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 from onnx.reference import ReferenceEvaluator
 
 from tasks.core.errors import ArtifactError
+from tasks.parts.onnx_graphs.dropped_activations import write_dropped_activations
 from tasks.parts.onnx_graphs.graph import drop_unused
 
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
@@ -25,18 +26,6 @@ _TYPES = {
     TensorProto.INT16: np.int16,
     TensorProto.UINT16: np.uint16,
 }
-_NEVER_NEGATIVE = {"Relu", "Sigmoid", "HardSigmoid", "Softmax"}
-_KEEPS_SIGN = {
-    "MaxPool",
-    "AveragePool",
-    "GlobalAveragePool",
-    "Reshape",
-    "Flatten",
-    "Transpose",
-    "Squeeze",
-    "Slice",
-}
-_RELU6_END = 6.0
 
 
 def check_quantization(model: ModelProto, path: Path, *, is_quantized: bool) -> None:
@@ -109,38 +98,27 @@ def dequantize_input(model: ModelProto, path: Path) -> None:
 def to_float(model: ModelProto, path: Path) -> int:
     """Remove the Q/DQ pairs of a graph, in place; return how many activations had one.
 
-    Integer weights become floats. Quantizers drop a Relu whose effect the pair behind it has, because its range
-    begins at 0; it is written again, as a Clip where the range ends at 6 (ReLU6). Raises ArtifactError for a node
-    whose scale is computed.
+    Integer weights become floats. What quantizers drop is written again (`dropped_activations.py`). Raises
+    ArtifactError for a node whose scale is computed.
     """
+    write_dropped_activations(model)
     graph = model.graph
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    never_negative: set[str] = set()
     renamed: dict[str, str] = {}
     kept: list[NodeProto] = []
     num_pairs = 0
     for node in graph.node:
         node.input[:] = [renamed.get(name, name) for name in node.input]
         if node.op_type not in _QDQ:
-            if node.op_type in _NEVER_NEGATIVE or (
-                node.op_type in _KEEPS_SIGN and node.input[0] in never_negative
-            ):
-                never_negative.update(node.output)
             kept.append(node)
             continue
         source = node.input[0]
         _check_constant_scale(node, constants, path)
         if node.op_type == "QuantizeLinear":
-            if source not in constants:
-                num_pairs += 1
-                activation = None if source in never_negative else _dropped_activation(graph, node, constants)
-                if activation is not None:
-                    kept.append(activation)
-                    source = activation.output[0]
-                    never_negative.add(source)
+            num_pairs += source not in constants
             renamed[node.output[0]] = source
         elif source in constants and constants[source].dtype.kind in "iu":
-            graph.initializer.append(numpy_helper.from_array(_dequantize(node, constants), node.output[0]))
+            graph.initializer.append(numpy_helper.from_array(dequantized(node, constants), node.output[0]))
         else:
             renamed[node.output[0]] = source
     del graph.node[:]
@@ -149,6 +127,14 @@ def to_float(model: ModelProto, path: Path) -> int:
     del graph.value_info[:]
     drop_unused(graph)
     return num_pairs
+
+
+def float_form(model: ModelProto) -> ModelProto:
+    """Return a copy without Q/DQ pairs: the function that the graph rounds, as `to_float` makes it."""
+    copied = ModelProto()
+    copied.CopyFrom(model)
+    to_float(copied, Path(model.graph.name))
+    return copied
 
 
 def _name(node: NodeProto) -> str:
@@ -171,28 +157,7 @@ def _quantized_kind(node: NodeProto, constants: dict[str, TensorProto]) -> int:
     return kinds[0] if kinds and kinds[0] else TensorProto.UINT8
 
 
-def _dropped_activation(
-    graph: GraphProto, node: NodeProto, constants: dict[str, NDArray[Any]]
-) -> NodeProto | None:
-    """Return the Relu or Clip whose effect a QuantizeLinear has, because its range begins at 0; None without one."""
-    scale = constants[node.input[1]]
-    if scale.size != 1:
-        return None
-    has_zero_point = len(node.input) > 2 and bool(node.input[2])
-    zero_point = constants[node.input[2]].reshape(-1)[0] if has_zero_point else np.uint8(0)
-    if zero_point.dtype.kind not in "iu" or zero_point != np.iinfo(zero_point.dtype).min:
-        return None
-    step = float(scale.reshape(-1)[0])
-    info, name = np.iinfo(zero_point.dtype), f"{node.output[0]}:activation"
-    if abs((int(info.max) - int(info.min)) * step - _RELU6_END) > step:
-        return helper.make_node("Relu", [node.input[0]], [name], name)
-    bounds = {f"{name}:min": 0.0, f"{name}:max": _RELU6_END}
-    for constant, value in bounds.items():
-        graph.initializer.append(numpy_helper.from_array(np.array(value, np.float32), constant))
-    return helper.make_node("Clip", [node.input[0], *bounds], [name], name)
-
-
-def _dequantize(node: NodeProto, constants: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+def dequantized(node: NodeProto, constants: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
     """Evaluate a DequantizeLinear of constants, with ONNX's own reference of the operator."""
     inputs = [name for name in node.input if name]
     graph = helper.make_graph(

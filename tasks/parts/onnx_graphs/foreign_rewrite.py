@@ -8,18 +8,20 @@ nodes and constants as initializers. N batch, C classes, H rows, W columns.
 import contextlib
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxslim
+from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 from onnx.inliner import inline_local_functions
 
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.custom_operators import CustomOperators
+from tasks.parts.onnx_graphs.checked_rewrite import Rewrite, checked_rewrite
 from tasks.parts.onnx_graphs.equal_operators import replace_operators
 from tasks.parts.onnx_graphs.foreign_custom import accept_domains, infer_custom_outputs
 from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
@@ -139,7 +141,6 @@ def rewrite(
     model = _infer(model, path, max_batch)
     head = rewrite_head(model, path, output)
     changes += head.changes
-    changes += replace_operators(model)
     drop_unused(model.graph)
     model.ir_version = min(max(model.ir_version, MIN_IR_VERSION), MAX_IR_VERSION)
     model = _infer(model, path, max_batch)
@@ -156,6 +157,29 @@ def rewrite(
         is_half,
         tuple(changes),
     )
+
+
+def with_equal_operators(imported: Imported, images_NCHW: NDArray[np.float32], path: Path) -> Imported:
+    """Return the graph with operators that runtimes compute in integers, if it gives the same for these images."""
+    changes: list[str] = []
+
+    def replaced(graph: ModelProto) -> ModelProto:
+        model = ModelProto()
+        model.CopyFrom(graph)
+        changes[:] = replace_operators(model)
+        if not changes:
+            return graph
+        drop_unused(model.graph)
+        model = _infer(model, path, imported.max_batch)
+        onnx.checker.check_model(model, full_check=True)
+        return model
+
+    name = "of operators that have no INT8 kernels"
+    rewrites = [Rewrite(name, replaced, is_optional=True)]
+    graph = checked_rewrite(imported.graph, rewrites, images_NCHW, where=str(path))
+    if graph is imported.graph:
+        return imported
+    return replace(imported, graph=graph, rewritten=(*imported.rewritten, *changes))
 
 
 def read_image_size(

@@ -222,15 +222,17 @@ def rounded_in_float32(model: ModelProto) -> ModelProto:
     """Return a copy of an FP16 graph that computes in float32 and rounds each FP16 tensor: what FP16 kernels store.
 
     ONNX Runtime has few FP16 kernels on the CPU. Between the others it does not round, so that a graph whose tensors
-    underflow or overflow computes there as if they did not. Branches and loops keep what they read.
+    underflow or overflow computes there as if they did not. A graph whose branches or loops read FP16 tensors is
+    returned as it is.
     """
     kinds = _types(model)
+    if any(kinds.get(name) == FP16 for node in model.graph.node for name in _captured(node)):
+        return model
     rounded = _constants_as_initializers(model)
     graph = rounded.graph
-    captured = {name for node in graph.node for name in _captured(node)}
     nodes: list[NodeProto] = []
     for tensor in graph.initializer:
-        if tensor.data_type == FP16 and tensor.name not in captured:
+        if tensor.data_type == FP16:
             values = numpy_helper.to_array(tensor).astype(np.float32)
             tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     for node in graph.node:
@@ -238,7 +240,7 @@ def rounded_in_float32(model: ModelProto) -> ModelProto:
         new.CopyFrom(node)
         nodes.append(new)
         for index, name in enumerate(node.output):
-            if kinds.get(name) == FP16 and name not in captured:
+            if kinds.get(name) == FP16:
                 exact, half = f"{name}:exact", f"{name}:half"
                 new.output[index] = exact
                 nodes.append(helper.make_node("Cast", [exact], [half], half, to=FP16))

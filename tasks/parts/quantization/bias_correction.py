@@ -13,7 +13,7 @@ from onnx import ModelProto, NodeProto, numpy_helper
 
 from tasks.parts.progress import tracked
 from tasks.parts.quantization.layer_steps import Batches, LayerSteps
-from tasks.parts.quantization.qdq import is_layer, quantizable_nodes
+from tasks.parts.quantization.qdq import weighted_nodes
 
 
 def correct_biases(
@@ -43,7 +43,7 @@ def correctable_layers(model: ModelProto, op_types: Sequence[str]) -> list[NodeP
             return len(node.input) < 3 or node.input[2] in ("", *constants)
         return node.name in added
 
-    return [node for node in quantizable_nodes(model, op_types) if is_layer(node) and is_correctable(node)]
+    return [node for node in weighted_nodes(model, op_types) if is_correctable(node)]
 
 
 def correct_output(node: NodeProto, exact: Batches, rounded: Batches) -> NDArray[np.float32]:

@@ -10,6 +10,7 @@ OpType = Literal[
     "Conv",
     "ConvTranspose",
     "MatMul",
+    "BatchMatMul",
     "Gemm",
     "Add",
     "Mul",
@@ -20,7 +21,11 @@ OpType = Literal[
     "Resize",
     "Sigmoid",
 ]
-"""An ONNX operator that Q/DQ insertion and training in simulated INT8 support."""
+"""An ONNX operator that Q/DQ insertion and training in simulated INT8 support.
+
+MatMul and Gemm stand for products with a constant weight, BatchMatMul for a MatMul of two activations: both products
+of attention. Training in simulated INT8 leaves the latter in float.
+"""
 
 OpTypes = Annotated[list[OpType], Holds("Conv")]
 

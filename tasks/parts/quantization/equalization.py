@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from tasks.parts.quantization.channels import ScalableChannels, ScaledLayer, find_scalable_channels
-from tasks.parts.quantization.qdq import is_layer, place_pairs, quantizable_nodes
+from tasks.parts.quantization.qdq import place_pairs, weighted_nodes
 
 _SMALLEST = 1e-4
 """Smaller shares of the largest channel count as this much: calibration images hardly show such channels."""
@@ -41,7 +41,7 @@ def equalize(
     `magnitudes` are the largest magnitudes [C] of each channel of the tensors that `scalable_tensors` names.
     """
     channels = find_scalable_channels(model)
-    layers = {node.name for node in quantizable_nodes(model, op_types) if is_layer(node)}
+    layers = {node.name for node in weighted_nodes(model, op_types)}
     num_groups = len(channels.is_free_G)
     activation_G, weight_G = np.zeros(num_groups), np.zeros(num_groups)
     for name, magnitude_C in magnitudes.items():

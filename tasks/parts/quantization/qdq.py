@@ -2,7 +2,9 @@
 
 Scheme U8S8: activations uint8 with one scale and zero point per tensor, whose levels cover its range and 0; weights
 of convolutions and linear layers (MatMul and Gemm with a constant) int8 with one symmetric scale per output channel;
-biases float. For runtimes that want symmetric int8 see `onnx_graphs/int8_activations.py`.
+biases float. For runtimes that want symmetric int8 see `onnx_graphs/int8_activations.py`. What only products of two
+activations read is symmetric int8, unless it is never negative: OpenVINO (2026.4) computes attention in INT8 with no
+zero point but 0, ONNX Runtime with any.
 
 onnxruntime.quantization is not used: it puts pairs where other runtimes cannot fuse (between a convolution and its
 activation), it has one rule for all, and it drops node names and sources. Here one rule serves PTQ and QAT.
@@ -79,9 +81,10 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
     """Return the nodes of these types, in graph order.
 
     The node that computes a graph output (the last Resize) reads float, so that logits keep their precision; a layer
-    there is quantized like the others. These stay in float: products of two activations (attention), additions and
-    multiplications of a constant (a bias, a scale), and residual additions whose sum a LayerNormalization reads,
-    because it would convert them back to float at once. So do pools that ONNX Runtime computes wrong in INT8.
+    there is quantized like the others. Products of two activations (attention) stay in float unless `op_types` names
+    BatchMatMul. These always do: additions and multiplications of a constant (a bias, a scale), residual additions
+    whose sum a LayerNormalization reads, because it would convert them back to float at once, and pools that ONNX
+    Runtime computes wrong in INT8.
     """
     constants = {tensor.name: len(tensor.dims) for tensor in model.graph.initializer}
     outputs = {value.name for value in model.graph.output}
@@ -89,9 +92,13 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
     normalised = {node.input[0] for node in model.graph.node if node.op_type == "LayerNormalization"}
 
     def is_quantizable(node: NodeProto) -> bool:
-        if node.op_type == "Conv" or node.op_type not in op_types:
-            return node.op_type in op_types
+        if node.op_type == "Conv":
+            return "Conv" in op_types
         if others & set(node.input):
+            return False
+        if is_product(node, constants):
+            return "BatchMatMul" in op_types
+        if node.op_type not in op_types:
             return False
         if node.op_type in _LINEAR:
             return node.input[0] not in constants and constants.get(node.input[1]) == 2
@@ -182,9 +189,19 @@ def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Cont
     return Placement(range_of, {name: wanted[name] for name in range_of})
 
 
-def is_layer(node: NodeProto) -> bool:
-    """Return whether a quantizable node has a weight."""
-    return node.op_type in LAYER_TYPES
+def is_product(node: NodeProto, constants: Container[str]) -> bool:
+    """Return whether a node is a matrix product of two activations."""
+    return node.op_type == "MatMul" and not any(name in constants for name in node.input)
+
+
+def weighted_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodeProto]:
+    """Return the quantizable nodes that have a weight, in graph order."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    return [
+        node
+        for node in quantizable_nodes(model, op_types)
+        if node.op_type in LAYER_TYPES and not is_product(node, constants)
+    ]
 
 
 def class_logits(model: ModelProto) -> set[str]:
@@ -209,7 +226,8 @@ def class_logits(model: ModelProto) -> set[str]:
 def map_inputs(model: ModelProto, node: NodeProto) -> list[str]:
     """Return the names of the activations that a node reads, without weights and other constants."""
     constants = {tensor.name for tensor in model.graph.initializer}
-    inputs = node.input if node.op_type in _ALL_INPUTS_ARE_MAPS else node.input[:1]
+    are_all_maps = node.op_type in _ALL_INPUTS_ARE_MAPS or is_product(node, constants)
+    inputs = node.input if are_all_maps else node.input[:1]
     return [name for name in inputs if name and name not in constants]
 
 
@@ -241,11 +259,14 @@ def insert_qdq(
     made_by = {name: node for node in graph.node for name in node.output}
     placement = place_pairs(model, op_types, float_nodes=float_nodes)
     limits = _limits(model, ranges, op_types, list(placement.range_of))
+    operands = _operands_of_products(model, op_types) & {
+        n for n, root in placement.range_of.items() if n == root
+    }
     after: dict[str, list[NodeProto]] = {}
     outputs = {value.name for value in graph.output}
     for name, limit in limits.items():
         readers = [nodes[reader] for reader in placement.readers[name]]
-        pair = _activation_pair(quantized, name, limit)
+        pair = _activation_pair(quantized, name, limit, is_symmetric=name in operands)
         owner = made_by.get(name) or readers[0]
         if name in outputs:  # keeps its name
             owner.output[0] = pair[0].input[0] = f"{name}:float"
@@ -255,7 +276,7 @@ def insert_qdq(
         after[pair[0].input[0]] = pair
         for reader in readers:
             reader.input[:] = [pair[1].output[0] if read == name else read for read in reader.input]
-    layers = {node.name for node in quantizable_nodes(model, op_types) if is_layer(node)}
+    layers = {node.name for node in weighted_nodes(model, op_types)}
     before = _quantize_weights(quantized, {name for name in layers if name not in float_nodes}, sources)
     _rewrite_nodes(quantized, after, before)
     return quantized
@@ -273,10 +294,11 @@ def add_quantized_twins(
     twinned.CopyFrom(model)
     graph = twinned.graph
     nodes = quantizable_nodes(model, op_types)
+    weighted = {node.name for node in weighted_nodes(model, op_types)}
     read = dict.fromkeys(name for node in nodes for name in map_inputs(model, node))
-    added = []
+    operands, added = _operands_of_products(model, op_types), []
     for name, limit in _limits(model, ranges, op_types, list(read)).items():
-        added += _activation_pair(twinned, name, limit)
+        added += _activation_pair(twinned, name, limit, is_symmetric=name in operands)
     del graph.output[:]
     noise_of, signal_of = {}, {}
     for node in nodes:
@@ -286,7 +308,7 @@ def add_quantized_twins(
         twin.name = f"{node.name}:twin"
         twin.output[:] = [f"{node.output[0]}:twin"]
         twin.input[:] = [f"{name}/DequantizeLinear" if name in maps else name for name in node.input]
-        if is_layer(node):
+        if node.name in weighted:
             weight, axis = (
                 numpy_helper.to_array(float_weight(model, node)),
                 output_axis(node, float_weight(model, node).dims),
@@ -446,8 +468,19 @@ def _fused_output(layer: NodeProto, readers: Mapping[str, Sequence[NodeProto]]) 
     return name
 
 
-def _activation_pair(model: ModelProto, name: str, limits: TensorRange) -> list[NodeProto]:
-    scale, zero_point = limits.uint8()
+def _operands_of_products(model: ModelProto, op_types: Sequence[str]) -> set[str]:
+    """Return the tensors that products of two activations read, and no other quantizable node."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    read: dict[bool, set[str]] = {True: set(), False: set()}
+    for node in quantizable_nodes(model, op_types):
+        read[is_product(node, constants)].update(node.input)
+    return read[True] - read[False]
+
+
+def _activation_pair(
+    model: ModelProto, name: str, limits: TensorRange, *, is_symmetric: bool
+) -> list[NodeProto]:
+    scale, zero_point = (limits.int8(), np.int8(0)) if is_symmetric and limits.low < 0 else limits.uint8()
     scale_name, zero_name = f"{name}:scale", f"{name}:zero_point"
     model.graph.initializer.extend(
         [
@@ -465,32 +498,38 @@ def _activation_pair(model: ModelProto, name: str, limits: TensorRange) -> list[
 def _quantize_weights(
     model: ModelProto, layers: Container[str], sources: Mapping[str, tuple[str, str]]
 ) -> dict[str, list[NodeProto]]:
-    """Let these layers read int8 weights; return layer -> the DequantizeLinear of its weight."""
+    """Let these layers read int8 weights; return layer -> the DequantizeLinear of its weight.
+
+    Layers that share a weight share its levels, if their output channels lie along the same axis of it.
+    """
     before: dict[str, list[NodeProto]] = {}
-    quantized_weights: dict[str, str] = {}
+    dequantized: dict[tuple[str, int], str] = {}
+    quantized = set()
     for node in model.graph.node:
-        if node.name in layers:
-            weight = node.input[1]
-            if weight not in quantized_weights:
-                dequantize = _quantize_weight(model, node)
-                _copy_source(sources, node, dequantize)
-                before[node.name] = [dequantize]
-                quantized_weights[weight] = dequantize.output[0]
-            node.input[1] = quantized_weights[weight]  # layers may share a weight
+        if node.name not in layers:
+            continue
+        weight = float_weight(model, node)
+        axis = output_axis(node, weight.dims)
+        if (weight.name, axis) not in dequantized:
+            is_first = weight.name not in quantized
+            dequantize = _quantize_weight(model, weight, axis, "" if is_first else f":axis{axis}")
+            _copy_source(sources, node, dequantize)
+            before[node.name] = [dequantize]
+            dequantized[weight.name, axis] = dequantize.output[0]
+            quantized.add(weight.name)
+        node.input[1] = dequantized[weight.name, axis]
     still_read = {name for node in model.graph.node for name in node.input}
-    for tensor in [item for item in model.graph.initializer if item.name in quantized_weights]:
+    for tensor in [item for item in model.graph.initializer if item.name in quantized]:
         if tensor.name not in still_read:
             model.graph.initializer.remove(tensor)
     return before
 
 
-def _quantize_weight(model: ModelProto, layer: NodeProto) -> NodeProto:
-    """Add the weight of a layer as int8 with one scale per output channel; return its DequantizeLinear."""
-    weight = float_weight(model, layer)
-    axis = output_axis(layer, weight.dims)
+def _quantize_weight(model: ModelProto, weight: TensorProto, axis: int, suffix: str) -> NodeProto:
+    """Add a weight as int8 with one scale for each index of an axis; return its DequantizeLinear."""
     levels, scales_O = weight_levels(numpy_helper.to_array(weight), axis=axis)
-    name, levels_name, real = layer.input[1], f"{layer.input[1]}:int8", f"{layer.input[1]}/DequantizeLinear"
-    scale_name, zero_name = f"{name}:scale", f"{name}:zero_point"
+    name, real = f"{weight.name}{suffix}", f"{weight.name}{suffix}/DequantizeLinear"
+    levels_name, scale_name, zero_name = f"{name}:int8", f"{name}:scale", f"{name}:zero_point"
     model.graph.initializer.extend(
         [
             numpy_helper.from_array(levels, levels_name),

@@ -42,7 +42,13 @@ def macs_per_cycle(flags: Collection[str], precision: str) -> tuple[int, str] | 
 def highest_possible(flags: Collection[str], precision: str, *, num_threads: int) -> float | None:
     """Return multiply-adds per second that no CPU with these instruction sets exceeds; None for unknown ones."""
     found = macs_per_cycle(flags, precision)
-    return None if found is None else HIGHEST_CLOCK_HZ * found[0] * num_threads
+    if found is None:
+        return None
+    is_without_vnni = precision == "int8" and "(no VNNI)" in found[1]
+    overlap = (
+        3 if is_without_vnni else 1
+    )  # cores with a third vector unit run the three instructions side by side
+    return HIGHEST_CLOCK_HZ * found[0] * overlap * num_threads
 
 
 def theoretical_peak(

@@ -191,13 +191,13 @@ class Losses:
     images_needed: int | None
     """Validation images that would tell whether all gates hold, if that is unproven; None otherwise, if it would take
     more than 1024 times as many as there are, or if some of them belong together."""
-    groups_needed: int | None
-    """The same as a number of groups, for images that belong together, such as the frames of a video."""
     boundary_iou_rel_loss: float | None
     """Share of the float reference's Boundary IoU that is lost; None without masks."""
     boundary_iou_rel_loss_low: float | None
     """Lower end of the 95 % interval; None unless a gate limits this loss."""
     boundary_iou_rel_loss_high: float | None
+    groups_needed: int | None = None
+    """As `images_needed`, a number of groups, for images that belong together, such as the frames of a video."""
     class_losses: dict[str, ClassLoss] = field(default_factory=dict)
     """Limit, such as ``class_limits.nucleus`` -> what the engine loses there; empty without such limits."""
     class_warnings: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.reports import KEY_FILE, REPORT_FILE, ReportT, read_key, read_report
+from tasks.parts.builders.executed_layers import ExecutedLayers
 from tasks.parts.builders.report import EngineBuild
 from tasks.parts.data.accuracy import AccuracyReport
 from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, boundaries_of, read_results
@@ -88,7 +89,7 @@ def read_row(
         macs_share_quantized=build.executed.macs_share_quantized if build.executed else None,
         measured=_measured(of, manifest, build, validation, benchmark, load),
         suspect_layers=_suspect_layers(of["diff_layers"]),
-        conditions=_conditions(benchmark, variant, manifest, reference),
+        conditions=_conditions(benchmark, variant, manifest, reference) | macs_not_counted(build.executed),
     )
 
 
@@ -355,6 +356,12 @@ def _conditions(
         "A/A spread": f"{100 * benchmark.aa_ratio_spread:.1f} %",
         "Energy": engine.latency.energy_note if engine.latency else "not measured",
     }
+
+
+def macs_not_counted(executed: ExecutedLayers | None) -> dict[str, str]:
+    """Return the operators whose MACs are in no number of the report as one more condition, if there are any."""
+    found = executed.uncounted_operators if executed else {}
+    return {"MACs not counted": ", ".join(f"{num} {name}" for name, num in found.items())} if found else {}
 
 
 def check_conditions(rows: Sequence[EngineRow]) -> None:

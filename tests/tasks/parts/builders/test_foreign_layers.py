@@ -7,14 +7,16 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from tasks.parts.builders.build import build
-from tasks.parts.builders.executed_layers import ExecutedLayers
+from tasks.parts.builders.executed_layers import UNKNOWN, ExecutedLayers, sum_up_layers
 from tasks.parts.data.input_card import InputCard, Task
 from tasks.parts.engines.manifest import ENGINE_FOLDER, LAYERS_FILE
 from tasks.parts.onnx_graphs.graph import CARD_KEY, name_nodes, write_graph
 from tasks.parts.onnx_graphs.macs import conv_macs, quantized_layers
+from tasks.parts.selection.stage_reports import macs_not_counted
 from tasks.parts.tables import read_table
 from tests.tasks.conftest import Workshop, quantize
 
@@ -106,6 +108,10 @@ def export(network_type: type[nn.Module], exporter: str) -> onnx.ModelProto:
     if exporter == "unnamed":
         for node in model.graph.node:
             node.name = ""
+    return with_card(model)
+
+
+def with_card(model: onnx.ModelProto) -> onnx.ModelProto:
     card = InputCard(
         tuple(f"class {number}" for number in range(NUM_CLASSES)),
         (0.5, 0.5, 0.5),
@@ -163,6 +169,67 @@ def test_right_engine_of_a_quantized_graph_is_not_a_mismatch(
     executed = built(workshop, target, quantized, tmp_path)
     assert executed.not_in_int8 == ()
     assert executed.macs_share.keys() == {"int8", "f32"} and executed.int8_share_of_quantized == 1
+
+
+def attention_and_gru(kind: str) -> onnx.ModelProto:
+    """Return a graph whose work is attention, in Einsum or as in opset 23, and a GRU; the head has 40 MACs."""
+    if kind == "Einsum":
+        attention = [
+            helper.make_node("Einsum", ["tokens", "tokens"], ["scores"], "scores", equation="btc,bsc->bts"),
+            helper.make_node("Softmax", ["scores"], ["weights"], "softmax"),
+            helper.make_node("Einsum", ["weights", "tokens"], ["mixed"], "mixed", equation="bts,bsc->btc"),
+        ]
+    else:
+        inputs, heads = ["tokens"] * 3, {"q_num_heads": 2, "kv_num_heads": 2}
+        attention = [helper.make_node("Attention", inputs, ["mixed"], "attention", **heads)]
+    nodes = [
+        helper.make_node("Reshape", ["image", "shape"], ["tokens"], "reshape"),
+        *attention,
+        helper.make_node("Transpose", ["mixed"], ["steps"], "transpose", perm=[1, 0, 2]),
+        helper.make_node("GRU", ["steps", "w", "r"], ["", "state"], "gru", hidden_size=8),
+        helper.make_node("Squeeze", ["state", "first"], ["last"], "squeeze"),
+        helper.make_node("Gemm", ["last", "head"], ["logits"], "head"),
+    ]
+    random = np.random.default_rng(0).standard_normal
+    constants = {
+        "shape": np.array([0, 48, 16]),
+        "first": np.array([0]),
+        "w": random((1, 24, 16)).astype(np.float32),
+        "r": random((1, 24, 8)).astype(np.float32),
+        "head": random((8, NUM_CLASSES)).astype(np.float32),
+    }
+    values = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", *shape])
+        for name, shape in (("image", (3, SIDE, SIDE)), ("logits", (NUM_CLASSES,)))
+    ]
+    tensors = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    graph = helper.make_graph(nodes, "graph", values[:1], values[1:], tensors)
+    opset = helper.make_opsetid("", 17 if kind == "Einsum" else 23)
+    return with_card(helper.make_model(graph, opset_imports=[opset], ir_version=10))
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"), [*(("Einsum", target) for target in TARGETS), ("Attention", "cpu_onnxruntime")]
+)
+def test_shares_count_einsum_attention_and_recurrent_layers_a6(
+    workshop: Workshop, tmp_path: Path, kind: str, target: str
+) -> None:
+    model = attention_and_gru(kind)
+    assert sum(conv_macs(model).values()) == 2 * 48 * 48 * 16 + 48 * 24 * (16 + 8) + 8 * NUM_CLASSES
+    executed = built(workshop, target, model, tmp_path)
+    assert executed.macs_share == {"f32": pytest.approx(1.0)} and executed.uncounted_operators == {}
+
+
+def test_report_names_operators_whose_macs_are_not_known_a6() -> None:
+    model = attention_and_gru("Einsum")
+    scores = helper.make_node("Scores", ["tokens"], ["unused"], "unknown", domain="com.example")
+    model.graph.node.append(scores)
+    model.opset_import.append(helper.make_opsetid("com.example", 1))
+    executed = sum_up_layers((), model)
+    assert executed.uncounted_operators == {"Scores": 1}
+    assert executed.macs_share == {UNKNOWN: 1.0}, "of the others, no layer is known"
+    assert macs_not_counted(executed) == {"MACs not counted": "1 Scores"}
+    assert macs_not_counted(sum_up_layers((), attention_and_gru("Einsum"))) == {}
 
 
 def test_nodes_without_a_name_of_their_own_are_named_after_their_output() -> None:

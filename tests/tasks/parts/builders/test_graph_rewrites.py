@@ -10,14 +10,13 @@ import tiny_networks as tiny
 from onnx import ModelProto, helper
 
 from tasks.parts.builders.graph_rewrites import (
-    MAX_MACS_PER_VALUE,
     encode_for,
     fix_batch,
-    resize_as_matmul,
     rewrite_for,
     round_rest,
     stem_in_float,
 )
+from tasks.parts.builders.interpolation import MAX_MACS_PER_VALUE, resize_as_matmul
 from tasks.parts.data.dataset import normalise
 from tasks.parts.data.input_card import Task
 from tasks.parts.engines.runtimes import Precision
@@ -42,10 +41,13 @@ def run(model: ModelProto, images_NCHW: np.ndarray) -> np.ndarray:
     return np.asarray(open_session(model, is_optimised=False).run(None, {"image": images_NCHW})[0])
 
 
-def only_resize(height: int, width: int, factor: int, **attributes: object) -> ModelProto:
-    scales = onnx.numpy_helper.from_array(np.array([1, 1, factor, factor], np.float32), "scales")
+def only_resize(
+    height: int, width: int, factor: int | tuple[float, float], **attributes: object
+) -> ModelProto:
+    by_axis = factor if isinstance(factor, tuple) else (factor, factor)
+    scales = onnx.numpy_helper.from_array(np.array([1, 1, *by_axis], np.float32), "scales")
     node = helper.make_node("Resize", ["image", "", "scales"], ["logits"], "resize", **attributes)
-    shapes = [[1, 2, height, width], [1, 2, height * factor, width * factor]]
+    shapes = [[1, 2, height, width], [1, 2, int(height * by_axis[0]), int(width * by_axis[1])]]
     image, logits = (
         helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
         for name, shape in zip(("image", "logits"), shapes, strict=True)
@@ -62,6 +64,40 @@ def test_matrix_products_interpolate_as_resize_does(height: int, width: int, fac
     assert op_types(product) == ["MatMul", "MatMul"]
     assert [value.name for value in product.graph.output] == ["logits"]
     np.testing.assert_allclose(run(product, images_NCHW), run(resize, images_NCHW), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "scales"), [((14, 14), (4.6, 4.6)), ((9, 16), (2.6, 3.3)), ((16, 8), (0.7, 1.5))]
+)
+def test_scales_that_give_no_whole_size_are_those_of_the_coordinates_a3(
+    size: tuple[int, int], scales: tuple[float, float]
+) -> None:
+    """14 x 4.6 is 64.4: ONNX makes 64 rows whose places follow 4.6, and not 64 / 14."""
+    resize = only_resize(*size, scales, mode="linear")
+    images_NCHW = np.random.default_rng(0).normal(size=(1, 2, *size)).astype(np.float32)
+    product = resize_as_matmul(resize)
+    assert op_types(product) == ["MatMul", "MatMul"]
+    assert difference(run(resize, images_NCHW), run(product, images_NCHW)).sqnr_db > 100
+
+
+def test_resize_to_a_size_and_resize_of_named_axes_are_interpolated_alike_a3() -> None:
+    to_size, of_axes = (only_resize(10, 8, (2.5, 2.0), mode="linear") for _ in range(2))
+    to_size.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1, 2, 25, 16]), "sizes"))
+    to_size.graph.node[0].input[:] = ["image", "", "", "sizes"]
+    of_axes.graph.node[0].attribute.append(helper.make_attribute("axes", [3, 2]))
+    scales = onnx.numpy_helper.from_array(np.array([2.0, 2.5], np.float32), "scales")
+    of_axes.graph.initializer[0].CopyFrom(scales)
+    images_NCHW = np.random.default_rng(0).normal(size=(1, 2, 10, 8)).astype(np.float32)
+    for resize in (to_size, of_axes):
+        product = resize_as_matmul(resize)
+        assert op_types(product) == ["MatMul", "MatMul"]
+        assert difference(run(resize, images_NCHW), run(product, images_NCHW)).sqnr_db > 100
+
+
+def test_blocks_need_a_whole_scale_and_not_a_whole_ratio_of_sizes_a3() -> None:
+    """40 x 2.01 is 80.4, so the sizes alone look like a factor of 2."""
+    resize = only_resize(40, 40, (2.01, 2.01), mode="linear")
+    assert resize_as_matmul(resize, in_blocks=True) == resize
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Losses with intervals: coverage, exactness, groups, and the number of images that would decide."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,7 @@ def test_a_stray_pixel_of_a_class_that_no_label_has_is_not_a_class() -> None:
     assert mean_iou(predicted, labels, 5) == pytest.approx(results.score)
 
 
-def test_bootstrap_covers_the_true_loss_of_miou() -> None:
+def test_the_interval_covers_the_true_loss_of_miou() -> None:
     labels = np.random.default_rng(0).integers(0, 3, (60, 8, 8))
 
     def loss(seed: int, repeats: int) -> ScoreLoss:
@@ -77,6 +78,69 @@ def test_bootstrap_covers_the_true_loss_of_miou() -> None:
         for low, high in ((each.low, each.high) for each in map(loss, range(200), [1] * 200))
     ]
     assert 0.90 <= np.mean(covered) <= 0.99  # 95 % within three standard errors of 200 draws
+
+
+def draw_groups(
+    generator: np.random.Generator, num_groups: int, sizes: Sequence[int], loss: float
+) -> tuple[ImageResults, ImageResults]:
+    """Return an engine and its reference on groups of frames; an engine loses `loss` of the IoU of 3 classes.
+
+    Groups differ in how much they lose, by a standard deviation of 0.02, and have one of the `sizes`. Their frames
+    are alike, and summed here.
+    """
+    frames_K1 = generator.choice(sizes, (num_groups, 1))
+    labels_KC = frames_K1 * generator.uniform(2e5, 4e5, (num_groups, 3))
+    iou_K1 = generator.uniform(0.7, 0.9, (num_groups, 1))
+    lost_K1 = loss + 0.02 * generator.standard_normal((num_groups, 1))
+    engine, reference = (
+        ImageResults(labels_KC * iou, labels_KC, labels_KC, np.arange(num_groups))
+        for iou in (iou_K1 * (1 - lost_K1), iou_K1)
+    )
+    return engine, reference
+
+
+@pytest.mark.parametrize("sizes", [(1,), (1, 2, 4, 8, 16, 32)])
+@pytest.mark.parametrize("num_groups", [2, 3, 4, 6])
+def test_few_groups_cover_the_true_loss_and_are_rarely_accepted_at_the_limit_c1(
+    num_groups: int, sizes: tuple[int, ...]
+) -> None:
+    generator = np.random.default_rng(num_groups)
+    found = [score_loss(*draw_groups(generator, num_groups, sizes, 0.03)) for _ in range(1000)]
+    covered = [loss.low <= 0.03 <= loss.high for loss in found]
+    accepted = [loss.standing(0.03) is Standing.within for loss in found]
+    assert np.mean(covered) >= 0.93
+    assert np.mean(accepted) <= 0.035
+
+
+def test_ten_groups_prove_that_nothing_is_lost_c1() -> None:
+    """Student's t of 9 degrees and 96 %, 2.40, times 0.02 / 10 ** 0.5 reaches 0.015 from the mean of 10 groups."""
+    generator = np.random.default_rng(0)
+    found = [score_loss(*draw_groups(generator, 10, (1,), 0.0)) for _ in range(300)]
+    assert np.mean([loss.standing(0.03) is Standing.within for loss in found]) >= 0.97
+    assert np.mean([loss.high - loss.low for loss in found]) == pytest.approx(0.030, rel=0.1)
+
+
+def test_the_interval_of_a_mean_is_that_of_student_with_caution_at_any_level() -> None:
+    scores_N = np.array([0.9, 0.8, 0.95, 0.7, 0.85])
+    ones_N1 = np.ones((5, 1))
+    engine, reference = (
+        ImageResults(hits_N1, ones_N1, ones_N1, np.arange(5)) for hits_N1 in (scores_N[:, None], ones_N1)
+    )
+    # Tables of Student's t, 4 degrees of freedom, 2 % and 1 % at each end: a fifth of 2.5 % and 1.25 % is kept back.
+    for level, t in ((0.95, 2.998528), (0.975, 3.746947)):
+        reach = t * scores_N.std(ddof=1) / 5**0.5
+        loss = score_loss(engine, reference, level=level)
+        assert (loss.low, loss.high) == pytest.approx((0.16 - reach, 0.16 + reach), abs=1e-6)
+
+
+def test_the_loss_of_a_class_is_that_of_its_iou_and_one_group_proves_none() -> None:
+    labels_NC = np.array([[100, 50], [80, 0], [120, 0], [90, 0]])
+    reference = ImageResults(labels_NC, labels_NC, labels_NC, np.arange(4))
+    engine = ImageResults(labels_NC * [[9, 8]] // 10, labels_NC, labels_NC, np.arange(4))
+    common = score_loss(engine.of_class(0), reference.of_class(0))
+    assert common.rel_loss == pytest.approx(0.1) and common.high < 0.11
+    rare = score_loss(engine.of_class(1), reference.of_class(1))
+    assert rare.rel_loss == pytest.approx(0.2) and (rare.low, rare.high) == (-1, 1)
 
 
 @pytest.mark.slow

@@ -21,10 +21,8 @@ import openvino
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from tasks.parts.data.image_files import ResizeMode, fit_image, scale_values
-from tasks.parts.data.windows import cover, cut_image
+from tasks.parts.engines.frame_engine.engine import Engine
 from tasks.parts.engines.frame_engine.sessions import openvino_core
-from tasks.parts.engines.frame_engine.sources import restore_mask
 from tasks.parts.engines.frame_engine_cpp.write import write_cpp
 from tasks.parts.engines.machine import installed_version
 from tasks.parts.engines.openvino.compile import export_blob
@@ -355,6 +353,7 @@ def test_frames_of_any_size_and_type_are_read_as_the_training_read_them_a1(
     reading = {"types": [dtype], "value_range": value_range, "resize_mode": resize_mode, "window_overlap": 9}
     model = graph_of_classes(6, "segmentation", channels=channels)
     bundle = MAKERS[runtime](model, tmp_path / "bundle", reading=reading)
+    engine = engine_in_python(bundle, reading, channels, "segmentation")
     for height, width in SIZES:
         make = frames if dtype == "uint8" else functools.partial(deep_frames, dtype)
         frames_NHWC = make(2, height, width, channels)
@@ -377,38 +376,25 @@ def test_frames_of_any_size_and_type_are_read_as_the_training_read_them_a1(
         )
 
         assert run.returncode == 0, run.stderr
-        expected_NHW = np.stack([answer_in_python(bundle, frame, reading) for frame in frames_NHWC])
+        expected_NHW = np.stack([engine.answer_image(frame) for frame in frames_NHWC])
         np.testing.assert_array_equal(np.load(tmp_path / "masks.npy"), expected_NHW)
         assert streamed.stdout == expected_NHW.tobytes(), streamed.stderr
         assert len(np.unique(expected_NHW)) > 2
 
 
-def answer_in_python(bundle: Bundle, frame_HWC: Array, reading: dict[str, Any]) -> Array:
-    """Return the mask of a frame, by the code that prepared the images of the training."""
-    rules = DecodingRulesOfTest(frame_HWC.shape[2], reading["value_range"])
-    image_HWC, size = scale_values(frame_HWC, rules), {"height": HEIGHT, "width": WIDTH}
-    height, width = frame_HWC.shape[:2]
-    mode = ResizeMode(reading["resize_mode"])
-    if mode is not ResizeMode.windows:
-        [mask_HW] = bundle.predict(fit_image(image_HWC, mode=mode, **size)[None])
-        return restore_mask(mask_HW, size=(height, width), mode="crop" if mode == "crop" else "stretch")
-    stitched_HW = np.zeros((height, width), np.uint8)
-    windows = cover(height, width, window_height=HEIGHT, window_width=WIDTH, overlap=9, is_owned_once=True)
-    for window in windows:
-        [mask_HW] = bundle.predict(cut_image(image_HWC, window, **size)[None])
-        rows, columns = window.rows, window.columns
-        stitched_HW[rows.first : rows.end, columns.first : columns.end] = mask_HW[
-            rows.first - rows.start : rows.end - rows.start,
-            columns.first - columns.start : columns.end - columns.start,
-        ]
-    return stitched_HW
-
-
-@dataclass(frozen=True)
-class DecodingRulesOfTest:
-    channels: int
-    value_range: list[float] | None
-    max_pixels: int = 10**6
+def engine_in_python(bundle: Bundle, reading: dict[str, Any], channels: int, task: str) -> Engine:
+    """Return the engine of the bundle as infer.py runs it."""
+    card = {
+        "task": task,
+        "height": HEIGHT,
+        "width": WIDTH,
+        "mean": [0.0] * channels,
+        "reads": "frames",
+        "gives": "classes",
+        "batches": [[1, 1]],
+        "reading": reading,
+    }
+    return Engine(card, bundle.predict)
 
 
 def test_the_class_of_a_frame_of_another_size(built: Bundle, runtime: str, tmp_path: Path) -> None:
@@ -420,8 +406,9 @@ def test_the_class_of_a_frame_of_another_size(built: Bundle, runtime: str, tmp_p
     run = infer(built, tmp_path / "frames.npy", tmp_path / "classes.npy", "--bundle", bundle.folder)
 
     assert run.returncode == 0, run.stderr
-    fitted = [fit_image(frame, height=HEIGHT, width=WIDTH, mode=ResizeMode.resize) for frame in frames_NHWC]
-    np.testing.assert_array_equal(np.load(tmp_path / "classes.npy"), answers(bundle, np.stack(fitted)))
+    engine = engine_in_python(bundle, READING, 3, "classification")
+    expected_N = [engine.answer_image(frame_HWC) for frame_HWC in frames_NHWC]
+    np.testing.assert_array_equal(np.load(tmp_path / "classes.npy"), expected_N)
 
 
 @pytest.mark.parametrize(

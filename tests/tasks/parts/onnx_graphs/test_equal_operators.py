@@ -4,7 +4,10 @@ import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from tasks.parts.onnx_graphs.equal_operators import replace_operators
+from tasks.parts.onnx_graphs.macs import conv_macs
+from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
+from tasks.parts.quantization.qdq import quantizable_nodes
 
 
 def one_node(
@@ -38,6 +41,18 @@ TRANSPOSED = [
     one_node("ConvTranspose", {"weight": random(6, 4, 2, 2)}, strides=[2, 2]),
     one_node("ConvTranspose", {"weight": random(6, 4, 3, 3), "bias": random(4)}, strides=[3, 3]),
 ]
+EINSUMS = [
+    one_node("Einsum", {"weight": random(*shape)}, equation=equation)
+    for equation, shape in (
+        ("bchw,cd->bdhw", (6, 4)),
+        ("bchw,dc->bhwd", (4, 6)),
+        ("bchw,wd", (7, 4)),
+        ("...w, wd -> ...d", (7, 4)),
+        ("bchw,cwde->bhde", (6, 7, 2, 3)),
+        ("bchw,dwce->ebhd", (2, 7, 6, 3)),
+    )
+]
+"""Equations with one and two axes that are summed, or that the weight adds, in any order."""
 KEPT = [
     one_node("ReduceMean", {}, axes=[1, 2], keepdims=0),
     one_node("AveragePool", {}, kernel_shape=[5, 5]),
@@ -48,6 +63,9 @@ KEPT = [
     one_node("ConvTranspose", {"weight": random(6, 4, 3, 3)}, strides=[2, 2]),
     one_node("ConvTranspose", {"weight": random(6, 2, 2, 2)}, strides=[2, 2], group=3),
     one_node("ConvTranspose", {"weight": random(6, 4, 2, 2)}, strides=[2, 2], pads=[1, 1, 0, 0]),
+    one_node("Einsum", {"weight": random(6, 7, 4)}, equation="bchw,cwd->bchd"),  # a product for each c
+    one_node("Einsum", {"weight": random(7, 4)}, equation="bchw,wd->bcd"),  # h is summed alone
+    one_node("Einsum", {"weight": random(6)}, equation="bchw,c->bchw"),
 ]
 
 
@@ -60,6 +78,28 @@ def test_the_replacement_computes_the_same(model: ModelProto) -> None:
     assert not {node.op_type for node in model.graph.node} & {"AveragePool", "ConvTranspose", "ReduceMean"}
     expected, found = (open_session(graph).run(None, {"image": images_NCHW})[0] for graph in (before, model))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", EINSUMS)
+def test_an_einsum_with_a_constant_weight_becomes_a_matmul_that_int8_can_read_a6(model: ModelProto) -> None:
+    before, images_NCHW = ModelProto(), random(2, 6, 5, 7)
+    before.CopyFrom(model)
+    assert replace_operators(model) == ["1 Einsum with a constant weight written as MatMul"]
+    onnx.checker.check_model(model, full_check=True)
+    [product] = quantizable_nodes(model, ["MatMul"])
+    assert product.name == "node" and conv_macs(model) == conv_macs(before)
+    expected, found = (open_session(graph).run(None, {"image": images_NCHW})[0] for graph in (before, model))
+    assert difference(expected, found).sqnr_db > 120
+
+
+def test_an_einsum_whose_first_operand_is_the_weight_becomes_a_matmul_a6() -> None:
+    model = one_node("Einsum", {"weight": random(6, 4)}, equation="cd,bchw->bdhw")
+    model.graph.node[0].input[:] = ["weight", "image"]
+    before = ModelProto()
+    before.CopyFrom(model)
+    assert len(replace_operators(model)) == 1
+    expected, found = (open_session(m).run(None, {"image": random(2, 6, 5, 7)})[0] for m in (before, model))
+    assert difference(expected, found).sqnr_db > 120
 
 
 @pytest.mark.parametrize("model", KEPT)

@@ -371,6 +371,24 @@ def test_fp16_graph_rounded_in_float32_is_what_onnx_evaluates() -> None:
     np.testing.assert_allclose(found, expected, rtol=2e-3)
 
 
+def test_fp16_graph_whose_branches_read_fp16_is_not_rounded_in_float32() -> None:
+    branch = helper.make_graph(
+        [helper.make_node("Identity", ["doubled"], ["same"])],
+        "branch",
+        [],
+        [helper.make_tensor_value_info("same", FP16, [1, 2, 3, 3])],
+    )
+    nodes = [
+        helper.make_node("Cast", ["image"], ["half"], "cast", to=FP16),
+        helper.make_node("Add", ["half", "half"], ["doubled"], "add"),
+        helper.make_node("If", ["yes"], ["chosen"], "if", then_branch=branch, else_branch=branch),
+        helper.make_node("Cast", ["chosen"], ["logits"], "back", to=FP32),
+    ]
+    model = small(nodes, [numpy_helper.from_array(np.array(True), "yes")])
+    assert rounded_in_float32(model) == model
+    np.testing.assert_allclose(run(model, image_of()), 2 * image_of(), rtol=1e-3)
+
+
 def test_images_beyond_fp16_keep_their_readers_in_float32_a5() -> None:
     """Frames of 16 bits that the graph itself scales."""
     model = chain(("scale", "Mul", 1 / 65535), ("double", "Mul", 2.0))

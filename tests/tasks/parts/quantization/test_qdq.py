@@ -192,3 +192,62 @@ def output_of(model: ModelProto, name: str, images_NCHW: np.ndarray) -> np.ndarr
         marked.graph.output.append(onnx.helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
     output: np.ndarray = open_session(marked).run([name], {"image": images_NCHW})[0]
     return output
+
+
+def tied(op_types: tuple[str, str], weight: np.ndarray, image: list[int]) -> ModelProto:
+    """Return a graph whose two layers read one weight, the second one along the other axis."""
+    attributes = {"Gemm": {"transB": 1}, "Conv": {}, "MatMul": {}, "ConvTranspose": {}}
+    names = ["image", "hidden", "values"]
+    nodes = [
+        helper.make_node(op_type, [names[i], "weight"], [names[i + 1]], op_type, **attributes[op_type])
+        for i, op_type in enumerate(op_types)
+    ]
+    image_info, values = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in (("image", image), ("values", None))
+    )
+    tensors = [numpy_helper.from_array(weight, "weight")]
+    graph = helper.make_graph(nodes, "tied", [image_info], [values], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return onnx.shape_inference.infer_shapes(model)
+
+
+@pytest.mark.parametrize(
+    ("op_types", "shape", "image"),
+    [
+        (("Gemm", "MatMul"), (12, 12), [8, 12]),
+        (("Gemm", "MatMul"), (6, 20), [8, 20]),
+        (("Conv", "ConvTranspose"), (8, 8, 3, 3), [2, 8, 9, 9]),
+        (("Conv", "ConvTranspose"), (4, 12, 3, 3), [2, 12, 9, 9]),
+    ],
+)
+def test_weight_that_layers_share_along_other_axes_has_scales_along_each_a4(
+    op_types: tuple[str, str], shape: tuple[int, ...], image: list[int]
+) -> None:
+    """As in an autoencoder with tied weights. Rows and columns of very different size show the wrong axis."""
+    random = np.random.default_rng(0)
+    weight = random.standard_normal(shape).astype(np.float32)
+    weight *= np.geomspace(0.01, 1, shape[0]).reshape(-1, *[1] * (len(shape) - 1)).astype(np.float32)
+    weight *= np.geomspace(1, 0.01, shape[1]).reshape(1, -1, *[1] * (len(shape) - 2)).astype(np.float32)
+    graph = tied(op_types, weight, image)
+    images = random.standard_normal(image).astype(np.float32)
+    ranges = tiny.ranges_of(graph, images, op_types)
+    quantized = insert_qdq(graph, ranges, op_types=op_types)
+    onnx.checker.check_model(quantized, full_check=True)
+    exact, found = (
+        open_session(model, is_optimised=False).run(None, {"image": images})[0]
+        for model in (graph, quantized)
+    )
+    assert difference(exact, found).sqnr_db > 30
+    weights = [node for node in quantized.graph.node if "weight" in node.name]
+    assert [node.attribute[0].i for node in weights] == [0, 1]
+    twins, noise_of, _ = add_quantized_twins(graph, ranges, op_types=op_types)
+    noise = open_session(twins).run(list(noise_of.values()), {"image": images})
+    assert len(noise) == 2 and np.isfinite(noise).all()
+
+
+def test_layers_that_share_a_weight_along_one_axis_share_its_levels_a4() -> None:
+    graph, quantized, _ = tiny.quantized(tiny.Shared, tiny.OP_TYPES)
+    levels = [tensor for tensor in quantized.graph.initializer if tensor.name.endswith(":int8")]
+    convolutions = [node for node in graph.graph.node if node.op_type == "Conv"]
+    assert len(levels) == len(convolutions) - 1

@@ -11,7 +11,7 @@ from tasks.parts.measuring.machine_state import Machine, read_machine
 from tasks.parts.roofs import rates
 from tasks.parts.roofs.datasheets import DATA_SHEETS, stated_bandwidth, stated_peak
 from tasks.parts.roofs.measure import measure_roofs
-from tasks.parts.roofs.peaks import macs_per_cycle, theoretical_peak
+from tasks.parts.roofs.peaks import highest_possible, macs_per_cycle, theoretical_peak
 from tasks.parts.roofs.rates import Effort, choose_roof, compute_roof, memory_roof, moved_rate
 from tasks.parts.roofs.roofs import Bound, ComputeRoof, Limits, Rate, Roofs, limits_of
 from tests.tasks.conftest import Workshop
@@ -121,6 +121,8 @@ def test_multiply_adds_per_cycle_follow_from_the_instruction_set(
 ) -> None:
     found = macs_per_cycle(flags, precision)
     assert found is not None and found[0] == expected
+    highest = highest_possible(flags, precision, num_threads=2)
+    assert highest is not None and highest >= 2 * 6.5e9 * expected
 
 
 def test_theoretical_peak_shows_its_formula_or_why_there_is_none() -> None:

@@ -19,7 +19,7 @@ from tasks.parts.training.lightning_imports import lightning
 from tasks.parts.training.losses import LabelLoss
 from tasks.parts.training.module import LabelObjective, SegmentationModule
 from tasks.parts.training.plot import draw_training
-from tasks.parts.training.split_dataset import SplitDataset, as_is
+from tasks.parts.training.split_dataset import EpochDataset, SplitDataset, as_is
 from tests.tasks.conftest import Workshop
 from tests.tasks.test_train import FRESH, PLAIN, STUDENT, TRAINER
 
@@ -57,7 +57,8 @@ class SlowTraining(SegmentationModule):
         self._images.slow_epochs = slow_epochs
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self._images, batch_size=4, collate_fn=as_is)
+        images = EpochDataset(self._images, range(len(self._images)))
+        return DataLoader(images, batch_size=4, collate_fn=as_is)
 
     def on_train_epoch_start(self) -> None:
         super().on_train_epoch_start()
