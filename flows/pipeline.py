@@ -53,6 +53,7 @@ def run_pipeline(stages: Stages, params: Mapping[str, Any]) -> Path:
         benchmarks=ARTIFACTS / "benchmark",
         diffs=ARTIFACTS / "diff_layers",
         data=Path(params["pipeline"]["data"]),
+        splits=ARTIFACTS / "prepare_data" / "splits.csv",
     )
     stages.run(
         "race_picks",

@@ -17,9 +17,13 @@ if TYPE_CHECKING:
     from tasks.parts.data.dataset_writer import SplitBatches
     from tasks.parts.data.input_card import Task
     from tasks.parts.data.reading import Reading
-    from tasks.parts.data.source_files import ReadingRules
+    from tasks.parts.data.source_files import ReadingRules, SourceRow
+    from tasks.parts.sources.division import Division
+    from tasks.parts.sources.duplicates import Duplicates
 
 logger = logging.getLogger(__name__)
+
+SPLITS_FILE = "splits.csv"
 
 _SHEET_SPLITS = ("train", "val", "test")
 _SCENES_PER_SPLIT_ON_SHEET = 8
@@ -169,7 +173,13 @@ class Report:
     num_bad_images: int
     """Unreadable files that were skipped."""
     num_duplicates: int
-    """Images of val or test that also occur in another split."""
+    """Images of val or test whose pixels also occur in another split."""
+    num_near_duplicates: int
+    """Further images of val or test that are nearly the same as one of another split, by their perceptual hashes."""
+    split_origins: dict[str, str]
+    """Where each of train, val and test comes from: a list, a folder, or a choice; empty for scenes."""
+    num_groups: int
+    """Groups of several images, which stay together in one split."""
     warnings: tuple[str, ...]
 
 
@@ -181,11 +191,16 @@ class _Loaded:
     """Task of the labels; None without labels."""
     classes: tuple[str, ...]
     splits: "dict[str, SplitBatches]"
-    num_bad_images: int
-    num_duplicates: int
-    warnings: tuple[str, ...]
+    num_bad_images: int = 0
+    duplicates: "Duplicates | None" = None
+    division: "Division | None" = None
+    warnings: tuple[str, ...] = ()
+    types: tuple[str, ...] = ("uint8",)
+    """numpy's names of the types of the values in the files."""
     rules: "ReadingRules | None" = None
-    """How listed files are read again; None if all are copied."""
+    """How listed files are read again; None if all are copied and no originals are known."""
+    originals: "dict[str, list[SourceRow]] | None" = None
+    """Files of the splits that are copied, on which engines are judged, too."""
 
 
 _LIBRARIES = {Source.coco: ("pycocotools",), Source.hf_dataset: ("pyarrow",)}
@@ -194,12 +209,14 @@ _LIBRARIES = {Source.coco: ("pycocotools",), Source.hf_dataset: ("pyarrow",)}
 
 def environment(cfg: Config) -> dict[str, str]:
     """Return what the output depends on besides inputs, configuration and code."""
-    tiff = () if cfg.source is Source.digit_scenes else ("imagecodecs", "tifffile")
-    return versions("numpy", "pillow", "scikit-learn", *tiff, *_LIBRARIES.get(cfg.source, ()))
+    files = () if cfg.source is Source.digit_scenes else ("imagecodecs", "tifffile", "imagehash", "scipy")
+    return versions("numpy", "pillow", "scikit-learn", *files, *_LIBRARIES.get(cfg.source, ()))
 
 
 def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
-    """Write `dataset/` (see tasks/parts/data/dataset.py) and, if there are masks, `contact_sheet.png`.
+    """Write `dataset/` (see tasks/parts/data/dataset.py), `splits.csv` and, if there are masks, `contact_sheet.png`.
+
+    `splits.csv` has a line for each image file: its path below the root, its split and its group.
 
     Raises:
         DataError: a file of the source is missing, is damaged or contradicts another; nothing is written.
@@ -207,6 +224,7 @@ def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
     """
     from tasks.parts.data.dataset_writer import write_dataset
     from tasks.parts.data.input_card import Task
+    from tasks.parts.sources.division import write_division
 
     logger.info("%s from %s, %d x %d pixels", cfg.source, root, cfg.height, cfg.width)
     loaders = {
@@ -226,17 +244,19 @@ def prepare_data(cfg: Config, *, root: Path, out: Path) -> Report:
         channels=3 if cfg.folder is None else cfg.folder.channels,
         normalisation=cfg.normalisation,
         rules=loaded.rules,
-        reading=_reading(cfg.folder),
+        reading=_reading(cfg.folder, loaded.types),
+        originals=loaded.originals,
     )
     absent: tuple[str, ...] = ()
     if loaded.task is Task.segmentation:
         _draw_samples(out)
         absent = _absent_class_warnings(manifest)
+    write_division(out / SPLITS_FILE, loaded.division.rows if loaded.division else ())
     warnings = (*loaded.warnings, *absent, *_flat_image_warnings(manifest))
-    return _report(manifest, out, loaded.num_bad_images, loaded.num_duplicates, warnings)
+    return _report(manifest, out, loaded, warnings)
 
 
-def _reading(folder: FolderConfig | None) -> "Reading | None":
+def _reading(folder: FolderConfig | None, types: tuple[str, ...]) -> "Reading | None":
     """Return how files become images; None for scenes, which are drawn at their size."""
     from tasks.parts.data.reading import Reading
 
@@ -244,15 +264,18 @@ def _reading(folder: FolderConfig | None) -> "Reading | None":
         return None
     low_high = folder.value_range
     return Reading(
+        types=types,
         value_range=None if low_high is None else (low_high[0], low_high[1]),
         resize_mode=folder.resize_mode,
         window_overlap=folder.window_overlap if folder.resize_mode is ResizeMode.windows else None,
     )
 
 
-def _report(
-    manifest: "Manifest", out: Path, num_bad_images: int, num_duplicates: int, warnings: tuple[str, ...]
-) -> Report:
+def _report(manifest: "Manifest", out: Path, loaded: _Loaded, warnings: tuple[str, ...]) -> Report:
+    division, duplicates = loaded.division, loaded.duplicates
+    origins = division.origins if division else {}
+    for split, origin in origins.items():
+        logger.info("%s: %s", split, origin)
     for warning in warnings:
         logger.warning("%s", warning)
     size_bytes = sum((out / "dataset" / name).stat().st_size for name in manifest.files)
@@ -271,8 +294,11 @@ def _report(
         mean=manifest.mean,
         std=manifest.std,
         size_bytes=size_bytes,
-        num_bad_images=num_bad_images,
-        num_duplicates=num_duplicates,
+        num_bad_images=loaded.num_bad_images,
+        num_duplicates=duplicates.num_equal if duplicates else 0,
+        num_near_duplicates=duplicates.num_near if duplicates else 0,
+        split_origins=origins,
+        num_groups=division.num_groups if division else 0,
         warnings=warnings,
     )
 
@@ -299,7 +325,7 @@ def _load_scenes(cfg: Config, root: Path) -> _Loaded:
         )
         for split in SPLITS
     }
-    return _Loaded(Task.segmentation, names[: scenes.num_digits + 1], splits, 0, 0, ())
+    return _Loaded(Task.segmentation, names[: scenes.num_digits + 1], splits)
 
 
 def _load_pairs(cfg: Config, root: Path) -> _Loaded:
@@ -308,6 +334,7 @@ def _load_pairs(cfg: Config, root: Path) -> _Loaded:
     from tasks.parts.sources.batches import copied_splits, listed_splits, refuse_embedded, rules_of_pairs
     from tasks.parts.sources.layouts import list_pairs
     from tasks.parts.sources.listed_files import Size
+    from tasks.parts.sources.originals import originals_of_pairs
     from tasks.parts.sources.pairs import check_pairs
 
     folder = cfg.folder
@@ -317,14 +344,18 @@ def _load_pairs(cfg: Config, root: Path) -> _Loaded:
         refuse_embedded(listing)
     content = check_pairs(root, listing, folder, seed=cfg.seed)
     size = Size(cfg.height, cfg.width)
+    originals = originals_of_pairs(content, root) if cfg.copy else {}
     return _Loaded(
         Task.segmentation,
         content.table.names,
         copied_splits(content, folder, size) if cfg.copy else listed_splits(content, folder, size, root),
         content.num_bad_images,
-        content.num_duplicates,
+        content.duplicates,
+        content.division,
         content.warnings,
-        None if cfg.copy else rules_of_pairs(content, folder, size, root),
+        content.types,
+        None if cfg.copy and not originals else rules_of_pairs(content, folder, size, root),
+        originals,
     )
 
 
@@ -333,6 +364,7 @@ def _load_images(cfg: Config, root: Path) -> _Loaded:
     from tasks.parts.data.input_card import Task
     from tasks.parts.sources.class_folder import scan_images, split_images
     from tasks.parts.sources.listed_files import COPIED, Size, reading_rules
+    from tasks.parts.sources.originals import originals_of_images
 
     folder, task = cfg.folder, Task.classification if cfg.source is Source.class_folder else None
     assert folder is not None
@@ -347,9 +379,12 @@ def _load_images(cfg: Config, root: Path) -> _Loaded:
         content.classes,
         splits,
         content.num_bad_images,
-        content.num_duplicates,
+        content.duplicates,
+        content.division,
         content.warnings,
-        None if cfg.copy else reading_rules(folder, size, root, None, None),
+        content.types,
+        reading_rules(folder, size, root, None, None),
+        originals_of_images(content, root) if cfg.copy else {},
     )
 
 
@@ -376,6 +411,8 @@ def _flat_image_warnings(manifest: "Manifest") -> tuple[str, ...]:
 
 def _absent_class_warnings(manifest: "Manifest") -> tuple[str, ...]:
     """Return one warning for each split in which some class has no pixel."""
+    from tasks.parts.sources.class_list import in_quotes
+
     warnings = []
     for split, shares in manifest.pixel_share.items():
         absent = [name for name, share in zip(manifest.classes, shares, strict=True) if share == 0]
@@ -383,5 +420,5 @@ def _absent_class_warnings(manifest: "Manifest") -> tuple[str, ...]:
             effect = {"train": "cannot be learned", "calibration": "is not calibrated for"}.get(
                 split, "is left out of the mean IoU"
             )
-            warnings.append(f"split {split} has no pixel of {', '.join(absent)}: an absent class {effect}.")
+            warnings.append(f"split {split} has no pixel of {in_quotes(absent)}: an absent class {effect}.")
     return tuple(warnings)

@@ -113,7 +113,11 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     from tasks.parts.data.dataset import open_images
     from tasks.parts.data.subsets import open_chosen_images
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
-    from tasks.parts.quantization.calibration import choose_ranges, collect_statistics
+    from tasks.parts.quantization.calibration import (
+        choose_ranges,
+        collect_statistics,
+        without_blank_images,
+    )
     from tasks.parts.quantization.evaluation import open_evaluator, weight_bits
     from tasks.parts.quantization.qdq import (
         insert_qdq,
@@ -127,7 +131,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     graph = read_graph(model)
     if is_quantized(graph):
         raise ArtifactError(f"{model}: already has Q/DQ, expected the float graph of export_onnx.")
-    images_NHWC = open_chosen_images(data, "calibration", cfg.num_images)
+    images_NHWC = without_blank_images(open_chosen_images(data, "calibration", cfg.num_images))
     num_images_in_test = _check_calibration_set(cfg, images_NHWC, open_images(data, "test"))
     logger.info("calibrating %s on %d images", model, len(images_NHWC))
     if not weighted_nodes(graph, cfg.op_types):

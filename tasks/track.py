@@ -67,11 +67,13 @@ def track(
     benchmarks: Path,
     diffs: Path,
     data: Path,
+    splits: Path,
     out: Path,
 ) -> Report:
     """Log a run for the pipeline and one for each engine, with files, and a model version for each pick.
 
-    If MLflow does not answer, the runs stay pending on disk, and the next run sends them.
+    `splits` is the table of the files of each split, which the run of the pipeline holds. If MLflow does not answer,
+    the runs stay pending on disk, and the next run sends them.
 
     Raises ArtifactError if an engine is not the file that was measured.
     """
@@ -82,7 +84,7 @@ def track(
         return Report(None, {})
     data_set = DataSet(cfg.data_name, digest(data), data.as_posix(), _metric_sha256(data))
     folders = StageFolders(builds, validations, benchmarks, diffs)
-    tracked = log_selection(cfg, selection, folders, data_set)
+    tracked = log_selection(cfg, selection, folders, data_set, splits)
     if tracked is None:
         return Report(None, {})
     logger.info(

@@ -50,8 +50,9 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     """Write `confusion.csv` (rows: truth, columns: prediction, in pixels or images) and return the scores on `split`.
 
     Values that are no classes have no confusion. `images.npz` holds what was right in each image of both splits, of
-    masks also on their boundaries alone (see tasks/parts/data/comparison.py). `answers.npz` holds the class of each
-    image of `split`, or its mask, for people to look at. For an engine that was skipped
+    masks also on their boundaries alone, and in the original files of `split` at their own sizes, where those are
+    known (see tasks/parts/data/comparison.py). `answers.npz` holds the class of each image of `split`, or its mask,
+    for people to look at. For an engine that was skipped
     or failed, the report has that status.
 
     Every image goes through the engine as a frame, with whatever it leaves outside. A metric of the user's own reads
@@ -60,8 +61,10 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     looked at in its twin, for the first batch_size images of each split.
     """
     from tasks.parts.data.answers import ANSWERS_FILE, write_answers
-    from tasks.parts.data.comparison import RESULTS_FILE, boundaries_of, write_results
+    from tasks.parts.data.comparison import RESULTS_FILE, boundaries_of, frames_of, write_results
+    from tasks.parts.data.frame_score import score_frames
     from tasks.parts.data.judge import open_judge
+    from tasks.parts.engines.description import on_frames
     from tasks.parts.engines.manifest import plain_engine, read_engine_manifest
     from tasks.parts.engines.open_engine import open_engine
     from tasks.parts.engines.target import Gives
@@ -82,6 +85,7 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     with open_engine(plain_engine(engine) if has_own_metric else engine) as runner:
         measured = _run_split(runner, data, cfg.split, cfg.batch_size, judge)
         unseen = _run_split(runner, data, cfg.unseen_split, cfg.batch_size, unseen_judge)
+        frames = score_frames(data, cfg.split, card, on_frames(runner).answer_image, measured.results.score)
     if target.gives is Gives.classes and card.classes and not has_own_metric:
         with open_engine(plain_engine(engine)) as twin:
             for split in (cfg.split, cfg.unseen_split):
@@ -90,6 +94,10 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
     for split, found in ((cfg.split, measured.boundaries), (cfg.unseen_split, unseen.boundaries)):
         if found is not None:
             results[boundaries_of(split)] = found
+    if frames.results is not None:
+        results[frames_of(cfg.split)] = frames.results
+    if frames.note:
+        logger.log(logging.INFO if frames.results is None else logging.WARNING, "validate: %s", frames.note)
     write_results(out / RESULTS_FILE, results)
     if card.classes:
         _write_confusion(measured.confusion_CC, card.classes, out / "confusion.csv")
@@ -104,6 +112,8 @@ def validate(cfg: Config, *, engine: Path, data: Path, out: Path) -> Report:
         cfg.unseen_split,
         measured.results.num_images,
         accuracy,
+        None if frames.results is None else frames.results.score,
+        frames.note,
     )
 
 

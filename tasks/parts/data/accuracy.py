@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+FRAME_TOLERANCE = 0.001
+"""A larger difference between the score of a split and that of its original files is explained."""
+
 
 @dataclass(frozen=True)
 class Similarity:
@@ -69,6 +72,10 @@ class AccuracyReport:
     """Images of `split`."""
     accuracy: Accuracy | None
     """None if there is no engine."""
+    frame_score: float | None = None
+    """Score of `split` on the original files, at their own sizes; None where there are none."""
+    frame_note: str = ""
+    """Why there is no frame_score, or why it differs from the score by more than FRAME_TOLERANCE."""
 
 
 class Standing(StrEnum):

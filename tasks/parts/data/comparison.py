@@ -153,7 +153,8 @@ def compare_with_labels(
         hits_NC = (prediction == labels).astype(np.int64)[:, None]
         return ImageResults(hits_NC, ones_NC, ones_NC, groups_N, class_N=np.asarray(labels))
     is_counted = labels != IGNORE_INDEX
-    return ImageResults(*_count_pixels(prediction, labels, num_classes, is_counted, is_counted), groups_N)
+    is_answered = is_counted & (prediction != IGNORE_INDEX)  # 255 is what a cropped image does not show
+    return ImageResults(*_count_pixels(prediction, labels, num_classes, is_counted, is_answered), groups_N)
 
 
 def compare_boundaries(
@@ -280,6 +281,11 @@ def groups_needed(
 def boundaries_of(split: str) -> str:
     """Return the name under which a split's results on boundaries are written."""
     return f"{split}_boundary"
+
+
+def frames_of(split: str) -> str:
+    """Return the name under which a split's results on the original files are written."""
+    return f"{split}_frames"
 
 
 def write_results(path: Path, splits: Mapping[str, ImageResults]) -> None:

@@ -37,6 +37,7 @@ from tasks.parts.data.source_files import (
     ReadingRules,
     SourceRow,
     list_name,
+    originals_name,
     write_list,
     write_rules,
 )
@@ -75,13 +76,15 @@ def write_dataset(
     normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
     rules: ReadingRules | None = None,
     reading: Reading | None = None,
+    originals: Mapping[str, Sequence[SourceRow]] | None = None,
 ) -> Manifest:
     """Write all splits and the manifest into a new folder.
 
     `task` is the task of the labels: masks, classes of images, or values of `values_shape`; None without labels.
     `normalisation` is mean and standard deviation of each channel; None takes those of the split `train`. Splits that
     are listed, and not copied, need the `rules` by which their files are read again. `reading` says how files became
-    images; None for images that were made or read as they are.
+    images; None for images that were made or read as they are. `originals` are the files of copied splits, each once,
+    in the order of their images; they need the rules, too.
     """
     if task is Task.segmentation and len(classes) > MAX_CLASSES:
         raise DataError(f"{len(classes)} classes; masks are uint8 and hold at most {MAX_CLASSES}.")
@@ -106,7 +109,9 @@ def write_dataset(
         pixel_share=_class_shares(statistics, len(classes), task),
         mean=mean,
         std=std,
-        files=_all_files(statistics) | (_write_rules(dataset, rules) if rules else {}),
+        files=_all_files(statistics)
+        | _write_originals(dataset, originals or {})
+        | (_write_rules(dataset, rules) if rules else {}),
         source=source,
         values_shape=values_shape,
         num_unlabelled=sum(content.num_unlabelled for content in splits.values()),
@@ -234,8 +239,14 @@ def _write_rows(dataset: Path, split: str, content: SplitBatches) -> dict[str, s
     rows = content.rows or ()
     if len(rows) != content.num_images:
         raise ValueError(f"{len(rows)} images were listed, expected {content.num_images}")
-    write_list(dataset, split, rows)
+    write_list(dataset / list_name(split), rows)
     return {list_name(split): _sha256(dataset / list_name(split))}
+
+
+def _write_originals(dataset: Path, originals: Mapping[str, Sequence[SourceRow]]) -> dict[str, str]:
+    for split, rows in originals.items():
+        write_list(dataset / originals_name(split), rows)
+    return {originals_name(split): _sha256(dataset / originals_name(split)) for split in originals}
 
 
 def _write_rules(dataset: Path, rules: ReadingRules) -> dict[str, str]:

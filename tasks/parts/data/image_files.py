@@ -109,6 +109,12 @@ def read_values(image: EncodedImage, config: DecodingRules) -> NDArray[Any]:
         return files.read_values(image, _rules(config))
 
 
+def scale_image(values_HWC: NDArray[Any], config: DecodingRules, place: object) -> NDArray[np.uint8]:
+    """Bring what `read_values` gave to 8 bits and the configured channels."""
+    with _as_data_errors():
+        return files.scale_image(values_HWC, _rules(config), place)
+
+
 def fit_image(image_HWC: NDArray[np.uint8], *, height: int, width: int, mode: str) -> NDArray[np.uint8]:
     """Bring an image to a size: stretched, or cropped and padded with black."""
     return sizes.fit_image(image_HWC, height=height, width=width, mode=mode)

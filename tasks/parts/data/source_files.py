@@ -3,6 +3,8 @@
     dataset/reading.json           ReadingRules: what turns a file into an array
     dataset/<split>_files.csv      one line per image: files relative to the root, their sha256, and the window if
                                    images are cut into windows
+    dataset/<split>_originals.csv  the same of a split that is a copy, one line per file of images: validate runs
+                                   engines on them, too
 
 Each file is verified by its sha256 whenever it is read. H height, W width, C channels.
 """
@@ -33,6 +35,7 @@ from tasks.parts.data.image_files import (
     fit_mask,
     pillow_without_own_cap,
     read_image,
+    read_values,
     thread_pool,
 )
 from tasks.parts.data.masks import MaskFile
@@ -99,9 +102,9 @@ class VerifiedFile:
             content = self.path.read_bytes()
         except OSError as error:
             raise ArtifactError(
-                f"{self.path}: cannot be read ({error.strerror}), and the data set is no copy of it "
-                "(prepare_data.copy=false). Restore the file, start from the folder of the repository, or run "
-                "prepare_data again."
+                f"{self.path}: cannot be read ({error.strerror}), and it is read where it lies, as the data "
+                "set is no copy (prepare_data.copy=false) or engines are judged on the original. Restore the "
+                "file, start from the folder of the repository, or run prepare_data again."
             ) from error
         found = hashlib.sha256(content).hexdigest()
         if found != self.sha256:
@@ -125,6 +128,11 @@ class FileReader:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def rules(self) -> ReadingRules:
+        """What turns the files into arrays."""
+        return self._rules
+
     def images(self, numbers: Sequence[int]) -> list[NDArray[np.uint8]]:
         """Return image_HWC of each of these rows."""
         return self._read(numbers, is_mask=False)
@@ -132,6 +140,19 @@ class FileReader:
     def masks(self, numbers: Sequence[int]) -> list[NDArray[np.uint8]]:
         """Return mask_HW of each of these rows."""
         return self._read(numbers, is_mask=True)
+
+    def whole_values(self, number: int) -> NDArray[Any]:
+        """Return values_HWC of the file of a row, of its own size and type; raise ArtifactError if it has changed."""
+        with pillow_without_own_cap():
+            return read_values(self._verified(self._rows[number].image), self._rules)
+
+    def whole_mask(self, number: int) -> NDArray[np.uint8]:
+        """Return mask_HW of the file of a row, of its own size."""
+        with pillow_without_own_cap():
+            return self._whole_mask(self._rows[number])
+
+    def _verified(self, file: SourceFile) -> VerifiedFile:
+        return VerifiedFile(Path(self._rules.root, file.path), file.sha256)
 
     def _read(self, numbers: Sequence[int], *, is_mask: bool) -> list[NDArray[np.uint8]]:
         places: dict[SourceFile, list[int]] = {}
@@ -161,25 +182,26 @@ class FileReader:
         return fit_image(image_HWC, height=rules.height, width=rules.width, mode=rules.resize_mode)
 
     def _mask(self, row: SourceRow) -> NDArray[np.uint8]:
-        rules = self._rules
-        if row.mask:
-            mask_HW = self._decoded(row.mask, row, is_mask=True)
-        else:
-            assert rules.background is not None
-            shape_HW = self._decoded(row.image, row, is_mask=False).shape[:2]
-            mask_HW = np.full(shape_HW, rules.background, np.uint8)
+        rules, mask_HW = self._rules, self._whole_mask(row)
         if row.window:
             return cut_mask(mask_HW, row.window, height=rules.height, width=rules.width)
         return fit_mask(
             mask_HW, height=rules.height, width=rules.width, mode=rules.resize_mode, fill=IGNORE_INDEX
         )
 
+    def _whole_mask(self, row: SourceRow) -> NDArray[np.uint8]:
+        if row.mask:
+            return self._decoded(row.mask, row, is_mask=True)
+        assert self._rules.background is not None
+        shape_HW = self._decoded(row.image, row, is_mask=False).shape[:2]
+        return np.full(shape_HW, self._rules.background, np.uint8)
+
     def _decoded(self, file: SourceFile, row: SourceRow, *, is_mask: bool) -> NDArray[np.uint8]:
         with self._lock:
             if file in self._kept:
                 self._kept.move_to_end(file)
                 return self._kept[file]
-        rules, source = self._rules, VerifiedFile(Path(self._rules.root, file.path), file.sha256)
+        rules, source = self._rules, self._verified(file)
         if is_mask:
             assert rules.table is not None
             stored = MaskFile(source).read(rules.table, max_pixels=rules.max_pixels)
@@ -203,15 +225,20 @@ def list_name(split: str) -> str:
     return f"{split}_files.csv"
 
 
+def originals_name(split: str) -> str:
+    """Return the name of the list of the files that a copied split was made from."""
+    return f"{split}_originals.csv"
+
+
 def write_rules(dataset: Path, rules: ReadingRules) -> None:
     """Write `reading.json`."""
     text = json.dumps(dataclasses.asdict(rules), indent=2, ensure_ascii=False, default=sorted)
     (dataset / RULES_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def write_list(dataset: Path, split: str, rows: Iterable[SourceRow]) -> None:
-    """Write the list of files of a split."""
-    with (dataset / list_name(split)).open("w", newline="", encoding="utf-8") as file:
+def write_list(path: Path, rows: Iterable[SourceRow]) -> None:
+    """Write a list of files."""
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow((*_COLUMNS, *_WINDOW_COLUMNS))
         for row in rows:
@@ -221,15 +248,27 @@ def write_list(dataset: Path, split: str, rows: Iterable[SourceRow]) -> None:
 
 def open_reader(dataset: Path, split: str) -> FileReader:
     """Open the files of a split; raise ArtifactError if a list is damaged."""
+    return FileReader(*_read_list(dataset, split, list_name(split)))
+
+
+def open_originals(dataset: Path, split: str, *, is_listed: bool) -> FileReader:
+    """Open the files that a split was made from, each once, in the order of its images; raise ArtifactError if a list
+    is damaged."""
+    rules, rows = _read_list(dataset, split, list_name(split) if is_listed else originals_name(split))
+    whole = dict.fromkeys(SourceRow(row.image, row.mask, None) for row in rows)
+    return FileReader(rules, list(whole))
+
+
+def _read_list(dataset: Path, split: str, name: str) -> tuple[ReadingRules, list[SourceRow]]:
     try:
         rules = read_rules(dataset)
-        with (dataset / list_name(split)).open(newline="", encoding="utf-8") as file:
+        with (dataset / name).open(newline="", encoding="utf-8") as file:
             rows = [_row(line) for line in csv.DictReader(file, strict=True)]
     except (OSError, ValueError, KeyError, TypeError, csv.Error, dacite.DaciteError) as error:
         raise ArtifactError(
             f"{dataset}: the list of files of '{split}' cannot be read ({error!r}). Run prepare_data again."
         ) from error
-    return FileReader(rules, rows)
+    return rules, rows
 
 
 def read_rules(dataset: Path) -> ReadingRules:

@@ -3,6 +3,7 @@
 N images, C channels, H rows, W columns.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,12 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
 from tasks.core.errors import ArtifactError, DataError
+from tasks.parts.data.lazy_array import part_of
 from tasks.parts.onnx_session import open_session
 from tasks.parts.quantization.config import Activations, Calibrator
 from tasks.parts.quantization.qdq import TensorRange, class_logits
+
+logger = logging.getLogger(__name__)
 
 NUM_BINS = 2048
 _RANGE_OF_ZEROS = TensorRange(0.0, 1.0)
@@ -54,12 +58,29 @@ def check_images(images_NCHW: NDArray[np.float32], max_abs: float) -> None:
             f"calibration images reach {largest:.3g} after normalisation, expected at most {max_abs} "
             "(quantize_ptq.max_abs_input). Check mean and std in the manifest, or outliers in the images."
         )
-    is_flat = np.ptp(images_NCHW, axis=(2, 3)).max(axis=1) == 0
-    if is_flat.any():
+
+
+def without_blank_images(images_NHWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Leave out images of one value only, such as black frames of a video, with a warning.
+
+    Raises DataError if all are such. Their activations would count as much as those of real images.
+    """
+    kept = [number for number, image in enumerate(images_NHWC) if np.ptp(image, axis=(0, 1)).any()]
+    num_blank = len(images_NHWC) - len(kept)
+    if num_blank and not kept:
         raise DataError(
-            f"{int(is_flat.sum())} of {len(images_NCHW)} calibration images hold one value only (first: "
-            f"number {int(is_flat.argmax())}), expected real images. Run prepare_data again."
+            f"all {num_blank} calibration images hold one value only, expected real images. Name some in "
+            "calibration.txt, or raise prepare_data.folder.num_calibration."
         )
+    if not num_blank:
+        return images_NHWC
+    logger.warning(
+        "%d of %d calibration images hold one value only, such as black frames: left out (first: number %d)",
+        num_blank,
+        len(images_NHWC),
+        next(number for number in range(len(images_NHWC)) if number not in kept),
+    )
+    return part_of(images_NHWC, np.array(kept))
 
 
 def collect_statistics(

@@ -53,15 +53,17 @@ _TEXTS = (
 
 
 def log_selection(
-    tracking: TrackingConfig, selection: Path, folders: StageFolders, data: DataSet
+    tracking: TrackingConfig, selection: Path, folders: StageFolders, data: DataSet, splits: Path
 ) -> Tracked | None:
-    """Log the pipeline, its engines and its picks; return None if MLflow does not answer.
+    """Log the pipeline with the table of the files of each split, its engines and its picks.
+
+    Returns None if MLflow does not answer.
 
     Raises ArtifactError if an engine is not the file that was measured.
     """
     rows = read_rows(selection)
     picked = {row.target: row.name for row in rows if row.picked}
-    artifacts = tuple(("", selection / page) for page in _PAGES)
+    artifacts = (*(("", selection / page) for page in _PAGES), ("", splits))
     best, metrics = _summary(rows)
     trainings = training_keys(folders.builds.parent)
     pipeline = RunRecord("pipeline", metrics, {"best": best}, artifacts, data, trainings=trainings)

@@ -78,7 +78,7 @@ def list_cityscapes(root: Path, config: FolderConfig) -> Listing:
         ]
         pairs += listed
         splits[split] = tuple(pair.name for pair in listed)
-    return Listing(table, tuple(pairs), splits)
+    return Listing(table, tuple(pairs), splits, group_kind="sequences")
 
 
 def _sequence(name: str) -> str:

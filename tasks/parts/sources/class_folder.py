@@ -3,12 +3,15 @@
 <root>/images/<class>/**/<name>.png|jpg|jpeg   classes as in <root>/classes.yaml, in the order of the logits
 <root>/images/**/<name>.png|jpg|jpeg           plain images; no classes.yaml
 <root>/train.txt, val.txt, test.txt, calibration.txt, groups.csv   as for mask_folder.py
+
+Folders that are called as splits keep their images: images/<train|val|test>/<class>/**. Images of one sub-folder (of
+that of a class) are a group.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,14 +26,15 @@ from tasks.parts.data.image_files import (
     read_image,
     thread_pool,
 )
-from tasks.parts.sources.class_list import CLASSES_FILE, read_class_list
-from tasks.parts.sources.config import FolderConfig
+from tasks.parts.sources.class_list import CLASSES_FILE, in_quotes, read_class_list
+from tasks.parts.sources.config import FolderConfig, Groups
+from tasks.parts.sources.declared_splits import declared_splits, sub_folder
+from tasks.parts.sources.division import Division, divide, origins_of_splits
+from tasks.parts.sources.duplicates import Duplicates, Pixels, find_duplicates, pixels_of
 from tasks.parts.sources.faults import without_traceback
 from tasks.parts.sources.file_names import list_files
 from tasks.parts.sources.listed_files import HashedFile, Size
 from tasks.parts.sources.splits import (
-    digest_of_pixels,
-    find_duplicates,
     further,
     number_groups,
     read_groups,
@@ -40,6 +44,7 @@ from tasks.parts.sources.splits import (
     refuse_few_groups,
     share_out,
 )
+from tasks.parts.sources.stored_values import check_values
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,8 +79,12 @@ class ImageFolder:
     """Number of the group of each image, by split; None without groups."""
     num_bad_images: int
     """Number of images that are skipped because they cannot be read."""
-    num_duplicates: int
-    """Number of images of val or test whose pixels also occur in another of train, val, test."""
+    duplicates: Duplicates
+    """Images of val or test that also occur in another of train, val, test."""
+    division: Division
+    """Where splits and groups come from, and the table of all images."""
+    types: tuple[str, ...]
+    """numpy's names of the types of the values in the files."""
     warnings: tuple[str, ...]
 
 
@@ -85,26 +94,62 @@ def scan_images(root: Path, config: FolderConfig, *, seed: int, is_labelled: boo
     Raises DataError for a class folder that classes.yaml does not name, an unreadable image, an empty split.
     """
     classes = read_class_list(root, max_classes=MAX_CLASSES).names if is_labelled else ()
-    paths = list_files(root / "images", IMAGE_SUFFIXES, root=root)
+    place = root / "images"
+    paths = list_files(place, IMAGE_SUFFIXES, root=root)
+    # A class may be called as a split is.
+    declared = declared_splits(paths, root=root, place=place) if "train" not in classes else {}
     files = {
-        name: ImageFile(path, _label(root, name, classes) if classes else None)
+        name: ImageFile(path, _label(root, name, classes, bool(declared)) if classes else None)
         for name, path in paths.items()
     }
-    lists, groups = read_split_files(root, set(files)), read_groups(root, set(files))
+    read = read_split_files(root, set(files))
+    lists = read if "train" in read else {**declared, **read}
+    groups = _groups(root, files, config, num_passed_over=bool(declared), is_labelled=is_labelled)
     refuse_empty_lists(root, files, lists)
     refuse_few_groups(root, files, lists, groups)
-    digests, bad = _read_all(files, config)
+    values = check_values([file.path for file in files.values()], config)
+    pixels, bad = _read_all(files, config)
     labels = {name: (file.label,) for name, file in files.items() if file.label is not None}
-    names, warnings = share_out(list(digests), lists, groups, config, seed, labels)
+    names, warnings = share_out(list(pixels), lists, groups, config, seed, labels)
     refuse_empty(root, names, lists)
-    images = {name: (files[name].path, digest) for name, digest in digests.items()}
-    num_duplicates, duplicate_warnings = find_duplicates(names, images)
-    warnings += duplicate_warnings
+    duplicates = find_duplicates(names, pixels)
+    warnings += [*values.warnings, *duplicates.warnings]
     if bad:
         warnings.append(f"{len(bad)} unreadable file(s) skipped, the first: {next(iter(bad.values()))}")
     splits = {split: tuple(files[name] for name in listed) for split, listed in names.items()}
+    origins = origins_of_splits(root, read, declared, f"the folders of {place}", config)
+    below = {name: file.path.relative_to(root).as_posix() for name, file in files.items()}
+    division = divide(below, names, groups, origins)
     numbers = number_groups(names, groups)
-    return ImageFolder(classes, splits, numbers, len(bad), num_duplicates, tuple(warnings))
+    return ImageFolder(
+        classes, splits, numbers, len(bad), duplicates, division, values.types, tuple(warnings)
+    )
+
+
+def _groups(
+    root: Path,
+    files: Mapping[str, ImageFile],
+    config: FolderConfig,
+    *,
+    num_passed_over: int,
+    is_labelled: bool,
+) -> dict[str, str]:
+    """Return the group of each image that has one, and say so."""
+    found: dict[str, str] = {}
+    for name in files if config.groups is Groups.folder else ():
+        below = sub_folder(name, num_passed_over=num_passed_over + is_labelled)
+        group = sub_folder(name, num_passed_over=num_passed_over)
+        if below and group:
+            found[name] = group
+    if found:
+        num_groups = len(set(found.values()))
+        logger.info(
+            "images stay together by sub-folders: %d images in %d groups (prepare_data.folder.groups=%s)",
+            len(found),
+            num_groups,
+            config.groups,
+        )
+    return found | read_groups(root, set(files))
 
 
 def split_images(
@@ -153,35 +198,36 @@ def _read_batches(
             yield np.stack(images), np.array(labels, np.uint16) if labels else None
 
 
-def _label(root: Path, name: str, classes: tuple[str, ...]) -> int:
-    folder, separator, _ = name.partition("/")
+def _label(root: Path, name: str, classes: tuple[str, ...], is_below_split: bool) -> int:
+    below = name.partition("/")[2] if is_below_split else name
+    folder, separator, _ = below.partition("/")
     if not separator or folder not in classes:
         place = f"the folder '{folder}'" if separator else "no class folder"
         raise DataError(
             f"{root / 'images' / name}: lies in {place}, expected images/<class>/ with a class of "
-            f"{root / CLASSES_FILE}: {', '.join(classes[:8])}{further(classes[7:], 'class')}."
+            f"{root / CLASSES_FILE}: {in_quotes(classes[:8])}{further(classes[7:], 'class')}."
         )
     return classes.index(folder)
 
 
 def _read_all(
     files: dict[str, ImageFile], config: FolderConfig
-) -> tuple[dict[str, str], dict[str, DataError]]:
-    """Decode every file; return the digests of readable files and the faults of the others.
+) -> tuple[dict[str, Pixels], dict[str, DataError]]:
+    """Decode every file; return what tells readable files apart, and the faults of the others.
 
     Stops if more files are unreadable than the configuration allows.
     """
 
-    def read(file: ImageFile) -> str | DataError:
+    def read(file: ImageFile) -> Pixels | DataError:
         try:
-            return digest_of_pixels(read_image(file.path, config))
+            return pixels_of(file.path, read_image(file.path, config))
         except UnreadableImage as error:
             return without_traceback(error)
 
     with pillow_without_own_cap(), thread_pool() as pool:
         results = dict(zip(files, pool.map(read, files.values()), strict=True))
-    digests = {name: result for name, result in results.items() if isinstance(result, str)}
-    bad = {name: result for name, result in results.items() if not isinstance(result, str)}
+    pixels = {name: result for name, result in results.items() if isinstance(result, Pixels)}
+    bad = {name: result for name, result in results.items() if not isinstance(result, Pixels)}
     if len(bad) > config.max_bad_images:
         first = next(iter(bad.values()))
         raise UnreadableImage(
@@ -189,4 +235,4 @@ def _read_all(
             f"{config.max_bad_images}."
         ) from first
     logger.info("checked %d images", len(files))
-    return digests, bad
+    return pixels, bad

@@ -117,6 +117,11 @@ def check_class_name(name: Any, *, source: Path) -> str:
     return name
 
 
+def in_quotes(names: Iterable[str]) -> str:
+    """Return names of classes as text; they may hold spaces, commas and letters of any script."""
+    return ", ".join(f"'{name}'" for name in names)
+
+
 def _read_yaml(path: Path, root: Path) -> Any:
     import yaml
 

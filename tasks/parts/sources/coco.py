@@ -8,13 +8,20 @@ Other years work too. Classes are the categories of the files; for instances, pi
 `background`, with id 0. Crowds are ignored, and so are pixels of no segment in panoptic masks. Where instances
 overlap, smaller ones lie over larger ones, later over earlier ones of the same size. The official val split is
 `test`, and val is taken from train.
+
+Exports of instances are read, too; their splits are kept, and what lacks is taken from train:
+
+<root>/annotations/instances_<train|val|test|default>.json, images/**      CVAT; default is of no split
+<root>/<train|valid|test>/_annotations.coco.json and images beside it      Roboflow
+
+A category may have the id 0; then background has the largest id plus one.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +38,7 @@ from tasks.parts.sources.class_list import (
     read_class_list,
 )
 from tasks.parts.sources.config import Annotations, FolderConfig
+from tasks.parts.sources.declared_splits import SPLIT_OF_FOLDER, sub_folder
 from tasks.parts.sources.file_names import list_files
 from tasks.parts.sources.links import check_link
 from tasks.parts.sources.pairs import BACKGROUND, Listing, Pair
@@ -97,20 +105,22 @@ class InstanceMask:
     width: int
     objects: tuple[Mapping[str, Any], ...]
     listed_in: Path
+    background: int = 0
+    """Id of pixels of no object."""
 
     def __str__(self) -> str:
         return f"{self.listed_in}: image {self.image_id}"
 
     def read(self, table: ClassTable, *, max_pixels: int) -> StoredMask:
-        """Draw the objects, crowds first, then from the largest to the smallest."""
+        """Draw the objects: first crowds and boxes, which are ignored, then from the largest to the smallest."""
         import numpy as np
 
         check_pixels(self, self.width, self.height, max_pixels)
-        categories_HW = np.zeros((self.height, self.width), np.int32)
+        categories_HW = np.full((self.height, self.width), self.background, np.int32)
         drawn: list[tuple[bool, int, int, NDArray[np.bool_]]] = []
         for found in self.objects:
             is_object_HW = self._decode(found)
-            is_crowd = bool(found.get("iscrowd", 0))
+            is_crowd = bool(found.get("iscrowd", 0)) or _is_box_alone(found)
             drawn.append((not is_crowd, -int(is_object_HW.sum()), len(drawn), is_object_HW))
         for has_class, _, number, is_object_HW in sorted(drawn, key=lambda entry: entry[:3]):
             categories_HW[is_object_HW] = self.objects[number]["category_id"] if has_class else IGNORED_ID
@@ -121,6 +131,10 @@ class InstanceMask:
         from pycocotools import mask as coco_mask
 
         shape = found["segmentation"]
+        if _is_box_alone(found):
+            left, top, width, height = found["bbox"]
+            right, bottom = left + width, top + height
+            shape = [[left, top, right, top, right, bottom, left, bottom]]
         if not _is_polygons(shape) and not _is_run_lengths(shape, self.height, self.width):
             raise self._broken(found, str(shape)[:60])
         try:
@@ -168,57 +182,193 @@ def _is_run_lengths(shape: Any, height: int, width: int) -> bool:
     return isinstance(counts, str) and bool(counts)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A JSON file of annotations."""
+
+    name: str
+    """Name of its images in lists of splits, before their own."""
+    file: Path
+    split: str | None
+    """Split that its images are; None for a file of all images."""
+    folders: tuple[Path, ...]
+    """Folders below which its images may be."""
+
+
 def list_coco(root: Path, config: FolderConfig) -> Listing:
-    """List the official train and val splits."""
+    """List the official train and val splits, or the parts of an export of CVAT or Roboflow."""
     kind = config.annotations
     assert kind is not None
     pairs: list[Pair] = []
     splits: dict[str, tuple[str, ...]] = {}
     tables: dict[Path, ClassTable] = {}
-    for official, split in _SPLITS.items():
-        file = _annotation_file(root, official, kind)
-        content = _read_json(file, kind)
-        tables[file] = _table(file, content, kind)
-        year_folder = file.stem.partition("_")[2]
-        images_at = _image_folder(root, year_folder)
-        files = list_files(images_at, (".jpg", ".jpeg", ".png"), root=root)
-        on_disk = {path.relative_to(images_at).as_posix(): path for path in files.values()}
-        masks = (_panoptic_masks if kind is Annotations.panoptic else _instance_masks)(root, file, content)
-        listed = []
-        for row in content["images"]:
-            name = row["file_name"]
-            if name not in on_disk:
-                raise DataError(f"{file}: lists the image {name!r}, but {images_at / name} does not exist.")
-            listed.append(
-                Pair(f"{year_folder}/{Path(name).with_suffix('')}", on_disk[name], masks.get(row["id"]))
+    warnings: list[str] = []
+    for part in _parts(root, kind):
+        content = _read_json(part.file, kind)
+        warnings += _drop_root_category(part.file, content, kind)
+        tables[part.file] = _table(part.file, content, kind)
+        on_disk = _images_on_disk(root, part, content)
+        if kind is Annotations.panoptic:
+            masks = _panoptic_masks(root, part.file, content)
+        else:
+            masks = _instance_masks(part.file, content)
+            warnings += _box_warnings(part.file, content)
+        listed = [
+            Pair(
+                f"{part.name}/{Path(row['file_name']).with_suffix('')}",
+                on_disk[row["file_name"]],
+                masks.get(row["id"]),
+                sub_folder(row["file_name"], num_passed_over=0),
             )
+            for row in content["images"]
+        ]
         pairs += listed
-        splits[split] = tuple(pair.name for pair in listed)
-    return Listing(_common_table(root, tables), tuple(pairs), splits)
+        if part.split:
+            splits[part.split] = tuple(pair.name for pair in listed)
+    table = _common_table(root, tables)
+    return Listing(table, tuple(pairs), splits, tuple(warnings), "sub-folders of file_name", "the JSON files")
 
 
 def read_categories(root: Path, kind: Annotations) -> ClassTable:
-    """Return the classes of the official val split, which are those of all splits."""
-    file = _annotation_file(root, "val", kind)
-    return _table(file, _read_json(file, kind), kind)
+    """Return the classes by the file of the val split, or of the first: those of all splits are the same."""
+    parts = _parts(root, kind)
+    part = next((part for part in parts if part.split == "val"), parts[0])
+    content = _read_json(part.file, kind)
+    _drop_root_category(part.file, content, kind)
+    return _table(part.file, content, kind)
 
 
-def _image_folder(root: Path, name: str) -> Path:
-    """Return the folder of the images of a split: in the root, or in its folder images."""
-    inside = root / "images" / name
-    return inside if inside.is_dir() and not (root / name).exists() else root / name
+def _parts(root: Path, kind: Annotations) -> list[_Part]:
+    """Return the JSON files of a data set, by the first of three layouts that it has."""
+    found = [_official_part(root, official, split, kind) for official, split in _SPLITS.items()]
+    official = [part for part in found if part]
+    if official and len(official) < len(found):
+        missing = next(name for name, part in zip(_SPLITS, found, strict=True) if not part)
+        raise DataError(
+            f"{root / 'annotations'}: holds no file {kind}_{missing}<year>.json, expected one beside "
+            f"{official[0].file.name}. Unpack it there."
+        )
+    exported = {} if official or kind is Annotations.panoptic else _exported_files(root)
+    if not official and not exported:
+        raise DataError(
+            f"{root / 'annotations'}: holds no file {kind}_<train|val><year>.json, expected one of each. Unpack the "
+            "annotations there, or choose prepare_data.folder.annotations=panoptic or instances. Exports have "
+            "annotations/instances_<train|val|test|default>.json (CVAT) or <train|valid|test>/_annotations.coco.json "
+            "(Roboflow), of instances."
+        )
+    parts = [_exported_part(root, name, file) for name, file in exported.items()]
+    _refuse_repeated_splits(root, parts)
+    return official or parts
 
 
-def _annotation_file(root: Path, official: str, kind: Annotations) -> Path:
+def _official_part(root: Path, official: str, split: str, kind: Annotations) -> _Part | None:
     folder = root / "annotations"
     found = sorted(folder.glob(f"{kind}_{official}[0-9]*.json"))
-    if len(found) != 1:
-        raise DataError(
-            f"{folder}: holds {len(found)} files {kind}_{official}<year>.json, expected one. Unpack the annotations "
-            "there, or choose prepare_data.folder.annotations=panoptic or instances."
-        )
+    if not found:
+        return None
+    if len(found) > 1:
+        raise DataError(f"{folder}: holds {len(found)} files {kind}_{official}<year>.json, expected one.")
     check_link(found[0], root)
-    return found[0]
+    name = found[0].stem.partition("_")[2]
+    inside = root / "images" / name
+    is_inside = inside.is_dir() and not (root / name).exists()
+    return _Part(name, found[0], split, (inside if is_inside else root / name,))
+
+
+def _exported_files(root: Path) -> dict[str, Path]:
+    """Return the JSON files of an export of Roboflow, else of CVAT, by the names of its parts."""
+    names = (*SPLIT_OF_FOLDER, "default")
+    of_roboflow = {name: root / name / "_annotations.coco.json" for name in names}
+    of_cvat = {name: root / "annotations" / f"instances_{name}.json" for name in names}
+    for files in (of_roboflow, of_cvat):
+        found = {name: file for name, file in files.items() if file.is_file()}
+        if found:
+            return found
+    return {}
+
+
+def _exported_part(root: Path, name: str, file: Path) -> _Part:
+    check_link(file, root)
+    folders = (root / "images" / name, root / name, root / "images", root)
+    return _Part(name, file, SPLIT_OF_FOLDER.get(name), folders)
+
+
+def _refuse_repeated_splits(root: Path, parts: Sequence[_Part]) -> None:
+    by_split: dict[str | None, _Part] = {}
+    for part in parts:
+        other = by_split.setdefault(part.split, part)
+        if other is not part:
+            raise DataError(
+                f"{root}: {other.file} and {part.file} are both the split '{part.split}', expected one."
+            )
+    if None in by_split and len(parts) > 1:
+        raise DataError(
+            f"{root}: holds {by_split[None].file} of no split beside others, such as {parts[0].file}. Remove one "
+            "of them."
+        )
+
+
+def _images_on_disk(root: Path, part: _Part, content: Mapping[str, list[dict[str, Any]]]) -> dict[str, Path]:
+    """Return the path of each image by its file_name, below the first folder that has the first of them."""
+    names = [row["file_name"] for row in content["images"]]
+    images_at = next((folder for folder in part.folders if (folder / names[0]).is_file()), part.folders[0])
+    files = list_files(images_at, (".jpg", ".jpeg", ".png"), root=root)
+    on_disk = {path.relative_to(images_at).as_posix(): path for path in files.values()}
+    missing = [name for name in names if name not in on_disk]
+    if missing:
+        places = " or ".join(str(folder) for folder in part.folders)
+        raise DataError(
+            f"{part.file}: lists the image {missing[0]!r}{further(missing, 'image')}, but {images_at / missing[0]} "
+            f"does not exist. Expected the images below {places}."
+        )
+    return on_disk
+
+
+def _drop_root_category(file: Path, content: dict[str, list[dict[str, Any]]], kind: Annotations) -> list[str]:
+    """Take out the category 0 of an export of Roboflow, which stands for all others and for no object."""
+    roots = [
+        row
+        for row in content["categories"]
+        if kind is Annotations.instances
+        and row["id"] == 0
+        and any(
+            other.get("supercategory") == row["name"] for other in content["categories"] if other is not row
+        )
+    ]
+    if not roots or any(row["category_id"] == 0 for row in content["annotations"]):
+        return []
+    content["categories"] = [row for row in content["categories"] if row is not roots[0]]
+    return [
+        f"{file}: the category '{roots[0]['name']}' is the group of the others and of no object: left out."
+    ]
+
+
+def _is_box_alone(row: Mapping[str, Any]) -> bool:
+    return row["segmentation"] in ([], [[]], None)
+
+
+def _box_warnings(file: Path, content: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+    """Return a warning that counts objects of which only a box is known; raise DataError if all are such."""
+    boxes = [row for row in content["annotations"] if _is_box_alone(row)]
+    if not boxes:
+        return []
+    if len(boxes) == len(content["annotations"]):
+        raise DataError(
+            f"{file}: all {len(boxes)} annotations are boxes without a segmentation, which is data for detection, "
+            "expected polygons or run lengths. Export the data set for segmentation."
+        )
+    unplaced = [row for row in boxes if not _is_box(row.get("bbox"))]
+    if unplaced:
+        raise DataError(
+            f"{file}: annotation {unplaced[0].get('id', '?')} has no segmentation and no bbox. Remove it, or draw it."
+        )
+    return [
+        f"{file}: {len(boxes)} object(s) are boxes without a segmentation; pixels of these boxes are ignored."
+    ]
+
+
+def _is_box(box: Any) -> bool:
+    return isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box)
 
 
 def _read_json(file: Path, kind: Annotations) -> dict[str, list[dict[str, Any]]]:
@@ -283,16 +433,23 @@ def _refuse_repeated(file: Path, lists: Mapping[str, list[dict[str, Any]]], name
 
 def _table(file: Path, content: Mapping[str, list[dict[str, Any]]], kind: Annotations) -> ClassTable:
     rows = sorted(content["categories"], key=lambda row: int(row["id"]))
-    outside = [row["id"] for row in rows if not 0 < row["id"] <= MAX_ID]
+    first = 0 if kind is Annotations.instances else 1
+    outside = [row["id"] for row in rows if not first <= row["id"] <= MAX_ID]
     if outside:
-        raise DataError(f"{file}: the category id {outside[0]} is outside 1 to {MAX_ID}.")
+        raise DataError(f"{file}: the category id {outside[0]} is outside {first} to {MAX_ID}.")
     names = [check_class_name(row["name"], source=file) for row in rows]
     ids = [(int(row["id"]),) for row in rows]
     if kind is Annotations.instances:
-        names, ids = [BACKGROUND, *names], [(0,), *ids]
+        names, ids = [BACKGROUND, *names], [(_background_id(content),), *ids]
     table = ClassTable(tuple(names), str(file), tuple(ids))
     check_table(table)
     return table
+
+
+def _background_id(content: Mapping[str, list[dict[str, Any]]]) -> int:
+    """Return the id of pixels of no object: 0, or, if a category has it, the largest id plus one."""
+    numbers = {row["id"] for row in content["categories"]}
+    return max(numbers) + 1 if 0 in numbers else 0
 
 
 def _common_table(root: Path, tables: Mapping[Path, ClassTable]) -> ClassTable:
@@ -335,18 +492,19 @@ def _panoptic_masks(
     return masks
 
 
-def _instance_masks(
-    root: Path, file: Path, content: Mapping[str, list[dict[str, Any]]]
-) -> dict[int, MaskReader]:
+def _instance_masks(file: Path, content: Mapping[str, list[dict[str, Any]]]) -> dict[int, MaskReader]:
     """Return the objects by image; an image without any is all background."""
     categories = {row["id"] for row in content["categories"]}
     _refuse_unknown(file, categories, (row["category_id"] for row in content["annotations"]))
     objects: dict[int, list[Mapping[str, Any]]] = {row["id"]: [] for row in content["images"]}
     for row in content["annotations"]:
-        kept = ("id", "category_id", "segmentation", "iscrowd")
+        kept = ("id", "category_id", "segmentation", "iscrowd", *(("bbox",) if _is_box_alone(row) else ()))
         objects[row["image_id"]].append({key: row[key] for key in kept if key in row})
+    background = _background_id(content)
     return {
-        row["id"]: InstanceMask(row["id"], row["height"], row["width"], tuple(objects[row["id"]]), file)
+        row["id"]: InstanceMask(
+            row["id"], row["height"], row["width"], tuple(objects[row["id"]]), file, background
+        )
         for row in content["images"]
     }
 

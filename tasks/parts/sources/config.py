@@ -24,6 +24,16 @@ class MissingMasks(StrEnum):
     """It is in the training split without labels: only terms that need a teacher learn from it."""
 
 
+class Groups(StrEnum):
+    """Which images stay together in one split."""
+
+    folder = "folder"
+    """Those of one sub-folder, such as the frames of a video; where a layout knows more, such as the sequences of
+    Cityscapes, those."""
+    none = "none"
+    """None but those that groups.csv names."""
+
+
 class Annotations(StrEnum):
     """Which annotations of COCO are read."""
 
@@ -53,7 +63,7 @@ class FolderConfig:
     """resize: stretched to height x width. crop: cropped at the centre, padded with black, ignored pixels. windows:
     cut into windows of height x width."""
     val_share: Annotated[float, MoreThan(0), LessThan(1)]
-    """Share of the images for val; unused if the folder has train.txt, val.txt, test.txt."""
+    """Share of the images for val; unused where a list or a folder says which images val has."""
     test_share: Annotated[float, MoreThan(0), LessThan(1)]
     """Share of the images for test; val_share + test_share stays below 1."""
     num_calibration: Annotated[int, AtLeast(1), "quantizers cannot be calibrated without images"]
@@ -64,8 +74,10 @@ class FolderConfig:
     """Number of unreadable files that are skipped with a warning; one more stops the run."""
     missing_masks: MissingMasks = MissingMasks.error
     """What happens to an image without a mask."""
+    groups: Groups = Groups.folder
+    """Which images stay together in one split; groups.csv replaces the groups of the images that it names."""
     value_range: list[float] | None = None
-    """Lowest and highest value of images of more than 8 bits, which become 0 and 255; None: 16 bits, high byte."""
+    """Lowest and highest value of images of more than 8 bits, which become 0 and 255; such images need it."""
     window_overlap: Annotated[int, AtLeast(0)] | None = None
     """Pixels that neighbouring windows share, for resize_mode windows; half of it is the context that the network
     sees beyond what counts, so twice the reach of the network is best."""

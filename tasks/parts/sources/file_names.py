@@ -10,6 +10,7 @@ from pathlib import Path
 from tasks.core.errors import DataError
 from tasks.parts.sources.class_list import check_relative_name
 from tasks.parts.sources.links import check_link
+from tasks.parts.sources.other_formats import refuse_other_formats
 
 
 def list_files(folder: Path, endings: Iterable[str], *, root: Path) -> dict[str, Path]:
@@ -25,6 +26,7 @@ def list_files(folder: Path, endings: Iterable[str], *, root: Path) -> dict[str,
         )
     endings = tuple(endings)
     paths: dict[str, Path] = {}
+    others: list[Path] = []
     for parent, folders, files in os.walk(folder):
         for entry in (*folders, *files):
             path = Path(parent, entry)
@@ -35,6 +37,7 @@ def list_files(folder: Path, endings: Iterable[str], *, root: Path) -> dict[str,
         for path in (Path(parent, name) for name in files if not name.startswith(".")):
             ending = next((end for end in endings if path.name.lower().endswith(end.lower())), None)
             if ending is None:
+                others.append(path)
                 continue
             # macOS stores é as two characters; without normalisation, image and mask names might not match.
             stem = path.relative_to(folder).as_posix()[: -len(ending)]
@@ -45,6 +48,7 @@ def list_files(folder: Path, endings: Iterable[str], *, root: Path) -> dict[str,
                     f"{path}: has the same name as {paths[name]}. Each mask belongs to one image: rename one."
                 )
             paths[name] = path
+    refuse_other_formats(folder, others)
     return paths
 
 

@@ -23,11 +23,11 @@ from tasks.parts.data.image_files import (
     thread_pool,
 )
 from tasks.parts.data.masks import MaskReader
-from tasks.parts.sources.config import FolderConfig, MissingMasks
+from tasks.parts.sources.config import FolderConfig, Groups, MissingMasks
+from tasks.parts.sources.division import Division, divide, origins_of_splits
+from tasks.parts.sources.duplicates import Duplicates, Pixels, find_duplicates, pixels_of
 from tasks.parts.sources.faults import without_traceback
 from tasks.parts.sources.splits import (
-    digest_of_pixels,
-    find_duplicates,
     further,
     number_groups,
     read_groups,
@@ -37,6 +37,7 @@ from tasks.parts.sources.splits import (
     refuse_few_groups,
     share_out,
 )
+from tasks.parts.sources.stored_values import check_values
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,6 +51,7 @@ BACKGROUND = "background"
 """Class of all pixels of an image without a mask, if prepare_data.folder.missing_masks is background."""
 
 _FILES_PER_PROGRESS_LINE = 1000
+_WHITE = 255
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,12 @@ class Listing:
     pairs: tuple[Pair, ...]
     splits: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of the pairs of each of train, val and test that the layout itself names; empty if it names none.
-    A missing val is taken from train."""
+    A missing val or test is taken from train."""
     warnings: tuple[str, ...] = ()
+    group_kind: str = "groups of the layout"
+    """What the groups of the pairs are, for messages."""
+    split_place: str = "the official splits"
+    """What names the splits, for messages."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +95,12 @@ class CheckedPairs:
     """Height and width of each image, by the name of its pair."""
     num_bad_images: int
     """Number of images that are skipped because they cannot be read."""
-    num_duplicates: int
-    """Number of images of val or test whose pixels also occur in another of train, val, test."""
+    duplicates: Duplicates
+    """Images of val or test that also occur in another of train, val, test."""
+    division: Division
+    """Where splits and groups come from, and the table of all images."""
+    types: tuple[str, ...]
+    """numpy's names of the types of the values in the files of the images."""
     num_unlabelled: int
     """Number of images, the last ones of train, without labels."""
     warnings: tuple[str, ...]
@@ -111,13 +121,12 @@ def check_pairs(root: Path, listing: Listing, config: FolderConfig, *, seed: int
     all_names = {pair.name for pair in listing.pairs}
     read = read_split_files(root, all_names)
     lists = read if "train" in read else {**listing.splits, **read}
-    groups = {pair.name: pair.group for pair in pairs if pair.group is not None} | read_groups(
-        root, all_names
-    )
+    groups = _groups(root, listing, pairs, config)
     unlabelled = _unlabelled(pairs, config)
     _refuse_unlabelled(root, lists, unlabelled)
     refuse_empty_lists(root, [pair.name for pair in pairs], lists)
     refuse_few_groups(root, [pair.name for pair in pairs if pair.name not in unlabelled], lists, groups)
+    values = check_values([pair.image for pair in pairs], config)
     checks = _check_all(pairs, table, config)
     good, bad_warnings = _drop_bad(checks, config.max_bad_images)
     check_of = {check.pair.name: check for check in good}
@@ -127,17 +136,27 @@ def check_pairs(root: Path, listing: Listing, config: FolderConfig, *, seed: int
     refuse_empty(root, {**names, "train": tuple(labelled)}, lists)
     splits = {split: tuple(check_of[name].pair for name in listed) for split, listed in names.items()}
     _refuse_single_class(root, [check_of[name] for name in labelled], table)
-    images = {name: (check.pair.image, check.digest) for name, check in check_of.items()}
-    num_duplicates, duplicate_warnings = find_duplicates(names, images)
+    duplicates = find_duplicates(names, {name: _pixels(check) for name, check in check_of.items()})
+    origins = origins_of_splits(root, read, listing.splits, listing.split_place, config)
+    paths = {pair.name: _path_below(root, pair) for pair in listing.pairs}
     return CheckedPairs(
         table,
         splits,
         number_groups(names, groups),
         {name: check.size for name, check in check_of.items()},
         len(checks) - len(good),
-        num_duplicates,
+        duplicates,
+        divide(paths, names, groups, origins),
+        values.types,
         len(names["train"]) - len(labelled),
-        (*listing.warnings, *missing_warnings, *bad_warnings, *split_warnings, *duplicate_warnings),
+        (
+            *listing.warnings,
+            *missing_warnings,
+            *values.warnings,
+            *bad_warnings,
+            *split_warnings,
+            *duplicates.warnings,
+        ),
     )
 
 
@@ -193,20 +212,49 @@ class _Check:
     pair: Pair
     fault: DataError | None
     """What is wrong with the pair, or None."""
-    digest: str
-    """Digest of the decoded image; empty if the pair cannot be read."""
+    pixels: Pixels | None
+    """What tells whether the image is the same as another; None if the pair cannot be read."""
     labels: tuple[int, ...]
     """Classes of the mask."""
     size: tuple[int, int] = (0, 0)
     """Height and width of the image; 0 if the pair cannot be read."""
+    is_black_and_white: bool = False
+    """Whether the ids of the mask are 255 and perhaps 0, as programs that paint write masks of two classes."""
 
 
-class _SizeMismatch(DataError):
+class SizeMismatch(DataError):
     """An image and its mask differ in size."""
 
 
-class _UnknownLabel(DataError):
+class UnknownLabel(DataError):
     """A mask holds an id or a colour that is not in the table of classes."""
+
+
+def _pixels(check: _Check) -> Pixels:
+    assert check.pixels is not None
+    return check.pixels
+
+
+def _path_below(root: Path, pair: Pair) -> str:
+    """Return the path of an image relative to the root, or, if it lies inside a larger file, its place as text."""
+    is_below = isinstance(pair.image, Path) and pair.image.is_relative_to(root)
+    return Path(str(pair.image)).relative_to(root).as_posix() if is_below else str(pair.image)
+
+
+def _groups(root: Path, listing: Listing, pairs: Sequence[Pair], config: FolderConfig) -> dict[str, str]:
+    """Return the group of each image that has one, and say so."""
+    of_layout = {pair.name: pair.group for pair in pairs if pair.group is not None}
+    if config.groups is Groups.none:
+        of_layout = {}
+    if of_layout:
+        logger.info(
+            "images stay together by %s: %d images in %d groups (prepare_data.folder.groups=%s)",
+            listing.group_kind,
+            len(of_layout),
+            len(set(of_layout.values())),
+            config.groups,
+        )
+    return of_layout | read_groups(root, {pair.name for pair in listing.pairs})
 
 
 def _refuse_repeated_names(root: Path, pairs: Sequence[Pair]) -> None:
@@ -286,23 +334,29 @@ def _check_pair(pair: Pair, table: ClassTable, config: FolderConfig) -> _Check:
         if pair.mask is None:
             is_labelled = config.missing_masks is not MissingMasks.unlabelled
             labels: tuple[int, ...] = (table.names.index(BACKGROUND),) if is_labelled else ()
-            return _Check(pair, None, digest_of_pixels(image_HWC), labels, image_HWC.shape[:2])
+            return _Check(pair, None, pixels_of(pair.image, image_HWC), labels, image_HWC.shape[:2])
         stored = pair.mask.read(table, max_pixels=config.max_pixels)
     except DataError as error:
-        return _Check(pair, without_traceback(error), "", ())
+        return _Check(pair, without_traceback(error), None, ())
     classes_HW = table.to_classes(stored)
     fault: DataError | None = None
     if image_HWC.shape[:2] != classes_HW.shape:
-        fault = _SizeMismatch(
+        fault = SizeMismatch(
             f"{pair.image} is {image_HWC.shape[1]} x {image_HWC.shape[0]} (EXIF orientation applied), its "
             f"mask {pair.mask} is {classes_HW.shape[1]} x {classes_HW.shape[0]}. Export both at the same size and "
             "orientation."
         )
     elif (classes_HW == UNKNOWN).any():
-        fault = _UnknownLabel(_unknown_label_text(pair, stored, classes_HW, table))
+        fault = UnknownLabel(_unknown_label_text(pair, stored, classes_HW, table))
     counts = np.bincount(classes_HW.ravel() - UNKNOWN)
     labels = tuple(int(value) for value in np.flatnonzero(counts) + UNKNOWN if 0 <= value != IGNORE_INDEX)
-    return _Check(pair, fault, digest_of_pixels(image_HWC), labels, image_HWC.shape[:2])
+    is_black_and_white = not stored.is_colour and _are_black_and_white(stored.values_HW)
+    pixels = pixels_of(pair.image, image_HWC)
+    return _Check(pair, fault, pixels, labels, image_HWC.shape[:2], is_black_and_white)
+
+
+def _are_black_and_white(values: NDArray[np.int32]) -> bool:
+    return bool((values == _WHITE).any() and ((values == 0) | (values == _WHITE)).all())
 
 
 def _unknown_label_text(
@@ -325,6 +379,8 @@ def _unknown_label_text(
     text = f"{where}: labels {shown}{more} are not classes; expected {known} ({ignored})."
     if unknown[-1] > 255:
         return f"{text} A 16-bit mask: if it holds class * 1000 + instance, save value // 1000 as 8-bit grey."
+    if _are_black_and_white(stored.values_HW):
+        return f"{text} {_black_and_white_advice(table)}"
     return (
         f"{text} Add the classes to classes.yaml, map the values by its `ids`, or name them in `ignore_ids` "
         f"({table.place})."
@@ -369,10 +425,28 @@ def _refuse_single_class(root: Path, train: list[_Check], table: ClassTable) -> 
     present = {label for check in train for label in check.labels}
     if len(present) < 2:
         content = f"only class '{table.names[present.pop()]}'" if present else "only ignored pixels"
+        painted = [check for check in train if check.is_black_and_white]
+        advice = "check the export of the masks."
+        if painted and _WHITE in table.ignore_ids:
+            advice = (
+                f"{len(painted)} of the masks hold the values 0 and 255 alone, and {table.place} ignores 255. "
+                f"{_black_and_white_advice(table)}"
+            )
         raise DataError(
             f"{root}: the {len(train)} masks of the train split hold {content} (the first: "
-            f"{train[0].pair.mask}). At least two classes are needed: check the export of the masks."
+            f"{train[0].pair.mask}). At least two classes are needed: {advice}"
         )
+
+
+def _black_and_white_advice(table: ClassTable) -> str:
+    """Return what to write into classes.yaml for masks of 0 and 255, where 255 is a class."""
+    names = table.names if len(table.names) == 2 else (BACKGROUND, "object")
+    rows = ", ".join(
+        f"{{name: '{name}', ids: [{number}]}}" for name, number in zip(names, (0, _WHITE), strict=True)
+    )
+    return (
+        f"If 255 is the second class, write into classes.yaml: [{rows}], without 255 among what is ignored."
+    )
 
 
 def _same_fault(faults: Sequence[DataError]) -> str:

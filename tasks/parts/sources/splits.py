@@ -2,7 +2,8 @@
 
 What no list decides is chosen so that each class is present in proportion (`choose_stratified`).
 ``<root>/groups.csv`` (columns ``image`` and ``group``) says which images belong together, such as the frames of one
-video: they go into the same split, and the certainty of a score is computed from the groups.
+video: they go into the same split, and the certainty of a score is computed from the groups. The images that it does
+not name are in the groups of their layout, such as those of their sub-folder.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ if TYPE_CHECKING:
 
 GROUPS_FILE = "groups.csv"
 
-_LISTED_SPLITS = ("train", "val", "test")
+LISTED_SPLITS = ("train", "val", "test")
 
 
 def read_split_files(root: Path, names: set[str]) -> dict[str, tuple[str, ...]]:
     """Read train.txt, val.txt, test.txt (all or none) and calibration.txt, which may be alone."""
-    paths = {split: root / f"{split}.txt" for split in (*_LISTED_SPLITS, "calibration")}
+    paths = {split: root / f"{split}.txt" for split in (*LISTED_SPLITS, "calibration")}
     present = {split: path for split, path in paths.items() if path.exists() or path.is_symlink()}
-    missing = [paths[split].name for split in _LISTED_SPLITS if split not in present]
-    if missing and any(split in present for split in _LISTED_SPLITS):
+    missing = [paths[split].name for split in LISTED_SPLITS if split not in present]
+    if missing and any(split in present for split in LISTED_SPLITS):
         raise DataError(
             f"{root}: holds {', '.join(path.name for path in present.values())}, but not "
             f"{', '.join(missing)}. Add all three of train.txt, val.txt, test.txt, or remove all lists."
@@ -69,12 +70,12 @@ def number_groups(
     if not groups:
         return dict.fromkeys(splits)
     return {
-        split: np.unique([_group_of(name, groups) for name in names], return_inverse=True)[1]
+        split: np.unique([group_of(name, groups) for name in names], return_inverse=True)[1]
         for split, names in splits.items()
     }
 
 
-def _group_of(name: str, groups: Mapping[str, str]) -> str:
+def group_of(name: str, groups: Mapping[str, str]) -> str:
     """Return the group of an image; one without a group is its own. Names of images do not begin with a slash."""
     return f"/{groups[name]}" if name in groups else name
 
@@ -113,11 +114,6 @@ def _known_names(lines: Sequence[str], path: Path, names: set[str]) -> list[str]
     return listed
 
 
-def digest_of_pixels(image_HWC: NDArray[np.uint8]) -> str:
-    """Return a digest of the pixels, which is equal for the same picture in another file."""
-    return hashlib.sha256(str(image_HWC.shape).encode() + image_HWC.tobytes()).hexdigest()
-
-
 def share_out(
     names: Sequence[str],
     lists: Mapping[str, tuple[str, ...]],
@@ -129,29 +125,29 @@ def share_out(
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Assign readable images to train, val, test and calibration, and warn about doubtful choices.
 
-    `labels` tells which classes an image holds. Lists that name no val split leave it to be taken from train. The
-    images of a group go into the same split, unless lists tear it. The images of a split are in an order that depends
-    on the seed and not on their names, so that the first ones, on which some stages measure, are a random sample.
-    No choice depends on images that are `unlabelled`: those of train follow the others there.
+    `labels` tells which classes an image holds. Lists that name no val or no test leave it to be taken from train.
+    The images of a group go into the same split, unless lists tear it. The images of a split are in an order that
+    depends on the seed and not on their names, so that the first ones, on which some stages measure, are a random
+    sample. No choice depends on images that are `unlabelled`: those of train follow the others there.
     """
     readable = set(names)
 
     def place(text: str) -> bytes:
         return hashlib.sha256(f"{seed}:{text}".encode()).digest()
 
-    shuffled = sorted(readable, key=lambda name: (place(_group_of(name, groups)), name))
+    shuffled = sorted(readable, key=lambda name: (place(group_of(name, groups)), name))
     splits = {split: [name for name in listed if name in readable] for split, listed in lists.items()}
     warnings = _left_out_warnings(splits, readable)
     added = set(unlabelled).intersection(splits.get("train", readable))
     labelled = [name for name in splits.get("train", shuffled) if name not in unlabelled]
     if "train" in splits:
         splits["train"] = labelled
-    if "val" not in splits:
+    shares = {"val": config.val_share, "test": config.test_share}
+    missing = [split for split in shares if split not in splits]
+    if missing:
         pool = set(labelled)
         # A rounded-down share must not leave a small folder without val or test.
-        counts = {"val": max(1, round(config.val_share * len(pool)))}
-        if "test" not in splits:
-            counts["test"] = max(1, round(config.test_share * len(pool)))
+        counts = {split: max(1, round(shares[split] * len(pool))) for split in missing}
         counts["train"] = len(pool) - sum(counts.values())
         splits |= choose_stratified([name for name in shuffled if name in pool], counts, labels, groups)
     if "calibration" not in splits:
@@ -162,10 +158,10 @@ def share_out(
         chosen = choose_stratified(in_train, counts, labels, {}, complete=("calibration",))
         splits["calibration"] = chosen["calibration"]
     warnings += _calibration_warnings(splits, config) + _torn_group_warnings(splits, groups)
-    held = {_group_of(name, groups) for split in ("val", "test") for name in splits[split]}
-    kept = [name for name in added if _group_of(name, groups) not in held]
+    held = {group_of(name, groups) for split in ("val", "test") for name in splits[split]}
+    kept = [name for name in added if group_of(name, groups) not in held]
     warnings += _held_group_warnings(added.difference(kept))
-    ordered = {split: tuple(sorted(splits[split], key=place)) for split in (*_LISTED_SPLITS, "calibration")}
+    ordered = {split: tuple(sorted(splits[split], key=place)) for split in (*LISTED_SPLITS, "calibration")}
     return ordered | {"train": (*ordered["train"], *sorted(kept, key=place))}, warnings
 
 
@@ -175,7 +171,7 @@ def choose_stratified(
     labels: Mapping[str, Collection[int]],
     groups: Mapping[str, str],
     *,
-    complete: Collection[str] = _LISTED_SPLITS,
+    complete: Collection[str] = LISTED_SPLITS,
 ) -> dict[str, list[str]]:
     """Divide images into subsets of `counts` images so that each class is present in each of them in proportion.
 
@@ -254,7 +250,7 @@ def _units(
     """Return the groups and the single images, the largest first."""
     members: dict[str, list[str]] = {}
     for name in names:
-        members.setdefault(_group_of(name, groups), []).append(name)
+        members.setdefault(group_of(name, groups), []).append(name)
     units = [
         _Unit(tuple(held), Counter(label for name in held for label in labels.get(name, ())))
         for held in members.values()
@@ -280,8 +276,8 @@ def _wanted(
 
 
 def _left_out_warnings(splits: Mapping[str, Sequence[str]], readable: set[str]) -> list[str]:
-    listed = {name for split in _LISTED_SPLITS for name in splits.get(split, ())}
-    if not any(split in splits for split in _LISTED_SPLITS) or len(listed) == len(readable):
+    listed = {name for split in LISTED_SPLITS for name in splits.get(split, ())}
+    if not any(split in splits for split in LISTED_SPLITS) or len(listed) == len(readable):
         return []
     return [f"{len(readable) - len(listed)} image(s) are in none of train.txt, val.txt, test.txt."]
 
@@ -304,15 +300,15 @@ def _calibration_warnings(splits: Mapping[str, Sequence[str]], config: FolderCon
 
 def _torn_group_warnings(splits: Mapping[str, Sequence[str]], groups: Mapping[str, str]) -> list[str]:
     split_of: dict[str, set[str]] = {}
-    for split in _LISTED_SPLITS:
+    for split in LISTED_SPLITS:
         for name in splits[split]:
-            split_of.setdefault(_group_of(name, groups), set()).add(split)
+            split_of.setdefault(group_of(name, groups), set()).add(split)
     torn = sorted(group for group, found in split_of.items() if len(found) > 1)
     if not torn:
         return []
     return [
-        f"{len(torn)} group(s) of {GROUPS_FILE} are in more than one of train.txt, val.txt, test.txt, so the "
-        f"accuracy is too optimistic: {torn[0][1:]}."
+        f"{len(torn)} group(s) are in more than one of train, val and test, so the accuracy is too optimistic: "
+        f"'{torn[0][1:]}' is in {', '.join(split for split in LISTED_SPLITS if split in split_of[torn[0]])}."
     ]
 
 
@@ -329,16 +325,17 @@ def refuse_few_groups(
     root: Path, names: Collection[str], lists: Mapping[str, tuple[str, ...]], groups: Mapping[str, str]
 ) -> None:
     """Raise DataError if there are fewer groups than splits to choose for them, before images are read."""
-    if "val" in lists or not groups:
+    chosen = [split for split in LISTED_SPLITS if split == "train" or split not in lists]
+    if len(chosen) == 1 or not groups:
         return
-    chosen = [split for split in _LISTED_SPLITS if split == "train" or split not in lists]
     divided = set(names).intersection(lists.get("train", names))
-    num_groups = len({_group_of(name, groups) for name in divided})
+    num_groups = len({group_of(name, groups) for name in divided})
     if num_groups < len(chosen):
         raise DataError(
             f"{root}: {len(divided)} image(s) in {num_groups} group(s) are to be divided among {', '.join(chosen)}, "
-            f"expected a group or more for each. Divide the groups in {root / GROUPS_FILE}, or name the images of "
-            "each split in train.txt, val.txt and test.txt."
+            f"expected a group or more for each. Divide the groups in {root / GROUPS_FILE}, name the images of each "
+            "split in train.txt, val.txt and test.txt, or, if the images of a sub-folder do not belong together, set "
+            "prepare_data.folder.groups to none."
         )
 
 
@@ -367,30 +364,6 @@ def _empty_split(root: Path, split: str, lists: Mapping[str, tuple[str, ...]], n
         f"{where}: split '{split}' is empty ({num_images} usable images in all). Add images, or "
         "change the lists or prepare_data.folder.val_share and test_share."
     )
-
-
-def find_duplicates(
-    splits: Mapping[str, Sequence[str]], images: Mapping[str, tuple[object, str]]
-) -> tuple[int, list[str]]:
-    """Count and warn about images of val or test whose pixels also occur in an earlier split.
-
-    `splits` holds names, `images` the file and pixel digest of each name.
-    """
-    first_of: dict[str, tuple[str, object]] = {}
-    duplicates = []
-    for split in _LISTED_SPLITS:
-        for name in splits[split]:
-            path, digest = images[name]
-            first_split, first = first_of.setdefault(digest, (split, path))
-            if first_split != split:
-                duplicates.append((first, path))
-    if not duplicates:
-        return 0, []
-    first, second = duplicates[0]
-    return len(duplicates), [
-        f"{len(duplicates)} image(s) of val or test also occur in another split, so the accuracy is too optimistic: "
-        f"{second} has the pixels of {first}."
-    ]
 
 
 def further(names: Sequence[str], what: str) -> str:

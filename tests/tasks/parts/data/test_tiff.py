@@ -119,7 +119,7 @@ def test_folder_of_tiff_images_and_masks_becomes_a_data_set(tmp_path: Path) -> N
     for number in range(10):
         write_tiff(root / f"images/{number}.tif", np.roll(BANDS_16, number, axis=0))
         write_mask(root / f"masks/{number}.tif", halves(0, 1, np.uint16))
-    report = run("folder", root, tmp_path / "out", channels=5)
+    report = run("folder", root, tmp_path / "out", channels=5, value_range=[0, 65535])
     assert len(report.mean) == 5
     images_NHWC, masks_NHW = open_split(tmp_path / "out/dataset", "test")
     assert images_NHWC.shape == (2, HEIGHT, WIDTH, 5) and (masks_NHW[:, :, 12:] == 1).all()

@@ -11,6 +11,7 @@ from tasks.parts.quantization.calibration import (
     check_images,
     choose_range,
     collect_statistics,
+    without_blank_images,
 )
 from tasks.parts.quantization.config import Activations, Calibrator
 from tasks.parts.quantization.qdq import TensorRange
@@ -129,9 +130,16 @@ def test_images_that_would_spoil_ranges_are_refused() -> None:
     outlier_NCHW[2, 1, 5, 5] = np.nan
     with pytest.raises(DataError, match="NaN"):
         check_images(outlier_NCHW, max_abs=20.0)
-    good_NCHW[3] = np.array([0.0, 0.1, 0.2]).reshape(3, 1, 1)
-    with pytest.raises(DataError, match=r"1 of 4 .*number 3"):
-        check_images(good_NCHW, max_abs=20.0)
+
+
+def test_a_blank_frame_is_left_out_and_counted_c4(caplog: pytest.LogCaptureFixture) -> None:
+    images_NHWC = np.random.default_rng(0).integers(256, size=(5, 8, 8, 3)).astype(np.uint8)
+    assert without_blank_images(images_NHWC) is images_NHWC
+    images_NHWC[3], images_NHWC[4] = (0, 10, 20), 0
+    assert (without_blank_images(images_NHWC) == images_NHWC[:3]).all()
+    assert "2 of 5 calibration images hold one value only" in caplog.text and "number 3" in caplog.text
+    with pytest.raises(DataError, match=r"all 2 calibration images hold one value only.*calibration\.txt"):
+        without_blank_images(images_NHWC[3:])
 
 
 def test_one_nan_in_a_later_batch_is_found() -> None:

@@ -179,7 +179,7 @@ def test_class_list_in_the_root_unites_categories(instances: Path, tmp_path: Pat
 
 def test_environment_names_pycocotools_for_coco_only() -> None:
     assert "pycocotools" in environment(config_of("coco"))
-    libraries = {"imagecodecs", "numpy", "pillow", "scikit-learn", "tifffile"}
+    libraries = {"imagecodecs", "imagehash", "numpy", "pillow", "scikit-learn", "scipy", "tifffile"}
     assert set(environment(config_of("voc"))) == libraries
 
 
@@ -249,7 +249,7 @@ def test_missing_annotations_name_the_choice(panoptic: Path, tmp_path: Path) -> 
         "coco",
         panoptic,
         tmp_path / "out",
-        r"holds 0 files instances_train<year>\.json.*folder\.annotations=panoptic",
+        r"holds no file instances_<train\|val><year>\.json.*folder\.annotations=panoptic",
         DataError,
         annotations="instances",
     )
@@ -269,7 +269,7 @@ def test_image_without_panoptic_mask_is_named(panoptic: Path, tmp_path: Path) ->
         ({"counts": [16, 16], "size": [8, 4]}, r"annotation 2000 is no polygon"),
         ({"counts": [5, 5], "size": [16, 24]}, r"annotation 2000 is no polygon"),
         ([[1, 2, 3, 4]], r"annotation 2000 is no polygon"),
-        ([], r"annotation 2000 is no polygon"),
+        ([], r"annotation 2000 has no segmentation and no bbox"),
     ],
 )
 def test_broken_shape_is_named(instances: Path, tmp_path: Path, shape: Any, match: str) -> None:
@@ -299,3 +299,101 @@ def test_size_of_the_json_is_held_against_the_image(instances: Path, tmp_path: P
     change(instances, "instances_val2017.json", widen)
     match = r"is 24 x 16 .*instances_val2017\.json: image 200 is 30 x 16"
     fails("coco", instances, tmp_path / "out", match, DataError, annotations="instances")
+
+
+ROAD, TRAM = 0, 1
+EXPORTED = [{"id": ROAD, "name": "road"}, {"id": TRAM, "name": "tram"}]
+
+
+def write_export(
+    root: Path,
+    file: str,
+    names: dict[str, str],
+    *,
+    categories: list[dict[str, Any]] = EXPORTED,
+    objects: tuple[tuple[int, Any], ...] = ((ROAD, [box(0, 8, 24, 16)]), (TRAM, [box(4, 2, 12, 6)])),
+) -> None:
+    """Write images, by their place below the root the `file_name` of each, and a JSON file with objects of each."""
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    for number, (place, name) in enumerate(names.items()):
+        write_image(root / place, len(file) * 100 + number)
+        images.append({"id": number, "file_name": name, "height": HEIGHT, "width": WIDTH})
+        annotations += [
+            {
+                "id": 10 * number + each,
+                "image_id": number,
+                "category_id": category,
+                "segmentation": shape,
+                "bbox": [20, 0, 4, 4],
+            }
+            for each, (category, shape) in enumerate(objects)
+        ]
+    write_json(root / file, {"images": images, "annotations": annotations, "categories": categories})
+
+
+def test_export_of_roboflow_is_read_with_its_splits_c4(tmp_path: Path) -> None:
+    root = tmp_path / "roboflow"
+    categories = [
+        {"id": 0, "name": "things", "supercategory": "none"},
+        {"id": 1, "name": "tram", "supercategory": "things"},
+    ]
+    objects = ((1, [box(4, 2, 12, 6)]),)
+    for split, count in (("train", 6), ("valid", 2), ("test", 1)):
+        names = {f"{split}/{number}_jpg.rf.ab.jpg": f"{number}_jpg.rf.ab.jpg" for number in range(count)}
+        file = f"{split}/_annotations.coco.json"
+        write_export(root, file, names, categories=categories, objects=objects)
+    report = run("coco", root, tmp_path / "out", annotations="instances")
+    assert report.classes == ("background", "tram")
+    assert report.num_images == {"train": 6, "val": 2, "test": 1, "calibration": 2}
+    assert any("category 'things' is the group of the others" in text for text in report.warnings)
+    [mask] = masks_of(tmp_path / "out", "test").values()
+    assert (mask[2:6, 4:12] == 1).all() and mask.sum() == 4 * 8
+
+
+@pytest.mark.parametrize("folder", ["images/", "images/default/", ""])
+def test_export_of_cvat_has_sub_folders_and_a_category_0_c4(tmp_path: Path, folder: str) -> None:
+    root = tmp_path / "cvat"
+    names = {
+        f"{folder}street{number // 4}/{number}.jpg": f"street{number // 4}/{number}.jpg"
+        for number in range(16)
+    }
+    write_export(root, "annotations/instances_default.json", names)
+    report = run("coco", root, tmp_path / "out", annotations="instances")
+    assert report.classes == ("background", "road", "tram") and report.num_groups == 4
+    assert sum(report.num_images[split] for split in ("train", "val", "test")) == 16
+    mask = next(iter(masks_of(tmp_path / "out", "val").values()))
+    assert (mask[8:] == 1).all() and (mask[2:6, 4:12] == 2).all() and (mask[:2] == 0).all()
+
+
+def test_splits_of_cvat_are_kept_and_val_is_drawn_c4(tmp_path: Path) -> None:
+    root = tmp_path / "cvat"
+    for split, count in (("train", 12), ("test", 3)):
+        names = {f"images/{split}/{number}.jpg": f"{number}.jpg" for number in range(count)}
+        write_export(root, f"annotations/instances_{split}.json", names)
+    report = run("coco", root, tmp_path / "out", annotations="instances")
+    assert report.num_images == {"train": 11, "val": 1, "test": 3, "calibration": 2}
+    assert report.split_origins["val"].startswith("drawn from train")
+
+
+def test_boxes_without_a_shape_are_ignored_or_refused_c4(tmp_path: Path) -> None:
+    names = {f"images/{number}.jpg": f"{number}.jpg" for number in range(10)}
+    file = "annotations/instances_default.json"
+    write_export(tmp_path / "some", file, names, objects=((ROAD, [box(0, 8, 24, 16)]), (TRAM, [])))
+    report = run("coco", tmp_path / "some", tmp_path / "out", annotations="instances")
+    assert any("10 object(s) are boxes without a segmentation" in text for text in report.warnings)
+    mask = next(iter(masks_of(tmp_path / "out", "test").values()))
+    assert (mask[:4, 20:] == IGNORE_INDEX).all() and (mask == IGNORE_INDEX).sum() == 16
+    write_export(tmp_path / "all", file, names, objects=((TRAM, []),))
+    text = r"all 10 annotations are boxes without a segmentation, which is data for detection"
+    fails("coco", tmp_path / "all", tmp_path / "none", text, DataError, annotations="instances")
+
+
+def test_image_that_an_export_lacks_is_named_with_the_folders_c4(tmp_path: Path) -> None:
+    names = {f"images/{number}.jpg": f"{number}.jpg" for number in range(10)}
+    write_export(tmp_path / "cvat", "annotations/instances_train.json", names)
+    (tmp_path / "cvat/images/7.jpg").unlink()
+    text = (
+        r"lists the image '7\.jpg', but .*images/7\.jpg does not exist\. Expected .* below .*images/train or"
+    )
+    fails("coco", tmp_path / "cvat", tmp_path / "none", text, DataError, annotations="instances")
