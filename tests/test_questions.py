@@ -179,7 +179,7 @@ def test_names_that_do_not_exist_are_found() -> None:
     report = Place("artifacts/benchmark/<target>/report.json", ())
     assert says(report, "engines.latency.batches.latency_ms_p99")
     assert not says(report, "engines.latency.latency_ms_p99")
-    assert not says(Place("artifacts/rank_layers/ranking.csv", ()), "score_drop")
+    assert not says(Place("artifacts/rank_layers/ranking.csv", ()), "miou_drop")
 
 
 @functools.cache
