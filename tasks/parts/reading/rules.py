@@ -76,6 +76,8 @@ class Rules:
     value_range: tuple[float, float] | None
     """Lowest and highest value of images of more than 8 bits, or None."""
     advice: Advice
+    is_in_parts: bool = False
+    """Whether large images are read in parts, where that is possible, because windows are cut from them."""
     types: tuple[str, ...] | None = None
     """Types of the values for which the range is meant; None for any."""
 

@@ -28,7 +28,7 @@ _TYPES = ("u1", "u2", "u4", "i1", "i2", "i4", "f4", "f8")
 @contextlib.contextmanager
 def open_pages(file: BinaryIO, place: str) -> Iterator[list[TiffPage]]:
     """Open the pages at full resolution, for as long as the context; raise UnreadableImage, which names the place."""
-    with _explained(place):
+    with explained(place):
         tiff = tifffile().TiffFile(file)
         pages = [page.aspage() for page in tiff.pages]
         pages = [page for page in pages if not page.is_reduced]
@@ -54,7 +54,7 @@ def read_bands(place: str, pages: Sequence[TiffPage]) -> NDArray[Any]:
         )
     for page in pages:
         _refuse_unread(place, page)
-    with _explained(place):
+    with explained(place):
         return np.concatenate([_decode(page) for page in pages], axis=2)
 
 
@@ -84,7 +84,7 @@ def _decode(page: TiffPage) -> NDArray[Any]:
 
 
 @contextlib.contextmanager
-def _explained(place: str) -> Iterator[None]:
+def explained(place: str) -> Iterator[None]:
     """Turn what tifffile and its codecs raise for damaged files into UnreadableImage."""
     damaged = tifffile().TiffFileError
     try:

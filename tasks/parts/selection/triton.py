@@ -66,7 +66,8 @@ def write_served(folder: Path, name: str, card: dict[str, Any], serving: Serving
 def configure_served(name: str, card: dict[str, Any], serving: Serving) -> str:
     """Return the configuration for the Python backend, whose model reads frames and gives answers."""
     max_batch = serving.max_batch or max(int(high) for _, high in card["batches"])
-    frame = f"data_type: TYPE_UINT8 dims: {[card['height'], card['width'], len(card['mean'])]}"
+    channels = len(card["mean"])
+    frame = f"data_type: TYPE_UINT8 dims: {[card['height'], card['width'], channels]}"
     warmups = [
         f'  {{ name: "batch of {size}" batch_size: {size} inputs '
         f'{{ key: "frames" value: {{ {frame} zero_data: true }} }} }}'
@@ -79,7 +80,8 @@ def configure_served(name: str, card: dict[str, Any], serving: Serving) -> str:
         f'name: "{name}"',
         'backend: "python"',
         f"max_batch_size: {max_batch}",
-        f'input [ {{ name: "frames" {frame} }} ]',
+        "# Frames of any size; those of the engine's run in batches, others one by one.",
+        f'input [ {{ name: "frames" data_type: TYPE_UINT8 dims: [ -1, -1, {channels} ] }} ]',
         f"output [ {{ {_answers(card)} }} ]",
         f"dynamic_batching {{ max_queue_delay_microseconds: {serving.queue_delay_us} }}",
         f"instance_group [ {{ {_device_of(card)} count: {serving.instances} }} ]",
@@ -95,7 +97,7 @@ def _answers(card: dict[str, Any]) -> str:
     if card["task"] == Task.values:
         return f'name: "values" data_type: TYPE_FP32 dims: {list(card["logits_shape"])}'
     smallest = np.min_scalar_type(max(1, len(card["classes"]) - 1))
-    dims = [card["height"], card["width"]] if card["task"] == Task.segmentation else [1]
+    dims = [-1, -1] if card["task"] == Task.segmentation else [1]
     return f'name: "classes" data_type: TYPE_{smallest.name.upper()} dims: {dims}'
 
 

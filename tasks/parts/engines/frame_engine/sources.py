@@ -15,11 +15,14 @@ import numpy as np
 
 from ...reading.files import ARRAY_SUFFIX, PILLOW_SUFFIXES, TIFF_SUFFIXES, read_image, scale_image
 from ...reading.packages import pillow
-from ...reading.rules import Advice, Reading, Rules, WrongChannels
+from ...reading.parts import open_parts
+from ...reading.rules import Advice, Reading, ResizeMode, Rules, WrongChannels
 
 Array = np.ndarray[Any, Any]
 
 IMAGE_SUFFIXES = PILLOW_SUFFIXES
+PIXELS_OF_PARTS = 1 << 24
+"""Images of more pixels are read in parts where windows are cut from them."""
 MAX_PIXELS = 1 << 27
 """Largest number of pixels of an image that is decoded as a whole: 0.4 GB in RGB."""
 
@@ -31,7 +34,8 @@ class Source:
     items: Iterator[tuple[str, Any]]
     """Name and content of each frame. One thread reads them."""
     decode: Callable[[Any], Array]
-    """Return the frame, uint8 [H, W, C] of any size, from its content. Several threads may call it."""
+    """Return the frame, uint8 [H, W, C] of any size, or an ImageParts, from its content. Several threads may call
+    it."""
     tiff_names: frozenset[str] = frozenset()
     """Names of the frames whose files are TIFF."""
 
@@ -43,9 +47,11 @@ def rules_of(reading: Reading, channels: int) -> Rules:
         channels=f"The network reads {channels} channel(s): give it such images.",
         value_range=f"The network was trained on {types}: give it such images, or say what becomes 0 and 255 with "
         "--value-range LOW,HIGH.",
-        max_pixels="Cut it into tiles.",
+        max_pixels="Where windows are cut, a .npy file or an upright TIFF of grey values, RGB or bands, without "
+        "alpha, is read in parts: save it so, or cut it into tiles.",
     )
-    return Rules(channels, MAX_PIXELS, reading.value_range, advice, types=reading.types)
+    is_in_parts = reading.resize_mode == ResizeMode.windows
+    return Rules(channels, MAX_PIXELS, reading.value_range, advice, is_in_parts, reading.types)
 
 
 def open_source(path: str, *, channels: int, size: tuple[int, int], reading: Reading | None = None) -> Source:
@@ -135,9 +141,15 @@ def _open_images(paths: list[Path], rules: Rules) -> Source:
         pillow().Image.preinit()  # before several threads do it
     return Source(
         ((path.stem, path) for path in paths),
-        lambda path: read_image(path, rules),
+        lambda path: _read_image(path, rules),
         frozenset(path.stem for path in paths if path.suffix.lower() in TIFF_SUFFIXES),
     )
+
+
+def _read_image(path: Path, rules: Rules) -> Any:
+    """Decode an image, or open a large one whose parts are decoded as they are asked for."""
+    parts = open_parts(path, rules, more_than=PIXELS_OF_PARTS) if rules.is_in_parts else None
+    return read_image(path, rules) if parts is None else parts
 
 
 def _open_stdin(shape: tuple[int, ...]) -> Source:

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from ...reading.parts import write_tiff
 from ...reading.rules import Reading
 from ...reading.sizes import restore_mask
 from .images import MaskBands, answer_windows, fit_frame, is_cut, joined
-from .sources import Array, Source
+from .sources import MAX_PIXELS, Array, Source
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -332,8 +333,12 @@ def _write_cut(write: Write, engine: "Engine", frame: _Frame, reading: Reading, 
         return answers
 
     start = perf_counter_ns()
-    mask = answer_windows(frame.image, answer, card=engine.card, overlap=reading.window_overlap or 0)
-    write(frame.name, mask if frame.is_in_parts else joined(mask))
+    try:
+        mask = answer_windows(frame.image, answer, card=engine.card, overlap=reading.window_overlap or 0)
+        write(frame.name, mask if frame.is_in_parts else joined(mask))
+    finally:
+        if frame.is_in_parts:
+            frame.image.close()
     total_ns = perf_counter_ns() - start
     ready_ns = timings.add_run([frame], times_ns["pre"], times_ns["run"])
     timings.phases["post"].add(times_ns["post"])
@@ -457,7 +462,18 @@ def _write_mask(path: Path, answer: Array | MaskBands) -> None:
     """Write a mask whose grey values are class indices."""
     import PIL.Image
 
-    mask_HW = np.ascontiguousarray(joined(answer) if isinstance(answer, MaskBands) else answer)
+    if isinstance(answer, MaskBands):
+        if path.suffix.lower() != ".png":
+            with _draft(path) as draft:
+                write_tiff(draft, answer.shape, answer.dtype, answer.bands)
+            return
+        if math.prod(answer.shape) > MAX_PIXELS:
+            raise ValueError(
+                f"{path}: a mask of {answer.shape[1]} x {answer.shape[0]} pixels is too large for PNG, which is "
+                f"written as a whole, at most {MAX_PIXELS / 1e6:g} megapixels. Name a .tif or .npy file."
+            )
+        answer = joined(answer)
+    mask_HW = np.ascontiguousarray(answer)
     with _draft(path) as draft:
         if path.suffix.lower() == ".png":
             PIL.Image.fromarray(mask_HW).save(draft, format="PNG", compress_level=1)

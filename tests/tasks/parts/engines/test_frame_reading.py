@@ -29,7 +29,9 @@ HEIGHT, WIDTH, CLASSES, MAX_BATCH = 32, 48, 4, 3
 RANGE_12_BITS = (0.0, 4095.0)
 
 
-def write_bundle(folder: Path, channels: int, reading: Reading) -> Path:
+def write_bundle(
+    folder: Path, channels: int, reading: Reading, *, size: tuple[int, int] = (HEIGHT, WIDTH)
+) -> Path:
     """Write a bundle whose masks depend on every value and its surroundings."""
     random = np.random.default_rng(0)
     weights = random.normal(size=(CLASSES, channels, 5, 5)).astype(np.float32)
@@ -44,8 +46,8 @@ def write_bundle(folder: Path, channels: int, reading: Reading) -> Path:
     graph = helper.make_graph(
         nodes,
         "convolution",
-        [helper.make_tensor_value_info("frames", onnx.TensorProto.UINT8, ["n", HEIGHT, WIDTH, channels])],
-        [helper.make_tensor_value_info("classes", onnx.TensorProto.UINT8, ["n", HEIGHT, WIDTH])],
+        [helper.make_tensor_value_info("frames", onnx.TensorProto.UINT8, ["n", *size, channels])],
+        [helper.make_tensor_value_info("classes", onnx.TensorProto.UINT8, ["n", *size])],
         [numpy_helper.from_array(weights, "weights"), numpy_helper.from_array(np.float32(127), "middle")],
     )
     model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
@@ -61,8 +63,8 @@ def write_bundle(folder: Path, channels: int, reading: Reading) -> Path:
         "sha256": sha256_of(folder / "engine.onnx"),
         "task": "segmentation",
         "classes": [str(number) for number in range(CLASSES)],
-        "height": HEIGHT,
-        "width": WIDTH,
+        "height": size[0],
+        "width": size[1],
         "mean": [0] * channels,
         "std": [1] * channels,
         "reading": dataclasses.asdict(reading),
