@@ -222,7 +222,7 @@ def test_images_without_masks_are_listed_and_their_labels_copied(tmp_path: Path,
     datasets = []
     for copy in (True, False):
         (tmp_path / str(copy)).mkdir()
-        config = replace(config_of(source), copy=copy, height=20, width=20)
+        config = replace(config_of(source, groups="none"), copy=copy, height=20, width=20)
         prepare_data(config, root=tmp_path / "root", out=tmp_path / str(copy))
         datasets.append(tmp_path / str(copy) / "dataset")
     copied, listed = datasets
