@@ -251,13 +251,19 @@ def judge(cfg: Config, folders: StageFolders, loads: Path | None = None) -> "Fin
 
 def _accuracy_gates(cfg: Config, folders: StageFolders, rows: Sequence[EngineRow]) -> AccuracyGates:
     from tasks.parts.data.class_limits import ClassLimits
-    from tasks.parts.selection.stage_reports import read_boundary_results, read_classes, read_image_results
+    from tasks.parts.selection.stage_reports import (
+        read_boundary_results,
+        read_classes,
+        read_frame_results,
+        read_image_results,
+    )
 
     reference = f"{cfg.float_reference.variant}-{cfg.float_reference.target}"
     measured = [row for row in rows if row.measured]
     read = {row.name: read_image_results(folders, row) for row in measured}
     has_limit = cfg.max_boundary_iou_rel_loss is not None
     boundaries = {row.name: read_boundary_results(folders, row) for row in measured} if has_limit else {}
+    frames = {row.name: results for row in measured if (results := read_frame_results(folders, row))}
     classes = read_classes(folders, cfg.float_reference.variant, cfg.float_reference.target)
     limits = ClassLimits(cfg.class_limits, cfg.class_floors)
     limits.check_names(classes, "select_engine")
@@ -272,6 +278,7 @@ def _accuracy_gates(cfg: Config, folders: StageFolders, rows: Sequence[EngineRow
         max_boundary_iou_rel_loss=cfg.max_boundary_iou_rel_loss,
         boundary_results={name: results.decisive for name, results in boundaries.items()},
         unseen_boundary_results={name: results.unseen for name, results in boundaries.items()},
+        frame_results=frames,
         classes=classes,
         class_limits=limits,
     )

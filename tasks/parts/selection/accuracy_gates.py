@@ -11,6 +11,8 @@ from tasks.parts.selection.engine_row import UNSEEN_VERDICTS, ClassLoss, EngineR
 _NONE = ScoreLoss(0.0, 0.0, 0.0)
 _SCORE, _PARENT, _BOUNDARY = "max_score_rel_loss", "max_parent_rel_loss", "max_boundary_iou_rel_loss"
 """Keys of the limits in select_engine."""
+_FRAMES = f"{_SCORE} on the original files"
+"""The limit of the score, held by that of the files."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,20 @@ class AccuracyGates:
     """By name of the engine, on boundaries alone, on the split that decides; empty without this limit."""
     unseen_boundary_results: Mapping[str, ImageResults] = field(default_factory=dict)
     """The same on the split that is only reported."""
+    frame_results: Mapping[str, ImageResults] = field(default_factory=dict)
+    """By name of the engine, on the original files of the split that decides; empty where there are none."""
     classes: Sequence[str] = ()
     """Names of the classes, in the order of the model."""
     class_limits: ClassLimits = field(default_factory=lambda: ClassLimits({}, {}))
 
     def check(self, name: str) -> list[Check]:
-        """Compare an engine with the reference and, if it has one, with its parent; then boundaries and classes."""
-        return self._check_on(name, self.results, self.boundary_results)
+        """Compare an engine with the reference and, if it has one, with its parent; then boundaries, classes, files."""
+        checks = self._check_on(name, self.results, self.boundary_results)
+        if self.frame_results:
+            subject = f"on the original files {self.frame_results[name].score:.4f}"
+            limit = self.max_score_rel_loss
+            checks.append(_check(_FRAMES, name, self.reference, self.frame_results, limit, subject))
+        return checks
 
     def warnings(self, name: str) -> list[str]:
         """Return which classes an engine has lost, in words; it needs no limits."""

@@ -244,6 +244,10 @@ class Measured:
     """The engine that the speed-up refers to."""
     load: Load | None = None
     """None if measure_load did not measure it."""
+    frame_score: float | None = None
+    """Score of the bundle's code on the original files, at their own sizes; None where there are none."""
+    frame_note: str = ""
+    """Why there is none, or why it differs from the score."""
 
 
 _PARTS: dict[str, type[Any]] = {

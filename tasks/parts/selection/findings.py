@@ -51,6 +51,8 @@ class Shown:
     """Change of the score from the reference."""
     change_interval: str = NOTHING
     """Its 95 % interval: ``+1.6 to +2.9 %``."""
+    frame_score: str = NOTHING
+    """Score on the original files."""
     boundary_iou: str = NOTHING
     boundary_change: str = NOTHING
     """Change of Boundary IoU from the reference."""
@@ -134,6 +136,11 @@ class Findings:
             return ""
         corrected = "by intervals that all hold together in 95 % of cases"
         return f" Single classes, by IoU or recall: {', '.join(parts)}, {corrected}."
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether any engine was scored on original files."""
+        return any(row.measured and row.measured.frame_score is not None for row in self.rows)
 
     @property
     def has_boundaries(self) -> bool:
@@ -238,6 +245,7 @@ def shown(row: EngineRow) -> Shown:
         score=score_of(row.measured.accuracy),
         change=percent_change(losses.score_rel_loss),
         change_interval=_span_of_change(losses.score_rel_loss_low, losses.score_rel_loss_high),
+        frame_score=number(row.measured.frame_score, ".4f"),
         boundary_iou=number(row.measured.accuracy.boundary_iou, ".4f"),
         boundary_change=NOTHING
         if losses.boundary_iou_rel_loss is None

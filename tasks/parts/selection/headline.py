@@ -63,6 +63,16 @@ def explanations(rows: Sequence[EngineRow]) -> list[str]:
     return [text for verdict, text in EXPLAINED.items() if any(row.verdict is verdict for row in rows)]
 
 
+def frame_finding_of(row: EngineRow) -> str:
+    """Return why the score on the original files is another one, in a sentence; empty if it is not."""
+    measured = row.measured
+    return (
+        f"{measured.frame_note}."
+        if measured and measured.frame_score is not None and measured.frame_note
+        else ""
+    )
+
+
 def class_warnings_of(row: EngineRow) -> str:
     """Return which classes an engine has lost, in a sentence; empty if none."""
     losses = row.measured.losses if row.measured else None

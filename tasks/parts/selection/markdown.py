@@ -14,7 +14,14 @@ from tasks.parts.selection.findings import (
     signed,
     times,
 )
-from tasks.parts.selection.headline import class_warnings_of, explanations, race_note, summary_of, title_of
+from tasks.parts.selection.headline import (
+    class_warnings_of,
+    explanations,
+    frame_finding_of,
+    race_note,
+    summary_of,
+    title_of,
+)
 from tasks.parts.selection.load_rows import LOAD_HEAD, LOAD_WORDS, TOGETHER_HEAD, load_rows, together_rows
 from tasks.parts.selection.markdown_details import next_engines, where_time_goes
 from tasks.parts.selection.markdown_table import safe, table
@@ -120,6 +127,9 @@ def _picks(findings: Findings) -> str:
         for row in findings.picks
         if (warning := class_warnings_of(row))
     ]
+    warnings += [
+        f"- {safe(row.name)}: {safe(text)}" for row in findings.picks if (text := frame_finding_of(row))
+    ]
     lists = ("\n".join([*verdicts, *warnings]), "\n".join(missing))
     return "\n\n".join(part for part in (picks, *lists) if part)
 
@@ -131,11 +141,23 @@ def _on_unseen(row: EngineRow) -> str:
 
 def _engines(findings: Findings) -> str:
     boundary = ["Boundary IoU"] if findings.has_boundaries else []
-    numbers = [findings.reference.metric, "change", "95 %", *boundary, "p50 ms", "p99 ms", "speed-up", "MB"]
+    frames = ["on the original files"] if findings.has_frames else []
+    numbers = [
+        findings.reference.metric,
+        "change",
+        "95 %",
+        *frames,
+        *boundary,
+        "p50 ms",
+        "p99 ms",
+        "speed-up",
+        "MB",
+    ]
     rows = []
     for row in findings.ordered:
         cells = shown(row)
         shown_numbers = [cells.score, cells.change, cells.change_interval]
+        shown_numbers += [cells.frame_score] if findings.has_frames else []
         shown_numbers += (
             [f"{cells.boundary_iou} ({cells.boundary_change})"] if findings.has_boundaries else []
         )

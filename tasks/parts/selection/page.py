@@ -19,6 +19,7 @@ from tasks.parts.selection.findings import (
 from tasks.parts.selection.headline import (
     EXPLAINED,
     class_warnings_of,
+    frame_finding_of,
     explanations,
     race_note,
     summary_of,
@@ -62,6 +63,7 @@ _FIGURES = (
     },
     {"key": "knee_per_s", "name": "images per second that may arrive, knee", "digits": 0, "lower": False},
     {"key": "score", "name": "score", "digits": 4, "lower": False},
+    {"key": "frame_score", "name": "score on the original files", "digits": 4, "lower": False},
     {"key": "boundary_iou", "name": "Boundary IoU", "digits": 4, "lower": False},
     {"key": "energy_mj", "name": "energy per image, mJ", "digits": 2, "lower": True},
     {"key": "memory_mib", "name": "memory, MiB", "digits": 1, "lower": True},
@@ -139,6 +141,7 @@ def render_page(findings: Findings, data: Mapping[str, Any]) -> str:
         explanations=explanations(findings.rows),
         explained=EXPLAINED,
         class_warnings_of=class_warnings_of,
+        frame_finding_of=frame_finding_of,
         describe_unseen=describe_unseen,
         shown=shown,
         signed=signed,

@@ -42,6 +42,7 @@ _TEXTS = (
     "unseen_reason",
     "class_losses",
     "class_warnings",
+    "frame_note",
     "is_inconclusive",
     "engine_sha256",
     "reference_sha256",

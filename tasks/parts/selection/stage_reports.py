@@ -10,7 +10,7 @@ from tasks.core.reports import KEY_FILE, REPORT_FILE, ReportT, read_key, read_re
 from tasks.parts.builders.executed_layers import ExecutedLayers
 from tasks.parts.builders.report import EngineBuild
 from tasks.parts.data.accuracy import AccuracyReport
-from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, boundaries_of, read_results
+from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, boundaries_of, frames_of, read_results
 from tasks.parts.engines.manifest import (
     MANIFEST_FILE,
     EngineManifest,
@@ -138,6 +138,15 @@ def read_boundary_results(folders: StageFolders, row: EngineRow) -> ValidatedIma
         for split in (report.split, report.unseen_split)
     )
     return ValidatedImages(decisive, unseen, report.unseen_split)
+
+
+def read_frame_results(folders: StageFolders, row: EngineRow) -> ImageResults | None:
+    """Read what validate wrote about the original files of the split that decides; None where it had none."""
+    folder = folders.of(row.variant, row.target)["validate"]
+    report = _read(AccuracyReport, folder)
+    if report.frame_score is None:
+        return None
+    return read_results(folder / RESULTS_FILE, frames_of(report.split))
 
 
 def engine_file(folders: StageFolders, row: EngineRow) -> Path:
