@@ -26,7 +26,7 @@ from tasks.core.fingerprint import digest
 from tasks.core.reports import write_json
 from tasks.parts.builders.report import BuildCost, publish
 from tasks.parts.data.accuracy import Accuracy, AccuracyReport
-from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, boundaries_of, write_results
+from tasks.parts.data.comparison import RESULTS_FILE, ImageResults, boundaries_of, frames_of, write_results
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.manifest import (
@@ -182,6 +182,7 @@ class Artifacts:
         self.unseen: dict[str, float] = {}
         self.unseen_scatter: dict[str, float] = {}
         self.boundaries: dict[str, tuple[float, float]] = {}
+        self.frames: dict[str, float] = {}
         self.num_groups = 400
         self.ious: dict[str, tuple[float, float, float]] = {}
         for stage in ("build_engine", "validate", "measured", "diff_layers"):
@@ -199,6 +200,12 @@ class Artifacts:
             fields = {"boundary_iou": boundary_iou, "boundary_iou_by_class": by_class}
             self.change("validate", name, "accuracy", **fields)
 
+    def set_frame_score(self, score: float, *names: str, note: str = "") -> None:
+        """Give engines a score on the original files, each of which has it."""
+        for name in names:
+            self.frames[name] = score
+            self.change("validate", name, frame_score=score, frame_note=note)
+
     def _write_images(self) -> None:
         """Write what was right in each of 400 images, the same in all of them unless it is scattered."""
         for name in self.names:
@@ -213,6 +220,8 @@ class Artifacts:
             scores = {"val": (miou, scatter), "test": unseen}
             if address in self.boundaries:
                 scores |= dict.fromkeys(map(boundaries_of, ("val", "test")), self.boundaries[address])
+            if address in self.frames:
+                scores[frames_of("val")] = self.frames[address], 0.0
             splits = {}
             for split, (score, deviation) in scores.items():
                 waves = deviation * np.tile([1, -1, 2, -2], 100)
@@ -708,6 +717,28 @@ def test_lost_boundaries_are_too_lossy_if_there_is_a_gate_for_them(artifacts, tm
     for page in ("report.md", "report.html"):
         text = html.unescape((tmp_path / "gate" / page).read_text(encoding="utf-8"))
         assert "It may lose at most 5 % of the reference's Boundary IoU, in the same way." in text
+
+
+def test_an_engine_that_loses_on_the_original_files_alone_is_too_lossy_a1(artifacts, tmp_path) -> None:
+    name, note = (
+        "pruned_qat-cpu_onnxruntime",
+        "frame_score is -0.1400 from the score: masks are judged elsewhere",
+    )
+    artifacts.set_frame_score(0.40, *(f"{variant}-{target}" for variant, target in MEASURED))
+    report, rows = run(artifacts, tmp_path / "equal")
+    assert report.picks["cpu_onnxruntime"].variant == "pruned_qat" and rows[name]["frame_score"] == 0.40
+
+    artifacts.set_frame_score(0.36, name)
+    artifacts.set_frame_score(0.40, "pruned-cpu_onnxruntime", note=note)
+    report, rows = run(artifacts, tmp_path / "lost")
+    assert rows[name]["verdict"] == "TOO_LOSSY" and report.picks["cpu_onnxruntime"].variant == "pruned"
+    assert (
+        "on the original files 0.3600, 10.00 % below distilled-cpu_torch (0.4000, 95 %: -10.00 to -10.00 %), "
+        "allowed are 2 % (max_score_rel_loss on the original files)"
+    ) in rows[name]["reason"]
+    for page in ("report.md", "report.html"):
+        assert note in html.unescape((tmp_path / "lost" / page).read_text(encoding="utf-8")).replace("\\", "")
+    assert " 95 % | on the original files | p50 ms " in (tmp_path / "lost" / "report.md").read_text()
 
 
 def give_classes(artifacts: Artifacts, lost: float) -> str:

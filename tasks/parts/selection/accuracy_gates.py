@@ -99,7 +99,7 @@ class AccuracyGates:
     class_limits: ClassLimits = field(default_factory=lambda: ClassLimits({}, {}))
 
     def check(self, name: str) -> list[Check]:
-        """Compare an engine with the reference and, if it has one, with its parent; then boundaries, classes, files."""
+        """Compare an engine with the reference and, if it has one, its parent; then boundaries, classes, files."""
         checks = self._check_on(name, self.results, self.boundary_results)
         if self.frame_results:
             subject = f"on the original files {self.frame_results[name].score:.4f}"

@@ -19,8 +19,8 @@ from tasks.parts.selection.findings import (
 from tasks.parts.selection.headline import (
     EXPLAINED,
     class_warnings_of,
-    frame_finding_of,
     explanations,
+    frame_finding_of,
     race_note,
     summary_of,
     title_of,

@@ -253,6 +253,8 @@ def _measured(
         macs=build.cost.macs,
         engine_sha256=manifest.sha256,
         reference_sha256=benchmark.reference_sha256,
+        frame_score=validation.frame_score,
+        frame_note=validation.frame_note,
     )
 
 
