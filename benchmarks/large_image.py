@@ -2,8 +2,8 @@
 
     python -m benchmarks.large_image artifacts/select_engine/bundles/cpu_onnxruntime [--side 20000]
 
-The image is noise, deflate in tiles. The bundle is read in windows with an overlap of an eighth of a window, whatever its
-network was trained on; images of one window tell what runtime and weights take.
+The image is noise, deflate in tiles. The bundle is read in windows with an overlap of an eighth of a window, whatever
+its network was trained on; images of one window tell what runtime and weights take.
 """
 
 import argparse
