@@ -24,7 +24,7 @@ SIZES = {"equal": (4,), "unequal": (1, 2, 4, 8, 16, 32), "single": (1,)}
 LIMIT = 0.02
 """Of the loss, as in conf/select_engine."""
 LEAST_COVERAGE, MOST_FALSE_ACCEPTS = 0.93, 0.035
-NUM_DRAWS = 6000
+NUM_DRAWS = 24_000
 MANY_IMAGES = (50, 200, 800)
 NUM_DRAWS_OF_METHODS, NUM_RESAMPLES = 1000, 400
 
