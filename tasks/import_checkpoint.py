@@ -97,7 +97,7 @@ def _load_own(weights: Path, manifest: "Manifest") -> "tuple[nn.Module, ModelCar
     from tasks.parts.data.input_card import check_same_classes
     from tasks.parts.networks.checkpoint import load_checkpoint
 
-    network, card = load_checkpoint(weights)
+    network, card = load_checkpoint(weights, reading=manifest.reading)
     check_same_classes(weights, card.classes, manifest.classes, "train")
     if (card.height, card.width) != (manifest.height, manifest.width):
         raise ArtifactError(
@@ -110,6 +110,11 @@ def _load_own(weights: Path, manifest: "Manifest") -> "tuple[nn.Module, ModelCar
             f"{weights} was trained on images with mean {list(card.mean)} and std {list(card.std)}, the data set has "
             f"{list(manifest.mean)} and {list(manifest.std)}. Set prepare_data.mean={list(card.mean)} and "
             f"prepare_data.std={list(card.std)}."
+        )
+    if card.reading != manifest.reading:
+        raise ArtifactError(
+            f"{weights} was trained on images that were read by {card.reading}, the data set by {manifest.reading}. "
+            "Set value_range, resize_mode and window_overlap of prepare_data.folder as they were."
         )
     return network, card
 

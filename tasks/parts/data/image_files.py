@@ -73,8 +73,8 @@ class WrongChannels(DataError):
 class UnscaledValues(WrongChannels):
     """An image has values of more than 8 bits, and no range says what they mean."""
 
-    def __init__(self, text: str, *, dtype: str, low: float, high: float) -> None:
-        """Take what was found: numpy's name of the type of the values, the lowest and the highest of the image."""
+    def __init__(self, text: str, *, dtype: str = "", low: float = 0.0, high: float = 0.0) -> None:
+        """Take what was found: numpy's name of the type, the lowest and the highest value; a copy may lack them."""
         super().__init__(text)
         self.dtype, self.low, self.high = dtype, low, high
 

@@ -15,6 +15,8 @@ from tasks.parts.networks.model_card import CARD_KEY, ModelCard, read_card_and_k
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from tasks.parts.data.reading import Reading
+
 DRY_RUN_SIZE = 64
 _LISTED = 8
 
@@ -46,11 +48,11 @@ def stored_tensors(model: "nn.Module") -> "dict[str, Tensor]":
     return tensors
 
 
-def load_checkpoint(path: Path) -> "tuple[nn.Module, ModelCard]":
+def load_checkpoint(path: Path, *, reading: "Reading | None" = None) -> "tuple[nn.Module, ModelCard]":
     """Rebuild a network from a checkpoint and return it, in eval mode, with its card.
 
     Layers of a pruned model take the sizes of the stored tensors, and residual blocks without stored tensors are
-    dropped. The random state does not change.
+    dropped. The random state does not change. `reading` is for cards of the version before, which have none.
     Raises ArtifactError when the file is damaged, its keys are not exactly the network's, a tensor is not
     finite, shapes contradict each other, or the code of a foreign network is not what it was.
     """
@@ -62,7 +64,7 @@ def load_checkpoint(path: Path) -> "tuple[nn.Module, ModelCard]":
     from tasks.parts.networks.foreign import ForeignNetwork
     from tasks.parts.networks.residual import drop_absent_blocks
 
-    card, keys = read_card_and_keys(path)
+    card, keys = read_card_and_keys(path, reading=reading)
     try:
         tensors = {name: tensor.clone() for name, tensor in load(path.read_bytes()).items()}
     except SafetensorError as error:

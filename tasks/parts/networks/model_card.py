@@ -71,8 +71,8 @@ class ModelCard:
         return json.dumps(fields, sort_keys=True, ensure_ascii=False)
 
     @classmethod
-    def from_json(cls, text: str) -> "ModelCard":
-        """Read what `to_json` wrote.
+    def from_json(cls, text: str, *, reading: Reading | None = None) -> "ModelCard":
+        """Read what `to_json` wrote; `reading` is for cards of the version before, which have none.
 
         Raises ArtifactError when keys are missing or unknown, or values are invalid.
         """
@@ -85,7 +85,8 @@ class ModelCard:
                 if not allows(Multiplier, value):
                     raise ValueError(f"multiplier {value}, expected {in_words(Multiplier)}")
             classes = tuple(str(name) for name in fields.pop("classes"))
-            reading = Reading.from_fields(fields.pop("reading"))
+            if reading is None or "reading" in fields:
+                reading = Reading.from_fields(fields.pop("reading"))
             return cls(network=network, classes=classes, mean=mean, std=std, reading=reading, **fields)
         except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
             raise ArtifactError(
@@ -102,8 +103,11 @@ def read_card(path: Path) -> ModelCard:
     return read_card_and_keys(path)[0]
 
 
-def read_card_and_keys(path: Path) -> tuple[ModelCard, list[str]]:
-    """Read the card and the names of the tensors; check the length of the file against its offsets."""
+def read_card_and_keys(path: Path, *, reading: Reading | None = None) -> tuple[ModelCard, list[str]]:
+    """Read the card and the names of the tensors; check the length of the file against its offsets.
+
+    `reading` is for cards of the version before.
+    """
     header, size_bytes = _read_header(path)
     metadata = header.pop("__metadata__", None)
     if not isinstance(metadata, dict) or CARD_KEY not in metadata:
@@ -121,7 +125,7 @@ def read_card_and_keys(path: Path) -> tuple[ModelCard, list[str]]:
             "it again."
         )
     try:
-        return ModelCard.from_json(metadata[CARD_KEY]), list(header)
+        return ModelCard.from_json(metadata[CARD_KEY], reading=reading), list(header)
     except ArtifactError as error:
         raise ArtifactError(f"{path}: {error}") from error
 

@@ -426,7 +426,9 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     for path in (truncated(tmp_path / "half.png", buffer.getvalue()), tmp_path / "empty.png"):
         source = open_source(str(path), channels=3, size=SIZE)
         [(_, item)] = source.items
-        with pytest.raises(ValueError, match=rf"{path.name}: cannot be decoded \(.*Restore the file"):
+        with pytest.raises(
+            ValueError, match=rf"{path.name}: (cannot be decoded as PNG|0 bytes).*Restore the file"
+        ):
             source.decode(item)
     buffer = io.BytesIO()
     np.save(buffer, numbered(4))
@@ -608,8 +610,12 @@ def test_answers_of_several_shapes_do_not_fit_in_one_array(tmp_path: Path) -> No
     ("name", "task", "message"),
     [
         ("a.csv", "segmentation", r"a.csv: .csv holds classes of images, and the engine gives segmentation"),
-        ("a", "classification", r"a: a folder holds masks, and the engine gives classification. Name a .npy"),
-        ("a.txt", "segmentation", r"a.txt: expected a .npy or .csv file, a folder, or - for stdout"),
+        ("a", "classification", r"a: holds masks, and the engine gives classification. Name a .npy"),
+        (
+            "a.txt",
+            "segmentation",
+            r"a.txt: expected a .npy, .csv, .png or .tif file, a folder, or - for stdout",
+        ),
     ],
 )
 def test_unfit_sinks_are_refused(tmp_path: Path, name: str, task: str, message: str) -> None:

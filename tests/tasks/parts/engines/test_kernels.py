@@ -71,7 +71,8 @@ def nvrtc(nvrtc_site: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
 
 def card_of(size: tuple[int, int], channels: int = 3, **changes: Any) -> dict[str, Any]:
     mean, std = np.linspace(0.3, 0.6, channels).tolist(), np.linspace(0.2, 0.3, channels).tolist()
-    shape = {"height": size[0], "width": size[1], "mean": mean, "std": std}
+    reading = {"types": ["uint8"], "value_range": None, "resize_mode": "resize", "window_overlap": None}
+    shape = {"height": size[0], "width": size[1], "mean": mean, "std": std, "reading": reading}
     return shape | {"threshold": None, "task": "segmentation"} | changes
 
 

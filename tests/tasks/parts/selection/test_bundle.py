@@ -157,7 +157,6 @@ def test_provider_that_is_not_here_is_refused(workshop: Workshop, tmp_path: Path
     "images_NHWC",
     [
         np.zeros((1, 64, 96, 3), np.float32),
-        np.zeros((64, 96, 3), np.uint8),  # one image without its axis
         np.zeros((1, 64, 96), np.uint8),  # grey
         np.zeros((1, 64, 96, 4), np.uint8),  # RGBA
     ],
