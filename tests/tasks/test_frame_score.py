@@ -142,6 +142,33 @@ def test_a_file_that_changed_since_prepare_data_is_named_a1(tmp_path: Path) -> N
     assert found.results is None and found.note.endswith(f"{root}, which is not here")
 
 
+def test_classes_of_images_are_scored_on_their_files_a1(tmp_path: Path) -> None:
+    for number, name in enumerate(NAMES):
+        (tmp_path / "root/images" / name).mkdir(parents=True)
+        for copy in range(6):
+            image = np.full((40, 60, 3), 64 * number + copy, np.uint8)
+            Image.fromarray(image).save(tmp_path / "root/images" / name / f"{copy}.png")
+    (tmp_path / "root/classes.yaml").write_text("[a, b, c, d]\n")
+    section = section_of("class_folder") | {"height": SIZE[0], "width": SIZE[1]}
+    section["folder"] |= {"num_calibration": 2, "groups": "none"}
+    (tmp_path / "out").mkdir()
+    prepare_data(
+        typed_config(PrepareConfig, section, "prepare_data"), root=tmp_path / "root", out=tmp_path / "out"
+    )
+    card = InputCard(NAMES, (0.0,), (1.0,), *SIZE, Task.classification)
+
+    def answer(values_HWC: np.ndarray[Any, Any]) -> Any:
+        """Take the last class for the one before it; files have their own size."""
+        assert values_HWC.shape == (40, 60, 3)
+        found = int(values_HWC[0, 0, 0]) // 64
+        return np.uint8(3 if found == 2 else found)
+
+    labels = np.load(tmp_path / "out/dataset/test_labels.npy")
+    found = score_frames(tmp_path / "out/dataset", "test", card, answer, 1.0)
+    assert found.results is not None and found.results.score == np.mean(labels != 2) < 1
+    assert found.note.endswith("the cause is not known: the engine saw the same pixels")
+
+
 def test_validate_scores_the_original_files_a1(workshop: Workshop, tmp_path: Path) -> None:
     names = ("background", "zero", "one")
     root = write_root(tmp_path / "root", size=(80, 150), classes=names)
