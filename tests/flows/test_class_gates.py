@@ -74,7 +74,9 @@ def test_classes_of_coco_are_its_categories_c2(tmp_path: Path) -> None:
     square = {"id": 1, "image_id": 1, "category_id": 3, "iscrowd": 0, "segmentation": [[0, 0, 2, 0, 2, 2]]}
     content = {"images": [image], "categories": [{"id": 3, "name": "cat"}], "annotations": [square]}
     (tmp_path / "annotations").mkdir()
-    (tmp_path / "annotations/instances_val2017.json").write_text(json.dumps(content), encoding="utf-8")
+    for split in ("train", "val"):
+        file = tmp_path / f"annotations/instances_{split}2017.json"
+        file.write_text(json.dumps(content), encoding="utf-8")
     section = compose_params(["model=onnx", "model.path=m.onnx", "data=coco"])["prepare_data"]["folder"]
     section |= {"annotations": Annotations.instances}
     folder = FolderConfig(**section)

@@ -297,7 +297,7 @@ def test_choice_is_the_knee_or_else_the_most_accurate_of_the_faster_networks(
     rows = _candidates(
         notes={0.1: "out of reach"},
         macs={ratio: int(1000 * ratio) for ratio in latencies_and_mious},
-        mious={ratio: miou for ratio, (_, miou) in latencies_and_mious.items()},
+        scores={ratio: miou for ratio, (_, miou) in latencies_and_mious.items()},
         latencies={
             ratio: _Latency(ms, ms, ms - 0.05, ms + 0.05) for ratio, (ms, _) in latencies_and_mious.items()
         },
