@@ -107,6 +107,18 @@ def test_folders_that_leave_a_split_open_are_refused_c3(
     fails("folder", write_folders(tmp_path / "mine", folders), tmp_path / "out", match, DataError)
 
 
+def test_folders_of_splits_are_known_in_any_case_c3(tmp_path: Path) -> None:
+    """They were three groups before, of which any could become any split."""
+    root = write_folders(tmp_path / "mine", {"Train": 2, "Val": 8, "TEST": 3})
+    run("folder", root, tmp_path / "out")
+    assert folders_of(tmp_path / "out") == {
+        "train": {"Train"},
+        "calibration": {"Train"},
+        "val": {"Val"},
+        "test": {"TEST"},
+    }
+
+
 def test_lists_decide_before_folders_of_splits_c3(tmp_path: Path) -> None:
     root = write_folders(tmp_path / "mine", {"train": 5, "val": 2, "extra": 3})
     for split, folder in (("train", "extra"), ("val", "train"), ("test", "val")):
