@@ -310,6 +310,13 @@ def _refuse_repeated_splits(root: Path, parts: Sequence[_Part]) -> None:
             f"{root}: holds {by_split[None].file} of no split beside others, such as {parts[0].file}. Remove one "
             "of them."
         )
+    has_train = {"train", None}.intersection(by_split) or (root / "train.txt").exists()
+    if parts and not has_train:
+        raise DataError(
+            f"{root}: holds {parts[0].file} and no annotations of train, expected some to train on. Export them, too, "
+            "or all images as one part (default), so that splits are chosen, or name the images of each split in "
+            "train.txt, val.txt and test.txt."
+        )
 
 
 def _images_on_disk(root: Path, part: _Part, content: Mapping[str, list[dict[str, Any]]]) -> dict[str, Path]:

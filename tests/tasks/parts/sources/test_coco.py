@@ -377,6 +377,14 @@ def test_splits_of_cvat_are_kept_and_val_is_drawn_c4(tmp_path: Path, splits: tup
     assert report.split_origins["val"].startswith("drawn from train")
 
 
+def test_export_without_train_is_refused_c4(tmp_path: Path) -> None:
+    """Its images were in test and train."""
+    names = {f"images/{number}.jpg": f"{number}.jpg" for number in range(10)}
+    write_export(tmp_path / "cvat", "annotations/instances_Test.json", names)
+    text = r"instances_Test\.json and no annotations of train, expected some to train on"
+    fails("coco", tmp_path / "cvat", tmp_path / "none", text, DataError, annotations="instances")
+
+
 def test_boxes_without_a_shape_are_ignored_or_refused_c4(tmp_path: Path) -> None:
     names = {f"images/{number}.jpg": f"{number}.jpg" for number in range(10)}
     file = "annotations/instances_default.json"
