@@ -313,8 +313,8 @@ def _refuse_repeated_splits(root: Path, parts: Sequence[_Part]) -> None:
     has_train = {"train", None}.intersection(by_split) or (root / "train.txt").exists()
     if parts and not has_train:
         raise DataError(
-            f"{root}: holds {parts[0].file} and no annotations of train, expected some to train on. Export them, too, "
-            "or all images as one part (default), so that splits are chosen, or name the images of each split in "
+            f"{root}: holds {parts[0].file} and no annotations of train, expected some to train on. Export them, "
+            "too, or all images as one part (default), so that splits are chosen, or name the images of each split in "
             "train.txt, val.txt and test.txt."
         )
 
