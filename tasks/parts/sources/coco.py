@@ -314,8 +314,8 @@ def _refuse_repeated_splits(root: Path, parts: Sequence[_Part]) -> None:
     if parts and not has_train:
         raise DataError(
             f"{root}: holds {parts[0].file} and no annotations of train, expected some to train on. Export them, "
-            "too, or all images as one part (default), so that splits are chosen, or name the images of each split in "
-            "train.txt, val.txt and test.txt."
+            "too, or all images as one part (default), so that splits are chosen, or name the images of each split "
+            "in train.txt, val.txt and test.txt."
         )
 
 

@@ -187,6 +187,22 @@ def test_folders_of_splits_hold_folders_of_classes_c3(tmp_path: Path) -> None:
     assert report.num_groups == 0
 
 
+def test_images_of_a_patient_in_two_classes_are_one_group_c3(tmp_path: Path) -> None:
+    """Each half of a patient could be in another split before."""
+    root = tmp_path / "mine"
+    for patient in range(8):
+        for seed, kind in enumerate(("healthy", "tumour")):
+            write_image(root / f"images/{kind}/patient{patient}/0.png", 10 * patient + seed)
+    (root / "classes.yaml").write_text("[healthy, tumour]\n")
+    report = run("class_folder", root, tmp_path / "out")
+    patients: dict[str, set[str]] = {}
+    for row in table_of(tmp_path / "out"):
+        if row["split"] != "calibration":
+            patients.setdefault(row["group"], set()).add(row["split"])
+    assert report.num_groups == len(patients) == 8
+    assert all(len(splits) == 1 for splits in patients.values())
+
+
 def test_table_lists_every_file_its_split_and_its_group_c3(tmp_path: Path) -> None:
     root = write_folders(tmp_path / "mine", {f"video{number}": 4 for number in range(4)})
     write_image(root / "images/alone.png", 99)
