@@ -4,8 +4,8 @@
 <root>/images/**/<name>.png|jpg|jpeg           plain images; no classes.yaml
 <root>/train.txt, val.txt, test.txt, calibration.txt, groups.csv   as for mask_folder.py
 
-Folders that are called as splits keep their images: images/<train|val|test>/<class>/**. Images of one sub-folder are a
-group; sub-folders of one name in several classes, such as those of a patient, are the same group.
+Folders that are called as splits keep their images: images/<train|val|test>/<class>/**. Images of one sub-folder are
+a group; sub-folders of one name in several classes, such as those of a patient, are the same group.
 """
 
 from __future__ import annotations
