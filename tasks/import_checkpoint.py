@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from tasks.parts.data.dataset import Manifest
+    from tasks.parts.data.reading import Reading
     from tasks.parts.networks.model_card import ModelCard
 
 logger = logging.getLogger(__name__)
@@ -111,12 +112,29 @@ def _load_own(weights: Path, manifest: "Manifest") -> "tuple[nn.Module, ModelCar
             f"{list(manifest.mean)} and {list(manifest.std)}. Set prepare_data.mean={list(card.mean)} and "
             f"prepare_data.std={list(card.std)}."
         )
-    if card.reading != manifest.reading:
-        raise ArtifactError(
-            f"{weights} was trained on images that were read by {card.reading}, the data set by {manifest.reading}. "
-            "Set value_range, resize_mode and window_overlap of prepare_data.folder as they were."
-        )
+    _check_reading(weights, card.reading, manifest.reading)
     return network, card
+
+
+def _check_reading(weights: Path, trained: "Reading", found: "Reading") -> None:
+    """Raise ArtifactError for a data set that is read in another way than the images of the training."""
+    for key in ("value_range", "resize_mode", "window_overlap"):
+        before, now = getattr(trained, key), getattr(found, key)
+        if before != now:
+            before, now = (
+                "null" if value is None else list(value) if isinstance(value, tuple) else value
+                for value in (before, now)
+            )
+            raise ArtifactError(
+                f"{weights} was trained on images with {key} {before}, the data set has {now}. Set "
+                f"prepare_data.folder.{key}={before}."
+            )
+    other = sorted(set(found.types) - set(trained.types))
+    if other:
+        raise ArtifactError(
+            f"{weights} was trained on files with values of type {', '.join(trained.types)}, the data set has "
+            f"{', '.join(other)}, too. Convert these files, or train on them."
+        )
 
 
 def _load_foreign(

@@ -7,7 +7,7 @@ machine is not the one that ``cfg`` declares. Without the function, only inputs,
 import ast
 import functools
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 Facts = Mapping[str, str]
@@ -36,20 +36,35 @@ def imported_versions(files: Iterable[Path], *, without: Collection[str] = ()) -
     return versions(*sorted({name for module in modules for name in providers.get(module, ())}))
 
 
-def _imported_modules(file: Path) -> Iterator[str]:
-    """Yield the names of the top-level modules that a file imports; none of a file that is not Python's."""
+def _imported_modules(file: Path) -> frozenset[str]:
+    """Return the top-level modules that a file imports; none of a file that is not Python's."""
+    status = file.stat()
+    return _modules_of(file.absolute(), status.st_mtime_ns, status.st_size)
+
+
+@functools.cache
+def _modules_of(file: Path, _mtime_ns: int, _size_bytes: int) -> frozenset[str]:
+    """Parse a file once in its present state: a package such as timm has hundreds, and is asked for several times."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # it cannot be imported either
-        return
+        return frozenset()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            names = [value.value for value in node.args[:1] if isinstance(value, ast.Constant)]
-            yield from (str(name).partition(".")[0] for name in names)
+            names.add(node.module)
+        elif isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__"):
+            names.update(str(value.value) for value in node.args[:1] if isinstance(value, ast.Constant))
+    return frozenset(name.partition(".")[0] for name in names)
+
+
+def _called(function: ast.expr) -> str:
+    """Return the last part of the name of what is called; empty if it has none."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 @functools.cache

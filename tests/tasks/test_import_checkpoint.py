@@ -15,6 +15,7 @@ from flows.convert_weights import main as convert_main
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.import_checkpoint import Config, import_checkpoint
 from tasks.parts.data.dataset import open_split
+from tasks.parts.data.reading import Reading, ResizeMode
 from tasks.parts.networks.checkpoint import load_checkpoint, save_checkpoint
 from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.networks.model_card import read_card
@@ -66,6 +67,18 @@ def test_checkpoint_of_this_pipeline_says_itself_what_it_is(workshop: Workshop, 
         ),
         ({"mean": (0.1, 0.2, 0.3)}, r"Set prepare_data.mean=\[0.1, 0.2, 0.3\]"),
         ({"classes": ("background", "one", "zero")}, r"has the classes \['background', 'one', 'zero'\]"),
+        (
+            {"reading": Reading(value_range=(0, 4095))},
+            r"\[0.0, 4095.0\], the data set has null. Set prepare_data.folder.value_range=\[0.0, 4095.0\]",
+        ),
+        (
+            {"reading": Reading(resize_mode=ResizeMode.crop)},
+            r"resize_mode crop, the data set has resize. Set prepare_data.folder.resize_mode=crop",
+        ),
+        (
+            {"reading": Reading(types=("uint16",))},
+            r"values of type uint16, the data set has uint8, too. Convert these files",
+        ),
     ],
 )
 def test_checkpoint_for_other_images_is_refused(
@@ -75,6 +88,13 @@ def test_checkpoint_for_other_images_is_refused(
     save_checkpoint(out.parent / "other.safetensors", network, dataclasses.replace(card, **changes))
     with pytest.raises(ArtifactError, match=message):
         import_checkpoint(CONFIG, weights=out.parent / "other.safetensors", data=workshop.data, out=out)
+
+
+def test_checkpoint_of_more_types_of_files_is_taken(workshop: Workshop, out: Path) -> None:
+    network, card = load_checkpoint(workshop.checkpoint)
+    card = dataclasses.replace(card, reading=Reading(types=("uint16", "uint8")))
+    save_checkpoint(out.parent / "other.safetensors", network, card)
+    import_checkpoint(CONFIG, weights=out.parent / "other.safetensors", data=workshop.data, out=out)
 
 
 @pytest.mark.parametrize(

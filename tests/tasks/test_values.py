@@ -467,4 +467,8 @@ def test_file_that_is_no_python_is_refused(detector: Detector, tmp_path: Path) -
         attached(detector.labelled, tmp_path / "metric", text="def dice(:\n")
     with pytest.raises(ConfigError, match=r"has no function 'dice', found: none"):
         attached(detector.labelled, tmp_path / "empty", "dice", "x = 1\n")
+    with pytest.raises(
+        ConfigError, match=r"cannot be run \(ModuleNotFoundError: .*'absent'\).* \(model\.metric\)"
+    ):
+        attached(detector.labelled, tmp_path / "import", "dice", "import absent\n")
     assert METRIC_FILE not in read_manifest(detector.labelled).files

@@ -28,7 +28,13 @@ def open_metric(file: Path, function: str) -> Scorer:
         code = compile(file.read_text(encoding="utf-8"), str(file), "exec")
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{file}: not a Python file ({error}). Correct it (model.metric).") from error
-    exec(code, namespace)  # an import would write __pycache__ beside the data
+    try:
+        exec(code, namespace)  # an import would write __pycache__ beside the data
+    except Exception as error:
+        raise ConfigError(
+            f"{file}: cannot be run ({type(error).__name__}: {error}). Correct it, or install what it imports "
+            "(model.metric)."
+        ) from error
     found = namespace.get(function)
     if not callable(found):
         known = ", ".join(

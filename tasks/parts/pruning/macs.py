@@ -78,10 +78,10 @@ def _counted(network: "nn.Module", sizes: dict[str, ConvSize]) -> Iterator[None]
     kinds = (nn.modules.conv._ConvNd, nn.Linear)
     running: list[tuple[str, nn.Module]] = []
 
-    def leave(module: "nn.Module", inputs: Any, output: "Tensor") -> None:
+    def leave(module: "nn.Module", inputs: Any, named: Mapping[str, "Tensor"], output: "Tensor") -> None:
         name, _ = running.pop()
         if isinstance(module, kinds):
-            _add(sizes, name, _size_of_call(module, inputs[0], output))
+            _add(sizes, name, _size_of_call(module, inputs[0] if inputs else named["input"], output))
 
     class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,7 +101,7 @@ def _counted(network: "nn.Module", sizes: dict[str, ConvSize]) -> Iterator[None]
             stack.callback(
                 module.register_forward_pre_hook(lambda *_, entry=entry: running.append(entry)).remove
             )
-            stack.callback(module.register_forward_hook(leave).remove)
+            stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
         stack.enter_context(Products())  # type: ignore[no-untyped-call]
         yield
 

@@ -38,6 +38,8 @@ _FORMATS = {
 }
 _ANY_FORMAT = ("PNG", "JPEG", "MPO", "TIFF", "BMP", "WEBP")
 TIFF_SUFFIXES = (".tif", ".tiff")
+_TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+"""First bytes of TIFF and BigTIFF files, of either byte order."""
 ARRAY_SUFFIX = ".npy"
 PILLOW_SUFFIXES = tuple(_FORMATS)
 """What Pillow decodes; TIFF files that it cannot decode are tifffile's."""
@@ -83,7 +85,7 @@ def read_values(image: EncodedImage, rules: Rules) -> NDArray[Any]:
     if suffix == ARRAY_SUFFIX:
         return _read_array(image, rules)
     image = image if isinstance(image, Path) else _Content(str(image), image.read_bytes())
-    if suffix in TIFF_SUFFIXES:
+    if is_tiff(image):
         bands_HWC = _read_tiff(image, rules)
         if bands_HWC is not None:
             return bands_HWC
@@ -144,6 +146,13 @@ def png_depth(image: EncodedImage) -> tuple[int, int] | None:
     with open_file(image) as file:
         header = file.read(26)
     return (header[24], header[25]) if header[:4] == b"\x89PNG" and len(header) == 26 else None
+
+
+def is_tiff(image: EncodedImage) -> bool:
+    """Return whether an image is TIFF: a file by its name, what lies inside a larger file by its first bytes."""
+    if Path(str(image)).suffix.lower() in TIFF_SUFFIXES:
+        return True
+    return not isinstance(image, Path) and image.read_bytes()[:4] in _TIFF_MAGIC
 
 
 def open_file(image: EncodedImage) -> BinaryIO:

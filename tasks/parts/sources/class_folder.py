@@ -4,8 +4,8 @@
 <root>/images/**/<name>.png|jpg|jpeg           plain images; no classes.yaml
 <root>/train.txt, val.txt, test.txt, calibration.txt, groups.csv   as for mask_folder.py
 
-Folders that are called as splits keep their images: images/<train|val|test>/<class>/**. Images of one sub-folder (of
-that of a class) are a group.
+Folders that are called as splits keep their images: images/<train|val|test>/<class>/**. Images of one sub-folder are
+a group; sub-folders of one name in several classes, such as those of a patient, are the same group.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def scan_images(root: Path, config: FolderConfig, *, seed: int, is_labelled: boo
     }
     read = read_split_files(root, set(files))
     lists = read if "train" in read else {**declared, **read}
-    groups = _groups(root, files, config, num_passed_over=bool(declared), is_labelled=is_labelled)
+    groups = _groups(root, files, config, num_passed_over=bool(declared) + is_labelled)
     refuse_empty_lists(root, files, lists)
     refuse_few_groups(root, files, lists, groups)
     values = check_values([file.path for file in files.values()], config)
@@ -127,20 +127,11 @@ def scan_images(root: Path, config: FolderConfig, *, seed: int, is_labelled: boo
 
 
 def _groups(
-    root: Path,
-    files: Mapping[str, ImageFile],
-    config: FolderConfig,
-    *,
-    num_passed_over: int,
-    is_labelled: bool,
+    root: Path, files: Mapping[str, ImageFile], config: FolderConfig, *, num_passed_over: int
 ) -> dict[str, str]:
     """Return the group of each image that has one, and say so."""
-    found: dict[str, str] = {}
-    for name in files if config.groups is Groups.folder else ():
-        below = sub_folder(name, num_passed_over=num_passed_over + is_labelled)
-        group = sub_folder(name, num_passed_over=num_passed_over)
-        if below and group:
-            found[name] = group
+    names = files if config.groups is Groups.folder else ()
+    found = {name: group for name in names if (group := sub_folder(name, num_passed_over=num_passed_over))}
     if found:
         num_groups = len(set(found.values()))
         logger.info(

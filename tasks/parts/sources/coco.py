@@ -38,7 +38,7 @@ from tasks.parts.sources.class_list import (
     read_class_list,
 )
 from tasks.parts.sources.config import Annotations, FolderConfig
-from tasks.parts.sources.declared_splits import SPLIT_OF_FOLDER, sub_folder
+from tasks.parts.sources.declared_splits import split_of_folder, sub_folder
 from tasks.parts.sources.file_names import list_files
 from tasks.parts.sources.links import check_link
 from tasks.parts.sources.pairs import BACKGROUND, Listing, Pair
@@ -277,20 +277,24 @@ def _official_part(root: Path, official: str, split: str, kind: Annotations) -> 
 
 def _exported_files(root: Path) -> dict[str, Path]:
     """Return the JSON files of an export of Roboflow, else of CVAT, by the names of its parts."""
-    names = (*SPLIT_OF_FOLDER, "default")
-    of_roboflow = {name: root / name / "_annotations.coco.json" for name in names}
-    of_cvat = {name: root / "annotations" / f"instances_{name}.json" for name in names}
-    for files in (of_roboflow, of_cvat):
-        found = {name: file for name, file in files.items() if file.is_file()}
-        if found:
-            return found
+    of_roboflow = {file.parent.name: file for file in sorted(root.glob("*/_annotations.coco.json"))}
+    files = sorted((root / "annotations").glob("instances_*.json"))
+    of_cvat = {file.stem.removeprefix("instances_"): file for file in files}
+    for found in (of_roboflow, of_cvat):
+        parts = {
+            name: file
+            for name, file in found.items()
+            if file.is_file() and (split_of_folder(name) or name.lower() == "default")
+        }
+        if parts:
+            return parts
     return {}
 
 
 def _exported_part(root: Path, name: str, file: Path) -> _Part:
     check_link(file, root)
     folders = (root / "images" / name, root / name, root / "images", root)
-    return _Part(name, file, SPLIT_OF_FOLDER.get(name), folders)
+    return _Part(name, file, split_of_folder(name), folders)
 
 
 def _refuse_repeated_splits(root: Path, parts: Sequence[_Part]) -> None:
@@ -305,6 +309,13 @@ def _refuse_repeated_splits(root: Path, parts: Sequence[_Part]) -> None:
         raise DataError(
             f"{root}: holds {by_split[None].file} of no split beside others, such as {parts[0].file}. Remove one "
             "of them."
+        )
+    has_train = {"train", None}.intersection(by_split) or (root / "train.txt").exists()
+    if parts and not has_train:
+        raise DataError(
+            f"{root}: holds {parts[0].file} and no annotations of train, expected some to train on. Export them, "
+            "too, or all images as one part (default), so that splits are chosen, or name the images of each split "
+            "in train.txt, val.txt and test.txt."
         )
 
 

@@ -6,7 +6,12 @@ from pathlib import Path
 from tasks.core.errors import DataError
 
 SPLIT_OF_FOLDER = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-"""Name of a folder -> the split that its images are."""
+"""Name of a folder, in lower case -> the split that its images are."""
+
+
+def split_of_folder(folder: str) -> str | None:
+    """Return the split that a folder is called as, in letters of any case; None for another name."""
+    return SPLIT_OF_FOLDER.get(folder.lower())
 
 
 def declared_splits(names: Iterable[str], *, root: Path, place: Path) -> dict[str, tuple[str, ...]]:
@@ -21,8 +26,8 @@ def declared_splits(names: Iterable[str], *, root: Path, place: Path) -> dict[st
     members: dict[str, list[str]] = {}
     for name in sorted(names):
         members.setdefault(name.partition("/")[0] if "/" in name else "", []).append(name)
-    found = [folder for folder in members if folder in SPLIT_OF_FOLDER]
-    others = [folder for folder in members if folder not in SPLIT_OF_FOLDER]
+    split_of = {folder: split for folder in members if (split := split_of_folder(folder))}
+    found, others = list(split_of), [folder for folder in members if folder not in split_of]
     if not found or (len(found) == 1 and others):
         return {}  # a single folder of such a name may be anything, such as pictures of trains
     if others:
@@ -33,12 +38,12 @@ def declared_splits(names: Iterable[str], *, root: Path, place: Path) -> dict[st
             "the images of each split in train.txt, val.txt and test.txt."
         )
     by_split: dict[str, str] = {}
-    for folder in found:
-        other = by_split.setdefault(SPLIT_OF_FOLDER[folder], folder)
+    for folder, split in split_of.items():
+        other = by_split.setdefault(split, folder)
         if other != folder:
             raise DataError(
-                f"{place}: the folders '{other}' and '{folder}' are both the split "
-                f"'{SPLIT_OF_FOLDER[folder]}', expected one. Rename or unite them."
+                f"{place}: the folders '{other}' and '{folder}' are both the split '{split}', expected one. Rename "
+                "or unite them."
             )
     if "train" not in by_split:
         raise DataError(

@@ -19,7 +19,7 @@ from tasks.parts.data.image_files import IMAGE_SUFFIXES, MASK_SUFFIXES
 from tasks.parts.data.masks import MaskFile
 from tasks.parts.sources.class_list import read_class_list
 from tasks.parts.sources.config import FolderConfig
-from tasks.parts.sources.declared_splits import SPLIT_OF_FOLDER, declared_splits, sub_folder
+from tasks.parts.sources.declared_splits import declared_splits, split_of_folder, sub_folder
 from tasks.parts.sources.file_names import list_files
 from tasks.parts.sources.mask_neighbours import (
     refuse_masks_among_images,
@@ -31,7 +31,8 @@ from tasks.parts.sources.pairs import Listing, Pair, match_masks
 
 def list_folder(root: Path, config: FolderConfig) -> Listing:
     """List the images and masks of a folder."""
-    folders = [folder for folder in SPLIT_OF_FOLDER if (root / folder / "images").is_dir()]
+    parents = [path.parent.name for path in root.glob("*/images") if path.is_dir()]
+    folders = sorted(name for name in parents if split_of_folder(name))
     if folders and not (root / "images").exists():
         images: dict[str, Path] = {}
         masks: dict[str, MaskFile] = {}

@@ -236,9 +236,9 @@ def _pixels(check: _Check) -> Pixels:
 
 
 def _path_below(root: Path, pair: Pair) -> str:
-    """Return the path of an image relative to the root, or, if it lies inside a larger file, its place as text."""
-    is_below = isinstance(pair.image, Path) and pair.image.is_relative_to(root)
-    return Path(str(pair.image)).relative_to(root).as_posix() if is_below else str(pair.image)
+    """Return the path of an image relative to the root; inside a larger file that of it, and the place in it."""
+    place = Path(str(pair.image))
+    return place.relative_to(root).as_posix() if place.is_relative_to(root) else str(place)
 
 
 def _groups(root: Path, listing: Listing, pairs: Sequence[Pair], config: FolderConfig) -> dict[str, str]:

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import DataError
-from tasks.parts.data.image_files import EncodedImage, UnreadableImage, png_depth, thread_pool
+from tasks.parts.data.image_files import (
+    EncodedImage,
+    UnreadableImage,
+    is_tiff,
+    pillow_without_own_cap,
+    png_depth,
+    thread_pool,
+)
 from tasks.parts.sources.config import FolderConfig
 from tasks.parts.sources.other_formats import name_other_format
 
@@ -79,15 +86,15 @@ def check_values(images: Sequence[EncodedImage], config: FolderConfig) -> Stored
     The error proposes a range that it measured. With a range, images that fill little of it or exceed it are warned
     of. Files that cannot be read are passed over: decoding says what is wrong with them.
     """
-    with thread_pool() as pool:
-        found = zip(images, pool.map(_header_of, images), strict=True)
+    with pillow_without_own_cap(), thread_pool() as pool:
+        found = zip(images, pool.map(lambda image: _header_of(image, config), images), strict=True)
         headers = [(image, header) for image, header in found if header]
     types = Counter(header.type for _, header in headers)
     deep = [(image, header) for image, header in headers if header.type not in _EIGHT_BITS]
     alpha = _alpha_warnings(headers) if config.channels in (1, 3) else []
     names = tuple(sorted({"uint8" if name in _EIGHT_BITS else name for name in types} or {"uint8"}))
     if not deep:
-        return StoredValues(names, tuple(alpha))
+        return StoredValues(names, (*alpha, *_unused_range_warnings(headers, config.value_range)))
     small = [image for image, header in deep if header.num_pixels <= config.max_pixels]
     sample = small[:: max(1, -(-len(small) // _MOST_SAMPLED))]
     with thread_pool() as pool:
@@ -126,7 +133,7 @@ class _Header:
     """Whether all pixels are opaque; None without an alpha channel."""
 
 
-def _header_of(image: EncodedImage) -> _Header | None:
+def _header_of(image: EncodedImage, config: FolderConfig) -> _Header | None:
     """Read the header of a file; None for a file that cannot be read."""
     import numpy as np
     from tifffile import TiffFile, TiffFileError
@@ -140,7 +147,7 @@ def _header_of(image: EncodedImage) -> _Header | None:
                 else np.load(io.BytesIO(image.read_bytes()), allow_pickle=False)
             )
             return _Header(array.dtype.name, math.prod(array.shape[:2]))
-        if suffix in (".tif", ".tiff"):
+        if is_tiff(image):
             with TiffFile(image if isinstance(image, Path) else io.BytesIO(image.read_bytes())) as tiff:
                 page = tiff.pages[0].aspage()
             if page.dtype is None:
@@ -148,7 +155,7 @@ def _header_of(image: EncodedImage) -> _Header | None:
             name = str(np.dtype(page.dtype).name)
             has_alpha = name == "uint8" and page.samplesperpixel in (2, 4) and len(tiff.pages) == 1
             num_pixels = page.imagewidth * page.imagelength
-            return _Header(name, num_pixels, _is_opaque(image) if has_alpha else None)
+            return _Header(name, num_pixels, _is_opaque(image, config) if has_alpha else None)
         depth = png_depth(image)
     except (OSError, ValueError, EOFError, TypeError, KeyError, IndexError, TiffFileError, UnreadableImage):
         name_other_format(image)
@@ -157,7 +164,7 @@ def _header_of(image: EncodedImage) -> _Header | None:
         name_other_format(image)
     if depth is None:
         return _Header("uint8")
-    is_opaque = _is_opaque(image) if depth[1] in _PNG_KINDS_WITH_ALPHA else None
+    is_opaque = _is_opaque(image, config) if depth[1] in _PNG_KINDS_WITH_ALPHA else None
     return (
         _Header("uint16", _pixels_of_png(image), is_opaque)
         if depth[0] == 16
@@ -171,13 +178,13 @@ def _pixels_of_png(image: EncodedImage) -> int:
     return int(width * height)
 
 
-def _is_opaque(image: EncodedImage) -> bool | None:
-    """Return whether all pixels of an image are opaque; None without an alpha channel."""
+def _is_opaque(image: EncodedImage, config: FolderConfig) -> bool | None:
+    """Return whether all pixels of an image are opaque; None without an alpha channel, or for an oversized image."""
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(image.read_bytes()), formats=("PNG", "TIFF")) as opened:
-            if not opened.has_transparency_data:
+            if opened.width * opened.height > config.max_pixels or not opened.has_transparency_data:
                 return None
             lowest, _ = opened.convert("RGBA").getchannel("A").getextrema()
     except (OSError, SyntaxError, ValueError, EOFError):
@@ -292,6 +299,19 @@ def _alpha_warnings(headers: Sequence[tuple[EncodedImage, _Header]]) -> list[str
     return [
         f"{text}: pixels of {len(open_ones)} of them are not opaque and are laid on black, such as in "
         f"{open_ones[0]}. Save them without alpha if another background is meant."
+    ]
+
+
+def _unused_range_warnings(
+    headers: Sequence[tuple[EncodedImage, _Header]], value_range: Sequence[float] | None
+) -> list[str]:
+    """Return a warning about a range where all images have 8 bits, which are taken as they are."""
+    if value_range is None or not headers:
+        return []
+    return [
+        f"prepare_data.folder.value_range is [{_number(value_range[0])}, {_number(value_range[1])}], and all images "
+        f"have 8 bits, such as {headers[0][0]}: they are taken as they are. Set it to null, or bring the images of "
+        "more bits."
     ]
 
 

@@ -56,6 +56,21 @@ def test_packages_that_a_file_imports_anywhere_are_found_a10(site: Path, tmp_pat
     assert "fake-scipy" not in imported_versions([tmp_path / "own.py"], without=["fakescipy"])
 
 
+def test_files_are_parsed_once_and_again_after_an_edit_a10(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key of each stage with a network asks for them: 500 files took some 5 s each time."""
+    own, parsed = tmp_path / "own.py", []
+    parse = environment.ast.parse
+    monkeypatch.setattr(environment.ast, "parse", lambda content: parsed.append(content) or parse(content))
+    own.write_text("import faketimm")
+    for _ in range(3):
+        assert imported_versions([own]) == {"fake-timm": "1.0"}
+    assert len(parsed) == 1
+    own.write_text("import fakescipy as other")
+    assert imported_versions([own]) == {"fake-scipy": "2.0"}
+
+
 def test_metric_is_attached_again_after_an_update_of_what_it_imports_a10(site: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.py").write_text("import fakescipy\n\ndef dice(outputs, labels): ...\n")
     (tmp_path / "data").mkdir()

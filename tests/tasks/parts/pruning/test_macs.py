@@ -78,3 +78,21 @@ def test_products_of_attention_and_of_weights_without_a_layer_count_a7() -> None
     assert sizes["network (products)"].macs == 2 * 8 * tokens**2 + 5 * 8 * tokens
     assert [name for name, size in sizes.items() if size.has_channels] == ["embed"]
     assert total_macs(sizes) == counted_by_torch(network)
+
+
+class NamedInputs(nn.Module):
+    """Layers that are called with their input by its name."""
+
+    image_channels = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, images_NCHW: Tensor) -> Tensor:
+        out_NCHW: Tensor = self.conv(input=images_NCHW)
+        return out_NCHW
+
+
+def test_layers_may_be_called_by_the_names_of_their_inputs_a7() -> None:
+    assert total_macs(measure_convs(NamedInputs(), SIZE)) == 16 * 24 * 9 * 3 * 4

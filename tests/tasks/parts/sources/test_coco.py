@@ -366,14 +366,23 @@ def test_export_of_cvat_has_sub_folders_and_a_category_0_c4(tmp_path: Path, fold
     assert (mask[8:] == 1).all() and (mask[2:6, 4:12] == 2).all() and (mask[:2] == 0).all()
 
 
-def test_splits_of_cvat_are_kept_and_val_is_drawn_c4(tmp_path: Path) -> None:
+@pytest.mark.parametrize("splits", [("train", "test"), ("Train", "Test")])
+def test_splits_of_cvat_are_kept_and_val_is_drawn_c4(tmp_path: Path, splits: tuple[str, str]) -> None:
     root = tmp_path / "cvat"
-    for split, count in (("train", 12), ("test", 3)):
+    for split, count in zip(splits, (12, 3), strict=True):
         names = {f"images/{split}/{number}.jpg": f"{number}.jpg" for number in range(count)}
         write_export(root, f"annotations/instances_{split}.json", names)
     report = run("coco", root, tmp_path / "out", annotations="instances")
     assert report.num_images == {"train": 11, "val": 1, "test": 3, "calibration": 2}
     assert report.split_origins["val"].startswith("drawn from train")
+
+
+def test_export_without_train_is_refused_c4(tmp_path: Path) -> None:
+    """Its images were in test and train."""
+    names = {f"images/{number}.jpg": f"{number}.jpg" for number in range(10)}
+    write_export(tmp_path / "cvat", "annotations/instances_Test.json", names)
+    text = r"instances_Test\.json and no annotations of train, expected some to train on"
+    fails("coco", tmp_path / "cvat", tmp_path / "none", text, DataError, annotations="instances")
 
 
 def test_boxes_without_a_shape_are_ignored_or_refused_c4(tmp_path: Path) -> None:

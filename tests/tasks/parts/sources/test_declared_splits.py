@@ -107,6 +107,18 @@ def test_folders_that_leave_a_split_open_are_refused_c3(
     fails("folder", write_folders(tmp_path / "mine", folders), tmp_path / "out", match, DataError)
 
 
+def test_folders_of_splits_are_known_in_any_case_c3(tmp_path: Path) -> None:
+    """They were three groups before, of which any could become any split."""
+    root = write_folders(tmp_path / "mine", {"Train": 2, "Val": 8, "TEST": 3})
+    run("folder", root, tmp_path / "out")
+    assert folders_of(tmp_path / "out") == {
+        "train": {"Train"},
+        "calibration": {"Train"},
+        "val": {"Val"},
+        "test": {"TEST"},
+    }
+
+
 def test_lists_decide_before_folders_of_splits_c3(tmp_path: Path) -> None:
     root = write_folders(tmp_path / "mine", {"train": 5, "val": 2, "extra": 3})
     for split, folder in (("train", "extra"), ("val", "train"), ("test", "val")):
@@ -173,6 +185,22 @@ def test_folders_of_splits_hold_folders_of_classes_c3(tmp_path: Path) -> None:
     assert report.num_images == {"train": 12, "val": 4, "test": 4, "calibration": 2}
     assert report.pixel_share["val"] == {"Ödem, groß": 0.5, "нож": 0.5}
     assert report.num_groups == 0
+
+
+def test_images_of_a_patient_in_two_classes_are_one_group_c3(tmp_path: Path) -> None:
+    """Each half of a patient could be in another split before."""
+    root = tmp_path / "mine"
+    for patient in range(8):
+        for seed, kind in enumerate(("healthy", "tumour")):
+            write_image(root / f"images/{kind}/patient{patient}/0.png", 10 * patient + seed)
+    (root / "classes.yaml").write_text("[healthy, tumour]\n")
+    report = run("class_folder", root, tmp_path / "out")
+    patients: dict[str, set[str]] = {}
+    for row in table_of(tmp_path / "out"):
+        if row["split"] != "calibration":
+            patients.setdefault(row["group"], set()).add(row["split"])
+    assert report.num_groups == len(patients) == 8
+    assert all(len(splits) == 1 for splits in patients.values())
 
 
 def test_table_lists_every_file_its_split_and_its_group_c3(tmp_path: Path) -> None:

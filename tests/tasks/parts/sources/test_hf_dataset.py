@@ -1,5 +1,6 @@
 """prepare_data on Hugging Face data sets on disk: Arrow files as save_to_disk writes them, and Parquet."""
 
+import csv
 import io
 import json
 from pathlib import Path
@@ -9,11 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tifffile
 from PIL import Image
 
 from tasks.core.errors import ConfigError, DataError
 from tasks.parts.data.class_table import IGNORE_INDEX
+from tasks.parts.data.dataset import open_split, read_manifest
 from tasks.parts.data.image_files import UnreadableImage
+from tasks.parts.sources.stored_values import DeepValues
 from tasks.prepare_data import environment
 from tests.tasks.parts.sources.runs import HEIGHT, WIDTH, config_of, fails, halves, masks_of, run
 
@@ -342,3 +346,31 @@ def test_folder_without_tables_is_named(root: Path, tmp_path: Path) -> None:
 def test_environment_names_pyarrow_for_these_data_sets_only() -> None:
     assert "pyarrow" in environment(config_of("hf_dataset"))
     assert "pyarrow" not in environment(config_of("folder"))
+
+
+@pytest.mark.parametrize("bands", [1, 3])
+def test_tiff_of_many_bits_inside_a_table_is_scaled_and_not_cut_to_its_high_byte_c4(
+    root: Path, tmp_path: Path, bands: int
+) -> None:
+    def tiff(seed: int) -> bytes:
+        content = np.random.default_rng(seed).integers(4096, size=(HEIGHT, WIDTH, bands)).astype(np.uint16)
+        file = io.BytesIO()
+        tifffile.imwrite(file, content.squeeze(), photometric="rgb" if bands == 3 else "minisblack")
+        return file.getvalue()
+
+    table = table_of(range(10))
+    images = pa.array([{"bytes": tiff(seed), "path": None} for seed in range(10)], IMAGE)
+    save_parquet(root / "train.parquet", table.set_column(0, "image", images))
+    fails("hf_dataset", root, tmp_path / "refused", r"value_range=\[0, 4095\]", DeepValues, channels=bands)
+    run("hf_dataset", root, tmp_path / "out", channels=bands, value_range=[0, 4095])
+    assert read_manifest(tmp_path / "out/dataset").reading.types == ("uint16",)
+    images_NHWC, _ = open_split(tmp_path / "out/dataset", "train")
+    assert images_NHWC.max() > 240
+
+
+def test_table_names_rows_by_their_place_below_the_root_c3(arrow: Path, tmp_path: Path) -> None:
+    run("hf_dataset", arrow, tmp_path / "out")
+    with (tmp_path / "out/splits.csv").open(newline="") as file:
+        paths = [row["path"] for row in csv.DictReader(file)]
+    assert "train/data-00000-of-00002.arrow: row 0 of column 'image'" in paths
+    assert not any(str(tmp_path) in path for path in paths)

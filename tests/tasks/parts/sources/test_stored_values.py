@@ -198,6 +198,35 @@ def test_alpha_is_counted_and_open_pixels_are_named_c4(root: Path, tmp_path: Pat
     assert "all their pixels are opaque" in warning
 
 
+@pytest.mark.parametrize(("max_megapixels", "match"), [(0.001, "megapixels are allowed"), (1, None)])
+def test_large_images_with_alpha_are_judged_by_the_own_limit_c4(
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    max_megapixels: float,
+    match: str | None,
+) -> None:
+    """Beyond twice this number Pillow refuses to open an image, by an exception that is no OSError."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 700)
+    for number in range(10):
+        write(root / f"images/{number}.png", np.full((HEIGHT * 2, WIDTH * 2, 4), 20 * number, np.uint8))
+        write_mask(root / f"masks/{number}.png", np.kron(halves(0, 1), np.ones((2, 2), np.uint8)))
+    if match:
+        fails("folder", root, tmp_path / "out", match, DataError, max_megapixels=max_megapixels)
+        return
+    report = run("folder", root, tmp_path / "out", max_megapixels=max_megapixels)
+    assert any("10 image(s) have an alpha channel" in warning for warning in report.warnings)
+
+
+def test_range_for_images_of_8_bits_alone_is_warned_of_c4(root: Path, tmp_path: Path) -> None:
+    for number in range(10):
+        write_image(root / f"images/{number}.png", number)
+    report = run("folder", root, tmp_path / "out", value_range=[0, 4095])
+    assert any(
+        "value_range is [0, 4095], and all images have 8 bits" in warning for warning in report.warnings
+    )
+
+
 def test_masks_among_the_images_are_named_c4(tmp_path: Path) -> None:
     root = tmp_path / "mine"
     (root / "masks").mkdir(parents=True)
