@@ -38,6 +38,13 @@ _FORMATS = {
 }
 _ANY_FORMAT = ("PNG", "JPEG", "MPO", "TIFF", "BMP", "WEBP")
 TIFF_SUFFIXES = (".tif", ".tiff")
+_GREY_ALPHA = "grey with alpha"
+HIGH_BYTES_OF_PNG: dict[tuple[int, int] | None, str] = {
+    (16, 2): "colours",
+    (16, 4): _GREY_ALPHA,
+    (16, 6): "colours",
+}
+"""Bits and colour type of PNG files of which Pillow gives the high byte alone -> what such files hold."""
 ARRAY_SUFFIX = ".npy"
 PILLOW_SUFFIXES = tuple(_FORMATS)
 """What Pillow decodes; TIFF files that it cannot decode are tifffile's."""
@@ -92,10 +99,10 @@ def read_values(image: EncodedImage, rules: Rules) -> NDArray[Any]:
             f"{image}: an image file, which gives 1 or 3 channels, expected {rules.channels}. Save it as TIFF of so "
             f"many bands, or with numpy.save as [height, width, channels]. {rules.advice.on_channels(3)}"
         )
-    if png_depth(image) in ((16, 2), (16, 6)):
+    if (kind := HIGH_BYTES_OF_PNG.get(png_depth(image))) is not None:
         raise WrongChannels(
-            f"{image}: colours of 16 bits, of which only the high byte can be read from PNG, expected grey of 16 "
-            "bits or colours of 8. Save the image as TIFF."
+            f"{image}: {kind} of 16 bits, of which only the high byte can be read from PNG, expected grey of 16 "
+            f"bits or colours of 8. Save the image {'without' if kind == _GREY_ALPHA else 'as TIFF, without'} alpha."
         )
     with decoded(image, rules) as opened:
         pillow().ImageOps.exif_transpose(opened, in_place=True)

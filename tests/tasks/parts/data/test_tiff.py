@@ -125,22 +125,28 @@ def test_folder_of_tiff_images_and_masks_becomes_a_data_set(tmp_path: Path) -> N
     assert images_NHWC.shape == (2, HEIGHT, WIDTH, 5) and (masks_NHW[:, :, 12:] == 1).all()
 
 
-def deep_png(path: Path) -> None:
-    """Write a PNG of one red pixel row with 16 bits for each colour."""
+def deep_png(path: Path, colour_type: int = 2) -> None:
+    """Write a PNG of one pixel row with 16 bits for each value: red of colour type 2, grey with alpha of type 4."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         end = struct.pack(">I", zlib.crc32(kind + content))
         return struct.pack(">I", len(content)) + kind + content + end
 
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 1, 16, 2, 0, 0, 0))
-    pixels = chunk(b"IDAT", zlib.compress(b"\0" + struct.pack(">3H", 4095, 0, 0) * 4))
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 1, 16, colour_type, 0, 0, 0))
+    pixel = struct.pack(">3H", 4095, 0, 0) if colour_type == 2 else struct.pack(">2H", 4095, 65535)
+    pixels = chunk(b"IDAT", zlib.compress(b"\0" + pixel * 4))
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + pixels + chunk(b"IEND", b""))
 
 
-def test_deep_colours_of_png_are_not_scaled_silently(tmp_path: Path) -> None:
-    deep_png(tmp_path / "a.png")
+@pytest.mark.parametrize(("colour_type", "kind"), [(2, "colours"), (4, "grey with alpha")])
+def test_deep_pixels_of_several_values_in_png_are_not_scaled_silently_a1(
+    tmp_path: Path, colour_type: int, kind: str
+) -> None:
+    deep_png(tmp_path / "a.png", colour_type)
     for value_range in (None, [0, 4095]):
-        with pytest.raises(WrongChannels, match=r"a\.png: colours of 16 bits, .*Save the image as TIFF"):
+        with pytest.raises(
+            WrongChannels, match=rf"a\.png: {kind} of 16 bits, .*Save the image .*without alpha"
+        ):
             read_image(tmp_path / "a.png", folder_of(value_range=value_range))
 
 
