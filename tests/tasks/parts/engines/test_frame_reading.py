@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,8 @@ from PIL import Image
 
 from tasks.parts.data.image_files import fit_image, fit_mask, read_image
 from tasks.parts.engines.frame_engine.engine import Engine, load_engine
+from tasks.parts.engines.frame_engine.sources import Source
+from tasks.parts.engines.frame_engine.stream import Timings, run_stream
 from tasks.parts.engines.manifest import sha256_of
 from tasks.parts.reading.rules import Reading
 from tasks.parts.reading.windows import cover, cut_image, cut_mask
@@ -296,6 +299,24 @@ def test_options_that_do_not_fit_are_refused_a1(
     done = infer(bundle, tmp_path / "photo.png", tmp_path / "mask.png", *options)
     assert done.returncode == 1 and done.stderr.startswith(f"infer.py: {expected}")
     assert not (tmp_path / "mask.png").exists()
+
+
+def test_windows_run_in_the_thread_that_called_as_contexts_of_a_gpu_ask_for_a1(tmp_path: Path) -> None:
+    engine = load_engine(
+        write_bundle(tmp_path / "bundle", 3, Reading(resize_mode="windows", window_overlap=8))
+    )
+    run, threads, names = engine.run, set(), []
+
+    def run_here(inputs: Array) -> Array:
+        threads.add(threading.get_ident())
+        return run(inputs)
+
+    engine.run = run_here
+    sizes = [(40, 60), (HEIGHT, WIDTH), (121, 157)]
+    items = ((str(number), size) for number, size in enumerate(sizes))
+    source = Source(items, lambda size: random_image(*size, 3))
+    run_stream(engine, source, lambda name, _: names.append(name), timings=Timings())
+    assert names == ["0", "1", "2"] and threads == {threading.get_ident()}
 
 
 def test_masks_of_the_engine_size_on_request_a1(tmp_path: Path) -> None:
