@@ -38,6 +38,7 @@ _FORMATS = {
 }
 _ANY_FORMAT = ("PNG", "JPEG", "MPO", "TIFF", "BMP", "WEBP")
 TIFF_SUFFIXES = (".tif", ".tiff")
+_TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _GREY_ALPHA = "grey with alpha"
 HIGH_BYTES_OF_PNG: dict[tuple[int, int] | None, str] = {
     (16, 2): "colours",
@@ -90,7 +91,7 @@ def read_values(image: EncodedImage, rules: Rules) -> NDArray[Any]:
     if suffix == ARRAY_SUFFIX:
         return _read_array(image, rules)
     image = image if isinstance(image, Path) else _Content(str(image), image.read_bytes())
-    if suffix in TIFF_SUFFIXES:
+    if is_tiff(image):
         bands_HWC = _read_tiff(image, rules)
         if bands_HWC is not None:
             return bands_HWC
@@ -144,6 +145,13 @@ def check_pixels(source: object, width: int, height: int, rules: Rules) -> None:
             f"{source}: {width} x {height} pixels, at most {rules.max_pixels / 1e6:g} megapixels are allowed. "
             f"{rules.advice.max_pixels}"
         )
+
+
+def is_tiff(image: EncodedImage) -> bool:
+    """Return whether an image is a TIFF file by its name or, of what is no file of its own, by its first bytes."""
+    if Path(str(image)).suffix.lower() in TIFF_SUFFIXES:
+        return True
+    return not isinstance(image, Path) and image.read_bytes()[:4] in _TIFF_STARTS
 
 
 def png_depth(image: EncodedImage) -> tuple[int, int] | None:

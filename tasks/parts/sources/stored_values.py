@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import DataError
 from tasks.parts.data.image_files import EncodedImage, UnreadableImage, png_depth, thread_pool
-from tasks.parts.reading.files import HIGH_BYTES_OF_PNG
+from tasks.parts.reading.files import HIGH_BYTES_OF_PNG, is_tiff
 from tasks.parts.sources.config import FolderConfig
 from tasks.parts.sources.other_formats import name_other_format
 
@@ -141,7 +141,7 @@ def _header_of(image: EncodedImage) -> _Header | None:
                 else np.load(io.BytesIO(image.read_bytes()), allow_pickle=False)
             )
             return _Header(array.dtype.name, math.prod(array.shape[:2]))
-        if suffix in (".tif", ".tiff"):
+        if is_tiff(image):
             with TiffFile(image if isinstance(image, Path) else io.BytesIO(image.read_bytes())) as tiff:
                 page = tiff.pages[0].aspage()
             if page.dtype is None:

@@ -2,7 +2,7 @@
 
 import struct
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from tasks.parts.data.image_files import (
     UnscaledValues,
     WrongChannels,
     read_image,
+    read_values,
 )
 from tasks.parts.sources.config import FolderConfig
+from tasks.parts.sources.stored_values import check_values
 from tests.tasks.parts.sources.runs import HEIGHT, WIDTH, config_of, halves, run, write_mask
 
 BANDS_16 = np.random.default_rng(0).integers(65536, size=(HEIGHT, WIDTH, 5)).astype(np.uint16)
@@ -148,6 +150,26 @@ def test_deep_pixels_of_several_values_in_png_are_not_scaled_silently_a1(
             WrongChannels, match=rf"a\.png: {kind} of 16 bits, .*Save the image .*without alpha"
         ):
             read_image(tmp_path / "a.png", folder_of(value_range=value_range))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An image in a table, whose name says nothing of its kind."""
+
+    content: bytes
+
+    def __str__(self) -> str:
+        return "table.parquet: row 3"
+
+    def read_bytes(self) -> bytes:
+        return self.content
+
+
+def test_deep_colours_of_a_tiff_in_a_table_are_read_whole_a1(tmp_path: Path) -> None:
+    write_tiff(tmp_path / "a.tif", BANDS_16[..., :3], photometric="rgb")
+    cell, config = Cell((tmp_path / "a.tif").read_bytes()), folder_of(channels=3, value_range=[0, 65535])
+    np.testing.assert_array_equal(read_values(cell, config), BANDS_16[..., :3])
+    assert check_values([cell], config).types == ("uint16",)
 
 
 @pytest.mark.parametrize(
