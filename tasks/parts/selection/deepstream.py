@@ -96,7 +96,7 @@ def _unlike_training(card: InputCard) -> str:
         return ""
     return (
         f" The images of the training were not: they were read by {mode}\n"
-        f'# (model.json, "reading"), so report.json is about frames of {card.width}x{card.height} alone. Cut others first.'
+        f'# (model.json, "reading"), so report.json is about frames of {card.width}x{card.height} alone.'
     )
 
 

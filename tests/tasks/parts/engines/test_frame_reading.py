@@ -24,7 +24,7 @@ from tasks.parts.engines.frame_engine.stream import Timings, run_stream
 from tasks.parts.engines.manifest import sha256_of
 from tasks.parts.reading.rules import Reading
 from tasks.parts.reading.windows import cover, cut_image, cut_mask
-from tasks.parts.selection.bundle import INFER, copy_frame_engine
+from tasks.parts.selection.bundle import CLIENT, INFER, copy_frame_engine
 
 Array = np.ndarray[Any, Any]
 
@@ -340,6 +340,24 @@ def test_a_folder_gives_tiff_masks_for_tiff_images_and_a_mask_file_holds_one_a1(
         done.returncode == 1
         and "mask.png: holds the mask of a, and there is b, too. Name a folder." in done.stderr
     )
+
+
+@pytest.mark.parametrize(("name", "mask"), [("a.png", "."), ("a.tif", "."), ("a.png", "a.png")])
+def test_a_mask_does_not_take_the_place_of_its_image_a1(tmp_path: Path, name: str, mask: str) -> None:
+    bundle, photo = write_bundle(tmp_path / "bundle", 3, Reading()), tmp_path / "photos" / name
+    photo.parent.mkdir()
+    write_png(photo)
+    before = photo.read_bytes()
+    (bundle / "client.py").write_text(CLIENT)
+    (bundle / "report.json").write_text(json.dumps({"variant": "student", "target": "cpu"}))
+    for script, option in (("infer.py", ()), ("client.py", ("--out",))):
+        command = [bundle / script, photo, *option, photo.parent / mask]
+        done = subprocess.run([sys.executable, "-I", *command], capture_output=True, text=True, check=False)
+        assert (
+            done.returncode == 1
+            and f"{script}: {photo}: is read, and its answers would take its place." in done.stderr
+        )
+        assert photo.read_bytes() == before
 
 
 @pytest.mark.parametrize("missing", ["reading", "window_overlap"])
