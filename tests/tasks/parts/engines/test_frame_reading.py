@@ -245,7 +245,7 @@ def test_values_are_scaled_by_the_range_of_the_training_a1(tmp_path: Path, dtype
         (
             Reading(("uint16",), RANGE_12_BITS),
             np.uint8,
-            r"of type uint8 from .*, expected uint16 as in training",
+            r"of type uint8 from .*, expected uint16 as in training\. .* not by --value-range either\.$",
         ),
     ],
 )
