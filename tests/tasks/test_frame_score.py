@@ -128,6 +128,14 @@ def test_another_reading_than_that_of_the_data_set_is_a_difference_a1(tmp_path: 
     assert found.note.endswith("the cause is not known: the engine saw the same pixels")
 
 
+def test_files_of_the_size_of_the_arrays_are_no_cause_of_a_difference_a1(tmp_path: Path) -> None:
+    root = write_root(tmp_path / "root", size=SIZE, classes=NAMES)
+    dataset = prepare(root, tmp_path / "out", resize_mode="resize")
+    engine, card = engine_of(dataset, tmp_path / "bundle"), InputCard(NAMES, (0.0,), (1.0,), *SIZE)
+    found = score_frames(dataset, "test", card, engine.answer_image, 0.9)
+    assert found.note.endswith("the cause is not known: the engine saw the same pixels")
+
+
 def test_files_without_labels_are_left_out_as_their_arrays_are_a1(tmp_path: Path) -> None:
     root = write_root(tmp_path / "root", size=SIZE, classes=NAMES)
     for number in (0, 1):

@@ -135,10 +135,11 @@ class _Counts:
             )
         elif self._ceiling and self._rules.resize_mode is ResizeMode.resize:
             ceiling = join_results(self._ceiling, groups_K).score
-            causes.append(
-                f"masks are judged at the size of the files, where perfect masks of {self._rules.width} x "
-                f"{self._rules.height} would score {ceiling:.4f}"
-            )
+            if ceiling < 1 - FRAME_TOLERANCE:
+                causes.append(
+                    f"masks are judged at the size of the files, where perfect masks of {self._rules.width} x "
+                    f"{self._rules.height} would score {ceiling:.4f}"
+                )
         text = "; ".join(causes) or "the cause is not known: the engine saw the same pixels"
         return f"frame_score is {difference:+.4f} from the score: {text}"
 
