@@ -55,6 +55,7 @@ KINDS: list[tuple[str, str, int, Reading, Write]] = [
     ("PNG, grey of 12 or 16 bits, with a range", "png", 1, DEEP, save(GREY_12)),
     ("PNG, grey of 12 or 16 bits, without a range", "png", 1, EIGHT, save(GREY_12)),
     ("PNG, colours of 16 bits", "png", 3, DEEP, deep_png),
+    ("PNG, grey of 16 bits with alpha", "png", 1, DEEP, lambda path: deep_png(path, 4)),
     ("PNG, grey of 8 bits, for a network of more bits", "png", 1, DEEP, save(GREY)),
     ("JPEG, RGB", "jpg", 3, EIGHT, save(RGB)),
     ("JPEG, grey", "jpg", 3, EIGHT, save(GREY)),

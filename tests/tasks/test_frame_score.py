@@ -128,6 +128,32 @@ def test_another_reading_than_that_of_the_data_set_is_a_difference_a1(tmp_path: 
     assert found.note.endswith("the cause is not known: the engine saw the same pixels")
 
 
+def test_files_of_the_size_of_the_arrays_are_no_cause_of_a_difference_a1(tmp_path: Path) -> None:
+    root = write_root(tmp_path / "root", size=SIZE, classes=NAMES)
+    dataset = prepare(root, tmp_path / "out", resize_mode="resize")
+    engine, card = engine_of(dataset, tmp_path / "bundle"), InputCard(NAMES, (0.0,), (1.0,), *SIZE)
+    found = score_frames(dataset, "test", card, engine.answer_image, 0.9)
+    assert found.note.endswith("the cause is not known: the engine saw the same pixels")
+
+
+def test_files_without_labels_are_left_out_as_their_arrays_are_a1(tmp_path: Path) -> None:
+    root = write_root(tmp_path / "root", size=SIZE, classes=NAMES)
+    for number in (0, 1):
+        (root / f"masks/{number}.png").unlink()
+    dataset = prepare(root, tmp_path / "out", copy=False, missing_masks="unlabelled")
+    manifest, engine = read_manifest(dataset), engine_of(dataset, tmp_path / "bundle")
+    num_labelled = manifest.counts["train"] - manifest.num_unlabelled
+    assert manifest.num_unlabelled == 2 and num_labelled > 0
+    answered = []
+
+    def answer(values_HWC: np.ndarray) -> np.ndarray:
+        answered.append(values_HWC.shape)
+        return engine.answer_image(values_HWC)
+
+    found = score_frames(dataset, "train", InputCard(NAMES, (0.0,), (1.0,), *SIZE), answer, 0.5)
+    assert found.results is not None and found.results.num_images == len(answered) == num_labelled
+
+
 def test_a_file_that_changed_since_prepare_data_is_named_a1(tmp_path: Path) -> None:
     root = write_root(tmp_path / "root", size=SIZE, classes=NAMES)
     dataset = prepare(root, tmp_path / "out")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -277,6 +278,20 @@ def test_limits_pick_anew_and_say_what_the_next_one_costs(browser: "Chrome", pag
     assert "target=target_01" in kept and "loss=0" in kept
     opened(browser, page_of_30, kept.split("#")[1].replace("loss=0", "loss=1"))
     assert text_of(browser, "#choice strong") == "v09"
+
+
+def test_limit_of_the_loss_holds_on_the_original_files_too_a1(
+    browser: "Chrome", page_of_30: Path, tmp_path: Path
+) -> None:
+    text = page_of_30.read_text(encoding="utf-8")
+    start = text.index(">", text.index('id="report-data"')) + 1
+    data, end = json.JSONDecoder().raw_decode(text, start)
+    variant, loss = (data["engine_fields"].index(name) for name in ("variant", "frame_loss_high"))
+    for engine in data["engines"]:
+        engine[loss] = 0.5 if engine[variant] == "v09" else None
+    (tmp_path / "page.html").write_text(text[:start] + json.dumps(data) + text[end:], encoding="utf-8")
+    opened(browser, tmp_path / "page.html", "target=target_01&loss=0.1")
+    assert text_of(browser, "#choice strong") not in ("", "v09")
 
 
 def test_limit_in_milliseconds_leaves_out_slower_engines(browser: "Chrome", page_of_30: Path) -> None:

@@ -732,6 +732,7 @@ def test_an_engine_that_loses_on_the_original_files_alone_is_too_lossy_a1(artifa
     artifacts.set_frame_score(0.40, "pruned-cpu_onnxruntime", note=note)
     report, rows = run(artifacts, tmp_path / "lost")
     assert rows[name]["verdict"] == "TOO_LOSSY" and report.picks["cpu_onnxruntime"].variant == "pruned"
+    assert rows[name]["frame_rel_loss_high"] == pytest.approx(0.1)
     assert (
         "on the original files 0.3600, 10.00 % below distilled-cpu_torch (0.4000, 95 %: -10.00 to -10.00 %), "
         "allowed are 2 % (max_score_rel_loss on the original files)"

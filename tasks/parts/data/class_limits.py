@@ -96,7 +96,7 @@ class ClassCheck:
             return f"{self.subject} unknown: the class is in no label ({self.key})"
         text, level = f"{self.subject} {self.score:.4f}", f"{100 * self.level:.4g} %"
         if not self.base:
-            span = f"{1 - self.loss.high:.4f} to {1 - self.loss.low:.4f}"
+            span = f"{max(0.0, 1 - self.loss.high):.4f} to {min(1.0, 1 - self.loss.low):.4f}"
             return f"{text} ({level}: {span}), wanted are {self.limit:g} ({self.key})"
         loss = self.loss.rel_loss
         side = (

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from tasks.parts.data.accuracy import FRAME_TOLERANCE
 from tasks.parts.data.class_table import IGNORE_INDEX
 from tasks.parts.data.comparison import ImageResults, compare_with_labels, join_results
-from tasks.parts.data.dataset import Manifest, is_listed, open_groups, open_images, open_labels, read_manifest
+from tasks.parts.data.dataset import Manifest, is_listed, open_groups, open_labels, read_manifest
 from tasks.parts.data.image_files import fit_image, scale_image
 from tasks.parts.data.input_card import InputCard, Task
 from tasks.parts.data.metrics import FLOAT_MODEL
 from tasks.parts.data.source_files import FileReader, open_originals, originals_name, read_rules
+from tasks.parts.data.subsets import open_chosen_images
 from tasks.parts.reading.rules import ResizeMode
 from tasks.parts.reading.sizes import restore_mask
 from tasks.parts.reading.windows import Window, cover, cut_image
@@ -62,10 +63,12 @@ def score_frames(data: Path, split: str, card: InputCard, answer: AnswerFile, sc
     if reason := no_originals(data, manifest, split, card):
         return FrameScore(None, reason)
     reader = open_originals(data, split, is_listed=is_listed(manifest, split))
-    images_NHWC, labels = open_images(data, split), open_labels(data, split, card.task)
+    images_NHWC, labels = open_chosen_images(data, split, None), open_labels(data, split, card.task)
     counts = _Counts(reader, card, manifest.reading.window_overlap)
     firsts, number = [], 0
     for file in range(len(reader)):
+        if number == len(images_NHWC):
+            break  # those that follow have no labels
         firsts.append(number)
         number += counts.add(file, number, answer, images_NHWC, labels)
     groups_K = np.unique(open_groups(data, split)[firsts], return_inverse=True)[1]
@@ -132,10 +135,11 @@ class _Counts:
             )
         elif self._ceiling and self._rules.resize_mode is ResizeMode.resize:
             ceiling = join_results(self._ceiling, groups_K).score
-            causes.append(
-                f"masks are judged at the size of the files, where perfect masks of {self._rules.width} x "
-                f"{self._rules.height} would score {ceiling:.4f}"
-            )
+            if ceiling < 1 - FRAME_TOLERANCE:
+                causes.append(
+                    f"masks are judged at the size of the files, where perfect masks of {self._rules.width} x "
+                    f"{self._rules.height} would score {ceiling:.4f}"
+                )
         text = "; ".join(causes) or "the cause is not known: the engine saw the same pixels"
         return f"frame_score is {difference:+.4f} from the score: {text}"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tasks.core.errors import DataError
 from tasks.parts.reading import files, sizes
-from tasks.parts.reading.files import EncodedImage, is_tiff, png_depth
+from tasks.parts.reading.files import EncodedImage, png_depth
 from tasks.parts.reading.rules import Advice, ReadingError, ResizeMode, Rules
 from tasks.parts.reading.rules import OversizedImage as TooManyPixels
 from tasks.parts.reading.rules import UnscaledValues as WithoutRange
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
 
-__all__ = ["EncodedImage", "ResizeMode", "is_tiff", "png_depth"]
+__all__ = ["EncodedImage", "ResizeMode", "png_depth"]
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".npy")
 MASK_SUFFIXES = (".png", ".tif", ".tiff")

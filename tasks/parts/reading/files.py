@@ -38,8 +38,14 @@ _FORMATS = {
 }
 _ANY_FORMAT = ("PNG", "JPEG", "MPO", "TIFF", "BMP", "WEBP")
 TIFF_SUFFIXES = (".tif", ".tiff")
-_TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-"""First bytes of TIFF and BigTIFF files, of either byte order."""
+_TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_GREY_ALPHA = "grey with alpha"
+HIGH_BYTES_OF_PNG: dict[tuple[int, int] | None, str] = {
+    (16, 2): "colours",
+    (16, 4): _GREY_ALPHA,
+    (16, 6): "colours",
+}
+"""Bits and colour type of PNG files of which Pillow gives the high byte alone -> what such files hold."""
 ARRAY_SUFFIX = ".npy"
 PILLOW_SUFFIXES = tuple(_FORMATS)
 """What Pillow decodes; TIFF files that it cannot decode are tifffile's."""
@@ -94,10 +100,10 @@ def read_values(image: EncodedImage, rules: Rules) -> NDArray[Any]:
             f"{image}: an image file, which gives 1 or 3 channels, expected {rules.channels}. Save it as TIFF of so "
             f"many bands, or with numpy.save as [height, width, channels]. {rules.advice.on_channels(3)}"
         )
-    if png_depth(image) in ((16, 2), (16, 6)):
+    if (kind := HIGH_BYTES_OF_PNG.get(png_depth(image))) is not None:
         raise WrongChannels(
-            f"{image}: colours of 16 bits, of which only the high byte can be read from PNG, expected grey of 16 "
-            "bits or colours of 8. Save the image as TIFF."
+            f"{image}: {kind} of 16 bits, of which only the high byte can be read from PNG, expected grey of 16 "
+            f"bits or colours of 8. Save the image {'without' if kind == _GREY_ALPHA else 'as TIFF, without'} alpha."
         )
     with decoded(image, rules) as opened:
         pillow().ImageOps.exif_transpose(opened, in_place=True)
@@ -141,18 +147,18 @@ def check_pixels(source: object, width: int, height: int, rules: Rules) -> None:
         )
 
 
+def is_tiff(image: EncodedImage) -> bool:
+    """Return whether an image is a TIFF file by its name or, of what is no file of its own, by its first bytes."""
+    if Path(str(image)).suffix.lower() in TIFF_SUFFIXES:
+        return True
+    return not isinstance(image, Path) and image.read_bytes()[:4] in _TIFF_STARTS
+
+
 def png_depth(image: EncodedImage) -> tuple[int, int] | None:
     """Return the bits of a value and the colour type of a PNG file, from its header; None for another file."""
     with open_file(image) as file:
         header = file.read(26)
     return (header[24], header[25]) if header[:4] == b"\x89PNG" and len(header) == 26 else None
-
-
-def is_tiff(image: EncodedImage) -> bool:
-    """Return whether an image is TIFF: a file by its name, what lies inside a larger file by its first bytes."""
-    if Path(str(image)).suffix.lower() in TIFF_SUFFIXES:
-        return True
-    return not isinstance(image, Path) and image.read_bytes()[:4] in _TIFF_MAGIC
 
 
 def open_file(image: EncodedImage) -> BinaryIO:

@@ -59,10 +59,10 @@ def _open_array(path: Path, rules: Rules, more_than: int) -> ImageParts | None:
     except (OSError, ValueError, EOFError):
         return None  # the usual error says so
     height, width, *bands = mapped.shape if mapped.ndim > 1 else (0, 0)
-    is_image = bands in ([], [rules.channels]) and not np.isfortran(mapped)
+    is_image = (bands or [1]) == [rules.channels] and not np.isfortran(mapped)
     if not is_image or height * width <= more_than:
         return None
-    channels, dtype, offset = (bands or [1])[0], mapped.dtype, mapped.offset
+    channels, dtype, offset = rules.channels, mapped.dtype, mapped.offset
 
     def read_rows(first: int, end: int) -> NDArray[np.uint8]:
         # Not through the map, whose pages would count as memory of this process.

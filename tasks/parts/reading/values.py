@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+_AS_THEY_ARE = "Give images like those: values of 8 bits are never scaled, not by --value-range either."
+
 
 def scale_values(values: NDArray[Any], rules: Rules, place: object) -> NDArray[np.uint8]:
     """Return values as 8 bits: as they are, or `value_range` as 0..255, in float32 and rounded half to even.
@@ -22,10 +24,12 @@ def scale_values(values: NDArray[Any], rules: Rules, place: object) -> NDArray[n
         raise WrongChannels(f"{place}: holds values of type {values.dtype}, expected numbers. Convert them.")
     if values.dtype == np.uint8:
         if rules.types is not None and "uint8" not in rules.types:
-            raise _unscaled(values, f"expected {' or '.join(rules.types)} as in training", rules, place)
+            expected = f"expected {' or '.join(rules.types)} as in training"
+            raise _unscaled(values, expected, _AS_THEY_ARE, place)
         return values
     if rules.value_range is None:
-        raise _unscaled(values, "expected uint8, or the lowest and the highest value", rules, place)
+        expected = "expected uint8, or the lowest and the highest value"
+        raise _unscaled(values, expected, rules.advice.value_range, place)
     low, high = rules.value_range
     scaled = values.astype(np.float32)  # a copy, which the next lines change in place
     scaled -= np.float32(low)
@@ -35,13 +39,13 @@ def scale_values(values: NDArray[Any], rules: Rules, place: object) -> NDArray[n
     return eight_bits
 
 
-def _unscaled(values: NDArray[Any], expected: str, rules: Rules, place: object) -> UnscaledValues:
+def _unscaled(values: NDArray[Any], expected: str, advice: str, place: object) -> UnscaledValues:
     import numpy as np
 
     low, high = (float(bound(values)) if values.size else 0.0 for bound in (np.nanmin, np.nanmax))
     name = values.dtype.name
     return UnscaledValues(
-        f"{place}: holds values of type {name} from {low:g} to {high:g}, {expected}. {rules.advice.value_range}",
+        f"{place}: holds values of type {name} from {low:g} to {high:g}, {expected}. {advice}",
         dtype=name,
         low=low,
         high=high,

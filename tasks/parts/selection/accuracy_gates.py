@@ -170,6 +170,7 @@ def losses_of(
     """
     by_key = {check.key: check for check in checks if isinstance(check, GateCheck)}
     first, second, boundary = by_key[_SCORE], by_key.get(_PARENT), by_key.get(_BOUNDARY)
+    frames = by_key.get(_FRAMES)
     parent_loss = second.loss if second else _NONE
     counts = [check.groups_needed for check in checks if check.standing is Standing.unproven]
     needed = None if None in counts else max((count for count in counts if count), default=None)
@@ -186,6 +187,7 @@ def losses_of(
         boundary_iou_rel_loss=boundary_iou_rel_loss,
         boundary_iou_rel_loss_low=boundary.loss.low if boundary else None,
         boundary_iou_rel_loss_high=boundary.loss.high if boundary else None,
+        frame_rel_loss_high=frames.loss.high if frames else None,
         class_losses={
             check.key: ClassLoss(check.loss.rel_loss, check.loss.low, check.loss.high, check.max_rel_loss)
             for check in checks

@@ -12,6 +12,7 @@ from pathlib import Path
 from tasks.parts.data.input_card import InputCard, Task
 from tasks.parts.engines.manifest import EngineManifest
 from tasks.parts.engines.runtimes import Precision, Runtime
+from tasks.parts.reading.rules import ResizeMode
 
 FOLDER = "deepstream"
 
@@ -49,6 +50,8 @@ def find_obstacle(manifest: EngineManifest) -> str:
         return "it needs plugins"
     if len(card.mean) not in _COLOR_FORMATS:
         return f"it reads {len(card.mean)} channels, and video has 1 or 3"
+    if "uint8" not in card.reading.types:
+        return f"it was trained on images of {' and '.join(card.reading.types)}, and video has 8 bits"
     if len(set(card.std)) > 1:
         return (
             f"its std differs between channels ({', '.join(f'{value:.4g}' for value in card.std)}), and "
@@ -86,6 +89,17 @@ def configure_nvinfer(manifest: EngineManifest) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _unlike_training(card: InputCard) -> str:
+    """Return that the network was trained on parts of images, where Gst-nvinfer scales; empty if it scaled them."""
+    mode = card.reading.resize_mode
+    if mode == ResizeMode.resize:
+        return ""
+    return (
+        f" The images of the training were not: they were read by {mode}\n"
+        f'# (model.json, "reading"), so report.json is about frames of {card.width}x{card.height} alone.'
+    )
+
+
 def _head(manifest: EngineManifest, card: InputCard) -> list[str]:
     assert manifest.gpu is not None
     return [
@@ -93,7 +107,7 @@ def _head(manifest: EngineManifest, card: InputCard) -> list[str]:
         "# Not run on real hardware.",
         f"# The plan was built by TensorRT {manifest.runtime_version} on {manifest.gpu.name} "
         f"({manifest.gpu.compute_capability}); DeepStream has to have that version.",
-        f"# Frames are scaled to {card.width}x{card.height} without borders.",
+        f"# Frames are scaled to {card.width}x{card.height} without borders.{_unlike_training(card)}",
         "# Gst-nvinfer takes logits for probabilities: a pixel without a logit above 0 gets the class -1, all others",
         "# the class with the largest one. NvDsInferTensorMeta has the logits of every pixel (output-tensor-meta).",
         "# The accuracy in report.json is that of their argmax.",

@@ -198,6 +198,8 @@ class Losses:
     boundary_iou_rel_loss_high: float | None
     groups_needed: int | None = None
     """As `images_needed`, a number of groups, for images that belong together, such as the frames of a video."""
+    frame_rel_loss_high: float | None = None
+    """Upper end of the 95 % interval of the loss of the score on the original files; None where there are none."""
     class_losses: dict[str, ClassLoss] = field(default_factory=dict)
     """Limit, such as ``class_limits.nucleus`` -> what the engine loses there; empty without such limits."""
     class_warnings: tuple[str, ...] = ()

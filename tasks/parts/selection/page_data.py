@@ -81,6 +81,7 @@ def _engine(row: EngineRow, findings: Findings) -> dict[str, Any]:
         "loss_low": losses.score_rel_loss_low,
         "loss_high": losses.score_rel_loss_high,
         "parent_loss_high": losses.parent_rel_loss_high,
+        "frame_loss_high": losses.frame_rel_loss_high,
         "frame_score": row.measured.frame_score,
         "boundary_iou": accuracy.boundary_iou,
         "p50": speed.latency_ms_p50,

@@ -158,6 +158,8 @@ def configure_native(name: str, manifest: EngineManifest, graph: "GraphProto") -
         "# Checked against Triton's schema; no server was run with it. The model in triton/ is tested with one.",
         *_FORMS[target.reads],
         *_FORMS[target.gives],
+        "# Their size is the engine's, and their values have 8 bits: ranges, other sizes and windows (see 'reading'",
+        "# in model.json) and the way back for masks are left to the client. client.py and triton/ do that.",
         f'name: "{name}"',
         f'input [ {{ name: "{reads.name}" data_type: {_type_of(reads)} dims: {image} }} ]',
         f'output [ {{ name: "{gives.name}" data_type: {_type_of(gives)} {shape} }} ]',

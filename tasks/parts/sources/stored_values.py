@@ -20,11 +20,11 @@ from tasks.core.errors import DataError
 from tasks.parts.data.image_files import (
     EncodedImage,
     UnreadableImage,
-    is_tiff,
     pillow_without_own_cap,
     png_depth,
     thread_pool,
 )
+from tasks.parts.reading.files import HIGH_BYTES_OF_PNG, is_tiff
 from tasks.parts.sources.config import FolderConfig
 from tasks.parts.sources.other_formats import name_other_format
 
@@ -225,7 +225,7 @@ def _proposal(deep: Sequence[EncodedImage], types: Mapping[str, int], extents: S
         f"{deep[0]}: values of more than 8 bits, in {len(deep)} image(s) ({kinds}), and "
         "prepare_data.folder.value_range is null, so nothing says which values are black and white."
     )
-    colours = next((image for image in deep if png_depth_of(image) in ((16, 2), (16, 6))), None)
+    unread = next((image for image in deep if png_depth_of(image) in HIGH_BYTES_OF_PNG), None)
     if not extents:
         return f"{start} Set it to the lowest and the highest value, such as value_range=[0, 4095]."
     low, high = proposed_range(extents)
@@ -235,8 +235,8 @@ def _proposal(deep: Sequence[EncodedImage], types: Mapping[str, int], extents: S
         f"{_number(min(each.low for each in extents))} and {_number(max(each.high for each in extents))}. Set "
         f"prepare_data.folder.value_range=[{_number(low)}, {_number(high)}]; values outside become black or white."
     )
-    if colours is not None:
-        text += f" Save {colours} and other PNG files with colours of 16 bits as TIFF, which is read whole."
+    if unread is not None:
+        text += f" Save {unread} and other PNG files with colours or alpha of 16 bits as TIFF, without alpha."
     return text
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .command import add_reading_options, chosen_reading, describe_profile, positive
+from .command import add_reading_options, check_places, chosen_reading, describe_profile, positive
 from .engine import Engine
 from .images import read_reading
 from .sessions import Array
@@ -68,6 +68,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> None:
+    check_places(options.images, options.out)
     bundle = Path(__file__).resolve().parents[1]
     card = json.loads((bundle / "model.json").read_text(encoding="utf-8"))
     reading = chosen_reading(options, card, read_reading(card))

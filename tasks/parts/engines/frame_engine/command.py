@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,7 @@ def _make_parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> None:
     from .engine import load_engine
 
-    if (
-        options.answers not in (None, "-")
-        and Path(options.frames).resolve() == Path(options.answers).resolve()
-    ):
-        raise ValueError(f"{options.answers}: is both read and written. Name another place for the answers.")
+    check_places([options.frames], options.answers)
     engine = load_engine(Path(__file__).resolve().parents[1], num_threads=options.threads)
     card = engine.card
     if options.batch > engine.max_batch:
@@ -117,6 +114,18 @@ def _run(options: argparse.Namespace) -> None:
     if is_interrupted:
         sys.stderr.write(f"infer.py: interrupted after {timings.num_frames} frames\n")
         raise KeyboardInterrupt
+
+
+def check_places(frames: Sequence[str], answers: str | None) -> None:
+    """Raise ValueError for answers that would take the place of what is read."""
+    if answers is None or answers == "-":
+        return
+    place = Path(answers).resolve()
+    for path in frames:
+        file = Path(path).resolve()
+        is_named_alike = file.parent == place and file.suffix.lower() in (".png", ".tif")
+        if file == place or is_named_alike:
+            raise ValueError(f"{path}: is read, and its answers would take its place. Name another place.")
 
 
 def add_reading_options(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """Run a stream of frames through an engine: decoding, running and writing overlap, and each phase is timed.
 
-Threads: one reads the source, some decode and resize, the calling one prepares and runs, one finishes and writes.
+Threads: one reads the source, some decode and resize, the calling one prepares and runs, one finishes and writes;
+what windows cover is written by the calling one, too.
 At most a few batches wait between them, so that memory stays flat however long the stream is.
 """
 
@@ -210,9 +211,10 @@ def run_stream(
     try:
         for frames in _take_batches(submit, batch, 2 * batch + num_decoders, writes):
             if any(is_cut(frame.size, size, reading) for frame in frames):
+                while writes:  # the engine runs between the bands of a mask, so this thread writes them
+                    writes.popleft().result()
                 for frame in frames:
-                    writes.append(writer.submit(_write_cut, write, engine, frame, reading, timings))
-                    writes[-1].result()  # the engine runs in the thread that writes
+                    _write_cut(write, engine, frame, reading, timings)
                 continue
             start = perf_counter_ns()
             images = [frame.image for frame in frames]

@@ -112,7 +112,7 @@
   const holds = (engine) => {
     const parentLimit = data.max_loss ? (state.loss / data.max_loss) * data.max_parent_loss : state.loss;
     return engine.may_ship && engine.p50_high <= state.ms && engine.loss_high <= state.loss
-      && engine.parent_loss_high <= parentLimit;
+      && (engine.frame_loss_high ?? -Infinity) <= state.loss && engine.parent_loss_high <= parentLimit;
   };
   const chosen = () => {
     const engines = ofTarget(state.target);

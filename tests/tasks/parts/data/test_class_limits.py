@@ -52,6 +52,13 @@ def test_a_class_that_loses_a_quarter_is_named_though_the_mean_hardly_moves_c2()
     assert (loose.limit, loose.standing) == (0.3, Standing.within), "a class of its own leaves the others"
 
 
+def test_the_interval_of_a_floor_stays_between_0_and_1_c2() -> None:
+    alone = masks([0.8], num_images=1)
+    [floor] = check(alone, alone, ClassLimits({}, {"*": 0.5}), NAMES[:1])
+    assert floor.standing is Standing.unproven
+    assert str(floor) == "IoU of class0 0.8000 (95 %: 0.0000 to 1.0000), wanted are 0.5 (class_floors.class0)"
+
+
 def test_intervals_of_several_classes_hold_together_c2() -> None:
     """Every class loses exactly what is allowed: at 95 % each, 1 - 0.975 ** 8 = 18 % of draws would break a gate."""
     generator, names, broken, num_draws = np.random.default_rng(0), NAMES[:8], 0, 400

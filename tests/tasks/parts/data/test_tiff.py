@@ -2,7 +2,7 @@
 
 import struct
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from tasks.parts.data.image_files import (
     UnscaledValues,
     WrongChannels,
     read_image,
+    read_values,
 )
 from tasks.parts.sources.config import FolderConfig
+from tasks.parts.sources.stored_values import check_values
 from tests.tasks.parts.sources.runs import HEIGHT, WIDTH, config_of, halves, run, write_mask
 
 BANDS_16 = np.random.default_rng(0).integers(65536, size=(HEIGHT, WIDTH, 5)).astype(np.uint16)
@@ -125,23 +127,49 @@ def test_folder_of_tiff_images_and_masks_becomes_a_data_set(tmp_path: Path) -> N
     assert images_NHWC.shape == (2, HEIGHT, WIDTH, 5) and (masks_NHW[:, :, 12:] == 1).all()
 
 
-def deep_png(path: Path) -> None:
-    """Write a PNG of one red pixel row with 16 bits for each colour."""
+def deep_png(path: Path, colour_type: int = 2) -> None:
+    """Write a PNG of one pixel row with 16 bits for each value: red of colour type 2, grey with alpha of type 4."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         end = struct.pack(">I", zlib.crc32(kind + content))
         return struct.pack(">I", len(content)) + kind + content + end
 
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 1, 16, 2, 0, 0, 0))
-    pixels = chunk(b"IDAT", zlib.compress(b"\0" + struct.pack(">3H", 4095, 0, 0) * 4))
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 1, 16, colour_type, 0, 0, 0))
+    pixel = struct.pack(">3H", 4095, 0, 0) if colour_type == 2 else struct.pack(">2H", 4095, 65535)
+    pixels = chunk(b"IDAT", zlib.compress(b"\0" + pixel * 4))
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + pixels + chunk(b"IEND", b""))
 
 
-def test_deep_colours_of_png_are_not_scaled_silently(tmp_path: Path) -> None:
-    deep_png(tmp_path / "a.png")
+@pytest.mark.parametrize(("colour_type", "kind"), [(2, "colours"), (4, "grey with alpha")])
+def test_deep_pixels_of_several_values_in_png_are_not_scaled_silently_a1(
+    tmp_path: Path, colour_type: int, kind: str
+) -> None:
+    deep_png(tmp_path / "a.png", colour_type)
     for value_range in (None, [0, 4095]):
-        with pytest.raises(WrongChannels, match=r"a\.png: colours of 16 bits, .*Save the image as TIFF"):
+        with pytest.raises(
+            WrongChannels, match=rf"a\.png: {kind} of 16 bits, .*Save the image .*without alpha"
+        ):
             read_image(tmp_path / "a.png", folder_of(value_range=value_range))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An image in a table, whose name says nothing of its kind."""
+
+    content: bytes
+
+    def __str__(self) -> str:
+        return "table.parquet: row 3"
+
+    def read_bytes(self) -> bytes:
+        return self.content
+
+
+def test_deep_colours_of_a_tiff_in_a_table_are_read_whole_a1(tmp_path: Path) -> None:
+    write_tiff(tmp_path / "a.tif", BANDS_16[..., :3], photometric="rgb")
+    cell, config = Cell((tmp_path / "a.tif").read_bytes()), folder_of(channels=3, value_range=[0, 65535])
+    np.testing.assert_array_equal(read_values(cell, config), BANDS_16[..., :3])
+    assert check_values([cell], config).types == ("uint16",)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -18,10 +19,12 @@ from PIL import Image
 
 from tasks.parts.data.image_files import fit_image, fit_mask, read_image
 from tasks.parts.engines.frame_engine.engine import Engine, load_engine
+from tasks.parts.engines.frame_engine.sources import Source
+from tasks.parts.engines.frame_engine.stream import Timings, run_stream
 from tasks.parts.engines.manifest import sha256_of
 from tasks.parts.reading.rules import Reading
 from tasks.parts.reading.windows import cover, cut_image, cut_mask
-from tasks.parts.selection.bundle import INFER, copy_frame_engine
+from tasks.parts.selection.bundle import CLIENT, INFER, copy_frame_engine
 
 Array = np.ndarray[Any, Any]
 
@@ -242,7 +245,7 @@ def test_values_are_scaled_by_the_range_of_the_training_a1(tmp_path: Path, dtype
         (
             Reading(("uint16",), RANGE_12_BITS),
             np.uint8,
-            r"of type uint8 from .*, expected uint16 as in training",
+            r"of type uint8 from .*, expected uint16 as in training\. .* not by --value-range either\.$",
         ),
     ],
 )
@@ -298,6 +301,24 @@ def test_options_that_do_not_fit_are_refused_a1(
     assert not (tmp_path / "mask.png").exists()
 
 
+def test_windows_run_in_the_thread_that_called_as_contexts_of_a_gpu_ask_for_a1(tmp_path: Path) -> None:
+    engine = load_engine(
+        write_bundle(tmp_path / "bundle", 3, Reading(resize_mode="windows", window_overlap=8))
+    )
+    run, threads, names = engine.run, set(), []
+
+    def run_here(inputs: Array) -> Array:
+        threads.add(threading.get_ident())
+        return run(inputs)
+
+    engine.run = run_here
+    sizes = [(40, 60), (HEIGHT, WIDTH), (121, 157)]
+    items = ((str(number), size) for number, size in enumerate(sizes))
+    source = Source(items, lambda size: random_image(*size, 3))
+    run_stream(engine, source, lambda name, _: names.append(name), timings=Timings())
+    assert names == ["0", "1", "2"] and threads == {threading.get_ident()}
+
+
 def test_masks_of_the_engine_size_on_request_a1(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "bundle", 3, Reading())
     write_png(tmp_path / "photo.png")
@@ -319,6 +340,24 @@ def test_a_folder_gives_tiff_masks_for_tiff_images_and_a_mask_file_holds_one_a1(
         done.returncode == 1
         and "mask.png: holds the mask of a, and there is b, too. Name a folder." in done.stderr
     )
+
+
+@pytest.mark.parametrize(("name", "mask"), [("a.png", "."), ("a.tif", "."), ("a.png", "a.png")])
+def test_a_mask_does_not_take_the_place_of_its_image_a1(tmp_path: Path, name: str, mask: str) -> None:
+    bundle, photo = write_bundle(tmp_path / "bundle", 3, Reading()), tmp_path / "photos" / name
+    photo.parent.mkdir()
+    write_png(photo)
+    before = photo.read_bytes()
+    (bundle / "client.py").write_text(CLIENT)
+    (bundle / "report.json").write_text(json.dumps({"variant": "student", "target": "cpu"}))
+    for script, option in (("infer.py", ()), ("client.py", ("--out",))):
+        command = [bundle / script, photo, *option, photo.parent / mask]
+        done = subprocess.run([sys.executable, "-I", *command], capture_output=True, text=True, check=False)
+        assert (
+            done.returncode == 1
+            and f"{script}: {photo}: is read, and its answers would take its place." in done.stderr
+        )
+        assert photo.read_bytes() == before
 
 
 @pytest.mark.parametrize("missing", ["reading", "window_overlap"])

@@ -630,7 +630,7 @@ def test_unfit_sinks_are_refused(tmp_path: Path, name: str, task: str, message: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("images.npy", "images.npy"), "images.npy: is both read and written."),
+        (("images.npy", "images.npy"), "images.npy: is read, and its answers would take its place."),
         (("images.npy", "a.npy", "--batch", 5), "--batch is 5, the engine takes at most 4 frames."),
         (("none.npy", "a.npy"), "none.npy: not found."),
         (("images.npy", "none/a.npy"), "[Errno 2] No such file or directory"),

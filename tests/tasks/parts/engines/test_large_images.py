@@ -15,7 +15,7 @@ from tasks.parts.engines.frame_engine.sources import MAX_PIXELS, PIXELS_OF_PARTS
 from tasks.parts.engines.frame_engine.stream import open_sink
 from tasks.parts.reading.files import read_image
 from tasks.parts.reading.parts import open_parts
-from tasks.parts.reading.rules import OversizedImage, Reading
+from tasks.parts.reading.rules import OversizedImage, Reading, WrongChannels
 from tests.tasks.parts.engines.test_frame_reading import infer, random_image, write_bundle
 
 Array = np.ndarray[Any, Any]
@@ -80,6 +80,16 @@ def test_what_is_not_read_in_parts_is_read_as_a_whole_up_to_a_size_a1(tmp_path: 
     assert open_parts(tmp_path / "a.tif", rules, more_than=0) is None
     np.lib.format.open_memmap(tmp_path / "a.npy", "w+", np.uint8, (1 << 14, 1 << 14, 3))  # a file with a hole
     with pytest.raises(OversizedImage, match=r"at most 134.218 megapixels .* is read in parts: save it"):
+        read_image(tmp_path / "a.npy", rules)
+
+
+def test_a_large_array_without_an_axis_of_channels_is_refused_as_a_small_one_a1(tmp_path: Path) -> None:
+    rules = rules_of(Reading(resize_mode="windows", window_overlap=8), 3)
+    np.save(tmp_path / "a.npy", random_image(20, 30))
+    assert open_parts(tmp_path / "a.npy", rules, more_than=0) is None
+    with pytest.raises(
+        WrongChannels, match=r"holds uint8 \[20, 30, 1\], expected uint8 \[height, width, 3\]"
+    ):
         read_image(tmp_path / "a.npy", rules)
 
 

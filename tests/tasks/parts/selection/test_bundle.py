@@ -346,6 +346,10 @@ def plan_manifest(workshop: Workshop, **options: Any) -> EngineManifest:
 def test_triton_gets_the_profiles_of_a_plan(workshop: Workshop) -> None:
     graph = read_graph(workshop.graph).graph
     text = configure_native("name", plan_manifest(workshop), graph)
+    assert (
+        "and windows (see 'reading'\n# in model.json) and the way back for masks are left to the client"
+        in text
+    )
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert (config.name, config.platform, config.max_batch_size) == ("name", "tensorrt_plan", 4)
     assert list(config.input[0].dims) == [3, 64, 96] and config.input[0].name == "image"

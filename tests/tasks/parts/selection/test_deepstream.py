@@ -12,6 +12,7 @@ from tasks.parts.engines.manifest import EngineManifest
 from tasks.parts.engines.runtimes import Precision
 from tasks.parts.engines.target import Gives
 from tasks.parts.engines.tensorrt_options import BatchProfile
+from tasks.parts.reading.rules import Reading
 from tasks.parts.selection.deepstream import configure_nvinfer, find_obstacle, write_deepstream
 from tests.tasks.conftest import Workshop
 from tests.tasks.parts.selection.test_bundle import plan_manifest
@@ -102,3 +103,18 @@ def test_plans_that_it_cannot_run_get_no_file_but_a_reason(workshop: Workshop, t
     assert find_obstacle(labels) == "it is not the plan of a segmentation network"
     many = replace(manifest, card=replace(manifest.card, mean=(0.5,) * 4, std=(0.2,) * 4))
     assert "4 channels" in find_obstacle(many)
+    deep = replace(manifest.card, reading=Reading(("uint16",), (0.0, 4095.0)))
+    assert (
+        find_obstacle(replace(manifest, card=deep))
+        == "it was trained on images of uint16, and video has 8 bits"
+    )
+
+
+def test_it_says_that_it_cuts_no_windows_a1(workshop: Workshop) -> None:
+    manifest = fitting(workshop)
+    assert "were read by" not in configure_nvinfer(manifest)
+    cut = replace(manifest.card, reading=Reading(resize_mode="windows", window_overlap=8))
+    text = configure_nvinfer(replace(manifest, card=cut))
+    assert "The images of the training were not: they were read by windows\n" in text
+    assert "report.json is about frames of 96x64 alone" in text
+    assert read(text) == read(configure_nvinfer(manifest))

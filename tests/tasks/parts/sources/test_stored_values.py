@@ -129,7 +129,7 @@ def test_deep_colours_of_png_are_named_with_the_way_out_c4(root: Path, tmp_path:
     (root / "images").mkdir()
     for number in range(10):
         deep_png(root / f"images/{number}.png")
-    text = r"value_range=\[0, 4095\].* Save .*0\.png and other PNG files with colours of 16 bits as TIFF"
+    text = r"value_range=\[0, 4095\].* Save .*0\.png and other PNG files with colours or alpha of 16 bits as TIFF"
     fails("folder", root, tmp_path / "out", text, DeepValues)
 
 
