@@ -106,6 +106,7 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
     packages = [f"{package_of(manifest)}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
     if manifest.target.runtime is Runtime.tensorrt:
         packages.append("pycuda")
+    packages.append(f"pillow=={version('pillow')}")  # it resizes: before version 13 some values differ by 1
     (out / "requirements.txt").write_text("\n".join(packages) + "\n", encoding="utf-8")
     return sorted(path for path in out.rglob("*") if path.is_file())
 
