@@ -288,6 +288,7 @@ def _equalized(
     data: Path,
 ) -> "Iterator[tuple[Repair, ModelProto, Mapping[str, TensorRange]]]":
     """Yield the equalized graphs with their ranges; none if no channel can be scaled."""
+    from tasks.parts.onnx_graphs.checked_rewrite import Rewrite, checked_rewrite
     from tasks.parts.quantization.calibration import (
         choose_ranges,
         collect_channel_magnitudes,
@@ -306,7 +307,13 @@ def _equalized(
         if source is None or not axes:
             continue
         magnitudes = collect_channel_magnitudes(source, _batches(cfg, source, data), axes)
-        equalized = equalize(source, magnitudes, op_types=cfg.op_types)
+        rewrite = Rewrite(
+            "equalization",
+            partial(equalize, magnitudes=magnitudes, op_types=cfg.op_types),
+            is_optional=True,
+        )
+        images_NCHW = next(_batches(cfg, source, data))
+        equalized = checked_rewrite(source, [rewrite], images_NCHW, where="quantize_repaired")
         names = quantizable_tensors(equalized, cfg.op_types)
         statistics = collect_statistics(equalized, partial(_batches, cfg, equalized, data), names)
         yield (

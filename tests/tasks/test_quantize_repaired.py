@@ -6,12 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import ModelProto
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.accuracy import Standing
 from tasks.parts.data.dataset import open_images
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.predict import predict_classes
+from tasks.parts.quantization import equalization
+from tasks.parts.quantization.channels import ScalableChannels
 from tasks.parts.quantization.qdq import insert_qdq, read_calibrator, read_ranges
 from tasks.quantize_repaired import Config, Repair, Report, quantize_repaired
 from tests.tasks.conftest import OP_TYPES
@@ -112,3 +115,25 @@ def test_ranges_of_an_unknown_calibrator_are_refused(unbalanced: Any, tmp_path: 
     (tmp_path / "ranges.json").write_text(text, encoding="utf-8")
     with pytest.raises(ArtifactError, match=r"no readable calibrator .*'guess'.*Run quantize_ptq again"):
         repair(replace(unbalanced, ranges=tmp_path / "ranges.json"), tmp_path)
+
+
+def test_an_equalization_that_is_another_function_is_left_out_with_a_warning_a3(
+    unbalanced: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A factor that reaches the layers behind the channels, and not those before them."""
+    scale = equalization._scale
+
+    def forgets_biases(model: ModelProto, channels: ScalableChannels, factors_G: np.ndarray) -> ModelProto:
+        scaled = scale(model, channels, factors_G)
+        own = {tensor.name: tensor for tensor in model.graph.initializer}
+        for tensor in scaled.graph.initializer:
+            if len(tensor.dims) == 1:
+                tensor.CopyFrom(own[tensor.name])
+        return scaled
+
+    monkeypatch.setattr(equalization, "_scale", forgets_biases)
+    report = repair(unbalanced, tmp_path, num_val_images=2)
+    tried = {step.repair: step.score for step in report.steps}
+    assert tried[Repair.equalization] == tried[Repair.none]
+    assert Repair.equalization not in report.repairs
+    assert "the rewrite equalization changes what the graph computes: they agree by" in caplog.text
