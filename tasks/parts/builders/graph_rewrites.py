@@ -18,7 +18,7 @@ from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.checked_rewrite import Rewrite, apply
 from tasks.parts.onnx_graphs.dropped_activations import write_dropped_activations
 from tasks.parts.onnx_graphs.foreign_half import has_half
-from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused, is_quantized
+from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused, is_quantized, replace_node
 from tasks.parts.onnx_graphs.half_precision import (
     BF16,
     FP16,
@@ -284,11 +284,7 @@ def gemm_as_matmul(model: ModelProto) -> ModelProto:
                 numpy_helper.from_array(-numpy_helper.to_array(constants[node.input[2]]), bias)
             )
             nodes.append(helper.make_node("Sub", [product, bias], node.output, f"{node.name}:bias"))
-        index = list(graph.node).index(node)
-        graph.node.remove(node)
-        for offset, new in enumerate(nodes):
-            new.metadata_props.extend(node.metadata_props)
-            graph.node.insert(index + offset, new)
+        replace_node(graph, node, nodes)
     drop_unused(graph)
     return rewritten
 
