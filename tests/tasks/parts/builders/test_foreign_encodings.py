@@ -192,3 +192,10 @@ def test_a_pair_that_names_its_type_names_the_new_one_a2() -> None:
     encoded = activations_to_int8(declared_type(TensorProto.UINT8, np.uint8(128)))
     onnx.checker.check_model(encoded, full_check=True)
     np.testing.assert_allclose(run(encoded, image), image, atol=0.03)
+
+
+def test_pairs_of_other_types_stay_as_they_are_a2() -> None:
+    """FP8 has no zero point, and negative levels."""
+    graph = declared_type(TensorProto.FLOAT8E4M3FN)
+    assert activations_to_int8(graph) == graph
+    assert [node.op_type for node in float_form(graph).graph.node] == ["Neg", "Neg"]
