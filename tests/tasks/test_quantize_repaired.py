@@ -1,4 +1,5 @@
 import csv
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -137,3 +138,30 @@ def test_an_equalization_that_is_another_function_is_left_out_with_a_warning_a3(
     assert tried[Repair.equalization] == tried[Repair.none]
     assert Repair.equalization not in report.repairs
     assert "the rewrite equalization changes what the graph computes: they agree by" in caplog.text
+
+
+def test_a_black_frame_counts_in_no_repair_c4(
+    unbalanced: Any, repaired: tuple[Report, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in quantize_ptq: the mean of a layer's outputs and the ranges are those of real images."""
+    data, out = tmp_path / "data", tmp_path / "out"
+    shutil.copytree(unbalanced.data, data)
+    out.mkdir()
+    num_images = CONFIG.num_images
+    images_NHWC = np.load(data / "calibration_images.npy")[:num_images]
+    with_black_NHWC = np.concatenate([np.zeros_like(images_NHWC[:1]), images_NHWC])
+    (data / "calibration_images.npy").unlink()
+    np.save(data / "calibration_images.npy", with_black_NHWC)
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["counts"]["calibration"] = len(with_black_NHWC)
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    found = quantize_repaired(
+        replace(CONFIG, num_images=num_images + 1),
+        model=unbalanced.graph,
+        reference=unbalanced.graph,
+        ranges=unbalanced.ranges,
+        data=data,
+        out=out,
+    )
+    assert found == repaired[0]
+    assert caplog.text.count("calibration images hold one value only") == 1
