@@ -240,7 +240,8 @@ def _try_repairs(
     tried = [evaluate((Repair.none,), graph, ranges)]
     if tried[0].score >= evaluator.float_score and gates.hold(tried[0].evaluation.results):
         return tried
-    for repair, equalized, known in _equalized(cfg, graph, calibrator, coarsest(evaluator.activations), data):
+    images_NHWC, activations = _images(cfg, data), coarsest(evaluator.activations)
+    for repair, equalized, known in _equalized(cfg, graph, calibrator, activations, images_NHWC):
         tried.append(evaluate((Repair.none, repair), equalized, known))
     base = max(tried, key=rank)
     round_to_levels = partial(round_weights, num_bits=weight_bits(base.evaluation.activations))
@@ -258,7 +259,7 @@ def _try_repairs(
         repaired = change(
             base.graph,
             quantized,
-            _layer_batches(cfg, graph, data),
+            _layer_batches(cfg, graph, images_NHWC),
             op_types=cfg.op_types,
         )
         tried.append(evaluate((*base.repairs, repair), repaired, base.ranges))
@@ -285,9 +286,10 @@ def _equalized(
     graph: "ModelProto",
     calibrator: "tuple[Calibrator, float]",
     activations: "Activations",
-    data: Path,
+    images_NHWC: "NDArray[np.uint8]",
 ) -> "Iterator[tuple[Repair, ModelProto, Mapping[str, TensorRange]]]":
     """Yield the equalized graphs with their ranges; none if no channel can be scaled."""
+    from tasks.parts.onnx_graphs.checked_rewrite import Rewrite, checked_rewrite
     from tasks.parts.quantization.calibration import (
         choose_ranges,
         collect_channel_magnitudes,
@@ -305,10 +307,16 @@ def _equalized(
         axes = {} if source is None else scalable_tensors(source, cfg.op_types)
         if source is None or not axes:
             continue
-        magnitudes = collect_channel_magnitudes(source, _batches(cfg, source, data), axes)
-        equalized = equalize(source, magnitudes, op_types=cfg.op_types)
+        magnitudes = collect_channel_magnitudes(source, _batches(cfg, source, images_NHWC), axes)
+        rewrite = Rewrite(
+            "equalization",
+            partial(equalize, magnitudes=magnitudes, op_types=cfg.op_types),
+            is_optional=True,
+        )
+        images_NCHW = next(_batches(cfg, source, images_NHWC))
+        equalized = checked_rewrite(source, [rewrite], images_NCHW, where="quantize_repaired")
         names = quantizable_tensors(equalized, cfg.op_types)
-        statistics = collect_statistics(equalized, partial(_batches, cfg, equalized, data), names)
+        statistics = collect_statistics(equalized, partial(_batches, cfg, equalized, images_NHWC), names)
         yield (
             repair,
             equalized,
@@ -316,25 +324,30 @@ def _equalized(
         )
 
 
-def _batches(cfg: Config, graph: "ModelProto", data: Path) -> "Iterator[NDArray[np.float32]]":
-    """Yield the calibration images as the graph reads them."""
-    from tasks.parts.data.dataset import normalised_batches
+def _images(cfg: Config, data: Path) -> "NDArray[np.uint8]":
+    """Return the calibration images as in quantize_ptq, without blank ones."""
     from tasks.parts.data.subsets import open_chosen_images
+    from tasks.parts.quantization.calibration import without_blank_images
+
+    return without_blank_images(open_chosen_images(data, "calibration", cfg.num_images))
+
+
+def _batches(
+    cfg: Config, graph: "ModelProto", images_NHWC: "NDArray[np.uint8]"
+) -> "Iterator[NDArray[np.float32]]":
+    """Yield images as the graph reads them."""
+    from tasks.parts.data.dataset import normalised_batches
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
 
-    images_NHWC = open_chosen_images(data, "calibration", cfg.num_images)
     return normalised_batches(images_NHWC, read_card_of_graph(graph), cfg.batch_size)
 
 
-def _layer_batches(cfg: Config, graph: "ModelProto", data: Path) -> "list[NDArray[np.float32]]":
+def _layer_batches(
+    cfg: Config, graph: "ModelProto", images_NHWC: "NDArray[np.uint8]"
+) -> "list[NDArray[np.float32]]":
     """Return the images on which layers are compared, drawn from all: the first ones may show a single class."""
     import numpy as np
 
-    from tasks.parts.data.dataset import normalised_batches
-    from tasks.parts.data.subsets import open_chosen_images
-    from tasks.parts.onnx_graphs.graph import read_card_of_graph
-
-    images_NHWC = open_chosen_images(data, "calibration", cfg.num_images)
     num_drawn = min(cfg.num_layer_images, len(images_NHWC))
     drawn = np.sort(np.random.default_rng(_SEED).choice(len(images_NHWC), num_drawn, replace=False))
-    return list(normalised_batches(images_NHWC[drawn], read_card_of_graph(graph), cfg.batch_size))
+    return list(_batches(cfg, graph, images_NHWC[drawn]))

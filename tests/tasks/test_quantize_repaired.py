@@ -1,4 +1,5 @@
 import csv
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -6,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import ModelProto
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.accuracy import Standing
 from tasks.parts.data.dataset import open_images
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.predict import predict_classes
+from tasks.parts.quantization import equalization
+from tasks.parts.quantization.channels import ScalableChannels
 from tasks.parts.quantization.qdq import insert_qdq, read_calibrator, read_ranges
 from tasks.quantize_repaired import Config, Repair, Report, quantize_repaired
 from tests.tasks.conftest import OP_TYPES
@@ -112,3 +116,52 @@ def test_ranges_of_an_unknown_calibrator_are_refused(unbalanced: Any, tmp_path: 
     (tmp_path / "ranges.json").write_text(text, encoding="utf-8")
     with pytest.raises(ArtifactError, match=r"no readable calibrator .*'guess'.*Run quantize_ptq again"):
         repair(replace(unbalanced, ranges=tmp_path / "ranges.json"), tmp_path)
+
+
+def test_an_equalization_that_is_another_function_is_left_out_with_a_warning_a3(
+    unbalanced: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A factor that reaches the layers behind the channels, and not those before them."""
+    scale = equalization._scale
+
+    def forgets_biases(model: ModelProto, channels: ScalableChannels, factors_G: np.ndarray) -> ModelProto:
+        scaled = scale(model, channels, factors_G)
+        own = {tensor.name: tensor for tensor in model.graph.initializer}
+        for tensor in scaled.graph.initializer:
+            if len(tensor.dims) == 1:
+                tensor.CopyFrom(own[tensor.name])
+        return scaled
+
+    monkeypatch.setattr(equalization, "_scale", forgets_biases)
+    report = repair(unbalanced, tmp_path, num_val_images=2)
+    tried = {step.repair: step.score for step in report.steps}
+    assert tried[Repair.equalization] == tried[Repair.none]
+    assert Repair.equalization not in report.repairs
+    assert "the rewrite equalization changes what the graph computes: they agree by" in caplog.text
+
+
+def test_a_black_frame_counts_in_no_repair_c4(
+    unbalanced: Any, repaired: tuple[Report, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in quantize_ptq: the mean of a layer's outputs and the ranges are those of real images."""
+    data, out = tmp_path / "data", tmp_path / "out"
+    shutil.copytree(unbalanced.data, data)
+    out.mkdir()
+    num_images = CONFIG.num_images
+    images_NHWC = np.load(data / "calibration_images.npy")[:num_images]
+    with_black_NHWC = np.concatenate([np.zeros_like(images_NHWC[:1]), images_NHWC])
+    (data / "calibration_images.npy").unlink()
+    np.save(data / "calibration_images.npy", with_black_NHWC)
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["counts"]["calibration"] = len(with_black_NHWC)
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    found = quantize_repaired(
+        replace(CONFIG, num_images=num_images + 1),
+        model=unbalanced.graph,
+        reference=unbalanced.graph,
+        ranges=unbalanced.ranges,
+        data=data,
+        out=out,
+    )
+    assert found == repaired[0]
+    assert caplog.text.count("calibration images hold one value only") == 1

@@ -3,7 +3,7 @@
 Each rewrite is a switch of the target; benchmarks/encodings.py measures them.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 
 import numpy as np
@@ -18,7 +18,7 @@ from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.checked_rewrite import Rewrite, apply
 from tasks.parts.onnx_graphs.dropped_activations import write_dropped_activations
 from tasks.parts.onnx_graphs.foreign_half import has_half
-from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused, is_quantized
+from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused, is_quantized, replace_node
 from tasks.parts.onnx_graphs.half_precision import (
     BF16,
     FP16,
@@ -148,11 +148,7 @@ def fuse_activations(model: ModelProto) -> ModelProto:
 
     def before_pair(name: str) -> str:
         """Return the tensor that a pair rounds, or the tensor itself if it comes from no pair."""
-        node = makers.get(name)
-        quantize = (
-            makers.get(node.input[0]) if node is not None and node.op_type == "DequantizeLinear" else None
-        )
-        return quantize.input[0] if quantize is not None else name
+        return _rounded_by_pair(name, makers) or name
 
     def gates_itself(product: NodeProto) -> bool:
         """Return whether a Mul computes x * Sigmoid(x) or x * HardSigmoid(x)."""
@@ -177,8 +173,9 @@ def fuse_activations(model: ModelProto) -> ModelProto:
         if source == dequantize.output[0] or maker is None:
             continue
         if dequantize.output[0] in outputs:
-            maker.output[0] = dequantize.output[0]
             graph.node.remove(dequantize)
+            _rename(graph, source, dequantize.output[0])
+            makers[dequantize.output[0]] = maker
             continue
         if maker.op_type in LAYER_TYPES:
             is_removable = all(is_fused(user) for user in users)
@@ -189,7 +186,6 @@ def fuse_activations(model: ModelProto) -> ModelProto:
         if is_removable:
             for user in users:
                 user.input[:] = [source if name == dequantize.output[0] else name for name in user.input]
-            makers = {name: node for node in graph.node for name in node.output}
     drop_unused(graph)
     return fused
 
@@ -258,13 +254,14 @@ def gemm_as_matmul(model: ModelProto) -> ModelProto:
         is_plain = [attributes.get(name, 1) for name in ("alpha", "beta")] == [1, 1] and not attributes.get(
             "transA"
         )
-        is_int8 = dequantize is not None and dequantize.input[0] in constants and node.input[0] in makers
+        source = makers.get(node.input[0])
+        is_int8 = dequantize is not None and _is_stored_quantized(dequantize, constants)
+        is_int8 = is_int8 and source is not None and source.op_type == "DequantizeLinear"
         if (
             not is_plain
             or not is_int8
             or dequantize is None
             or len(readers[node.input[1]]) > 1
-            or makers[node.input[0]].op_type != "DequantizeLinear"
             or any(reader.op_type == "QuantizeLinear" for reader in following)
             or not set(node.input[2:]) <= constants.keys()
         ):
@@ -287,11 +284,7 @@ def gemm_as_matmul(model: ModelProto) -> ModelProto:
                 numpy_helper.from_array(-numpy_helper.to_array(constants[node.input[2]]), bias)
             )
             nodes.append(helper.make_node("Sub", [product, bias], node.output, f"{node.name}:bias"))
-        index = list(graph.node).index(node)
-        graph.node.remove(node)
-        for offset, new in enumerate(nodes):
-            new.metadata_props.extend(node.metadata_props)
-            graph.node.insert(index + offset, new)
+        replace_node(graph, node, nodes)
     drop_unused(graph)
     return rewritten
 
@@ -310,12 +303,10 @@ def stem_in_float(model: ModelProto) -> ModelProto:
     makers = {name: node for node in graph.node for name in node.output}
     images = {value.name for value in graph.input}
     for node in graph.node:
-        if node.op_type != "Conv" or node.input[0] not in makers or node.input[1] not in makers:
+        if node.op_type != "Conv" or node.input[1] not in makers:
             continue
-        dequantize, weight = makers[node.input[0]], makers[node.input[1]]
-        quantize = makers.get(dequantize.input[0])
-        reads_image = quantize is not None and quantize.input[0] in images
-        if not reads_image or not _is_stored_quantized(weight, constants):
+        weight, image = makers[node.input[1]], _rounded_by_pair(node.input[0], makers)
+        if image not in images or not _is_stored_quantized(weight, constants):
             continue
         values_OIHW = _dequantized(
             weight, {name: numpy_helper.to_array(constants[name]) for name in weight.input if name}
@@ -324,8 +315,8 @@ def stem_in_float(model: ModelProto) -> ModelProto:
             continue
         if _is_pooled(node, graph):
             continue
-        assert quantize is not None
-        _read_float(graph, node, quantize.input[0], values_OIHW)
+        assert image is not None
+        _read_float(graph, node, image, values_OIHW)
     drop_unused(graph)
     return rewritten
 
@@ -353,16 +344,32 @@ def token_depthwise_in_float(model: ModelProto) -> ModelProto:
         return node.op_type in (*MOVES_VALUES, "Add") and any(map(is_linear, node.input))
 
     for node in [node for node in graph.node if node.op_type == "Conv"]:
-        dequantize, weight = (makers.get(name) for name in node.input[:2])
-        quantize = makers.get(dequantize.input[0]) if dequantize is not None else None
-        if quantize is None or weight is None or not _is_stored_quantized(weight, constants):
+        tokens, weight = _rounded_by_pair(node.input[0], makers), makers.get(node.input[1])
+        if tokens is None or weight is None or not _is_stored_quantized(weight, constants):
             continue
         values_OIHW = _dequantized(weight, constants)
-        if values_OIHW.shape[1] == 1 and is_linear(quantize.input[0]):
-            _read_float(graph, node, quantize.input[0], values_OIHW)
+        if values_OIHW.shape[1] == 1 and is_linear(tokens):
+            _read_float(graph, node, tokens, values_OIHW)
             _drop_pair(graph, quantize_of.get(node.output[0]))
     drop_unused(graph)
     return rewritten
+
+
+def _rounded_by_pair(name: str, makers: Mapping[str, NodeProto]) -> str | None:
+    """Return the tensor that a Q/DQ pair rounds to this one; None if this one comes from no pair."""
+    dequantize = makers.get(name)
+    if dequantize is None or dequantize.op_type != "DequantizeLinear":
+        return None
+    quantize = makers.get(dequantize.input[0])
+    return quantize.input[0] if quantize is not None and quantize.op_type == "QuantizeLinear" else None
+
+
+def _rename(graph: GraphProto, name: str, new_name: str) -> None:
+    """Give a tensor another name where it is made and read."""
+    for node in graph.node:
+        for names in (node.input, node.output):
+            if name in names:
+                names[:] = [new_name if each == name else each for each in names]
 
 
 def _drop_pair(graph: GraphProto, quantize: NodeProto | None) -> None:

@@ -7,7 +7,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
-from tasks.parts.onnx_graphs.graph import drop_unused
+from tasks.parts.onnx_graphs.graph import drop_unused, replace_node
 
 MAX_MACS_PER_VALUE = 32
 """Largest multiply-adds per value for which interpolation as two products is used; beyond, Resize is faster."""
@@ -90,13 +90,8 @@ def resize_as_matmul(model: ModelProto, *, in_blocks: bool = False) -> ModelProt
         nodes, constants = _interpolate_blocks(maker, rows, columns)
     else:
         return rewritten
-    for node in nodes:
-        node.metadata_props.extend(maker.metadata_props)
     graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
-    index = list(graph.node).index(maker)
-    graph.node.remove(maker)
-    for offset, node in enumerate(nodes):
-        graph.node.insert(index + offset, node)
+    replace_node(graph, maker, nodes)
     drop_unused(graph)
     return rewritten
 

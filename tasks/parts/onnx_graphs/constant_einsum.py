@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from tasks.parts.onnx_graphs.graph import replace_node
 from tasks.parts.onnx_graphs.macs import einsum_labels
 
 
@@ -48,11 +49,7 @@ def einsum_as_matmul(model: ModelProto) -> int:
         weight = numpy_helper.to_array(constants[product.weight])
         nodes, tensors = _write(node, product, weight)
         graph.initializer.extend(tensors)
-        index = list(graph.node).index(node)
-        graph.node.remove(node)
-        for offset, new in enumerate(nodes):
-            new.metadata_props.extend(node.metadata_props)
-            graph.node.insert(index + offset, new)
+        replace_node(graph, node, nodes)
         replaced += 1
     return replaced
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.parts.onnx_graphs.graph import MOVES_VALUES
 
@@ -88,9 +88,13 @@ def _is_never_negative(node: NodeProto, known: set[str], constants: dict[str, ND
 
 
 def _zero_point(node: NodeProto, constants: dict[str, NDArray[Any]]) -> NDArray[Any]:
-    """Return the zero point of a Q/DQ node; without one it is that of uint8, 0. One that is computed may be any."""
+    """Return the zero point of a QuantizeLinear; without one it is 0 of the type that the node names, or of uint8.
+
+    One that is computed may be any.
+    """
     if len(node.input) < 3 or not node.input[2]:
-        return np.zeros(1, np.uint8)
+        kind = next((item.i for item in node.attribute if item.name == "output_dtype"), 0)
+        return np.zeros(1, helper.tensor_dtype_to_np_dtype(kind or TensorProto.UINT8))
     return constants.get(node.input[2], np.zeros(1, np.float32))
 
 

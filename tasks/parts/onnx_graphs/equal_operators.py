@@ -7,6 +7,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.parts.onnx_graphs.constant_einsum import einsum_as_matmul
+from tasks.parts.onnx_graphs.graph import replace_node
 
 
 def replace_operators(model: ModelProto) -> list[str]:
@@ -56,7 +57,7 @@ def _pool_means(model: ModelProto) -> int:
                 helper.make_node("GlobalAveragePool", node.input[:1], [pooled], node.name),
                 helper.make_node("Flatten", [pooled], [output], f"{node.name}:flattened", axis=1),
             ]
-        _replace(model, node, nodes)
+        replace_node(graph, node, nodes)
         replaced += 1
     return replaced
 
@@ -75,8 +76,8 @@ def _pool_whole_maps(model: ModelProto) -> int:
         )
         is_plain = not any(attributes.get("pads", [])) and attributes.get("auto_pad", b"NOTSET") == b"NOTSET"
         if is_whole and is_plain and after == [1, 1]:
-            _replace(
-                model, node, [helper.make_node("GlobalAveragePool", node.input[:1], node.output, node.name)]
+            replace_node(
+                graph, node, [helper.make_node("GlobalAveragePool", node.input[:1], node.output, node.name)]
             )
             replaced += 1
     return replaced
@@ -101,8 +102,8 @@ def _unfold_transposed(model: ModelProto) -> int:
         graph.initializer.extend(tensors)
         output, unfolded = node.output[0], f"{node.output[0]}:unfolded"
         inputs = [node.input[0], *(tensor.name for tensor in tensors)]
-        _replace(
-            model,
+        replace_node(
+            graph,
             node,
             [
                 helper.make_node("Conv", inputs, [unfolded], node.name, kernel_shape=[1, 1]),
@@ -139,10 +140,3 @@ def _has_disjoint_windows(node: NodeProto, constants: dict[str, TensorProto]) ->
 
 def _attributes(node: NodeProto) -> dict[str, Any]:
     return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-
-
-def _replace(model: ModelProto, node: NodeProto, nodes: list[NodeProto]) -> None:
-    index = list(model.graph.node).index(node)
-    model.graph.node.remove(node)
-    for offset, new in enumerate(nodes):
-        model.graph.node.insert(index + offset, new)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.networks.batchnorm_folding import check_finite, fold_batchnorm
 from tasks.parts.networks.model_card import ModelCard
-from tasks.parts.onnx_graphs.graph import CARD_KEY
+from tasks.parts.onnx_graphs.graph import CARD_KEY, drop_unused
 from tasks.parts.onnx_graphs.node_names import name_nodes, read_sources
 
 INPUT_NAME = "image"
@@ -119,7 +119,7 @@ def _simplify(raw: ModelProto) -> ModelProto:
             _resize_by_scales(slim, node, shapes)
         elif node.op_type == "ReduceMean":
             _mean_as_global_pool(slim, node, shapes)
-    _drop_dead_nodes(slim)
+    drop_unused(slim.graph)
     return slim
 
 
@@ -162,22 +162,6 @@ def _mean_as_global_pool(model: ModelProto, node: NodeProto, shapes: dict[str, l
         node.op_type = "GlobalAveragePool"
         del node.input[1]
         del node.attribute[:]
-
-
-def _drop_dead_nodes(model: ModelProto) -> None:
-    graph = model.graph
-    needed = {value.name for value in graph.output}
-    kept: list[NodeProto] = []
-    for node in reversed(graph.node):
-        if needed & set(node.output):
-            needed.update(node.input)
-            kept.append(node)
-    nodes = [copy.deepcopy(node) for node in reversed(kept)]
-    del graph.node[:]
-    graph.node.extend(nodes)
-    constants = [copy.deepcopy(tensor) for tensor in graph.initializer if tensor.name in needed]
-    del graph.initializer[:]
-    graph.initializer.extend(constants)
 
 
 def _clear_unstable_fields(model: ModelProto) -> None:

@@ -51,7 +51,7 @@ def check_quantization(model: ModelProto, path: Path, *, is_quantized: bool) -> 
 
 
 def add_zero_points(model: ModelProto) -> None:
-    """Write the zero point of every Q/DQ node that leaves it out, in place."""
+    """Write the zero point of every Q/DQ node that leaves it out, in place; then no node names its type as well."""
     graph = model.graph
     constants = {tensor.name: tensor for tensor in graph.initializer}
     kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
@@ -59,7 +59,10 @@ def add_zero_points(model: ModelProto) -> None:
         if node.op_type == "QuantizeLinear":
             kinds[node.output[0]] = _quantized_kind(node, constants)
     for node in graph.node:
-        if node.op_type not in _QDQ or (len(node.input) > 2 and node.input[2]):
+        if node.op_type not in _QDQ:
+            continue
+        if len(node.input) > 2 and node.input[2]:
+            _drop_type(node)
             continue
         kind = kinds.get(node.output[0] if node.op_type == "QuantizeLinear" else node.input[0])
         if kind not in _TYPES or node.input[1] not in constants:
@@ -68,6 +71,14 @@ def add_zero_points(model: ModelProto) -> None:
         name = f"{node.output[0]}:zero_point"
         graph.initializer.append(numpy_helper.from_array(zeros, name))
         node.input[:] = [*node.input[:2], name]
+        _drop_type(node)
+
+
+def _drop_type(node: NodeProto) -> None:
+    """Leave the type of a QuantizeLinear to its zero point; whoever changes that would contradict the attribute."""
+    if node.op_type == "QuantizeLinear":
+        for attribute in [item for item in node.attribute if item.name == "output_dtype"]:
+            node.attribute.remove(attribute)
 
 
 def dequantize_input(model: ModelProto, path: Path) -> None:

@@ -1,7 +1,7 @@
 """Read and write ONNX files; query graphs for their card, the origin of nodes, and other things."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -152,18 +152,47 @@ def resize_scale(size: int, new_size: int) -> float:
     return float(scale)
 
 
+def captured_names(node: NodeProto) -> set[str]:
+    """Return the names that the subgraphs of a node use."""
+    subgraphs: list[GraphProto] = [a.g for a in node.attribute if a.type == AttributeProto.GRAPH]
+    return {
+        name
+        for graph in subgraphs
+        for inner in graph.node
+        for name in (*inner.input, *captured_names(inner), *(value.name for value in graph.output))
+    }
+
+
 def drop_unused(graph: GraphProto) -> None:
-    """Remove nodes and constants that nothing reads."""
-    while True:
-        used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
-        unread = [node for node in graph.node if not used & set(node.output)]
-        for node in unread:
-            graph.node.remove(node)
-        if not unread:
-            break
-    kept = [tensor for tensor in graph.initializer if tensor.name in used]
+    """Remove nodes and constants that no output of the graph depends on."""
+    makers = {name: index for index, node in enumerate(graph.node) for name in node.output}
+    used: set[str] = set()
+    kept: set[int] = set()
+    waiting = [value.name for value in graph.output]
+    while waiting:
+        name = waiting.pop()
+        if name in used:
+            continue
+        used.add(name)
+        index = makers.get(name)
+        if index is not None and index not in kept:
+            kept.add(index)
+            waiting.extend((*graph.node[index].input, *captured_names(graph.node[index])))
+    for index in reversed(range(len(graph.node))):
+        if index not in kept:
+            del graph.node[index]
+    tensors = [tensor for tensor in graph.initializer if tensor.name in used]
     del graph.initializer[:]
-    graph.initializer.extend(kept)
+    graph.initializer.extend(tensors)
+
+
+def replace_node(graph: GraphProto, node: NodeProto, nodes: Sequence[NodeProto]) -> None:
+    """Put nodes in the place of one; they keep its origin."""
+    index = list(graph.node).index(node)
+    del graph.node[index]
+    for offset, new in enumerate(nodes):
+        new.metadata_props.extend(node.metadata_props)
+        graph.node.insert(index + offset, new)
 
 
 def _refuse_external_data(model: ModelProto, path: Path) -> None:

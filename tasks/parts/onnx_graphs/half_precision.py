@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.custom_operators import STANDARD_DOMAINS
 from tasks.parts.onnx_graphs.float32_nodes import Cause, Float32Node
-from tasks.parts.onnx_graphs.graph import MOVES_VALUES, is_quantized
+from tasks.parts.onnx_graphs.graph import MOVES_VALUES, captured_names, is_quantized
 from tasks.parts.onnx_session import open_session
 
 LARGEST_FP16 = 65504.0
@@ -226,7 +226,7 @@ def rounded_in_float32(model: ModelProto) -> ModelProto:
     returned as it is.
     """
     kinds = _types(model)
-    if any(kinds.get(name) == FP16 for node in model.graph.node for name in _captured(node)):
+    if any(kinds.get(name) == FP16 for node in model.graph.node for name in captured_names(node)):
         return model
     rounded = _constants_as_initializers(model)
     graph = rounded.graph
@@ -262,7 +262,7 @@ class _Rewriter:
             value.name: {_FP32: value.name} for value in model.graph.input
         }
         self._fixed = {value.name for value in model.graph.output} | {
-            name for node in model.graph.node for name in _captured(node)
+            name for node in model.graph.node for name in captured_names(node)
         }
         """Tensors whose name belongs to their float32 form, because it is read from outside of the nodes."""
         self._dequantizers: dict[str, NodeProto] = {}
@@ -292,7 +292,7 @@ class _Rewriter:
         new = NodeProto()
         new.CopyFrom(node)
         in_half, inputs, outputs = self._variables(node)
-        for name in _captured(node):
+        for name in captured_names(node):
             self._read(name, _FP32)
         for index, name in enumerate(node.input):
             if node.op_type == "Cast":
@@ -342,7 +342,7 @@ class _Rewriter:
     def _variables(self, node: NodeProto) -> tuple[set[str], list[str], list[str]]:
         """Return the type variables of a node that become half, and those of its inputs and outputs."""
         inputs, outputs = [""] * len(node.input), [""] * len(node.output)
-        if node.op_type == "Cast" or node.domain not in STANDARD_DOMAINS or _captured(node):
+        if node.op_type == "Cast" or node.domain not in STANDARD_DOMAINS or captured_names(node):
             return set(), inputs, outputs
         schema = onnx.defs.get_schema(node.op_type, self._opset)
         inputs = [_formal(schema.inputs, index) for index in range(len(node.input))]
@@ -429,17 +429,6 @@ def _opset(model: ModelProto) -> int:
 def _formal(parameters: Sequence[Any], index: int) -> str:
     """Return the type variable, or the type, of an input or output; the last parameter may be repeated."""
     return str(parameters[min(index, len(parameters) - 1)].type_str) if parameters else ""
-
-
-def _captured(node: NodeProto) -> set[str]:
-    """Return the names that the subgraphs of a node use."""
-    subgraphs: list[GraphProto] = [a.g for a in node.attribute if a.type == AttributeProto.GRAPH]
-    return {
-        name
-        for graph in subgraphs
-        for inner in graph.node
-        for name in (*inner.input, *_captured(inner), *(value.name for value in graph.output))
-    }
 
 
 def _float_constants(model: ModelProto) -> list[TensorProto]:

@@ -31,7 +31,11 @@ def activations_to_int8(model: ModelProto) -> ModelProto:
     constants = {tensor.name: tensor for tensor in graph.initializer}
     levels: dict[str, tuple[str, str]] = {}
     for node in graph.node:
-        if node.op_type != "QuantizeLinear" or not constants.keys() >= set(node.input[1:]):
+        if (
+            node.op_type != "QuantizeLinear"
+            or len(node.input) < 3
+            or not constants.keys() >= set(node.input[1:])
+        ):
             continue
         scale, zero_point = (numpy_helper.to_array(constants[name]) for name in node.input[1:3])
         if constants[node.input[2]].data_type in _8_BITS and not _is_symmetric(zero_point):

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import ModelProto, TensorProto, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 from torch import nn
 
@@ -23,6 +23,7 @@ from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.dropped_activations import write_dropped_activations
 from tasks.parts.onnx_graphs.foreign_qdq import float_form
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
+from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
 from tests.tasks.conftest import HEIGHT, WIDTH, Workshop
@@ -158,3 +159,43 @@ def test_no_activation_is_written_where_nothing_is_negative_a2(workshop: Worksho
     before = graph.SerializeToString()
     assert write_dropped_activations(graph) == 0
     assert graph.SerializeToString() == before
+
+
+def declared_type(kind: int, *zero_points: np.ndarray) -> ModelProto:
+    """Return a graph of opset 21 whose pair names its type, maybe beside a zero point: (-image) rounded, negated."""
+    constants = {"scale": np.float32(0.05), **{f"zero_{i}": value for i, value in enumerate(zero_points)}}
+    inputs = list(constants)
+    nodes = [
+        helper.make_node("Neg", ["image"], ["negative"], "negative"),
+        helper.make_node("QuantizeLinear", ["negative", *inputs], ["levels"], "quantize", output_dtype=kind),
+        helper.make_node("DequantizeLinear", ["levels", *inputs], ["rounded"], "dequantize"),
+        helper.make_node("Neg", ["rounded"], ["logits"], "logits"),
+    ]
+    image, logits = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 2]) for name in ("image", "logits")
+    )
+    tensors = [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "declared", [image], [logits], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def test_a_pair_that_names_its_type_and_no_zero_point_is_no_relu_a2() -> None:
+    image = np.array([[-3.0, 2.0]], np.float32)
+    signed, unsigned = declared_type(TensorProto.INT8), declared_type(TensorProto.UINT8)
+    np.testing.assert_allclose(run(signed, image), image, atol=1e-6)
+    np.testing.assert_array_equal(run(float_form(signed), image), image)
+    np.testing.assert_array_equal(run(float_form(unsigned), image), np.minimum(image, 0))
+
+
+def test_a_pair_that_names_its_type_names_the_new_one_a2() -> None:
+    image = np.array([[-3.0, 2.0]], np.float32)
+    encoded = activations_to_int8(declared_type(TensorProto.UINT8, np.uint8(128)))
+    onnx.checker.check_model(encoded, full_check=True)
+    np.testing.assert_allclose(run(encoded, image), image, atol=0.03)
+
+
+def test_pairs_of_other_types_stay_as_they_are_a2() -> None:
+    """FP8 has no zero point, and negative levels."""
+    graph = declared_type(TensorProto.FLOAT8E4M3FN)
+    assert activations_to_int8(graph) == graph
+    assert [node.op_type for node in float_form(graph).graph.node] == ["Neg", "Neg"]

@@ -12,9 +12,11 @@ from onnx import ModelProto, helper
 from tasks.parts.builders.graph_rewrites import (
     encode_for,
     fix_batch,
+    fuse_activations,
     rewrite_for,
     round_rest,
     stem_in_float,
+    token_depthwise_in_float,
 )
 from tasks.parts.builders.interpolation import MAX_MACS_PER_VALUE, resize_as_matmul
 from tasks.parts.data.dataset import normalise
@@ -326,3 +328,81 @@ def test_node_with_little_room_below_the_largest_number_stays_in_float32(worksho
     read = {node.name: [weights.get(name) for name in node.input] for node in half.graph.node}
     assert onnx.TensorProto.FLOAT in read["classifier/Conv"]
     assert sum(onnx.TensorProto.FLOAT16 in kinds for kinds in read.values()) > 10
+
+
+def tensor_of(values: object, name: str) -> onnx.TensorProto:
+    return onnx.numpy_helper.from_array(np.asarray(values), name)
+
+
+def pair(source: str, name: str) -> list[onnx.NodeProto]:
+    """Return a pair that rounds `source` to `name`, with the constants of `small_graph`."""
+    return [
+        helper.make_node(kind, [read, "scale", "zero"], [made], f"{made}/{kind}")
+        for kind, read, made in (
+            ("QuantizeLinear", source, f"{name}:int8"),
+            ("DequantizeLinear", f"{name}:int8", name),
+        )
+    ]
+
+
+def small_graph(nodes: list[onnx.NodeProto], **constants: object) -> ModelProto:
+    """Return a graph of images [N, 3, 4, 4], with the constants of `pair` and int8 weights [2, 3, 1, 1]."""
+    levels = np.arange(-60, 60, 20, dtype=np.int8).reshape(2, 3, 1, 1)
+    known = {"scale": np.float32(0.1), "zero": np.int8(0), "levels": levels} | constants
+    image, logits = (
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["N", channels, 4, 4])
+        for name, channels in (("image", 3), ("logits", 2))
+    )
+    tensors = [tensor_of(values, name) for name, values in known.items()]
+    graph = helper.make_graph(nodes, "small", [image], [logits], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+WEIGHT = helper.make_node("DequantizeLinear", ["levels", "scale", "zero"], ["weight"], "weight")
+
+
+def test_the_pair_of_the_logits_goes_though_others_read_what_it_rounds_a3() -> None:
+    """A second DequantizeLinear reads the rounded logits, and another node the exact ones."""
+    nodes = [
+        *pair("image", "rounded"),
+        WEIGHT,
+        helper.make_node("Conv", ["rounded", "weight"], ["maps"], "conv"),
+        *pair("maps", "logits"),
+        helper.make_node("DequantizeLinear", ["logits:int8", "scale", "zero"], ["again"], "again"),
+        helper.make_node("Sub", ["maps", "again"], ["other"], "other"),
+    ]
+    model = small_graph(nodes)
+    model.graph.output.append(helper.make_tensor_value_info("other", onnx.TensorProto.FLOAT, ["N", 2, 4, 4]))
+    fused = fuse_activations(model)
+    onnx.checker.check_model(fused, full_check=True)
+    images_NCHW = np.random.default_rng(0).standard_normal((2, 3, 4, 4)).astype(np.float32)
+    (rounded, difference), (exact, _) = (
+        open_session(graph, is_optimised=False).run(None, {"image": images_NCHW}) for graph in (model, fused)
+    )
+    np.testing.assert_allclose(exact, rounded + difference, atol=1e-5)
+
+
+def test_a_stem_without_a_pair_keeps_what_is_before_it_a3() -> None:
+    """The weight alone is quantized; two operators stand where a pair would."""
+    nodes = [
+        helper.make_node("Neg", ["image"], ["negative"], "negative"),
+        helper.make_node("Relu", ["negative"], ["positive"], "positive"),
+        WEIGHT,
+        helper.make_node("Conv", ["positive", "weight"], ["logits"], "conv"),
+    ]
+    assert list(stem_in_float(small_graph(nodes)).graph.node) == nodes
+
+
+def test_a_depthwise_convolution_without_a_pair_keeps_what_is_before_it_a3() -> None:
+    nodes = [
+        helper.make_node("MatMul", ["image", "square"], ["tokens"], "tokens"),
+        helper.make_node("Neg", ["tokens"], ["negative"], "negative"),
+        helper.make_node("Relu", ["negative"], ["positive"], "positive"),
+        helper.make_node("DequantizeLinear", ["each", "scale", "zero"], ["weight"], "weight"),
+        helper.make_node("Conv", ["positive", "weight"], ["maps"], "conv", group=3),
+        helper.make_node("Slice", ["maps", "start", "end", "axis"], ["logits"], "two"),
+    ]
+    constants = {name: np.array([value]) for name, value in (("start", 0), ("end", 2), ("axis", 1))}
+    each = np.full((3, 1, 1, 1), 50, np.int8)
+    model = small_graph(nodes, square=np.eye(4, dtype=np.float32), each=each, **constants)
+    assert list(token_depthwise_in_float(model).graph.node) == nodes

@@ -13,6 +13,7 @@ from tasks.core.errors import BuildFailed
 from tasks.parts.builders.graph_rewrites import fuse_activations
 from tasks.parts.onnx_graphs.checked_rewrite import Rewrite, apply, checked_rewrite
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
+from tasks.parts.onnx_graphs.int8_weights import weights_to_7_bits
 from tasks.parts.onnx_graphs.signal_to_noise import agreement_db
 from tests.tasks.parts.onnx_graphs.test_equal_operators import one_node
 
@@ -115,6 +116,48 @@ def test_wrong_scale_shows_in_the_rounding_alone_a3(graphs: Graphs) -> None:
         BuildFailed, match=r"the rewrite small_scale.*agree by .* the first node that differs is"
     ):
         checked_rewrite(quantized, [Rewrite("small_scale", small_scale)], images_NCHW, where="Target gpu")
+
+
+def shifted_weight(graph: ModelProto) -> ModelProto:
+    """Give the last layer weights that are three levels too small: 10 dB hide that."""
+    changed = weights_to_7_bits(graph)
+    weight = [tensor for tensor in changed.graph.initializer if tensor.name.endswith(":7bit")][-2]
+    levels = numpy_helper.to_array(weight)
+    assert levels.dtype == np.int8
+    weight.CopyFrom(numpy_helper.from_array(np.maximum(levels, -60) - np.int8(3), weight.name))
+    return changed
+
+
+def test_rounded_weights_are_within_half_a_step_of_their_own_a3(graphs: Graphs) -> None:
+    _, quantized, images_NCHW = graphs
+    right = Rewrite("weights_to_7_bits", weights_to_7_bits, rounds_weights=True)
+    found = checked_rewrite(quantized, [right], images_NCHW, where="Target cpu", min_int8_db=10)
+    assert found == weights_to_7_bits(quantized) != quantized
+    wrong = Rewrite("shifted_weight", shifted_weight, rounds_weights=True)
+    with pytest.raises(
+        BuildFailed, match=r"the rewrite shifted_weight.*weight '.*' changes by .* half a step"
+    ):
+        checked_rewrite(quantized, [wrong], images_NCHW, where="Target cpu", min_int8_db=10)
+    wrong = Rewrite("other_bias", other_bias, rounds_weights=True)
+    with pytest.raises(BuildFailed, match=r"the rewrite other_bias.*constant '.*' is another one"):
+        checked_rewrite(quantized, [wrong], images_NCHW, where="Target cpu", min_int8_db=10)
+
+
+def test_wrong_scale_beside_rounded_weights_shows_too_a3(graphs: Graphs) -> None:
+    _, quantized, images_NCHW = graphs
+
+    def both(graph: ModelProto) -> ModelProto:
+        return small_scale(weights_to_7_bits(graph))
+
+    rewrites = [
+        Rewrite("weights_to_7_bits", weights_to_7_bits, rounds_weights=True),
+        Rewrite("small_scale", small_scale),
+    ]
+    with pytest.raises(
+        BuildFailed, match=r"the rewrite small_scale.*agree by .* the first node that differs is"
+    ):
+        checked_rewrite(quantized, rewrites, images_NCHW, where="Target cpu")
+    assert apply(rewrites, quantized) == both(quantized)
 
 
 @pytest.mark.parametrize("network_type", [tiny.Straight, tiny.Branched, tiny.Tokens, tiny.FullSize])

@@ -4,12 +4,18 @@ import numpy as np
 import onnx
 import pytest
 import tiny_networks as tiny
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.onnx_graphs.export import export_graph
-from tasks.parts.onnx_graphs.graph import is_quantized, read_card_of_graph, read_graph, write_graph
+from tasks.parts.onnx_graphs.graph import (
+    drop_unused,
+    is_quantized,
+    read_card_of_graph,
+    read_graph,
+    write_graph,
+)
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
@@ -137,3 +143,29 @@ def test_a_graph_without_card_is_refused(written: Path) -> None:
     del graph.metadata_props[:]
     with pytest.raises(ArtifactError, match="expected 1 with classes"):
         read_card_of_graph(graph)
+
+
+def test_nodes_that_nothing_reads_are_dropped_and_those_that_a_branch_reads_stay_a3() -> None:
+    def value(name: str) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2])
+
+    branches = {
+        f"{word}_branch": helper.make_graph(
+            [helper.make_node("Add", ["scaled", "shift"], [word], word)], word, [], [value(word)]
+        )
+        for word in ("then", "else")
+    }
+    nodes = [
+        helper.make_node("Mul", ["image", "factor"], ["scaled"], "scaled"),
+        helper.make_node("Neg", ["image"], ["dead_1"], "dead_1"),
+        helper.make_node("Add", ["dead_1", "unread"], ["dead_2"], "dead_2"),
+        helper.make_node("If", ["condition"], ["logits"], "if", **branches),
+        helper.make_node("Relu", ["logits"], ["dead_3"], "dead_3"),
+    ]
+    constants = {name: np.ones(2, np.float32) for name in ("factor", "shift", "unread")}
+    tensors = [numpy_helper.from_array(item, name) for name, item in constants.items()]
+    tensors.append(numpy_helper.from_array(np.array(True), "condition"))
+    graph = helper.make_graph(nodes, "branches", [value("image")], [value("logits")], tensors)
+    drop_unused(graph)
+    assert [node.name for node in graph.node] == ["scaled", "if"]
+    assert {tensor.name for tensor in graph.initializer} == {"factor", "shift", "condition"}
