@@ -26,7 +26,7 @@ from tasks.parts.onnx_graphs.export import export_graph
 from tasks.parts.pruning.channel_groups import cut_group, layers_kept_whole, list_groups
 from tasks.parts.pruning.macs import measure_convs
 from tests.tasks.conftest import CLASSES, HEIGHT, REPOSITORY, WIDTH
-from tests.tasks.core.test_environment import install
+from tests.tasks.core.test_imported_packages import install
 
 SIZE = (HEIGHT, WIDTH)
 TINY_SEGFORMER = {
