@@ -70,17 +70,18 @@ def count_images(cfg: Config, *, data: Path, out: Path) -> Report:
 DVC_STAGE = """\
   count_images:
     cmd: python -m tasks count_images
-      data=artifacts/prepare_data/dataset
+      data=${pipeline.data}
     params:
     - count_images
     - artifacts/environment.json:
       - checked
     deps:
-    - artifacts/prepare_data/dataset
+    - ${pipeline.data}
     - tasks/count_images.py
     - tasks/core/bounds.py
     - tasks/core/errors.py
     - tasks/parts/data
+    - tasks/parts/reading
     outs:
     - artifacts/count_images
 
