@@ -29,7 +29,7 @@ from tasks.core.execute import ARTIFACTS
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 OUTPUTS = {
-    "prepare_data": ("dataset/calibration_images.npy",),
+    "prepare_data": ("dataset/calibration_images.npy", "splits.csv"),
     "import_onnx": ("model.onnx",),
     "convert_precision": ("model.onnx",),
     "quantize_ptq": ("model.onnx", "ranges.json", "calibrators.csv"),
@@ -41,7 +41,7 @@ OUTPUTS = {
     "validate": ("scores.csv",),
     "diff_layers": ("layers.csv",),
     "benchmark": ("times.csv",),
-    "select_engine": ("report.md", "picks.json"),
+    "select_engine": ("report.md", "report.html", "picks.json"),
     "track": ("run.txt",),
     "race_picks": ("ranking.md",),
 }
