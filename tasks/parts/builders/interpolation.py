@@ -7,7 +7,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
-from tasks.parts.onnx_graphs.graph import drop_unused, replace_node
+from tasks.parts.onnx_graphs.graph import drop_unused, replace_nodes
 
 MAX_MACS_PER_VALUE = 32
 """Largest multiply-adds per value for which interpolation as two products is used; beyond, Resize is faster."""
@@ -91,7 +91,7 @@ def resize_as_matmul(model: ModelProto, *, in_blocks: bool = False) -> ModelProt
     else:
         return rewritten
     graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
-    replace_node(graph, maker, nodes)
+    replace_nodes(graph, {maker.output[0]: nodes})
     drop_unused(graph)
     return rewritten
 

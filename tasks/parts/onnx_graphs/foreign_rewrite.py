@@ -36,7 +36,13 @@ from tasks.parts.onnx_graphs.foreign_qdq import (
     dequantize_input,
     to_float,
 )
-from tasks.parts.onnx_graphs.graph import MAX_IR_VERSION, MIN_IR_VERSION, drop_unused, name_nodes
+from tasks.parts.onnx_graphs.graph import (
+    MAX_IR_VERSION,
+    MIN_IR_VERSION,
+    drop_unused,
+    name_nodes,
+    replace_nodes,
+)
 
 _BATCH = "batch"
 
@@ -259,7 +265,8 @@ def _simplify(model: ModelProto) -> ModelProto:
 
 
 def _constants_to_initializers(model: ModelProto) -> None:
-    for node in [node for node in model.graph.node if node.op_type == "Constant"]:
+    constants = [node for node in model.graph.node if node.op_type == "Constant"]
+    for node in constants:
         attribute = node.attribute[0]
         if attribute.name == "value":
             tensor = TensorProto()
@@ -270,7 +277,7 @@ def _constants_to_initializers(model: ModelProto) -> None:
             values = np.array(helper.get_attribute_value(attribute), dtype)
             tensor = numpy_helper.from_array(values, node.output[0])
         model.graph.initializer.append(tensor)
-        model.graph.node.remove(node)
+    replace_nodes(model.graph, {node.output[0]: [] for node in constants})
     drop_unused(model.graph)
 
 

@@ -1,12 +1,13 @@
 """Read and write ONNX files; query graphs for their card, the origin of nodes, and other things."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
 from tasks.core.errors import ArtifactError, first_line
@@ -33,6 +34,40 @@ MOVES_VALUES = frozenset(
     }
 )
 """Operators that only move the values of one tensor."""
+
+
+@dataclass(frozen=True)
+class GraphIndex:
+    """Who makes and who reads each tensor of a graph, as it was when `index_graph` walked it.
+
+    The nodes and tensors are those of the graph, so a change of one of them shows; one that comes or goes does not.
+    """
+
+    makers: dict[str, NodeProto]
+    """Tensor -> the node that computes it."""
+    readers: dict[str, list[NodeProto]]
+    """Tensor -> the nodes that read it, in graph order, each once; tensors that no node reads are missing."""
+    constants: dict[str, TensorProto]
+    """Name -> initializer."""
+    outputs: frozenset[str]
+    """Names of the outputs of the graph."""
+
+
+def index_graph(graph: GraphProto) -> GraphIndex:
+    """Walk a graph once, so that a rewrite needs no search of its own for each node."""
+    makers: dict[str, NodeProto] = {}
+    readers: dict[str, list[NodeProto]] = {}
+    for node in graph.node:
+        for name in node.output:
+            makers[name] = node
+        for name in dict.fromkeys(node.input):
+            readers.setdefault(name, []).append(node)
+    return GraphIndex(
+        makers,
+        readers,
+        {tensor.name: tensor for tensor in graph.initializer},
+        frozenset(value.name for value in graph.output),
+    )
 
 
 def read_graph(path: Path) -> ModelProto:
@@ -164,7 +199,10 @@ def captured_names(node: NodeProto) -> set[str]:
 
 
 def drop_unused(graph: GraphProto) -> None:
-    """Remove nodes and constants that no output of the graph depends on."""
+    """Remove nodes and constants that no output of the graph depends on.
+
+    What stays is not copied: a message keeps the memory of all that it ever held.
+    """
     makers = {name: index for index, node in enumerate(graph.node) for name in node.output}
     used: set[str] = set()
     kept: set[int] = set()
@@ -181,18 +219,48 @@ def drop_unused(graph: GraphProto) -> None:
     for index in reversed(range(len(graph.node))):
         if index not in kept:
             del graph.node[index]
-    tensors = [tensor for tensor in graph.initializer if tensor.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(tensors)
+    for index in reversed(range(len(graph.initializer))):
+        if graph.initializer[index].name not in used:
+            del graph.initializer[index]
 
 
-def replace_node(graph: GraphProto, node: NodeProto, nodes: Sequence[NodeProto]) -> None:
-    """Put nodes in the place of one; they keep its origin."""
-    index = list(graph.node).index(node)
-    del graph.node[index]
-    for offset, new in enumerate(nodes):
-        new.metadata_props.extend(node.metadata_props)
-        graph.node.insert(index + offset, new)
+def copy_without(model: ModelProto, constants: Container[str]) -> ModelProto:
+    """Return a copy without some constants, which are not copied to be removed."""
+    copied = ModelProto()
+    for source, target, left_out in (
+        (model, copied, "graph"),
+        (model.graph, copied.graph, "initializer"),
+    ):
+        for field, value in source.ListFields():
+            if field.name == left_out:
+                continue
+            if isinstance(value, Message):
+                getattr(target, field.name).CopyFrom(value)
+            elif isinstance(value, str | bytes | int):
+                setattr(target, field.name, value)
+            else:
+                getattr(target, field.name).extend(value)
+    copied.graph.initializer.extend(
+        tensor for tensor in model.graph.initializer if tensor.name not in constants
+    )
+    return copied
+
+
+def replace_nodes(graph: GraphProto, replacements: Mapping[str, Sequence[NodeProto]]) -> None:
+    """Put nodes in the place of others, which are named by their first output; new nodes keep the origin of old ones.
+
+    Without new nodes a node is removed. Nodes that stay keep their identity for those who hold them.
+    """
+    if not replacements:
+        return
+    places = [index for index, node in enumerate(graph.node) if node.output[0] in replacements]
+    for index in reversed(places):
+        node = graph.node[index]
+        for new in replacements[node.output[0]]:
+            new.metadata_props.extend(node.metadata_props)
+        del graph.node[index]
+        for offset, new in enumerate(replacements[node.output[0]]):
+            graph.node.insert(index + offset, new)
 
 
 def _refuse_external_data(model: ModelProto, path: Path) -> None:

@@ -17,7 +17,13 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from tasks.core.errors import ArtifactError
 from tasks.parts.custom_operators import STANDARD_DOMAINS
 from tasks.parts.onnx_graphs.float32_nodes import Cause, Float32Node
-from tasks.parts.onnx_graphs.graph import MOVES_VALUES, captured_names, is_quantized
+from tasks.parts.onnx_graphs.graph import (
+    MOVES_VALUES,
+    captured_names,
+    index_graph,
+    is_quantized,
+    replace_nodes,
+)
 from tasks.parts.onnx_session import open_session
 
 LARGEST_FP16 = 65504.0
@@ -95,11 +101,8 @@ class _Float32Finder:
         self._max_abs = max_abs
         self._constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in _float_constants(model)}
         self._seen = seen
-        self._outputs = {value.name for value in model.graph.output}
-        self._readers: dict[str, list[NodeProto]] = {}
-        for node in model.graph.node:
-            for name in set(node.input):
-                self._readers.setdefault(name, []).append(node)
+        index = index_graph(model.graph)
+        self._outputs, self._readers = index.outputs, index.readers
         self._rounded_scales = {
             node.output[0]: float(scale.max())
             for node in model.graph.node
@@ -469,10 +472,12 @@ def _constants_as_initializers(model: ModelProto) -> ModelProto:
     changed = ModelProto()
     changed.CopyFrom(model)
     graph = changed.graph
-    for node in list(graph.node):
+    stored: dict[str, list[NodeProto]] = {}
+    for node in graph.node:
         value = next((a for a in node.attribute if a.name == "value"), None)
         if node.op_type == "Constant" and value is not None:
             value.t.name = node.output[0]
             graph.initializer.append(value.t)
-            graph.node.remove(node)
+            stored[node.output[0]] = []
+    replace_nodes(graph, stored)
     return changed
