@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from functools import partial
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
@@ -23,6 +22,7 @@ from tasks.parts.onnx_graphs.graph import (
     GraphIndex,
     drop_unused,
     index_graph,
+    infer_shapes,
     is_quantized,
     replace_nodes,
 )
@@ -132,7 +132,7 @@ def fix_batch(model: ModelProto) -> ModelProto:
     for value in (*rewritten.graph.input, *rewritten.graph.output):
         value.type.tensor_type.shape.dim[0].dim_value = 1
     del rewritten.graph.value_info[:]
-    return onnx.shape_inference.infer_shapes(rewritten, data_prop=True)
+    return infer_shapes(rewritten, data_prop=True)
 
 
 def fuse_activations(model: ModelProto) -> ModelProto:

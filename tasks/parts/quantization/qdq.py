@@ -25,7 +25,6 @@ from tasks.parts.onnx_graphs.graph import (
     CARD_KEY,
     MOVES_VALUES,
     GraphIndex,
-    copy_without,
     index_graph,
     is_quantized,
     node_sources,
@@ -33,6 +32,7 @@ from tasks.parts.onnx_graphs.graph import (
     set_node_source,
 )
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
+from tasks.parts.onnx_session import copy_without
 from tasks.parts.quantization.config import Activations, Calibrator
 
 INT8_MAX = 127
