@@ -19,7 +19,7 @@ from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_half import half_to_float
 from tasks.parts.onnx_graphs.foreign_opset import convert_opset, read_opset
 from tasks.parts.onnx_graphs.foreign_qdq import dequantize_input, to_float
-from tasks.parts.onnx_graphs.graph import all_tensors
+from tasks.parts.onnx_graphs.graph import all_tensors, check_model
 from tasks.parts.onnx_session import open_session
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def read_foreign(model: Path) -> ModelProto:
     _load_weights(graph, path, is_folder=model.is_dir())
     _sort_nodes(graph, path)
     try:
-        onnx.checker.check_model(graph)
+        check_model(graph)
     except onnx.checker.ValidationError as error:
         raise ArtifactError(
             f"{path}: not a valid ONNX model ({first_line(error)}). Export it again (model.path)."

@@ -7,7 +7,7 @@ from onnx import ModelProto
 
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.custom_operators import STANDARD_DOMAINS
-from tasks.parts.onnx_graphs.graph import MAX_OPSET, MIN_OPSET
+from tasks.parts.onnx_graphs.graph import MAX_OPSET, MIN_OPSET, without_large_constants
 
 
 def read_opset(model: ModelProto, path: Path) -> int:
@@ -33,7 +33,9 @@ def convert_opset(model: ModelProto, path: Path, opset: int) -> tuple[ModelProto
     _refuse_newer_operators(model, path, wanted)
     model.ir_version = max(model.ir_version, 4)  # since version 4 weights need not be inputs
     try:
-        converted = onnx.version_converter.convert_version(model, wanted)
+        converted = without_large_constants(
+            model, lambda light: onnx.version_converter.convert_version(light, wanted)
+        )
     except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
         raise ArtifactError(
             f"{path}: onnx cannot convert it from opset {opset} to {wanted} ({first_line(error)}). Export it "

@@ -36,9 +36,23 @@ from tasks.parts.onnx_graphs.foreign_qdq import (
     dequantize_input,
     to_float,
 )
-from tasks.parts.onnx_graphs.graph import MAX_IR_VERSION, MIN_IR_VERSION, drop_unused, name_nodes
+from tasks.parts.onnx_graphs.graph import (
+    MAX_IR_VERSION,
+    MIN_IR_VERSION,
+    check_model,
+    drop_unused,
+    index_graph,
+    infer_shapes,
+    name_nodes,
+    read_shapes,
+    replace_nodes,
+    without_large_constants,
+)
+from tasks.parts.onnx_graphs.macs import LAYER_TYPES
 
 _BATCH = "batch"
+_PRODUCTS = frozenset({"MatMul", "Gemm"})
+_FOLDED_INTO_CONVOLUTIONS = frozenset({"BatchNormalization", "Add", "Mul", "Sub", "Div"})
 
 
 class Quantization(Enum):
@@ -100,7 +114,7 @@ def rewrite(
     opset = read_opset(model, path)
     if model.functions:
         changes.append(f"{len(model.functions)} functions inlined")
-        model = inline_local_functions(model)
+        model = without_large_constants(model, inline_local_functions)
     check_quantization(model, path, is_quantized=quantization is not Quantization.none)
     _refuse_branches(model, path)
     del model.metadata_props[:]
@@ -144,7 +158,7 @@ def rewrite(
     drop_unused(model.graph)
     model.ir_version = min(max(model.ir_version, MIN_IR_VERSION), MAX_IR_VERSION)
     model = _infer(model, path, max_batch)
-    onnx.checker.check_model(model, full_check=True)
+    check_model(model, full_check=True)
     return Imported(
         model,
         head,
@@ -171,7 +185,7 @@ def with_equal_operators(imported: Imported, images_NCHW: NDArray[np.float32], p
             return graph
         drop_unused(model.graph)
         model = _infer(model, path, imported.max_batch)
-        onnx.checker.check_model(model, full_check=True)
+        check_model(model, full_check=True)
         return model
 
     name = "of operators that have no INT8 kernels"
@@ -253,13 +267,30 @@ def _set_size(
 
 def _simplify(model: ModelProto) -> ModelProto:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        slim: ModelProto = onnxslim.slim(model)
+        slim = without_large_constants(model, onnxslim.slim, kept=_folded(model))
     _constants_to_initializers(slim)
     return slim
 
 
+def _folded(model: ModelProto) -> set[str]:
+    """Return the constants that simplification may need the values of.
+
+    All but the weights of layers whose output no BatchNormalization, addition or multiplication of a constant reads.
+    """
+    index = index_graph(model.graph)
+    folded = set()
+    for name in index.constants:
+        for layer in index.readers.get(name, []):
+            following = [node.op_type for node in index.readers.get(layer.output[0], [])]
+            is_plain = layer.op_type in _PRODUCTS or not _FOLDED_INTO_CONVOLUTIONS.intersection(following)
+            if layer.op_type not in LAYER_TYPES or layer.input[1] != name or not is_plain:
+                folded.add(name)
+    return folded
+
+
 def _constants_to_initializers(model: ModelProto) -> None:
-    for node in [node for node in model.graph.node if node.op_type == "Constant"]:
+    constants = [node for node in model.graph.node if node.op_type == "Constant"]
+    for node in constants:
         attribute = node.attribute[0]
         if attribute.name == "value":
             tensor = TensorProto()
@@ -270,7 +301,7 @@ def _constants_to_initializers(model: ModelProto) -> None:
             values = np.array(helper.get_attribute_value(attribute), dtype)
             tensor = numpy_helper.from_array(values, node.output[0])
         model.graph.initializer.append(tensor)
-        model.graph.node.remove(node)
+    replace_nodes(model.graph, {node.output[0]: [] for node in constants})
     drop_unused(model.graph)
 
 
@@ -282,9 +313,7 @@ def _free_batch(model: ModelProto, static_batch: int) -> int:
     """
     graph = model.graph
     graph.value_info.extend(infer_custom_outputs(model, [static_batch], _BATCH))
-    sizes = {
-        value.name: sizes_of(value) for value in onnx.shape_inference.infer_shapes(model).graph.value_info
-    }
+    sizes = {value.name: sizes_of(value) for value in read_shapes(model).value_info}
     sizes[graph.input[0].name] = sizes_of(graph.input[0])
     constants = {tensor.name: tensor for tensor in graph.initializer}
     from_image, num_rewritten = {graph.input[0].name}, 0
@@ -320,7 +349,7 @@ def _infer(model: ModelProto, path: Path, max_batch: int | None) -> ModelProto:
         graph.value_info.extend(
             infer_custom_outputs(model, [1, 2] if max_batch is None else [max_batch], _BATCH)
         )
-        inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
+        inferred = infer_shapes(model, strict_mode=True, data_prop=True)
     except (onnx.shape_inference.InferenceError, ArtifactError) as error:
         raise _fixed_batch(path, first_line(error)) from error
     sizes = sizes_of(inferred.graph.output[0])

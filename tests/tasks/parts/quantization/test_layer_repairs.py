@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 import tiny_networks as tiny
-from onnx import ModelProto, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
@@ -141,3 +141,36 @@ def test_rounded_weights_bring_the_logits_nearer_to_float_on_other_images() -> N
         for model in (graph, quantized, insert_qdq(rounded, ranges, op_types=tiny.OP_TYPES))
     )
     assert difference(expected, after).sqnr_db > difference(expected, before).sqnr_db + 1
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 5)])
+def test_bias_of_a_gemm_may_have_any_shape_that_broadcasts_b3(shape: tuple[int, ...]) -> None:
+    """ONNX, Gemm: C is unidirectionally broadcastable to [rows, outputs]."""
+    random = np.random.default_rng(0)
+    weight = random.standard_normal((12, 5)).astype(np.float32)
+    tensors = [numpy_helper.from_array(weight, "weight")]
+    tensors.append(numpy_helper.from_array(np.full(shape, 0.5, np.float32), "bias"))
+    image, values = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", size])
+        for name, size in (("image", 12), ("values", 5))
+    )
+    node = helper.make_node("Gemm", ["image", "weight", "bias"], ["values"], "layer")
+    graph = helper.make_graph([node], "gemm", [image], [values], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    images = np.abs(random.standard_normal((64, 12))).astype(np.float32)
+    quantized = insert_qdq(model, ranges_of_gemm(model, images), op_types=["Gemm"])
+    exact = open_session(model).run(None, {"image": images})[0].mean(axis=0)
+    repaired = [
+        change(model, quantized, [images], op_types=["Gemm"]) for change in (correct_biases, round_weights)
+    ]
+    for changed in repaired:
+        again = insert_qdq(changed, ranges_of_gemm(model, images), op_types=["Gemm"])
+        found = open_session(again, is_optimised=False).run(None, {"image": images})[0].mean(axis=0)
+        np.testing.assert_allclose(found, exact, atol=1e-4)
+
+
+def ranges_of_gemm(model: ModelProto, images: np.ndarray) -> dict[str, TensorRange]:
+    return {
+        name: TensorRange(0.3 * limits.low, 0.3 * limits.high)  # clips, so that the mean moves
+        for name, limits in tiny.ranges_of(model, images, ["Gemm"]).items()
+    }
