@@ -1,31 +1,38 @@
 """Open an ONNX file of another tool, with its weights, and refuse damaged ones."""
 
 import graphlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
-from onnx import ModelProto, TensorProto, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 from onnx.inliner import inline_local_functions
 
 from tasks.core.errors import ArtifactError, BuildFailed, first_line
-from tasks.parts.cpu import int8_sums_saturate
 from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_half import half_to_float
 from tasks.parts.onnx_graphs.foreign_opset import convert_opset, read_opset
 from tasks.parts.onnx_graphs.foreign_qdq import dequantize_input, to_float
+from tasks.parts.onnx_graphs.foreign_raw import leave_out
 from tasks.parts.onnx_graphs.graph import all_tensors
 from tasks.parts.onnx_session import open_session
 
 if TYPE_CHECKING:
     import onnxruntime
 
-_TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(uint8)": "uint8"}
+_LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul", "BatchNormalization"}
+"""Operators whose constants are trained; an infinite constant of others is a mask, or what a Pad puts around."""
+_TYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(double)": "float64",
+    "tensor(uint8)": "uint8",
+}
 
 
 def find_file(model: Path) -> Path:
@@ -113,6 +120,7 @@ def _load_weights(graph: ModelProto, path: Path, *, is_folder: bool) -> None:
 
 
 def _check_values(graph: ModelProto, path: Path) -> None:
+    of_layers = {name for node in graph.graph.node if node.op_type in _LAYERS for name in node.input}
     for tensor in all_tensors(graph.graph):
         if tensor.data_type == TensorProto.BFLOAT16:
             raise ArtifactError(
@@ -121,7 +129,8 @@ def _check_values(graph: ModelProto, path: Path) -> None:
             )
         if tensor.data_type in (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16):
             values = numpy_helper.to_array(tensor)
-            if not np.isfinite(values).all():
+            is_weight = tensor.name in of_layers
+            if np.isnan(values).any() or (is_weight and np.isinf(values).any()):
                 raise ArtifactError(
                     f"{path}: tensor '{tensor.name}' holds NaN or infinity, expected finite weights. Take another "
                     "checkpoint of the model and export it again."
@@ -141,16 +150,20 @@ class Original:
     conversion: str
     """What was converted so that ONNX Runtime reads the file; empty if it reads the file itself."""
 
+    def feed(self, images_NHWC: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+        """Return what the file reads for images of a data set."""
+        image = self.session.get_inputs()[0]
+        return {image.name: self.form.to_input(images_NHWC, np.dtype(_TYPES[image.type]))}
+
     def answers(self, images_NHWC: NDArray[np.uint8]) -> list[NDArray[np.float32]]:
         """Return each output for images of a data set."""
-        image = self.session.get_inputs()[0]
-        inputs = self.form.to_input(images_NHWC, np.dtype(_TYPES[image.type]))
+        [(name, inputs)] = self.feed(images_NHWC).items()
         parts, step = [], self.static_batch or len(inputs)
         for start in range(0, len(inputs), step):
             part = inputs[start : start + step]
             if self.static_batch:
                 part = np.resize(part, (step, *inputs.shape[1:]))  # repeats images
-            parts.append(self.session.run(list(self.tensors), {image.name: part}))
+            parts.append(self.session.run(list(self.tensors), {name: part}))
         return [
             np.concatenate(outputs)[: len(inputs)].astype(np.float32) for outputs in zip(*parts, strict=True)
         ]
@@ -164,21 +177,28 @@ def open_original(
     libraries: Sequence[Path],
     *,
     is_float_form: bool = False,
+    activations: Collection[str] = (),
+    is_optimised: bool,
+    inner: Collection[str] = (),
 ) -> Original:
     """Open the original file, or its float form; where it is newer than ONNX Runtime, convert its opset.
 
-    It runs as written where integer kernels add in 16 bits, so that its meaning counts and not this CPU. `libraries`
-    have its custom operators.
+    `libraries` have its custom operators; the nodes that make `activations` are left out. Those tensors of `inner`
+    that the file has become outputs, too.
 
     Raises BuildFailed when the runtime refuses the file.
     """
-    path, is_optimised = find_file(model), not int8_sums_saturate()
+    path = find_file(model)
     graph: ModelProto | None = None
-    if is_float_form:
+    if is_float_form or activations or inner or not set(tensors) <= _outputs(path):
         graph = inline_local_functions(read_foreign(model))
+        leave_out(graph, activations)
+    if graph is not None and is_float_form:
         half_to_float(graph)
         dequantize_input(graph, path)
         to_float(graph, path)
+    if graph is not None:
+        _give(graph, (*tensors, *inner))
     try:
         session = open_session(
             path if graph is None else graph, is_optimised=is_optimised, libraries=libraries
@@ -191,3 +211,14 @@ def open_original(
             raise
         session = open_session(converted, is_optimised=is_optimised, libraries=libraries)
         return Original(session, form, tensors, static_batch, changes[0])
+
+
+def _outputs(path: Path) -> set[str]:
+    return {value.name for value in onnx.load(path, load_external_data=False).graph.output}
+
+
+def _give(graph: ModelProto, names: Iterable[str]) -> None:
+    """Make tensors inside a graph outputs as well, in place; those that it has not are left out."""
+    made = {name for node in graph.graph.node for name in node.output}
+    missing = dict.fromkeys(names).keys() - {value.name for value in graph.graph.output}
+    graph.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in sorted(missing & made))

@@ -35,13 +35,13 @@ class Normalised:
 
 
 def find_image(model: ModelProto, path: Path, form: InputForm) -> ValueInfoProto:
-    """Return the only input; weights that old files list among the inputs are removed from them.
+    """Return the only input that a node reads; the others are removed.
 
     Raises ArtifactError for a graph whose inputs are not one image in the declared form.
     """
-    constants = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in constants]
-    found = ", ".join(f"'{value.name}' {describe(value)}" for value in inputs)
+    read = {name for node in model.graph.node for name in node.input}
+    inputs = [value for value in model.graph.input if value.name in read] or list(model.graph.input)
+    found = ", ".join(f"'{value.name}' {describe(value)}" for value in inputs[:4])
     axes = ["N", "height", "width"]
     axes.insert(form.axes[0], str(form.num_channels))
     expected = (
@@ -106,6 +106,14 @@ def normalise_input(model: ModelProto, path: Path, form: InputForm) -> Normalise
     drop_unused(graph)
     del graph.value_info[:]
     return Normalised(tuple(mean_C.tolist()), tuple(std_C.tolist()), tuple(changes))
+
+
+def drop_listed_constants(model: ModelProto) -> None:
+    """Remove the weights from the inputs, among which old files list them, in place."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in constants]
+    del model.graph.input[:]
+    model.graph.input.extend(inputs)
 
 
 def sizes_of(value: ValueInfoProto) -> list[int]:

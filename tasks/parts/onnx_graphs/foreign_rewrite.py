@@ -23,19 +23,35 @@ from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.custom_operators import CustomOperators
 from tasks.parts.onnx_graphs.checked_rewrite import Rewrite, checked_rewrite
 from tasks.parts.onnx_graphs.equal_operators import replace_operators
+from tasks.parts.onnx_graphs.foreign_branches import branching_nodes, inline_branches, refuse_branches
 from tasks.parts.onnx_graphs.foreign_custom import accept_domains, infer_custom_outputs
 from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
 from tasks.parts.onnx_graphs.foreign_form import InputForm
-from tasks.parts.onnx_graphs.foreign_half import half_to_float, has_half
-from tasks.parts.onnx_graphs.foreign_input import describe, find_image, normalise_input, sizes_of
+from tasks.parts.onnx_graphs.foreign_half import double_to_float, half_to_float, has_double, has_half
+from tasks.parts.onnx_graphs.foreign_infinity import bound_infinities
+from tasks.parts.onnx_graphs.foreign_input import (
+    describe,
+    drop_listed_constants,
+    find_image,
+    normalise_input,
+    sizes_of,
+)
 from tasks.parts.onnx_graphs.foreign_opset import convert_opset, read_opset
-from tasks.parts.onnx_graphs.foreign_output import Head, OutputForm, choose_output, rewrite_head
+from tasks.parts.onnx_graphs.foreign_output import (
+    Head,
+    OutputForm,
+    choose_output,
+    kept_outputs,
+    rewrite_head,
+)
 from tasks.parts.onnx_graphs.foreign_qdq import (
     add_zero_points,
     check_quantization,
     dequantize_input,
+    has_quantized_weights,
     to_float,
 )
+from tasks.parts.onnx_graphs.foreign_raw import last_activations
 from tasks.parts.onnx_graphs.graph import MAX_IR_VERSION, MIN_IR_VERSION, drop_unused, name_nodes
 
 _BATCH = "batch"
@@ -74,6 +90,8 @@ class Imported:
     opset_before: int
     is_half: bool
     """Whether parts of the original file are float16."""
+    activations: frozenset[str]
+    """What the last sigmoids and softmaxes in front of the outputs make, in the original file."""
     rewritten: tuple[str, ...]
     """One sentence for each change."""
 
@@ -102,28 +120,36 @@ def rewrite(
         changes.append(f"{len(model.functions)} functions inlined")
         model = inline_local_functions(model)
     check_quantization(model, path, is_quantized=quantization is not Quantization.none)
-    _refuse_branches(model, path)
+    activations = last_activations(model, kept_outputs(model, path, output.name))
     del model.metadata_props[:]
     accept_domains(model, path, libraries)
     is_half = has_half(model)
     if is_half:
         changes.append(f"float16 converted to float32, {half_to_float(model)} constants")
+    if has_double(model):
+        changes.append(f"float64 converted to float32, {double_to_float(model)} constants")
     if quantization is not Quantization.none:
         dequantize_input(model, path)
     if quantization is Quantization.removed:
         changes.append(f"{to_float(model, path)} pairs of QuantizeLinear and DequantizeLinear removed")
     elif quantization is Quantization.kept:
         add_zero_points(model)
-    image = find_image(model, path, form)
+    elif has_quantized_weights(model):
+        to_float(model, path)
+        changes.append("quantized weights made floats")
+    drop_listed_constants(model)
     tensors = choose_output(model, path, output.name)
+    image = find_image(model, path, form)
     if len(tensors) > 1:
         changes.append(f"{len(tensors)} outputs joined")
     static_batch = _set_size(image, path, form, height=height, width=width)
+    model, branches = _without_branches(model, path)
     model, conversion = convert_opset(model, path, opset)
-    changes += conversion
+    changes += branches + conversion
     num_before = len(model.graph.node)
     model = _simplify(model)
     changes.append(f"simplified from {num_before} to {len(model.graph.node)} nodes")
+    changes += bound_infinities(model)
     if num_unnamed := name_nodes(model):
         changes.append(f"{num_unnamed} nodes named")
     normalised = normalise_input(model, path, form)
@@ -155,6 +181,7 @@ def rewrite(
         max_batch,
         opset,
         is_half,
+        activations,
         tuple(changes),
     )
 
@@ -198,35 +225,47 @@ def read_image_size(
     if graph.functions:
         graph = inline_local_functions(graph)
     check_quantization(graph, path, is_quantized=is_quantized)
-    _refuse_branches(graph, path)
     accept_domains(graph, path, libraries)
     half_to_float(graph)
-    image = find_image(graph, path, form)
+    double_to_float(graph)
+    drop_listed_constants(graph)
     choose_output(graph, path, output)
+    image = find_image(graph, path, form)
     _set_size(image, path, form, height=height, width=width)
     sizes = sizes_of(image)
+    _without_branches(graph, path)
     return sizes[form.axes[1]], sizes[form.axes[2]]
 
 
 def with_output(model: ModelProto, tensor: str) -> ModelProto:
     """Return a copy whose only output is one of its tensors."""
+    return with_outputs(model, [tensor])
+
+
+def with_outputs(model: ModelProto, tensors: Sequence[str]) -> ModelProto:
+    """Return a copy whose outputs are these of its tensors."""
     marked = ModelProto()
     marked.CopyFrom(model)
     del marked.graph.output[:]
-    marked.graph.output.append(helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None))
+    marked.graph.output.extend(helper.make_empty_tensor_value_info(tensor) for tensor in tensors)
     return marked
 
 
-def _refuse_branches(model: ModelProto, path: Path) -> None:
-    branching = [
-        node for node in model.graph.node if any(item.HasField("g") or item.graphs for item in node.attribute)
-    ]
-    if branching:
-        raise ArtifactError(
-            f"{path}: {len(branching)} nodes contain subgraphs (first: {branching[0].op_type} "
-            f"'{branching[0].name}'), expected one plain graph. Export the model without control "
-            "flow (torch.export, or a traced module)."
-        )
+def _without_branches(model: ModelProto, path: Path) -> tuple[ModelProto, list[str]]:
+    """Replace each `If` whose condition is known, as soon as the sizes are, by the branch that it takes.
+
+    Raises ArtifactError for other control flow.
+    """
+    num_branching = len(branching_nodes(model))
+    inline_branches(model)
+    while left := len(branching_nodes(model)):
+        model = _simplify(model)
+        inline_branches(model)
+        if len(branching_nodes(model)) == left:
+            break
+    refuse_branches(model, path)
+    changes = [f"{num_branching} If with a known condition replaced by their branch"]
+    return model, changes if num_branching else []
 
 
 def _set_size(
@@ -252,6 +291,8 @@ def _set_size(
 
 
 def _simplify(model: ModelProto) -> ModelProto:
+    for value in model.graph.output:  # some files declare the wrong number of axes
+        value.type.tensor_type.ClearField("shape")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         slim: ModelProto = onnxslim.slim(model)
     _constants_to_initializers(slim)
