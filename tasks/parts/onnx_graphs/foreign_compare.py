@@ -23,6 +23,7 @@ from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_output import Head
 from tasks.parts.onnx_graphs.foreign_raw import last_activations, leave_out
 from tasks.parts.onnx_graphs.foreign_rewrite import FixedBatch, Imported, with_output, with_outputs
+from tasks.parts.onnx_graphs.foreign_size import depends_on_size
 from tasks.parts.onnx_graphs.graph import MAX_OPSET, MIN_OPSET
 from tasks.parts.onnx_graphs.signal_to_noise import Difference, agreement_db, difference
 from tasks.parts.onnx_session import open_session
@@ -87,6 +88,10 @@ class _Pair:
         try:
             outputs = original.answers(images_NHWC)
         except RUN_FAILURES as error:
+            if self.imported.size is not None:
+                raise depends_on_size(
+                    self.model, "another size", self.imported.size, first_line(error)
+                ) from error
             raise ArtifactError(
                 f"{self.model}: the file itself fails on a batch of {len(images_NHWC)} ({first_line(error)}), though "
                 f"it declares {self.imported.static_batch or 'a dynamic batch'}. Export it with a batch that it "
@@ -182,6 +187,7 @@ def _open(model: Path, imported: Imported, form: InputForm, *, is_float_form: bo
             activations=activations,
             is_optimised=is_optimised,
             inner=inner,
+            size=imported.size,
         )
 
     def inside(names: Sequence[str]) -> tuple[Original, list[str]]:

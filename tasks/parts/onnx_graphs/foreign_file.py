@@ -19,6 +19,7 @@ from tasks.parts.onnx_graphs.foreign_half import half_to_float
 from tasks.parts.onnx_graphs.foreign_opset import convert_opset, read_opset
 from tasks.parts.onnx_graphs.foreign_qdq import dequantize_input, to_float
 from tasks.parts.onnx_graphs.foreign_raw import leave_out
+from tasks.parts.onnx_graphs.foreign_size import change_size, forget_sizes, scale_resizes
 from tasks.parts.onnx_graphs.graph import all_tensors
 from tasks.parts.onnx_session import open_session
 
@@ -68,6 +69,7 @@ def read_foreign(model: Path) -> ModelProto:
             f"{path}: a graph with {len(graph.graph.node)} nodes and {len(graph.graph.output)} outputs; the file is "
             "damaged or not an ONNX model. Copy or export it again (model.path)."
         )
+    _refuse_strays(graph, model)
     _load_weights(graph, path, is_folder=model.is_dir())
     _sort_nodes(graph, path)
     try:
@@ -78,6 +80,34 @@ def read_foreign(model: Path) -> ModelProto:
         ) from error
     _check_values(graph, path)
     return graph
+
+
+def _refuse_strays(graph: ModelProto, model: Path) -> None:
+    """Raise ArtifactError for a folder that holds more than the model: all of it would count as the model."""
+    if not model.is_dir():
+        return
+    own = {find_file(model).name, *_locations(graph)}
+    strays = [file for file in sorted(model.rglob("*")) if file.is_file() and _inside(file, model) not in own]
+    if strays:
+        raise ArtifactError(
+            f"{strays[0]}: not a part of the model in {model}, expected only {', '.join(sorted(own)[:4])} there: a "
+            "change of any file in this folder would be a change of the model. Move it elsewhere (model.path)."
+        )
+
+
+def _inside(file: Path, folder: Path) -> str:
+    return file.relative_to(folder).as_posix()
+
+
+def _locations(graph: ModelProto) -> set[str]:
+    """Return the files that hold the external weights."""
+    return {
+        entry.value
+        for item in all_tensors(graph.graph)
+        if item.data_location == TensorProto.EXTERNAL
+        for entry in item.external_data
+        if entry.key == "location"
+    }
 
 
 def _sort_nodes(graph: ModelProto, path: Path) -> None:
@@ -102,9 +132,7 @@ def _load_weights(graph: ModelProto, path: Path, *, is_folder: bool) -> None:
     outside = [tensor for tensor in all_tensors(graph.graph) if tensor.data_location == TensorProto.EXTERNAL]
     if not outside:
         return
-    files = sorted(
-        {entry.value for item in outside for entry in item.external_data if entry.key == "location"}
-    )
+    files = sorted(_locations(graph))
     if not is_folder:
         raise ArtifactError(
             f"{path}: {len(outside)} tensors are in other files ({', '.join(files[:3])}), whose changes would not be "
@@ -180,19 +208,22 @@ def open_original(
     activations: Collection[str] = (),
     is_optimised: bool,
     inner: Collection[str] = (),
+    size: tuple[int, int] | None = None,
 ) -> Original:
     """Open the original file, or its float form; where it is newer than ONNX Runtime, convert its opset.
 
     `libraries` have its custom operators; the nodes that make `activations` are left out. Those tensors of `inner`
-    that the file has become outputs, too.
+    that the file has become outputs, too. Images have another `size` than the file fixes.
 
     Raises BuildFailed when the runtime refuses the file.
     """
     path = find_file(model)
     graph: ModelProto | None = None
-    if is_float_form or activations or inner or not set(tensors) <= _outputs(path):
+    if is_float_form or activations or inner or size or not set(tensors) <= _outputs(path):
         graph = inline_local_functions(read_foreign(model))
         leave_out(graph, activations)
+        if size is not None:
+            _take_size(graph, form, size)
     if graph is not None and is_float_form:
         half_to_float(graph)
         dequantize_input(graph, path)
@@ -211,6 +242,15 @@ def open_original(
             raise
         session = open_session(converted, is_optimised=is_optimised, libraries=libraries)
         return Original(session, form, tensors, static_batch, changes[0])
+
+
+def _take_size(graph: ModelProto, form: InputForm, size: tuple[int, int]) -> None:
+    """Let the graph read images of another size, in place."""
+    scale_resizes(graph)
+    for value in graph.graph.input:
+        if len(value.type.tensor_type.shape.dim) == 4:
+            change_size(value, form, size)
+    forget_sizes(graph)
 
 
 def _outputs(path: Path) -> set[str]:

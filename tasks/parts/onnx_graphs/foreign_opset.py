@@ -26,6 +26,13 @@ def read_opset(model: ModelProto, path: Path) -> int:
     return int(opset)
 
 
+def check_opset(model: ModelProto, path: Path) -> None:
+    """Raise ArtifactError for an opset or an operator that cannot be converted."""
+    opset = read_opset(model, path)
+    if opset > MAX_OPSET:
+        _refuse_newer_operators(model, path, MAX_OPSET)
+
+
 def convert_opset(model: ModelProto, path: Path, opset: int) -> tuple[ModelProto, list[str]]:
     """Bring the graph to MIN_OPSET .. MAX_OPSET with onnx's converter; return it and what was done.
 

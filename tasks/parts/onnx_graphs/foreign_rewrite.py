@@ -16,13 +16,14 @@ import numpy as np
 import onnx
 import onnxslim
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 from onnx.inliner import inline_local_functions
 
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.custom_operators import CustomOperators
 from tasks.parts.onnx_graphs.checked_rewrite import Rewrite, checked_rewrite
 from tasks.parts.onnx_graphs.equal_operators import replace_operators
+from tasks.parts.onnx_graphs.foreign_batch import free_batch
 from tasks.parts.onnx_graphs.foreign_branches import branching_nodes, inline_branches, refuse_branches
 from tasks.parts.onnx_graphs.foreign_custom import accept_domains, infer_custom_outputs
 from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
@@ -36,7 +37,7 @@ from tasks.parts.onnx_graphs.foreign_input import (
     normalise_input,
     sizes_of,
 )
-from tasks.parts.onnx_graphs.foreign_opset import convert_opset, read_opset
+from tasks.parts.onnx_graphs.foreign_opset import check_opset, convert_opset, read_opset
 from tasks.parts.onnx_graphs.foreign_output import (
     Head,
     OutputForm,
@@ -52,6 +53,7 @@ from tasks.parts.onnx_graphs.foreign_qdq import (
     to_float,
 )
 from tasks.parts.onnx_graphs.foreign_raw import last_activations
+from tasks.parts.onnx_graphs.foreign_size import set_size
 from tasks.parts.onnx_graphs.graph import MAX_IR_VERSION, MIN_IR_VERSION, drop_unused, name_nodes
 
 _BATCH = "batch"
@@ -83,6 +85,8 @@ class Imported:
     std: tuple[float, ...]
     tensors: tuple[str, ...]
     """Names of the outputs in the original file that are kept."""
+    size: tuple[int, int] | None
+    """Height and width of the images, if the original file fixes others."""
     static_batch: int | None
     """Fixed batch size of the original file; None if it was dynamic."""
     max_batch: int | None
@@ -108,7 +112,8 @@ def rewrite(
     is_batch_freed: bool,
     libraries: Sequence[CustomOperators] = (),
 ) -> Imported:
-    """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that leave them open.
+    """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that leave them
+    open, or can have others.
 
     With `is_batch_freed`, a fixed batch is made dynamic. Those of `libraries` whose operators it has are declared in
     the graph. Raises FixedBatch if the batch stays fixed, ArtifactError for a graph that the pipeline cannot use.
@@ -142,7 +147,10 @@ def rewrite(
     image = find_image(model, path, form)
     if len(tensors) > 1:
         changes.append(f"{len(tensors)} outputs joined")
-    static_batch = _set_size(image, path, form, height=height, width=width)
+    size = set_size(model, image, path, form, height=height, width=width)
+    if size is not None:
+        changes.append(f"image size changed to {size[0]}x{size[1]}")
+    static_batch = max(0, sizes_of(image)[0]) or None
     model, branches = _without_branches(model, path)
     model, conversion = convert_opset(model, path, opset)
     changes += branches + conversion
@@ -162,8 +170,8 @@ def rewrite(
     if max_batch == 1:
         changes.append("batch stays 1, which the graph depends on")
     elif static_batch is not None:
-        num_rewritten = _free_batch(model, static_batch)
-        changes.append(f"batch of {static_batch} made dynamic, {num_rewritten} Reshape constants rewritten")
+        num_rewritten = free_batch(model, static_batch, _BATCH)
+        changes.append(f"batch of {static_batch} made dynamic, {num_rewritten} constants rewritten")
     model = _infer(model, path, max_batch)
     head = rewrite_head(model, path, output)
     changes += head.changes
@@ -177,6 +185,7 @@ def rewrite(
         normalised.mean,
         normalised.std,
         tensors,
+        size,
         static_batch,
         max_batch,
         opset,
@@ -209,7 +218,7 @@ def with_equal_operators(imported: Imported, images_NCHW: NDArray[np.float32], p
     return replace(imported, graph=graph, rewritten=(*imported.rewritten, *changes))
 
 
-def read_image_size(
+def read_interface(
     model: Path,
     *,
     form: InputForm,
@@ -218,10 +227,13 @@ def read_image_size(
     output: str | None,
     is_quantized: bool,
     libraries: Sequence[CustomOperators] = (),
-) -> tuple[int, int]:
-    """Return height and width of the images that a model reads; raise the same errors as `rewrite`."""
+) -> tuple[tuple[int, int], list[int]]:
+    """Return height and width of the images that a model reads, and the sizes of its output as far as they are known.
+
+    Raises the same errors as `rewrite` for what the file says, in seconds.
+    """
     path, graph = find_file(model), read_foreign(model)
-    read_opset(graph, path)
+    check_opset(graph, path)
     if graph.functions:
         graph = inline_local_functions(graph)
     check_quantization(graph, path, is_quantized=is_quantized)
@@ -231,10 +243,11 @@ def read_image_size(
     drop_listed_constants(graph)
     choose_output(graph, path, output)
     image = find_image(graph, path, form)
-    _set_size(image, path, form, height=height, width=width)
+    set_size(graph, image, path, form, height=height, width=width)
     sizes = sizes_of(image)
-    _without_branches(graph, path)
-    return sizes[form.axes[1]], sizes[form.axes[2]]
+    graph = _without_branches(graph, path)[0]
+    inferred = onnx.shape_inference.infer_shapes(graph, data_prop=True)
+    return (sizes[form.axes[1]], sizes[form.axes[2]]), sizes_of(inferred.graph.output[0])
 
 
 def with_output(model: ModelProto, tensor: str) -> ModelProto:
@@ -268,28 +281,6 @@ def _without_branches(model: ModelProto, path: Path) -> tuple[ModelProto, list[s
     return model, changes if num_branching else []
 
 
-def _set_size(
-    image: ValueInfoProto, path: Path, form: InputForm, *, height: int | None, width: int | None
-) -> int | None:
-    """Fix channels, height and width of the input; return the batch that the graph fixes, or None."""
-    dims, axes = image.type.tensor_type.shape.dim, form.axes
-    dims[axes[0]].dim_value = form.num_channels
-    for axis, name, wanted in ((axes[1], "height", height), (axes[2], "width", width)):
-        found = max(0, dims[axis].dim_value)  # some tools write -1 for open
-        if not found and wanted is None:
-            raise ArtifactError(
-                f"{path}: the input leaves its {name} open ({describe(image)}). Set the one that engines are built "
-                f"for, for example model.{name}=224."
-            )
-        if found and wanted not in (None, found):
-            raise ArtifactError(
-                f"{path}: the input has {name} {found}, model.{name} is {wanted}. Set model.{name}=null, or "
-                "export the model for that size."
-            )
-        dims[axis].dim_value = found or wanted or 0
-    return max(0, dims[0].dim_value) or None
-
-
 def _simplify(model: ModelProto) -> ModelProto:
     for value in model.graph.output:  # some files declare the wrong number of axes
         value.type.tensor_type.ClearField("shape")
@@ -313,38 +304,6 @@ def _constants_to_initializers(model: ModelProto) -> None:
         model.graph.initializer.append(tensor)
         model.graph.node.remove(node)
     drop_unused(model.graph)
-
-
-def _free_batch(model: ModelProto, static_batch: int) -> int:
-    """Make the batch dynamic; return how many Reshape constants were rewritten.
-
-    In a Reshape of a tensor that depends on the image and whose first axis is the batch, a first number equal to the
-    batch becomes 0, which means "as in the input". Only running the graph shows whether that was enough.
-    """
-    graph = model.graph
-    graph.value_info.extend(infer_custom_outputs(model, [static_batch], _BATCH))
-    sizes = {
-        value.name: sizes_of(value) for value in onnx.shape_inference.infer_shapes(model).graph.value_info
-    }
-    sizes[graph.input[0].name] = sizes_of(graph.input[0])
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    from_image, num_rewritten = {graph.input[0].name}, 0
-    for node in graph.node:
-        if not from_image & set(node.input):
-            continue
-        from_image.update(node.output)
-        if node.op_type != "Reshape" or node.input[1] not in constants or _integer(node, "allowzero"):
-            continue
-        shape = numpy_helper.to_array(constants[node.input[1]]).copy()
-        if len(shape) and shape[0] == static_batch and (sizes.get(node.input[0]) or [0])[0] == static_batch:
-            shape[0] = 0
-            name = f"{node.output[0]}:shape"
-            graph.initializer.append(numpy_helper.from_array(shape, name))
-            node.input[1] = name
-            num_rewritten += 1
-    graph.input[0].type.tensor_type.shape.dim[0].dim_param = _BATCH
-    drop_unused(graph)
-    return num_rewritten
 
 
 def _infer(model: ModelProto, path: Path, max_batch: int | None) -> ModelProto:
@@ -377,7 +336,3 @@ def _fixed_batch(path: Path, what: str) -> FixedBatch:
         "width, up to the layer before a NonMaxSuppression or NonZero, whose outputs have no fixed size "
         "(model.output)."
     )
-
-
-def _integer(node: NodeProto, name: str) -> int:
-    return next((attribute.i for attribute in node.attribute if attribute.name == name), 0)
