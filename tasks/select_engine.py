@@ -17,7 +17,7 @@ from tasks.parts.measuring.load_report import LoadReport
 from tasks.parts.measuring.reports import BenchmarkReport
 from tasks.parts.selection.accuracy_gates import AccuracyGates, find_parents
 from tasks.parts.selection.engine_row import ENGINES_FILE, EngineRow, UnseenVerdict, Verdict, flatten
-from tasks.parts.selection.headline import class_warnings_of
+from tasks.parts.selection.headline import class_warnings_of, frame_finding_of
 from tasks.parts.selection.stage_folders import StageFolders
 from tasks.parts.selection.verdicts import Gates, find_reference, judge_all, targets_without_pick
 
@@ -189,6 +189,8 @@ def select_engine(
     for row in findings.picks:
         if warning := class_warnings_of(row):
             logger.warning("select_engine: %s: %s", row.name, warning)
+        if finding := frame_finding_of(row):
+            logger.info("select_engine: %s: %s", row.name, finding)
     logger.info(
         "select_engine: %d of %d accepted, best %s", report.num_accepted, report.num_engines, report.best
     )

@@ -200,10 +200,11 @@ class Artifacts:
             fields = {"boundary_iou": boundary_iou, "boundary_iou_by_class": by_class}
             self.change("validate", name, "accuracy", **fields)
 
-    def set_frame_score(self, score: float, *names: str, note: str = "") -> None:
+    def set_frame_score(self, score: float | None, *names: str, note: str = "") -> None:
         """Give engines a score on the original files, each of which has it."""
         for name in names:
-            self.frames[name] = score
+            if score is not None:
+                self.frames[name] = score
             self.change("validate", name, frame_score=score, frame_note=note)
 
     def _write_images(self) -> None:
@@ -740,6 +741,19 @@ def test_an_engine_that_loses_on_the_original_files_alone_is_too_lossy_a1(artifa
     for page in ("report.md", "report.html"):
         assert note in html.unescape((tmp_path / "lost" / page).read_text(encoding="utf-8")).replace("\\", "")
     assert " 95 % | on the original files | p50 ms " in (tmp_path / "lost" / "report.md").read_text()
+
+
+def test_pages_say_of_a_pick_that_the_original_files_are_not_here_a1(artifacts, tmp_path, caplog) -> None:
+    note = "the data set is a copy of files of /data/scans, which is not here"
+    artifacts.set_frame_score(None, *(f"{variant}-{target}" for variant, target in MEASURED), note=note)
+    with caplog.at_level("INFO"):
+        report, _ = run(artifacts, tmp_path)
+    assert report.picks and caplog.text.count(f"Not scored on the original files: {note}.") == len(
+        report.picks
+    )
+    for page in ("report.md", "report.html"):
+        text = html.unescape((tmp_path / page).read_text(encoding="utf-8")).replace("\\", "")
+        assert text.count(f"Not scored on the original files: {note}.") == len(report.picks)
 
 
 def give_classes(artifacts: Artifacts, lost: float) -> str:

@@ -64,13 +64,12 @@ def explanations(rows: Sequence[EngineRow]) -> list[str]:
 
 
 def frame_finding_of(row: EngineRow) -> str:
-    """Return why the score on the original files is another one, in a sentence; empty if it is not."""
+    """Return why the score on the original files is another one, or missing, in a sentence; empty if it is equal."""
     measured = row.measured
-    return (
-        f"{measured.frame_note}."
-        if measured and measured.frame_score is not None and measured.frame_note
-        else ""
-    )
+    if measured is None or not measured.frame_note:
+        return ""
+    missing = "Not scored on the original files: " if measured.frame_score is None else ""
+    return f"{missing}{measured.frame_note}."
 
 
 def class_warnings_of(row: EngineRow) -> str:
