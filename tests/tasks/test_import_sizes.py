@@ -97,7 +97,7 @@ def test_stray_file_beside_the_model_is_told_before_the_first_stage_b9(
     params = in_workspace(tmp_path, monkeypatch, "model.path=folder")
     check_models(params)
     (folder / "README.md").write_text("notes")
-    text = r"folder/README\.md: not a part of the model in folder, expected only model\.onnx, w\.bin there"
+    text = r"folder/README\.md: not a part of the model in folder, expected only inputs\.npz, model\.onnx, w\.bin"
     with pytest.raises(ArtifactError, match=text):
         check_models(params)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 from tasks.parts.onnx_graphs.foreign_custom import infer_custom_outputs
-from tasks.parts.onnx_graphs.foreign_input import sizes_of
+from tasks.parts.onnx_graphs.foreign_inputs import sizes_of
 from tasks.parts.onnx_graphs.foreign_size import scale_resizes
 from tasks.parts.onnx_graphs.graph import drop_unused
 

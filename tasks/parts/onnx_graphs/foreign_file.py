@@ -16,11 +16,17 @@ from onnx.inliner import inline_local_functions
 from tasks.core.errors import ArtifactError, BuildFailed, first_line
 from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_half import half_to_float
+from tasks.parts.onnx_graphs.foreign_inputs import (
+    INPUTS_FILE,
+    drop_listed_constants,
+    drop_unread_inputs,
+    give_inputs,
+)
 from tasks.parts.onnx_graphs.foreign_opset import convert_opset, read_opset
 from tasks.parts.onnx_graphs.foreign_qdq import dequantize_input, to_float
 from tasks.parts.onnx_graphs.foreign_raw import leave_out
 from tasks.parts.onnx_graphs.foreign_size import change_size, forget_sizes, scale_resizes
-from tasks.parts.onnx_graphs.graph import all_tensors
+from tasks.parts.onnx_graphs.graph import all_tensors, drop_unused
 from tasks.parts.onnx_session import open_session
 
 if TYPE_CHECKING:
@@ -71,6 +77,8 @@ def read_foreign(model: Path) -> ModelProto:
         )
     _refuse_strays(graph, model)
     _load_weights(graph, path, is_folder=model.is_dir())
+    if (model / INPUTS_FILE).is_file():
+        give_inputs(graph, model / INPUTS_FILE)
     _sort_nodes(graph, path)
     try:
         onnx.checker.check_model(graph)
@@ -86,7 +94,7 @@ def _refuse_strays(graph: ModelProto, model: Path) -> None:
     """Raise ArtifactError for a folder that holds more than the model: all of it would count as the model."""
     if not model.is_dir():
         return
-    own = {find_file(model).name, *_locations(graph)}
+    own = {find_file(model).name, *_locations(graph), INPUTS_FILE}
     strays = [file for file in sorted(model.rglob("*")) if file.is_file() and _inside(file, model) not in own]
     if strays:
         raise ArtifactError(
@@ -219,7 +227,8 @@ def open_original(
     """
     path = find_file(model)
     graph: ModelProto | None = None
-    if is_float_form or activations or inner or size or not set(tensors) <= _outputs(path):
+    is_whole = _is_whole(path, tensors) and not (model / INPUTS_FILE).is_file()
+    if is_float_form or activations or inner or size or not is_whole:
         graph = inline_local_functions(read_foreign(model))
         leave_out(graph, activations)
         if size is not None:
@@ -253,12 +262,21 @@ def _take_size(graph: ModelProto, form: InputForm, size: tuple[int, int]) -> Non
     forget_sizes(graph)
 
 
-def _outputs(path: Path) -> set[str]:
-    return {value.name for value in onnx.load(path, load_external_data=False).graph.output}
+def _is_whole(path: Path, tensors: Collection[str]) -> bool:
+    """Return whether a file has these outputs, and reads the image alone."""
+    model = onnx.load(path, load_external_data=False)
+    drop_listed_constants(model)
+    return set(tensors) <= {value.name for value in model.graph.output} and len(model.graph.input) == 1
 
 
 def _give(graph: ModelProto, names: Iterable[str]) -> None:
-    """Make tensors inside a graph outputs as well, in place; those that it has not are left out."""
+    """Let a graph return these tensors alone, as far as it has them, and read only what they need, in place."""
+    known = {value.name: value for value in graph.graph.output}
     made = {name for node in graph.graph.node for name in node.output}
-    missing = dict.fromkeys(names).keys() - {value.name for value in graph.graph.output}
-    graph.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in sorted(missing & made))
+    kept = [name for name in dict.fromkeys(names) if name in made or name in known]
+    outputs = [known.get(name) or helper.make_empty_tensor_value_info(name) for name in kept]
+    del graph.graph.output[:]
+    graph.graph.output.extend(outputs)
+    drop_listed_constants(graph)
+    drop_unused(graph.graph)
+    drop_unread_inputs(graph)

@@ -21,7 +21,7 @@ from tasks.core.errors import ArtifactError
 from tasks.parts.data.dataset import MAX_CLASSES
 from tasks.parts.data.input_card import Task
 from tasks.parts.onnx_graphs.foreign_form import Layout
-from tasks.parts.onnx_graphs.foreign_input import describe, sizes_of
+from tasks.parts.onnx_graphs.foreign_inputs import describe, sizes_of
 from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused, resize_scale
 
 ALL_OUTPUTS = "*"
@@ -208,8 +208,9 @@ def _check_sizes(sizes: list[int], image: list[int], found: str, form: OutputFor
     if len(sizes) not in (2, 4):
         raise ArtifactError(
             f"{found}, expected [N, classes] or [N, classes, 1, 1] (classification), or [N, classes, height, width] "
-            "(segmentation). Name another one with model.output, export the model up to its logits, or set "
-            "model.output_kind=values if these are no classes."
+            "(segmentation). Name another one or a tensor inside the graph with model.output, or set "
+            "model.output_kind=values if these are no classes, or those of a sequence [N, T, C], which a metric of "
+            "your own compares (model.metric)."
         )
     num_classes, size = sizes[1], tuple(sizes[2:])
     other = (sizes[1:3] if form.layout is Layout.nchw else [sizes[3], sizes[1]]) if len(size) == 2 else []

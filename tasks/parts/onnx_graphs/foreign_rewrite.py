@@ -30,13 +30,8 @@ from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
 from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_half import double_to_float, half_to_float, has_double, has_half
 from tasks.parts.onnx_graphs.foreign_infinity import bound_infinities
-from tasks.parts.onnx_graphs.foreign_input import (
-    describe,
-    drop_listed_constants,
-    find_image,
-    normalise_input,
-    sizes_of,
-)
+from tasks.parts.onnx_graphs.foreign_input import find_image, normalise_input
+from tasks.parts.onnx_graphs.foreign_inputs import describe, drop_listed_constants, sizes_of
 from tasks.parts.onnx_graphs.foreign_opset import check_opset, convert_opset, read_opset
 from tasks.parts.onnx_graphs.foreign_output import (
     Head,

@@ -8,7 +8,7 @@ from onnx import ModelProto, NodeProto, ValueInfoProto, numpy_helper
 
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.onnx_graphs.foreign_form import InputForm
-from tasks.parts.onnx_graphs.foreign_input import describe, sizes_of
+from tasks.parts.onnx_graphs.foreign_inputs import describe, sizes_of
 from tasks.parts.onnx_graphs.graph import drop_unused, resize_scale
 
 
