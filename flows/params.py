@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from flows.class_gates import check_class_gates, name_classes
 from flows.networks import check_tracked, complete_networks
 from flows.pipeline import RecordedStages, run_pipeline
+from flows.preflight import check_models
 from flows.steps import apply_steps, check_overrides, check_start
 from flows.templates import check_templates
 from tasks.core.config import PARAMS_FILE, find_section, typed_config
@@ -542,9 +543,11 @@ def _first_lines(error: Exception) -> str:
 
 
 def main(overrides: Sequence[str]) -> int:
-    """Write params.yaml and return the exit code."""
+    """Check what the configuration names, write params.yaml, and return the exit code."""
     try:
-        write_params(compose_params(overrides))
+        params = compose_params(overrides)
+        check_models(params)
+        write_params(params)
     except EnginewrightError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -149,6 +149,10 @@ class Report:
     """Size of model.onnx."""
     differences: tuple[Difference, ...]
     """The file against the written graph, one per batch size."""
+    spread_db: float | None
+    """How much the file agrees with itself, with and without ONNX Runtime's optimisations; None: the gate held."""
+    same_answers: float | None
+    """Least share of images or pixels that have the same class in the file and in the graph; None for values."""
     compared_with: str
     """What was done to the file before the comparison; empty if it was compared as it is."""
     quantized: Quantized | None
@@ -208,6 +212,8 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         rewritten=imported.rewritten,
         size_bytes=size_bytes,
         differences=comparison.differences,
+        spread_db=comparison.spread_db,
+        same_answers=comparison.same_answers,
         compared_with=comparison.conversion,
         quantized=quantized,
     )

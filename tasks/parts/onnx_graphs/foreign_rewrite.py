@@ -16,26 +16,39 @@ import numpy as np
 import onnx
 import onnxslim
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 from onnx.inliner import inline_local_functions
 
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.custom_operators import CustomOperators
 from tasks.parts.onnx_graphs.checked_rewrite import Rewrite, checked_rewrite
 from tasks.parts.onnx_graphs.equal_operators import replace_operators
+from tasks.parts.onnx_graphs.foreign_batch import free_batch
+from tasks.parts.onnx_graphs.foreign_branches import branching_nodes, inline_branches, refuse_branches
 from tasks.parts.onnx_graphs.foreign_custom import accept_domains, infer_custom_outputs
 from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
 from tasks.parts.onnx_graphs.foreign_form import InputForm
-from tasks.parts.onnx_graphs.foreign_half import half_to_float, has_half
-from tasks.parts.onnx_graphs.foreign_input import describe, find_image, normalise_input, sizes_of
-from tasks.parts.onnx_graphs.foreign_opset import convert_opset, read_opset
-from tasks.parts.onnx_graphs.foreign_output import Head, OutputForm, choose_output, rewrite_head
+from tasks.parts.onnx_graphs.foreign_half import double_to_float, half_to_float, has_double, has_half
+from tasks.parts.onnx_graphs.foreign_infinity import bound_infinities
+from tasks.parts.onnx_graphs.foreign_input import find_image, normalise_input
+from tasks.parts.onnx_graphs.foreign_inputs import describe, drop_listed_constants, sizes_of
+from tasks.parts.onnx_graphs.foreign_opset import check_opset, convert_opset, read_opset
+from tasks.parts.onnx_graphs.foreign_output import (
+    Head,
+    OutputForm,
+    choose_output,
+    kept_outputs,
+    rewrite_head,
+)
 from tasks.parts.onnx_graphs.foreign_qdq import (
     add_zero_points,
     check_quantization,
     dequantize_input,
+    has_quantized_weights,
     to_float,
 )
+from tasks.parts.onnx_graphs.foreign_raw import last_activations
+from tasks.parts.onnx_graphs.foreign_size import set_size
 from tasks.parts.onnx_graphs.graph import (
     MAX_IR_VERSION,
     MIN_IR_VERSION,
@@ -44,7 +57,6 @@ from tasks.parts.onnx_graphs.graph import (
     index_graph,
     infer_shapes,
     name_nodes,
-    read_shapes,
     replace_nodes,
     without_large_constants,
 )
@@ -81,6 +93,8 @@ class Imported:
     std: tuple[float, ...]
     tensors: tuple[str, ...]
     """Names of the outputs in the original file that are kept."""
+    size: tuple[int, int] | None
+    """Height and width of the images, if the original file fixes others."""
     static_batch: int | None
     """Fixed batch size of the original file; None if it was dynamic."""
     max_batch: int | None
@@ -88,6 +102,8 @@ class Imported:
     opset_before: int
     is_half: bool
     """Whether parts of the original file are float16."""
+    activations: frozenset[str]
+    """What the last sigmoids and softmaxes in front of the outputs make, in the original file."""
     rewritten: tuple[str, ...]
     """One sentence for each change."""
 
@@ -104,7 +120,8 @@ def rewrite(
     is_batch_freed: bool,
     libraries: Sequence[CustomOperators] = (),
 ) -> Imported:
-    """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that leave them open.
+    """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that leave them
+    open, or can have others.
 
     With `is_batch_freed`, a fixed batch is made dynamic. Those of `libraries` whose operators it has are declared in
     the graph. Raises FixedBatch if the batch stays fixed, ArtifactError for a graph that the pipeline cannot use.
@@ -116,28 +133,39 @@ def rewrite(
         changes.append(f"{len(model.functions)} functions inlined")
         model = without_large_constants(model, inline_local_functions)
     check_quantization(model, path, is_quantized=quantization is not Quantization.none)
-    _refuse_branches(model, path)
+    activations = last_activations(model, kept_outputs(model, path, output.name))
     del model.metadata_props[:]
     accept_domains(model, path, libraries)
     is_half = has_half(model)
     if is_half:
         changes.append(f"float16 converted to float32, {half_to_float(model)} constants")
+    if has_double(model):
+        changes.append(f"float64 converted to float32, {double_to_float(model)} constants")
     if quantization is not Quantization.none:
         dequantize_input(model, path)
     if quantization is Quantization.removed:
         changes.append(f"{to_float(model, path)} pairs of QuantizeLinear and DequantizeLinear removed")
     elif quantization is Quantization.kept:
         add_zero_points(model)
-    image = find_image(model, path, form)
+    elif has_quantized_weights(model):
+        to_float(model, path)
+        changes.append("quantized weights made floats")
+    drop_listed_constants(model)
     tensors = choose_output(model, path, output.name)
+    image = find_image(model, path, form)
     if len(tensors) > 1:
         changes.append(f"{len(tensors)} outputs joined")
-    static_batch = _set_size(image, path, form, height=height, width=width)
+    size = set_size(model, image, path, form, height=height, width=width)
+    if size is not None:
+        changes.append(f"image size changed to {size[0]}x{size[1]}")
+    static_batch = max(0, sizes_of(image)[0]) or None
+    model, branches = _without_branches(model, path)
     model, conversion = convert_opset(model, path, opset)
-    changes += conversion
+    changes += branches + conversion
     num_before = len(model.graph.node)
     model = _simplify(model)
     changes.append(f"simplified from {num_before} to {len(model.graph.node)} nodes")
+    changes += bound_infinities(model)
     if num_unnamed := name_nodes(model):
         changes.append(f"{num_unnamed} nodes named")
     normalised = normalise_input(model, path, form)
@@ -150,8 +178,8 @@ def rewrite(
     if max_batch == 1:
         changes.append("batch stays 1, which the graph depends on")
     elif static_batch is not None:
-        num_rewritten = _free_batch(model, static_batch)
-        changes.append(f"batch of {static_batch} made dynamic, {num_rewritten} Reshape constants rewritten")
+        num_rewritten = free_batch(model, static_batch, _BATCH)
+        changes.append(f"batch of {static_batch} made dynamic, {num_rewritten} constants rewritten")
     model = _infer(model, path, max_batch)
     head = rewrite_head(model, path, output)
     changes += head.changes
@@ -165,10 +193,12 @@ def rewrite(
         normalised.mean,
         normalised.std,
         tensors,
+        size,
         static_batch,
         max_batch,
         opset,
         is_half,
+        activations,
         tuple(changes),
     )
 
@@ -196,7 +226,7 @@ def with_equal_operators(imported: Imported, images_NCHW: NDArray[np.float32], p
     return replace(imported, graph=graph, rewritten=(*imported.rewritten, *changes))
 
 
-def read_image_size(
+def read_interface(
     model: Path,
     *,
     form: InputForm,
@@ -205,67 +235,63 @@ def read_image_size(
     output: str | None,
     is_quantized: bool,
     libraries: Sequence[CustomOperators] = (),
-) -> tuple[int, int]:
-    """Return height and width of the images that a model reads; raise the same errors as `rewrite`."""
+) -> tuple[tuple[int, int], list[int]]:
+    """Return height and width of the images that a model reads, and the sizes of its output as far as they are known.
+
+    Raises the same errors as `rewrite` for what the file says, in seconds.
+    """
     path, graph = find_file(model), read_foreign(model)
-    read_opset(graph, path)
+    check_opset(graph, path)
     if graph.functions:
         graph = inline_local_functions(graph)
     check_quantization(graph, path, is_quantized=is_quantized)
-    _refuse_branches(graph, path)
     accept_domains(graph, path, libraries)
     half_to_float(graph)
-    image = find_image(graph, path, form)
+    double_to_float(graph)
+    drop_listed_constants(graph)
     choose_output(graph, path, output)
-    _set_size(image, path, form, height=height, width=width)
+    image = find_image(graph, path, form)
+    set_size(graph, image, path, form, height=height, width=width)
     sizes = sizes_of(image)
-    return sizes[form.axes[1]], sizes[form.axes[2]]
+    graph = _without_branches(graph, path)[0]
+    output_shape = sizes_of(read_shapes(graph, data_prop=True).output[0])
+    return (sizes[form.axes[1]], sizes[form.axes[2]]), output_shape
 
 
 def with_output(model: ModelProto, tensor: str) -> ModelProto:
     """Return a copy whose only output is one of its tensors."""
+    return with_outputs(model, [tensor])
+
+
+def with_outputs(model: ModelProto, tensors: Sequence[str]) -> ModelProto:
+    """Return a copy whose outputs are these of its tensors."""
     marked = ModelProto()
     marked.CopyFrom(model)
     del marked.graph.output[:]
-    marked.graph.output.append(helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None))
+    marked.graph.output.extend(helper.make_empty_tensor_value_info(tensor) for tensor in tensors)
     return marked
 
 
-def _refuse_branches(model: ModelProto, path: Path) -> None:
-    branching = [
-        node for node in model.graph.node if any(item.HasField("g") or item.graphs for item in node.attribute)
-    ]
-    if branching:
-        raise ArtifactError(
-            f"{path}: {len(branching)} nodes contain subgraphs (first: {branching[0].op_type} "
-            f"'{branching[0].name}'), expected one plain graph. Export the model without control "
-            "flow (torch.export, or a traced module)."
-        )
+def _without_branches(model: ModelProto, path: Path) -> tuple[ModelProto, list[str]]:
+    """Replace each `If` whose condition is known, as soon as the sizes are, by the branch that it takes.
 
-
-def _set_size(
-    image: ValueInfoProto, path: Path, form: InputForm, *, height: int | None, width: int | None
-) -> int | None:
-    """Fix channels, height and width of the input; return the batch that the graph fixes, or None."""
-    dims, axes = image.type.tensor_type.shape.dim, form.axes
-    dims[axes[0]].dim_value = form.num_channels
-    for axis, name, wanted in ((axes[1], "height", height), (axes[2], "width", width)):
-        found = max(0, dims[axis].dim_value)  # some tools write -1 for open
-        if not found and wanted is None:
-            raise ArtifactError(
-                f"{path}: the input leaves its {name} open ({describe(image)}). Set the one that engines are built "
-                f"for, for example model.{name}=224."
-            )
-        if found and wanted not in (None, found):
-            raise ArtifactError(
-                f"{path}: the input has {name} {found}, model.{name} is {wanted}. Set model.{name}=null, or "
-                "export the model for that size."
-            )
-        dims[axis].dim_value = found or wanted or 0
-    return max(0, dims[0].dim_value) or None
+    Raises ArtifactError for other control flow.
+    """
+    num_branching = len(branching_nodes(model))
+    inline_branches(model)
+    while left := len(branching_nodes(model)):
+        model = _simplify(model)
+        inline_branches(model)
+        if len(branching_nodes(model)) == left:
+            break
+    refuse_branches(model, path)
+    changes = [f"{num_branching} If with a known condition replaced by their branch"]
+    return model, changes if num_branching else []
 
 
 def _simplify(model: ModelProto) -> ModelProto:
+    for value in model.graph.output:  # some files declare the wrong number of axes
+        value.type.tensor_type.ClearField("shape")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         slim = without_large_constants(model, onnxslim.slim, kept=_folded(model))
     _constants_to_initializers(slim)
@@ -305,36 +331,6 @@ def _constants_to_initializers(model: ModelProto) -> None:
     drop_unused(model.graph)
 
 
-def _free_batch(model: ModelProto, static_batch: int) -> int:
-    """Make the batch dynamic; return how many Reshape constants were rewritten.
-
-    In a Reshape of a tensor that depends on the image and whose first axis is the batch, a first number equal to the
-    batch becomes 0, which means "as in the input". Only running the graph shows whether that was enough.
-    """
-    graph = model.graph
-    graph.value_info.extend(infer_custom_outputs(model, [static_batch], _BATCH))
-    sizes = {value.name: sizes_of(value) for value in read_shapes(model).value_info}
-    sizes[graph.input[0].name] = sizes_of(graph.input[0])
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    from_image, num_rewritten = {graph.input[0].name}, 0
-    for node in graph.node:
-        if not from_image & set(node.input):
-            continue
-        from_image.update(node.output)
-        if node.op_type != "Reshape" or node.input[1] not in constants or _integer(node, "allowzero"):
-            continue
-        shape = numpy_helper.to_array(constants[node.input[1]]).copy()
-        if len(shape) and shape[0] == static_batch and (sizes.get(node.input[0]) or [0])[0] == static_batch:
-            shape[0] = 0
-            name = f"{node.output[0]}:shape"
-            graph.initializer.append(numpy_helper.from_array(shape, name))
-            node.input[1] = name
-            num_rewritten += 1
-    graph.input[0].type.tensor_type.shape.dim[0].dim_param = _BATCH
-    drop_unused(graph)
-    return num_rewritten
-
-
 def _infer(model: ModelProto, path: Path, max_batch: int | None) -> ModelProto:
     """Infer all shapes again; a dynamic batch is the only open size.
 
@@ -365,7 +361,3 @@ def _fixed_batch(path: Path, what: str) -> FixedBatch:
         "width, up to the layer before a NonMaxSuppression or NonZero, whose outputs have no fixed size "
         "(model.output)."
     )
-
-
-def _integer(node: NodeProto, name: str) -> int:
-    return next((attribute.i for attribute in node.attribute if attribute.name == name), 0)
