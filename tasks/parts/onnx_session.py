@@ -1,9 +1,9 @@
 """Open ONNX Runtime sessions, both to evaluate graphs and to run engines."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, BuildFailed, TargetMismatch, first_line
 from tasks.parts.custom_operators import check_libraries, libraries_of
@@ -110,6 +110,23 @@ def open_session(
     if in_use[0] != provider:
         raise TargetMismatch(f"ONNX Runtime runs on {in_use[0]}, expected {provider} (target.<name>.device).")
     return session
+
+
+def run_session(
+    session: "onnxruntime.InferenceSession", outputs: Sequence[str] | None, feeds: Mapping[str, Any]
+) -> list[Any]:
+    """Return the outputs of a session, all for None.
+
+    Raises BuildFailed where the runtime accepted the graph and does not compute it: sizes that do not fit, or no
+    memory for them.
+    """
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    try:
+        found: list[Any] = session.run(outputs, feeds)
+    except (state.Fail, state.InvalidArgument, state.NotImplemented, state.RuntimeException) as error:
+        raise BuildFailed(f"ONNX Runtime does not compute the graph: {first_line(error)}") from error
+    return found
 
 
 def register_library(options: "onnxruntime.SessionOptions", library: Path) -> None:
