@@ -3,7 +3,7 @@
 import importlib
 import math
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,6 +196,23 @@ def _serialize(
     options.add_external_initializers(list(constants), arrays)
     options.add_session_config_entry("session.disable_prepacking", "1")  # each kernel would copy its weight
     return bytes(light.SerializeToString())
+
+
+def run_session(
+    session: "onnxruntime.InferenceSession", outputs: Sequence[str] | None, feeds: Mapping[str, Any]
+) -> list[Any]:
+    """Return the outputs of a session, all for None.
+
+    Raises BuildFailed where the runtime accepted the graph and does not compute it: sizes that do not fit, or no
+    memory for them.
+    """
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    try:
+        found: list[Any] = session.run(outputs, feeds)
+    except (state.Fail, state.InvalidArgument, state.NotImplemented, state.RuntimeException) as error:
+        raise BuildFailed(f"ONNX Runtime does not compute the graph: {first_line(error)}") from error
+    return found
 
 
 def register_library(options: "onnxruntime.SessionOptions", library: Path) -> None:

@@ -57,6 +57,7 @@ from tasks.parts.onnx_graphs.graph import (
     index_graph,
     infer_shapes,
     name_nodes,
+    read_shapes,
     replace_nodes,
     without_large_constants,
 )

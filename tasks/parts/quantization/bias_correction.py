@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, numpy_helper
 
 from tasks.parts.onnx_graphs.graph import index_graph
-from tasks.parts.progress import tracked
+from tasks.parts.progress import TimeBudget, tracked
 from tasks.parts.quantization.layer_steps import Batches, LayerSteps
 from tasks.parts.quantization.qdq import weighted_nodes
 
@@ -22,14 +22,16 @@ def correct_biases(
     batches: Sequence[NDArray[np.float32]],
     *,
     op_types: Sequence[str],
+    budget: TimeBudget | None = None,
 ) -> ModelProto:
     """Return the float graph with biases that give the layers of `quantized` the means that `model` has.
 
-    `quantized` is the Q/DQ graph of `model`. Each layer is corrected behind the corrected layers before it.
+    `quantized` is the Q/DQ graph of `model`. Each layer is corrected behind the corrected layers before it; once a
+    budget is spent, the rest stay as they are.
     """
     exact, rounded = LayerSteps(model, batches), LayerSteps(quantized, batches)
     shifts = {}
-    for node in tracked(correctable_layers(model, op_types), "bias correction"):
+    for node in tracked(correctable_layers(model, op_types), "bias correction", budget):
         shifts[node.name] = correct_output(node, exact.read_output(node.name), rounded.read_output(node.name))
     return add_to_biases(model, shifts)
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from tasks.parts.onnx_graphs.graph import GraphIndex, index_graph
-from tasks.parts.progress import tracked
+from tasks.parts.progress import TimeBudget, tracked
 from tasks.parts.quantization.bias_correction import (
     add_to_biases,
     channel_axis,
@@ -46,18 +46,20 @@ def round_weights(
     *,
     op_types: Sequence[str],
     num_bits: int = 8,
+    budget: TimeBudget | None = None,
 ) -> ModelProto:
     """Return the float graph with weights on the levels of `num_bits` that change the layers' outputs least.
 
     `quantized` is the Q/DQ graph of `model`. `insert_qdq`, and `weights_to_7_bits` behind it, find the same levels,
     because the largest weight of each row stays at the end of the scale. Biases are corrected on the way.
+    Once a budget is spent, the rest stay as they are.
     """
     largest_level = 2 ** (num_bits - 1) - 1
     exact, rounded = LayerSteps(model, batches), LayerSteps(quantized, batches)
     index = index_graph(model.graph)
     random = np.random.default_rng(_SEED)
     weights, shifts = {}, {}
-    for node in tracked(correctable_layers(model, op_types), "weight rounding"):
+    for node in tracked(correctable_layers(model, op_types), "weight rounding", budget):
         inputs, outputs = rounded.read_input(node.name), exact.read_output(node.name)
         weight = _round_layer(node, index, inputs, outputs, random, largest_level)
         if weight is not None:

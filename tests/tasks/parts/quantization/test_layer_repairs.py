@@ -40,6 +40,41 @@ def ranges_of(graph: ModelProto, images_NCHW: np.ndarray, share: float) -> dict[
     }
 
 
+def test_sizes_that_earlier_nodes_computed_reach_later_layers_b2() -> None:
+    """As SegFormer with a dynamic batch: Resize and Reshape read a shape that was computed layers before."""
+    weight = numpy_helper.from_array(np.eye(3, dtype=np.float32)[:, :, None, None], "weight")
+    ends = (
+        numpy_helper.from_array(np.array([2], np.int64), "from"),
+        numpy_helper.from_array(np.array([4], np.int64), "to"),
+    )
+    nodes = [
+        helper.make_node("Shape", ["image"], ["shape"], name="shape"),
+        helper.make_node("Conv", ["image", "weight"], ["first"], name="first", strides=[2, 2]),
+        helper.make_node("Shape", ["first"], ["small"], name="small"),
+        helper.make_node("Slice", ["small", "zero", "from"], ["head"], name="head"),
+        helper.make_node("Slice", ["shape", "from", "to"], ["tail"], name="tail"),
+        helper.make_node("Concat", ["head", "tail"], ["sizes"], name="sizes", axis=0),
+        helper.make_node("Conv", ["first", "weight"], ["second"], name="second"),
+        helper.make_node("Resize", ["second", "", "", "sizes"], ["large"], name="large", mode="nearest"),
+        helper.make_node("Reshape", ["large", "shape"], ["again"], name="again"),
+        helper.make_node("Conv", ["again", "weight"], ["third"], name="third"),
+    ]
+    image, third = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 3, "H", "W"])
+        for name in ("image", "third")
+    )
+    zero = numpy_helper.from_array(np.array([0], np.int64), "zero")
+    graph = helper.make_graph(nodes, "sizes", [image], [third], [weight, zero, *ends])
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
+    batches = [np.random.default_rng(0).random((size, 3, 8, 6), dtype=np.float32) for size in (2, 1)]
+    steps = LayerSteps(model, batches)
+    for name in ("first", "second"):
+        assert [values.shape for values in steps.read_output(name)] == [(2, 3, 4, 3), (1, 3, 4, 3)]
+    expected = [open_session(model).run(None, {"image": images})[0] for images in batches]
+    for found, exact in zip(steps.read_output("third"), expected, strict=True):
+        np.testing.assert_allclose(found, exact, atol=1e-6)
+
+
 @pytest.mark.parametrize("network_type", NETWORKS)
 def test_layer_by_layer_gives_what_the_whole_graph_gives(network_type: type) -> None:
     graph, quantized, images_NCHW = make_quantized(network_type, tiny.OP_TYPES)
