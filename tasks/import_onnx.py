@@ -274,7 +274,7 @@ def _rewrite(
     try:
         return attempt(True)
     except FixedBatch as error:
-        logger.warning("trying again with the batch size of the file: %s", error)
+        logger.warning("trying again with a fixed batch: %s", error)
         return attempt(False)
 
 
@@ -287,7 +287,13 @@ def _gate(cfg: Config, imported: "Imported", quantization: "Quantization") -> "G
         Quantization.removed: "min_float_form_sqnr_db",
         Quantization.none: "min_half_sqnr_db" if imported.is_half else "min_sqnr_db",
     }[quantization]
-    return Gate(getattr(cfg, name), f"import_onnx.{name}")
+    advice = None
+    if quantization is Quantization.removed:
+        advice = (
+            "So much does the rounding of the file itself cost: take the float file (model=onnx), or set the limit "
+            "lower to measure what this one gives."
+        )
+    return Gate(getattr(cfg, name), f"import_onnx.{name}", advice)
 
 
 def _images(cfg: Config, data: Path) -> "NDArray[np.uint8]":

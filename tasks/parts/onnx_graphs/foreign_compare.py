@@ -47,6 +47,8 @@ class Gate:
     min_sqnr_db: float
     key: str
     """Key of the configuration that holds the limit."""
+    advice: str | None = None
+    """What to do where it fails; None: what follows from the changes of the graph."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ def compare(
             fault = _fault(pair.head, expected, other, found, gate, file)
             if fault:
                 where = _first_difference(pair, images[:1], gate.min_sqnr_db)
-                raise pair.stop(f"batch of {batch_size}: {fault}.{where} {_hint(imported)}")
+                hint = _hint(imported) if gate.advice is None else gate.advice
+                raise pair.stop(f"batch of {batch_size}: {fault}.{where} {hint}")
         differences.append(result)
         if pair.head.task is not Task.values:
             shares.append(float((pair.head.classes(expected) == pair.head.classes(found)).mean()))

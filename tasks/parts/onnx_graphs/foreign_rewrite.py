@@ -107,11 +107,11 @@ def rewrite(
     is_batch_freed: bool,
     libraries: Sequence[CustomOperators] = (),
 ) -> Imported:
-    """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that leave them
-    open, or can have others.
+    """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that can have this size.
 
-    With `is_batch_freed`, a fixed batch is made dynamic. Those of `libraries` whose operators it has are declared in
-    the graph. Raises FixedBatch if the batch stays fixed, ArtifactError for a graph that the pipeline cannot use.
+    With `is_batch_freed`, a fixed batch is made dynamic; without, a dynamic one is fixed until the graph is
+    simplified. Those of `libraries` whose operators it has are declared in the graph. Raises FixedBatch if the batch
+    stays fixed, ArtifactError for a graph that the pipeline cannot use.
     """
     model, changes = ModelProto(), []
     model.CopyFrom(original)
@@ -146,6 +146,12 @@ def rewrite(
     if size is not None:
         changes.append(f"image size changed to {size[0]}x{size[1]}")
     static_batch = max(0, sizes_of(image)[0]) or None
+    batch = static_batch
+    if (
+        static_batch is None and not is_batch_freed
+    ):  # so that shapes which are computed from it become constants
+        batch = image.type.tensor_type.shape.dim[0].dim_value = 1
+        del model.graph.value_info[:]
     model, branches = _without_branches(model, path)
     model, conversion = convert_opset(model, path, opset)
     changes += branches + conversion
@@ -157,16 +163,17 @@ def rewrite(
         changes.append(f"{num_unnamed} nodes named")
     normalised = normalise_input(model, path, form)
     changes += normalised.changes
-    max_batch = None if is_batch_freed else static_batch
+    max_batch = static_batch if static_batch is not None and not is_batch_freed else None
     if max_batch not in (None, 1):
         raise _fixed_batch(
             path, f"the batch of {max_batch} cannot be made dynamic, and no engine supports it"
         )
     if max_batch == 1:
         changes.append("batch stays 1, which the graph depends on")
-    elif static_batch is not None:
-        num_rewritten = free_batch(model, static_batch, _BATCH)
-        changes.append(f"batch of {static_batch} made dynamic, {num_rewritten} constants rewritten")
+    elif batch is not None:
+        num_rewritten = free_batch(model, batch, _BATCH)
+        how = "made dynamic" if static_batch else "only for the simplification"
+        changes.append(f"batch of {batch} {how}, {num_rewritten} constants rewritten")
     model = _infer(model, path, max_batch)
     head = rewrite_head(model, path, output)
     changes += head.changes
