@@ -30,6 +30,7 @@ from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import load_stage
 from tasks.core.tracking.config import mask_credentials
 from tasks.parts.engines.runtimes import CHECKPOINT_RUNTIMES
+from tasks.select_engine import Search
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 DVC_FILE = CONF.with_name("dvc.yaml")
@@ -85,6 +86,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
         {"variant": engine["variant"], "target": engine["target"]} for engine in params["engines"].values()
     ]
     params["select_engine"]["parents"] = _parents(variants)
+    params["select_engine"]["searches"] = _searches(variants)
     measuring, ordered = params["benchmark"], dict.fromkeys([*params["select_engine"]["ladder"], *variants])
     params["benchmark"] = {
         target: {
@@ -489,6 +491,12 @@ def _parents(variants: dict[str, Any]) -> dict[str, str]:
         if files["graph"] != files["float_graph"]
     }
     return {name: parent for name, parent in named.items() if parent}
+
+
+def _searches(variants: dict[str, Any]) -> dict[str, str]:
+    """Return the search that made the graph of a variant, for those whose graph is the result of one."""
+    made = {f"artifacts/{search}/model.onnx": str(search) for search in Search}
+    return {name: made[files["graph"]] for name, files in variants.items() if files["graph"] in made}
 
 
 def _check_variants(select_engine: dict[str, Any], variants: dict[str, Any]) -> None:

@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 from tasks.parts.onnx_graphs.foreign_custom import infer_custom_outputs
 from tasks.parts.onnx_graphs.foreign_inputs import sizes_of
 from tasks.parts.onnx_graphs.foreign_size import scale_resizes
-from tasks.parts.onnx_graphs.graph import drop_unused
+from tasks.parts.onnx_graphs.graph import drop_unused, read_shapes
 
 _BROADCASTS = {"Add", "Sub", "Mul", "Div", "Where", "Pow", "Max", "Min", "MatMul"}
 Place = tuple[int, int]
@@ -30,7 +29,7 @@ def free_batch(model: ModelProto, static_batch: int, batch: str) -> int:
     graph = model.graph
     scale_resizes(model)
     graph.value_info.extend(infer_custom_outputs(model, [static_batch], batch))
-    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    inferred = read_shapes(model, data_prop=True)
     sizes = {value.name: sizes_of(value) for value in (*inferred.value_info, *inferred.output, *graph.input)}
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     sizes |= {name: list(value.shape) for name, value in constants.items()}

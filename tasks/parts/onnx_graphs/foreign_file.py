@@ -26,7 +26,7 @@ from tasks.parts.onnx_graphs.foreign_opset import convert_opset, read_opset
 from tasks.parts.onnx_graphs.foreign_qdq import dequantize_input, to_float
 from tasks.parts.onnx_graphs.foreign_raw import leave_out
 from tasks.parts.onnx_graphs.foreign_size import change_size, forget_sizes, scale_resizes
-from tasks.parts.onnx_graphs.graph import all_tensors, drop_unused
+from tasks.parts.onnx_graphs.graph import all_tensors, check_model, drop_unused
 from tasks.parts.onnx_session import open_session
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def read_foreign(model: Path) -> ModelProto:
         give_inputs(graph, model / INPUTS_FILE)
     _sort_nodes(graph, path)
     try:
-        onnx.checker.check_model(graph)
+        check_model(graph)
     except onnx.checker.ValidationError as error:
         raise ArtifactError(
             f"{path}: not a valid ONNX model ({first_line(error)}). Export it again (model.path)."

@@ -8,7 +8,7 @@ from onnx import ModelProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.custom_operators import STANDARD_DOMAINS
-from tasks.parts.onnx_graphs.graph import MAX_OPSET, MIN_OPSET
+from tasks.parts.onnx_graphs.graph import MAX_OPSET, MIN_OPSET, without_large_constants
 
 _FIRST_WITH_COORDINATES = 11
 """Opset since which a Resize says which of its pixels lies where."""
@@ -44,7 +44,9 @@ def convert_opset(model: ModelProto, path: Path, opset: int) -> tuple[ModelProto
     _refuse_newer_operators(model, path, wanted)
     model.ir_version = max(model.ir_version, 4)  # since version 4 weights need not be inputs
     try:
-        converted = onnx.version_converter.convert_version(model, wanted)
+        converted = without_large_constants(
+            model, lambda light: onnx.version_converter.convert_version(light, wanted)
+        )
     except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
         raise ArtifactError(
             f"{path}: onnx cannot convert it from opset {opset} to {wanted} ({first_line(error)}). Export it "

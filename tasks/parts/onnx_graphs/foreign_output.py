@@ -22,7 +22,7 @@ from tasks.parts.data.dataset import MAX_CLASSES
 from tasks.parts.data.input_card import Task
 from tasks.parts.onnx_graphs.foreign_form import Layout
 from tasks.parts.onnx_graphs.foreign_inputs import describe, sizes_of
-from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused, resize_scale
+from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused, read_shapes, resize_scale
 
 ALL_OUTPUTS = "*"
 """Instead of a name: all outputs."""
@@ -142,7 +142,7 @@ def choose_output(model: ModelProto, path: Path, output: str | None) -> tuple[st
 
 def _inner(model: ModelProto, name: str) -> ValueInfoProto:
     """Return the type of a tensor inside the graph as far as it is known; float32 if nothing is."""
-    known = onnx.shape_inference.infer_shapes(model).graph.value_info
+    known = read_shapes(model).value_info
     declared = helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
     return next((value for value in known if value.name == name), declared)
 

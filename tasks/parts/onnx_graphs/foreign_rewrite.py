@@ -49,9 +49,23 @@ from tasks.parts.onnx_graphs.foreign_qdq import (
 )
 from tasks.parts.onnx_graphs.foreign_raw import last_activations
 from tasks.parts.onnx_graphs.foreign_size import set_size
-from tasks.parts.onnx_graphs.graph import MAX_IR_VERSION, MIN_IR_VERSION, drop_unused, name_nodes
+from tasks.parts.onnx_graphs.graph import (
+    MAX_IR_VERSION,
+    MIN_IR_VERSION,
+    check_model,
+    drop_unused,
+    index_graph,
+    infer_shapes,
+    name_nodes,
+    read_shapes,
+    replace_nodes,
+    without_large_constants,
+)
+from tasks.parts.onnx_graphs.macs import LAYER_TYPES
 
 _BATCH = "batch"
+_PRODUCTS = frozenset({"MatMul", "Gemm"})
+_FOLDED_INTO_CONVOLUTIONS = frozenset({"BatchNormalization", "Add", "Mul", "Sub", "Div"})
 
 
 class Quantization(Enum):
@@ -118,7 +132,7 @@ def rewrite(
     opset = read_opset(model, path)
     if model.functions:
         changes.append(f"{len(model.functions)} functions inlined")
-        model = inline_local_functions(model)
+        model = without_large_constants(model, inline_local_functions)
     check_quantization(model, path, is_quantized=quantization is not Quantization.none)
     activations = last_activations(model, kept_outputs(model, path, output.name))
     del model.metadata_props[:]
@@ -180,7 +194,7 @@ def rewrite(
     drop_unused(model.graph)
     model.ir_version = min(max(model.ir_version, MIN_IR_VERSION), MAX_IR_VERSION)
     model = _infer(model, path, max_batch)
-    onnx.checker.check_model(model, full_check=True)
+    check_model(model, full_check=True)
     return Imported(
         model,
         head,
@@ -209,7 +223,7 @@ def with_equal_operators(imported: Imported, images_NCHW: NDArray[np.float32], p
             return graph
         drop_unused(model.graph)
         model = _infer(model, path, imported.max_batch)
-        onnx.checker.check_model(model, full_check=True)
+        check_model(model, full_check=True)
         return model
 
     name = "of operators that have no INT8 kernels"
@@ -248,8 +262,8 @@ def read_interface(
     set_size(graph, image, path, form, height=height, width=width)
     sizes = sizes_of(image)
     graph = _without_branches(graph, path)[0]
-    inferred = onnx.shape_inference.infer_shapes(graph, data_prop=True)
-    return (sizes[form.axes[1]], sizes[form.axes[2]]), sizes_of(inferred.graph.output[0])
+    output_shape = sizes_of(read_shapes(graph, data_prop=True).output[0])
+    return (sizes[form.axes[1]], sizes[form.axes[2]]), output_shape
 
 
 def with_output(model: ModelProto, tensor: str) -> ModelProto:
@@ -287,13 +301,30 @@ def _simplify(model: ModelProto) -> ModelProto:
     for value in model.graph.output:  # some files declare the wrong number of axes
         value.type.tensor_type.ClearField("shape")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        slim: ModelProto = onnxslim.slim(model)
+        slim = without_large_constants(model, onnxslim.slim, kept=_folded(model))
     _constants_to_initializers(slim)
     return slim
 
 
+def _folded(model: ModelProto) -> set[str]:
+    """Return the constants that simplification may need the values of.
+
+    All but the weights of layers whose output no BatchNormalization, addition or multiplication of a constant reads.
+    """
+    index = index_graph(model.graph)
+    folded = set()
+    for name in index.constants:
+        for layer in index.readers.get(name, []):
+            following = [node.op_type for node in index.readers.get(layer.output[0], [])]
+            is_plain = layer.op_type in _PRODUCTS or not _FOLDED_INTO_CONVOLUTIONS.intersection(following)
+            if layer.op_type not in LAYER_TYPES or layer.input[1] != name or not is_plain:
+                folded.add(name)
+    return folded
+
+
 def _constants_to_initializers(model: ModelProto) -> None:
-    for node in [node for node in model.graph.node if node.op_type == "Constant"]:
+    constants = [node for node in model.graph.node if node.op_type == "Constant"]
+    for node in constants:
         attribute = node.attribute[0]
         if attribute.name == "value":
             tensor = TensorProto()
@@ -304,7 +335,7 @@ def _constants_to_initializers(model: ModelProto) -> None:
             values = np.array(helper.get_attribute_value(attribute), dtype)
             tensor = numpy_helper.from_array(values, node.output[0])
         model.graph.initializer.append(tensor)
-        model.graph.node.remove(node)
+    replace_nodes(model.graph, {node.output[0]: [] for node in constants})
     drop_unused(model.graph)
 
 
@@ -322,7 +353,7 @@ def _infer(model: ModelProto, path: Path, max_batch: int | None) -> ModelProto:
         graph.value_info.extend(
             infer_custom_outputs(model, [1, 2] if max_batch is None else [max_batch], _BATCH)
         )
-        inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
+        inferred = infer_shapes(model, strict_mode=True, data_prop=True)
     except (onnx.shape_inference.InferenceError, ArtifactError) as error:
         raise _fixed_batch(path, first_line(error)) from error
     sizes = sizes_of(inferred.graph.output[0])

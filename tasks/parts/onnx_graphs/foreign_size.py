@@ -9,7 +9,7 @@ from onnx import ModelProto, NodeProto, ValueInfoProto, numpy_helper
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_inputs import describe, sizes_of
-from tasks.parts.onnx_graphs.graph import drop_unused, resize_scale
+from tasks.parts.onnx_graphs.graph import drop_unused, infer_shapes, read_shapes, resize_scale
 
 
 def set_size(
@@ -43,7 +43,7 @@ def set_size(
         return None
     forget_sizes(model)
     try:
-        inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
+        inferred = infer_shapes(model, strict_mode=True, data_prop=True)
     except onnx.shape_inference.InferenceError as error:
         raise depends_on_size(path, f"{fixed[0]}x{fixed[1]}", wanted, first_line(error)) from error
     del model.graph.output[:]
@@ -73,7 +73,7 @@ def scale_resizes(model: ModelProto) -> None:
         for node in model.graph.node
         if node.op_type == "Constant" and node.attribute[0].name == "value"
     }
-    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    inferred = read_shapes(model, data_prop=True)
     before = {value.name: sizes_of(value) for value in (*inferred.input, *inferred.value_info)}
     for node in model.graph.node:
         if node.op_type == "Resize" and len(node.input) == 4 and node.input[3] in constants:
