@@ -81,6 +81,10 @@ def test_size_and_classes_are_told_before_the_first_stage_b9(
     check_models(in_workspace(tmp_path, monkeypatch, *fitting))
     with pytest.raises(ConfigError, match=r"model\.onnx has 4 classes, but model\.classes names 2"):
         check_models(in_workspace(tmp_path, monkeypatch, *fitting, "model.classes=[a,b]"))
+    with pytest.raises(
+        ArtifactError, match=r"4 channels, and model\.threshold is 0\.5, which is for outputs of one"
+    ):
+        check_models(in_workspace(tmp_path, monkeypatch, *fitting, "model.threshold=0.5"))
     (tmp_path / "data").mkdir()
     (tmp_path / "data/classes.yaml").write_text("[a, b, c]")
     with pytest.raises(ConfigError, match=r"has 4 classes, but the data set data names 3"):

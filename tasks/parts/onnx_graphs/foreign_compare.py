@@ -189,6 +189,7 @@ def _open(model: Path, imported: Imported, form: InputForm, *, is_float_form: bo
             is_float_form=is_float_form,
             activations=activations,
             is_optimised=is_optimised,
+            is_whole=imported.is_whole,
             inner=inner,
             size=imported.size,
         )

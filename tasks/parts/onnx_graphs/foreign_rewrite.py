@@ -31,11 +31,12 @@ from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_half import double_to_float, half_to_float, has_double, has_half
 from tasks.parts.onnx_graphs.foreign_infinity import bound_infinities
 from tasks.parts.onnx_graphs.foreign_input import find_image, normalise_input
-from tasks.parts.onnx_graphs.foreign_inputs import describe, drop_listed_constants, sizes_of
+from tasks.parts.onnx_graphs.foreign_inputs import INPUTS_FILE, describe, drop_listed_constants, sizes_of
 from tasks.parts.onnx_graphs.foreign_opset import check_opset, convert_opset, read_opset
 from tasks.parts.onnx_graphs.foreign_output import (
     Head,
     OutputForm,
+    check_output,
     choose_output,
     kept_outputs,
     rewrite_head,
@@ -103,6 +104,8 @@ class Imported:
     opset_before: int
     is_half: bool
     """Whether parts of the original file are float16."""
+    is_whole: bool
+    """Whether the image is the only input of the original file, and all tensors are outputs of it."""
     activations: frozenset[str]
     """What the last sigmoids and softmaxes in front of the outputs make, in the original file."""
     rewritten: tuple[str, ...]
@@ -152,7 +155,10 @@ def rewrite(
         to_float(model, path)
         changes.append("quantized weights made floats")
     drop_listed_constants(model)
+    outputs = {value.name for value in model.graph.output}
+    is_whole = len(model.graph.input) == 1 and not (path.parent / INPUTS_FILE).is_file()
     tensors = choose_output(model, path, output.name)
+    is_whole = is_whole and outputs.issuperset(tensors)
     image = find_image(model, path, form)
     if len(tensors) > 1:
         changes.append(f"{len(tensors)} outputs joined")
@@ -206,6 +212,7 @@ def rewrite(
         max_batch,
         opset,
         is_half,
+        is_whole,
         activations,
         tuple(changes),
     )
@@ -240,7 +247,7 @@ def read_interface(
     form: InputForm,
     height: int | None,
     width: int | None,
-    output: str | None,
+    output: OutputForm,
     is_quantized: bool,
     libraries: Sequence[CustomOperators] = (),
 ) -> tuple[tuple[int, int], list[int]]:
@@ -257,13 +264,16 @@ def read_interface(
     half_to_float(graph)
     double_to_float(graph)
     drop_listed_constants(graph)
-    choose_output(graph, path, output)
+    tensors = choose_output(graph, path, output.name)
     image = find_image(graph, path, form)
     set_size(graph, image, path, form, height=height, width=width)
     sizes = sizes_of(image)
     graph = _without_branches(graph, path)[0]
-    output_shape = sizes_of(read_shapes(graph, data_prop=True).output[0])
-    return (sizes[form.axes[1]], sizes[form.axes[2]]), output_shape
+    answer = read_shapes(graph, data_prop=True).output[0]
+    if len(tensors) == 1:
+        image_NCHW = [0, form.num_channels, sizes[form.axes[1]], sizes[form.axes[2]]]
+        check_output(answer, image_NCHW, path, output)
+    return (sizes[form.axes[1]], sizes[form.axes[2]]), sizes_of(answer)
 
 
 def with_output(model: ModelProto, tensor: str) -> ModelProto:
