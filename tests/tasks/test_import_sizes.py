@@ -234,3 +234,13 @@ def test_shapes_that_are_computed_from_the_batch_become_constants_where_they_sta
     assert any(change.startswith("batch of 1 only for the simplification") for change in report.rewritten)
     kinds = {node.op_type for node in read_graph(tmp_path / "out/model.onnx").graph.node}
     assert not kinds & {"Equal", "Where"}
+
+
+def test_batch_that_only_the_declaration_frees_is_freed_b9(small: Path, tmp_path: Path) -> None:
+    """Exports say that the first axis is dynamic, and hold a Reshape to [1, ...] nevertheless."""
+    constants = {"W": WEIGHTS_OIHW, "flat": np.array([1, 4, 256]), "maps": np.array([1, 4, 16, 16])}
+    layers: list[Any] = [HALVED, ("Reshape", ["flat"], {}), ("Relu", [], {}), ("Reshape", ["maps"], {})]
+    onnx.save(chain(layers, constants), tmp_path / "model.onnx")
+    report = run(tmp_path / "model.onnx", small, tmp_path / "out", batch_sizes=[1, 2, 3])
+    assert (report.static_batch_before, report.max_batch) == (None, None)
+    assert [found.batch_size for found in report.differences] == [1, 2, 3]

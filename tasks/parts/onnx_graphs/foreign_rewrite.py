@@ -104,6 +104,8 @@ class Imported:
     opset_before: int
     is_half: bool
     """Whether parts of the original file are float16."""
+    is_simplified_at_one: bool
+    """Whether a dynamic batch was fixed at 1 until the graph was simplified."""
     is_whole: bool
     """Whether the image is the only input of the original file, and all tensors are outputs of it."""
     activations: frozenset[str]
@@ -212,6 +214,7 @@ def rewrite(
         max_batch,
         opset,
         is_half,
+        static_batch is None and batch is not None,
         is_whole,
         activations,
         tuple(changes),
