@@ -250,15 +250,14 @@ def _costs_alone(
     None for a layer whose graph does not run. Layers for which there is no time are missing.
     """
     from tasks.parts.progress import tracked
-    from tasks.parts.quantization.qdq import insert_qdq
+    from tasks.parts.quantization.qdq import QdqInserter
 
+    inserter = QdqInserter(graph, ranges, op_types=cfg.op_types)
     costs: dict[str, tuple[float, float] | None] = {}
     for name in tracked(names, "rank_layers", budget):
         others = set(names) - {name}
         try:
-            evaluation = evaluator.evaluate(
-                insert_qdq(graph, ranges, op_types=cfg.op_types, float_nodes=others)
-            )
+            evaluation = evaluator.evaluate(inserter.insert(others))
             costs[name] = (evaluator.float_score - evaluation.score, 1 - evaluation.agreement)
         except BuildFailed as error:
             logger.warning("rank_layers: %s alone in INT8 is left out: %s", name, error)
