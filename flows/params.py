@@ -30,7 +30,7 @@ from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import load_stage
 from tasks.core.tracking.config import mask_credentials
 from tasks.parts.engines.runtimes import CHECKPOINT_RUNTIMES
-from tasks.select_engine import Search
+from tasks.parts.quantization.left_out import Search
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 DVC_FILE = CONF.with_name("dvc.yaml")

@@ -87,7 +87,7 @@ def check_models(params: dict[str, Any]) -> None:
             form=cfg.form,
             height=cfg.height,
             width=cfg.width,
-            output=cfg.output_name,
+            output=cfg.output_form,
             is_quantized=cfg.is_quantized,
             libraries=cfg.custom_operators,
         )

@@ -25,10 +25,14 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
     from tasks.parts.progress import TimeBudget
-    from tasks.parts.quantization.evaluation import GraphEvaluator
+    from tasks.parts.quantization.evaluation import Evaluation, GraphEvaluator
     from tasks.parts.quantization.qdq import TensorRange
 
 logger = logging.getLogger(__name__)
+
+_NUM_TOGETHER = 8
+"""Layers that are tried in one session, each alone in INT8. More: fewer passes over what is in front of all of them,
+more memory."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,12 @@ def rank_layers(cfg: Config, *, model: Path, ranges: Path, results: Path, data: 
         return Report(_metric(graph, data), None, 0, 0, (), why)
     budget = TimeBudget(cfg.max_minutes)
     evaluator = open_evaluator(
-        graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size, activations=activations
+        graph,
+        data,
+        num_images=cfg.num_val_images,
+        batch_size=cfg.batch_size,
+        activations=activations,
+        num_together=_NUM_TOGETHER + 1,
     )
     nodes = quantizable_nodes(graph, cfg.op_types)
     logger.info("rank_layers: %d layers of %s", len(nodes), model)
@@ -249,19 +258,34 @@ def _costs_alone(
 
     None for a layer whose graph does not run. Layers for which there is no time are missing.
     """
+    from tasks.parts.onnx_graphs.variants import has_subgraphs
     from tasks.parts.progress import tracked
     from tasks.parts.quantization.qdq import QdqInserter
 
-    inserter = QdqInserter(graph, ranges, op_types=cfg.op_types)
-    costs: dict[str, tuple[float, float] | None] = {}
-    for name in tracked(names, "rank_layers", budget):
-        others = set(names) - {name}
+    everything, inserter = set(names), QdqInserter(graph, ranges, op_types=cfg.op_types)
+
+    def alone(name: str) -> "ModelProto":
+        return inserter.insert(everything - {name})
+
+    def evaluate(some: Sequence[str]) -> "Sequence[Evaluation | None]":
         try:
-            evaluation = evaluator.evaluate(inserter.insert(others))
-            costs[name] = (evaluator.float_score - evaluation.score, 1 - evaluation.agreement)
+            if len(some) > 1:
+                return evaluator.evaluate_together(graph, alone, some)
+            return [evaluator.evaluate(alone(some[0]))]
         except BuildFailed as error:
-            logger.warning("rank_layers: %s alone in INT8 is left out: %s", name, error)
-            costs[name] = None
+            if len(some) > 1:
+                return [found for name in some for found in evaluate([name])]
+            logger.warning("rank_layers: %s alone in INT8 is left out: %s", some[0], error)
+            return [None]
+
+    costs: dict[str, tuple[float, float] | None] = {}
+    step = 1 if has_subgraphs(graph) else _NUM_TOGETHER
+    chunks = [names[start : start + step] for start in range(0, len(names), step)]
+    for chunk in tracked(chunks, f"rank_layers ({step} layers at a time)", budget):
+        for name, found in zip(chunk, evaluate(chunk), strict=True):
+            costs[name] = (
+                None if found is None else (evaluator.float_score - found.score, 1 - found.agreement)
+            )
     return costs
 
 

@@ -8,7 +8,6 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +16,7 @@ from tasks.core.errors import ConfigError
 from tasks.core.reports import read_report, write_json
 from tasks.parts.measuring.load_report import LoadReport
 from tasks.parts.measuring.reports import BenchmarkReport
+from tasks.parts.quantization.left_out import Search, read_left_out
 from tasks.parts.selection.accuracy_gates import AccuracyGates, find_parents
 from tasks.parts.selection.engine_row import ENGINES_FILE, EngineRow, UnseenVerdict, Verdict, flatten
 from tasks.parts.selection.headline import class_warnings_of, frame_finding_of
@@ -43,13 +43,6 @@ class Technique:
     name: str
     before: str
     after: str
-
-
-class Search(StrEnum):
-    """A stage that searches for a better INT8 graph, unless there is nothing to gain."""
-
-    quantize_repaired = "quantize_repaired"
-    quantize_partial = "quantize_partial"
 
 
 @dataclass(frozen=True)
@@ -213,7 +206,6 @@ def select_engine(
 
 def _read_left_out(cfg: Config, files: Mapping[Search, Path]) -> dict[str, str]:
     """Return variant -> what the search for its graph left out, if it did."""
-    from tasks.parts.quantization.left_out import read_left_out
 
     read = {variant: read_left_out(files[search]) for variant, search in cfg.searches.items()}
     return {variant: text for variant, text in read.items() if text}

@@ -9,12 +9,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import ModelProto
+from onnx import ModelProto, helper, numpy_helper
 from torch import nn
 
 from flows.params import compose_params
 from flows.preflight import check_models
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.parts.onnx_graphs.foreign_output import OutputKind
 from tasks.parts.onnx_graphs.graph import read_graph
 from tests.conftest import REPOSITORY
 from tests.tasks.test_import_gates import chain
@@ -80,6 +81,10 @@ def test_size_and_classes_are_told_before_the_first_stage_b9(
     check_models(in_workspace(tmp_path, monkeypatch, *fitting))
     with pytest.raises(ConfigError, match=r"model\.onnx has 4 classes, but model\.classes names 2"):
         check_models(in_workspace(tmp_path, monkeypatch, *fitting, "model.classes=[a,b]"))
+    with pytest.raises(
+        ArtifactError, match=r"4 channels, and model\.threshold is 0\.5, which is for outputs of one"
+    ):
+        check_models(in_workspace(tmp_path, monkeypatch, *fitting, "model.threshold=0.5"))
     (tmp_path / "data").mkdir()
     (tmp_path / "data/classes.yaml").write_text("[a, b, c]")
     with pytest.raises(ConfigError, match=r"has 4 classes, but the data set data names 3"):
@@ -152,12 +157,14 @@ class Windows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.mix, self.head = nn.Conv2d(3, 8, 2, 2), nn.Linear(16, 16), nn.Linear(8, 3)
+        self.mask = nn.Parameter(torch.randn(16, 1, 8))
 
     def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
         maps = self.stem(images_NCHW)
         number = maps.shape[0]
         windows = maps.reshape(number, 8, 4, 4, 4, 4).permute(0, 2, 4, 1, 3, 5).reshape(number * 16, 8, 16)
-        mixed = (windows @ windows.transpose(1, 2)).softmax(dim=-1) @ self.mix(windows)
+        scores = windows @ windows.transpose(1, 2) + self.mask.repeat(number, 1, 1)
+        mixed = scores.softmax(dim=-1) @ self.mix(windows)
         maps = mixed.reshape(number, 4, 4, 8, 4, 4).permute(0, 3, 1, 4, 2, 5).reshape(number, 8, 16, 16)
         return self.head(maps.mean(dim=(2, 3)))
 
@@ -186,3 +193,54 @@ def test_batch_in_the_size_of_a_resize_becomes_dynamic_b9(small: Path, tmp_path:
     onnx.save(segmenter(side=32), tmp_path / "model.onnx")
     report = run(tmp_path / "model.onnx", small, tmp_path / "out", batch_sizes=[1, 2, 3])
     assert (report.static_batch_before, report.max_batch) == (10, None)
+
+
+def test_shapes_that_are_computed_from_the_batch_become_constants_where_they_stay_open_b9(
+    small: Path, tmp_path: Path
+) -> None:
+    """An expand(n, -1, -1) of torch: its exporter looks for -1 in a shape that holds the batch."""
+    nodes = [
+        helper.make_node("Conv", ["pixels", "W"], ["maps"], "patches", strides=[8, 8]),
+        helper.make_node("Reshape", ["maps", "flat"], ["places"], "flat"),
+        helper.make_node("Transpose", ["places"], ["tokens"], "tokens", perm=[0, 2, 1]),
+        helper.make_node("Shape", ["tokens"], ["sizes"], "sizes"),
+        helper.make_node("Slice", ["sizes", "zero", "one"], ["batch"], "batch"),
+        helper.make_node("Concat", ["batch", "open", "open"], ["wanted"], "wanted", axis=0),
+        helper.make_node("Equal", ["wanted", "every"], ["is_open"], "is_open"),
+        helper.make_node("Where", ["is_open", "ones", "wanted"], ["shape"], "shape"),
+        helper.make_node("Expand", ["token", "shape"], ["repeated"], "repeat"),
+        helper.make_node("Concat", ["repeated", "tokens"], ["both"], "both", axis=1),
+        helper.make_node("Mul", ["both", "both"], ["answer"], "square"),
+    ]
+    model = chain([("Conv", ["W"], {})], {"W": RANDOM.normal(size=(4, 3, 8, 8)).astype(np.float32)})
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    constants = {
+        "flat": np.array([0, 4, 16]),
+        "zero": np.array([0]),
+        "one": np.array([1]),
+        "open": np.array([-1]),
+        "every": np.array([-1, -1, -1]),
+        "ones": np.array([1, 1, 1]),
+        "token": RANDOM.normal(size=(1, 1, 4)).astype(np.float32),
+    }
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+    del model.graph.output[0].type.tensor_type.shape.dim[3]
+    onnx.save(model, tmp_path / "model.onnx")
+    report = run(
+        tmp_path / "model.onnx", small, tmp_path / "out", output_kind=OutputKind.values, batch_sizes=[1, 3]
+    )
+    assert (report.static_batch_before, report.max_batch) == (None, None)
+    assert any(change.startswith("batch of 1 only for the simplification") for change in report.rewritten)
+    kinds = {node.op_type for node in read_graph(tmp_path / "out/model.onnx").graph.node}
+    assert not kinds & {"Equal", "Where"}
+
+
+def test_batch_that_only_the_declaration_frees_is_freed_b9(small: Path, tmp_path: Path) -> None:
+    """Exports say that the first axis is dynamic, and hold a Reshape to [1, ...] nevertheless."""
+    constants = {"W": WEIGHTS_OIHW, "flat": np.array([1, 4, 256]), "maps": np.array([1, 4, 16, 16])}
+    layers: list[Any] = [HALVED, ("Reshape", ["flat"], {}), ("Relu", [], {}), ("Reshape", ["maps"], {})]
+    onnx.save(chain(layers, constants), tmp_path / "model.onnx")
+    report = run(tmp_path / "model.onnx", small, tmp_path / "out", batch_sizes=[1, 2, 3])
+    assert (report.static_batch_before, report.max_batch) == (None, None)
+    assert [found.batch_size for found in report.differences] == [1, 2, 3]

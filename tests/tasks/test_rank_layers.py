@@ -10,6 +10,8 @@ import torch
 from tasks.core.errors import ArtifactError
 from tasks.parts.onnx_graphs.graph import read_graph
 from tasks.parts.onnx_graphs.macs import conv_macs
+from tasks.parts.quantization.evaluation import open_evaluator
+from tasks.parts.quantization.qdq import insert_qdq, read_ranges
 from tasks.rank_layers import Config, Report, rank_layers
 from tests.tasks.conftest import ANYWAY
 
@@ -88,8 +90,21 @@ def test_layers_without_time_are_ranked_by_their_noise_b1(
     assert report.layers[0].node == unbalanced.node
     assert all(layer.disagreement is layer.score_drop is None for layer in report.layers)
     assert [layer.sqnr_db for layer in report.layers] == sorted(layer.sqnr_db for layer in report.layers)
-    assert f"rank_layers: time is up after 0 of {len(report.layers)}" in caplog.text
+    assert "rank_layers (8 layers at a time): time is up after 0 of " in caplog.text
     assert {layer.node for layer in report.layers} == {layer.node for layer in ranked[0].layers}
+
+
+def test_layers_that_are_tried_in_one_session_cost_what_each_costs_in_its_own_b1(
+    ranked: tuple[Report, Path], unbalanced: Any
+) -> None:
+    graph, known = read_graph(unbalanced.graph), read_ranges(unbalanced.ranges)[1]
+    evaluator = open_evaluator(graph, unbalanced.data, num_images=0, batch_size=2)
+    names = {layer.node for layer in ranked[0].layers}
+    for layer in ranked[0].layers[:: len(names) // 5]:
+        alone = insert_qdq(graph, known, op_types=OP_TYPES, float_nodes=names - {layer.node})
+        evaluation = evaluator.evaluate(alone)
+        assert layer.disagreement == pytest.approx(1 - evaluation.agreement, abs=1e-3)
+        assert layer.score_drop == pytest.approx(evaluator.float_score - evaluation.score, abs=1e-3)
 
 
 def test_macs_are_those_of_an_independent_count(workshop: Any) -> None:

@@ -63,9 +63,10 @@ from tasks.parts.measuring.reports import (
     Timed,
 )
 from tasks.parts.measuring.surroundings import Quiet, Surroundings
+from tasks.parts.quantization.left_out import Search
 from tasks.parts.selection.engine_row import Verdict, flatten, read_rows
 from tasks.parts.selection.headline import EXPLAINED, RACE_PENDING
-from tasks.select_engine import Config, EngineName, Report, Search, Technique, reads, select_engine
+from tasks.select_engine import Config, EngineName, Report, Technique, reads, select_engine
 from tests.conftest import checked
 
 CLASSES = ("background", "three", "<b>seven</b>")

@@ -142,7 +142,17 @@ def _rewrite(
     for index, name in enumerate(node.input):
         values = constants.get(name)
         own = axis - len(after) + values.ndim if values is not None else -1
-        if values is None or own < 0 or values.shape[own] != batch or not _is_repeated(values, own):
+        if values is None or own < 0:
+            continue
+        num_parts = values.shape[own] // batch
+        if num_parts > 1 and node.op_type in _BROADCASTS - {"MatMul"} and list(before) == list(after):
+            if values.shape[own] == after[axis] and _is_repeated(values, own, num_parts):
+                _split_parts(
+                    graph, node, source, index, values.take(range(num_parts), axis=own), own, axis, after
+                )
+                num_rewritten += 1
+            continue
+        if values.shape[own] != batch or not _is_repeated(values, own, 1):
             continue
         once = values.take([0], axis=own)
         if node.op_type == "Concat" and _attribute(node, "axis", 0) % len(after) != axis:
@@ -180,8 +190,43 @@ def _expand(
     return name
 
 
-def _is_repeated(values: NDArray[Any], axis: int) -> bool:
-    return bool((values == values.take([0], axis=axis)).all())
+def _split_parts(
+    graph: GraphProto,
+    node: NodeProto,
+    source: str,
+    index: int,
+    once: NDArray[Any],
+    own: int,
+    axis: int,
+    sizes: Sequence[int],
+) -> None:
+    """Give the parts of each image an axis of their own around a node that reads a constant for each part.
+
+    So masks of windows are added in Swin, whose windows are images of the batch.
+    """
+    output, number = node.output[0], once.shape[own]
+    name, united = f"{output}:parts", [*sizes[:axis], -1, *sizes[axis + 1 :]]
+    split = [*sizes[:axis], -1, number, *sizes[axis + 1 :]]
+    shapes = [
+        _constant(graph, f"{name}:{kind}", np.array(sizes))
+        for kind, sizes in (("split", split), ("united", united))
+    ]
+    place = list(graph.node).index(node)
+    node.input[index] = _constant(graph, f"{name}:constant", np.expand_dims(once, own))
+    node.input[list(node.input).index(source)] = f"{name}:before"
+    node.output[0] = f"{name}:after"
+    graph.node.insert(
+        place + 1, helper.make_node("Reshape", [f"{name}:after", shapes[1]], [output], f"{name}:united")
+    )
+    graph.node.insert(
+        place, helper.make_node("Reshape", [source, shapes[0]], [f"{name}:before"], f"{name}:split")
+    )
+
+
+def _is_repeated(values: NDArray[Any], axis: int, period: int) -> bool:
+    first = values.take(range(period), axis=axis)
+    repeats = [values.shape[axis] // period if index == axis else 1 for index in range(values.ndim)]
+    return bool((values == np.tile(first, repeats)).all())
 
 
 def _axes(node: NodeProto, constants: Mapping[str, NDArray[Any]], rank: int) -> list[int]:

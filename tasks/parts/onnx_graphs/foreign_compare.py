@@ -47,6 +47,8 @@ class Gate:
     min_sqnr_db: float
     key: str
     """Key of the configuration that holds the limit."""
+    advice: str | None = None
+    """What to do where it fails; None: what follows from the changes of the graph."""
 
 
 @dataclass(frozen=True)
@@ -82,20 +84,25 @@ class _Pair:
     stop: type[GateFailed] | type[FixedBatch]
     """What is raised if the graph differs."""
 
+    @property
+    def stop_of_batch(self) -> type[GateFailed] | type[FixedBatch]:
+        """What is raised for a batch that does not go through: a file may only say that its batch is dynamic."""
+        is_first = self.imported.static_batch is None and not self.imported.is_simplified_at_one
+        return FixedBatch if is_first else self.stop
+
     def expected(self, images_NHWC: NDArray[np.uint8], *, is_other: bool = False) -> list[Floats]:
         """Return the outputs of the file for images of a data set, with `is_other` at the other level."""
         original = self.reopen() if is_other else self.original
         try:
-            outputs = original.answers(images_NHWC)
+            outputs = self._answers(original, images_NHWC)
         except RUN_FAILURES as error:
             if self.imported.size is not None:
                 raise depends_on_size(
                     self.model, "another size", self.imported.size, first_line(error)
                 ) from error
             raise ArtifactError(
-                f"{self.model}: the file itself fails on a batch of {len(images_NHWC)} ({first_line(error)}), though "
-                f"it declares {self.imported.static_batch or 'a dynamic batch'}. Export it with a batch that it "
-                "supports."
+                f"{self.model}: the file itself fails ({first_line(error)}) on a batch of "
+                f"{self.imported.static_batch or 1}, which it declares. Export it again."
             ) from error
         if not all(np.isfinite(output).all() for output in outputs):
             raise ArtifactError(
@@ -104,6 +111,18 @@ class _Pair:
             )
         return outputs
 
+    def _answers(self, original: Original, images_NHWC: NDArray[np.uint8]) -> list[Floats]:
+        """Return the outputs of the file; one by one where it declares a dynamic batch and does not have it."""
+        try:
+            outputs = original.answers(images_NHWC)
+        except RUN_FAILURES:
+            if self.imported.static_batch is not None or len(images_NHWC) == 1:
+                raise
+        else:
+            if all(len(output) == len(images_NHWC) for output in outputs):
+                return outputs
+        return replace(original, static_batch=1).answers(images_NHWC)
+
     def found(self, images_NHWC: NDArray[np.uint8]) -> Floats:
         """Return what the written graph gives for images of a data set, in the form of the file."""
         images_NCHW = normalise(images_NHWC, self.imported.mean, self.imported.std)
@@ -111,7 +130,7 @@ class _Pair:
         try:
             return self.head.to_answer(np.concatenate([self.graph(part) for part in parts]))
         except RUN_FAILURES as error:
-            raise self.stop(
+            raise self.stop_of_batch(
                 f"batch of {len(images_NHWC)}: ONNX Runtime fails on the written graph ({first_line(error)}). "
                 f"{_hint(self.imported)}"
             ) from error
@@ -140,7 +159,7 @@ def compare(
         outputs, found = pair.expected(images), pair.found(images)
         expected = _joined(outputs)
         if found.shape != expected.shape:
-            raise pair.stop(
+            raise pair.stop_of_batch(
                 f"batch of {batch_size}: the logits of the written graph are {list(found.shape)}, those of the file "
                 f"{list(expected.shape)}. {_hint(imported)}"
             )
@@ -151,7 +170,8 @@ def compare(
             fault = _fault(pair.head, expected, other, found, gate, file)
             if fault:
                 where = _first_difference(pair, images[:1], gate.min_sqnr_db)
-                raise pair.stop(f"batch of {batch_size}: {fault}.{where} {_hint(imported)}")
+                hint = _hint(imported) if gate.advice is None else gate.advice
+                raise pair.stop(f"batch of {batch_size}: {fault}.{where} {hint}")
         differences.append(result)
         if pair.head.task is not Task.values:
             shares.append(float((pair.head.classes(expected) == pair.head.classes(found)).mean()))
@@ -186,6 +206,7 @@ def _open(model: Path, imported: Imported, form: InputForm, *, is_float_form: bo
             is_float_form=is_float_form,
             activations=activations,
             is_optimised=is_optimised,
+            is_whole=imported.is_whole,
             inner=inner,
             size=imported.size,
         )

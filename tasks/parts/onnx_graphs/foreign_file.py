@@ -26,7 +26,7 @@ from tasks.parts.onnx_graphs.foreign_opset import convert_opset, read_opset
 from tasks.parts.onnx_graphs.foreign_qdq import dequantize_input, to_float
 from tasks.parts.onnx_graphs.foreign_raw import leave_out
 from tasks.parts.onnx_graphs.foreign_size import change_size, forget_sizes, scale_resizes
-from tasks.parts.onnx_graphs.graph import all_tensors, check_model, drop_unused
+from tasks.parts.onnx_graphs.graph import all_tensors, check_model, drop_unused, without_large_constants
 from tasks.parts.onnx_session import open_session
 
 if TYPE_CHECKING:
@@ -215,11 +215,13 @@ def open_original(
     is_float_form: bool = False,
     activations: Collection[str] = (),
     is_optimised: bool,
+    is_whole: bool,
     inner: Collection[str] = (),
     size: tuple[int, int] | None = None,
 ) -> Original:
     """Open the original file, or its float form; where it is newer than ONNX Runtime, convert its opset.
 
+    With `is_whole`, its outputs are `tensors`, and its input the image alone; else that part of it is opened.
     `libraries` have its custom operators; the nodes that make `activations` are left out. Those tensors of `inner`
     that the file has become outputs, too. Images have another `size` than the file fixes.
 
@@ -227,9 +229,10 @@ def open_original(
     """
     path = find_file(model)
     graph: ModelProto | None = None
-    is_whole = _is_whole(path, tensors) and not (model / INPUTS_FILE).is_file()
     if is_float_form or activations or inner or size or not is_whole:
-        graph = inline_local_functions(read_foreign(model))
+        graph = read_foreign(model)
+        if graph.functions:
+            graph = without_large_constants(graph, inline_local_functions)
         leave_out(graph, activations)
         if size is not None:
             _take_size(graph, form, size)
@@ -260,13 +263,6 @@ def _take_size(graph: ModelProto, form: InputForm, size: tuple[int, int]) -> Non
         if len(value.type.tensor_type.shape.dim) == 4:
             change_size(value, form, size)
     forget_sizes(graph)
-
-
-def _is_whole(path: Path, tensors: Collection[str]) -> bool:
-    """Return whether a file has these outputs, and reads the image alone."""
-    model = onnx.load(path, load_external_data=False)
-    drop_listed_constants(model)
-    return set(tensors) <= {value.name for value in model.graph.output} and len(model.graph.input) == 1
 
 
 def _give(graph: ModelProto, names: Iterable[str]) -> None:

@@ -203,6 +203,19 @@ def rewrite_head(model: ModelProto, path: Path, form: OutputForm) -> Head:
     return Head(task, num_classes, tensor, form.layout, zero_logit, is_probability, tuple(changes))
 
 
+def check_output(value: ValueInfoProto, image_NCHW: Sequence[int], path: Path, form: OutputForm) -> None:
+    """Raise the same errors as `rewrite_head` for an output whose sizes are known, for images of this size."""
+    sizes, found = sizes_of(value), f"{path}: output '{value.name}' is {describe(value)}"
+    if not sizes or not all(sizes[1:]):
+        return
+    if form.kind is OutputKind.values:
+        _check_values(sizes, found, form)
+        return
+    if len(sizes) == 4 and form.layout is Layout.nhwc:
+        sizes = [sizes[0], sizes[3], sizes[1], sizes[2]]
+    _check_sizes(sizes, list(image_NCHW), found, form)
+
+
 def _check_sizes(sizes: list[int], image: list[int], found: str, form: OutputForm) -> None:
     """Refuse the shape [N, C, ...] of an output that cannot be logits of this form."""
     if len(sizes) not in (2, 4):

@@ -32,11 +32,12 @@ from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_half import double_to_float, half_to_float, has_double, has_half
 from tasks.parts.onnx_graphs.foreign_infinity import bound_infinities
 from tasks.parts.onnx_graphs.foreign_input import find_image, normalise_input
-from tasks.parts.onnx_graphs.foreign_inputs import describe, drop_listed_constants, sizes_of
+from tasks.parts.onnx_graphs.foreign_inputs import INPUTS_FILE, describe, drop_listed_constants, sizes_of
 from tasks.parts.onnx_graphs.foreign_opset import check_opset, convert_opset, read_opset
 from tasks.parts.onnx_graphs.foreign_output import (
     Head,
     OutputForm,
+    check_output,
     choose_output,
     kept_outputs,
     rewrite_head,
@@ -107,6 +108,10 @@ class Imported:
     opset_before: int
     is_half: bool
     """Whether parts of the original file are float16."""
+    is_simplified_at_one: bool
+    """Whether a dynamic batch was fixed at 1 until the graph was simplified."""
+    is_whole: bool
+    """Whether the image is the only input of the original file, and all tensors are outputs of it."""
     activations: frozenset[str]
     """What the last sigmoids and softmaxes in front of the outputs make, in the original file."""
     rewritten: tuple[str, ...]
@@ -125,11 +130,11 @@ def rewrite(
     is_batch_freed: bool,
     libraries: Sequence[CustomOperators] = (),
 ) -> Imported:
-    """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that leave them
-    open, or can have others.
+    """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that can have this size.
 
-    With `is_batch_freed`, a fixed batch is made dynamic. Those of `libraries` whose operators it has are declared in
-    the graph. Raises FixedBatch if the batch stays fixed, ArtifactError for a graph that the pipeline cannot use.
+    With `is_batch_freed`, a fixed batch is made dynamic; without, a dynamic one is fixed until the graph is
+    simplified. Those of `libraries` whose operators it has are declared in the graph. Raises FixedBatch if the batch
+    stays fixed, ArtifactError for a graph that the pipeline cannot use.
     """
     model, changes = ModelProto(), []
     model.CopyFrom(original)
@@ -156,7 +161,10 @@ def rewrite(
         to_float(model, path)
         changes.append("quantized weights made floats")
     drop_listed_constants(model)
+    outputs = {value.name for value in model.graph.output}
+    is_whole = len(model.graph.input) == 1 and not (path.parent / INPUTS_FILE).is_file()
     tensors = choose_output(model, path, output.name)
+    is_whole = is_whole and outputs.issuperset(tensors)
     image = find_image(model, path, form)
     if len(tensors) > 1:
         changes.append(f"{len(tensors)} outputs joined")
@@ -164,6 +172,12 @@ def rewrite(
     if size is not None:
         changes.append(f"image size changed to {size[0]}x{size[1]}")
     static_batch = max(0, sizes_of(image)[0]) or None
+    batch = static_batch
+    if (
+        static_batch is None and not is_batch_freed
+    ):  # so that shapes which are computed from it become constants
+        batch = image.type.tensor_type.shape.dim[0].dim_value = 1
+        del model.graph.value_info[:]
     model, branches = _without_branches(model, path)
     model, conversion = convert_opset(model, path, opset)
     changes += branches + conversion
@@ -175,16 +189,17 @@ def rewrite(
         changes.append(f"{num_unnamed} nodes named")
     normalised = normalise_input(model, path, form)
     changes += normalised.changes
-    max_batch = None if is_batch_freed else static_batch
+    max_batch = static_batch if static_batch is not None and not is_batch_freed else None
     if max_batch not in (None, 1):
         raise _fixed_batch(
             path, f"the batch of {max_batch} cannot be made dynamic, and no engine supports it"
         )
     if max_batch == 1:
         changes.append("batch stays 1, which the graph depends on")
-    elif static_batch is not None:
-        num_rewritten = free_batch(model, static_batch, _BATCH)
-        changes.append(f"batch of {static_batch} made dynamic, {num_rewritten} constants rewritten")
+    elif batch is not None:
+        num_rewritten = free_batch(model, batch, _BATCH)
+        how = "made dynamic" if static_batch else "only for the simplification"
+        changes.append(f"batch of {batch} {how}, {num_rewritten} constants rewritten")
     model = _infer(model, path, max_batch)
     head = rewrite_head(model, path, output)
     changes += head.changes
@@ -203,6 +218,8 @@ def rewrite(
         max_batch,
         opset,
         is_half,
+        static_batch is None and batch is not None,
+        is_whole,
         activations,
         tuple(changes),
     )
@@ -237,7 +254,7 @@ def read_interface(
     form: InputForm,
     height: int | None,
     width: int | None,
-    output: str | None,
+    output: OutputForm,
     is_quantized: bool,
     libraries: Sequence[CustomOperators] = (),
 ) -> tuple[tuple[int, int], list[int]]:
@@ -254,13 +271,16 @@ def read_interface(
     half_to_float(graph)
     double_to_float(graph)
     drop_listed_constants(graph)
-    choose_output(graph, path, output)
+    tensors = choose_output(graph, path, output.name)
     image = find_image(graph, path, form)
     set_size(graph, image, path, form, height=height, width=width)
     sizes = sizes_of(image)
     graph = _without_branches(graph, path)[0]
-    output_shape = sizes_of(read_shapes(graph, data_prop=True).output[0])
-    return (sizes[form.axes[1]], sizes[form.axes[2]]), output_shape
+    answer = read_shapes(graph, data_prop=True).output[0]
+    if len(tensors) == 1:
+        image_NCHW = [0, form.num_channels, sizes[form.axes[1]], sizes[form.axes[2]]]
+        check_output(answer, image_NCHW, path, output)
+    return (sizes[form.axes[1]], sizes[form.axes[2]]), sizes_of(answer)
 
 
 def with_output(model: ModelProto, tensor: str) -> ModelProto:

@@ -1,5 +1,6 @@
 """What a search left out and why, in one sentence that select_engine shows beside the engines of the rung."""
 
+from enum import StrEnum
 from pathlib import Path
 
 from tasks.core.errors import ArtifactError
@@ -16,3 +17,10 @@ def read_left_out(path: Path) -> str:
         raise ArtifactError(
             f"{path}: not readable ({error!r}), expected a sentence. Run {path.parent.name} again."
         ) from error
+
+
+class Search(StrEnum):
+    """A stage that searches for a better INT8 graph, unless there is nothing to gain."""
+
+    quantize_repaired = "quantize_repaired"
+    quantize_partial = "quantize_partial"

@@ -408,7 +408,7 @@ def add_quantized_twins(
     for name, limit in _limits(_place(layers, ()).range_of, ranges, list(read)).items():
         added += _activation_pair(twinned, name, limit, is_symmetric=name in operands)
     del graph.output[:]
-    noise_of, signal_of = {}, {}
+    noise_of, signal_of, twins = {}, {}, []
     for node in nodes:
         maps = set(map_inputs(node, constants))
         twin = NodeProto()
@@ -425,17 +425,18 @@ def add_quantized_twins(
             graph.initializer.append(numpy_helper.from_array(rounded, twin.input[1]))
         noise, signal = f"{node.name}:noise", f"{node.name}:signal"
         difference = f"{node.name}:difference"
-        added += [
-            twin,
-            helper.make_node("Sub", [node.output[0], twin.output[0]], [difference]),
-            helper.make_node("ReduceSumSquare", [difference], [noise], keepdims=0),
+        twins += [
             helper.make_node("ReduceSumSquare", [node.output[0]], [signal], keepdims=0),
+            helper.make_node("ReduceSumSquare", [difference], [noise], keepdims=0),
+            helper.make_node("Sub", [node.output[0], twin.output[0]], [difference]),
+            twin,
         ]
         noise_of[node.name], signal_of[node.name] = noise, signal
         graph.output.extend(
             helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in (noise, signal)
         )
-    graph.node.extend(added)
+    # ONNX Runtime begins with the last nodes: each twin then runs as soon as it can, and frees what it read.
+    graph.node.extend([*added, *reversed(twins)])
     return twinned, noise_of, signal_of
 
 
