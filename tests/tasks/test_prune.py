@@ -444,7 +444,9 @@ def test_table_is_also_followed_step_by_step(tmp_path: Path) -> None:
 
 
 def test_table_of_rank_groups_is_what_prune_reads(workshop: Workshop, tmp_path: Path) -> None:
-    cfg = RankGroups(ratios=[0.5], channel_multiple=4, num_train_images=4, num_val_images=4, batch_size=4)
+    cfg = RankGroups(
+        ratios=[0.5], channel_multiple=4, num_train_images=4, num_val_images=4, batch_size=4, max_minutes=60
+    )
     ranked = rank_groups(cfg, checkpoint=workshop.checkpoint, data=workshop.data, out=tmp_path)
     table = tmp_path / "sensitivity.csv"
     target = dataclasses.replace(SENSITIVITY, target_macs_ratio=0.7)
