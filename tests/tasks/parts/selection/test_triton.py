@@ -75,7 +75,7 @@ class Served:
             before, last = last, self.statistics(target)
             return last if before["inference_count"] == last["inference_count"] else None
 
-        return wait_for(is_settled, "the server to count what it answered", every_s=0.2)
+        return wait_for(is_settled, "the server to count what it answered", every_s=0.8)
 
 
 @pytest.fixture(scope="module")
