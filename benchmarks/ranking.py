@@ -44,7 +44,7 @@ def measure(depth: float, folder: Path) -> dict[str, Any]:
     write_graph(random_graph(config), folder / "float.onnx")
     ptq = replace(stage_config("quantize_ptq"), calibrators=[Calibrator.minmax], num_val_images=16)
     quantize_ptq(ptq, model=folder / "float.onnx", data=DATA, out=folder)
-    cfg = stage_config("rank_layers")
+    cfg = replace(stage_config("rank_layers"), exhaustive=True)
     graph = read_graph(folder / "float.onnx")
     evaluator = open_evaluator(graph, DATA, num_images=cfg.num_val_images, batch_size=cfg.batch_size)
     started = time.perf_counter()
@@ -52,7 +52,12 @@ def measure(depth: float, folder: Path) -> dict[str, Any]:
     pass_s = time.perf_counter() - started
     started = time.perf_counter()
     report = rank_layers(
-        cfg, model=folder / "float.onnx", ranges=folder / "ranges.json", data=DATA, out=folder
+        cfg,
+        model=folder / "float.onnx",
+        ranges=folder / "ranges.json",
+        results=folder / "images.npz",
+        data=DATA,
+        out=folder,
     )
     seconds = time.perf_counter() - started
     return {

@@ -100,6 +100,8 @@ def measure(case: Case, workspace: Path, num_val_images: int) -> dict[str, Any]:
     params = compose_params()
     data = workspace / ARTIFACTS / "prepare_data" / "dataset"
     params["quantize_ptq"] |= {"activations": list(case.activations), **case.calibration}
+    for stage in ("quantize_repaired", "rank_layers", "quantize_partial"):
+        params[stage]["exhaustive"] = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         graph = read_graph(workspace / GRAPHS[case.workspace])
@@ -121,9 +123,13 @@ def measure(case: Case, workspace: Path, num_val_images: int) -> dict[str, Any]:
 
         calibrated, ptq = run("quantize_ptq", model=model)
         repaired, folder_repaired = run(
-            "quantize_repaired", model=model, reference=model, ranges=ptq / "ranges.json"
+            "quantize_repaired",
+            model=model,
+            reference=model,
+            ranges=ptq / "ranges.json",
+            results=ptq / "images.npz",
         )
-        _, ranked = run("rank_layers", model=model, ranges=ptq / "ranges.json")
+        _, ranked = run("rank_layers", model=model, ranges=ptq / "ranges.json", results=ptq / "images.npz")
         searched = {
             name: run_partial(run, folder, model, graph_file, known, ranked / "ranking.csv")
             for name, graph_file, known in (
@@ -150,7 +156,13 @@ def run_partial(
 ) -> dict[str, Any]:
     """Search the layers that have to stay in float, from a repaired graph or from that of quantize_ptq."""
     found, out = run(
-        "quantize_partial", model=model, repaired=repaired, reference=model, ranges=ranges, ranking=ranking
+        "quantize_partial",
+        model=model,
+        repaired=repaired,
+        reference=model,
+        ranges=ranges,
+        results=ranges.with_name("images.npz"),
+        ranking=ranking,
     )
     out.rename(folder / f"partial_of_{repaired.parent.name}")
     return {

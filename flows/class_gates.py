@@ -7,7 +7,7 @@ from tasks.core.config import typed_config
 from tasks.parts.data.class_limits import FLOORS, LIMITS, ClassLimits
 from tasks.prepare_data import Config
 
-STAGES = ("select_engine", "quantize_partial", "quantize_repaired")
+STAGES = ("select_engine", "quantize_partial", "quantize_repaired", "rank_layers")
 """The stages that hold classes against limits."""
 
 

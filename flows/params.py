@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from flows.class_gates import check_class_gates, name_classes
 from flows.networks import check_tracked, complete_networks
 from flows.pipeline import RecordedStages, run_pipeline
+from flows.preflight import check_models
 from flows.steps import apply_steps, check_overrides, check_start
 from flows.templates import check_templates
 from tasks.core.config import PARAMS_FILE, find_section, typed_config
@@ -29,6 +30,7 @@ from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import load_stage
 from tasks.core.tracking.config import mask_credentials
 from tasks.parts.engines.runtimes import CHECKPOINT_RUNTIMES
+from tasks.parts.quantization.left_out import Search
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 DVC_FILE = CONF.with_name("dvc.yaml")
@@ -84,6 +86,7 @@ def compose_params(overrides: Sequence[str] = ()) -> dict[str, Any]:
         {"variant": engine["variant"], "target": engine["target"]} for engine in params["engines"].values()
     ]
     params["select_engine"]["parents"] = _parents(variants)
+    params["select_engine"]["searches"] = _searches(variants)
     measuring, ordered = params["benchmark"], dict.fromkeys([*params["select_engine"]["ladder"], *variants])
     params["benchmark"] = {
         target: {
@@ -490,6 +493,12 @@ def _parents(variants: dict[str, Any]) -> dict[str, str]:
     return {name: parent for name, parent in named.items() if parent}
 
 
+def _searches(variants: dict[str, Any]) -> dict[str, str]:
+    """Return the search that made the graph of a variant, for those whose graph is the result of one."""
+    made = {f"artifacts/{search}/model.onnx": str(search) for search in Search}
+    return {name: made[files["graph"]] for name, files in variants.items() if files["graph"] in made}
+
+
 def _check_variants(select_engine: dict[str, Any], variants: dict[str, Any]) -> None:
     """Reject names of unknown variants, which would silently leave out a rung or a technique."""
     named = [("ladder", name) for name in select_engine["ladder"]]
@@ -542,9 +551,11 @@ def _first_lines(error: Exception) -> str:
 
 
 def main(overrides: Sequence[str]) -> int:
-    """Write params.yaml and return the exit code."""
+    """Check what the configuration names, write params.yaml, and return the exit code."""
     try:
-        write_params(compose_params(overrides))
+        params = compose_params(overrides)
+        check_models(params)
+        write_params(params)
     except EnginewrightError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

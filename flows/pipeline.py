@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tasks.core.execute import ARTIFACTS
+from tasks.parts.quantization.left_out import LEFT_OUT_FILE
 
 Calls = Mapping[str, Mapping[str, Path]]
 """Stage calls: address to input name to path."""
@@ -76,6 +77,8 @@ def run_selection(stages: Stages, params: Mapping[str, Any]) -> Path:
         explanations=Path(params["pipeline"]["explanations"]),
         loads=Path(params["pipeline"]["loads"]),
         data=Path(params["pipeline"]["data"]),
+        repaired=ARTIFACTS / "quantize_repaired" / LEFT_OUT_FILE,
+        partial=ARTIFACTS / "quantize_partial" / LEFT_OUT_FILE,
     )
 
 
@@ -150,14 +153,11 @@ def _run_quantization(stages: Stages, pipeline: Mapping[str, Any], data: Path) -
         networks = {"checkpoint": Path(item["checkpoint"]), "teacher": Path(item["teacher"])}
         trained["quantize_aware_train"] = {**networks, **calibrated}
     judged = {"model": graph, "reference": Path(pipeline["reference_graph"])}
-    stages.run_side_by_side(
-        {
-            **trained,
-            "rank_layers": calibrated,
-            "quantize_repaired": {**judged, "ranges": ranges, "data": data},
-        }
-    )
     repaired = ARTIFACTS / "quantize_repaired"
+    # What it gets right says whether layers have to be ranked and kept in float.
+    stages.run("quantize_repaired", **judged, ranges=ranges, results=ptq / "images.npz", data=data)
+    results = repaired / "images.npz"
+    stages.run_side_by_side({**trained, "rank_layers": {**calibrated, "results": results}})
     stages.run_side_by_side(
         {
             "check_int8": {
@@ -172,6 +172,7 @@ def _run_quantization(stages: Stages, pipeline: Mapping[str, Any], data: Path) -
                 **judged,
                 "repaired": repaired / "float.onnx",
                 "ranges": repaired / "ranges.json",
+                "results": results,
                 "ranking": ranking,
                 "data": data,
             },

@@ -2,9 +2,9 @@
 
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flows import local_server
 from flows.networks import check_metrics, check_networks
@@ -12,13 +12,16 @@ from flows.pipeline import RecordedStages, run_pipeline
 from tasks.core.config import typed_config
 from tasks.core.errors import ConfigError
 from tasks.core.execute import ARTIFACTS, check_writable
-from tasks.core.reports import REPORT_FILE
 from tasks.core.store import cache_folder
 from tasks.core.tracking.config import database_file, tracking_config
 from tasks.core.tracking.pending import has_pending
 from tasks.parts.custom_operators import check_libraries
 from tasks.parts.engines.machine import check_gpu
 from tasks.parts.engines.target import Target
+from tasks.prepare_data import Config as PrepareConfig
+
+if TYPE_CHECKING:
+    from tasks.import_onnx import Config as ImportConfig
 
 
 def check_folders(params: dict[str, Any]) -> None:
@@ -76,17 +79,15 @@ def check_models(params: dict[str, Any]) -> None:
 
         cfg: Config = typed_config(Config, params["import_onnx"], "import_onnx")
         check_libraries(cfg.custom_operators, "model.custom_operators")
-        if (ARTIFACTS / "import_onnx" / REPORT_FILE).is_file():
-            continue  # it was read before; the stage notices changes
-        from tasks.parts.onnx_graphs.foreign_rewrite import read_image_size
+        from tasks.parts.onnx_graphs.foreign_rewrite import read_interface
 
         data = params["prepare_data"]
-        height, width = read_image_size(
+        (height, width), sizes = read_interface(
             Path(name),
             form=cfg.form,
             height=cfg.height,
             width=cfg.width,
-            output=cfg.output_name,
+            output=cfg.output_form,
             is_quantized=cfg.is_quantized,
             libraries=cfg.custom_operators,
         )
@@ -100,6 +101,30 @@ def check_models(params: dict[str, Any]) -> None:
             raise ConfigError(
                 f"{name} reads images of {height}x{width}, but prepare_data makes them "
                 f"{data['height']}x{data['width']}. Set prepare_data.height={height} prepare_data.width={width}."
+            )
+        _check_classes(cfg, sizes, data, Path(name))
+
+
+def _check_classes(cfg: "ImportConfig", sizes: list[int], data: Mapping[str, Any], file: Path) -> None:
+    """Raise ConfigError unless the names are as many as the classes of the model, as far as both are known."""
+    from tasks.parts.onnx_graphs.foreign_form import Layout
+    from tasks.parts.onnx_graphs.foreign_output import OutputKind
+    from tasks.parts.sources.class_names import read_class_names
+
+    if cfg.output_kind is OutputKind.values or len(sizes) not in (2, 4):
+        return
+    found = sizes[-1 if len(sizes) == 4 and cfg.output_layout is Layout.nhwc else 1]
+    if cfg.threshold is not None and found == 1:
+        found = 2
+    prepare: PrepareConfig = typed_config(PrepareConfig, dict(data), "prepare_data")
+    root, listed = Path(prepare.root), None
+    if root.is_dir():  # else only the machine of a work pool has it
+        listed = read_class_names(str(prepare.source), root, scenes=prepare.scenes, folder=prepare.folder)
+    for names, where in ((cfg.classes, "model.classes"), (listed, f"the data set {root}")):
+        if found and names is not None and len(names) != found:
+            raise ConfigError(
+                f"{file} has {found} classes, but {where} names {len(names)}. Name all of them, in the order of the "
+                "logits (model.classes, or classes.yaml of the data set)."
             )
 
 

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_SUSPECTS = 3
+_NOT_RANKED = (
+    "not measured: rank_layers ranked nothing, since no layer has to stay in float; "
+    "quantize_repaired.exhaustive=true asks for it"
+)
 _MAX_CLASSES = 12
 """Number of classes that are listed: those that lost most."""
 
@@ -99,8 +103,9 @@ def check_int8(
 ) -> Report:
     """Write ``checklist.md`` for the float graph `model` and the graph `quantized` that quantize_ptq made from it.
 
-    `ranges` and `trials` (calibrators.csv) are files of quantize_ptq, `ranking` is that of rank_layers. Raises
-    ArtifactError when they do not belong together.
+    `ranges` and `trials` (calibrators.csv) are files of quantize_ptq, `ranking` is that of rank_layers; the
+    questions about single layers are not answered where it is empty. Raises ArtifactError when they do not belong
+    together.
     """
     from tasks.parts.data.input_card import Task
     from tasks.parts.data.metrics import class_scores
@@ -111,9 +116,9 @@ def check_int8(
     from tasks.parts.tables import read_table
 
     graph, (activations, known) = read_graph(model), read_ranges(ranges)
-    layers = read_table(ranking, "node", stage="rank_layers")
+    layers = read_table(ranking, "node", stage="rank_layers", may_be_empty=True)
     weighted = [node.name for node in weighted_nodes(graph, cfg.op_types)]
-    if not set(weighted) <= set(layers):
+    if layers and not set(weighted) <= set(layers):
         raise ArtifactError(
             f"{ranking}: ranks the layers of a graph other than {model}. Run rank_layers again."
         )
@@ -160,14 +165,22 @@ def check_int8(
 def _ends(cfg: Config, weighted: Sequence[str], layers: Mapping[str, Mapping[str, str]]) -> Answer:
     """Check the first quantized layer with a weight, near the image, and the last one, near the logits."""
     ends = dict.fromkeys([*weighted[:1], *weighted[-1:]])
-    drops = {name: float(layers[name]["score_drop"]) for name in ends}
+    drops = {name: _drop(layers[name]) for name in ends if layers}
     return Answer(
         question="Do the first and the last layer tolerate INT8?",
-        is_suspect=max(drops.values(), default=0.0) > cfg.suspect_loss,
-        found="; ".join(f"{name} alone in INT8: score {-drop:+.4f}" for name, drop in drops.items())
-        or "no convolution or matrix product is in INT8",
+        is_suspect=max((drop for drop in drops.values() if drop is not None), default=0.0) > cfg.suspect_loss,
+        found="; ".join(
+            f"{name} alone in INT8: " + ("not measured" if drop is None else f"score {-drop:+.4f}")
+            for name, drop in drops.items()
+        )
+        or (_NOT_RANKED if ends else "no convolution or matrix product is in INT8"),
         advice=f"keep them in float: quantize_partial.keep_float=[{','.join(ends)}]",
     )
+
+
+def _drop(row: Mapping[str, str]) -> float | None:
+    """Return the loss of the score that a layer causes; None if rank_layers had no time to measure it."""
+    return float(row["score_drop"]) if row["score_drop"] else None
 
 
 def _classes(
@@ -306,13 +319,17 @@ def _suspects(cfg: Config, layers: Mapping[str, Mapping[str, str]]) -> Answer:
     The ranking is by changed predictions, so its first layer is not always the one that costs most of the score.
     """
     first = list(layers.values())[:NUM_SUSPECTS]
+    drops = [_drop(row) for row in first]
     return Answer(
         question="Which layers are suspect?",
-        is_suspect=max(float(row["score_drop"]) for row in first) > cfg.suspect_loss,
+        is_suspect=max((drop for drop in drops if drop is not None), default=0.0) > cfg.suspect_loss,
         found="; ".join(
-            f"{row['node']} ({row['source']}): score {-float(row['score_drop']):+.4f}, {float(row['sqnr_db']):.1f} dB"
-            for row in first
-        ),
+            f"{row['node']} ({row['source']}): "
+            + ("" if drop is None else f"score {-drop:+.4f}, ")
+            + f"{float(row['sqnr_db']):.1f} dB"
+            for row, drop in zip(first, drops, strict=True)
+        )
+        or _NOT_RANKED,
         advice="use quantize_partial, which keeps such layers in float; diff_layers, which runs later, shows where "
         "the noise grows in each engine of this graph: artifacts/diff_layers/<variant>/<target> (see conf/model)",
     )

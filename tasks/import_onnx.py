@@ -13,7 +13,7 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.parts.custom_operators import CustomOperators, check_libraries
 from tasks.parts.data.input_card import MAX_CHANNELS, InputCard, Task
 from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, InputForm, Layout, Values
-from tasks.parts.onnx_graphs.foreign_output import ALL_OUTPUTS, OutputKind
+from tasks.parts.onnx_graphs.foreign_output import ALL_OUTPUTS, OutputForm, OutputKind
 from tasks.parts.onnx_graphs.signal_to_noise import Difference
 from tasks.parts.onnx_session import ONNXRUNTIME
 
@@ -102,6 +102,11 @@ class Config:
         return InputForm(self.layout, self.channel_order, self.values, tuple(self.mean), tuple(self.std))
 
     @property
+    def output_form(self) -> OutputForm:
+        """The declared output of the file."""
+        return OutputForm(self.output_name, self.output_layout, self.threshold, self.output_kind)
+
+    @property
     def output_name(self) -> str | None:
         """The output as text, because torch numbers outputs without a name."""
         return None if self.output is None else str(self.output)
@@ -149,6 +154,10 @@ class Report:
     """Size of model.onnx."""
     differences: tuple[Difference, ...]
     """The file against the written graph, one per batch size."""
+    spread_db: float | None
+    """How much the file agrees with itself, with and without ONNX Runtime's optimisations; None: the gate held."""
+    same_answers: float | None
+    """Least share of images or pixels that have the same class in the file and in the graph; None for values."""
     compared_with: str
     """What was done to the file before the comparison; empty if it was compared as it is."""
     quantized: Quantized | None
@@ -208,6 +217,8 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         rewritten=imported.rewritten,
         size_bytes=size_bytes,
         differences=comparison.differences,
+        spread_db=comparison.spread_db,
+        same_answers=comparison.same_answers,
         compared_with=comparison.conversion,
         quantized=quantized,
     )
@@ -230,7 +241,6 @@ def _rewrite(
     from tasks.parts.data.dataset import normalise
     from tasks.parts.onnx_graphs.foreign_compare import compare
     from tasks.parts.onnx_graphs.foreign_file import find_file
-    from tasks.parts.onnx_graphs.foreign_output import OutputForm
     from tasks.parts.onnx_graphs.foreign_qdq import float_form
     from tasks.parts.onnx_graphs.foreign_rewrite import (
         FixedBatch,
@@ -247,7 +257,7 @@ def _rewrite(
             form=cfg.form,
             height=cfg.height,
             width=cfg.width,
-            output=OutputForm(cfg.output_name, cfg.output_layout, cfg.threshold, cfg.output_kind),
+            output=cfg.output_form,
             quantization=quantization,
             is_batch_freed=is_batch_freed,
             libraries=cfg.custom_operators,
@@ -268,7 +278,7 @@ def _rewrite(
     try:
         return attempt(True)
     except FixedBatch as error:
-        logger.warning("trying again with the batch size of the file: %s", error)
+        logger.warning("trying again with a fixed batch: %s", error)
         return attempt(False)
 
 
@@ -281,7 +291,13 @@ def _gate(cfg: Config, imported: "Imported", quantization: "Quantization") -> "G
         Quantization.removed: "min_float_form_sqnr_db",
         Quantization.none: "min_half_sqnr_db" if imported.is_half else "min_sqnr_db",
     }[quantization]
-    return Gate(getattr(cfg, name), f"import_onnx.{name}")
+    advice = None
+    if quantization is Quantization.removed:
+        advice = (
+            "So much does the rounding of the file itself cost: take the float file (model=onnx), or set the limit "
+            "lower to measure what this one gives."
+        )
+    return Gate(getattr(cfg, name), f"import_onnx.{name}", advice)
 
 
 def _images(cfg: Config, data: Path) -> "NDArray[np.uint8]":

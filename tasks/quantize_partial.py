@@ -4,11 +4,13 @@ This is a greedy search with a final elimination, guided by the ranking of rank_
 quantize_with_accuracy_control): while the INT8 graph loses more than the gate allows, the most promising layers are
 tried in float one by one, on the real metric, and the best of them stays in float; these measurements re-rank the
 others. Once the gate holds, each float layer is tried in INT8 again and stays there if the gate still holds.
-It starts from the graph of quantize_repaired.
+It starts from the graph of quantize_repaired. If that holds the gates, nothing is searched and nothing runs. A set of
+layers whose graph does not run is left out.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tasks.core.bounds import AtLeast, LessThan, MoreThan
 from tasks.core.environment import versions
-from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.errors import ArtifactError, BuildFailed, ConfigError
 from tasks.parts.cpu import int8_sums
 from tasks.parts.data.accuracy import ScoreLoss, Standing
 from tasks.parts.onnx_session import ONNXRUNTIME
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
     from tasks.parts.data.comparison import ImageResults
+    from tasks.parts.progress import TimeBudget
+    from tasks.parts.quantization.config import Activations
     from tasks.parts.quantization.evaluation import Evaluation, GraphEvaluator
     from tasks.parts.quantization.gates import AccuracyGates
     from tasks.parts.quantization.qdq import TensorRange
@@ -71,6 +75,10 @@ class Config:
     """Validation images on which graphs are evaluated."""
     batch_size: Annotated[int, AtLeast(1)]
     """Images in one batch; changes memory and speed only."""
+    exhaustive: bool
+    """Whether the graph of quantize_repaired is judged again also where its recorded results hold the gates."""
+    max_minutes: Annotated[float, MoreThan(0)]
+    """After this time the search ends with the best graph so far."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +104,9 @@ class FloatLayer:
     source: str
     macs_share: float
     """Share of the multiply-accumulates of the graph, 0..1."""
-    score_in_int8: float
-    """Score that the final graph would have if this layer ran in INT8 too."""
+    score_in_int8: float | None
+    """Score that the final graph would have if this layer ran in INT8 too; None if there was no time to tell, or if
+    that graph does not run."""
     reason: str
 
 
@@ -129,6 +138,8 @@ class Report:
     """Number of graphs that were evaluated on the validation images."""
     float_layers: tuple[FloatLayer, ...]
     steps: tuple[Step, ...]
+    left_out: str
+    """What was not searched, and why; empty if nothing was left out."""
 
 
 def environment(_: Config) -> dict[str, str]:
@@ -143,30 +154,116 @@ def quantize_partial(
     repaired: Path,
     reference: Path,
     ranges: Path,
+    results: Path,
     ranking: Path,
     data: Path,
     out: Path,
 ) -> Report:
-    """Write ``model.onnx`` (U8S8 Q/DQ, except for some layers) and ``steps.csv``.
+    """Write ``model.onnx`` (U8S8 Q/DQ, except for some layers), ``steps.csv`` and ``left_out.txt``.
 
-    `repaired` and `ranges` are the float graph and the ranges of quantize_repaired, `ranking` is the file of
-    rank_layers, all for the same `model`. `reference` is the float graph whose accuracy counts as 100 %. If `model`
-    itself certainly loses more than a gate allows, nothing is searched, and the graph is that of quantize_repaired.
+    `repaired`, `ranges` and `results` (``images.npz``) are files of quantize_repaired, `ranking` is that of
+    rank_layers, all for the same `model`; an empty ranking stands for the order of the graph. `reference` is the
+    float graph whose accuracy counts as 100 %. If `model` itself certainly loses more than a gate allows, nothing is
+    searched, and the graph is that of quantize_repaired.
     Raises ArtifactError when they are not those of the ranking, ConfigError for a name in `keep_float` that is not.
     """
-    from tasks.parts.data.class_limits import ClassLimits
-    from tasks.parts.onnx_graphs.graph import node_sources, read_graph, write_graph
-    from tasks.parts.onnx_graphs.macs import conv_macs
-    from tasks.parts.quantization.gates import open_gates
+    from tasks.parts.onnx_graphs.graph import read_graph
+    from tasks.parts.quantization.left_out import LEFT_OUT_FILE
     from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes, read_ranges
-    from tasks.parts.tables import write_table
 
     graph, (activations, known) = read_graph(repaired), read_ranges(ranges)
     ranked = _read_ranking(ranking, [node.name for node in quantizable_nodes(graph, cfg.op_types)])
     _check_kept(cfg, ranked)
+    preset = {*cfg.keep_float, *_excluded(cfg, graph)}
+    report = None if cfg.exhaustive or preset else _without_search(cfg, graph, results, data, len(ranked))
+    kept: set[str] = set()
+    if report is None:
+        search = _open_search(cfg, graph, known, activations, model=model, reference=reference, data=data)
+        kept, steps = _choose_float_layers(cfg, search, ranked, preset)
+        report = _report(cfg, search, graph, ranked, preset, kept, steps)
+    _write(insert_qdq(graph, known, op_types=cfg.op_types, float_nodes=kept), report, out)
+    (out / LEFT_OUT_FILE).write_text(report.left_out, encoding="utf-8")
+    for text in report.open_classes:
+        logger.warning("quantize_partial: %s", text)
+    if report.left_out:
+        logger.info("quantize_partial: %s", report.left_out)
+    logger.info(
+        "quantize_partial: %d of %d layers in float, val score %.4f (float %.4f)",
+        len(kept),
+        len(ranked),
+        report.score,
+        report.float_score,
+    )
+    return report
+
+
+def _write(quantized: "ModelProto", report: Report, out: Path) -> None:
+    from tasks.parts.onnx_graphs.graph import write_graph
+    from tasks.parts.tables import write_table
+
+    write_graph(quantized, out / "model.onnx")
+    write_table(out / "steps.csv", report.steps)
+
+
+def _without_search(
+    cfg: Config, graph: "ModelProto", results: Path, data: Path, num_layers: int
+) -> Report | None:
+    """Return the report of the repaired graph as it is, by its recorded results; None if it has to be searched."""
+    from tasks.parts.data.class_limits import ClassLimits
+    from tasks.parts.data.dataset import read_manifest
+    from tasks.parts.data.judge import metric_name
+    from tasks.parts.onnx_graphs.graph import read_card_of_graph
+    from tasks.parts.quantization.gates import read_gates
+
+    card, limits = read_card_of_graph(graph), ClassLimits(cfg.class_limits, cfg.class_floors)
+    limits.check_names(card.classes, "quantize_partial")
+    gates, int8 = read_gates(
+        results,
+        card.classes,
+        max_score_rel_loss=cfg.max_score_rel_loss,
+        max_parent_rel_loss=cfg.max_parent_rel_loss,
+        class_limits=limits,
+    )
+    why = gates.why_no_search(int8)
+    if not why:
+        return None
+    return Report(
+        standing=gates.standing(int8),
+        metric=metric_name(read_manifest(data), card.task),
+        reference_score=gates.reference.score,
+        float_score=gates.parent.score,
+        score=int8.score,
+        score_rel_loss=gates.score_rel_loss(int8),
+        parent_rel_loss=gates.parent_rel_loss(int8),
+        open_classes=gates.open_classes(int8),
+        num_layers=num_layers,
+        float_macs_share=0.0,
+        num_judged=0,
+        float_layers=(),
+        steps=(Step("start", "", int8.score, 0),),
+        left_out=f"no layer was tried in float: {why}",
+    )
+
+
+def _open_search(
+    cfg: Config,
+    graph: "ModelProto",
+    ranges: Mapping[str, "TensorRange"],
+    activations: Sequence["Activations"],
+    *,
+    model: Path,
+    reference: Path,
+    data: Path,
+) -> "_Search":
+    from tasks.parts.data.class_limits import ClassLimits
+    from tasks.parts.onnx_graphs.graph import read_graph
+    from tasks.parts.progress import TimeBudget
+    from tasks.parts.quantization.gates import open_gates
+
+    budget, parent = TimeBudget(cfg.max_minutes), read_graph(model)
     evaluator, gates = open_gates(
-        read_graph(model),
-        read_graph(reference),
+        parent,
+        parent if model.samefile(reference) else read_graph(reference),
         data,
         max_score_rel_loss=cfg.max_score_rel_loss,
         max_parent_rel_loss=cfg.max_parent_rel_loss,
@@ -176,53 +273,72 @@ def quantize_partial(
         batch_size=cfg.batch_size,
         activations=activations,
     )
-    search = _Search(cfg, graph, known, evaluator, gates)
-    preset = {*cfg.keep_float, *_excluded(cfg, graph)}
-    kept, steps = _choose_float_layers(cfg, search, ranked, preset)
-    macs, sources = conv_macs(graph), node_sources(graph)
-    total = sum(macs.values())
-    layers = tuple(
-        FloatLayer(
-            node=node,
-            module=sources.get(node, ("", ""))[0],
-            source=sources.get(node, ("", ""))[1],
-            macs_share=macs.get(node, 0) / total,
-            score_in_int8=search.score(kept - {node}),
-            reason="quantize_partial.keep_float or .exclusions"
-            if node in preset
-            else f"with it in INT8, the validation score would be {search.score(kept - {node}):.4f}",
+    return _Search(cfg, graph, ranges, evaluator, gates, budget)
+
+
+def _report(
+    cfg: Config,
+    search: "_Search",
+    graph: "ModelProto",
+    ranked: Sequence[str],
+    preset: set[str],
+    kept: set[str],
+    steps: Sequence[Step],
+) -> Report:
+    evaluator, gates, results = search.evaluator, search.gates, search.results(kept)
+    layers = _float_layers(search, graph, [node for node in ranked if node in kept], preset, kept)
+    left_out = ""
+    if search.budget.has_cut:
+        left_out = (
+            f"time was up after {cfg.max_minutes:g} min (quantize_partial.max_minutes) and "
+            f"{search.num_judged} graphs; this is the best of them"
         )
-        for node in ranked
-        if node in kept
-    )
-    write_graph(insert_qdq(graph, known, op_types=cfg.op_types, float_nodes=kept), out / "model.onnx")
-    write_table(out / "steps.csv", steps)
-    score = search.score(kept)
-    report = Report(
-        standing=gates.standing(search.results(kept)),
+    return Report(
+        standing=gates.standing(results),
         metric=evaluator.metric,
         reference_score=gates.reference.score,
         float_score=evaluator.float_score,
-        score=score,
-        score_rel_loss=gates.score_rel_loss(search.results(kept)),
-        parent_rel_loss=gates.parent_rel_loss(search.results(kept)),
-        open_classes=gates.open_classes(search.results(kept)),
+        score=results.score,
+        score_rel_loss=gates.score_rel_loss(results),
+        parent_rel_loss=gates.parent_rel_loss(results),
+        open_classes=gates.open_classes(results),
         num_layers=len(ranked),
         float_macs_share=sum(layer.macs_share for layer in layers),
         num_judged=search.num_judged,
         float_layers=layers,
         steps=tuple(steps),
+        left_out=left_out,
     )
-    for text in report.open_classes:
-        logger.warning("quantize_partial: %s", text)
-    logger.info(
-        "quantize_partial: %d of %d layers in float, val score %.4f (float %.4f)",
-        len(kept),
-        len(ranked),
-        score,
-        evaluator.float_score,
-    )
-    return report
+
+
+def _float_layers(
+    search: "_Search", graph: "ModelProto", nodes: Sequence[str], preset: set[str], kept: set[str]
+) -> tuple[FloatLayer, ...]:
+    """Describe the layers in float; what each would cost in INT8 is measured while there is time."""
+    from tasks.parts.onnx_graphs.graph import node_sources
+    from tasks.parts.onnx_graphs.macs import conv_macs
+
+    macs, sources = conv_macs(graph), node_sources(graph)
+    total = sum(macs.values())
+    layers = []
+    for node in nodes:
+        score = search.score_in_time(kept - {node})
+        reason = (
+            "it is not known what it would cost in INT8"
+            if score is None
+            else f"with it in INT8, the validation score would be {score:.4f}"
+        )
+        layers.append(
+            FloatLayer(
+                node=node,
+                module=sources.get(node, ("", ""))[0],
+                source=sources.get(node, ("", ""))[1],
+                macs_share=macs.get(node, 0) / total,
+                score_in_int8=score,
+                reason="quantize_partial.keep_float or .exclusions" if node in preset else reason,
+            )
+        )
+    return tuple(layers)
 
 
 class _Search:
@@ -235,32 +351,76 @@ class _Search:
         ranges: Mapping[str, "TensorRange"],
         evaluator: "GraphEvaluator",
         gates: "AccuracyGates",
+        budget: "TimeBudget",
     ) -> None:
-        self._cfg, self._graph, self._ranges, self._evaluator = cfg, graph, ranges, evaluator
-        self.gates = gates
-        self._known: dict[frozenset[str], Evaluation] = {}
+        from tasks.parts.progress import Progress
+
+        self._cfg, self._graph, self._ranges = cfg, graph, ranges
+        self.evaluator, self.gates, self.budget = evaluator, gates, budget
+        self._known: dict[frozenset[str], Evaluation | BuildFailed] = {}
+        self._progress = Progress("quantize_partial")
 
     @property
     def num_judged(self) -> int:
         return len(self._known)
 
-    def _evaluation(self, kept: Iterable[str]) -> "Evaluation":
-        from tasks.parts.quantization.qdq import insert_qdq
-
+    def judge(self, kept: Iterable[str]) -> "Evaluation | BuildFailed":
+        """Evaluate a graph with these layers in float; the error if it does not run."""
         names = frozenset(kept)
         if names not in self._known:
-            candidate = insert_qdq(self._graph, self._ranges, op_types=self._cfg.op_types, float_nodes=names)
-            self._known[names] = self._evaluator.evaluate(candidate)
+            most = self._cfg.max_float_layers * (self._cfg.num_candidates + 2) + 1
+            self._progress.tell(len(self._known), max(most, len(self._known) + 1), is_most=True)
+            try:
+                self._known[names] = self._evaluate(names)
+            except BuildFailed as error:
+                logger.warning("quantize_partial: %s in float is left out: %s", ", ".join(names), error)
+                self._known[names] = error
         return self._known[names]
 
-    def results(self, kept: Iterable[str]) -> "ImageResults":
-        return self._evaluation(kept).results
+    def _evaluate(self, names: frozenset[str]) -> "Evaluation":
+        from tasks.parts.quantization.qdq import insert_qdq
 
-    def score(self, kept: Iterable[str]) -> float:
-        return self.results(kept).score
+        candidate = insert_qdq(self._graph, self._ranges, op_types=self._cfg.op_types, float_nodes=names)
+        return self.evaluator.evaluate(candidate)
+
+    def results(self, kept: Iterable[str]) -> "ImageResults":
+        """Return the results of a set; raise BuildFailed if it does not run."""
+        found = self.judge(kept)
+        if isinstance(found, BuildFailed):
+            raise found
+        return found.results
+
+    def score_in_time(self, kept: Iterable[str]) -> float | None:
+        """Return the score of a set; None if it does not run, or is not known and the time is up."""
+        if frozenset(kept) not in self._known and self._is_over():
+            return None
+        found = self.judge(kept)
+        return None if isinstance(found, BuildFailed) else found.score
+
+    def holds(self, kept: Iterable[str]) -> bool:
+        """Return whether a set runs and holds the gates."""
+        found = self.judge(kept)
+        return not isinstance(found, BuildFailed) and self.gates.hold(found.results)
 
     def rank(self, kept: Iterable[str]) -> tuple[float, ...]:
-        return self.gates.rank(self._evaluation(kept), self._evaluator)
+        """Return what sets are compared by; one that does not run is worse than any other."""
+        found = self.judge(kept)
+        if isinstance(found, BuildFailed):
+            return (-math.inf,)
+        return self.gates.rank(found, self.evaluator)
+
+    def in_time(self, nodes: Iterable[str]) -> Iterator[str]:
+        """Yield the nodes until the time is up."""
+        for node in nodes:
+            if self._is_over():
+                return
+            yield node
+
+    def _is_over(self) -> bool:
+        if self.budget.is_spent and not self.budget.has_cut:
+            logger.warning("quantize_partial: time is up after %d graphs", self.num_judged)
+            self.budget.has_cut = True
+        return self.budget.has_cut
 
 
 def _choose_float_layers(
@@ -268,7 +428,7 @@ def _choose_float_layers(
 ) -> tuple[set[str], list[Step]]:
     kept, waiting = set(preset), [node for node in ranked if node not in preset]
     best_kept = set(kept)
-    steps = [Step("start", "", search.score(kept), len(kept))]
+    steps = [Step("start", "", search.results(kept).score, len(kept))]
     if search.gates.standing_of_float is Standing.unproven:
         logger.warning(
             "quantize_partial: too few validation images to prove the gates; measured losses decide"
@@ -276,28 +436,34 @@ def _choose_float_layers(
     if search.gates.standing_of_float is Standing.beyond:
         logger.warning("quantize_partial: the float graph itself fails the gate; nothing to search for")
         return kept, steps
-    while not search.gates.hold(search.results(kept)) and waiting and len(kept) < cfg.max_float_layers:
+    while not search.holds(kept) and waiting and len(kept) < cfg.max_float_layers:
         before, tried = search.rank(kept), waiting[: cfg.num_candidates]
-        ranks = {node: search.rank(kept | {node}) for node in tried}
-        best = max(tried, key=ranks.__getitem__)
+        ranks = {node: search.rank(kept | {node}) for node in search.in_time(tried)}
+        ranks = {node: rank for node, rank in ranks.items() if rank > (-math.inf,)}
+        if search.budget.has_cut and not ranks:
+            break
+        waiting = waiting[cfg.num_candidates :]
+        if not ranks:
+            continue
+        best = max(ranks, key=ranks.__getitem__)
         kept.add(best)
         best_kept = max(best_kept, set(kept), key=search.rank)  # on a tie the first: fewer layers
-        steps.append(Step("float", best, search.score(kept), len(kept)))
-        logger.info("quantize_partial: %s stays in float, val score %.4f", best, search.score(kept))
-        others = [node for node in tried if node != best]
+        steps.append(Step("float", best, search.results(kept).score, len(kept)))
+        logger.info("quantize_partial: %s stays in float, val score %.4f", best, steps[-1].score)
+        others = [node for node in ranks if node != best]
         helpful = sorted(
             (node for node in others if ranks[node] > before), key=ranks.__getitem__, reverse=True
         )
         useless = [node for node in others if ranks[node] <= before]
-        waiting = [*helpful, *waiting[cfg.num_candidates :], *useless]
-    if not search.gates.hold(search.results(kept)) and best_kept != kept:
+        waiting = [*helpful, *waiting, *useless]
+    if not search.holds(kept) and best_kept != kept:
         kept = best_kept
-        steps.append(Step("back", "", search.score(kept), len(kept)))
-    if search.gates.hold(search.results(kept)):
-        for node in [step.node for step in steps if step.action == "float"]:
-            if search.gates.hold(search.results(kept - {node})):
+        steps.append(Step("back", "", search.results(kept).score, len(kept)))
+    if search.holds(kept):
+        for node in search.in_time([step.node for step in steps if step.action == "float"]):
+            if search.holds(kept - {node}):
                 kept.remove(node)
-                steps.append(Step("int8", node, search.score(kept), len(kept)))
+                steps.append(Step("int8", node, search.results(kept).score, len(kept)))
     return kept, steps
 
 
@@ -340,10 +506,15 @@ def _check_kept(cfg: Config, ranked: Sequence[str]) -> None:
 
 
 def _read_ranking(path: Path, layers: Sequence[str]) -> list[str]:
-    """Return the node names, most sensitive first; raise ArtifactError unless they are the layers of the graph."""
+    """Return the node names, most sensitive first; in the order of the graph if nothing was ranked.
+
+    Raises ArtifactError unless they are the layers of the graph.
+    """
     from tasks.parts.tables import read_table
 
-    ranked = list(read_table(path, "node", stage="rank_layers"))
+    ranked = list(read_table(path, "node", stage="rank_layers", may_be_empty=True))
+    if not ranked:
+        return list(layers)
     if sorted(ranked) != sorted(layers):
         raise ArtifactError(
             f"{path}: the {len(ranked)} ranked layers are not the {len(layers)} of the graph. Run rank_layers "

@@ -103,13 +103,14 @@ def environment(_: Config) -> dict[str, str]:
 
 
 def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
-    """Write ``model.onnx`` (U8S8 Q/DQ), ``ranges.json`` and ``calibrators.csv``.
+    """Write ``model.onnx`` (U8S8 Q/DQ), ``ranges.json``, ``calibrators.csv`` and ``images.npz``.
 
-    The loss of accuracy is not gated here but in `select_engine`, so that the pipeline goes on to the next technique.
+    The last holds what the float graph and the INT8 graph get right in each validation image. The loss of accuracy is
+    not gated here but in `select_engine`, so that the pipeline goes on to the next technique.
 
     Raises DataError for calibration images that would distort the ranges, ArtifactError for a graph without layers.
     """
-    from tasks.parts.data.comparison import score_loss
+    from tasks.parts.data.comparison import RESULTS_FILE, score_loss, write_results
     from tasks.parts.data.dataset import open_images
     from tasks.parts.data.subsets import open_chosen_images
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
@@ -119,6 +120,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         without_blank_images,
     )
     from tasks.parts.quantization.evaluation import open_evaluator, weight_bits
+    from tasks.parts.quantization.gates import FLOAT, INT8
     from tasks.parts.quantization.qdq import (
         insert_qdq,
         place_pairs,
@@ -158,23 +160,24 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         batch_size=cfg.batch_size,
         activations=cfg.activations,
     )
-    trials, candidates, ranks = [], [], []
+    trials, candidates, evaluations = [], [], []
     for title, calibrator, percentile in _calibrations(cfg):
         ranges = choose_ranges(
             graph, statistics, calibrator, percentile=percentile, activations=coarsest(cfg.activations)
         )
         candidates.append((insert_qdq(graph, ranges, op_types=cfg.op_types), ranges))
         evaluation = evaluator.evaluate(candidates[-1][0])
-        ranks.append(evaluator.rank(evaluation))
+        evaluations.append(evaluation)
         loss = score_loss(evaluation.results, evaluator.float_results)
         trials.append(
             Trial(title, evaluation.score, evaluation.agreement, loss.rel_loss, loss.low, loss.high)
         )
         logger.info("%s: val score %.4f, agreement %.4f", title, evaluation.score, evaluation.agreement)
-    best = max(range(len(trials)), key=ranks.__getitem__)
+    best = max(range(len(trials)), key=lambda number: evaluator.rank(evaluations[number]))
     write_graph(candidates[best][0], out / "model.onnx")
     write_ranges(out / "ranges.json", trials[best].calibrator, cfg.activations, candidates[best][1])
     write_table(out / "calibrators.csv", trials)
+    write_results(out / RESULTS_FILE, {FLOAT: evaluator.float_results, INT8: evaluations[best].results})
     kept = trials[best]
     logger.info(
         "%s kept: val score %.4f (float %.4f), agreement %.4f",

@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,6 +40,8 @@ class Config:
     """Images of the val split, on which each cut is evaluated. More: steadier, slower."""
     batch_size: Annotated[int, AtLeast(2)]
     """Images in one batch. More: faster, more memory; the BatchNorm statistics are means over batches."""
+    max_minutes: Annotated[float, MoreThan(0)]
+    """After this time the groups that are left count as ones that cannot be cut."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Report:
     cuts: tuple[GroupCut, ...]
     reason: str
     """Why no group can be cut; empty if one can."""
+    left_out: str
+    """What there was no time for; empty if all was measured."""
 
 
 def environment(_: Config) -> dict[str, str]:
@@ -91,21 +95,23 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
     The channels with the smallest L1 norm are cut, whatever prune.importance is. The uncut network is judged like
     each cut one: with BatchNorm statistics of the same training images. Ratios that give the same number of
     channels in a group are measured once. If no group can be cut, the table is empty, nothing is drawn, and the
-    report gives the reason; this is no error, because a run may prune in another way. Raises ArtifactError for
-    weights that are not finite or a data set with other classes.
+    report gives the reason; this is no error, because a run may prune in another way. Groups for which there is no
+    time are missing, and are not pruned by this table. Raises ArtifactError for weights that are not finite or a data
+    set with other classes.
     """
     from tasks.parts.data.dataset import read_manifest
     from tasks.parts.data.input_card import Task, check_same_classes
     from tasks.parts.data.judge import metric_name
     from tasks.parts.data.subsets import open_chosen_images
     from tasks.parts.networks.checkpoint import load_checkpoint
-    from tasks.parts.progress import tracked
+    from tasks.parts.progress import TimeBudget, tracked
     from tasks.parts.pruning.channel_groups import ChannelGroup, cut_group, list_groups
     from tasks.parts.pruning.macs import measure_convs, total_macs
     from tasks.parts.pruning.recovery import recalibrate_batchnorm
-    from tasks.parts.tables import write_table
+    from tasks.parts.tables import write_empty_table, write_table
     from tasks.parts.training.predict import measure_score, open_labelled_images
 
+    budget = TimeBudget(cfg.max_minutes)
     network, card = load_checkpoint(checkpoint)
     manifest = read_manifest(data)
     check_same_classes(checkpoint, card.classes, manifest.classes, "distill")
@@ -144,7 +150,7 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
     score = judge(network)
     metric = metric_name(manifest, Task.segmentation)
     cuts = []
-    for group, num_channels in tracked(work, "rank_groups"):
+    for group, num_channels in tracked(work, "rank_groups", budget):
         smaller = copy.deepcopy(network)
         cut_group(smaller, group, num_channels, size=size)
         cuts.append(
@@ -164,8 +170,11 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
         largest = max(cut.score_drop for cut in cuts)
         logger.info("rank_groups: %s %.4f; largest drop %.4f", metric, score, largest)
     else:
-        columns = ",".join(field.name for field in fields(GroupCut))
-        (out / "sensitivity.csv").write_text(columns + "\n", encoding="utf-8")
+        write_empty_table(out / "sensitivity.csv", GroupCut)
+    left_out = ""
+    if budget.has_cut:
+        spent = f"time was up after {cfg.max_minutes:g} min (rank_groups.max_minutes)"
+        left_out = f"{spent} and {len(cuts)} of {len(work)} cuts"
     num_uncut = len(groups) - len({cut.group for cut in cuts})
     return Report(
         metric,
@@ -175,7 +184,8 @@ def rank_groups(cfg: Config, *, checkpoint: Path, data: Path, out: Path) -> Repo
         num_uncut,
         len(cuts) + 1,
         tuple(cuts),
-        reason,
+        reason or ("" if cuts else left_out),
+        left_out,
     )
 
 

@@ -2,8 +2,9 @@
 
 Each layer gets two measures: the SQNR of its own output when its inputs are exact (one run of a graph that computes
 each layer twice covers all of them), and the change of the network's predictions when this layer alone runs in INT8
-(one pass over a subset of the validation images per layer). The cost of both grows linearly with the number of
-layers.
+(one pass over a subset of the validation images per layer, those with the lowest SQNR first). The cost of both grows
+linearly with the number of layers. If the graph of quantize_repaired holds the gates, quantize_partial needs no
+ranking, and nothing runs.
 """
 
 import logging
@@ -13,20 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tasks.core.bounds import AtLeast
+from tasks.core.bounds import AtLeast, LessThan, MoreThan
 from tasks.core.environment import versions
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, BuildFailed
 from tasks.parts.cpu import int8_sums
 from tasks.parts.onnx_session import ONNXRUNTIME
 from tasks.parts.quantization.config import OpTypes
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from onnx import ModelProto, NodeProto
 
-    from tasks.parts.quantization.evaluation import GraphEvaluator
+    from tasks.parts.progress import TimeBudget
+    from tasks.parts.quantization.evaluation import Evaluation, GraphEvaluator
     from tasks.parts.quantization.qdq import TensorRange
 
 logger = logging.getLogger(__name__)
+
+_NUM_TOGETHER = 8
+"""Layers that are tried in one session, each alone in INT8. More: fewer passes over what is in front of all of them,
+more memory."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,18 @@ class Config:
     """Validation images for the predictions. More: steadier, slower (one pass per layer)."""
     batch_size: Annotated[int, AtLeast(1)]
     """Images in one batch; changes memory and speed only."""
+    max_score_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
+    """Gate: share of the reference's validation score that may be lost, as in quantize_partial."""
+    max_parent_rel_loss: Annotated[float, AtLeast(0), LessThan(1)]
+    """Gate: share of the validation score of the float graph itself that may be lost, as in quantize_partial."""
+    class_limits: dict[str, Annotated[float, AtLeast(0), LessThan(1)]]
+    """Gate: class, or ``*`` -> share of its IoU or recall in the reference that may be lost, likewise."""
+    class_floors: dict[str, Annotated[float, MoreThan(0), LessThan(1)]]
+    """Gate: class, or ``*`` -> IoU or recall that it has to reach, likewise."""
+    exhaustive: bool
+    """Whether the layers are ranked also where no layer has to stay in float."""
+    max_minutes: Annotated[float, MoreThan(0)]
+    """After this time the layers that are left are ranked by their SQNR alone."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +76,11 @@ class RankedLayer:
     """Share of the multiply-accumulates of the graph, 0..1."""
     sqnr_db: float
     """Signal-to-noise ratio of the layer's own output, fed exact inputs, in dB."""
-    score_drop: float
-    """Loss of the network's score when this layer alone runs in INT8; negative if the score rose."""
-    disagreement: float
-    """Share of pixels, or images, whose class changes when this layer alone runs in INT8, 0..1."""
+    score_drop: float | None
+    """Loss of the network's score when this layer alone runs in INT8; negative if the score rose. None if there was
+    no time for it, or if that graph does not run."""
+    disagreement: float | None
+    """Share of pixels, or images, whose class changes when this layer alone runs in INT8, 0..1; None likewise."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +89,15 @@ class Report:
 
     metric: str
     """Metric of the scores."""
-    float_score: float
-    """Score of the float graph on the same validation images."""
+    float_score: float | None
+    """Score of the float graph on the same validation images; None if nothing was ranked."""
     num_val_images: int
     num_passes: int
     """Passes over the validation images: one per layer, and one in float."""
     layers: tuple[RankedLayer, ...]
-    """The layers, most sensitive first: by disagreement, then by SQNR."""
+    """The layers, most sensitive first: by disagreement, then by SQNR; those without a disagreement last."""
+    left_out: str
+    """What was not ranked, and why; empty if nothing was left out."""
 
 
 def environment(_: Config) -> dict[str, str]:
@@ -84,47 +105,120 @@ def environment(_: Config) -> dict[str, str]:
     return versions("onnx", *ONNXRUNTIME) | {"int8_sums": int8_sums()}
 
 
-def rank_layers(cfg: Config, *, model: Path, ranges: Path, data: Path, out: Path) -> Report:
+def rank_layers(cfg: Config, *, model: Path, ranges: Path, results: Path, data: Path, out: Path) -> Report:
     """Write ``ranking.csv`` and ``ranking.png`` for the float graph `model` and the ranges of quantize_ptq.
 
+    `results` (``images.npz``) is what the graph of quantize_repaired gets right; if that leaves nothing to search,
+    the table has no rows and nothing is drawn.
     Raises ArtifactError when the graph is quantized already or a layer has no range.
     """
-    from tasks.parts.onnx_graphs.graph import is_quantized, node_sources, read_graph
-    from tasks.parts.onnx_graphs.macs import conv_macs
+    from tasks.parts.onnx_graphs.graph import is_quantized, read_graph
+    from tasks.parts.progress import TimeBudget
     from tasks.parts.quantization.evaluation import open_evaluator
     from tasks.parts.quantization.qdq import quantizable_nodes, read_ranges
-    from tasks.parts.tables import write_table
+    from tasks.parts.tables import write_empty_table, write_table
 
     graph, (activations, known) = read_graph(model), read_ranges(ranges)
     if is_quantized(graph):
         raise ArtifactError(f"{model}: already has Q/DQ, expected the float graph of export_onnx.")
+    why = "" if cfg.exhaustive else _why_nothing(cfg, graph, results)
+    if why:
+        logger.info("rank_layers: %s", why)
+        write_empty_table(out / "ranking.csv", RankedLayer)
+        return Report(_metric(graph, data), None, 0, 0, (), why)
+    budget = TimeBudget(cfg.max_minutes)
     evaluator = open_evaluator(
-        graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size, activations=activations
+        graph,
+        data,
+        num_images=cfg.num_val_images,
+        batch_size=cfg.batch_size,
+        activations=activations,
+        num_together=_NUM_TOGETHER + 1,
     )
     nodes = quantizable_nodes(graph, cfg.op_types)
     logger.info("rank_layers: %d layers of %s", len(nodes), model)
     sqnr_db = _own_sqnr_db(cfg, graph, known, data)
-    costs = _costs_alone(cfg, graph, known, evaluator)
-    macs, sources = conv_macs(graph), node_sources(graph)
-    layers = [
-        RankedLayer(
-            node=node.name,
-            op_type=node.op_type,
-            module=sources.get(node.name, ("", ""))[0],
-            source=sources.get(node.name, ("", ""))[1],
-            macs_share=macs.get(node.name, 0) / sum(macs.values()),
-            sqnr_db=sqnr_db[node.name],
-            score_drop=costs[node.name][0],
-            disagreement=costs[node.name][1],
-        )
-        for node in nodes
-    ]
-    layers.sort(key=lambda layer: (-layer.disagreement, layer.sqnr_db, layer.node))
+    costs = _costs_alone(cfg, graph, known, evaluator, sorted(sqnr_db, key=sqnr_db.__getitem__), budget)
+    layers = _layers(graph, nodes, sqnr_db, costs)
     write_table(out / "ranking.csv", layers)
     _plot_ranking(out / "ranking.png", layers)
     return Report(
-        evaluator.metric, evaluator.float_score, len(evaluator.images_NHWC), len(nodes) + 1, tuple(layers)
+        evaluator.metric,
+        evaluator.float_score,
+        len(evaluator.images_NHWC),
+        len(costs) + 1,
+        tuple(layers),
+        _cut_short(cfg, len(costs), len(nodes)) if budget.has_cut else "",
     )
+
+
+def _why_nothing(cfg: Config, graph: "ModelProto", results: Path) -> str:
+    """Return why no layers have to be ranked, in a sentence; empty if they have to."""
+    from tasks.parts.data.class_limits import ClassLimits
+    from tasks.parts.onnx_graphs.graph import read_card_of_graph
+    from tasks.parts.quantization.gates import read_gates
+
+    classes = read_card_of_graph(graph).classes
+    limits = ClassLimits(cfg.class_limits, cfg.class_floors)
+    limits.check_names(classes, "rank_layers")
+    gates, int8 = read_gates(
+        results,
+        classes,
+        max_score_rel_loss=cfg.max_score_rel_loss,
+        max_parent_rel_loss=cfg.max_parent_rel_loss,
+        class_limits=limits,
+    )
+    why = gates.why_no_search(int8)
+    return f"no layer was ranked: {why} (quantize_repaired.exhaustive=true asks for it)" if why else ""
+
+
+def _metric(graph: "ModelProto", data: Path) -> str:
+    from tasks.parts.data.dataset import read_manifest
+    from tasks.parts.data.judge import metric_name
+    from tasks.parts.onnx_graphs.graph import read_card_of_graph
+
+    return metric_name(read_manifest(data), read_card_of_graph(graph).task)
+
+
+def _cut_short(cfg: Config, num_measured: int, num_layers: int) -> str:
+    return (
+        f"time was up after {cfg.max_minutes:g} min (rank_layers.max_minutes): the {num_measured} of {num_layers} "
+        "layers with the lowest SQNR were tried in INT8, the others are ranked by SQNR alone"
+    )
+
+
+def _layers(
+    graph: "ModelProto",
+    nodes: Sequence["NodeProto"],
+    sqnr_db: Mapping[str, float],
+    costs: Mapping[str, tuple[float, float] | None],
+) -> list[RankedLayer]:
+    """Join the measures, most sensitive layer first."""
+    from tasks.parts.onnx_graphs.graph import node_sources
+    from tasks.parts.onnx_graphs.macs import conv_macs
+
+    macs, sources = conv_macs(graph), node_sources(graph)
+    total, layers = sum(macs.values()), []
+    for node in nodes:
+        drop, disagreement = costs.get(node.name) or (None, None)
+        layers.append(
+            RankedLayer(
+                node=node.name,
+                op_type=node.op_type,
+                module=sources.get(node.name, ("", ""))[0],
+                source=sources.get(node.name, ("", ""))[1],
+                macs_share=macs.get(node.name, 0) / total,
+                sqnr_db=sqnr_db[node.name],
+                score_drop=drop,
+                disagreement=disagreement,
+            )
+        )
+    return sorted(layers, key=lambda layer: (-_known(layer.disagreement), layer.sqnr_db, layer.node))
+
+
+def _known(disagreement: float | None) -> float:
+    """Return what layers are ranked by; without a measure they come last."""
+    return -1.0 if disagreement is None else disagreement
 
 
 def _own_sqnr_db(
@@ -153,18 +247,45 @@ def _own_sqnr_db(
 
 
 def _costs_alone(
-    cfg: Config, graph: "ModelProto", ranges: Mapping[str, "TensorRange"], evaluator: "GraphEvaluator"
-) -> dict[str, tuple[float, float]]:
-    """Return layer -> (drop of the network's score, disagreement) when this layer alone runs in INT8."""
-    from tasks.parts.progress import tracked
-    from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes
+    cfg: Config,
+    graph: "ModelProto",
+    ranges: Mapping[str, "TensorRange"],
+    evaluator: "GraphEvaluator",
+    names: Sequence[str],
+    budget: "TimeBudget",
+) -> dict[str, tuple[float, float] | None]:
+    """Return layer -> (drop of the network's score, disagreement) when this layer alone runs in INT8.
 
-    names = [node.name for node in quantizable_nodes(graph, cfg.op_types)]
-    costs = {}
-    for name in tracked(names, "rank_layers"):
-        others = set(names) - {name}
-        evaluation = evaluator.evaluate(insert_qdq(graph, ranges, op_types=cfg.op_types, float_nodes=others))
-        costs[name] = (evaluator.float_score - evaluation.score, 1 - evaluation.agreement)
+    None for a layer whose graph does not run. Layers for which there is no time are missing.
+    """
+    from tasks.parts.onnx_graphs.variants import has_subgraphs
+    from tasks.parts.progress import tracked
+    from tasks.parts.quantization.qdq import insert_qdq
+
+    everything = set(names)
+
+    def alone(name: str) -> "ModelProto":
+        return insert_qdq(graph, ranges, op_types=cfg.op_types, float_nodes=everything - {name})
+
+    def evaluate(some: Sequence[str]) -> "Sequence[Evaluation | None]":
+        try:
+            if len(some) > 1:
+                return evaluator.evaluate_together(graph, alone, some)
+            return [evaluator.evaluate(alone(some[0]))]
+        except BuildFailed as error:
+            if len(some) > 1:
+                return [found for name in some for found in evaluate([name])]
+            logger.warning("rank_layers: %s alone in INT8 is left out: %s", some[0], error)
+            return [None]
+
+    costs: dict[str, tuple[float, float] | None] = {}
+    step = 1 if has_subgraphs(graph) else _NUM_TOGETHER
+    chunks = [names[start : start + step] for start in range(0, len(names), step)]
+    for chunk in tracked(chunks, f"rank_layers ({step} layers at a time)", budget):
+        for name, found in zip(chunk, evaluate(chunk), strict=True):
+            costs[name] = (
+                None if found is None else (evaluator.float_score - found.score, 1 - found.agreement)
+            )
     return costs
 
 
@@ -176,7 +297,7 @@ def _plot_ranking(path: Path, layers: Sequence[RankedLayer]) -> None:
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True)
     positions = range(len(layers))
-    upper.bar(positions, [100 * layer.disagreement for layer in layers], color="#1f5fa8")
+    upper.bar(positions, [100 * (layer.disagreement or 0) for layer in layers], color="#1f5fa8")
     upper.set_ylabel("predictions that change (%)")
     upper.set_title("Cost of INT8 with one layer quantized at a time, most sensitive layer first")
     lower.bar(positions, [layer.sqnr_db for layer in layers], color="#9fb8d6")

@@ -64,6 +64,8 @@ class Config:
     """Rounds of timing; each engine runs one burst per round. More: narrower intervals."""
     opset: int
     """ONNX operator set of the graphs."""
+    max_minutes: Annotated[float, MoreThan(0)]
+    """After this time no further ratio is trained; the choice is made among those that were."""
 
     def __post_init__(self) -> None:
         if self.trainer.num_devices * self.trainer.num_nodes > 1:
@@ -169,10 +171,12 @@ def search_pruning(cfg: Config, *, checkpoint: Path, sensitivity: Path, data: Pa
     ratios, size = sorted(cfg.target_macs_ratios), (card.height, card.width)
     logger.info("search_pruning: %s on %s, ratios %s", checkpoint, cfg.target.name, ratios)
     networks, notes = _prune_all(cfg, network, size, data, sensitivity)
-    macs = {ratio: total_macs(measure_convs(pruned, size)) for ratio, pruned in networks.items()}
     scores, latencies, aa_ratio_spread = (
         _measure(cfg, networks, card, data, out) if networks else ({}, {}, None)
     )
+    late = f"there was no time for it within {cfg.max_minutes:g} min (search_pruning.max_minutes)"
+    notes |= dict.fromkeys((ratio for ratio in networks if ratio not in scores), late)
+    macs = {ratio: total_macs(measure_convs(networks[ratio], size)) for ratio in scores}
     candidates = _candidates(notes, macs, scores, latencies)
     choice = _choose(candidates)
     ratio, reason = (choice.target_macs_ratio, "") if choice else (None, _why_none(candidates))
@@ -252,19 +256,24 @@ def _prune_all(
 def _measure(
     cfg: Config, networks: Mapping[float, "nn.Module"], card: "ModelCard", data: Path, out: Path
 ) -> tuple[dict[float, float], dict[float, _Latency], float]:
-    """Return the score and the latency of each ratio, and the A/A spread.
+    """Return the score and the latency of each ratio, and the A/A spread; of those for which there was time.
 
     The unpruned engine is built first, before any training, so that a target that cannot be built fails early.
     """
     from tempfile import TemporaryDirectory
 
+    from tasks.parts.progress import TimeBudget
     from tasks.parts.pruning.recovery import recover
 
+    budget = TimeBudget(cfg.max_minutes)
     with TemporaryDirectory(dir=out) as scratch:
         engines = {UNPRUNED: _build(cfg, networks[UNPRUNED], card, data, Path(scratch, f"{UNPRUNED}"))}
         small_data = _chosen_images(cfg, data, out / "resume" / "dataset")
         scores = {}
         for number, (ratio, network) in enumerate(networks.items(), 1):
+            if budget.is_spent and ratio != UNPRUNED:
+                logger.warning("search_pruning: no time is left for ratio %g", ratio)
+                continue
             logger.info("search_pruning: network %d of %d, ratio %g", number, len(networks), ratio)
             scores[ratio] = recover(network, small_data, cfg.trainer, out / "resume" / f"{ratio}")
             if ratio != UNPRUNED:
@@ -410,8 +419,9 @@ def _choose(candidates: Sequence[Candidate]) -> Candidate | None:
 def _why_none(candidates: Sequence[Candidate]) -> str:
     """Return the reason why no candidate can be chosen."""
     measured = [row.target_macs_ratio for row in candidates if row.target_macs_ratio != UNPRUNED and row.macs]
+    notes = [row.note for row in candidates if row.note]
     if not measured:
-        return f"none of the ratios can be reached. The reason for the largest: {candidates[-1].note}"
+        return f"none of the ratios can be reached. The reason for the largest: {notes[-1]}"
     return (
         f"none of the networks pruned to {measured} of the MACs is both on the front of latency and score and "
         "significantly faster than the unpruned one (latency_ratio_high below 1)"

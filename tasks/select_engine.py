@@ -4,8 +4,9 @@
 engine is missing from ``picks.json``; report.json, report.md and report.html say why.
 """
 
+import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ from tasks.core.errors import ConfigError
 from tasks.core.reports import read_report, write_json
 from tasks.parts.measuring.load_report import LoadReport
 from tasks.parts.measuring.reports import BenchmarkReport
+from tasks.parts.quantization.left_out import Search, read_left_out
 from tasks.parts.selection.accuracy_gates import AccuracyGates, find_parents
 from tasks.parts.selection.engine_row import ENGINES_FILE, EngineRow, UnseenVerdict, Verdict, flatten
 from tasks.parts.selection.headline import class_warnings_of, frame_finding_of
@@ -82,6 +84,8 @@ class Config:
     """Targets whose layers `explain` held against the roofs."""
     loaded: list[str]
     """Targets whose engines `measure_load` measured."""
+    searches: dict[str, Search]
+    """Variant -> the search that made its graph, which may have left something out."""
 
     def __post_init__(self) -> None:
         names = [(engine.variant, engine.target) for engine in self.engines]
@@ -172,18 +176,21 @@ def select_engine(
     explanations: Path,
     loads: Path,
     data: Path,
+    repaired: Path,
+    partial: Path,
     out: Path,
 ) -> Report:
     """Write engines.json, picks.json, report.md, report.html, pareto.png and a bundle of each pick.
 
     `explanations`, `loads` and `data` decide nothing: the page shows the layers of engines, what they do under load,
-    and images on which they differ.
+    and images on which they differ. Nor do `repaired` and `partial`, which say what these searches left out.
 
     Raises ArtifactError if a report is missing or accuracy, latency and speed-up were measured on different files.
     """
     logger.info("select_engine: %d engines from %s", len(cfg.engines), builds)
     folders = StageFolders(builds, validations, benchmarks, diffs)
-    findings = judge(cfg, folders, loads)
+    left_out = _read_left_out(cfg, {Search.quantize_repaired: repaired, Search.quantize_partial: partial})
+    findings = judge(cfg, folders, loads, left_out)
     _write(findings, folders, {target: explanations / target for target in cfg.explained}, data, out)
     report = _report(findings)
     for row in findings.picks:
@@ -197,10 +204,23 @@ def select_engine(
     return report
 
 
-def judge(cfg: Config, folders: StageFolders, loads: Path | None = None) -> "Findings":
+def _read_left_out(cfg: Config, files: Mapping[Search, Path]) -> dict[str, str]:
+    """Return variant -> what the search for its graph left out, if it did."""
+
+    read = {variant: read_left_out(files[search]) for variant, search in cfg.searches.items()}
+    return {variant: text for variant, text in read.items() if text}
+
+
+def judge(
+    cfg: Config,
+    folders: StageFolders,
+    loads: Path | None = None,
+    left_out: Mapping[str, str] | None = None,
+) -> "Findings":
     """Return every engine with its verdict, and mark the pick of each target; nothing is written.
 
-    `loads` holds the reports of measure_load by target; None reads none of them. Raises ArtifactError if a report is
+    `loads` holds the reports of measure_load by target; None reads none of them. `left_out` says for variants what
+    was not tried for them. Raises ArtifactError if a report is
     missing or accuracy, latency and speed-up were measured on different files.
     """
     from tasks.parts.selection.findings import Findings
@@ -236,7 +256,7 @@ def judge(cfg: Config, folders: StageFolders, loads: Path | None = None) -> "Fin
     )
     rows = judge_all(rows, gates, reference, cfg.ladder, benchmarks)
     return Findings(
-        rows=rows,
+        rows=[_with_left_out(row, left_out or {}) for row in rows],
         without_pick=targets_without_pick(rows),
         ladder=cfg.ladder,
         techniques=[(technique.name, technique.before, technique.after) for technique in cfg.techniques],
@@ -249,6 +269,12 @@ def judge(cfg: Config, folders: StageFolders, loads: Path | None = None) -> "Fin
         benchmarks=benchmarks,
         loads=loaded,
     )
+
+
+def _with_left_out(row: EngineRow, left_out: Mapping[str, str]) -> EngineRow:
+    """Add to the reason of a verdict what was not tried for this variant."""
+    parts = [text for text in (row.reason, left_out.get(row.variant, "")) if text]
+    return dataclasses.replace(row, reason="; ".join(parts))
 
 
 def _accuracy_gates(cfg: Config, folders: StageFolders, rows: Sequence[EngineRow]) -> AccuracyGates:

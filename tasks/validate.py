@@ -5,6 +5,7 @@ One split decides which engine is picked. The other stays unseen: its results ar
 
 import csv
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MAX_BYTES = 1 << 29
+"""Limit for the outputs of one inference together with what counting them takes."""
+_BYTES_PER_PIXEL = 64
+"""Of a mask, for its classes, its boundaries and their counts."""
+_BYTES_PER_VALUE = 24
+"""For three copies in float64: the true value, the difference, its square."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -32,8 +40,8 @@ class Config:
     unseen_split: Literal["train", "val", "test"]
     """Split that is reported once, for the picked engines. Nothing is decided on it."""
     batch_size: Annotated[int, AtLeast(1)]
-    """Images that are read and counted at once; an inference takes at most the target's max_batch of them. Larger:
-    faster, more memory; same result."""
+    """Images that are read, inferred and counted at once; at most the target's max_batch, and at most as many as have
+    outputs that fit in half a gigabyte. Larger: faster, more memory; same result."""
 
     def __post_init__(self) -> None:
         if self.split == self.unseen_split:
@@ -186,14 +194,13 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
     engine, card = on_frames(runner), runner.manifest.card
     images_NHWC = open_chosen_images(data, split, None)
     ignore_index = IGNORE_INDEX if card.task is Task.segmentation else NO_LABEL
-    step = min(batch_size, runner.manifest.target.max_batch)
+    step = min(batch_size, runner.manifest.target.max_batch, _images_that_fit(card))
     confusion_CC, results = np.zeros((len(card.classes), len(card.classes)), np.int64), []
     energies_C, boundaries, shown = [], [], Answers.of(max(2, len(card.classes)))
-    starts = range(0, len(images_NHWC), batch_size)
+    starts = range(0, len(images_NHWC), step)
     for start in tracked(starts, "validate"):
-        frames_NHWC = np.ascontiguousarray(images_NHWC[start : start + batch_size])
-        parts = [frames_NHWC[part : part + step] for part in range(0, len(frames_NHWC), step)]
-        outputs = np.concatenate([runner.infer(engine.prepare(part)) for part in parts])
+        frames_NHWC = np.ascontiguousarray(images_NHWC[start : start + step])
+        outputs = runner.infer(engine.prepare(frames_NHWC))
         _check_finite(outputs, runner, split, start)
         answers = engine.finish(outputs)
         results.append(judge.compare(outputs, answers, start))
@@ -204,7 +211,7 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
         if card.task is Task.values:
             energies_C.append(energy(outputs, card.output_sizes).sum(axis=0))
         else:
-            labels = judge.labels[start : start + batch_size]
+            labels = judge.labels[start : start + step]
             confusion_CC += confusion_matrix(answers, labels, len(card.classes), ignore_index)
     on_boundaries = judge.join(boundaries) if boundaries else None
     return _Measured(
@@ -214,6 +221,19 @@ def _run_split(runner: "Runner", data: Path, split: str, batch_size: int, judge:
         np.sum(energies_C, axis=0),
         shown,
     )
+
+
+def _images_that_fit(card: "InputCard") -> int:
+    """Return of how many images the outputs and their counts fit into the memory that is set aside, one at least."""
+    from tasks.parts.data.input_card import Task
+
+    num_values = math.prod(card.logits_shape)
+    num_bytes = 4 * num_values
+    if card.task is Task.segmentation:
+        num_bytes += _BYTES_PER_PIXEL * card.height * card.width
+    elif card.task is Task.values:
+        num_bytes += _BYTES_PER_VALUE * num_values
+    return max(1, _MAX_BYTES // num_bytes)
 
 
 def _check_twin(twin: "Runner", data: Path, split: str, num_images: int) -> None:

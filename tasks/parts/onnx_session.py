@@ -1,16 +1,19 @@
 """Open ONNX Runtime sessions, both to evaluate graphs and to run engines."""
 
 import importlib
-from collections.abc import Sequence
+import math
+import weakref
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, BuildFailed, TargetMismatch, first_line
 from tasks.parts.custom_operators import check_libraries, libraries_of
 
 if TYPE_CHECKING:
     import onnxruntime
-    from onnx import ModelProto
+    from numpy.typing import NDArray
+    from onnx import ModelProto, TensorProto
 
 ONNXRUNTIME = ("onnxruntime", "onnxruntime-gpu")
 """Python packages that provide ONNX Runtime."""
@@ -28,6 +31,10 @@ PLAN_OPERATOR = "EPContext"
 PROVIDER_OPTIONS = {CUDA_PROVIDER: {"use_tf32": "0"}}  # TF32 has only 10 bits of mantissa
 
 _LOG_ERRORS_ONLY = 3
+
+_LARGE_GRAPH_BYTES, _LARGE_TENSOR_BYTES = 1 << 27, 1 << 20
+"""Graphs with more constants than this are passed on without the larger ones: a message of 2 GiB cannot be
+serialized, and each copy of a smaller one costs its size."""
 
 
 def open_session(
@@ -74,12 +81,13 @@ def open_session(
         options.optimized_model_filepath = str(optimised_file)
     if profile_prefix is not None:
         options.enable_profiling, options.profile_file_prefix = True, profile_prefix
+    constants: dict[str, NDArray[Any]] = {}
     if isinstance(model, Path):
         source: str | bytes = str(model)
     elif isinstance(model, bytes):
         source = model
     else:
-        source = model.SerializeToString()
+        source = _serialize(model, options, constants)
         libraries = (
             check_libraries(libraries_of(model), "model.custom_operators") if libraries is None else libraries
         )
@@ -106,10 +114,105 @@ def open_session(
         raise BuildFailed(
             f"ONNX Runtime {onnxruntime.__version__} refuses the graph: {first_line(error)}"
         ) from error
+    weakref.finalize(session, constants.clear)  # it reads them in place
     in_use = session.get_providers()
     if in_use[0] != provider:
         raise TargetMismatch(f"ONNX Runtime runs on {in_use[0]}, expected {provider} (target.<name>.device).")
     return session
+
+
+def large_constants(model: "ModelProto") -> dict[str, "TensorProto"]:
+    """Return the large constants of a graph that has many, by name; none of any other graph."""
+    from onnx import helper
+
+    size_of = {
+        tensor.name: math.prod(tensor.dims) * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        for tensor in model.graph.initializer
+    }
+    if sum(size_of.values()) <= _LARGE_GRAPH_BYTES:
+        return {}
+    return {
+        tensor.name: tensor
+        for tensor in model.graph.initializer
+        if size_of[tensor.name] > _LARGE_TENSOR_BYTES
+    }
+
+
+def copy_without(model: "ModelProto", constants: Container[str]) -> "ModelProto":
+    """Return a copy without some constants, which are not copied to be removed."""
+    from google.protobuf.message import Message
+    from onnx import ModelProto
+
+    copied = ModelProto()
+    for source, target, left_out in (
+        (model, copied, "graph"),
+        (model.graph, copied.graph, "initializer"),
+    ):
+        for field, value in source.ListFields():
+            if field.name == left_out:
+                continue
+            if isinstance(value, Message):
+                getattr(target, field.name).CopyFrom(value)
+            elif isinstance(value, str | bytes | int):
+                setattr(target, field.name, value)
+            else:
+                getattr(target, field.name).extend(value)
+    copied.graph.initializer.extend(
+        tensor for tensor in model.graph.initializer if tensor.name not in constants
+    )
+    return copied
+
+
+def refer(tensor: "TensorProto", location: str, offset: int, length: int) -> "TensorProto":
+    """Return a tensor of the same name, type and shape whose values lie in a file."""
+    from onnx import StringStringEntryProto, TensorProto
+
+    entries = {"location": location, "offset": str(offset), "length": str(length)}
+    return TensorProto(
+        name=tensor.name,
+        data_type=tensor.data_type,
+        dims=tensor.dims,
+        data_location=TensorProto.EXTERNAL,
+        external_data=[StringStringEntryProto(key=key, value=value) for key, value in entries.items()],
+    )
+
+
+def _serialize(
+    model: "ModelProto", options: "onnxruntime.SessionOptions", constants: "dict[str, NDArray[Any]]"
+) -> bytes:
+    """Return a graph as bytes; large constants reach the session as arrays, which are added to `constants`."""
+    import onnxruntime
+    from onnx import numpy_helper
+
+    large = large_constants(model)
+    if not large:
+        return bytes(model.SerializeToString())
+    light = copy_without(model, large)
+    constants |= {name: numpy_helper.to_array(tensor) for name, tensor in large.items()}
+    light.graph.initializer.extend(
+        refer(tensor, "constants", 0, constants[name].nbytes) for name, tensor in large.items()
+    )
+    arrays = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in constants.values()]
+    options.add_external_initializers(list(constants), arrays)
+    options.add_session_config_entry("session.disable_prepacking", "1")  # each kernel would copy its weight
+    return bytes(light.SerializeToString())
+
+
+def run_session(
+    session: "onnxruntime.InferenceSession", outputs: Sequence[str] | None, feeds: Mapping[str, Any]
+) -> list[Any]:
+    """Return the outputs of a session, all for None.
+
+    Raises BuildFailed where the runtime accepted the graph and does not compute it: sizes that do not fit, or no
+    memory for them.
+    """
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    try:
+        found: list[Any] = session.run(outputs, feeds)
+    except (state.Fail, state.InvalidArgument, state.NotImplemented, state.RuntimeException) as error:
+        raise BuildFailed(f"ONNX Runtime does not compute the graph: {first_line(error)}") from error
+    return found
 
 
 def register_library(options: "onnxruntime.SessionOptions", library: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_limit_of_a_class_that_does_not_exist_is_refused_with_the_known_ones_c
 
 def test_limits_reach_every_stage_that_judges_c2() -> None:
     params = compose_params(["+select_engine.class_limits={three: 0.05, *: 0.2}"])
-    for stage in ("select_engine", "quantize_partial", "quantize_repaired"):
+    for stage in ("select_engine", "quantize_partial", "quantize_repaired", "rank_layers"):
         assert params[stage]["class_limits"] == {"three": 0.05, "*": 0.2}
         assert params[stage]["class_floors"] == {}
 

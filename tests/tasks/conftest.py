@@ -22,6 +22,16 @@ HEIGHT, WIDTH = 64, 96
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 REPOSITORY = Path(__file__).resolve().parents[2]
 
+ANYWAY: dict[str, Any] = {
+    "max_score_rel_loss": 0.0,
+    "max_parent_rel_loss": 0.0,
+    "class_limits": {},
+    "class_floors": {},
+    "exhaustive": True,
+    "max_minutes": 60.0,
+}
+"""What rank_layers needs to rank in any case; it reads no `results` then."""
+
 
 AOTINDUCTOR = pytest.param("cpu_aotinductor", marks=pytest.mark.slow)
 """The target that compiles its engine for half a minute."""
@@ -139,6 +149,8 @@ class Unbalanced:
     ranking: Path
     node: str
     """The convolution that reads the unbalanced activation."""
+    results: Path
+    """What float and INT8 graph get right in each validation image."""
 
 
 @pytest.fixture(scope="session")
@@ -205,13 +217,46 @@ def unbalanced(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> 
     )
     quantize_ptq(config, model=root / "float.onnx", data=data, out=root)
     rank_layers(
-        RankConfig(op_types=OP_TYPES, num_images=4, num_val_images=0, batch_size=4),
+        RankConfig(op_types=OP_TYPES, num_images=4, num_val_images=0, batch_size=4, **ANYWAY),
         model=root / "float.onnx",
         ranges=root / "ranges.json",
+        results=root / "images.npz",
         data=data,
         out=root,
     )
-    return Unbalanced(root / "float.onnx", root / "ranges.json", data, root / "ranking.csv", after.name)
+    files = (root / name for name in ("float.onnx", "ranges.json", "dataset", "ranking.csv"))
+    return Unbalanced(*files, after.name, root / "images.npz")
+
+
+@pytest.fixture(scope="session")
+def repaired(unbalanced: Unbalanced, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What quantize_repaired wrote for that graph: with an equalization that holds loose gates for certain."""
+    from tasks.quantize_repaired import Config, quantize_repaired
+
+    out = tmp_path_factory.mktemp("repaired")
+    config = Config(
+        op_types=OP_TYPES,
+        max_score_rel_loss=0.35,  # random weights: INT8 costs a quarter even with every layer balanced
+        max_parent_rel_loss=0.99,
+        class_limits={},
+        class_floors={},
+        num_images=4,
+        num_layer_images=4,
+        num_val_images=0,
+        batch_size=4,
+        exhaustive=False,
+        max_minutes=60.0,
+    )
+    quantize_repaired(
+        config,
+        model=unbalanced.graph,
+        reference=unbalanced.graph,
+        ranges=unbalanced.ranges,
+        results=unbalanced.results,
+        data=unbalanced.data,
+        out=out,
+    )
+    return out
 
 
 def _smooth_images(random: np.random.Generator, count: int) -> np.ndarray:

@@ -2,6 +2,7 @@ import csv
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from tasks.parts.data.dataset_writer import SplitBatches, write_dataset
 from tasks.parts.data.input_card import InputCard, Task
 from tasks.parts.onnx_graphs.graph import CARD_KEY, write_graph
 from tasks.parts.quantization.config import Activations, Calibrator
+from tasks.parts.tables import write_empty_table
 from tasks.quantize_ptq import Config as QuantizeConfig
 from tasks.quantize_ptq import quantize_ptq
 from tasks.rank_layers import Config as RankConfig
-from tasks.rank_layers import rank_layers
+from tasks.rank_layers import RankedLayer, rank_layers
+from tests.tasks.conftest import ANYWAY
 
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 CONFIG = Config(
@@ -98,6 +101,28 @@ def test_one_calibration_image_is_enough_to_answer(unbalanced: Any, tmp_path: Pa
     manifest["counts"]["calibration"] = 1
     (data / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     assert "with 1 of 1 images" in answer(check(unbalanced, tmp_path, data=data), "enough").found
+
+
+def test_a_ranking_that_was_not_needed_leaves_its_questions_open_in_words_b1(
+    unbalanced: Any, tmp_path: Path
+) -> None:
+    write_empty_table(tmp_path / "ranking.csv", RankedLayer)
+    report = check(unbalanced, tmp_path, ranking=tmp_path / "ranking.csv")
+    for question in ("first and the last", "Which layers"):
+        found = answer(report, question)
+        assert not found.is_suspect
+        assert re.fullmatch(r"not measured: rank_layers ranked nothing.*exhaustive=true.*", found.found)
+
+
+def test_a_ranking_that_had_no_time_names_suspects_by_their_noise_b1(unbalanced: Any, tmp_path: Path) -> None:
+    rows = list(csv.DictReader(unbalanced.ranking.open(encoding="utf-8")))
+    with (tmp_path / "ranking.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows({**row, "score_drop": "", "disagreement": ""} for row in rows)
+    report = check(unbalanced, tmp_path, ranking=tmp_path / "ranking.csv")
+    assert re.match(rf"{unbalanced.node} \(\S+\): \S+ dB; ", answer(report, "Which layers").found)
+    assert "alone in INT8: not measured" in answer(report, "first and the last").found
 
 
 def test_a_ranking_of_another_graph_is_refused(unbalanced: Any, tmp_path: Path) -> None:
@@ -198,7 +223,9 @@ def check_linear(model: Path) -> Report:
     """Rank and check what `quantize` wrote beside a graph of linear layers."""
     root = model.parent
     data, ranges = root / "dataset", root / "ranges.json"
-    rank_layers(RankConfig(["Gemm"], 4, 0, 4), model=model, ranges=ranges, data=data, out=root)
+    config = RankConfig(["Gemm"], 4, 0, 4, **ANYWAY)
+    results = root / "images.npz"
+    rank_layers(config, model=model, ranges=ranges, results=results, data=data, out=root)
     return check_int8(
         dataclasses.replace(CONFIG, op_types=["Gemm"]),
         model=model,

@@ -22,7 +22,7 @@ from tasks.rank_groups import rank_groups
 from tasks.rank_layers import Config as RankConfig
 from tasks.rank_layers import rank_layers
 from tasks.validate import validate
-from tests.tasks.conftest import CLASSES, HEIGHT, OP_TYPES, WIDTH, Workshop
+from tests.tasks.conftest import ANYWAY, CLASSES, HEIGHT, OP_TYPES, WIDTH, Workshop
 from tests.tasks.parts.sources.runs import config_of
 from tests.tasks.parts.sources.test_windowed_splits import write_folder
 from tests.tasks.test_check_int8 import CONFIG as CHECK
@@ -79,8 +79,9 @@ def test_quantization_ranking_and_checks(
     quantized = both(datasets, tmp_path / "ptq", quantize_ptq, QUANTIZE, model=workshop.graph)
     ranges = quantized / "ranges.json"
     model, ranges = workshop.graph, quantized / "ranges.json"
-    config = RankConfig(op_types=OP_TYPES, num_images=2, num_val_images=2, batch_size=4)
-    ranked = both(datasets, tmp_path / "rank", rank_layers, config, model=model, ranges=ranges)
+    config = RankConfig(op_types=OP_TYPES, num_images=2, num_val_images=2, batch_size=4, **ANYWAY)
+    inputs = {"model": model, "ranges": ranges, "results": quantized / "images.npz"}
+    ranked = both(datasets, tmp_path / "rank", rank_layers, config, **inputs)
     files = {"trials": quantized / "calibrators.csv", "ranking": ranked / "ranking.csv"}
     both(
         datasets,
@@ -103,7 +104,7 @@ def test_validation_and_comparison_of_an_engine(
 
 def test_pruning(workshop: Workshop, datasets: tuple[Path, Path], tmp_path: Path) -> None:
     config = GroupsConfig(
-        ratios=[0.5], channel_multiple=4, num_train_images=4, num_val_images=2, batch_size=3
+        ratios=[0.5], channel_multiple=4, num_train_images=4, num_val_images=2, batch_size=3, max_minutes=60.0
     )
     both(datasets, tmp_path, rank_groups, config, checkpoint=workshop.checkpoint)
     network, card = load_checkpoint(workshop.checkpoint)

@@ -1,4 +1,5 @@
 import csv
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from tasks.parts.data.accuracy import Standing
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph, write_graph
 from tasks.parts.quantization.evaluation import open_evaluator
 from tasks.parts.quantization.qdq import insert_qdq, quantizable_nodes, read_ranges
+from tasks.parts.tables import write_empty_table
 from tasks.quantize_partial import Config, Report, quantize_partial
+from tasks.rank_layers import RankedLayer
 
 OP_TYPES = ["Conv", "Add", "Concat", "AveragePool", "Resize"]
 CONFIG = Config(
@@ -27,16 +30,21 @@ CONFIG = Config(
     exclusions=[],
     num_val_images=0,
     batch_size=4,
+    exhaustive=True,
+    max_minutes=60.0,
 )
 
 
-def search(files: Any, out: Path, ranking: Path | None = None, **changes: Any) -> Report:
+def search(
+    files: Any, out: Path, ranking: Path | None = None, repaired: Path | None = None, **changes: Any
+) -> Report:
     return quantize_partial(
         replace(CONFIG, **changes),
         model=files.graph,
-        repaired=files.graph,
+        repaired=repaired or files.graph,
         reference=files.graph,
         ranges=files.ranges,
+        results=files.results,
         ranking=ranking or files.ranking,
         data=files.data,
         out=out,
@@ -79,6 +87,42 @@ def test_a_graph_that_passes_at_once_is_the_ptq_graph(unbalanced: Any, tmp_path:
     assert len(report.steps) == 1
     expected = insert_qdq(read_graph(unbalanced.graph), read_ranges(unbalanced.ranges)[1], op_types=OP_TYPES)
     assert read_graph(tmp_path / "model.onnx") == expected
+
+
+def test_nothing_is_searched_and_nothing_runs_where_the_repaired_graph_holds_the_gates_b1(
+    unbalanced: Any, repaired: Path, tmp_path: Path
+) -> None:
+    """The images are missing, so that a session would fail, and the ranking was not needed."""
+    data = tmp_path / "dataset"
+    data.mkdir()
+    shutil.copy(unbalanced.data / "manifest.json", data)
+    write_empty_table(tmp_path / "ranking.csv", RankedLayer)
+    inputs = {"ranges": repaired / "ranges.json", "results": repaired / "images.npz", "data": data}
+    files = replace(unbalanced, ranking=tmp_path / "ranking.csv", **inputs)
+    report = search(files, tmp_path, exhaustive=False, repaired=repaired / "float.onnx")
+    assert (report.num_judged, report.float_layers, len(report.steps)) == (0, (), 1)
+    assert report.standing is Standing.within
+    assert report.left_out == "no layer was tried in float: INT8 holds all gates for certain"
+    assert (tmp_path / "left_out.txt").read_text(encoding="utf-8") == report.left_out
+    assert read_graph(tmp_path / "model.onnx") == read_graph(repaired / "model.onnx")
+    with pytest.raises(ArtifactError, match="val_images"):
+        search(files, tmp_path, exhaustive=False, keep_float=[unbalanced.node])
+
+
+def test_a_search_without_a_ranking_goes_through_the_graph_in_its_order_b1(
+    unbalanced: Any, tmp_path: Path
+) -> None:
+    write_empty_table(tmp_path / "ranking.csv", RankedLayer)
+    report = search(unbalanced, tmp_path, tmp_path / "ranking.csv", num_candidates=30)
+    assert [layer.node for layer in report.float_layers] == [unbalanced.node]
+
+
+def test_the_best_set_is_kept_once_the_time_is_up_b1(unbalanced: Any, tmp_path: Path) -> None:
+    report = search(unbalanced, tmp_path, max_minutes=1e-9)
+    assert [step.action for step in report.steps] == ["start"] and report.num_judged == 1
+    assert report.left_out == (
+        "time was up after 1e-09 min (quantize_partial.max_minutes) and 1 graphs; this is the best of them"
+    )
 
 
 def test_layers_go_back_to_int8_where_the_gate_allows_it(unbalanced: Any, tmp_path: Path) -> None:
@@ -186,6 +230,7 @@ def against(reference: Path, files: Any, model: Path, out: Path) -> Report:
         repaired=model,
         reference=reference,
         ranges=files.ranges,
+        results=files.results,
         ranking=files.ranking,
         data=files.data,
         out=out,

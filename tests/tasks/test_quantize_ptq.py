@@ -22,6 +22,7 @@ from tasks.quantize_repaired import Config as RepairConfig
 from tasks.quantize_repaired import quantize_repaired
 from tasks.rank_layers import Config as RankConfig
 from tasks.rank_layers import rank_layers
+from tests.tasks.conftest import ANYWAY
 
 CONFIG = Config(
     calibrators=list(Calibrator),
@@ -124,7 +125,7 @@ def test_the_same_inputs_give_the_same_bytes(
     quantized: tuple[Any, Path], workshop: Any, tmp_path: Path
 ) -> None:
     quantize_ptq(CONFIG, model=workshop.graph, data=workshop.data, out=tmp_path)
-    for name in ("model.onnx", "ranges.json", "calibrators.csv"):
+    for name in ("model.onnx", "ranges.json", "calibrators.csv", "images.npz"):
         assert (tmp_path / name).read_bytes() == (quantized[1] / name).read_bytes()
 
 
@@ -150,7 +151,11 @@ def test_layer_that_died_in_training_does_not_keep_the_network_from_int8(
     [dead] = {tuple(json.loads(ranges.read_text())["ranges"][name]) for name in report.dead_tensors}
     assert dead == (0.0, 1.0)
     ranked = rank_layers(
-        RankConfig(CONFIG.op_types, 4, 0, 2), **inputs, ranges=ranges, out=tmp_path / "ranked"
+        RankConfig(CONFIG.op_types, 4, 0, 2, **ANYWAY),
+        **inputs,
+        ranges=ranges,
+        results=tmp_path / "ptq/images.npz",
+        out=tmp_path / "ranked",
     )
     alone = next(layer for layer in ranked.layers if layer.node == node.name)
     assert alone.disagreement == 0
@@ -164,9 +169,16 @@ def test_layer_that_died_in_training_does_not_keep_the_network_from_int8(
         num_layer_images=4,
         num_val_images=0,
         batch_size=2,
+        exhaustive=False,
+        max_minutes=60.0,
     )
     found = quantize_repaired(
-        repairs, **inputs, reference=inputs["model"], ranges=ranges, out=tmp_path / "repaired"
+        repairs,
+        **inputs,
+        reference=inputs["model"],
+        ranges=ranges,
+        results=tmp_path / "ptq/images.npz",
+        out=tmp_path / "repaired",
     )
     assert found.score >= found.ptq_score
 

@@ -7,15 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import ModelProto
+from onnx import ModelProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.accuracy import Standing
+from tasks.parts.data.class_limits import ClassLimits
+from tasks.parts.data.comparison import write_results
 from tasks.parts.data.dataset import open_images
-from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
+from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph, write_graph
 from tasks.parts.onnx_graphs.predict import predict_classes
 from tasks.parts.quantization import equalization
 from tasks.parts.quantization.channels import ScalableChannels
+from tasks.parts.quantization.evaluation import open_evaluator
+from tasks.parts.quantization.gates import FLOAT, INT8, read_gates
 from tasks.parts.quantization.qdq import insert_qdq, read_calibrator, read_ranges
 from tasks.quantize_repaired import Config, Repair, Report, quantize_repaired
 from tests.tasks.conftest import OP_TYPES
@@ -30,6 +34,8 @@ CONFIG = Config(
     num_layer_images=4,
     num_val_images=0,
     batch_size=4,
+    exhaustive=False,
+    max_minutes=60.0,
 )
 
 
@@ -39,6 +45,7 @@ def repair(files: Any, out: Path, **changes: Any) -> Report:
         model=files.graph,
         reference=files.graph,
         ranges=files.ranges,
+        results=files.results,
         data=files.data,
         out=out,
     )
@@ -104,11 +111,85 @@ def test_nothing_is_tried_where_int8_is_as_good_as_float(unbalanced: Any, tmp_pa
     int8 = insert_qdq(graph, known, op_types=OP_TYPES)
     data = Path(shutil.copytree(unbalanced.data, tmp_path / "dataset"))
     np.save(data / "val_masks.npy", predict_classes(int8, open_images(data, "val"), batch_size=4))
-    report = repair(replace(unbalanced, data=data), tmp_path)
+    evaluator = open_evaluator(graph, data, num_images=0, batch_size=4)
+    ptq = evaluator.evaluate(int8).results
+    write_results(tmp_path / "images.npz", {FLOAT: evaluator.float_results, INT8: ptq})
+    report = repair(replace(unbalanced, data=data, results=tmp_path / "images.npz"), tmp_path)
     assert [step.repair for step in report.steps] == [Repair.none] and report.repairs == ()
     assert report.score == report.ptq_score > report.float_score
     assert read_graph(tmp_path / "model.onnx") == int8
     assert read_graph(tmp_path / "float.onnx") == graph
+
+
+def test_nothing_is_tried_and_nothing_runs_where_ptq_holds_the_gates_for_certain_b1(
+    unbalanced: Any, tmp_path: Path
+) -> None:
+    """The images are missing, so that a session would fail; INT8 is far below float, but within these gates."""
+    data = tmp_path / "dataset"
+    data.mkdir()
+    shutil.copy(unbalanced.data / "manifest.json", data)
+    files = replace(unbalanced, data=data)
+    report = repair(files, tmp_path, max_score_rel_loss=0.99)
+    assert [step.repair for step in report.steps] == [Repair.none] and report.standing is Standing.within
+    assert report.left_out == (
+        "no repair was tried: the INT8 graph of quantize_ptq holds all gates for certain "
+        "(quantize_repaired.exhaustive=true tries all)"
+    )
+    assert (tmp_path / "left_out.txt").read_text(encoding="utf-8") == report.left_out
+    known = read_ranges(unbalanced.ranges)[1]
+    assert read_graph(tmp_path / "model.onnx") == insert_qdq(
+        read_graph(unbalanced.graph), known, op_types=OP_TYPES
+    )
+    gates, int8 = read_gates(
+        tmp_path / "images.npz",
+        (),
+        max_score_rel_loss=0.99,
+        max_parent_rel_loss=0.99,
+        class_limits=ClassLimits({}, {}),
+    )
+    assert (gates.parent.score, int8.score) == (report.float_score, report.score)
+    with pytest.raises(ArtifactError, match="val_images"):
+        repair(files, tmp_path, max_score_rel_loss=0.99, exhaustive=True)
+
+
+def test_no_repair_is_begun_once_the_time_is_up_b1(unbalanced: Any, tmp_path: Path) -> None:
+    report = repair(unbalanced, tmp_path, max_minutes=1e-9)
+    assert [step.repair for step in report.steps] == [Repair.none] and report.score == report.ptq_score
+    assert report.left_out == (
+        "time was up after 1e-09 min (quantize_repaired.max_minutes), without equalization, bias_correction, "
+        "weight_rounding"
+    )
+
+
+def test_a_repair_that_fails_is_left_out_with_its_reason_b2(
+    unbalanced: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An If hands the image on: a graph that runs as a whole, and not layer by layer."""
+    graph = read_graph(unbalanced.graph)
+    for node in graph.graph.node:
+        node.input[:] = ["chosen" if name == "image" else name for name in node.input]
+    value = helper.make_empty_tensor_value_info("inner")
+    branches = [
+        helper.make_graph([helper.make_node(op, ["image"], ["inner"], name=op)], op, [], [value])
+        for op in ("Identity", "Neg")
+    ]
+    names = dict(zip(("then_branch", "else_branch"), branches, strict=True))
+    graph.graph.node.insert(0, helper.make_node("If", ["yes"], ["chosen"], name="choose", **names))
+    graph.graph.initializer.append(numpy_helper.from_array(np.array(True), "yes"))
+    write_graph(graph, tmp_path / "float.onnx")
+    known = json.loads(unbalanced.ranges.read_text(encoding="utf-8"))
+    known["ranges"]["chosen"] = known["ranges"]["image"]
+    (tmp_path / "ranges.json").write_text(json.dumps(known), encoding="utf-8")
+    files = replace(unbalanced, graph=tmp_path / "float.onnx", ranges=tmp_path / "ranges.json")
+    (tmp_path / "out").mkdir()
+    report = repair(files, tmp_path / "out", max_score_rel_loss=0.0)
+    failed = [step for step in report.steps if step.reason]
+    assert [step.repair for step in failed] == [Repair.bias_correction, Repair.weight_rounding]
+    assert all(step.score is step.standing is None and not step.kept for step in failed)
+    assert report.score >= report.ptq_score
+    assert "quantize_repaired: bias_correction failed and is left out: ONNX Runtime " in caplog.text
+    with (tmp_path / "out/steps.csv").open(encoding="utf-8") as file:
+        assert [row["reason"] for row in csv.DictReader(file)] == [step.reason for step in report.steps]
 
 
 def test_ranges_of_an_unknown_calibrator_are_refused(unbalanced: Any, tmp_path: Path) -> None:
@@ -160,6 +241,7 @@ def test_a_black_frame_counts_in_no_repair_c4(
         model=unbalanced.graph,
         reference=unbalanced.graph,
         ranges=unbalanced.ranges,
+        results=unbalanced.results,
         data=data,
         out=out,
     )

@@ -15,7 +15,14 @@ from tasks.parts.networks.model_card import CARD_KEY
 from tasks.rank_groups import Config, Report, cut_sizes, rank_groups
 from tests.tasks.conftest import Workshop
 
-CONFIG = Config(ratios=[0.25, 0.5], channel_multiple=4, num_train_images=8, num_val_images=4, batch_size=4)
+CONFIG = Config(
+    ratios=[0.25, 0.5],
+    channel_multiple=4,
+    num_train_images=8,
+    num_val_images=4,
+    batch_size=4,
+    max_minutes=60.0,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +53,19 @@ def ranked(
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("groups")
     return rank_groups(CONFIG, checkpoint=weakened, data=workshop.data, out=out), out
+
+
+def test_groups_without_time_are_missing_and_the_report_says_so_b1(
+    ranked: tuple[Report, Path], workshop: Workshop, weakened: Path, tmp_path: Path
+) -> None:
+    cfg = replace(CONFIG, max_minutes=1e-9)
+    report = rank_groups(cfg, checkpoint=weakened, data=workshop.data, out=tmp_path)
+    assert report.cuts == () and ranked[0].left_out == ""
+    assert (
+        report.reason
+        == report.left_out
+        == (f"time was up after 1e-09 min (rank_groups.max_minutes) and 0 of {len(ranked[0].cuts)} cuts")
+    )
 
 
 def test_every_group_has_a_row_for_each_number_of_channels(ranked: tuple[Report, Path]) -> None:

@@ -65,6 +65,7 @@ def config(workshop: Workshop, target: str = "cpu_torch", /, **changes: Any) -> 
         num_val_images=3,
         num_rounds=5,
         opset=20,
+        max_minutes=60.0,
     )
 
 
@@ -105,6 +106,13 @@ def test_every_ratio_is_a_row_and_one_is_chosen(searched: tuple[Report, Path]) -
         report.target_macs_ratio == 0.5
     )
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ratios_without_time_are_rows_that_say_so_b1(workshop: Workshop, tmp_path: Path) -> None:
+    report = search(replace(config(workshop), max_minutes=1e-9), workshop, tmp_path)
+    late = "there was no time for it within 1e-09 min (search_pruning.max_minutes)"
+    assert [(row.target_macs_ratio, row.note) for row in report.candidates] == [(0.7, late), (1.0, "")]
+    assert report.target_macs_ratio is None and report.reason.endswith(late)
 
 
 def test_ratio_out_of_reach_is_a_row_that_says_so(searched: tuple[Report, Path]) -> None:

@@ -63,6 +63,7 @@ from tasks.parts.measuring.reports import (
     Timed,
 )
 from tasks.parts.measuring.surroundings import Quiet, Surroundings
+from tasks.parts.quantization.left_out import Search
 from tasks.parts.selection.engine_row import Verdict, flatten, read_rows
 from tasks.parts.selection.headline import EXPLAINED, RACE_PENDING
 from tasks.select_engine import Config, EngineName, Report, Technique, reads, select_engine
@@ -244,7 +245,7 @@ class Artifacts:
 
     def selection_inputs(self) -> dict[str, Path]:
         """Return all that select_engine reads; no target is explained, and no answers are kept."""
-        unread = {name: self.root / name for name in ("explanations", "loads", "data")}
+        unread = {name: self.root / name for name in ("explanations", "loads", "data", "repaired", "partial")}
         return {**self.inputs(), **unread}
 
     def change_race(self, name: str, low: float, aa_ratio_spread: float = 0.005) -> None:
@@ -467,6 +468,7 @@ def config_for(artifacts: Artifacts, **changes: Any) -> Config:
         engines=artifacts.names,
         explained=[],
         loaded=[],
+        searches={},
     )
     return dataclasses.replace(config, **changes)
 
@@ -1518,10 +1520,28 @@ def test_the_default_values_in_conf_fit_the_config() -> None:
         "parents": {},
         "explained": [],
         "loaded": [],
+        "searches": {},
     }
     config = typed_config(Config, section, "select_engine")
     assert config.max_score_rel_loss == 0.02 and config.max_boundary_iou_rel_loss is None
     assert config.float_reference == REFERENCE
+
+
+def test_what_a_search_left_out_is_said_beside_its_engine_b1(artifacts, tmp_path) -> None:
+    for name, text in (("repaired", "no repair was tried: all is well"), ("partial", "")):
+        (artifacts.root / name).write_text(text, encoding="utf-8")
+    searches = {"pruned_qat": Search.quantize_repaired, "pruned_ptq": Search.quantize_partial}
+    _, rows = run(artifacts, tmp_path / "plain")
+    _, told = run(artifacts, tmp_path / "out", searches=searches)
+    before, after = rows["pruned_qat-cpu_onnxruntime"], told["pruned_qat-cpu_onnxruntime"]
+    expected = "; ".join(part for part in (before["reason"], "no repair was tried: all is well") if part)
+    assert after == before | {"reason": expected}
+    assert told["pruned_ptq-cpu_onnxruntime"] == rows["pruned_ptq-cpu_onnxruntime"]
+    for name in ("report.md", "report.html"):
+        assert "no repair was tried: all is well" in (tmp_path / "out" / name).read_text(encoding="utf-8")
+    (artifacts.root / "repaired").unlink()
+    with pytest.raises(ArtifactError, match="repaired: not readable"):
+        run(artifacts, tmp_path / "gone", searches=searches)
 
 
 def test_equal_reasons_of_a_target_without_a_pick_are_said_once(artifacts, tmp_path) -> None:

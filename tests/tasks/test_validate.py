@@ -2,12 +2,14 @@ import csv
 import dataclasses
 import json
 import shutil
+import tracemalloc
 
 import numpy as np
 import onnx
 import pytest
 from onnx import helper
 
+import tasks.validate as validate_module
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError, GateFailed
 from tasks.parts.data.answers import ANSWERS_FILE, Answers, read_answers, write_answers
@@ -66,6 +68,20 @@ def test_confusion_counts_every_pixel_once_whatever_the_batch(workshop, tmp_path
     assert tables[0].sum() == 6 * 64 * 96
     np.testing.assert_array_equal(tables[0], tables[1])
     np.testing.assert_array_equal(tables[0], tables[2])
+
+
+def test_memory_does_not_grow_with_the_batch_beyond_its_limit_b10(workshop, tmp_path, monkeypatch):
+    """One image of 64 x 96 with 3 classes fits into the limit, so that batches of 6 take what single images take."""
+    engine = workshop.engine("float", "cpu_onnxruntime")
+    monkeypatch.setattr(validate_module, "_MAX_BYTES", 64 * 96 * (3 * 4 + 64))
+    peaks = {}
+    for batch_size in (1, 1, 6):  # the first run also imports
+        tracemalloc.start()
+        report = validate(Config("test", "val", batch_size), engine=engine, data=workshop.data, out=tmp_path)
+        peaks[batch_size] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert report.num_images == 6
+    assert peaks[6] < 1.2 * peaks[1]
 
 
 def test_answers_are_the_masks_of_the_deciding_split(workshop, tmp_path):

@@ -185,7 +185,13 @@ def test_every_stage_that_evaluates_takes_values(detector: Detector, tmp_path: P
         (tmp_path / name).mkdir()
     half = convert_precision(config(ConvertConfig, "convert_precision"), **inputs, out=tmp_path / "half")
     assert half.agreement > 0.9999
-    ranking = rank_layers(config(RankConfig, "rank_layers"), ranges=ranges, **inputs, out=tmp_path / "ranked")
+    ranking = rank_layers(
+        config(RankConfig, "rank_layers", exhaustive=True),
+        ranges=ranges,
+        results=ranges,
+        **inputs,
+        out=tmp_path / "ranked",
+    )
     assert [layer for layer in ranking.layers if 0 < layer.disagreement < 0.1] == list(ranking.layers)
     checklist = check_int8(
         config(CheckConfig, "check_int8"),

@@ -12,6 +12,7 @@ from tasks.parts.builders.report import NO_LAYERS, LayerCounts, count_layers
 from tasks.parts.custom_operators import domains_of
 from tasks.parts.data.input_card import InputCard
 from tasks.parts.engines.manifest import EngineLayer, FloatArray, Precisions
+from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.engines.target import Target
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class GraphSource:
         """Raise ArtifactError for a damaged weight, BuildFailed for operators that the runtime lacks."""
         _check_weights(self.graph, self.file)
         _check_operators(self.graph, target)
+        _check_size(self.graph, target)
 
     def compute_logits(self, target: Target) -> FloatArray:
         """Return the logits of the unmodified graph, computed once, image by image, by ONNX Runtime on the CPU."""
@@ -202,6 +204,18 @@ def _check_weights(graph: "ModelProto", path: Path) -> None:
                 f"{path}: weight '{tensor.name}' holds NaN or infinity, expected finite values. Its "
                 "training diverged: lower the learning rate and train again."
             )
+
+
+def _check_size(graph: "ModelProto", target: Target) -> None:
+    """Raise BuildFailed for a graph that the runtime would have to read from one message of 2 GiB or more."""
+    from tasks.parts.onnx_graphs.graph import is_too_large, size_of_constants
+
+    if target.compiler is not Runtime.openvino and is_too_large(graph):
+        raise BuildFailed(
+            f"Target {target.name}: the graph has {size_of_constants(graph) / 2**30:.1f} GiB of weights. An engine "
+            f"of {target.runtime} is built from one ONNX file, which holds less than 2. Build the variant fp16 for "
+            "it (convert_precision), or this one for a target of runtime openvino."
+        )
 
 
 def _check_operators(graph: "ModelProto", target: Target) -> None:

@@ -6,7 +6,6 @@ Shape letters: N batch, C channels or classes, H height, W width.
 from typing import Any
 
 import numpy as np
-import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.core.errors import BuildFailed
@@ -14,7 +13,7 @@ from tasks.parts.data.input_card import InputCard, Task
 from tasks.parts.engines.frame_engine.pixels import lead_of_first, scale_and_shift
 from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.engines.target import Gives, Reads, Target
-from tasks.parts.onnx_graphs.graph import drop_unused, resize_scale
+from tasks.parts.onnx_graphs.graph import drop_unused, infer_shapes, resize_scale
 
 _Step = tuple[str, list[str], dict[str, Any]]
 """Type of a node, its constants, its attributes."""
@@ -125,7 +124,7 @@ def drop_last_resize(target: Target, model: ModelProto) -> ModelProto:
         logits.type.tensor_type.shape.dim[axis].Clear()
     del graph.value_info[:]
     drop_unused(graph)
-    return onnx.shape_inference.infer_shapes(changed, data_prop=True)
+    return infer_shapes(changed, data_prop=True)
 
 
 def repeat_classes(model: ModelProto, card: InputCard) -> ModelProto:

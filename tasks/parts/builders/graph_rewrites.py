@@ -7,9 +7,8 @@ from collections.abc import Collection, Mapping
 from functools import partial
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.parts.builders.interpolation import resize_as_matmul
 from tasks.parts.cpu import int8_sums_saturate
@@ -18,7 +17,15 @@ from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.checked_rewrite import Rewrite, apply
 from tasks.parts.onnx_graphs.dropped_activations import write_dropped_activations
 from tasks.parts.onnx_graphs.foreign_half import has_half
-from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused, is_quantized, replace_node
+from tasks.parts.onnx_graphs.graph import (
+    MOVES_VALUES,
+    GraphIndex,
+    drop_unused,
+    index_graph,
+    infer_shapes,
+    is_quantized,
+    replace_nodes,
+)
 from tasks.parts.onnx_graphs.half_precision import (
     BF16,
     FP16,
@@ -125,7 +132,7 @@ def fix_batch(model: ModelProto) -> ModelProto:
     for value in (*rewritten.graph.input, *rewritten.graph.output):
         value.type.tensor_type.shape.dim[0].dim_value = 1
     del rewritten.graph.value_info[:]
-    return onnx.shape_inference.infer_shapes(rewritten, data_prop=True)
+    return infer_shapes(rewritten, data_prop=True)
 
 
 def fuse_activations(model: ModelProto) -> ModelProto:
@@ -138,13 +145,8 @@ def fuse_activations(model: ModelProto) -> ModelProto:
     fused = ModelProto()
     fused.CopyFrom(model)
     write_dropped_activations(fused)
-    graph = fused.graph
-    makers = {name: node for node in graph.node for name in node.output}
-    outputs = {value.name for value in graph.output}
-    readers: dict[str, list[NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
+    graph, index = fused.graph, index_graph(fused.graph)
+    makers, readers, outputs = index.makers, index.readers, index.outputs
 
     def before_pair(name: str) -> str:
         """Return the tensor that a pair rounds, or the tensor itself if it comes from no pair."""
@@ -198,16 +200,14 @@ def drop_pairs_between_moves(model: ModelProto) -> ModelProto:
     """
     rewritten = ModelProto()
     rewritten.CopyFrom(model)
-    graph = rewritten.graph
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    makers = {name: node for node in graph.node for name in node.output}
-    readers: dict[str, list[NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
+    graph, index = rewritten.graph, index_graph(rewritten.graph)
+    makers, readers, constants = index.makers, index.readers, index.constants
 
     def levels(dequantize: NodeProto) -> list[object]:
-        return [constants[name].tolist() if name in constants else name for name in dequantize.input[1:]]
+        return [
+            numpy_helper.to_array(constants[name]).tolist() if name in constants else name
+            for name in dequantize.input[1:]
+        ]
 
     for dequantize in graph.node:
         quantize = makers.get(dequantize.input[0]) if dequantize.op_type == "DequantizeLinear" else None
@@ -238,13 +238,9 @@ def gemm_as_matmul(model: ModelProto) -> ModelProto:
     """
     rewritten = ModelProto()
     rewritten.CopyFrom(model)
-    graph = rewritten.graph
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    makers = {name: node for node in graph.node for name in node.output}
-    readers: dict[str, list[NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
+    graph, index = rewritten.graph, index_graph(rewritten.graph)
+    makers, readers, constants = index.makers, index.readers, index.constants
+    products: dict[str, list[NodeProto]] = {}
     for node in [node for node in graph.node if node.op_type == "Gemm"]:
         attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
         dequantize = makers.get(node.input[1])
@@ -284,7 +280,8 @@ def gemm_as_matmul(model: ModelProto) -> ModelProto:
                 numpy_helper.from_array(-numpy_helper.to_array(constants[node.input[2]]), bias)
             )
             nodes.append(helper.make_node("Sub", [product, bias], node.output, f"{node.name}:bias"))
-        replace_node(graph, node, nodes)
+        products[node.output[0]] = nodes
+    replace_nodes(graph, products)
     drop_unused(graph)
     return rewritten
 
@@ -298,9 +295,8 @@ def stem_in_float(model: ModelProto) -> ModelProto:
     """
     rewritten = ModelProto()
     rewritten.CopyFrom(model)
-    graph = rewritten.graph
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    makers = {name: node for node in graph.node for name in node.output}
+    graph, index = rewritten.graph, index_graph(rewritten.graph)
+    makers, constants = index.makers, index.constants
     images = {value.name for value in graph.input}
     for node in graph.node:
         if node.op_type != "Conv" or node.input[1] not in makers:
@@ -308,15 +304,13 @@ def stem_in_float(model: ModelProto) -> ModelProto:
         weight, image = makers[node.input[1]], _rounded_by_pair(node.input[0], makers)
         if image not in images or not _is_stored_quantized(weight, constants):
             continue
-        values_OIHW = _dequantized(
-            weight, {name: numpy_helper.to_array(constants[name]) for name in weight.input if name}
-        )
+        values_OIHW = _dequantized(weight, constants)
         if values_OIHW.shape[1] > STEM_CHANNELS or values_OIHW.shape[0] > STEM_FILTERS:
             continue
-        if _is_pooled(node, graph):
+        if _is_pooled(node, index):
             continue
         assert image is not None
-        _read_float(graph, node, image, values_OIHW)
+        _read_float(graph, node, image, values_OIHW, constants)
     drop_unused(graph)
     return rewritten
 
@@ -331,9 +325,8 @@ def token_depthwise_in_float(model: ModelProto) -> ModelProto:
     rewritten = ModelProto()
     rewritten.CopyFrom(model)
     write_dropped_activations(rewritten)
-    graph = rewritten.graph
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    makers = {name: node for node in graph.node for name in node.output}
+    graph, index = rewritten.graph, index_graph(rewritten.graph)
+    makers, constants = index.makers, index.constants
     quantize_of = {node.input[0]: node for node in graph.node if node.op_type == "QuantizeLinear"}
 
     def is_linear(name: str) -> bool:
@@ -349,8 +342,8 @@ def token_depthwise_in_float(model: ModelProto) -> ModelProto:
             continue
         values_OIHW = _dequantized(weight, constants)
         if values_OIHW.shape[1] == 1 and is_linear(tokens):
-            _read_float(graph, node, tokens, values_OIHW)
-            _drop_pair(graph, quantize_of.get(node.output[0]))
+            _read_float(graph, node, tokens, values_OIHW, constants)
+            _drop_pair(index, quantize_of.get(node.output[0]))
     drop_unused(graph)
     return rewritten
 
@@ -372,32 +365,40 @@ def _rename(graph: GraphProto, name: str, new_name: str) -> None:
                 names[:] = [new_name if each == name else each for each in names]
 
 
-def _drop_pair(graph: GraphProto, quantize: NodeProto | None) -> None:
+def _drop_pair(index: GraphIndex, quantize: NodeProto | None) -> None:
     """Let the readers of a Q/DQ pair read what it rounds."""
     if quantize is None:
         return
-    pairs = {node.output[0] for node in graph.node if quantize.output[0] in node.input}
-    for node in graph.node:
-        node.input[:] = [quantize.input[0] if name in pairs else name for name in node.input]
+    pairs = {node.output[0] for node in index.readers.get(quantize.output[0], [])}
+    for pair in pairs:
+        for node in index.readers.get(pair, []):
+            node.input[:] = [quantize.input[0] if name == pair else name for name in node.input]
 
 
-def _read_float(graph: GraphProto, node: NodeProto, source: str, weight: NDArray[np.float32]) -> None:
+def _read_float(
+    graph: GraphProto,
+    node: NodeProto,
+    source: str,
+    weight: NDArray[np.float32],
+    constants: dict[str, TensorProto],
+) -> None:
     """Let a convolution read a float tensor and this weight."""
     name = f"{node.input[1]}:float"
-    if all(tensor.name != name for tensor in graph.initializer):  # layers may share a weight
+    if name not in constants:  # layers may share a weight
         graph.initializer.append(numpy_helper.from_array(weight, name))
+        constants[name] = graph.initializer[-1]
     node.input[0], node.input[1] = source, name
 
 
-def _is_pooled(layer: NodeProto, graph: GraphProto) -> bool:
+def _is_pooled(layer: NodeProto, index: GraphIndex) -> bool:
     """Return whether a MaxPool reads the output of a layer, perhaps behind an activation and a Q/DQ pair."""
-    names = {layer.output[0]}
-    for node in graph.node:  # in topological order
-        if names & set(node.input):
+    waiting = [layer.output[0]]
+    while waiting:
+        for node in index.readers.get(waiting.pop(), []):
             if node.op_type == "MaxPool":
                 return True
             if node.op_type in ("Relu", "Clip", "QuantizeLinear", "DequantizeLinear"):
-                names.update(node.output)
+                waiting.extend(node.output)
     return False
 
 
@@ -406,11 +407,11 @@ def _is_stored_quantized(weight: NodeProto, constants: Collection[str]) -> bool:
     return weight.op_type == "DequantizeLinear" and all(name in constants for name in weight.input if name)
 
 
-def _dequantized(node: NodeProto, values: dict[str, NDArray[np.generic]]) -> NDArray[np.float32]:
+def _dequantized(node: NodeProto, constants: Mapping[str, TensorProto]) -> NDArray[np.float32]:
     """Evaluate a DequantizeLinear of constants; scales are per tensor or per output channel (axis 0)."""
-    levels = values[node.input[0]].astype(np.float32)
+    levels = numpy_helper.to_array(constants[node.input[0]]).astype(np.float32)
     scale, *zero_points = (
-        values[name].astype(np.float32).reshape(-1, *[1] * (levels.ndim - 1))
+        numpy_helper.to_array(constants[name]).astype(np.float32).reshape(-1, *[1] * (levels.ndim - 1))
         for name in node.input[1:]
         if name
     )

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
-from tasks.parts.onnx_graphs.graph import drop_unused, replace_node
+from tasks.parts.onnx_graphs.graph import drop_unused, read_shapes, replace_nodes
 
 MAX_MACS_PER_VALUE = 32
 """Largest multiply-adds per value for which interpolation as two products is used; beyond, Resize is faster."""
@@ -91,14 +90,14 @@ def resize_as_matmul(model: ModelProto, *, in_blocks: bool = False) -> ModelProt
     else:
         return rewritten
     graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
-    replace_node(graph, maker, nodes)
+    replace_nodes(graph, {maker.output[0]: nodes})
     drop_unused(graph)
     return rewritten
 
 
 def _axes(maker: NodeProto, model: ModelProto) -> tuple[_Axis, _Axis] | None:
     """Return what a Resize does to rows and columns; None if that may change between calls, or to other axes."""
-    inferred = onnx.shape_inference.infer_shapes(model).graph
+    inferred = read_shapes(model)
     sizes = {
         value.name: [axis.dim_value for axis in value.type.tensor_type.shape.dim]
         for value in [*inferred.value_info, *inferred.input, *inferred.output]

@@ -7,7 +7,7 @@ from tasks.parts.builders.frames import fit_frames
 from tasks.parts.engines.manifest import GRAPH_FILE, count_precisions
 from tasks.parts.engines.openvino.compile import ENGINE_FILE, compile_graph, export_blob, layers_of
 from tasks.parts.engines.target import Target
-from tasks.parts.onnx_graphs.graph import write_graph
+from tasks.parts.onnx_graphs.graph import is_too_large, write_graph
 
 
 def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
@@ -16,8 +16,9 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
         engine / ENGINE_FILE,
         fit_frames(target, source.rewritten(target), source.card),
     )
-    write_graph(graph, engine / GRAPH_FILE)
-    compiled = compile_graph((engine / GRAPH_FILE).read_bytes(), target)
+    written = engine / GRAPH_FILE
+    write_graph(graph, written)
+    compiled = compile_graph(written if is_too_large(graph) else written.read_bytes(), target)
     file.write_bytes(export_blob(compiled))
     layers = layers_of(compiled)
     return Built(file, count_precisions(layers), graph, layers)

@@ -305,8 +305,11 @@ def write_results(path: Path, splits: Mapping[str, ImageResults]) -> None:
     np.savez_compressed(path, allow_pickle=False, **arrays)
 
 
-def read_results(path: Path, split: str) -> ImageResults:
-    """Read the results of one split; raise ArtifactError if they are missing or damaged."""
+def read_results(path: Path, split: str, *, stage: str = "validate") -> ImageResults:
+    """Read the results of one split; raise ArtifactError if they are missing or damaged.
+
+    `stage` is the one that writes the file.
+    """
     try:
         with np.load(path, allow_pickle=False) as arrays:
             read = (arrays[f"{split}_{name}"] for name in ("hits", "union", "labels", "groups"))
@@ -317,9 +320,9 @@ def read_results(path: Path, split: str) -> ImageResults:
             has_classes = f"{_by_class(split)}_hits" in arrays
     except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
         raise ArtifactError(
-            f"{path}: no results of the images of split '{split}' ({error!r}). Run validate again."
+            f"{path}: no results of the images of split '{split}' ({error!r}). Run {stage} again."
         ) from error
-    by_class = read_results(path, _by_class(split)) if has_classes else None
+    by_class = read_results(path, _by_class(split), stage=stage) if has_classes else None
     return ImageResults(hits, union, labels, groups, class_N, by_class)
 
 

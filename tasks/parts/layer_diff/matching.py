@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.onnx_graphs.graph import node_sources
+from tasks.parts.onnx_graphs.graph import node_sources, read_shapes
 
 _FUSED_BEFORE_QUANTIZE = {"Relu", "Clip"}
 _PREFIX = "variant:"
@@ -112,7 +111,7 @@ def _activations(graph: ModelProto) -> Iterator[str]:
 
 
 def _types(graph: ModelProto) -> dict[str, int]:
-    inferred = onnx.shape_inference.infer_shapes(graph).graph
+    inferred = read_shapes(graph)
     values = [*inferred.value_info, *inferred.input, *inferred.output]
     return {value.name: value.type.tensor_type.elem_type for value in values}
 

@@ -12,9 +12,10 @@ from polygraphy.backend.base import BaseRunner
 from polygraphy.backend.onnxrt import OnnxrtRunner
 from polygraphy.common import TensorMetadata
 
-from tasks.parts.engines.manifest import EngineManifest, copy_libraries
+from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, copy_libraries
 from tasks.parts.engines.openvino.compile import compile_graph
 from tasks.parts.layer_diff.matching import mark
+from tasks.parts.onnx_graphs.graph import is_too_large, write_graph
 from tasks.parts.onnx_session import open_session
 
 if TYPE_CHECKING:
@@ -49,7 +50,13 @@ class OpenvinoMarkedRunner(BaseRunner):  # type: ignore[misc]
 
     def activate_impl(self) -> None:
         """Compile the graph."""
-        self._compiled = compile_graph(self._marked.SerializeToString(), self._manifest.target)
+        if not is_too_large(self._marked):
+            self._compiled = compile_graph(self._marked.SerializeToString(), self._manifest.target)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, GRAPH_FILE)
+            write_graph(self._marked, file)
+            self._compiled = compile_graph(file, self._manifest.target)
 
     def get_input_metadata_impl(self) -> Any:
         """Describe the image."""

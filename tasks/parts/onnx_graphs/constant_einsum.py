@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from tasks.parts.onnx_graphs.graph import replace_node
+from tasks.parts.onnx_graphs.graph import replace_nodes
 from tasks.parts.onnx_graphs.macs import einsum_labels
 
 
@@ -35,7 +35,8 @@ def einsum_as_matmul(model: ModelProto) -> int:
     in the output and in the activation, too (a product for each head, say), where an axis is summed in one operand
     alone or named twice, and where the number of axes is not known.
     """
-    graph, replaced = model.graph, 0
+    graph = model.graph
+    replaced: dict[str, list[NodeProto]] = {}
     constants = {tensor.name: tensor for tensor in graph.initializer}
     num_axes = {
         value.name: len(value.type.tensor_type.shape.dim)
@@ -49,9 +50,9 @@ def einsum_as_matmul(model: ModelProto) -> int:
         weight = numpy_helper.to_array(constants[product.weight])
         nodes, tensors = _write(node, product, weight)
         graph.initializer.extend(tensors)
-        replace_node(graph, node, nodes)
-        replaced += 1
-    return replaced
+        replaced[node.output[0]] = nodes
+    replace_nodes(graph, replaced)
+    return len(replaced)
 
 
 def _find_product(

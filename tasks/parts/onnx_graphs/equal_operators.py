@@ -7,7 +7,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.parts.onnx_graphs.constant_einsum import einsum_as_matmul
-from tasks.parts.onnx_graphs.graph import replace_node
+from tasks.parts.onnx_graphs.graph import replace_nodes
 
 
 def replace_operators(model: ModelProto) -> list[str]:
@@ -32,7 +32,8 @@ def replace_operators(model: ModelProto) -> list[str]:
 
 
 def _pool_means(model: ModelProto) -> int:
-    graph, replaced = model.graph, 0
+    graph = model.graph
+    replaced: dict[str, list[NodeProto]] = {}
     constants = {tensor.name: tensor for tensor in graph.initializer}
     num_axes = {
         value.name: len(value.type.tensor_type.shape.dim) for value in [*graph.input, *graph.value_info]
@@ -57,13 +58,14 @@ def _pool_means(model: ModelProto) -> int:
                 helper.make_node("GlobalAveragePool", node.input[:1], [pooled], node.name),
                 helper.make_node("Flatten", [pooled], [output], f"{node.name}:flattened", axis=1),
             ]
-        replace_node(graph, node, nodes)
-        replaced += 1
-    return replaced
+        replaced[output] = nodes
+    replace_nodes(graph, replaced)
+    return len(replaced)
 
 
 def _pool_whole_maps(model: ModelProto) -> int:
-    graph, replaced = model.graph, 0
+    graph = model.graph
+    replaced: dict[str, list[NodeProto]] = {}
     sizes = {
         value.name: [axis.dim_value for axis in value.type.tensor_type.shape.dim]
         for value in [*graph.input, *graph.value_info, *graph.output]
@@ -76,15 +78,16 @@ def _pool_whole_maps(model: ModelProto) -> int:
         )
         is_plain = not any(attributes.get("pads", [])) and attributes.get("auto_pad", b"NOTSET") == b"NOTSET"
         if is_whole and is_plain and after == [1, 1]:
-            replace_node(
-                graph, node, [helper.make_node("GlobalAveragePool", node.input[:1], node.output, node.name)]
-            )
-            replaced += 1
-    return replaced
+            replaced[node.output[0]] = [
+                helper.make_node("GlobalAveragePool", node.input[:1], node.output, node.name)
+            ]
+    replace_nodes(graph, replaced)
+    return len(replaced)
 
 
 def _unfold_transposed(model: ModelProto) -> int:
-    graph, replaced = model.graph, 0
+    graph = model.graph
+    replaced: dict[str, list[NodeProto]] = {}
     constants = {tensor.name: tensor for tensor in graph.initializer}
     for node in [node for node in graph.node if node.op_type == "ConvTranspose"]:
         names = [*node.input[1:]]
@@ -102,18 +105,14 @@ def _unfold_transposed(model: ModelProto) -> int:
         graph.initializer.extend(tensors)
         output, unfolded = node.output[0], f"{node.output[0]}:unfolded"
         inputs = [node.input[0], *(tensor.name for tensor in tensors)]
-        replace_node(
-            graph,
-            node,
-            [
-                helper.make_node("Conv", inputs, [unfolded], node.name, kernel_shape=[1, 1]),
-                helper.make_node(
-                    "DepthToSpace", [unfolded], [output], f"{node.name}:folded", blocksize=size, mode="CRD"
-                ),
-            ],
-        )
-        replaced += 1
-    return replaced
+        replaced[output] = [
+            helper.make_node("Conv", inputs, [unfolded], node.name, kernel_shape=[1, 1]),
+            helper.make_node(
+                "DepthToSpace", [unfolded], [output], f"{node.name}:folded", blocksize=size, mode="CRD"
+            ),
+        ]
+    replace_nodes(graph, replaced)
+    return len(replaced)
 
 
 def _has_disjoint_windows(node: NodeProto, constants: dict[str, TensorProto]) -> bool:

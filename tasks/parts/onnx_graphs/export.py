@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxslim
 import torch
 from onnx import ModelProto, NodeProto, numpy_helper
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.networks.batchnorm_folding import check_finite, fold_batchnorm
 from tasks.parts.networks.model_card import ModelCard
-from tasks.parts.onnx_graphs.graph import CARD_KEY, drop_unused
+from tasks.parts.onnx_graphs.graph import CARD_KEY, check_model, drop_unused, infer_shapes
 from tasks.parts.onnx_graphs.node_names import name_nodes, read_sources
 
 INPUT_NAME = "image"
@@ -48,7 +47,7 @@ def export_graph(model: nn.Module, card: ModelCard, *, height: int, width: int, 
     _clear_unstable_fields(graph)
     entry = graph.metadata_props.add()
     entry.key, entry.value = CARD_KEY, card.to_json()
-    onnx.checker.check_model(graph, full_check=True)
+    check_model(graph, full_check=True)
     return graph
 
 
@@ -112,7 +111,7 @@ def _simplify(raw: ModelProto) -> ModelProto:
     bare.CopyFrom(raw)
     with quiet_export():
         slim = onnxslim.slim(bare)
-        slim = onnx.shape_inference.infer_shapes(slim, data_prop=True)
+        slim = infer_shapes(slim, data_prop=True)
     shapes = _static_shapes(slim)
     for node in slim.graph.node:
         if node.op_type == "Resize":

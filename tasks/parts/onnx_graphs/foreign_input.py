@@ -14,6 +14,12 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto,
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.onnx_graphs.foreign_form import ChannelOrder, InputForm, Layout, Values
+from tasks.parts.onnx_graphs.foreign_inputs import (
+    describe,
+    drop_unread_inputs,
+    sizes_of,
+    ways_to_one_input,
+)
 from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused
 
 _KINDS = {TensorProto.FLOAT: "float32", TensorProto.UINT8: "uint8"}
@@ -35,20 +41,23 @@ class Normalised:
 
 
 def find_image(model: ModelProto, path: Path, form: InputForm) -> ValueInfoProto:
-    """Return the only input; weights that old files list among the inputs are removed from them.
+    """Return the only input that a node reads; inputs that no node reads are removed.
 
     Raises ArtifactError for a graph whose inputs are not one image in the declared form.
     """
-    constants = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in constants]
-    found = ", ".join(f"'{value.name}' {describe(value)}" for value in inputs)
+    drop_unread_inputs(model)
+    inputs = list(model.graph.input)
+    found = ", ".join(f"'{value.name}' {describe(value)}" for value in inputs[:4])
     axes = ["N", "height", "width"]
     axes.insert(form.axes[0], str(form.num_channels))
     expected = (
         f"float32, float16 or uint8 [{', '.join(axes)}] (model.layout={form.layout}, N fixed or dynamic)"
     )
     if len(inputs) != 1:
-        raise ArtifactError(f"{path}: {len(inputs)} inputs ({found}), expected one image: {expected}.")
+        raise ArtifactError(
+            f"{path}: {len(inputs)} inputs ({found}), expected one image: {expected}. "
+            f"{ways_to_one_input(model, path)}"
+        )
     kept = ValueInfoProto()
     kept.CopyFrom(inputs[0])
     del model.graph.input[:]
@@ -106,20 +115,6 @@ def normalise_input(model: ModelProto, path: Path, form: InputForm) -> Normalise
     drop_unused(graph)
     del graph.value_info[:]
     return Normalised(tuple(mean_C.tolist()), tuple(std_C.tolist()), tuple(changes))
-
-
-def sizes_of(value: ValueInfoProto) -> list[int]:
-    """Return the sizes of a tensor, 0 for open ones."""
-    return [axis.dim_value for axis in value.type.tensor_type.shape.dim]
-
-
-def describe(value: ValueInfoProto) -> str:
-    """Return the type and the shape of a tensor as text."""
-    kind = value.type.tensor_type
-    if not kind.elem_type:
-        return "of unknown type"
-    sizes = [str(axis.dim_value or axis.dim_param or "?") for axis in kind.shape.dim]
-    return f"{helper.tensor_dtype_to_np_dtype(kind.elem_type)} [{', '.join(sizes)}]"
 
 
 def _check_reads_floats(graph: GraphProto, path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+import numpy as np
 import onnx
-from onnx import ModelProto
+from onnx import ModelProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.custom_operators import STANDARD_DOMAINS
-from tasks.parts.onnx_graphs.graph import MAX_OPSET, MIN_OPSET
+from tasks.parts.onnx_graphs.graph import MAX_OPSET, MIN_OPSET, without_large_constants
+
+_FIRST_WITH_COORDINATES = 11
+"""Opset since which a Resize says which of its pixels lies where."""
 
 
 def read_opset(model: ModelProto, path: Path) -> int:
@@ -22,6 +26,13 @@ def read_opset(model: ModelProto, path: Path) -> int:
     return int(opset)
 
 
+def check_opset(model: ModelProto, path: Path) -> None:
+    """Raise ArtifactError for an opset or an operator that cannot be converted."""
+    opset = read_opset(model, path)
+    if opset > MAX_OPSET:
+        _refuse_newer_operators(model, path, MAX_OPSET)
+
+
 def convert_opset(model: ModelProto, path: Path, opset: int) -> tuple[ModelProto, list[str]]:
     """Bring the graph to MIN_OPSET .. MAX_OPSET with onnx's converter; return it and what was done.
 
@@ -33,13 +44,35 @@ def convert_opset(model: ModelProto, path: Path, opset: int) -> tuple[ModelProto
     _refuse_newer_operators(model, path, wanted)
     model.ir_version = max(model.ir_version, 4)  # since version 4 weights need not be inputs
     try:
-        converted = onnx.version_converter.convert_version(model, wanted)
+        converted = without_large_constants(
+            model, lambda light: onnx.version_converter.convert_version(light, wanted)
+        )
     except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
         raise ArtifactError(
             f"{path}: onnx cannot convert it from opset {opset} to {wanted} ({first_line(error)}). Export it "
             f"with opset {MIN_OPSET} to {MAX_OPSET}."
         ) from error
+    if opset < _FIRST_WITH_COORDINATES:
+        _keep_coordinates(converted)
     return converted, [f"opset {opset} converted to {wanted} by onnx {onnx.__version__}"]
+
+
+def _keep_coordinates(model: ModelProto) -> None:
+    """Give Upsample and Resize of old opsets, which know one rule for coordinates, that rule, in place.
+
+    Since opset 11 the default is another (half_pixel), and onnx's converter leaves it at that. Of nearest values a
+    larger output takes those below, a smaller one those above, as in ONNX Runtime.
+    """
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type != "Resize":
+            continue
+        scales = constants.get(node.input[2], np.ones(1)) if len(node.input) > 2 else np.ones(1)
+        rules = {"coordinate_transformation_mode": "asymmetric"}
+        rules["nearest_mode"] = "ceil" if scales.size and scales.min() < 1 else "floor"
+        for attribute in [item for item in node.attribute if item.name in rules]:
+            node.attribute.remove(attribute)
+        node.attribute.extend(helper.make_attribute(name, value) for name, value in rules.items())
 
 
 def _refuse_newer_operators(model: ModelProto, path: Path, wanted: int) -> None:

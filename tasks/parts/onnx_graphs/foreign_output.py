@@ -21,8 +21,8 @@ from tasks.core.errors import ArtifactError
 from tasks.parts.data.dataset import MAX_CLASSES
 from tasks.parts.data.input_card import Task
 from tasks.parts.onnx_graphs.foreign_form import Layout
-from tasks.parts.onnx_graphs.foreign_input import describe, sizes_of
-from tasks.parts.onnx_graphs.graph import drop_unused, resize_scale
+from tasks.parts.onnx_graphs.foreign_inputs import describe, sizes_of
+from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused, read_shapes, resize_scale
 
 ALL_OUTPUTS = "*"
 """Instead of a name: all outputs."""
@@ -80,11 +80,21 @@ class Head:
             answer = 1 / (1 + np.exp(-answer))
         return np.moveaxis(answer, 1, -1) if self.layout is Layout.nhwc and answer.ndim == 4 else answer
 
+    def classes(self, answer: NDArray[Any]) -> NDArray[Any]:
+        """Return the class of each image or pixel in what the file answers."""
+        if self.zero_logit is not None:
+            threshold = 1 / (1 + math.exp(-self.zero_logit)) if self.is_probability else self.zero_logit
+            return answer > threshold
+        classes: NDArray[Any] = answer.argmax(
+            axis=-1 if self.layout is Layout.nhwc and answer.ndim == 4 else 1
+        )
+        return classes
 
-def choose_output(model: ModelProto, path: Path, output: str | None) -> tuple[str, ...]:
-    """Keep one output, drop the others and what only they need; or join all. Return the names that are kept.
 
-    Raises ArtifactError if the choice is open, or an output holds no floats.
+def kept_outputs(model: ModelProto, path: Path, output: str | None) -> tuple[str, ...]:
+    """Return the names of the outputs that are kept; `output` may also name a tensor inside the graph.
+
+    Raises ArtifactError if the choice is open, or there is no such tensor.
     """
     outputs = {value.name: value for value in model.graph.output}
     listing = ", ".join(f"'{name}' {describe(value)}" for name, value in outputs.items())
@@ -94,14 +104,30 @@ def choose_output(model: ModelProto, path: Path, output: str | None) -> tuple[st
             f"{path}: {len(outputs)} outputs ({listing}). Name the one to measure, with the logits: "
             f"model.output={first}. Or keep all as values: model.output={ALL_OUTPUTS} model.output_kind=values."
         )
-    if output is not None and output not in (*outputs, ALL_OUTPUTS):
-        raise ArtifactError(f"{path}: has no output '{output}' (model.output); found: {listing}.")
-    kept = tuple(outputs) if output == ALL_OUTPUTS else (output or first,)
+    if output in (None, ALL_OUTPUTS):
+        return tuple(outputs)
+    if output not in outputs and not _maker(model.graph, str(output)).op_type:
+        raise ArtifactError(
+            f"{path}: has no output '{output}', and no node makes a tensor of this name (model.output); found: "
+            f"{listing}."
+        )
+    return (str(output),)
+
+
+def choose_output(model: ModelProto, path: Path, output: str | None) -> tuple[str, ...]:
+    """Keep one output, drop the others and what only they need; or join all. Return the names that are kept.
+
+    Raises ArtifactError if the choice is open, or an output holds no floats.
+    """
+    kept = kept_outputs(model, path, output)
+    outputs = {value.name: value for value in model.graph.output}
+    if kept[0] not in outputs:
+        outputs[kept[0]] = _inner(model, kept[0])
     for chosen in (outputs[name] for name in kept):
         if chosen.type.tensor_type.elem_type != TensorProto.FLOAT:
             raise ArtifactError(
-                f"{path}: output '{chosen.name}' is {describe(chosen)}, expected float32 or float16 logits. Export "
-                "the model without the ArgMax or the cast after them, or name another output (model.output)."
+                f"{path}: output '{chosen.name}' is {describe(chosen)}, expected float32 or float16 logits. "
+                f"{_advice(model.graph, chosen.name)}"
             )
     if len(kept) > 1:
         _join_outputs(model.graph, kept)
@@ -112,6 +138,25 @@ def choose_output(model: ModelProto, path: Path, output: str | None) -> tuple[st
     model.graph.output.append(only)
     drop_unused(model.graph)
     return kept
+
+
+def _inner(model: ModelProto, name: str) -> ValueInfoProto:
+    """Return the type of a tensor inside the graph as far as it is known; float32 if nothing is."""
+    known = read_shapes(model).value_info
+    declared = helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+    return next((value for value in known if value.name == name), declared)
+
+
+def _advice(graph: GraphProto, name: str) -> str:
+    """Name the logits behind which an output of answers was chosen, or else the ways out."""
+    while (node := _maker(graph, name)).op_type in (*MOVES_VALUES, "Cast"):
+        name = node.input[0]
+    if node.op_type == "ArgMax":
+        return f"Set model.output={node.input[0]}, the logits in front of the ArgMax '{node.name or name}'."
+    return (
+        "Export the model without the cast at its end, or name another output or a tensor inside the graph "
+        "(model.output)."
+    )
 
 
 def _join_outputs(graph: GraphProto, names: Sequence[str]) -> None:
@@ -158,13 +203,27 @@ def rewrite_head(model: ModelProto, path: Path, form: OutputForm) -> Head:
     return Head(task, num_classes, tensor, form.layout, zero_logit, is_probability, tuple(changes))
 
 
+def check_output(value: ValueInfoProto, image_NCHW: Sequence[int], path: Path, form: OutputForm) -> None:
+    """Raise the same errors as `rewrite_head` for an output whose sizes are known, for images of this size."""
+    sizes, found = sizes_of(value), f"{path}: output '{value.name}' is {describe(value)}"
+    if not sizes or not all(sizes[1:]):
+        return
+    if form.kind is OutputKind.values:
+        _check_values(sizes, found, form)
+        return
+    if len(sizes) == 4 and form.layout is Layout.nhwc:
+        sizes = [sizes[0], sizes[3], sizes[1], sizes[2]]
+    _check_sizes(sizes, list(image_NCHW), found, form)
+
+
 def _check_sizes(sizes: list[int], image: list[int], found: str, form: OutputForm) -> None:
     """Refuse the shape [N, C, ...] of an output that cannot be logits of this form."""
     if len(sizes) not in (2, 4):
         raise ArtifactError(
             f"{found}, expected [N, classes] or [N, classes, 1, 1] (classification), or [N, classes, height, width] "
-            "(segmentation). Name another one with model.output, export the model up to its logits, or set "
-            "model.output_kind=values if these are no classes."
+            "(segmentation). Name another one or a tensor inside the graph with model.output, or set "
+            "model.output_kind=values if these are no classes, or those of a sequence [N, T, C], which a metric of "
+            "your own compares (model.metric)."
         )
     num_classes, size = sizes[1], tuple(sizes[2:])
     other = (sizes[1:3] if form.layout is Layout.nchw else [sizes[3], sizes[1]]) if len(size) == 2 else []

@@ -38,15 +38,68 @@ def check_quantization(model: ModelProto, path: Path, *, is_quantized: bool) -> 
                 "float graph, or one with pairs of QuantizeLinear and DequantizeLinear. Use the float file, or "
                 "quantize it in that format (ONNX Runtime: quant_format=QuantFormat.QDQ)."
             )
-    pairs = [node for node in nodes if node.op_type in _QDQ]
+    pairs = _activation_pairs(model)
+    for node in [*pairs, *(_quantized_weights(model) if pairs else [])]:
+        _check_levels(node, model, path)
     if pairs and not is_quantized:
         raise ArtifactError(
             f"{path}: node '{_name(pairs[0])}' is {pairs[0].op_type}, expected a float graph. Use the float file, or "
             "choose model=onnx_quantized: it measures the file as it is, and quantizes its float form."
         )
-    if is_quantized and not any(node.op_type == "QuantizeLinear" for node in nodes):
+    if is_quantized and not pairs:
+        what = "only weights are quantized" if _quantized_weights(model) else "no node is QuantizeLinear"
         raise ArtifactError(
-            f"{path}: no node is QuantizeLinear, expected a Q/DQ graph. Choose model=onnx for a float graph."
+            f"{path}: {what}, expected a Q/DQ graph with pairs on its activations. Choose model=onnx for a float "
+            "graph and for quantized weights, which it makes floats."
+        )
+
+
+def has_quantized_weights(model: ModelProto) -> bool:
+    """Return whether a DequantizeLinear reads a constant."""
+    return bool(_quantized_weights(model))
+
+
+def _constants(model: ModelProto) -> dict[str, int]:
+    """Return the constants of a graph with their types."""
+    kinds = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            kinds[node.output[0]] = node.attribute[0].t.data_type
+    return kinds
+
+
+def _activation_pairs(model: ModelProto) -> list[NodeProto]:
+    """Return each QuantizeLinear of an activation."""
+    constants = _constants(model)
+    return [
+        node
+        for node in model.graph.node
+        if node.op_type == "QuantizeLinear" and node.input[0] not in constants
+    ]
+
+
+def _quantized_weights(model: ModelProto) -> list[NodeProto]:
+    constants = _constants(model)
+    return [
+        node for node in model.graph.node if node.op_type == "DequantizeLinear" and node.input[0] in constants
+    ]
+
+
+def _check_levels(node: NodeProto, model: ModelProto, path: Path) -> None:
+    """Raise ArtifactError for a Q/DQ node of other levels than those of 8 and 16 bits."""
+    kinds = _constants(model)
+    if node.op_type == "DequantizeLinear":
+        kind = kinds[node.input[0]]
+    elif len(node.input) > 2 and node.input[2] in kinds:
+        kind = kinds[node.input[2]]
+    else:
+        types = [attribute.i for attribute in node.attribute if attribute.name == "output_dtype"]
+        kind = types[0] if types and types[0] else TensorProto.UINT8
+    if kind not in _TYPES and kind != TensorProto.INT32:  # that of a bias
+        raise ArtifactError(
+            f"{path}: node '{_name(node)}' ({node.op_type}) has levels of type "
+            f"{TensorProto.DataType.Name(kind).lower()}, expected int8, uint8, int16 or uint16, which the engines "
+            "here compute with. Use the float file: model=onnx quantizes it to INT8."
         )
 
 
@@ -128,7 +181,7 @@ def to_float(model: ModelProto, path: Path) -> int:
         if node.op_type == "QuantizeLinear":
             num_pairs += source not in constants
             renamed[node.output[0]] = source
-        elif source in constants and constants[source].dtype.kind in "iu":
+        elif source in constants and constants[source].dtype.kind in "iuV":
             graph.initializer.append(numpy_helper.from_array(dequantized(node, constants), node.output[0]))
         else:
             renamed[node.output[0]] = source
@@ -171,6 +224,7 @@ def _quantized_kind(node: NodeProto, constants: dict[str, TensorProto]) -> int:
 def dequantized(node: NodeProto, constants: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
     """Evaluate a DequantizeLinear of constants, with ONNX's own reference of the operator."""
     inputs = [name for name in node.input if name]
+    constants = {name: _of_whole_bytes(constants[name]) for name in inputs}
     graph = helper.make_graph(
         [node],
         "dequantize",
@@ -181,6 +235,12 @@ def dequantized(node: NodeProto, constants: dict[str, NDArray[Any]]) -> NDArray[
     evaluator = ReferenceEvaluator(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)]))
     [values] = evaluator.run(None, {})
     return np.asarray(values, np.float32)
+
+
+def _of_whole_bytes(values: NDArray[Any]) -> NDArray[Any]:
+    """Return integers of 4 bits, which numpy does not know, as those of 8."""
+    names = {"int4": np.int8, "uint4": np.uint8}
+    return values.astype(names[values.dtype.name]) if values.dtype.name in names else values
 
 
 def _keep_output_names(graph: GraphProto, renamed: dict[str, str]) -> None:

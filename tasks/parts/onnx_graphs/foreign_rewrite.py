@@ -16,29 +16,57 @@ import numpy as np
 import onnx
 import onnxslim
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 from onnx.inliner import inline_local_functions
 
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.custom_operators import CustomOperators
 from tasks.parts.onnx_graphs.checked_rewrite import Rewrite, checked_rewrite
 from tasks.parts.onnx_graphs.equal_operators import replace_operators
+from tasks.parts.onnx_graphs.foreign_batch import free_batch
+from tasks.parts.onnx_graphs.foreign_branches import branching_nodes, inline_branches, refuse_branches
 from tasks.parts.onnx_graphs.foreign_custom import accept_domains, infer_custom_outputs
 from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
 from tasks.parts.onnx_graphs.foreign_form import InputForm
-from tasks.parts.onnx_graphs.foreign_half import half_to_float, has_half
-from tasks.parts.onnx_graphs.foreign_input import describe, find_image, normalise_input, sizes_of
-from tasks.parts.onnx_graphs.foreign_opset import convert_opset, read_opset
-from tasks.parts.onnx_graphs.foreign_output import Head, OutputForm, choose_output, rewrite_head
+from tasks.parts.onnx_graphs.foreign_half import double_to_float, half_to_float, has_double, has_half
+from tasks.parts.onnx_graphs.foreign_infinity import bound_infinities
+from tasks.parts.onnx_graphs.foreign_input import find_image, normalise_input
+from tasks.parts.onnx_graphs.foreign_inputs import INPUTS_FILE, describe, drop_listed_constants, sizes_of
+from tasks.parts.onnx_graphs.foreign_opset import check_opset, convert_opset, read_opset
+from tasks.parts.onnx_graphs.foreign_output import (
+    Head,
+    OutputForm,
+    check_output,
+    choose_output,
+    kept_outputs,
+    rewrite_head,
+)
 from tasks.parts.onnx_graphs.foreign_qdq import (
     add_zero_points,
     check_quantization,
     dequantize_input,
+    has_quantized_weights,
     to_float,
 )
-from tasks.parts.onnx_graphs.graph import MAX_IR_VERSION, MIN_IR_VERSION, drop_unused, name_nodes
+from tasks.parts.onnx_graphs.foreign_raw import last_activations
+from tasks.parts.onnx_graphs.foreign_size import set_size
+from tasks.parts.onnx_graphs.graph import (
+    MAX_IR_VERSION,
+    MIN_IR_VERSION,
+    check_model,
+    drop_unused,
+    index_graph,
+    infer_shapes,
+    name_nodes,
+    read_shapes,
+    replace_nodes,
+    without_large_constants,
+)
+from tasks.parts.onnx_graphs.macs import LAYER_TYPES
 
 _BATCH = "batch"
+_PRODUCTS = frozenset({"MatMul", "Gemm"})
+_FOLDED_INTO_CONVOLUTIONS = frozenset({"BatchNormalization", "Add", "Mul", "Sub", "Div"})
 
 
 class Quantization(Enum):
@@ -67,6 +95,8 @@ class Imported:
     std: tuple[float, ...]
     tensors: tuple[str, ...]
     """Names of the outputs in the original file that are kept."""
+    size: tuple[int, int] | None
+    """Height and width of the images, if the original file fixes others."""
     static_batch: int | None
     """Fixed batch size of the original file; None if it was dynamic."""
     max_batch: int | None
@@ -74,6 +104,12 @@ class Imported:
     opset_before: int
     is_half: bool
     """Whether parts of the original file are float16."""
+    is_simplified_at_one: bool
+    """Whether a dynamic batch was fixed at 1 until the graph was simplified."""
+    is_whole: bool
+    """Whether the image is the only input of the original file, and all tensors are outputs of it."""
+    activations: frozenset[str]
+    """What the last sigmoids and softmaxes in front of the outputs make, in the original file."""
     rewritten: tuple[str, ...]
     """One sentence for each change."""
 
@@ -90,71 +126,97 @@ def rewrite(
     is_batch_freed: bool,
     libraries: Sequence[CustomOperators] = (),
 ) -> Imported:
-    """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that leave them open.
+    """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that can have this size.
 
-    With `is_batch_freed`, a fixed batch is made dynamic. Those of `libraries` whose operators it has are declared in
-    the graph. Raises FixedBatch if the batch stays fixed, ArtifactError for a graph that the pipeline cannot use.
+    With `is_batch_freed`, a fixed batch is made dynamic; without, a dynamic one is fixed until the graph is
+    simplified. Those of `libraries` whose operators it has are declared in the graph. Raises FixedBatch if the batch
+    stays fixed, ArtifactError for a graph that the pipeline cannot use.
     """
     model, changes = ModelProto(), []
     model.CopyFrom(original)
     opset = read_opset(model, path)
     if model.functions:
         changes.append(f"{len(model.functions)} functions inlined")
-        model = inline_local_functions(model)
+        model = without_large_constants(model, inline_local_functions)
     check_quantization(model, path, is_quantized=quantization is not Quantization.none)
-    _refuse_branches(model, path)
+    activations = last_activations(model, kept_outputs(model, path, output.name))
     del model.metadata_props[:]
     accept_domains(model, path, libraries)
     is_half = has_half(model)
     if is_half:
         changes.append(f"float16 converted to float32, {half_to_float(model)} constants")
+    if has_double(model):
+        changes.append(f"float64 converted to float32, {double_to_float(model)} constants")
     if quantization is not Quantization.none:
         dequantize_input(model, path)
     if quantization is Quantization.removed:
         changes.append(f"{to_float(model, path)} pairs of QuantizeLinear and DequantizeLinear removed")
     elif quantization is Quantization.kept:
         add_zero_points(model)
-    image = find_image(model, path, form)
+    elif has_quantized_weights(model):
+        to_float(model, path)
+        changes.append("quantized weights made floats")
+    drop_listed_constants(model)
+    outputs = {value.name for value in model.graph.output}
+    is_whole = len(model.graph.input) == 1 and not (path.parent / INPUTS_FILE).is_file()
     tensors = choose_output(model, path, output.name)
+    is_whole = is_whole and outputs.issuperset(tensors)
+    image = find_image(model, path, form)
     if len(tensors) > 1:
         changes.append(f"{len(tensors)} outputs joined")
-    static_batch = _set_size(image, path, form, height=height, width=width)
+    size = set_size(model, image, path, form, height=height, width=width)
+    if size is not None:
+        changes.append(f"image size changed to {size[0]}x{size[1]}")
+    static_batch = max(0, sizes_of(image)[0]) or None
+    batch = static_batch
+    if (
+        static_batch is None and not is_batch_freed
+    ):  # so that shapes which are computed from it become constants
+        batch = image.type.tensor_type.shape.dim[0].dim_value = 1
+        del model.graph.value_info[:]
+    model, branches = _without_branches(model, path)
     model, conversion = convert_opset(model, path, opset)
-    changes += conversion
+    changes += branches + conversion
     num_before = len(model.graph.node)
     model = _simplify(model)
     changes.append(f"simplified from {num_before} to {len(model.graph.node)} nodes")
+    changes += bound_infinities(model)
     if num_unnamed := name_nodes(model):
         changes.append(f"{num_unnamed} nodes named")
     normalised = normalise_input(model, path, form)
     changes += normalised.changes
-    max_batch = None if is_batch_freed else static_batch
+    max_batch = static_batch if static_batch is not None and not is_batch_freed else None
     if max_batch not in (None, 1):
         raise _fixed_batch(
             path, f"the batch of {max_batch} cannot be made dynamic, and no engine supports it"
         )
     if max_batch == 1:
         changes.append("batch stays 1, which the graph depends on")
-    elif static_batch is not None:
-        num_rewritten = _free_batch(model, static_batch)
-        changes.append(f"batch of {static_batch} made dynamic, {num_rewritten} Reshape constants rewritten")
+    elif batch is not None:
+        num_rewritten = free_batch(model, batch, _BATCH)
+        how = "made dynamic" if static_batch else "only for the simplification"
+        changes.append(f"batch of {batch} {how}, {num_rewritten} constants rewritten")
     model = _infer(model, path, max_batch)
     head = rewrite_head(model, path, output)
     changes += head.changes
     drop_unused(model.graph)
     model.ir_version = min(max(model.ir_version, MIN_IR_VERSION), MAX_IR_VERSION)
     model = _infer(model, path, max_batch)
-    onnx.checker.check_model(model, full_check=True)
+    check_model(model, full_check=True)
     return Imported(
         model,
         head,
         normalised.mean,
         normalised.std,
         tensors,
+        size,
         static_batch,
         max_batch,
         opset,
         is_half,
+        static_batch is None and batch is not None,
+        is_whole,
+        activations,
         tuple(changes),
     )
 
@@ -171,7 +233,7 @@ def with_equal_operators(imported: Imported, images_NCHW: NDArray[np.float32], p
             return graph
         drop_unused(model.graph)
         model = _infer(model, path, imported.max_batch)
-        onnx.checker.check_model(model, full_check=True)
+        check_model(model, full_check=True)
         return model
 
     name = "of operators that have no INT8 kernels"
@@ -182,84 +244,100 @@ def with_equal_operators(imported: Imported, images_NCHW: NDArray[np.float32], p
     return replace(imported, graph=graph, rewritten=(*imported.rewritten, *changes))
 
 
-def read_image_size(
+def read_interface(
     model: Path,
     *,
     form: InputForm,
     height: int | None,
     width: int | None,
-    output: str | None,
+    output: OutputForm,
     is_quantized: bool,
     libraries: Sequence[CustomOperators] = (),
-) -> tuple[int, int]:
-    """Return height and width of the images that a model reads; raise the same errors as `rewrite`."""
+) -> tuple[tuple[int, int], list[int]]:
+    """Return height and width of the images that a model reads, and the sizes of its output as far as they are known.
+
+    Raises the same errors as `rewrite` for what the file says, in seconds.
+    """
     path, graph = find_file(model), read_foreign(model)
-    read_opset(graph, path)
+    check_opset(graph, path)
     if graph.functions:
         graph = inline_local_functions(graph)
     check_quantization(graph, path, is_quantized=is_quantized)
-    _refuse_branches(graph, path)
     accept_domains(graph, path, libraries)
     half_to_float(graph)
+    double_to_float(graph)
+    drop_listed_constants(graph)
+    tensors = choose_output(graph, path, output.name)
     image = find_image(graph, path, form)
-    choose_output(graph, path, output)
-    _set_size(image, path, form, height=height, width=width)
+    set_size(graph, image, path, form, height=height, width=width)
     sizes = sizes_of(image)
-    return sizes[form.axes[1]], sizes[form.axes[2]]
+    graph = _without_branches(graph, path)[0]
+    answer = read_shapes(graph, data_prop=True).output[0]
+    if len(tensors) == 1:
+        image_NCHW = [0, form.num_channels, sizes[form.axes[1]], sizes[form.axes[2]]]
+        check_output(answer, image_NCHW, path, output)
+    return (sizes[form.axes[1]], sizes[form.axes[2]]), sizes_of(answer)
 
 
 def with_output(model: ModelProto, tensor: str) -> ModelProto:
     """Return a copy whose only output is one of its tensors."""
+    return with_outputs(model, [tensor])
+
+
+def with_outputs(model: ModelProto, tensors: Sequence[str]) -> ModelProto:
+    """Return a copy whose outputs are these of its tensors."""
     marked = ModelProto()
     marked.CopyFrom(model)
     del marked.graph.output[:]
-    marked.graph.output.append(helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None))
+    marked.graph.output.extend(helper.make_empty_tensor_value_info(tensor) for tensor in tensors)
     return marked
 
 
-def _refuse_branches(model: ModelProto, path: Path) -> None:
-    branching = [
-        node for node in model.graph.node if any(item.HasField("g") or item.graphs for item in node.attribute)
-    ]
-    if branching:
-        raise ArtifactError(
-            f"{path}: {len(branching)} nodes contain subgraphs (first: {branching[0].op_type} "
-            f"'{branching[0].name}'), expected one plain graph. Export the model without control "
-            "flow (torch.export, or a traced module)."
-        )
+def _without_branches(model: ModelProto, path: Path) -> tuple[ModelProto, list[str]]:
+    """Replace each `If` whose condition is known, as soon as the sizes are, by the branch that it takes.
 
-
-def _set_size(
-    image: ValueInfoProto, path: Path, form: InputForm, *, height: int | None, width: int | None
-) -> int | None:
-    """Fix channels, height and width of the input; return the batch that the graph fixes, or None."""
-    dims, axes = image.type.tensor_type.shape.dim, form.axes
-    dims[axes[0]].dim_value = form.num_channels
-    for axis, name, wanted in ((axes[1], "height", height), (axes[2], "width", width)):
-        found = max(0, dims[axis].dim_value)  # some tools write -1 for open
-        if not found and wanted is None:
-            raise ArtifactError(
-                f"{path}: the input leaves its {name} open ({describe(image)}). Set the one that engines are built "
-                f"for, for example model.{name}=224."
-            )
-        if found and wanted not in (None, found):
-            raise ArtifactError(
-                f"{path}: the input has {name} {found}, model.{name} is {wanted}. Set model.{name}=null, or "
-                "export the model for that size."
-            )
-        dims[axis].dim_value = found or wanted or 0
-    return max(0, dims[0].dim_value) or None
+    Raises ArtifactError for other control flow.
+    """
+    num_branching = len(branching_nodes(model))
+    inline_branches(model)
+    while left := len(branching_nodes(model)):
+        model = _simplify(model)
+        inline_branches(model)
+        if len(branching_nodes(model)) == left:
+            break
+    refuse_branches(model, path)
+    changes = [f"{num_branching} If with a known condition replaced by their branch"]
+    return model, changes if num_branching else []
 
 
 def _simplify(model: ModelProto) -> ModelProto:
+    for value in model.graph.output:  # some files declare the wrong number of axes
+        value.type.tensor_type.ClearField("shape")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        slim: ModelProto = onnxslim.slim(model)
+        slim = without_large_constants(model, onnxslim.slim, kept=_folded(model))
     _constants_to_initializers(slim)
     return slim
 
 
+def _folded(model: ModelProto) -> set[str]:
+    """Return the constants that simplification may need the values of.
+
+    All but the weights of layers whose output no BatchNormalization, addition or multiplication of a constant reads.
+    """
+    index = index_graph(model.graph)
+    folded = set()
+    for name in index.constants:
+        for layer in index.readers.get(name, []):
+            following = [node.op_type for node in index.readers.get(layer.output[0], [])]
+            is_plain = layer.op_type in _PRODUCTS or not _FOLDED_INTO_CONVOLUTIONS.intersection(following)
+            if layer.op_type not in LAYER_TYPES or layer.input[1] != name or not is_plain:
+                folded.add(name)
+    return folded
+
+
 def _constants_to_initializers(model: ModelProto) -> None:
-    for node in [node for node in model.graph.node if node.op_type == "Constant"]:
+    constants = [node for node in model.graph.node if node.op_type == "Constant"]
+    for node in constants:
         attribute = node.attribute[0]
         if attribute.name == "value":
             tensor = TensorProto()
@@ -270,40 +348,8 @@ def _constants_to_initializers(model: ModelProto) -> None:
             values = np.array(helper.get_attribute_value(attribute), dtype)
             tensor = numpy_helper.from_array(values, node.output[0])
         model.graph.initializer.append(tensor)
-        model.graph.node.remove(node)
+    replace_nodes(model.graph, {node.output[0]: [] for node in constants})
     drop_unused(model.graph)
-
-
-def _free_batch(model: ModelProto, static_batch: int) -> int:
-    """Make the batch dynamic; return how many Reshape constants were rewritten.
-
-    In a Reshape of a tensor that depends on the image and whose first axis is the batch, a first number equal to the
-    batch becomes 0, which means "as in the input". Only running the graph shows whether that was enough.
-    """
-    graph = model.graph
-    graph.value_info.extend(infer_custom_outputs(model, [static_batch], _BATCH))
-    sizes = {
-        value.name: sizes_of(value) for value in onnx.shape_inference.infer_shapes(model).graph.value_info
-    }
-    sizes[graph.input[0].name] = sizes_of(graph.input[0])
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    from_image, num_rewritten = {graph.input[0].name}, 0
-    for node in graph.node:
-        if not from_image & set(node.input):
-            continue
-        from_image.update(node.output)
-        if node.op_type != "Reshape" or node.input[1] not in constants or _integer(node, "allowzero"):
-            continue
-        shape = numpy_helper.to_array(constants[node.input[1]]).copy()
-        if len(shape) and shape[0] == static_batch and (sizes.get(node.input[0]) or [0])[0] == static_batch:
-            shape[0] = 0
-            name = f"{node.output[0]}:shape"
-            graph.initializer.append(numpy_helper.from_array(shape, name))
-            node.input[1] = name
-            num_rewritten += 1
-    graph.input[0].type.tensor_type.shape.dim[0].dim_param = _BATCH
-    drop_unused(graph)
-    return num_rewritten
 
 
 def _infer(model: ModelProto, path: Path, max_batch: int | None) -> ModelProto:
@@ -320,7 +366,7 @@ def _infer(model: ModelProto, path: Path, max_batch: int | None) -> ModelProto:
         graph.value_info.extend(
             infer_custom_outputs(model, [1, 2] if max_batch is None else [max_batch], _BATCH)
         )
-        inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
+        inferred = infer_shapes(model, strict_mode=True, data_prop=True)
     except (onnx.shape_inference.InferenceError, ArtifactError) as error:
         raise _fixed_batch(path, first_line(error)) from error
     sizes = sizes_of(inferred.graph.output[0])
@@ -336,7 +382,3 @@ def _fixed_batch(path: Path, what: str) -> FixedBatch:
         "width, up to the layer before a NonMaxSuppression or NonZero, whose outputs have no fixed size "
         "(model.output)."
     )
-
-
-def _integer(node: NodeProto, name: str) -> int:
-    return next((attribute.i for attribute in node.attribute if attribute.name == name), 0)

@@ -1,22 +1,31 @@
 """Read and write ONNX files; query graphs for their card, the origin of nodes, and other things."""
 
+import hashlib
+import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.data.input_card import InputCard
+from tasks.parts.onnx_session import copy_without, large_constants, refer
 
 CARD_KEY = "enginewright"
 MODULE_KEY = "module"
 SOURCE_KEY = "source"
 MIN_OPSET, MAX_OPSET = 13, 23  # 13: first with per-channel Q/DQ; 23: last that all runtimes here read
 MIN_IR_VERSION, MAX_IR_VERSION = 7, 12
+MAX_BYTES = 2**31 - 2**24
+"""Most bytes of the constants in one file: the limit of a protobuf message, minus room for nodes and shapes."""
+_WEIGHTS_SUFFIX = ".weights"
+_WEIGHTS_FILE = re.compile(r"[0-9a-f]{32}\.weights")
 
 MOVES_VALUES = frozenset(
     {
@@ -35,10 +44,44 @@ MOVES_VALUES = frozenset(
 """Operators that only move the values of one tensor."""
 
 
-def read_graph(path: Path) -> ModelProto:
-    """Open one self-contained ONNX file; raise ArtifactError for any other.
+@dataclass(frozen=True)
+class GraphIndex:
+    """Who makes and who reads each tensor of a graph, as it was when `index_graph` walked it.
 
-    Weights outside the file are refused, because such files can be missing, truncated or linked to anywhere.
+    The nodes and tensors are those of the graph, so a change of one of them shows; one that comes or goes does not.
+    """
+
+    makers: dict[str, NodeProto]
+    """Tensor -> the node that computes it."""
+    readers: dict[str, list[NodeProto]]
+    """Tensor -> the nodes that read it, in graph order, each once; tensors that no node reads are missing."""
+    constants: dict[str, TensorProto]
+    """Name -> initializer."""
+    outputs: frozenset[str]
+    """Names of the outputs of the graph."""
+
+
+def index_graph(graph: GraphProto) -> GraphIndex:
+    """Walk a graph once, so that a rewrite needs no search of its own for each node."""
+    makers: dict[str, NodeProto] = {}
+    readers: dict[str, list[NodeProto]] = {}
+    for node in graph.node:
+        for name in node.output:
+            makers[name] = node
+        for name in dict.fromkeys(node.input):
+            readers.setdefault(name, []).append(node)
+    return GraphIndex(
+        makers,
+        readers,
+        {tensor.name: tensor for tensor in graph.initializer},
+        frozenset(value.name for value in graph.output),
+    )
+
+
+def read_graph(path: Path) -> ModelProto:
+    """Open one ONNX file that `write_graph` wrote, or a self-contained one; raise ArtifactError for any other.
+
+    Weights that lie elsewhere are refused, because such files can be missing, truncated or linked to anywhere.
     """
     if not path.is_file():
         raise ArtifactError(
@@ -54,10 +97,10 @@ def read_graph(path: Path) -> ModelProto:
             f"{path}: {size_bytes} bytes that are not an ONNX model ({error}); the file is damaged or of "
             "another kind. Delete it and run its stage again."
         ) from error
-    _refuse_external_data(model, path)
+    _load_weights(model, path)
     _check_versions(model, path)
     try:
-        onnx.checker.check_model(model)
+        check_model(model)
     except onnx.checker.ValidationError as error:
         raise ArtifactError(
             f"{path}: not a valid ONNX model ({first_line(error)}). Delete it and run its stage again."
@@ -66,8 +109,100 @@ def read_graph(path: Path) -> ModelProto:
 
 
 def write_graph(model: ModelProto, path: Path) -> None:
-    """Write one self-contained file; equal models give equal bytes."""
-    path.write_bytes(model.SerializeToString(deterministic=True))
+    """Write one self-contained file; equal models give equal bytes.
+
+    A message ends at 2 GiB. The large constants of a larger graph go into a file beside it, which is named by their
+    md5, so that the graph's own bytes tell which they are.
+    """
+    if not is_too_large(model):
+        path.write_bytes(model.SerializeToString(deterministic=True))
+        return
+    large, offset, digest = large_constants(model), 0, hashlib.md5(usedforsecurity=False)
+    draft, places = path.with_suffix(_WEIGHTS_SUFFIX), {}
+    with draft.open("wb") as file:
+        for name, tensor in large.items():
+            values = numpy_helper.to_array(tensor).tobytes()
+            places[name] = offset, len(values)
+            digest.update(values)
+            offset += file.write(values)
+    weights = path.with_name(f"{digest.hexdigest()}{_WEIGHTS_SUFFIX}")
+    draft.replace(weights)
+    light = copy_without(model, large)
+    light.graph.initializer.extend(
+        refer(tensor, weights.name, *places[name]) for name, tensor in large.items()
+    )
+    path.write_bytes(light.SerializeToString(deterministic=True))
+
+
+def is_too_large(model: ModelProto) -> bool:
+    """Return whether a graph does not fit into one file."""
+    return size_of_constants(model) > MAX_BYTES
+
+
+def size_of_constants(model: ModelProto) -> int:
+    """Return the bytes of all constants."""
+    sizes = (math.prod(tensor.dims) * _item_size(tensor) for tensor in model.graph.initializer)
+    return int(sum(sizes))
+
+
+def infer_shapes(model: ModelProto, *, strict_mode: bool = False, data_prop: bool = False) -> ModelProto:
+    """Return a copy with the shapes that ONNX infers; large constants are not passed through onnx."""
+    return without_large_constants(
+        model,
+        lambda light: onnx.shape_inference.infer_shapes(light, strict_mode=strict_mode, data_prop=data_prop),
+    )
+
+
+def read_shapes(model: ModelProto, *, data_prop: bool = False) -> GraphProto:
+    """Return the graph with the shapes that ONNX infers, to be read: its large constants are inputs."""
+    return onnx.shape_inference.infer_shapes(_light(model), data_prop=data_prop).graph
+
+
+def check_model(model: ModelProto, *, full_check: bool = False) -> None:
+    """Raise onnx.checker.ValidationError, or with `full_check` InferenceError, for a graph that is not valid."""
+    onnx.checker.check_model(_light(model), full_check=full_check)
+
+
+def without_large_constants(
+    model: ModelProto,
+    change: Callable[[ModelProto], ModelProto],
+    kept: Container[str] = (),
+) -> ModelProto:
+    """Return a changed graph; where it has large constants, `change` gets them as inputs, but for those in `kept`."""
+    large = {name: tensor for name, tensor in large_constants(model).items() if name not in kept}
+    if not large:
+        return change(model)
+    changed = change(_with_inputs(model, large))
+    for index in reversed(range(len(changed.graph.input))):
+        if changed.graph.input[index].name in large:
+            del changed.graph.input[index]
+    changed.graph.initializer.extend(large.values())
+    return changed
+
+
+def light_copy(model: ModelProto) -> ModelProto:
+    """Return a copy whose large constants are inputs of the same type and shape."""
+    return _with_inputs(model, large_constants(model))
+
+
+def _light(model: ModelProto) -> ModelProto:
+    return light_copy(model) if large_constants(model) else model
+
+
+def _with_inputs(model: ModelProto, constants: Mapping[str, TensorProto]) -> ModelProto:
+    """Return a copy in which some constants are inputs of the same type and shape."""
+    light = copy_without(model, constants)
+    listed = {value.name for value in model.graph.input}  # old files list constants among the inputs
+    light.graph.input.extend(
+        helper.make_tensor_value_info(name, tensor.data_type, tensor.dims)
+        for name, tensor in constants.items()
+        if name not in listed
+    )
+    return light
+
+
+def _item_size(tensor: TensorProto) -> int:
+    return int(helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
 
 
 def read_card_of_graph(model: ModelProto) -> InputCard:
@@ -164,7 +299,10 @@ def captured_names(node: NodeProto) -> set[str]:
 
 
 def drop_unused(graph: GraphProto) -> None:
-    """Remove nodes and constants that no output of the graph depends on."""
+    """Remove nodes and constants that no output of the graph depends on.
+
+    What stays is not copied: a message keeps the memory of all that it ever held.
+    """
     makers = {name: index for index, node in enumerate(graph.node) for name in node.output}
     used: set[str] = set()
     kept: set[int] = set()
@@ -181,28 +319,56 @@ def drop_unused(graph: GraphProto) -> None:
     for index in reversed(range(len(graph.node))):
         if index not in kept:
             del graph.node[index]
-    tensors = [tensor for tensor in graph.initializer if tensor.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(tensors)
+    for index in reversed(range(len(graph.initializer))):
+        if graph.initializer[index].name not in used:
+            del graph.initializer[index]
 
 
-def replace_node(graph: GraphProto, node: NodeProto, nodes: Sequence[NodeProto]) -> None:
-    """Put nodes in the place of one; they keep its origin."""
-    index = list(graph.node).index(node)
-    del graph.node[index]
-    for offset, new in enumerate(nodes):
-        new.metadata_props.extend(node.metadata_props)
-        graph.node.insert(index + offset, new)
+def replace_nodes(graph: GraphProto, replacements: Mapping[str, Sequence[NodeProto]]) -> None:
+    """Put nodes in the place of others, which are named by their first output; new nodes keep the origin of old ones.
+
+    Without new nodes a node is removed. Nodes that stay keep their identity for those who hold them.
+    """
+    if not replacements:
+        return
+    places = [index for index, node in enumerate(graph.node) if node.output[0] in replacements]
+    for index in reversed(places):
+        node = graph.node[index]
+        for new in replacements[node.output[0]]:
+            new.metadata_props.extend(node.metadata_props)
+        del graph.node[index]
+        for offset, new in enumerate(replacements[node.output[0]]):
+            graph.node.insert(index + offset, new)
 
 
-def _refuse_external_data(model: ModelProto, path: Path) -> None:
-    outside = [
-        tensor.name for tensor in all_tensors(model.graph) if tensor.data_location == TensorProto.EXTERNAL
-    ]
-    if outside:
+def _load_weights(model: ModelProto, path: Path) -> None:
+    """Read the constants that `write_graph` put into a file of their own; raise ArtifactError for any other file."""
+    outside = [tensor for tensor in all_tensors(model.graph) if tensor.data_location == TensorProto.EXTERNAL]
+    if not outside:
+        return
+    place_of = {tensor.name: {entry.key: entry.value for entry in tensor.external_data} for tensor in outside}
+    names = {place.get("location", "") for place in place_of.values()}
+    if len(names) != 1 or not _WEIGHTS_FILE.fullmatch(next(iter(names))):
         raise ArtifactError(
-            f"{path}: {len(outside)} tensors are outside the file (first: '{outside[0]}'), expected one "
+            f"{path}: {len(outside)} tensors are outside the file (first: '{outside[0].name}'), expected one "
             "self-contained file. Save it again with onnx.save(model, path, save_as_external_data=False)."
+        )
+    weights, digest = path.with_name(names.pop()), hashlib.md5(usedforsecurity=False)
+    try:
+        with weights.open("rb") as file:
+            for tensor in outside:  # one after the other, as they were written
+                tensor.raw_data = file.read(int(place_of[tensor.name]["length"]))
+                digest.update(tensor.raw_data)
+                del tensor.external_data[:]
+                tensor.ClearField("data_location")
+    except OSError as error:
+        raise ArtifactError(
+            f"{weights}: the weights of {path.name} cannot be read ({error}). Run its stage again."
+        ) from error
+    if digest.hexdigest() != weights.stem:
+        raise ArtifactError(
+            f"{weights}: not the weights of {path.name}, whose md5 is the file's name; the file is damaged or of "
+            "another graph. Delete both and run their stage again."
         )
 
 

@@ -17,8 +17,17 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from tasks.core.errors import ArtifactError
 from tasks.parts.custom_operators import STANDARD_DOMAINS
 from tasks.parts.onnx_graphs.float32_nodes import Cause, Float32Node
-from tasks.parts.onnx_graphs.graph import MOVES_VALUES, captured_names, is_quantized
-from tasks.parts.onnx_session import open_session
+from tasks.parts.onnx_graphs.graph import (
+    MOVES_VALUES,
+    captured_names,
+    index_graph,
+    infer_shapes,
+    is_quantized,
+    read_shapes,
+    replace_nodes,
+    without_large_constants,
+)
+from tasks.parts.onnx_session import copy_without, open_session
 
 LARGEST_FP16 = 65504.0
 FP16, BF16 = int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)
@@ -95,11 +104,8 @@ class _Float32Finder:
         self._max_abs = max_abs
         self._constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in _float_constants(model)}
         self._seen = seen
-        self._outputs = {value.name for value in model.graph.output}
-        self._readers: dict[str, list[NodeProto]] = {}
-        for node in model.graph.node:
-            for name in set(node.input):
-                self._readers.setdefault(name, []).append(node)
+        index = index_graph(model.graph)
+        self._outputs, self._readers = index.outputs, index.readers
         self._rounded_scales = {
             node.output[0]: float(scale.max())
             for node in model.graph.node
@@ -279,14 +285,13 @@ class _Rewriter:
                 self._add(node)
         for value in self._model.graph.output:
             self._read(value.name, _FP32)
-        rewritten = ModelProto()
-        rewritten.CopyFrom(self._model)
+        rewritten = copy_without(self._model, self._constants)
         graph = rewritten.graph
-        for field in (graph.node, graph.initializer, graph.value_info):
+        for field in (graph.node, graph.value_info):
             del field[:]
         graph.node.extend(self._nodes)
         graph.initializer.extend(self._tensors.values())
-        return onnx.shape_inference.infer_shapes(rewritten, data_prop=True)
+        return infer_shapes(rewritten, data_prop=True)
 
     def _add(self, node: NodeProto) -> None:
         new = NodeProto()
@@ -414,7 +419,7 @@ class _Rewriter:
 
 def _types(model: ModelProto) -> dict[str, int]:
     """Return tensor -> its type, where ONNX can infer it."""
-    graph = onnx.shape_inference.infer_shapes(model).graph
+    graph = read_shapes(model)
     kinds = {
         value.name: value.type.tensor_type.elem_type
         for value in (*graph.value_info, *graph.input, *graph.output)
@@ -453,7 +458,9 @@ def _raise_opset(model: ModelProto, oldest: int) -> ModelProto:
     if _opset(model) >= oldest:
         return model
     metadata = {node.name: list(node.metadata_props) for node in model.graph.node}
-    converted = onnx.version_converter.convert_version(model, oldest)
+    converted = without_large_constants(
+        model, lambda light: onnx.version_converter.convert_version(light, oldest)
+    )
     opsets = list(converted.opset_import)
     converted.ir_version = max(model.ir_version, helper.find_min_ir_version_for(opsets, ignore_unknown=True))
     del converted.metadata_props[:]
@@ -469,10 +476,12 @@ def _constants_as_initializers(model: ModelProto) -> ModelProto:
     changed = ModelProto()
     changed.CopyFrom(model)
     graph = changed.graph
-    for node in list(graph.node):
+    stored: dict[str, list[NodeProto]] = {}
+    for node in graph.node:
         value = next((a for a in node.attribute if a.name == "value"), None)
         if node.op_type == "Constant" and value is not None:
             value.t.name = node.output[0]
             graph.initializer.append(value.t)
-            graph.node.remove(node)
+            stored[node.output[0]] = []
+    replace_nodes(graph, stored)
     return changed

@@ -10,7 +10,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from tasks.parts.onnx_graphs.dropped_activations import write_dropped_activations
 from tasks.parts.onnx_graphs.foreign_qdq import add_zero_points, dequantized
-from tasks.parts.onnx_graphs.graph import drop_unused
+from tasks.parts.onnx_graphs.graph import drop_unused, replace_nodes
 
 _INT8_MAX = 127
 _8_BITS = (TensorProto.UINT8, TensorProto.INT8)
@@ -108,10 +108,11 @@ def _symmetric(
 
 def _biases_to_float(graph: GraphProto) -> None:
     constants = {tensor.name: tensor for tensor in graph.initializer}
-    for node in [node for node in graph.node if _dequantizes(node, constants, (TensorProto.INT32,))]:
+    biases = [node for node in graph.node if _dequantizes(node, constants, (TensorProto.INT32,))]
+    for node in biases:
         arrays = {name: numpy_helper.to_array(constants[name]) for name in node.input if name}
         graph.initializer.append(numpy_helper.from_array(dequantized(node, arrays), node.output[0]))
-        graph.node.remove(node)
+    replace_nodes(graph, {node.output[0]: [] for node in biases})
 
 
 def _dequantizes(node: NodeProto, constants: dict[str, TensorProto], kinds: tuple[int, ...]) -> bool:

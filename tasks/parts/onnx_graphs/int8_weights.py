@@ -3,7 +3,7 @@
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
-from tasks.parts.onnx_graphs.graph import drop_unused
+from tasks.parts.onnx_graphs.graph import drop_unused, index_graph
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
 
 INT7_MAX, _INT8_MAX = 63, 127
@@ -18,15 +18,11 @@ def weights_to_7_bits(model: ModelProto) -> ModelProto:
     """
     rewritten = ModelProto()
     rewritten.CopyFrom(model)
-    graph = rewritten.graph
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    makers = {name: node for node in graph.node for name in node.output}
+    graph, index = rewritten.graph, index_graph(rewritten.graph)
+    makers, readers, constants = index.makers, index.readers, index.constants
     factor = np.float32(INT7_MAX / _INT8_MAX)
-    readers: dict[str, list[NodeProto]] = {}
     weights: dict[str, list[NodeProto]] = {}
     for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
         if node.op_type == "DequantizeLinear" and _is_symmetric_int8(node, constants):
             weights.setdefault(node.input[0], []).append(node)
     for name, dequantizing in weights.items():  # layers may share a node, and nodes may share levels

@@ -14,6 +14,7 @@ import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, helper
 
 from tasks.parts.custom_operators import STANDARD_DOMAINS
+from tasks.parts.onnx_graphs.graph import light_copy
 
 LAYER_TYPES = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
 """Operators that do nearly all the work of most networks, and that Q/DQ pairs are made for."""
@@ -72,8 +73,7 @@ def quantized_layers(model: ModelProto) -> list[NodeProto]:
 
 def sizes_of_one_image(model: ModelProto) -> dict[str, list[int]]:
     """Infer the sizes of all tensors for a batch of 1, because tokens and windows may be folded into the batch."""
-    single = ModelProto()
-    single.CopyFrom(model)
+    single = light_copy(model)
     single.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
     del single.graph.value_info[:]
     for value in single.graph.output:

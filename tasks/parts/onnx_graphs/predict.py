@@ -14,7 +14,7 @@ from tasks.parts.data.comparison import energy
 from tasks.parts.data.dataset import normalised_batches
 from tasks.parts.data.judge import answers_of
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
-from tasks.parts.onnx_session import CPU_PROVIDER, open_session
+from tasks.parts.onnx_session import CPU_PROVIDER, open_session, run_session
 
 
 def predict_classes(model: ModelProto, images_NHWC: NDArray[Any], *, batch_size: int) -> NDArray[Any]:
@@ -32,12 +32,12 @@ def run_batches(
 ) -> Iterator[NDArray[Any]]:
     """Yield the outputs of a graph for images uint8 [N, H, W, C], batch by batch.
 
-    Raises TargetMismatch where ONNX Runtime has not this provider.
+    Raises TargetMismatch where ONNX Runtime has not this provider, BuildFailed where it does not run the graph.
     """
     session = open_session(model, provider=provider)
     name = session.get_inputs()[0].name
     for images_NCHW in normalised_batches(images_NHWC, read_card_of_graph(model), batch_size):
-        yield session.run(None, {name: images_NCHW})[0]
+        yield run_session(session, None, {name: images_NCHW})[0]
 
 
 def agreement(found: NDArray[Any], expected: NDArray[Any]) -> float:

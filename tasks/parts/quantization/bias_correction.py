@@ -4,14 +4,14 @@ Rounded weights and activations shift the mean of a layer's outputs, and the shi
 al. 2019, arXiv:1906.04721, section 4.2 and appendix D). O output channels.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, numpy_helper
 
-from tasks.parts.progress import tracked
+from tasks.parts.onnx_graphs.graph import index_graph
+from tasks.parts.progress import TimeBudget, tracked
 from tasks.parts.quantization.layer_steps import Batches, LayerSteps
 from tasks.parts.quantization.qdq import weighted_nodes
 
@@ -22,14 +22,16 @@ def correct_biases(
     batches: Sequence[NDArray[np.float32]],
     *,
     op_types: Sequence[str],
+    budget: TimeBudget | None = None,
 ) -> ModelProto:
     """Return the float graph with biases that give the layers of `quantized` the means that `model` has.
 
-    `quantized` is the Q/DQ graph of `model`. Each layer is corrected behind the corrected layers before it.
+    `quantized` is the Q/DQ graph of `model`. Each layer is corrected behind the corrected layers before it; once a
+    budget is spent, the rest stay as they are.
     """
     exact, rounded = LayerSteps(model, batches), LayerSteps(quantized, batches)
     shifts = {}
-    for node in tracked(correctable_layers(model, op_types), "bias correction"):
+    for node in tracked(correctable_layers(model, op_types), "bias correction", budget):
         shifts[node.name] = correct_output(node, exact.read_output(node.name), rounded.read_output(node.name))
     return add_to_biases(model, shifts)
 
@@ -62,25 +64,25 @@ def add_to_biases(model: ModelProto, shifts: Mapping[str, NDArray[np.float32]]) 
     shifted = ModelProto()
     shifted.CopyFrom(model)
     graph = shifted.graph
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    readers = Counter(name for node in graph.node for name in node.input)
+    index = index_graph(graph)
+    constants, readers = index.constants, index.readers
     added = _added_constants(model)
     nodes = {node.name: node for node in graph.node}
     for name, shift_O in shifts.items():
         node = nodes[name]
         if name in added:
-            adder, index = nodes[added[name][0]], added[name][1]
+            adder, place = nodes[added[name][0]], added[name][1]
         else:
-            adder, index = node, 2
+            adder, place = node, 2
             node.input.extend([""] * (3 - len(node.input)))
-        bias = adder.input[index]
+        bias = adder.input[place]
         values = numpy_helper.to_array(constants[bias]) if bias else np.zeros(len(shift_O), np.float32)
-        total = (values + shift_O.reshape([-1] if values.ndim < 2 else values.shape)).astype(np.float32)
-        if bias and readers[bias] == 1:
+        total = (values + shift_O).astype(np.float32)  # a Gemm adds [1, 1] or [1, O] to [rows, O] as well
+        if bias and len(readers[bias]) == 1:
             constants[bias].CopyFrom(numpy_helper.from_array(total, bias))
         else:
-            adder.input[index] = f"{name}:corrected_bias"
-            graph.initializer.append(numpy_helper.from_array(total, adder.input[index]))
+            adder.input[place] = f"{name}:corrected_bias"
+            graph.initializer.append(numpy_helper.from_array(total, adder.input[place]))
     return shifted
 
 
@@ -102,19 +104,14 @@ def _mean(batches: Batches, axis: int) -> NDArray[np.float64]:
 
 def _added_constants(model: ModelProto) -> dict[str, tuple[str, int]]:
     """Return MatMul -> the only Add behind it, and which of its inputs is a constant [O]."""
-    graph = model.graph
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    readers: dict[str, list[NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
-    added = {}
-    for node in graph.node:
-        following = readers.get(node.output[0], [])
+    index = index_graph(model.graph)
+    constants, added = index.constants, dict[str, tuple[str, int]]()
+    for node in model.graph.node:
+        following = index.readers.get(node.output[0], [])
         if node.op_type == "MatMul" and len(following) == 1 and following[0].op_type == "Add":
-            for index, name in enumerate(following[0].input):
+            for place, name in enumerate(following[0].input):
                 if name in constants and node.input[1] in constants:
                     width = constants[node.input[1]].dims[-1]
                     if list(constants[name].dims) == [width]:
-                        added[node.name] = following[0].name, index
+                        added[node.name] = following[0].name, place
     return added

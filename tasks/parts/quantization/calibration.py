@@ -4,13 +4,11 @@ N images, C channels, H rows, W columns.
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
@@ -195,12 +193,15 @@ def _tensor_reader(
             marked.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
     session = open_session(marked)
     inner = [name for name in names if name != image]
-    at_once = max(1, _MAX_BYTES // max(1, _bytes_per_image(model, inner)))
+    at_once = model.graph.input[0].type.tensor_type.shape.dim[0].dim_value  # 0 for an open batch
 
     def run(images_NCHW: NDArray[np.float32]) -> Iterable[tuple[str, NDArray[Any]]]:
+        nonlocal at_once
         if image in names:
             yield image, images_NCHW
         if inner:  # an empty list of names means all outputs to ONNX Runtime
+            if not at_once:
+                at_once = _images_at_once(session.run(inner, {image: images_NCHW[:1]}))
             for start in range(0, len(images_NCHW), at_once):
                 arrays = session.run(inner, {image: images_NCHW[start : start + at_once]})
                 yield from zip(inner, arrays, strict=True)
@@ -208,13 +209,12 @@ def _tensor_reader(
     return run
 
 
-def _bytes_per_image(model: ModelProto, names: Sequence[str]) -> int:
-    """Return the size of the named float32 tensors for one image; tensors of unknown size count as 0."""
-    sizes = {
-        value.name: [axis.dim_value for axis in value.type.tensor_type.shape.dim]
-        for value in onnx.shape_inference.infer_shapes(model).graph.value_info
-    }
-    return sum(4 * math.prod(sizes[name][1:]) for name in names if name in sizes)
+def _images_at_once(arrays_of_one_image: Sequence[NDArray[Any]]) -> int:
+    """Return how many images fit into the limit.
+
+    The shapes in the graph do not tell: tokens and windows may be folded into an axis of the batch, which is open.
+    """
+    return max(1, _MAX_BYTES // max(1, sum(array.nbytes for array in arrays_of_one_image)))
 
 
 def _histogram(values: NDArray[Any], amax: float) -> NDArray[np.int64]:

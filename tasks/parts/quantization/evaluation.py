@@ -3,7 +3,7 @@
 N images.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,16 +14,21 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from tasks.parts.cpu import int8_sums_saturate
-from tasks.parts.data.comparison import ImageResults, score_loss
+from tasks.parts.data.comparison import ImageResults, energy, score_loss
+from tasks.parts.data.dataset import normalised_batches
 from tasks.parts.data.judge import Judge, answers_of, open_judge
 from tasks.parts.data.subsets import open_chosen_images
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.int8_weights import weights_to_7_bits
+from tasks.parts.onnx_graphs.live_memory import images_that_fit
 from tasks.parts.onnx_graphs.predict import agreement, run_batches
-from tasks.parts.onnx_session import CPU_PROVIDER
+from tasks.parts.onnx_graphs.variants import with_variants
+from tasks.parts.onnx_session import CPU_PROVIDER, open_session, run_session
 from tasks.parts.quantization.config import Activations
 
+_MAX_BYTES = 1 << 30
+"""Limit for the activations of the images that run at once; fewer images give the same answers."""
 AS_GOOD_REL_LOSS = 0.001
 """Largest measured loss of a graph that may count as none, if its interval says that it can be chance."""
 
@@ -79,6 +84,42 @@ class GraphEvaluator:
             evaluations.append(Evaluation(results, agreement(answers, self.float_answers), activations))
         return min(evaluations, key=self.rank)
 
+    def evaluate_together(
+        self, model: ModelProto, make: Callable[[str], ModelProto], names: Sequence[str]
+    ) -> list[Evaluation]:
+        """Evaluate the Q/DQ graphs that `make` makes of a float graph for these names, in one session.
+
+        What they share with the float graph runs once, so that graphs which differ from it late cost little. The
+        float graph is held twice, and further the weights that are its own for each name. Raises BuildFailed if one
+        of them does not run.
+        """
+        found: list[list[Evaluation]] = [[] for _ in names]
+        for activations in self.activations:
+            variants = (with_activations(make(name), activations) for name in names)
+            merged, outputs = with_variants(model, variants)
+            for evaluations, (results, share) in zip(found, self._answers(merged, outputs), strict=True):
+                evaluations.append(Evaluation(results, share, activations))
+        return [min(evaluations, key=self.rank) for evaluations in found]
+
+    def _answers(self, merged: ModelProto, outputs: Sequence[str]) -> Iterator[tuple[ImageResults, float]]:
+        """Yield for each output what is right in each image, and the agreement with the float graph."""
+        card, session = read_card_of_graph(merged), open_session(merged, provider=self.provider)
+        name, start = session.get_inputs()[0].name, 0
+        parts: list[list[ImageResults]] = [[] for _ in outputs]
+        shares: list[list[float]] = [[] for _ in outputs]
+        sizes: list[float] = []
+        for images_NCHW in normalised_batches(self.images_NHWC, card, self.batch_size):
+            found = run_session(session, outputs, {name: images_NCHW})
+            known = self.float_answers[start : start + len(images_NCHW)]
+            for place, values in enumerate(found):
+                answers = answers_of(values, card)
+                parts[place].append(self.judge.compare(values, answers, start))
+                shares[place].append(1 - agreement(answers, known))
+            sizes.append(_weight(known))
+            start += len(images_NCHW)
+        for results, differing in zip(parts, shares, strict=True):
+            yield self.judge.join(results), 1 - float(np.average(differing, weights=sizes))
+
     def rank(self, evaluation: Evaluation) -> tuple[float, float]:
         """Return what candidates are compared by, larger is better: how far the score is below float, then agreement.
 
@@ -119,18 +160,26 @@ def open_evaluator(
     batch_size: int,
     activations: Sequence[Activations] = (Activations.uint8,),
     provider: str = CPU_PROVIDER,
+    num_together: int = 1,
 ) -> GraphEvaluator:
     """Run the float graph on `num_images` of the validation split (subsets.py chooses them); 0 takes all.
 
     Quantized graphs are evaluated with each type of activations, and on the CPU, whose integers are those of engines.
-    Another provider is for float graphs, and for stages whose key names it (onnx_graphs/judging.py).
+    Another provider is for float graphs, and for stages whose key names it (onnx_graphs/judging.py). `batch_size` is
+    lowered where the activations of so many images take too much memory, of `num_together` graphs at once.
 
     Raises ArtifactError when the graph has other classes than the data.
     """
+    batch_size = images_that_fit(graph, _MAX_BYTES // num_together, most=batch_size)
     images_NHWC = open_chosen_images(data, "val", num_images or None)
     judge = open_judge(data, "val", read_card_of_graph(graph), num_images=num_images or None)
     answers, results = _answer(graph, images_NHWC, judge, batch_size, provider)
     return GraphEvaluator(images_NHWC, judge, answers, results, batch_size, tuple(activations), provider)
+
+
+def _weight(answers: NDArray[Any]) -> float:
+    """Return what a batch counts in an agreement: its classes, or the energy of its values."""
+    return float(energy(answers).sum()) if answers.dtype.kind == "f" else float(answers.size)
 
 
 def _answer(

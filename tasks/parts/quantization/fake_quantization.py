@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tasks.core.errors import ArtifactError
-from tasks.parts.onnx_graphs.graph import node_sources
+from tasks.parts.onnx_graphs.graph import index_graph, node_sources
 from tasks.parts.onnx_graphs.node_names import ROOT_MODULE
 from tasks.parts.quantization.config import Activations
 from tasks.parts.quantization.qdq import (
@@ -121,7 +121,7 @@ def _limits_of_outputs(
     A ReLU between them changes nothing: the lowest level of its range is 0.
     """
     placement, sources = place_pairs(graph, op_types), node_sources(graph)
-    makers = {name: node for node in graph.graph.node for name in node.output}
+    makers = index_graph(graph.graph).makers
     read = {name for node in quantizable_nodes(graph, op_types) for name in node.input}
     limits = {}
     for name, known in placement.range_of.items():

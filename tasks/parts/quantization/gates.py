@@ -9,10 +9,13 @@ from onnx import ModelProto
 
 from tasks.parts.data.accuracy import ScoreLoss, Standing, worst
 from tasks.parts.data.class_limits import ClassCheck, ClassLimits, check_classes
-from tasks.parts.data.comparison import ImageResults, score_loss
+from tasks.parts.data.comparison import ImageResults, read_results, score_loss
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
 from tasks.parts.quantization.config import Activations
 from tasks.parts.quantization.evaluation import Evaluation, GraphEvaluator, open_evaluator
+
+REFERENCE, FLOAT, INT8 = "reference", "float", "int8"
+"""Names of what stages write about each validation image: the reference, the float graph and its INT8 graph."""
 
 _FEWEST_GROUPS = 6
 """With fewer groups of images a loss that is worth a search can hardly be told from one that is not."""
@@ -79,6 +82,16 @@ class AccuracyGates:
             )
         )
 
+    def why_no_search(self, results: ImageResults) -> str:
+        """Return why no layers have to be found that stay in float; empty if that has to be."""
+        if self.standing_of_float is Standing.beyond:
+            return "the float graph itself is certainly beyond a gate"
+        if not self.hold(results):
+            return ""
+        if self.standing(results) is Standing.within:
+            return "INT8 holds all gates for certain"
+        return "INT8 holds all gates as measured, and there are too few validation images to prove it"
+
     def rank(self, evaluation: Evaluation, evaluator: GraphEvaluator) -> tuple[float, ...]:
         """Return what makes one graph better than another, larger is better: first its classes, then all else.
 
@@ -100,6 +113,26 @@ class AccuracyGates:
         return sum(check.excess for check in self.check_classes(results))
 
 
+def read_gates(
+    file: Path,
+    classes: Sequence[str],
+    *,
+    max_score_rel_loss: float,
+    max_parent_rel_loss: float,
+    class_limits: ClassLimits,
+) -> tuple[AccuracyGates, ImageResults]:
+    """Return the gates, and the INT8 graph's results, from what quantize_repaired wrote about each image.
+
+    Nothing runs. Raises ArtifactError for a file that is missing or damaged.
+    """
+    reference, parent, int8 = (
+        read_results(file, name, stage="quantize_repaired") for name in (REFERENCE, FLOAT, INT8)
+    )
+    return AccuracyGates(
+        reference, max_score_rel_loss, parent, max_parent_rel_loss, classes, class_limits
+    ), int8
+
+
 def open_gates(
     graph: ModelProto,
     reference: ModelProto,
@@ -115,18 +148,19 @@ def open_gates(
 ) -> tuple[GraphEvaluator, AccuracyGates]:
     """Run the float graph and the reference on the validation images; return what INT8 graphs are judged with.
 
-    Raises ConfigError for a limit of `stage` on a class that the model does not have.
+    If both are the same object, it runs once. Raises ConfigError for a limit of `stage` on a class that the model
+    does not have.
     """
     classes = read_card_of_graph(graph).classes
     class_limits.check_names(classes, stage)
-    evaluator, reference_evaluator = (
+    evaluator, *others = (
         open_evaluator(
             float_graph, data, num_images=num_images, batch_size=batch_size, activations=activations
         )
-        for float_graph in (graph, reference)
+        for float_graph in ([graph] if reference is graph else [graph, reference])
     )
     return evaluator, AccuracyGates(
-        reference_evaluator.float_results,
+        others[0].float_results if others else evaluator.float_results,
         max_score_rel_loss,
         evaluator.float_results,
         max_parent_rel_loss,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from tasks.parts.onnx_session import open_session
+from tasks.parts.onnx_session import open_session, run_session
 
 Batches = list[NDArray[Any]]
 """A tensor of several batches of images."""
@@ -60,7 +60,7 @@ class LayerSteps:
             part, inputs = self._part(nodes, made, kept)
             session = open_session(part)
             for values in self._values:
-                found = session.run(kept, {name: values[name] for name in inputs})
+                found = run_session(session, kept, {name: values[name] for name in inputs})
                 values |= dict(zip(kept, found, strict=True))
             self._next = stop
         for values in self._values:
@@ -68,21 +68,30 @@ class LayerSteps:
                 if self._last_reader.get(name, -1) < stop:
                     del values[name]
 
+    def _sizes(self, name: str) -> list[int | None]:
+        """Return the sizes of a tensor, None where batches differ.
+
+        ONNX Runtime wants to know how many numbers a computed shape has that it reshapes or resizes to.
+        """
+        shapes = [values[name].shape for values in self._values]
+        return [axis[0] if len(set(axis)) == 1 else None for axis in zip(*shapes, strict=True)]
+
     def _part(
         self, nodes: Sequence[NodeProto], made: dict[str, None], outputs: Sequence[str]
     ) -> tuple[ModelProto, list[str]]:
         """Return these nodes as a graph of their own, and the names of the tensors that it reads."""
         read = dict.fromkeys(name for node in nodes for name in node.input if name and name not in made)
         inputs = [name for name in read if name in self._values[0]]
-        arrays = [self._values[0][name] for name in inputs]
         graph = helper.make_graph(
             nodes,
             "part",
             [
                 helper.make_tensor_value_info(
-                    name, helper.np_dtype_to_tensor_dtype(values.dtype), [None] * values.ndim
+                    name,
+                    helper.np_dtype_to_tensor_dtype(self._values[0][name].dtype),
+                    self._sizes(name),
                 )
-                for name, values in zip(inputs, arrays, strict=True)
+                for name in inputs
             ],
             [helper.make_empty_tensor_value_info(name) for name in outputs],
             [self._constants[name] for name in read if name in self._constants],

@@ -17,12 +17,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.input_card import InputCard, Task
-from tasks.parts.onnx_graphs.graph import CARD_KEY, MOVES_VALUES, node_sources, other_types, set_node_source
+from tasks.parts.onnx_graphs.graph import (
+    CARD_KEY,
+    MOVES_VALUES,
+    GraphIndex,
+    index_graph,
+    is_quantized,
+    node_sources,
+    other_types,
+    set_node_source,
+)
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
+from tasks.parts.onnx_session import copy_without
 from tasks.parts.quantization.config import Activations, Calibrator
 
 INT8_MAX = 127
@@ -82,18 +92,37 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
 
     The node that computes a graph output (the last Resize) reads float, so that logits keep their precision; a layer
     there is quantized like the others. Products of two activations (attention) stay in float unless `op_types` names
-    BatchMatMul. These always do: additions and multiplications of a constant (a bias, a scale), residual additions
-    whose sum a LayerNormalization reads, because it would convert them back to float at once, and pools that ONNX
-    Runtime computes wrong in INT8.
+    BatchMatMul. These always do: layers whose weight the graph computes, additions and multiplications of a constant
+    (a bias, a scale), residual additions whose sum a LayerNormalization reads, because it would convert them back to
+    float at once, and pools that ONNX Runtime computes wrong in INT8.
     """
-    constants = {tensor.name: len(tensor.dims) for tensor in model.graph.initializer}
-    outputs = {value.name for value in model.graph.output}
-    others = other_types(model)
+    return _look_at(model, op_types).quantizable
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """What is found in a graph whatever stays in float."""
+
+    graph: GraphProto
+    op_types: Sequence[str]
+    index: GraphIndex
+    quantizable: list[NodeProto]
+    logits: set[str]
+
+
+def _look_at(model: ModelProto, op_types: Sequence[str]) -> _Layers:
+    index = index_graph(model.graph)
+    constants, outputs, others = index.constants, index.outputs, other_types(model)
     normalised = {node.input[0] for node in model.graph.node if node.op_type == "LayerNormalization"}
+
+    def num_axes_of_weight(node: NodeProto) -> int:
+        """Return 0 for a weight that the graph computes."""
+        weight = constants.get(node.input[1])
+        return len(weight.dims) if weight is not None and weight.data_type == TensorProto.FLOAT else 0
 
     def is_quantizable(node: NodeProto) -> bool:
         if node.op_type == "Conv":
-            return "Conv" in op_types
+            return "Conv" in op_types and num_axes_of_weight(node) > 0
         if others & set(node.input):
             return False
         if is_product(node, constants):
@@ -101,9 +130,9 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
         if node.op_type not in op_types:
             return False
         if node.op_type in _LINEAR:
-            return node.input[0] not in constants and constants.get(node.input[1]) == 2
+            return node.input[0] not in constants and num_axes_of_weight(node) == 2
         if node.op_type == "ConvTranspose":
-            return node.input[1] in constants
+            return num_axes_of_weight(node) > 0
         if _is_wrong_in_int8(node):
             return False
         if outputs & set(node.output):
@@ -112,27 +141,27 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
             return not constants.keys() & set(node.input) and not normalised & set(node.output)
         return True
 
-    return [node for node in model.graph.node if is_quantizable(node)]
+    quantizable = [node for node in model.graph.node if is_quantizable(node)]
+    return _Layers(model.graph, op_types, index, quantizable, class_logits(model))
 
 
-def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Container[str] = ()) -> Placement:
-    """Decide which tensors get a Q/DQ pair, and which nodes read them quantized, if `float_nodes` stay in float.
+def place_pairs(model: ModelProto, op_types: Sequence[str]) -> Placement:
+    """Decide which tensors get a Q/DQ pair, and which nodes read them quantized, if all nodes may run in INT8.
 
     Quantized are the inputs of `quantizable_nodes`, what lies between them and the last integer operator before
     them if only values are moved there, and outputs of convolutions that no such node reads (before HardSwish,
     LeakyRelu, a mean or LayerNormalization, also behind moves, and class logits): ONNX Runtime runs a convolution in
     integers only if a pair follows it or its ReLU or Clip, and nothing reads its output without the pair.
     """
-    graph = model.graph
-    makers = {name: node for node in graph.node for name in node.output}
-    logits = class_logits(model)
-    outputs = {value.name for value in graph.output}
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    readers: dict[str, list[NodeProto]] = {}
-    for node in graph.node:
-        for name in set(node.input):
-            readers.setdefault(name, []).append(node)
-    chosen = {node.name for node in quantizable_nodes(model, op_types) if node.name not in float_nodes}
+    return _place(_look_at(model, op_types), ())
+
+
+def _place(layers: _Layers, float_nodes: Container[str]) -> Placement:
+    """Do what `place_pairs` says if `float_nodes` stay in float."""
+    graph, op_types, index = layers.graph, layers.op_types, layers.index
+    makers, readers, constants, outputs = index.makers, index.readers, index.constants, index.outputs
+    logits = layers.logits
+    chosen = {node.name for node in layers.quantizable if node.name not in float_nodes}
     in_float = {
         node.name
         for node in graph.node
@@ -145,19 +174,29 @@ def place_pairs(model: ModelProto, op_types: Sequence[str], *, float_nodes: Cont
         is_free = node.op_type not in ("MaxPool", "Resize") or node.name in chosen
         return is_free and node.name not in in_float and _keeps_range(node, constants)
 
+    integers: dict[str, bool] = {}
+
     def is_integer(name: str) -> bool:
         """Return whether an integer operator computes a tensor, perhaps with moves and activations behind it."""
-        node = makers.get(name)
-        if node is None or node.name in in_float:
-            return False
-        if node.name in chosen and node.op_type not in (*_LINEAR, "MaxPool", "Resize"):
-            return True
-        return (node.op_type in _ACTIVATIONS or keeps_range(node)) and is_integer(node.input[0])
+        passed = []
+        while name not in integers:
+            passed.append(name)
+            node = makers.get(name)
+            if node is None or node.name in in_float:
+                integers[name] = False
+            elif node.name in chosen and node.op_type not in (*_LINEAR, "MaxPool", "Resize"):
+                integers[name] = True
+            elif node.op_type in _ACTIVATIONS or keeps_range(node):
+                name = node.input[0]
+            else:
+                integers[name] = False
+        integers.update(dict.fromkeys(passed, integers[name]))
+        return integers[name]
 
     wanted: dict[str, set[str]] = {}
     for node in reversed(graph.node):
         if node.name in chosen:
-            for name in map_inputs(model, node):
+            for name in map_inputs(node, constants):
                 wanted.setdefault(name, set()).add(node.name)
         elif keeps_range(node) and wanted.keys() & set(node.output) and is_integer(node.input[0]):
             wanted.setdefault(node.input[0], set()).add(node.name)
@@ -196,11 +235,14 @@ def is_product(node: NodeProto, constants: Container[str]) -> bool:
 
 def weighted_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodeProto]:
     """Return the quantizable nodes that have a weight, in graph order."""
-    constants = {tensor.name for tensor in model.graph.initializer}
+    return _weighted(_look_at(model, op_types))
+
+
+def _weighted(layers: _Layers) -> list[NodeProto]:
     return [
         node
-        for node in quantizable_nodes(model, op_types)
-        if node.op_type in LAYER_TYPES and not is_product(node, constants)
+        for node in layers.quantizable
+        if node.op_type in LAYER_TYPES and not is_product(node, layers.index.constants)
     ]
 
 
@@ -223,9 +265,8 @@ def class_logits(model: ModelProto) -> set[str]:
     }
 
 
-def map_inputs(model: ModelProto, node: NodeProto) -> list[str]:
+def map_inputs(node: NodeProto, constants: Container[str]) -> list[str]:
     """Return the names of the activations that a node reads, without weights and other constants."""
-    constants = {tensor.name for tensor in model.graph.initializer}
     are_all_maps = node.op_type in _ALL_INPUTS_ARE_MAPS or is_product(node, constants)
     inputs = node.input if are_all_maps else node.input[:1]
     return [name for name in inputs if name and name not in constants]
@@ -245,41 +286,107 @@ def insert_qdq(
 ) -> ModelProto:
     """Return a copy with Q/DQ pairs as `place_pairs` says, and int8 weights in the layers of `op_types`.
 
-    Nodes in `float_nodes` (names) read float activations and weights. Raises ArtifactError for a tensor that has no
+    Nodes in `float_nodes` (names) read float activations and weights. Whoever tries many sets of them on one graph
+    keeps a `QdqInserter`. Raises ArtifactError for a graph that has pairs already, and for a tensor that has no
     usable range (a quantizer that saw no data).
     """
-    quantized = ModelProto()
-    quantized.CopyFrom(model)
-    graph = quantized.graph
-    sources = node_sources(model)
-    nodes = {node.name: node for node in graph.node}
-    _count_no_padding(
-        nodes[node.name] for node in quantizable_nodes(model, op_types) if node.name not in float_nodes
-    )
-    made_by = {name: node for node in graph.node for name in node.output}
-    placement = place_pairs(model, op_types, float_nodes=float_nodes)
-    limits = _limits(model, ranges, op_types, list(placement.range_of))
-    operands = _operands_of_products(model, op_types) & {
-        n for n, root in placement.range_of.items() if n == root
-    }
-    after: dict[str, list[NodeProto]] = {}
-    outputs = {value.name for value in graph.output}
-    for name, limit in limits.items():
-        readers = [nodes[reader] for reader in placement.readers[name]]
-        pair = _activation_pair(quantized, name, limit, is_symmetric=name in operands)
-        owner = made_by.get(name) or readers[0]
-        if name in outputs:  # keeps its name
-            owner.output[0] = pair[0].input[0] = f"{name}:float"
-            pair[1].output[0] = name
-        for node in pair:
-            _copy_source(sources, owner, node)
-        after[pair[0].input[0]] = pair
-        for reader in readers:
-            reader.input[:] = [pair[1].output[0] if read == name else read for read in reader.input]
-    layers = {node.name for node in weighted_nodes(model, op_types)}
-    before = _quantize_weights(quantized, {name for name in layers if name not in float_nodes}, sources)
-    _rewrite_nodes(quantized, after, before)
-    return quantized
+    return QdqInserter(model, ranges, op_types=op_types).insert(float_nodes)
+
+
+class QdqInserter:
+    """Inserts pairs into copies of one graph, each time with other nodes in float.
+
+    What does not depend on these nodes is found once, and each weight is rounded once. The graph must not change
+    meanwhile. Raises ArtifactError like `insert_qdq`.
+    """
+
+    def __init__(
+        self, model: ModelProto, ranges: Mapping[str, TensorRange], *, op_types: Sequence[str]
+    ) -> None:
+        if is_quantized(model):
+            raise ArtifactError(
+                f"graph '{model.graph.name}': has Q/DQ pairs already, expected a float graph from export_onnx. Do "
+                "not quantize a graph twice."
+            )
+        self._model, self._ranges = model, ranges
+        self._layers = _look_at(model, op_types)
+        self._weighted = {node.name for node in _weighted(self._layers)}
+        self._range_of = _place(self._layers, ()).range_of
+        self._operands = _operands_of_products(self._layers)
+        self._sources = node_sources(model)
+        self._levels: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def insert(self, float_nodes: Container[str] = ()) -> ModelProto:
+        """Return a copy in which these nodes (names) stay in float, and all others run in INT8."""
+        layers = {name for name in self._weighted if name not in float_nodes}
+        quantized = copy_without(self._model, self._weights_of(layers))
+        graph = quantized.graph
+        nodes = {node.name: node for node in graph.node}
+        _count_no_padding(
+            nodes[node.name] for node in self._layers.quantizable if node.name not in float_nodes
+        )
+        made_by = {name: node for node in graph.node for name in node.output}
+        placement = _place(self._layers, float_nodes)
+        limits = _limits(self._range_of, self._ranges, list(placement.range_of))
+        operands = self._operands & {name for name, root in placement.range_of.items() if name == root}
+        after: dict[str, list[NodeProto]] = {}
+        for name, limit in limits.items():
+            readers = [nodes[reader] for reader in placement.readers[name]]
+            pair = _activation_pair(quantized, name, limit, is_symmetric=name in operands)
+            owner = made_by.get(name) or readers[0]
+            if name in self._layers.index.outputs:  # keeps its name
+                owner.output[0] = pair[0].input[0] = f"{name}:float"
+                pair[1].output[0] = name
+            for node in pair:
+                _copy_source(self._sources, owner, node)
+            after[pair[0].input[0]] = pair
+            for reader in readers:
+                reader.input[:] = [pair[1].output[0] if read == name else read for read in reader.input]
+        before = self._quantize_weights(quantized, layers)
+        _rewrite_nodes(quantized, after, before)
+        return quantized
+
+    def _weights_of(self, layers: Container[str]) -> set[str]:
+        """Return the weights that these layers read, and nothing else."""
+        index = self._layers.index
+        return {
+            node.input[1]
+            for node in self._layers.quantizable
+            if node.name in layers
+            and all(
+                reader.name in layers
+                and list(reader.input).count(node.input[1]) == 1
+                and reader.input[1] == node.input[1]
+                for reader in index.readers[node.input[1]]
+            )
+            and node.input[1] not in index.outputs
+        }
+
+    def _quantize_weights(self, model: ModelProto, layers: Container[str]) -> dict[str, list[NodeProto]]:
+        """Let these layers read int8 weights; return layer -> the DequantizeLinear of its weight.
+
+        Layers that share a weight share its levels, if their output channels lie along the same axis of it.
+        """
+        before: dict[str, list[NodeProto]] = {}
+        dequantized: dict[tuple[str, int], str] = {}
+        quantized = set()
+        for node in model.graph.node:
+            if node.name not in layers:
+                continue
+            weight = self._layers.index.constants[node.input[1]]
+            axis = output_axis(node, weight.dims)
+            key = weight.name, axis
+            if key not in dequantized:
+                if key not in self._levels:
+                    self._levels[key] = weight_levels(numpy_helper.to_array(weight), axis=axis)
+                suffix = f":axis{axis}" if weight.name in quantized else ""
+                dequantize = _add_levels(model, f"{weight.name}{suffix}", *self._levels[key], axis)
+                _copy_source(self._sources, node, dequantize)
+                before[node.name] = [dequantize]
+                dequantized[key] = dequantize.output[0]
+                quantized.add(weight.name)
+            node.input[1] = dequantized[key]
+        return before
 
 
 def add_quantized_twins(
@@ -293,43 +400,43 @@ def add_quantized_twins(
     twinned = ModelProto()
     twinned.CopyFrom(model)
     graph = twinned.graph
-    nodes = quantizable_nodes(model, op_types)
-    weighted = {node.name for node in weighted_nodes(model, op_types)}
-    read = dict.fromkeys(name for node in nodes for name in map_inputs(model, node))
-    operands, added = _operands_of_products(model, op_types), []
-    for name, limit in _limits(model, ranges, op_types, list(read)).items():
+    layers = _look_at(model, op_types)
+    nodes, constants = layers.quantizable, layers.index.constants
+    weighted = {node.name for node in _weighted(layers)}
+    read = dict.fromkeys(name for node in nodes for name in map_inputs(node, constants))
+    operands, added = _operands_of_products(layers), []
+    for name, limit in _limits(_place(layers, ()).range_of, ranges, list(read)).items():
         added += _activation_pair(twinned, name, limit, is_symmetric=name in operands)
     del graph.output[:]
-    noise_of, signal_of = {}, {}
+    noise_of, signal_of, twins = {}, {}, []
     for node in nodes:
-        maps = set(map_inputs(model, node))
+        maps = set(map_inputs(node, constants))
         twin = NodeProto()
         twin.CopyFrom(node)
         twin.name = f"{node.name}:twin"
         twin.output[:] = [f"{node.output[0]}:twin"]
         twin.input[:] = [f"{name}/DequantizeLinear" if name in maps else name for name in node.input]
         if node.name in weighted:
-            weight, axis = (
-                numpy_helper.to_array(float_weight(model, node)),
-                output_axis(node, float_weight(model, node).dims),
-            )
+            tensor = constants[node.input[1]]
+            weight, axis = numpy_helper.to_array(tensor), output_axis(node, tensor.dims)
             levels, scales_O = weight_levels(weight, axis=axis)
             rounded = levels * along(scales_O, axis, weight.ndim)
             twin.input[1] = f"{node.name}:rounded_weight"
             graph.initializer.append(numpy_helper.from_array(rounded, twin.input[1]))
         noise, signal = f"{node.name}:noise", f"{node.name}:signal"
         difference = f"{node.name}:difference"
-        added += [
-            twin,
-            helper.make_node("Sub", [node.output[0], twin.output[0]], [difference]),
-            helper.make_node("ReduceSumSquare", [difference], [noise], keepdims=0),
+        twins += [
             helper.make_node("ReduceSumSquare", [node.output[0]], [signal], keepdims=0),
+            helper.make_node("ReduceSumSquare", [difference], [noise], keepdims=0),
+            helper.make_node("Sub", [node.output[0], twin.output[0]], [difference]),
+            twin,
         ]
         noise_of[node.name], signal_of[node.name] = noise, signal
         graph.output.extend(
             helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in (noise, signal)
         )
-    graph.node.extend(added)
+    # ONNX Runtime begins with the last nodes: each twin then runs as soon as it can, and frees what it read.
+    graph.node.extend([*added, *reversed(twins)])
     return twinned, noise_of, signal_of
 
 
@@ -385,18 +492,6 @@ def check_ranges(ranges: Mapping[str, TensorRange | None]) -> None:
             )
 
 
-def float_weight(model: ModelProto, layer: NodeProto) -> TensorProto:
-    """Return the weight of a layer; raise ArtifactError unless it is a float constant."""
-    weights = (tensor for tensor in model.graph.initializer if tensor.name == layer.input[1])
-    weight: TensorProto | None = next(weights, None)
-    if weight is None or weight.data_type != TensorProto.FLOAT:
-        raise ArtifactError(
-            f"node '{layer.name}': its weight '{layer.input[1]}' is not a float constant, expected a float graph "
-            "from export_onnx. Do not quantize a graph twice."
-        )
-    return weight
-
-
 def weight_levels(values: np.ndarray, *, axis: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return int8 levels in the weight's shape and float32 scales [O]; `axis` is that of the output channels."""
     scales_O = weight_scales(np.moveaxis(values, axis, 0))
@@ -412,10 +507,9 @@ def weight_scales(values_OI: np.ndarray) -> np.ndarray:
 
 
 def _limits(
-    model: ModelProto, ranges: Mapping[str, TensorRange], op_types: Sequence[str], names: Sequence[str]
+    range_of: Mapping[str, str], ranges: Mapping[str, TensorRange], names: Sequence[str]
 ) -> dict[str, TensorRange]:
     """Return the range of each tensor, which is that of the whole graph in INT8 also if parts stay in float."""
-    range_of = place_pairs(model, op_types).range_of
     check_ranges({range_of[name]: ranges.get(range_of[name]) for name in names})
     return {name: ranges[range_of[name]] for name in names}
 
@@ -468,12 +562,11 @@ def _fused_output(layer: NodeProto, readers: Mapping[str, Sequence[NodeProto]]) 
     return name
 
 
-def _operands_of_products(model: ModelProto, op_types: Sequence[str]) -> set[str]:
+def _operands_of_products(layers: _Layers) -> set[str]:
     """Return the tensors that products of two activations read, and no other quantizable node."""
-    constants = {tensor.name for tensor in model.graph.initializer}
     read: dict[bool, set[str]] = {True: set(), False: set()}
-    for node in quantizable_nodes(model, op_types):
-        read[is_product(node, constants)].update(node.input)
+    for node in layers.quantizable:
+        read[is_product(node, layers.index.constants)].update(node.input)
     return read[True] - read[False]
 
 
@@ -495,40 +588,11 @@ def _activation_pair(
     ]
 
 
-def _quantize_weights(
-    model: ModelProto, layers: Container[str], sources: Mapping[str, tuple[str, str]]
-) -> dict[str, list[NodeProto]]:
-    """Let these layers read int8 weights; return layer -> the DequantizeLinear of its weight.
-
-    Layers that share a weight share its levels, if their output channels lie along the same axis of it.
-    """
-    before: dict[str, list[NodeProto]] = {}
-    dequantized: dict[tuple[str, int], str] = {}
-    quantized = set()
-    for node in model.graph.node:
-        if node.name not in layers:
-            continue
-        weight = float_weight(model, node)
-        axis = output_axis(node, weight.dims)
-        if (weight.name, axis) not in dequantized:
-            is_first = weight.name not in quantized
-            dequantize = _quantize_weight(model, weight, axis, "" if is_first else f":axis{axis}")
-            _copy_source(sources, node, dequantize)
-            before[node.name] = [dequantize]
-            dequantized[weight.name, axis] = dequantize.output[0]
-            quantized.add(weight.name)
-        node.input[1] = dequantized[weight.name, axis]
-    still_read = {name for node in model.graph.node for name in node.input}
-    for tensor in [item for item in model.graph.initializer if item.name in quantized]:
-        if tensor.name not in still_read:
-            model.graph.initializer.remove(tensor)
-    return before
-
-
-def _quantize_weight(model: ModelProto, weight: TensorProto, axis: int, suffix: str) -> NodeProto:
+def _add_levels(
+    model: ModelProto, name: str, levels: np.ndarray, scales_O: np.ndarray, axis: int
+) -> NodeProto:
     """Add a weight as int8 with one scale for each index of an axis; return its DequantizeLinear."""
-    levels, scales_O = weight_levels(numpy_helper.to_array(weight), axis=axis)
-    name, real = f"{weight.name}{suffix}", f"{weight.name}{suffix}/DequantizeLinear"
+    real = f"{name}/DequantizeLinear"
     levels_name, scale_name, zero_name = f"{name}:int8", f"{name}:scale", f"{name}:zero_point"
     model.graph.initializer.extend(
         [

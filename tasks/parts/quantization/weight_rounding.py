@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from tasks.parts.progress import tracked
+from tasks.parts.onnx_graphs.graph import GraphIndex, index_graph
+from tasks.parts.progress import TimeBudget, tracked
 from tasks.parts.quantization.bias_correction import (
     add_to_biases,
     channel_axis,
@@ -24,7 +25,7 @@ from tasks.parts.quantization.bias_correction import (
     correctable_layers,
 )
 from tasks.parts.quantization.layer_steps import Batches, LayerSteps
-from tasks.parts.quantization.qdq import INT8_MAX, along, float_weight, output_axis
+from tasks.parts.quantization.qdq import INT8_MAX, along, output_axis
 
 _DAMPING = 0.01
 """Share of the mean energy of the inputs that is added to each input's: keeps weights near the original ones."""
@@ -45,19 +46,22 @@ def round_weights(
     *,
     op_types: Sequence[str],
     num_bits: int = 8,
+    budget: TimeBudget | None = None,
 ) -> ModelProto:
     """Return the float graph with weights on the levels of `num_bits` that change the layers' outputs least.
 
     `quantized` is the Q/DQ graph of `model`. `insert_qdq`, and `weights_to_7_bits` behind it, find the same levels,
     because the largest weight of each row stays at the end of the scale. Biases are corrected on the way.
+    Once a budget is spent, the rest stay as they are.
     """
     largest_level = 2 ** (num_bits - 1) - 1
     exact, rounded = LayerSteps(model, batches), LayerSteps(quantized, batches)
+    index = index_graph(model.graph)
     random = np.random.default_rng(_SEED)
     weights, shifts = {}, {}
-    for node in tracked(correctable_layers(model, op_types), "weight rounding"):
+    for node in tracked(correctable_layers(model, op_types), "weight rounding", budget):
         inputs, outputs = rounded.read_input(node.name), exact.read_output(node.name)
-        weight = _round_layer(model, node, inputs, outputs, random, largest_level)
+        weight = _round_layer(node, index, inputs, outputs, random, largest_level)
         if weight is not None:
             weights[node.input[1]] = weight
             rounded.set_weight(node.name, weight)
@@ -102,16 +106,16 @@ def round_rows(
 
 
 def _round_layer(
-    model: ModelProto,
     node: NodeProto,
+    index: GraphIndex,
     inputs: Batches,
     outputs: Batches,
     random: np.random.Generator,
     largest_level: int,
 ) -> NDArray[np.float32] | None:
     """Return a weight on INT8 levels; None where a layer has too few positions, or is not supported."""
-    weight = numpy_helper.to_array(float_weight(model, node))
-    is_shared = sum(node.input[1] in other.input for other in model.graph.node) > 1
+    weight = numpy_helper.to_array(index.constants[node.input[1]])
+    is_shared = len(index.readers[node.input[1]]) > 1
     if is_shared or (node.op_type == "Conv" and (weight.ndim != 4 or not _has_plain_padding(node))):
         return None
     moments = _moments(node, weight, inputs, outputs, random)

@@ -2,11 +2,10 @@
 
 from collections.abc import Collection, Mapping
 
-import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx import ModelProto, NodeProto, numpy_helper
 
-from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused
-from tasks.parts.quantization.qdq import along
+from tasks.parts.onnx_graphs.foreign_qdq import dequantized
+from tasks.parts.onnx_graphs.graph import MOVES_VALUES, drop_unused, index_graph
 
 _ACTIVATIONS = frozenset({"Relu", "Clip", "HardSigmoid", "HardSwish", "LeakyRelu", "Sigmoid"})
 
@@ -19,9 +18,8 @@ def leave_int8(model: ModelProto, names: Collection[str], *, keeps_pairs: bool) 
     """
     changed = ModelProto()
     changed.CopyFrom(model)
-    graph = changed.graph
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    makers = {name: node for node in graph.node for name in node.output}
+    graph, found = changed.graph, index_graph(changed.graph)
+    makers, constants = found.makers, found.constants
     for node in graph.node:
         if node.name not in names or node.op_type in ("QuantizeLinear", "DequantizeLinear"):
             continue
@@ -31,7 +29,8 @@ def leave_int8(model: ModelProto, names: Collection[str], *, keeps_pairs: bool) 
                 continue
             if dequantize.input[0] in constants:
                 if f"{name}:float" not in constants:
-                    weight = numpy_helper.from_array(_dequantized(dequantize, constants), f"{name}:float")
+                    arrays = {n: numpy_helper.to_array(constants[n]) for n in dequantize.input if n}
+                    weight = numpy_helper.from_array(dequantized(dequantize, arrays), f"{name}:float")
                     graph.initializer.append(weight)
                     constants[weight.name] = graph.initializer[-1]
                 node.input[index] = f"{name}:float"
@@ -51,15 +50,3 @@ def _stays_in_int8(name: str, makers: Mapping[str, NodeProto], names: Collection
     if node is None or node.name in names:
         return False
     return any(name in makers and makers[name].op_type == "DequantizeLinear" for name in node.input)
-
-
-def _dequantized(node: NodeProto, constants: Mapping[str, TensorProto]) -> np.ndarray:
-    """Return the float values of a quantized constant."""
-    levels, scales, *zeros = (numpy_helper.to_array(constants[name]) for name in node.input if name)
-    axis = next((item.i for item in node.attribute if item.name == "axis"), 1)
-    if scales.ndim:
-        scales = along(scales, axis, levels.ndim)
-        zeros = [along(zero, axis, levels.ndim) for zero in zeros]
-    shifted = levels.astype(np.float32) - (zeros[0].astype(np.float32) if zeros else 0)
-    values: np.ndarray = (shifted * scales).astype(np.float32)
-    return values

@@ -2,6 +2,7 @@
 
 import io
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import BuildFailed
@@ -46,8 +47,8 @@ def compile_options(target: Target) -> dict[str, Any]:
     }
 
 
-def compile_graph(model: bytes, target: Target) -> "openvino.CompiledModel":
-    """Compile an ONNX graph for batches 1..max_batch.
+def compile_graph(model: bytes | Path, target: Target) -> "openvino.CompiledModel":
+    """Compile an ONNX graph for batches 1..max_batch; a file may have its weights beside it.
 
     Raises BuildFailed if the runtime refuses it, ArtifactError for a library that is not the one that was declared.
     """
@@ -57,7 +58,7 @@ def compile_graph(model: bytes, target: Target) -> "openvino.CompiledModel":
     try:
         for library in libraries:
             add_extension(library)
-        graph = core.read_model(io.BytesIO(model))
+        graph = core.read_model(model if isinstance(model, Path) else io.BytesIO(model))
         _mark_operators(graph)
         shape = graph.input(0).partial_shape
         shape[0] = openvino.Dimension(1, target.max_batch)

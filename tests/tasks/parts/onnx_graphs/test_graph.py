@@ -11,9 +11,12 @@ from tasks.parts.data.input_card import InputCard
 from tasks.parts.onnx_graphs.export import export_graph
 from tasks.parts.onnx_graphs.graph import (
     drop_unused,
+    index_graph,
     is_quantized,
     read_card_of_graph,
     read_graph,
+    replace_nodes,
+    set_node_source,
     write_graph,
 )
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
@@ -169,3 +172,37 @@ def test_nodes_that_nothing_reads_are_dropped_and_those_that_a_branch_reads_stay
     drop_unused(graph)
     assert [node.name for node in graph.node] == ["scaled", "if"]
     assert {tensor.name for tensor in graph.initializer} == {"factor", "shift", "condition"}
+
+
+def chain(*nodes: onnx.NodeProto) -> onnx.GraphProto:
+    image, values = (helper.make_tensor_value_info(name, 1, [1, 2]) for name in ("image", "values"))
+    return helper.make_graph(nodes, "chain", [image], [values], [numpy_helper.from_array(np.ones(2), "one")])
+
+
+def test_index_says_who_makes_and_who_reads_each_tensor() -> None:
+    graph = chain(
+        helper.make_node("Add", ["image", "one"], ["sum"], "add"),
+        helper.make_node("Mul", ["sum", "sum"], ["square"], "square"),
+        helper.make_node("Sub", ["square", "sum"], ["values"], "last"),
+    )
+    index = index_graph(graph)
+    assert {name: node.name for name, node in index.makers.items()} == {
+        "sum": "add",
+        "square": "square",
+        "values": "last",
+    }
+    assert [node.name for node in index.readers["sum"]] == ["square", "last"]
+    assert "values" not in index.readers and index.outputs == {"values"} and list(index.constants) == ["one"]
+    index.makers["sum"].op_type = "Sub"
+    assert graph.node[0].op_type == "Sub"
+
+
+def test_nodes_are_replaced_in_place_and_keep_the_origin() -> None:
+    graph = chain(*(helper.make_node("Neg", [f"{i}"], [f"{i + 1}"], f"neg{i}") for i in range(4)))
+    for node in graph.node:
+        set_node_source(node, node.name, "net.py:1")
+    new = [helper.make_node("Abs", ["1"], ["x"]), helper.make_node("Relu", ["x"], ["2"])]
+    replace_nodes(graph, {"2": new, "4": []})
+    assert [node.op_type for node in graph.node] == ["Neg", "Abs", "Relu", "Neg"]
+    origins = [node.metadata_props[0].value for node in graph.node]
+    assert origins == ["neg0", "neg1", "neg1", "neg2"]

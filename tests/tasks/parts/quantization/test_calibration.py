@@ -1,10 +1,12 @@
 import numpy as np
+import onnx
 import pytest
 import tiny_networks as tiny
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError, DataError
 from tasks.parts.onnx_graphs.export import export_graph
+from tasks.parts.quantization import calibration
 from tasks.parts.quantization.calibration import (
     NUM_BINS,
     TensorStatistics,
@@ -157,3 +159,28 @@ def test_a_tensor_that_is_not_finite_is_named() -> None:
             tensor.CopyFrom(numpy_helper.from_array(np.full(3, np.nan, dtype=np.float32), tensor.name))
     with pytest.raises(ArtifactError, match=r"tensor 'classifier/Conv'.* finite"):
         collect_statistics(graph, lambda: [tiny.images(1).numpy()], ["image", "classifier/Conv"])
+
+
+def test_windows_folded_into_the_batch_count_for_the_limit_of_memory_b8(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """16 windows of an image become 16 rows of an axis that is open in the graph, as in Swin."""
+    shape = numpy_helper.from_array(np.array([-1, 12]), "shape")
+    weight = numpy_helper.from_array(np.eye(12, dtype=np.float32), "weight")
+    image, values = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes)
+        for name, sizes in (("image", ["batch", 3, 8, 8]), ("values", [None, 12]))
+    )
+    nodes = [
+        helper.make_node("Reshape", ["image", "shape"], ["windows"], "windows"),
+        helper.make_node("MatMul", ["windows", "weight"], ["hidden"], "hidden"),
+        helper.make_node("Relu", ["hidden"], ["values"], "values"),
+    ]
+    graph = helper.make_graph(nodes, "windows", [image], [values], [shape, weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    bytes_of_one_image = 2 * 4 * 3 * 8 * 8
+    monkeypatch.setattr(calibration, "_MAX_BYTES", 2 * bytes_of_one_image)
+    images_NCHW = np.random.default_rng(0).standard_normal((5, 3, 8, 8)).astype(np.float32)
+    read = calibration._tensor_reader(onnx.shape_inference.infer_shapes(model), ["windows", "hidden"])
+    found = [(name, len(values)) for name, values in read(images_NCHW)]
+    assert found == [("windows", 32), ("hidden", 32)] * 2 + [("windows", 16), ("hidden", 16)]

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 import tiny_networks as tiny
-from onnx import ModelProto, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
@@ -38,6 +38,41 @@ def ranges_of(graph: ModelProto, images_NCHW: np.ndarray, share: float) -> dict[
         name: TensorRange(share * limits.low, share * limits.high)
         for name, limits in tiny.ranges_of(graph, images_NCHW, tiny.OP_TYPES).items()
     }
+
+
+def test_sizes_that_earlier_nodes_computed_reach_later_layers_b2() -> None:
+    """As SegFormer with a dynamic batch: Resize and Reshape read a shape that was computed layers before."""
+    weight = numpy_helper.from_array(np.eye(3, dtype=np.float32)[:, :, None, None], "weight")
+    ends = (
+        numpy_helper.from_array(np.array([2], np.int64), "from"),
+        numpy_helper.from_array(np.array([4], np.int64), "to"),
+    )
+    nodes = [
+        helper.make_node("Shape", ["image"], ["shape"], name="shape"),
+        helper.make_node("Conv", ["image", "weight"], ["first"], name="first", strides=[2, 2]),
+        helper.make_node("Shape", ["first"], ["small"], name="small"),
+        helper.make_node("Slice", ["small", "zero", "from"], ["head"], name="head"),
+        helper.make_node("Slice", ["shape", "from", "to"], ["tail"], name="tail"),
+        helper.make_node("Concat", ["head", "tail"], ["sizes"], name="sizes", axis=0),
+        helper.make_node("Conv", ["first", "weight"], ["second"], name="second"),
+        helper.make_node("Resize", ["second", "", "", "sizes"], ["large"], name="large", mode="nearest"),
+        helper.make_node("Reshape", ["large", "shape"], ["again"], name="again"),
+        helper.make_node("Conv", ["again", "weight"], ["third"], name="third"),
+    ]
+    image, third = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 3, "H", "W"])
+        for name in ("image", "third")
+    )
+    zero = numpy_helper.from_array(np.array([0], np.int64), "zero")
+    graph = helper.make_graph(nodes, "sizes", [image], [third], [weight, zero, *ends])
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
+    batches = [np.random.default_rng(0).random((size, 3, 8, 6), dtype=np.float32) for size in (2, 1)]
+    steps = LayerSteps(model, batches)
+    for name in ("first", "second"):
+        assert [values.shape for values in steps.read_output(name)] == [(2, 3, 4, 3), (1, 3, 4, 3)]
+    expected = [open_session(model).run(None, {"image": images})[0] for images in batches]
+    for found, exact in zip(steps.read_output("third"), expected, strict=True):
+        np.testing.assert_allclose(found, exact, atol=1e-6)
 
 
 @pytest.mark.parametrize("network_type", NETWORKS)
@@ -141,3 +176,36 @@ def test_rounded_weights_bring_the_logits_nearer_to_float_on_other_images() -> N
         for model in (graph, quantized, insert_qdq(rounded, ranges, op_types=tiny.OP_TYPES))
     )
     assert difference(expected, after).sqnr_db > difference(expected, before).sqnr_db + 1
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 5)])
+def test_bias_of_a_gemm_may_have_any_shape_that_broadcasts_b3(shape: tuple[int, ...]) -> None:
+    """ONNX, Gemm: C is unidirectionally broadcastable to [rows, outputs]."""
+    random = np.random.default_rng(0)
+    weight = random.standard_normal((12, 5)).astype(np.float32)
+    tensors = [numpy_helper.from_array(weight, "weight")]
+    tensors.append(numpy_helper.from_array(np.full(shape, 0.5, np.float32), "bias"))
+    image, values = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", size])
+        for name, size in (("image", 12), ("values", 5))
+    )
+    node = helper.make_node("Gemm", ["image", "weight", "bias"], ["values"], "layer")
+    graph = helper.make_graph([node], "gemm", [image], [values], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    images = np.abs(random.standard_normal((64, 12))).astype(np.float32)
+    quantized = insert_qdq(model, ranges_of_gemm(model, images), op_types=["Gemm"])
+    exact = open_session(model).run(None, {"image": images})[0].mean(axis=0)
+    repaired = [
+        change(model, quantized, [images], op_types=["Gemm"]) for change in (correct_biases, round_weights)
+    ]
+    for changed in repaired:
+        again = insert_qdq(changed, ranges_of_gemm(model, images), op_types=["Gemm"])
+        found = open_session(again, is_optimised=False).run(None, {"image": images})[0].mean(axis=0)
+        np.testing.assert_allclose(found, exact, atol=1e-4)
+
+
+def ranges_of_gemm(model: ModelProto, images: np.ndarray) -> dict[str, TensorRange]:
+    return {
+        name: TensorRange(0.3 * limits.low, 0.3 * limits.high)  # clips, so that the mean moves
+        for name, limits in tiny.ranges_of(model, images, ["Gemm"]).items()
+    }

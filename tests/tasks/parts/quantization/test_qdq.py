@@ -1,5 +1,8 @@
 import copy
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import onnx
@@ -15,6 +18,7 @@ from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
 from tasks.parts.quantization.config import Activations
 from tasks.parts.quantization.qdq import (
+    QdqInserter,
     TensorRange,
     add_quantized_twins,
     insert_qdq,
@@ -251,3 +255,109 @@ def test_layers_that_share_a_weight_along_one_axis_share_its_levels_a4() -> None
     levels = [tensor for tensor in quantized.graph.initializer if tensor.name.endswith(":int8")]
     convolutions = [node for node in graph.graph.node if node.op_type == "Conv"]
     assert len(levels) == len(convolutions) - 1
+
+
+def layers_in_a_row(num_layers: int) -> ModelProto:
+    """Return MatMul, Add of a constant and Relu, again and again."""
+    nodes, tensors, source = [], [numpy_helper.from_array(np.ones(2, np.float32), "bias")], "image"
+    for index in range(num_layers):
+        product, shifted, source_of_next = f"product{index}", f"sum{index}", f"relu{index}"
+        tensors.append(numpy_helper.from_array(np.eye(2, dtype=np.float32), f"weight{index}"))
+        nodes += [
+            helper.make_node("MatMul", [source, f"weight{index}"], [product], product),
+            helper.make_node("Add", [product, "bias"], [shifted], shifted),
+            helper.make_node("Relu", [shifted], [source_of_next], source_of_next),
+        ]
+        source = source_of_next
+    image, values = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 2]) for name in ("image", source)
+    )
+    graph = helper.make_graph(nodes, "row", [image], [values], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def num_steps(function: Callable[[], object]) -> int:
+    """Return how many instructions of Python run in a call."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., object]:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_work_of_inserting_pairs_grows_with_the_nodes_and_not_with_their_square_b1() -> None:
+    steps = []
+    for num_layers in (20, 80):
+        graph = layers_in_a_row(num_layers)
+        ranges = {name: TensorRange(0.0, 1.0) for name in quantizable_tensors(graph, ["MatMul"])}
+        steps.append(num_steps(lambda: insert_qdq(graph, ranges, op_types=["MatMul"])))  # noqa: B023
+        steps.append(num_steps(lambda: add_quantized_twins(graph, ranges, op_types=["MatMul"])))  # noqa: B023
+    assert steps[2] < 4.2 * steps[0]
+    assert steps[3] < 4.2 * steps[1]
+
+
+def test_inserter_gives_the_same_graph_for_each_set_of_float_nodes_in_any_order_b1(
+    branched: Calibrated,
+) -> None:
+    graph, ranges = branched
+    before = graph.SerializeToString(deterministic=True)
+    inserter = QdqInserter(graph, ranges, op_types=tiny.OP_TYPES)
+    names = [node.name for node in quantizable_nodes(graph, tiny.OP_TYPES)]
+    for kept in ({*names}, set(), {names[0]}, {*names[1:]}, set()):
+        assert inserter.insert(kept) == insert_qdq(graph, ranges, op_types=tiny.OP_TYPES, float_nodes=kept)
+    assert graph.SerializeToString(deterministic=True) == before
+
+
+def with_computed_kernel() -> ModelProto:
+    """Return two convolutions, the second one with a kernel that the image decides, as in dynamic convolution."""
+    random = np.random.default_rng(0)
+    constants = {
+        "weight": random.standard_normal((4, 3, 3, 3)).astype(np.float32),
+        "kernels": random.standard_normal((4, 8)).astype(np.float32),
+        "shape": np.array([2, 4, 1, 1]),
+    }
+    nodes = [
+        helper.make_node("Conv", ["image", "weight"], ["maps"], "first", pads=[1, 1, 1, 1]),
+        helper.make_node("GlobalAveragePool", ["maps"], ["mean"], "mean"),
+        helper.make_node("Flatten", ["mean"], ["features"], "features"),
+        helper.make_node("MatMul", ["features", "kernels"], ["flat"], "choose"),
+        helper.make_node("Reshape", ["flat", "shape"], ["kernel"], "kernel"),
+        helper.make_node("Conv", ["maps", "kernel"], ["values"], "dynamic"),
+    ]
+    image, values = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in (("image", [1, 3, 8, 8]), ("values", [1, 2, 8, 8]))
+    )
+    tensors = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "dynamic", [image], [values], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def test_convolution_with_a_computed_weight_stays_in_float_b3() -> None:
+    graph, op_types = with_computed_kernel(), ["Conv", "MatMul", "GlobalAveragePool"]
+    images_NCHW = np.random.default_rng(1).standard_normal((1, 3, 8, 8)).astype(np.float32)
+    assert "dynamic" not in {node.name for node in quantizable_nodes(graph, op_types)}
+    quantized = insert_qdq(graph, tiny.ranges_of(graph, images_NCHW, op_types), op_types=op_types)
+    onnx.checker.check_model(quantized, full_check=True)
+    inputs = {node.name: list(node.input) for node in quantized.graph.node}
+    assert inputs["first"][1] == "weight/DequantizeLinear" and inputs["dynamic"][1] == "kernel"
+    exact, found = (
+        open_session(model, is_optimised=False).run(None, {"image": images_NCHW})[0]
+        for model in (graph, quantized)
+    )
+    assert difference(exact, found).sqnr_db > 25
+    _, noise_of, _ = add_quantized_twins(
+        graph, tiny.ranges_of(graph, images_NCHW, op_types), op_types=op_types
+    )
+    assert "first" in noise_of and "dynamic" not in noise_of

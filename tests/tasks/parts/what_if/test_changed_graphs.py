@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from tasks.parts.onnx_graphs.macs import layer_sizes, quantized_layers
 from tasks.parts.onnx_session import open_session
@@ -74,3 +74,31 @@ def test_graph_without_int8_is_the_float_graph_with_rounded_weights(
     assert not any(node.op_type == "QuantizeLinear" for node in changed.graph.node)
     expected, found = run(model, images_NCHW[:1]), run(changed, images_NCHW[:1])
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_weights_and_biases_with_one_scale_and_no_axis_leave_int8_b3() -> None:
+    """As `quantize_static` without `per_channel` writes them: the axis is 1 where none is named, even of a vector."""
+    constants = {
+        "levels": np.array([[100, -50], [20, 127]], np.int8),
+        "scale": np.array([0.01], np.float32),
+        "zero": np.zeros(1, np.int8),
+        "bias_levels": np.array([1000, -3000], np.int32),
+        "bias_scale": np.array([0.001], np.float32),
+        "bias_zero": np.zeros(1, np.int32),
+    }
+    nodes = [
+        helper.make_node("QuantizeLinear", ["image", "scale", "zero"], ["image:q"], "image:q"),
+        helper.make_node("DequantizeLinear", ["image:q", "scale", "zero"], ["image:r"], "image:r"),
+        helper.make_node("DequantizeLinear", ["levels", "scale", "zero"], ["weight"], "weight"),
+        helper.make_node("DequantizeLinear", ["bias_levels", "bias_scale", "bias_zero"], ["bias"], "bias"),
+        helper.make_node("Gemm", ["image:r", "weight", "bias"], ["values"], "layer"),
+    ]
+    image, values = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 2]) for name in ("image", "values")
+    )
+    tensors = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "gemm", [image], [values], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    changed = leave_int8(model, {"layer"}, keeps_pairs=True)
+    assert [node.op_type for node in changed.graph.node] == ["Gemm"]
+    np.testing.assert_allclose(run(changed, np.ones((1, 2), np.float32)), [[2.2, -2.23]], rtol=1e-6)
