@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     workspace = options.workspace.resolve()
-    draw_images(workspace / "images")
+    draw_images(workspace / "scenes")
     record = open_record(options.results, conditions(), ["rows"])
     known = {row["network"] for row in record["rows"] if not (options.again and row["fault"])}
     for name in options.networks:
@@ -141,7 +141,7 @@ def draw_images(root: Path) -> None:
     config: ScenesConfig = ScenesConfig(**scenes)
     draft = root.with_name("drawing")
     for split in NUM_IMAGES:
-        folder = draft / split
+        folder = draft / "images" / split
         folder.mkdir(parents=True, exist_ok=True)
         number = 0
         for images_NHWC, _ in draw_scenes(split, config, height=SIDE_DRAWN, width=SIDE_DRAWN, seed=0):
@@ -217,7 +217,7 @@ def quantize_file(file: Path, out: Path, spec: CorpusNetwork, workspace: Path) -
 
 def read_images(workspace: Path, split: str, side: int) -> np.ndarray:
     """Return float32 [N, 3, side, side] as model.values=normalised has them."""
-    files = sorted((workspace / "images" / split).glob("*.png"))
+    files = sorted((workspace / "scenes" / "images" / split).glob("*.png"))
     images_NHWC = np.stack([np.asarray(Image.open(file).resize((side, side))) for file in files])
     model = compose_params(["model=onnx", "model.path=x.onnx", "data=images"])["import_onnx"]
     return normalise(images_NHWC, model["mean"], model["std"])
@@ -236,7 +236,7 @@ def stage_calls(file: Path, spec: CorpusNetwork, workspace: Path) -> Iterator[tu
         params = compose_params(
             [
                 *(f"model={model}", f"model.path={file.relative_to(workspace)}", "model.output_kind=values"),
-                *("data=images", "prepare_data.root=images", f"target=[{','.join(TARGETS)}]"),
+                *("data=images", "prepare_data.root=scenes", f"target=[{','.join(TARGETS)}]"),
                 *(f"prepare_data.{axis}={side}" for axis in ("height", "width")),
                 f"prepare_data.folder.num_calibration={NUM_IMAGES['train']}",
             ]
