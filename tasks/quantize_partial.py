@@ -354,8 +354,9 @@ class _Search:
         budget: "TimeBudget",
     ) -> None:
         from tasks.parts.progress import Progress
+        from tasks.parts.quantization.qdq import QdqInserter
 
-        self._cfg, self._graph, self._ranges = cfg, graph, ranges
+        self._cfg, self._inserter = cfg, QdqInserter(graph, ranges, op_types=cfg.op_types)
         self.evaluator, self.gates, self.budget = evaluator, gates, budget
         self._known: dict[frozenset[str], Evaluation | BuildFailed] = {}
         self._progress = Progress("quantize_partial")
@@ -378,10 +379,7 @@ class _Search:
         return self._known[names]
 
     def _evaluate(self, names: frozenset[str]) -> "Evaluation":
-        from tasks.parts.quantization.qdq import insert_qdq
-
-        candidate = insert_qdq(self._graph, self._ranges, op_types=self._cfg.op_types, float_nodes=names)
-        return self.evaluator.evaluate(candidate)
+        return self.evaluator.evaluate(self._inserter.insert(names))
 
     def results(self, kept: Iterable[str]) -> "ImageResults":
         """Return the results of a set; raise BuildFailed if it does not run."""

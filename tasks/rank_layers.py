@@ -260,12 +260,12 @@ def _costs_alone(
     """
     from tasks.parts.onnx_graphs.variants import has_subgraphs
     from tasks.parts.progress import tracked
-    from tasks.parts.quantization.qdq import insert_qdq
+    from tasks.parts.quantization.qdq import QdqInserter
 
-    everything = set(names)
+    everything, inserter = set(names), QdqInserter(graph, ranges, op_types=cfg.op_types)
 
     def alone(name: str) -> "ModelProto":
-        return insert_qdq(graph, ranges, op_types=cfg.op_types, float_nodes=everything - {name})
+        return inserter.insert(everything - {name})
 
     def evaluate(some: Sequence[str]) -> "Sequence[Evaluation | None]":
         try:

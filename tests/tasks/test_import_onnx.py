@@ -130,8 +130,8 @@ def export(network: nn.Module, path: Path, **options: Any) -> Path:
         ("squeezenet", 9, 349e6, 1.235e6),
         ("shufflenet", 9, 130e6, 1.43e6),
         ("inception_v1", 9, 1.58e9, 7.0e6),
-        pytest.param("densenet121", 9, 2.83e9, 7.98e6, marks=pytest.mark.slow),
-        pytest.param("resnet50", 9, 3.86e9, 25.56e6, marks=pytest.mark.slow),
+        pytest.param("densenet121", 9, 2.83e9, 7.98e6, marks=pytest.mark.trial),
+        pytest.param("resnet50", 9, 3.86e9, 25.56e6, marks=pytest.mark.trial),
     ],
 )
 def test_architecture_of_the_onnx_wheel_becomes_an_engine(

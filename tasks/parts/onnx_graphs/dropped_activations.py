@@ -42,9 +42,8 @@ def write_dropped_activations(model: ModelProto) -> int:
     for node in graph.node:
         if _is_never_negative(node, never_negative, constants):
             never_negative.update(node.output)
-        if (
-            node.op_type == "QuantizeLinear"
-            and node.input[0] not in constants.keys() | images | never_negative
+        if node.op_type == "QuantizeLinear" and not any(
+            node.input[0] in known for known in (constants, images, never_negative)
         ):
             activation = _dropped_activation(graph, node, constants)
             if activation is not None:

@@ -10,6 +10,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,7 @@ from tasks.parts.onnx_graphs.graph import (
     drop_unused,
     index_graph,
     infer_shapes,
+    join_equal_constants,
     name_nodes,
     read_shapes,
     replace_nodes,
@@ -65,6 +67,8 @@ from tasks.parts.onnx_graphs.graph import (
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
 
 _BATCH = "batch"
+_MOST_COMPARED = 2048
+"""onnxslim compares each pair of constants, which takes 20 s for 5,000 of them."""
 _PRODUCTS = frozenset({"MatMul", "Gemm"})
 _FOLDED_INTO_CONVOLUTIONS = frozenset({"BatchNormalization", "Add", "Mul", "Sub", "Div"})
 
@@ -313,8 +317,18 @@ def _without_branches(model: ModelProto, path: Path) -> tuple[ModelProto, list[s
 def _simplify(model: ModelProto) -> ModelProto:
     for value in model.graph.output:  # some files declare the wrong number of axes
         value.type.tensor_type.ClearField("shape")
+    skipped = []
+    if (
+        sum(node.op_type == "Constant" for node in model.graph.node) + len(model.graph.initializer)
+        > _MOST_COMPARED
+    ):
+        _constants_to_initializers(model)
+        join_equal_constants(model.graph)
+        skipped = ["weight_tying"]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        slim = without_large_constants(model, onnxslim.slim, kept=_folded(model))
+        slim = without_large_constants(
+            model, partial(onnxslim.slim, skip_optimizations=skipped), kept=_folded(model)
+        )
     _constants_to_initializers(slim)
     return slim
 

@@ -24,6 +24,7 @@ MIN_OPSET, MAX_OPSET = 13, 23  # 13: first with per-channel Q/DQ; 23: last that 
 MIN_IR_VERSION, MAX_IR_VERSION = 7, 12
 MAX_BYTES = 2**31 - 2**24
 """Most bytes of the constants in one file: the limit of a protobuf message, minus room for nodes and shapes."""
+_SMALL_CONSTANT = 1000
 _WEIGHTS_SUFFIX = ".weights"
 _WEIGHTS_FILE = re.compile(r"[0-9a-f]{32}\.weights")
 
@@ -322,6 +323,19 @@ def drop_unused(graph: GraphProto) -> None:
     for index in reversed(range(len(graph.initializer))):
         if graph.initializer[index].name not in used:
             del graph.initializer[index]
+
+
+def join_equal_constants(graph: GraphProto) -> None:
+    """Let the readers of equal small constants read the first of them."""
+    first: dict[tuple[int, tuple[int, ...], bytes], str] = {}
+    joined = {}
+    for tensor in graph.initializer:
+        if math.prod(tensor.dims) < _SMALL_CONSTANT:
+            key = tensor.data_type, tuple(tensor.dims), numpy_helper.to_array(tensor).tobytes()
+            joined[tensor.name] = first.setdefault(key, tensor.name)
+    for node in graph.node:
+        node.input[:] = [joined.get(name, name) for name in node.input]
+    drop_unused(graph)
 
 
 def replace_nodes(graph: GraphProto, replacements: Mapping[str, Sequence[NodeProto]]) -> None:

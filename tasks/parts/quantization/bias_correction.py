@@ -42,7 +42,7 @@ def correctable_layers(model: ModelProto, op_types: Sequence[str]) -> list[NodeP
 
     def is_correctable(node: NodeProto) -> bool:
         if node.op_type in ("Conv", "Gemm"):
-            return len(node.input) < 3 or node.input[2] in ("", *constants)
+            return len(node.input) < 3 or not node.input[2] or node.input[2] in constants
         return node.name in added
 
     return [node for node in weighted_nodes(model, op_types) if is_correctable(node)]

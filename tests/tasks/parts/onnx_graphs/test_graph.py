@@ -13,6 +13,7 @@ from tasks.parts.onnx_graphs.graph import (
     drop_unused,
     index_graph,
     is_quantized,
+    join_equal_constants,
     read_card_of_graph,
     read_graph,
     replace_nodes,
@@ -206,3 +207,19 @@ def test_nodes_are_replaced_in_place_and_keep_the_origin() -> None:
     assert [node.op_type for node in graph.node] == ["Neg", "Abs", "Relu", "Neg"]
     origins = [node.metadata_props[0].value for node in graph.node]
     assert origins == ["neg0", "neg1", "neg1", "neg2"]
+
+
+def test_equal_small_constants_become_one() -> None:
+    names = ["one", "same", "other_type", "other_shape"]
+    graph = chain(
+        *(
+            helper.make_node("Op", [f"sum{i}", name], [f"sum{i + 1}"], f"add{i}")
+            for i, name in enumerate(names)
+        ),
+        helper.make_node("Neg", ["sum4"], ["values"], "last"),
+    )
+    for name, values in zip(names[1:], (np.ones(2), np.ones(2, np.int64), np.ones((2, 1))), strict=True):
+        graph.initializer.append(numpy_helper.from_array(values, name))
+    join_equal_constants(graph)
+    assert [node.input[1] for node in graph.node[:4]] == ["one", "one", "other_type", "other_shape"]
+    assert [tensor.name for tensor in graph.initializer] == ["one", "other_type", "other_shape"]

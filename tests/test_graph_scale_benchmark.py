@@ -1,0 +1,37 @@
+"""The benchmarks of large graphs: many nodes, many weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import graph_scale, large_weights
+
+
+def test_chains_are_measured_once_and_kept_b1(tmp_path: Path) -> None:
+    results = tmp_path / "graph_scale.json"
+    arguments = ["--chains", "19", "35", "--without-export", "--results", str(results)]
+    graph_scale.main(arguments)
+    record = json.loads(results.read_text())
+    assert [row["num_nodes"] for row in record["rows"]] == [19, 35]
+    edits = set(record["rows"][0]["cpu_s"])
+    assert {"import: rewrite", "quantize_ptq: insert_qdq", "quantize_repaired: equalize"} <= edits
+    assert all(set(row["cpu_s"]) == edits for row in record["rows"])
+    before = results.read_bytes()
+    graph_scale.main(arguments)
+    assert results.read_bytes() == before
+
+
+@pytest.mark.trial
+def test_network_of_more_than_2_gib_goes_through_to_engines_b7(tmp_path: Path) -> None:
+    """At least 16 GB of free memory, 15 GB of disk and half an hour on 2 cores."""
+    results = tmp_path / "large_weights.json"
+    large_weights.main(["--gib", "2.3", "--results", str(results)])
+    rows = {row["stage"]: row for row in json.loads(results.read_text())["rows"]}
+    assert {stage: row["status"] for stage, row in rows.items() if "status" in row} == {
+        "build float cpu_onnxruntime": "failed",
+        "build float cpu_openvino": "built",
+        "build fp16 cpu_openvino": "built",
+        "build fp16 cpu_onnxruntime": "built",
+    }
+    assert "2.3 GiB of weights" in rows["build float cpu_onnxruntime"]["reason"]
