@@ -1,0 +1,461 @@
+"""Do networks of others reach a table and a pick, or a refusal that is right?
+
+``python -m benchmarks.corpus --workspace DIR`` writes the files of benchmarks/corpus_networks.py, random weights and
+all, and runs the stages of ``model=onnx`` on each as ``dvc repro`` does: every stage a process of its own, whose
+seconds and peak memory are kept. What a network answers counts as numbers, so that an INT8 engine is judged by the
+signal-to-noise ratio of its logits, and no near-tie of classes decides. Images are drawn scenes. The other tools of
+benchmarks/zoo_peers.py that need no labels quantize the same float graph with the same images; their logits are
+compared with the same float answers, and their latency with that of the float engine, in the same rounds.
+
+A network takes at most ``--limit-s`` seconds; what is not finished is recorded as that. Results go to
+``benchmarks/results/corpus.json`` network by network; a second start measures what is missing, and what failed with
+``--again``. Prints the table of docs/networks-of-others.md.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import torch
+from PIL import Image
+
+from benchmarks.corpus_networks import CORPUS, CorpusNetwork, write_file
+from benchmarks.gpu_cells import REPOSITORY
+from benchmarks.peers import compiled
+from benchmarks.records import open_record
+from benchmarks.runtimes import in_onnxruntime, requests_of, stage_config
+from benchmarks.zoo_peers import PEERS, quantized_by
+from flows.params import compose_params, write_params
+from flows.pipeline import RecordedStages, run_pipeline
+from flows.stage_task import stage_command
+from tasks.core.config import PARAMS_FILE, read_params
+from tasks.core.errors import EnginewrightError, first_line
+from tasks.core.execute import ARTIFACTS
+from tasks.parts.builders.graph_rewrites import rewrite_for
+from tasks.parts.data.dataset import normalise, open_images
+from tasks.parts.engines.machine import read_cpu_model
+from tasks.parts.engines.openvino.compile import compile_graph
+from tasks.parts.engines.rounds import Network, rounds_ms
+from tasks.parts.engines.target import Target
+from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
+from tasks.parts.onnx_graphs.signal_to_noise import difference
+from tasks.parts.selection.engine_row import read_rows
+from tasks.parts.sources.config import ScenesConfig
+from tasks.parts.sources.digit_scenes import draw_scenes
+
+RESULTS = Path(__file__).parent / "results" / "corpus.json"
+TARGETS = ("cpu_onnxruntime", "cpu_openvino")
+FLOAT = "imported"
+TOOLS = ("quantize_static", "NNCF mixed")
+LEFT_OUT = ("track", "race_picks")
+"""Stages that tell nothing about a network."""
+NUM_IMAGES = {"train": 64, "val": 48, "test": 16}
+SIDE_DRAWN = 256
+NUM_ROUNDS = 15
+TOOL_S = 180.0
+"""Seconds for each of the other tools."""
+NEAR_DB = 3.0
+"""An INT8 engine is good if its logits are within this of the best of the other tools."""
+
+Row = dict[str, Any]
+
+
+class NotFinished(Exception):
+    """A stage refused the network or failed, or time was up."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What a stage of one network took."""
+
+    seconds: float
+    peak_mb: int
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is missing, write each network at once, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workspace", type=Path, required=True, help="a new folder, or that of an earlier run"
+    )
+    parser.add_argument("--networks", nargs="+", default=list(CORPUS), choices=list(CORPUS))
+    parser.add_argument("--limit-s", type=float, default=900.0, help="wall-clock seconds for each network")
+    parser.add_argument("--again", action="store_true", help="repeat what did not reach a table")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    workspace = options.workspace.resolve()
+    draw_images(workspace / "scenes")
+    record = open_record(options.results, conditions(), ["rows"])
+    known = {row["network"] for row in record["rows"] if not (options.again and row["fault"])}
+    for name in options.networks:
+        if name in known:
+            continue
+        row = measure(name, workspace, deadline=time.monotonic() + options.limit_s)
+        record["rows"] = [*(old for old in record["rows"] if old["network"] != name), row]
+        draft = options.results.with_suffix(".draft")
+        draft.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        draft.replace(options.results)
+        print(f"{name}: {row['fault'] or 'done'}, {row['seconds']:.0f} s", flush=True)
+    print("\n".join(table(record["rows"])))
+    print("\n".join(summary(record["rows"])))
+
+
+def conditions() -> Row:
+    """Return what has to be the same for all rows of one file."""
+    names = ("torch", "transformers", "onnx", "onnxruntime", "openvino", "nncf")
+    return {
+        "cpu_model": read_cpu_model(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in names},
+        "num_images": NUM_IMAGES,
+    }
+
+
+def code_state() -> str:
+    """Return git's digest of the last commit's product code."""
+    command = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD:tasks"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def draw_images(root: Path) -> None:
+    """Write scenes as PNG files, a folder for each split, unless they are there."""
+    if root.is_dir():
+        return
+    counts = {f"num_{split}": count for split, count in {"calibration": 1, **NUM_IMAGES}.items()}
+    scenes = compose_params()["prepare_data"]["scenes"] | counts
+    config: ScenesConfig = ScenesConfig(**scenes)
+    draft = root.with_name("drawing")
+    for split in NUM_IMAGES:
+        folder = draft / "images" / split
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 0
+        for images_NHWC, _ in draw_scenes(split, config, height=SIDE_DRAWN, width=SIDE_DRAWN, seed=0):
+            for image_HWC in images_NHWC:
+                Image.fromarray(image_HWC).save(folder / f"{number:04d}.png")
+                number += 1
+    draft.rename(root)
+
+
+def measure(name: str, workspace: Path, *, deadline: float) -> Row:
+    """Write the file of a network, run stages and other tools, and return what came of it."""
+    started, spec = time.monotonic(), CORPUS[name]
+    row: Row = {"network": name, "family": spec.family, "code": code_state(), "fault": "", "at": ""}
+    stages: dict[str, StageCost] = {}
+    try:
+        file = network_file(name, workspace)
+        row["size_mb"] = round(file.stat().st_size / 1e6, 1)
+        for address, command in stage_calls(file, spec, workspace):
+            row["at"] = address
+            stages[address] = run_stage(address, command, workspace, timeout_s=deadline - time.monotonic())
+            if address == "import_onnx":
+                row |= read_import(workspace)
+        row["at"] = ""
+        row["engines"] = read_engines(workspace)
+        row["graphs"] = compare_graphs(workspace, file.parent / "tools", deadline)
+    except NotFinished as error:
+        row["fault"] = str(error)
+    row["stages"] = {
+        address: [round(cost.seconds, 1), cost.peak_mb]
+        for address, cost in stages.items()
+        if not address.startswith(("prepare_data", "measure_machine"))  # the same for all networks
+    }
+    return row | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def network_file(name: str, workspace: Path) -> Path:
+    """Return the ONNX file of a network, written unless it is there.
+
+    Raises NotFinished if the package or the exporter refuses the network.
+    """
+    file = workspace / "files" / name / "model.onnx"
+    if file.is_file():
+        return file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft, spec = file.with_suffix(".draft"), CORPUS[name]
+    try:
+        if spec.quantized_from:
+            quantize_file(network_file(spec.quantized_from, workspace), draft, spec, workspace)
+        else:
+            write_file(name, draft, torch.from_numpy(read_images(workspace, "train", spec.side)))
+    except (RuntimeError, TypeError, ValueError, ImportError, AttributeError) as error:
+        raise NotFinished(f"no file: {type(error).__name__}: {first_line(error)}") from error
+    draft.rename(file)
+    return file
+
+
+def quantize_file(file: Path, out: Path, spec: CorpusNetwork, workspace: Path) -> None:
+    """Quantize a float file as its author would have, with ONNX Runtime."""
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_static
+
+    images_NCHW = read_images(workspace, "train", CORPUS[spec.quantized_from].side)
+    name = read_graph(file).graph.input[0].name
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
+        images: Iterator[np.ndarray] = iter(images_NCHW)
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            image = next(self.images, None)
+            return None if image is None else {name: image[None]}
+
+    quantize_static(file, out, Reader(), quant_format=QuantFormat[spec.quantized_form])
+
+
+def read_images(workspace: Path, split: str, side: int) -> np.ndarray:
+    """Return float32 [N, 3, side, side] as model.values=normalised has them."""
+    files = sorted((workspace / "scenes" / "images" / split).glob("*.png"))
+    images_NHWC = np.stack([np.asarray(Image.open(file).resize((side, side))) for file in files])
+    model = compose_params(["model=onnx", "model.path=x.onnx", "data=images"])["import_onnx"]
+    return normalise(images_NHWC, model["mean"], model["std"])
+
+
+def stage_calls(file: Path, spec: CorpusNetwork, workspace: Path) -> Iterator[tuple[str, list[str]]]:
+    """Write params.yaml of a network; yield address and command of each stage, in their order.
+
+    Raises NotFinished if the configuration is refused.
+    """
+    model = "onnx_quantized" if spec.quantized_from else "onnx"
+    side = CORPUS[spec.quantized_from].side if spec.quantized_from else spec.side
+    before = Path.cwd()
+    os.chdir(workspace)  # paths of the configuration begin here
+    try:
+        params = compose_params(
+            [
+                *(f"model={model}", f"model.path={file.relative_to(workspace)}", "model.output_kind=values"),
+                *("data=images", "prepare_data.root=scenes", f"target=[{','.join(TARGETS)}]"),
+                *(f"prepare_data.{axis}={side}" for axis in ("height", "width")),
+                f"prepare_data.folder.num_calibration={NUM_IMAGES['train']}",
+            ]
+        )
+        write_params(params, workspace / PARAMS_FILE)
+    except EnginewrightError as error:
+        raise NotFinished(f"flows.params: {first_line(error)}") from error
+    finally:
+        os.chdir(before)
+    plan = RecordedStages()
+    run_pipeline(plan, params)
+    for address, inputs in plan.calls.items():
+        if address not in LEFT_OUT:
+            yield address, stage_command(address, inputs)
+
+
+def run_stage(address: str, command: Sequence[str], workspace: Path, *, timeout_s: float) -> StageCost:
+    """Run a stage and return its cost; raise NotFinished with its last line if it fails or takes too long."""
+    log, started = workspace / "stage.log", time.monotonic()
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command[1:]],
+            cwd=workspace,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        while (found := os.wait4(process.pid, os.WNOHANG))[0] == 0:
+            if time.monotonic() - started > timeout_s:
+                process.kill()
+                os.wait4(process.pid, 0)
+                raise NotFinished(
+                    f"{address}: not finished when time was up, after {timeout_s:.0f} s of its own"
+                )
+            time.sleep(0.05)
+    process.returncode = os.waitstatus_to_exitcode(found[1])
+    if process.returncode:
+        lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
+        kept = log.with_name(f"{address}.failed.log")
+        kept.write_text("\n".join(lines), encoding="utf-8")
+        raise NotFinished((lines or ["no message"])[-1][:600])
+    return StageCost(time.monotonic() - started, found[2].ru_maxrss // 1024)
+
+
+def read_import(workspace: Path) -> Row:
+    """Return what import_onnx says of the file."""
+    report = json.loads((workspace / ARTIFACTS / "import_onnx" / "report.json").read_text(encoding="utf-8"))
+    differences = [found["sqnr_db"] for found in report["differences"]]
+    return {
+        "import_db": round(min(differences), 1) if differences else None,
+        **{name: report[name] for name in ("num_parameters", "macs", "num_nodes")},
+    }
+
+
+def read_engines(workspace: Path) -> list[Row]:
+    """Return verdict, precision and agreement of each engine."""
+    rows = []
+    for row in read_rows(workspace / ARTIFACTS / "select_engine"):
+        folder = workspace / ARTIFACTS / "build_engine" / row.variant / row.target
+        build = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        found: Row = {
+            "variant": row.variant,
+            "target": row.target,
+            "verdict": str(row.verdict),
+            "picked": row.picked,
+            "reason": row.reason,
+            "precision": row.precision,
+            "int8_share": round(row.macs_share.get("int8", 0.0), 3),
+            "agreement_db": build["agreement_db"] and round(build["agreement_db"], 1),
+        }
+        if row.measured:
+            found |= {
+                "score": round(row.measured.accuracy.score, 4),
+                "p50_ms": round(row.measured.speed.latency_ms_p50, 3),
+            }
+        rows.append(found)
+    return rows
+
+
+def compare_graphs(workspace: Path, folder: Path, deadline: float) -> list[Row]:
+    """Return signal-to-noise ratio and time against float of our INT8 graphs and those of the other tools, by target.
+
+    A tool that fails has a row with the reason.
+    """
+    params = read_params(workspace / PARAMS_FILE)
+    graph, data = (workspace / params["pipeline"][name] for name in ("reference_graph", "data"))
+    card = read_card_of_graph(read_graph(graph))
+    images_NCHW = normalise(open_images(data, "val"), card.mean, card.std)
+    rows: list[Row] = []
+    for target in TARGETS:
+        engines = [engine for engine in params["engines"].values() if engine["target"] == target]
+        files = {
+            engine["variant"]: workspace / engine["model"]
+            for engine in engines
+            if engine["variant"] not in (FLOAT, f"{FLOAT}_fp16")
+        }
+        networks: dict[str, Network] = {FLOAT: opened(graph, target, workspace)}
+        for name, file in files.items():
+            networks[name] = opened(file, target, workspace)
+        for name in TOOLS:
+            if PEERS[name].target == target:
+                row: Row = {"name": name, "target": target, "fault": ""}
+                timeout_s = min(TOOL_S, deadline - time.monotonic())
+                file, _, row["fault"] = quantized_by(
+                    name, graph, data, 0.02, folder / name, timeout_s=timeout_s
+                )
+                if row["fault"]:
+                    rows.append(row)
+                else:
+                    networks[name] = opened(file, target, workspace)
+        rows += [{"target": target, **row} for row in compared(networks, images_NCHW)]
+    return rows
+
+
+def opened(file: Path, target: str, workspace: Path) -> Network:
+    """Open a graph as a target does, or a file of NNCF in OpenVINO."""
+    config: Target = stage_config(f"build_engine.{target}", workspace)
+    if file.suffix == ".xml":
+        return requests_of(compiled(openvino.Core().read_model(file), replace(config, max_batch=1)))
+    graph = rewrite_for(config, read_graph(file))
+    if target == "cpu_onnxruntime":
+        return in_onnxruntime(graph)
+    return requests_of(compile_graph(graph.SerializeToString(), replace(config, max_batch=1)))
+
+
+def compared(networks: Mapping[str, Network], images_NCHW: np.ndarray) -> Iterator[Row]:
+    """Yield dB and time of each network against the first, the float one."""
+    answers = {
+        name: np.concatenate([np.array(network(image_CHW[None])) for image_CHW in images_NCHW])
+        for name, network in networks.items()
+    }
+    rounds = rounds_ms(networks, images_NCHW[:1], NUM_ROUNDS)
+    times = {
+        name: statistics.median(statistics.median(burst) for burst in found) for name, found in rounds.items()
+    }
+    for name in networks:
+        if name != FLOAT:
+            yield {
+                "name": name,
+                "fault": "",
+                "logits_db": round(difference(answers[FLOAT], answers[name]).sqnr_db, 1),
+                "time_vs_float": round(times[name] / times[FLOAT], 3),
+            }
+
+
+def is_honest(row: Row, target: str) -> bool | None:
+    """Say whether a network has a good INT8 engine on a target (True), or a refusal that is right (None).
+
+    Good: an engine that may be picked, with logits within NEAR_DB of those of the best of the other tools. A refusal is
+    right where those fail, or are slower than float. Anything else is False.
+    """
+    tools = [found for found in row["graphs"] if found["target"] == target and found["name"] in TOOLS]
+    ours = [found for found in row["graphs"] if found["target"] == target and found["name"] not in TOOLS]
+    accepted = {
+        engine["variant"]
+        for engine in row["engines"]
+        if engine["target"] == target and engine["verdict"] in ("ACCEPT", "NOT_FASTER", "INCONCLUSIVE")
+    }
+    best_db = max((found["logits_db"] for found in tools if not found["fault"]), default=-math.inf)
+    if any(found["name"] in accepted and found["logits_db"] >= best_db - NEAR_DB for found in ours):
+        return True
+    is_slow = all(found["fault"] or found["time_vs_float"] >= 1 for found in tools)
+    return None if is_slow else False
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a Markdown row for each network."""
+    yield "| network | file | import | PTQ: ORT, OpenVINO | best of ours | other tools | pick |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in sorted(rows, key=lambda row: (str(row["family"]).lower(), row["network"])):
+        head = f"| {row['family']} | {row['network']} "
+        if row["fault"]:
+            yield f"{head}| {row.get('import_db', '-')} | {row['fault'].replace('|', '/')[:160]} | | | |"
+            continue
+        ptq = ", ".join(graph_cell(row, target, ["imported_ptq"]) for target in TARGETS)
+        ours = ", ".join(
+            graph_cell(row, target, [f"{FLOAT}_{rung}" for rung in ("ptq", "repaired", "partial")])
+            for target in TARGETS
+        )
+        tools = ", ".join(graph_cell(row, target, TOOLS) for target in TARGETS)
+        picks = ", ".join(
+            next(
+                (
+                    engine["variant"]
+                    for engine in row["engines"]
+                    if engine["target"] == target and engine["picked"]
+                ),
+                "none",
+            )
+            for target in TARGETS
+        )
+        yield f"{head}| {row['import_db']:.0f} dB | {ptq} | {ours} | {tools} | {picks} |"
+
+
+def graph_cell(row: Row, target: str, names: Sequence[str]) -> str:
+    """Return dB and time against float of the graph with the best logits among some."""
+    found = [
+        graph
+        for graph in row["graphs"]
+        if graph["target"] == target and graph["name"] in names and not graph["fault"]
+    ]
+    if not found:
+        return "-"
+    best = max(found, key=lambda graph: graph["logits_db"])
+    return f"{best['logits_db']:.1f} dB {best['time_vs_float']:.2f}x"
+
+
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what share was imported, and what share has a good INT8 engine on each runtime."""
+    imported = [row for row in rows if "import_db" in row]
+    finished = [row for row in rows if not row["fault"]]
+    yield f"imported: {len(imported)} of {len(rows)}; with a table: {len(finished)}"
+    for target in TARGETS:
+        good = [is_honest(row, target) for row in finished]
+        yield (
+            f"{target}: {good.count(True)} good INT8 engines, {good.count(None)} refusals that are right, "
+            f"{good.count(False)} others"
+        )
+
+
+if __name__ == "__main__":
+    main()
