@@ -9,7 +9,7 @@ compared with the same float answers, and their latency with that of the float e
 
 A network takes at most ``--limit-s`` seconds; what is not finished is recorded as that. Results go to
 ``benchmarks/results/corpus.json`` network by network; a second start measures what is missing, and what failed with
-``--again``. Prints the table of docs/networks-of-others.md.
+``--again``. Prints a table.
 """
 
 import argparse
@@ -385,8 +385,8 @@ def compared(networks: Mapping[str, Network], images_NCHW: np.ndarray) -> Iterat
 def is_honest(row: Row, target: str) -> bool | None:
     """Say whether a network has a good INT8 engine on a target (True), or a refusal that is right (None).
 
-    Good: an engine that may be picked, with logits within NEAR_DB of those of the best of the other tools. A refusal is
-    right where those fail, or are slower than float. Anything else is False.
+    Good: an engine that may be picked, with logits within NEAR_DB of those of the best of the other tools. A
+    refusal is right where those fail, or are slower than float. Anything else is False.
     """
     tools = [found for found in row["graphs"] if found["target"] == target and found["name"] in TOOLS]
     ours = [found for found in row["graphs"] if found["target"] == target and found["name"] not in TOOLS]
