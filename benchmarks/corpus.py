@@ -277,7 +277,8 @@ def run_stage(address: str, command: Sequence[str], workspace: Path, *, timeout_
         lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
         kept = log.with_name(f"{address}.failed.log")
         kept.write_text("\n".join(lines), encoding="utf-8")
-        raise NotFinished((lines or ["no message"])[-1][:600])
+        ended = f"{address} was ended by signal {-process.returncode}: " if process.returncode < 0 else ""
+        raise NotFinished(ended + (lines or ["no message"])[-1][:600])
     return StageCost(time.monotonic() - started, found[2].ru_maxrss // 1024)
 
 
