@@ -30,13 +30,15 @@ from typing import Any
 import numpy as np
 import openvino
 import torch
+from onnxruntime.quantization import QuantFormat
 from PIL import Image
 
 from benchmarks.corpus_networks import CORPUS, CorpusNetwork, write_file
 from benchmarks.gpu_cells import REPOSITORY
-from benchmarks.peers import compiled
-from benchmarks.records import open_record
+from benchmarks.peers import compiled, quantize_with_onnxruntime
+from benchmarks.records import open_record, write_record
 from benchmarks.runtimes import in_onnxruntime, requests_of, stage_config
+from benchmarks.zoo import code_of
 from benchmarks.zoo_peers import PEERS, quantized_by
 from flows.params import compose_params, write_params
 from flows.pipeline import RecordedStages, run_pipeline
@@ -107,9 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         row = measure(name, workspace, deadline=time.monotonic() + options.limit_s)
         record["rows"] = [*(old for old in record["rows"] if old["network"] != name), row]
-        draft = options.results.with_suffix(".draft")
-        draft.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        draft.replace(options.results)
+        write_record(options.results, record)
         print(f"{name}: {row['fault'] or 'done'}, {row['seconds']:.0f} s", flush=True)
     print("\n".join(table(record["rows"])))
     print("\n".join(summary(record["rows"])))
@@ -124,12 +124,6 @@ def conditions() -> Row:
         **{name: version(name) for name in names},
         "num_images": NUM_IMAGES,
     }
-
-
-def code_state() -> str:
-    """Return git's digest of the last commit's product code."""
-    command = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD:tasks"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def draw_images(root: Path) -> None:
@@ -154,7 +148,7 @@ def draw_images(root: Path) -> None:
 def measure(name: str, workspace: Path, *, deadline: float) -> Row:
     """Write the file of a network, run stages and other tools, and return what came of it."""
     started, spec = time.monotonic(), CORPUS[name]
-    row: Row = {"network": name, "family": spec.family, "code": code_state(), "fault": "", "at": ""}
+    row: Row = {"network": name, "family": spec.family, "code": code_of(REPOSITORY), "fault": "", "at": ""}
     stages: dict[str, StageCost] = {}
     try:
         file = network_file(name, workspace)
@@ -189,30 +183,15 @@ def network_file(name: str, workspace: Path) -> Path:
     draft, spec = file.with_suffix(".draft"), CORPUS[name]
     try:
         if spec.quantized_from:
-            quantize_file(network_file(spec.quantized_from, workspace), draft, spec, workspace)
+            images_NCHW = read_images(workspace, "train", CORPUS[spec.quantized_from].side)
+            given = network_file(spec.quantized_from, workspace)
+            quantize_with_onnxruntime(given, images_NCHW, draft, QuantFormat[spec.quantized_form])
         else:
             write_file(name, draft, torch.from_numpy(read_images(workspace, "train", spec.side)))
     except (RuntimeError, TypeError, ValueError, ImportError, AttributeError) as error:
         raise NotFinished(f"no file: {type(error).__name__}: {first_line(error)}") from error
     draft.rename(file)
     return file
-
-
-def quantize_file(file: Path, out: Path, spec: CorpusNetwork, workspace: Path) -> None:
-    """Quantize a float file as its author would have, with ONNX Runtime."""
-    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_static
-
-    images_NCHW = read_images(workspace, "train", CORPUS[spec.quantized_from].side)
-    name = read_graph(file).graph.input[0].name
-
-    class Reader(CalibrationDataReader):  # type: ignore[misc]
-        images: Iterator[np.ndarray] = iter(images_NCHW)
-
-        def get_next(self) -> dict[str, np.ndarray] | None:
-            image = next(self.images, None)
-            return None if image is None else {name: image[None]}
-
-    quantize_static(file, out, Reader(), quant_format=QuantFormat[spec.quantized_form])
 
 
 def read_images(workspace: Path, split: str, side: int) -> np.ndarray:

@@ -21,3 +21,10 @@ def open_record(results: Path, conditions: Mapping[str, Any], parts: Iterable[st
             "name another file with --results."
         )
     return record
+
+
+def write_record(results: Path, record: Mapping[str, Any]) -> None:
+    """Write the results; a kill leaves the old file or the new one."""
+    draft = results.with_suffix(".draft")
+    draft.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    draft.replace(results)

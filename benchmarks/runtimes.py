@@ -37,7 +37,8 @@ def read_selection(name: str, workspace: Path = Path()) -> Any:
 
 def in_onnxruntime(graph: ModelProto) -> Network:
     """Load a graph as the target ``cpu_onnxruntime`` does."""
-    session = open_session(graph, num_threads=1)
+    # As bytes: a message whose constants are large would run without packed weights, unlike an engine's file.
+    session = open_session(graph.SerializeToString(), num_threads=1)
     name = session.get_inputs()[0].name
     return lambda images_NCHW: session.run(None, {name: images_NCHW})[0]
 

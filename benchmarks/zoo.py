@@ -38,7 +38,7 @@ import torch
 
 from benchmarks.ladder import REPOSITORY
 from benchmarks.pages import CLASSES, MODEL, fetch_model, holds_pages, write_list, write_pages
-from benchmarks.records import open_record
+from benchmarks.records import open_record, write_record
 from benchmarks.rendered_pages import find_families
 from benchmarks.runtimes import stage_config, stage_folders
 from benchmarks.zoo_networks import ZOO, ZooNetwork, new_network
@@ -164,13 +164,6 @@ def code_of(repository: Path) -> dict[str, str]:
     command = ["git", "-C", str(repository), "rev-parse", *(f"HEAD:{name}" for name in CODE)]
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     return dict(zip(CODE, found, strict=True))
-
-
-def write_record(results: Path, record: Mapping[str, Any]) -> None:
-    """Write the results; a kill leaves the old file or the new one."""
-    draft = results.with_suffix(".draft")
-    draft.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    draft.replace(results)
 
 
 def missing_files(rows: Sequence[Row], networks: Sequence[str]) -> list[tuple[str, Exporter]]:

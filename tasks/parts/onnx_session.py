@@ -121,20 +121,20 @@ def open_session(
     return session
 
 
-def large_constants(model: "ModelProto") -> dict[str, "TensorProto"]:
-    """Return the large constants of a graph that has many, by name; none of any other graph."""
+def size_of(tensor: "TensorProto") -> int:
+    """Return the bytes of the values of a tensor."""
     from onnx import helper
 
-    size_of = {
-        tensor.name: math.prod(tensor.dims) * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-        for tensor in model.graph.initializer
-    }
-    if sum(size_of.values()) <= _LARGE_GRAPH_BYTES:
+    return int(math.prod(tensor.dims) * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+
+
+def large_constants(model: "ModelProto") -> dict[str, "TensorProto"]:
+    """Return the large constants of a graph that has many, by name; none of any other graph."""
+    sizes = {tensor.name: size_of(tensor) for tensor in model.graph.initializer}
+    if sum(sizes.values()) <= _LARGE_GRAPH_BYTES:
         return {}
     return {
-        tensor.name: tensor
-        for tensor in model.graph.initializer
-        if size_of[tensor.name] > _LARGE_TENSOR_BYTES
+        tensor.name: tensor for tensor in model.graph.initializer if sizes[tensor.name] > _LARGE_TENSOR_BYTES
     }
 
 

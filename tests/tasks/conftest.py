@@ -16,6 +16,8 @@ from tasks.core.config import typed_config
 from tasks.parts.data.dataset import calibration_images
 from tasks.parts.engines.runtimes import CHECKPOINT_RUNTIMES, Runtime
 from tasks.parts.engines.target import Target
+from tasks.quantize_repaired import Config as RepairConfig
+from tasks.quantize_repaired import quantize_repaired
 
 CLASSES = ("background", "zero", "one")
 HEIGHT, WIDTH = 64, 96
@@ -228,13 +230,9 @@ def unbalanced(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> 
     return Unbalanced(*files, after.name, root / "images.npz")
 
 
-@pytest.fixture(scope="session")
-def repaired(unbalanced: Unbalanced, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What quantize_repaired wrote for that graph: with an equalization that holds loose gates for certain."""
-    from tasks.quantize_repaired import Config, quantize_repaired
-
-    out = tmp_path_factory.mktemp("repaired")
-    config = Config(
+def loose_repairs() -> RepairConfig:
+    """Return the configuration of quantize_repaired for that graph, with loose gates."""
+    return RepairConfig(
         op_types=OP_TYPES,
         max_score_rel_loss=0.35,  # random weights: INT8 costs a quarter even with every layer balanced
         max_parent_rel_loss=0.99,
@@ -247,8 +245,14 @@ def repaired(unbalanced: Unbalanced, tmp_path_factory: pytest.TempPathFactory) -
         exhaustive=False,
         max_minutes=60.0,
     )
+
+
+@pytest.fixture(scope="session")
+def repaired(unbalanced: Unbalanced, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What quantize_repaired wrote for that graph: with an equalization that holds loose gates for certain."""
+    out = tmp_path_factory.mktemp("repaired")
     quantize_repaired(
-        config,
+        loose_repairs(),
         model=unbalanced.graph,
         reference=unbalanced.graph,
         ranges=unbalanced.ranges,

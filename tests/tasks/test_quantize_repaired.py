@@ -21,22 +21,10 @@ from tasks.parts.quantization.channels import ScalableChannels
 from tasks.parts.quantization.evaluation import open_evaluator
 from tasks.parts.quantization.gates import FLOAT, INT8, read_gates
 from tasks.parts.quantization.qdq import insert_qdq, read_calibrator, read_ranges
-from tasks.quantize_repaired import Config, Repair, Report, quantize_repaired
-from tests.tasks.conftest import OP_TYPES
+from tasks.quantize_repaired import Repair, Report, quantize_repaired
+from tests.tasks.conftest import OP_TYPES, loose_repairs
 
-CONFIG = Config(
-    op_types=OP_TYPES,
-    max_score_rel_loss=0.35,  # random weights: INT8 costs a quarter even with every layer balanced
-    max_parent_rel_loss=0.99,
-    class_limits={},
-    class_floors={},
-    num_images=4,
-    num_layer_images=4,
-    num_val_images=0,
-    batch_size=4,
-    exhaustive=False,
-    max_minutes=60.0,
-)
+CONFIG = loose_repairs()
 
 
 def repair(files: Any, out: Path, **changes: Any) -> Report:

@@ -173,9 +173,8 @@ def rewrite(
         changes.append(f"image size changed to {size[0]}x{size[1]}")
     static_batch = max(0, sizes_of(image)[0]) or None
     batch = static_batch
-    if (
-        static_batch is None and not is_batch_freed
-    ):  # so that shapes which are computed from it become constants
+    if static_batch is None and not is_batch_freed:
+        # Shapes that are computed from the batch become constants.
         batch = image.type.tensor_type.shape.dim[0].dim_value = 1
         del model.graph.value_info[:]
     model, branches = _without_branches(model, path)

@@ -15,7 +15,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.data.input_card import InputCard
-from tasks.parts.onnx_session import copy_without, large_constants, refer
+from tasks.parts.onnx_session import copy_without, large_constants, refer, size_of
 
 CARD_KEY = "enginewright"
 MODULE_KEY = "module"
@@ -142,8 +142,7 @@ def is_too_large(model: ModelProto) -> bool:
 
 def size_of_constants(model: ModelProto) -> int:
     """Return the bytes of all constants."""
-    sizes = (math.prod(tensor.dims) * _item_size(tensor) for tensor in model.graph.initializer)
-    return int(sum(sizes))
+    return sum(map(size_of, model.graph.initializer))
 
 
 def infer_shapes(model: ModelProto, *, strict_mode: bool = False, data_prop: bool = False) -> ModelProto:
@@ -200,10 +199,6 @@ def _with_inputs(model: ModelProto, constants: Mapping[str, TensorProto]) -> Mod
         if name not in listed
     )
     return light
-
-
-def _item_size(tensor: TensorProto) -> int:
-    return int(helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
 
 
 def read_card_of_graph(model: ModelProto) -> InputCard:
