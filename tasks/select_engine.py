@@ -206,7 +206,6 @@ def select_engine(
 
 def _read_left_out(cfg: Config, files: Mapping[Search, Path]) -> dict[str, str]:
     """Return variant -> what the search for its graph left out, if it did."""
-
     read = {variant: read_left_out(files[search]) for variant, search in cfg.searches.items()}
     return {variant: text for variant, text in read.items() if text}
 

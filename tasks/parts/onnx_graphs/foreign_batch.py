@@ -16,7 +16,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 from tasks.parts.onnx_graphs.foreign_custom import infer_custom_outputs
 from tasks.parts.onnx_graphs.foreign_inputs import sizes_of
 from tasks.parts.onnx_graphs.foreign_size import scale_resizes
-from tasks.parts.onnx_graphs.graph import drop_unused, read_shapes
+from tasks.parts.onnx_graphs.graph import drop_unused, read_attribute, read_shapes
 
 _BROADCASTS = {"Add", "Sub", "Mul", "Div", "Where", "Pow", "Max", "Min", "MatMul"}
 Place = tuple[int, int]
@@ -70,7 +70,7 @@ def _follow(
     """Return the place of the batch behind a node; None where it is gone, or not known."""
     kind, (axis, outer) = node.op_type, place
     if kind == "Transpose":
-        return list(_attribute(node, "perm", range(len(before))[::-1])).index(axis), outer
+        return list(read_attribute(node, "perm", range(len(before))[::-1])).index(axis), outer
     if kind in ("Reshape", "Flatten"):
         return _regrouped(place, before, after, batch)
     if len(before) == len(after):
@@ -79,7 +79,7 @@ def _follow(
         added = _axes(node, constants, len(after))
         return [index for index in range(len(after)) if index not in added][axis], outer
     if kind in _DROPS_AXES or (kind == "Gather" and len(after) == len(before) - 1):
-        at = [_attribute(node, "axis", 0)] if kind == "Gather" else _axes(node, constants, len(before))
+        at = [read_attribute(node, "axis", 0)] if kind == "Gather" else _axes(node, constants, len(before))
         dropped = {index % len(before) for index in at}
         return None if axis in dropped else (axis - sum(index < axis for index in dropped), outer)
     if kind in _BROADCASTS:
@@ -129,7 +129,11 @@ def _rewrite(
             return 0
         if node.op_type == "Expand":
             shape[axis] = 1  # is broadcast to what it is already
-        elif places[0] == places[1] and before[axis] == after[axis] and not _attribute(node, "allowzero", 0):
+        elif (
+            places[0] == places[1]
+            and before[axis] == after[axis]
+            and not read_attribute(node, "allowzero", 0)
+        ):
             shape[axis] = 0  # as in the input
         else:
             shape = np.where(shape == -1, np.array(after), shape)
@@ -155,7 +159,7 @@ def _rewrite(
         if values.shape[own] != batch or not _is_repeated(values, own, 1):
             continue
         once = values.take([0], axis=own)
-        if node.op_type == "Concat" and _attribute(node, "axis", 0) % len(after) != axis:
+        if node.op_type == "Concat" and read_attribute(node, "axis", 0) % len(after) != axis:
             node.input[index] = _expand(graph, node, source, once, own, index)
         elif node.op_type in _BROADCASTS and batch > 1:
             node.input[index] = _constant(graph, f"{node.output[0]}:once{index}", once)
@@ -231,15 +235,10 @@ def _is_repeated(values: NDArray[Any], axis: int, period: int) -> bool:
 
 def _axes(node: NodeProto, constants: Mapping[str, NDArray[Any]], rank: int) -> list[int]:
     """Return the axes that a node adds or takes away, as an attribute or, in newer opsets, as an input."""
-    given = constants.get(node.input[1]) if len(node.input) > 1 else _attribute(node, "axes", ())
+    given = constants.get(node.input[1]) if len(node.input) > 1 else read_attribute(node, "axes", ())
     return [] if given is None else [int(axis) % rank for axis in given]
 
 
 def _constant(graph: GraphProto, name: str, value: NDArray[Any]) -> str:
     graph.initializer.append(numpy_helper.from_array(value, name))
     return name
-
-
-def _attribute(node: NodeProto, name: str, default: Any) -> Any:
-    found = next((item for item in node.attribute if item.name == name), None)
-    return default if found is None else helper.get_attribute_value(found)

@@ -1,12 +1,9 @@
 """Infinite constants in graphs of other tools: attention masks, and the margins of a MaxPool."""
 
-from collections import Counter
-from typing import Any
-
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from tasks.parts.onnx_graphs.graph import drop_unused
+from tasks.parts.onnx_graphs.graph import drop_unused, index_graph, read_attribute
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -35,18 +32,15 @@ def bound_infinities(model: ModelProto) -> list[str]:
 
 
 def _pads_into_pools(model: ModelProto) -> int:
-    graph, replaced = model.graph, 0
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    makers = {name: node for node in graph.node for name in node.output}
-    num_readers = Counter(name for node in graph.node for name in node.input)
+    graph, index, replaced = model.graph, index_graph(model.graph), 0
     for pool in [node for node in graph.node if node.op_type == "MaxPool"]:
-        pad = makers.get(pool.input[0], NodeProto())
-        if pad.op_type != "Pad" or num_readers[pad.output[0]] != 1 or len(pad.input) != 3:
+        pad = index.makers.get(pool.input[0], NodeProto())
+        if pad.op_type != "Pad" or len(index.readers[pad.output[0]]) != 1 or len(pad.input) != 3:
             continue
-        if not set(pad.input[1:]) <= constants.keys():
+        if not set(pad.input[1:]) <= index.constants.keys():
             continue
-        amounts, value = (numpy_helper.to_array(constants[name]) for name in pad.input[1:])
-        if _attribute(pad, "mode", b"constant") != b"constant" or not np.isneginf(value).all():
+        amounts, value = (numpy_helper.to_array(index.constants[name]) for name in pad.input[1:])
+        if read_attribute(pad, "mode", b"constant") != b"constant" or not np.isneginf(value).all():
             continue
         if _take_over(pool, [int(amount) for amount in amounts]):
             pool.input[0] = pad.input[0]
@@ -57,20 +51,15 @@ def _pads_into_pools(model: ModelProto) -> int:
 
 def _take_over(pool: NodeProto, amounts: list[int]) -> bool:
     """Add the amounts of a Pad on [N, C, H, W] to those of a MaxPool; return whether it can have them."""
-    kernel = _attribute(pool, "kernel_shape", [])
+    kernel = read_attribute(pool, "kernel_shape", [])
     if len(amounts) != 8 or any(amounts[:2]) or any(amounts[4:6]) or len(kernel) != 2:
         return False
-    own = _attribute(pool, "pads", [0, 0, 0, 0])
+    own = read_attribute(pool, "pads", [0, 0, 0, 0])
     pads = [a + b for a, b in zip([*amounts[2:4], *amounts[6:8]], own, strict=True)]
-    is_plain = _attribute(pool, "auto_pad", b"NOTSET") == b"NOTSET"
+    is_plain = read_attribute(pool, "auto_pad", b"NOTSET") == b"NOTSET"
     if not is_plain or not all(0 <= pad < size for pad, size in zip(pads, [*kernel, *kernel], strict=True)):
         return False
     for attribute in [item for item in pool.attribute if item.name == "pads"]:
         pool.attribute.remove(attribute)
     pool.attribute.append(helper.make_attribute("pads", pads))
     return True
-
-
-def _attribute(node: NodeProto, name: str, default: Any) -> Any:
-    found = next((item for item in node.attribute if item.name == name), None)
-    return default if found is None else helper.get_attribute_value(found)

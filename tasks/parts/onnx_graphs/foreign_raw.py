@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from onnx import ModelProto
 
-from tasks.parts.onnx_graphs.graph import MOVES_VALUES
+from tasks.parts.onnx_graphs.graph import MOVES_VALUES, index_graph
 
 _SQUASHES = {"Sigmoid", "Softmax"}
 _MOVES = MOVES_VALUES | {"Cast", "Concat"}
@@ -16,7 +16,7 @@ _MOVES = MOVES_VALUES | {"Cast", "Concat"}
 
 def last_activations(model: ModelProto, tensors: Sequence[str]) -> frozenset[str]:
     """Return what the last sigmoids and softmaxes in front of these tensors make."""
-    makers = {name: node for node in model.graph.node for name in node.output}
+    makers = index_graph(model.graph).makers
     found, seen, waiting = set[str](), set[str](), list(tensors)
     while waiting:
         name = waiting.pop()

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -292,6 +293,12 @@ def captured_names(node: NodeProto) -> set[str]:
         for inner in graph.node
         for name in (*inner.input, *captured_names(inner), *(value.name for value in graph.output))
     }
+
+
+def read_attribute(node: NodeProto, name: str, default: Any) -> Any:
+    """Return the value of an attribute; the default where the node has none of this name."""
+    found = next((item for item in node.attribute if item.name == name), None)
+    return default if found is None else helper.get_attribute_value(found)
 
 
 def drop_unused(graph: GraphProto) -> None:

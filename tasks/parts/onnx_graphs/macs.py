@@ -7,14 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, helper
 
 from tasks.parts.custom_operators import STANDARD_DOMAINS
-from tasks.parts.onnx_graphs.graph import light_copy
+from tasks.parts.onnx_graphs.graph import light_copy, read_attribute
 
 LAYER_TYPES = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
 """Operators that do nearly all the work of most networks, and that Q/DQ pairs are made for."""
@@ -116,28 +115,28 @@ def _run_for_sizes(model: ModelProto, names: list[str]) -> dict[str, list[int]]:
 def _convolution(node: NodeProto, sizes: _Sizes) -> LayerSize:
     """Count a Conv, a ConvInteger, a QLinearConv or a DeformConv, whose sampling counts as none."""
     weight = sizes[node.input[3 if node.op_type == "QLinearConv" else 1]]
-    groups = int(_attribute(node, "group", 1))
+    groups = int(read_attribute(node, "group", 1))
     macs = math.prod(weight) * math.prod(sizes[node.output[0]][2:])
     return LayerSize(macs, groups * weight[1], weight[0], groups)
 
 
 def _transposed_convolution(node: NodeProto, sizes: _Sizes) -> LayerSize:
     image, weight = (sizes[name] for name in node.input[:2])
-    groups = int(_attribute(node, "group", 1))
+    groups = int(read_attribute(node, "group", 1))
     return LayerSize(math.prod(weight) * math.prod(image[2:]), weight[0], groups * weight[1], groups)
 
 
 def _product(node: NodeProto, sizes: _Sizes) -> LayerSize:
     weight = sizes[node.input[3 if node.op_type == "QLinearMatMul" else 1]]
     output = sizes[node.output[0]]
-    channels = weight[-1 if _attribute(node, "transB", 0) or len(weight) == 1 else -2]
+    channels = weight[-1 if read_attribute(node, "transB", 0) or len(weight) == 1 else -2]
     return LayerSize(channels * math.prod(output), channels, output[-1] if output else 1, 1)
 
 
 def _einsum(node: NodeProto, sizes: _Sizes) -> LayerSize:
     """Count the products of an Einsum that sum over a label, two operands at a time from the left."""
     operands, output = einsum_labels(
-        _attribute(node, "equation", b"").decode(), [sizes[n] for n in node.input]
+        read_attribute(node, "equation", b"").decode(), [sizes[n] for n in node.input]
     )
     size_of: dict[str, int] = {}
     for labels, name in zip(operands, node.input, strict=True):
@@ -193,7 +192,7 @@ def _attention(node: NodeProto, sizes: _Sizes) -> LayerSize:
     """
     query, key, value = (sizes[name] for name in node.input[:3])
     if len(query) == 3:
-        heads, value_heads = (int(_attribute(node, name, 1)) for name in ("q_num_heads", "kv_num_heads"))
+        heads, value_heads = (int(read_attribute(node, name, 1)) for name in ("q_num_heads", "kv_num_heads"))
         tokens, channels = query[1], query[2] // heads
         num_keys, value_channels = key[1], value[2] // value_heads
     else:
@@ -203,11 +202,6 @@ def _attention(node: NodeProto, sizes: _Sizes) -> LayerSize:
         num_keys += sizes[node.input[4]][2]
     macs = query[0] * heads * tokens * num_keys * (channels + value_channels)
     return LayerSize(macs, channels, value_channels, heads)
-
-
-def _attribute(node: NodeProto, name: str, default: Any) -> Any:
-    found = next((attribute for attribute in node.attribute if attribute.name == name), None)
-    return default if found is None else helper.get_attribute_value(found)
 
 
 _COUNTS: dict[str, Callable[[NodeProto, _Sizes], LayerSize]] = {

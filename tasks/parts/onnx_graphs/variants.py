@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 from onnx import AttributeProto, ModelProto, NodeProto
 
+from tasks.parts.onnx_graphs.graph import drop_unused
+
 
 def with_variants(model: ModelProto, variants: Iterable[ModelProto]) -> tuple[ModelProto, list[str]]:
     """Return a graph that computes the first output of each variant, and the names of these outputs.
@@ -34,7 +36,7 @@ def with_variants(model: ModelProto, variants: Iterable[ModelProto]) -> tuple[Mo
     del graph.output[:], graph.value_info[:]
     for name in dict.fromkeys(outputs):
         graph.output.add(name=name).type.tensor_type.CopyFrom(kind)
-    _drop_unread(merged)
+    drop_unused(graph)
     return merged, outputs
 
 
@@ -56,18 +58,3 @@ def _renamed(node: NodeProto, differing: set[str], number: int) -> NodeProto:
     for names in (copied.input, copied.output):
         names[:] = [_numbered(name, number) if name in differing and name else name for name in names]
     return copied
-
-
-def _drop_unread(model: ModelProto) -> None:
-    """Remove the nodes and constants that no output needs, in place."""
-    graph = model.graph
-    read = {value.name for value in graph.output}
-    for index in reversed(range(len(graph.node))):
-        node = graph.node[index]
-        if read & set(node.output):
-            read |= set(node.input)
-        else:
-            del graph.node[index]
-    for index in reversed(range(len(graph.initializer))):
-        if graph.initializer[index].name not in read:
-            del graph.initializer[index]
