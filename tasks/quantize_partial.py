@@ -215,14 +215,14 @@ def _without_search(
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
     from tasks.parts.quantization.gates import read_gates
 
-    card, limits = read_card_of_graph(graph), ClassLimits(cfg.class_limits, cfg.class_floors)
-    limits.check_names(card.classes, "quantize_partial")
+    card = read_card_of_graph(graph)
     gates, int8 = read_gates(
         results,
         card.classes,
         max_score_rel_loss=cfg.max_score_rel_loss,
         max_parent_rel_loss=cfg.max_parent_rel_loss,
-        class_limits=limits,
+        class_limits=ClassLimits(cfg.class_limits, cfg.class_floors),
+        stage="quantize_partial",
     )
     why = gates.why_no_search(int8)
     if not why:

@@ -158,15 +158,13 @@ def _why_nothing(cfg: Config, graph: "ModelProto", results: Path) -> str:
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
     from tasks.parts.quantization.gates import read_gates
 
-    classes = read_card_of_graph(graph).classes
-    limits = ClassLimits(cfg.class_limits, cfg.class_floors)
-    limits.check_names(classes, "rank_layers")
     gates, int8 = read_gates(
         results,
-        classes,
+        read_card_of_graph(graph).classes,
         max_score_rel_loss=cfg.max_score_rel_loss,
         max_parent_rel_loss=cfg.max_parent_rel_loss,
-        class_limits=limits,
+        class_limits=ClassLimits(cfg.class_limits, cfg.class_floors),
+        stage="rank_layers",
     )
     why = gates.why_no_search(int8)
     return f"no layer was ranked: {why} (quantize_repaired.exhaustive=true asks for it)" if why else ""
@@ -258,7 +256,7 @@ def _costs_alone(
 
     None for a layer whose graph does not run. Layers for which there is no time are missing.
     """
-    from tasks.parts.onnx_graphs.variants import has_subgraphs
+    from tasks.parts.onnx_graphs.foreign_branches import branching_nodes
     from tasks.parts.progress import tracked
     from tasks.parts.quantization.qdq import QdqInserter
 
@@ -279,7 +277,7 @@ def _costs_alone(
             return [None]
 
     costs: dict[str, tuple[float, float] | None] = {}
-    step = 1 if has_subgraphs(graph) else _NUM_TOGETHER
+    step = 1 if branching_nodes(graph) else _NUM_TOGETHER
     chunks = [names[start : start + step] for start in range(0, len(names), step)]
     for chunk in tracked(chunks, f"rank_layers ({step} layers at a time)", budget):
         for name, found in zip(chunk, evaluate(chunk), strict=True):

@@ -134,6 +134,7 @@ def test_nothing_is_tried_and_nothing_runs_where_ptq_holds_the_gates_for_certain
         max_score_rel_loss=0.99,
         max_parent_rel_loss=0.99,
         class_limits=ClassLimits({}, {}),
+        stage="quantize_partial",
     )
     assert (gates.parent.score, int8.score) == (report.float_score, report.score)
     with pytest.raises(ArtifactError, match="val_images"):

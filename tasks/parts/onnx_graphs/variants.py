@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from onnx import AttributeProto, ModelProto, NodeProto
+from onnx import ModelProto, NodeProto
 
 from tasks.parts.onnx_graphs.graph import drop_unused
 
@@ -38,12 +38,6 @@ def with_variants(model: ModelProto, variants: Iterable[ModelProto]) -> tuple[Mo
         graph.output.add(name=name).type.tensor_type.CopyFrom(kind)
     drop_unused(graph)
     return merged, outputs
-
-
-def has_subgraphs(model: ModelProto) -> bool:
-    """Return whether nodes hold graphs (If, Loop), which read tensors that no node names as its input."""
-    kinds = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
-    return any(item.type in kinds for node in model.graph.node for item in node.attribute)
 
 
 def _numbered(name: str, number: int) -> str:

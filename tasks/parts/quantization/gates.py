@@ -120,11 +120,14 @@ def read_gates(
     max_score_rel_loss: float,
     max_parent_rel_loss: float,
     class_limits: ClassLimits,
+    stage: str,
 ) -> tuple[AccuracyGates, ImageResults]:
     """Return the gates, and the INT8 graph's results, from what quantize_repaired wrote about each image.
 
-    Nothing runs. Raises ArtifactError for a file that is missing or damaged.
+    Nothing runs. Raises ArtifactError for a file that is missing or damaged, ConfigError for a limit of `stage` on a
+    class that the model does not have.
     """
+    class_limits.check_names(classes, stage)
     reference, parent, int8 = (
         read_results(file, name, stage="quantize_repaired") for name in (REFERENCE, FLOAT, INT8)
     )

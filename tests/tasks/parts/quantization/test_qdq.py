@@ -1,6 +1,7 @@
 import copy
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -300,8 +301,8 @@ def test_work_of_inserting_pairs_grows_with_the_nodes_and_not_with_their_square_
     for num_layers in (20, 80):
         graph = layers_in_a_row(num_layers)
         ranges = {name: TensorRange(0.0, 1.0) for name in quantizable_tensors(graph, ["MatMul"])}
-        steps.append(num_steps(lambda: insert_qdq(graph, ranges, op_types=["MatMul"])))  # noqa: B023
-        steps.append(num_steps(lambda: add_quantized_twins(graph, ranges, op_types=["MatMul"])))  # noqa: B023
+        steps.append(num_steps(partial(insert_qdq, graph, ranges, op_types=["MatMul"])))
+        steps.append(num_steps(partial(add_quantized_twins, graph, ranges, op_types=["MatMul"])))
     assert steps[2] < 4.2 * steps[0]
     assert steps[3] < 4.2 * steps[1]
 
