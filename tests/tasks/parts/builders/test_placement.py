@@ -9,12 +9,24 @@ import onnx
 import pytest
 from onnx import ModelProto
 
-from benchmarks.placement import IMAGES, MEAN, NETWORKS, STD, configuration, draw_images, imported, quantized
+from benchmarks.placement import (
+    IMAGES,
+    MEAN,
+    NETWORKS,
+    SIDE,
+    STD,
+    as_imported,
+    configuration,
+    draw_images,
+    imported,
+    quantized,
+)
 from tasks.parts.builders.build import build
 from tasks.parts.builders.graph_rewrites import drop_pairs_between_moves, encode_for, fuse_activations
 from tasks.parts.builders.report import EngineBuild
 from tasks.parts.data.dataset import normalise
 from tasks.parts.onnx_graphs.graph import write_graph
+from tasks.parts.onnx_graphs.half_precision import to_half
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
 
@@ -137,3 +149,46 @@ def test_a_moved_tensor_keeps_the_scale_of_its_source() -> None:
             assert [constants[item] for item in before.input[1:]] == [
                 constants[item] for item in after.input[1:]
             ]
+
+
+def reader() -> ModelProto:
+    """Return a network that reads columns of features as a sequence, with the logits [N, 5] of their mean."""
+    random = np.random.default_rng(0)
+    shapes = {"kernel": (16, 3, 3, 3), "given": (1, 32, 16), "state": (1, 32, 8), "head": (8, 5)}
+    constants = {name: random.normal(size=shape).astype(np.float32) / 4 for name, shape in shapes.items()} | {
+        "rows": np.array([2]),
+        "columns": np.array([1]),
+        "joined": np.array([0, 0, -1]),
+    }
+    node = onnx.helper.make_node
+    nodes = [
+        node("Conv", ["image", "kernel"], ["maps"], pads=[1, 1, 1, 1]),
+        node("ReduceMean", ["maps", "rows"], ["columns_NCT"], keepdims=0),
+        node("Transpose", ["columns_NCT"], ["columns_TNC"], perm=[2, 0, 1]),
+        node("LSTM", ["columns_TNC", "given", "state"], ["states_TDNC"], hidden_size=8),
+        node("Squeeze", ["states_TDNC", "columns"], ["states_TNC"]),
+        node("Transpose", ["states_TNC"], ["states_NTC"], perm=[1, 0, 2]),
+        node("MatMul", ["states_NTC", "head"], ["answers_NTC"]),
+        node("ReduceMean", ["answers_NTC", "columns"], ["logits"], keepdims=0),
+    ]
+    declare = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        nodes,
+        "reader",
+        [declare("image", onnx.TensorProto.FLOAT, ["n", 3, SIDE, SIDE])],
+        [declare("logits", onnx.TensorProto.FLOAT, ["n", 5])],
+        [onnx.numpy_helper.from_array(values, name) for name, values in constants.items()],
+    )
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9)
+
+
+def test_runtime_that_dies_of_a_graph_fails_the_engine_and_not_the_run(tmp_path: Path) -> None:
+    """ONNX Runtime 1.31 ends with SIGSEGV when it optimises an LSTM in FP16 for the CPU. OpenVINO does not."""
+    graph = to_half(as_imported(reader(), SIDE))
+    found = {}
+    for target in ("cpu_onnxruntime", "cpu_openvino"):
+        (tmp_path / target).mkdir()
+        found[target] = build_for(target, graph, tmp_path / target)
+    assert found["cpu_onnxruntime"].status == "failed"
+    assert "ends with SIGSEGV while it optimises the graph" in found["cpu_onnxruntime"].reason
+    assert found["cpu_openvino"].status == "built", found["cpu_openvino"].reason
