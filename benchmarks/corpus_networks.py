@@ -136,7 +136,7 @@ CORPUS: Mapping[str, CorpusNetwork] = {
     "efficientnet_b0": CorpusNetwork("EfficientNet", of_zoo("efficientnet_b0")),
     "yolov8n_backbone": CorpusNetwork("YOLOv8's backbone", of_zoo("yolov8n")),
     "hgnet_v2": CorpusNetwork("HGNet V2", of("HGNetV2ForImageClassification")),
-    "pp_lcnet": CorpusNetwork("PP-LCNet", of("PPLCNetForImageClassification")),
+    "pp_lcnet": CorpusNetwork("PP-LCNet", of("PPLCNetForImageClassification", "last_hidden_state")),
     "textnet": CorpusNetwork("TextNet", of("TextNetForImageClassification")),
     "poolformer_s12": CorpusNetwork("PoolFormer", of("PoolFormerForImageClassification")),
     "focalnet_tiny": CorpusNetwork(
@@ -215,7 +215,6 @@ CORPUS: Mapping[str, CorpusNetwork] = {
     "hiera_tiny": CorpusNetwork(
         "Hiera", of("HieraForImageClassification", image_size=[224, 224], depths=[1, 2, 7, 2]), side=224
     ),
-    "dinat_mini": CorpusNetwork("DiNAT", of("DinatForImageClassification")),
     "cvt_13": CorpusNetwork("CvT", of("CvtForImageClassification")),
     "levit_128s": CorpusNetwork(
         "LeViT",
@@ -374,8 +373,10 @@ CORPUS: Mapping[str, CorpusNetwork] = {
         ),
     ),
     "rt_detr": CorpusNetwork("RT-DETR", of("RTDetrForObjectDetection", num_queries=50), side=256),
-    "rt_detr_v2": CorpusNetwork("RT-DETR V2", of("RTDetrV2ForObjectDetection", num_queries=50), side=256),
-    "d_fine": CorpusNetwork("D-FINE", of("DFineForObjectDetection", num_queries=50), side=256),
+    "rt_detr_v2": CorpusNetwork(
+        "RT-DETR V2", of("RTDetrV2ForObjectDetection", num_queries=50), side=256, exporter=_TS
+    ),
+    "d_fine": CorpusNetwork("D-FINE", of("DFineForObjectDetection", num_queries=50), side=256, exporter=_TS),
     "pp_ocr_v5_det": CorpusNetwork(
         "PP-OCRv5's detector", of("PPOCRV5MobileDetForObjectDetection", "last_hidden_state")
     ),

@@ -45,6 +45,12 @@ READERS_OF_THE_RUN = (
     "tests/test_smoke.py",
 )
 """Tests that share `smoke_run`, which takes minutes to make."""
+READERS_OF_A_COMPILED_ENGINE = (
+    "tests/tasks/parts/engines/test_runners.py",
+    "tests/tasks/parts/timelines/test_engine_timelines.py",
+    "tests/tasks/test_aotinductor.py",
+)
+"""Tests that share an engine of AOTInductor, which compiles C++ for most of a minute."""
 
 
 class FilesByRun(LoadScopeScheduling):
@@ -52,7 +58,10 @@ class FilesByRun(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "readers of the run" if file in READERS_OF_THE_RUN else file
+        for readers in (READERS_OF_THE_RUN, READERS_OF_A_COMPILED_ENGINE):
+            if file in readers:
+                return readers[0]
+        return file
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -10,13 +10,12 @@ from benchmarks import graph_scale, large_weights
 
 def test_chains_are_measured_once_and_kept_b1(tmp_path: Path) -> None:
     results = tmp_path / "graph_scale.json"
-    arguments = ["--chains", "19", "35", "--without-export", "--results", str(results)]
+    arguments = ["--chains", "19", "--without-export", "--results", str(results)]
     graph_scale.main(arguments)
     record = json.loads(results.read_text())
-    assert [row["num_nodes"] for row in record["rows"]] == [19, 35]
-    edits = set(record["rows"][0]["cpu_s"])
-    assert {"import: rewrite", "quantize_ptq: insert_qdq", "quantize_repaired: equalize"} <= edits
-    assert all(set(row["cpu_s"]) == edits for row in record["rows"])
+    [row] = record["rows"]
+    assert row["num_nodes"] == 19
+    assert {"import: rewrite", "quantize_ptq: insert_qdq", "quantize_repaired: equalize"} <= set(row["cpu_s"])
     before = results.read_bytes()
     graph_scale.main(arguments)
     assert results.read_bytes() == before

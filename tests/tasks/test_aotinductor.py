@@ -25,6 +25,8 @@ from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tests.tasks.conftest import Workshop
 from tests.tasks.test_diff_layers import NO_BISECTION
 
+TRACED_ALWAYS = (NetworkName.fast_scnn, NetworkName.segformer)
+"""A network of convolutions and one of attention; the others are traced in trials."""
 CUDA_TARGETS = ["cuda_torch", "cuda_aotinductor", "cuda_onnxruntime"]
 
 LEAST_DB = {"f32": 100.0, "bf16": 20.0, "f16": 38.0}
@@ -90,7 +92,7 @@ def test_machine_without_compiler_is_refused(workshop: Workshop, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != NetworkName.fast_scnn)) for name in OWN_NETWORKS],
+    [pytest.param(name, marks=[pytest.mark.trial] * (name not in TRACED_ALWAYS)) for name in OWN_NETWORKS],
 )
 def test_every_network_is_traced_in_every_precision(workshop: Workshop, name: NetworkName) -> None:
     torch.manual_seed(0)

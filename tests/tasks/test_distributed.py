@@ -27,7 +27,7 @@ def test_two_nodes_train_and_only_the_first_publishes(tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         nodes.append(copy_repository(tmp_path / name))
-        prepare(nodes[-1], num_nodes=2)
+        prepare(nodes[-1], num_nodes=2, max_epochs=1)
         assert nodes[-1].run(*PREPARE).returncode == 0
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     second = nodes[1].start(*TRAIN, NODE_RANK="1", **where)

@@ -416,7 +416,7 @@ def _is_alive(pid: int) -> bool:
 def test_second_process_waits_for_the_same_output_and_is_refused_with_another_configuration(
     tiny: Workspace,
 ) -> None:
-    change_params(tiny, **{"prepare_data.scenes.num_train": 20000})
+    change_params(tiny, **{"prepare_data.scenes.num_train": 8000})
     first = tiny.start(*PREPARE)
     while not list((tiny.path / "artifacts").glob(".drafts/prepare_data-*")):
         assert first.poll() is None

@@ -96,7 +96,7 @@ def test_moved_bundle_predicts_what_the_engine_does(workshop: Workshop, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [TARGETS[0], pytest.param(TARGETS[1], marks=pytest.mark.trial)])
 def test_bundle_runs_with_nothing_but_its_requirements(
     workshop: Workshop, tmp_path: Path, target: str
 ) -> None:
