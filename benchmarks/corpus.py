@@ -47,6 +47,7 @@ from flows.stage_task import stage_command
 from tasks.core.config import PARAMS_FILE, read_params
 from tasks.core.errors import EnginewrightError, first_line
 from tasks.core.execute import ARTIFACTS
+from tasks.core.fingerprint import file_md5
 from tasks.parts.builders.graph_rewrites import rewrite_for
 from tasks.parts.data.dataset import normalise, open_images
 from tasks.parts.engines.machine import read_cpu_model
@@ -324,9 +325,11 @@ def compare_graphs(workspace: Path, folder: Path, deadline: float) -> list[Row]:
             for engine in engines
             if engine["variant"] not in (FLOAT, f"{FLOAT}_fp16")
         }
+        # A rung that had nothing to do has the graph of the one before.
+        first_of = {file_md5(file): name for name, file in reversed(files.items())}
         networks: dict[str, Network] = {FLOAT: opened(graph, target, workspace)}
-        for name, file in files.items():
-            networks[name] = opened(file, target, workspace)
+        for name in reversed(first_of.values()):
+            networks[name] = opened(files[name], target, workspace)
         for name in TOOLS:
             if PEERS[name].target == target:
                 row: Row = {"name": name, "target": target, "fault": ""}
