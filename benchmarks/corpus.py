@@ -76,6 +76,8 @@ SHORTER = (
     "benchmark.quiet.max_wait_s=0",
 )
 """Times are compared within rounds; how a network is served is not asked for."""
+RUNGS = ("imported_ptq", "imported_repaired", "imported_partial")
+"""Rungs beside the float graph. FP16 is left out, because these targets compute it in float32."""
 NUM_IMAGES = {"train": 64, "val": 48, "test": 16}
 SIDE_DRAWN = 256
 NUM_ROUNDS = 15
@@ -220,6 +222,7 @@ def stage_calls(file: Path, spec: CorpusNetwork, workspace: Path) -> Iterator[tu
     Raises NotFinished if the configuration is refused.
     """
     model = "onnx_quantized" if spec.quantized_from else "onnx"
+    ladder = [FLOAT, *(["imported_quantized"] if spec.quantized_from else []), *RUNGS]
     side = CORPUS[spec.quantized_from].side if spec.quantized_from else spec.side
     before = Path.cwd()
     os.chdir(workspace)  # paths of the configuration begin here
@@ -229,6 +232,7 @@ def stage_calls(file: Path, spec: CorpusNetwork, workspace: Path) -> Iterator[tu
                 *(f"model={model}", f"model.path={file.relative_to(workspace)}", "model.output_kind=values"),
                 *("data=images", "prepare_data.root=scenes", f"target=[{','.join(TARGETS)}]"),
                 *(f"prepare_data.{axis}={side}" for axis in ("height", "width")),
+                *("~variants.imported_fp16", f"select_engine.ladder=[{','.join(ladder)}]"),
                 *(f"prepare_data.folder.num_calibration={NUM_IMAGES['train']}", *SHORTER),
             ]
         )
@@ -321,9 +325,7 @@ def compare_graphs(workspace: Path, folder: Path, deadline: float) -> list[Row]:
     for target in TARGETS:
         engines = [engine for engine in params["engines"].values() if engine["target"] == target]
         files = {
-            engine["variant"]: workspace / engine["model"]
-            for engine in engines
-            if engine["variant"] not in (FLOAT, f"{FLOAT}_fp16")
+            engine["variant"]: workspace / engine["model"] for engine in engines if engine["variant"] != FLOAT
         }
         # A rung that had nothing to do has the graph of the one before.
         first_of = {file_md5(file): name for name, file in reversed(files.items())}
@@ -406,10 +408,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{head}| {row.get('import_db', '-')} | {row['fault'].replace('|', '/')[:160]} | | | |"
             continue
         ptq = ", ".join(graph_cell(row, target, ["imported_ptq"]) for target in TARGETS)
-        ours = ", ".join(
-            graph_cell(row, target, [f"{FLOAT}_{rung}" for rung in ("ptq", "repaired", "partial")])
-            for target in TARGETS
-        )
+        ours = ", ".join(graph_cell(row, target, RUNGS) for target in TARGETS)
         tools = ", ".join(graph_cell(row, target, TOOLS) for target in TARGETS)
         picks = ", ".join(
             next(

@@ -149,6 +149,37 @@ def mobilevit_s(num_classes: int) -> nn.Module:
     return LogitsOnly(with_usual_weights(MobileViTForImageClassification(config)))
 
 
+def deit_tiny(num_classes: int) -> nn.Module:
+    """Twelve blocks that attend to patches of 16x16 pixels and a token of the class."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=192,
+        num_hidden_layers=12,
+        num_attention_heads=3,
+        intermediate_size=768,
+        image_size=96,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=num_classes,
+        attn_implementation="eager",
+    )
+    return LogitsOnly(ViTForImageClassification(config))
+
+
+def swin_tiny(num_classes: int) -> nn.Module:
+    """Four stages of blocks that attend within windows of patches, every second one shifted.
+
+    Windows are 3x3 here, not 7x7, because images of 96 pixels have 24, 12, 6 and 3 patches a side.
+    """
+    from transformers import SwinConfig, SwinForImageClassification
+
+    config = SwinConfig(
+        image_size=96, drop_path_rate=0.0, num_labels=num_classes, attn_implementation="eager"
+    )
+    return LogitsOnly(SwinForImageClassification(config))
+
+
 def segformer_b0(num_classes: int) -> nn.Module:
     """Four stages of transformer blocks, decoded by linear layers."""
     from transformers import SegformerConfig, SegformerForSemanticSegmentation
@@ -435,6 +466,17 @@ ZOO = {
         28.6e6,
         1000,
         learning_rate=1e-3,
+    ),
+    "deit_tiny": ZooNetwork(
+        "DeiT-Ti, a ViT",
+        "Touvron et al., 2021, arXiv:2012.12877, table 1",
+        deit_tiny,
+        5.7e6,
+        1000,
+        learning_rate=1e-3,
+    ),
+    "swin_tiny": ZooNetwork(
+        "Swin-T", "Liu et al., 2021, arXiv:2103.14030, table 1", swin_tiny, 28.3e6, 1000, learning_rate=1e-3
     ),
     "segformer_b0": ZooNetwork(
         "SegFormer-B0",
