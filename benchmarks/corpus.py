@@ -64,7 +64,7 @@ RESULTS = Path(__file__).parent / "results" / "corpus.json"
 TARGETS = ("cpu_onnxruntime", "cpu_openvino")
 FLOAT = "imported"
 TOOLS = ("quantize_static", "NNCF mixed")
-LEFT_OUT = re.compile(r"track|race_picks|diff_layers\..*_(fp16|repaired|partial)\..*")
+LEFT_OUT = re.compile(r"track|race_picks|diff_layers\..*_(repaired|partial)\..*")
 """Stages that tell nothing more about a network."""
 SHORTER = (
     *(
