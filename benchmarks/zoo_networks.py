@@ -175,7 +175,11 @@ def swin_tiny(num_classes: int) -> nn.Module:
     from transformers import SwinConfig, SwinForImageClassification
 
     config = SwinConfig(
-        image_size=96, drop_path_rate=0.0, num_labels=num_classes, attn_implementation="eager"
+        image_size=96,
+        window_size=3,
+        drop_path_rate=0.0,
+        num_labels=num_classes,
+        attn_implementation="eager",
     )
     return LogitsOnly(SwinForImageClassification(config))
 
