@@ -167,9 +167,12 @@ def measure(name: str, workspace: Path, *, deadline: float) -> Row:
     try:
         file = network_file(name, workspace)
         row["size_mb"] = round(file.stat().st_size / 1e6, 1)
-        for address, command in stage_calls(file, spec, workspace):
+        for address, inputs in stage_calls(file, spec, workspace).items():
             row["at"] = address
-            stages[address] = run_stage(address, command, workspace, timeout_s=deadline - time.monotonic())
+            timeout_s = deadline - time.monotonic()
+            stages[address] = run_stage(
+                address, stage_command(address, inputs), workspace, timeout_s=timeout_s
+            )
             if address == "import_onnx":
                 row |= read_import(workspace)
         row["at"] = ""
@@ -216,8 +219,8 @@ def read_images(workspace: Path, split: str, side: int) -> np.ndarray:
     return normalise(images_NHWC, model["mean"], model["std"])
 
 
-def stage_calls(file: Path, spec: CorpusNetwork, workspace: Path) -> Iterator[tuple[str, list[str]]]:
-    """Write params.yaml of a network; yield address and command of each stage, in their order.
+def stage_calls(file: Path, spec: CorpusNetwork, workspace: Path) -> dict[str, Mapping[str, str]]:
+    """Write params.yaml of a network; return the inputs of each stage by its address, in their order.
 
     Raises NotFinished if the configuration is refused.
     """
@@ -243,9 +246,7 @@ def stage_calls(file: Path, spec: CorpusNetwork, workspace: Path) -> Iterator[tu
         os.chdir(before)
     plan = RecordedStages()
     run_pipeline(plan, params)
-    for address, inputs in plan.calls.items():
-        if not LEFT_OUT.fullmatch(address):
-            yield address, stage_command(address, inputs)
+    return {address: inputs for address, inputs in plan.calls.items() if not LEFT_OUT.fullmatch(address)}
 
 
 def run_stage(address: str, command: Sequence[str], workspace: Path, *, timeout_s: float) -> StageCost:

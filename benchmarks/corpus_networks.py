@@ -105,6 +105,13 @@ _TINY = {
 _STAGES = ["stage1", "stage2", "stage3", "stage4"]
 _TS = Exporter.torchscript
 
+_QUANTIZED = (
+    ("resnet_18", "ResNet"),
+    ("mobilenet_v2", "MobileNet V2"),
+    ("vit_tiny", "ViT"),
+    ("vgg_11", "VGG"),
+)
+
 CORPUS: Mapping[str, CorpusNetwork] = {
     # Convolutions
     "resnet_18": CorpusNetwork("ResNet", of_zoo("resnet_18")),
@@ -343,7 +350,12 @@ CORPUS: Mapping[str, CorpusNetwork] = {
     "swin2sr": CorpusNetwork(
         "Swin2SR",
         of(
-            "Swin2SRForImageSuperResolution", "reconstruction", image_size=64, depths=[2, 2], num_heads=[6, 6]
+            "Swin2SRForImageSuperResolution",
+            "reconstruction",
+            image_size=64,
+            embed_dim=60,
+            depths=[2, 2],
+            num_heads=[6, 6],
         ),
         side=64,
     ),
@@ -398,7 +410,7 @@ CORPUS: Mapping[str, CorpusNetwork] = {
     # Files that are quantized already
     **{
         f"{name}_{form.lower()}": CorpusNetwork(family, None, quantized_from=name, quantized_form=form)
-        for name, family in (("resnet_18", "ResNet"), ("mobilenet_v2", "MobileNet V2"), ("vit_tiny", "ViT"))
+        for name, family in _QUANTIZED
         for form in ("QDQ", "QOperator")
     },
 }

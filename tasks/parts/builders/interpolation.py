@@ -142,27 +142,39 @@ def _interpolate(maker: NodeProto, rows: _Axis, columns: _Axis) -> _Parts:
 
 
 def _interpolate_blocks(maker: NodeProto, rows: _Axis, columns: _Axis) -> _Parts:
-    """Return nodes that widen and heighten maps [N, C, h, w] block by block, and their constants."""
+    """Return nodes that widen and heighten maps [N, C, h, w] block by block, and their constants.
+
+    The indices of blocks are flat, and a Reshape cuts what was gathered: OpenVINO (2026.4) refuses indices of two
+    axes behind an integer convolution with a scale for each channel.
+    """
     maps, logits = maker.input[0], maker.output[0]
 
     def name(part: str) -> str:
         return f"{logits}:{part}"
 
     nodes = [
-        helper.make_node("Gather", [maps, name("columns")], [name("split")], f"{maker.name}:split", axis=3),
+        helper.make_node(
+            "Gather", [maps, name("columns")], [name("repeated")], f"{maker.name}:repeat_columns", axis=3
+        ),
+        helper.make_node(
+            "Reshape", [name("repeated"), name("split_size")], [name("split")], f"{maker.name}:split"
+        ),
         helper.make_node("MatMul", [name("split"), name("widen")], [name("wide")], f"{maker.name}:widen"),
         helper.make_node("Reshape", [name("wide"), name("width")], [name("widened")], f"{maker.name}:join"),
         helper.make_node(
-            "Gather", [name("widened"), name("rows")], [name("cut")], f"{maker.name}:cut", axis=2
+            "Gather", [name("widened"), name("rows")], [name("tall")], f"{maker.name}:repeat_rows", axis=2
         ),
+        helper.make_node("Reshape", [name("tall"), name("cut_size")], [name("cut")], f"{maker.name}:cut"),
         helper.make_node("MatMul", [name("heighten"), name("cut")], [name("high")], maker.name),
         helper.make_node("Reshape", [name("high"), name("height")], [logits], f"{maker.name}:stack"),
     ]
     return nodes, {
-        name("columns"): columns.blocks,
+        name("columns"): columns.blocks.ravel(),
+        name("split_size"): np.array([0, 0, 0, *columns.blocks.shape]),
         name("widen"): columns.matrix_of_block.T.copy(),
         name("width"): np.array([0, 0, 0, -1]),
-        name("rows"): rows.blocks,
+        name("rows"): rows.blocks.ravel(),
+        name("cut_size"): np.array([0, 0, *rows.blocks.shape, columns.new_size]),
         name("heighten"): rows.matrix_of_block,
         name("height"): np.array([0, 0, -1, columns.new_size]),
     }

@@ -94,7 +94,8 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
     there is quantized like the others. Products of two activations (attention) stay in float unless `op_types` names
     BatchMatMul. These always do: layers whose weight the graph computes, additions and multiplications of a constant
     (a bias, a scale), residual additions whose sum a LayerNormalization reads, because it would convert them back to
-    float at once, and pools that ONNX Runtime computes wrong in INT8.
+    float at once, the product inside a GELU, which runtimes fuse into one operator unless pairs stand in it, and pools
+    that ONNX Runtime computes wrong in INT8.
     """
     return _look_at(model, op_types).quantizable
 
@@ -114,6 +115,8 @@ def _look_at(model: ModelProto, op_types: Sequence[str]) -> _Layers:
     index = index_graph(model.graph)
     constants, outputs, others = index.constants, index.outputs, other_types(model)
     normalised = {node.input[0] for node in model.graph.node if node.op_type == "LayerNormalization"}
+    bells = {node.output[0] for node in model.graph.node if node.op_type in ("Erf", "Tanh")}
+    gates = {node.output[0] for node in model.graph.node if node.op_type == "Add" and bells & set(node.input)}
 
     def num_axes_of_weight(node: NodeProto) -> int:
         """Return 0 for a weight that the graph computes."""
@@ -138,7 +141,7 @@ def _look_at(model: ModelProto, op_types: Sequence[str]) -> _Layers:
         if outputs & set(node.output):
             return False
         if node.op_type in ("Add", "Mul"):
-            return not constants.keys() & set(node.input) and not normalised & set(node.output)
+            return not (constants.keys() | gates) & set(node.input) and not normalised & set(node.output)
         return True
 
     quantizable = [node for node in model.graph.node if is_quantizable(node)]

@@ -1,0 +1,65 @@
+"""Networks of benchmarks/corpus.py become engines; `make test` takes a few, `make test-trials` the others."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks import corpus
+from benchmarks.corpus import TARGETS, draw_images, network_file, stage_calls
+from benchmarks.corpus_networks import CORPUS
+from tasks.core.execute import execute, prepare_call
+
+ALWAYS = {
+    "crnn": "sequences, an LSTM whose MACs count",
+    "espcn": "sub-pixel convolutions",
+    "onnx_squeezenet": "an old opset, weights that are inputs as well",
+    "pp_ocr_v5_det": "two answers of a detector of text",
+    "segformer_b0_torchscript": "sizes that the graph computes, Resize",
+    "swin2sr": "windows with masks",
+    "unet_group_norm": "GroupNorm, transposed convolutions",
+    "vgg_11_qdq": "a file of quantize_static, whose ranges replace each ReLU",
+    "yolos_tiny": "tokens of detections",
+}
+"""Why each is among the few."""
+STAGES = re.compile(
+    r"prepare_data|import_onnx|label_images|quantize_ptq|build_engine\.imported(_ptq|_quantized)?\..*"
+)
+LEAST_DB = {"float": 60.0, "int8": 20.0}
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A workspace with fewer images."""
+    folder = tmp_path_factory.mktemp("corpus")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "NUM_IMAGES", {"train": 8, "val": 8, "test": 2})
+        draw_images(folder / "scenes")
+        yield folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.trial) for name in CORPUS]
+)
+def test_network_becomes_engines_that_compute_what_its_graphs_say(
+    name: str, space: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(space)
+    if CORPUS[name].quantized_form == "QOperator":
+        pytest.skip("operators of integers are refused; tests of the import hold the sentence")
+    calls = stage_calls(network_file(name, space), CORPUS[name], space)
+    params = yaml.safe_load((space / "params.yaml").read_text())
+    for address, inputs in calls.items():
+        if STAGES.fullmatch(address):
+            execute(prepare_call(address, {key: Path(path) for key, path in inputs.items()}, params))
+    builds = [address.split(".")[1:] for address in calls if STAGES.fullmatch(address) and "build" in address]
+    assert {target for _, target in builds} == set(TARGETS)
+    for variant, target in builds:
+        report = json.loads((space / "artifacts/build_engine" / variant / target / "report.json").read_text())
+        assert report["status"] == "built", report["reason"]
+        assert report["is_precision_ok"], report["precision_note"]
+        assert report["agreement_db"] > LEAST_DB["float" if variant == "imported" else "int8"]
