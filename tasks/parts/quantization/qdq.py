@@ -94,7 +94,7 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
     there is quantized like the others. Products of two activations (attention) stay in float unless `op_types` names
     BatchMatMul. These always do: layers whose weight the graph computes, additions and multiplications of a constant
     (a bias, a scale), residual additions whose sum a LayerNormalization reads, because it would convert them back to
-    float at once, the product inside a GELU, which runtimes fuse into one operator unless pairs stand in it, and pools
+    float at once, the product inside a GELU, whose operators runtimes fuse unless pairs stand between them, and pools
     that ONNX Runtime computes wrong in INT8.
     """
     return _look_at(model, op_types).quantizable
