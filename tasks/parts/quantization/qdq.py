@@ -115,8 +115,7 @@ def _look_at(model: ModelProto, op_types: Sequence[str]) -> _Layers:
     index = index_graph(model.graph)
     constants, outputs, others = index.constants, index.outputs, other_types(model)
     normalised = {node.input[0] for node in model.graph.node if node.op_type == "LayerNormalization"}
-    bells = {node.output[0] for node in model.graph.node if node.op_type in ("Erf", "Tanh")}
-    gates = {node.output[0] for node in model.graph.node if node.op_type == "Add" and bells & set(node.input)}
+    gates = _gates_of_gelu(model.graph, constants)
 
     def num_axes_of_weight(node: NodeProto) -> int:
         """Return 0 for a weight that the graph computes."""
@@ -146,6 +145,23 @@ def _look_at(model: ModelProto, op_types: Sequence[str]) -> _Layers:
 
     quantizable = [node for node in model.graph.node if is_quantizable(node)]
     return _Layers(model.graph, op_types, index, quantizable, class_logits(model))
+
+
+def _gates_of_gelu(graph: GraphProto, constants: Container[str]) -> set[str]:
+    """Return the tensors 1 + erf(..) or 1 + tanh(..), also times a constant, with which a GELU multiplies."""
+    bells, gates = set(), set()
+    for node in graph.node:  # in the order in which they run
+        if node.op_type in ("Erf", "Tanh"):
+            bells.add(node.output[0])
+        elif node.op_type == "Add" and bells & set(node.input):
+            gates.add(node.output[0])
+        elif (
+            node.op_type == "Mul"
+            and gates & set(node.input)
+            and any(name in constants for name in node.input)
+        ):
+            gates.add(node.output[0])
+    return gates
 
 
 def place_pairs(model: ModelProto, op_types: Sequence[str]) -> Placement:
