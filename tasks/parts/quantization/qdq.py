@@ -151,15 +151,11 @@ def _gates_of_gelu(graph: GraphProto, constants: Container[str]) -> set[str]:
     """Return the tensors 1 + erf(..) or 1 + tanh(..), also times a constant, with which a GELU multiplies."""
     bells, gates = set(), set()
     for node in graph.node:  # in the order in which they run
+        inputs = set(node.input)
+        is_scaled = node.op_type == "Mul" and any(name in constants for name in inputs)
         if node.op_type in ("Erf", "Tanh"):
             bells.add(node.output[0])
-        elif node.op_type == "Add" and bells & set(node.input):
-            gates.add(node.output[0])
-        elif (
-            node.op_type == "Mul"
-            and gates & set(node.input)
-            and any(name in constants for name in node.input)
-        ):
+        elif (node.op_type == "Add" and bells & inputs) or (is_scaled and gates & inputs):
             gates.add(node.output[0])
     return gates
 
