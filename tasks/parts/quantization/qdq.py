@@ -149,7 +149,8 @@ def _look_at(model: ModelProto, op_types: Sequence[str]) -> _Layers:
 
 def _gates_of_gelu(graph: GraphProto, constants: Container[str]) -> set[str]:
     """Return the tensors 1 + erf(..) or 1 + tanh(..), also times a constant, with which a GELU multiplies."""
-    bells, gates = set(), set()
+    bells: set[str] = set()
+    gates: set[str] = set()
     for node in graph.node:  # in the order in which they run
         inputs = set(node.input)
         is_scaled = node.op_type == "Mul" and any(name in constants for name in inputs)
