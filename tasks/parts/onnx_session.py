@@ -33,6 +33,11 @@ PROVIDER_OPTIONS = {CUDA_PROVIDER: {"use_tf32": "0"}}  # TF32 has only 10 bits o
 
 _LOG_ERRORS_ONLY = 3
 _NO_COPIES = "session.disable_prepacking", "1"
+_OPTIMISED_CONSTANTS = {
+    "session.optimized_model_external_initializers_file_name": "optimised.weights",
+    "session.optimized_model_external_initializers_min_size_in_bytes": str(1 << 20),
+}
+"""Larger constants of an optimised graph are written beside it."""
 _FOLDER_OF_CONSTANTS = "session.model_external_initializers_file_folder_path"
 _CONSTANTS_FILE, _PAGE_BYTES = "constants", 4096
 
@@ -93,6 +98,8 @@ def open_session(
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if optimised_file is not None:
         options.optimized_model_filepath = str(optimised_file)
+        for entry, value in _OPTIMISED_CONSTANTS.items():
+            options.add_session_config_entry(entry, value)
     if profile_prefix is not None:
         options.enable_profiling, options.profile_file_prefix = True, profile_prefix
     constants: dict[str, onnxruntime.OrtValue] = {}

@@ -16,7 +16,7 @@ from tasks.parts.engines.onnxruntime.layers import find_nodes_elsewhere, layers_
 from tasks.parts.engines.onnxruntime.runner import ENGINE_FILE, provider_of
 from tasks.parts.engines.runtimes import CUDA
 from tasks.parts.engines.target import Target
-from tasks.parts.onnx_graphs.graph import write_graph
+from tasks.parts.onnx_graphs.graph import light_copy, write_graph
 from tasks.parts.onnx_session import PLAN_OPERATOR
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     graph = fit_frames(target, source.rewritten(target), source.card)
     declare_libraries(graph, target.custom_operators)
     write_graph(graph, file)
+    graph = light_copy(graph)
     layers = layers_of(file, provider=provider_of(target), num_threads=target.num_threads)
     if target.device == CUDA:
         check_placement(file, target, source)
