@@ -34,7 +34,7 @@ def test_import_of_many_weights_takes_less_than_three_times_their_size_b7(tmp_pa
 
 @pytest.mark.trial
 def test_network_of_more_than_2_gib_goes_through_to_engines_b7(tmp_path: Path) -> None:
-    """At least 16 GB of free memory, 15 GB of disk and half an hour on 2 cores."""
+    """At least 10 GB of free memory, 20 GB of disk and an hour on 2 cores."""
     results = tmp_path / "large_weights.json"
     large_weights.main(["--gib", "2.3", "--results", str(results)])
     rows = {row["stage"]: row for row in json.loads(results.read_text())["rows"]}
