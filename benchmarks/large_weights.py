@@ -12,7 +12,7 @@ import multiprocessing
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -50,23 +50,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--import-only", action="store_true", help="leave out FP16 and the engines")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    rows = []
-    for gib in options.gib:
-        with tempfile.TemporaryDirectory(dir=options.results.parent) as folder:
-            rows += measure_network(gib, Path(folder), 1 if options.import_only else None)
-    record = {
+    record: dict[str, Any] = {
         "date": date.today().isoformat(),
         "cpu_model": read_cpu_model(),
         "onnx": onnx.__version__,
         "onnxruntime": onnxruntime.__version__,
         "openvino": openvino.__version__,
-        "rows": rows,
+        "rows": [],
     }
-    options.results.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for gib in options.gib:
+        with tempfile.TemporaryDirectory(dir=options.results.parent) as folder:
+            for row in measure_network(gib, Path(folder), 1 if options.import_only else None):
+                print(row, flush=True)
+                record["rows"].append(row)
+                options.results.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def measure_network(gib: float, folder: Path, num_stages: int | None) -> list[dict[str, Any]]:
-    """Return a row for each of the first stages of a network with so many GiB of weights."""
+def measure_network(gib: float, folder: Path, num_stages: int | None) -> Iterator[dict[str, Any]]:
+    """Yield a row for each of the first stages of a network with so many GiB of weights."""
     data = write_images(folder)
     out: dict[str, Path] = {}
     in_process(write_network, gib, folder / "network")
@@ -90,18 +91,15 @@ def measure_network(gib: float, folder: Path, num_stages: int | None) -> list[di
 
     for variant, targets in BUILDS.items():
         calls |= {f"build {variant} {target}": partial(build, variant, target) for target in targets}
-    rows = []
     for stage, call in list(calls.items())[:num_stages]:
         out[stage] = folder / stage.replace(" ", "_")
         out[stage].mkdir()
         report, wall_s, peak_gib = in_process(call, out[stage])
-        rows.append(
+        yield (
             {"gib": gib, "stage": stage, "wall_s": round(wall_s, 1), "peak_gib": round(peak_gib, 2)}
             | {"peak_over_size": round(peak_gib / gib, 1)}
-            | {name: getattr(report, name) for name in ("status", "reason") if hasattr(report, name)}
+            | {name: str(getattr(report, name)) for name in ("status", "reason") if hasattr(report, name)}
         )
-        print(rows[-1], flush=True)
-    return rows
 
 
 def in_process(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float, float]:

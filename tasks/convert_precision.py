@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -113,8 +114,11 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
     convert = {Method.converter: _by_converter, Method.autocast: _by_autocast}[cfg.method]
     converted = convert(graph, [node.name for node in kept])
     write_graph(converted, out / "model.onnx")
+    num_nodes = len(graph.graph.node)
+    del graph  # it is read again where it is compared: as few large graphs as possible at a time
     judged = rounded_in_float32(converted) if provider == CPU_PROVIDER else converted
-    sqnr_db = _compare(cfg, graph, judged, data, provider)
+    del converted
+    sqnr_db = _compare(cfg, model, judged, data, provider)
     if sqnr_db < cfg.min_sqnr_db:
         logger.warning(
             "%s: the FP16 graph keeps %.1f dB of the float graph's outputs on the calibration images, expected %.1f "
@@ -135,7 +139,7 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
         len(kept),
     )
     return Report(
-        num_nodes=len(graph.graph.node),
+        num_nodes=num_nodes,
         float32_nodes=tuple(kept),
         calibration_sqnr_db=sqnr_db,
         metric=evaluator.metric,
@@ -158,21 +162,19 @@ def _images(cfg: Config, graph: "ModelProto", data: Path) -> "Iterator[NDArray[n
     yield from normalised_batches(images_NHWC, read_card_of_graph(graph), 1)
 
 
-def _compare(cfg: Config, graph: "ModelProto", judged: "ModelProto", data: Path, provider: str) -> float:
+def _compare(cfg: Config, model: Path, judged: "ModelProto", data: Path, provider: str) -> float:
     """Return the signal-to-noise ratio in dB of the outputs of the FP16 graph on the calibration images."""
     import numpy as np
 
     from tasks.parts.data.subsets import open_chosen_images
+    from tasks.parts.onnx_graphs.graph import read_graph
     from tasks.parts.onnx_graphs.predict import run_batches
     from tasks.parts.onnx_graphs.signal_to_noise import sqnr_db
 
     images_NHWC = open_chosen_images(data, "calibration", cfg.num_images)
     signal = noise = 0.0
-    outputs = (
-        run_batches(model, images_NHWC, batch_size=cfg.batch_size, provider=provider)
-        for model in (graph, judged)
-    )
-    for exact, found in zip(*outputs, strict=True):
+    run = partial(run_batches, images_NHWC=images_NHWC, batch_size=cfg.batch_size, provider=provider)
+    for exact, found in zip(run(read_graph(model)), run(judged), strict=True):
         signal += float(np.square(exact, dtype=np.float64).sum())
         noise += float(np.square(exact.astype(np.float64) - found).sum())
     return sqnr_db(signal, noise)

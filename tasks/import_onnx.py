@@ -20,7 +20,6 @@ from tasks.parts.onnx_session import ONNXRUNTIME
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from onnx import ModelProto
 
     from tasks.parts.data.dataset import Manifest
     from tasks.parts.onnx_graphs.foreign_compare import Comparison, Gate
@@ -180,20 +179,19 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
     import numpy as np
     from onnx import numpy_helper
 
-    from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
+    from tasks.parts.onnx_graphs.foreign_file import find_file
     from tasks.parts.onnx_graphs.foreign_rewrite import Quantization
     from tasks.parts.onnx_graphs.macs import conv_macs
 
     logger.info("importing %s", find_file(model))
     check_libraries(cfg.custom_operators, "model.custom_operators")
-    original = read_foreign(model)
     quantized = None
     if cfg.is_quantized:
-        kept, compared = _rewrite(cfg, original, model, data, Quantization.kept)
+        kept, compared = _rewrite(cfg, model, data, Quantization.kept)
         size_bytes = _write(cfg, kept, compared, data, out / "quantized.onnx")[1]
         quantized = Quantized(kept.rewritten, size_bytes, compared.differences)
     quantization = Quantization.removed if cfg.is_quantized else Quantization.none
-    imported, comparison = _rewrite(cfg, original, model, data, quantization)
+    imported, comparison = _rewrite(cfg, model, data, quantization)
     card, size_bytes = _write(cfg, imported, comparison, data, out / "model.onnx")
     graph = imported.graph
     floats = [
@@ -207,8 +205,8 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         outputs=imported.tensors,
         opset_before=imported.opset_before,
         opset=graph.opset_import[0].version,
-        ir_version_before=original.ir_version,
-        num_nodes_before=len(original.graph.node),
+        ir_version_before=imported.ir_version_before,
+        num_nodes_before=imported.num_nodes_before,
         num_nodes=len(graph.graph.node),
         num_parameters=sum(math.prod(tensor.dims) for tensor in floats),
         macs=sum(conv_macs(graph).values()),
@@ -235,12 +233,12 @@ def import_onnx(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
 
 
 def _rewrite(
-    cfg: Config, original: "ModelProto", model: Path, data: Path, quantization: "Quantization"
+    cfg: Config, model: Path, data: Path, quantization: "Quantization"
 ) -> tuple["Imported", "Comparison"]:
     """Rewrite the graph with a dynamic batch, or with a batch of 1 if the graph depends on it."""
     from tasks.parts.data.dataset import normalise
     from tasks.parts.onnx_graphs.foreign_compare import compare
-    from tasks.parts.onnx_graphs.foreign_file import find_file
+    from tasks.parts.onnx_graphs.foreign_file import find_file, read_foreign
     from tasks.parts.onnx_graphs.foreign_qdq import float_form
     from tasks.parts.onnx_graphs.foreign_rewrite import (
         FixedBatch,
@@ -252,7 +250,7 @@ def _rewrite(
 
     def attempt(is_batch_freed: bool) -> tuple["Imported", "Comparison"]:
         imported = rewrite(
-            original,
+            read_foreign(model),
             path=find_file(model),
             form=cfg.form,
             height=cfg.height,

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import tempfile
 import weakref
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from tasks.parts.custom_operators import check_libraries, libraries_of
 
 if TYPE_CHECKING:
     import onnxruntime
-    from numpy.typing import NDArray
+    from google.protobuf.message import Message
     from onnx import ModelProto, TensorProto
 
 ONNXRUNTIME = ("onnxruntime", "onnxruntime-gpu")
@@ -31,10 +32,20 @@ PLAN_OPERATOR = "EPContext"
 PROVIDER_OPTIONS = {CUDA_PROVIDER: {"use_tf32": "0"}}  # TF32 has only 10 bits of mantissa
 
 _LOG_ERRORS_ONLY = 3
+_NO_COPIES = "session.disable_prepacking", "1"
+_OPTIMISED_CONSTANTS = {
+    "session.optimized_model_external_initializers_file_name": "optimised.weights",
+    "session.optimized_model_external_initializers_min_size_in_bytes": str(1 << 20),
+}
+"""Larger constants of an optimised graph are written beside it."""
+_FOLDER_OF_CONSTANTS = "session.model_external_initializers_file_folder_path"
+_CONSTANTS_FILE, _PAGE_BYTES = "constants", 4096
 
 _LARGE_GRAPH_BYTES, _LARGE_TENSOR_BYTES = 1 << 27, 1 << 20
 """Graphs with more constants than this are passed on without the larger ones: a message of 2 GiB cannot be
 serialized, and each copy of a smaller one costs its size."""
+_MAPPED_BYTES = 1 << 30
+"""Large constants of more than this reach a session through a file."""
 
 
 def open_session(
@@ -46,11 +57,19 @@ def open_session(
     optimised_file: Path | None = None,
     profile_prefix: str | None = None,
     libraries: Sequence[Path] | None = None,
+    weights: "Mapping[str, TensorProto] | None" = None,
+    is_lean: bool = False,
 ) -> "onnxruntime.InferenceSession":
     """Create a session that really runs on `provider`; with `num_threads` 0 it uses one thread per core.
 
     A graph in memory brings its libraries with custom operators along; for a file `libraries` has their checked
-    paths. ONNX Runtime itself silently falls back to the CPU when the provider is absent; this raises TargetMismatch
+    paths. `weights` are large constants that a graph in memory lacks.
+
+    With `is_lean`, and for graphs in memory with large constants, kernels read weights where they lie, and make no
+    copies in their own layout. With `is_lean`, and for graphs in memory with more than a gigabyte, ONNX Runtime maps
+    large constants from a temporary file, which needs no memory for its own copy and is slower to open.
+
+    ONNX Runtime itself silently falls back to the CPU when the provider is absent; this raises TargetMismatch
     instead. Raises BuildFailed when the runtime refuses the graph, ArtifactError for a library that is missing or has
     another sha256.
     """
@@ -79,15 +98,25 @@ def open_session(
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if optimised_file is not None:
         options.optimized_model_filepath = str(optimised_file)
+        for entry, value in _OPTIMISED_CONSTANTS.items():
+            options.add_session_config_entry(entry, value)
     if profile_prefix is not None:
         options.enable_profiling, options.profile_file_prefix = True, profile_prefix
-    constants: dict[str, NDArray[Any]] = {}
+    constants: dict[str, onnxruntime.OrtValue] = {}
+    folder: tempfile.TemporaryDirectory[str] | None = None
+    if is_lean:
+        options.add_session_config_entry(*_NO_COPIES)
     if isinstance(model, Path):
         source: str | bytes = str(model)
     elif isinstance(model, bytes):
         source = model
     else:
-        source = _serialize(model, options, constants)
+        large = {**large_constants(model), **(weights or {})}
+        if large and (is_lean or sum(map(size_of, large.values())) > _MAPPED_BYTES):
+            folder = tempfile.TemporaryDirectory()
+            source = _with_mapped_constants(model, large, options, Path(folder.name))
+        else:
+            source = _serialize(model, large, options, constants)
         libraries = (
             check_libraries(libraries_of(model), "model.custom_operators") if libraries is None else libraries
         )
@@ -114,6 +143,9 @@ def open_session(
         raise BuildFailed(
             f"ONNX Runtime {onnxruntime.__version__} refuses the graph: {first_line(error)}"
         ) from error
+    finally:
+        if folder is not None:
+            folder.cleanup()  # what is mapped stays
     weakref.finalize(session, constants.clear)  # it reads them in place
     in_use = session.get_providers()
     if in_use[0] != provider:
@@ -140,7 +172,6 @@ def large_constants(model: "ModelProto") -> dict[str, "TensorProto"]:
 
 def copy_without(model: "ModelProto", constants: Container[str]) -> "ModelProto":
     """Return a copy without some constants, which are not copied to be removed."""
-    from google.protobuf.message import Message
     from onnx import ModelProto
 
     copied = ModelProto()
@@ -149,18 +180,24 @@ def copy_without(model: "ModelProto", constants: Container[str]) -> "ModelProto"
         (model.graph, copied.graph, "initializer"),
     ):
         for field, value in source.ListFields():
-            if field.name == left_out:
-                continue
-            if isinstance(value, Message):
-                getattr(target, field.name).CopyFrom(value)
-            elif isinstance(value, str | bytes | int):
-                setattr(target, field.name, value)
-            else:
-                getattr(target, field.name).extend(value)
+            if field.name != left_out:
+                copy_field(target, field.name, value)
     copied.graph.initializer.extend(
         tensor for tensor in model.graph.initializer if tensor.name not in constants
     )
     return copied
+
+
+def copy_field(message: "Message", name: str, value: Any) -> None:
+    """Give a message the value that a field has in another message of its type."""
+    from google.protobuf.message import Message
+
+    if isinstance(value, Message):
+        getattr(message, name).CopyFrom(value)
+    elif isinstance(value, str | bytes | int):
+        setattr(message, name, value)
+    else:
+        getattr(message, name).extend(value)
 
 
 def refer(tensor: "TensorProto", location: str, offset: int, length: int) -> "TensorProto":
@@ -178,23 +215,52 @@ def refer(tensor: "TensorProto", location: str, offset: int, length: int) -> "Te
 
 
 def _serialize(
-    model: "ModelProto", options: "onnxruntime.SessionOptions", constants: "dict[str, NDArray[Any]]"
+    model: "ModelProto",
+    large: "Mapping[str, TensorProto]",
+    options: "onnxruntime.SessionOptions",
+    constants: "dict[str, onnxruntime.OrtValue]",
 ) -> bytes:
-    """Return a graph as bytes; large constants reach the session as arrays, which are added to `constants`."""
+    """Return a graph as bytes; large constants reach the session as arrays, which are added to `constants`.
+
+    What a session is only given as the values of external initializers, it copies.
+    """
     import onnxruntime
     from onnx import numpy_helper
 
-    large = large_constants(model)
     if not large:
         return bytes(model.SerializeToString())
     light = copy_without(model, large)
-    constants |= {name: numpy_helper.to_array(tensor) for name, tensor in large.items()}
+    for name, tensor in large.items():
+        constants[name] = onnxruntime.OrtValue.ortvalue_from_numpy(numpy_helper.to_array(tensor))
+        options.add_initializer(name, constants[name])
     light.graph.initializer.extend(
-        refer(tensor, "constants", 0, constants[name].nbytes) for name, tensor in large.items()
+        refer(tensor, _CONSTANTS_FILE, 0, size_of(tensor)) for tensor in large.values()
     )
-    arrays = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in constants.values()]
-    options.add_external_initializers(list(constants), arrays)
-    options.add_session_config_entry("session.disable_prepacking", "1")  # each kernel would copy its weight
+    options.add_external_initializers(list(constants), list(constants.values()))
+    options.add_session_config_entry(*_NO_COPIES)
+    return bytes(light.SerializeToString())
+
+
+def _with_mapped_constants(
+    model: "ModelProto",
+    large: "Mapping[str, TensorProto]",
+    options: "onnxruntime.SessionOptions",
+    folder: Path,
+) -> bytes:
+    """Return a graph as bytes; its large constants are written to a folder, from where the session maps them."""
+    from onnx import numpy_helper
+
+    light, offset = copy_without(model, large), 0
+    with (folder / _CONSTANTS_FILE).open("wb") as file:
+        for tensor in large.values():
+            values = (
+                tensor.raw_data if tensor.HasField("raw_data") else numpy_helper.to_array(tensor).tobytes()
+            )
+            light.graph.initializer.append(refer(tensor, _CONSTANTS_FILE, offset, len(values)))
+            offset += file.write(values)
+            offset += file.write(bytes(-offset % _PAGE_BYTES))
+    options.add_session_config_entry(_FOLDER_OF_CONSTANTS, str(folder))
+    options.add_session_config_entry(*_NO_COPIES)
     return bytes(light.SerializeToString())
 
 

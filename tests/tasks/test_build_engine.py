@@ -1,7 +1,9 @@
 import dataclasses
 import gzip
 import json
+import math
 import shutil
+import tracemalloc
 
 import numpy as np
 import onnx
@@ -18,7 +20,8 @@ from tasks.core.environment import _version
 from tasks.core.errors import ArtifactError, TargetMismatch
 from tasks.core.execute import execute, is_current, is_fresh, prepare_call
 from tasks.core.reports import read_report
-from tasks.parts.builders.agreement import probe_batches, read_probe_images
+from tasks.parts.builders import agreement
+from tasks.parts.builders.agreement import fitting_batches, probe_batches, read_probe_images
 from tasks.parts.builders.contract import macs_of_network
 from tasks.parts.builders.report import EngineBuild, LayerCounts, count_layers, find_precision_fault
 from tasks.parts.cpu import read_cpu_flags
@@ -30,6 +33,7 @@ from tasks.parts.engines.tensorrt_options import BatchProfile
 from tasks.parts.networks.checkpoint import load_checkpoint
 from tasks.parts.onnx_graphs.graph import read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.signal_to_noise import MAX_SQNR_DB, difference
+from tasks.parts.onnx_session import open_session
 
 
 def changed_graph(workshop, tmp_path, change):
@@ -388,6 +392,36 @@ def test_engine_is_tried_at_every_end_of_its_batches(workshop, name, changes, ba
         profiles = [BatchProfile(*profile) for profile in changes["profiles"]]
         target = dataclasses.replace(target, tensorrt=dataclasses.replace(target.tensorrt, profiles=profiles))
     assert probe_batches(target) == batches
+
+
+def test_engine_with_large_logits_is_tried_on_few_images_at_a_time_b10(workshop):
+    card = read_card_of_graph(read_graph(workshop.graph))
+    large = dataclasses.replace(card, height=1024, width=2048, classes=tuple(map(str, range(19))))
+    target = workshop.target("cpu_onnxruntime", max_batch=32)
+    assert fitting_batches(target, card) == [1, 2, 32]
+    assert fitting_batches(target, large) == [1, 2, 3]
+    profiled = workshop.target("h200_tensorrt", max_batch=32)
+    assert fitting_batches(profiled, large) == [1, 2]
+
+
+def test_agreement_of_large_logits_takes_the_memory_of_few_images_b10(workshop, tmp_path, monkeypatch):
+    target = dataclasses.replace(workshop.target("cpu_onnxruntime"), max_batch=32)
+    _, engine = built(workshop, target.plain, workshop.graph, tmp_path)
+    manifest = read_engine_manifest(engine)
+    images_NCHW = read_probe_images(workshop.images, manifest.card)
+    logits_NCHW = open_session(workshop.graph).run(None, {"image": images_NCHW})[0]
+
+    def measure():
+        tracemalloc.start()
+        found_db, _ = agreement.measure_agreement(logits_NCHW, images_NCHW, manifest, engine / manifest.file)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found_db, peak
+
+    found_db, peak = measure()
+    monkeypatch.setattr(agreement, "_MAX_BYTES", 8 * math.prod(manifest.card.logits_shape))
+    less_db, less = measure()
+    assert less_db > 80 and found_db > 80 and less < peak / 4
 
 
 def test_engine_is_tried_on_images_from_the_whole_calibration_set(workshop, tmp_path):

@@ -1,6 +1,7 @@
 """Compare an engine with the graph or network that it was built from, on calibration images."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 
 NUM_PROBE_IMAGES = 4
-
+_MAX_BYTES = 1 << 30
+"""Memory that the logits of one inference, or their comparison, may take."""
+_BYTES_PER_LOGIT, _BYTES_PER_COMPARED = 8, 24
+"""float32 from the engine and a copy of it; three times float64."""
 
 _NEAR_TIE = 0.05
 """Answers of two engines may differ where the logits of both classes differ by less than this share of the range."""
@@ -39,25 +43,50 @@ def probe_batches(target: Target) -> list[int]:
     return sorted(batches)
 
 
-def _draws(target: Target, num_images: int) -> dict[int, list[NDArray[np.intp]]]:
+def fitting_batches(target: Target, card: InputCard) -> list[int]:
+    """Return those of `probe_batches` whose logits fit into memory; the largest that do in place of larger ones."""
+    batches, most = probe_batches(target), _images_that_fit(card, _BYTES_PER_LOGIT)
+    fitting = {batch for batch in batches if batch <= most} or {batches[0]}
+    if target.tensorrt is None:  # a profile may begin above
+        fitting.add(min(target.max_batch, most))
+    return sorted(fitting)
+
+
+def _images_that_fit(card: InputCard, bytes_per_logit: int) -> int:
+    return max(1, _MAX_BYTES // (bytes_per_logit * math.prod(card.logits_shape)))
+
+
+def _draws(target: Target, card: InputCard, num_images: int) -> dict[int, list[NDArray[np.intp]]]:
     """Return, by batch, which of a few images to try an engine on: each alone, then all in changing order."""
     random = np.random.default_rng(0)
     draws = {
         batch: [np.concatenate([random.permutation(num_images) for _ in range(0, batch, num_images)])[:batch]]
-        for batch in probe_batches(target)
+        for batch in fitting_batches(target, card)
     }
     return {**draws, 1: list(np.arange(num_images)[:, None])}
 
 
-def _groups(drawn: NDArray[np.intp], found: NDArray[Any]) -> Iterator[tuple[NDArray[np.intp], NDArray[Any]]]:
+def _joined(drawn: Sequence[NDArray[np.intp]], most: int) -> Iterator[list[NDArray[np.intp]]]:
+    """Yield draws of one size together, of at most so many images, one draw at least."""
+    step = max(1, most // len(drawn[0]))
+    for first in range(0, len(drawn), step):
+        yield list(drawn[first : first + step])
+
+
+def _groups(
+    drawn: NDArray[np.intp], found: NDArray[Any], size: int = NUM_PROBE_IMAGES
+) -> Iterator[tuple[NDArray[np.intp], NDArray[Any]]]:
     """Yield what was drawn and found a few images at a time: little memory, and one wrong image does not get lost."""
-    for first in range(0, len(drawn), NUM_PROBE_IMAGES):
-        yield drawn[first : first + NUM_PROBE_IMAGES], found[first : first + NUM_PROBE_IMAGES]
+    for first in range(0, len(drawn), size):
+        yield drawn[first : first + size], found[first : first + size]
 
 
 def _agreement_db(expected_NCHW: FloatArray, drawn: NDArray[np.intp], found_NCHW: FloatArray) -> float:
     """Return the lowest signal-to-noise ratio of groups of images against what is expected of those drawn."""
-    return min(difference(expected_NCHW[some], found).sqnr_db for some, found in _groups(drawn, found_NCHW))
+    size = max(1, min(NUM_PROBE_IMAGES, _MAX_BYTES // (_BYTES_PER_COMPARED * expected_NCHW[0].size)))
+    return min(
+        difference(expected_NCHW[some], found).sqnr_db for some, found in _groups(drawn, found_NCHW, size)
+    )
 
 
 def read_probe_images(file: Path, card: InputCard) -> FloatArray:
@@ -98,18 +127,21 @@ def measure_agreement(
 ) -> tuple[float, str]:
     """Return the engine's lowest signal-to-noise ratio against the expected logits, and its provider.
 
-    Images are passed one by one and in each of `probe_batches`. Raises BuildFailed below the target's floor.
+    Images are passed one by one and in each of `fitting_batches`. Raises BuildFailed below the target's floor.
     """
     from tasks.parts.engines.open_engine import load_runner
 
     target, card = manifest.target, manifest.card
     _check_logits(expected_NCHW, target, card)
+    most = _images_that_fit(card, _BYTES_PER_LOGIT)
     with load_runner(file, manifest) as runner:
-        agreements_db = {}
-        for batch, drawn in _draws(target, len(images_NCHW)).items():
-            logits_NCHW = np.concatenate([runner.infer(images_NCHW[one]) for one in drawn])
-            _check_logits(logits_NCHW, target, card)
-            agreements_db[batch] = _agreement_db(expected_NCHW, np.concatenate(drawn), logits_NCHW)
+        agreements_db: dict[int, float] = {}
+        for batch, draws in _draws(target, card, len(images_NCHW)).items():
+            for drawn in _joined(draws, most):
+                logits_NCHW = np.concatenate([runner.infer(images_NCHW[one]) for one in drawn])
+                _check_logits(logits_NCHW, target, card)
+                found_db = _agreement_db(expected_NCHW, np.concatenate(drawn), logits_NCHW)
+                agreements_db[batch] = min(found_db, agreements_db.get(batch, found_db))
         provider = runner.describe().provider
     worst = min(agreements_db, key=agreements_db.__getitem__)
     agreement_db = agreements_db[worst]
@@ -136,16 +168,21 @@ def compare_answers(
 ) -> float | None:
     """Return the share of the answers of an engine on frames that equal those of its plain twin; None for values.
 
-    The frames are passed one by one and in each of `probe_batches`. Raises BuildFailed if more answers differ than
-    near ties explain, unless the target asks for coarse classes. Values have to agree like logits.
+    The frames are passed one by one and in each of `fitting_batches`, to one engine after the other. Raises
+    BuildFailed if more answers differ than near ties explain, unless the target asks for coarse classes. Values have
+    to agree like logits.
     """
     from tasks.parts.engines.description import on_frames
     from tasks.parts.engines.open_engine import load_runner
 
-    with load_runner(file, manifest) as runner, load_runner(twin, plain) as twin_runner:
-        engine, plain_engine = on_frames(runner), on_frames(twin_runner)
-        logits = np.concatenate([twin_runner.infer(plain_engine.prepare(one[None])) for one in frames_NHWC])
-        drawn = [one for many in _draws(manifest.target, len(frames_NHWC)).values() for one in many]
+    with load_runner(twin, plain) as runner:
+        plain_engine = on_frames(runner)
+        logits = np.concatenate([runner.infer(plain_engine.prepare(one[None])) for one in frames_NHWC])
+        expected = plain_engine.finish(logits)
+    draws = _draws(manifest.target, manifest.card, len(frames_NHWC))
+    drawn = [one for many in draws.values() for one in many]
+    with load_runner(file, manifest) as runner:
+        engine = on_frames(runner)
         answers = [engine.answer(frames_NHWC[one]) for one in drawn]
     if manifest.card.task is Task.values:
         agreement_db = min(_agreement_db(logits, *pair) for pair in zip(drawn, answers, strict=True))
@@ -157,7 +194,6 @@ def compare_answers(
                 f"target.{manifest.target.name}.reads=normalised."
             )
         return None
-    expected = plain_engine.finish(logits)
     if manifest.target.threshold is not None:
         logits[:, 0] += lead_of_first(manifest.target.threshold)
     highest, near_tie = logits.max(axis=1), _NEAR_TIE * (logits.max() - logits.min())

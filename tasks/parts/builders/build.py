@@ -78,6 +78,7 @@ def build(target: Target, *, model: Path, images: Path, out: Path) -> EngineBuil
         built = builder.build_file(target, source, engine)
         build_s = time.monotonic() - start
         twin = built if target.is_plain else _build_twin(builder, source, manifest, engine)
+        source = source.with_logits(target)
         return _prove(built, twin, source, manifest, images, engine, build_s=build_s)
     except BuildFailed as error:
         shutil.rmtree(engine)

@@ -1,6 +1,6 @@
 """What the builder of each runtime takes and returns: `build_file(target, source, engine) -> Built`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +29,8 @@ class Built:
     precisions: Precisions
     """Precisions that the runtime chose, by type of operator."""
     graph: "ModelProto | None" = None
-    """Graph that the runtime was given, after the target's rewrites (for TensorRT, before its types changed); None if
-    the source is a checkpoint."""
+    """Graph that the runtime was given, after the target's rewrites (for TensorRT, before its types changed), as
+    `light_copy` returns it; None if the source is a checkpoint."""
     layers: tuple[EngineLayer, ...] = ()
     """Layers that the runtime executes; empty if the source is a checkpoint."""
     build_latencies_ms: tuple[float, ...] = ()
@@ -100,6 +100,14 @@ class GraphSource:
         rewritten.CopyFrom(self._rewritten[names])
         return rewritten
 
+    def with_logits(self, target: Target) -> "GraphSource":
+        """Return the source with its logits computed, and without those weights that `light_copy` leaves out."""
+        from tasks.parts.onnx_graphs.graph import light_copy
+
+        light = replace(self, graph=light_copy(self.graph))
+        light._logits.append(self.compute_logits(target))
+        return light
+
     @property
     def is_quantized(self) -> bool:
         """Whether the graph holds Q/DQ pairs."""
@@ -133,6 +141,10 @@ class CheckpointSource:
 
     def check(self, target: Target) -> None:
         """Do nothing: loading already checks a checkpoint."""
+
+    def with_logits(self, target: Target) -> "CheckpointSource":
+        """Return the source itself."""
+        return self
 
     def compute_logits(self, target: Target) -> FloatArray:
         """Return the logits of the network in float32, computed on the CPU."""

@@ -329,23 +329,24 @@ def token_depthwise_in_float(model: ModelProto) -> ModelProto:
     makers, constants = index.makers, index.constants
     quantize_of = {node.input[0]: node for node in graph.node if node.op_type == "QuantizeLinear"}
 
-    def is_linear(name: str) -> bool:
-        """Return whether a MatMul or Gemm gives a tensor, perhaps with moves and a bias behind it."""
-        node = makers.get(name)
-        if node is None or node.op_type in ("MatMul", "Gemm"):
-            return node is not None
-        return node.op_type in (*MOVES_VALUES, "Add") and any(map(is_linear, node.input))
-
     for node in [node for node in graph.node if node.op_type == "Conv"]:
         tokens, weight = _rounded_by_pair(node.input[0], makers), makers.get(node.input[1])
         if tokens is None or weight is None or not _is_stored_quantized(weight, constants):
             continue
         values_OIHW = _dequantized(weight, constants)
-        if values_OIHW.shape[1] == 1 and is_linear(tokens):
+        if values_OIHW.shape[1] == 1 and _is_linear(tokens, makers):
             _read_float(graph, node, tokens, values_OIHW, constants)
             _drop_pair(index, quantize_of.get(node.output[0]))
     drop_unused(graph)
     return rewritten
+
+
+def _is_linear(name: str, makers: Mapping[str, NodeProto]) -> bool:
+    """Return whether a MatMul or Gemm gives a tensor, perhaps with moves and a bias behind it."""
+    node = makers.get(name)
+    if node is None or node.op_type in ("MatMul", "Gemm"):
+        return node is not None
+    return node.op_type in (*MOVES_VALUES, "Add") and any(_is_linear(each, makers) for each in node.input)
 
 
 def _rounded_by_pair(name: str, makers: Mapping[str, NodeProto]) -> str | None:

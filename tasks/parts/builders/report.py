@@ -108,12 +108,14 @@ NO_LAYERS = LayerCounts(0, 0, 0)
 
 
 def count_layers(graph: "ModelProto") -> LayerCounts:
-    """Count the convolutions and matrix products of a graph by their precision."""
+    """Count the convolutions and matrix products of a graph, or of its `light_copy`, by their precision."""
     from onnx import TensorProto
 
     from tasks.parts.onnx_graphs.macs import LAYER_TYPES, quantized_layers
 
-    halves = {tensor.name for tensor in graph.graph.initializer if tensor.data_type == TensorProto.FLOAT16}
+    kinds = {tensor.name: tensor.data_type for tensor in graph.graph.initializer}
+    kinds |= {value.name: value.type.tensor_type.elem_type for value in graph.graph.input}
+    halves = {name for name, kind in kinds.items() if kind == TensorProto.FLOAT16}
     layers = [node for node in graph.graph.node if node.op_type in LAYER_TYPES]
     num_float16 = sum(node.input[1] in halves for node in layers)
     return LayerCounts(len(layers), len(quantized_layers(graph)), num_float16)

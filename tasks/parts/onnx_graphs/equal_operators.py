@@ -9,6 +9,9 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from tasks.parts.onnx_graphs.constant_einsum import einsum_as_matmul
 from tasks.parts.onnx_graphs.graph import replace_nodes
 
+REPLACED = frozenset({"AveragePool", "ConvTranspose", "Einsum", "ReduceMean"})
+"""Operators that are replaced where they can be."""
+
 
 def replace_operators(model: ModelProto) -> list[str]:
     """Replace operators in place, in a graph with known shapes; return one sentence for each kind.

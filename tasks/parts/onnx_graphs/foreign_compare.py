@@ -8,6 +8,7 @@ met more closely than it meets itself: this spread is then the limit, and the an
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +23,14 @@ from tasks.parts.onnx_graphs.foreign_file import Original, open_original
 from tasks.parts.onnx_graphs.foreign_form import InputForm
 from tasks.parts.onnx_graphs.foreign_output import Head
 from tasks.parts.onnx_graphs.foreign_raw import last_activations, leave_out
-from tasks.parts.onnx_graphs.foreign_rewrite import FixedBatch, Imported, with_output, with_outputs
+from tasks.parts.onnx_graphs.foreign_rewrite import FixedBatch, Imported, with_outputs
 from tasks.parts.onnx_graphs.foreign_size import depends_on_size
 from tasks.parts.onnx_graphs.graph import MAX_OPSET, MIN_OPSET
 from tasks.parts.onnx_graphs.signal_to_noise import Difference, agreement_db, difference
 from tasks.parts.onnx_session import open_session
+
+if TYPE_CHECKING:
+    import onnxruntime
 
 _ROUNDING = 2.0**-23
 """The step of float32 at 1: what cancels out inside a network leaves this much, however small its outputs are."""
@@ -79,8 +83,8 @@ class _Pair:
     """Opens the file at the other level of optimisation."""
     inside: Callable[[Sequence[str]], tuple[Original, list[str]]]
     """Opens the file so that it also gives those of the named tensors that it has; returns their names, too."""
-    graph: Callable[[Floats], Floats]
-    """Returns the logits of the written graph for images_NCHW of any number."""
+    found: tuple[Floats | Exception, ...]
+    """What the written graph gives for each batch, in the form of the file, or how it failed."""
     stop: type[GateFailed] | type[FixedBatch]
     """What is raised if the graph differs."""
 
@@ -123,17 +127,15 @@ class _Pair:
                 return outputs
         return replace(original, static_batch=1).answers(images_NHWC)
 
-    def found(self, images_NHWC: NDArray[np.uint8]) -> Floats:
-        """Return what the written graph gives for images of a data set, in the form of the file."""
-        images_NCHW = normalise(images_NHWC, self.imported.mean, self.imported.std)
-        parts = np.split(images_NCHW, len(images_NCHW)) if self.imported.max_batch else [images_NCHW]
-        try:
-            return self.head.to_answer(np.concatenate([self.graph(part) for part in parts]))
-        except RUN_FAILURES as error:
+    def found_for(self, index: int, batch_size: int) -> Floats:
+        """Return what the written graph gives for one of the batches."""
+        found = self.found[index]
+        if isinstance(found, Exception):
             raise self.stop_of_batch(
-                f"batch of {len(images_NHWC)}: ONNX Runtime fails on the written graph ({first_line(error)}). "
+                f"batch of {batch_size}: ONNX Runtime fails on the written graph ({first_line(found)}). "
                 f"{_hint(self.imported)}"
-            ) from error
+            ) from found
+        return found
 
 
 def compare(
@@ -151,12 +153,12 @@ def compare(
 
     Raises GateFailed, or FixedBatch where the batch was made dynamic, at the first batch that differs too much.
     """
-    pair = _open(model, imported, form, is_float_form=is_float_form)
+    batches = [images_NHWC[:batch_size] for batch_size in batch_sizes]
+    pair = _open(model, imported, form, batches, is_float_form=is_float_form)
     file = "the float form of the file" if is_float_form else "the file"
     differences, shares, spreads = [], [], []
-    for batch_size in batch_sizes:
-        images = images_NHWC[:batch_size]
-        outputs, found = pair.expected(images), pair.found(images)
+    for index, (batch_size, images) in enumerate(zip(batch_sizes, batches, strict=True)):
+        outputs, found = pair.expected(images), pair.found_for(index, batch_size)
         expected = _joined(outputs)
         if found.shape != expected.shape:
             raise pair.stop_of_batch(
@@ -184,9 +186,17 @@ def compare(
     )
 
 
-def _open(model: Path, imported: Imported, form: InputForm, *, is_float_form: bool) -> _Pair:
+def _open(
+    model: Path,
+    imported: Imported,
+    form: InputForm,
+    batches: Sequence[NDArray[np.uint8]],
+    *,
+    is_float_form: bool,
+) -> _Pair:
+    """Run the written graph, close it, and open the file: both at once take twice the memory."""
     libraries = check_libraries(libraries_of(imported.graph), "model.custom_operators")
-    head, written = imported.head, with_output(imported.graph, imported.head.tensor)
+    head, (written, weights) = imported.head, with_outputs(imported.graph, [imported.head.tensor])
     activations, own = imported.activations, last_activations(written, [head.tensor])
     if len(activations) == len(own) + head.is_probability:
         leave_out(written, own)
@@ -209,6 +219,7 @@ def _open(model: Path, imported: Imported, form: InputForm, *, is_float_form: bo
             is_whole=imported.is_whole,
             inner=inner,
             size=imported.size,
+            is_lean=bool(weights),
         )
 
     def inside(names: Sequence[str]) -> tuple[Original, list[str]]:
@@ -217,12 +228,13 @@ def _open(model: Path, imported: Imported, form: InputForm, *, is_float_form: bo
         return original, [name for name in names if name in known]
 
     try:
-        session = open_session(written, is_optimised=level)
+        session = open_session(written, is_optimised=level, weights=weights, is_lean=bool(weights))
     except BuildFailed as error:
         raise stop(
             f"ONNX Runtime refuses the written graph ({first_line(error)}). {_hint(imported)}"
         ) from error
-    name = imported.graph.graph.input[0].name
+    found = tuple(_answer(session, imported, head, images) for images in batches)
+    del session
     return _Pair(
         model,
         imported,
@@ -230,9 +242,26 @@ def _open(model: Path, imported: Imported, form: InputForm, *, is_float_form: bo
         opened(level),
         lambda: opened(not level),
         inside,
-        lambda images_NCHW: session.run(None, {name: images_NCHW})[0],
+        found,
         stop,
     )
+
+
+def _answer(
+    session: "onnxruntime.InferenceSession", imported: Imported, head: Head, images_NHWC: NDArray[np.uint8]
+) -> Floats | Exception:
+    """Return what the written graph gives for images of a data set, in the form of the file, or how it failed."""
+    images_NCHW = normalise(images_NHWC, imported.mean, imported.std)
+    parts = np.split(images_NCHW, len(images_NCHW)) if imported.max_batch else [images_NCHW]
+    name = session.get_inputs()[0].name
+    try:
+        answer: Floats = head.to_answer(
+            np.concatenate([session.run(None, {name: part})[0] for part in parts])
+        )
+    except RUN_FAILURES as error:
+        failure: Exception = error
+        return failure
+    return answer
 
 
 def _joined(outputs: Sequence[Floats]) -> Floats:
@@ -292,8 +321,8 @@ def _first_difference(pair: _Pair, images_NHWC: NDArray[np.uint8], limit_db: flo
     if pair.imported.static_batch not in (None, 1):
         return ""
     original, names = pair.inside([name for node in graph.graph.node for name in node.output])
-    written = with_outputs(graph, names)
-    session = open_session(written, is_optimised=False)
+    written, weights = with_outputs(graph, names)
+    session = open_session(written, is_optimised=False, weights=weights)
     images_NCHW = normalise(images_NHWC, card.mean, card.std)
     found = session.run(names, {session.get_inputs()[0].name: images_NCHW})
     expected = original.session.run(names, original.feed(images_NHWC))

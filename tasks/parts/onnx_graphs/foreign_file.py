@@ -218,12 +218,14 @@ def open_original(
     is_whole: bool,
     inner: Collection[str] = (),
     size: tuple[int, int] | None = None,
+    is_lean: bool = False,
 ) -> Original:
     """Open the original file, or its float form; where it is newer than ONNX Runtime, convert its opset.
 
     With `is_whole`, its outputs are `tensors`, and its input the image alone; else that part of it is opened.
     `libraries` have its custom operators; the nodes that make `activations` are left out. Those tensors of `inner`
-    that the file has become outputs, too. Images have another `size` than the file fixes.
+    that the file has become outputs, too. Images have another `size` than the file fixes. `is_lean` is that of
+    `open_session`.
 
     Raises BuildFailed when the runtime refuses the file.
     """
@@ -244,7 +246,10 @@ def open_original(
         _give(graph, (*tensors, *inner))
     try:
         session = open_session(
-            path if graph is None else graph, is_optimised=is_optimised, libraries=libraries
+            path if graph is None else graph,
+            is_optimised=is_optimised,
+            libraries=libraries,
+            is_lean=is_lean,
         )
         return Original(session, form, tensors, static_batch, "")
     except BuildFailed:

@@ -23,7 +23,7 @@ from onnx.inliner import inline_local_functions
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.custom_operators import CustomOperators
 from tasks.parts.onnx_graphs.checked_rewrite import Rewrite, checked_rewrite
-from tasks.parts.onnx_graphs.equal_operators import replace_operators
+from tasks.parts.onnx_graphs.equal_operators import REPLACED, replace_operators
 from tasks.parts.onnx_graphs.foreign_batch import free_batch
 from tasks.parts.onnx_graphs.foreign_branches import branching_nodes, inline_branches, refuse_branches
 from tasks.parts.onnx_graphs.foreign_custom import accept_domains, infer_custom_outputs
@@ -65,6 +65,7 @@ from tasks.parts.onnx_graphs.graph import (
     without_large_constants,
 )
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
+from tasks.parts.onnx_session import copy_without, large_constants
 
 _BATCH = "batch"
 _MOST_COMPARED = 2048
@@ -106,6 +107,8 @@ class Imported:
     max_batch: int | None
     """1 if the batch stayed fixed; None if it is dynamic."""
     opset_before: int
+    ir_version_before: int
+    num_nodes_before: int
     is_half: bool
     """Whether parts of the original file are float16."""
     is_simplified_at_one: bool
@@ -119,7 +122,7 @@ class Imported:
 
 
 def rewrite(
-    original: ModelProto,
+    model: ModelProto,
     *,
     path: Path,
     form: InputForm,
@@ -132,13 +135,15 @@ def rewrite(
 ) -> Imported:
     """Rewrite a foreign graph for this pipeline; `height` and `width` are for graphs that can have this size.
 
+    The graph itself is changed, so that there is no second one in memory: pass a copy of one that is still needed.
+
     With `is_batch_freed`, a fixed batch is made dynamic; without, a dynamic one is fixed until the graph is
     simplified. Those of `libraries` whose operators it has are declared in the graph. Raises FixedBatch if the batch
     stays fixed, ArtifactError for a graph that the pipeline cannot use.
     """
-    model, changes = ModelProto(), []
-    model.CopyFrom(original)
+    changes = []
     opset = read_opset(model, path)
+    ir_version, num_nodes = model.ir_version, len(model.graph.node)
     if model.functions:
         changes.append(f"{len(model.functions)} functions inlined")
         model = without_large_constants(model, inline_local_functions)
@@ -177,6 +182,7 @@ def rewrite(
         # Shapes that are computed from the batch become constants.
         batch = image.type.tensor_type.shape.dim[0].dim_value = 1
         del model.graph.value_info[:]
+    del image  # it keeps all of the graph that it is a part of
     model, branches = _without_branches(model, path)
     model, conversion = convert_opset(model, path, opset)
     changes += branches + conversion
@@ -216,6 +222,8 @@ def rewrite(
         static_batch,
         max_batch,
         opset,
+        ir_version,
+        num_nodes,
         is_half,
         static_batch is None and batch is not None,
         is_whole,
@@ -229,11 +237,12 @@ def with_equal_operators(imported: Imported, images_NCHW: NDArray[np.float32], p
     changes: list[str] = []
 
     def replaced(graph: ModelProto) -> ModelProto:
+        read = {name for node in graph.graph.node if node.op_type in REPLACED for name in node.input}
+        if not replace_operators(copy_without(graph, large_constants(graph).keys() - read)):
+            return graph
         model = ModelProto()
         model.CopyFrom(graph)
         changes[:] = replace_operators(model)
-        if not changes:
-            return graph
         drop_unused(model.graph)
         model = _infer(model, path, imported.max_batch)
         check_model(model, full_check=True)
@@ -284,13 +293,18 @@ def read_interface(
 
 def with_output(model: ModelProto, tensor: str) -> ModelProto:
     """Return a copy whose only output is one of its tensors."""
-    return with_outputs(model, [tensor])
+    copied = ModelProto()
+    copied.CopyFrom(model)
+    return _mark(copied, [tensor])
 
 
-def with_outputs(model: ModelProto, tensors: Sequence[str]) -> ModelProto:
-    """Return a copy whose outputs are these of its tensors."""
-    marked = ModelProto()
-    marked.CopyFrom(model)
+def with_outputs(model: ModelProto, tensors: Sequence[str]) -> tuple[ModelProto, dict[str, TensorProto]]:
+    """Return a copy whose outputs are these of its tensors, without its large constants, and those constants."""
+    large = large_constants(model)
+    return _mark(copy_without(model, large), tensors), large
+
+
+def _mark(marked: ModelProto, tensors: Sequence[str]) -> ModelProto:
     del marked.graph.output[:]
     marked.graph.output.extend(helper.make_empty_tensor_value_info(tensor) for tensor in tensors)
     return marked
@@ -325,10 +339,15 @@ def _simplify(model: ModelProto) -> ModelProto:
         join_equal_constants(model.graph)
         skipped = ["weight_tying"]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        slim = without_large_constants(
-            model, partial(onnxslim.slim, skip_optimizations=skipped), kept=_folded(model)
-        )
+        slim = without_large_constants(model, partial(_slim, skipped), kept=_folded(model))
     _constants_to_initializers(slim)
+    return slim
+
+
+def _slim(skipped: list[str], model: ModelProto) -> ModelProto:
+    """Return what onnxslim makes of a graph, as a copy: objects of onnxslim in circles of references keep its own."""
+    slim = ModelProto()
+    slim.CopyFrom(onnxslim.slim(model, skip_optimizations=skipped))
     return slim
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError, first_line
 from tasks.parts.data.input_card import InputCard
-from tasks.parts.onnx_session import copy_without, large_constants, refer, size_of
+from tasks.parts.onnx_session import copy_field, copy_without, large_constants, refer, size_of
 
 CARD_KEY = "enginewright"
 MODULE_KEY = "module"
@@ -117,7 +117,8 @@ def write_graph(model: ModelProto, path: Path) -> None:
     md5, so that the graph's own bytes tell which they are.
     """
     if not is_too_large(model):
-        path.write_bytes(model.SerializeToString(deterministic=True))
+        with path.open("wb") as file:
+            file.writelines(_serialized(model))
         return
     large, offset, digest = large_constants(model), 0, hashlib.md5(usedforsecurity=False)
     draft, places = path.with_suffix(_WEIGHTS_SUFFIX), {}
@@ -134,6 +135,63 @@ def write_graph(model: ModelProto, path: Path) -> None:
         refer(tensor, weights.name, *places[name]) for name, tensor in large.items()
     )
     path.write_bytes(light.SerializeToString(deterministic=True))
+
+
+def _serialized(model: ModelProto) -> Iterator[bytes]:
+    """Yield what `SerializeToString(deterministic=True)` returns; of large graphs in parts of one constant each.
+
+    As a whole it takes several times the memory of the graph.
+    """
+    if not large_constants(model):
+        yield model.SerializeToString(deterministic=True)
+        return
+    constants = model.graph.initializer
+    for part in _serialized_fields(model, "graph"):
+        if part is not None:
+            yield part
+            continue
+        size = sum(
+            sum(map(_size_with_head, constants)) if own is None else len(own)
+            for own in _serialized_fields(model.graph, "initializer")
+        )
+        yield _head(ModelProto, "graph", size)
+        for own in _serialized_fields(model.graph, "initializer"):
+            if own is not None:
+                yield own
+                continue
+            for tensor in constants:
+                yield _head(GraphProto, "initializer", tensor.ByteSize())
+                yield tensor.SerializeToString(deterministic=True)
+
+
+def _serialized_fields(message: Message, apart: str) -> Iterator[bytes | None]:
+    """Yield the bytes of each field that is set, in the order of a serialized message; None for the field `apart`."""
+    for field, value in message.ListFields():
+        if field.name == apart:
+            yield None
+            continue
+        alone = type(message)()
+        copy_field(alone, field.name, value)
+        yield alone.SerializeToString(deterministic=True)
+
+
+def _size_with_head(tensor: TensorProto) -> int:
+    size: int = tensor.ByteSize()
+    return size + len(_head(GraphProto, "initializer", size))
+
+
+def _head(kind: type[Message], field: str, size: int) -> bytes:
+    """Return what stands in front of a message in a field: number and type of the field, and the message's bytes.
+
+    Protocol Buffers documentation, "Encoding", length-delimited records.
+    """
+    tag, head = kind.DESCRIPTOR.fields_by_name[field].number << 3 | 2, bytearray()
+    for number in (tag, size):
+        while number > 0x7F:
+            head.append(number & 0x7F | 0x80)
+            number >>= 7
+        head.append(number)
+    return bytes(head)
 
 
 def is_too_large(model: ModelProto) -> bool:

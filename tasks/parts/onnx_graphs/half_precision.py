@@ -27,7 +27,7 @@ from tasks.parts.onnx_graphs.graph import (
     replace_nodes,
     without_large_constants,
 )
-from tasks.parts.onnx_session import copy_without, open_session
+from tasks.parts.onnx_session import copy_without, large_constants, open_session
 
 LARGEST_FP16 = 65504.0
 FP16, BF16 = int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)
@@ -186,13 +186,13 @@ def measure_tensors(model: ModelProto, images: Iterable[NDArray[np.float32]]) ->
     """
     kinds = _types(model)
     names = [name for node in model.graph.node for name in node.output if kinds.get(name) == _FP32]
-    marked = ModelProto()
-    marked.CopyFrom(model)
+    large = large_constants(model)
+    marked = copy_without(model, large)
     outputs = {value.name for value in model.graph.output}
     marked.graph.output.extend(
         helper.make_tensor_value_info(name, _FP32, None) for name in names if name not in outputs
     )
-    session = open_session(marked, is_optimised=False)
+    session = open_session(marked, is_optimised=False, weights=large)
     source = model.graph.input[0].name
     found: dict[str, list[Magnitudes]] = {}
     for image in images:
@@ -234,13 +234,14 @@ def rounded_in_float32(model: ModelProto) -> ModelProto:
     kinds = _types(model)
     if any(kinds.get(name) == FP16 for node in model.graph.node for name in captured_names(node)):
         return model
-    rounded = _constants_as_initializers(model)
+    model = _constants_as_initializers(model)
+    halves = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type == FP16}
+    rounded = copy_without(model, halves)
     graph = rounded.graph
     nodes: list[NodeProto] = []
-    for tensor in graph.initializer:
-        if tensor.data_type == FP16:
-            values = numpy_helper.to_array(tensor).astype(np.float32)
-            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    for name, tensor in halves.items():
+        values = numpy_helper.to_array(tensor).astype(np.float32)
+        graph.initializer.append(numpy_helper.from_array(values, name))
     for node in graph.node:
         new = NodeProto()
         new.CopyFrom(node)
@@ -472,7 +473,12 @@ def _raise_opset(model: ModelProto, oldest: int) -> ModelProto:
 
 
 def _constants_as_initializers(model: ModelProto) -> ModelProto:
-    """Return a copy whose Constant nodes with a tensor are initializers, so that readers may have it in two types."""
+    """Return a graph whose Constant nodes with a tensor are initializers, so that readers may have it in two types.
+
+    It is the graph itself if it has no such nodes.
+    """
+    if not any(node.op_type == "Constant" for node in model.graph.node):
+        return model
     changed = ModelProto()
     changed.CopyFrom(model)
     graph = changed.graph

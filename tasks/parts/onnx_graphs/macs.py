@@ -98,17 +98,22 @@ def _is_unknown(node: NodeProto) -> bool:
 
 
 def _run_for_sizes(model: ModelProto, names: list[str]) -> dict[str, list[int]]:
-    """Run the graph on one image of zeros and return the sizes of the named tensors."""
+    """Run the graph on one image of zeros and return the sizes of the named tensors.
+
+    Constants that `light_copy` made inputs are zeros as well: weights, which no size depends on.
+    """
     from tasks.parts.onnx_session import open_session
 
     marked = ModelProto()
     marked.CopyFrom(model)
     own = {value.name for value in model.graph.output}
     marked.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in own)
-    image = model.graph.input[0]
-    size = [axis.dim_value for axis in image.type.tensor_type.shape.dim[1:]]
-    dtype = helper.tensor_dtype_to_np_dtype(image.type.tensor_type.elem_type)
-    arrays = open_session(marked).run(names, {image.name: np.zeros((1, *size), dtype)})
+    feeds = {}
+    for index, value in enumerate(model.graph.input):
+        size = [axis.dim_value for axis in value.type.tensor_type.shape.dim]
+        dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        feeds[value.name] = np.zeros(size if index else (1, *size[1:]), dtype)
+    arrays = open_session(marked).run(names, feeds)
     return {name: list(values.shape) for name, values in zip(names, arrays, strict=True)}
 
 

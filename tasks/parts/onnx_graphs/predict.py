@@ -32,11 +32,14 @@ def run_batches(
 ) -> Iterator[NDArray[Any]]:
     """Yield the outputs of a graph for images uint8 [N, H, W, C], batch by batch.
 
+    The graph itself is given up as soon as the session is open, so that a caller need not keep it in memory.
+
     Raises TargetMismatch where ONNX Runtime has not this provider, BuildFailed where it does not run the graph.
     """
     session = open_session(model, provider=provider)
-    name = session.get_inputs()[0].name
-    for images_NCHW in normalised_batches(images_NHWC, read_card_of_graph(model), batch_size):
+    name, card = session.get_inputs()[0].name, read_card_of_graph(model)
+    del model
+    for images_NCHW in normalised_batches(images_NHWC, card, batch_size):
         yield run_session(session, None, {name: images_NCHW})[0]
 
 

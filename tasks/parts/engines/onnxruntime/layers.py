@@ -15,10 +15,10 @@ import numpy as np
 from tasks.parts.custom_operators import OPERATORS_FOLDER, check_libraries, libraries_of
 from tasks.parts.engines.manifest import EngineLayer, FloatArray
 from tasks.parts.engines.runner import OperatorTime, typical_time
-from tasks.parts.onnx_session import open_session
+from tasks.parts.onnx_session import copy_without, open_session, size_of
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, NodeProto
+    from onnx import GraphProto, ModelProto, NodeProto
 
 _INT8_TYPES = {2: "int8", 3: "int8"}  # TensorProto.UINT8, INT8
 _FLOAT_TYPES = {1: "f32", 10: "f16", 16: "bf16"}  # TensorProto.FLOAT, FLOAT16, BFLOAT16
@@ -73,11 +73,18 @@ def record_nodes(
 
 
 def _record(
-    file: Path, images_NCHW: FloatArray, num_iterations: int, *, provider: str, num_threads: int
+    file: Path,
+    images_NCHW: FloatArray,
+    num_iterations: int,
+    *,
+    provider: str,
+    num_threads: int,
+    model: "ModelProto | None" = None,
 ) -> _Recording:
+    """Record inferences of the graph in a file; `model` is what `_read_nodes` reads of it."""
     import onnx
 
-    model = onnx.load(file)
+    model = _read_nodes(file) if model is None else model
     libraries = check_libraries(libraries_of(model), "its graph", file.parent / OPERATORS_FOLDER)
     with tempfile.TemporaryDirectory() as folder:
         optimised_file = Path(folder) / "optimised.onnx"
@@ -92,7 +99,7 @@ def _record(
         for _ in range(num_iterations):
             session.run(None, {session.get_inputs()[0].name: images_NCHW})
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-        optimised = onnx.load(optimised_file).graph
+        optimised = onnx.load(optimised_file, load_external_data=False).graph
     executed = _in_order(optimised, model.graph)
     names = {node.name: name for name, node in executed.items()}
     nodes = (event for event in events if event.get("cat") == "Node" and event["name"].endswith(_KERNEL_TIME))
@@ -101,6 +108,14 @@ def _record(
         name = event["name"].removesuffix(_KERNEL_TIME)
         named.append({**event, "name": names.get(name, name)})  # parts of a function have no other name
     return _Recording(optimised, executed, named)
+
+
+def _read_nodes(file: Path) -> "ModelProto":
+    """Return the graph in a file without its constants."""
+    import onnx
+
+    model = onnx.load(file, load_external_data=False)
+    return copy_without(model, {tensor.name for tensor in model.graph.initializer})
 
 
 def without_first_runs(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -131,17 +146,18 @@ def layers_of(file: Path, *, provider: str, num_threads: int) -> tuple[EngineLay
     """
     import onnx
 
-    image = onnx.load(file).graph.input[0].type.tensor_type
+    model = _read_nodes(file)
+    image = model.graph.input[0].type.tensor_type
     kind = onnx.helper.tensor_dtype_to_np_dtype(image.elem_type)
     zeros = np.zeros([axis.dim_value or 1 for axis in image.shape.dim], kind)
-    recording = _record(file, zeros, 1, provider=provider, num_threads=num_threads)
+    recording = _record(file, zeros, 1, provider=provider, num_threads=num_threads, model=model)
     optimised, sizes = recording.optimised, {event["name"]: event["args"] for event in recording.events}
     types = {tensor.name: tensor.data_type for tensor in optimised.initializer}
     types |= {
         value.name: value.type.tensor_type.elem_type for value in [*optimised.value_info, *optimised.input]
     }
     precisions = {node.name: _node_precision(node, types) for node in optimised.node}
-    constants = {tensor.name: onnx.numpy_helper.to_array(tensor).nbytes for tensor in optimised.initializer}
+    constants = {tensor.name: size_of(tensor) for tensor in optimised.initializer}
     layers = {
         name: node
         for name, node in recording.executed.items()
