@@ -9,7 +9,8 @@ compared with the same float answers, and their latency with that of the float e
 
 A network takes at most ``--limit-s`` seconds; what is not finished is recorded as that. Results go to
 ``benchmarks/results/corpus.json`` network by network; a second start measures what is missing, and what failed with
-``--again``. Prints a table.
+``--again``. With ``--import-only`` a network ends behind its import, and a later start without it goes on. Prints a
+table; ``--page`` writes it to docs/networks-of-others.md.
 """
 
 import argparse
@@ -61,10 +62,11 @@ from tasks.parts.sources.config import ScenesConfig
 from tasks.parts.sources.digit_scenes import draw_scenes
 
 RESULTS = Path(__file__).parent / "results" / "corpus.json"
+PAGE = REPOSITORY / "docs" / "networks-of-others.md"
 TARGETS = ("cpu_onnxruntime", "cpu_openvino")
 FLOAT = "imported"
 TOOLS = ("quantize_static", "NNCF mixed")
-LEFT_OUT = re.compile(r"track|race_picks|diff_layers\..*_(repaired|partial)\..*")
+LEFT_OUT = re.compile(r"track|race_picks|convert_precision|diff_layers\..*_(repaired|partial)\..*")
 """Stages that tell nothing more about a network."""
 SHORTER = (
     *(
@@ -107,21 +109,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--workspace", type=Path, required=True, help="a new folder, or that of an earlier run"
+        "--workspace", type=Path, default=Path("corpus"), help="a new folder, or that of an earlier run"
     )
     parser.add_argument("--networks", nargs="+", default=list(CORPUS), choices=list(CORPUS))
     parser.add_argument("--limit-s", type=float, default=900.0, help="wall-clock seconds for each network")
     parser.add_argument("--again", action="store_true", help="repeat what did not reach a table")
+    parser.add_argument("--import-only", action="store_true", help="end each network behind its import")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help="measure nothing; write the page of the results")
     options = parser.parse_args(arguments)
+    if options.page:
+        PAGE.write_text(page(json.loads(options.results.read_text(encoding="utf-8"))), encoding="utf-8")
+        return
     workspace = options.workspace.resolve()
     draw_images(workspace / "scenes")
     record = open_record(options.results, conditions(), ["rows"])
-    known = {row["network"] for row in record["rows"] if not (options.again and row["fault"])}
+    last = "import_onnx" if options.import_only else None
+    known = {
+        row["network"]
+        for row in record["rows"]
+        if (row["fault"] and not options.again) or "graphs" in row or (last and not row["fault"])
+    }
     for name in options.networks:
         if name in known:
             continue
-        row = measure(name, workspace, deadline=time.monotonic() + options.limit_s)
+        row = measure(name, workspace, deadline=time.monotonic() + options.limit_s, last=last)
         record["rows"] = [*(old for old in record["rows"] if old["network"] != name), row]
         write_record(options.results, record)
         print(f"{name}: {row['fault'] or 'done'}, {row['seconds']:.0f} s", flush=True)
@@ -159,8 +171,8 @@ def draw_images(root: Path) -> None:
     draft.rename(root)
 
 
-def measure(name: str, workspace: Path, *, deadline: float) -> Row:
-    """Write the file of a network, run stages and other tools, and return what came of it."""
+def measure(name: str, workspace: Path, *, deadline: float, last: str | None = None) -> Row:
+    """Write the file of a network, run stages (up to the `last`) and other tools, and return what came of it."""
     started, spec = time.monotonic(), CORPUS[name]
     row: Row = {"network": name, "family": spec.family, "code": code_of(REPOSITORY), "fault": "", "at": ""}
     stages: dict[str, StageCost] = {}
@@ -175,9 +187,12 @@ def measure(name: str, workspace: Path, *, deadline: float) -> Row:
             )
             if address == "import_onnx":
                 row |= read_import(workspace)
-        row["at"] = ""
-        row["engines"] = read_engines(workspace)
-        row["graphs"] = compare_graphs(workspace, file.parent / "tools", deadline)
+            if address == last:
+                break
+        else:
+            row["at"] = ""
+            row["engines"] = read_engines(workspace)
+            row["graphs"] = compare_graphs(workspace, file.parent / "tools", deadline)
     except NotFinished as error:
         row["fault"] = str(error)
     row["stages"] = {
@@ -399,30 +414,75 @@ def is_honest(row: Row, target: str) -> bool | None:
     return None if is_slow else False
 
 
+def page(record: Row) -> str:
+    """Return the page on which a user looks his architecture up."""
+    rows, conditions = record["rows"], record["conditions"]
+    versions = ", ".join(f"{name} {conditions[name]}" for name in ("torch", "transformers", "onnxruntime"))
+    codes = ", ".join(sorted({str(row["code"])[:7] for row in rows}))
+    return "\n".join(
+        [
+            "# Networks of others",
+            "",
+            "Written by `python -m benchmarks.corpus --page`; measured by `python -m benchmarks.corpus` on "
+            f"{record['date']}, {conditions['cpu_model']}, {versions}, openvino {conditions['openvino']}, nncf "
+            f"{conditions['nncf']}; code {codes}. Look your architecture up: does its ONNX file go through, and what "
+            "does INT8 bring?",
+            "",
+            *(f"- {line}" for line in summary(rows)),
+            "",
+            *table(rows),
+            "",
+            _HOW_TO_READ,
+            "",
+        ]
+    )
+
+
+_HOW_TO_READ = f"""How to read it:
+
+- Weights are random, scaled layer by layer to outputs of unit variance, and the answers count as numbers
+  (`model.output_kind=values`). Trained networks of the same architecture may lose more or less: the
+  [zoo](results.md) has some.
+- *import*: signal-to-noise ratio of what the imported graph answers against the file in ONNX Runtime.
+- *ours*: the INT8 graph of PTQ, repair or partial quantization with the best logits: their signal-to-noise ratio
+  against the float graph on {NUM_IMAGES["val"]} images that no range was taken from, and the median time as a
+  multiple of the float graph's in the same runtime, in {NUM_ROUNDS} interleaved rounds.
+- *tool*: the same for `quantize_static` of ONNX Runtime (opset and operators as its documentation advises) and for
+  NNCF's mixed preset in OpenVINO.
+- *pick*: what `select_engine` would ship; `float` where INT8 is slower or loses too much.
+- A good INT8 engine is one that may be picked and whose logits are within {NEAR_DB:.0f} dB of the tool's. A refusal
+  is right where the tool fails too or is slower than float.
+- The last column: minutes from file to pick with all tools, and the largest resident memory of a stage.
+"""
+
+
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """Yield a Markdown row for each network."""
-    yield "| network | file | import | PTQ: ORT, OpenVINO | best of ours | other tools | pick |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| network | file | import | ONNX Runtime: ours | tool | pick | OpenVINO: ours | tool | pick | min, MB |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for row in sorted(rows, key=lambda row: (str(row["family"]).lower(), row["network"])):
-        head = f"| {row['family']} | {row['network']} "
+        imported = f"{row['import_db']:.0f} dB" if row.get("import_db") else "-"
+        head = f"| {row['family']} | {row['network']} | {imported} |"
         if row["fault"]:
-            yield f"{head}| {row.get('import_db', '-')} | {row['fault'].replace('|', '/')[:160]} | | | |"
-            continue
-        ptq = ", ".join(graph_cell(row, target, ["imported_ptq"]) for target in TARGETS)
-        ours = ", ".join(graph_cell(row, target, RUNGS) for target in TARGETS)
-        tools = ", ".join(graph_cell(row, target, TOOLS) for target in TARGETS)
-        picks = ", ".join(
-            next(
-                (
-                    engine["variant"]
-                    for engine in row["engines"]
-                    if engine["target"] == target and engine["picked"]
-                ),
-                "none",
-            )
-            for target in TARGETS
-        )
-        yield f"{head}| {row['import_db']:.0f} dB | {ptq} | {ours} | {tools} | {picks} |"
+            yield f"{head} {row['fault'].replace('|', '/')[:200]} | | | | | | |"
+        elif "graphs" not in row:
+            yield f"{head} not measured | | | | | | |"
+        else:
+            cells = [cell for target in TARGETS for cell in cells_of(row, target)]
+            peak_mb = max(peak for _, peak in row["stages"].values())
+            yield f"{head} {' | '.join(cells)} | {row['seconds'] / 60:.0f}, {peak_mb} |"
+
+
+def cells_of(row: Row, target: str) -> tuple[str, str, str]:
+    """Return our best INT8 graph, that of the other tool, and the pick of a target."""
+    picks = [
+        engine["variant"].removeprefix(f"{FLOAT}_")
+        for engine in row["engines"]
+        if engine["target"] == target and engine["picked"]
+    ]
+    pick = "none" if not picks else "float" if picks == [FLOAT] else picks[0]
+    ours = graph_cell(row, target, ["imported_quantized", *RUNGS])
+    return ours, graph_cell(row, target, TOOLS), pick
 
 
 def graph_cell(row: Row, target: str, names: Sequence[str]) -> str:
@@ -441,7 +501,7 @@ def graph_cell(row: Row, target: str, names: Sequence[str]) -> str:
 def summary(rows: Sequence[Row]) -> Iterator[str]:
     """Yield what share was imported, and what share has a good INT8 engine on each runtime."""
     imported = [row for row in rows if "import_db" in row]
-    finished = [row for row in rows if not row["fault"]]
+    finished = [row for row in rows if "graphs" in row]
     yield f"imported: {len(imported)} of {len(rows)}; with a table: {len(finished)}"
     for target in TARGETS:
         good = [is_honest(row, target) for row in finished]
