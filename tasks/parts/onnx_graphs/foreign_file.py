@@ -24,6 +24,7 @@ from tasks.parts.onnx_graphs.foreign_inputs import (
 )
 from tasks.parts.onnx_graphs.foreign_opset import convert_opset, read_opset
 from tasks.parts.onnx_graphs.foreign_qdq import dequantize_input, to_float
+from tasks.parts.onnx_graphs.foreign_qoperator import write_pairs
 from tasks.parts.onnx_graphs.foreign_raw import leave_out
 from tasks.parts.onnx_graphs.foreign_size import change_size, forget_sizes, scale_resizes
 from tasks.parts.onnx_graphs.graph import all_tensors, check_model, drop_unused, without_large_constants
@@ -240,6 +241,7 @@ def open_original(
             _take_size(graph, form, size)
     if graph is not None and is_float_form:
         half_to_float(graph)
+        write_pairs(graph)
         dequantize_input(graph, path)
         to_float(graph, path)
     if graph is not None:

@@ -49,6 +49,7 @@ from tasks.parts.onnx_graphs.foreign_qdq import (
     has_quantized_weights,
     to_float,
 )
+from tasks.parts.onnx_graphs.foreign_qoperator import write_pairs
 from tasks.parts.onnx_graphs.foreign_raw import last_activations
 from tasks.parts.onnx_graphs.foreign_size import set_size
 from tasks.parts.onnx_graphs.graph import (
@@ -147,6 +148,8 @@ def rewrite(
     if model.functions:
         changes.append(f"{len(model.functions)} functions inlined")
         model = without_large_constants(model, inline_local_functions)
+    if num_integer := write_pairs(model):
+        changes.append(f"{num_integer} operators of integers written as float operators between pairs")
     check_quantization(model, path, is_quantized=quantization is not Quantization.none)
     activations = last_activations(model, kept_outputs(model, path, output.name))
     del model.metadata_props[:]
@@ -274,6 +277,7 @@ def read_interface(
     check_opset(graph, path)
     if graph.functions:
         graph = inline_local_functions(graph)
+    write_pairs(graph)
     check_quantization(graph, path, is_quantized=is_quantized)
     accept_domains(graph, path, libraries)
     half_to_float(graph)
