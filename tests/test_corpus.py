@@ -23,7 +23,6 @@ ALWAYS = {
     "unet_group_norm": "GroupNorm, transposed convolutions",
     "vgg_11_qoperator": "operators that compute with integers themselves",
     "vgg_11_qdq": "a file of quantize_static, whose ranges replace each ReLU",
-    "yolos_tiny": "tokens of detections",
 }
 """Why each is among the few."""
 STAGES = re.compile(

@@ -215,7 +215,7 @@ def test_engine_build_killed_at_random_moments_leaves_nothing_half_made(
     files = {path.name for path in folder.iterdir()}
     generator = random.Random(0)
     num_killed = 0
-    for _ in range(6):
+    for _ in range(3):
         space.run("python", "-m", "flows.forget", address)
         process = space.start("python", "-m", "tasks", address, *inputs)
         while process.poll() is None and not list((space.path / "artifacts/.drafts").glob(f"{address}-*")):
@@ -227,7 +227,7 @@ def test_engine_build_killed_at_random_moments_leaves_nothing_half_made(
         if folder.exists():
             assert digest(folder / "engine") == undisturbed
             assert {path.name for path in folder.iterdir()} == files
-    assert num_killed >= 2
+    assert num_killed >= 1
     assert space.flow().returncode == 0
     assert digest(folder / "engine") == undisturbed
 
