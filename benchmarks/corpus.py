@@ -417,15 +417,15 @@ def page(record: Row) -> str:
     """Return the page on which a user looks his architecture up."""
     rows, conditions = record["rows"], record["conditions"]
     versions = ", ".join(f"{name} {conditions[name]}" for name in ("torch", "transformers", "onnxruntime"))
-    codes = ", ".join(sorted({str(row["code"])[:7] for row in rows}))
+    codes = ", ".join(sorted({row["code"]["tasks"][:7] for row in rows}))
     return "\n".join(
         [
             "# Networks of others",
             "",
             "Written by `python -m benchmarks.corpus --page`; measured by `python -m benchmarks.corpus` on "
             f"{record['date']}, {conditions['cpu_model']}, {versions}, openvino {conditions['openvino']}, nncf "
-            f"{conditions['nncf']}; code {codes}. Look your architecture up: does its ONNX file go through, and what "
-            "does INT8 bring?",
+            f"{conditions['nncf']}; git's digests of tasks/: {codes}. Look your architecture up: does its ONNX file "
+            "go through, and what does INT8 bring?",
             "",
             *(f"- {line}" for line in summary(rows)),
             "",
