@@ -19,6 +19,7 @@ from tasks.parts.engines.onnxruntime.layers import find_nodes_elsewhere, layers_
 from tasks.parts.engines.onnxruntime.runner import ENGINE_FILE, provider_of
 from tasks.parts.engines.runtimes import CUDA
 from tasks.parts.engines.target import Target
+from tasks.parts.onnx_graphs.foreign_half import has_half
 from tasks.parts.onnx_graphs.graph import light_copy, write_graph
 from tasks.parts.onnx_session import PLAN_OPERATOR
 
@@ -52,7 +53,7 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     declare_libraries(graph, target.custom_operators)
     write_graph(graph, file)
     graph = light_copy(graph)
-    if target.device != CUDA:
+    if target.device != CUDA and has_half(graph):
         check_survives(file, target)
     layers = layers_of(file, provider=provider_of(target), num_threads=target.num_threads)
     if target.device == CUDA:
@@ -63,8 +64,8 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
 def check_survives(file: Path, target: Target) -> None:
     """Raise BuildFailed if ONNX Runtime takes a process down, one of its own, when it opens the file for the CPU.
 
-    Its optimisations for the CPU do that with an LSTM in FP16 whose answer is transposed, for one (1.31). Whatever
-    else is wrong with the file, the next session says.
+    Its optimisations for the CPU do that with FP16 graphs: an LSTM whose answer is transposed, for one (1.31).
+    Whatever else is wrong with the file, the next session says.
     """
     import onnxruntime
 
