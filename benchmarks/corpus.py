@@ -68,12 +68,10 @@ TOOLS = ("quantize_static", "NNCF mixed")
 LEFT_OUT = ("track", "race_picks", "convert_precision")
 """Stages that tell nothing more about a network."""
 SHORTER = (
-    *(
-        "benchmark.budget_s=3",
-        "benchmark.min_rounds=9",
-        "benchmark.batch_sizes=[]",
-        "benchmark.concurrencies=[]",
-    ),
+    "benchmark.budget_s=3",
+    "benchmark.min_rounds=9",
+    "benchmark.batch_sizes=[]",
+    "benchmark.concurrencies=[]",
     "benchmark.quiet.max_wait_s=0",
 )
 """Times are compared within rounds; how a network is served is not asked for."""
@@ -233,7 +231,7 @@ def read_images(workspace: Path, split: str, side: int) -> np.ndarray:
     return normalise(images_NHWC, model["mean"], model["std"])
 
 
-def stage_calls(file: Path, spec: CorpusNetwork, workspace: Path) -> dict[str, Mapping[str, str]]:
+def stage_calls(file: Path, spec: CorpusNetwork, workspace: Path) -> dict[str, Mapping[str, Path]]:
     """Write params.yaml of a network; return the inputs of each stage by its address, in their order.
 
     Raises NotFinished if the configuration is refused.
@@ -432,7 +430,6 @@ def page(record: Row) -> str:
             *table(rows),
             "",
             _HOW_TO_READ,
-            "",
         ]
     )
 
@@ -446,12 +443,13 @@ _HOW_TO_READ = f"""How to read it:
 - *ours*: the INT8 graph of PTQ, repair or partial quantization with the best logits: their signal-to-noise ratio
   against the float graph on {NUM_IMAGES["val"]} images that no range was taken from, and the median time as a
   multiple of the float graph's in the same runtime, in {NUM_ROUNDS} interleaved rounds.
-- *tool*: the same for `quantize_static` of ONNX Runtime (opset and operators as its documentation advises) and for
-  NNCF's mixed preset in OpenVINO.
+- *tool*: the same for `quantize_static` of ONNX Runtime (uint8 and int8, per channel, preprocessed) and for NNCF's
+  mixed preset in OpenVINO; `-` where the tool failed.
 - *pick*: what `select_engine` would ship; `float` where INT8 is slower or loses too much.
 - A good INT8 engine is one that may be picked and whose logits are within {NEAR_DB:.0f} dB of the tool's. A refusal
   is right where the tool fails too or is slower than float.
-- The last column: minutes from file to pick with all tools, and the largest resident memory of a stage.
+- The last column: minutes from file to pick with all tools, on a machine that others used, and the largest resident
+  memory of a stage.
 """
 
 

@@ -54,7 +54,7 @@ def test_network_becomes_engines_that_compute_what_its_graphs_say(
     params = yaml.safe_load((space / "params.yaml").read_text())
     for address, inputs in calls.items():
         if STAGES.fullmatch(address):
-            execute(prepare_call(address, {key: Path(path) for key, path in inputs.items()}, params))
+            execute(prepare_call(address, inputs, params))
     builds = [address.split(".")[1:] for address in calls if STAGES.fullmatch(address) and "build" in address]
     assert {target for _, target in builds} == set(TARGETS)
     for variant, target in builds:

@@ -15,11 +15,11 @@ from tasks.parts.onnx_graphs.graph import drop_unused
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
 _INTEGER_OPERATORS = {
     "DynamicQuantizeLinear",
-    "QLinearConv",
-    "QLinearMatMul",
     "ConvInteger",
     "MatMulInteger",
+    "QGemm",
 }
+"""Beside all whose names begin with QLinear; foreign_qoperator.py writes most of those between pairs before."""
 _TYPES = {
     TensorProto.INT8: np.int8,
     TensorProto.UINT8: np.uint8,
@@ -32,7 +32,7 @@ def check_quantization(model: ModelProto, path: Path, *, is_quantized: bool) -> 
     """Raise ArtifactError unless the graph is a float graph, or with `is_quantized` a Q/DQ graph."""
     nodes = model.graph.node
     for node in nodes:
-        if node.op_type in _INTEGER_OPERATORS:
+        if node.op_type in _INTEGER_OPERATORS or node.op_type.startswith("QLinear"):
             raise ArtifactError(
                 f"{path}: node '{_name(node)}' is {node.op_type}, which computes with integers itself; expected a "
                 "float graph, or one with pairs of QuantizeLinear and DequantizeLinear. Use the float file, or "

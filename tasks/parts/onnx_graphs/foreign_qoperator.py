@@ -5,12 +5,13 @@ inputs of their operators (ONNX, QLinearConv and QLinearMatMul; ONNX Runtime, Co
 by the rounding of sums alone.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tasks.parts.onnx_graphs.graph import replace_nodes
 
@@ -29,7 +30,7 @@ class _Form:
     output: int
     """Place of the output's scale; its zero point follows."""
     bias: int | None = None
-    """Place of an int32 bias, whose scale is the product of those of the two tensors."""
+    """Place of an int32 bias, whose scale is the product of those of the two tensors, and of alpha."""
 
 
 _FORMS = {
@@ -51,16 +52,18 @@ _OWN_ATTRIBUTES = {"QLinearSoftmax": {"opset"}}
 def write_pairs(model: ModelProto) -> int:
     """Write the operators that have a float form between pairs, in place; return how many there were.
 
-    Those with another order of axes (channels_last) stay, and so do all where the opset has no scale for each channel
-    of a layer.
+    Those with another order of axes (channels_last) or computed scales stay, and so do all where the opset has no
+    scale for each channel of a layer.
     """
     graph = model.graph
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    constants = {tensor.name: tensor for tensor in graph.initializer}
     opset = max(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     replacements, dequantized = {}, dict[tuple[str, ...], str]()
     for node in graph.node:
         form = _form_of(node)
         if form is None or opset < _AXES_OF_SCALES:
+            continue
+        if not all(node.input[place + 1] in constants for place in form.tensors):
             continue
         nodes: list[NodeProto] = []
         inputs = []
@@ -72,10 +75,10 @@ def write_pairs(model: ModelProto) -> int:
             inputs.append(dequantized[source])
         if form.bias is not None and len(node.input) > form.bias and node.input[form.bias]:
             bias, scale = node.input[form.bias], f"{node.output[0]}:bias_scale"
-            scales = constants[node.input[1]].ravel() * constants[node.input[4]].ravel()
-            graph.initializer.append(numpy_helper.from_array(_scalar_or_vector(scales), scale))
+            scales = _bias_scales(node, constants)
+            graph.initializer.append(numpy_helper.from_array(scales, scale))
             inputs.append(f"{node.output[0]}:bias")
-            nodes.append(_dequantize((bias, scale), inputs[-1], 0 if scales.size > 1 else None))
+            nodes.append(_dequantize((bias, scale), inputs[-1], 0 if scales.ndim else None))
         nodes += _between(node, form, inputs)
         replacements[node.output[0]] = nodes
     replace_nodes(graph, replacements)
@@ -107,10 +110,17 @@ def _between(node: NodeProto, form: _Form, inputs: list[str]) -> list[NodeProto]
     return [computed, quantize]
 
 
-def _axis(node: NodeProto, place: int, constants: Mapping[str, NDArray[np.generic]]) -> int | None:
+def _bias_scales(node: NodeProto, constants: Mapping[str, TensorProto]) -> NDArray[np.float32]:
+    """Return the scale of a bias, or one for each channel."""
+    alpha = next((item.f for item in node.attribute if item.name == "alpha"), 1.0)
+    ours, weights = (numpy_helper.to_array(constants[node.input[place]]).ravel() for place in (1, 4))
+    scales: NDArray[np.float32] = np.squeeze(np.float32(alpha) * ours * weights)
+    return scales
+
+
+def _axis(node: NodeProto, place: int, constants: Mapping[str, TensorProto]) -> int | None:
     """Return the axis of the channels of a weight; None for a tensor with one scale."""
-    scale = constants.get(node.input[place + 1])
-    if scale is None or scale.size == 1:
+    if math.prod(constants[node.input[place + 1]].dims) == 1:
         return None
     if node.op_type == "QLinearConv":
         return 0
@@ -123,7 +133,3 @@ def _dequantize(inputs: tuple[str, ...], output: str, axis: int | None) -> NodeP
     if axis is not None:
         node.attribute.append(helper.make_attribute("axis", axis))
     return node
-
-
-def _scalar_or_vector(values: NDArray[np.generic]) -> NDArray[np.generic]:
-    return values if values.size > 1 else values.reshape(())

@@ -158,7 +158,6 @@ def reader() -> ModelProto:
     constants = {name: random.normal(size=shape).astype(np.float32) / 4 for name, shape in shapes.items()} | {
         "rows": np.array([2]),
         "columns": np.array([1]),
-        "joined": np.array([0, 0, -1]),
     }
     node = onnx.helper.make_node
     nodes = [
