@@ -16,12 +16,19 @@ from tasks.parts.builders.report import new_manifest
 from tasks.parts.engines.machine import check_versions, missing_cpu_flags
 from tasks.parts.engines.manifest import FloatArray
 from tasks.parts.engines.open_engine import load_runner
-from tasks.parts.engines.rounds import rounds_ms
 from tasks.parts.engines.runner import Runner
 from tasks.parts.engines.target import Target
 from tasks.parts.measuring.machine_state import Machine, read_machine
 from tasks.parts.roofs.probes import Probe, chain, convolution, matrix_product, moves
-from tasks.parts.roofs.rates import Effort, choose_roof, compute_roof, memory_roof, moved_rate, rate_of
+from tasks.parts.roofs.rates import (
+    Effort,
+    choose_roof,
+    compute_roof,
+    cost_of_calls,
+    memory_roof,
+    moved_rate,
+    rate_of,
+)
 from tasks.parts.roofs.roofs import ComputeRoof, Rate, Roofs
 
 INT8 = "int8"
@@ -64,7 +71,8 @@ def measure_roofs(target: Target, effort: Effort) -> Roofs:
     target = replace(target.plain, max_batch=1)
     compute = _compute_roofs(target, version, machine, effort.num_rounds)
     with _loaded(target, version, [chain(_SHORT), chain(_LONG)]) as (short, long):
-        layer_ms, call_ms = _cost_of_calls(short, long, effort.num_rounds)
+        chains = {_SHORT: short.runner.run, _LONG: long.runner.run}
+        layer_ms, call_ms = cost_of_calls(chains, short.images_NCHW, effort.num_rounds)
         profiled_ms = statistics.median(
             list(long.profile_ms().values()) or [0.0]
         )  # OpenVINO rounds down to 1 us
@@ -157,19 +165,6 @@ def _best_rates(loaded: _Loaded, num_rounds: int) -> dict[str, Rate]:
             if row.precision not in found or found[row.precision].value < rate.value:
                 found[row.precision] = rate
     return found
-
-
-def _cost_of_calls(short: _Loaded, long: _Loaded, num_rounds: int) -> tuple[Rate, Rate]:
-    """Return the cost of a layer and of a call in ms, from two chains of layers that compute next to nothing."""
-    calls = {"short": short.runner.run, "long": long.runner.run}
-    rounds = rounds_ms(calls, short.images_NCHW, num_rounds)
-    pairs = [
-        (statistics.median(few), statistics.median(many))
-        for few, many in zip(rounds["short"], rounds["long"], strict=True)
-    ]
-    layers_ms = [(many - few) / (_LONG - _SHORT) for few, many in pairs]
-    calls_ms = [few - _SHORT * layer_ms for (few, _), layer_ms in zip(pairs, layers_ms, strict=True)]
-    return rate_of(layers_ms), rate_of(calls_ms)
 
 
 def _bandwidth(

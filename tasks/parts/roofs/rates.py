@@ -2,10 +2,12 @@
 
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tasks.parts.engines.gpu import find_gpus
+from tasks.parts.engines.manifest import FloatArray
+from tasks.parts.engines.rounds import Network, rounds_ms
 from tasks.parts.engines.runtimes import CUDA
 from tasks.parts.engines.target import Target
 from tasks.parts.measuring.machine_state import Machine, read_machine_state
@@ -34,6 +36,23 @@ class Effort:
 def rate_of(values: Sequence[float]) -> Rate:
     """Return the median of the rounds with their spread."""
     return Rate(statistics.median(values), min(values), max(values))
+
+
+def cost_of_calls(
+    chains: Mapping[int, Network], images_NCHW: FloatArray, num_rounds: int
+) -> tuple[Rate, Rate]:
+    """Return the cost of a layer and of a call in ms, from two chains, by length, of layers that do next to nothing.
+
+    Both run in every round; what comes out below 0 is noise and counts as 0.
+    """
+    rounds = rounds_ms({str(length): chain for length, chain in chains.items()}, images_NCHW, num_rounds)
+    short, long = sorted(chains)
+    layers_ms, calls_ms = [], []
+    for few, many in zip(rounds[str(short)], rounds[str(long)], strict=True):
+        few_ms, many_ms = statistics.median(few), statistics.median(many)
+        layers_ms.append(max(0.0, (many_ms - few_ms) / (long - short)))
+        calls_ms.append(max(0.0, few_ms - short * layers_ms[-1]))
+    return rate_of(layers_ms), rate_of(calls_ms)
 
 
 def moved_rate(moved_bytes: int, times_ms: Sequence[float], profiled_ms: float) -> Rate | None:

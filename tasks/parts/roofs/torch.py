@@ -6,8 +6,8 @@ of images and logits.
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,8 +23,16 @@ from tasks.parts.engines.torch.precision import CastNetwork
 from tasks.parts.engines.torch.runner import Program, TorchRunner, set_up_torch
 from tasks.parts.measuring.machine_state import Machine
 from tasks.parts.roofs.probes import TINY_CHANNELS, probe_card
-from tasks.parts.roofs.rates import Effort, choose_roof, compute_roof, memory_roof, moved_rate, rate_of
-from tasks.parts.roofs.roofs import MemoryRoof, Rate, Roofs
+from tasks.parts.roofs.rates import (
+    Effort,
+    choose_roof,
+    compute_roof,
+    cost_of_calls,
+    memory_roof,
+    moved_rate,
+    rate_of,
+)
+from tasks.parts.roofs.roofs import MemoryRoof, Roofs
 
 _DEPTH = 4
 _SHORT, _LONG = 4, 20
@@ -62,7 +70,14 @@ def measure_torch_roofs(target: Target, version: str, machine: Machine, effort: 
             )
         compute.append(compute_roof(target, machine, target.precision, rate, probe.name))
     chosen = choose_roof(compute, lambda roof: repetitions[roof.probe])
-    layer_ms, call_ms = _cost_of_calls(single, version, effort.num_rounds)
+    probes = {length: _chain(length) for length in (_SHORT, _LONG)}
+    with ExitStack() as opened:
+        chains = {
+            length: opened.enter_context(_opened(single, version, probe)).run
+            for length, probe in probes.items()
+        }
+        # On a GPU with the copies, as the application sees it.
+        layer_ms, call_ms = cost_of_calls(chains, _images(probes[_SHORT], 1), effort.num_rounds)
     return Roofs(
         target=target.name,
         runtime_version=version,
@@ -136,25 +151,7 @@ def _times_ms(runner: TorchRunner, images_NCHW: FloatArray, num_rounds: int) -> 
     if runner.manifest.target.device == CUDA:
         rounds = (runner.time_on_device(images_NCHW, _CALLS_ON_DEVICE) for _ in range(num_rounds))
         return [statistics.median(times.compute_ms) for times in rounds if times]
-    return [statistics.median(burst) for burst in _bursts_ms(runner, images_NCHW, num_rounds)]
-
-
-def _bursts_ms(runner: TorchRunner, images_NCHW: FloatArray, num_rounds: int) -> Sequence[Sequence[float]]:
-    return rounds_ms({"": runner.run}, images_NCHW, num_rounds)[""]
-
-
-def _cost_of_calls(target: Target, version: str, num_rounds: int) -> tuple[Rate, Rate]:
-    """Return the cost of a layer and of a call in ms; on a GPU with its copies, as the application sees it."""
-    medians_ms = []
-    for length in (_SHORT, _LONG):
-        probe = _chain(length)
-        with _opened(target, version, probe) as runner:
-            bursts = _bursts_ms(runner, _images(probe, 1), num_rounds)
-            medians_ms.append([statistics.median(burst) for burst in bursts])
-    few, many = medians_ms
-    layers_ms = [(long - short) / (_LONG - _SHORT) for short, long in zip(few, many, strict=True)]
-    calls_ms = [short - _SHORT * layer_ms for short, layer_ms in zip(few, layers_ms, strict=True)]
-    return rate_of(layers_ms), rate_of(calls_ms)
+    return [statistics.median(burst) for burst in rounds_ms({"": runner.run}, images_NCHW, num_rounds)[""]]
 
 
 def _bandwidths(target: Target, version: str, effort: Effort) -> tuple[MemoryRoof, ...]:
