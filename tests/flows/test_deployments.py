@@ -189,13 +189,13 @@ class Site:
 
     def finish(self, run_id: str) -> dict[str, Any]:
         """Wait until a run has ended and return its state."""
-        wait_for(
-            lambda: self.get(f"/flow_runs/{run_id}")["state"]["type"] not in _UNFINISHED,
-            "the end of a run",
-            every_s=1.0,  # the server has other work
-        )
+        wait_for(lambda: self.has_ended(run_id), "the end of a run", every_s=1.0)  # the server has other work
         state: dict[str, Any] = self.get(f"/flow_runs/{run_id}")["state"]
         return state
+
+    def has_ended(self, run_id: str) -> bool:
+        """Tell whether a run has ended."""
+        return self.get(f"/flow_runs/{run_id}")["state"]["type"] not in _UNFINISHED
 
     def logs_of(self, run_id: str) -> str:
         """Return what a run said."""
@@ -356,7 +356,8 @@ def test_killed_worker_and_lost_remote_lose_nothing_and_the_next_run_completes(s
     site.road.open(until_bytes=_IN_THE_MIDDLE_OF_A_PUSH)
     with site.worker(site.device, "edge"):
         run = site.start_run(patience_s=60)
-        wait_for(lambda: not site.road.is_open, "a push that is cut")
+        wait_for(lambda: not site.road.is_open or site.has_ended(run), "a push that is cut", every_s=0.2)
+        assert not site.road.is_open, site.logs_of(run)
         assert is_running(site, run, "push")
         time.sleep(5)  # tries, and DVC's own tries within them
         site.road.open()
