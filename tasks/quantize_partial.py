@@ -360,26 +360,28 @@ class _Search:
         self.evaluator, self.gates, self.budget = evaluator, gates, budget
         self._known: dict[frozenset[str], Evaluation | BuildFailed] = {}
         self._progress = Progress("quantize_partial")
+        self.num_judged = 0
 
-    @property
-    def num_judged(self) -> int:
-        return len(self._known)
+    def judge(self, kept: Iterable[str], rival: "Evaluation | None" = None) -> "Evaluation | BuildFailed":
+        """Evaluate a graph with these layers in float; the error if it does not run.
 
-    def judge(self, kept: Iterable[str]) -> "Evaluation | BuildFailed":
-        """Evaluate a graph with these layers in float; the error if it does not run."""
+        With a rival it may be evaluated on a part of the images alone, which show that it is worse.
+        """
         names = frozenset(kept)
-        if names not in self._known:
-            most = self._cfg.max_float_layers * (self._cfg.num_candidates + 2) + 1
-            self._progress.tell(len(self._known), max(most, len(self._known) + 1), is_most=True)
-            try:
-                self._known[names] = self._evaluate(names)
-            except BuildFailed as error:
-                logger.warning("quantize_partial: %s in float is left out: %s", ", ".join(names), error)
-                self._known[names] = error
-        return self._known[names]
-
-    def _evaluate(self, names: frozenset[str]) -> "Evaluation":
-        return self.evaluator.evaluate(self._inserter.insert(names))
+        if names in self._known:
+            return self._known[names]
+        most = self._cfg.max_float_layers * (self._cfg.num_candidates + 2) + 1
+        self._progress.tell(self.num_judged, max(most, self.num_judged + 1), is_most=True)
+        self.num_judged += 1
+        try:
+            found = self.evaluator.evaluate(self._inserter.insert(names), rival=rival)
+        except BuildFailed as error:
+            logger.warning("quantize_partial: %s in float is left out: %s", ", ".join(names), error)
+            self._known[names] = error
+            return error
+        if found.is_complete:
+            self._known[names] = found
+        return found
 
     def results(self, kept: Iterable[str]) -> "ImageResults":
         """Return the results of a set; raise BuildFailed if it does not run."""
@@ -406,6 +408,23 @@ class _Search:
         if isinstance(found, BuildFailed):
             return (-math.inf,)
         return self.gates.rank(found, self.evaluator)
+
+    def race(self, kept: set[str], nodes: Iterable[str]) -> tuple[str, dict[str, tuple[float, ...]]]:
+        """Return the node that is best to keep in float besides `kept`, and the rank of each that runs.
+
+        Those that a part of the images shows to be certainly worse than the best before them have the rank of that
+        part. The node is empty if none runs, or no time is left.
+        """
+        best, rival = "", None
+        ranks: dict[str, tuple[float, ...]] = {}
+        for node in self.in_time(nodes):
+            found = self.judge(kept | {node}, None if self.gates.class_limits else rival)
+            if isinstance(found, BuildFailed):
+                continue
+            ranks[node] = self.gates.rank(found, self.evaluator)
+            if found.is_complete and (not best or ranks[node] > ranks[best]):
+                best, rival = node, found
+        return best, ranks
 
     def in_time(self, nodes: Iterable[str]) -> Iterator[str]:
         """Yield the nodes until the time is up."""
@@ -436,14 +455,12 @@ def _choose_float_layers(
         return kept, steps
     while not search.holds(kept) and waiting and len(kept) < cfg.max_float_layers:
         before, tried = search.rank(kept), waiting[: cfg.num_candidates]
-        ranks = {node: search.rank(kept | {node}) for node in search.in_time(tried)}
-        ranks = {node: rank for node, rank in ranks.items() if rank > (-math.inf,)}
+        best, ranks = search.race(kept, tried)
         if search.budget.has_cut and not ranks:
             break
         waiting = waiting[cfg.num_candidates :]
         if not ranks:
             continue
-        best = max(ranks, key=ranks.__getitem__)
         kept.add(best)
         best_kept = max(best_kept, set(kept), key=search.rank)  # on a tie the first: fewer layers
         steps.append(Step("float", best, search.results(kept).score, len(kept)))

@@ -6,7 +6,7 @@ most with it.
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
 
+    from tasks.parts.quantization.evaluation import Evaluation, GraphEvaluator
+    from tasks.parts.quantization.qdq import TensorRange
+
 logger = logging.getLogger(__name__)
 
 
@@ -32,7 +35,7 @@ class Config:
 
     calibrators: Annotated[list[Calibrator], MinItems(1), Distinct()]
     """Ways to choose the ranges; each is tried. The best score is kept; of those as good as the float graph, the one
-    that agrees most with it; on a tie the first."""
+    that agrees most with it; on a tie the first. One that a part of the images shows to be worse gets no others."""
     percentiles: Annotated[list[Annotated[float, MoreThan(50), AtMost(100)]], MinItems(1)]
     """Percentages of a tensor's magnitudes that calibrator percentile keeps in range; each is tried. Lower: finer
     steps, more clipping."""
@@ -66,6 +69,17 @@ class Trial:
     rel_loss_low: float
     """Lower end of its 95 % interval."""
     rel_loss_high: float
+    num_images: int
+    """Validation images that all of this is of; fewer than all where they show for certain that the calibrator before
+    it is better."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    trial: Trial
+    quantized: "ModelProto"
+    ranges: "Mapping[str, TensorRange]"
+    evaluation: "Evaluation"
 
 
 @dataclass(frozen=True)
@@ -110,7 +124,7 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
 
     Raises DataError for calibration images that would distort the ranges, ArtifactError for a graph without layers.
     """
-    from tasks.parts.data.comparison import RESULTS_FILE, score_loss, write_results
+    from tasks.parts.data.comparison import RESULTS_FILE, write_results
     from tasks.parts.data.dataset import open_images
     from tasks.parts.data.subsets import open_chosen_images
     from tasks.parts.onnx_graphs.graph import is_quantized, read_graph, write_graph
@@ -160,25 +174,25 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         batch_size=cfg.batch_size,
         activations=cfg.activations,
     )
-    trials, candidates, evaluations = [], [], []
+    trials: list[Trial] = []
+    best: _Candidate | None = None
     for title, calibrator, percentile in _calibrations(cfg):
         ranges = choose_ranges(
             graph, statistics, calibrator, percentile=percentile, activations=coarsest(cfg.activations)
         )
-        candidates.append((insert_qdq(graph, ranges, op_types=cfg.op_types), ranges))
-        evaluation = evaluator.evaluate(candidates[-1][0])
-        evaluations.append(evaluation)
-        loss = score_loss(evaluation.results, evaluator.float_results)
-        trials.append(
-            Trial(title, evaluation.score, evaluation.agreement, loss.rel_loss, loss.low, loss.high)
-        )
-        logger.info("%s: val score %.4f, agreement %.4f", title, evaluation.score, evaluation.agreement)
-    best = max(range(len(trials)), key=lambda number: evaluator.rank(evaluations[number]))
-    write_graph(candidates[best][0], out / "model.onnx")
-    write_ranges(out / "ranges.json", trials[best].calibrator, cfg.activations, candidates[best][1])
+        quantized = insert_qdq(graph, ranges, op_types=cfg.op_types)
+        evaluation = evaluator.evaluate(quantized, rival=best.evaluation if best else None)
+        trials.append(_trial(title, evaluation, evaluator))
+        if best is None or (
+            evaluation.is_complete and evaluator.rank(evaluation) > evaluator.rank(best.evaluation)
+        ):
+            best = _Candidate(trials[-1], quantized, ranges, evaluation)
+    assert best is not None  # a configuration has a calibrator
+    kept = best.trial
+    write_graph(best.quantized, out / "model.onnx")
+    write_ranges(out / "ranges.json", kept.calibrator, cfg.activations, best.ranges)
     write_table(out / "calibrators.csv", trials)
-    write_results(out / RESULTS_FILE, {FLOAT: evaluator.float_results, INT8: evaluations[best].results})
-    kept = trials[best]
+    write_results(out / RESULTS_FILE, {FLOAT: evaluator.float_results, INT8: best.evaluation.results})
     logger.info(
         "%s kept: val score %.4f (float %.4f), agreement %.4f",
         kept.calibrator,
@@ -198,6 +212,23 @@ def quantize_ptq(cfg: Config, *, model: Path, data: Path, out: Path) -> Report:
         dead_tensors=dead,
         weight_bits=min(map(weight_bits, cfg.activations)),
         trials=tuple(trials),
+    )
+
+
+def _trial(title: str, evaluation: "Evaluation", evaluator: "GraphEvaluator") -> Trial:
+    from tasks.parts.data.comparison import score_loss
+
+    loss = score_loss(evaluation.results, evaluator.float_results_of(evaluation))
+    num_images = evaluation.results.num_images
+    logger.info(
+        "%s: val score %.4f, agreement %.4f on %d images",
+        title,
+        evaluation.score,
+        evaluation.agreement,
+        num_images,
+    )
+    return Trial(
+        title, evaluation.score, evaluation.agreement, loss.rel_loss, loss.low, loss.high, num_images
     )
 
 

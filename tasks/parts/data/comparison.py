@@ -117,6 +117,17 @@ class ImageResults:
             self.hits_NC[:, only], self.union_NC[:, only], self.labels_NC[:, only], self.groups_N
         )
 
+    def of_images(self, rows_N: NDArray[np.int64]) -> "ImageResults":
+        """Return the results of some images, in this order."""
+        return ImageResults(
+            self.hits_NC[rows_N],
+            self.union_NC[rows_N],
+            self.labels_NC[rows_N],
+            np.unique(self.groups_N[rows_N], return_inverse=True)[1],
+            None if self.class_N is None else self.class_N[rows_N],
+            None if self.by_class is None else self.by_class.of_images(rows_N),
+        )
+
     @property
     def counts(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """`hits_NC`, `union_NC` and `labels_NC`."""

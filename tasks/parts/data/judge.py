@@ -70,6 +70,10 @@ class Judge:
         """Return the results of consecutive masks from number `start` on, on boundaries alone."""
         return compare_boundaries(answers, self.labels[start : start + len(answers)], self.num_classes)
 
+    def of_images(self, rows_N: NDArray[np.int64]) -> "Judge":
+        """Return the judge of some of the images, in this order."""
+        return replace(self, labels=part_of(self.labels, rows_N), groups_N=self.groups_N[rows_N])
+
     def join(self, parts: Sequence[ImageResults]) -> ImageResults:
         """Return the results of all images as one."""
         return join_results(parts, np.unique(self.groups_N, return_inverse=True)[1])

@@ -17,6 +17,7 @@ from tasks.parts.cpu import int8_sums_saturate
 from tasks.parts.data.comparison import ImageResults, energy, score_loss
 from tasks.parts.data.dataset import normalised_batches
 from tasks.parts.data.judge import Judge, answers_of, open_judge
+from tasks.parts.data.lazy_array import part_of
 from tasks.parts.data.subsets import open_chosen_images
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
@@ -29,6 +30,12 @@ from tasks.parts.quantization.config import Activations
 
 _MAX_BYTES = 1 << 30
 """Limit for the activations of the images that run at once; fewer images give the same answers."""
+_LOOKS = (4, 2)
+"""A candidate is held against its rival behind a quarter and behind half of the images."""
+_SURE = 0.999
+"""Level of the intervals that end an evaluation early: it is looked at more than once."""
+_FEWEST_IMAGES = 8
+"""A part with fewer images decides nothing."""
 AS_GOOD_REL_LOSS = 0.001
 """Largest measured loss of a graph that may count as none, if its interval says that it can be chance."""
 
@@ -42,11 +49,18 @@ class Evaluation:
     """Share of pixels, or of images, with the class of the float graph, 0..1; 1 - noise / signal of values."""
     activations: Activations
     """Type of the activations with which the graph was evaluated."""
+    rows_N: NDArray[np.int64] | None = None
+    """Numbers of the images that it is of, where it ended early; None if it is of all."""
 
     @cached_property
     def score(self) -> float:
         """Score in the metric of the data set, 0..1."""
         return self.results.score
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is of all images."""
+        return self.rows_N is None
 
 
 @dataclass(frozen=True)
@@ -75,14 +89,52 @@ class GraphEvaluator:
         """Score of the float graph on the same images."""
         return self.float_results.score
 
-    def evaluate(self, quantized: ModelProto) -> Evaluation:
-        """Evaluate a graph in ONNX Runtime with each type of activations; return the worst evaluation by `rank`."""
+    def evaluate(self, quantized: ModelProto, *, rival: Evaluation | None = None) -> Evaluation:
+        """Evaluate a graph in ONNX Runtime with each type of activations; return the worst evaluation by `rank`.
+
+        It ends early, and is of some images alone, where these show that the graph is certainly worse than both a
+        rival and the float graph: the paired intervals of its losses say so, on images spread over the split.
+        """
         evaluations = []
         for activations in self.activations:
             encoded = with_activations(quantized, activations)
+            if rival is not None:
+                evaluations.append(self._race(encoded, activations, rival))
+                if not evaluations[-1].is_complete:
+                    return evaluations[-1]
+                continue
             answers, results = _answer(encoded, self.images_NHWC, self.judge, self.batch_size, self.provider)
             evaluations.append(Evaluation(results, agreement(answers, self.float_answers), activations))
         return min(evaluations, key=self.rank)
+
+    def _race(self, encoded: ModelProto, activations: Activations, rival: Evaluation) -> Evaluation:
+        """Evaluate a graph on evenly spaced images first; end early if it is certainly worse than its rival."""
+        rows_N = _spread_first(len(self.images_NHWC))
+        looks = [len(rows_N) // share for share in _LOOKS]
+        answers: list[NDArray[Any]] = []
+        parts: list[ImageResults] = []
+        seen = 0
+        images_NHWC, judge = part_of(self.images_NHWC, rows_N), self.judge.of_images(rows_N)
+        for found, part in _answers(encoded, images_NHWC, judge, self.batch_size, self.provider):
+            answers.append(found)
+            parts.append(part)
+            seen += len(found)
+            if _FEWEST_IMAGES <= seen < len(rows_N) and looks and seen >= looks[0]:
+                looks = [look for look in looks if look > seen]
+                first_N = rows_N[:seen]
+                results = self.judge.of_images(first_N).join(parts)
+                if self._is_lost(results, first_N, rival):
+                    share = agreement(np.concatenate(answers), self.float_answers[first_N])
+                    return Evaluation(results, share, activations, first_N)
+        back_N = np.argsort(rows_N)
+        share = agreement(np.concatenate(answers)[back_N], self.float_answers)
+        return Evaluation(judge.join(parts).of_images(back_N), share, activations)
+
+    def _is_lost(self, results: ImageResults, rows_N: NDArray[np.int64], rival: Evaluation) -> bool:
+        return all(
+            score_loss(results, base.of_images(rows_N), level=_SURE).low > 0
+            for base in (rival.results, self.float_results)
+        )
 
     def evaluate_together(
         self, model: ModelProto, make: Callable[[str], ModelProto], names: Sequence[str]
@@ -97,11 +149,15 @@ class GraphEvaluator:
         for activations in self.activations:
             variants = (with_activations(make(name), activations) for name in names)
             merged, outputs = with_variants(model, variants)
-            for evaluations, (results, share) in zip(found, self._answers(merged, outputs), strict=True):
+            for evaluations, (results, share) in zip(
+                found, self._answers_together(merged, outputs), strict=True
+            ):
                 evaluations.append(Evaluation(results, share, activations))
         return [min(evaluations, key=self.rank) for evaluations in found]
 
-    def _answers(self, merged: ModelProto, outputs: Sequence[str]) -> Iterator[tuple[ImageResults, float]]:
+    def _answers_together(
+        self, merged: ModelProto, outputs: Sequence[str]
+    ) -> Iterator[tuple[ImageResults, float]]:
         """Yield for each output what is right in each image, and the agreement with the float graph."""
         card, session = read_card_of_graph(merged), open_session(merged, provider=self.provider)
         name, start = session.get_inputs()[0].name, 0
@@ -128,16 +184,16 @@ class GraphEvaluator:
         that changes fewest answers is the best. As good are scores at or above that of the float graph, and those at
         most `AS_GOOD_REL_LOSS` below it whose 95 % interval of the loss includes 0.
         """
-        if self._is_as_good_as_float(evaluation.results):
+        base = self.float_results_of(evaluation)
+        if _is_as_good(evaluation.results, base):
             return 0.0, evaluation.agreement
-        return evaluation.score - self.float_score, evaluation.agreement
+        return evaluation.score - base.score, evaluation.agreement
 
-    def _is_as_good_as_float(self, results: ImageResults) -> bool:
-        if results.score >= self.float_score:
-            return True
-        if results.score < self.float_score * (1 - AS_GOOD_REL_LOSS):
-            return False
-        return score_loss(results, self.float_results).low <= 0
+    def float_results_of(self, evaluation: Evaluation) -> ImageResults:
+        """Return what the float graph gets right in the images of an evaluation."""
+        if evaluation.rows_N is None:
+            return self.float_results
+        return self.float_results.of_images(evaluation.rows_N)
 
 
 def with_activations(quantized: ModelProto, activations: Activations) -> ModelProto:
@@ -182,16 +238,33 @@ def _weight(answers: NDArray[Any]) -> float:
     return float(energy(answers).sum()) if answers.dtype.kind == "f" else float(answers.size)
 
 
+def _is_as_good(results: ImageResults, base: ImageResults) -> bool:
+    if results.score >= base.score:
+        return True
+    if results.score < base.score * (1 - AS_GOOD_REL_LOSS):
+        return False
+    return score_loss(results, base).low <= 0
+
+
+def _spread_first(num_images: int) -> NDArray[np.int64]:
+    """Return the numbers of all images in an order whose first quarter and first half are evenly spaced."""
+    return np.concatenate([np.arange(first, num_images, step) for first, step in ((0, 4), (2, 4), (1, 2))])
+
+
 def _answer(
     graph: ModelProto, images_NHWC: NDArray[Any], judge: Judge, batch_size: int, provider: str
 ) -> tuple[NDArray[Any], ImageResults]:
     """Return the answers of a graph, and what is right in each image."""
-    card = read_card_of_graph(graph)
-    answers: list[NDArray[Any]] = []
-    parts: list[ImageResults] = []
-    start = 0
-    for outputs in run_batches(graph, images_NHWC, batch_size=batch_size, provider=provider):
-        answers.append(answers_of(outputs, card))
-        parts.append(judge.compare(outputs, answers[-1], start))
-        start += len(outputs)
+    answers, parts = zip(*_answers(graph, images_NHWC, judge, batch_size, provider), strict=True)
     return np.concatenate(answers), judge.join(parts)
+
+
+def _answers(
+    graph: ModelProto, images_NHWC: NDArray[Any], judge: Judge, batch_size: int, provider: str
+) -> Iterator[tuple[NDArray[Any], ImageResults]]:
+    """Yield the answers of a graph batch by batch, and what is right in them."""
+    card, start = read_card_of_graph(graph), 0
+    for outputs in run_batches(graph, images_NHWC, batch_size=batch_size, provider=provider):
+        answers = answers_of(outputs, card)
+        yield answers, judge.compare(outputs, answers, start)
+        start += len(outputs)
