@@ -35,6 +35,7 @@ from onnxruntime.quantization import QuantFormat
 from PIL import Image
 
 from benchmarks.corpus_networks import CORPUS, CorpusNetwork, write_file
+from benchmarks.corpus_writers import NotWritten, described, write_with
 from benchmarks.gpu_cells import REPOSITORY
 from benchmarks.peers import compiled, quantize_with_onnxruntime
 from benchmarks.records import open_record, write_record
@@ -172,6 +173,8 @@ def measure(name: str, workspace: Path, *, deadline: float, last: str | None = N
     """Write the file of a network, run stages (up to the `last`) and other tools, and return what came of it."""
     started, spec = time.monotonic(), CORPUS[name]
     row: Row = {"network": name, "family": spec.family, "code": code_of(REPOSITORY), "fault": "", "at": ""}
+    if spec.writer:
+        row["written_by"] = described(spec.writer)
     stages: dict[str, StageCost] = {}
     try:
         file = network_file(name, workspace)
@@ -209,18 +212,28 @@ def network_file(name: str, workspace: Path) -> Path:
     if file.is_file():
         return file
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft, spec = file.with_suffix(".draft"), CORPUS[name]
+    draft, spec = file.with_name("draft.onnx"), CORPUS[name]
+    given = network_file(spec.quantized_from, workspace) if spec.quantized_from else None
+    images_NCHW = read_images(workspace, "train", side_of(spec))
     try:
-        if spec.quantized_from:
-            images_NCHW = read_images(workspace, "train", CORPUS[spec.quantized_from].side)
-            given = network_file(spec.quantized_from, workspace)
+        if spec.writer:
+            environments = workspace / "environments"
+            write_with(spec.writer, str(given or spec.architecture), images_NCHW, draft, environments)
+        elif given:
             quantize_with_onnxruntime(given, images_NCHW, draft, QuantFormat[spec.quantized_form])
         else:
-            write_file(name, draft, torch.from_numpy(read_images(workspace, "train", spec.side)))
+            write_file(name, draft, torch.from_numpy(images_NCHW))
+    except NotWritten as error:
+        raise NotFinished(f"the file was not written: {error}") from error
     except (RuntimeError, TypeError, ValueError, ImportError, AttributeError) as error:
-        raise NotFinished(f"no file: {type(error).__name__}: {first_line(error)}") from error
+        raise NotFinished(f"the file was not written: {type(error).__name__}: {first_line(error)}") from error
     draft.rename(file)
     return file
+
+
+def side_of(spec: CorpusNetwork) -> int:
+    """Return height and width of the images of an entry."""
+    return CORPUS[spec.quantized_from].side if spec.quantized_from else spec.side
 
 
 def read_images(workspace: Path, split: str, side: int) -> np.ndarray:
@@ -238,13 +251,18 @@ def stage_calls(file: Path, spec: CorpusNetwork, workspace: Path) -> dict[str, M
     """
     model = "onnx_quantized" if spec.quantized_from else "onnx"
     ladder = [FLOAT, *(["imported_quantized"] if spec.quantized_from else []), *RUNGS]
-    side = CORPUS[spec.quantized_from].side if spec.quantized_from else spec.side
+    side = side_of(spec)
     before = Path.cwd()
     os.chdir(workspace)  # paths of the configuration begin here
     try:
         params = compose_params(
             [
-                *(f"model={model}", f"model.path={file.relative_to(workspace)}", "model.output_kind=values"),
+                *(
+                    f"model={model}",
+                    f"model.path={file.relative_to(workspace)}",
+                    f"model.layout={spec.layout}",
+                ),
+                "model.output_kind=values",
                 *("data=images", "prepare_data.root=scenes", f"target=[{','.join(TARGETS)}]"),
                 *(f"prepare_data.{axis}={side}" for axis in ("height", "width")),
                 *("~variants.imported_fp16", f"select_engine.ladder=[{','.join(ladder)}]"),
@@ -416,14 +434,15 @@ def page(record: Row) -> str:
     rows, conditions = record["rows"], record["conditions"]
     versions = ", ".join(f"{name} {conditions[name]}" for name in ("torch", "transformers", "onnxruntime"))
     codes = ", ".join(sorted({row["code"]["tasks"][:7] for row in rows}))
+    tools = ", ".join(dict.fromkeys(row["written_by"] for row in rows if "written_by" in row))
     return "\n".join(
         [
             "# Networks of others",
             "",
             "Written by `python -m benchmarks.corpus --page`; measured by `python -m benchmarks.corpus` on "
             f"{record['date']}, {conditions['cpu_model']}, {versions}, openvino {conditions['openvino']}, nncf "
-            f"{conditions['nncf']}; git's digests of tasks/: {codes}. Look your architecture up: does its ONNX file "
-            "go through, and what does INT8 bring?",
+            f"{conditions['nncf']}; files of others by {tools}; git's digests of tasks/: {codes}. Look your "
+            "architecture up: does its ONNX file go through, and what does INT8 bring?",
             "",
             *(f"- {line}" for line in summary(rows)),
             "",
@@ -439,7 +458,12 @@ _HOW_TO_READ = f"""How to read it:
 - Weights are random, scaled layer by layer to outputs of unit variance, and the answers count as numbers
   (`model.output_kind=values`). Trained networks of the same architecture may lose more or less: the
   [zoo](results.md) has some.
-- *import*: signal-to-noise ratio of what the imported graph answers against the file in ONNX Runtime.
+- Files named `_qdq` and `_qoperator` are quantized by `quantize_static`, `_nncf` by NNCF, `_aimet` by AIMET (INT8)
+  and `_modelopt` by Model-Optimizer with its defaults, which are FP16 beside INT8.
+- `keras_` are exported by tf2onnx, with images [N, H, W, C] (`model.layout=nhwc`), and `paddle_` by paddle2onnx. They
+  have the random weights of their packages, and the statistics of BatchNorm alone are those of the images.
+- *import*: signal-to-noise ratio of what the imported graph answers against the file in ONNX Runtime; for quantized
+  files that of their float form, which is what their own rounding costs.
 - *ours*: the INT8 graph of PTQ, repair or partial quantization with the best logits: their signal-to-noise ratio
   against the float graph on {NUM_IMAGES["val"]} images that no range was taken from, and the median time as a
   multiple of the float graph's in the same runtime, in {NUM_ROUNDS} interleaved rounds.

@@ -4,6 +4,8 @@ Most are classes of the `transformers` package, at the widths and depths of thei
 the machine's time allows, on images of ``side`` pixels; nothing is downloaded. Weights are scaled layer by layer to
 outputs of unit variance (after Mishkin and Matas, "All you need is a good init", 2016): with plain random weights the
 features of deep networks fade or grow, and what is left of them in eight bits says nothing about trained ones.
+benchmarks/corpus_writers.py has the files of other tools. Those of Keras and Paddle begin with the weights of their
+packages, and the statistics of BatchNorm alone are those of the images.
 """
 
 import importlib
@@ -21,6 +23,7 @@ from benchmarks.light_models import SIDE as LIGHT_SIDE
 from benchmarks.light_models import light_model, normalise_features
 from benchmarks.zoo_networks import ZOO, Exporter
 from benchmarks.zoo_training import export
+from tasks.parts.onnx_graphs.foreign_form import Layout
 
 Build = Callable[[], nn.Module]
 _NUM_SCALING = 8
@@ -34,13 +37,18 @@ class CorpusNetwork:
     family: str
     """What a user would look for: the name of the paper's network."""
     build: Build | None
-    """None for a file of the onnx wheel, and for one that another entry's file is quantized into."""
+    """None for a file of the onnx wheel or of a `writer`, and for one that another entry's file is quantized into."""
     side: int = 128
     exporter: Exporter = Exporter.dynamo
     quantized_from: str = ""
-    """The entry whose file `quantize_static` of ONNX Runtime quantizes; empty for a float file."""
+    """The entry whose file is quantized, by `writer` or by `quantize_static`; empty for a float file."""
     quantized_form: str = ""
-    """QDQ or QOperator."""
+    """QDQ or QOperator, for `quantize_static` of ONNX Runtime."""
+    writer: str = ""
+    """The tool of benchmarks/corpus_writers.py that writes the file; empty for those of this environment."""
+    architecture: str = ""
+    """The name of a float entry in the package of its writer."""
+    layout: Layout = Layout.nchw
 
 
 class FirstAnswer(nn.Module):
@@ -93,6 +101,16 @@ def of_zoo(name: str, num_classes: int = 10) -> Build:
     return build
 
 
+def of_keras(family: str, architecture: str) -> CorpusNetwork:
+    """Return an architecture of `keras.applications`, whose images are [N, H, W, C]."""
+    return CorpusNetwork(family, None, writer="tf2onnx", architecture=architecture, layout=Layout.nhwc)
+
+
+def of_paddle(family: str, architecture: str) -> CorpusNetwork:
+    """Return an architecture of `paddle.vision.models`."""
+    return CorpusNetwork(family, None, writer="paddle2onnx", architecture=architecture)
+
+
 _TINY = {
     "hidden_size": 192,
     "num_hidden_layers": 12,
@@ -111,6 +129,7 @@ _QUANTIZED = (
     ("vit_tiny", "ViT"),
     ("vgg_11", "VGG"),
 )
+_QUANTIZED_BY_OTHERS = (("resnet_18", "ResNet"), ("vit_tiny", "ViT"))
 
 CORPUS: Mapping[str, CorpusNetwork] = {
     # Convolutions
@@ -413,6 +432,16 @@ CORPUS: Mapping[str, CorpusNetwork] = {
         for name, family in _QUANTIZED
         for form in ("QDQ", "QOperator")
     },
+    **{
+        f"{name}_{tool}": CorpusNetwork(family, None, quantized_from=name, writer=tool)
+        for name, family in _QUANTIZED_BY_OTHERS
+        for tool in ("nncf", "aimet", "modelopt")
+    },
+    # Exported by other frameworks
+    "keras_mobilenet_v2": of_keras("MobileNet V2", "MobileNetV2"),
+    "keras_efficientnet_b0": of_keras("EfficientNet", "EfficientNetB0"),
+    "paddle_resnet_18": of_paddle("ResNet", "resnet18"),
+    "paddle_mobilenet_v3_small": of_paddle("MobileNet V3", "mobilenet_v3_small"),
 }
 
 

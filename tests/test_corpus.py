@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks import corpus
-from benchmarks.corpus import TARGETS, draw_images, network_file, stage_calls
+from benchmarks import corpus, corpus_writers
+from benchmarks.corpus import TARGETS, NotFinished, draw_images, network_file, stage_calls
 from benchmarks.corpus_networks import CORPUS
+from benchmarks.corpus_writers import WRITERS, Writer, described
 from tasks.core.execute import execute, prepare_call
 
 ALWAYS = {
@@ -50,6 +51,9 @@ def test_network_becomes_engines_that_compute_what_its_graphs_say(
     name: str, space: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(space)
+    writer = CORPUS[name].writer
+    if writer and not WRITERS[writer].is_here:
+        pytest.skip(f"{described(writer)} needs an environment of its own, which benchmarks/corpus.py makes")
     calls = stage_calls(network_file(name, space), CORPUS[name], space)
     params = yaml.safe_load((space / "params.yaml").read_text())
     for address, inputs in calls.items():
@@ -62,3 +66,16 @@ def test_network_becomes_engines_that_compute_what_its_graphs_say(
         assert report["status"] == "built", report["reason"]
         assert report["is_precision_ok"], report["precision_note"]
         assert report["agreement_db"] > LEAST_DB["float" if variant == "imported" else "int8"]
+
+
+@pytest.mark.trial
+def test_tool_that_cannot_be_installed_is_named_in_the_row(
+    space: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = Writer("./no-such-folder", lambda given, images, out: None)
+    monkeypatch.setitem(corpus_writers.WRITERS, "paddle2onnx", missing)
+    with pytest.raises(NotFinished) as found:
+        network_file("paddle_resnet_18", space)
+    begins, _, reason = str(found.value).partition("was not installed: ")
+    assert begins == "the file was not written: ./no-such-folder "
+    assert "File './no-such-folder' does not exist" in reason
