@@ -18,6 +18,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -179,7 +180,9 @@ def measure(name: str, workspace: Path, *, deadline: float, last: str | None = N
     try:
         file = network_file(name, workspace)
         row["size_mb"] = round(file.stat().st_size / 1e6, 1)
-        for address, inputs in stage_calls(file, spec, workspace).items():
+        for address, inputs in stage_calls(overrides_of(file, spec, workspace), workspace).items():
+            if address in LEFT_OUT:
+                continue
             row["at"] = address
             timeout_s = deadline - time.monotonic()
             stages[address] = run_stage(
@@ -244,31 +247,29 @@ def read_images(workspace: Path, split: str, side: int) -> np.ndarray:
     return normalise(images_NHWC, model["mean"], model["std"])
 
 
-def stage_calls(file: Path, spec: CorpusNetwork, workspace: Path) -> dict[str, Mapping[str, Path]]:
-    """Write params.yaml of a network; return the inputs of each stage by its address, in their order.
+def overrides_of(file: Path, spec: CorpusNetwork, workspace: Path) -> list[str]:
+    """Return what a user would set for a file, and what makes the run shorter."""
+    model = "onnx_quantized" if spec.quantized_from else "onnx"
+    ladder = [FLOAT, *(["imported_quantized"] if spec.quantized_from else []), *RUNGS]
+    return [
+        *(f"model={model}", f"model.path={file.relative_to(workspace)}", f"model.layout={spec.layout}"),
+        "model.output_kind=values",
+        *("data=images", "prepare_data.root=scenes", f"target=[{','.join(TARGETS)}]"),
+        *(f"prepare_data.{axis}={side_of(spec)}" for axis in ("height", "width")),
+        *("~variants.imported_fp16", f"select_engine.ladder=[{','.join(ladder)}]"),
+        *(f"prepare_data.folder.num_calibration={NUM_IMAGES['train']}", *SHORTER),
+    ]
+
+
+def stage_calls(overrides: Sequence[str], workspace: Path) -> dict[str, Mapping[str, Path]]:
+    """Write params.yaml into a workspace; return the inputs of each stage by its address, in their order.
 
     Raises NotFinished if the configuration is refused.
     """
-    model = "onnx_quantized" if spec.quantized_from else "onnx"
-    ladder = [FLOAT, *(["imported_quantized"] if spec.quantized_from else []), *RUNGS]
-    side = side_of(spec)
     before = Path.cwd()
     os.chdir(workspace)  # paths of the configuration begin here
     try:
-        params = compose_params(
-            [
-                *(
-                    f"model={model}",
-                    f"model.path={file.relative_to(workspace)}",
-                    f"model.layout={spec.layout}",
-                ),
-                "model.output_kind=values",
-                *("data=images", "prepare_data.root=scenes", f"target=[{','.join(TARGETS)}]"),
-                *(f"prepare_data.{axis}={side}" for axis in ("height", "width")),
-                *("~variants.imported_fp16", f"select_engine.ladder=[{','.join(ladder)}]"),
-                *(f"prepare_data.folder.num_calibration={NUM_IMAGES['train']}", *SHORTER),
-            ]
-        )
+        params = compose_params(overrides)
         write_params(params, workspace / PARAMS_FILE)
     except EnginewrightError as error:
         raise NotFinished(f"flows.params: {first_line(error)}") from error
@@ -276,7 +277,7 @@ def stage_calls(file: Path, spec: CorpusNetwork, workspace: Path) -> dict[str, M
         os.chdir(before)
     plan = RecordedStages()
     run_pipeline(plan, params)
-    return {address: inputs for address, inputs in plan.calls.items() if address not in LEFT_OUT}
+    return dict(plan.calls)
 
 
 def run_stage(address: str, command: Sequence[str], workspace: Path, *, timeout_s: float) -> StageCost:
@@ -290,22 +291,34 @@ def run_stage(address: str, command: Sequence[str], workspace: Path, *, timeout_
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-        while (found := os.wait4(process.pid, os.WNOHANG))[0] == 0:
+        peak_mb = 0
+        while process.poll() is None:
+            peak_mb = max(peak_mb, resident_mb(process.pid))
             if time.monotonic() - started > timeout_s:
                 process.kill()
-                os.wait4(process.pid, 0)
+                process.wait()
                 raise NotFinished(
                     f"{address}: not finished when time was up, after {timeout_s:.0f} s of its own"
                 )
             time.sleep(0.05)
-    process.returncode = os.waitstatus_to_exitcode(found[1])
     if process.returncode:
         lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
         kept = log.with_name(f"{address}.failed.log")
         kept.write_text("\n".join(lines), encoding="utf-8")
         ended = f"{address} was ended by signal {-process.returncode}: " if process.returncode < 0 else ""
         raise NotFinished(ended + (lines or ["no message"])[-1][:600])
-    return StageCost(time.monotonic() - started, found[2].ru_maxrss // 1024)
+    return StageCost(time.monotonic() - started, peak_mb)
+
+
+def resident_mb(pid: int) -> int:
+    """Return the largest resident memory that a process had, 0 once it ended (proc_pid_status(5)).
+
+    A child's getrusage would count what its parent held when it was started.
+    """
+    found = re.search(
+        r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return int(found.group(1)) // 1024 if found else 0
 
 
 def read_import(workspace: Path) -> Row:

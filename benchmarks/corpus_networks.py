@@ -457,10 +457,10 @@ class UNet(nn.Module):
         super().__init__()
         widths = [16, 32, 64, 128]
         self.down = nn.ModuleList(
-            _double(given, width, norm) for given, width in zip([3, *widths], widths, strict=False)
+            double(given, width, norm) for given, width in zip([3, *widths], widths, strict=False)
         )
         self.up = nn.ModuleList(nn.ConvTranspose2d(wide, wide // 2, 2, 2) for wide in reversed(widths[1:]))
-        self.join = nn.ModuleList(_double(wide, wide // 2, norm) for wide in reversed(widths[1:]))
+        self.join = nn.ModuleList(double(wide, wide // 2, norm) for wide in reversed(widths[1:]))
         self.head = nn.Conv2d(widths[0], num_classes, 1)
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
@@ -475,7 +475,8 @@ class UNet(nn.Module):
         return logits
 
 
-def _double(given: int, width: int, norm: Callable[[int], nn.Module]) -> nn.Sequential:
+def double(given: int, width: int, norm: Callable[[int], nn.Module]) -> nn.Sequential:
+    """Return two convolutions of 3x3, each with a norm and a ReLU."""
     layers: list[nn.Module] = []
     for inputs in (given, width):
         layers += [nn.Conv2d(inputs, width, 3, padding=1, bias=False), norm(width), nn.ReLU()]
@@ -488,9 +489,9 @@ class Crnn(nn.Module):
     def __init__(self, num_classes: int = 37) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            *_double(3, 32, nn.BatchNorm2d),
+            *double(3, 32, nn.BatchNorm2d),
             nn.MaxPool2d(2),
-            *_double(32, 64, nn.BatchNorm2d),
+            *double(32, 64, nn.BatchNorm2d),
             nn.MaxPool2d(2),
         )
         self.reader = nn.LSTM(64, 64, bidirectional=True, batch_first=True)

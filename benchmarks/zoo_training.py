@@ -186,9 +186,9 @@ def _training_images(spec: ZooNetwork, num_images: int, seed: int) -> tuple[np.n
     return np.concatenate([images for images, _ in parts]), np.concatenate([labels for _, labels in parts])
 
 
-def export(network: nn.Module, file: Path, exporter: Exporter, *, side: int) -> None:
+def export(network: nn.Module, file: Path, exporter: Exporter, *, side: int, channels: int = 3) -> None:
     """Write an ONNX file with a dynamic batch, as a user of one of torch's exporters would."""
-    images_NCHW = torch.zeros(2, 3, side, side)
+    images_NCHW = torch.zeros(2, channels, side, side)
     names: dict[str, Any] = {"input_names": [INPUT_NAME], "output_names": [OUTPUT_NAME]}
     with quiet_export():
         if exporter is Exporter.dynamo:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from benchmarks import corpus, corpus_writers
-from benchmarks.corpus import TARGETS, NotFinished, draw_images, network_file, stage_calls
+from benchmarks.corpus import TARGETS, NotFinished, draw_images, network_file, overrides_of, stage_calls
 from benchmarks.corpus_networks import CORPUS
 from benchmarks.corpus_writers import WRITERS, Writer, described
 from tasks.core.execute import execute, prepare_call
@@ -54,7 +54,8 @@ def test_network_becomes_engines_that_compute_what_its_graphs_say(
     writer = CORPUS[name].writer
     if writer and not WRITERS[writer].is_here:
         pytest.skip(f"{described(writer)} needs an environment of its own, which benchmarks/corpus.py makes")
-    calls = stage_calls(network_file(name, space), CORPUS[name], space)
+    file = network_file(name, space)
+    calls = stage_calls(overrides_of(file, CORPUS[name], space), space)
     params = yaml.safe_load((space / "params.yaml").read_text())
     for address, inputs in calls.items():
         if STAGES.fullmatch(address):

@@ -1,0 +1,191 @@
+"""Measure what two large networks of others take from their file to the pick, in the default configuration.
+
+``python -m benchmarks.file_to_pick --workspace DIR``. A U-Net on an EfficientNet-B4 that reads six bands of 256x256
+(19 million parameters), and a ViT-B/16 at 224x224 (86 million), with random weights that are scaled layer by layer,
+as in benchmarks/corpus.py, and answers that count as numbers. With ``--answers classes`` the largest answer counts:
+near-ties of random networks then lose far more than the gates allow, so that the whole search is done. Images are
+drawn scenes, ``--images`` for calibration, and as many for each of the other splits. All stages but `track` run one
+after the other, each in a process of its own, as ``dvc repro`` runs them. Prints and writes
+``benchmarks/results/file_to_pick.json``: seconds and the largest resident memory of each stage, and the picks. A
+second start measures what is missing.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import EfficientNetConfig, EfficientNetModel, ViTConfig, ViTForImageClassification
+
+from benchmarks.corpus import TARGETS, conditions, read_engines, run_stage, stage_calls
+from benchmarks.corpus_networks import double, scale_layers
+from benchmarks.gpu_cells import REPOSITORY
+from benchmarks.records import open_record, write_record
+from benchmarks.zoo import code_of
+from benchmarks.zoo_networks import Exporter, LogitsOnly
+from benchmarks.zoo_training import export
+from flows.params import compose_params
+from flows.stage_task import stage_command
+from tasks.parts.data.dataset import normalise
+from tasks.parts.sources.config import ScenesConfig
+from tasks.parts.sources.digit_scenes import draw_scenes
+
+RESULTS = Path(__file__).parent / "results" / "file_to_pick.json"
+NUM_CLASSES = 6
+NUM_SCALING = 8
+LIMIT_S = 3600.0
+"""For one stage."""
+
+
+class EfficientUNet(nn.Module):
+    """A U-Net (Ronneberger et al., 2015) on the features of an EfficientNet-B4 (Tan and Le, 2019)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        config = EfficientNetConfig(
+            width_coefficient=1.4, depth_coefficient=1.8, num_channels=channels, hidden_dim=1792
+        )
+        self.encoder: nn.Module = EfficientNetModel(config)
+        for name in ("top_conv", "top_bn", "top_activation"):  # of the classifier
+            setattr(self.encoder.encoder, name, nn.Identity())
+        given, self.join = 448, nn.ModuleList()
+        for skip, width in zip((160, 56, 32, 24, 0), (256, 128, 64, 32, 16), strict=True):
+            self.join.append(double(given + skip, width, nn.BatchNorm2d))
+            given = width
+        self.head = nn.Conv2d(given, NUM_CLASSES, 3, padding=1)
+
+    def forward(self, images_NCHW: Tensor) -> Tensor:
+        """Return logits [N, classes, H, W]."""
+        found = self.encoder(images_NCHW, output_hidden_states=True).hidden_states
+        by_height = {maps.shape[2]: maps for maps in found}  # the last of each size
+        maps, *skips = [by_height[height] for height in sorted(by_height)]
+        for join, skip in zip(self.join, [*skips, None], strict=True):
+            maps = nn.functional.interpolate(maps, scale_factor=2.0)
+            maps = join(maps if skip is None else torch.cat([maps, skip], dim=1))
+        logits: Tensor = self.head(maps)
+        return logits
+
+
+def vit_base(channels: int) -> nn.Module:
+    """Return a ViT-B/16 (Dosovitskiy et al., 2020) without its dropout."""
+    model = ViTForImageClassification(ViTConfig(num_channels=channels))
+    model.set_attn_implementation("eager")
+    return LogitsOnly(model)
+
+
+@dataclass(frozen=True)
+class LargeNetwork:
+    """A network, and the images that it reads."""
+
+    build: Callable[[int], nn.Module]
+    channels: int
+    side: int
+
+
+NETWORKS = {
+    "unet_efficientnet_b4": LargeNetwork(EfficientUNet, channels=6, side=256),
+    "vit_b": LargeNetwork(vit_base, channels=3, side=224),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is missing, print and write it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workspace", type=Path, default=Path("file_to_pick"), help="files of gigabytes")
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--answers", default="values", choices=["values", "classes"])
+    parser.add_argument("--images", type=int, default=200, help="images of each split")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    record = open_record(
+        options.results, conditions() | {"num_images": options.images, "targets": TARGETS}, ["rows"]
+    )
+    for name in options.networks:
+        if (name, options.answers) not in {(row["network"], row["answers"]) for row in record["rows"]}:
+            workspace = options.workspace.resolve() / name
+            record["rows"].append(measure(name, options.answers, workspace, options.images))
+            write_record(options.results, record)
+    for row in record["rows"]:
+        took = f"{row['seconds'] / 60:.1f} min, {row['peak_mb']} MB in {row['peak_at']}"
+        picks = [
+            f"{engine['variant']} on {engine['target']}" for engine in row["engines"] if engine["picked"]
+        ]
+        print(f"{row['network']} ({row['answers']}): {took}, picks {', '.join(picks)}")
+
+
+def measure(name: str, answers: str, workspace: Path, num_images: int) -> dict[str, Any]:
+    """Write images and the file of a network, run all stages, and return what they took."""
+    network = NETWORKS[name]
+    write_images(workspace / "scenes", network, num_images)
+    numbers = [0.5] * network.channels
+    if not (file := workspace / "model.onnx").is_file():
+        draft = file.with_name("draft.onnx")
+        write_network(network, workspace / "scenes", draft)
+        draft.rename(file)
+    calls = stage_calls(
+        [
+            *("model=onnx", "model.path=model.onnx", f"model.mean={numbers}", f"model.std={numbers}"),
+            f"model.output_kind={answers}",
+            *("data=images", "prepare_data.root=scenes", f"prepare_data.folder.channels={network.channels}"),
+            *(f"prepare_data.{axis}={network.side}" for axis in ("height", "width")),
+            *(f"prepare_data.folder.num_calibration={num_images}", f"target=[{','.join(TARGETS)}]"),
+        ],
+        workspace,
+    )
+    stages: dict[str, tuple[float, int]] = {}
+    for address, inputs in calls.items():
+        if address != "track":
+            cost = run_stage(address, stage_command(address, inputs), workspace, timeout_s=LIMIT_S)
+            stages[address] = round(cost.seconds, 1), cost.peak_mb
+            print(f"{name} {address}: {cost.seconds:.1f} s, {cost.peak_mb} MB", flush=True)
+    peak_at = max(stages, key=lambda address: stages[address][1])
+    return {
+        "network": name,
+        "answers": answers,
+        "code": code_of(REPOSITORY),
+        "seconds": round(sum(seconds for seconds, _ in stages.values()), 1),
+        "peak_mb": stages[peak_at][1],
+        "peak_at": peak_at,
+        "engines": read_engines(workspace),
+        "stages": stages,
+    }
+
+
+def write_images(root: Path, network: LargeNetwork, num_images: int) -> None:
+    """Write ``images/<split>/<number>.npy``, uint8 [H, W, channels], each of as many scenes as it takes."""
+    if root.is_dir():
+        return
+    num_scenes = -(-network.channels // 3)
+    splits = ("train", "val", "test")
+    counts = {f"num_{split}": num_scenes * num_images for split in splits} | {"num_calibration": 1}
+    drawing: ScenesConfig = ScenesConfig(**compose_params()["prepare_data"]["scenes"] | counts)
+    draft = root.with_name("drawing")
+    for split in splits:
+        folder = draft / "images" / split
+        folder.mkdir(parents=True, exist_ok=True)
+        drawn = draw_scenes(split, drawing, height=network.side, width=network.side, seed=0)
+        images = (image_HWC for images_NHWC, _ in drawn for image_HWC in images_NHWC)
+        for number, parts in enumerate(zip(*[images] * num_scenes, strict=True)):
+            np.save(folder / f"{number:04d}.npy", np.concatenate(parts, axis=2)[..., : network.channels])
+    draft.rename(root)
+
+
+def write_network(network: LargeNetwork, scenes: Path, file: Path) -> None:
+    """Write a network as ONNX, its layers scaled on the first training images."""
+    torch.manual_seed(0)
+    model = network.build(network.channels).eval()
+    files = sorted((scenes / "images" / "train").glob("*.npy"))[:NUM_SCALING]
+    numbers = (0.5,) * network.channels
+    images_NCHW = torch.from_numpy(normalise(np.stack([np.load(found) for found in files]), numbers, numbers))
+    scale_layers(model, images_NCHW)
+    export(model, file, Exporter.dynamo, side=network.side, channels=network.channels)
+
+
+if __name__ == "__main__":
+    main()
