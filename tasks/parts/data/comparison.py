@@ -156,8 +156,7 @@ def compare_with_labels(
     num_images = len(labels)
     groups_N = np.arange(num_images) if groups_N is None else np.unique(groups_N, return_inverse=True)[1]
     if task is Task.values:
-        signal_NC = energy(labels, output_sizes)
-        noise_NC = energy(prediction.astype(np.float64) - labels, output_sizes)
+        signal_NC, noise_NC = energies(prediction, labels, output_sizes)
         return ImageResults(signal_NC - noise_NC, signal_NC, signal_NC, groups_N)
     if task is Task.classification:
         ones_NC = np.ones((num_images, 1), np.int64)
@@ -232,6 +231,18 @@ def energy(values: NDArray[Any], output_sizes: Sequence[int] = ()) -> NDArray[np
     starts = np.concatenate([[0], np.cumsum(output_sizes[:-1], dtype=np.int64)]).astype(np.int64)
     total_NC: NDArray[np.float64] = np.add.reduceat(squares, starts, axis=1)
     return total_NC
+
+
+def energies(
+    found: NDArray[Any], expected: NDArray[Any], output_sizes: Sequence[int] = ()
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the energies of the expected values of each image and of what is wrong in the found ones, [N, C].
+
+    Nothing is right in values that are not finite.
+    """
+    signal_NC = energy(expected, output_sizes)
+    noise_NC = energy(found.astype(np.float64) - expected, output_sizes)
+    return signal_NC, np.where(np.isfinite(noise_NC), noise_NC, signal_NC)
 
 
 def join_results(parts: Sequence[ImageResults], groups_N: NDArray[np.int64]) -> ImageResults:

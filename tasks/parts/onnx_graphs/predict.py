@@ -4,13 +4,14 @@ Engines that are deployed run through tasks.parts.engines. N images, C classes, 
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from tasks.parts.data.comparison import energy
+from tasks.parts.data.comparison import energies
 from tasks.parts.data.dataset import normalised_batches
 from tasks.parts.data.judge import answers_of
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
@@ -43,9 +44,32 @@ def run_batches(
         yield run_session(session, None, {name: images_NCHW})[0]
 
 
+@dataclass
+class Agreement:
+    """How far answers agree with others, added up batch by batch."""
+
+    same: float = 0.0
+    """Pixels, or images, with the same class; signal less noise of values."""
+    total: float = 0.0
+
+    def add(self, found: NDArray[Any], expected: NDArray[Any]) -> None:
+        """Count further answers."""
+        if expected.dtype.kind != "f":
+            self.same += int((found == expected).sum())
+            self.total += found.size
+        else:
+            signal, noise = (float(part.sum()) for part in energies(found, expected))
+            self.same += signal - noise
+            self.total += signal
+
+    @property
+    def share(self) -> float:
+        """Share of pixels, or of images, with the same class, or 1 - noise / signal of values, 0..1."""
+        return max(0.0, self.same / self.total) if self.total else float(not self.same)
+
+
 def agreement(found: NDArray[Any], expected: NDArray[Any]) -> float:
     """Return the share of pixels, or of images, with the same class, or 1 - noise / signal of values, 0..1."""
-    if expected.dtype.kind != "f":
-        return float((found == expected).mean())
-    signal, noise = (float(energy(part).sum()) for part in (expected, found.astype(np.float64) - expected))
-    return max(0.0, 1 - noise / signal) if signal else float(not noise)
+    counted = Agreement()
+    counted.add(found, expected)
+    return counted.share

@@ -23,7 +23,7 @@ from tasks.parts.onnx_graphs.graph import read_card_of_graph
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.int8_weights import weights_to_7_bits
 from tasks.parts.onnx_graphs.live_memory import images_that_fit
-from tasks.parts.onnx_graphs.predict import agreement, run_batches
+from tasks.parts.onnx_graphs.predict import Agreement, agreement, run_batches
 from tasks.parts.onnx_graphs.variants import with_variants
 from tasks.parts.onnx_session import CPU_PROVIDER, open_session, run_session
 from tasks.parts.quantization.config import Activations
@@ -103,32 +103,38 @@ class GraphEvaluator:
                 if not evaluations[-1].is_complete:
                     return evaluations[-1]
                 continue
-            answers, results = _answer(encoded, self.images_NHWC, self.judge, self.batch_size, self.provider)
-            evaluations.append(Evaluation(results, agreement(answers, self.float_answers), activations))
+            evaluations.append(self._evaluate_all(encoded, activations))
         return min(evaluations, key=self.rank)
+
+    def _evaluate_all(self, encoded: ModelProto, activations: Activations) -> Evaluation:
+        """Evaluate a graph on all images in their order."""
+        parts, same = [], Agreement()
+        start = 0
+        for answers, part in _answers(encoded, self.images_NHWC, self.judge, self.batch_size, self.provider):
+            same.add(answers, self.float_answers[start : start + len(answers)])
+            parts.append(part)
+            start += len(answers)
+        return Evaluation(self.judge.join(parts), same.share, activations)
 
     def _race(self, encoded: ModelProto, activations: Activations, rival: Evaluation) -> Evaluation:
         """Evaluate a graph on evenly spaced images first; end early if it is certainly worse than its rival."""
         rows_N = _spread_first(len(self.images_NHWC))
         looks = [len(rows_N) // share for share in _LOOKS]
-        answers: list[NDArray[Any]] = []
-        parts: list[ImageResults] = []
+        parts, same = [], Agreement()
         seen = 0
         images_NHWC, judge = part_of(self.images_NHWC, rows_N), self.judge.of_images(rows_N)
-        for found, part in _answers(encoded, images_NHWC, judge, self.batch_size, self.provider):
-            answers.append(found)
+        for answers, part in _answers(encoded, images_NHWC, judge, self.batch_size, self.provider):
+            same.add(answers, self.float_answers[rows_N[seen : seen + len(answers)]])
             parts.append(part)
-            seen += len(found)
+            seen += len(answers)
             if _FEWEST_IMAGES <= seen < len(rows_N) and looks and seen >= looks[0]:
                 looks = [look for look in looks if look > seen]
                 first_N = rows_N[:seen]
                 results = self.judge.of_images(first_N).join(parts)
                 if self._is_lost(results, first_N, rival):
-                    share = agreement(np.concatenate(answers), self.float_answers[first_N])
-                    return Evaluation(results, share, activations, first_N)
+                    return Evaluation(results, same.share, activations, first_N)
         back_N = np.argsort(rows_N)
-        share = agreement(np.concatenate(answers)[back_N], self.float_answers)
-        return Evaluation(judge.join(parts).of_images(back_N), share, activations)
+        return Evaluation(judge.join(parts).of_images(back_N), same.share, activations)
 
     def _is_lost(self, results: ImageResults, rows_N: NDArray[np.int64], rival: Evaluation) -> bool:
         return all(
@@ -229,8 +235,18 @@ def open_evaluator(
     batch_size = images_that_fit(graph, _MAX_BYTES // num_together, most=batch_size)
     images_NHWC = open_chosen_images(data, "val", num_images or None)
     judge = open_judge(data, "val", read_card_of_graph(graph), num_images=num_images or None)
-    answers, results = _answer(graph, images_NHWC, judge, batch_size, provider)
-    return GraphEvaluator(images_NHWC, judge, answers, results, batch_size, tuple(activations), provider)
+    answers, results = None, []
+    start = 0
+    for found, part in _answers(graph, images_NHWC, judge, batch_size, provider):
+        if answers is None:
+            answers = np.empty((len(images_NHWC), *found.shape[1:]), found.dtype)
+        answers[start : start + len(found)] = found
+        results.append(part)
+        start += len(found)
+    assert answers is not None
+    return GraphEvaluator(
+        images_NHWC, judge, answers, judge.join(results), batch_size, tuple(activations), provider
+    )
 
 
 def _weight(answers: NDArray[Any]) -> float:
@@ -249,14 +265,6 @@ def _is_as_good(results: ImageResults, base: ImageResults) -> bool:
 def _spread_first(num_images: int) -> NDArray[np.int64]:
     """Return the numbers of all images in an order whose first quarter and first half are evenly spaced."""
     return np.concatenate([np.arange(first, num_images, step) for first, step in ((0, 4), (2, 4), (1, 2))])
-
-
-def _answer(
-    graph: ModelProto, images_NHWC: NDArray[Any], judge: Judge, batch_size: int, provider: str
-) -> tuple[NDArray[Any], ImageResults]:
-    """Return the answers of a graph, and what is right in each image."""
-    answers, parts = zip(*_answers(graph, images_NHWC, judge, batch_size, provider), strict=True)
-    return np.concatenate(answers), judge.join(parts)
 
 
 def _answers(

@@ -340,3 +340,12 @@ def test_boundaries_of_batches_join_and_are_read_again(tmp_path: Path) -> None:
         np.testing.assert_array_equal(one, other)
     assert read_results(tmp_path / "images.npz", "val").score == pytest.approx(plain.score)
     assert read.score < plain.score
+
+
+def test_values_that_are_not_finite_hit_nothing() -> None:
+    expected = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+    found = np.array([[1.0, np.nan], [3.0, np.inf]], np.float32)
+    results = compare_with_labels(found, expected, 0, Task.values)
+    assert results.score == 0 and compare_with_labels(expected, expected, 0, Task.values).score == 1
+    found[1] = expected[1]
+    assert compare_with_labels(found, expected, 0, Task.values).score == pytest.approx(25 / 30)
