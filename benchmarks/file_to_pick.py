@@ -2,12 +2,12 @@
 
 ``python -m benchmarks.file_to_pick --workspace DIR``. A U-Net on an EfficientNet-B4 that reads six bands of 256x256
 (19 million parameters), and a ViT-B/16 at 224x224 (86 million), with random weights that are scaled layer by layer,
-as in benchmarks/corpus.py, and BatchNorm's statistics of the images. Answers count as numbers. With ``--answers
-classes`` the largest counts: near-ties of random networks then lose far more than the gates allow, so that the whole
-search is done. Images are drawn scenes, ``--images`` for calibration, and as many for each of the other splits. All
-stages but `track` run one after the other, each in a process of its own, as ``dvc repro`` runs them. Prints and
-writes ``benchmarks/results/file_to_pick.json``: seconds and the largest resident memory of each stage, and the picks.
-A second start measures what is missing.
+as in benchmarks/corpus.py, and answers that count as numbers. With ``--answers classes`` the largest counts:
+near-ties of random networks then lose far more than the gates allow, so that the whole search is done. Images are
+drawn scenes, ``--images`` for calibration, and as many for each of the other splits. All stages but `track` run one
+after the other, each in a process of its own, as ``dvc repro`` runs them. Prints and writes
+``benchmarks/results/file_to_pick.json``: seconds and the largest resident memory of each stage, and the picks. A
+second start measures what is missing.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.corpus_networks import double, scale_layers
 from benchmarks.gpu_cells import REPOSITORY
 from benchmarks.records import open_record, write_record
 from benchmarks.zoo import code_of
-from benchmarks.zoo_networks import Exporter, LogitsOnly
+from benchmarks.zoo_networks import Exporter, LogitsOnly, with_usual_weights
 from benchmarks.zoo_training import export
 from flows.params import compose_params
 from flows.stage_task import stage_command
@@ -49,7 +49,7 @@ class EfficientUNet(nn.Module):
         config = EfficientNetConfig(
             width_coefficient=1.4, depth_coefficient=1.8, num_channels=channels, hidden_dim=1792
         )
-        self.encoder: nn.Module = EfficientNetModel(config)
+        self.encoder = with_usual_weights(EfficientNetModel(config))
         for name in ("top_conv", "top_bn", "top_activation"):  # of the classifier
             setattr(self.encoder.encoder, name, nn.Identity())
         given, self.join = 448, nn.ModuleList()
@@ -184,20 +184,7 @@ def write_network(network: LargeNetwork, scenes: Path, file: Path) -> None:
     numbers = (0.5,) * network.channels
     images_NCHW = torch.from_numpy(normalise(np.stack([np.load(found) for found in files]), numbers, numbers))
     scale_layers(model, images_NCHW)
-    _normalise(model, images_NCHW)
     export(model, file, Exporter.dynamo, side=network.side, channels=network.channels)
-
-
-def _normalise(model: nn.Module, images_NCHW: Tensor) -> None:
-    """Give BatchNorm the statistics of the images: in trained networks no channel is far larger than the others."""
-    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-    for norm in norms:
-        norm.train()
-        norm.momentum = None  # the mean of all batches, of this one
-        norm.reset_running_stats()
-    with torch.no_grad():
-        model(images_NCHW)
-    model.eval()
 
 
 if __name__ == "__main__":

@@ -130,10 +130,10 @@ def check_int8(
     }
     worst = min((by_type[kind] for kind in activations), key=evaluator.rank)
     int8 = with_activations(read_graph(quantized), worst.activations)
-    classes = predict_classes(int8, evaluator.images_NHWC, batch_size=cfg.batch_size)
-    judge = evaluator.judge
+    judge, batch_size = evaluator.judge, max(2, evaluator.batch_size)
     by_class: tuple[Answer, ...] = ()
     if judge.task is not Task.values:
+        classes = predict_classes(int8, evaluator.images_NHWC, batch_size=batch_size)
         before, after = (
             class_scores(predicted, judge.labels, judge.num_classes, judge.task)
             for predicted in (evaluator.float_answers, classes)
@@ -145,7 +145,7 @@ def check_int8(
         *by_class,
         _calibration_size(cfg, graph, ranges, known, data, evaluator, worst.score),
         _coverage(cfg, known, statistics),
-        _batch(cfg, int8, evaluator.images_NHWC, classes),
+        _batch(cfg, int8, evaluator.images_NHWC[:batch_size]),
         _calibrators(cfg, trials),
         _activations(cfg, activations, {kind: found.score for kind, found in by_type.items()}),
         _suspects(cfg, layers),
@@ -261,15 +261,15 @@ def _coverage(
     )
 
 
-def _batch(cfg: Config, int8: "ModelProto", images_NHWC: "NDArray[Any]", classes: "NDArray[Any]") -> Answer:
+def _batch(cfg: Config, int8: "ModelProto", images_NHWC: "NDArray[Any]") -> Answer:
     from tasks.parts.onnx_graphs.predict import agreement, predict_classes
 
-    few = images_NHWC[: cfg.batch_size]
-    share = 1 - agreement(predict_classes(int8, few, batch_size=1), classes[: len(few)])
+    alone, together = (predict_classes(int8, images_NHWC, batch_size=size) for size in (1, len(images_NHWC)))
+    share = 1 - agreement(alone, together)
     return Answer(
         question="Does the batch size change the predictions?",
         is_suspect=share > cfg.suspect_loss,
-        found=f"{share:.2%} of the predictions change between batch 1 and {cfg.batch_size}",
+        found=f"{share:.2%} of the predictions change between batch 1 and {len(images_NHWC)}",
         advice="the graph mixes images of a batch: look for a mean or a reshape over the batch axis",
     )
 

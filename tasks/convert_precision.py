@@ -118,7 +118,7 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
     del graph  # it is read again where it is compared: as few large graphs as possible at a time
     judged = rounded_in_float32(converted) if provider == CPU_PROVIDER else converted
     del converted
-    sqnr_db = _compare(cfg, model, judged, data, provider)
+    sqnr_db = _compare(cfg, model, judged, data, evaluator.batch_size, provider)
     if sqnr_db < cfg.min_sqnr_db:
         logger.warning(
             "%s: the FP16 graph keeps %.1f dB of the float graph's outputs on the calibration images, expected %.1f "
@@ -162,7 +162,9 @@ def _images(cfg: Config, graph: "ModelProto", data: Path) -> "Iterator[NDArray[n
     yield from normalised_batches(images_NHWC, read_card_of_graph(graph), 1)
 
 
-def _compare(cfg: Config, model: Path, judged: "ModelProto", data: Path, provider: str) -> float:
+def _compare(
+    cfg: Config, model: Path, judged: "ModelProto", data: Path, batch_size: int, provider: str
+) -> float:
     """Return the signal-to-noise ratio in dB of the outputs of the FP16 graph on the calibration images."""
     import numpy as np
 
@@ -173,7 +175,7 @@ def _compare(cfg: Config, model: Path, judged: "ModelProto", data: Path, provide
 
     images_NHWC = open_chosen_images(data, "calibration", cfg.num_images)
     signal = noise = 0.0
-    run = partial(run_batches, images_NHWC=images_NHWC, batch_size=cfg.batch_size, provider=provider)
+    run = partial(run_batches, images_NHWC=images_NHWC, batch_size=batch_size, provider=provider)
     for exact, found in zip(run(read_graph(model)), run(judged), strict=True):
         signal += float(np.square(exact, dtype=np.float64).sum())
         noise += float(np.square(exact.astype(np.float64) - found).sum())

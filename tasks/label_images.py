@@ -115,10 +115,11 @@ def _label(
     from tasks.parts.data.dataset import LABEL_TYPES, open_images
     from tasks.parts.data.judge import answers_of
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
+    from tasks.parts.onnx_graphs.live_memory import images_that_fit
     from tasks.parts.onnx_graphs.predict import run_batches
 
     images_NHWC, card, start = open_images(data, split), read_card_of_graph(graph), 0
-    for outputs in run_batches(graph, images_NHWC, batch_size=cfg.batch_size):
+    for outputs in run_batches(graph, images_NHWC, batch_size=images_that_fit(graph, most=cfg.batch_size)):
         answers = answers_of(outputs, card)
         seen.add(answers)
         yield images_NHWC[start : start + len(answers)], answers.astype(LABEL_TYPES[card.task])

@@ -80,8 +80,8 @@ class Config:
     num_images: Annotated[int, AtLeast(1)]
     """Calibration images for the ranges of an equalized graph, as in quantize_ptq."""
     num_layer_images: Annotated[int, AtLeast(1)]
-    """Calibration images on which layers are compared to correct biases and round weights. More: better, slower, and
-    more memory."""
+    """Calibration images on which layers are compared to correct biases and round weights, fewer where their
+    activations do not fit into 512 MiB. More: better, slower, and more memory."""
     num_val_images: Annotated[int, AtLeast(0), "0 takes all"]
     """Validation images on which graphs are evaluated."""
     batch_size: Annotated[int, AtLeast(1)]
@@ -484,6 +484,8 @@ def _layer_batches(
     """Return the images on which layers are compared, drawn from all: the first ones may show a single class."""
     import numpy as np
 
-    num_drawn = min(cfg.num_layer_images, len(images_NHWC))
+    from tasks.parts.onnx_graphs.live_memory import images_that_fit
+
+    num_drawn = images_that_fit(graph, most=min(cfg.num_layer_images, len(images_NHWC)))
     drawn = np.sort(np.random.default_rng(_SEED).choice(len(images_NHWC), num_drawn, replace=False))
     return list(_batches(cfg, graph, images_NHWC[drawn]))

@@ -106,21 +106,15 @@ def test_own_network_with_an_own_metric_and_then_its_finished_weights_c5(space: 
     converted = space.run("python", "-m", "flows.convert_weights", "weights.pt", "weights.safetensors")
     assert f"{len(state)} tensors" in converted.stdout, converted.stderr
     trained = report(space, "train/baseline")
-    finished = ("train.baseline.checkpoint=weights.safetensors", "steps.pruning=false")
-    optimized(space, METRIC, *finished, "steps.quantize_aware_train=false")
+    network = space.path / "my_networks/gated.py"
+    network.write_text(network.read_text() + "# edited, not committed\n")
+    optimized(space, METRIC, "train.baseline.checkpoint=weights.safetensors", *FEW)
     imported = report(space, "import_checkpoint/baseline")
     assert imported["metric"] == trained["metric"] == "dice (own metric)"
     assert imported["val_score"] == pytest.approx(trained["val_score"])
     rows = json.loads((space.path / "artifacts/select_engine/engines.json").read_text())
-    assert {row["variant"] for row in rows} == {
-        "baseline",
-        *(f"baseline_{rung}" for rung in ("fp16", "ptq", "repaired", "partial")),
-    }
+    assert {row["variant"] for row in rows} == {"baseline", "baseline_ptq"}
 
-    network = space.path / "my_networks/gated.py"
-    network.write_text(network.read_text() + "# edited, not committed\n")
-    optimized(space, *FEW)
-    rows = json.loads((space.path / "artifacts/select_engine/engines.json").read_text())
     [engine] = [row for row in rows if (row["variant"], row["target"]) == ("baseline", "cpu_onnxruntime")]
     again = space.run("python", "-m", "flows.reproduce", engine["engine_sha256"])
     assert again.returncode == 1 and "holds other code of the network" in again.stderr, again.stderr

@@ -6,6 +6,9 @@ from onnx import ModelProto
 
 from tasks.parts.onnx_graphs.macs import sizes_of_one_image
 
+MAX_BYTES = 1 << 29
+"""Limit for the activations of the images that run at once; fewer images give the same answers."""
+
 
 def live_bytes(model: ModelProto) -> int:
     """Return the most bytes of activations that are alive at once for one image, in the order of the nodes.
@@ -29,6 +32,6 @@ def live_bytes(model: ModelProto) -> int:
     return most
 
 
-def images_that_fit(model: ModelProto, max_bytes: int, *, most: int) -> int:
+def images_that_fit(model: ModelProto, *, most: int, max_bytes: int = MAX_BYTES) -> int:
     """Return of how many images, at most `most` and one at least, the activations fit into so much memory."""
     return max(1, min(most, max_bytes // max(1, live_bytes(model))))

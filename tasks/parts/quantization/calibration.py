@@ -24,7 +24,7 @@ NUM_BINS = 2048
 _RANGE_OF_ZEROS = TensorRange(0.0, 1.0)
 _FEWEST_BINS = 128
 _BINS_PER_STEP = 8
-_MAX_BYTES = 1 << 30
+_MAX_BYTES = 1 << 29
 """Limit for the activations that are read at once; fewer images per run do not change the statistics."""
 
 

@@ -22,14 +22,12 @@ from tasks.parts.data.subsets import open_chosen_images
 from tasks.parts.onnx_graphs.graph import read_card_of_graph
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.int8_weights import weights_to_7_bits
-from tasks.parts.onnx_graphs.live_memory import images_that_fit
+from tasks.parts.onnx_graphs.live_memory import MAX_BYTES, images_that_fit
 from tasks.parts.onnx_graphs.predict import Agreement, agreement, run_batches
 from tasks.parts.onnx_graphs.variants import with_variants
 from tasks.parts.onnx_session import CPU_PROVIDER, open_session, run_session
 from tasks.parts.quantization.config import Activations
 
-_MAX_BYTES = 1 << 30
-"""Limit for the activations of the images that run at once; fewer images give the same answers."""
 _LOOKS = (4, 2)
 """A candidate is held against its rival behind a quarter and behind half of the images."""
 _SURE = 0.999
@@ -232,7 +230,7 @@ def open_evaluator(
 
     Raises ArtifactError when the graph has other classes than the data.
     """
-    batch_size = images_that_fit(graph, _MAX_BYTES // num_together, most=batch_size)
+    batch_size = images_that_fit(graph, most=batch_size, max_bytes=MAX_BYTES // num_together)
     images_NHWC = open_chosen_images(data, "val", num_images or None)
     judge = open_judge(data, "val", read_card_of_graph(graph), num_images=num_images or None)
     answers, results = None, []
