@@ -2,17 +2,17 @@
 
 Each layer gets two measures: the SQNR of its own output when its inputs are exact (one run of a graph that computes
 each layer twice covers all of them), and the change of the network's predictions when this layer alone runs in INT8
-(one pass over a subset of the validation images per layer, those with the lowest SQNR first). The cost of both grows
-linearly with the number of layers. If the graph of quantize_repaired holds the gates, quantize_partial needs no
-ranking, and nothing runs.
+(one pass over a subset of the validation images per layer, those with the lowest SQNR first). Of many layers, a few
+images tell which ones change the outputs most, and only these get their passes. If the graph of quantize_repaired
+holds the gates, quantize_partial needs no ranking, and nothing runs.
 """
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from tasks.core.bounds import AtLeast, LessThan, MoreThan
 from tasks.core.environment import versions
@@ -30,9 +30,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Measure = TypeVar("Measure")
+
 _NUM_TOGETHER = 8
 """Layers that are tried in one session, each alone in INT8. More: fewer passes over what is in front of all of them,
 more memory."""
+_MANY = 64
+"""With more layers than this, only those that change the outputs of a few images most are tried on all images."""
+_MOST = 32
+"""So many; quantize_partial takes the first ones only."""
+_FEW_IMAGES = 8
 
 
 @dataclass(frozen=True)
@@ -93,9 +100,10 @@ class Report:
     """Score of the float graph on the same validation images; None if nothing was ranked."""
     num_val_images: int
     num_passes: int
-    """Passes over the validation images: one per layer, and one in float."""
+    """Passes over the validation images: one per layer that was tried on all of them, and one in float."""
     layers: tuple[RankedLayer, ...]
-    """The layers, most sensitive first: by disagreement, then by SQNR; those without a disagreement last."""
+    """The layers, most sensitive first: by disagreement, then by SQNR. Those without a disagreement are last, by what
+    they change in the outputs of a few images, if that was tried, and by SQNR."""
     left_out: str
     """What was not ranked, and why; empty if nothing was left out."""
 
@@ -138,8 +146,12 @@ def rank_layers(cfg: Config, *, model: Path, ranges: Path, results: Path, data: 
     nodes = quantizable_nodes(graph, cfg.op_types)
     logger.info("rank_layers: %d layers of %s", len(nodes), model)
     sqnr_db = _own_sqnr_db(cfg, graph, known, data)
-    costs = _costs_alone(cfg, graph, known, evaluator, sorted(sqnr_db, key=sqnr_db.__getitem__), budget)
-    layers = _layers(graph, nodes, sqnr_db, costs)
+    alone = _Alone(cfg, graph, known, evaluator, budget)
+    names = sorted(sqnr_db, key=sqnr_db.__getitem__)
+    changes = alone.changes(names) if len(names) > _MANY else {}
+    order = sorted(names, key=lambda name: -changes.get(name, 0.0))
+    costs = alone.costs(order[:_MOST] if changes else order)
+    layers = _layers(graph, nodes, sqnr_db, costs, changes)
     write_table(out / "ranking.csv", layers)
     _plot_ranking(out / "ranking.png", layers)
     return Report(
@@ -148,7 +160,7 @@ def rank_layers(cfg: Config, *, model: Path, ranges: Path, results: Path, data: 
         len(evaluator.images_NHWC),
         len(costs) + 1,
         tuple(layers),
-        _cut_short(cfg, len(costs), len(nodes)) if budget.has_cut else "",
+        _left_out(cfg, len(costs), len(nodes), is_cut=budget.has_cut, is_screened=bool(changes)),
     )
 
 
@@ -178,11 +190,16 @@ def _metric(graph: "ModelProto", data: Path) -> str:
     return metric_name(read_manifest(data), read_card_of_graph(graph).task)
 
 
-def _cut_short(cfg: Config, num_measured: int, num_layers: int) -> str:
-    return (
-        f"time was up after {cfg.max_minutes:g} min (rank_layers.max_minutes): the {num_measured} of {num_layers} "
-        "layers with the lowest SQNR were tried in INT8, the others are ranked by SQNR alone"
-    )
+def _left_out(cfg: Config, num_measured: int, num_layers: int, *, is_cut: bool, is_screened: bool) -> str:
+    tried = f"{num_measured} of {num_layers} layers were tried in INT8 on all images"
+    if is_cut:
+        return (
+            f"time was up after {cfg.max_minutes:g} min (rank_layers.max_minutes): {tried}, the others are ranked by "
+            "a few images or by their own SQNR"
+        )
+    if is_screened:
+        return f"{tried}: those that change the outputs of {_FEW_IMAGES} images most; the others are ranked by these"
+    return ""
 
 
 def _layers(
@@ -190,6 +207,7 @@ def _layers(
     nodes: Sequence["NodeProto"],
     sqnr_db: Mapping[str, float],
     costs: Mapping[str, tuple[float, float] | None],
+    changes: Mapping[str, float],
 ) -> list[RankedLayer]:
     """Join the measures, most sensitive layer first."""
     from tasks.parts.onnx_graphs.graph import node_sources
@@ -211,7 +229,12 @@ def _layers(
                 disagreement=disagreement,
             )
         )
-    return sorted(layers, key=lambda layer: (-_known(layer.disagreement), layer.sqnr_db, layer.node))
+
+    def rank(layer: RankedLayer) -> tuple[float, float, float, str]:
+        change = changes.get(layer.node, 0.0) if layer.disagreement is None else 0.0
+        return -_known(layer.disagreement), -change, layer.sqnr_db, layer.node
+
+    return sorted(layers, key=rank)
 
 
 def _known(disagreement: float | None) -> float:
@@ -244,47 +267,74 @@ def _own_sqnr_db(
     return {node: sqnr_db(energies[signal_of[node]], energies[noise_of[node]]) for node in noise_of}
 
 
-def _costs_alone(
-    cfg: Config,
-    graph: "ModelProto",
-    ranges: Mapping[str, "TensorRange"],
-    evaluator: "GraphEvaluator",
-    names: Sequence[str],
-    budget: "TimeBudget",
-) -> dict[str, tuple[float, float] | None]:
-    """Return layer -> (drop of the network's score, disagreement) when this layer alone runs in INT8.
+class _Alone:
+    """Measures what each layer costs if it alone runs in INT8, some layers in one session."""
 
-    None for a layer whose graph does not run. Layers for which there is no time are missing.
-    """
-    from tasks.parts.onnx_graphs.foreign_branches import branching_nodes
-    from tasks.parts.progress import tracked
-    from tasks.parts.quantization.qdq import QdqInserter
+    def __init__(
+        self,
+        cfg: Config,
+        graph: "ModelProto",
+        ranges: Mapping[str, "TensorRange"],
+        evaluator: "GraphEvaluator",
+        budget: "TimeBudget",
+    ) -> None:
+        from tasks.parts.onnx_graphs.foreign_branches import branching_nodes
+        from tasks.parts.quantization.qdq import QdqInserter, quantizable_nodes
 
-    everything, inserter = set(names), QdqInserter(graph, ranges, op_types=cfg.op_types)
+        self._graph, self._evaluator, self._budget = graph, evaluator, budget
+        self._inserter = QdqInserter(graph, ranges, op_types=cfg.op_types)
+        self._names = {node.name for node in quantizable_nodes(graph, cfg.op_types)}
+        self._step = 1 if branching_nodes(graph) else _NUM_TOGETHER
 
-    def alone(name: str) -> "ModelProto":
-        return inserter.insert(everything - {name})
+    def costs(self, names: Sequence[str]) -> dict[str, tuple[float, float] | None]:
+        """Return layer -> (drop of the network's score, disagreement).
 
-    def evaluate(some: Sequence[str]) -> "Sequence[Evaluation | None]":
+        None for a layer whose graph does not run. Layers for which there is no time are missing.
+        """
+        base = self._evaluator.float_score
+        return {
+            name: None if found is None else (base - found.score, 1 - found.agreement)
+            for name, found in self._in_time(names, self._evaluate, "all images")
+        }
+
+    def changes(self, names: Sequence[str]) -> dict[str, float]:
+        """Return layer -> share of the energy of the outputs that it changes on a few images.
+
+        Layers whose graphs do not run, or for which there is no time, are missing.
+        """
+        found = self._in_time(names, self._change, f"{_FEW_IMAGES} images")
+        return {name: change for name, change in found if change is not None}
+
+    def _evaluate(self, some: Sequence[str]) -> "list[Evaluation]":
+        if len(some) > 1:
+            return self._evaluator.evaluate_together(self._graph, self._graph_of, some)
+        return [self._evaluator.evaluate(self._graph_of(some[0]))]
+
+    def _change(self, some: Sequence[str]) -> list[float]:
+        return self._evaluator.noise_together(self._graph, self._graph_of, some, _FEW_IMAGES)
+
+    def _graph_of(self, name: str) -> "ModelProto":
+        return self._inserter.insert(self._names - {name})
+
+    def _in_time(
+        self, names: Sequence[str], measure: "Callable[[Sequence[str]], Sequence[Measure]]", images: str
+    ) -> "Iterator[tuple[str, Measure | None]]":
+        from tasks.parts.progress import tracked
+
+        chunks = [names[start : start + self._step] for start in range(0, len(names), self._step)]
+        for chunk in tracked(chunks, f"rank_layers ({self._step} layers at a time, {images})", self._budget):
+            yield from zip(chunk, self._if_it_runs(chunk, measure), strict=True)
+
+    def _if_it_runs(
+        self, some: Sequence[str], measure: "Callable[[Sequence[str]], Sequence[Measure]]"
+    ) -> "list[Measure | None]":
         try:
-            if len(some) > 1:
-                return evaluator.evaluate_together(graph, alone, some)
-            return [evaluator.evaluate(alone(some[0]))]
+            return [*measure(some)]
         except BuildFailed as error:
             if len(some) > 1:
-                return [found for name in some for found in evaluate([name])]
+                return [found for name in some for found in self._if_it_runs([name], measure)]
             logger.warning("rank_layers: %s alone in INT8 is left out: %s", some[0], error)
             return [None]
-
-    costs: dict[str, tuple[float, float] | None] = {}
-    step = 1 if branching_nodes(graph) else _NUM_TOGETHER
-    chunks = [names[start : start + step] for start in range(0, len(names), step)]
-    for chunk in tracked(chunks, f"rank_layers ({step} layers at a time)", budget):
-        for name, found in zip(chunk, evaluate(chunk), strict=True):
-            costs[name] = (
-                None if found is None else (evaluator.float_score - found.score, 1 - found.agreement)
-            )
-    return costs
 
 
 def _plot_ranking(path: Path, layers: Sequence[RankedLayer]) -> None:

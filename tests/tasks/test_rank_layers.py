@@ -90,7 +90,7 @@ def test_layers_without_time_are_ranked_by_their_noise_b1(
     assert report.layers[0].node == unbalanced.node
     assert all(layer.disagreement is layer.score_drop is None for layer in report.layers)
     assert [layer.sqnr_db for layer in report.layers] == sorted(layer.sqnr_db for layer in report.layers)
-    assert "rank_layers (8 layers at a time): time is up after 0 of " in caplog.text
+    assert "rank_layers (8 layers at a time, all images): time is up after 0 of " in caplog.text
     assert {layer.node for layer in report.layers} == {layer.node for layer in ranked[0].layers}
 
 
@@ -105,6 +105,23 @@ def test_layers_that_are_tried_in_one_session_cost_what_each_costs_in_its_own_b1
         evaluation = evaluator.evaluate(alone)
         assert layer.disagreement == pytest.approx(1 - evaluation.agreement, abs=1e-3)
         assert layer.score_drop == pytest.approx(evaluator.float_score - evaluation.score, abs=1e-3)
+
+
+def test_of_many_layers_those_that_change_the_outputs_most_are_tried_on_all_images(
+    ranked: tuple[Report, Path], unbalanced: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.rank_layers._MANY", len(ranked[0].layers) - 1)
+    monkeypatch.setattr("tasks.rank_layers._MOST", 6)
+    report = rank(unbalanced, tmp_path)
+    assert report.num_passes == 7
+    assert report.left_out.startswith(
+        f"6 of {len(ranked[0].layers)} layers were tried in INT8 on all images: those"
+    )
+    known = {layer.node: layer for layer in ranked[0].layers}
+    assert report.layers[:6] == tuple(known[layer.node] for layer in report.layers[:6])
+    assert {layer.node for layer in ranked[0].layers[:3]} <= {layer.node for layer in report.layers[:6]}
+    assert all(layer.disagreement is None for layer in report.layers[6:])
+    assert {layer.node for layer in report.layers} == known.keys()
 
 
 def test_macs_are_those_of_an_independent_count(workshop: Any) -> None:

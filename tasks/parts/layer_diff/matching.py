@@ -28,9 +28,9 @@ class Match:
 def match_tensors(graph: ModelProto, variant: ModelProto) -> Match:
     """Match by name, through fusions.
 
-    A tensor that the variant quantizes is compared after its DequantizeLinear. An int8 convolution that is read only
-    by activations is compared together with the activation: reading the tensor between them would prevent the fused
-    int8 kernel. Raises ArtifactError for graphs that have no names in common.
+    A tensor that the variant quantizes, or computes as integers, is compared after its DequantizeLinear. An int8
+    convolution that is read only by activations is compared together with the activation: reading the tensor between
+    them would prevent the fused int8 kernel. Raises ArtifactError for graphs that have no names in common.
     """
     readers: dict[str, list[NodeProto]] = {}
     for node in variant.graph.node:
@@ -38,10 +38,12 @@ def match_tensors(graph: ModelProto, variant: ModelProto) -> Match:
             readers.setdefault(name, []).append(node)
     makers = {name: node for node in variant.graph.node for name in node.output}
     dequantizers = {name for name, node in makers.items() if node.op_type == "DequantizeLinear"}
+    integers = _integers(variant)
 
     def dequantised(name: str) -> str | None:
-        for quantize in (node for node in readers.get(name, []) if node.op_type == "QuantizeLinear"):
-            for reader in readers.get(quantize.output[0], []):
+        quantizers = [node.output[0] for node in readers.get(name, []) if node.op_type == "QuantizeLinear"]
+        for quantized in [name] if name in integers else quantizers:
+            for reader in readers.get(quantized, []):
                 if reader.op_type == "DequantizeLinear":
                     return str(reader.output[0])
         return None
@@ -65,7 +67,7 @@ def match_tensors(graph: ModelProto, variant: ModelProto) -> Match:
             names[name] = twin
         elif name in makers and is_fused(name):
             fused[name] = readers[name][0].output[0]
-        elif name in makers:
+        elif name in makers and name not in integers:
             names[name] = name
     if len(names) < 2:
         raise ArtifactError(
@@ -110,6 +112,11 @@ def _activations(graph: ModelProto) -> Iterator[str]:
             yield node.output[0]
 
 
+def _integers(graph: ModelProto) -> set[str]:
+    """Return the tensors of 8 bits; a MaxPool of integers has the name that it has in the float graph."""
+    return {name for name, kind in _types(graph).items() if kind in (TensorProto.INT8, TensorProto.UINT8)}
+
+
 def _types(graph: ModelProto) -> dict[str, int]:
     inferred = read_shapes(graph)
     values = [*inferred.value_info, *inferred.input, *inferred.output]
@@ -140,11 +147,13 @@ def add_exact_twins(
     if opsets[0] != opsets[1]:
         return twinned, {}
     makers = {name: node for node in variant.graph.node for name in node.output}
-    types = _types(variant)
+    types, integers = _types(variant), _integers(variant)
     own = makers.keys() | {tensor.name for tensor in variant.graph.initializer}
     halves = [name for name in names if types.get(name) == TensorProto.FLOAT16]
     # Of two versions of an exact input, use the one in the variant's own precision.
-    exact = {name: f"{_PREFIX}{name}:half" if name in halves else name for name in names}
+    exact = {
+        name: f"{_PREFIX}{name}:half" if name in halves else name for name in names if name not in integers
+    }
     added = [helper.make_node("Cast", [name], [exact[name]], to=TensorProto.FLOAT16) for name in halves]
     for node in variant.graph.node:
         twin = NodeProto()
@@ -159,7 +168,7 @@ def add_exact_twins(
         constant.name = f"{_PREFIX}{tensor.name}"
     noise_of = {}
     for name in names:
-        counterpart = name if name in makers else names[name]
+        counterpart = name if name in makers and name not in integers else names[name]
         if counterpart not in makers or name == graph.graph.input[0].name:
             continue
         real, difference, noise = (f"{_PREFIX}{name}:{what}" for what in ("real", "difference", "noise"))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from tasks.parts.cpu import int8_sums_saturate
-from tasks.parts.data.comparison import ImageResults, energy, score_loss
+from tasks.parts.data.comparison import ImageResults, energies, energy, score_loss
 from tasks.parts.data.dataset import normalised_batches
 from tasks.parts.data.judge import Judge, answers_of, open_judge
 from tasks.parts.data.lazy_array import part_of
@@ -158,6 +158,28 @@ class GraphEvaluator:
             ):
                 evaluations.append(Evaluation(results, share, activations))
         return [min(evaluations, key=self.rank) for evaluations in found]
+
+    def noise_together(
+        self, model: ModelProto, make: Callable[[str], ModelProto], names: Sequence[str], num_images: int
+    ) -> list[float]:
+        """Return what share of the energy of the outputs each graph of `evaluate_together` changes, on a few images.
+
+        They are spread over the split; of several types of activations the one that changes most counts. Raises
+        BuildFailed if one of the graphs does not run.
+        """
+        rows_N = np.unique(np.linspace(0, len(self.images_NHWC) - 1, num_images).astype(np.int64))
+        images_NHWC, kinds = part_of(self.images_NHWC, rows_N), []
+        for activations in self.activations:
+            merged, outputs = with_variants(
+                model, [model, *(with_activations(make(name), activations) for name in names)]
+            )
+            card, session = read_card_of_graph(merged), open_session(merged, provider=self.provider)
+            totals = np.zeros((len(names), 2))
+            for images_NCHW in normalised_batches(images_NHWC, card, self.batch_size):
+                exact, *found = run_session(session, outputs, {session.get_inputs()[0].name: images_NCHW})
+                totals += [[part.sum() for part in energies(values, exact)] for values in found]
+            kinds.append([noise / signal if signal else float(noise > 0) for signal, noise in totals])
+        return [max(shares) for shares in zip(*kinds, strict=True)]
 
     def _answers_together(
         self, merged: ModelProto, outputs: Sequence[str]

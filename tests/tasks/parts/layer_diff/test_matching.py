@@ -110,3 +110,28 @@ def test_levels_that_a_fused_engine_shows_stand_for_the_dequantised_tensor(works
     np.testing.assert_array_equal(shown, found[twin])
     assert named_as({name: twin}, variant, {name: found[name]}).keys() == {twin}
     assert named_as({name: twin}, variant, {"Reformatted Output Tensor 0": found[name]}) == {}
+
+
+def test_pooling_of_integers_is_compared_behind_its_dequantizer():
+    """Files of integer operators pool levels; their float form has the values under the same name."""
+    head = (
+        '<ir_version: 10, opset_import: ["" : 20]> g (float[N, 2, 4, 4] image) => (float[N, 2, 2, 2] logits)'
+    )
+    pool = "MaxPool<kernel_shape=[2, 2], strides=[2, 2]>"
+    graph = onnx.parser.parse_model(f"{head} {{ a = Relu(image) pooled = {pool}(a) logits = Neg(pooled) }}")
+    variant = onnx.parser.parse_model(
+        f"{head} <float scale = {{0.5}}, uint8 zero = {{0}}> {{ a = Relu(image) "
+        f"levels = QuantizeLinear(a, scale, zero) pooled = {pool}(levels) "
+        "real = DequantizeLinear(pooled, scale, zero) logits = Neg(real) }"
+    )
+    for model in (graph, variant):
+        for number, node in enumerate(model.graph.node):
+            node.name = f"{node.op_type}_{number}"
+    match = match_tensors(graph, variant)
+    assert match.names["pooled"] == "real"
+    twinned, noise_of = add_exact_twins(graph, variant, match.names)
+    images_NCHW = np.random.default_rng(0).uniform(0, 9, (1, 2, 4, 4)).astype(np.float32)
+    found = run(mark(twinned, [noise_of["pooled"]]), [noise_of["pooled"]], images_NCHW)
+    pooled = images_NCHW.reshape(1, 2, 2, 2, 2, 2).max(axis=(3, 5))
+    noise = np.square(pooled - np.round(pooled / 0.5) * 0.5).sum()
+    assert found[noise_of["pooled"]] == pytest.approx(noise, rel=1e-4)

@@ -61,6 +61,6 @@ def test_the_memory_of_one_image_is_that_of_the_tensors_alive_at_once_b1(batch: 
     """While `third` is computed, `first` waits for the sum, and `second` is read."""
     one = 2 * 16 * 16 * 4
     assert live_bytes(chain(size=16, batch=batch)) == 3 * one
-    assert images_that_fit(chain(size=16), 7 * 3 * one, most=32) == 7
-    assert images_that_fit(chain(size=16), 1, most=32) == 1
-    assert images_that_fit(chain(size=16), 1 << 30, most=32) == 32
+    assert images_that_fit(chain(size=16), most=32, max_bytes=7 * 3 * one) == 7
+    assert images_that_fit(chain(size=16), most=32, max_bytes=1) == 1
+    assert images_that_fit(chain(size=16), most=32) == 32
