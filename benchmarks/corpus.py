@@ -84,6 +84,8 @@ SIDE_DRAWN = 256
 NUM_ROUNDS = 15
 TOOL_S = 180.0
 """Seconds for each of the other tools."""
+GATE_DB = 17.0
+"""What max_score_rel_loss=0.02 asks of values: noise of at most 2 % of the signal."""
 NEAR_DB = 3.0
 """An INT8 engine is good if its logits are within this of the best of the other tools."""
 
@@ -426,7 +428,8 @@ def is_honest(row: Row, target: str) -> bool | None:
     """Say whether a network has a good INT8 engine on a target (True), or a refusal that is right (None).
 
     Good: an engine that may be picked, with logits within NEAR_DB of those of the best of the other tools. A
-    refusal is right where those fail, or are slower than float. Anything else is False.
+    refusal is right where each of those fails, is slower than float, or is beyond the gate too. Anything else is
+    False.
     """
     tools = [found for found in row["graphs"] if found["target"] == target and found["name"] in TOOLS]
     ours = [found for found in row["graphs"] if found["target"] == target and found["name"] not in TOOLS]
@@ -438,8 +441,10 @@ def is_honest(row: Row, target: str) -> bool | None:
     best_db = max((found["logits_db"] for found in tools if not found["fault"]), default=-math.inf)
     if any(found["name"] in accepted and found["logits_db"] >= best_db - NEAR_DB for found in ours):
         return True
-    is_slow = all(found["fault"] or found["time_vs_float"] >= 1 for found in tools)
-    return None if is_slow else False
+    fail_too = all(
+        found["fault"] or found["time_vs_float"] >= 1 or found["logits_db"] < GATE_DB for found in tools
+    )
+    return None if fail_too else False
 
 
 def page(record: Row) -> str:
@@ -484,7 +489,8 @@ _HOW_TO_READ = f"""How to read it:
   mixed preset in OpenVINO; `-` where the tool failed.
 - *pick*: what `select_engine` would ship; `float` where INT8 is slower or loses too much.
 - A good INT8 engine is one that may be picked and whose logits are within {NEAR_DB:.0f} dB of the tool's. A refusal
-  is right where the tool fails too or is slower than float.
+  is right where the tool fails too: its file does not run, is slower than float, or is below the {GATE_DB:.0f} dB
+  that the gate of 2 % (`max_score_rel_loss`) asks of both.
 - The last column: minutes from file to pick with all tools, on a machine that others used, and the largest resident
   memory of a stage.
 """

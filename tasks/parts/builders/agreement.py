@@ -16,6 +16,8 @@ from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 
 NUM_PROBE_IMAGES = 4
+NUM_MORE_IMAGES = 32
+"""Images that tell how large values usually are: for some images a network may answer hardly anything."""
 _MAX_BYTES = 1 << 30
 """Memory that the logits of one inference, or their comparison, may take."""
 _BYTES_PER_LOGIT, _BYTES_PER_COMPARED = 8, 24
@@ -81,22 +83,28 @@ def _groups(
         yield drawn[first : first + size], found[first : first + size]
 
 
-def _agreement_db(expected_NCHW: FloatArray, drawn: NDArray[np.intp], found_NCHW: FloatArray) -> float:
-    """Return the lowest signal-to-noise ratio of groups of images against what is expected of those drawn."""
+def _agreement_db(
+    expected_NCHW: FloatArray, drawn: NDArray[np.intp], found_NCHW: FloatArray, usual_power: float
+) -> float:
+    """Return the lowest signal-to-noise ratio of groups of images against what is expected of those drawn.
+
+    A signal has at least the usual power: where a network answers next to nothing, noise is all there is.
+    """
     size = max(1, min(NUM_PROBE_IMAGES, _MAX_BYTES // (_BYTES_PER_COMPARED * expected_NCHW[0].size)))
     return min(
-        difference(expected_NCHW[some], found).sqnr_db for some, found in _groups(drawn, found_NCHW, size)
+        difference(expected_NCHW[some], found, usual_power).sqnr_db
+        for some, found in _groups(drawn, found_NCHW, size)
     )
 
 
-def read_probe_images(file: Path, card: InputCard) -> FloatArray:
+def read_probe_images(file: Path, card: InputCard, most: int = NUM_PROBE_IMAGES) -> FloatArray:
     """Return the frames of `read_probe_frames`, normalised for a model."""
     from tasks.parts.data.dataset import normalise
 
-    return normalise(read_probe_frames(file, card), card.mean, card.std)
+    return normalise(read_probe_frames(file, card, most), card.mean, card.std)
 
 
-def read_probe_frames(file: Path, card: InputCard) -> NDArray[np.uint8]:
+def read_probe_frames(file: Path, card: InputCard, most: int = NUM_PROBE_IMAGES) -> NDArray[np.uint8]:
     """Return a few images of a .npy file, uint8 [N, H, W, C], evenly spread over it.
 
     They are calibration images, because beyond the calibrated ranges a right INT8 engine may keep what its graph
@@ -112,7 +120,7 @@ def read_probe_frames(file: Path, card: InputCard) -> NDArray[np.uint8]:
             f"{file}: holds {images_NHWC.dtype} {images_NHWC.shape}, expected one or more images uint8 {expected}, "
             "which the model reads. Give build_engine the calibration images of the model's data set (prepare_data)."
         )
-    indices = np.unique(np.linspace(0, len(images_NHWC) - 1, NUM_PROBE_IMAGES).astype(int))
+    indices = np.unique(np.linspace(0, len(images_NHWC) - 1, most).astype(int))
     frames_NHWC: NDArray[np.uint8] = images_NHWC[indices]
     return frames_NHWC
 
@@ -124,6 +132,7 @@ def measure_agreement(
     file: Path,
     *,
     is_int8: bool = False,
+    usual_power: float = 0.0,
 ) -> tuple[float, str]:
     """Return the engine's lowest signal-to-noise ratio against the expected logits, and its provider.
 
@@ -140,7 +149,7 @@ def measure_agreement(
             for drawn in _joined(draws, most):
                 logits_NCHW = np.concatenate([runner.infer(images_NCHW[one]) for one in drawn])
                 _check_logits(logits_NCHW, target, card)
-                found_db = _agreement_db(expected_NCHW, np.concatenate(drawn), logits_NCHW)
+                found_db = _agreement_db(expected_NCHW, np.concatenate(drawn), logits_NCHW, usual_power)
                 agreements_db[batch] = min(found_db, agreements_db.get(batch, found_db))
         provider = runner.describe().provider
     worst = min(agreements_db, key=agreements_db.__getitem__)
@@ -164,7 +173,14 @@ def measure_agreement(
 
 
 def compare_answers(
-    frames_NHWC: NDArray[np.uint8], manifest: EngineManifest, file: Path, plain: EngineManifest, twin: Path
+    frames_NHWC: NDArray[np.uint8],
+    manifest: EngineManifest,
+    file: Path,
+    plain: EngineManifest,
+    twin: Path,
+    *,
+    is_int8: bool = False,
+    usual_power: float = 0.0,
 ) -> float | None:
     """Return the share of the answers of an engine on frames that equal those of its plain twin; None for values.
 
@@ -185,8 +201,11 @@ def compare_answers(
         engine = on_frames(runner)
         answers = [engine.answer(frames_NHWC[one]) for one in drawn]
     if manifest.card.task is Task.values:
-        agreement_db = min(_agreement_db(logits, *pair) for pair in zip(drawn, answers, strict=True))
-        floor_db = manifest.target.min_agreement_db
+        agreement_db = min(
+            _agreement_db(logits, *pair, usual_power) for pair in zip(drawn, answers, strict=True)
+        )
+        target = manifest.target
+        floor_db = target.min_agreement_int8_db if is_int8 else target.min_agreement_db
         if agreement_db < floor_db:
             raise BuildFailed(
                 f"Target {manifest.target.name}: the engine that reads {manifest.target.reads} agrees with the one "

@@ -113,15 +113,15 @@ def _prove(
     plain = replace(manifest, target=target.plain)
     if twin is not built:
         plain = new_manifest(target.plain, manifest.runtime_version, source.card, file=twin.file)
-    agreement_db, provider = measure_agreement(
-        source.compute_logits(target), source.images_NCHW, plain, twin.file, is_int8=source.is_quantized
-    )
+    logits_NCHW = source.compute_logits(target)
+    how: dict[str, Any] = {"is_int8": source.is_quantized, "usual_power": source.usual_power}
+    agreement_db, provider = measure_agreement(logits_NCHW, source.images_NCHW, plain, twin.file, **how)
     answers_agreement = None
     if twin is not built:
         plain = replace(plain, precisions=twin.precisions, provider=provider)
         publish(plain, twin.file.parent, source.count_layers())
         frames_NHWC = read_probe_frames(images, source.card)
-        answers_agreement = compare_answers(frames_NHWC, manifest, built.file, plain, twin.file)
+        answers_agreement = compare_answers(frames_NHWC, manifest, built.file, plain, twin.file, **how)
     executed = None
     if built.graph is not None and built.layers:
         layers = join_nodes(built.layers, built.graph)

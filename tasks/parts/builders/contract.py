@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tasks.core.errors import ArtifactError, BuildFailed
-from tasks.parts.builders.agreement import read_probe_images
+from tasks.parts.builders.agreement import NUM_MORE_IMAGES, read_probe_images
 from tasks.parts.builders.report import NO_LAYERS, LayerCounts, count_layers
 from tasks.parts.custom_operators import domains_of
-from tasks.parts.data.input_card import InputCard
+from tasks.parts.data.input_card import InputCard, Task
 from tasks.parts.engines.manifest import EngineLayer, FloatArray, Precisions
 from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.engines.target import Target
@@ -52,7 +52,10 @@ class GraphSource:
     """Card stored in the graph."""
     images_NCHW: FloatArray
     """Images to try the engine on, normalised."""
+    more_NCHW: FloatArray | None = None
+    """Further images, which tell how large answers usually are; None for classes, whose logits always have a size."""
     _logits: "list[FloatArray]" = field(default_factory=list, init=False, repr=False, compare=False)
+    _powers: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
     _rewritten: "dict[tuple[str, ...], ModelProto]" = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -72,7 +75,15 @@ class GraphSource:
             name = session.get_inputs()[0].name
             runs = [session.run(None, {name: image[None]})[0] for image in self.images_NCHW]
             self._logits.append(np.concatenate(runs))
+            if self.more_NCHW is not None:
+                more = [session.run(None, {name: image[None]})[0] for image in self.more_NCHW]
+                self._powers.append(float(np.mean([np.square(run, dtype=np.float64).mean() for run in more])))
         return self._logits[0]
+
+    @property
+    def usual_power(self) -> float:
+        """Mean square of the answers for `more_NCHW`, known once the logits are; 0 without these images."""
+        return self._powers[0] if self._powers else 0.0
 
     def rewritten(self, target: Target) -> "ModelProto":
         """Return a copy with the target's rewrites, each of which computes the same on some of the images.
@@ -106,6 +117,7 @@ class GraphSource:
 
         light = replace(self, graph=light_copy(self.graph))
         light._logits.append(self.compute_logits(target))
+        light._powers.extend(self._powers)
         return light
 
     @property
@@ -136,6 +148,8 @@ class CheckpointSource:
     """Card stored in the checkpoint."""
     images_NCHW: FloatArray
     """Images to try the engine on, normalised."""
+    usual_power: float = 0.0
+    """Not asked for: its networks give classes."""
     is_quantized: bool = False
     """Whether its network holds Q/DQ pairs; no checkpoint does."""
 
@@ -180,7 +194,8 @@ def read_source(target: Target, file: Path, images: Path) -> GraphSource | Check
         graph = read_graph(file)
         name_nodes(graph)
         card = read_card_of_graph(graph)
-        return GraphSource(file, graph, card, read_probe_images(images, card))
+        more = read_probe_images(images, card, NUM_MORE_IMAGES) if card.task is Task.values else None
+        return GraphSource(file, graph, card, read_probe_images(images, card), more)
     if file.suffix == ".onnx":
         raise ArtifactError(
             f"{file}: an ONNX graph, expected a .safetensors checkpoint: target {target.name} of runtime "

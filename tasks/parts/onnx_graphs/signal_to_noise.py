@@ -26,8 +26,8 @@ class Difference:
     """Signal-to-noise ratio in dB; 200 means that the logits are equal."""
 
 
-def difference(expected: "NDArray[Any]", found: "NDArray[Any]") -> Difference:
-    """Compare the logits of one batch."""
+def difference(expected: "NDArray[Any]", found: "NDArray[Any]", least_power: float = 0.0) -> Difference:
+    """Compare the logits of one batch; the signal counts with this mean square at least."""
     import numpy as np
 
     signal = expected.astype(np.float64)
@@ -35,7 +35,7 @@ def difference(expected: "NDArray[Any]", found: "NDArray[Any]") -> Difference:
     return Difference(
         batch_size=len(expected),
         max_abs=float(np.abs(noise).max()),
-        sqnr_db=sqnr_db(float((signal**2).mean()), float((noise**2).mean())),
+        sqnr_db=sqnr_db(max(least_power, float((signal**2).mean())), float((noise**2).mean())),
     )
 
 
