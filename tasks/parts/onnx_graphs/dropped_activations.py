@@ -5,6 +5,7 @@ below becomes 0. ONNX Runtime's quantizer therefore removes the Relu or Clip in 
 the pair, or gives it symmetric levels, has to put the function back.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ _KEEPS_SIGN = MOVES_VALUES | {
     "ReduceMean",
     "ReduceSum",
 }
+_AT_LEAST_MINUS_ONE = frozenset({"Erf", "Tanh", "Cos", "Sin"})
 _KEEPS_SIGN_OF_ALL = frozenset({"Add", "Concat", "Mul"})
 _RELU6_END = 6.0
 
@@ -36,7 +38,7 @@ def write_dropped_activations(model: ModelProto) -> int:
     graph = model.graph
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     images = {value.name for value in graph.input}
-    never_negative: set[str] = set()
+    never_negative: set[str] = _one_more_than_its_least(graph.node, constants)
     nodes: list[NodeProto] = []
     num_written = 0
     for node in graph.node:
@@ -56,6 +58,25 @@ def write_dropped_activations(model: ModelProto) -> int:
         del graph.node[:]
         graph.node.extend(written)
     return num_written
+
+
+def _one_more_than_its_least(nodes: Sequence[NodeProto], constants: dict[str, NDArray[Any]]) -> set[str]:
+    """Return the sums of 1 and what is -1 at least, such as 1 + erf in a GELU, also through pairs."""
+    ones = {name for name, values in constants.items() if values.size and bool((values >= 1).all())}
+    bounded: set[str] = set()
+    sums: set[str] = set()
+    for node in nodes:
+        if node.op_type in _AT_LEAST_MINUS_ONE:
+            bounded.update(node.output)
+        elif node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            for names in (ones, bounded):
+                if node.input[0] in names:
+                    names.update(node.output)
+        elif node.op_type == "Add" and any(
+            one in bounded and other in ones for one, other in (node.input, reversed(node.input))
+        ):
+            sums.update(node.output)
+    return sums
 
 
 def _starts_at_zero(zero_point: NDArray[Any]) -> bool:
