@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LARGEST_FP16 = 65504.0
+_PRECISIONS = 3
+"""Versions of an activation that are alive at once where FP16 is computed in float32: exact, rounded, cast back."""
 
 
 class Method(StrEnum):
@@ -103,7 +105,12 @@ def convert_precision(cfg: Config, *, model: Path, data: Path, out: Path) -> Rep
         raise ArtifactError(f"{model}: already has Q/DQ, expected the float graph of export_onnx.")
     provider = judging_provider()
     evaluator = open_evaluator(
-        graph, data, num_images=cfg.num_val_images, batch_size=cfg.batch_size, provider=provider
+        graph,
+        data,
+        num_images=cfg.num_val_images,
+        batch_size=cfg.batch_size,
+        provider=provider,
+        num_together=_PRECISIONS,
     )
     kept = find_float32_nodes(
         graph,
