@@ -47,7 +47,7 @@ from flows.params import compose_params, write_params
 from flows.pipeline import RecordedStages, run_pipeline
 from flows.stage_task import stage_command
 from tasks.core.config import PARAMS_FILE, read_params
-from tasks.core.errors import EnginewrightError, first_line
+from tasks.core.errors import BuildFailed, EnginewrightError, first_line
 from tasks.core.execute import ARTIFACTS
 from tasks.core.fingerprint import file_md5
 from tasks.parts.builders.graph_rewrites import rewrite_for
@@ -361,7 +361,7 @@ def read_engines(workspace: Path) -> list[Row]:
 def compare_graphs(workspace: Path, folder: Path, deadline: float) -> list[Row]:
     """Return signal-to-noise ratio and time against float of our INT8 graphs and those of the other tools, by target.
 
-    A tool that fails has a row with the reason.
+    A graph that a runtime refuses, and a tool that fails, has a row with the reason.
     """
     params = read_params(workspace / PARAMS_FILE)
     graph, data = (workspace / params["pipeline"][name] for name in ("reference_graph", "data"))
@@ -377,7 +377,10 @@ def compare_graphs(workspace: Path, folder: Path, deadline: float) -> list[Row]:
         first_of = {file_md5(file): name for name, file in reversed(files.items())}
         networks: dict[str, Network] = {FLOAT: opened(graph, target, workspace)}
         for name in reversed(first_of.values()):
-            networks[name] = opened(files[name], target, workspace)
+            try:
+                networks[name] = opened(files[name], target, workspace)
+            except BuildFailed as error:
+                rows.append({"name": name, "target": target, "fault": first_line(error)})
         for name in TOOLS:
             if PEERS[name].target == target:
                 row: Row = {"name": name, "target": target, "fault": ""}
@@ -439,7 +442,10 @@ def is_honest(row: Row, target: str) -> bool | None:
         if engine["target"] == target and engine["verdict"] in ("ACCEPT", "NOT_FASTER", "INCONCLUSIVE")
     }
     best_db = max((found["logits_db"] for found in tools if not found["fault"]), default=-math.inf)
-    if any(found["name"] in accepted and found["logits_db"] >= best_db - NEAR_DB for found in ours):
+    if any(
+        not found["fault"] and found["name"] in accepted and found["logits_db"] >= best_db - NEAR_DB
+        for found in ours
+    ):
         return True
     fail_too = all(
         found["fault"] or found["time_vs_float"] >= 1 or found["logits_db"] < GATE_DB for found in tools
