@@ -91,6 +91,10 @@ def _is_never_negative(node: NodeProto, known: set[str], constants: dict[str, ND
     reads_none = bool(node.input) and node.input[0] in known
     if node.op_type == "QuantizeLinear":
         return reads_none or _starts_at_zero(_zero_point(node, constants))
+    if node.op_type == "DequantizeLinear" and node.input[0] in constants:
+        zero_point = constants.get(node.input[2]) if len(node.input) > 2 else np.zeros((), np.int8)
+        is_one = zero_point is not None and zero_point.size == 1
+        return is_one and bool((constants[node.input[0]] >= zero_point).all())
     if node.op_type == "Clip":
         low = next((item.f for item in node.attribute if item.name == "min"), None)  # before opset 11
         if len(node.input) > 1 and node.input[1] in constants:

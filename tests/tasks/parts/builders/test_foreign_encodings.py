@@ -202,12 +202,15 @@ def test_pairs_of_other_types_stay_as_they_are_a2() -> None:
 
 
 @pytest.mark.parametrize(("added", "num_written"), [(1.0, 0), (0.5, 1)])
-def test_one_plus_erf_needs_no_relu(added: float, num_written: int) -> None:
+def test_half_of_one_plus_erf_needs_no_relu(added: float, num_written: int) -> None:
     """A Relu inside a GELU keeps runtimes from fusing it."""
     model = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 20]> g (float[N, 4] x) => (float[N, 4] y) '
-        f"<float one = {{{added}}}, float scale = {{0.0079}}, int8 middle = {{0}}, uint8 least = {{0}}> {{ "
+        f"<float one = {{{added}}}, float scale = {{0.0079}}, int8 middle = {{0}}, uint8 least = {{0}}, "
+        "uint8 levels = {63}> { "
         "e = Erf(x) el = QuantizeLinear(e, scale, middle) ed = DequantizeLinear(el, scale, middle) "
-        "s = Add(ed, one) sl = QuantizeLinear(s, scale, least) y = DequantizeLinear(sl, scale, least) }"
+        "s = Add(ed, one) sl = QuantizeLinear(s, scale, least) sd = DequantizeLinear(sl, scale, least) "
+        "half = DequantizeLinear(levels, scale, least) m = Mul(sd, half) "
+        "ml = QuantizeLinear(m, scale, least) y = DequantizeLinear(ml, scale, least) }"
     )
     assert write_dropped_activations(model) == num_written
