@@ -14,9 +14,8 @@ def test_chains_are_measured_once_and_kept_b1(tmp_path: Path) -> None:
     results = tmp_path / "graph_scale.json"
     arguments = ["--chains", "19", "--without-export", "--results", str(results)]
     command = [sys.executable, "-m", "benchmarks.graph_scale", *arguments]
-    subprocess.run(
-        command, check=True
-    )  # each measurement begins with a collection of garbage: few objects are fast
+    # Each measurement begins with a collection of garbage, which is slow among the objects of other tests.
+    subprocess.run(command, check=True)
     record = json.loads(results.read_text())
     [row] = record["rows"]
     assert row["num_nodes"] == 19

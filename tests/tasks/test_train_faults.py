@@ -117,7 +117,7 @@ def test_data_workers_are_named_when_killed_and_end_with_the_training(workspace:
     check_all_end(descendants)
     check_only_resume_is_left(workspace)
 
-    for end in (signal.SIGINT, signal.SIGKILL):
+    for end in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         process, descendants = start(workspace)
         for child in descendants if end == signal.SIGINT else []:
             if os.getpgid(child.pid) == os.getpgid(process.pid):  # those to which a terminal sends Ctrl-C
