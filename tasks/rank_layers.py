@@ -300,8 +300,11 @@ class _Alone:
     def changes(self, names: Sequence[str]) -> dict[str, float]:
         """Return layer -> share of the energy of the outputs that it changes on a few images.
 
-        Layers whose graphs do not run, or for which there is no time, are missing.
+        Layers whose graphs do not run, or for which there is no time, are missing, and all of a graph with branches,
+        whose variants share no session.
         """
+        if self._step == 1:
+            return {}
         found = self._in_time(names, self._change, f"{_FEW_IMAGES} images")
         return {name: change for name, change in found if change is not None}
 

@@ -124,6 +124,16 @@ def test_of_many_layers_those_that_change_the_outputs_most_are_tried_on_all_imag
     assert {layer.node for layer in report.layers} == known.keys()
 
 
+def test_every_layer_of_a_graph_with_branches_is_tried_on_all_images(
+    ranked: tuple[Report, Path], unbalanced: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.rank_layers._MANY", 1)
+    monkeypatch.setattr("tasks.rank_layers._MOST", 1)
+    monkeypatch.setattr("tasks.parts.onnx_graphs.foreign_branches.branching_nodes", lambda graph: ["if"])
+    report = rank(unbalanced, tmp_path)
+    assert (report.num_passes, report.left_out) == (len(ranked[0].layers) + 1, "")
+
+
 def test_macs_are_those_of_an_independent_count(workshop: Any) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
