@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from test_transformers import write_network
 
 from tasks.build_engine import build_engine
 from tasks.export_onnx import Config as ExportConfig
@@ -29,6 +28,7 @@ from tasks.parts.selection.bundle import write_bundle
 from tasks.quantize_ptq import Config as QuantizeConfig
 from tasks.quantize_ptq import quantize_ptq
 from tests.tasks.conftest import Workshop
+from tests.tasks.test_transformers import write_network
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "quantize_ptq" / "default.yaml"
 OP_TYPES = yaml.safe_load(CONF.read_text(encoding="utf-8"))["op_types"]

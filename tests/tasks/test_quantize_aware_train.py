@@ -26,6 +26,7 @@ from tasks.parts.quantization.evaluation import GraphEvaluator, open_evaluator
 from tasks.parts.quantization.fake_quantization import fake_quantize
 from tasks.parts.quantization.qdq import TensorRange, insert_qdq, read_ranges
 from tasks.quantize_aware_train import Config, check_agreement, quantize_aware_train
+from tests.conftest import REPOSITORY
 from tests.tasks.test_train import TRAINER
 
 VALUES: dict[str, Any] = {
@@ -111,15 +112,13 @@ def test_killed_training_resumes_and_ends_with_the_same_bytes(
     program = textwrap.dedent(
         f"""
         from pathlib import Path
-        from test_quantize_aware_train import config, quantize_aware_train
+        from tests.tasks.test_quantize_aware_train import config, quantize_aware_train
         paths = {{name: Path(path) for name, path in {paths!r}.items()}}
         quantize_aware_train(config(), **paths)
         """
     )
-    folders = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": folders}, stderr=subprocess.DEVNULL
-    )
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 600
     while not (tmp_path / "resume" / "last.ckpt").exists() and process.poll() is None:
         assert time.monotonic() < deadline, "no checkpoint was written"

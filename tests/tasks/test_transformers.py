@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_quantize_aware_train import config as training_config
 
 from tasks import distill, train
 from tasks.build_engine import build_engine
@@ -27,6 +26,7 @@ from tasks.quantize_aware_train import quantize_aware_train
 from tasks.quantize_ptq import Config as QuantizeConfig
 from tasks.quantize_ptq import quantize_ptq
 from tests.tasks.conftest import CLASSES, HEIGHT, WIDTH, Workshop
+from tests.tasks.test_quantize_aware_train import config as training_config
 from tests.tasks.test_train import ALL_LOSSES, FRESH, TRAINER, run
 
 SEGFORMER = NetworkConfig(NetworkName.segformer, 0.25, 0.1, False)

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-import tiny_networks as tiny
 from onnx import ModelProto, helper
 
 from tasks.parts.builders.graph_rewrites import (
@@ -30,6 +29,7 @@ from tasks.parts.onnx_session import open_session
 from tasks.parts.quantization.calibration import choose_ranges, collect_statistics
 from tasks.parts.quantization.config import Activations, Calibrator
 from tasks.parts.quantization.qdq import insert_qdq
+from tests.tasks import tiny_networks as tiny
 from tests.tasks.conftest import Workshop
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import pytest
-import tiny_networks as tiny
 from onnx import ModelProto, helper, numpy_helper
 
 from tasks.core.errors import BuildFailed
@@ -15,6 +14,7 @@ from tasks.parts.onnx_graphs.checked_rewrite import Rewrite, apply, checked_rewr
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.int8_weights import weights_to_7_bits
 from tasks.parts.onnx_graphs.signal_to_noise import agreement_db
+from tests.tasks import tiny_networks as tiny
 from tests.tasks.parts.onnx_graphs.test_equal_operators import one_node
 
 Graphs = tuple[ModelProto, ModelProto, np.ndarray]

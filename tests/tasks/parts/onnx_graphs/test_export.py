@@ -1,7 +1,6 @@
 import onnx
 import onnxruntime
 import pytest
-import tiny_networks as tiny
 import torch
 from onnx import ModelProto
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from tasks.parts.networks.config import NetworkConfig, NetworkName
 from tasks.parts.onnx_graphs.export import INPUT_NAME, _run_exporter, export_graph
 from tasks.parts.onnx_graphs.graph import node_sources, read_card_of_graph
 from tasks.parts.onnx_graphs.signal_to_noise import difference
+from tests.tasks import tiny_networks as tiny
 
 
 def export(network: nn.Module) -> ModelProto:

@@ -3,7 +3,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-import tiny_networks as tiny
 from onnx import helper, numpy_helper
 
 from tasks.core.errors import ArtifactError
@@ -23,6 +22,7 @@ from tasks.parts.onnx_graphs.graph import (
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
+from tests.tasks import tiny_networks as tiny
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import tiny_networks as tiny
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
@@ -27,6 +26,7 @@ from tasks.parts.onnx_graphs.int8_activations import activations_to_int8
 from tasks.parts.onnx_graphs.macs import quantized_layers
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
+from tests.tasks import tiny_networks as tiny
 
 FP32 = TensorProto.FLOAT
 FLOATS = {FP32, FP16, BF16}

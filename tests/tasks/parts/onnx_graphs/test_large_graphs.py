@@ -6,9 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-import tiny_networks as tiny
 from onnx import ModelProto, numpy_helper
-from test_import_onnx import CONFIG, classifier, images
 
 from tasks.build_engine import build_engine
 from tasks.core.errors import ArtifactError
@@ -21,7 +19,9 @@ from tasks.parts.onnx_graphs.graph import check_model, infer_shapes, read_graph,
 from tasks.parts.onnx_graphs.half_precision import to_half
 from tasks.parts.onnx_graphs.macs import layer_sizes
 from tasks.parts.onnx_session import open_session
+from tests.tasks import tiny_networks as tiny
 from tests.tasks.conftest import Workshop
+from tests.tasks.test_import_onnx import CONFIG, classifier, images
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import numpy as np
 import onnx
 import pytest
-import tiny_networks as tiny
 import torch
 from onnx import ModelProto
 
@@ -17,6 +16,7 @@ from tasks.parts.quantization.evaluation import weight_bits, with_activations
 from tasks.parts.quantization.fake_quantization import fake_quantize
 from tasks.parts.quantization.qdq import insert_qdq
 from tasks.parts.quantization.weight_rounding import round_weights
+from tests.tasks import tiny_networks as tiny
 
 
 @pytest.fixture

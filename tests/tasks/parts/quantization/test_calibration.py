@@ -1,7 +1,6 @@
 import numpy as np
 import onnx
 import pytest
-import tiny_networks as tiny
 from onnx import TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError, DataError
@@ -17,6 +16,7 @@ from tasks.parts.quantization.calibration import (
 )
 from tasks.parts.quantization.config import Activations, Calibrator
 from tasks.parts.quantization.qdq import TensorRange
+from tests.tasks import tiny_networks as tiny
 
 
 def statistics_of(values: np.ndarray) -> TensorStatistics:

@@ -3,7 +3,6 @@ import functools
 
 import numpy as np
 import pytest
-import tiny_networks as tiny
 import torch
 from onnx import ModelProto, helper, numpy_helper
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from tasks.parts.quantization.calibration import (
 from tasks.parts.quantization.config import Calibrator
 from tasks.parts.quantization.equalization import equalize, scalable_tensors, without_upper_limits
 from tasks.parts.quantization.qdq import insert_qdq, quantizable_tensors
+from tests.tasks import tiny_networks as tiny
 
 OP_TYPES = (*tiny.OP_TYPES, "Gemm", "MatMul")
 SAME_FUNCTION_DB = 100.0

@@ -1,5 +1,4 @@
 import pytest
-import tiny_networks as tiny
 import torch
 from onnx import ModelProto
 
@@ -10,6 +9,7 @@ from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
 from tasks.parts.quantization.fake_quantization import fake_quantize, float_weights
 from tasks.parts.quantization.qdq import TensorRange, insert_qdq
+from tests.tasks import tiny_networks as tiny
 
 
 def calibrate(network_type: type) -> tuple[ModelProto, dict[str, TensorRange]]:

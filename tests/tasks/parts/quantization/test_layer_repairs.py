@@ -5,7 +5,6 @@ import functools
 
 import numpy as np
 import pytest
-import tiny_networks as tiny
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from tasks.parts.onnx_graphs.signal_to_noise import difference
@@ -19,6 +18,7 @@ from tasks.parts.quantization.qdq import (
     weight_levels,
 )
 from tasks.parts.quantization.weight_rounding import round_rows, round_weights
+from tests.tasks import tiny_networks as tiny
 
 NETWORKS = (tiny.Straight, tiny.Branched, tiny.Shared)
 make_quantized = functools.cache(tiny.quantized)

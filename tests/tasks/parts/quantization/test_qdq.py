@@ -8,7 +8,6 @@ from types import FrameType
 import numpy as np
 import onnx
 import pytest
-import tiny_networks as tiny
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from tasks.core.errors import ArtifactError
@@ -29,6 +28,7 @@ from tasks.parts.quantization.qdq import (
     weight_scales,
     write_ranges,
 )
+from tests.tasks import tiny_networks as tiny
 
 Calibrated = tuple[ModelProto, dict[str, TensorRange]]
 
