@@ -3,11 +3,11 @@
 ``python -m benchmarks.file_to_pick --workspace DIR``. A U-Net on an EfficientNet-B4 that reads six bands of 256x256
 (19 million parameters), and a ViT-B/16 at 224x224 (86 million), with random weights that are scaled layer by layer,
 as in benchmarks/corpus.py, and answers that count as numbers. With ``--answers classes`` the largest counts:
-near-ties of random networks then lose far more than the gates allow, so that the whole search is done. Images are
-drawn scenes, ``--images`` for calibration, and as many for each of the other splits. All stages but `track` run one
-after the other, each in a process of its own, as ``dvc repro`` runs them. Prints and writes
-``benchmarks/results/file_to_pick.json``: seconds and the largest resident memory of each stage, and the picks. A
-second start measures what is missing.
+near-ties of random networks then lose far more than the gates allow, so that the whole search is done. ``--images``
+drawn scenes lie in one folder, which the default configuration splits; with ``--splits each`` there are as many for
+calibration, and again for val and for test. All stages but `track` run one after the other, each in a process of its
+own, as ``dvc repro`` runs them. Prints and writes ``benchmarks/results/file_to_pick.json``: seconds and the largest
+resident memory of each stage, and the picks. A second start measures what is missing.
 """
 
 import argparse
@@ -100,41 +100,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workspace", type=Path, default=Path("file_to_pick"), help="files of gigabytes")
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--answers", default="values", choices=["values", "classes"])
-    parser.add_argument("--images", type=int, default=200, help="images of each split")
+    parser.add_argument("--splits", default="shares", choices=["shares", "each"])
+    parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     record = open_record(
         options.results, conditions() | {"num_images": options.images, "targets": TARGETS}, ["rows"]
     )
     for name in options.networks:
-        if (name, options.answers) not in {(row["network"], row["answers"]) for row in record["rows"]}:
-            workspace = options.workspace.resolve() / name
-            record["rows"].append(measure(name, options.answers, workspace, options.images))
+        wanted = {"network": name, "answers": options.answers, "splits": options.splits}
+        if not any(wanted.items() <= row.items() for row in record["rows"]):
+            workspace = options.workspace.resolve() / f"{name}_{options.splits}"
+            record["rows"].append(wanted | measure(**wanted, workspace=workspace, num_images=options.images))
             write_record(options.results, record)
     for row in record["rows"]:
         took = f"{row['seconds'] / 60:.1f} min, {row['peak_mb']} MB in {row['peak_at']}"
         picks = [
             f"{engine['variant']} on {engine['target']}" for engine in row["engines"] if engine["picked"]
         ]
-        print(f"{row['network']} ({row['answers']}): {took}, picks {', '.join(picks)}")
+        kind = f"{row['answers']}, {row['splits']}"
+        print(f"{row['network']} ({kind}): {took}, picks {', '.join(picks)}")
 
 
-def measure(name: str, answers: str, workspace: Path, num_images: int) -> dict[str, Any]:
+def measure(network: str, answers: str, splits: str, workspace: Path, num_images: int) -> dict[str, Any]:
     """Write images and the file of a network, run all stages, and return what they took."""
-    network = NETWORKS[name]
-    write_images(workspace / "scenes", network, num_images)
-    numbers = [0.5] * network.channels
+    built, is_split = NETWORKS[network], splits == "each"
+    write_images(workspace / "scenes", built, num_images, is_split=is_split)
+    numbers = [0.5] * built.channels
     if not (file := workspace / "model.onnx").is_file():
         draft = file.with_name("draft.onnx")
-        write_network(network, workspace / "scenes", draft)
+        write_network(built, workspace / "scenes", draft)
         draft.rename(file)
     calls = stage_calls(
         [
             *("model=onnx", "model.path=model.onnx", f"model.mean={numbers}", f"model.std={numbers}"),
             f"model.output_kind={answers}",
-            *("data=images", "prepare_data.root=scenes", f"prepare_data.folder.channels={network.channels}"),
-            *(f"prepare_data.{axis}={network.side}" for axis in ("height", "width")),
-            *(f"prepare_data.folder.num_calibration={num_images}", f"target=[{','.join(TARGETS)}]"),
+            *("data=images", "prepare_data.root=scenes", f"prepare_data.folder.channels={built.channels}"),
+            *(f"prepare_data.{axis}={built.side}" for axis in ("height", "width")),
+            *([f"prepare_data.folder.num_calibration={num_images}"] if is_split else []),
+            f"target=[{','.join(TARGETS)}]",
         ],
         workspace,
     )
@@ -143,11 +147,9 @@ def measure(name: str, answers: str, workspace: Path, num_images: int) -> dict[s
         if address != "track":
             cost = run_stage(address, stage_command(address, inputs), workspace, timeout_s=LIMIT_S)
             stages[address] = round(cost.seconds, 1), cost.peak_mb
-            print(f"{name} {address}: {cost.seconds:.1f} s, {cost.peak_mb} MB", flush=True)
+            print(f"{network} {address}: {cost.seconds:.1f} s, {cost.peak_mb} MB", flush=True)
     peak_at = max(stages, key=lambda address: stages[address][1])
     return {
-        "network": name,
-        "answers": answers,
         "code": code_of(REPOSITORY),
         "seconds": round(sum(seconds for seconds, _ in stages.values()), 1),
         "peak_mb": stages[peak_at][1],
@@ -157,17 +159,19 @@ def measure(name: str, answers: str, workspace: Path, num_images: int) -> dict[s
     }
 
 
-def write_images(root: Path, network: LargeNetwork, num_images: int) -> None:
-    """Write ``images/<split>/<number>.npy``, uint8 [H, W, channels], each of as many scenes as it takes."""
+def write_images(root: Path, network: LargeNetwork, num_images: int, *, is_split: bool) -> None:
+    """Write ``images/[<split>/]<number>.npy``, uint8 [H, W, channels], each of as many scenes as it takes."""
     if root.is_dir():
         return
     num_scenes = -(-network.channels // 3)
-    splits = ("train", "val", "test")
-    counts = {f"num_{split}": num_scenes * num_images for split in splits} | {"num_calibration": 1}
-    drawing: ScenesConfig = ScenesConfig(**compose_params()["prepare_data"]["scenes"] | counts)
+    splits = ("train", "val", "test") if is_split else ("train",)
+    counts = dict.fromkeys(("num_train", "num_val", "num_test"), num_scenes * num_images)
+    drawing: ScenesConfig = ScenesConfig(
+        **compose_params()["prepare_data"]["scenes"] | counts | {"num_calibration": 1}
+    )
     draft = root.with_name("drawing")
     for split in splits:
-        folder = draft / "images" / split
+        folder = draft / "images" / split if is_split else draft / "images"
         folder.mkdir(parents=True, exist_ok=True)
         drawn = draw_scenes(split, drawing, height=network.side, width=network.side, seed=0)
         images = (image_HWC for images_NHWC, _ in drawn for image_HWC in images_NHWC)
@@ -180,7 +184,7 @@ def write_network(network: LargeNetwork, scenes: Path, file: Path) -> None:
     """Write a network as ONNX, its layers scaled on the first training images."""
     torch.manual_seed(0)
     model = network.build(network.channels).eval()
-    files = sorted((scenes / "images" / "train").glob("*.npy"))[:NUM_SCALING]
+    files = sorted((scenes / "images").rglob("*.npy"))[:NUM_SCALING]
     numbers = (0.5,) * network.channels
     images_NCHW = torch.from_numpy(normalise(np.stack([np.load(found) for found in files]), numbers, numbers))
     scale_layers(model, images_NCHW)

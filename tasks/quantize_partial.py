@@ -3,7 +3,8 @@
 This is a greedy search with a final elimination, guided by the ranking of rank_layers (the scheme of NNCF's
 quantize_with_accuracy_control): while the INT8 graph loses more than the gate allows, the most promising layers are
 tried in float one by one, on the real metric, and the best of them stays in float; these measurements re-rank the
-others. Once the gate holds, each float layer is tried in INT8 again and stays there if the gate still holds.
+others. Of a graph with many layers the first ones of the ranking move to float together, as few as the gate needs.
+Once the gate holds, each float layer is tried in INT8 again and stays there if the gate still holds.
 It starts from the graph of quantize_repaired. If that holds the gates, nothing is searched and nothing runs. A set of
 layers whose graph does not run is left out.
 """
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from tasks.parts.quantization.qdq import TensorRange
 
 logger = logging.getLogger(__name__)
+
+_MANY = 64
+"""With more layers than this, float layers are not chosen one by one."""
 
 
 class Exclusion(StrEnum):
@@ -86,10 +90,11 @@ class Step:
     """One step of the search."""
 
     action: str
-    """``start``, ``float`` (a layer moved to float), ``int8`` (it moved back to INT8) or ``back`` (return to the best
-    graph, because the gate never held)."""
+    """``start``, ``float`` (a layer moved to float), ``together`` (so many layers from the top of the ranking were
+    tried in float), ``int8`` (a layer moved back to INT8) or ``back`` (return to the best graph, because the gate
+    never held)."""
     node: str
-    """Name of the layer; empty for ``start`` and ``back``."""
+    """Name of the layer; empty for ``start``, ``together`` and ``back``."""
     score: float
     """Score of the graph on the validation images."""
     num_float_layers: int
@@ -392,7 +397,7 @@ class _Search:
 
     def score_in_time(self, kept: Iterable[str]) -> float | None:
         """Return the score of a set; None if it does not run, or is not known and the time is up."""
-        if frozenset(kept) not in self._known and self._is_over():
+        if frozenset(kept) not in self._known and self.is_over():
             return None
         found = self.judge(kept)
         return None if isinstance(found, BuildFailed) else found.score
@@ -429,11 +434,12 @@ class _Search:
     def in_time(self, nodes: Iterable[str]) -> Iterator[str]:
         """Yield the nodes until the time is up."""
         for node in nodes:
-            if self._is_over():
+            if self.is_over():
                 return
             yield node
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Return whether the time is up; says so the first time."""
         if self.budget.is_spent and not self.budget.has_cut:
             logger.warning("quantize_partial: time is up after %d graphs", self.num_judged)
             self.budget.has_cut = True
@@ -444,7 +450,6 @@ def _choose_float_layers(
     cfg: Config, search: _Search, ranked: Sequence[str], preset: set[str]
 ) -> tuple[set[str], list[Step]]:
     kept, waiting = set(preset), [node for node in ranked if node not in preset]
-    best_kept = set(kept)
     steps = [Step("start", "", search.results(kept).score, len(kept))]
     if search.gates.standing_of_float is Standing.unproven:
         logger.warning(
@@ -453,6 +458,50 @@ def _choose_float_layers(
     if search.gates.standing_of_float is Standing.beyond:
         logger.warning("quantize_partial: the float graph itself fails the gate; nothing to search for")
         return kept, steps
+    if len(ranked) > _MANY:
+        kept, moved = _move_together(cfg, search, kept, waiting, steps)
+    else:
+        kept, moved = _move_one_by_one(cfg, search, kept, waiting, steps)
+    if search.holds(kept):
+        for node in search.in_time(moved):
+            if search.holds(kept - {node}):
+                kept.remove(node)
+                steps.append(Step("int8", node, search.results(kept).score, len(kept)))
+    return kept, steps
+
+
+def _move_together(
+    cfg: Config, search: _Search, preset: set[str], waiting: Sequence[str], steps: list[Step]
+) -> tuple[set[str], list[str]]:
+    """Find how many layers from the top of the ranking have to be in float, by doubling and bisection.
+
+    Return the set with them, or the best that was tried, and these layers from the last to the first.
+    """
+    most = min(len(waiting), cfg.max_float_layers - len(preset))
+    failed, held, tried = 0, most + 1, [preset]
+    while held - failed > 1 and not search.holds(preset) and not search.is_over():
+        num = (failed + held) // 2 if held <= most else min(max(1, 2 * failed), most)
+        tried.append(preset | set(waiting[:num]))
+        if search.holds(tried[-1]):
+            held = num
+        else:
+            failed = num
+        found = search.judge(tried[-1])
+        if not isinstance(found, BuildFailed):
+            steps.append(Step("together", "", found.score, len(tried[-1])))
+            logger.info("quantize_partial: %d layers in float, val score %.4f", len(tried[-1]), found.score)
+    best = preset | set(waiting[:held]) if held <= most else max(tried, key=search.rank)
+    return best, [node for node in reversed(waiting) if node in best]
+
+
+def _move_one_by_one(
+    cfg: Config, search: _Search, preset: set[str], waiting: list[str], steps: list[Step]
+) -> tuple[set[str], list[str]]:
+    """Move the best of some candidates to float, until the gate holds or too many layers are in float.
+
+    Return the set with them, or the best before it if no set holds the gate, and these layers in their order.
+    """
+    kept, best_kept = set(preset), set(preset)
     while not search.holds(kept) and waiting and len(kept) < cfg.max_float_layers:
         before, tried = search.rank(kept), waiting[: cfg.num_candidates]
         best, ranks = search.race(kept, tried)
@@ -474,12 +523,7 @@ def _choose_float_layers(
     if not search.holds(kept) and best_kept != kept:
         kept = best_kept
         steps.append(Step("back", "", search.results(kept).score, len(kept)))
-    if search.holds(kept):
-        for node in search.in_time([step.node for step in steps if step.action == "float"]):
-            if search.holds(kept - {node}):
-                kept.remove(node)
-                steps.append(Step("int8", node, search.results(kept).score, len(kept)))
-    return kept, steps
+    return kept, [step.node for step in steps if step.action == "float"]
 
 
 def _excluded(cfg: Config, graph: "ModelProto") -> set[str]:

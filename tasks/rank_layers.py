@@ -36,10 +36,12 @@ _NUM_TOGETHER = 8
 """Layers that are tried in one session, each alone in INT8. More: fewer passes over what is in front of all of them,
 more memory."""
 _MANY = 64
-"""With more layers than this, only those that change the outputs of a few images most are tried on all images."""
-_MOST = 32
-"""So many; quantize_partial takes the first ones only."""
-_FEW_IMAGES = 8
+"""With more layers than this, the noisiest are tried on a few images, and few of them on all images."""
+_SCREENED = 256
+"""So many, those whose own SQNR is lowest."""
+_FEW_IMAGES = 4
+_MOST = 8
+"""So many, those that change the outputs of a few images most."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def rank_layers(cfg: Config, *, model: Path, ranges: Path, results: Path, data: 
     sqnr_db = _own_sqnr_db(cfg, graph, known, data)
     alone = _Alone(cfg, graph, known, evaluator, budget)
     names = sorted(sqnr_db, key=sqnr_db.__getitem__)
-    changes = alone.changes(names) if len(names) > _MANY else {}
+    changes = alone.changes(names[:_SCREENED]) if len(names) > _MANY else {}
     order = sorted(names, key=lambda name: -changes.get(name, 0.0))
     costs = alone.costs(order[:_MOST] if changes else order)
     layers = _layers(graph, nodes, sqnr_db, costs, changes)
@@ -192,13 +194,14 @@ def _metric(graph: "ModelProto", data: Path) -> str:
 
 def _left_out(cfg: Config, num_measured: int, num_layers: int, *, is_cut: bool, is_screened: bool) -> str:
     tried = f"{num_measured} of {num_layers} layers were tried in INT8 on all images"
+    others = "the others are ranked by a few images or by their own SQNR"
     if is_cut:
-        return (
-            f"time was up after {cfg.max_minutes:g} min (rank_layers.max_minutes): {tried}, the others are ranked by "
-            "a few images or by their own SQNR"
-        )
+        return f"time was up after {cfg.max_minutes:g} min (rank_layers.max_minutes): {tried}, {others}"
     if is_screened:
-        return f"{tried}: those that change the outputs of {_FEW_IMAGES} images most; the others are ranked by these"
+        return (
+            f"{tried}: of the {min(_SCREENED, num_layers)} with the lowest SQNR those that change the outputs of "
+            f"{_FEW_IMAGES} images most; {others}"
+        )
     return ""
 
 

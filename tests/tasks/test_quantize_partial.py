@@ -125,23 +125,57 @@ def test_the_best_set_is_kept_once_the_time_is_up_b1(unbalanced: Any, tmp_path: 
     )
 
 
-def test_layers_go_back_to_int8_where_the_gate_allows_it(unbalanced: Any, tmp_path: Path) -> None:
-    """A ranking that puts harmless layers first makes the search take them; the step back returns them."""
+@pytest.fixture(scope="module")
+def harmless_first(unbalanced: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ranking with the layer that INT8 ruins as the third, behind harmless ones."""
     rows = list(csv.DictReader(unbalanced.ranking.open(encoding="utf-8")))
-    harmless_first = sorted(
-        rows, key=lambda row: (row["node"] == unbalanced.node, float(row["disagreement"]))
-    )
-    position = [row["node"] for row in harmless_first].index(unbalanced.node)
-    moved = harmless_first.pop(position)
-    harmless_first.insert(2, moved)
-    with (tmp_path / "ranking.csv").open("w", newline="", encoding="utf-8") as file:
+    rows.sort(key=lambda row: (row["node"] == unbalanced.node, float(row["disagreement"])))
+    rows.insert(2, rows.pop())
+    path = tmp_path_factory.mktemp("harmless_first") / "ranking.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
-        writer.writerows(harmless_first)
-    report = search(unbalanced, tmp_path, tmp_path / "ranking.csv", num_candidates=1)
+        writer.writerows(rows)
+    return path
+
+
+def test_layers_go_back_to_int8_where_the_gate_allows_it(
+    unbalanced: Any, harmless_first: Path, tmp_path: Path
+) -> None:
+    """A ranking that puts harmless layers first makes the search take them; the step back returns them."""
+    report = search(unbalanced, tmp_path, harmless_first, num_candidates=1)
     assert [step.action for step in report.steps].count("float") == 3
     assert {step.node for step in report.steps if step.action == "int8"}
     assert [layer.node for layer in report.float_layers] == [unbalanced.node]
+
+
+def test_of_many_layers_as_few_of_the_first_as_the_gate_needs_move_to_float_together(
+    unbalanced: Any, harmless_first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.quantize_partial._MANY", 2)
+    report = search(unbalanced, tmp_path, harmless_first)
+    tried = [step.num_float_layers for step in report.steps if step.action == "together"]
+    assert tried == [1, 2, 4, 3], "doubled until the gate holds, then halved"
+    assert [step.num_float_layers for step in report.steps if step.action == "int8"] == [2, 1]
+    assert [layer.node for layer in report.float_layers] == [unbalanced.node]
+    assert report.standing is Standing.within and report.num_judged == 7
+    one_by_one = search(unbalanced, tmp_path, unbalanced.ranking, max_score_rel_loss=0.99)
+    assert [step.action for step in one_by_one.steps] == ["start"], (
+        "nothing moves where the gate holds at once"
+    )
+
+
+def test_of_many_layers_the_best_that_was_tried_is_written_where_the_gate_never_holds(
+    unbalanced: Any, harmless_first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.quantize_partial._MANY", 2)
+    report = search(unbalanced, tmp_path, harmless_first, max_float_layers=2)
+    assert [step.num_float_layers for step in report.steps] == [0, 1, 2]
+    best = max(report.steps, key=lambda step: step.score)
+    assert (report.score, len(report.float_layers)) == (best.score, best.num_float_layers)
+    assert report.standing is not Standing.within
+    cut = search(unbalanced, tmp_path, harmless_first, max_minutes=1e-9)
+    assert [step.action for step in cut.steps] == ["start"] and "time was up" in cut.left_out
 
 
 def test_a_search_that_may_not_go_on_says_that_the_gate_does_not_hold(

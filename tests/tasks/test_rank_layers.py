@@ -115,7 +115,7 @@ def test_of_many_layers_those_that_change_the_outputs_most_are_tried_on_all_imag
     report = rank(unbalanced, tmp_path)
     assert report.num_passes == 7
     assert report.left_out.startswith(
-        f"6 of {len(ranked[0].layers)} layers were tried in INT8 on all images: those"
+        f"6 of {len(ranked[0].layers)} layers were tried in INT8 on all images: of the "
     )
     known = {layer.node: layer for layer in ranked[0].layers}
     assert report.layers[:6] == tuple(known[layer.node] for layer in report.layers[:6])
