@@ -376,31 +376,31 @@ def compare_graphs(workspace: Path, folder: Path, deadline: float) -> list[Row]:
         # A rung that had nothing to do has the graph of the one before.
         first_of = {file_md5(file): name for name, file in reversed(files.items())}
         networks: dict[str, Network] = {FLOAT: opened(graph, target, workspace)}
-        for name in reversed(first_of.values()):
+        quantized, faults = {name: files[name] for name in reversed(first_of.values())}, {}
+        for name in (name for name in TOOLS if PEERS[name].target == target):
+            timeout_s = min(TOOL_S, deadline - time.monotonic())
+            quantized[name], _, faults[name] = quantized_by(
+                name, graph, data, 0.02, folder / name, timeout_s=timeout_s
+            )
+        for name, file in quantized.items():
             try:
-                networks[name] = opened(files[name], target, workspace)
-            except BuildFailed as error:
-                rows.append({"name": name, "target": target, "fault": first_line(error)})
-        for name in TOOLS:
-            if PEERS[name].target == target:
-                row: Row = {"name": name, "target": target, "fault": ""}
-                timeout_s = min(TOOL_S, deadline - time.monotonic())
-                file, _, row["fault"] = quantized_by(
-                    name, graph, data, 0.02, folder / name, timeout_s=timeout_s
-                )
-                if row["fault"]:
-                    rows.append(row)
-                else:
+                if not faults.get(name):
                     networks[name] = opened(file, target, workspace)
+            except BuildFailed as error:
+                faults[name] = first_line(error)
+        rows += [{"name": name, "target": target, "fault": fault} for name, fault in faults.items() if fault]
         rows += [{"target": target, **row} for row in compared(networks, images_NCHW)]
     return rows
 
 
 def opened(file: Path, target: str, workspace: Path) -> Network:
-    """Open a graph as a target does, or a file of NNCF in OpenVINO."""
+    """Open a graph as a target does, or a file of NNCF in OpenVINO. Raises BuildFailed if the runtime refuses it."""
     config: Target = stage_config(f"build_engine.{target}", workspace)
     if file.suffix == ".xml":
-        return requests_of(compiled(openvino.Core().read_model(file), replace(config, max_batch=1)))
+        try:
+            return requests_of(compiled(openvino.Core().read_model(file), replace(config, max_batch=1)))
+        except RuntimeError as error:
+            raise BuildFailed(f"OpenVINO refuses the graph: {error}") from error
     graph = rewrite_for(config, read_graph(file))
     if target == "cpu_onnxruntime":
         return in_onnxruntime(graph)
