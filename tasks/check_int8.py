@@ -6,8 +6,9 @@ Which layers are suspect?
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,11 +20,11 @@ from tasks.parts.onnx_session import ONNXRUNTIME
 from tasks.parts.quantization.config import Activations, OpTypes
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
     from onnx import ModelProto
 
     from tasks.parts.data.input_card import Task
-    from tasks.parts.quantization.calibration import TensorStatistics
     from tasks.parts.quantization.evaluation import GraphEvaluator
     from tasks.parts.quantization.qdq import TensorRange
 
@@ -139,12 +140,11 @@ def check_int8(
             for predicted in (evaluator.float_answers, classes)
         )
         by_class = (_classes(cfg, data, judge.task, before, after),)
-    statistics = _statistics(cfg, graph, list(known), data)
     answers = (
         _ends(cfg, weighted, layers),
         *by_class,
         _calibration_size(cfg, graph, ranges, known, data, evaluator, worst.score),
-        _coverage(cfg, known, statistics),
+        _coverage(cfg, _clipped(cfg, graph, known, data)),
         _batch(cfg, int8, evaluator.images_NHWC[:batch_size]),
         _calibrators(cfg, trials),
         _activations(cfg, activations, {kind: found.score for kind, found in by_type.items()}),
@@ -216,14 +216,18 @@ def _calibration_size(
 ) -> Answer:
     """Calibrate again, in the same way, on half of the images; a tensor that is 0 on them keeps its range."""
     from tasks.parts.data.subsets import open_chosen_images
-    from tasks.parts.quantization.calibration import choose_ranges
+    from tasks.parts.quantization.calibration import choose_ranges, collect_statistics
     from tasks.parts.quantization.config import coarsest
     from tasks.parts.quantization.qdq import insert_qdq, quantizable_tensors, read_calibrator
 
     title, calibrator, percentile = read_calibrator(ranges)
     images_NHWC = open_chosen_images(data, "calibration", cfg.num_images)
     half = max(1, len(images_NHWC) // 2)
-    seen = _collect(cfg, graph, images_NHWC[:half], quantizable_tensors(graph, cfg.op_types))
+    seen = collect_statistics(
+        graph,
+        partial(_batches, cfg, graph, images_NHWC[:half]),
+        quantizable_tensors(graph, cfg.op_types),
+    )
     fewer = dict(known) | choose_ranges(
         graph,
         {tensor: statistics for tensor, statistics in seen.items() if statistics.amax},
@@ -240,15 +244,7 @@ def _calibration_size(
     )
 
 
-def _coverage(
-    cfg: Config,
-    ranges: Mapping[str, "TensorRange"],
-    statistics: Mapping[str, tuple["TensorStatistics", "TensorStatistics"]],
-) -> Answer:
-    clipped = {
-        name: tuple(_share_beyond(split, ranges[name].amax) for split in pair)
-        for name, pair in statistics.items()
-    }
+def _coverage(cfg: Config, clipped: Mapping[str, tuple[float, float]]) -> Answer:
     worst = max(clipped, key=lambda name: clipped[name][1] - clipped[name][0])
     calibration, training = clipped[worst]
     return Answer(
@@ -335,42 +331,32 @@ def _suspects(cfg: Config, layers: Mapping[str, Mapping[str, str]]) -> Answer:
     )
 
 
-def _statistics(
-    cfg: Config, graph: "ModelProto", names: Sequence[str], data: Path
-) -> dict[str, tuple["TensorStatistics", "TensorStatistics"]]:
-    """Return tensor -> its statistics on calibration images and on training images."""
+def _clipped(
+    cfg: Config, graph: "ModelProto", ranges: Mapping[str, "TensorRange"], data: Path
+) -> dict[str, tuple[float, float]]:
+    """Return tensor -> share of its values beyond its range, on calibration images and on training images."""
     import numpy as np
 
     from tasks.parts.data.dataset import open_images
     from tasks.parts.data.subsets import open_chosen_images
+    from tasks.parts.quantization.calibration import shares_beyond
 
-    train_NHWC = open_images(data, "train")
+    train_NHWC, limits = open_images(data, "train"), {name: known.amax for name, known in ranges.items()}
     picked = np.unique(np.linspace(0, len(train_NHWC) - 1, cfg.num_train_images).astype(int))
     calibration, training = (
-        _collect(cfg, graph, images_NHWC, names)
+        shares_beyond(graph, _batches(cfg, graph, images_NHWC), limits)
         for images_NHWC in (open_chosen_images(data, "calibration", cfg.num_images), train_NHWC[picked])
     )
-    return {name: (calibration[name], training[name]) for name in names}
+    return {name: (calibration[name], training[name]) for name in ranges}
 
 
-def _collect(
-    cfg: Config, graph: "ModelProto", images_NHWC: "NDArray[Any]", names: Sequence[str]
-) -> dict[str, "TensorStatistics"]:
+def _batches(
+    cfg: Config, graph: "ModelProto", images_NHWC: "NDArray[Any]"
+) -> "Iterator[NDArray[np.float32]]":
     from tasks.parts.data.dataset import normalised_batches
     from tasks.parts.onnx_graphs.graph import read_card_of_graph
-    from tasks.parts.quantization.calibration import collect_statistics
 
-    card = read_card_of_graph(graph)
-    return collect_statistics(graph, lambda: normalised_batches(images_NHWC, card, cfg.batch_size), names)
-
-
-def _share_beyond(statistics: "TensorStatistics", amax: float) -> float:
-    """Return the share of the magnitudes above `amax`, accurate to the width of a bin."""
-    import numpy as np
-
-    num_bins = len(statistics.counts)
-    lower_edges = np.arange(num_bins) * statistics.amax / num_bins
-    return float(statistics.counts[lower_edges >= amax].sum() / max(1, statistics.counts.sum()))
+    return normalised_batches(images_NHWC, read_card_of_graph(graph), cfg.batch_size)
 
 
 def _write_checklist(

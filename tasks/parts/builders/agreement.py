@@ -16,7 +16,7 @@ from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 
 NUM_PROBE_IMAGES = 4
-NUM_MORE_IMAGES = 32
+NUM_MORE_IMAGES = 16
 """Images that tell how large values usually are: for some images a network may answer hardly anything."""
 _MAX_BYTES = 1 << 30
 """Memory that the logits of one inference, or their comparison, may take."""

@@ -2,7 +2,10 @@
 
 import gzip
 import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +33,8 @@ _MIN_SHARE = 0.5
 
 _MAX_NAMED = 5
 """Number of nodes that a reason names; the report has all."""
+
+_GZIP_BLOCK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -254,5 +259,7 @@ def publish(
 
 
 def compressed_size(file: Path) -> int:
-    """Return the bytes of a file after gzip at its default, level 6."""
-    return len(gzip.compress(file.read_bytes(), 6))
+    """Return the bytes of a file after gzip at its default, level 6, in blocks at the same time, as pigz does."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool, file.open("rb") as reader:
+        blocks = iter(partial(reader.read, _GZIP_BLOCK), b"")
+        return sum(pool.map(lambda block: len(gzip.compress(block, 6)), blocks))

@@ -109,6 +109,20 @@ def collect_statistics(
     return {name: TensorStatistics(lows[name], highs[name], counts[name]) for name in names}
 
 
+def shares_beyond(
+    model: ModelProto, batches: Iterable[NDArray[np.float32]], limits: Mapping[str, float]
+) -> dict[str, float]:
+    """Run the float graph over all batches; return the share of each tensor's magnitudes above its limit, 0..1."""
+    run = _tensor_reader(model, list(limits))
+    beyond, sizes = dict.fromkeys(limits, 0), dict.fromkeys(limits, 0)
+    for images_NCHW in batches:
+        for name, values in run(images_NCHW):
+            limit = limits[name]
+            beyond[name] += int(np.count_nonzero(values > limit) + np.count_nonzero(values < -limit))
+            sizes[name] += values.size
+    return {name: beyond[name] / max(1, sizes[name]) for name in limits}
+
+
 def collect_channel_magnitudes(
     model: ModelProto, batches: Iterable[NDArray[np.float32]], axes: Mapping[str, int]
 ) -> dict[str, NDArray[np.float32]]:
