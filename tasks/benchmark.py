@@ -43,10 +43,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOAD_WINDOWS = 3
-_PROFILES, _PROFILED = 3, 16
-"""Profiles of an engine, and the inferences of each, from which the time of each layer is taken."""
-_TIMED_FRAMES = 100
-"""Frames of which each phase is timed."""
+_PROFILES = 3
+"""Profiles of an engine, from which the time of each layer is taken."""
+_PROFILED, _PROFILED_S = (4, 16), 0.5
+"""Fewest and most inferences of each, and what they may take in between."""
+_TIMED_FRAMES, _TIMED_FRAMES_S = (20, 100), 2.0
+"""Fewest and most frames of which each phase is timed, and what they may take in between."""
 _IMAGES = 16
 """Images that a stream of frames repeats."""
 _STREAM_S = 0.25
@@ -268,7 +270,8 @@ def _measure_alone(
         for batch, bursts in bursts_ms.items()
     )
     loads = {count: _measure_load(cfg, process, count, field.device) for count in cfg.concurrencies}
-    stream = process.time_frames(frames, num_frames=_TIMED_FRAMES, seconds=_STREAM_S)
+    num_frames = _number_in(_TIMED_FRAMES_S, batches[0].latency_ms_p50, *_TIMED_FRAMES)
+    stream = process.time_frames(frames, num_frames=num_frames, seconds=_STREAM_S)
     latency = Latency(
         batches=batches,
         throughputs=tuple(_sum_up_load(count, load) for count, load in loads.items()),
@@ -293,9 +296,10 @@ def _time_layers(cfg: Config, process: "EngineProcess", latency_ms: float) -> di
     its times are multiplied by the latency in the rounds over that of these bursts.
     """
     found: dict[str, list[float]] = {}
+    num_profiled = _number_in(_PROFILED_S, latency_ms, *_PROFILED)
     for _ in range(_PROFILES):
         beside_ns = process.burst(1, seconds=cfg.burst_ms / 1000, min_calls=cfg.min_calls)
-        profile_ms = process.profile(num_iterations=_PROFILED)
+        profile_ms = process.profile(num_iterations=num_profiled)
         if not profile_ms:
             return {}
         beside_ns += process.burst(1, seconds=cfg.burst_ms / 1000, min_calls=cfg.min_calls)
@@ -303,6 +307,11 @@ def _time_layers(cfg: Config, process: "EngineProcess", latency_ms: float) -> di
         for name, milliseconds in profile_ms.items():
             found.setdefault(name, []).append(scale * milliseconds)
     return {name: statistics.median(times_ms) for name, times_ms in found.items()}
+
+
+def _number_in(seconds: float, call_ms: float, fewest: int, most: int) -> int:
+    """Return how many calls fit into a time, within limits."""
+    return min(most, max(fewest, int(1000 * seconds / call_ms)))
 
 
 def _run_bursts(cfg: Config, process: "EngineProcess", batch: int) -> list[list[float]]:

@@ -24,6 +24,7 @@ NUM_BINS = 2048
 _RANGE_OF_ZEROS = TensorRange(0.0, 1.0)
 _FEWEST_BINS = 128
 _BINS_PER_STEP = 8
+_VALUES_AT_ONCE = 1 << 15
 _MAX_BYTES = 1 << 29
 """Limit for the activations that are read at once; fewer images per run do not change the statistics."""
 
@@ -232,10 +233,15 @@ def _images_at_once(arrays_of_one_image: Sequence[NDArray[Any]]) -> int:
 
 
 def _histogram(values: NDArray[Any], amax: float) -> NDArray[np.int64]:
-    if amax <= 0:
-        return np.zeros(NUM_BINS, dtype=np.int64)
-    bins = np.abs(values).ravel() * np.float32(NUM_BINS / amax)
-    return np.bincount(np.minimum(bins.astype(np.int32), NUM_BINS - 1), minlength=NUM_BINS).astype(np.int64)
+    """Count the magnitudes in blocks, which stay in the cache of the CPU."""
+    counts = np.zeros(NUM_BINS + 1, dtype=np.int64)
+    if amax > 0:
+        flat, bins_per_unit = values.reshape(-1), np.float32(NUM_BINS / amax)
+        for start in range(0, flat.size, _VALUES_AT_ONCE):
+            bins = np.abs(flat[start : start + _VALUES_AT_ONCE]) * bins_per_unit
+            counts += np.bincount(bins.astype(np.intp), minlength=NUM_BINS + 1)
+    counts[-2] += counts[-1]  # amax itself
+    return counts[:-1]
 
 
 def _percentile_amax(statistics: TensorStatistics, percentile: float) -> float:
