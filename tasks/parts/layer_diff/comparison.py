@@ -106,6 +106,7 @@ def compare(
             for name in noise_of.keys() & sums.keys():
                 sums[name].own_noise = (sums[name].own_noise or 0.0) + float(expected[noise_of[name]])
             marked_logits.append(tensors["engine"][names[logits]].copy())
+            del results, tensors, expected, engine_by_name, variant_by_name  # before the next image runs
     return Comparison(
         match, {name: tensor_sums.compared() for name, tensor_sums in sums.items()}, marked_logits
     )
