@@ -5,23 +5,31 @@
 as in benchmarks/corpus.py, and answers that count as numbers. With ``--answers classes`` the largest counts:
 near-ties of random networks then lose far more than the gates allow, so that the whole search is done. ``--images``
 drawn scenes lie in one folder, which the default configuration splits; with ``--splits each`` there are as many for
-calibration, and again for val and for test. All stages but `track` run one after the other, each in a process of its
-own, as ``dvc repro`` runs them. Prints and writes ``benchmarks/results/file_to_pick.json``: seconds and the largest
-resident memory of each stage, and the picks. A second start measures what is missing.
+calibration, and again for val and for test. A clone of the checkout runs ``dvc repro``, one stage after the other, or
+with ``--driver flow`` ``python -m flows.optimize``, which runs independent stages side by side. Prints and writes
+``benchmarks/results/file_to_pick.json``: seconds of all and of each stage, the largest resident memory of each stage
+and of all processes at once (what they share counts for each), and the picks. A second start measures what is
+missing.
 """
 
 import argparse
+import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 from transformers import EfficientNetConfig, EfficientNetModel, ViTConfig, ViTForImageClassification
 
-from benchmarks.corpus import TARGETS, conditions, read_engines, run_stage, stage_calls
+from benchmarks.chaos import environment
+from benchmarks.corpus import TARGETS, conditions, read_engines
 from benchmarks.corpus_networks import double, scale_layers
 from benchmarks.gpu_cells import REPOSITORY
 from benchmarks.records import open_record, write_record
@@ -29,7 +37,6 @@ from benchmarks.zoo import code_of
 from benchmarks.zoo_networks import Exporter, LogitsOnly, with_usual_weights
 from benchmarks.zoo_training import export
 from flows.params import compose_params
-from flows.stage_task import stage_command
 from tasks.parts.data.dataset import normalise
 from tasks.parts.sources.config import ScenesConfig
 from tasks.parts.sources.digit_scenes import draw_scenes
@@ -37,8 +44,7 @@ from tasks.parts.sources.digit_scenes import draw_scenes
 RESULTS = Path(__file__).parent / "results" / "file_to_pick.json"
 NUM_CLASSES = 6
 NUM_SCALING = 8
-LIMIT_S = 3600.0
-"""For one stage."""
+LOOK_S = 0.2
 
 
 class EfficientUNet(nn.Module):
@@ -101,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--answers", default="values", choices=["values", "classes"])
     parser.add_argument("--splits", default="shares", choices=["shares", "each"])
+    parser.add_argument("--driver", default="repro", choices=["repro", "flow"])
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -108,9 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.results, conditions() | {"num_images": options.images, "targets": TARGETS}, ["rows"]
     )
     for name in options.networks:
-        wanted = {"network": name, "answers": options.answers, "splits": options.splits}
+        wanted = {
+            "network": name,
+            "answers": options.answers,
+            "splits": options.splits,
+            "driver": options.driver,
+        }
         if not any(wanted.items() <= row.items() for row in record["rows"]):
-            workspace = options.workspace.resolve() / f"{name}_{options.splits}"
+            workspace = options.workspace.resolve() / "_".join(wanted.values())
             record["rows"].append(wanted | measure(**wanted, workspace=workspace, num_images=options.images))
             write_record(options.results, record)
     for row in record["rows"]:
@@ -118,45 +130,81 @@ def main(arguments: Sequence[str] | None = None) -> None:
         picks = [
             f"{engine['variant']} on {engine['target']}" for engine in row["engines"] if engine["picked"]
         ]
-        kind = f"{row['answers']}, {row['splits']}"
-        print(f"{row['network']} ({kind}): {took}, picks {', '.join(picks)}")
+        kind = ", ".join(row[name] for name in ("answers", "splits", "driver"))
+        print(f"{row['network']} ({kind}): {took}, {row['peak_all_mb']} MB in all; picks {', '.join(picks)}")
 
 
-def measure(network: str, answers: str, splits: str, workspace: Path, num_images: int) -> dict[str, Any]:
-    """Write images and the file of a network, run all stages, and return what they took."""
+def measure(
+    network: str, answers: str, splits: str, driver: str, workspace: Path, num_images: int
+) -> dict[str, Any]:
+    """Write images and the file of a network, let a driver run all stages, and return what they took."""
     built, is_split = NETWORKS[network], splits == "each"
-    write_images(workspace / "scenes", built, num_images, is_split=is_split)
-    numbers = [0.5] * built.channels
-    if not (file := workspace / "model.onnx").is_file():
-        draft = file.with_name("draft.onnx")
-        write_network(built, workspace / "scenes", draft)
+    scenes, file, checkout = (workspace / name for name in ("scenes", "model.onnx", "checkout"))
+    write_images(scenes, built, num_images, is_split=is_split)
+    if not file.is_file():
+        write_network(built, scenes, draft := workspace / "draft.onnx")
         draft.rename(file)
-    calls = stage_calls(
-        [
-            *("model=onnx", "model.path=model.onnx", f"model.mean={numbers}", f"model.std={numbers}"),
-            f"model.output_kind={answers}",
-            *("data=images", "prepare_data.root=scenes", f"prepare_data.folder.channels={built.channels}"),
-            *(f"prepare_data.{axis}={built.side}" for axis in ("height", "width")),
-            *([f"prepare_data.folder.num_calibration={num_images}"] if is_split else []),
-            f"target=[{','.join(TARGETS)}]",
-        ],
-        workspace,
+    numbers = [0.5] * built.channels
+    overrides = [
+        *("model=onnx", f"model.path={file}", f"model.mean={numbers}", f"model.std={numbers}"),
+        f"model.output_kind={answers}",
+        *("data=images", f"prepare_data.root={scenes}", f"prepare_data.folder.channels={built.channels}"),
+        *(f"prepare_data.{axis}={built.side}" for axis in ("height", "width")),
+        *([f"prepare_data.folder.num_calibration={num_images}"] if is_split else []),
+        f"target=[{','.join(TARGETS)}]",
+    ]
+    if not checkout.is_dir():
+        subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(checkout)], check=True)
+    command = ["dvc", "repro"]
+    if driver == "flow":
+        command = ["flows.optimize", *overrides]
+    else:
+        subprocess.run(
+            [sys.executable, "-m", "flows.params", *overrides], cwd=checkout, env=environment(), check=True
+        )
+    return (
+        {"code": code_of(REPOSITORY)} | run_watched(command, checkout) | {"engines": read_engines(checkout)}
     )
-    stages: dict[str, tuple[float, int]] = {}
-    for address, inputs in calls.items():
-        if address != "track":
-            cost = run_stage(address, stage_command(address, inputs), workspace, timeout_s=LIMIT_S)
-            stages[address] = round(cost.seconds, 1), cost.peak_mb
-            print(f"{network} {address}: {cost.seconds:.1f} s, {cost.peak_mb} MB", flush=True)
-    peak_at = max(stages, key=lambda address: stages[address][1])
+
+
+def run_watched(command: Sequence[str], checkout: Path) -> dict[str, Any]:
+    """Run a module to its end; return seconds and memory of all and of each stage.
+
+    Raises CalledProcessError where it fails; its output is in ``log`` beside the checkout.
+    """
+    log, started = checkout.with_name("log"), time.monotonic()
+    peaks_mb: dict[str, int] = {}
+    peak_all_mb = 0
+    with log.open("w", encoding="utf-8") as output:
+        process = psutil.Popen(
+            [sys.executable, "-m", *command], cwd=checkout, env=environment(), stdout=output, stderr=output
+        )
+        while process.poll() is None:
+            sizes_mb = [read_size(one) for one in (process, *process.children(recursive=True))]
+            for stage, size_mb in sizes_mb:
+                peaks_mb[stage] = max(peaks_mb.get(stage, 0), size_mb)
+            peak_all_mb = max(peak_all_mb, sum(size_mb for _, size_mb in sizes_mb))
+            time.sleep(LOOK_S)
+    subprocess.CompletedProcess(command, process.returncode).check_returncode()
+    found = re.findall(r"tasks\.core\.execute (\S+): finished in (\S+) s", log.read_text(encoding="utf-8"))
+    peak_at = max((stage for stage, _ in found), key=lambda stage: peaks_mb.get(stage, 0))
     return {
-        "code": code_of(REPOSITORY),
-        "seconds": round(sum(seconds for seconds, _ in stages.values()), 1),
-        "peak_mb": stages[peak_at][1],
+        "seconds": round(time.monotonic() - started, 1),
+        "peak_mb": peaks_mb[peak_at],
         "peak_at": peak_at,
-        "engines": read_engines(workspace),
-        "stages": stages,
+        "peak_all_mb": peak_all_mb,
+        "stages": {stage: [float(seconds), peaks_mb.get(stage, 0)] for stage, seconds in found},
     }
+
+
+def read_size(process: psutil.Process) -> tuple[str, int]:
+    """Return the stage that a process runs, empty for others, and its resident memory in MiB."""
+    try:
+        words = process.cmdline()
+        stage = words[3] if words[1:3] == ["-m", "tasks"] else ""
+        return stage, process.memory_info().rss >> 20
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return "", 0
 
 
 def write_images(root: Path, network: LargeNetwork, num_images: int, *, is_split: bool) -> None:
