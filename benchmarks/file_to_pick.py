@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     record = open_record(
-        options.results, conditions() | {"num_images": options.images, "targets": TARGETS}, ["rows"]
+        options.results, conditions() | {"num_images": options.images, "targets": list(TARGETS)}, ["rows"]
     )
     for name in options.networks:
         wanted = {
