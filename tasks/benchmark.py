@@ -9,7 +9,7 @@ itself is measured at larger batches, with several requests at once, and layer b
 import logging
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,6 +51,8 @@ _TIMED_FRAMES, _TIMED_FRAMES_S = (20, 100), 2.0
 """Fewest and most frames of which each phase is timed, and what they may take in between."""
 _IMAGES = 16
 """Images that a stream of frames repeats."""
+_LONGEST_CALL_S = 5.0
+"""Batches with which a call of the slowest engine would take longer are not measured."""
 _STREAM_S = 0.25
 """Time for a stream of frames."""
 _TIMED_ON_DEVICE = 50
@@ -68,7 +70,7 @@ class Config(RaceOptions):
     variants: list[str]
     """Variants that are built for the target, the rungs of the ladder first and in its order."""
     batch_sizes: list[Annotated[int, AtLeast(2)]]
-    """Batch sizes measured after batch 1; those above the target's max_batch are skipped."""
+    """Batch sizes measured after batch 1. Skipped: above the target's max_batch, or with calls of more than 5 s."""
     windows: Windows
     """When an engine counts as stable, and when the rounds at a larger batch end before their time budget."""
     budget_batch_s: Annotated[float, MoreThan(0)]
@@ -235,15 +237,32 @@ def _measure(cfg: Config, field: _Field, frames: Path) -> tuple["Rounds", dict[s
 
     with open_race(cfg, field.racing, device=field.device) as race:
         rounds = race.run(contenders=field.names)
-        measured = {}
+        batches, measured = _larger_batches(cfg, field, rounds), {}
         for name in field.names:
             runner = race.runners[name]
             latency, bursts_ms = _measure_alone(
-                cfg, field, runner.process, rounds.bursts_ms[name], runner.warm_up, frames
+                cfg, field, runner.process, rounds.bursts_ms[name], batches, runner.warm_up, frames
             )
             layers_ms = _time_layers(cfg, runner.process, latency.at_batch_1.latency_ms_p50)
             measured[name] = _Measured(latency, bursts_ms, layers_ms, runner.description)
         return rounds, measured, race.surroundings()
+
+
+def _larger_batches(cfg: Config, field: _Field, rounds: "Rounds") -> list[int]:
+    """Return the batches that the engines take and that no engine needs too long for."""
+    slowest_ms = max(
+        statistics.median(call_ms for burst_ms in rounds.bursts_ms[name] for call_ms in burst_ms)
+        for name in field.names
+    )
+    fitting = sorted({batch for batch in cfg.batch_sizes if batch <= field.max_batch})
+    measured = [batch for batch in fitting if batch * slowest_ms <= 1000 * _LONGEST_CALL_S]
+    if measured != fitting:
+        logger.warning(
+            "benchmark: batches of %s are not measured, since one image takes %.0f ms",
+            ", ".join(map(str, fitting[len(measured) :])),
+            slowest_ms,
+        )
+    return measured
 
 
 def _measure_alone(
@@ -251,16 +270,17 @@ def _measure_alone(
     field: _Field,
     process: "EngineProcess",
     at_batch_1_ms: Bursts,
+    batches: Sequence[int],
     start: "WarmUp",
     frames: Path,
 ) -> tuple[Latency, dict[int, Bursts]]:
     """Measure an engine at larger batches and under load while the others wait; return also all its bursts."""
     gpu_memory_mib = read_gpu_memory_mib(process.pid) if field.device == CUDA else None
     bursts_ms: dict[int, Bursts] = {1: at_batch_1_ms}
-    for batch in sorted({batch for batch in cfg.batch_sizes if batch <= field.max_batch}):
+    for batch in batches:
         process.warm_up(batch, seconds=cfg.warm_up_ms / 1000)
         bursts_ms[batch] = _run_bursts(cfg, process, batch)
-    batches = tuple(
+    latencies = tuple(
         summarise(
             bursts,
             batch=batch,
@@ -270,10 +290,10 @@ def _measure_alone(
         for batch, bursts in bursts_ms.items()
     )
     loads = {count: _measure_load(cfg, process, count, field.device) for count in cfg.concurrencies}
-    num_frames = _number_in(_TIMED_FRAMES_S, batches[0].latency_ms_p50, *_TIMED_FRAMES)
+    num_frames = _number_in(_TIMED_FRAMES_S, latencies[0].latency_ms_p50, *_TIMED_FRAMES)
     stream = process.time_frames(frames, num_frames=num_frames, seconds=_STREAM_S)
     latency = Latency(
-        batches=batches,
+        batches=latencies,
         throughputs=tuple(_sum_up_load(count, load) for count, load in loads.items()),
         phases_ms={
             name: statistics.median(durations_ns) / 1e6 for name, durations_ns in stream.phases_ns.items()

@@ -22,6 +22,7 @@ from tasks.parts.engines.manifest import (
     read_engine_manifest,
     write_engine_manifest,
 )
+from tasks.parts.engines.open_engine import load_runner
 from tasks.parts.measuring import engine_process
 from tasks.parts.measuring.batch_latency import Windows
 from tasks.parts.measuring.engine_process import EngineProcess
@@ -212,6 +213,32 @@ def test_layers_that_onnxruntime_inserted_have_their_times(
 
 
 @pytest.mark.slow
+def test_batches_for_which_an_engine_needs_too_long_are_left_out(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tasks.benchmark._LONGEST_CALL_S", 1e-9)
+    measured = measure_one(replace(CONFIG, batch_sizes=[2]), workshop.engine("float", TARGET), tmp_path)
+    assert measured.latency is not None
+    assert [batch.batch for batch in measured.latency.batches] == [1]
+    assert measured.latency.throughput_per_s_batched is None
+    assert "batches of 2 are not measured, since one image takes" in caplog.text
+
+
+def test_long_call_counts_from_the_first_on(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(engine_process, "_call", lambda *_: lambda: calls.append(1))
+    engine = workshop.engine("float", TARGET)
+    manifest = read_engine_manifest(engine)
+    with load_runner(engine / manifest.file, manifest) as runner:
+        for long_ns, num_calls in ((0, 1), (10**12, 2)):
+            monkeypatch.setattr(engine_process, "_LONG_NS", long_ns)
+            calls.clear()
+            found = engine_process._carry_out(
+                runner, np.zeros((1, 1, 1, 3), np.uint8), Timed.run, do="burst", seconds=0.0, min_calls=1
+            )
+            assert (len(found["latencies_ns"]), len(calls)) == (1, num_calls)
+
+
 def test_machine_and_its_surroundings_are_recorded(builds: Path, reference: Path, tmp_path: Path) -> None:
     report = measure(CONFIG, builds, reference, tmp_path / "out")
     machine, around = report.machine, report.surroundings

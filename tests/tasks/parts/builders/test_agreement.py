@@ -8,10 +8,11 @@ import pytest
 
 from tasks.build_engine import build_engine
 from tasks.core.errors import BuildFailed
-from tasks.parts.builders.agreement import measure_agreement, read_probe_images
+from tasks.parts.builders.agreement import compare_answers, measure_agreement, read_probe_images
 from tasks.parts.builders.contract import GraphSource, read_source
 from tasks.parts.data.input_card import InputCard, Task
-from tasks.parts.engines.manifest import read_engine_manifest
+from tasks.parts.engines.manifest import TWIN_FOLDER, read_engine_manifest
+from tasks.parts.engines.target import Reads
 from tasks.parts.onnx_graphs.graph import CARD_KEY, write_graph
 from tests.tasks.conftest import Workshop
 
@@ -19,11 +20,11 @@ TRIED = (0, 11, 23, 35)
 """The images of thirty-six that an engine is tried on."""
 
 
-def write_values(folder: Path) -> tuple[Path, Path]:
-    """Write a network whose answers are the pixels, and images of which those that are tried are dark."""
+def write_values(folder: Path, offset: float = 0.0) -> tuple[Path, Path]:
+    """Write a network whose answers are the pixels and an offset, and images of which those tried are dark."""
     graph = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 20]> '
-        "g (float[N, 3, 8, 8] image) => (float[N, 3, 8, 8] values) { values = Relu(image) }"
+        '<ir_version: 10, opset_import: ["" : 20]> g (float[N, 3, 8, 8] image) => (float[N, 3, 8, 8] values) '
+        f"<float offset = {{{offset}}}> {{ pixels = Relu(image) values = Add(pixels, offset) }}"
     )
     card = InputCard((), (0.0,) * 3, (1.0,) * 3, 8, 8, task=Task.values, values_shape=(3, 8, 8))
     entry = graph.metadata_props.add()
@@ -57,6 +58,30 @@ def test_noise_counts_against_what_a_network_usually_answers(workshop: Workshop,
         noisy_NCHW, images_NCHW, manifest, engine / manifest.file, usual_power=source.usual_power
     )
     assert found_db == pytest.approx(10 * np.log10(source.usual_power / 1e-8), abs=0.1)
+
+
+def test_values_on_frames_may_differ_by_the_noise_of_int8_where_the_graph_is_quantized(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    target = workshop.target(
+        "cpu_onnxruntime", reads=Reads.frames, max_batch=1, min_agreement_db=60.0, min_agreement_int8_db=20.0
+    )
+    made = []
+    for offset in (0.0, 0.02):
+        folder = tmp_path / str(offset)
+        folder.mkdir()
+        model, images = write_values(folder, offset)
+        report = build_engine(target, model=model, images=images, out=folder)
+        assert report.status == "built", report.reason
+        made.append(folder / "engine")
+    (manifest, plain), frames = (
+        map(read_engine_manifest, (made[0], made[1] / TWIN_FOLDER)),
+        np.load(images)[1:3],
+    )
+    files = manifest, made[0] / manifest.file, plain, made[1] / TWIN_FOLDER / plain.file
+    assert compare_answers(frames, *files, is_int8=True) is None
+    with pytest.raises(BuildFailed, match=r"by 3\d\.\d dB only, expected 60 dB or more"):
+        compare_answers(frames, *files)
 
 
 def test_classes_need_no_further_images(workshop: Workshop) -> None:
