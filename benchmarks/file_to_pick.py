@@ -162,9 +162,10 @@ def measure(
         subprocess.run(
             [sys.executable, "-m", "flows.params", *overrides], cwd=checkout, env=environment(), check=True
         )
-    return (
-        {"code": code_of(REPOSITORY)} | run_watched(command, checkout) | {"engines": read_engines(checkout)}
-    )
+    found = run_watched(command, checkout)
+    stop = [sys.executable, "-m", "flows.local_server", "--stop"]
+    subprocess.run(stop, cwd=checkout, env=environment(), check=True)
+    return {"code": code_of(REPOSITORY)} | found | {"engines": read_engines(checkout)}
 
 
 def run_watched(command: Sequence[str], checkout: Path) -> dict[str, Any]:
