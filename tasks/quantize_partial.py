@@ -23,7 +23,7 @@ from tasks.core.errors import ArtifactError, BuildFailed, ConfigError
 from tasks.parts.cpu import int8_sums
 from tasks.parts.data.accuracy import ScoreLoss, Standing
 from tasks.parts.onnx_session import ONNXRUNTIME
-from tasks.parts.quantization.config import OpTypes
+from tasks.parts.quantization.config import MANY_LAYERS, OpTypes
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from tasks.parts.quantization.qdq import TensorRange
 
 logger = logging.getLogger(__name__)
-
-_MANY = 64
-"""With more layers than this, float layers are not chosen one by one."""
 
 
 class Exclusion(StrEnum):
@@ -458,7 +455,7 @@ def _choose_float_layers(
     if search.gates.standing_of_float is Standing.beyond:
         logger.warning("quantize_partial: the float graph itself fails the gate; nothing to search for")
         return kept, steps
-    if len(ranked) > _MANY:
+    if len(ranked) > MANY_LAYERS:
         kept, moved = _move_together(cfg, search, kept, waiting, steps)
     else:
         kept, moved = _move_one_by_one(cfg, search, kept, waiting, steps)

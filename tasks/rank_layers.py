@@ -19,7 +19,7 @@ from tasks.core.environment import versions
 from tasks.core.errors import ArtifactError, BuildFailed
 from tasks.parts.cpu import int8_sums
 from tasks.parts.onnx_session import ONNXRUNTIME
-from tasks.parts.quantization.config import OpTypes
+from tasks.parts.quantization.config import MANY_LAYERS, OpTypes
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -35,13 +35,11 @@ Measure = TypeVar("Measure")
 _NUM_TOGETHER = 8
 """Layers that are tried in one session, each alone in INT8. More: fewer passes over what is in front of all of them,
 more memory."""
-_MANY = 64
-"""With more layers than this, the noisiest are tried on a few images, and few of them on all images."""
 _SCREENED = 256
-"""So many, those whose own SQNR is lowest."""
+"""Of more than MANY_LAYERS so many, whose own SQNR is lowest, are tried on a few images."""
 _FEW_IMAGES = 4
 _MOST = 8
-"""So many, those that change the outputs of a few images most."""
+"""So many of these, which change the outputs most, are tried on all images."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ def rank_layers(cfg: Config, *, model: Path, ranges: Path, results: Path, data: 
     sqnr_db = _own_sqnr_db(cfg, graph, known, data)
     alone = _Alone(cfg, graph, known, evaluator, budget)
     names = sorted(sqnr_db, key=sqnr_db.__getitem__)
-    changes = alone.changes(names[:_SCREENED]) if len(names) > _MANY else {}
+    changes = alone.changes(names[:_SCREENED]) if len(names) > MANY_LAYERS else {}
     order = sorted(names, key=lambda name: -changes.get(name, 0.0))
     costs = alone.costs(order[:_MOST] if changes else order)
     layers = _layers(graph, nodes, sqnr_db, costs, changes)

@@ -212,7 +212,6 @@ def test_layers_that_onnxruntime_inserted_have_their_times(
     assert len({row["layer"] for row in rows}) == len(rows)
 
 
-@pytest.mark.slow
 def test_batches_for_which_an_engine_needs_too_long_are_left_out(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,6 +238,7 @@ def test_long_call_counts_from_the_first_on(workshop: Workshop, monkeypatch: pyt
             assert (len(found["latencies_ns"]), len(calls)) == (1, num_calls)
 
 
+@pytest.mark.slow
 def test_machine_and_its_surroundings_are_recorded(builds: Path, reference: Path, tmp_path: Path) -> None:
     report = measure(CONFIG, builds, reference, tmp_path / "out")
     machine, around = report.machine, report.surroundings

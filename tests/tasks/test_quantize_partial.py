@@ -152,7 +152,7 @@ def test_layers_go_back_to_int8_where_the_gate_allows_it(
 def test_of_many_layers_as_few_of_the_first_as_the_gate_needs_move_to_float_together(
     unbalanced: Any, harmless_first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.quantize_partial._MANY", 2)
+    monkeypatch.setattr("tasks.quantize_partial.MANY_LAYERS", 2)
     report = search(unbalanced, tmp_path, harmless_first)
     tried = [step.num_float_layers for step in report.steps if step.action == "together"]
     assert tried == [1, 2, 4, 3], "doubled until the gate holds, then halved"
@@ -168,7 +168,7 @@ def test_of_many_layers_as_few_of_the_first_as_the_gate_needs_move_to_float_toge
 def test_of_many_layers_the_best_that_was_tried_is_written_where_the_gate_never_holds(
     unbalanced: Any, harmless_first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.quantize_partial._MANY", 2)
+    monkeypatch.setattr("tasks.quantize_partial.MANY_LAYERS", 2)
     report = search(unbalanced, tmp_path, harmless_first, max_float_layers=2)
     assert [step.num_float_layers for step in report.steps] == [0, 1, 2]
     best = max(report.steps, key=lambda step: step.score)

@@ -110,7 +110,7 @@ def test_layers_that_are_tried_in_one_session_cost_what_each_costs_in_its_own_b1
 def test_of_many_layers_those_that_change_the_outputs_most_are_tried_on_all_images(
     ranked: tuple[Report, Path], unbalanced: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.rank_layers._MANY", len(ranked[0].layers) - 1)
+    monkeypatch.setattr("tasks.rank_layers.MANY_LAYERS", len(ranked[0].layers) - 1)
     monkeypatch.setattr("tasks.rank_layers._MOST", 6)
     report = rank(unbalanced, tmp_path)
     assert report.num_passes == 7
@@ -127,7 +127,7 @@ def test_of_many_layers_those_that_change_the_outputs_most_are_tried_on_all_imag
 def test_every_layer_of_a_graph_with_branches_is_tried_on_all_images(
     ranked: tuple[Report, Path], unbalanced: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.rank_layers._MANY", 1)
+    monkeypatch.setattr("tasks.rank_layers.MANY_LAYERS", 1)
     monkeypatch.setattr("tasks.rank_layers._MOST", 1)
     monkeypatch.setattr("tasks.parts.onnx_graphs.foreign_branches.branching_nodes", lambda graph: ["if"])
     report = rank(unbalanced, tmp_path)

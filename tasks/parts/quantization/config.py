@@ -29,6 +29,9 @@ of attention. Training in simulated INT8 leaves the latter in float.
 
 OpTypes = Annotated[list[OpType], Holds("Conv")]
 
+MANY_LAYERS = 64
+"""In graphs with more layers, rank_layers and quantize_partial do not try them one by one."""
+
 
 class Activations(StrEnum):
     """Type of the activations in an engine."""
