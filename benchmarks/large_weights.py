@@ -143,8 +143,8 @@ def write_network(gib: float, folder: Path) -> None:
                 nodes.append(helper.make_node("MatMul", [source, name], [f"product{index}"], f"layer{index}"))
                 source = f"relu{index}"
                 nodes.append(helper.make_node("Relu", [f"product{index}"], [source], source))
-            tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=values.shape)
-            tensors.append(refer(tensor, "weights.bin", offset, values.nbytes))
+            tensor = TensorProto(data_type=TensorProto.FLOAT, dims=values.shape)
+            tensors.append(refer(name, tensor, "weights.bin", offset, values.nbytes))
             offset += file.write(values.tobytes())
     last = numpy_helper.from_array(drawn[:, :8], "last")
     nodes.append(helper.make_node("MatMul", [source, "last"], ["values"], "out"))

@@ -200,13 +200,13 @@ def copy_field(message: "Message", name: str, value: Any) -> None:
         getattr(message, name).extend(value)
 
 
-def refer(tensor: "TensorProto", location: str, offset: int, length: int) -> "TensorProto":
-    """Return a tensor of the same name, type and shape whose values lie in a file."""
+def refer(name: str, tensor: "TensorProto", location: str, offset: int, length: int) -> "TensorProto":
+    """Return a tensor of the same type and shape whose values lie in a file."""
     from onnx import StringStringEntryProto, TensorProto
 
     entries = {"location": location, "offset": str(offset), "length": str(length)}
     return TensorProto(
-        name=tensor.name,
+        name=name,
         data_type=tensor.data_type,
         dims=tensor.dims,
         data_location=TensorProto.EXTERNAL,
@@ -234,7 +234,7 @@ def _serialize(
         constants[name] = onnxruntime.OrtValue.ortvalue_from_numpy(numpy_helper.to_array(tensor))
         options.add_initializer(name, constants[name])
     light.graph.initializer.extend(
-        refer(tensor, _CONSTANTS_FILE, 0, size_of(tensor)) for tensor in large.values()
+        refer(name, tensor, _CONSTANTS_FILE, 0, size_of(tensor)) for name, tensor in large.items()
     )
     options.add_external_initializers(list(constants), list(constants.values()))
     options.add_session_config_entry(*_NO_COPIES)
@@ -252,11 +252,11 @@ def _with_mapped_constants(
 
     light, offset = copy_without(model, large), 0
     with (folder / _CONSTANTS_FILE).open("wb") as file:
-        for tensor in large.values():
+        for name, tensor in large.items():
             values = (
                 tensor.raw_data if tensor.HasField("raw_data") else numpy_helper.to_array(tensor).tobytes()
             )
-            light.graph.initializer.append(refer(tensor, _CONSTANTS_FILE, offset, len(values)))
+            light.graph.initializer.append(refer(name, tensor, _CONSTANTS_FILE, offset, len(values)))
             offset += file.write(values)
             offset += file.write(bytes(-offset % _PAGE_BYTES))
     options.add_session_config_entry(_FOLDER_OF_CONSTANTS, str(folder))

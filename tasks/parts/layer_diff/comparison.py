@@ -13,7 +13,13 @@ from polygraphy.logger import G_LOGGER
 
 from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, FloatArray
 from tasks.parts.engines.runtimes import Runtime
-from tasks.parts.layer_diff.matching import Match, add_exact_twins, match_modules, match_tensors
+from tasks.parts.layer_diff.matching import (
+    Match,
+    Twinned,
+    add_exact_twins,
+    match_modules,
+    match_tensors,
+)
 from tasks.parts.layer_diff.measures import PairSums
 from tasks.parts.layer_diff.readers import (
     OpenvinoMarkedRunner,
@@ -76,17 +82,21 @@ def compare(
     image, logits = graph.graph.input[0].name, graph.graph.output[0].name
     num_threads = manifest.target.num_threads
     variant = None if manifest.target.runtime is Runtime.torch else read_graph(model)
+    if variant == graph:
+        variant = graph  # one in memory
     match, engine_runner = _open_engine(manifest, engine, variant, graph)
     names, runners = match.names, [engine_runner]
-    float_graph, twins, noise_of = graph, dict[str, str](), dict[str, str]()
-    if variant is not None and variant != graph:
+    twins, twinned = dict[str, str](), Twinned(graph, {}, {})
+    if variant is not None and variant is not graph:
         in_variant = match_tensors(graph, variant).names
         twins = {name: in_variant[name] for name in names if name in in_variant}
-        float_graph, noise_of = add_exact_twins(graph, variant, twins)
+        twinned = add_exact_twins(graph, variant, twins)
         shown = [name for name in twins.values() if name != image]
         runners.append(plain_runner(variant, shown, num_threads=num_threads, name="variant"))
-    shown = [name for name in [*names, *noise_of.values()] if name != image]
-    runners.append(plain_runner(float_graph, shown, num_threads=num_threads, name="float"))
+    shown = [name for name in [*names, *twinned.noise_of.values()] if name != image]
+    runners.append(
+        plain_runner(twinned.graph, shown, num_threads=num_threads, name="float", large=twinned.large)
+    )
     sums = {name: _TensorSums() for name in names}
     marked_logits: list[FloatArray] = []
     feeds = [{image: image_CHW[None]} for image_CHW in images_NCHW]
@@ -103,8 +113,9 @@ def compare(
                 for runner, matched in (("engine", names), ("variant", twins))
             )
             _add(sums, expected, engine_by_name, variant_by_name)
-            for name in noise_of.keys() & sums.keys():
-                sums[name].own_noise = (sums[name].own_noise or 0.0) + float(expected[noise_of[name]])
+            for name in twinned.noise_of.keys() & sums.keys():
+                noise = float(expected[twinned.noise_of[name]])
+                sums[name].own_noise = (sums[name].own_noise or 0.0) + noise
             marked_logits.append(tensors["engine"][names[logits]].copy())
             del results, tensors, expected, engine_by_name, variant_by_name  # before the next image runs
     return Comparison(

@@ -7,6 +7,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from tasks.core.errors import ArtifactError
 from tasks.parts.onnx_graphs.graph import node_sources, read_shapes
+from tasks.parts.onnx_session import copy_without, large_constants
 
 _FUSED_BEFORE_QUANTIZE = {"Relu", "Clip"}
 _PREFIX = "variant:"
@@ -124,7 +125,7 @@ def _types(graph: ModelProto) -> dict[str, int]:
 
 
 def mark(graph: ModelProto, names: Sequence[str]) -> ModelProto:
-    """Return the graph with `names` as its outputs."""
+    """Return a copy with `names` as its outputs."""
     from polygraphy.backend.onnx import ModifyOutputs
     from polygraphy.logger import G_LOGGER
 
@@ -133,19 +134,29 @@ def mark(graph: ModelProto, names: Sequence[str]) -> ModelProto:
     return marked
 
 
-def add_exact_twins(
-    graph: ModelProto, variant: ModelProto, names: Mapping[str, str]
-) -> tuple[ModelProto, dict[str, str]]:
-    """Return a copy of the float graph that also computes each layer of the variant from the exact inputs.
+@dataclass(frozen=True)
+class Twinned:
+    """A float graph that also computes each layer of a variant from exact inputs."""
 
-    Wherever the variant reads a tensor of `names`, its copy reads that of the float graph. The second value maps
-    each tensor to the scalar that holds the sum of squared differences. A variant in another opset gives no twins.
+    graph: ModelProto
+    """The graph without the large constants of both."""
+    large: dict[str, TensorProto]
+    """These constants, shared with the two graphs that they come from, by their names in this one."""
+    noise_of: dict[str, str]
+    """Tensor of the float graph -> the scalar that holds the sum of squared differences."""
+
+
+def add_exact_twins(graph: ModelProto, variant: ModelProto, names: Mapping[str, str]) -> Twinned:
+    """Let a copy of the float graph compute each layer of the variant as well.
+
+    Wherever the variant reads a tensor of `names`, its copy reads that of the float graph. A variant in another
+    opset gives no twins.
     """
-    twinned = ModelProto()
-    twinned.CopyFrom(graph)
+    large = large_constants(graph)
+    twinned = copy_without(graph, large)
     opsets = [{(opset.domain, opset.version) for opset in model.opset_import} for model in (graph, variant)]
     if opsets[0] != opsets[1]:
-        return twinned, {}
+        return Twinned(twinned, large, {})
     makers = {name: node for node in variant.graph.node for name in node.output}
     types, integers = _types(variant), _integers(variant)
     own = makers.keys() | {tensor.name for tensor in variant.graph.initializer}
@@ -162,10 +173,13 @@ def add_exact_twins(
         twin.input[:] = [exact.get(name, f"{_PREFIX}{name}" if name in own else name) for name in node.input]
         twin.output[:] = [f"{_PREFIX}{name}" for name in node.output]
         added.append(twin)
+    large_of_variant = large_constants(variant)
+    large |= {f"{_PREFIX}{name}": tensor for name, tensor in large_of_variant.items()}
     for tensor in variant.graph.initializer:
-        constant = twinned.graph.initializer.add()
-        constant.CopyFrom(tensor)
-        constant.name = f"{_PREFIX}{tensor.name}"
+        if tensor.name not in large_of_variant:
+            constant = twinned.graph.initializer.add()
+            constant.CopyFrom(tensor)
+            constant.name = f"{_PREFIX}{tensor.name}"
     noise_of = {}
     for name in names:
         counterpart = name if name in makers and name not in integers else names[name]
@@ -179,4 +193,4 @@ def add_exact_twins(
         ]
         noise_of[name] = noise
     twinned.graph.node.extend(added)
-    return twinned, noise_of
+    return Twinned(twinned, large, noise_of)

@@ -1,13 +1,13 @@
 """Runners for Polygraphy's Comparator that expose the inner tensors of a graph or an engine."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from onnx import ModelProto, numpy_helper
+from onnx import ModelProto, TensorProto, numpy_helper
 from polygraphy.backend.base import BaseRunner
 from polygraphy.backend.onnxrt import OnnxrtRunner
 from polygraphy.common import TensorMetadata
@@ -16,29 +16,41 @@ from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, copy_librar
 from tasks.parts.engines.openvino.compile import compile_graph
 from tasks.parts.layer_diff.matching import mark
 from tasks.parts.onnx_graphs.graph import is_too_large, write_graph
-from tasks.parts.onnx_session import open_session
+from tasks.parts.onnx_session import copy_without, large_constants, open_session
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def plain_runner(graph: ModelProto, names: Sequence[str], *, num_threads: int, name: str) -> Any:
-    """Return a runner that computes an unmodified graph node by node on the CPU."""
-    marked = mark(graph, names)
-    return OnnxrtRunner(
-        lambda: open_session(
-            marked, provider="CPUExecutionProvider", num_threads=num_threads, is_optimised=False
-        ),
-        name=name,
-    )
+def plain_runner(
+    graph: ModelProto,
+    names: Sequence[str],
+    *,
+    num_threads: int,
+    name: str,
+    large: Mapping[str, TensorProto] | None = None,
+) -> Any:
+    """Return a runner that computes an unmodified graph node by node on the CPU.
+
+    `large` are constants that the graph lacks.
+    """
+    how = {"provider": "CPUExecutionProvider", "num_threads": num_threads, "is_optimised": False}
+    return OnnxrtRunner(_session_of(graph, names, large or {}, **how), name=name)
 
 
 def onnxruntime_runner(graph: ModelProto, names: Sequence[str], manifest: EngineManifest) -> Any:
     """Return a runner of the graph, optimised like the engine as far as the marked outputs allow."""
-    marked, num_threads = mark(graph, names), manifest.target.num_threads
-    return OnnxrtRunner(
-        lambda: open_session(marked, provider=manifest.provider, num_threads=num_threads), name="engine"
-    )
+    how = {"provider": manifest.provider, "num_threads": manifest.target.num_threads}
+    return OnnxrtRunner(_session_of(graph, names, {}, **how), name="engine")
+
+
+def _session_of(
+    graph: ModelProto, names: Sequence[str], large: Mapping[str, TensorProto], **how: Any
+) -> Callable[[], Any]:
+    """Return what opens a session with tensors as outputs, which shares large constants with the graph."""
+    large = {**large_constants(graph), **large}
+    marked = mark(copy_without(graph, large), names)
+    return lambda: open_session(marked, weights=large, **how)
 
 
 class OpenvinoMarkedRunner(BaseRunner):  # type: ignore[misc]

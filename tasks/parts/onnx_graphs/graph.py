@@ -132,7 +132,7 @@ def write_graph(model: ModelProto, path: Path) -> None:
     draft.replace(weights)
     light = copy_without(model, large)
     light.graph.initializer.extend(
-        refer(tensor, weights.name, *places[name]) for name, tensor in large.items()
+        refer(name, tensor, weights.name, *places[name]) for name, tensor in large.items()
     )
     path.write_bytes(light.SerializeToString(deterministic=True))
 

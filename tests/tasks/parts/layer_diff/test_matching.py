@@ -6,7 +6,7 @@ import pytest
 from tasks.convert_precision import convert_precision
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.dataset import normalise, open_split
-from tasks.parts.layer_diff.matching import add_exact_twins, mark, match_modules, match_tensors
+from tasks.parts.layer_diff.matching import Twinned, add_exact_twins, mark, match_modules, match_tensors
 from tasks.parts.layer_diff.readers import named_as
 from tasks.parts.onnx_graphs.graph import node_sources, read_card_of_graph, read_graph
 from tasks.parts.onnx_graphs.signal_to_noise import sqnr_db
@@ -54,11 +54,12 @@ def test_noise_from_exact_inputs_is_that_of_the_ranking(unbalanced):
     """rank_layers measures the same with a graph of its own."""
     graph, variant = read_graph(unbalanced.graph), read_graph(unbalanced.graph.parent / "model.onnx")
     match = match_tensors(graph, variant)
-    twinned, noise_of = add_exact_twins(graph, variant, match.names)
+    twinned = add_exact_twins(graph, variant, match.names)
+    noise_of = twinned.noise_of
     ranking = read_table(unbalanced.ranking, "node", stage="rank_layers")
     images_NCHW = calibration_images(graph, unbalanced.data)
     shown = [*noise_of, *noise_of.values()]
-    found = run(mark(twinned, shown), shown, images_NCHW)
+    found = run(mark(twinned.graph, shown), shown, images_NCHW)
     behind = set(match.fused.values())
     checked = 0
     for node in graph.graph.node:
@@ -80,10 +81,11 @@ def test_layers_of_a_half_precision_graph_are_fed_exact_inputs_too(workshop, tmp
     convert_precision(CONFIG, model=workshop.graph, data=workshop.data, out=tmp_path)
     graph, half = read_graph(workshop.graph), read_graph(tmp_path / "model.onnx")
     names = match_tensors(graph, half).names
-    twinned, noise_of = add_exact_twins(graph, half, names)
+    twinned = add_exact_twins(graph, half, names)
+    noise_of = twinned.noise_of
     images_NCHW = calibration_images(graph, workshop.data)
     shown = [*noise_of, *noise_of.values()]
-    found = run(mark(twinned, shown), shown, images_NCHW)
+    found = run(mark(twinned.graph, shown), shown, images_NCHW)
     own_db = [
         sqnr_db(float(np.square(found[name]).sum()), float(found[noise])) for name, noise in noise_of.items()
     ]
@@ -94,7 +96,7 @@ def test_layers_of_a_half_precision_graph_are_fed_exact_inputs_too(workshop, tmp
 def test_variant_in_another_opset_has_no_twins(workshop):
     graph, other = read_graph(workshop.graph), read_graph(workshop.quantized)
     other.opset_import[0].version -= 1
-    assert add_exact_twins(graph, other, {"logits": "logits"}) == (graph, {})
+    assert add_exact_twins(graph, other, {"logits": "logits"}) == Twinned(graph, {}, {})
 
 
 def test_levels_that_a_fused_engine_shows_stand_for_the_dequantised_tensor(workshop):
@@ -129,9 +131,10 @@ def test_pooling_of_integers_is_compared_behind_its_dequantizer():
             node.name = f"{node.op_type}_{number}"
     match = match_tensors(graph, variant)
     assert match.names["pooled"] == "real"
-    twinned, noise_of = add_exact_twins(graph, variant, match.names)
+    twinned = add_exact_twins(graph, variant, match.names)
+    noise_of = twinned.noise_of
     images_NCHW = np.random.default_rng(0).uniform(0, 9, (1, 2, 4, 4)).astype(np.float32)
-    found = run(mark(twinned, [noise_of["pooled"]]), [noise_of["pooled"]], images_NCHW)
+    found = run(mark(twinned.graph, [noise_of["pooled"]]), [noise_of["pooled"]], images_NCHW)
     pooled = images_NCHW.reshape(1, 2, 2, 2, 2, 2).max(axis=(3, 5))
     noise = np.square(pooled - np.round(pooled / 0.5) * 0.5).sum()
     assert found[noise_of["pooled"]] == pytest.approx(noise, rel=1e-4)
