@@ -94,8 +94,8 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
     there is quantized like the others. Products of two activations (attention) stay in float unless `op_types` names
     BatchMatMul. These always do: layers whose weight the graph computes, additions and multiplications of a constant
     (a bias, a scale), residual additions whose sum a LayerNormalization reads, because it would convert them back to
-    float at once, the product inside a GELU, whose operators runtimes fuse unless pairs stand between them, and pools
-    that ONNX Runtime computes wrong in INT8.
+    float at once, the product inside a GELU, or inside a SiLU behind a matrix product, whose operators runtimes fuse
+    unless pairs stand between them, and pools that ONNX Runtime computes wrong in INT8.
     """
     return _look_at(model, op_types).quantizable
 
@@ -115,7 +115,7 @@ def _look_at(model: ModelProto, op_types: Sequence[str]) -> _Layers:
     index = index_graph(model.graph)
     constants, outputs, others = index.constants, index.outputs, other_types(model)
     normalised = {node.input[0] for node in model.graph.node if node.op_type == "LayerNormalization"}
-    gates = _gates_of_gelu(model.graph, constants)
+    gates, silus = _gates_of_gelu(model.graph, constants), _silus_behind_products(index)
 
     def num_axes_of_weight(node: NodeProto) -> int:
         """Return 0 for a weight that the graph computes."""
@@ -137,7 +137,7 @@ def _look_at(model: ModelProto, op_types: Sequence[str]) -> _Layers:
             return num_axes_of_weight(node) > 0
         if _is_wrong_in_int8(node):
             return False
-        if outputs & set(node.output):
+        if (outputs | silus) & set(node.output):
             return False
         if node.op_type in ("Add", "Mul"):
             return not (constants.keys() | gates) & set(node.input) and not normalised & set(node.output)
@@ -159,6 +159,35 @@ def _gates_of_gelu(graph: GraphProto, constants: Container[str]) -> set[str]:
         elif (node.op_type == "Add" and bells & inputs) or (is_scaled and gates & inputs):
             gates.add(node.output[0])
     return gates
+
+
+def _silus_behind_products(index: GraphIndex) -> set[str]:
+    """Return what the two operators of each x * Sigmoid(x), or x * Sigmoid(constant * x), give behind a product.
+
+    The matrix product, perhaps with its bias, gives x. Behind a convolution pairs stand in a SiLU: without them ONNX
+    Runtime does not run the convolution in integers.
+    """
+
+    def before_constant(name: str, op_type: str) -> str:
+        """Return the input of an operator with a constant that makes a tensor; the tensor itself without one."""
+        maker = index.makers.get(name)
+        if maker is None or maker.op_type != op_type or not index.constants.keys() & set(maker.input):
+            return name
+        return str(next((given for given in maker.input if given not in index.constants), name))
+
+    silus: set[str] = set()
+    for node in index.makers.values():
+        for value, gate in (node.input, reversed(node.input)) if node.op_type == "Mul" else ():
+            sigmoid, product = index.makers.get(gate), index.makers.get(before_constant(value, "Add"))
+            if (
+                product is not None
+                and product.op_type in _LINEAR
+                and sigmoid is not None
+                and sigmoid.op_type == "Sigmoid"
+                and before_constant(sigmoid.input[0], "Mul") == value
+            ):
+                silus.update((*node.output, gate))
+    return silus
 
 
 def place_pairs(model: ModelProto, op_types: Sequence[str]) -> Placement:
