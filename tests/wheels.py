@@ -20,3 +20,25 @@ def unpack_wheel(requirement: str, folder: Path) -> Path:
     [wheel] = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "site")
     return folder / "site"
+
+
+def install_locked(requirements: Path, folder: Path) -> Path:
+    """Install the wheels that a file names with their hashes into `folder`, which is returned.
+
+    Skips the test, with pip's reason, where they cannot be had.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-compile",
+        "--require-hashes",
+    ]
+    command += ["--only-binary", ":all:", "--target", str(folder), "--requirement", str(requirements)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip(f"{requirements.name} cannot be installed: {found.stderr.strip().splitlines()[-1]}")
+    return folder

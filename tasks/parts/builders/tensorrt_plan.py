@@ -20,12 +20,13 @@ from rich.progress import Progress, TaskID
 
 from tasks.core.errors import BuildFailed
 from tasks.parts.builders.tensorrt_dla import check_fallbacks, place_on_dla
+from tasks.parts.builders.tensorrt_network import check_types, count_products
 from tasks.parts.custom_operators import check_libraries
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.log import LOG, describe_errors
 from tasks.parts.engines.tensorrt.plugins import load_plugins
-from tasks.parts.engines.tensorrt_options import TensorrtOptions, timing_cache_file
+from tasks.parts.engines.tensorrt_options import HardwareCompatibility, TensorrtOptions, timing_cache_file
 from tasks.parts.onnx_graphs.graph import node_sources
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,8 @@ def build_plan(
     parser = trt.OnnxParser(network, LOG)
     if not parser.parse(graph.SerializeToString()):
         raise BuildFailed(f"Target {target.name}: {describe_parser_errors(parser, graph)}")
+    check_types(network, graph, target)
+    logger.info("build_engine: TensorRT parsed products in %s", count_products(network))
     if are_tensors_marked and not network.mark_unfused_tensors_as_debug_tensors():
         raise BuildFailed(f"Target {target.name}: {_explain(LOG.errors[num_before:], target)}")
     config = builder.create_builder_config()
@@ -141,9 +144,10 @@ def configure(config: "trt.IBuilderConfig", target: Target, *, major: int) -> No
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib * _MIB)
     config.builder_optimization_level = options.optimization_level
     config.profiling_verbosity = trt.ProfilingVerbosity.__members__[options.profiling_verbosity.upper()]
-    config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.__members__[
-        options.hardware_compatibility.upper()
-    ]
+    if options.hardware_compatibility is not HardwareCompatibility.none:  # not every builder has it
+        config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.__members__[
+            options.hardware_compatibility.upper()
+        ]
     if options.tactic_sources:
         is_set = config.set_tactic_sources(_tactic_bits(options, major))
         require(is_set, f"tactic_sources {', '.join(options.tactic_sources)}", target)

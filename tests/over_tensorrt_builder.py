@@ -1,0 +1,105 @@
+"""Tests that run where NVIDIA's builder is on the path as `tensorrt`: see tests/tasks/test_tensorrt_builder.py."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+import tensorrt as trt
+from onnx import ModelProto
+
+from flows.params import compose_params
+from tasks.core.config import typed_config
+from tasks.core.errors import BuildFailed
+from tasks.parts.builders.contract import GraphSource, read_source
+from tasks.parts.builders.graph_rewrites import round_rest
+from tasks.parts.builders.tensorrt_network import check_types, count_products
+from tasks.parts.builders.tensorrt_plan import build_plan
+from tasks.parts.engines.target import Target
+from tasks.parts.engines.tensorrt.log import LOG
+from tasks.parts.onnx_graphs.graph import write_graph
+from tasks.parts.onnx_graphs.half_precision import to_half
+from tasks.parts.onnx_graphs.macs import LAYER_TYPES
+
+ROOT = Path(os.environ["WORKSHOP"])
+TARGETS = (
+    "h200_tensorrt",
+    "h200_tensorrt_f16",
+    "h200_tensorrt_static",
+    "rtx4090_tensorrt",
+    "orin_tensorrt11",
+)
+
+
+def declared(name: str) -> Target:
+    """Return a target of conf/target, without its timing cache."""
+    params = compose_params([f"target=[cpu_torch,cuda_torch,{name}]"])
+    target: Target = typed_config(Target, params["build_engine"][name], f"target.{name}")
+    assert target.tensorrt is not None
+    return replace(target, tensorrt=replace(target.tensorrt, timing_cache=None))
+
+
+def read(name: str, target: Target, folder: Path) -> tuple[GraphSource, Target]:
+    """Return a graph of the workshop as a builder reads it, and the target with the batch that it takes."""
+    file = ROOT / f"{name}.onnx"
+    if name == "half":
+        file = folder / "half.onnx"
+        write_graph(to_half(onnx.load(ROOT / "float.onnx")), file)
+    source = read_source(target, file, ROOT / "dataset" / "calibration_images.npy")
+    assert isinstance(source, GraphSource)
+    return source, replace(target, max_batch=source.card.fit_batch(target.max_batch))
+
+
+def parsed(graph: ModelProto) -> "trt.INetworkDefinition":
+    """Return the network that the parser makes of a graph."""
+    network = trt.Builder(LOG).create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, LOG)
+    assert parser.parse(graph.SerializeToString())
+    return network
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("variant", ["float", "half", "quantized"])
+def test_every_rung_is_built_in_the_precision_that_was_asked_for(
+    variant: str, name: str, tmp_path: Path
+) -> None:
+    source, target = read(variant, declared(name), tmp_path)
+    assert target.gpu is not None
+    graph = round_rest(target, source.rewritten(target), source.images_NCHW)
+    num_warnings = len(LOG.warnings)
+    plan = build_plan(graph, target, target.gpu)
+    assert len(plan) > 10_000
+    assert not [text for text in LOG.warnings[num_warnings:] if "unsupported" in text.lower()]
+    products = count_products(parsed(graph))
+    num_layers = sum(node.op_type in LAYER_TYPES for node in graph.graph.node)
+    if variant == "quantized":
+        assert products["int8"] >= 0.9 * num_layers
+    else:
+        expected = "f16" if variant == "half" or target.precision == "f16" else "f32"
+        assert products == {expected: num_layers}
+
+
+def test_refused_operator_is_named_with_its_node(tmp_path: Path) -> None:
+    source, target = read("float", declared("h200_tensorrt"), tmp_path)
+    graph, node = source.graph, source.graph.graph.node[3]
+    node.op_type, node.domain = "Unheard", "of.nobody"
+    graph.opset_import.add(domain="of.nobody", version=1)
+    assert target.gpu is not None
+    with pytest.raises(BuildFailed, match=f"Unheard '{node.name}'"):
+        build_plan(graph, target, target.gpu)
+
+
+def test_tensor_of_another_type_than_that_of_the_graph_is_named(tmp_path: Path) -> None:
+    source, target = read("float", declared("h200_tensorrt"), tmp_path)
+    half = read("half", target, tmp_path)[0]
+    with pytest.raises(BuildFailed, match=r"tensors in other types.* gives f32, expected f16"):
+        check_types(parsed(source.graph), half.graph, target)
+
+
+def test_zero_points_which_our_graphs_avoid_are_refused(tmp_path: Path) -> None:
+    """Targets for CPUs have uint8 with a zero point."""
+    source, target = read("quantized", declared("h200_tensorrt"), tmp_path)
+    assert target.gpu is not None
+    with pytest.raises(BuildFailed, match="zero point"):
+        build_plan(source.graph, target, target.gpu)
