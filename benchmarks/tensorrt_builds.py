@@ -1,0 +1,234 @@
+"""Which graphs do NVIDIA's own parser and builder take, in which types, in what time?
+
+``python -m benchmarks.tensorrt_builds --workspace DIR`` writes the networks of benchmarks/corpus.py as ONNX files,
+imports and quantizes them with few images, rewrites the float and the INT8 graph for each of TARGETS, and lets
+TensorRT for RTX parse and build them: it needs no GPU, and is installed into the workspace (tests/tensorrt_rtx.txt).
+Its parser and its strong typing are those of TensorRT; its kernels are not those of the data-centre builder, so that
+seconds and sizes say nothing of that one, and no plan is loaded. Each network builds in a process of its own.
+
+Results go to ``benchmarks/results/tensorrt_builds.json`` network by network; a second start measures what is missing.
+``--page`` writes docs/tensorrt.md.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.corpus import (
+    NotFinished,
+    conditions,
+    draw_images,
+    network_file,
+    overrides_of,
+    run_stage,
+    stage_calls,
+)
+from benchmarks.corpus_networks import CORPUS
+from benchmarks.gpu_cells import REPOSITORY
+from benchmarks.records import open_record, write_record
+from benchmarks.zoo import code_of
+from flows.params import compose_params
+from flows.stage_task import stage_command
+from tasks.core.config import typed_config
+from tasks.core.errors import EnginewrightError, first_line
+from tasks.core.execute import ARTIFACTS
+from tasks.parts.engines.target import Target
+
+RESULTS = Path(__file__).parent / "results" / "tensorrt_builds.json"
+PAGE = REPOSITORY / "docs" / "tensorrt.md"
+REQUIREMENTS = REPOSITORY / "tests" / "tensorrt_rtx.txt"
+TARGETS = ("h200_tensorrt", "h200_tensorrt_f16", "h200_tensorrt_static")
+STAGES = ("prepare_data", "import_onnx", "label_images", "quantize_ptq")
+GRAPHS = {"float": "import_onnx", "INT8": "quantize_ptq"}
+FEW_IMAGES = ("quantize_ptq.num_images=8", "quantize_ptq.num_val_images=8")
+"""Where pairs stand does not depend on their ranges."""
+BUILD_S = 900.0
+
+Row = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is missing, write each network at once, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workspace", type=Path, default=Path("tensorrt_builds"))
+    parser.add_argument("--networks", nargs="+", default=list(CORPUS), choices=list(CORPUS))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help="measure nothing; write the page of the results")
+    parser.add_argument("--build", action="store_true", help=argparse.SUPPRESS)  # in the builder's process
+    options = parser.parse_args(arguments)
+    workspace = options.workspace.resolve()
+    if options.page:
+        PAGE.write_text(page(json.loads(options.results.read_text(encoding="utf-8"))), encoding="utf-8")
+    elif options.build:
+        print(json.dumps([*build_all(workspace)]))
+    else:
+        draw_images(workspace / "scenes")
+        builder = installed_builder(workspace / "builder")
+        record = open_record(options.results, conditions() | {"builder": _version_of(builder)}, ["rows"])
+        known = {row["network"] for row in record["rows"]}
+        for name in options.networks:
+            if name not in known:
+                row = measure(name, workspace, builder)
+                record["rows"].append(row)
+                write_record(options.results, record)
+                print(f"{name}: {row['fault'] or summary_of(row)}", flush=True)
+        print("\n".join(table(record["rows"])))
+
+
+def installed_builder(folder: Path) -> Path:
+    """Return a folder for PYTHONPATH whose ``tensorrt`` is TensorRT for RTX, installed unless it is there."""
+    if not (folder / "tensorrt").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
+        subprocess.run([*command, "--target", str(folder), "-r", str(REQUIREMENTS)], check=True)
+        (folder / "tensorrt_rtx_bindings").rename(folder / "tensorrt")
+    return folder
+
+
+def _version_of(builder: Path) -> str:
+    [found] = builder.glob("tensorrt_rtx_cu13_libs-*.dist-info")
+    return found.name.removesuffix(".dist-info").replace("_", " ")
+
+
+def measure(name: str, workspace: Path, builder: Path) -> Row:
+    """Write the file of a network, quantize it and let the builder build its graphs; return what came of it."""
+    spec = CORPUS[name]
+    row: Row = {
+        "network": name,
+        "family": spec.family,
+        "code": code_of(REPOSITORY),
+        "fault": "",
+        "builds": [],
+    }
+    try:
+        file = network_file(name, workspace)
+        calls = stage_calls([*overrides_of(file, spec, workspace), *FEW_IMAGES], workspace)
+        for address in STAGES:
+            run_stage(address, stage_command(address, calls[address]), workspace, timeout_s=BUILD_S)
+    except NotFinished as error:
+        return row | {"fault": str(error)}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.tensorrt_builds", "--build", "--workspace", str(workspace)],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{builder}"},
+        capture_output=True,
+        text=True,
+        timeout=BUILD_S,
+        check=False,
+    )
+    if done.returncode:
+        return row | {"fault": (done.stderr.strip().splitlines() or [f"signal {-done.returncode}"])[-1]}
+    return row | {"builds": json.loads(done.stdout.splitlines()[-1])}
+
+
+def build_all(workspace: Path) -> Iterator[Row]:
+    """Yield what the builder makes of each graph for each target. Needs TensorRT."""
+    import tensorrt as trt
+
+    from tasks.parts.builders.contract import GraphSource, read_source
+    from tasks.parts.builders.graph_rewrites import round_rest
+    from tasks.parts.builders.tensorrt_network import count_products
+    from tasks.parts.builders.tensorrt_plan import build_plan
+    from tasks.parts.engines.tensorrt.log import LOG
+
+    artifacts = workspace / ARTIFACTS
+    images = artifacts / "label_images" / "dataset" / "calibration_images.npy"
+    params = compose_params([f"target=[cpu_torch,cuda_torch,{','.join(TARGETS)}]"])
+    for kind, stage in GRAPHS.items():
+        for name in TARGETS:
+            declared: Target = typed_config(Target, params["build_engine"][name], f"target.{name}")
+            assert declared.tensorrt is not None and declared.gpu is not None
+            source = read_source(declared, artifacts / stage / "model.onnx", images)
+            assert isinstance(source, GraphSource)
+            target = replace(
+                declared,
+                max_batch=source.card.fit_batch(declared.max_batch),
+                tensorrt=replace(declared.tensorrt, timing_cache=None),
+            )
+            num_warnings = len(LOG.warnings)
+            found: Row = {"graph": kind, "target": name, "fault": ""}
+            try:
+                graph = round_rest(target, source.rewritten(target), source.images_NCHW)
+                network = trt.Builder(LOG).create_network(
+                    1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+                )
+                trt.OnnxParser(network, LOG).parse(graph.SerializeToString())
+                found["products"] = count_products(network)
+                started = time.monotonic()
+                plan = build_plan(graph, target, declared.gpu)
+                found |= {"seconds": round(time.monotonic() - started, 1), "mb": round(len(plan) / 1e6, 1)}
+            except EnginewrightError as error:
+                found["fault"] = first_line(error)
+            told = Counter(text.strip()[:160] for text in LOG.warnings[num_warnings:])
+            yield found | {"warnings": dict(told.most_common(5))}
+
+
+def summary_of(row: Row) -> str:
+    """Return how many plans of a network were built."""
+    return f"{sum(not found['fault'] for found in row['builds'])} of {len(row['builds'])} plans"
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a Markdown row for each graph."""
+    yield f"| network | graph | {' | '.join(TARGETS)} |"
+    yield f"|---|---|{'---|' * len(TARGETS)}"
+    for row in sorted(rows, key=lambda row: (str(row["family"]).lower(), row["network"])):
+        if row["fault"]:
+            yield f"| {row['network']} | {row['fault'].replace('|', '/')[:200]} | {'| ' * len(TARGETS)}"
+        for kind in GRAPHS if row["builds"] else ():
+            cells = {found["target"]: cell(found) for found in row["builds"] if found["graph"] == kind}
+            yield f"| {row['network']} | {kind} | {' | '.join(cells[name] for name in TARGETS)} |"
+
+
+def cell(found: Row) -> str:
+    """Return the types of the products, seconds and size of a build, or why there is none."""
+    if found["fault"]:
+        return str(found["fault"]).replace("|", "/")[:200]
+    types = ", ".join(f"{count} {name}" for name, count in sorted(found["products"].items()))
+    return f"{types}; {found['seconds']:.1f} s, {found['mb']:.1f} MB"
+
+
+def page(record: Row) -> str:
+    """Return docs/tensorrt.md."""
+    rows, conditions = record["rows"], record["conditions"]
+    builds = [found for row in rows for found in row["builds"]]
+    built = sum(not found["fault"] for found in builds)
+    return "\n".join(
+        [
+            "# Graphs in NVIDIA's own builder",
+            "",
+            "Written by `python -m benchmarks.tensorrt_builds --page`; measured by "
+            f"`python -m benchmarks.tensorrt_builds` on {record['date']}, {conditions['cpu_model']}, "
+            f"{conditions['builder']}, onnx {conditions['onnx']}. The networks are those of "
+            "[networks of others](networks-of-others.md).",
+            "",
+            _WHAT_IT_COVERS,
+            f"{built} of {len(builds)} plans of {len(rows)} networks were built.",
+            "",
+            *table(rows),
+            "",
+        ]
+    )
+
+
+_WHAT_IT_COVERS = """This is TensorRT for RTX, which builds without a GPU. What it covers: the parser of ONNX graphs,
+strong typing (each tensor has the type that the graph gives it, or the build fails), optimization profiles, and where
+Q/DQ pairs may stand. What it does not cover: kernels, tactics, seconds and sizes of the data-centre builder, the
+loading of a plan, and accuracy. Nothing of it was run on a GPU.
+
+A cell has the precisions in which convolutions and matrix products were parsed (`int8`: between Q/DQ pairs), seconds
+of the build and size of the plan.
+"""
+
+
+if __name__ == "__main__":
+    main()
