@@ -176,6 +176,7 @@ def put_tensorrt(
     module: Any = ModuleType("tensorrt")
     module.Logger = type("Logger", (), {"WARNING": 1, "__init__": lambda self, level: None})
     module.Runtime = lambda log: SimpleNamespace(deserialize_cuda_engine=lambda plan: engine)
+    module.init_libnvinfer_plugins = lambda log, namespace: True
     module.TensorIOMode = SimpleNamespace(INPUT="reads", OUTPUT="gives")
     module.nptype = lambda dtype: dtype
     patch.setitem(sys.modules, "tensorrt", module)

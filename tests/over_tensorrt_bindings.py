@@ -356,8 +356,11 @@ class RecordedRegistry:
         return object()
 
 
-def test_plugins_that_tensorrt_cannot_load_are_named(tmp_path: Path) -> None:
+def test_plugins_that_tensorrt_cannot_load_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registry: Any = RecordedRegistry()
+    with pytest.raises(ArtifactError, match="cannot load its own plugins"):  # a stub has none
+        load_plugins(registry, [])
+    monkeypatch.setattr(trt, "init_libnvinfer_plugins", lambda _log, _namespace: True)
     load_plugins(registry, [tmp_path / "a.so", tmp_path / "b.so"])
     assert registry.loaded == [str(tmp_path / "a.so"), str(tmp_path / "b.so")]
     with pytest.raises(ArtifactError, match=rf"refused\.so: TensorRT {MAJOR}.* \(no plugin creator\)"):

@@ -80,6 +80,29 @@ def test_every_rung_is_built_in_the_precision_that_was_asked_for(
         assert products == {expected: num_layers}
 
 
+def test_graph_that_no_message_holds_is_read_from_a_file_with_its_weights_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = read("float", declared("h200_tensorrt"), tmp_path)
+    assert target.gpu is not None
+    for name, value in (
+        ("onnx_graphs.graph.MAX_BYTES", 0),
+        ("onnx_session._LARGE_GRAPH_BYTES", 0),
+        ("onnx_session._LARGE_TENSOR_BYTES", 256),
+    ):
+        monkeypatch.setattr(f"tasks.parts.{name}", value)
+    parse_from_file = trt.OnnxParser.parse_from_file
+    seen: list[list[str]] = []
+
+    def record(parser: "trt.OnnxParser", file: str) -> bool:
+        seen.append(sorted(path.suffix for path in Path(file).parent.iterdir()))
+        return bool(parse_from_file(parser, file))
+
+    monkeypatch.setattr(trt.OnnxParser, "parse_from_file", record)
+    assert len(build_plan(source.graph, target, target.gpu)) > 10_000
+    assert seen == [[".onnx", ".weights"]]
+
+
 def test_refused_operator_is_named_with_its_node(tmp_path: Path) -> None:
     source, target = read("float", declared("h200_tensorrt"), tmp_path)
     graph, node = source.graph, source.graph.graph.node[3]

@@ -237,7 +237,7 @@ def _check_size(graph: "ModelProto", target: Target) -> None:
     """Raise BuildFailed for a graph that the runtime would have to read from one message of 2 GiB or more."""
     from tasks.parts.onnx_graphs.graph import is_too_large, size_of_constants
 
-    if target.compiler is not Runtime.openvino and is_too_large(graph):
+    if target.runtime is Runtime.onnxruntime and is_too_large(graph):
         raise BuildFailed(
             f"Target {target.name}: the graph has {size_of_constants(graph) / 2**30:.1f} GiB of weights. An engine "
             f"of {target.runtime} is built from one ONNX file, which holds less than 2. Build the variant fp16 for "

@@ -10,8 +10,10 @@ damaged timing cache counts as empty and is overwritten in place, and DLA is alw
 import fcntl
 import logging
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import tensorrt as trt
 from onnx import ModelProto
@@ -23,11 +25,12 @@ from tasks.parts.builders.tensorrt_dla import check_fallbacks, place_on_dla
 from tasks.parts.builders.tensorrt_network import check_types, count_products
 from tasks.parts.custom_operators import check_libraries
 from tasks.parts.engines.gpu import Gpu
+from tasks.parts.engines.manifest import GRAPH_FILE
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.log import LOG, describe_errors
 from tasks.parts.engines.tensorrt.plugins import load_plugins
 from tasks.parts.engines.tensorrt_options import HardwareCompatibility, TensorrtOptions, timing_cache_file
-from tasks.parts.onnx_graphs.graph import node_sources
+from tasks.parts.onnx_graphs.graph import is_too_large, node_sources, write_graph
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +86,7 @@ def build_plan(
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     require(network is not None, "to create a network", target)
     parser = trt.OnnxParser(network, LOG)
-    if not parser.parse(graph.SerializeToString()):
+    if not _parse(parser, graph):
         raise BuildFailed(f"Target {target.name}: {describe_parser_errors(parser, graph)}")
     check_types(network, graph, target)
     logger.info("build_engine: TensorRT parsed products in %s", count_products(network))
@@ -105,6 +108,15 @@ def build_plan(
     if options.dla_core is not None:
         check_fallbacks(LOG.warnings[num_warnings:], target)
     return bytes(plan)
+
+
+def _parse(parser: "trt.OnnxParser", graph: ModelProto) -> bool:
+    """Let the parser read a graph: from a file with its weights beside it, if one message cannot hold it."""
+    if not is_too_large(graph):
+        return bool(parser.parse(graph.SerializeToString()))
+    with tempfile.TemporaryDirectory() as folder:
+        write_graph(graph, file := Path(folder, GRAPH_FILE))
+        return bool(parser.parse_from_file(str(file)))
 
 
 def require(is_accepted: bool, call: str, target: Target) -> None:

@@ -53,7 +53,10 @@ class Plan:
 
         device, options = pycuda.autoprimaryctx.device, card["options"]
         check_gpu(device.name(), device.compute_capability(), options)
-        runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
+        logger = trt.Logger(trt.Logger.WARNING)
+        if not trt.init_libnvinfer_plugins(logger, ""):
+            raise ValueError("TensorRT cannot load its own plugins; its error is above.")
+        runtime = trt.Runtime(logger)
         runtime.engine_host_code_allowed = options["version_compatible"]
         for library in libraries:
             if runtime.get_plugin_registry().load_library(str(library)) is None:
