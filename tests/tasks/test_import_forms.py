@@ -14,6 +14,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError
 from tasks.parts.data.dataset import normalise, open_images
+from tasks.parts.onnx_graphs.foreign_output import OutputKind
 from tasks.parts.onnx_graphs.graph import read_graph
 from tasks.quantize_ptq import Config as PtqConfig
 from tasks.quantize_ptq import quantize_ptq
@@ -242,3 +243,42 @@ def test_levels_that_engines_do_not_have_are_refused_in_one_sentence_b6(
     text = rf"node 'Q' \(QuantizeLinear\) has levels of type {name}, expected int8.*Use the float file: model=onnx "
     with pytest.raises(ArtifactError, match=text):
         run(tmp_path / "model.onnx", small, tmp_path / "out", is_quantized=is_quantized)
+
+
+@pytest.mark.parametrize("opset", [11, 13, 17, 18, 20])
+def test_zeros_in_front_of_a_maximum_stay_there(opset: int, small: Path, tmp_path: Path) -> None:
+    """ONNX Runtime moves them into the MaxPool, which pads with less than any number."""
+    amounts, window = np.array([0, 0, 1, 1, 0, 0, 1, 1]), {"kernel_shape": [3, 3], "strides": [2, 2]}
+    constants = {
+        "W": WEIGHTS_OIHW,
+        "b": np.full(4, -20, np.float32),
+        "amounts": amounts,
+        "zero": np.float32(0),
+    }
+    nodes = [
+        ("Conv", ["W", "b"], {"pads": [1] * 4}),
+        ("Pad", ["amounts", "zero"], {}),
+        ("MaxPool", [], window),
+    ]
+    onnx.save(chain(nodes, constants, opset=opset), file := tmp_path / "model.onnx")
+    report = run(file, small, tmp_path / "out", output_kind=OutputKind.values)
+    graph = tmp_path / "out" / "model.onnx"
+    images_NCHW = normalise(np.asarray(open_images(small, "test")), tuple(CONFIG.mean), tuple(CONFIG.std))
+    plain = onnxruntime.SessionOptions()
+    plain.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    expected = onnxruntime.InferenceSession(file, plain).run(None, {"pixels": images_NCHW})[0]
+    found = onnxruntime.InferenceSession(graph).run(None, {"pixels": images_NCHW})[0]
+    assert (expected[..., 0, :] == 0).all() and (expected[..., 1:, 1:] < 0).all()
+    np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=1e-4, atol=1e-4)
+    assert "1 Pad with zeros kept in front of the MaxPool behind" in report.rewritten
+
+
+def test_zeros_between_a_relu_and_a_maximum_may_move(small: Path, tmp_path: Path) -> None:
+    amounts, window = np.array([0, 0, 1, 1, 0, 0, 1, 1]), {"kernel_shape": [3, 3], "strides": [2, 2]}
+    nodes = [CONV, ("Relu", [], {}), ("Pad", ["amounts"], {}), ("MaxPool", [], window)]
+    model = chain(nodes, {"W": WEIGHTS_OIHW, "amounts": amounts}, opset=13)
+    onnx.save(model, file := tmp_path / "model.onnx")
+    report = run(file, small, tmp_path / "out", output_kind=OutputKind.values)
+    graph = tmp_path / "out" / "model.onnx"
+    assert report.opset == 13 and not any("kept in front" in change for change in report.rewritten)
+    check_same(file, graph, small)

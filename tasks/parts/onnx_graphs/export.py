@@ -24,6 +24,7 @@ from tasks.parts.networks.batchnorm_folding import check_finite, fold_batchnorm
 from tasks.parts.networks.model_card import ModelCard
 from tasks.parts.onnx_graphs.graph import CARD_KEY, check_model, drop_unused, infer_shapes
 from tasks.parts.onnx_graphs.node_names import name_nodes, read_sources
+from tasks.parts.onnx_graphs.zeros_before_pools import name_axes_of_pads
 
 INPUT_NAME = "image"
 OUTPUT_NAME = "logits"
@@ -119,6 +120,7 @@ def _simplify(raw: ModelProto) -> ModelProto:
         elif node.op_type == "ReduceMean":
             _mean_as_global_pool(slim, node, shapes)
     drop_unused(slim.graph)
+    name_axes_of_pads(slim)
     return slim
 
 

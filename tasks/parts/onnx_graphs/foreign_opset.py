@@ -33,12 +33,14 @@ def check_opset(model: ModelProto, path: Path) -> None:
         _refuse_newer_operators(model, path, MAX_OPSET)
 
 
-def convert_opset(model: ModelProto, path: Path, opset: int) -> tuple[ModelProto, list[str]]:
-    """Bring the graph to MIN_OPSET .. MAX_OPSET with onnx's converter; return it and what was done.
+def convert_opset(
+    model: ModelProto, path: Path, opset: int, *, least: int = MIN_OPSET
+) -> tuple[ModelProto, list[str]]:
+    """Bring the graph to `least` .. MAX_OPSET with onnx's converter; return it and what was done.
 
     Raises ArtifactError for an operator that the other opset does not have.
     """
-    wanted = min(max(opset, MIN_OPSET), MAX_OPSET)
+    wanted = min(max(opset, least), MAX_OPSET)
     if wanted == opset:
         return model, []
     _refuse_newer_operators(model, path, wanted)
@@ -50,7 +52,7 @@ def convert_opset(model: ModelProto, path: Path, opset: int) -> tuple[ModelProto
     except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
         raise ArtifactError(
             f"{path}: onnx cannot convert it from opset {opset} to {wanted} ({first_line(error)}). Export it "
-            f"with opset {MIN_OPSET} to {MAX_OPSET}."
+            f"with opset {least} to {MAX_OPSET}."
         ) from error
     if opset < _FIRST_WITH_COORDINATES:
         _keep_coordinates(converted)

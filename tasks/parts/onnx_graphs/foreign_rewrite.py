@@ -66,6 +66,7 @@ from tasks.parts.onnx_graphs.graph import (
     without_large_constants,
 )
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
+from tasks.parts.onnx_graphs.zeros_before_pools import OPSET_OF_AXES, name_axes_of_pads, pads_of_zeros
 from tasks.parts.onnx_session import copy_without, large_constants
 
 _BATCH = "batch"
@@ -193,6 +194,10 @@ def rewrite(
     model = _simplify(model)
     changes.append(f"simplified from {num_before} to {len(model.graph.node)} nodes")
     changes += bound_infinities(model)
+    if pads_of_zeros(model):
+        model, conversion = convert_opset(model, path, read_opset(model, path), least=OPSET_OF_AXES)
+        model = infer_shapes(model)
+        changes += conversion + name_axes_of_pads(model)
     if num_unnamed := name_nodes(model):
         changes.append(f"{num_unnamed} nodes named")
     normalised = normalise_input(model, path, form)
