@@ -92,10 +92,10 @@ def quantizable_nodes(model: ModelProto, op_types: Sequence[str]) -> list[NodePr
 
     The node that computes a graph output (the last Resize) reads float, so that logits keep their precision; a layer
     there is quantized like the others. Products of two activations (attention) stay in float unless `op_types` names
-    BatchMatMul. These always do: layers whose weight the graph computes, additions and multiplications of a constant
-    (a bias, a scale), residual additions whose sum a LayerNormalization reads, because it would convert them back to
-    float at once, the product inside a GELU, or inside a SiLU behind a matrix product, whose operators runtimes fuse
-    unless pairs stand between them, and pools that ONNX Runtime computes wrong in INT8.
+    BatchMatMul. These always do: layers whose weight the graph computes, additions and multiplications of what no
+    image changes (a bias, a scale, a mask), residual additions whose sum a LayerNormalization reads, because it would
+    convert them back to float at once, the product inside a GELU, or inside a SiLU behind a matrix product, whose
+    operators runtimes fuse unless pairs stand between them, and pools that ONNX Runtime computes wrong in INT8.
     """
     return _look_at(model, op_types).quantizable
 
@@ -116,6 +116,7 @@ def _look_at(model: ModelProto, op_types: Sequence[str]) -> _Layers:
     constants, outputs, others = index.constants, index.outputs, other_types(model)
     normalised = {node.input[0] for node in model.graph.node if node.op_type == "LayerNormalization"}
     gates, silus = _gates_of_gelu(model.graph, constants), _silus_behind_products(index)
+    known = constants.keys() | _known_values(model.graph)
 
     def num_axes_of_weight(node: NodeProto) -> int:
         """Return 0 for a weight that the graph computes."""
@@ -140,11 +141,21 @@ def _look_at(model: ModelProto, op_types: Sequence[str]) -> _Layers:
         if (outputs | silus) & set(node.output):
             return False
         if node.op_type in ("Add", "Mul"):
-            return not (constants.keys() | gates) & set(node.input) and not normalised & set(node.output)
+            return not (known | gates) & set(node.input) and not normalised & set(node.output)
         return True
 
     quantizable = [node for node in model.graph.node if is_quantizable(node)]
     return _Layers(model.graph, op_types, index, quantizable, class_logits(model))
+
+
+def _known_values(graph: GraphProto) -> set[str]:
+    """Return the computed tensors whose values no image changes: a mask of attention that is repeated for a batch."""
+    changing = {value.name for value in graph.input}
+    known: set[str] = set()
+    for node in graph.node:  # in the order in which they run
+        is_known = node.op_type in ("Shape", "Size") or not changing & set(node.input)
+        (known if is_known else changing).update(node.output)
+    return known
 
 
 def _gates_of_gelu(graph: GraphProto, constants: Container[str]) -> set[str]:

@@ -417,6 +417,21 @@ def test_no_pair_stands_inside_a_silu_behind_a_product(bias: str, gate: str, sil
     assert quantizable_tensors(model, [*tiny.OP_TYPES, "MatMul"]) == ["tokens", "silu"]
 
 
+def test_sum_with_what_no_image_changes_stays_in_float() -> None:
+    """A mask that is repeated for the batch is a constant for OpenVINO, which fails on a pair behind it."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 17]> g (float[n, 4] tokens) => (float[n, 4] values) '
+        "<float[4, 4] weight = {" + "1.0, " * 15 + "1.0}, float[1, 4] mask = {0.0, 0.0, -1.0, -1.0}> { "
+        "sizes = Shape(tokens) repeated = Expand(mask, sizes) scores = MatMul(tokens, weight) "
+        "masked = Add(scores, repeated) doubled = Add(scores, masked) values = MatMul(doubled, weight) }"
+    )
+    for node in model.graph.node:
+        node.name = node.output[0]
+    quantized = quantizable_tensors(model, [*tiny.OP_TYPES, "MatMul"])
+    assert "repeated" not in quantized
+    assert {"scores", "masked"} <= set(quantized), "the sum of two values of the image is in INT8"
+
+
 def test_gate_of_a_product_that_scales_other_values_keeps_its_pairs() -> None:
     """A squeeze-and-excite block whose gate comes from a matrix product."""
     model = onnx.parser.parse_model(
