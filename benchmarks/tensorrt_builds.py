@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.tensorrt_builds --workspace DIR`` writes the networks of benchmarks/corpus.py as ONNX files,
 imports and quantizes them with few images, rewrites the float and the INT8 graph for each of TARGETS, and lets
-TensorRT for RTX parse and build them: it needs no GPU, and is installed into the workspace (tests/tensorrt_rtx.txt).
+TensorRT for RTX parse and build them: it needs no GPU, and is installed into the workspace (tensorrt_rtx.py).
 Its parser and its strong typing are those of TensorRT; its kernels are not those of the data-centre builder, so that
 seconds and sizes say nothing of that one, and no plan is loaded. Each network builds in a process of its own.
 
@@ -34,6 +34,7 @@ from benchmarks.corpus import (
 from benchmarks.corpus_networks import CORPUS
 from benchmarks.gpu_cells import REPOSITORY
 from benchmarks.records import open_record, write_record
+from benchmarks.tensorrt_rtx import installed_builder
 from benchmarks.zoo import code_of
 from flows.params import compose_params
 from flows.stage_task import stage_command
@@ -44,7 +45,6 @@ from tasks.parts.engines.target import Target
 
 RESULTS = Path(__file__).parent / "results" / "tensorrt_builds.json"
 PAGE = REPOSITORY / "docs" / "tensorrt.md"
-REQUIREMENTS = REPOSITORY / "tests" / "tensorrt_rtx.txt"
 TARGETS = ("h200_tensorrt", "h200_tensorrt_f16", "h200_tensorrt_static")
 STAGES = ("prepare_data", "import_onnx", "label_images", "quantize_ptq")
 GRAPHS = {"float": "import_onnx", "INT8": "quantize_ptq"}
@@ -85,15 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n".join(table(record["rows"])))
 
 
-def installed_builder(folder: Path) -> Path:
-    """Return a folder for PYTHONPATH whose ``tensorrt`` is TensorRT for RTX, installed unless it is there."""
-    if not (folder / "tensorrt").is_dir():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
-        subprocess.run([*command, "--target", str(folder), "-r", str(REQUIREMENTS)], check=True)
-        (folder / "tensorrt_rtx_bindings").rename(folder / "tensorrt")
-    return folder
-
-
 def _version_of(builder: Path) -> str:
     [found] = builder.glob("tensorrt_rtx_cu13_libs-*.dist-info")
     return found.name.removesuffix(".dist-info").replace("_", " ")
@@ -116,15 +107,18 @@ def measure(name: str, workspace: Path, builder: Path) -> Row:
             run_stage(address, stage_command(address, calls[address]), workspace, timeout_s=BUILD_S)
     except NotFinished as error:
         return row | {"fault": str(error)}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.tensorrt_builds", "--build", "--workspace", str(workspace)],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{builder}"},
-        capture_output=True,
-        text=True,
-        timeout=BUILD_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.tensorrt_builds", "--build", "--workspace", str(workspace)],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{builder}"},
+            capture_output=True,
+            text=True,
+            timeout=BUILD_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return row | {"fault": f"not built after {BUILD_S:.0f} s"}
     if done.returncode:
         return row | {"fault": (done.stderr.strip().splitlines() or [f"signal {-done.returncode}"])[-1]}
     return row | {"builds": json.loads(done.stdout.splitlines()[-1])}
@@ -137,7 +131,7 @@ def build_all(workspace: Path) -> Iterator[Row]:
     from tasks.parts.builders.contract import GraphSource, read_source
     from tasks.parts.builders.graph_rewrites import round_rest
     from tasks.parts.builders.tensorrt_network import count_products
-    from tasks.parts.builders.tensorrt_plan import build_plan
+    from tasks.parts.builders.tensorrt_plan import build_plan, parse_graph
     from tasks.parts.engines.tensorrt.log import LOG
 
     artifacts = workspace / ARTIFACTS
@@ -158,11 +152,7 @@ def build_all(workspace: Path) -> Iterator[Row]:
             found: Row = {"graph": kind, "target": name, "fault": ""}
             try:
                 graph = round_rest(target, source.rewritten(target), source.images_NCHW)
-                network = trt.Builder(LOG).create_network(
-                    1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
-                )
-                trt.OnnxParser(network, LOG).parse(graph.SerializeToString())
-                found["products"] = count_products(network)
+                found["products"] = count_products(parse_graph(trt.Builder(LOG), graph, target)[0])
                 started = time.monotonic()
                 plan = build_plan(graph, target, declared.gpu)
                 found |= {"seconds": round(time.monotonic() - started, 1), "mb": round(len(plan) / 1e6, 1)}

@@ -7,7 +7,6 @@ from pathlib import Path
 import onnx
 import pytest
 import tensorrt as trt
-from onnx import ModelProto
 
 from flows.params import compose_params
 from tasks.core.config import typed_config
@@ -15,7 +14,7 @@ from tasks.core.errors import BuildFailed
 from tasks.parts.builders.contract import GraphSource, read_source
 from tasks.parts.builders.graph_rewrites import round_rest
 from tasks.parts.builders.tensorrt_network import check_types, count_products
-from tasks.parts.builders.tensorrt_plan import build_plan
+from tasks.parts.builders.tensorrt_plan import build_plan, parse_graph
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.log import LOG
 from tasks.parts.onnx_graphs.graph import write_graph
@@ -51,14 +50,6 @@ def read(name: str, target: Target, folder: Path) -> tuple[GraphSource, Target]:
     return source, replace(target, max_batch=source.card.fit_batch(target.max_batch))
 
 
-def parsed(graph: ModelProto) -> "trt.INetworkDefinition":
-    """Return the network that the parser makes of a graph."""
-    network = trt.Builder(LOG).create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = trt.OnnxParser(network, LOG)
-    assert parser.parse(graph.SerializeToString())
-    return network
-
-
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("variant", ["float", "half", "quantized"])
 def test_every_rung_is_built_in_the_precision_that_was_asked_for(
@@ -71,7 +62,7 @@ def test_every_rung_is_built_in_the_precision_that_was_asked_for(
     plan = build_plan(graph, target, target.gpu)
     assert len(plan) > 10_000
     assert not [text for text in LOG.warnings[num_warnings:] if "unsupported" in text.lower()]
-    products = count_products(parsed(graph))
+    products = count_products(parse_graph(trt.Builder(LOG), graph, target)[0])
     num_layers = sum(node.op_type in LAYER_TYPES for node in graph.graph.node)
     if variant == "quantized":
         assert products["int8"] >= 0.9 * num_layers
@@ -116,8 +107,9 @@ def test_refused_operator_is_named_with_its_node(tmp_path: Path) -> None:
 def test_tensor_of_another_type_than_that_of_the_graph_is_named(tmp_path: Path) -> None:
     source, target = read("float", declared("h200_tensorrt"), tmp_path)
     half = read("half", target, tmp_path)[0]
+    network, _parser = parse_graph(trt.Builder(LOG), source.graph, target)
     with pytest.raises(BuildFailed, match=r"tensors in other types.* gives f32, expected f16"):
-        check_types(parsed(source.graph), half.graph, target)
+        check_types(network, half.graph, target)
 
 
 def test_zero_points_which_our_graphs_avoid_are_refused(tmp_path: Path) -> None:

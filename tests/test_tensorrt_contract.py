@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.wheels import unpack_wheel
+from tests.wheels import run_tests_over, unpack_wheel
 
 PACKAGES = {
     "10.12": "tensorrt-cu12-bindings==10.12.*",  # for CUDA 13 they begin at 10.13
@@ -175,16 +175,4 @@ def test_result_that_nobody_looks_at_is_found(environment: dict[str, str], tmp_p
 
 
 def test_what_needs_no_gpu_works_over_the_bindings(environment: dict[str, str]) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/over_tensorrt_bindings.py",
-    ]
-    output = subprocess.run(
-        command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert output.returncode == 0, output.stdout + output.stderr
+    run_tests_over("tests/over_tensorrt_bindings.py", environment)

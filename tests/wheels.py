@@ -1,11 +1,15 @@
 """Packages that tests look into and that cannot be installed beside ours, fetched when they are wanted."""
 
+import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import REPOSITORY
 
 
 def unpack_wheel(requirement: str, folder: Path) -> Path:
@@ -22,23 +26,15 @@ def unpack_wheel(requirement: str, folder: Path) -> Path:
     return folder / "site"
 
 
-def install_locked(requirements: Path, folder: Path) -> Path:
-    """Install the wheels that a file names with their hashes into `folder`, which is returned.
-
-    Skips the test, with pip's reason, where they cannot be had.
-    """
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-compile",
-        "--require-hashes",
-    ]
-    command += ["--only-binary", ":all:", "--target", str(folder), "--requirement", str(requirements)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode:
-        pytest.skip(f"{requirements.name} cannot be installed: {found.stderr.strip().splitlines()[-1]}")
-    return folder
+def run_tests_over(file: str, environment: Mapping[str, str]) -> None:
+    """Run a file of tests in a process whose PYTHONPATH has another package; fail with what it printed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -93,7 +93,7 @@ def open_session(
     options.intra_op_num_threads, options.inter_op_num_threads = num_threads, 1
     options.log_severity_level = _LOG_ERRORS_ONLY
     # Threads sleep between inferences, so that an idle engine does not slow down the others. One per core sleep
-    # between operators too: stages run side by side, and threads that spin took a quarter of the CPU from the others.
+    # between operators too: stages run side by side, and threads that spin take the CPU from the others.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if num_threads == 0:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")

@@ -5,7 +5,7 @@ ONNX; not run with that of the data-centre builder. Importing this module needs 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import tensorrt as trt
 from onnx import ModelProto, TensorProto
@@ -55,16 +55,20 @@ def check_types(network: "trt.INetworkDefinition", graph: ModelProto, target: Ta
     lines = []
     for name, found in list(wrong.items())[:_SHOWN]:
         node = makers[name]
-        module, line = sources.get(node.name, ("", ""))
-        origin = f" (module {module}, {line})" if module else ""
         lines.append(
-            f"{node.op_type} '{node.name}'{origin} gives {_NAMES.get(found, found)}, expected "
+            f"{node.op_type} '{node.name}'{origin_of(node.name, sources)} gives {_NAMES.get(found, found)}, expected "
             f"{_NAMES[expected[name]]}"
         )
     raise BuildFailed(
         f"Target {target.name}: TensorRT {trt.__version__} reads {len(wrong)} tensors in other types than the graph "
         f"has: {'; '.join(lines)}. Replace these operators in the network, or lower export_onnx.opset."
     )
+
+
+def origin_of(node: str, sources: Mapping[str, tuple[str, str]]) -> str:
+    """Return where a node comes from, in brackets; empty if that is not known."""
+    module, line = sources.get(node, ("", ""))
+    return f" (module {module}, {line})" if module else ""
 
 
 def count_products(network: "trt.INetworkDefinition") -> dict[str, int]:

@@ -22,7 +22,7 @@ from rich.progress import Progress, TaskID
 
 from tasks.core.errors import BuildFailed
 from tasks.parts.builders.tensorrt_dla import check_fallbacks, place_on_dla
-from tasks.parts.builders.tensorrt_network import check_types, count_products
+from tasks.parts.builders.tensorrt_network import check_types, count_products, origin_of
 from tasks.parts.custom_operators import check_libraries
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.manifest import GRAPH_FILE
@@ -82,13 +82,7 @@ def build_plan(
     load_plugins(
         builder.get_plugin_registry(), check_libraries(target.custom_operators, target.operators_key)
     )
-    # TensorRT 11 has no other kind of network and ignores the flag.
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    require(network is not None, "to create a network", target)
-    parser = trt.OnnxParser(network, LOG)
-    if not _parse(parser, graph):
-        raise BuildFailed(f"Target {target.name}: {describe_parser_errors(parser, graph)}")
-    check_types(network, graph, target)
+    network, _parser = parse_graph(builder, graph, target)
     logger.info("build_engine: TensorRT parsed products in %s", count_products(network))
     if are_tensors_marked and not network.mark_unfused_tensors_as_debug_tensors():
         raise BuildFailed(f"Target {target.name}: {_explain(LOG.errors[num_before:], target)}")
@@ -108,6 +102,23 @@ def build_plan(
     if options.dla_core is not None:
         check_fallbacks(LOG.warnings[num_warnings:], target)
     return bytes(plan)
+
+
+def parse_graph(
+    builder: "trt.Builder", graph: ModelProto, target: Target
+) -> "tuple[trt.INetworkDefinition, trt.OnnxParser]":
+    """Return the network of a graph, checked, and its parser, which owns weights until the plan is built.
+
+    Raises BuildFailed for nodes that TensorRT refuses or reads in other types than the graph has.
+    """
+    # TensorRT 11 has no other kind of network and ignores the flag.
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    require(network is not None, "to create a network", target)
+    parser = trt.OnnxParser(network, LOG)
+    if not _parse(parser, graph):
+        raise BuildFailed(f"Target {target.name}: {describe_parser_errors(parser, graph)}")
+    check_types(network, graph, target)
+    return network, parser
 
 
 def _parse(parser: "trt.OnnxParser", graph: ModelProto) -> bool:
@@ -195,9 +206,7 @@ def describe_parser_errors(parser: "trt.OnnxParser", graph: ModelProto) -> str:
     for index in range(min(parser.num_errors, _SHOWN_ERRORS)):
         error: trt.ParserError = parser.get_error(index)
         name = error.node_name() or f"node {error.node()}"
-        module, line = sources.get(name, ("", ""))
-        origin = f" (module {module}, {line})" if module else ""
-        lines.append(f"{error.node_operator()} '{name}'{origin}: {error.desc().strip()}")
+        lines.append(f"{error.node_operator()} '{name}'{origin_of(name, sources)}: {error.desc().strip()}")
     return (
         f"TensorRT {trt.__version__} refuses {parser.num_errors} nodes of the graph: {'; '.join(lines)}. Replace "
         "these operators in the network, or lower export_onnx.opset."

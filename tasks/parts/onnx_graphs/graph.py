@@ -194,6 +194,12 @@ def _head(kind: type[Message], field: str, size: int) -> bytes:
     return bytes(head)
 
 
+def pads_with_zeros(pad: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
+    """Return whether a Pad of mode constant is known to add zeros."""
+    padding = pad.input[2] if len(pad.input) > 2 else ""
+    return not padding or (padding in constants and not numpy_helper.to_array(constants[padding]).any())
+
+
 def is_too_large(model: ModelProto) -> bool:
     """Return whether a graph does not fit into one file."""
     return size_of_constants(model) > MAX_BYTES

@@ -8,11 +8,10 @@ alone a Pad that names its axes. Behind a ReLU the zeros change nothing, and mov
 import numpy as np
 from onnx import ModelProto, NodeProto, numpy_helper
 
-from tasks.parts.onnx_graphs.graph import index_graph, read_attribute
+from tasks.parts.onnx_graphs.graph import index_graph, pads_with_zeros, read_attribute
 
 OPSET_OF_AXES = 18
 """First opset in which a Pad names axes."""
-_AXES = "axes of zeros before a pool"
 
 
 def pads_of_zeros(model: ModelProto) -> list[NodeProto]:
@@ -21,11 +20,11 @@ def pads_of_zeros(model: ModelProto) -> list[NodeProto]:
 
     def is_moved(pad: NodeProto) -> bool:
         source = index.makers.get(pad.input[0])
-        value = index.constants.get(pad.input[2]) if len(pad.input) > 2 else None
         return (
             read_attribute(pad, "mode", b"constant") == b"constant"
             and len(pad.input) in (2, 3)
-            and (value is None or not numpy_helper.to_array(value).any())
+            and pad.input[1] in index.constants
+            and pads_with_zeros(pad, index.constants)
             and (source is None or source.op_type != "Relu")
             and any(reader.op_type == "MaxPool" for reader in index.readers.get(pad.output[0], []))
         )
@@ -36,16 +35,12 @@ def pads_of_zeros(model: ModelProto) -> list[NodeProto]:
 def name_axes_of_pads(model: ModelProto) -> list[str]:
     """Let each of `pads_of_zeros` name its axes, in place; return one sentence if there are any.
 
-    Needs OPSET_OF_AXES, and amounts that are constants: others are not moved.
+    Needs OPSET_OF_AXES.
     """
-    index, named = index_graph(model.graph), 0
-    for pad in pads_of_zeros(model):
-        amounts = index.constants.get(pad.input[1])
-        if amounts is not None:
-            axes = numpy_helper.from_array(
-                np.arange(amounts.dims[0] // 2), f"{pad.name or pad.output[0]}: {_AXES}"
-            )
-            model.graph.initializer.append(axes)
-            pad.input.extend([*[""] * (3 - len(pad.input)), axes.name])
-            named += 1
-    return [f"{named} Pad with zeros kept in front of the MaxPool behind"] if named else []
+    constants, pads = index_graph(model.graph).constants, pads_of_zeros(model)
+    for pad in pads:
+        num_axes = constants[pad.input[1]].dims[0] // 2
+        axes = numpy_helper.from_array(np.arange(num_axes), f"{pad.output[0]}:axes")
+        model.graph.initializer.append(axes)
+        pad.input.extend([*[""] * (3 - len(pad.input)), axes.name])
+    return [f"{len(pads)} Pad with zeros kept in front of the MaxPool behind"] if pads else []

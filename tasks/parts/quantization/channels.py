@@ -14,6 +14,7 @@ from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from tasks.parts.onnx_graphs.graph import pads_with_zeros
 from tasks.parts.onnx_graphs.macs import sizes_of_one_image
 
 Groups = NDArray[np.int64]
@@ -254,10 +255,7 @@ class _Search:
     def _is_homogeneous(self, node: NodeProto) -> bool:
         """Return whether a Pad adds zeros or copies, or a Clip only cuts off what is negative."""
         if node.op_type == "Pad":
-            padding = node.input[2] if len(node.input) > 2 else ""
-            return not padding or (
-                padding in self._constants and not numpy_helper.to_array(self._constants[padding]).any()
-            )
+            return pads_with_zeros(node, self._constants)
         low, high = (*node.input[1:], "", "")[:2]
         return low in self._constants and not high and not numpy_helper.to_array(self._constants[low]).any()
 

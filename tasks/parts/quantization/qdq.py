@@ -29,6 +29,7 @@ from tasks.parts.onnx_graphs.graph import (
     is_quantized,
     node_sources,
     other_types,
+    pads_with_zeros,
     set_node_source,
 )
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
@@ -575,10 +576,7 @@ def _keeps_range(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
     if node.op_type == "Resize":
         return not any(item.name == "mode" and item.s == b"cubic" for item in node.attribute)
     if node.op_type == "Pad":
-        if len(node.input) < 3 or not node.input[2]:
-            return True
-        padding = constants.get(node.input[2])
-        return padding is not None and not numpy_helper.to_array(padding).any()
+        return pads_with_zeros(node, constants)
     return node.op_type in MOVES_VALUES or node.op_type == "MaxPool"
 
 

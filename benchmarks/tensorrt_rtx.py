@@ -1,0 +1,28 @@
+"""NVIDIA's parser and builder without a GPU: TensorRT for RTX, installed apart under the name `tensorrt`.
+
+It is proprietary: tests and benchmarks fetch it, with the hashes in tensorrt_rtx.txt, and never keep it.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).with_suffix(".txt")
+
+
+def installed_builder(folder: Path) -> Path:
+    """Return a folder for PYTHONPATH whose `tensorrt` is TensorRT for RTX, installed unless it is there.
+
+    Raises OSError with pip's reason where it cannot be had.
+    """
+    if not (folder / "tensorrt").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+        command += ["--only-binary", ":all:", "--require-hashes", "-r", str(REQUIREMENTS)]
+        done = subprocess.run(
+            [*command, "--target", str(folder)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            reason = done.stderr.strip().splitlines()[-1]
+            raise OSError(f"{REQUIREMENTS.name} cannot be installed: {reason}")
+        (folder / "tensorrt_rtx_bindings").rename(folder / "tensorrt")
+    return folder
