@@ -34,7 +34,7 @@ from benchmarks.corpus import (
 from benchmarks.corpus_networks import CORPUS
 from benchmarks.gpu_cells import REPOSITORY
 from benchmarks.records import open_record, write_record
-from benchmarks.tensorrt_rtx import installed_builder
+from benchmarks.tensorrt_rtx import installed_builder, version_of
 from benchmarks.zoo import code_of
 from flows.params import compose_params
 from flows.stage_task import stage_command
@@ -45,7 +45,7 @@ from tasks.parts.engines.target import Target
 
 RESULTS = Path(__file__).parent / "results" / "tensorrt_builds.json"
 PAGE = REPOSITORY / "docs" / "tensorrt.md"
-TARGETS = ("h200_tensorrt", "h200_tensorrt_f16", "h200_tensorrt_static")
+TARGETS = ("h200_tensorrt", "h200_tensorrt_f32", "h200_tensorrt_static")
 STAGES = ("prepare_data", "import_onnx", "label_images", "quantize_ptq")
 GRAPHS = {"float": "import_onnx", "INT8": "quantize_ptq"}
 FEW_IMAGES = ("quantize_ptq.num_images=8", "quantize_ptq.num_val_images=8")
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         draw_images(workspace / "scenes")
         builder = installed_builder(workspace / "builder")
-        record = open_record(options.results, conditions() | {"builder": _version_of(builder)}, ["rows"])
+        record = open_record(options.results, conditions() | {"builder": version_of(builder)}, ["rows"])
         known = {row["network"] for row in record["rows"]}
         for name in options.networks:
             if name not in known:
@@ -83,11 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 write_record(options.results, record)
                 print(f"{name}: {row['fault'] or summary_of(row)}", flush=True)
         print("\n".join(table(record["rows"])))
-
-
-def _version_of(builder: Path) -> str:
-    [found] = builder.glob("tensorrt_rtx_cu13_libs-*.dist-info")
-    return found.name.removesuffix(".dist-info").replace("_", " ")
 
 
 def measure(name: str, workspace: Path, builder: Path) -> Row:

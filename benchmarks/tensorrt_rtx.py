@@ -26,3 +26,9 @@ def installed_builder(folder: Path) -> Path:
             raise OSError(f"{REQUIREMENTS.name} cannot be installed: {reason}")
         (folder / "tensorrt_rtx_bindings").rename(folder / "tensorrt")
     return folder
+
+
+def version_of(builder: Path) -> str:
+    """Return package and version in such a folder."""
+    [found] = builder.glob("tensorrt_rtx_cu13_libs-*.dist-info")
+    return found.name.removesuffix(".dist-info").replace("_", " ")

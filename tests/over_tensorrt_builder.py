@@ -24,7 +24,7 @@ from tasks.parts.onnx_graphs.macs import LAYER_TYPES
 ROOT = Path(os.environ["WORKSHOP"])
 TARGETS = (
     "h200_tensorrt",
-    "h200_tensorrt_f16",
+    "h200_tensorrt_f32",
     "h200_tensorrt_static",
     "rtx4090_tensorrt",
     "orin_tensorrt11",

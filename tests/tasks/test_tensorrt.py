@@ -53,7 +53,7 @@ from tests.tasks.conftest import Workshop
 
 TARGETS = [
     "h200_tensorrt",
-    "h200_tensorrt_f16",
+    "h200_tensorrt_f32",
     "h200_tensorrt_static",
     "a100_tensorrt",
     "l4_tensorrt",
@@ -85,10 +85,10 @@ def test_shipped_target_is_valid_and_named_in_its_file(workshop: Workshop, name:
 
 
 def test_targets_of_a_gpu_compose_beside_those_of_the_cpu() -> None:
-    params = compose_params(["target=[cpu_torch,cuda_torch,h200_tensorrt,h200_tensorrt_f16]"])
+    params = compose_params(["target=[cpu_torch,cuda_torch,h200_tensorrt,h200_tensorrt_f32]"])
     assert {"pruned_ptq-h200_tensorrt", "baseline-cpu_torch"} <= set(params["engines"])
-    twins = [params["build_engine"][name] for name in ("h200_tensorrt", "h200_tensorrt_f16")]
-    assert [twin.pop("precision") for twin in twins] == ["f32", "f16"]
+    twins = [params["build_engine"][name] for name in ("h200_tensorrt", "h200_tensorrt_f32")]
+    assert [twin.pop("precision") for twin in twins] == ["f16", "f32"]
     assert [twin.pop("name") for twin in twins] != twins and twins[0] == twins[1]
     assert params["prune"]["channel_multiple"] == 32
 

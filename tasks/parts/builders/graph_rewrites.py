@@ -3,14 +3,19 @@
 Each rewrite is a switch of the target; benchmarks/encodings.py measures them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 from tasks.parts.builders.interpolation import resize_as_matmul
+from tasks.parts.builders.tensorrt_placement import (
+    equal_steps_at_concat,
+    residual_pairs_alone,
+    vector_products_in_float,
+)
 from tasks.parts.cpu import int8_sums_saturate
 from tasks.parts.engines.runtimes import Precision, Runtime
 from tasks.parts.engines.target import Target
@@ -37,6 +42,13 @@ from tasks.parts.onnx_graphs.half_precision import (
 from tasks.parts.onnx_graphs.int8_activations import activations_to_int8, constants_to_int8
 from tasks.parts.onnx_graphs.int8_weights import weights_to_7_bits
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
+from tasks.parts.onnx_graphs.pairs import (
+    drop_pair,
+    float_weight,
+    is_stored_quantized,
+    read_float,
+    rounded_by_pair,
+)
 
 _GATES = frozenset({"Sigmoid", "HardSigmoid"})
 _INTEGER_OPERATORS = (
@@ -100,11 +112,10 @@ def _encodings_for(target: Target) -> list[Rewrite]:
         encodings.append(Rewrite("weights_to_7_bits", weights_to_7_bits, rounds_weights=True))
     if target.pairs_before_activations:
         return [*encodings, Rewrite("gemm_as_matmul", gemm_as_matmul, is_optional=True)]
-    return [
-        *encodings,
-        Rewrite("fuse_activations", fuse_activations, is_optional=True),
-        Rewrite("drop_pairs_between_moves", drop_pairs_between_moves, is_optional=True),
-    ]
+    placements = [fuse_activations, drop_pairs_between_moves]
+    if target.compiler is Runtime.tensorrt:
+        placements += [residual_pairs_alone, vector_products_in_float, equal_steps_at_concat]
+    return [*encodings, *(Rewrite(move.__name__, move, is_optional=True) for move in placements)]
 
 
 def round_rest(target: Target, graph: ModelProto, images_NCHW: NDArray[np.float32]) -> ModelProto:
@@ -150,7 +161,7 @@ def fuse_activations(model: ModelProto) -> ModelProto:
 
     def before_pair(name: str) -> str:
         """Return the tensor that a pair rounds, or the tensor itself if it comes from no pair."""
-        return _rounded_by_pair(name, makers) or name
+        return rounded_by_pair(name, makers) or name
 
     def gates_itself(product: NodeProto) -> bool:
         """Return whether a Mul computes x * Sigmoid(x) or x * HardSigmoid(x)."""
@@ -251,7 +262,7 @@ def gemm_as_matmul(model: ModelProto) -> ModelProto:
             "transA"
         )
         source = makers.get(node.input[0])
-        is_int8 = dequantize is not None and _is_stored_quantized(dequantize, constants)
+        is_int8 = dequantize is not None and is_stored_quantized(dequantize, constants)
         is_int8 = is_int8 and source is not None and source.op_type == "DequantizeLinear"
         if (
             not is_plain
@@ -301,16 +312,16 @@ def stem_in_float(model: ModelProto) -> ModelProto:
     for node in graph.node:
         if node.op_type != "Conv" or node.input[1] not in makers:
             continue
-        weight, image = makers[node.input[1]], _rounded_by_pair(node.input[0], makers)
-        if image not in images or not _is_stored_quantized(weight, constants):
+        weight, image = makers[node.input[1]], rounded_by_pair(node.input[0], makers)
+        if image not in images or not is_stored_quantized(weight, constants):
             continue
-        values_OIHW = _dequantized(weight, constants)
+        values_OIHW = float_weight(weight, constants)
         if values_OIHW.shape[1] > STEM_CHANNELS or values_OIHW.shape[0] > STEM_FILTERS:
             continue
         if _is_pooled(node, index):
             continue
         assert image is not None
-        _read_float(graph, node, image, values_OIHW, constants)
+        read_float(graph, node, image, values_OIHW, constants)
     drop_unused(graph)
     return rewritten
 
@@ -330,13 +341,13 @@ def token_depthwise_in_float(model: ModelProto) -> ModelProto:
     quantize_of = {node.input[0]: node for node in graph.node if node.op_type == "QuantizeLinear"}
 
     for node in [node for node in graph.node if node.op_type == "Conv"]:
-        tokens, weight = _rounded_by_pair(node.input[0], makers), makers.get(node.input[1])
-        if tokens is None or weight is None or not _is_stored_quantized(weight, constants):
+        tokens, weight = rounded_by_pair(node.input[0], makers), makers.get(node.input[1])
+        if tokens is None or weight is None or not is_stored_quantized(weight, constants):
             continue
-        values_OIHW = _dequantized(weight, constants)
+        values_OIHW = float_weight(weight, constants)
         if values_OIHW.shape[1] == 1 and _is_linear(tokens, makers):
-            _read_float(graph, node, tokens, values_OIHW, constants)
-            _drop_pair(index, quantize_of.get(node.output[0]))
+            read_float(graph, node, tokens, values_OIHW, constants)
+            drop_pair(index, quantize_of.get(node.output[0]))
     drop_unused(graph)
     return rewritten
 
@@ -349,46 +360,12 @@ def _is_linear(name: str, makers: Mapping[str, NodeProto]) -> bool:
     return node.op_type in (*MOVES_VALUES, "Add") and any(_is_linear(each, makers) for each in node.input)
 
 
-def _rounded_by_pair(name: str, makers: Mapping[str, NodeProto]) -> str | None:
-    """Return the tensor that a Q/DQ pair rounds to this one; None if this one comes from no pair."""
-    dequantize = makers.get(name)
-    if dequantize is None or dequantize.op_type != "DequantizeLinear":
-        return None
-    quantize = makers.get(dequantize.input[0])
-    return quantize.input[0] if quantize is not None and quantize.op_type == "QuantizeLinear" else None
-
-
 def _rename(graph: GraphProto, name: str, new_name: str) -> None:
     """Give a tensor another name where it is made and read."""
     for node in graph.node:
         for names in (node.input, node.output):
             if name in names:
                 names[:] = [new_name if each == name else each for each in names]
-
-
-def _drop_pair(index: GraphIndex, quantize: NodeProto | None) -> None:
-    """Let the readers of a Q/DQ pair read what it rounds."""
-    if quantize is None:
-        return
-    pairs = {node.output[0] for node in index.readers.get(quantize.output[0], [])}
-    for pair in pairs:
-        for node in index.readers.get(pair, []):
-            node.input[:] = [quantize.input[0] if name == pair else name for name in node.input]
-
-
-def _read_float(
-    graph: GraphProto,
-    node: NodeProto,
-    source: str,
-    weight: NDArray[np.float32],
-    constants: dict[str, TensorProto],
-) -> None:
-    """Let a convolution read a float tensor and this weight."""
-    name = f"{node.input[1]}:float"
-    if name not in constants:  # layers may share a weight
-        graph.initializer.append(numpy_helper.from_array(weight, name))
-        constants[name] = graph.initializer[-1]
-    node.input[0], node.input[1] = source, name
 
 
 def _is_pooled(layer: NodeProto, index: GraphIndex) -> bool:
@@ -401,19 +378,3 @@ def _is_pooled(layer: NodeProto, index: GraphIndex) -> bool:
             if node.op_type in ("Relu", "Clip", "QuantizeLinear", "DequantizeLinear"):
                 waiting.extend(node.output)
     return False
-
-
-def _is_stored_quantized(weight: NodeProto, constants: Collection[str]) -> bool:
-    """Return whether a node dequantizes constants; some tools quantize float weights in the graph."""
-    return weight.op_type == "DequantizeLinear" and all(name in constants for name in weight.input if name)
-
-
-def _dequantized(node: NodeProto, constants: Mapping[str, TensorProto]) -> NDArray[np.float32]:
-    """Evaluate a DequantizeLinear of constants; scales are per tensor or per output channel (axis 0)."""
-    levels = numpy_helper.to_array(constants[node.input[0]]).astype(np.float32)
-    scale, *zero_points = (
-        numpy_helper.to_array(constants[name]).astype(np.float32).reshape(-1, *[1] * (levels.ndim - 1))
-        for name in node.input[1:]
-        if name
-    )
-    return np.asarray((levels - sum(zero_points)) * scale, np.float32)

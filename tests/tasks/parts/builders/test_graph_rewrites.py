@@ -291,7 +291,7 @@ def test_numbers_that_are_no_classes_stay_exact() -> None:
 @pytest.mark.parametrize("variant", ["graph", "quantized"])
 def test_tensorrt_gets_the_declared_precision_around_int8(workshop: Workshop, variant: str) -> None:
     """The float32 graph and the one in FP16 compute the same layers from the same inputs."""
-    target = workshop.target("h200_tensorrt_f16")
+    target = workshop.target("h200_tensorrt")
     encoded = encode_for(target, read_graph(getattr(workshop, variant)))
     card = read_card_of_graph(encoded)
     images_NCHW = normalise(np.load(workshop.images)[:4], card.mean, card.std)
@@ -306,7 +306,7 @@ def test_tensorrt_gets_the_declared_precision_around_int8(workshop: Workshop, va
     }
     assert db["f16"] > (40 if variant == "graph" else db["f32"] - 1)  # beside INT8 it costs next to nothing
     assert round_rest(target, half, images_NCHW) is half
-    assert round_rest(workshop.target("h200_tensorrt"), encoded, images_NCHW) is encoded
+    assert round_rest(workshop.target("h200_tensorrt_f32"), encoded, images_NCHW) is encoded
     wide = round_rest(replace(target, precision=Precision.bf16), encoded, images_NCHW)
     kinds = {tensor.data_type for tensor in wide.graph.initializer}
     assert onnx.TensorProto.BFLOAT16 in kinds and onnx.TensorProto.FLOAT16 not in kinds
@@ -314,7 +314,7 @@ def test_tensorrt_gets_the_declared_precision_around_int8(workshop: Workshop, va
 
 def test_node_with_little_room_below_the_largest_number_stays_in_float32(workshop: Workshop) -> None:
     """Other images may have larger values than the few that a build looks at."""
-    target, graph = workshop.target("h200_tensorrt_f16"), read_graph(workshop.graph)
+    target, graph = workshop.target("h200_tensorrt"), read_graph(workshop.graph)
     card = read_card_of_graph(graph)
     images_NCHW = normalise(np.load(workshop.images)[:4], card.mean, card.std)
     largest = np.abs(run(graph, images_NCHW)).max()

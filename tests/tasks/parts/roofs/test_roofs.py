@@ -79,8 +79,8 @@ def test_cpu_without_a_declared_flag_has_no_roofs(workshop: Workshop) -> None:
 @pytest.mark.parametrize(
     ("target", "changes", "gpu", "tops"),
     [
-        ("h200_tensorrt", {}, "NVIDIA H200", 67),
-        ("h200_tensorrt", {"tf32": True}, "NVIDIA H200", 494.5),
+        ("h200_tensorrt_f32", {}, "NVIDIA H200", 67),
+        ("h200_tensorrt_f32", {"tf32": True}, "NVIDIA H200", 494.5),
         ("cuda_torch", {}, "Tesla T4", 8.1),
         ("cuda_torch", {}, "NVIDIA Unknown", None),
     ],
