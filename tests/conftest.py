@@ -270,6 +270,17 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worksp
 
 
 @pytest.fixture(scope="session")
+def tensorrt_builder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH whose `tensorrt` is TensorRT for RTX, NVIDIA's builder that needs no GPU."""
+    from benchmarks.tensorrt_rtx import installed_builder
+
+    try:
+        return installed_builder(tmp_path_factory.mktemp("builder"))
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with MLflow's tables and no content: making the tables takes seconds."""
     from mlflow.tracking import MlflowClient

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -15,8 +16,10 @@ from tasks.parts.builders.contract import GraphSource, read_source
 from tasks.parts.builders.graph_rewrites import round_rest
 from tasks.parts.builders.tensorrt_network import check_types, count_products
 from tasks.parts.builders.tensorrt_plan import build_plan, parse_graph
+from tasks.parts.engines.runtimes import Precision
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.log import LOG
+from tasks.parts.engines.tensorrt_options import BatchProfile
 from tasks.parts.onnx_graphs.graph import write_graph
 from tasks.parts.onnx_graphs.half_precision import to_half
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
@@ -52,7 +55,7 @@ def read(name: str, target: Target, folder: Path) -> tuple[GraphSource, Target]:
 
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("variant", ["float", "half", "quantized"])
-def test_every_rung_is_built_in_the_precision_that_was_asked_for(
+def test_every_graph_is_built_in_the_precision_that_was_asked_for(
     variant: str, name: str, tmp_path: Path
 ) -> None:
     source, target = read(variant, declared(name), tmp_path)
@@ -69,6 +72,31 @@ def test_every_rung_is_built_in_the_precision_that_was_asked_for(
     else:
         expected = "f16" if variant == "half" or target.precision == "f16" else "f32"
         assert products == {expected: num_layers}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": Precision.bf16},
+        {"max_batch": 16, "profiles": [BatchProfile(1, 1, 1), BatchProfile(2, 8, 16)]},
+        {"max_batch": 1},
+    ],
+    ids=["bf16", "two profiles", "one image"],
+)
+@pytest.mark.parametrize("variant", ["float", "quantized"])
+def test_precision_profiles_and_batches_are_taken(
+    variant: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    target = declared("h200_tensorrt")
+    assert target.tensorrt is not None and target.gpu is not None
+    fields = {name: value for name, value in changes.items() if name != "profiles"}
+    options = replace(target.tensorrt, profiles=changes.get("profiles", []))
+    target = replace(target, **fields, tensorrt=options)
+    source, _ = read(variant, target, tmp_path)
+    graph = round_rest(target, source.rewritten(target), source.images_NCHW)
+    assert len(build_plan(graph, target, target.gpu)) > 10_000
+    expected = "int8" if variant == "quantized" else str(target.precision)
+    assert expected in count_products(parse_graph(trt.Builder(LOG), graph, target)[0])
 
 
 def test_graph_that_no_message_holds_is_read_from_a_file_with_its_weights_beside_it(

@@ -10,7 +10,8 @@ import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 from PIL import Image
 
-from tests.conftest import Workspace, copy_repository
+from tests.conftest import REPOSITORY, Workspace, copy_repository
+from tests.wheels import run_tests_over
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +88,11 @@ def test_every_rung_becomes_an_engine_and_the_float_model_agrees_with_itself(
         assert row["metric"] == "agreement with the float model (top-1)" and row["miou"] is None
         assert row["latency_ms_p50"] > 0 and 0.3 < row["top1"] <= 1.0
     assert "Traceback" not in output and "agreement with the" in output
+
+
+def test_every_rung_is_built_by_tensorrt(finished: tuple[Workspace, str], tensorrt_builder: Path) -> None:
+    environment = {"PYTHONPATH": f"{REPOSITORY}:{tensorrt_builder}", "RUN": str(finished[0].path)}
+    run_tests_over("tests/over_tensorrt_rungs.py", environment)
 
 
 def test_report_says_agreement_and_names_its_reference(finished: tuple[Workspace, str]) -> None:

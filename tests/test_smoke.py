@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tasks.core.fingerprint import digest
-from tests.conftest import SMOKE, Workspace
+from tests.conftest import REPOSITORY, SMOKE, Workspace
+from tests.wheels import run_tests_over
 
 pytestmark = pytest.mark.slow
 
@@ -47,6 +48,11 @@ def test_a_pick_that_does_not_find_a_class_says_so_c2(smoke_run: tuple[Workspace
         assert len(row["class_warnings"]) >= len(dead)
         assert (f"{target}: Warning: IoU of " in text) == bool(row["class_warnings"])
         assert f"{row['unseen_verdict']} on test" in text
+
+
+def test_every_rung_is_built_by_tensorrt(smoke_run: tuple[Workspace, str], tensorrt_builder: Path) -> None:
+    environment = {"PYTHONPATH": f"{REPOSITORY}:{tensorrt_builder}", "RUN": str(smoke_run[0].path)}
+    run_tests_over("tests/over_tensorrt_rungs.py", environment)
 
 
 def test_every_engine_has_a_row_with_its_numbers(smoke_run: tuple[Workspace, str]) -> None:

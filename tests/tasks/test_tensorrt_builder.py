@@ -7,23 +7,11 @@ name `tensorrt`.
 
 from pathlib import Path
 
-import pytest
-
-from benchmarks.tensorrt_rtx import installed_builder
 from tests.conftest import REPOSITORY
 from tests.tasks.conftest import Workshop
 from tests.wheels import run_tests_over
 
 
-@pytest.fixture(scope="session")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH whose `tensorrt` is TensorRT for RTX."""
-    try:
-        return installed_builder(tmp_path_factory.mktemp("builder"))
-    except OSError as error:
-        pytest.skip(str(error))
-
-
-def test_real_builder_takes_the_graphs_as_they_are(builder: Path, workshop: Workshop) -> None:
-    environment = {"PYTHONPATH": f"{REPOSITORY}:{builder}", "WORKSHOP": str(workshop.root)}
+def test_real_builder_takes_the_graphs_as_they_are(tensorrt_builder: Path, workshop: Workshop) -> None:
+    environment = {"PYTHONPATH": f"{REPOSITORY}:{tensorrt_builder}", "WORKSHOP": str(workshop.root)}
     run_tests_over("tests/over_tensorrt_builder.py", environment)
