@@ -13,6 +13,7 @@ Results go to ``benchmarks/results/tensorrt_builds.json`` network by network; a 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tensorrt_peers
 from benchmarks.corpus import (
     NotFinished,
     conditions,
@@ -31,8 +33,9 @@ from benchmarks.corpus import (
     run_stage,
     stage_calls,
 )
-from benchmarks.corpus_networks import CORPUS
+from benchmarks.corpus_networks import CORPUS, CorpusNetwork
 from benchmarks.gpu_cells import REPOSITORY
+from benchmarks.large_weights import SIDE, write_network
 from benchmarks.records import open_record, write_record
 from benchmarks.tensorrt_rtx import installed_builder, version_of
 from benchmarks.zoo import code_of
@@ -44,10 +47,13 @@ from tasks.core.execute import ARTIFACTS
 from tasks.parts.engines.target import Target
 
 RESULTS = Path(__file__).parent / "results" / "tensorrt_builds.json"
+PEERS = tensorrt_peers.RESULTS
 PAGE = REPOSITORY / "docs" / "tensorrt.md"
 TARGETS = ("h200_tensorrt", "h200_tensorrt_f32", "h200_tensorrt_static")
-STAGES = ("prepare_data", "import_onnx", "label_images", "quantize_ptq")
+STAGES = ("prepare_data", "import_onnx", "label_images")
 GRAPHS = {"float": "import_onnx", "INT8": "quantize_ptq"}
+LARGE, LARGE_GIB = "linear_layers_2_3_gib", 2.3
+SPECS = {**CORPUS, LARGE: CorpusNetwork("Linear layers, 2.3 GiB", None, side=SIDE)}
 FEW_IMAGES = ("quantize_ptq.num_images=8", "quantize_ptq.num_val_images=8")
 """Where pairs stand does not depend on their ranges."""
 BUILD_S = 900.0
@@ -61,16 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workspace", type=Path, default=Path("tensorrt_builds"))
-    parser.add_argument("--networks", nargs="+", default=list(CORPUS), choices=list(CORPUS))
+    parser.add_argument("--networks", nargs="+", default=list(SPECS), choices=list(SPECS))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", action="store_true", help="measure nothing; write the page of the results")
-    parser.add_argument("--build", action="store_true", help=argparse.SUPPRESS)  # in the builder's process
+    parser.add_argument("--build", nargs="+", help=argparse.SUPPRESS)  # in the builder's process
     options = parser.parse_args(arguments)
     workspace = options.workspace.resolve()
     if options.page:
-        PAGE.write_text(page(json.loads(options.results.read_text(encoding="utf-8"))), encoding="utf-8")
+        records = [json.loads(file.read_text(encoding="utf-8")) for file in (options.results, PEERS)]
+        PAGE.write_text(page(*records), encoding="utf-8")
     elif options.build:
-        print(json.dumps([*build_all(workspace)]))
+        print(json.dumps([*build_all(workspace, options.build)]))
     else:
         draw_images(workspace / "scenes")
         builder = installed_builder(workspace / "builder")
@@ -87,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(name: str, workspace: Path, builder: Path) -> Row:
     """Write the file of a network, quantize it and let the builder build its graphs; return what came of it."""
-    spec = CORPUS[name]
+    spec, kinds = SPECS[name], ["float"] if name == LARGE else [*GRAPHS]
     row: Row = {
         "network": name,
         "family": spec.family,
@@ -96,15 +103,23 @@ def measure(name: str, workspace: Path, builder: Path) -> Row:
         "builds": [],
     }
     try:
-        file = network_file(name, workspace)
+        file = large_file(workspace) if name == LARGE else network_file(name, workspace)
         calls = stage_calls([*overrides_of(file, spec, workspace), *FEW_IMAGES], workspace)
-        for address in STAGES:
+        for address in dict.fromkeys([*STAGES, *(GRAPHS[kind] for kind in kinds)]):
             run_stage(address, stage_command(address, calls[address]), workspace, timeout_s=BUILD_S)
     except NotFinished as error:
         return row | {"fault": str(error)}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.tensorrt_builds", "--build", "--workspace", str(workspace)],
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.tensorrt_builds",
+                "--workspace",
+                str(workspace),
+                "--build",
+                *kinds,
+            ],
             cwd=REPOSITORY,
             env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{builder}"},
             capture_output=True,
@@ -119,8 +134,20 @@ def measure(name: str, workspace: Path, builder: Path) -> Row:
     return row | {"builds": json.loads(done.stdout.splitlines()[-1])}
 
 
-def build_all(workspace: Path) -> Iterator[Row]:
-    """Yield what the builder makes of each graph for each target. Needs TensorRT."""
+def large_file(workspace: Path) -> Path:
+    """Return the folder of a network of more weights than one message holds, written unless it is there."""
+    folder = workspace / "files" / LARGE
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = folder.with_name("draft")
+        shutil.rmtree(draft, ignore_errors=True)
+        write_network(LARGE_GIB, draft)
+        draft.rename(folder)
+    return folder
+
+
+def build_all(workspace: Path, kinds: Sequence[str]) -> Iterator[Row]:
+    """Yield what the builder makes of each graph of these kinds for each target. Needs TensorRT."""
     import tensorrt as trt
 
     from tasks.parts.builders.contract import GraphSource, read_source
@@ -132,11 +159,11 @@ def build_all(workspace: Path) -> Iterator[Row]:
     artifacts = workspace / ARTIFACTS
     images = artifacts / "label_images" / "dataset" / "calibration_images.npy"
     params = compose_params([f"target=[cpu_torch,cuda_torch,{','.join(TARGETS)}]"])
-    for kind, stage in GRAPHS.items():
+    for kind in kinds:
         for name in TARGETS:
             declared: Target = typed_config(Target, params["build_engine"][name], f"target.{name}")
             assert declared.tensorrt is not None and declared.gpu is not None
-            source = read_source(declared, artifacts / stage / "model.onnx", images)
+            source = read_source(declared, artifacts / GRAPHS[kind] / "model.onnx", images)
             assert isinstance(source, GraphSource)
             target = replace(
                 declared,
@@ -169,7 +196,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     for row in sorted(rows, key=lambda row: (str(row["family"]).lower(), row["network"])):
         if row["fault"]:
             yield f"| {row['network']} | {row['fault'].replace('|', '/')[:200]} | {'| ' * len(TARGETS)}"
-        for kind in GRAPHS if row["builds"] else ():
+        for kind in dict.fromkeys(found["graph"] for found in row["builds"]):
             cells = {found["target"]: cell(found) for found in row["builds"] if found["graph"] == kind}
             yield f"| {row['network']} | {kind} | {' | '.join(cells[name] for name in TARGETS)} |"
 
@@ -182,8 +209,8 @@ def cell(found: Row) -> str:
     return f"{types}; {found['seconds']:.1f} s, {found['mb']:.1f} MB"
 
 
-def page(record: Row) -> str:
-    """Return docs/tensorrt.md."""
+def page(record: Row, peers: Row) -> str:
+    """Return docs/tensorrt.md: what was built, and where pairs stand beside Model-Optimizer's."""
     rows, conditions = record["rows"], record["conditions"]
     builds = [found for row in rows for found in row["builds"]]
     built = sum(not found["fault"] for found in builds)
@@ -199,6 +226,17 @@ def page(record: Row) -> str:
             _WHAT_IT_COVERS,
             f"{built} of {len(builds)} plans of {len(rows)} networks were built.",
             "",
+            _WHAT_IT_FOUND,
+            "## Beside Model-Optimizer",
+            "",
+            f"Measured by `python -m benchmarks.tensorrt_peers` on {peers['date']}, "
+            f"{peers['conditions']['cpu_model']}, {peers['conditions']['peer']} in an environment of its own.",
+            "",
+            _HOW_THEY_DIFFER,
+            *tensorrt_peers.table(peers["rows"]),
+            "",
+            "## What was built",
+            "",
             *table(rows),
             "",
         ]
@@ -212,6 +250,23 @@ loading of a plan, and accuracy. Nothing of it was run on a GPU.
 
 A cell has the precisions in which convolutions and matrix products were parsed (`int8`: between Q/DQ pairs), seconds
 of the build and size of the plan.
+"""
+
+_WHAT_IT_FOUND = """## What NVIDIA's code found
+
+Assumptions of ours that were wrong, or that nobody had tried, and what became of them:
+
+- `hardware_compatibility_level` was set to none, which is the default: that builder warns of it. It is set only where
+  a target asks for it.
+- A graph above 2 GiB cannot be parsed from one message: it reaches the parser as a file with its weights beside it.
+- TensorRT's own plugins were loaded nowhere (`init_libnvinfer_plugins`): builder, runner and bundle do so now.
+- A zero point other than 0 is refused by the parser, as the documentation says: targets of TensorRT have symmetric
+  INT8 (`uint8_activations: false`), and a test holds that the parser refuses the other one.
+- Around INT8 in FP16 this builder says that it converts scales of convolutions to FP32. `QuantizeLinear` takes an
+  input and a scale of one type, so the graph has them in FP16.
+"""
+
+_HOW_THEY_DIFFER = """Both quantized the same file with the same images; each has FP16 around INT8.
 """
 
 

@@ -18,12 +18,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
 from benchmarks.corpus import (
     NotFinished,
@@ -35,19 +36,22 @@ from benchmarks.corpus import (
     run_stage,
     stage_calls,
 )
-from benchmarks.corpus_networks import CORPUS, CorpusNetwork, Exporter, export, scale_layers
+from benchmarks.corpus_networks import CORPUS, CorpusNetwork, scale_layers
 from benchmarks.corpus_writers import NotWritten, described, write_with
 from benchmarks.file_to_pick import vit_base
 from benchmarks.gpu_cells import REPOSITORY
 from benchmarks.records import open_record, write_record
 from benchmarks.tensorrt_rtx import installed_builder, version_of
 from benchmarks.zoo import code_of
+from benchmarks.zoo_networks import Exporter
+from benchmarks.zoo_training import export
 from flows.params import compose_params
 from flows.stage_task import stage_command
 from tasks.core.config import typed_config
+from tasks.core.errors import BuildFailed, first_line
 from tasks.core.execute import ARTIFACTS
 from tasks.parts.builders.contract import GraphSource, read_source
-from tasks.parts.builders.graph_rewrites import round_rest
+from tasks.parts.builders.graph_rewrites import rewrite_for, round_rest
 from tasks.parts.engines.target import Target
 from tasks.parts.onnx_graphs.graph import index_graph, name_nodes, read_graph, write_graph
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES, sizes_of_one_image
@@ -141,12 +145,15 @@ def write_vit(workspace: Path, images_NCHW: np.ndarray) -> Path:
 
 
 def graph_for_target(workspace: Path) -> ModelProto:
-    """Return the INT8 graph of a workspace as the builder of TARGET gets it."""
+    """Return the INT8 graph of a workspace as the builder of TARGET gets it.
+
+    Unlike there, the rewrites are not held against the graph: random weights may drown any logits in rounding.
+    """
     images = workspace / ARTIFACTS / "label_images" / "dataset" / "calibration_images.npy"
     target = declared()
     source = read_source(target, workspace / ARTIFACTS / "quantize_ptq" / "model.onnx", images)
     assert isinstance(source, GraphSource)
-    return round_rest(target, source.rewritten(target), source.images_NCHW)
+    return round_rest(target, rewrite_for(target, source.graph), source.images_NCHW)
 
 
 def declared() -> Target:
@@ -158,18 +165,16 @@ def declared() -> Target:
 
 def build_all(workspace: Path) -> dict[str, Row]:
     """Return seconds and size of the plan of each graph, or why there is none. Needs TensorRT."""
-    from dataclasses import replace
-
-    from tasks.core.errors import BuildFailed, first_line
     from tasks.parts.builders.tensorrt_plan import build_plan
 
-    target, found = declared(), {}
+    target = declared()
     assert target.tensorrt is not None and target.gpu is not None
-    target = replace(target, tensorrt=replace(target.tensorrt, timing_cache=None))
+    gpu, target = target.gpu, replace(target, tensorrt=replace(target.tensorrt, timing_cache=None))
+    found: dict[str, Row] = {}
     for kind in (OURS, THEIRS):
         started = time.monotonic()
         try:
-            plan = build_plan(read_graph(workspace / "peers" / f"{kind}.onnx"), target, target.gpu)
+            plan = build_plan(read_graph(workspace / "peers" / f"{kind}.onnx"), target, gpu)
             found[kind] = {"mb": round(len(plan) / 1e6, 1), "seconds": round(time.monotonic() - started, 1)}
         except BuildFailed as error:
             found[kind] = {"fault": first_line(error)}
@@ -238,17 +243,21 @@ def counts(graph: ModelProto) -> Row:
         for node in graph.graph.node
         if node.op_type == "QuantizeLinear" and node.input[0] in computed and not is_weight(node.input[0])
     ]
+    read_by: Counter[str] = Counter()
+    for quantize in activations:
+        pairs = index.readers.get(quantize.output[0], [])
+        readers = [node for pair in pairs for node in index.readers.get(pair.output[0], [])]
+        read_by[" and ".join(sorted({node.op_type for node in readers})) or "output"] += 1
     return {
         "pairs": len(activations),
+        "pairs by readers": dict(read_by.most_common()),
         "products": dict(sorted(products.items())),
         "additions by pairs": {str(number): additions[number] for number in sorted(additions)},
         "concats": dict(scales),
     }
 
 
-def _value(tensor: Any) -> float:
-    from onnx import numpy_helper
-
+def _value(tensor: TensorProto) -> float:
     return float(numpy_helper.to_array(tensor).reshape(-1)[0])
 
 

@@ -344,6 +344,21 @@ def test_engine_that_computes_something_else_fails(workshop, tmp_path):
     assert [file.name for file in engine.iterdir()] == ["manifest.json"]
 
 
+def test_engine_of_a_graph_that_picks_among_its_own_values_fails_with_the_node_that_does(workshop, tmp_path):
+    def pick(graph):
+        """Read the largest logit of each place as well, which changes nothing."""
+        [logits] = graph.graph.output
+        one = numpy_helper.from_array(np.array([1]), "one")
+        graph.graph.initializer.append(one)
+        graph.graph.node.append(
+            helper.make_node("TopK", [logits.name, "one"], ["best", "place"], name="queries/TopK", axis=1)
+        )
+
+    target = workshop.target("cpu_openvino", min_agreement_db=149.0)
+    report, _ = built(workshop, target, changed_graph(workshop, tmp_path, pick), tmp_path)
+    assert "rounds otherwise and TopK 'queries/TopK' then picks other ones" in report.reason
+
+
 def disturb_image(graph, index):
     """Add a constant to the logits of the image at one place of a batch, of 0 on."""
     [image], [logits] = graph.graph.input, graph.graph.output

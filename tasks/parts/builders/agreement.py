@@ -133,10 +133,12 @@ def measure_agreement(
     *,
     is_int8: bool = False,
     usual_power: float = 0.0,
+    choice: str = "",
 ) -> tuple[float, str]:
     """Return the engine's lowest signal-to-noise ratio against the expected logits, and its provider.
 
     Images are passed one by one and in each of `fitting_batches`. Raises BuildFailed below the target's floor.
+    `choice` names a node that picks some of the graph's own values: whatever rounds otherwise may pick others.
     """
     from tasks.parts.engines.open_engine import load_runner
 
@@ -164,10 +166,12 @@ def measure_agreement(
             if is_network
             else "set that floor to 0 and diff_layers shows where; or try another version of the runtime"
         )
+        cause = f"The runtime does not compute what the {source} describes"
+        if choice:
+            cause += f", or it rounds otherwise and {choice} then picks other ones of the graph's own values"
         raise BuildFailed(
             f"Target {target.name}: the engine's logits agree with the {source} by {agreement_db:.1f} dB only at a "
-            f"batch of {worst}, expected {floor_db:g} dB or more ({key}). The runtime does not compute what the "
-            f"{source} describes: {advice}."
+            f"batch of {worst}, expected {floor_db:g} dB or more ({key}). {cause}: {advice}."
         )
     return agreement_db, provider
 

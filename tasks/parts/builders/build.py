@@ -115,7 +115,9 @@ def _prove(
         plain = new_manifest(target.plain, manifest.runtime_version, source.card, file=twin.file)
     logits_NCHW = source.compute_logits(target)
     how: dict[str, Any] = {"is_int8": source.is_quantized, "usual_power": source.usual_power}
-    agreement_db, provider = measure_agreement(logits_NCHW, source.images_NCHW, plain, twin.file, **how)
+    agreement_db, provider = measure_agreement(
+        logits_NCHW, source.images_NCHW, plain, twin.file, choice=source.choice, **how
+    )
     answers_agreement = None
     if twin is not built:
         plain = replace(plain, precisions=twin.precisions, provider=provider)

@@ -121,6 +121,12 @@ class GraphSource:
         return light
 
     @property
+    def choice(self) -> str:
+        """First node that picks some of the graph's own values, as detectors do; empty if there is none."""
+        nodes = (node for node in self.graph.graph.node if node.op_type in ("TopK", "NonMaxSuppression"))
+        return next((f"{node.op_type} '{node.name}'" for node in nodes), "")
+
+    @property
     def is_quantized(self) -> bool:
         """Whether the graph holds Q/DQ pairs."""
         from tasks.parts.onnx_graphs.graph import is_quantized
@@ -152,6 +158,8 @@ class CheckpointSource:
     """Not asked for: its networks give classes."""
     is_quantized: bool = False
     """Whether its network holds Q/DQ pairs; no checkpoint does."""
+    choice: str = ""
+    """Not looked for in a network."""
 
     def check(self, target: Target) -> None:
         """Do nothing: loading already checks a checkpoint."""
